@@ -1,0 +1,1 @@
+"""Turn somebody's dataset into Samples. CPU only, knows no tokens, no Prefect, no MLflow."""

@@ -1,0 +1,84 @@
+"""manifest.json: written last into an artifact's directory; its presence says that the directory is whole."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from dataset_builders.contracts.errors import InputError
+from dataset_builders.contracts.files import sha256_file, write_json
+from dataset_builders.contracts.sample import Split
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+
+
+class ShardEntry(BaseModel):
+    """One tar file of a dataset directory."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    name: str = Field(description="path below the artifact's directory, train/shard-00042.tar")
+    split: Split = Field(description="which split the shard belongs to")
+    num_samples: int = Field(ge=0)
+    size_bytes: int = Field(ge=0)
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+    skips: dict[str, int] = Field(default={}, description="samples left out while this shard was written, by reason")
+
+
+class Parent(BaseModel):
+    """An input of the stage: another artifact, or something outside by its content digest."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    name: str = Field(description="the stage that made it, or what it is: hf_dir, raw")
+    fingerprint: str
+
+
+class Manifest(BaseModel):
+    """What an artifact is and what it was made from. Holds no time and no host: a rerun gives the same bytes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    format_version: int = FORMAT_VERSION
+    stage: str
+    version: int = Field(description="the stage's VERSION")
+    fingerprint: str
+    config: dict[str, Any] = Field(description="the stage's identity config, whole")
+    parents: dict[str, Parent] = Field(description="role -> input")
+    shards: list[ShardEntry] = []
+    skips: dict[str, int] = Field(default={}, description="samples left out, by reason")
+    stats: dict[str, Any] = Field(default={}, description="counts and figures a person or a later stage reads")
+
+    @property
+    def num_samples(self) -> int:
+        return sum(shard.num_samples for shard in self.shards)
+
+    def write(self, directory: Path) -> None:
+        write_json(directory / MANIFEST, self.model_dump(mode="json"))
+
+
+def load_manifest(directory: Path) -> Manifest:
+    """Read a directory's manifest.
+
+    Raises:
+        InputError: no manifest there, or one of another format version.
+    """
+    path = directory / MANIFEST
+    if not path.is_file():
+        raise InputError(f"{directory} has no {MANIFEST}: it is no finished artifact; run the flow that makes it again")
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    if raw.get("format_version") != FORMAT_VERSION:
+        raise InputError(
+            f"{path}: format_version is {raw.get('format_version')}, this code reads {FORMAT_VERSION}; "
+            f"delete {directory} and run the {raw.get('stage')} stage again"
+        )
+    return Manifest.model_validate(raw)
+
+
+def verify_shards(directory: Path, manifest: Manifest) -> list[str]:
+    """Names of shards that are missing or whose SHA-256 is not the manifest's."""
+    bad = []
+    for shard in manifest.shards:
+        path = directory / shard.name
+        if not path.is_file() or sha256_file(path) != shard.sha256:
+            bad.append(shard.name)
+    return bad

@@ -1,0 +1,111 @@
+"""Sample: one conversation with its encoded images, the same for every source dataset."""
+
+import hashlib
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+IMAGE_SLOT = "<image>"
+Role = Literal["system", "user", "assistant"]
+Split = Literal["train", "heldout"]
+SPLITS: tuple[Split, ...] = ("train", "heldout")
+_KEY = re.compile(r"[A-Za-z0-9_-]+/[0-9]{8,}(-[0-9]+)?")
+
+
+class SkipSample(Exception):
+    """This one sample cannot be used: leave it out, count `reason`, keep `detail` for the quarantine.
+
+    Args:
+        reason: a member of `dataset_builders.contracts.sample.SKIP_REASONS`.
+        detail: what was found, for the person who looks at the quarantine.
+    """
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        if reason not in SKIP_REASONS:
+            raise ValueError(f"unknown skip reason {reason!r}; add it to SKIP_REASONS with its meaning")
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason = reason
+        self.detail = detail
+
+
+SKIP_REASONS: dict[str, str] = {
+    "schema_error": "the raw row lacks a field or has another type there",
+    "no_text": "the raw row has no turn at all",
+    "empty_prompt": "a user turn without text and without an image",
+    "empty_target": "an assistant turn without text",
+    "image_count_mismatch": "the number of image slots in the text is not the number of images",
+    "special_token_in_text": "the text holds a special token of the tokenizer, or an image slot of its own",
+    "control_chars": "the text holds control characters other than tab and newline",
+    "decode_error": "the image bytes are no image that Pillow can decode",
+    "truncated_image": "the image bytes end early",
+    "bomb": "the image has more pixels than the limit",
+    "too_small": "the image has a side shorter than the limit",
+    "aspect": "the image's longer side is over 200 times the shorter one",
+    "bad_mode": "a pixel format without an agreed conversion to 8-bit RGB",
+    "too_many_patches": "more vision patches than a bin may hold",
+    "over_length": "more tokens than max_seq_len",
+    "duplicate_sample": "the same images and messages were seen before",
+    "mask_span_mismatch": "the assistant spans found in the token ids are not the answers that were rendered",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Message:
+    """One role's text. `IMAGE_SLOT` in a user's text marks where an image goes."""
+
+    role: Role
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """One conversation.
+
+    Attributes:
+        key: unique in the dataset, stable across rebuilds, `subset/00001234`; the member stem in a shard.
+        messages: in order; a user message comes before each assistant message.
+        images: the original encoded bytes, one for each `IMAGE_SLOT`, in order of appearance.
+    """
+
+    key: str
+    messages: tuple[Message, ...]
+    images: tuple[bytes, ...]
+
+    @property
+    def subset(self) -> str:
+        return self.key.split("/", 1)[0]
+
+    def check(self) -> None:
+        """Raise SkipSample when the conversation contradicts itself, ValueError for a malformed key."""
+        if not _KEY.fullmatch(self.key):
+            raise ValueError(f"sample key {self.key!r} is not of the form subset/00001234")
+        if not self.messages:
+            raise SkipSample("no_text", self.key)
+        slots = sum(m.text.count(IMAGE_SLOT) for m in self.messages)
+        if slots != len(self.images):
+            raise SkipSample("image_count_mismatch", f"{slots} image slots in the text but {len(self.images)} images")
+        for message in self.messages:
+            _check_text(message)
+
+    def digest(self) -> str:
+        """64 hex digits over messages and images, not the key: equal for exact duplicates."""
+        h = hashlib.sha256()
+        for message in self.messages:
+            h.update(f"{message.role}\0{message.text}\0".encode("utf-8", "surrogatepass"))
+        for digest in image_digests(self):
+            h.update(bytes.fromhex(digest))
+        return h.hexdigest()
+
+
+def image_digests(sample: Sample) -> list[str]:
+    """64 hex digits of SHA-256 for each image's encoded bytes, in order."""
+    return [hashlib.sha256(image).hexdigest() for image in sample.images]
+
+
+def _check_text(message: Message) -> None:
+    if any(ord(c) < 32 and c not in "\t\n" for c in message.text):
+        raise SkipSample("control_chars", repr(message.text[:80]))
+    if not message.text.strip():
+        if message.role == "assistant":
+            raise SkipSample("empty_target", "an assistant turn is empty")
+        raise SkipSample("empty_prompt", f"a {message.role} turn is empty")

@@ -1,0 +1,41 @@
+"""One sample as the members of a sample shard, and back.
+
+    train/shard-00000.tar
+        ai2d/00001234.json    {"messages": [{"role", "text"}], "images": [{"name", "sha256"}], "digest"}
+        ai2d/00001234.0.png   the original bytes, untouched
+"""
+
+import hashlib
+import json
+
+from dataset_builders.contracts.sample import Message, Sample
+
+_MAGIC = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpg", b"GIF8": "gif", b"II*\x00": "tif", b"MM\x00*": "tif", b"BM": "bmp"}
+
+
+def to_fields(sample: Sample) -> dict[str, bytes]:
+    """Field name -> bytes; field names are the member's name after the key and a dot."""
+    names = [f"{i}.{_extension(image)}" for i, image in enumerate(sample.images)]
+    record = {
+        "messages": [{"role": m.role, "text": m.text} for m in sample.messages],
+        "images": [{"name": n, "sha256": hashlib.sha256(i).hexdigest()} for n, i in zip(names, sample.images)],
+        "digest": sample.digest(),
+    }
+    text = json.dumps(record, ensure_ascii=False, sort_keys=True)
+    return {"json": text.encode(), **dict(zip(names, sample.images))}
+
+
+def from_fields(key: str, fields: dict[str, bytes]) -> Sample:
+    """The inverse of `to_fields`."""
+    record = json.loads(fields["json"])
+    return Sample(
+        key=key,
+        messages=tuple(Message(role=m["role"], text=m["text"]) for m in record["messages"]),
+        images=tuple(fields[image["name"]] for image in record["images"]),
+    )
+
+
+def _extension(image: bytes) -> str:
+    if image[:4] == b"RIFF" and image[8:12] == b"WEBP":
+        return "webp"
+    return next((ext for magic, ext in _MAGIC.items() if image.startswith(magic)), "bin")

@@ -1,0 +1,1 @@
+"""One function, one output directory. No Prefect here, and no megatron."""

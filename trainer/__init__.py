@@ -1,0 +1,1 @@
+"""One process a GPU, started by torchrun with one JSON file. Knows no Prefect and no MLflow."""

@@ -1,0 +1,154 @@
+"""What the trainer is told (RunConfig in run.json) and what it answers (MetricsRow lines, TrainResult).
+
+To add a hyperparameter: a field here with its bounds and one line of description, the code that reads it,
+a value in the recipes if it is a decision. The command line, the form and the tracking follow by themselves.
+"""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from dataset_builders.contracts.errors import InputError
+
+RUN_JSON = "run.json"
+RESULT_JSON = "result.json"
+METRICS_JSONL = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
+HF_EXPORT = "hf"
+
+EXIT_FAILED = 1
+EXIT_INPUT = 2
+EXIT_STOPPED = 75  # EX_TEMPFAIL: told to stop, saved; start it again and it goes on
+
+IGNORE_INDEX = -100
+
+
+class StrictModel(BaseModel):
+    """Base of every config: frozen, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class OptimConfig(StrictModel):
+    """AdamW with a linear warmup and a cosine decay. No weight decay on norms and biases."""
+
+    lr: float = Field(gt=0, le=1, description="peak learning rate")
+    min_lr_fraction: float = Field(ge=0, le=1, description="learning rate at the last step, as a fraction of the peak")
+    warmup_steps: int = Field(ge=0, description="steps of linear warmup from 0 to the peak")
+    weight_decay: float = Field(ge=0, le=1, description="decoupled weight decay")
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="decay of the first moment")
+    adam_beta2: float = Field(default=0.95, ge=0, lt=1, description="decay of the second moment")
+    adam_eps: float = Field(default=1e-8, gt=0, description="term added to the denominator")
+    clip_grad_norm: float = Field(default=1.0, gt=0, description="gradients are scaled down to this global norm")
+
+
+class TrainConfig(StrictModel):
+    """Identity: everything that changes the trained weights or the recorded metrics."""
+
+    seed: int = Field(ge=0, description="order of the bins")
+    num_steps: int = Field(gt=0, description="optimizer updates")
+    global_batch_size: int = Field(gt=0, description="bins between two optimizer updates, over all data-parallel ranks")
+    precision: Literal["float32", "bfloat16"] = Field(
+        description="arithmetic of forward and backward; main weights and gradients are float32 either way"
+    )
+    heldout_interval: int = Field(gt=0, description="steps between two measurements of the held-out loss")
+    optim: OptimConfig
+
+    @model_validator(mode="after")
+    def _warmup_fits(self) -> "TrainConfig":
+        if self.optim.warmup_steps >= self.num_steps:
+            raise ValueError(
+                f"optim.warmup_steps={self.optim.warmup_steps} leaves nothing of num_steps={self.num_steps}; "
+                f"try optim.warmup_steps={self.num_steps // 10}"
+            )
+        return self
+
+
+class ParallelConfig(StrictModel):
+    """Execution: how the ranks share one model. Data parallel takes what is left of the world."""
+
+    tp: int = Field(default=1, ge=1, description="tensor parallel size")
+    pp: int = Field(default=1, ge=1, description="pipeline parallel size")
+    cp: int = Field(default=1, ge=1, description="context parallel size")
+    sequence_parallel: bool = Field(default=False, description="split norms and dropout over the tensor-parallel ranks")
+
+    @property
+    def model_size(self) -> int:
+        """Ranks that hold one copy of the model."""
+        return self.tp * self.pp * self.cp
+
+
+class CheckpointConfig(StrictModel):
+    """Execution: when to save and what to keep."""
+
+    save_interval: int = Field(default=200, gt=0, description="steps between two checkpoints; the last step is always saved")
+    keep_last: int = Field(default=2, ge=1, description="newest checkpoints that are kept")
+
+
+class RunConfig(StrictModel):
+    """run.json: one job of the trainer, whole. All paths are absolute."""
+
+    format_version: Literal[1] = 1
+    task: Literal["train", "export"] = Field(description="train a model, or write a checkpoint as an HF directory")
+    fingerprint: str = Field(description="identity of the training; a checkpoint of another one is refused")
+    hf_dir: Path = Field(description="HF directory with config.json and safetensors: where the weights come from")
+    tokenized_dir: Path = Field(description="artifact of the tokenize stage")
+    bins_dir: Path = Field(description="artifact of the plan_bins stage")
+    output_dir: Path = Field(description="gets checkpoints/, metrics.jsonl, result.json; hf/ when exporting")
+    checkpoint_dir: Path | None = Field(default=None, description="when exporting: the checkpoint to export")
+    seq_len: int = Field(gt=0, description="tokens a bin holds, from the plan")
+    train: TrainConfig
+    parallel: ParallelConfig = ParallelConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log_interval: int = Field(default=1, gt=0, description="steps between two lines of metrics.jsonl")
+    num_threads: int = Field(default=0, ge=0, description="CPU threads of a process; 0 shares the cores among them")
+
+    def num_micro_batches(self, dp: int) -> int:
+        """Micro batches a data-parallel rank runs per step.
+
+        Raises:
+            InputError: the global batch does not divide among the ranks.
+        """
+        size = self.train.global_batch_size
+        if size % dp:
+            raise InputError(
+                f"train.global_batch_size={size} bins is not a multiple of dp={dp}; try {-(-size // dp) * dp}"
+            )
+        return size // dp
+
+
+class MetricsRow(StrictModel):
+    """One line of metrics.jsonl. Everything but `step` is forwarded to tracking under its own name."""
+
+    step: int
+    epoch: float = Field(description="passes over the bins so far")
+    loss: float = Field(description="mean over the loss tokens of the global batches since the last line")
+    heldout_loss: float | None = Field(default=None, description="the same over the held-out bins")
+    grad_norm: float = Field(description="over all ranks, before clipping")
+    lr: float
+    tokens: int = Field(description="tokens trained on so far, without padding")
+    loss_tokens: int = Field(description="loss tokens trained on so far")
+    padding_fraction: float = Field(description="padding / capacity of the bins since the last line")
+    tokens_per_second: float = Field(description="over all ranks, without padding")
+    step_seconds: float
+    data_seconds: float = Field(description="waiting for the loader")
+    vision_seconds: float = Field(description="vision encoder, forward and backward")
+    language_seconds: float = Field(description="language model and loss, forward and backward")
+    optimizer_seconds: float = Field(description="gradient reduction and update")
+    vision_tflops: float = Field(description="model TFLOP/s of the vision encoder, all ranks, padding not counted")
+    language_tflops: float = Field(description="the same of the language model")
+    mfu: float | None = Field(default=None, description="model FLOP/s over the peak of the devices; None where unknown")
+    memory_gb: float = Field(description="peak device memory of rank 0, or resident memory on CPU, in 1e9 bytes")
+
+
+class TrainResult(StrictModel):
+    """result.json: how the job ended."""
+
+    status: Literal["finished", "stopped", "failed"]
+    step: int = Field(description="last completed step")
+    checkpoint: str | None = Field(default=None, description="newest checkpoint, relative to output_dir")
+    message: str = Field(default="", description="one line for a person: what went wrong and the way out")
+    keys: list[str] = Field(default=[], description="samples of the step that failed")
+    loss: float | None = None
+    heldout_loss: float | None = None
