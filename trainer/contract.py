@@ -7,9 +7,10 @@ a value in the recipes if it is a decision. The command line, the form and the t
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from dataset_builders.contracts.errors import InputError
+from dataset_builders.contracts.strict import StrictModel
 
 RUN_JSON = "run.json"
 RESULT_JSON = "result.json"
@@ -22,12 +23,6 @@ EXIT_INPUT = 2
 EXIT_STOPPED = 75  # EX_TEMPFAIL: told to stop, saved; start it again and it goes on
 
 IGNORE_INDEX = -100
-
-
-class StrictModel(BaseModel):
-    """Base of every config: frozen, and an unknown key is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class OptimConfig(StrictModel):
@@ -74,6 +69,12 @@ class ParallelConfig(StrictModel):
     sequence_parallel: bool = Field(default=False, description="split norms and dropout over the tensor-parallel ranks")
 
     @property
+    def pad_multiple(self) -> int:
+        """What each sample's length in a bin is rounded up to, so that every rank's slice is whole."""
+        halves = 2 * self.cp if self.cp > 1 else 1
+        return halves * (self.tp if self.sequence_parallel else 1)
+
+    @property
     def model_size(self) -> int:
         """Ranks that hold one copy of the model."""
         return self.tp * self.pp * self.cp
@@ -82,7 +83,7 @@ class ParallelConfig(StrictModel):
 class CheckpointConfig(StrictModel):
     """Execution: when to save and what to keep."""
 
-    save_interval: int = Field(default=200, gt=0, description="steps between two checkpoints; the last step is always saved")
+    save_interval: int = Field(default=200, gt=0, description="steps between two checkpoints; the last is always saved")
     keep_last: int = Field(default=2, ge=1, description="newest checkpoints that are kept")
 
 
@@ -150,5 +151,6 @@ class TrainResult(StrictModel):
     checkpoint: str | None = Field(default=None, description="newest checkpoint, relative to output_dir")
     message: str = Field(default="", description="one line for a person: what went wrong and the way out")
     keys: list[str] = Field(default=[], description="samples of the step that failed")
+    is_input_error: bool = Field(default=False, description="failed because of the config or an input: do not retry")
     loss: float | None = None
     heldout_loss: float | None = None

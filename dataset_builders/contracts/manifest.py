@@ -4,20 +4,20 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from dataset_builders.contracts.errors import InputError
 from dataset_builders.contracts.files import sha256_file, write_json
 from dataset_builders.contracts.sample import Split
+from dataset_builders.contracts.strict import StrictModel
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 
 
-class ShardEntry(BaseModel):
+class ShardEntry(StrictModel):
     """One tar file of a dataset directory."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     name: str = Field(description="path below the artifact's directory, train/shard-00042.tar")
     split: Split = Field(description="which split the shard belongs to")
     num_samples: int = Field(ge=0)
@@ -26,25 +26,23 @@ class ShardEntry(BaseModel):
     skips: dict[str, int] = Field(default={}, description="samples left out while this shard was written, by reason")
 
 
-class Parent(BaseModel):
+class Parent(StrictModel):
     """An input of the stage: another artifact, or something outside by its content digest."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     name: str = Field(description="the stage that made it, or what it is: hf_dir, raw")
     fingerprint: str
 
 
-class Manifest(BaseModel):
+class Manifest(StrictModel):
     """What an artifact is and what it was made from. Holds no time and no host: a rerun gives the same bytes."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     format_version: int = FORMAT_VERSION
     stage: str
     version: int = Field(description="the stage's VERSION")
     fingerprint: str
     config: dict[str, Any] = Field(description="the stage's identity config, whole")
     parents: dict[str, Parent] = Field(description="role -> input")
-    shards: list[ShardEntry] = []
+    shards: list[ShardEntry] = Field(default=[], description="in order of their names, train before heldout")
     skips: dict[str, int] = Field(default={}, description="samples left out, by reason")
     stats: dict[str, Any] = Field(default={}, description="counts and figures a person or a later stage reads")
 

@@ -1,8 +1,8 @@
 """One sample as the members of a sample shard, and back.
 
-    train/shard-00000.tar
-        ai2d/00001234.json    {"messages": [{"role", "text"}], "images": [{"name", "sha256"}], "digest"}
-        ai2d/00001234.0.png   the original bytes, untouched
+train/shard-00000.tar
+    ai2d/00001234.json    {"messages": [{"role", "text"}], "images": [{"name", "sha256"}], "digest"}
+    ai2d/00001234.0.png   the original bytes, untouched
 """
 
 import hashlib

@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from dataset_builders.contracts.files import atomic_path
+from dataset_builders.contracts.strict import StrictModel
 
 INDEX = "index.parquet"
 INDEX_SCHEMA = pa.schema(
@@ -31,7 +32,7 @@ INDEX_SCHEMA = pa.schema(
 )
 
 
-class PatchFormat(BaseModel):
+class PatchFormat(StrictModel):
     """How stored patches become pixel values: stats["patch_format"] of a tokenized artifact's manifest.
 
     pixel_values (P, C) float32, C = 3 * temporal_patch_size * patch_size^2, ordered (channel, frame, row, column):
@@ -39,7 +40,6 @@ class PatchFormat(BaseModel):
     blocks of merge_size x merge_size, row by row.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     patch_size: int = Field(gt=0, description="side of a patch in pixels")
     temporal_patch_size: int = Field(gt=0, description="frames a patch spans; a still image is repeated")
     merge_size: int = Field(gt=0, description="side of the block of patches that becomes one image token")
@@ -98,10 +98,11 @@ def from_fields(key: str, fields: dict[str, bytes], patch_format: PatchFormat) -
     )
 
 
-def write_index(directory: Path, rows: list[dict[str, object]]) -> None:
+def write_index(directory: Path, rows: pa.Table | list[dict[str, object]]) -> None:
     """Write index.parquet; one row a sample, in shard order."""
+    table = rows if isinstance(rows, pa.Table) else pa.Table.from_pylist(rows, schema=INDEX_SCHEMA)
     with atomic_path(directory / INDEX) as tmp:
-        pq.write_table(pa.Table.from_pylist(rows, schema=INDEX_SCHEMA), tmp)
+        pq.write_table(table.cast(INDEX_SCHEMA), tmp)
 
 
 def read_index(directory: Path) -> pa.Table:

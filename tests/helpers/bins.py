@@ -1,0 +1,58 @@
+"""Small seeded tokenized samples of every kind, for tests of the trainer."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dataset_builders.contracts.tokenized import TokenizedSample
+from trainer.batch import Geometry
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The make-up of a sample: text tokens before, between and after images of these grids (t, h, w in patches)."""
+
+    text: int
+    grids: tuple[tuple[int, int, int], ...] = ()
+    learnt: float = 0.4
+
+
+TEXT_ONLY = Kind(9)
+ONE_IMAGE = Kind(11, ((1, 4, 6),))
+TWO_IMAGES = Kind(12, ((1, 2, 2), (1, 6, 4)))
+TALL_IMAGE = Kind(7, ((1, 12, 2),))
+MIXED = [ONE_IMAGE, TEXT_ONLY, TWO_IMAGES, TALL_IMAGE]
+
+
+def make_sample(kind: Kind, geometry: Geometry, vocab: range, seed: int, key: str = "") -> TokenizedSample:
+    """A sample of random tokens and random pixels; each image stands after at least one text token."""
+    rng = np.random.default_rng(seed)
+    merge = geometry.spatial_merge_size
+    pieces, left = [], kind.text
+    for t, h, w in kind.grids:
+        before = max(1, left // (len(kind.grids) + 1))
+        left -= before
+        pieces.append(_text(rng, before, geometry, vocab))
+        pieces.append(np.full(t * h * w // merge**2, geometry.image_token_id))
+    pieces.append(_text(rng, max(2, left), geometry, vocab))
+    input_ids = np.concatenate(pieces).astype(np.int32)
+    loss_mask = (rng.random(len(input_ids)) < kind.learnt) & (input_ids != geometry.image_token_id)
+    loss_mask[-1] = kind.learnt > 0
+    grids = np.array(kind.grids, np.int32).reshape(-1, 3)
+    return TokenizedSample(
+        key=key or f"made/{seed:08d}",
+        input_ids=input_ids,
+        loss_mask=loss_mask.astype(np.uint8),
+        image_grid_thw=grids,
+        patches=rng.integers(0, 256, (int(grids.prod(-1).sum()), geometry.patch_bytes), dtype=np.uint8),
+    )
+
+
+def make_samples(kinds: list[Kind], geometry: Geometry, vocab: range, seed: int = 0) -> list[TokenizedSample]:
+    """One sample of each kind."""
+    return [make_sample(kind, geometry, vocab, seed * 1000 + i) for i, kind in enumerate(kinds)]
+
+
+def _text(rng: np.random.Generator, count: int, geometry: Geometry, vocab: range) -> np.ndarray:
+    ids = rng.integers(vocab.start, vocab.stop, count)
+    return np.where(ids == geometry.image_token_id, vocab.start, ids)

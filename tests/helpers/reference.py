@@ -1,0 +1,62 @@
+"""transformers' Qwen3-VL as the reference: random weights everywhere, one sample at a time, plain autograd."""
+
+import functools
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+from transformers import Qwen3VLForConditionalGeneration
+
+from dataset_builders.contracts.tokenized import PatchFormat, TokenizedSample
+from tests.helpers.tiny_model import tiny_hf_dir
+
+PIXELS = PatchFormat(
+    patch_size=16, temporal_patch_size=2, merge_size=2, image_mean=(0.5, 0.4, 0.3), image_std=(0.5, 0.25, 0.3)
+)
+
+
+@functools.cache
+def random_hf_dir(shape: str) -> Path:
+    """A tiny HF directory none of whose tensors has a special value: norms off one, biases off zero."""
+    directory = Path(tempfile.mkdtemp(prefix="athanor-random-")) / shape
+    shutil.copytree(tiny_hf_dir(shape), directory)
+    model = load_reference(directory)
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            noise = torch.randn(param.shape, generator=generator)
+            param.copy_(1 + 0.2 * noise if "norm" in name and name.endswith("weight") else 0.08 * noise)
+    model.save_pretrained(directory)
+    return directory
+
+
+def load_reference(hf_dir: Path) -> Qwen3VLForConditionalGeneration:
+    """The reference in float32."""
+    return Qwen3VLForConditionalGeneration.from_pretrained(hf_dir, dtype=torch.float32, attn_implementation="sdpa")
+
+
+def reference_inputs(sample: TokenizedSample, image_token_id: int) -> dict[str, torch.Tensor]:
+    """A sample as transformers takes it: (1, n) ids, (P, C) normalised pixels with the temporal copy."""
+    ids = torch.from_numpy(sample.input_ids.astype("int64"))[None]
+    inputs = {"input_ids": ids, "mm_token_type_ids": (ids == image_token_id).int()}
+    if len(sample.image_grid_thw):
+        patches = torch.from_numpy(sample.patches.copy()).view(len(sample.patches), 3, 1, -1).float()
+        mean, std = (255 * torch.tensor(v).view(3, 1, 1) for v in (PIXELS.image_mean, PIXELS.image_std))
+        pixels = ((patches - mean) / std).expand(-1, 3, PIXELS.temporal_patch_size, -1)
+        inputs["pixel_values"] = pixels.reshape(len(patches), -1)
+        inputs["image_grid_thw"] = torch.from_numpy(sample.image_grid_thw.astype("int64"))
+    return inputs
+
+
+def reference_logits(model: Qwen3VLForConditionalGeneration, sample: TokenizedSample) -> torch.Tensor:
+    """(n, vocabulary) logits of one sample by itself."""
+    return model(**reference_inputs(sample, model.config.image_token_id), use_cache=False).logits[0]
+
+
+def reference_losses(model: Qwen3VLForConditionalGeneration, sample: TokenizedSample) -> torch.Tensor:
+    """Losses of a sample's loss tokens, in order."""
+    logits = reference_logits(model, sample)[:-1]
+    ids = torch.from_numpy(sample.input_ids.astype("int64"))
+    learnt = torch.from_numpy(sample.loss_mask.astype(bool))[1:]
+    return torch.nn.functional.cross_entropy(logits[learnt], ids[1:][learnt], reduction="none")

@@ -1,0 +1,120 @@
+"""Our Qwen3-VL against transformers': float32, CPU, random weights, two shapes, every kind of sample."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from tests.helpers.bins import MIXED, make_samples
+from tests.helpers.reference import (
+    load_reference,
+    random_hf_dir,
+    reference_inputs,
+    reference_logits,
+    reference_losses,
+)
+from tests.helpers.single_rank import build_tiny, single_rank
+from trainer.batch import make_micro_batch
+from trainer.models.hf_weights import HFTensors, save_hf_weights
+from trainer.models.qwen3_vl.rope import mrope_cos_sin
+from trainer.models.qwen3_vl.weights import rules, split
+
+SEQ_LEN = 128
+
+
+class Pair:
+    """Ours and the reference with the same weights, and one bin of mixed samples."""
+
+    def __init__(self, shape: str, mesh) -> None:
+        self.hf_dir = random_hf_dir(shape)
+        self.reference = load_reference(self.hf_dir)
+        self.ours = build_tiny(self.hf_dir, mesh, SEQ_LEN)
+        geometry = self.ours.sizes.geometry
+        self.samples = make_samples(MIXED, geometry, range(20, 300))
+        self.batch = make_micro_batch(self.samples, geometry, SEQ_LEN)
+
+    def pixels(self) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs = [reference_inputs(s, self.reference.config.image_token_id) for s in self.samples]
+        inputs = [i for i in inputs if "pixel_values" in i]
+        return torch.cat([i["pixel_values"] for i in inputs]), torch.cat([i["image_grid_thw"] for i in inputs])
+
+
+@pytest.fixture(scope="module", params=["first", "second"])
+def pair(request):
+    with single_rank() as mesh:
+        yield Pair(request.param, mesh)
+
+
+def test_vision_encoder_and_every_deepstack_level(pair):
+    expected = pair.reference.model.visual(*pair.pixels())
+    image_tokens, features = pair.ours.vision(pair.batch)
+    assert_close(image_tokens, expected.pooler_output, atol=1e-4, rtol=0)
+    assert len(features) == len(expected.deepstack_features) >= 2
+    for ours, theirs in zip(features, expected.deepstack_features):
+        assert_close(ours, theirs, atol=1e-4, rtol=0)
+
+
+def test_mrope_positions_and_angles(pair):
+    text = pair.reference.model.language_model
+    start = 0
+    for sample in pair.samples:
+        inputs = reference_inputs(sample, pair.reference.config.image_token_id)
+        inputs.pop("pixel_values", None)
+        positions, _ = pair.reference.model.get_rope_index(**inputs)
+        ours = pair.batch.position_ids[:, start : start + len(sample.input_ids)]
+        assert torch.equal(ours, positions[:, 0])
+        cos, sin = text.rotary_emb(torch.zeros(1), positions)
+        our_cos, our_sin = mrope_cos_sin(ours, pair.ours.sizes.language)
+        assert_close(our_cos, cos[0], atol=1e-6, rtol=0)
+        assert_close(our_sin, sin[0], atol=1e-6, rtol=0)
+        start += len(sample.input_ids)
+
+
+def test_logits_of_a_packed_bin(pair):
+    ours = pair.ours.language.logits(pair.ours.hidden_states(pair.batch))[:, 0]
+    start = 0
+    for sample in pair.samples:
+        theirs = reference_logits(pair.reference, sample)
+        assert_close(ours[start : start + len(theirs)], theirs, atol=1e-4, rtol=0)
+        start += len(theirs)
+
+
+def test_loss_and_the_gradient_of_every_parameter(pair):
+    pair.reference.zero_grad()
+    theirs = torch.cat([reference_losses(pair.reference, sample) for sample in pair.samples])
+    theirs.mean().backward()
+    pair.ours.zero_grad()
+    ours = pair.ours(pair.batch)
+    ours.mean().backward()
+    assert_close(ours, theirs, atol=1e-4, rtol=0)
+    grads = {name: p.grad for name, p in pair.reference.named_parameters()}
+    params = dict(pair.ours.named_parameters())
+    compared = set()
+    for rule in rules(pair.ours.sizes):
+        for name, grad in zip(rule.hf, split(rule, params[rule.ours].grad, pair.ours.sizes)):
+            scale = grads[name].norm().clamp(min=1e-6)
+            assert float((grad - grads[name]).norm() / scale) <= 1e-4, name
+            compared.add(name)
+    assert compared == set(grads)
+
+
+def test_weights_in_and_out_are_bit_equal(pair, tmp_path):
+    save_hf_weights(pair.ours, pair.hf_dir, tmp_path)
+    before, after = HFTensors(pair.hf_dir), HFTensors(tmp_path)
+    assert before.names() == after.names()
+    for name in before.names():
+        assert before.get(name).dtype == after.get(name).dtype
+        assert torch.equal(before.get(name), after.get(name)), name
+
+
+def test_packed_samples_are_as_each_alone_and_do_not_see_each_other(pair):
+    geometry = pair.ours.sizes.geometry
+    packed = pair.ours(pair.batch)
+    alone = torch.cat([pair.ours(make_micro_batch([s], geometry, SEQ_LEN)) for s in pair.samples])
+    assert_close(packed, alone, atol=1e-5, rtol=1e-5)
+    changed = [make_samples(MIXED, geometry, range(20, 300), seed=7)[0], *pair.samples[1:]]
+    assert len(changed[0].input_ids) == len(pair.samples[0].input_ids)
+    own = int(changed[0].loss_mask[1:].sum())
+    first = int(pair.samples[0].loss_mask[1:].sum())
+    again = pair.ours(make_micro_batch(changed, geometry, SEQ_LEN))
+    assert not torch.equal(again[:own][: min(own, first)], packed[: min(own, first)])
+    assert torch.equal(again[own:], packed[first:])

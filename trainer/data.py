@@ -1,0 +1,103 @@
+"""(step, dp_rank) -> bins -> TokenizedSamples -> MicroBatch, read ahead by a thread.
+
+The n-th global batch is a pure function of (bins, seed, n): the same on 1 rank or 64, fresh or resumed.
+"""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from dataset_builders.contracts.bins import Bin, read_bins
+from dataset_builders.contracts.manifest import load_manifest
+from dataset_builders.contracts.sample import Split
+from dataset_builders.contracts.shard_io import read_record
+from dataset_builders.contracts.tokenized import PatchFormat, TokenizedSample, from_fields
+from trainer.batch import Geometry, MicroBatch, make_micro_batch
+
+
+def bins_for_step(num_bins: int, *, seed: int, step: int, global_batch_size: int) -> list[int]:
+    """Numbers of the bins of one global batch.
+
+    Epoch after epoch, each a permutation of its own, is one endless list, and step n takes the n-th piece of it:
+    every bin is seen once an epoch, and no bin is left out where the global batch does not divide the epoch.
+    """
+    first = step * global_batch_size
+    epochs = range(first // num_bins, (first + global_batch_size - 1) // num_bins + 1)
+    order = np.concatenate([np.random.default_rng([seed, epoch]).permutation(num_bins) for epoch in epochs])
+    offset = first - epochs[0] * num_bins
+    return order[offset : offset + global_batch_size].tolist()
+
+
+class BinReader:
+    """Reads whole bins of one split as micro batches."""
+
+    def __init__(
+        self, tokenized_dir: Path, bins_dir: Path, split: Split, geometry: Geometry, seq_len: int, pad_multiple: int
+    ) -> None:
+        self.bins: list[Bin] = read_bins(bins_dir, split)
+        self.patch_format = PatchFormat.model_validate(load_manifest(tokenized_dir).stats["patch_format"])
+        self._dir, self._geometry = tokenized_dir, geometry
+        self._seq_len, self._pad_multiple = seq_len, pad_multiple
+
+    def samples(self, number: int) -> list[TokenizedSample]:
+        """The samples of one bin, in order."""
+        return [
+            from_fields(ref.key, read_record(self._dir / ref.shard, ref.offset, ref.size), self.patch_format)
+            for ref in self.bins[number]
+        ]
+
+    def read(self, number: int) -> MicroBatch:
+        """One bin as a micro batch."""
+        return make_micro_batch(self.samples(number), self._geometry, self._seq_len, self._pad_multiple)
+
+    def keys(self, numbers: list[int]) -> list[str]:
+        """The sample keys of several bins."""
+        return [ref.key for number in numbers for ref in self.bins[number]]
+
+
+class TrainingOrder:
+    """The micro batches of a data-parallel rank, step after step, from any step on."""
+
+    def __init__(self, reader: BinReader, *, seed: int, global_batch_size: int, dp_rank: int, dp: int) -> None:
+        if not reader.bins:
+            raise ValueError("the plan holds no training bin")
+        self.reader = reader
+        self._seed, self._size, self._dp_rank, self._dp = seed, global_batch_size, dp_rank, dp
+
+    def global_batch(self, step: int) -> list[int]:
+        """Bins of all ranks at `step`."""
+        return bins_for_step(len(self.reader.bins), seed=self._seed, step=step, global_batch_size=self._size)
+
+    def epoch(self, step: int) -> float:
+        """Passes over the bins when `step` steps are done."""
+        return step * self._size / len(self.reader.bins)
+
+    def __call__(self, start: int, stop: int) -> Iterator[int]:
+        for step in range(start, stop):
+            yield from self.global_batch(step)[self._dp_rank :: self._dp]
+
+
+def prefetch(reader: BinReader, numbers: Iterator[int], depth: int, pin: bool) -> Iterator[MicroBatch]:
+    """Micro batches of these bins, in order, up to `depth` read ahead; an error of the reader is raised here."""
+    stopping = threading.Event()
+
+    def load(number: int) -> MicroBatch | None:
+        if stopping.is_set():
+            return None
+        batch = reader.read(number)
+        return batch.pin_memory() if pin else batch
+
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="bins") as pool:
+        queue: list[Future] = []
+        try:
+            for number in numbers:
+                queue.append(pool.submit(load, number))
+                if len(queue) > depth:
+                    yield queue.pop(0).result()
+            while queue:
+                yield queue.pop(0).result()
+        finally:
+            stopping.set()

@@ -1,0 +1,101 @@
+"""The two sets of modules behind one switch: Transformer Engine on CUDA, plain torch modules on a CPU."""
+
+import torch
+import torch.nn.functional as F
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from dataset_builders.contracts.errors import InputError
+from trainer.models.attention import RotarySelfAttention, SelfAttentionSubmodules, TorchVarlenAttention
+
+# Checkpoints name the norms as the fused modules do, whichever set wrote them.
+_FUSED_NORM_KEYS = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+
+
+class TorchNorm(torch.nn.Module):
+    """RMSNorm or LayerNorm in float32, by `config.normalization`; knows sequence parallelism."""
+
+    def __init__(self, config, hidden_size: int, eps: float = 1e-6, **_: object) -> None:
+        super().__init__()
+        self.eps, self.shape = eps, (hidden_size,)
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel
+        self.bias = None
+        if config.normalization == "LayerNorm":
+            self.bias = torch.nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
+            self.bias.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.bias is None:
+            return self.weight * F.rms_norm(x.float(), self.shape, None, self.eps).to(x.dtype)
+        return F.layer_norm(x.float(), self.shape, self.weight.float(), self.bias.float(), self.eps).to(x.dtype)
+
+
+class TorchModules(LocalSpecProvider):
+    """Plain torch modules. Slow, exact, and the same on every machine."""
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+        return TorchNorm
+
+    def core_attention(self) -> type:
+        return TorchVarlenAttention
+
+
+def transformer_engine_modules() -> BackendSpecProvider:
+    """Transformer Engine's modules.
+
+    Raises:
+        InputError: it is not installed.
+    """
+    if not HAVE_TE:
+        raise InputError(
+            "training on CUDA needs transformer-engine, which is not installed: pip install 'athanor[gpu]'"
+        )
+    return TESpecProvider()
+
+
+def layer_spec(modules: BackendSpecProvider, *, causal: bool, qk_norm: bool) -> ModuleSpec:
+    """A transformer layer of this module set.
+
+    Args:
+        causal: each token sees itself and what is before it in its segment; otherwise the whole segment.
+        qk_norm: normalise queries and keys; `TransformerConfig.qk_layernorm` must say the same, because
+            megatron-core sums the gradients of these norms over the tensor-parallel ranks only where it does.
+    """
+    fused = modules.fuse_layernorm_and_linear()
+    norm = modules.layer_norm()
+    column = modules.column_parallel_layer_norm_linear() if fused else modules.column_parallel_linear()
+    attention = ModuleSpec(
+        module=RotarySelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal if causal else AttnMaskType.no_mask},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=column,
+            core_attention=modules.core_attention(),
+            linear_proj=modules.row_parallel_linear(),
+            q_layernorm=norm if qk_norm else None,
+            k_layernorm=norm if qk_norm else None,
+        ),
+    )
+    mlp = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=modules.row_parallel_linear()))
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=IdentityOp if fused else norm,
+            self_attention=attention,
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=IdentityOp if fused else norm,
+            mlp=mlp,
+            mlp_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map={} if fused else _FUSED_NORM_KEYS,
+        ),
+    )

@@ -1,0 +1,118 @@
+"""The vision encoder of Qwen3-VL: patches of all images of a bin -> image tokens and deepstack features.
+
+P = patches, V = image tokens = P / merge^2, C = bytes of a patch (3 * patch_size^2), D = language hidden size.
+"""
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from trainer.batch import MicroBatch
+from trainer.models.attention import PackedSegments
+from trainer.models.module_set import layer_spec
+from trainer.models.qwen3_vl.config import VisionSizes
+from trainer.models.qwen3_vl.rope import vision_cos_sin
+
+
+class PatchEmbedding(torch.nn.Module):
+    """Normalises uint8 patches and projects them. The weight has a frame axis; a still image is its own copy there."""
+
+    def __init__(self, config: TransformerConfig, sizes: VisionSizes) -> None:
+        super().__init__()
+        shape = (sizes.hidden_size, 3, sizes.temporal_patch_size, sizes.patch_size, sizes.patch_size)
+        self.weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
+        self.bias = torch.nn.Parameter(torch.empty(sizes.hidden_size, dtype=config.params_dtype))
+        self.register_buffer("offset", torch.zeros(3), persistent=False)
+        self.register_buffer("divisor", torch.ones(3), persistent=False)
+
+    def set_normalisation(self, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+        """Per-channel mean and standard deviation of the image processor, on the scale 0 to 1."""
+        self.offset.copy_(torch.tensor(mean) * 255)
+        self.divisor.copy_(torch.tensor(std) * 255)
+
+    def forward(self, patches: torch.Tensor) -> torch.Tensor:
+        """(P, C) uint8 -> (P, hidden). Equal frames: the sum of the frames' weights does the work of both."""
+        pixels = patches.view(len(patches), 3, -1).float()
+        pixels = pixels.sub(self.offset[:, None]).div(self.divisor[:, None]).flatten(1)
+        weight = self.weight.sum(dim=2).flatten(1)
+        return F.linear(pixels.to(weight.dtype), weight, self.bias)
+
+
+class PatchMerger(MegatronModule):
+    """merge x merge patches -> one image token. Deepstack's mergers normalise after putting the patches together."""
+
+    def __init__(self, config, sizes: VisionSizes, modules: BackendSpecProvider, groups, *, norm_after: bool) -> None:
+        super().__init__(config)
+        self.width = sizes.hidden_size * sizes.spatial_merge_size**2
+        self.norm_after = norm_after
+        norm_size = self.width if norm_after else sizes.hidden_size
+        self.norm = build_module(modules.layer_norm(), config=config, hidden_size=norm_size, eps=1e-6)
+        shared = {
+            "config": config,
+            "init_method": config.init_method,
+            "bias": True,
+            "skip_bias_add": False,
+            "is_expert": False,
+            "tp_group": groups.tp,
+        }
+        column, row = modules.column_parallel_linear(), modules.row_parallel_linear()
+        self.linear_fc1 = column(self.width, self.width, gather_output=False, **shared)
+        self.linear_fc2 = row(self.width, sizes.out_hidden_size, input_is_parallel=True, **shared)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(P, 1, hidden) -> (V, D)."""
+        hidden = self.norm(hidden.reshape(-1, self.width)) if self.norm_after else self.norm(hidden)
+        hidden, _ = self.linear_fc1(hidden.reshape(-1, 1, self.width))
+        hidden, _ = self.linear_fc2(F.gelu(hidden))
+        return hidden.squeeze(1)
+
+
+class VisionEncoder(MegatronModule):
+    """Patches -> transformer with full attention inside each image -> merged image tokens."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        sizes: VisionSizes,
+        modules: BackendSpecProvider,
+        groups: ProcessGroupCollection,
+    ) -> None:
+        super().__init__(config)
+        self.sizes = sizes
+        self.patch_embed = PatchEmbedding(config, sizes)
+        self.pos_embed = torch.nn.Parameter(
+            torch.empty(sizes.num_positions, sizes.hidden_size, dtype=config.params_dtype)
+        )
+        spec = layer_spec(modules, causal=False, qk_norm=False)
+        # The encoder is whole on its rank: groups without a pipeline keep megatron-core from splitting it.
+        self.blocks = TransformerBlock(
+            config,
+            TransformerBlockSubmodules(layer_specs=[spec] * sizes.num_layers),
+            post_layer_norm=False,
+            pg_collection=groups,
+        )
+        self.merger = PatchMerger(config, sizes, modules, groups, norm_after=False)
+        self.deepstack_mergers = torch.nn.ModuleList(
+            PatchMerger(config, sizes, modules, groups, norm_after=True) for _ in sizes.deepstack_layers
+        )
+
+    def forward(self, batch: MicroBatch) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Image tokens (V, D), and one (V, D) for each deepstack level."""
+        positions = F.embedding(batch.position_taps, self.pos_embed)
+        weights = batch.position_weights.to(positions.dtype)
+        hidden = self.patch_embed(batch.patches) + (positions * weights[:, :, None]).sum(1)
+        hidden = hidden[:, None]
+        angles = vision_cos_sin(batch.patch_coordinates, self.sizes)
+        segments = PackedSegments.of(batch.vision_cu_seqlens, batch.vision_cu_seqlens, batch.vision_max_seqlen)
+        features = []
+        for number, layer in enumerate(self.blocks.layers):
+            hidden, _ = layer(hidden_states=hidden, rotary_pos_emb=angles, packed_seq_params=segments)
+            if number in self.sizes.deepstack_layers:
+                merger = self.deepstack_mergers[self.sizes.deepstack_layers.index(number)]
+                features.append(merger(hidden))
+        return self.merger(hidden), features
