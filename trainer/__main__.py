@@ -4,31 +4,8 @@ Exit codes: 0 finished, 2 the config or an input is wrong, 75 told to stop and s
 """
 
 import argparse
-import logging
 import sys
-import traceback
-import warnings
 from pathlib import Path
-
-from dataset_builders.contracts.errors import InputError
-from dataset_builders.contracts.files import write_json
-from trainer.contract import (
-    EXIT_FAILED,
-    EXIT_INPUT,
-    EXIT_STOPPED,
-    RESULT_JSON,
-    RunConfig,
-    TrainResult,
-)
-
-# megatron-core says at import what it lacks on a machine without CUDA; the module sets know.
-warnings.filterwarnings("ignore", module=r"megatron\..*")
-
-from trainer.distributed import place_in_world, rank_mesh, set_threads  # noqa: E402
-from trainer.loop import NotFinite, export, train  # noqa: E402
-from trainer.runtime import prepare_runtime  # noqa: E402
-
-log = logging.getLogger("athanor.trainer")
 
 
 def parse_args(argv: list[str]) -> Path:
@@ -38,36 +15,8 @@ def parse_args(argv: list[str]) -> Path:
     return parser.parse_args(argv).run_json
 
 
-def run_job(run: RunConfig) -> TrainResult:
-    """Run the job in the process group; a failure becomes a result that says why."""
-    rank = place_in_world()[0]
-    try:
-        with rank_mesh(run.parallel, run.train.seed) as mesh:
-            return train(run, mesh) if run.task == "train" else export(run, mesh)
-    except NotFinite as error:
-        return TrainResult(status="failed", step=error.step, message=str(error), keys=error.keys)
-    except InputError as error:
-        return TrainResult(status="failed", step=0, message=str(error), is_input_error=True)
-    except Exception as error:
-        traceback.print_exc()
-        return TrainResult(status="failed", step=0, message=f"rank {rank}: {type(error).__name__}: {error}")
-
-
-def main(argv: list[str]) -> int:
-    run = RunConfig.model_validate_json(parse_args(argv).read_text())
-    rank = place_in_world()[0]
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    log.setLevel(logging.INFO if rank == 0 else logging.WARNING)
-    set_threads(run.num_threads)
-    prepare_runtime()
-    result = run_job(run)
-    if rank == 0 or result.status == "failed":
-        write_json(run.output_dir / RESULT_JSON, result.model_dump(mode="json"))
-    if result.status == "failed":
-        log.error("%s", result.message)
-        return EXIT_INPUT if result.is_input_error else EXIT_FAILED
-    return EXIT_STOPPED if result.status == "stopped" else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    # Here and not above: the helper process that a checkpoint spawns loads this module, and needs none of it.
+    from trainer.job import run_file
+
+    sys.exit(run_file(parse_args(sys.argv[1:])))

@@ -160,7 +160,9 @@ def train(run: RunConfig, mesh: Mesh) -> TrainResult:
             if writer:
                 writer.write(row)
         if is_last or stop or trainer.step % run.checkpoint.save_interval == 0:
+            interval.pause()
             saved = checkpoint.save(trainer.model, trainer.optimizer, trainer.step, run, mesh)
+            interval.go_on()
         if stop and not is_last:
             return _result(trainer, "stopped", saved.name, "told to stop by SIGTERM; run again to go on from here")
     newest = checkpoint.list_checkpoints(run.output_dir / CHECKPOINTS)[-1]
@@ -189,6 +191,14 @@ class _Interval:
         self.totals = Totals.zero(self.trainer.mesh.device)
         self.steps = 0
         self.grad_norm = self.lr = 0.0
+        self.seconds = 0.0
+        self.started = time.perf_counter()
+
+    def pause(self) -> None:
+        """Stop the time: a save is no part of a step."""
+        self.seconds += time.perf_counter() - self.started
+
+    def go_on(self) -> None:
         self.started = time.perf_counter()
 
     def add_step(self, batches, per_step: int) -> None:
@@ -210,7 +220,8 @@ class _Interval:
 
     def close(self) -> MetricsRow:
         """The line of this interval, reduced over ranks; begins the next one."""
-        trainer, seconds = self.trainer, time.perf_counter() - self.started
+        self.pause()
+        trainer, seconds = self.trainer, self.seconds
         parts = {name: value / self.steps for name, value in trainer.model.module.clock.read().items()}
         totals = self.totals.over_ranks(trainer.mesh)
         loss_sum, loss_tokens = totals.loss_and_tokens.tolist()

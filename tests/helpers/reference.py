@@ -31,9 +31,9 @@ def random_hf_dir(shape: str) -> Path:
     return directory
 
 
-def load_reference(hf_dir: Path) -> Qwen3VLForConditionalGeneration:
+def load_reference(hf_dir: Path, attention: str = "sdpa") -> Qwen3VLForConditionalGeneration:
     """The reference in float32."""
-    return Qwen3VLForConditionalGeneration.from_pretrained(hf_dir, dtype=torch.float32, attn_implementation="sdpa")
+    return Qwen3VLForConditionalGeneration.from_pretrained(hf_dir, dtype=torch.float32, attn_implementation=attention)
 
 
 def reference_inputs(sample: TokenizedSample, image_token_id: int) -> dict[str, torch.Tensor]:

@@ -25,9 +25,7 @@ def single_rank(seed: int = 1) -> Iterator[Mesh]:
 
 def build_tiny(hf_dir: Path, mesh: Mesh, seq_len: int = 128) -> Qwen3VLModel:
     """Our model in float32 with the directory's weights and the tests' pixel normalisation."""
-    model = Qwen3VLModel(
-        read_config(hf_dir), ParallelConfig(), torch.float32, TorchModules(), mesh.groups, seq_len
-    )
+    model = Qwen3VLModel(read_config(hf_dir), ParallelConfig(), torch.float32, TorchModules(), mesh.groups, seq_len)
     load_hf_weights(model, hf_dir)
     model.vision.patch_embed.set_normalisation(PIXELS.image_mean, PIXELS.image_std)
     return model

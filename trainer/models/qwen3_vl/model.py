@@ -1,6 +1,7 @@
 """Qwen3-VL: the vision encoder in front of the language model, one bin a forward pass."""
 
 import torch
+from megatron.core.enums import ModelType
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
@@ -34,6 +35,7 @@ class Qwen3VLModel(MegatronModule):
         self.sizes = sizes
         self.pre_process = groups.pp.rank() == 0
         self.post_process = groups.pp.rank() == groups.pp.size() - 1
+        self.model_type = ModelType.encoder_or_decoder  # the schedules ask for it
         self.share_embeddings_and_output_weights = sizes.language.tied_embeddings
         self.seq_len = seq_len
         self.clock = PartClock()

@@ -1,0 +1,154 @@
+"""Whole training runs, started as users start them: against transformers, interrupted, on two ranks."""
+
+import math
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers.reference import load_reference, random_hf_dir, reference_losses
+from tests.helpers.run_dir import (
+    OPTIM,
+    log_of,
+    make_bins,
+    metrics_of,
+    result_of,
+    run_trainer,
+    start_trainer,
+    write_job,
+)
+from trainer.contract import EXIT_STOPPED
+
+SEED, GLOBAL_BATCH = 5, 2
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """Six steps on one rank, in one go."""
+    run = write_job(tmp_path_factory.mktemp("undisturbed"), num_steps=6)
+    assert run_trainer(run) == 0, log_of(run)
+    return run
+
+
+def losses_of(run) -> list[float]:
+    return [row.loss for row in metrics_of(run)]
+
+
+def test_thirty_steps_equal_transformers_with_torch_adamw(tmp_path):
+    run = write_job(tmp_path, num_steps=30)
+    assert run_trainer(run) == 0, log_of(run)
+    expected = reference_training(num_steps=30)
+    rows = metrics_of(run)
+    assert [row.step for row in rows] == list(range(1, 31))
+    for row, (loss, grad_norm, lr) in zip(rows, expected):
+        assert row.lr == pytest.approx(lr, rel=1e-12)
+        assert row.loss == pytest.approx(loss, rel=1e-4), row.step
+        assert row.grad_norm == pytest.approx(grad_norm, rel=1e-3), row.step
+    assert rows[-1].loss < 0.5 * rows[0].loss
+
+
+def reference_training(num_steps: int) -> list[tuple[float, float, float]]:
+    """(loss, gradient norm, learning rate) of each step, by transformers, one sample at a time."""
+    bins = make_bins()
+    model = load_reference(random_hf_dir("first"))
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim == 1]
+    groups = [{"params": decayed, "weight_decay": OPTIM.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    betas = (OPTIM.adam_beta1, OPTIM.adam_beta2)
+    adam = torch.optim.AdamW(groups, lr=OPTIM.lr, betas=betas, eps=OPTIM.adam_eps)
+    order = np.concatenate(
+        [np.random.default_rng([SEED, e]).permutation(len(bins)) for e in range(num_steps * GLOBAL_BATCH // len(bins))]
+    )
+    rows = []
+    for step in range(num_steps):
+        lr = OPTIM.lr * (step + 1) / OPTIM.warmup_steps
+        if step >= OPTIM.warmup_steps:
+            done = (step - OPTIM.warmup_steps) / (num_steps - 1 - OPTIM.warmup_steps)
+            lr = OPTIM.lr * (0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2)
+        for group in adam.param_groups:
+            group["lr"] = lr
+        adam.zero_grad()
+        chosen = [bins[number] for number in order[step * GLOBAL_BATCH : (step + 1) * GLOBAL_BATCH]]
+        losses = torch.cat([reference_losses(model, sample) for samples in chosen for sample in samples])
+        losses.mean().backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIM.clip_grad_norm)
+        adam.step()
+        rows.append((losses.mean().item(), float(norm), lr))
+    return rows
+
+
+def test_killed_and_resumed_is_bit_equal(undisturbed, tmp_path):
+    run = write_job(tmp_path, num_steps=6, save_interval=3)
+    process = start_trainer(run)
+    wait_for(lambda: (run.output_dir / "checkpoints/step-000003/athanor.json").is_file(), run)
+    os.killpg(process.pid, signal.SIGKILL)
+    kill_children_of(run)
+    process.wait()
+    for late in run.output_dir.glob("checkpoints/step-000006"):
+        pytest.fail(f"{late}: the kill came too late to show anything")
+    # A save that was cut short, and a directory without its record, must not be taken for checkpoints.
+    (run.output_dir / "checkpoints/saving-step-000004").mkdir()
+    (run.output_dir / "checkpoints/step-000005").mkdir()
+    assert run_trainer(run) == 0, log_of(run)
+    assert "resumed at step 3" in log_of(run)
+    assert losses_of(run) == losses_of(undisturbed)
+    assert [r.grad_norm for r in metrics_of(run)] == [r.grad_norm for r in metrics_of(undisturbed)]
+    assert [r.heldout_loss for r in metrics_of(run)] == [r.heldout_loss for r in metrics_of(undisturbed)]
+    assert metrics_of(run)[-1].tokens == metrics_of(undisturbed)[-1].tokens
+
+
+def test_sigterm_finishes_the_step_saves_and_says_so(tmp_path):
+    run = write_job(tmp_path, num_steps=2000)
+    process = start_trainer(run, processes=0)
+    wait_for(lambda: (run.output_dir / "metrics.jsonl").is_file() and len(metrics_of(run)) >= 2, run)
+    os.killpg(process.pid, signal.SIGTERM)
+    assert process.wait(120) == EXIT_STOPPED
+    result = result_of(run)
+    assert result.status == "stopped"
+    assert (run.output_dir / result.checkpoint / "athanor.json").is_file()
+    assert result.step == metrics_of(run)[-1].step
+    assert f"step-{result.step:06d}" in result.checkpoint
+
+
+def test_two_ranks_equal_one(undisturbed, tmp_path):
+    run = write_job(tmp_path, num_steps=6)
+    assert run_trainer(run, processes=2) == 0, log_of(run)
+    text_only_alone = False
+    for ours, theirs in zip(metrics_of(run), metrics_of(undisturbed), strict=True):
+        assert ours.loss == pytest.approx(theirs.loss, rel=1e-6)
+        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-6)
+        assert ours.tokens == theirs.tokens
+        if theirs.heldout_loss is not None:
+            assert ours.heldout_loss == pytest.approx(theirs.heldout_loss, rel=1e-6)
+        text_only_alone |= text_only_bin_in(ours.step)
+    assert text_only_alone, "no step had a text-only bin on one rank: the test would show nothing"
+
+
+def text_only_bin_in(step: int) -> bool:
+    bins = make_bins()
+    epoch, place = divmod((step - 1) * GLOBAL_BATCH, len(bins))
+    numbers = np.random.default_rng([SEED, epoch]).permutation(len(bins))[place : place + GLOBAL_BATCH]
+    return any(all(len(s.image_grid_thw) == 0 for s in bins[number]) for number in numbers)
+
+
+def wait_for(condition, run, seconds: float = 120) -> None:
+    stop = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < stop, log_of(run)
+        time.sleep(0.005)
+
+
+def kill_children_of(run) -> None:
+    """torchrun gives each worker a session of its own, so that killing its group leaves the worker."""
+    needle = str(run.output_dir / "run.json")
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_text()
+        except OSError:
+            continue
+        if needle in command:
+            os.kill(int(pid), signal.SIGKILL)

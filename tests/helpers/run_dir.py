@@ -1,0 +1,145 @@
+"""A whole training job on disk: tiny HF directory, tokenized shards and bins of made samples, run.json."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+
+from dataset_builders.contracts.bins import BINS_SCHEMA, write_bins
+from dataset_builders.contracts.manifest import Manifest
+from dataset_builders.contracts.shard_io import ShardWriter
+from dataset_builders.contracts.tokenized import TokenizedSample, write_index
+from tests.helpers.bins import MIXED, TEXT_ONLY, Kind, make_samples
+from tests.helpers.reference import PIXELS, random_hf_dir
+from trainer.contract import (
+    CheckpointConfig,
+    MetricsRow,
+    OptimConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+    TrainResult,
+)
+from trainer.metrics import read_rows
+from trainer.models.qwen3_vl.config import read_config
+
+SEQ_LEN = 128
+BIN_KINDS: list[list[Kind]] = [MIXED, [TEXT_ONLY] * 4, MIXED[::-1], MIXED[:3], [TEXT_ONLY, MIXED[0]], MIXED[1:]]
+OPTIM = OptimConfig(lr=3e-3, min_lr_fraction=0.1, warmup_steps=2, weight_decay=0.1)
+
+
+def make_bins(shape: str = "first", kinds: list[list[Kind]] = BIN_KINDS) -> list[list[TokenizedSample]]:
+    """Samples of every bin, deterministic."""
+    geometry = read_config(random_hf_dir(shape)).geometry
+    return [make_samples(k, geometry, range(20, 300), seed=i + 1) for i, k in enumerate(kinds)]
+
+
+def write_job(
+    root: Path,
+    *,
+    num_steps: int,
+    shape: str = "first",
+    bins: list[list[TokenizedSample]] | None = None,
+    global_batch_size: int = 2,
+    save_interval: int = 1000,
+    parallel: ParallelConfig | None = None,
+    optim: OptimConfig = OPTIM,
+    name: str = "run",
+) -> RunConfig:
+    """Write data and run.json below `root`; the first two bins are held out as well."""
+    bins = bins or make_bins(shape)
+    data = root / "data"
+    if not data.is_dir():
+        _write_data(data, bins)
+    run = RunConfig(
+        task="train",
+        fingerprint="0123456789abcdef",
+        hf_dir=random_hf_dir(shape),
+        tokenized_dir=data,
+        bins_dir=data,
+        output_dir=root / name,
+        seq_len=SEQ_LEN,
+        train=TrainConfig(
+            seed=5,
+            num_steps=num_steps,
+            global_batch_size=global_batch_size,
+            precision="float32",
+            heldout_interval=3,
+            optim=optim,
+        ),
+        parallel=parallel or ParallelConfig(),
+        checkpoint=CheckpointConfig(save_interval=save_interval, keep_last=2),
+        num_threads=1,
+    )
+    run.output_dir.mkdir(parents=True, exist_ok=True)
+    (run.output_dir / "run.json").write_text(run.model_dump_json())
+    return run
+
+
+def _write_data(directory: Path, bins: list[list[TokenizedSample]]) -> None:
+    rows, entries = [], []
+    for split, chosen in (("train", bins), ("heldout", bins[:2])):
+        name = f"{split}/shard-00000.tar"
+        with ShardWriter(directory, name) as writer:
+            for number, samples in enumerate(chosen):
+                for place, sample in enumerate(samples):
+                    key = f"{split}/{number:04d}{place:04d}"
+                    record = writer.write(key, sample.to_fields())
+                    rows.append(_row(number, split, name, key, record, sample))
+            entries.append(writer.commit(split))
+    write_bins(directory, pa.Table.from_pylist(rows, schema=BINS_SCHEMA))
+    write_index(directory, [{k: v for k, v in row.items() if k != "bin"} for row in rows])
+    stats = {"patch_format": PIXELS.model_dump(mode="json")}
+    Manifest(
+        stage="tokenize", version=1, fingerprint="f" * 16, config={}, parents={}, shards=entries, stats=stats
+    ).write(directory)
+
+
+def _row(number: int, split: str, name: str, key: str, record, sample: TokenizedSample) -> dict[str, object]:
+    return {
+        "bin": number,
+        "key": key,
+        "subset": split,
+        "split": split,
+        "shard": name,
+        "offset": record.offset,
+        "size": record.size,
+        "num_tokens": len(sample.input_ids),
+        "num_loss_tokens": int(sample.loss_mask.sum()),
+        "num_patches": len(sample.patches),
+        "num_images": len(sample.image_grid_thw),
+    }
+
+
+def start_trainer(run: RunConfig, processes: int = 1) -> subprocess.Popen:
+    """Start the trainer as users do: by torchrun, with one JSON file; 0 processes: by itself, without torchrun."""
+    command = [sys.executable, "-m"]
+    if processes:
+        command += ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "--max-restarts=0", "-m"]
+    command += ["trainer", str(run.output_dir / "run.json")]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    log = (run.output_dir / "log.txt").open("a")
+    return subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def run_trainer(run: RunConfig, processes: int = 1, timeout: float = 240) -> int:
+    """The exit status of a whole run."""
+    return start_trainer(run, processes).wait(timeout)
+
+
+def metrics_of(run: RunConfig) -> list[MetricsRow]:
+    """All rows written so far."""
+    return read_rows(run.output_dir / "metrics.jsonl")
+
+
+def result_of(run: RunConfig) -> TrainResult:
+    """How the run ended."""
+    return TrainResult.model_validate(json.loads((run.output_dir / "result.json").read_text()))
+
+
+def log_of(run: RunConfig) -> str:
+    """What the trainer printed."""
+    return (run.output_dir / "log.txt").read_text()

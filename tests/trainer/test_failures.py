@@ -1,0 +1,74 @@
+"""How the trainer ends when it cannot go on: one line, its own exit code, nothing half done."""
+
+import shutil
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from dataset_builders.contracts.errors import InputError
+from tests.helpers.run_dir import log_of, result_of, run_trainer, write_job
+from trainer.checkpoint import list_checkpoints, read_step
+from trainer.contract import EXIT_FAILED, EXIT_INPUT, OptimConfig, ParallelConfig, TrainConfig
+
+
+def rewrite(run, **changes):
+    changed = run.model_copy(update=changes)
+    (run.output_dir / "run.json").write_text(changed.model_dump_json())
+    return changed
+
+
+def test_a_loss_that_is_not_finite_names_the_step_and_its_samples(tmp_path):
+    run = write_job(tmp_path, num_steps=4)
+    broken = tmp_path / "hf"
+    shutil.copytree(run.hf_dir, broken)
+    tensors = load_file(broken / "model.safetensors")
+    tensors["model.language_model.norm.weight"][0] = float("inf")
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    run = rewrite(run, hf_dir=broken)
+    assert run_trainer(run, processes=0) == EXIT_FAILED
+    result = result_of(run)
+    assert result.status == "failed" and result.step == 0
+    assert "step 0: gradient norm is nan" in result.message and "train.optim.lr" in result.message
+    assert len(result.keys) == 6 and all(key.startswith("train/") for key in result.keys)
+    assert not list_checkpoints(run.output_dir / "checkpoints")
+
+
+def test_the_same_failure_in_this_process_writes_one_result(tmp_path):
+    """A world that does not divide is found before anything is loaded."""
+    run = write_job(tmp_path, num_steps=4, parallel=ParallelConfig(tp=2))
+    assert run_trainer(run, processes=0) == EXIT_INPUT
+    assert "start a multiple of 2" in result_of(run).message
+    assert result_of(run).is_input_error
+    assert "Traceback" not in log_of(run)
+
+
+def test_a_checkpoint_of_another_training_is_refused(tmp_path):
+    run = write_job(tmp_path, num_steps=4)
+    assert run_trainer(run, processes=0) == 0
+    other = run.train.model_copy(update={"optim": run.train.optim.model_copy(update={"lr": 0.5})})
+    run = rewrite(run, train=other, fingerprint="f" * 16)
+    assert run_trainer(run, processes=0) == EXIT_INPUT
+    assert "optim.lr: 0.003 -> 0.5" in result_of(run).message
+    newest = list_checkpoints(run.output_dir / "checkpoints")[-1]
+    with pytest.raises(InputError, match="belongs to another training"):
+        read_step(newest, run)
+    (newest / "athanor.json").write_text('{"format_version": 0}')
+    with pytest.raises(InputError, match="format_version is 0, this code reads 1"):
+        read_step(newest, run)
+
+
+def test_bounds_and_cross_checks_of_the_contract():
+    optim = {"lr": 1e-3, "min_lr_fraction": 0.1, "warmup_steps": 10, "weight_decay": 0.1}
+    shared = {"seed": 1, "global_batch_size": 1, "precision": "float32", "heldout_interval": 1}
+    with pytest.raises(ValueError, match=r"optim\.warmup_steps=10 leaves nothing of num_steps=10; try .*=1"):
+        TrainConfig(num_steps=10, optim=optim, **shared)
+    with pytest.raises(ValueError, match="lr"):
+        OptimConfig(**{**optim, "lr": -3})
+    with pytest.raises(ValueError, match="learning_rate"):
+        OptimConfig(**optim, learning_rate=1)
+
+
+def test_a_global_batch_that_does_not_divide_says_what_would(tmp_path):
+    run = write_job(tmp_path, num_steps=4, global_batch_size=6)
+    with pytest.raises(InputError, match=r"train\.global_batch_size=6 bins is not a multiple of dp=4; try 8"):
+        run.num_micro_batches(4)

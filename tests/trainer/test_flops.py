@@ -1,0 +1,37 @@
+"""The FLOP count against torch's own counter, on a bin without padding."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.helpers.bins import MIXED, make_samples
+from tests.helpers.reference import load_reference, random_hf_dir, reference_inputs
+from trainer.batch import make_micro_batch
+from trainer.models.qwen3_vl.config import read_config
+from trainer.models.qwen3_vl.flops import model_flops
+
+
+@pytest.mark.parametrize("shape", ["first", "second"])
+def test_counts_equal_torchs_counter(shape):
+    hf_dir = random_hf_dir(shape)
+    sizes = read_config(hf_dir)
+    reference = load_reference(hf_dir, attention="eager")  # the counter does not see a CPU's fused attention
+    samples = make_samples(MIXED, sizes.geometry, range(20, 300))
+    batch = make_micro_batch(samples, sizes.geometry, 128)
+    vision = language = 0
+    for sample in samples:
+        inputs = reference_inputs(sample, sizes.image_token_id)
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            reference(**inputs, use_cache=False)
+        by_module = {k: sum(v.values()) for k, v in counter.get_flop_counts().items()}
+        name = "Qwen3VLForConditionalGeneration"
+        vision += by_module.get(f"{name}.model.visual", 0)
+        language += by_module[f"{name}.model.language_model"]
+    ours_vision, ours_language = (f / 3 for f in model_flops(sizes, batch))
+    lm, v = sizes.language, sizes.vision
+    # Theirs: attention counted without causality; the patch embedding over both frames.
+    causal_half = 2 * lm.num_layers * lm.num_heads * lm.head_dim * sum(len(s.input_ids) ** 2 for s in samples)
+    head = 2 * lm.hidden_size * lm.vocab_size * batch.num_loss_tokens
+    second_frame = 2 * 3 * v.patch_size**2 * v.hidden_size * sum(batch.image_patches)
+    assert ours_language - head + causal_half == language
+    assert ours_vision + second_frame == vision
