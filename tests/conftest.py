@@ -1,4 +1,4 @@
-"""For every test: one CPU thread (tests start processes, and must not fight for the cores), no network, no telemetry."""
+"""For every test: one CPU thread, because tests start processes that share the cores; no network, no telemetry."""
 
 import os
 

@@ -51,7 +51,10 @@ def reference_inputs(sample: TokenizedSample, image_token_id: int) -> dict[str, 
 
 def reference_logits(model: Qwen3VLForConditionalGeneration, sample: TokenizedSample) -> torch.Tensor:
     """(n, vocabulary) logits of one sample by itself."""
-    return model(**reference_inputs(sample, model.config.image_token_id), use_cache=False).logits[0]
+    inputs = reference_inputs(sample, model.config.image_token_id)
+    if "pixel_values" in inputs:
+        inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
+    return model(**inputs, use_cache=False).logits[0]
 
 
 def reference_losses(model: Qwen3VLForConditionalGeneration, sample: TokenizedSample) -> torch.Tensor:

@@ -1,0 +1,71 @@
+"""Tiny Qwen3-VL directories for tests, made once a process for each shape."""
+
+import atexit
+import functools
+import shutil
+import tempfile
+from pathlib import Path
+
+from stages.embedded_model import EmbeddedModelConfig, make_tiny_hf_dir
+
+TEXTS = [
+    "Which digit is in the picture?",
+    "How many strokes does it have? Answer with one word.",
+    "Which of the two is larger, the left one or the right one?",
+    "The left one is larger.",
+    "What is three plus four?",
+    "seven",
+    "system user assistant\n",
+    "You are a helpful assistant. Think first, then answer.\n\nYes. No.",
+    *[str(i) for i in range(10)],
+]
+
+FIRST = EmbeddedModelConfig(
+    seed=1,
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=128,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    vision_depth=3,
+    vision_hidden_size=32,
+    vision_num_heads=2,
+    vision_intermediate_size=64,
+    deepstack_indexes=(0, 2),
+    min_pixels=32 * 32,
+    max_pixels=256 * 256,
+)
+
+# Other token ids and head counts, untied embeddings, heads wider than hidden_size / num_heads, three deepstack levels.
+SECOND = EmbeddedModelConfig(
+    seed=2,
+    vocab_size=640,
+    hidden_size=48,
+    intermediate_size=96,
+    num_layers=5,
+    num_heads=6,
+    num_kv_heads=3,
+    head_dim=32,
+    tie_word_embeddings=False,
+    vision_depth=4,
+    vision_hidden_size=48,
+    vision_num_heads=3,
+    vision_intermediate_size=80,
+    deepstack_indexes=(0, 1, 2),
+    position_grid=10,
+    min_pixels=32 * 32,
+    max_pixels=256 * 256,
+    special_tokens="first",
+)
+
+SHAPES = {"first": FIRST, "second": SECOND}
+
+
+@functools.cache
+def tiny_hf_dir(shape: str = "first") -> Path:
+    """The directory of a shape: made once a process, deleted at its end. Copy it before changing anything in it."""
+    directory = Path(tempfile.mkdtemp(prefix="athanor-tiny-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return make_tiny_hf_dir(directory / shape, SHAPES[shape], TEXTS)

@@ -1,0 +1,108 @@
+"""On a GPU: plain modules in float32 against transformers, Transformer Engine in bf16 within transformers' own error.
+
+The yardstick for bf16 is what bf16 costs transformers itself: the distance of its bf16 from its float32. Two
+implementations that round at different places lie within twice that of each other, so ours may be at most that far
+from the float32 truth.
+"""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from tests.helpers.bins import MIXED, TEXT_ONLY, make_samples
+from tests.helpers.hardware import requires_gpus
+from tests.helpers.reference import load_reference, random_hf_dir, reference_logits, reference_losses
+from tests.helpers.run_dir import log_of, metrics_of, run_trainer, write_job
+from tests.helpers.single_rank import build_tiny, single_rank
+from trainer.batch import make_micro_batch
+from trainer.models.qwen3_vl.model import read_config
+
+SEQ_LEN = 128
+# Tiny widths make bf16's rounding large and erratic; twice the yardstick is derived above, not fitted.
+YARDSTICKS = 2.0
+
+
+def relative(ours: torch.Tensor, truth: torch.Tensor) -> float:
+    return float((ours.double().cpu() - truth.double().cpu()).norm() / truth.double().norm())
+
+
+@requires_gpus(1)
+@pytest.mark.parametrize("shape", ["first", "second"])
+def test_plain_modules_on_cuda_in_float32(shape):
+    truth = torch.cat(_each(load_reference(random_hf_dir(shape)), shape, reference_losses))
+    with single_rank() as mesh:
+        torch.backends.cuda.matmul.allow_tf32 = False
+        ours = build_tiny(random_hf_dir(shape), mesh, SEQ_LEN)
+        batch = make_micro_batch(_samples(ours), ours.sizes.geometry, SEQ_LEN).to(mesh.device)
+        assert_close(ours(batch).cpu(), truth, atol=1e-4, rtol=0)
+
+
+@requires_gpus(1)
+@pytest.mark.parametrize("shape", ["first", "second"])
+def test_transformer_engine_in_bf16(shape):
+    reference = load_reference(random_hf_dir(shape))
+    truth = torch.cat(_each(reference, shape, reference_logits))
+    reference = reference.bfloat16()
+    yardstick = relative(torch.cat(_each(reference, shape, reference_logits)), truth)
+    with single_rank() as mesh:
+        model = build_tiny(random_hf_dir(shape), mesh, SEQ_LEN, torch.bfloat16, fused=True)
+        batch = make_micro_batch(_samples(model), model.sizes.geometry, SEQ_LEN).to(mesh.device)
+        with torch.no_grad():
+            logits = model.language.logits(model.hidden_states(batch))[: len(truth), 0]
+        error = relative(logits, truth)
+        print(f"\n{shape}: logits, relative to float32: ours {error:.2e}, transformers bf16 {yardstick:.2e}")
+        assert error <= YARDSTICKS * yardstick
+
+
+@requires_gpus(1)
+def test_a_bin_without_an_image_gives_vision_a_zero_gradient():
+    with single_rank() as mesh:
+        model = build_tiny(random_hf_dir("first"), mesh, SEQ_LEN, torch.bfloat16, fused=True)
+        geometry = model.sizes.geometry
+        batch = make_micro_batch(make_samples([TEXT_ONLY], geometry, range(20, 300)), geometry, SEQ_LEN)
+        model(batch.to(mesh.device)).sum().backward()
+        assert all(p.grad is not None and not p.grad.any() for p in model.vision.parameters())
+        assert model.language.embedding.weight.grad.any()
+
+
+@requires_gpus(1)
+def test_pixels_are_normalised_to_the_same_bits_as_on_a_cpu():
+    values = torch.arange(256, dtype=torch.float32)
+    for mean, std in ((0.5, 0.5), (0.48145466, 0.26862954), (0.406, 0.225)):
+        offset, divisor = torch.tensor(mean) * 255, torch.tensor(std) * 255
+        on_gpu = values.cuda().sub(offset.cuda()).div(divisor.cuda()).cpu()
+        assert torch.equal(on_gpu, values.sub(offset).div(divisor))
+
+
+@requires_gpus(1)
+def test_training_in_bf16_follows_float32(tmp_path):
+    run = write_job(tmp_path, num_steps=30)
+    bf16 = run.train.model_copy(update={"precision": "bfloat16"})
+    run = run.model_copy(update={"train": bf16})
+    (run.output_dir / "run.json").write_text(run.model_dump_json())
+    assert run_trainer(run) == 0, log_of(run)
+    rows = metrics_of(run)
+    assert rows[-1].loss < 0.5 * rows[0].loss
+    assert all(0 < r.vision_seconds + r.language_seconds + r.optimizer_seconds <= r.step_seconds * 1.05 for r in rows)
+
+
+@requires_gpus(2)
+def test_two_gpus_equal_one(tmp_path):
+    one, two = (write_job(tmp_path, num_steps=6, name=name) for name in ("one", "two"))
+    for run, processes in ((one, 1), (two, 2)):
+        run = run.model_copy(update={"train": run.train.model_copy(update={"precision": "bfloat16"})})
+        (run.output_dir / "run.json").write_text(run.model_dump_json())
+        assert run_trainer(run, processes) == 0, log_of(run)
+    for a, b in zip(metrics_of(one), metrics_of(two), strict=True):
+        assert b.loss == pytest.approx(a.loss, rel=2e-3)
+        assert b.grad_norm == pytest.approx(a.grad_norm, rel=2e-2)
+
+
+def _samples(model):
+    return make_samples(MIXED, model.sizes.geometry, range(20, 300))
+
+
+def _each(reference, shape: str, function) -> list[torch.Tensor]:
+    samples = make_samples(MIXED, read_config(random_hf_dir(shape)).geometry, range(20, 300))
+    with torch.no_grad():
+        return [function(reference, sample).float() for sample in samples]
