@@ -1,0 +1,199 @@
+"""The only place that opens raw images: what is refused and why, and what 8-bit RGB each pixel format becomes.
+
+    1, L, P, YCbCr, CMYK       Pillow's conversion (of an animation or a multi-page file: the first frame)
+    RGBA, LA, PA, transparency composited on white: what a reader of the page would have seen
+    I;16, I                    16-bit grey scaled to 8 bits, 65535 -> 255; wider values are refused
+    F, LAB, HSV                refused as bad_mode: nobody agreed on what their range means
+
+EXIF orientation is applied; a broken EXIF block leaves the picture as it is stored.
+"""
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image
+
+from dataset_builders.contracts.sample import SkipSample
+
+PILLOW_PIXEL_LIMIT = 89_478_485  # where Pillow's own guard starts to warn; it raises at twice that
+MAX_ASPECT = 200  # the longer side over the shorter one; smart_resize of the Qwen processors refuses more
+
+# Left out on purpose: EPS, which Pillow hands to Ghostscript, a program that runs what is in the file; ICO, whose
+# header need not say the size of the picture inside.
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
+_GREY_16 = ("I", "I;16", "I;16B", "I;16L", "I;16N")
+_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", *_GREY_16)
+_ENDINGS = {b"\x89PNG": b"IEND\xaeB`\x82", b"\xff\xd8\xff": b"\xff\xd9", b"GIF8": b";"}
+_TRANSPOSE = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageLimits:
+    """What is refused by the header alone, before a pixel is decoded.
+
+    Attributes:
+        max_pixels: width * height, at most PILLOW_PIXEL_LIMIT.
+        min_side: the shorter side in pixels.
+    """
+
+    max_pixels: int
+    min_side: int
+
+
+@dataclass(frozen=True, slots=True)
+class ImageInfo:
+    """What a sound image is.
+
+    Attributes:
+        width, height: pixels, as `open_rgb` gives them: after EXIF orientation.
+        mode: Pillow's name of the pixel format in the file.
+        format: Pillow's name of the file format.
+        orientation: EXIF orientation 1 to 8; 1 also where there is none or it is broken.
+    """
+
+    width: int
+    height: int
+    mode: str
+    format: str
+    orientation: int
+
+
+def check_image(data: bytes, limits: ImageLimits) -> ImageInfo:
+    """Decode the whole image and say what it is.
+
+    Raises:
+        SkipSample: decode_error, truncated_image, bomb, too_small, aspect or bad_mode.
+    """
+    image = _open(data)
+    _check_header(image, limits)
+    orientation = _load(image, data)
+    width, height = image.size if orientation < 5 else image.size[::-1]
+    return ImageInfo(width, height, image.mode, image.format or "?", orientation)
+
+
+def open_rgb(data: bytes) -> Image.Image:
+    """The image as 8-bit RGB, upright, transparency on white.
+
+    Raises:
+        SkipSample: decode_error, truncated_image, bomb (by Pillow's own guard) or bad_mode.
+    """
+    image = _open(data)
+    orientation = _load(image, data)
+    rgb = _to_rgb(image)
+    return rgb.transpose(_TRANSPOSE[orientation]) if orientation in _TRANSPOSE else rgb
+
+
+def preview_png(images: Sequence[bytes], side: int) -> bytes:
+    """A PNG of the images side by side, each shrunk to fit into side x side pixels, never enlarged."""
+    shown = [open_rgb(data) for data in images]
+    for image in shown:
+        image.thumbnail((side, side))
+    gap = 4
+    width = sum(image.width for image in shown) + gap * (len(shown) - 1)
+    sheet = Image.new("RGB", (width, max(image.height for image in shown)), "white")
+    left = 0
+    for image in shown:
+        sheet.paste(image, (left, (sheet.height - image.height) // 2))
+        left += image.width + gap
+    return _png(sheet)
+
+
+def enlarge_grey(pixels: np.ndarray, width: int, height: int) -> np.ndarray:
+    """(h, w) uint8 -> (height, width) uint8, smooth (bicubic)."""
+    return np.asarray(Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC))
+
+
+def grey_png(pixels: np.ndarray) -> bytes:
+    """(h, w) uint8 -> a grey PNG."""
+    return _png(Image.fromarray(pixels))
+
+
+def _png(image: Image.Image) -> bytes:
+    out = io.BytesIO()
+    image.save(out, "PNG")
+    return out.getvalue()
+
+
+def _open(data: bytes) -> Image.Image:
+    """Read the header. No pixel is decoded here."""
+    try:
+        return Image.open(io.BytesIO(data), formats=_FORMATS)
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise SkipSample("bomb", str(error)) from None
+    except MemoryError:  # says something about the machine, not about the image
+        raise
+    except Exception as error:  # hostile bytes make Pillow's parsers raise nearly anything
+        raise _undecodable(data, error) from None
+
+
+def _check_header(image: Image.Image, limits: ImageLimits) -> None:
+    width, height = image.size
+    if width * height > limits.max_pixels:
+        raise SkipSample("bomb", f"{width} x {height} pixels, the limit is {limits.max_pixels} in all")
+    if min(width, height) < limits.min_side:
+        raise SkipSample("too_small", f"{width} x {height} pixels, the limit is {limits.min_side} a side")
+    if max(width, height) > MAX_ASPECT * min(width, height):
+        raise SkipSample("aspect", f"{width} x {height} pixels, the longer side is over {MAX_ASPECT} times the shorter")
+
+
+def _load(image: Image.Image, data: bytes) -> int:
+    """Decode every pixel, check the mode, and return the EXIF orientation."""
+    if image.mode not in _MODES:
+        raise SkipSample("bad_mode", f"mode {image.mode} of a {image.format} file")
+    try:
+        image.load()
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise SkipSample("bomb", str(error)) from None
+    except MemoryError:
+        raise
+    except Exception as error:  # see _open
+        raise _undecodable(data, error) from None
+    if image.mode == "I":
+        low, high = image.getextrema()
+        if low < 0 or high > 65535:
+            raise SkipSample("bad_mode", f"32-bit grey with values from {low} to {high}; 0 to 65535 is agreed")
+    return _orientation(image)
+
+
+def _orientation(image: Image.Image) -> int:
+    try:
+        value = image.getexif().get(0x0112, 1)
+    except Exception:  # a broken EXIF or XMP block is no reason to lose the picture
+        return 1
+    return value if isinstance(value, int) and value in _TRANSPOSE else 1
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode in _GREY_16:
+        wide = np.asarray(image).astype(np.uint32)
+        return Image.fromarray(((wide + 128) // 257).astype(np.uint8)).convert("RGB")
+    if image.has_transparency_data:
+        rgba = image.convert("RGBA")
+        white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
+        return Image.alpha_composite(white, rgba).convert("RGB")
+    return image.convert("RGB")
+
+
+def _undecodable(data: bytes, error: Exception) -> SkipSample:
+    text = " ".join(str(error).split())[:200]
+    text = text if not text.startswith("cannot identify image file") else "no image format that is read here"
+    reason = "truncated_image" if "truncated" in text.lower() or _is_cut(data) else "decode_error"
+    return SkipSample(reason, f"{len(data)} bytes: {text}")
+
+
+def _is_cut(data: bytes) -> bool:
+    """Whether the bytes start like a known format but lack its end."""
+    if data[:4] == b"RIFF":
+        return len(data) < 8 + int.from_bytes(data[4:8], "little")
+    ending = next((end for magic, end in _ENDINGS.items() if data.startswith(magic)), b"")
+    return ending not in data[-64 if len(ending) > 1 else -1 :]  # cameras and servers append a few bytes

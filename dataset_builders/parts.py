@@ -1,0 +1,93 @@
+"""What a builder offers: parts of a source that can be read side by side, and the samples of a part."""
+
+import re
+from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from dataset_builders.contracts.sample import Sample
+from dataset_builders.contracts.strict import StrictModel
+
+Turns = Literal["chat", "split"]
+
+
+class RowPolicy(StrictModel):
+    """How a raw row becomes samples."""
+
+    turns: Turns = Field(
+        description="chat: all question-answer pairs of a row in one conversation; split: one sample a pair"
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """A run of whole row groups of one file: what one worker reads at a time.
+
+    Attributes:
+        path: the file.
+        name: the file as a person knows it, below the source: `ai2d/train-00000-of-00002.parquet`.
+        subset: the subset its rows belong to.
+        row_groups: first row group and the one after the last.
+        first_row: number of its first row in the subset, over all of the subset's files.
+        file_row: number of its first row in the file.
+        num_rows: rows in it.
+    """
+
+    path: Path
+    name: str
+    subset: str
+    row_groups: tuple[int, int]
+    first_row: int
+    file_row: int
+    num_rows: int
+
+    def key(self, row: int) -> str:
+        """The key of row `row` of the subset: the same however the subset is cut into files."""
+        return f"{self.subset}/{row:08d}"
+
+    def row(self, key: str) -> int:
+        """The inverse of `key`, also of the key of one pair of the row."""
+        return int(key.rpartition("/")[2].partition("-")[0])
+
+    def row_in_file(self, key: str) -> int:
+        """Where the row of one of this part's keys lies in the file, counted from 0."""
+        return self.row(key) - self.first_row + self.file_row
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedRow:
+    """A row, or a pair of a row, that is no usable sample.
+
+    Attributes:
+        key: the key the sample would have had.
+        reason: one of SKIP_REASONS.
+        detail: what was found.
+    """
+
+    key: str
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Builder:
+    """One dataset's way from files to samples.
+
+    Attributes:
+        list_parts: (source directory, subsets; none means all) -> parts, in an order that decides the samples'.
+            Raises InputError for a file that cannot be read or lacks a column.
+        iter_part: (part, policy, rows) -> its samples in order. `rows` limits it to those rows of the subset, by
+            number; None means all. Raises InputError where the file breaks off.
+    """
+
+    list_parts: Callable[[Path, tuple[str, ...]], list[Part]]
+    iter_part: Callable[[Part, RowPolicy, Container[int] | None], Iterator[Sample | SkippedRow]]
+
+
+def natural_order(text: str) -> list[tuple[int, int | str]]:
+    """Sort key that puts shard-2 before shard-10."""
+    pieces = re.split(r"(\d+)", text)
+    return [(0, int(piece)) if piece.isdigit() else (1, piece) for piece in pieces]

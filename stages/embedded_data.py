@@ -1,0 +1,93 @@
+"""embedded_data: scikit-learn's digit scans as parquet files in the_cauldron's schema; no input, no network.
+
+digits_single/train-00000-of-00004.parquet ...   digits_multi/   digits_compare/   digits_text/
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import Field
+
+from dataset_builders.contracts.files import atomic_path
+from dataset_builders.contracts.strict import StrictModel
+from dataset_builders.digits import NUM_SCANS, DigitCounts, Row, iter_digit_rows
+from dataset_builders.images import preview_png
+from stages.artifact import Stage, StageOutput
+from stages.report import Pictures, Table, write_report
+
+VERSION = 1
+
+ROW_SCHEMA = pa.schema(
+    [
+        ("images", pa.list_(pa.struct([("bytes", pa.binary()), ("path", pa.string())]))),
+        ("texts", pa.list_(pa.struct([("user", pa.string()), ("assistant", pa.string()), ("source", pa.string())]))),
+    ]
+)
+_FILE_ROWS = 500
+_GROUP_ROWS = 100
+_SHOWN = 6  # rows of each subset in the report
+
+
+class EmbeddedDataConfig(StrictModel):
+    """The default data: how much of it, and from which seed."""
+
+    seed: int = Field(ge=0, description="seed of picture sizes, phrasings and pairs")
+    num_scans: int = Field(default=NUM_SCANS, ge=10, le=NUM_SCANS, description="digit scans used, a row each")
+    num_multi: int = Field(default=400, ge=0, description="rows with several questions about one scan, at most")
+    num_pairs: int = Field(default=400, ge=0, description="rows that compare two scans, at most")
+    num_texts: int = Field(default=300, ge=0, description="rows without a picture, at most")
+
+
+def write_subset(directory: Path, rows: list[Row], file_rows: int = _FILE_ROWS) -> None:
+    """Write `train-0000i-of-0000n.parquet` files of `file_rows` rows each into `directory`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    starts = range(0, len(rows), file_rows)
+    for i, start in enumerate(starts):
+        table = pa.Table.from_pylist(rows[start : start + file_rows], schema=ROW_SCHEMA)
+        with atomic_path(directory / f"train-{i:05d}-of-{len(starts):05d}.parquet") as tmp:
+            pq.write_table(table, tmp, row_group_size=_GROUP_ROWS, compression="zstd")
+
+
+def _run(config: EmbeddedDataConfig, inputs: Mapping[str, object], work: Path, resources: object) -> StageOutput:
+    counts = DigitCounts(scans=config.num_scans, multi=config.num_multi, pairs=config.num_pairs, texts=config.num_texts)
+    for left_over in work.rglob(".*.tmp"):
+        left_over.unlink()
+    subsets: dict[str, list[Row]] = {}
+    for subset, row in iter_digit_rows(config.seed, counts):
+        subsets.setdefault(subset, []).append(row)
+    for subset, rows in subsets.items():
+        write_subset(work / subset, rows)
+    stats = {"rows": {subset: len(rows) for subset, rows in subsets.items()}}
+    _report(work, subsets)
+    return StageOutput(stats=stats)
+
+
+def _report(work: Path, subsets: Mapping[str, list[Row]]) -> None:
+    rows = [
+        [name, len(rows), sum(len(r["texts"]) for r in rows), len({i["bytes"] for r in rows for i in r["images"]})]
+        for name, rows in subsets.items()
+    ]
+    answers = Counter(text["assistant"] for rows in subsets.values() for row in rows for text in row["texts"])
+    summary = {
+        "rows": sum(len(r) for r in subsets.values()),
+        "subsets": len(subsets),
+        "distinct answers": len(answers),
+    }
+    pictures = [_picture(row) for rows in subsets.values() for row in rows[:_SHOWN] if row["images"]]
+    sections = [
+        Table("Subsets", ["subset", "rows", "questions", "distinct pictures"], rows),
+        Pictures("Raw rows", pictures),
+        Table("Most frequent answers", ["answer", "times"], sorted(answers.items(), key=lambda a: (-a[1], a[0]))[:20]),
+    ]
+    write_report(work, title="Handwritten digits as raw rows", summary=summary, sections=sections)
+
+
+def _picture(row: Row) -> tuple[bytes, str]:
+    caption = "\n".join(f"{text['user']} {text['assistant']}" for text in row["texts"])
+    return preview_png([image["bytes"] for image in row["images"]], 160), caption
+
+
+STAGE = Stage("embedded_data", VERSION, _run)

@@ -1,0 +1,211 @@
+"""What is trained on: messages -> input_ids and loss_mask.
+
+Learnt are each answer and the end-of-turn token after it, nothing else. The answers are found by the structure of the
+model's own chat template, never by searching for their text: a span goes from the ids of the assistant header to the
+next end-of-turn id. What the template puts before every generated answer (an empty think block) is not learnt, since
+it is given at inference too. Whatever does not come out as expected is left out with a reason.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jinja2 import TemplateError
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from dataset_builders.contracts.errors import InputError
+from dataset_builders.contracts.sample import IMAGE_SLOT, Message, SkipSample
+from stages.hf_directory import check_processor_files, read_json
+
+START_OF_TURN, END_OF_TURN = "<|im_start|>", "<|im_end|>"
+_ASSISTANT_HEADER = f"{START_OF_TURN}assistant\n"
+
+
+class ChatEncoder:
+    """Encodes conversations with the tokenizer and the chat template of one HF directory.
+
+    Attributes:
+        tokenizer: the directory's tokenizer.
+        image_token_id, video_token_id, vision_start_token_id, vision_end_token_id: as config.json gives them.
+        end_of_turn_id: the token that ends an answer.
+        vocab_size: rows of the model's embedding.
+        merge_size: side of the block of patches that becomes one image token.
+
+    Raises:
+        InputError: a token, an id or the template's structure is not what this file can mask.
+    """
+
+    def __init__(self, hf_dir: Path) -> None:
+        config = check_processor_files(hf_dir)
+        self.tokenizer = load_tokenizer(hf_dir)
+        self.image_token_id = _config_id(hf_dir, config, "image_token_id")
+        self.video_token_id = _config_id(hf_dir, config, "video_token_id")
+        self.vision_start_token_id = _config_id(hf_dir, config, "vision_start_token_id")
+        self.vision_end_token_id = _config_id(hf_dir, config, "vision_end_token_id")
+        self.vocab_size = int(config["text_config"]["vocab_size"])
+        self.merge_size = int(config["vision_config"]["spatial_merge_size"])
+        added = self.tokenizer.get_added_vocab()
+        for token in (START_OF_TURN, END_OF_TURN):
+            if token not in added:
+                raise InputError(f"{hf_dir}: the tokenizer has no {token} token; only ChatML models are supported")
+        self.end_of_turn_id = added[END_OF_TURN]
+        self._forbidden = re.compile("|".join(re.escape(token) for token in sorted(added, key=len, reverse=True)))
+        self._header = self._tokenize(_ASSISTANT_HEADER)
+        self._given = np.zeros(0, np.int32)
+        self._try_template(hf_dir)
+
+    def encode(self, messages: Sequence[Message], grids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """A whole conversation.
+
+        Args:
+            messages: `IMAGE_SLOT` in a user's text is where an image goes; answers are stripped of outer white space.
+            grids: (images, 3) int32, (t, h, w) in patches of each image, in order of the slots.
+
+        Returns:
+            input_ids: (n,) int32, every image token in place.
+            loss_mask: (n,) uint8, 1 where the token itself is to be learnt.
+
+        Raises:
+            SkipSample: special_token_in_text, image_count_mismatch or mask_span_mismatch.
+        """
+        ids = self._tokenize(self._render(messages, add_generation_prompt=False))
+        answers = [message.text.strip() for message in messages if message.role == "assistant"]
+        mask = self._mask_answers(ids, answers)
+        repeats = self._repeats(ids, grids)
+        return np.repeat(ids, repeats), np.repeat(mask, repeats)
+
+    def encode_prompt(self, messages: Sequence[Message], grids: np.ndarray) -> np.ndarray:
+        """Everything up to where the model has to go on: (n,) int32. Arguments and errors as for `encode`."""
+        ids = self._tokenize(self._render(messages, add_generation_prompt=True))
+        return np.repeat(ids, self._repeats(ids, grids))
+
+    def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+        parts = [{"role": message.role, "content": self._content(message)} for message in messages]
+        try:
+            # No source of ours has reasoning, so templates that know thinking are asked for their empty think block.
+            return self.tokenizer.apply_chat_template(
+                parts, tokenize=False, add_generation_prompt=add_generation_prompt, enable_thinking=False
+            )
+        except TemplateError as error:
+            raise SkipSample("mask_span_mismatch", f"the chat template refuses the conversation: {error}") from error
+
+    def _content(self, message: Message) -> str | list[dict[str, str]]:
+        found = self._forbidden.search(message.text)
+        if found:
+            raise SkipSample("special_token_in_text", f"{found.group()} in a {message.role} turn")
+        if message.role != "user":
+            if IMAGE_SLOT in message.text:
+                raise SkipSample("special_token_in_text", f"{IMAGE_SLOT} in a {message.role} turn")
+            # An answer that starts with a newline would melt into the header's newline, one token for both.
+            return message.text.strip() if message.role == "assistant" else message.text
+        if IMAGE_SLOT not in message.text:
+            return message.text
+        content: list[dict[str, str]] = []
+        for i, text in enumerate(message.text.split(IMAGE_SLOT)):
+            content += [{"type": "image"}] if i else []
+            content += [{"type": "text", "text": text}] if text else []
+        return content
+
+    def _tokenize(self, text: str) -> np.ndarray:
+        return np.array(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+
+    def _mask_answers(self, ids: np.ndarray, answers: Sequence[str]) -> np.ndarray:
+        mask = np.zeros(len(ids), np.uint8)
+        starts = _find(ids, self._header) + len(self._header)
+        if len(starts) != len(answers):
+            raise SkipSample("mask_span_mismatch", f"{len(starts)} assistant spans for {len(answers)} answers")
+        ends = np.flatnonzero(ids == self.end_of_turn_id)
+        for start, answer in zip(starts, answers):
+            later = ends[ends >= start]
+            if not len(later):
+                raise SkipSample("mask_span_mismatch", "an answer without an end-of-turn token")
+            end = int(later[0])
+            if np.array_equal(ids[start : start + len(self._given)], self._given):
+                start += len(self._given)
+            found = self.decode(ids[start:end])
+            if found != self._normalize(answer):
+                raise SkipSample("mask_span_mismatch", f"found {found[:60]!r} for the answer {answer[:60]!r}")
+            mask[start : end + 1] = 1
+        return mask
+
+    def _repeats(self, ids: np.ndarray, grids: np.ndarray) -> np.ndarray:
+        """(n,) int64: 1, and at each image placeholder the number of image tokens of its grid."""
+        places = np.flatnonzero(ids == self.image_token_id)
+        starts = np.count_nonzero(ids == self.vision_start_token_id)
+        if not len(places) == starts == len(grids):
+            raise SkipSample("image_count_mismatch", f"{len(places)} placeholders in the prompt, {len(grids)} images")
+        repeats = np.ones(len(ids), np.int64)
+        repeats[places] = np.asarray(grids, np.int64).reshape(-1, 3).prod(-1) // self.merge_size**2
+        return repeats
+
+    def decode(self, ids: np.ndarray) -> str:
+        """The text of token ids, special tokens spelt out."""
+        return self.tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def learnt_text(self, answer: str) -> str:
+        """What the learnt tokens of an answer decode to."""
+        return self._normalize(answer.strip()) + END_OF_TURN
+
+    def _normalize(self, text: str) -> str:
+        normalizer = self.tokenizer.backend_tokenizer.normalizer
+        return normalizer.normalize_str(text) if normalizer else text
+
+    def _try_template(self, hf_dir: Path) -> None:
+        """Learn the ids that the template puts between the header and a generated answer, and try it once."""
+        question = [Message(role="user", text=f"{IMAGE_SLOT}a")]
+        grid = np.array([[1, self.merge_size, self.merge_size]], np.int32)
+        try:
+            prompt = self.encode_prompt(question, grid)
+            headers = _find(prompt, self._header)
+            if len(headers) != 1:
+                raise SkipSample("mask_span_mismatch", f"{len(headers)} assistant headers in a generation prompt")
+            self._given = prompt[headers[0] + len(self._header) :]
+            self.encode([*question, Message(role="assistant", text="b")], grid)
+        except SkipSample as error:
+            raise InputError(
+                f"{hf_dir}: the chat template does not write ChatML turns with one image placeholder each ({error}); "
+                "only templates with the structure of Qwen3-VL's are supported"
+            ) from error
+
+
+def load_tokenizer(hf_dir: Path) -> PreTrainedTokenizerBase:
+    """The directory's tokenizer with its chat template.
+
+    Raises:
+        InputError: transformers cannot load it.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(hf_dir, local_files_only=True)
+    except Exception as error:  # transformers and tokenizers raise a dozen kinds, bare Exception among them
+        first_line = (str(error) or type(error).__name__).splitlines()[0]
+        raise InputError(
+            f"{hf_dir}: the tokenizer cannot be loaded ({first_line}); copy the model's own files"
+        ) from error
+    legacy = hf_dir / "chat_template.json"
+    if tokenizer.chat_template is None and legacy.is_file():
+        tokenizer.chat_template = read_json(legacy).get("chat_template")
+    if not isinstance(tokenizer.chat_template, str):
+        raise InputError(
+            f"{hf_dir} has no chat template (chat_template.jinja); take an -Instruct model or copy its file"
+        )
+    return tokenizer
+
+
+def _config_id(hf_dir: Path, config: dict[str, Any], key: str) -> int:
+    value = config.get(key)
+    if not isinstance(value, int):
+        raise InputError(
+            f"{hf_dir / 'config.json'} has no {key} ({json.dumps(value)}); copy the model's own config.json"
+        )
+    return value
+
+
+def _find(ids: np.ndarray, pattern: np.ndarray) -> np.ndarray:
+    """Positions where `pattern` starts in `ids`."""
+    if len(ids) < len(pattern):
+        return np.zeros(0, np.int64)
+    windows = np.lib.stride_tricks.sliding_window_view(ids, len(pattern))
+    return np.flatnonzero((windows == pattern).all(-1))

@@ -1,0 +1,87 @@
+"""What the tests of generation share: a model that says many things, pictures, and artifacts to evaluate on."""
+
+import atexit
+import functools
+import io
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from dataset_builders.contracts.manifest import Manifest
+from dataset_builders.contracts.sample import Message, Sample
+from dataset_builders.contracts.sample_record import to_fields
+from dataset_builders.contracts.shard_io import ShardWriter, remove_entries
+from stages.artifact import Artifact
+from stages.embedded_model import make_tiny_hf_dir
+from tests.helpers.tiny_model import FIRST, TEXTS
+
+
+@functools.cache
+def talkative_hf_dir() -> Path:
+    """A tiny model whose weights are so large that its answers differ from prompt to prompt. Copy before changing."""
+    directory = Path(tempfile.mkdtemp(prefix="athanor-talkative-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return make_tiny_hf_dir(directory / "hf", FIRST.model_copy(update={"initializer_range": 0.25}), TEXTS)
+
+
+def picture(seed: int, width: int = 64, height: int = 64) -> bytes:
+    """A PNG of random colours."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, "PNG")
+    return out.getvalue()
+
+
+def conversation(key: str, turns: Sequence[tuple[str, str]], images: Sequence[bytes] = ()) -> Sample:
+    """A sample of (question, answer) turns; the caller puts the image slots into the questions."""
+    messages = []
+    for question, answer in turns:
+        messages += [Message(role="user", text=question), Message(role="assistant", text=answer)]
+    sample = Sample(key=key, messages=tuple(messages), images=tuple(images))
+    sample.check()
+    return sample
+
+
+def mixed_samples(count: int = 12) -> list[Sample]:
+    """Text only, one image, two images and several turns in turn, with pictures and texts of many sizes."""
+    samples = []
+    for i in range(count):
+        wide, high = 40 + 24 * (i % 5), 40 + 16 * (i % 7)
+        key = f"{('text', 'single', 'pair', 'multi')[i % 4]}/{i:08d}"
+        if i % 4 == 0:
+            samples.append(conversation(key, [(f"What is three plus four{' and one' * (i // 2)}?", "seven")]))
+        elif i % 4 == 1:
+            samples.append(conversation(key, [("<image>Which digit?", str(i % 10))], [picture(i, wide, high)]))
+        elif i % 4 == 2:
+            images = [picture(i, wide, high), picture(100 + i, high, wide)]
+            samples.append(conversation(key, [("<image><image>Which of the two is larger?", "The left one.")], images))
+        else:
+            turns = [("<image>Which digit is in the picture?", "4"), ("How many strokes?", "two"), ("Again?", "Yes.")]
+            samples.append(conversation(key, turns, [picture(i, high, wide)]))
+    return samples
+
+
+def samples_artifact(directory: Path, heldout: Sequence[Sample], train: Sequence[Sample] = ()) -> Artifact:
+    """A convert artifact with one shard a split."""
+    directory.mkdir(parents=True)
+    entries = []
+    for split, samples in (("train", train), ("heldout", heldout)):
+        with ShardWriter(directory, f"{split}/shard-00000.tar") as writer:
+            for sample in samples:
+                writer.write(sample.key, to_fields(sample))
+            entries.append(writer.commit(split))
+    remove_entries(directory, [entry.name for entry in entries])
+    manifest = Manifest(stage="convert", version=1, fingerprint="c" * 16, config={}, parents={}, shards=entries)
+    manifest.write(directory)
+    return Artifact.load(directory)
+
+
+def hf_artifact(directory: Path, hf_dir: Path) -> Artifact:
+    """An export artifact that holds a copy of a model directory."""
+    shutil.copytree(hf_dir, directory / "hf")
+    Manifest(stage="export", version=1, fingerprint="e" * 16, config={}, parents={}).write(directory)
+    return Artifact.load(directory)

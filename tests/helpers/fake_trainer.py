@@ -1,0 +1,97 @@
+"""A stand-in for the trainer that keeps its contract: run.json in; metrics.jsonl, checkpoints, result.json, hf/ out.
+
+Run as a script with the path of run.json. FAKE_TRAINER in the environment makes it fail: fail, input, stop, die, or
+wait for SIGTERM.
+"""
+
+import json
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+from stages.launch import ClusterConfig, Job, TorchrunLauncher
+from trainer.contract import (
+    EXIT_FAILED,
+    EXIT_INPUT,
+    EXIT_STOPPED,
+    HF_EXPORT,
+    METRICS_JSONL,
+    RESULT_JSON,
+    MetricsRow,
+    RunConfig,
+    TrainResult,
+)
+
+
+class FakeTrainerLauncher(TorchrunLauncher):
+    """The launcher of this host with this script in the trainer's place; starts in a tenth of torchrun's time."""
+
+    def __init__(self, cluster: ClusterConfig) -> None:
+        super().__init__(cluster)
+
+    def command(self, job: Job) -> list[str]:
+        return [sys.executable, __file__, job.arguments[-1]]
+
+
+def metrics_row(step: int, **changes: float) -> MetricsRow:
+    """A plausible line of metrics.jsonl."""
+    values = {name: 0.25 for name, field in MetricsRow.model_fields.items() if field.is_required()}
+    values |= {"step": step, "tokens": 100 * step, "loss_tokens": 10 * step, "loss": 1 / step, "lr": 1e-3}
+    return MetricsRow(**(values | changes))
+
+
+def _train(run: RunConfig) -> TrainResult:
+    steps = run.train.num_steps
+    name = f"checkpoints/step-{steps:06d}"
+    (run.output_dir / name).mkdir(parents=True, exist_ok=True)
+    with (run.output_dir / METRICS_JSONL).open("w") as file:
+        for step in range(1, steps + 1):
+            heldout = {"heldout_loss": 2.0} if step == steps else {}
+            file.write(metrics_row(step, **heldout).model_dump_json() + "\n")
+            file.flush()
+    return TrainResult(status="finished", step=steps, checkpoint=name, loss=1 / steps, heldout_loss=2.0)
+
+
+def _export(run: RunConfig) -> TrainResult:
+    assert run.checkpoint_dir is not None and run.checkpoint_dir.is_dir()
+    (run.output_dir / HF_EXPORT).mkdir()
+    shutil.copyfile(run.hf_dir / "model.safetensors", run.output_dir / HF_EXPORT / "model.safetensors")
+    return TrainResult(status="finished", step=1)
+
+
+def _wait_for_sigterm(run: RunConfig) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    (run.output_dir / METRICS_JSONL).write_text(metrics_row(1).model_dump_json() + "\n")
+    signal.pause()
+    (run.output_dir / "saved").write_text("")
+
+
+def main() -> int:
+    run = RunConfig.model_validate(json.loads(Path(sys.argv[1]).read_text()))
+    print("fake trainer", run.task, flush=True)
+    how = os.environ.get("FAKE_TRAINER", "")
+    answers = {
+        "fail": (
+            TrainResult(status="failed", step=3, message="loss is nan at step 4", keys=["a/00000001"]),
+            EXIT_FAILED,
+        ),
+        "input": (
+            TrainResult(status="failed", step=0, message="hf_dir has no weights", is_input_error=True),
+            EXIT_INPUT,
+        ),
+        "stop": (TrainResult(status="stopped", step=3, checkpoint="checkpoints/step-000003"), EXIT_STOPPED),
+    }
+    if how == "die":
+        os.abort()
+    if how == "wait":
+        answers["wait"] = answers["stop"]
+        _wait_for_sigterm(run)
+    result, status = answers.get(how) or ((_train if run.task == "train" else _export)(run), 0)
+    (run.output_dir / RESULT_JSON).write_text(result.model_dump_json())
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

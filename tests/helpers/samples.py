@@ -1,0 +1,71 @@
+"""Seeded samples of every kind, and a samples artifact made of them without running convert."""
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from dataset_builders.contracts.manifest import Manifest
+from dataset_builders.contracts.sample import IMAGE_SLOT, Message, Sample
+from dataset_builders.contracts.sample_record import to_fields
+from dataset_builders.contracts.shard_io import ShardWriter, remove_entries
+from stages.artifact import Artifact
+
+
+def make_image(width: int, height: int, seed: int = 0, mode: str = "RGB", image_format: str = "PNG") -> bytes:
+    """An encoded image: smooth shapes with some noise, so that scaling has something to get wrong."""
+    rng = np.random.default_rng((seed, width, height))
+    coarse = rng.integers(0, 256, (max(height // 24, 2), max(width // 24, 2), 3), np.uint8)
+    smooth = np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC))
+    noise = rng.integers(-24, 25, smooth.shape)
+    image = Image.fromarray((smooth + noise).clip(0, 255).astype(np.uint8))
+    if mode in ("RGBA", "LA"):
+        alpha = Image.fromarray(rng.integers(0, 256, (height, width), np.uint8))
+        image.putalpha(alpha)
+    image = image.convert(mode)
+    out = io.BytesIO()
+    image.save(out, image_format, **({"quality": 90} if image_format == "JPEG" else {}))
+    return out.getvalue()
+
+
+def turns(*texts: str) -> tuple[Message, ...]:
+    """User and assistant texts in turn."""
+    return tuple(Message(role=("user", "assistant")[i % 2], text=text) for i, text in enumerate(texts))
+
+
+def make_sample(number: int) -> Sample:
+    """The `number`-th sample: by turns one image, several questions, two images, text only."""
+    rng = np.random.default_rng(number)
+    width, height = (int(n) for n in rng.integers(33, 160, 2))
+    images = tuple(make_image(width + 7 * i, height, seed=number + i) for i in range((1, 1, 2, 0)[number % 4]))
+    digit, other = (str(n) for n in rng.integers(0, 10, 2))
+    messages = (
+        turns(f"{IMAGE_SLOT}Which digit is in the picture?", digit),
+        turns(f"{IMAGE_SLOT}Which digit is in the picture?", digit, "How many strokes does it have?", other),
+        turns(f"{IMAGE_SLOT}{IMAGE_SLOT}Which of the two is larger?", "The left one is larger."),
+        turns(f"What is {digit} plus {other}?", str(int(digit) + int(other))),
+    )[number % 4]
+    subset = ("single", "multi", "compare", "text")[number % 4]
+    return Sample(key=f"{subset}/{number:08d}", messages=messages, images=images)
+
+
+def make_samples_artifact(directory: Path, shards: dict[str, Sequence[Sample]]) -> Artifact:
+    """A finished artifact of the convert stage.
+
+    Args:
+        shards: name, `train/shard-00000.tar`, -> its samples; train before heldout.
+    """
+    entries = []
+    for name, samples in shards.items():
+        with ShardWriter(directory, name) as writer:
+            for sample in samples:
+                writer.write(sample.key, to_fields(sample))
+            entries.append(writer.commit("train" if name.startswith("train/") else "heldout"))
+    fingerprint = "".join(entry.sha256[:4] for entry in entries)[:16].ljust(16, "0")
+    Manifest(stage="convert", version=1, fingerprint=fingerprint, config={}, parents={}, shards=entries).write(
+        directory
+    )
+    remove_entries(directory, list(shards))
+    return Artifact.load(directory)

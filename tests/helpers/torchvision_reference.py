@@ -1,0 +1,62 @@
+"""The reference for pixels: transformers' torchvision image processor, where torchvision can be had.
+
+The project does not need torchvision. To compare with it, install it beside and not into the environment:
+
+    pip install --no-deps --target DIR "torchvision==0.28.*"     # the release that belongs to the installed torch
+    PYTHONPATH=DIR python -m pytest tests/parity/test_pixels.py
+
+PyPI's torchvision is built for CUDA. Beside a CPU build of torch its compiled part does not load and its Python part
+then misses its operators, so their names are declared here. Scaling and normalising use none of them.
+"""
+
+import importlib
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from dataset_builders.images import open_rgb
+from stages.encode_image import ImageConfig
+
+_declared: list[torch.library.Library] = []
+
+
+def torchvision_version() -> str | None:
+    """The version of an importable torchvision, or None."""
+    if importlib.util.find_spec("torchvision") is None:
+        return None
+    try:
+        return importlib.import_module("torchvision").__version__
+    except RuntimeError:  # operator torchvision::nms does not exist
+        _declare_operators()
+        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+            del sys.modules[name]
+        return importlib.import_module("torchvision").__version__
+
+
+def reference_pixels(data: bytes, config: ImageConfig) -> tuple[np.ndarray, np.ndarray]:
+    """(pixel_values float32, grid) of an encoded image, by transformers' own processor."""
+    module = importlib.import_module("transformers.models.qwen2_vl.image_processing_qwen2_vl")
+    patch_format = config.patch_format
+    processor = module.Qwen2VLImageProcessor(
+        size={"shortest_edge": config.min_pixels, "longest_edge": config.max_pixels},
+        patch_size=patch_format.patch_size,
+        temporal_patch_size=patch_format.temporal_patch_size,
+        merge_size=patch_format.merge_size,
+        image_mean=list(patch_format.image_mean),
+        image_std=list(patch_format.image_std),
+    )
+    out = processor(images=[open_rgb(data)], return_tensors="pt")
+    return out["pixel_values"].numpy(), out["image_grid_thw"][0].numpy()
+
+
+def _declare_operators() -> None:
+    origin = importlib.util.find_spec("torchvision").origin
+    source = Path(origin).with_name("_meta_registrations.py").read_text(encoding="utf-8")
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for name in sorted(set(re.findall(r'register_(?:meta|fake)\("(?:torchvision::)?(\w+)"\)', source))):
+        library.define(f"{name}(Tensor x) -> Tensor")
+    _declared.append(library)  # the declarations live as long as the library object
