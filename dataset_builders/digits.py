@@ -1,7 +1,8 @@
 """scikit-learn's bundled handwritten digits as raw rows in the_cauldron's schema: real, small, offline.
 
 1,797 scans of 8 x 8 grey values become one PNG each: enlarged smoothly to 32 to 160 pixels, dark ink on white, a
-third of them on a wider or higher sheet. A scan's bytes are the same in every row that shows it. Four subsets:
+third of them in one half of a sheet twice as wide or as high. A scan's bytes are the same in every row that shows it.
+Four subsets:
 
     digits_single   every scan once: one question, the answer is the digit            "Which digit is this?"  "7"
     digits_multi    some scans again, several questions each: a chat of several turns
@@ -34,7 +35,7 @@ BOTH_QUESTION = "Which digits are these?"
 
 _SIDES = (32, 40, 48, 56, 64, 80, 96, 128, 160)  # pixels
 _SIDE_SHARES = (0.16, 0.12, 0.20, 0.12, 0.22, 0.08, 0.06, 0.03, 0.01)
-_PADDED_SHARE = 1 / 3
+_LONGER_SHARE = 1 / 3
 _PAPER = 255
 
 Row = dict[str, list[dict[str, object]]]
@@ -79,18 +80,21 @@ def _scan_png(scan: np.ndarray, rng: np.random.Generator) -> bytes:
     side = int(rng.choice(_SIDES, p=_SIDE_SHARES))
     ink = np.round(_PAPER - scan * (_PAPER / 16)).astype(np.uint8)
     picture = enlarge_grey(np.pad(ink, 1, constant_values=_PAPER), side, side)  # the scans touch their border
-    if rng.random() < _PADDED_SHARE:
-        picture = _on_wider_sheet(picture, rng)
+    if rng.random() < _LONGER_SHARE:
+        picture = _on_longer_sheet(picture, rng)
     return grey_png(picture)
 
 
-def _on_wider_sheet(picture: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """The picture somewhere on a sheet of paper that is longer along one axis."""
+def _on_longer_sheet(picture: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """The picture in one half of a sheet that is exactly twice as long along one axis.
+
+    Halves, and not any offset: the default model learns from 1,500 scans in a minute, and with free offsets that is too
+    few (0.88 instead of 0.98 of the held-out digits).
+    """
     side = len(picture)
-    extra = int(rng.integers(8, side + 1))
-    before = int(rng.integers(0, extra + 1))
+    before = side * int(rng.integers(2))
     margins = [(0, 0), (0, 0)]
-    margins[int(rng.integers(2))] = (before, extra - before)
+    margins[int(rng.integers(2))] = (before, side - before)
     return np.pad(picture, margins, constant_values=_PAPER)
 
 

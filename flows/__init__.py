@@ -1,0 +1,19 @@
+"""What runs after what, and how often. The only importer of prefect.
+
+The defaults below must be in the environment before prefect is imported: it reads them once.
+"""
+
+import os
+
+_DEFAULTS = {
+    "DO_NOT_TRACK": "true",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
+    "PREFECT_SERVER_LOGGING_LEVEL": "CRITICAL",
+    # Prefect's own lines go to its server and UI; the command line prints its own.
+    "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
+    "PREFECT_LOGGING_HANDLERS_CONSOLE_FLOW_RUNS_LEVEL": "CRITICAL",
+    "PREFECT_LOGGING_HANDLERS_CONSOLE_TASK_RUNS_LEVEL": "CRITICAL",
+}
+for _name, _value in _DEFAULTS.items():
+    os.environ.setdefault(_name, _value)

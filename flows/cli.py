@@ -1,0 +1,148 @@
+"""The `athanor` command: parse, set the place for Prefect's files, dispatch, and turn errors into one line.
+
+A command's module is imported when the command is given, so that `--help` is quick and Prefect sees its settings.
+"""
+
+import argparse
+import contextlib
+import importlib
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from dataset_builders.contracts.errors import InputError
+from trainer.contract import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED
+
+COMMANDS: dict[str, str] = {
+    "run": "flows.commands.run:run_command",
+    "plan": "flows.commands.plan:plan_command",
+    "doctor": "flows.commands.doctor:doctor_command",
+    "ask": "flows.commands.ask:ask_command",
+}
+DEFAULT_ROOT = Path("athanor-root")
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, raised where the program is, so that every `finally` runs."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status: 0, 1 failed, 2 wrong input, 75 stopped and saved, 128 + signal."""
+    args = make_parser().parse_args(argv)
+    root = args.root.expanduser().resolve()
+    args.root = root
+    os.environ.setdefault("PREFECT_HOME", str(root / "prefect"))
+    with contextlib.suppress(ValueError):  # not in the main thread
+        signal.signal(signal.SIGTERM, _terminate)
+    log_path = _log_to_file(root, args.command) if args.command == "run" else None
+    try:
+        return _command(args.command)(args)
+    except (InputError, ValidationError) as error:
+        _say_error(_one_line(error), args.debug)
+        return EXIT_INPUT
+    except KeyboardInterrupt as error:
+        _say_error("stopped; the same command goes on from what is finished", False)
+        return 128 + (signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
+    except BrokenPipeError:  # the reader of our output has gone: `athanor run | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    except Exception as error:
+        logging.getLogger("athanor").exception("%s failed", args.command)
+        stopped = type(error).__name__ == "StageStopped"  # its module is heavy and may not be loaded
+        where = f" (log: {log_path})" if log_path and not stopped else ""
+        _say_error(_one_line(error) + where, args.debug)
+        return EXIT_STOPPED if stopped else EXIT_FAILED
+    except BaseException as error:
+        if type(error).__name__ != "TerminationSignal":  # Prefect's own name for SIGTERM
+            raise
+        _say_error("stopped; the same command goes on from what is finished", False)
+        return 128 + signal.SIGTERM
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    parser = argparse.ArgumentParser(prog="athanor", description="From raw vision-language data to a scored model.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    run = commands.add_parser("run", help="run a recipe: convert, tokenize, pack, train, export, evaluate")
+    _add_recipe(run)
+    plan = commands.add_parser("plan", help="say what `run` would do: what is reused, what is made and why, how big")
+    _add_recipe(plan)
+    doctor = commands.add_parser("doctor", help="say what this machine has, what is missing and how to get it")
+    doctor.add_argument("--network", action="store_true", help="also try to reach the Hugging Face hub")
+    ask = commands.add_parser("ask", help="ask an exported model about a picture")
+    ask.add_argument("model", help="HF directory or hub name")
+    ask.add_argument("picture", type=Path, help="image file; '-' for a question without one")
+    ask.add_argument("question")
+    for command in (run, plan, doctor, ask):
+        command.add_argument("--root", type=Path, default=DEFAULT_ROOT, help="directory for everything (%(default)s)")
+        command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return parser
+
+
+def _add_recipe(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", nargs="?", default="embedded", help="name or path of a YAML file (%(default)s)")
+    parser.add_argument(
+        "--set", dest="overrides", metavar="A.B=VALUE", action="append", default=[], help="change one setting"
+    )
+
+
+def _command(name: str) -> Callable[[argparse.Namespace], int]:
+    module, function = COMMANDS[name].split(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def _log_to_file(root: Path, command: str) -> Path | None:
+    path = root / "logs" / f"{command}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handler = logging.FileHandler(path, encoding="utf-8")
+    except OSError as error:
+        _say_error(f"--root {root} cannot be written ({error.strerror}); choose another", False)
+        raise SystemExit(EXIT_INPUT) from error
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root_logger = logging.getLogger()
+    root_logger.setLevel(logging.INFO)
+    root_logger.addHandler(handler)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every call to Prefect's server
+    warnings = logging.StreamHandler(sys.stderr)
+    warnings.setLevel(logging.WARNING)
+    warnings.setFormatter(_FirstLine())
+    warnings.addFilter(lambda record: record.name.startswith("athanor") and record.levelno < logging.ERROR)
+    root_logger.addHandler(warnings)
+    return path
+
+
+class _FirstLine(logging.Formatter):
+    """For the terminal: no traceback, which is in the log file."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return f"{record.levelname.lower()}: {record.getMessage().splitlines()[0]}"
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False)[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+def _say_error(text: str, debug: bool) -> None:
+    if debug:
+        traceback.print_exc()
+    print(f"athanor: {text}", file=sys.stderr, flush=True)
+
+
+def _terminate(_signal: int, _frame: object) -> None:
+    raise Terminated
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""What a run prints at its end: stages, scores, where the model is, and the next commands to type."""
+
+import shlex
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from flows.recipe import DEFAULT_RECIPE, Recipe
+from flows.text_table import print_table
+from stages.predictions import PREDICTIONS
+from stages.report import REPORT_HTML
+from stages.tracking import server_command
+
+
+def print_closing(result: dict[str, Any], root: Path, recipe: Recipe, seconds: float, is_terminal: bool) -> None:
+    """Print the tables and the next commands."""
+    rows = [
+        (r["stage"], "reused" if r["reused"] else "made", f"{r['seconds']:.1f}", _below(Path(r["dir"]), root))
+        for r in result["stages"]
+    ]
+    print_table(f"Stages, in {shorten(root)}", ("stage", "", "seconds", "directory"), rows, is_terminal)
+    print_scores(result["scores"], result["counts"], is_terminal)
+    made = sum(not r["reused"] for r in result["stages"])
+    print(f"\n{made} of {len(rows)} stages made, {len(rows) - made} reused, {seconds:.0f} s in all.")
+    print(f"Model:  {shorten(Path(result['hf_dir']))}  (loads with transformers' from_pretrained)")
+    print("\nNext:")
+    for text, command in next_commands(result, root, recipe):
+        print(f"  {text}\n    {command}")
+
+
+def print_scores(scores: dict[str, dict[str, float]], counts: dict[str, dict[str, int]], is_terminal: bool) -> None:
+    """A row a subset, a column a metric."""
+    metrics = list(dict.fromkeys(metric for values in scores.values() for metric in values))
+    metrics = [metric for metric in metrics if not metric.startswith("mean_")]  # averages are in the report and MLflow
+    kinds = list(dict.fromkeys(kind for values in counts.values() for kind in values))
+    rows = [
+        (
+            subset,
+            *(str(counts.get(subset, {}).get(kind, "")) for kind in kinds),
+            *("" if values.get(m) is None else f"{values[m]:.4f}" for m in metrics),
+        )
+        for subset, values in scores.items()
+    ]
+    print_table("Scores on held-out samples", ("subset", *kinds, *metrics), rows, is_terminal)
+
+
+def next_commands(result: dict[str, Any], root: Path, recipe: Recipe) -> list[tuple[str, str]]:
+    """(what for, command) pairs that can be typed as they are."""
+    dirs = {r["stage"]: Path(r["dir"]) for r in result["stages"]}
+    athanor = program("athanor")
+    rest = "" if recipe.name == DEFAULT_RECIPE else f" {recipe.name}"
+    picture, question = example_question(dirs["evaluate"], root)
+    ask = (
+        f"{athanor} ask {quoted(Path(result['hf_dir']))} {quoted(picture) if picture else '-'} {shlex.quote(question)}"
+    )
+    commands = [("see which tokens were learnt (open in a browser)", shorten(dirs["tokenize"] / REPORT_HTML))]
+    if result["mlflow_run"]:
+        commands.append((f"see the run in MLflow: {result['mlflow_url']}", server_command(root, program("mlflow"))))
+    if result["compare_url"]:
+        commands.append(("set it beside the run before (with that server running)", result["compare_url"]))
+    commands.append(("ask the model about a picture", ask))
+    change = f"{athanor} run{rest} --root {quoted(root)} --set train.optim.lr={recipe.config.train.optim.lr / 2:g}"
+    commands.append(("change one setting; only what depends on it is made again", change))
+    return commands
+
+
+def example_question(evaluate_dir: Path, root: Path) -> tuple[Path | None, str]:
+    """A held-out picture, written below the root, and a question about it; None where all are text only."""
+    table = pq.read_table(evaluate_dir / PREDICTIONS, columns=["question", "image"])
+    for row in table.to_pylist():
+        if row["image"]:
+            path = root / "example.png"
+            path.write_bytes(row["image"])
+            return path, row["question"].strip()
+    return None, table["question"][0].as_py() if len(table) else "Hello?"
+
+
+def program(name: str) -> str:
+    """How to call a program of this environment from a shell here."""
+    if shutil.which(name):
+        return name
+    return quoted(Path(sys.executable).parent / name)
+
+
+def shorten(path: Path) -> str:
+    """Relative to the current directory where that is shorter."""
+    cwd = Path.cwd()
+    return str(path.relative_to(cwd)) if path.is_relative_to(cwd) else str(path)
+
+
+def _below(path: Path, root: Path) -> str:
+    return str(path.relative_to(root)) if path.is_relative_to(root) else str(path)
+
+
+def quoted(path: Path) -> str:
+    return shlex.quote(shorten(path))

@@ -1,0 +1,28 @@
+"""`athanor run`: the flow `vlm-sft` in this process, progress while it runs, and what to do next at its end."""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from flows.closing import print_closing
+from flows.progress import make_display, use_display
+from flows.recipe import load_recipe
+from flows.sft import vlm_sft
+
+
+def run_command(args: argparse.Namespace) -> int:
+    """Run a recipe to its end, or raise."""
+    recipe = load_recipe(args.recipe, args.overrides)
+    is_terminal = sys.stdout.isatty()
+    display = make_display(is_terminal)
+    use_display(display)
+    try:
+        result = vlm_sft(recipe.config, str(args.root), recipe.name, recipe.differs)
+    finally:
+        display.close()
+    seconds = time.time() - psutil.Process().create_time()  # with the imports, which the person waited for too
+    print_closing(result, Path(args.root), recipe, seconds, is_terminal)
+    return 0

@@ -1,0 +1,109 @@
+"""PipelineConfig: everything that a recipe says, checked at once and across stages."""
+
+from typing import Annotated
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from dataset_builders.contracts.strict import StrictModel
+from stages.convert import ConvertConfig
+from stages.embedded_data import EmbeddedDataConfig
+from stages.embedded_model import EmbeddedModelConfig
+from stages.evaluate import EvaluateConfig
+from stages.export import ExportConfig
+from stages.launch import ClusterConfig
+from stages.plan_bins import PlanBinsConfig
+from stages.tokenize_samples import TokenizeConfig
+from trainer.contract import CheckpointConfig, ParallelConfig, TrainConfig
+
+EMBEDDED = "embedded"
+SOURCE = "source"
+
+
+def _kind(value: object) -> str:
+    return SOURCE if isinstance(value, str) else EMBEDDED
+
+
+Data = Annotated[
+    Annotated[EmbeddedDataConfig, Tag(EMBEDDED)] | Annotated[str, Tag(SOURCE)],
+    Discriminator(_kind),
+]
+Model = Annotated[
+    Annotated[EmbeddedModelConfig, Tag(EMBEDDED)] | Annotated[str, Tag(SOURCE)],
+    Discriminator(_kind),
+]
+
+
+class ExecutionConfig(StrictModel):
+    """Where and how; changes no result and enters no fingerprint."""
+
+    num_workers: int = Field(default=0, ge=0, description="processes of the data stages; 0: one a CPU core")
+    cluster: ClusterConfig = ClusterConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluate_batch_size: int = Field(default=64, gt=0, description="answers generated side by side")
+    log_interval: int = Field(default=1, gt=0, description="steps between two lines of metrics.jsonl")
+
+
+class PipelineConfig(StrictModel):
+    """A whole pipeline run. `data` and `model` are settings of the embedded ones, or a directory or hub name."""
+
+    name: str = Field(
+        pattern="^[a-z0-9][a-z0-9-]*$", description="of the MLflow experiment and of the registered model"
+    )
+    data: Data = Field(description="embedded data's settings; or a directory of <subset>/*.parquet, or a hub dataset")
+    model: Model = Field(description="embedded model's settings; or an HF directory or hub name")
+    convert: ConvertConfig
+    tokenize: TokenizeConfig
+    plan_bins: PlanBinsConfig
+    train: TrainConfig
+    export: ExportConfig = ExportConfig()
+    evaluate: EvaluateConfig
+    execution: ExecutionConfig = ExecutionConfig()
+
+    @model_validator(mode="after")
+    def _stages_fit(self) -> "PipelineConfig":
+        self._check_lengths()
+        self._check_parallel()
+        if self.convert.heldout_fraction == 0:
+            raise ValueError(
+                "convert.heldout_fraction=0 leaves nothing to evaluate on; try convert.heldout_fraction=0.1"
+            )
+        return self
+
+    def _check_lengths(self) -> None:
+        if self.tokenize.max_seq_len > self.plan_bins.seq_len:
+            raise ValueError(
+                f"tokenize.max_seq_len={self.tokenize.max_seq_len} is more than a bin holds "
+                f"(plan_bins.seq_len={self.plan_bins.seq_len}); try tokenize.max_seq_len={self.plan_bins.seq_len}"
+            )
+        if isinstance(self.model, EmbeddedModelConfig):
+            patches = (self.tokenize.max_pixels or self.model.max_pixels) // self.model.patch_size**2
+            if patches > self.plan_bins.max_patches:
+                raise ValueError(
+                    f"one picture of tokenize.max_pixels has {patches} patches, more than "
+                    f"plan_bins.max_patches={self.plan_bins.max_patches}; try plan_bins.max_patches={patches}"
+                )
+
+    def _check_parallel(self) -> None:
+        parallel, processes = self.execution.parallel, self.execution.cluster.processes
+        if processes % parallel.model_size:
+            raise ValueError(
+                f"execution.cluster.processes={processes} is not a multiple of tp x pp x cp = {parallel.model_size}; "
+                f"try execution.cluster.processes={-(-processes // parallel.model_size) * parallel.model_size}"
+            )
+        dp = processes // parallel.model_size
+        if self.train.global_batch_size % dp:
+            raise ValueError(
+                f"train.global_batch_size={self.train.global_batch_size} bins is not a multiple of dp={dp}; "
+                f"try train.global_batch_size={-(-self.train.global_batch_size // dp) * dp}"
+            )
+        wanted = (2 * parallel.cp if parallel.cp > 1 else 1) * (parallel.tp if parallel.sequence_parallel else 1)
+        if self.plan_bins.pad_multiple % wanted:
+            raise ValueError(
+                f"plan_bins.pad_multiple={self.plan_bins.pad_multiple} is not a multiple of {wanted}, which "
+                f"cp={parallel.cp}, tp={parallel.tp} need; try plan_bins.pad_multiple={wanted}"
+            )
+
+    def identity(self) -> dict[str, object]:
+        """Everything but how and where it runs, as plain JSON."""
+        return self.model_dump(mode="json", exclude={"execution"})

@@ -1,0 +1,163 @@
+"""Recipes: load a YAML file, put the overrides in, and say in one line what is wrong with it."""
+
+import difflib
+import re
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from dataset_builders.contracts.errors import InputError
+from dataset_builders.contracts.fingerprint import flatten
+from flows.pipeline_config import EMBEDDED, SOURCE, PipelineConfig
+
+RECIPES = Path(__file__).parent / "recipes"
+DEFAULT_RECIPE = "embedded"
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A checked configuration and where it comes from.
+
+    Attributes:
+        name: of the recipe, for people.
+        differs: dotted fields of the identity that the overrides changed, with their new values.
+    """
+
+    name: str
+    config: PipelineConfig
+    differs: dict[str, object]
+
+
+def known_recipes() -> list[str]:
+    """Names that `load_recipe` takes."""
+    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+
+
+def load_recipe(name_or_path: str = DEFAULT_RECIPE, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe, put `a.b=value` overrides in, and check the whole.
+
+    Raises:
+        InputError: no such recipe, no YAML, an unknown key (the nearest known one is named), a value out of bounds.
+    """
+    path = _find(name_or_path)
+    raw = _read(path)
+    base = _validate(raw, f"recipe {path.stem}") if overrides else None
+    for override in overrides:
+        _set(raw, override)
+    config = _validate(raw, f"recipe {path.stem}" + (" with --set" if overrides else ""))
+    before = flatten(base.identity()) if base else {}
+    after = flatten(config.identity())
+    differs = {key: after.get(key) for key in after if base and before.get(key) != after[key]}
+    return Recipe(path.stem, config, differs)
+
+
+def _find(name_or_path: str) -> Path:
+    path = RECIPES / f"{name_or_path}.yaml"
+    if path.is_file():
+        return path
+    path = Path(name_or_path).expanduser()
+    if path.is_file():
+        return path
+    raise InputError(f"no recipe {name_or_path!r}; known: {', '.join(known_recipes())}, or a path of a YAML file")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(raw, dict):
+        raise InputError(f"{path} holds no mapping of settings; start from {RECIPES / (DEFAULT_RECIPE + '.yaml')}")
+    return raw
+
+
+def _set(raw: dict[str, Any], override: str) -> None:
+    path, equals, text = override.partition("=")
+    if not equals or not path.strip():
+        raise InputError(f"--set {override!r} is not of the form a.b=value, for example train.optim.lr=1e-3")
+    try:
+        value = yaml.safe_load(text) if text else ""
+    except yaml.YAMLError as error:
+        raise InputError(f"--set {override!r}: {text!r} is no YAML value; quote it") from error
+    *parents, last = path.strip().split(".")
+    place = raw
+    for i, key in enumerate(parents):
+        place = place.setdefault(key, {})
+        if not isinstance(place, dict):
+            raise InputError(f"--set {override!r}: {'.'.join(parents[: i + 1])} is {place!r} and has no fields")
+    place[last] = value
+
+
+def _validate(raw: dict[str, Any], what: str) -> PipelineConfig:
+    try:
+        return PipelineConfig.model_validate(raw)
+    except ValidationError as error:
+        raise InputError(f"{what}: {explain(error, PipelineConfig)}") from error
+
+
+def explain(error: ValidationError, model: type[BaseModel]) -> str:
+    """The first error of a validation in one line: the dotted field, the value, the bound or the nearest key."""
+    details = error.errors(include_url=False)
+    # An unknown key is the likely cause of a missing one, so it comes first.
+    first = min(details, key=lambda d: d["type"] != "extra_forbidden")
+    path = [str(part) for part in first["loc"] if part not in (EMBEDDED, SOURCE)]
+    dotted, more = ".".join(path), f" (and {len(details) - 1} more)" if len(details) > 1 else ""
+    if first["type"] == "extra_forbidden":
+        return f"unknown key {dotted}{_nearest(path, model)}{more}"
+    if first["type"] == "missing":
+        return f"{dotted} is missing{_description(path, model)}{more}"
+    message = first["msg"].removeprefix("Value error, ").replace("Input should", "should")
+    message = re.sub(r"a valid dictionary or instance of \w+", "a mapping of settings", message)
+    if not path or isinstance(first["input"], dict):
+        return (f"{dotted}: " if dotted else "") + message + more
+    return f"{dotted}={first['input']!r} {message}{_description(path, model)}{more}"
+
+
+def _nearest(path: Sequence[str], model: type[BaseModel]) -> str:
+    here = _fields(model, path[:-1])
+    if close := difflib.get_close_matches(path[-1], here, n=1, cutoff=0.6):
+        return f"; did you mean {'.'.join([*path[:-1], close[0]])}?"
+    everywhere = _all_fields(model)
+    by_name = [dotted for dotted in everywhere if dotted.rpartition(".")[2] == path[-1]]
+    if found := by_name or difflib.get_close_matches(".".join(path), everywhere, n=1, cutoff=0.6):
+        return f"; did you mean {found[0]}?"
+    return f"; known here: {', '.join(here)}"
+
+
+def _submodel(annotation: object) -> type[BaseModel] | None:
+    if isinstance(annotation, type):
+        return annotation if issubclass(annotation, BaseModel) else None
+    return next((m for part in typing.get_args(annotation) if (m := _submodel(part)) is not None), None)
+
+
+def _model_at(model: type[BaseModel], path: Sequence[str]) -> type[BaseModel] | None:
+    for key in path:
+        if model is None or key not in model.model_fields:
+            return None
+        model = _submodel(model.model_fields[key].annotation)
+    return model
+
+
+def _fields(model: type[BaseModel], path: Sequence[str]) -> list[str]:
+    found = _model_at(model, path)
+    return list(found.model_fields) if found else []
+
+
+def _all_fields(model: type[BaseModel], prefix: str = "") -> list[str]:
+    names = []
+    for name, field in model.model_fields.items():
+        names.append(prefix + name)
+        if inner := _submodel(field.annotation):
+            names += _all_fields(inner, f"{prefix}{name}.")
+    return names
+
+
+def _description(path: Sequence[str], model: type[BaseModel]) -> str:
+    holder = _model_at(model, path[:-1])
+    field = holder.model_fields.get(path[-1]) if holder and path else None
+    return f" [{field.description}]" if field is not None and field.description else ""

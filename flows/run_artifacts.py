@@ -1,0 +1,47 @@
+"""Prefect artifacts of a pipeline run: the table of stages, the reports' figures, the scores, the MLflow link."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from prefect.artifacts import create_link_artifact, create_markdown_artifact
+
+from flows.tasks import StageRun
+from stages.report import REPORT_HTML, REPORT_JSON
+
+
+def publish_stages(runs: Sequence[StageRun]) -> None:
+    """Two pages: which stage was made or reused, and the headline figures of each report."""
+    rows = [
+        f"| {run['stage']} | {'reused' if run['reused'] else 'made'} | {run['seconds']:.1f} | `{run['dir']}` |"
+        for run in runs
+    ]
+    table = "\n".join(["| stage | | seconds | directory |", "| --- | --- | ---: | --- |", *rows])
+    create_markdown_artifact(key="stages", markdown=table, description="What this run made and what it reused")
+    create_markdown_artifact(
+        key="reports", markdown="\n\n".join(_report(run) for run in runs), description="Headline figures of each stage"
+    )
+
+
+def publish_model(scores: Mapping[str, Mapping[str, float]], export_dir: str, mlflow_url: str | None) -> None:
+    """The scores with the model's directory, and the MLflow run as a link."""
+    metrics = sorted({metric for values in scores.values() for metric in values})
+    head = f"| subset | {' | '.join(metrics)} |\n| --- |{' ---: |' * len(metrics)}"
+    rows = [f"| {name} | {' | '.join(_number(values.get(m)) for m in metrics)} |" for name, values in scores.items()]
+    text = "\n".join([f"Model: `{export_dir}`", "", head, *rows])
+    create_markdown_artifact(key="scores", markdown=text, description="Scores on held-out samples")
+    if mlflow_url:
+        create_link_artifact(key="mlflow-run", link=mlflow_url, link_text="MLflow run", description=mlflow_url)
+
+
+def _report(run: StageRun) -> str:
+    path = Path(run["dir"], REPORT_JSON)
+    summary = json.loads(path.read_text(encoding="utf-8"))["summary"] if path.is_file() else {}
+    lines = [f"| {name} | {value} |" for name, value in summary.items()]
+    page = Path(run["dir"], REPORT_HTML)
+    table = "\n".join(["| | |", "| --- | ---: |", *lines]) if lines else ""
+    return f"## {run['stage']}\n\n`{page}`\n\n{table}"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"

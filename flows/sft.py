@@ -1,0 +1,132 @@
+"""The flow `vlm-sft`, whole: raw rows to a scored, registered model; `prepare-data` and `evaluate` on their own too."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from prefect import flow
+from prefect.runtime import flow_run
+from pydantic import BaseModel
+
+from dataset_builders.contracts.fingerprint import fingerprint, flatten
+from flows.pipeline_config import PipelineConfig
+from flows.run_artifacts import publish_model, publish_stages
+from flows.stage_graph import external_digests, get_stage, open_inputs, pipeline_nodes
+from flows.tasks import (
+    StageRun,
+    convert_task,
+    embedded_data_task,
+    embedded_model_task,
+    evaluate_task,
+    export_task,
+    plan_bins_task,
+    tokenize_task,
+    train_task,
+)
+from stages.artifact import Artifact
+from stages.source_version import source_version
+from stages.tracking import Tracker, open_run, run_name
+from trainer.contract import HF_EXPORT
+
+Runs = dict[str, StageRun]
+
+
+@flow(name="prepare-data", persist_result=False)
+def prepare_data(config: PipelineConfig, root: str, tracking_run: str | None = None) -> tuple[Runs, str]:
+    """Raw rows -> sample shards -> tokenized shards -> bins.
+
+    Returns:
+        the stages' runs by name, and the directory of the model whose processor was used.
+    """
+    found, runs = open_inputs(config, Path(root)), Runs()
+    common = (config, root, tracking_run)
+    if isinstance(config.data, BaseModel):
+        runs["embedded_data"] = embedded_data_task(*common)
+        raw_dir, raw_digest = runs["embedded_data"]["dir"], ""
+    else:
+        raw_dir, raw_digest = str(found["raw"].dir), external_digests(found)["raw"]
+    if isinstance(config.model, BaseModel):
+        runs["embedded_model"] = embedded_model_task(*common, raw_dir)
+        model_dir, processor_dir = runs["embedded_model"]["dir"], str(Path(runs["embedded_model"]["dir"], HF_EXPORT))
+    else:
+        model_dir = processor_dir = str(found["model"].dir)
+    runs["convert"] = convert_task(*common, raw_dir, raw_digest)
+    runs["tokenize"] = tokenize_task(*common, runs["convert"]["dir"], processor_dir)
+    runs["plan_bins"] = plan_bins_task(*common, runs["tokenize"]["dir"])
+    return runs, model_dir
+
+
+@flow(name="evaluate", persist_result=False)
+def evaluate(
+    config: PipelineConfig, root: str, export_dir: str, samples_dir: str, tracking_run: str | None = None
+) -> StageRun:
+    """An exported model's answers to the held-out samples, and their scores."""
+    return evaluate_task(config, root, tracking_run, export_dir, samples_dir)
+
+
+@flow(name="vlm-sft", persist_result=False)
+def vlm_sft(
+    config: PipelineConfig, root: str, recipe: str = "", differs: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Raw rows to a scored, registered model.
+
+    Args:
+        root: directory under which everything lies.
+        recipe: name of the recipe, for the MLflow run's name and tags.
+        differs: fields that differ from the recipe; they go into the run's name.
+
+    Returns:
+        plain values for a closing table: stages, hf_dir, scores, the MLflow run and its pages.
+    """
+    tracking_run = _open_tracking(config, root, recipe or config.name, differs or {})
+    tracker = Tracker(Path(root), tracking_run)
+    try:
+        runs, model_dir = prepare_data(config, root, tracking_run)
+        common, tokenized_dir = (config, root, tracking_run), runs["tokenize"]["dir"]
+        runs["train"] = train_task(*common, model_dir, tokenized_dir, runs["plan_bins"]["dir"])
+        runs["export"] = export_task(*common, runs["train"]["dir"], model_dir, tokenized_dir)
+        runs["evaluate"] = evaluate(config, root, runs["export"]["dir"], runs["convert"]["dir"], tracking_run)
+    except Exception:
+        tracker.finish("FAILED")
+        raise
+    except BaseException:
+        tracker.finish("KILLED")
+        raise
+    stats = Artifact.load(Path(runs["evaluate"]["dir"])).manifest.stats
+    publish_stages(list(runs.values()))
+    publish_model(stats["scores"], runs["export"]["dir"], tracker.url() if tracking_run else None)
+    tracker.finish("FINISHED")
+    return {
+        "stages": list(runs.values()),
+        "hf_dir": str(Path(runs["export"]["dir"], HF_EXPORT)),
+        "scores": stats["scores"],
+        "counts": stats.get("counts", {}),
+        "mlflow_run": tracking_run,
+        "mlflow_url": tracker.url() if tracking_run else None,
+        "compare_url": tracker.compare_with_last(),
+    }
+
+
+def _open_tracking(config: PipelineConfig, root: str, recipe: str, differs: Mapping[str, Any]) -> str | None:
+    found = open_inputs(config, Path(root))
+    versions = {node.name: get_stage(node.name).version for node in pipeline_nodes(config)}
+    identity = fingerprint({"config": config.identity(), "versions": versions, "inputs": external_digests(found)})
+    source = source_version()
+    tags = {
+        "athanor.recipe": recipe,
+        "athanor.differs": ", ".join(f"{key}={value}" for key, value in differs.items()) or "nothing",
+        "prefect.flow_run_id": str(flow_run.id or ""),
+        "athanor.git_dirty": source.get("dirty", "unknown"),
+        "mlflow.source.git.commit": source.get("commit", "unknown"),
+        "mlflow.source.name": "athanor run",
+        "mlflow.note.content": f"Recipe **{recipe}**. {_differences(differs)}",
+        **{k: str(v) for k, v in flatten({"execution": config.execution.model_dump(mode="json")}).items()},
+    }
+    name = run_name(recipe, differs)
+    return open_run(Path(root), f"athanor-{config.name}", name, identity, config.identity(), tags)
+
+
+def _differences(differs: Mapping[str, Any]) -> str:
+    if not differs:
+        return "Nothing differs from it."
+    return "What differs from it:\n\n" + "\n".join(f"- `{key}` = `{value}`" for key, value in differs.items())

@@ -1,0 +1,144 @@
+"""Which stage reads what: the one description of the pipeline that the plan and the flows share."""
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from dataset_builders.contracts.manifest import MANIFEST
+from flows.pipeline_config import PipelineConfig
+from stages.artifact import Artifact, External, Input, Stage, artifact_dir, stage_identity, why_rebuild
+from stages.hf_directory import check_hf_dir, model_input, processor_input, resolve_hf_dir
+from stages.raw_source import open_raw
+from stages.train import hf_dir_of
+
+STAGES: dict[str, str] = {
+    "embedded_data": "stages.embedded_data:STAGE",
+    "embedded_model": "stages.embedded_model:STAGE",
+    "convert": "stages.convert:STAGE",
+    "tokenize": "stages.tokenize_samples:STAGE",
+    "plan_bins": "stages.plan_bins:STAGE",
+    "train": "stages.train:STAGE",
+    "export": "stages.export:STAGE",
+    "evaluate": "stages.evaluate:STAGE",
+}
+RAW_DIGESTS = "raw-digests.json"
+
+
+def get_stage(name: str) -> Stage:
+    """The stage of this name; its module is imported now."""
+    module, attribute = STAGES[name].split(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A stage in the pipeline: its config, and which nodes its inputs come from ("role" -> node name)."""
+
+    name: str
+    config: BaseModel
+    inputs: dict[str, str]
+
+
+def pipeline_nodes(config: PipelineConfig) -> list[Node]:
+    """The stages of a configuration in the order they run. `raw`, `model`, `processor` may also be external."""
+    data_is_ours, model_is_ours = isinstance(config.data, BaseModel), isinstance(config.model, BaseModel)
+    raw = "embedded_data" if data_is_ours else "raw"
+    model = "embedded_model" if model_is_ours else "model"
+    nodes = [Node("embedded_data", config.data, {})] if data_is_ours else []
+    nodes += [Node("embedded_model", config.model, {"raw": raw})] if model_is_ours else []
+    return [
+        *nodes,
+        Node("convert", config.convert, {"raw": raw}),
+        Node("tokenize", config.tokenize, {"samples": "convert", "processor": "processor"}),
+        Node("plan_bins", config.plan_bins, {"tokenized": "tokenize"}),
+        Node("train", config.train, {"model": model, "tokenized": "tokenize", "bins": "plan_bins"}),
+        Node("export", config.export, {"train": "train", "model": model, "tokenized": "tokenize"}),
+        Node("evaluate", config.evaluate, {"hf": "export", "samples": "convert"}),
+    ]
+
+
+def open_inputs(config: PipelineConfig, root: Path) -> dict[str, Input]:
+    """The external inputs of a configuration, found and checked: "raw", "model", "processor".
+
+    Raises:
+        InputError: a directory or hub name is not there, or is not what it should be.
+    """
+    found: dict[str, Input] = {}
+    if isinstance(config.data, str):
+        found["raw"] = open_raw(config.data, config.convert.subsets, root / RAW_DIGESTS)
+    if isinstance(config.model, str):
+        hf_dir = resolve_hf_dir(config.model)
+        check_hf_dir(hf_dir)
+        found["model"] = model_input(hf_dir)
+        found["processor"] = processor_input(hf_dir)
+    return found
+
+
+def with_processor(found: dict[str, Input]) -> dict[str, Input]:
+    """Add "processor" once the embedded model is made: tokens depend on its tokenizer, not on its weights."""
+    if "processor" not in found and "embedded_model" in found:
+        found["processor"] = processor_input(hf_dir_of(found["embedded_model"]))
+    return found
+
+
+def load_input(path: Path, kind: str) -> Input:
+    """An input from its path: a stage's artifact, or else an external model or processor directory.
+
+    Args:
+        kind: "model" or "processor", which decides what of an external directory counts.
+    """
+    if kind == "model" and (path / MANIFEST).is_file():
+        return Artifact.load(path)
+    return model_input(path) if kind == "model" else processor_input(path)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStage:
+    """What a run would do with a stage.
+
+    Attributes:
+        artifact: there already, and will be used again; None when it will be made.
+        why: it will be made, in words.
+    """
+
+    name: str
+    artifact: Artifact | None
+    why: str
+
+
+def plan_stages(config: PipelineConfig, root: Path) -> tuple[list[PlannedStage], dict[str, Input]]:
+    """Per stage: used again, or made and why; and every input that is there now. Runs and writes nothing.
+
+    Raises:
+        InputError: an external input is not there.
+    """
+    found = open_inputs(config, root)
+    planned = []
+    for node in pipeline_nodes(config):
+        with_processor(found)
+        waits = [source for source in node.inputs.values() if source not in found]
+        if waits:
+            first = "embedded_model" if waits[0] == "processor" else waits[0]
+            planned.append(PlannedStage(node.name, None, f"its input {first} will be made first"))
+            continue
+        planned.append(_plan_stage(node, {role: found[source] for role, source in node.inputs.items()}, root))
+        if (artifact := planned[-1].artifact) is not None:
+            found[node.name] = artifact
+    return planned, found
+
+
+def _plan_stage(node: Node, inputs: Mapping[str, Input], root: Path) -> PlannedStage:
+    stage = get_stage(node.name)
+    identity = stage_identity(stage, node.config, inputs)
+    directory = artifact_dir(root, stage, identity)
+    if (directory / MANIFEST).is_file():
+        return PlannedStage(node.name, Artifact.load(directory), "")
+    return PlannedStage(node.name, None, why_rebuild(root, stage, identity))
+
+
+def external_digests(found: Mapping[str, Input]) -> dict[str, str]:
+    """Name -> digest of the inputs that no stage made."""
+    return {name: item.digest for name, item in found.items() if isinstance(item, External)}

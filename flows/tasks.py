@@ -1,0 +1,198 @@
+"""One Prefect task a stage. Prefect adds retries, logs and the UI; the manifest decides what is done.
+
+Only paths and plain values cross a task border. No task has Prefect's timeout: it cannot interrupt a thread and knows
+no child process; the launcher keeps the trainer's deadline. Only errors that may pass by themselves are retried.
+"""
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypedDict
+
+from prefect import get_run_logger, task
+from prefect.cache_policies import NO_CACHE
+
+from dataset_builders.contracts.errors import InputError
+from flows.pipeline_config import PipelineConfig
+from flows.progress import display, show_rows
+from flows.stage_graph import get_stage, load_input
+from stages.artifact import Artifact, External, Input, StageResult, run_stage
+from stages.evaluate import EvaluateResources
+from stages.tracking import Tracker
+from stages.train import TrainResources
+from stages.workers import StageResources
+from trainer.contract import MetricsRow
+
+_LOG_SECONDS = 10.0
+
+
+class StageRun(TypedDict):
+    """What a stage's task returns: where its artifact is, and what it cost."""
+
+    stage: str
+    dir: str
+    reused: bool
+    seconds: float
+
+
+def _may_pass(_task: object, _task_run: object, state: Any) -> bool:
+    """Retry what a second try may cure (a network file system, a connection), never what the user must mend."""
+    error = state.result(raise_on_failure=False)
+    return isinstance(error, OSError) and not isinstance(error, InputError)
+
+
+_POLICY: dict[str, Any] = {
+    "cache_policy": NO_CACHE,
+    "retries": 1,
+    "retry_delay_seconds": 10,
+    "retry_condition_fn": _may_pass,
+    "persist_result": False,
+}
+
+
+@task(name="embedded_data", **_POLICY)
+def embedded_data_task(config: PipelineConfig, root: str, tracking_run: str | None) -> StageRun:
+    """Write the embedded raw rows."""
+    return _run("embedded_data", config, config.data, {}, root, tracking_run)
+
+
+@task(name="embedded_model", **_POLICY)
+def embedded_model_task(config: PipelineConfig, root: str, tracking_run: str | None, raw_dir: str) -> StageRun:
+    """Make the embedded model; its tokenizer is trained on the raw rows."""
+    return _run("embedded_model", config, config.model, {"raw": Artifact.load(Path(raw_dir))}, root, tracking_run)
+
+
+@task(name="convert", **_POLICY)
+def convert_task(
+    config: PipelineConfig, root: str, tracking_run: str | None, raw_dir: str, raw_digest: str
+) -> StageRun:
+    """Raw rows -> sample shards. `raw_digest` is empty where a stage made the raw rows."""
+    path = Path(raw_dir)
+    raw: Input = External(path, "raw", raw_digest) if raw_digest else Artifact.load(path)
+    return _run("convert", config, config.convert, {"raw": raw}, root, tracking_run)
+
+
+@task(name="tokenize", **_POLICY)
+def tokenize_task(
+    config: PipelineConfig, root: str, tracking_run: str | None, samples_dir: str, processor_dir: str
+) -> StageRun:
+    """Sample shards -> tokenized shards."""
+    inputs = {"samples": Artifact.load(Path(samples_dir)), "processor": load_input(Path(processor_dir), "processor")}
+    return _run("tokenize", config, config.tokenize, inputs, root, tracking_run)
+
+
+@task(name="plan_bins", **_POLICY)
+def plan_bins_task(config: PipelineConfig, root: str, tracking_run: str | None, tokenized_dir: str) -> StageRun:
+    """Lengths -> bins."""
+    inputs = {"tokenized": Artifact.load(Path(tokenized_dir))}
+    return _run("plan_bins", config, config.plan_bins, inputs, root, tracking_run)
+
+
+@task(name="train", **_POLICY)
+def train_task(
+    config: PipelineConfig, root: str, tracking_run: str | None, model_dir: str, tokenized_dir: str, bins_dir: str
+) -> StageRun:
+    """Bins and weights -> checkpoints; metrics go to MLflow while it runs, what was missed at its end."""
+    inputs = {
+        "model": load_input(Path(model_dir), "model"),
+        "tokenized": Artifact.load(Path(tokenized_dir)),
+        "bins": Artifact.load(Path(bins_dir)),
+    }
+    tracker = Tracker(Path(root), tracking_run)
+    sink, say = tracker.sink(), _progress_logger(config.train.num_steps)
+
+    def on_rows(rows: list[MetricsRow]) -> None:
+        sink(rows)
+        show_rows("train", rows, config.train.num_steps)
+        say(rows)
+
+    try:
+        result = _timed("train", config.train, inputs, root, _train_resources(config, on_rows))
+    finally:
+        sink.close()
+    tracker.replay_metrics(result.artifact)
+    tracker.log_stage(result.artifact, result.reused)
+    return _stage_run("train", result)
+
+
+@task(name="export", **_POLICY)
+def export_task(
+    config: PipelineConfig, root: str, tracking_run: str | None, train_dir: str, model_dir: str, tokenized_dir: str
+) -> StageRun:
+    """Newest checkpoint -> HF directory."""
+    inputs = {
+        "train": Artifact.load(Path(train_dir)),
+        "model": load_input(Path(model_dir), "model"),
+        "tokenized": Artifact.load(Path(tokenized_dir)),
+    }
+    return _run("export", config, config.export, inputs, root, tracking_run, _train_resources(config))
+
+
+@task(name="evaluate", **_POLICY)
+def evaluate_task(
+    config: PipelineConfig, root: str, tracking_run: str | None, export_dir: str, samples_dir: str
+) -> StageRun:
+    """HF directory and held-out samples -> answers and scores; the model and its scores go to MLflow."""
+    exported = Artifact.load(Path(export_dir))
+    inputs = {"hf": exported, "samples": Artifact.load(Path(samples_dir))}
+    resources = EvaluateResources(batch_size=config.execution.evaluate_batch_size, on_progress=_on_progress("evaluate"))
+    done = _run("evaluate", config, config.evaluate, inputs, root, tracking_run, resources)
+    evaluated, tracker = Artifact.load(Path(done["dir"])), Tracker(Path(root), tracking_run)
+    model_id = tracker.log_model(exported, evaluated.manifest.stats["scores"], f"athanor-{config.name}")
+    tracker.log_evaluation(evaluated, model_id)
+    return done
+
+
+def _run(
+    name: str,
+    config: PipelineConfig,
+    stage_config: Any,
+    inputs: Mapping[str, Input],
+    root: str,
+    tracking_run: str | None,
+    resources: object = None,
+) -> StageRun:
+    if resources is None:
+        workers = config.execution.num_workers or os.cpu_count() or 1
+        resources = StageResources(num_workers=workers, on_progress=_on_progress(name))
+    result = _timed(name, stage_config, inputs, root, resources)
+    Tracker(Path(root), tracking_run).log_stage(result.artifact, result.reused)
+    return _stage_run(name, result)
+
+
+def _timed(name: str, stage_config: Any, inputs: Mapping[str, Input], root: str, resources: object) -> StageResult:
+    display().started(name)
+    result = run_stage(get_stage(name), stage_config, inputs, Path(root), resources)
+    display().ended(name, result.reused, result.seconds)
+    how = "reused" if result.reused else f"made in {result.seconds:.1f} s:"
+    get_run_logger().info("%s %s %s", name, how, result.artifact.dir)
+    return result
+
+
+def _stage_run(name: str, result: StageResult) -> StageRun:
+    return StageRun(stage=name, dir=str(result.artifact.dir), reused=result.reused, seconds=round(result.seconds, 2))
+
+
+def _on_progress(name: str) -> Callable[[int, int], None]:
+    return lambda done, total: display().progressed(name, done, total)
+
+
+def _train_resources(config: PipelineConfig, on_rows: Callable | None = None) -> TrainResources:
+    execution = config.execution
+    listeners = {"on_rows": on_rows} if on_rows else {}
+    return TrainResources(
+        execution.cluster, execution.parallel, execution.checkpoint, execution.log_interval, **listeners
+    )
+
+
+def _progress_logger(num_steps: int) -> Callable[[list[MetricsRow]], None]:
+    """A listener that writes the newest row to the Prefect log now and then."""
+    logger, last = get_run_logger(), [0.0]
+
+    def say(rows: list[MetricsRow]) -> None:
+        if time.monotonic() - last[0] >= _LOG_SECONDS:
+            last[0] = time.monotonic()
+            logger.info("step %d of %d: loss %.4f, lr %.3g", rows[-1].step, num_steps, rows[-1].loss, rows[-1].lr)
+
+    return say

@@ -1,0 +1,124 @@
+"""Export: a training's newest checkpoint -> an HF directory that `from_pretrained` loads.
+
+hf/model.safetensors  config.json  generation_config.json
+hf/tokenizer.json ...  chat_template.jinja  preprocessor_config.json   from the source, pixel limits as trained
+"""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dataset_builders.contracts.errors import InputError
+from dataset_builders.contracts.files import sha256_file, write_json
+from dataset_builders.contracts.strict import StrictModel
+from stages.artifact import Artifact, Input, Stage, StageOutput
+from stages.hf_directory import count_parameters, read_json, safetensors_header
+from stages.report import Table, write_report
+from stages.train import TrainResources, hf_dir_of, run_trainer
+from trainer.contract import HF_EXPORT, RUN_JSON, RunConfig
+
+VERSION = 1
+_JOB = "job"
+_COPIED = ("*.json", "*.jinja", "*.txt")
+_NOT_COPIED = ("model.safetensors.index.json",)  # the exported weights have their own layout
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+class ExportConfig(StrictModel):
+    """Identity of an export: nothing of its own; the checkpoint and the source decide."""
+
+
+def export(config: ExportConfig, inputs: Mapping[str, Input], work_dir: Path, resources: TrainResources) -> StageOutput:
+    """Inputs: "train", "model" (the HF directory it started from), "tokenized"."""
+    source, hf_dir = hf_dir_of(inputs["model"]), work_dir / HF_EXPORT
+    job_dir = work_dir / _JOB
+    shutil.rmtree(job_dir, ignore_errors=True)
+    job_dir.mkdir()
+    run_trainer(_run_config(inputs, source, job_dir), resources, STAGE.name)
+    shutil.rmtree(hf_dir, ignore_errors=True)
+    (job_dir / HF_EXPORT).rename(hf_dir)
+    copy_processor_files(source, hf_dir, inputs["tokenized"].manifest.stats)
+    shutil.rmtree(job_dir)  # its paths and times would make every export different
+    stats = _stats(hf_dir, inputs["train"])
+    files = [(f.name, f.stat().st_size, sha256_file(f)) for f in sorted(hf_dir.iterdir())]
+    stats["files"] = {name: digest for name, _, digest in files}
+    parameters = Table("Parameters", ("part", "number"), list(stats["parameters"].items()))
+    summary = {"dtype": stats["dtype"], "parameters": sum(stats["parameters"].values()), "steps": stats["steps"]}
+    sections = [parameters, Table("Files", ("file", "bytes", "sha256"), files)]
+    write_report(work_dir, title="export", summary=summary, sections=sections)
+    return StageOutput(stats=stats)
+
+
+def _run_config(inputs: Mapping[str, Input], source: Path, job_dir: Path) -> RunConfig:
+    trained: Artifact = inputs["train"]
+    run = RunConfig.model_validate_json((trained.dir / RUN_JSON).read_text(encoding="utf-8"))
+    checkpoint = trained.manifest.stats["checkpoint"]
+    return run.model_copy(
+        update={
+            "task": "export",
+            "hf_dir": source.resolve(),
+            "tokenized_dir": inputs["tokenized"].dir.resolve(),
+            "output_dir": job_dir.resolve(),
+            "checkpoint_dir": (trained.dir / checkpoint).resolve(),
+        }
+    )
+
+
+def copy_processor_files(source: Path, hf_dir: Path, pixel_limits: Mapping[str, Any]) -> None:
+    """Tokenizer, template and configs of the source; pixel limits and dtype as they are in the export.
+
+    Args:
+        pixel_limits: the stats of the tokenized artifact; its min_pixels and max_pixels are what was trained with.
+    """
+    for file in sorted({f for pattern in _COPIED for f in source.glob(pattern)}):
+        if file.name not in _NOT_COPIED and not file.name.startswith(("manifest.", "report.")):
+            shutil.copyfile(file, hf_dir / file.name)
+    limits = {"shortest_edge": pixel_limits.get("min_pixels"), "longest_edge": pixel_limits.get("max_pixels")}
+    limits = {name: value for name, value in limits.items() if value is not None}
+    preprocessor = read_json(hf_dir / "preprocessor_config.json")
+    write_json(hf_dir / "preprocessor_config.json", _with_limits(preprocessor, limits))
+    if (hf_dir / "processor_config.json").is_file():
+        processor = read_json(hf_dir / "processor_config.json")
+        if isinstance(processor.get("image_processor"), dict):
+            processor["image_processor"] = _with_limits(processor["image_processor"], limits)
+            write_json(hf_dir / "processor_config.json", processor)
+    write_json(hf_dir / "config.json", _with_dtype(read_json(hf_dir / "config.json"), written_dtype(hf_dir)))
+
+
+def _with_limits(preprocessor: dict[str, Any], limits: Mapping[str, int]) -> dict[str, Any]:
+    # min_pixels and max_pixels are the older spelling of the same limits and would contradict the new size.
+    kept = {k: v for k, v in preprocessor.items() if not limits or k not in ("min_pixels", "max_pixels")}
+    return {**kept, "size": {**(preprocessor.get("size") or {}), **limits}} if limits else kept
+
+
+def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
+    fixed = {k: _with_dtype(v, dtype) if isinstance(v, dict) else v for k, v in config.items()}
+    for name in ("dtype", "torch_dtype"):
+        if name in fixed:
+            fixed[name] = dtype
+    return fixed
+
+
+def written_dtype(hf_dir: Path) -> str:
+    """The one dtype of a directory's safetensors, in torch's spelling.
+
+    Raises:
+        InputError: no weights there, or weights of several dtypes.
+    """
+    found = {e["dtype"] for f in hf_dir.glob("*.safetensors") for e in safetensors_header(f).values()}
+    if len(found) != 1:
+        raise InputError(f"{hf_dir} has weights of {len(found)} dtypes ({', '.join(sorted(found))}), not of one")
+    return _DTYPES.get(dtype := found.pop(), dtype)
+
+
+def _stats(hf_dir: Path, trained: Artifact) -> dict[str, Any]:
+    return {
+        "dtype": written_dtype(hf_dir),
+        "parameters": count_parameters(hf_dir),
+        "steps": trained.manifest.stats["steps"],
+        "checkpoint": trained.manifest.stats["checkpoint"],
+    }
+
+
+STAGE = Stage("export", VERSION, export)

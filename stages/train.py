@@ -1,0 +1,226 @@
+"""Train: RunConfig -> run.json -> launcher -> result.json; metrics.jsonl is followed while the trainer runs.
+
+    checkpoints/step-000500/ ...   run.json  result.json  metrics.jsonl  logs/trainer.log  report.json  report.html
+
+A rerun in the same scratch directory starts the trainer again, which goes on from its newest checkpoint.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from dataset_builders.contracts.errors import InputError
+from dataset_builders.contracts.files import write_text
+from dataset_builders.contracts.fingerprint import fingerprint
+from stages.artifact import Artifact, Input, Stage, StageOutput, stage_identity
+from stages.launch import ClusterConfig, Job, JobFailed, make_launcher, run_job
+from stages.train_report import write_train_report
+from trainer.contract import (
+    HF_EXPORT,
+    METRICS_JSONL,
+    RESULT_JSON,
+    RUN_JSON,
+    CheckpointConfig,
+    MetricsRow,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+    TrainResult,
+)
+
+VERSION = 1
+TRAINER_LOG = "logs/trainer.log"
+log = logging.getLogger("athanor.train")
+
+
+class StageStopped(RuntimeError):
+    """The work was told to stop and has saved; the same command goes on from there."""
+
+
+class TrainerFailed(RuntimeError):
+    """The trainer gave up: its own message, the keys of the samples of that step, and where the log is."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainResources:
+    """Execution: where and how the trainer runs, and who hears of its progress.
+
+    `on_rows` gets every new line of metrics.jsonl, in order of steps; `on_line` every line of the trainer's log.
+    """
+
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log_interval: int = 1
+    on_rows: Callable[[list[MetricsRow]], None] = lambda rows: None
+    on_line: Callable[[str], None] = lambda line: None
+
+
+def hf_dir_of(model: Input) -> Path:
+    """The HF directory of a model input: an external one itself, or `hf/` of the stage's artifact that made it."""
+    return model.dir / HF_EXPORT if isinstance(model, Artifact) else model.dir
+
+
+class MetricsFollower:
+    """Hands on the whole lines that metrics.jsonl has got since the last look, each step once.
+
+    A trainer that resumes cuts the file back to its checkpoint; steps that were handed on are not handed on again.
+    """
+
+    def __init__(self, path: Path, on_rows: Callable[[list[MetricsRow]], None]) -> None:
+        self.path, self.on_rows = path, on_rows
+        self._offset = 0
+        self._step = -1
+
+    def poll(self) -> None:
+        """Look once. Whatever `on_rows` raises is logged and forgotten: a listener never stops the training."""
+        try:
+            rows = [row for row in self._new_rows() if row.step > self._step]
+            if rows:
+                self._step = rows[-1].step
+                self.on_rows(rows)
+        except Exception:
+            log.warning("a listener to the training's metrics failed; training goes on", exc_info=True)
+
+    def _new_rows(self) -> list[MetricsRow]:
+        if not self.path.is_file():
+            return []
+        if self.path.stat().st_size < self._offset:
+            self._offset = 0
+        with self.path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return parse_metrics(whole)
+
+
+def parse_metrics(lines: bytes) -> list[MetricsRow]:
+    """The rows of metrics.jsonl that can be read; a line that was cut by a crash is passed over."""
+    rows = []
+    for line in lines.splitlines():
+        try:
+            rows.append(MetricsRow.model_validate_json(line))
+        except ValidationError:
+            log.debug("no metrics row: %r", line[:200])
+    return rows
+
+
+def read_metrics(train_dir: Path) -> list[MetricsRow]:
+    """All rows of a training directory's metrics.jsonl, one a step (the last written), in order of steps."""
+    path = train_dir / METRICS_JSONL
+    rows = parse_metrics(path.read_bytes()) if path.is_file() else []
+    return [row for _, row in sorted({row.step: row for row in rows}.items())]
+
+
+def run_trainer(run: RunConfig, resources: TrainResources, name: str) -> TrainResult:
+    """Write run.json into the run's output directory, launch the trainer there and wait for its answer.
+
+    Args:
+        name: of the job, in messages.
+
+    Raises:
+        StageStopped: the trainer was told to stop by somebody else, and saved.
+        InputError: the trainer refused what it was given.
+        TrainerFailed: the trainer gave up with a message.
+        JobFailed: it ended without a word (killed, out of memory), or took too long.
+    """
+    directory = run.output_dir
+    (directory / RESULT_JSON).unlink(missing_ok=True)
+    write_text(directory / RUN_JSON, run.model_dump_json(indent=1) + "\n")
+    launcher = make_launcher(resources.cluster)
+    arguments = ("-m", "trainer", str(directory / RUN_JSON))
+    job = Job(str(directory), arguments, directory / TRAINER_LOG, resources.on_line)
+    follower = MetricsFollower(directory / METRICS_JSONL, resources.on_rows)
+    log.info("%s: %s", name, launcher.plan(job))
+    try:
+        run_job(launcher, job, follower.poll)
+    except JobFailed as error:
+        result = _read_result(directory)
+        if result is None or result.status == "finished":
+            raise
+        _raise_for(result, error, job.log_path, name)
+    result = _read_result(directory)
+    if result is None or result.status != "finished":
+        raise TrainerFailed(f"{name} ended without a finished {directory / RESULT_JSON}; log: {job.log_path}")
+    return result
+
+
+def _raise_for(result: TrainResult, error: JobFailed, log_path: Path, name: str) -> None:
+    if result.status == "stopped":
+        raise StageStopped(
+            f"{name} was stopped after step {result.step} and saved; run the same command again to go on"
+        ) from error
+    if result.is_input_error:  # torchrun has an exit status of its own
+        raise InputError(result.message) from error
+    keys = f" Samples of that step: {', '.join(result.keys)}." if result.keys else ""
+    message = result.message or f"{name} failed after step {result.step}"
+    raise TrainerFailed(f"{message}{keys} Log: {log_path}") from error
+
+
+def _read_result(directory: Path) -> TrainResult | None:
+    path = directory / RESULT_JSON
+    return TrainResult.model_validate_json(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def make_run_config(
+    config: TrainConfig, inputs: Mapping[str, Input], output_dir: Path, resources: TrainResources
+) -> RunConfig:
+    """run.json of a training."""
+    return RunConfig(
+        task="train",
+        fingerprint=fingerprint(stage_identity(STAGE, config, inputs)),
+        hf_dir=hf_dir_of(inputs["model"]).resolve(),
+        tokenized_dir=inputs["tokenized"].dir.resolve(),
+        bins_dir=inputs["bins"].dir.resolve(),
+        output_dir=output_dir.resolve(),
+        seq_len=inputs["bins"].manifest.config["seq_len"],
+        train=config,
+        parallel=resources.parallel,
+        checkpoint=resources.checkpoint,
+        log_interval=resources.log_interval,
+    )
+
+
+def train(config: TrainConfig, inputs: Mapping[str, Input], work_dir: Path, resources: TrainResources) -> StageOutput:
+    """Inputs: "model" (HF directory), "tokenized", "bins"."""
+    check_layout(config, resources)
+    result = run_trainer(make_run_config(config, inputs, work_dir, resources), resources, STAGE.name)
+    rows = read_metrics(work_dir)
+    stats = {
+        "steps": result.step,
+        "loss": result.loss,
+        "heldout_loss": result.heldout_loss,
+        "checkpoint": result.checkpoint,
+        "tokens": rows[-1].tokens if rows else None,
+        "loss_tokens": rows[-1].loss_tokens if rows else None,
+        "epochs": rows[-1].epoch if rows else None,
+    }
+    write_train_report(work_dir, config, rows, stats)
+    return StageOutput(stats=stats)
+
+
+def check_layout(config: TrainConfig, resources: TrainResources) -> None:
+    """See, before anything is started, that processes, model parallelism and global batch go together.
+
+    Raises:
+        InputError: they do not.
+    """
+    processes, model_size = resources.cluster.processes, resources.parallel.model_size
+    if processes % model_size:
+        raise InputError(
+            f"cluster.processes={processes} is not a multiple of tp x pp x cp = {model_size}; "
+            f"try cluster.processes={-(-processes // model_size) * model_size}"
+        )
+    dp = processes // model_size
+    if config.global_batch_size % dp:
+        raise InputError(
+            f"train.global_batch_size={config.global_batch_size} bins is not a multiple of dp={dp} "
+            f"(cluster.processes={processes}); try {-(-config.global_batch_size // dp) * dp}"
+        )
+
+
+STAGE = Stage("train", VERSION, train)

@@ -1,0 +1,265 @@
+"""`athanor` as a person uses it: the whole flow on little data with a stand-in trainer, and ways to get it wrong."""
+
+import json
+import logging
+import os
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+
+import filelock
+import pytest
+
+from dataset_builders.contracts import shard_io
+from flows.cli import main
+from stages.tracking import connect
+
+SMALL = {
+    "data.num_scans": 40,
+    "data.num_multi": 8,
+    "data.num_pairs": 8,
+    "data.num_texts": 8,
+    "convert.heldout_fraction": 0.3,
+    "train.num_steps": 5,
+    "train.optim.lr": 0.002,
+    "train.optim.warmup_steps": 1,
+    "evaluate.max_new_tokens": 2,
+    "evaluate.max_samples_per_subset": 2,
+    "execution.num_workers": 1,
+}
+
+
+@pytest.fixture(autouse=True)
+def own_log_handlers():
+    before = list(logging.getLogger().handlers)
+    yield
+    logging.getLogger().handlers[:] = before
+
+
+def athanor(command: str, root: Path, *arguments: str, **changes: object) -> int:
+    sets = [f"--set={key.replace('__', '.')}={value}" for key, value in {**SMALL, **changes}.items()]
+    return main([command, *arguments, "--root", str(root), *sets])
+
+
+def error_line(capsys) -> str:
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    return line
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("root")
+
+
+@pytest.fixture
+def finished(root, capsys) -> Path:
+    """A root with a finished run in it; made once."""
+    if not (root / "mlflow.db").exists():
+        assert athanor("run", root) == 0
+        capsys.readouterr()
+    return root
+
+
+def test_a_run_ends_with_scores_and_the_next_commands(root, capsys):
+    assert athanor("run", root) == 0
+    text = capsys.readouterr().out
+    assert "8 of 8 stages made, 0 reused" in text and "overall" in text and "exact_match" in text
+    assert re.search(r"train: 5 of 5  loss 0\.2000", text)
+    hf_dir = Path(re.search(r"^Model: +(\S+)", text, re.M).group(1))
+    assert (hf_dir / "model.safetensors").is_file()
+    for hint in ("report.html", "mlflow server --backend-store-uri", " ask ", "--set train.optim.lr="):
+        assert hint in text
+    assert (root / "example.png").read_bytes().startswith(b"\x89PNG")
+    assert str(root) in text.split("--root")[1]
+
+
+def test_a_second_run_makes_nothing_and_stays_in_its_mlflow_run(finished, capsys):
+    assert athanor("run", finished) == 0
+    text = capsys.readouterr().out
+    assert "0 of 8 stages made, 8 reused" in text and "made in" not in text
+    client = connect(finished)
+    experiment = client.get_experiment_by_name("athanor-embedded")
+    runs = client.search_runs([experiment.experiment_id], "tags.`athanor.differs` != 'x'")
+    assert len(runs) == 1 and runs[0].info.status == "FINISHED"
+    run = runs[0]
+    assert run.info.run_name.startswith("embedded num_scans=40")
+    assert len(client.get_metric_history(run.info.run_id, "loss")) == 5
+    assert {i.dataset.name for i in run.inputs.dataset_inputs} == {"embedded_data", "convert", "tokenize", "plan_bins"}
+    assert run.data.tags["prefect.flow_run_id"] and "exact_match" in run.data.metrics
+    assert len(client.search_model_versions("name='athanor-embedded'")) == 1
+
+
+def test_plan_says_which_field_changed(finished, capsys):
+    assert athanor("plan", finished) == 0
+    assert "0 of 8 stages would be made" in capsys.readouterr().out
+    assert athanor("plan", finished, **{"train.optim.lr": 0.004}) == 0
+    text = capsys.readouterr().out
+    assert "optim.lr: 0.002 -> 0.004" in text and "3 of 8 stages would be made" in text
+    assert "its input train will be made first" in text
+    assert re.search(r"samples +\d+ train, \d+ held-out", text) and re.search(r"bins +\d+ train", text)
+    assert re.search(r"parameters +[\d,]+ \(vision", text) and re.search(r"memory +about", text)
+
+
+def test_another_learning_rate_makes_the_training_and_what_follows(finished, capsys):
+    assert athanor("run", finished, **{"train.optim.lr": 0.004}) == 0
+    text = capsys.readouterr().out
+    assert "3 of 8 stages made, 5 reused" in text
+    client = connect(finished)
+    experiment = client.get_experiment_by_name("athanor-embedded")
+    names = {run.info.run_name for run in client.search_runs([experiment.experiment_id])}
+    assert any(" lr=0.004 " in name for name in names)
+    assert "#/compare-runs?runs=" in text
+
+
+def test_a_reused_training_is_whole_in_the_next_mlflow_run(finished, capsys):
+    assert athanor("run", finished, **{"evaluate.max_new_tokens": 3}) == 0
+    assert "1 of 8 stages made, 7 reused" in capsys.readouterr().out
+    client = connect(finished)
+    experiment = client.get_experiment_by_name("athanor-embedded")
+    (run,) = client.search_runs([experiment.experiment_id], "params.`evaluate.max_new_tokens` = '3'")
+    assert [metric.step for metric in client.get_metric_history(run.info.run_id, "loss")] == [1, 2, 3, 4, 5]
+    assert run.data.tags["reused.train"] == "true" and len(run.inputs.dataset_inputs) == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"train.optim.lrr": 1}, "unknown key train.optim.lrr; did you mean train.optim.lr?"),
+        ({"train.optim.lr": 7}, "train.optim.lr=7 should be less than or equal to 1"),
+        ({"data": "/nowhere/raw"}, "raw data directory /nowhere/raw does not exist"),
+        ({"model": "/nowhere/model"}, "model '/nowhere/model' is no directory"),
+    ],
+)
+def test_wrong_settings_are_one_line_and_status_2(tmp_path, capsys, changes, words):
+    dropped = [key for key in SMALL if key.split(".")[0] in changes]
+    sets = {key: value for key, value in SMALL.items() if key not in dropped} | changes
+    for command in ("plan", "run"):
+        arguments = [f"--set={key}={value}" for key, value in sets.items()]
+        assert main([command, "--root", str(tmp_path), *arguments]) == 2
+        line = error_line(capsys)
+        assert line.startswith("athanor: ") and words in line
+
+
+def test_an_unknown_recipe(tmp_path, capsys):
+    assert main(["run", "nope", "--root", str(tmp_path)]) == 2
+    assert "no recipe 'nope'; known: " in error_line(capsys)
+
+
+def test_a_full_disk_loses_nothing(tmp_path, capsys, monkeypatch):
+    def full(*_args, **_kwargs):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shard_io.ShardWriter, "write", full)
+        assert athanor("run", tmp_path) == 2
+    line = error_line(capsys)
+    assert "disk full while convert wrote" in line and "run the same command again" in line
+    assert athanor("run", tmp_path) == 0
+    assert "embedded_data: reused" in capsys.readouterr().out
+
+
+def test_a_second_run_at_the_same_time_is_told_so(finished, capsys):
+    changes = {"train.optim.lr": 0.003}
+    athanor("plan", finished, **changes)
+    capsys.readouterr()
+    with filelock.FileLock(_train_lock(finished, changes)):
+        assert athanor("run", finished, **changes) == 2
+    line = error_line(capsys)
+    assert "is being made by process" in line and "--root" in line
+
+
+def _train_lock(root: Path, changes: dict[str, object]) -> Path:
+    from flows.recipe import load_recipe
+    from flows.stage_graph import get_stage, plan_stages
+    from stages.artifact import scratch_dir, stage_identity
+
+    config = load_recipe(overrides=[f"{k}={v}" for k, v in {**SMALL, **changes}.items()]).config
+    _, found = plan_stages(config, root)
+    inputs = {"model": found["embedded_model"], "tokenized": found["tokenize"], "bins": found["plan_bins"]}
+    stage = get_stage("train")
+    work = scratch_dir(root, stage, stage_identity(stage, config.train, inputs))
+    work.parent.mkdir(exist_ok=True)
+    return work.with_name(work.name + ".lock")
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "words"),
+    [
+        ("fail", 1, "loss is nan at step 4 Samples of that step: a/00000001. Log: "),
+        ("input", 2, "hf_dir has no weights"),
+        ("stop", 75, "run the same command again to go on"),
+    ],
+)
+def test_how_a_failed_training_is_told(finished, capsys, monkeypatch, how, status, words):
+    monkeypatch.setenv("FAKE_TRAINER", how)
+    assert athanor("run", finished, **{"train.seed": 9}) == status
+    assert words in error_line(capsys)
+    client = connect(finished)
+    experiment = client.get_experiment_by_name("athanor-embedded")
+    (run,) = client.search_runs([experiment.experiment_id], "params.`train.seed` = '9'")
+    assert run.info.status == "FAILED"
+
+
+def test_sigterm_gives_the_trainer_time_to_save(finished, capsys, monkeypatch):
+    def terminate_once_it_trains():
+        for _ in range(600):
+            if any((finished / "scratch").glob("train-*/metrics.jsonl")):
+                return os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.1)
+
+    monkeypatch.setenv("FAKE_TRAINER", "wait")
+    for left in (finished / "scratch").glob("train-*/metrics.jsonl"):
+        left.unlink()
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=terminate_once_it_trains)
+    thread.start()
+    try:
+        assert athanor("run", finished, **{"train.seed": 11}) == 128 + signal.SIGTERM
+    finally:
+        thread.join()
+        signal.signal(signal.SIGTERM, before)
+    assert "stopped; the same command goes on" in error_line(capsys)
+    assert list((finished / "scratch").glob("train-*/saved"))
+    client = connect(finished)
+    experiment = client.get_experiment_by_name("athanor-embedded")
+    (run,) = client.search_runs([experiment.experiment_id], "params.`train.seed` = '11'")
+    assert run.info.status == "KILLED"
+
+
+def test_debug_shows_the_traceback(tmp_path, capsys):
+    assert main(["plan", "--debug", "--set", "train.lr=1", "--root", str(tmp_path)]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_ask_refuses_what_is_no_model(tmp_path, capsys):
+    assert main(["ask", str(tmp_path), "-", "Which digit?"]) == 2
+    assert "has no config.json" in error_line(capsys)
+
+
+def test_prefect_shows_stages_reports_scores_and_the_mlflow_run(finished, capsys):
+    from prefect.client.orchestration import get_client
+
+    assert athanor("run", finished) == 0
+    with get_client(sync_client=True) as client:
+        artifacts = client.read_artifacts()
+        flows = {flow.name for flow in client.read_flows()}
+    newest = {a.key: str(a.data) for a in sorted(artifacts, key=lambda artifact: artifact.created)}
+    assert {"stages", "reports", "scores", "mlflow-run"} <= newest.keys()
+    assert "| tokenize | reused |" in newest["stages"] and "exact_match" in newest["scores"]
+    assert "/runs/" in newest["mlflow-run"] and "report.html" in newest["reports"]
+    assert {"vlm-sft", "prepare-data", "evaluate"} <= flows
+
+
+def test_deployments_carry_the_recipe(tmp_path, capsys):
+    from flows.deployments import main as serve_main
+    from flows.deployments import make_deployments
+
+    deployments = make_deployments(tmp_path, cron="0 2 * * *")
+    assert [d.flow_name for d in deployments] == ["vlm-sft", "prepare-data", "evaluate"]
+    assert deployments[0].parameters["config"]["name"] == "embedded"
+    assert len(deployments[0].schedules) == 1 and not deployments[1].schedules
+    assert json.dumps(deployments[0].parameters)
+    assert "PREFECT_API_URL" not in os.environ and serve_main([]) == 2
+    assert "PREFECT_API_URL is not set" in error_line(capsys)
