@@ -97,12 +97,13 @@ class PipelineConfig(StrictModel):
                 f"train.global_batch_size={self.train.global_batch_size} bins is not a multiple of dp={dp}; "
                 f"try train.global_batch_size={-(-self.train.global_batch_size // dp) * dp}"
             )
-        wanted = (2 * parallel.cp if parallel.cp > 1 else 1) * (parallel.tp if parallel.sequence_parallel else 1)
+        wanted = parallel.pad_multiple
         if self.plan_bins.pad_multiple % wanted:
             raise ValueError(
                 f"plan_bins.pad_multiple={self.plan_bins.pad_multiple} is not a multiple of {wanted}, which "
                 f"cp={parallel.cp}, tp={parallel.tp} need; try plan_bins.pad_multiple={wanted}"
             )
+        parallel.check_proved()
 
     def identity(self) -> dict[str, object]:
         """Everything but how and where it runs, as plain JSON."""

@@ -64,7 +64,15 @@ def evaluate(
     return evaluate_task(config, root, tracking_run, export_dir, samples_dir)
 
 
-@flow(name="vlm-sft", persist_result=False)
+def _flow_run_name() -> str:
+    """The name of the MLflow run: the recipe and what differs from it."""
+    given = flow_run.parameters
+    config = given["config"]
+    name = config["name"] if isinstance(config, Mapping) else config.name
+    return run_name(given.get("recipe") or name, given.get("differs") or {})
+
+
+@flow(name="vlm-sft", flow_run_name=_flow_run_name, persist_result=False)
 def vlm_sft(
     config: PipelineConfig, root: str, recipe: str = "", differs: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:

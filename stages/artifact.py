@@ -135,6 +135,8 @@ def run_stage(
 def _make(stage, config, inputs, work: Path, resources, identity: dict[str, Any], final: Path) -> None:
     try:
         if not (work / MANIFEST).is_file():  # there when an earlier try ended just before the rename
+            for left_over in work.rglob("*.tmp"):  # parts of files, of a try that was killed
+                left_over.unlink()
             output = stage.run(config, inputs, work, resources)
             _manifest(stage, identity, output).write(work)
         remove_entries(work, [shard.name for shard in load_manifest(work).shards])

@@ -60,8 +60,6 @@ def _run(
     config: ConvertConfig, inputs: Mapping[str, Input], work: Path, resources: StageResources | None
 ) -> StageOutput:
     resources = resources or StageResources()
-    for left_over in work.rglob("*.tmp"):  # of a try that was killed
-        left_over.unlink()
     source = inputs["raw"].dir
     parts = get_builder(config.builder).list_parts(source, config.subsets)
     num_rows = sum(part.num_rows for part in parts)

@@ -53,8 +53,6 @@ def write_subset(directory: Path, rows: list[Row], file_rows: int = _FILE_ROWS) 
 
 def _run(config: EmbeddedDataConfig, inputs: Mapping[str, object], work: Path, resources: object) -> StageOutput:
     counts = DigitCounts(scans=config.num_scans, multi=config.num_multi, pairs=config.num_pairs, texts=config.num_texts)
-    for left_over in work.rglob(".*.tmp"):
-        left_over.unlink()
     subsets: dict[str, list[Row]] = {}
     for subset, row in iter_digit_rows(config.seed, counts):
         subsets.setdefault(subset, []).append(row)

@@ -83,8 +83,6 @@ def _run(
     if not total:
         raise InputError(f"{samples.dir} has no held-out samples to evaluate on; raise convert.heldout_fraction")
     evaluation, skips = Evaluation(), Counter()
-    for left_over in work.rglob(".*.tmp"):
-        left_over.unlink()
     (work / ANSWERS).mkdir(exist_ok=True)
     with PredictionsWriter(work) as writer:
         for number, window in enumerate(_windows(heldout_samples(samples, config.max_samples_per_subset))):

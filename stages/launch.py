@@ -34,6 +34,7 @@ class ClusterConfig(StrictModel):
 
     launcher: Literal["torchrun"] = Field(default="torchrun", description="torchrun: processes on this host")
     processes: int = Field(default=1, ge=1, description="trainer processes; one a GPU, or any number on CPU")
+    num_threads: int = Field(default=0, ge=0, description="CPU threads of a process; 0 shares the cores among them")
     timeout_seconds: float = Field(default=7 * 86400, gt=0, description="a job that takes longer is stopped")
     stop_grace_seconds: float = Field(default=120, gt=0, description="time to save after SIGTERM, before SIGKILL")
 
@@ -144,7 +145,7 @@ class TorchrunLauncher:
         return handle.job.log_path.read_text(encoding="utf-8", errors="replace").splitlines()
 
     def _environment(self, name: str) -> Mapping[str, str]:
-        threads = max(1, (os.cpu_count() or 1) // self.cluster.processes)
+        threads = self.cluster.num_threads or max(1, (os.cpu_count() or 1) // self.cluster.processes)
         defaults = {"OMP_NUM_THREADS": str(threads), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
         fixed = {
             JOB_VARIABLE: name,

@@ -110,8 +110,6 @@ def _first_at_least(most: np.ndarray, start: int, value: int) -> int:
 
 
 def _run(config: PlanBinsConfig, inputs: Mapping[str, Artifact], work: Path, resources: object) -> StageOutput:
-    for left_over in work.rglob("*.tmp"):  # of a try that was killed
-        left_over.unlink()
     index = read_index(inputs["tokenized"].dir)
     tokens = index["num_tokens"].to_numpy().astype(np.int64)
     rounded = -(-tokens // config.pad_multiple) * config.pad_multiple

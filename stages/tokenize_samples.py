@@ -55,8 +55,6 @@ def _run(
 ) -> StageOutput:
     samples, processor = inputs["samples"], inputs["processor"]
     assert isinstance(samples, Artifact) and isinstance(processor, External)
-    for left_over in work.rglob("*.tmp"):  # of a try that was killed
-        left_over.unlink()
     chat = ChatEncoder(processor.dir)  # says what is wrong with the directory before a worker starts
     images = load_image_config(processor.dir, config.min_pixels, config.max_pixels)
     names = [shard.name for shard in samples.manifest.shards]

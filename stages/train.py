@@ -182,6 +182,7 @@ def make_run_config(
         parallel=resources.parallel,
         checkpoint=resources.checkpoint,
         log_interval=resources.log_interval,
+        num_threads=resources.cluster.num_threads,
     )
 
 

@@ -79,6 +79,18 @@ class ParallelConfig(StrictModel):
         """Ranks that hold one copy of the model."""
         return self.tp * self.pp * self.cp
 
+    def check_proved(self) -> None:
+        """Refuse the layouts that no test has shown equal to one process yet.
+
+        Raises:
+            InputError: a size over 1, or sequence parallel.
+        """
+        if self.model_size > 1 or self.sequence_parallel:
+            raise InputError(
+                f"parallel: tp={self.tp}, pp={self.pp}, cp={self.cp}, sequence_parallel={self.sequence_parallel}: only "
+                "data parallel is proved equal to one process so far; leave them at 1, 1, 1 and false"
+            )
+
 
 class CheckpointConfig(StrictModel):
     """Execution: when to save and what to keep."""
@@ -120,14 +132,15 @@ class RunConfig(StrictModel):
 
 
 class MetricsRow(StrictModel):
-    """One line of metrics.jsonl. Everything but `step` is forwarded to tracking under its own name."""
+    """One line of metrics.jsonl. Everything but `step` is forwarded to tracking under its own name, in this order:
+    MLflow's compare page begins with the first."""
 
     step: int
-    epoch: float = Field(description="passes over the bins so far")
     loss: float = Field(description="mean over the loss tokens of the global batches since the last line")
     heldout_loss: float | None = Field(default=None, description="the same over the held-out bins")
     grad_norm: float = Field(description="over all ranks, before clipping")
     lr: float
+    epoch: float = Field(description="passes over the bins so far")
     tokens: int = Field(description="tokens trained on so far, without padding")
     loss_tokens: int = Field(description="loss tokens trained on so far")
     padding_fraction: float = Field(description="padding / capacity of the bins since the last line")

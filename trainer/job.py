@@ -1,9 +1,12 @@
 """One job of the trainer, from run.json to result.json."""
 
 import logging
+import sys
 import traceback
 import warnings
 from pathlib import Path
+
+from pydantic import ValidationError
 
 from dataset_builders.contracts.errors import InputError
 from dataset_builders.contracts.files import write_json
@@ -31,6 +34,7 @@ def run_job(run: RunConfig) -> TrainResult:
     rank = place_in_world()[0]
     try:
         with rank_mesh(run.parallel, run.train.seed) as mesh:
+            run.parallel.check_proved()
             return train(run, mesh) if run.task == "train" else export(run, mesh)
     except NotFinite as error:
         return TrainResult(status="failed", step=error.step, message=str(error), keys=error.keys)
@@ -43,7 +47,12 @@ def run_job(run: RunConfig) -> TrainResult:
 
 def run_file(path: Path) -> int:
     """Run the job that a run.json describes; returns the exit code of the process."""
-    run = RunConfig.model_validate_json(path.read_text())
+    try:
+        run = RunConfig.model_validate_json(path.read_text())
+    except ValidationError as error:
+        first = error.errors()[0]
+        print(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}", file=sys.stderr)
+        return EXIT_INPUT
     rank = place_in_world()[0]
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     log.setLevel(logging.INFO if rank == 0 else logging.WARNING)

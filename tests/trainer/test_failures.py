@@ -1,5 +1,6 @@
 """How the trainer ends when it cannot go on: one line, its own exit code, nothing half done."""
 
+import json
 import shutil
 
 import pytest
@@ -33,12 +34,28 @@ def test_a_loss_that_is_not_finite_names_the_step_and_its_samples(tmp_path):
     assert not list_checkpoints(run.output_dir / "checkpoints")
 
 
-def test_the_same_failure_in_this_process_writes_one_result(tmp_path):
-    """A world that does not divide is found before anything is loaded."""
+def test_a_layout_that_is_not_proved_is_refused():
+    ParallelConfig().check_proved()
+    for layout in ({"tp": 2}, {"pp": 2}, {"cp": 2}, {"sequence_parallel": True}):
+        with pytest.raises(InputError, match="only data parallel is proved"):
+            ParallelConfig(**layout).check_proved()
+
+
+def test_a_world_that_does_not_divide_is_found_before_anything_is_loaded(tmp_path):
     run = write_job(tmp_path, num_steps=4, parallel=ParallelConfig(tp=2))
     assert run_trainer(run, processes=0) == EXIT_INPUT
     assert "start a multiple of 2" in result_of(run).message
     assert result_of(run).is_input_error
+    assert "Traceback" not in log_of(run)
+
+
+def test_a_run_json_that_is_none_is_one_line(tmp_path):
+    run = write_job(tmp_path, num_steps=4)
+    raw = json.loads((run.output_dir / "run.json").read_text())
+    raw["train"]["num_stepz"] = 2
+    (run.output_dir / "run.json").write_text(json.dumps(raw))
+    assert run_trainer(run, processes=0) == EXIT_INPUT
+    assert "run.json: train.num_stepz: Extra inputs are not permitted" in log_of(run)
     assert "Traceback" not in log_of(run)
 
 

@@ -1,0 +1,100 @@
+"""What `make run` promises: the default recipe from nothing, again, and with one setting changed. Nothing is faked."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+from dataset_builders.contracts.sample import IMAGE_SLOT
+from stages.encode_image import encode_image, load_image_config, pixel_values
+from stages.metrics import exact_match
+
+ATHANOR = Path(sys.executable).parent / "athanor"
+STAGES = ("embedded_data", "embedded_model", "convert", "tokenize", "plan_bins", "train", "export", "evaluate")
+
+
+def athanor(*arguments: str) -> str:
+    env = {k: v for k, v in os.environ.items() if k not in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI", "PREFECT_HOME")}
+    env["OMP_NUM_THREADS"] = str(os.cpu_count())
+    done = subprocess.run([ATHANOR, *arguments], capture_output=True, text=True, env=env, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    """One run of the default recipe."""
+    directory = tmp_path_factory.mktemp("athanor-root")
+    assert "8 of 8 stages made" in athanor("run", "--root", str(directory))
+    return directory
+
+
+def artifact(root: Path, stage: str) -> Path:
+    (directory,) = (root / "artifacts" / stage).iterdir()
+    return directory
+
+
+def stats(root: Path, stage: str) -> dict:
+    return json.loads((artifact(root, stage) / "manifest.json").read_text())["stats"]
+
+
+def test_held_out_digits_are_read(root):
+    result = stats(root, "evaluate")
+    scores, counts = result["scores"]["digits_single"], result["counts"]["digits_single"]
+    assert counts["pictures"] >= 250
+    assert scores["exact_match"] >= 0.95
+    assert scores["stop_rate"] >= 0.99
+
+
+def test_a_second_run_makes_nothing_again(root):
+    text = athanor("run", "--root", str(root))
+    assert "0 of 8 stages made, 8 reused" in text
+
+
+def test_another_learning_rate_reruns_training_and_what_follows(root):
+    plan = athanor("plan", "--root", str(root), "--set", "train.optim.lr=0.001")
+    verdicts = dict(re.findall(r"^  (\w+) +(make|reuse)\b", plan, re.M))
+    assert verdicts == {s: "make" if s in ("train", "export", "evaluate") else "reuse" for s in STAGES}
+    assert re.search(r"train +make +optim\.lr: 0\.003 -> 0\.001", plan)
+
+
+def test_transformers_scores_the_exported_directory_the_same(root):
+    """Pictures and prompts by hand, one at a time, model and tokenizer by transformers alone."""
+    hf_dir = artifact(root, "export") / "hf"
+    model = AutoModelForImageTextToText.from_pretrained(hf_dir, dtype=torch.float32, local_files_only=True).eval()
+    tokenizer = AutoTokenizer.from_pretrained(hf_dir, local_files_only=True)
+    rows = pq.read_table(artifact(root, "evaluate") / "predictions.parquet").to_pylist()
+    rows = [row for row in rows if row["subset"] == "digits_single"][:60]
+    answers = [answer_by_hand(model, tokenizer, hf_dir, row) for row in rows]
+    assert answers == [row["answer"] for row in rows]
+    assert sum(exact_match(a, r["reference"]) for a, r in zip(answers, rows)) == sum(r["correct"] for r in rows)
+
+
+def answer_by_hand(model, tokenizer, hf_dir: Path, row: dict) -> str:
+    config = load_image_config(hf_dir)
+    patches, grid = encode_image(row["image"], config)
+    pixels = pixel_values(patches, config.patch_format)
+    content = [{"type": "image"}, {"type": "text", "text": row["question"].replace(IMAGE_SLOT, "")}]
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+    )
+    image_tokens = int(np.prod(grid)) // config.patch_format.merge_size**2
+    ids = tokenizer(text.replace("<|image_pad|>", "<|image_pad|>" * image_tokens), return_tensors="pt")["input_ids"]
+    out = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        mm_token_type_ids=(ids == model.config.image_token_id).int(),
+        pixel_values=torch.from_numpy(pixels),
+        image_grid_thw=torch.from_numpy(np.asarray(grid, np.int64)[None]),
+        max_new_tokens=16,
+        do_sample=False,
+    )
+    return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
