@@ -3,6 +3,7 @@
 The n-th global batch is a pure function of (bins, seed, n): the same on 1 rank or 64, fresh or resumed.
 """
 
+import functools
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,9 +27,14 @@ def bins_for_step(num_bins: int, *, seed: int, step: int, global_batch_size: int
     """
     first = step * global_batch_size
     epochs = range(first // num_bins, (first + global_batch_size - 1) // num_bins + 1)
-    order = np.concatenate([np.random.default_rng([seed, epoch]).permutation(num_bins) for epoch in epochs])
+    order = np.concatenate([_epoch_order(num_bins, seed, epoch) for epoch in epochs])
     offset = first - epochs[0] * num_bins
     return order[offset : offset + global_batch_size].tolist()
+
+
+@functools.lru_cache(maxsize=8)
+def _epoch_order(num_bins: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng([seed, epoch]).permutation(num_bins)
 
 
 class BinReader:
