@@ -68,10 +68,10 @@ def next_commands(result: dict[str, Any], root: Path, recipe: Recipe) -> list[tu
 
 
 def example_question(evaluate_dir: Path, root: Path) -> tuple[Path | None, str]:
-    """A held-out picture, written below the root, and a question about it; None where all are text only."""
-    table = pq.read_table(evaluate_dir / PREDICTIONS, columns=["question", "image"])
+    """A held-out picture, written below the root, and a question about it alone; None where there is no such pair."""
+    table = pq.read_table(evaluate_dir / PREDICTIONS, columns=["question", "turn", "num_images", "image"])
     for row in table.to_pylist():
-        if row["image"]:
+        if row["num_images"] == 1 and row["turn"] == 0:
             path = root / "example.png"
             path.write_bytes(row["image"])
             return path, row["question"].strip()

@@ -30,7 +30,7 @@ from stages.generate import EncodedImages, Generator, Prompt
 from stages.predictions import Prediction, PredictionsWriter
 from trainer.contract import HF_EXPORT
 
-VERSION = 1
+VERSION = 2  # 2: num_images in predictions.parquet
 ANSWERS = "answers"
 WINDOW = 64  # samples; what a killed evaluation has to do again at most
 

@@ -23,6 +23,7 @@ PREDICTIONS_SCHEMA = pa.schema(
         ("answer", pa.string()),
         ("correct", pa.bool_()),
         ("stopped", pa.bool_()),
+        ("num_images", pa.int32()),
         ("image", pa.binary()),
     ]
 )
@@ -73,10 +74,11 @@ class PredictionsWriter:
 
     def write(self, window: Sequence[Sample], predictions: Sequence[Prediction]) -> None:
         """Append the predictions of these samples, each with its sample's first image, encoded as it was."""
-        images = {sample.key: sample.images[0] for sample in window if sample.images}
+        images = {sample.key: sample.images for sample in window}
+        own = [name for name in PREDICTIONS_SCHEMA.names if name not in ("num_images", "image")]
         rows = [
-            {name: getattr(p, name) for name in PREDICTIONS_SCHEMA.names if name != "image"}
-            | {"image": images.get(p.key)}
+            {name: getattr(p, name) for name in own}
+            | {"num_images": len(images[p.key]), "image": next(iter(images[p.key]), None)}
             for p in predictions
         ]
         self._writer.write_table(pa.Table.from_pylist(rows, schema=PREDICTIONS_SCHEMA))
