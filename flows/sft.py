@@ -46,7 +46,7 @@ def prepare_data(config: PipelineConfig, root: str, tracking_run: str | None = N
     else:
         raw_dir, raw_digest = str(found["raw"].dir), external_digests(found)["raw"]
     if isinstance(config.model, BaseModel):
-        runs["embedded_model"] = embedded_model_task(*common, raw_dir)
+        runs["embedded_model"] = embedded_model_task(*common, raw_dir, raw_digest)
         model_dir, processor_dir = runs["embedded_model"]["dir"], str(Path(runs["embedded_model"]["dir"], HF_EXPORT))
     else:
         model_dir = processor_dir = str(found["model"].dir)

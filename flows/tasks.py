@@ -58,19 +58,19 @@ def embedded_data_task(config: PipelineConfig, root: str, tracking_run: str | No
 
 
 @task(name="embedded_model", **_POLICY)
-def embedded_model_task(config: PipelineConfig, root: str, tracking_run: str | None, raw_dir: str) -> StageRun:
+def embedded_model_task(
+    config: PipelineConfig, root: str, tracking_run: str | None, raw_dir: str, raw_digest: str
+) -> StageRun:
     """Make the embedded model; its tokenizer is trained on the raw rows."""
-    return _run("embedded_model", config, config.model, {"raw": Artifact.load(Path(raw_dir))}, root, tracking_run)
+    return _run("embedded_model", config, config.model, {"raw": _raw(raw_dir, raw_digest)}, root, tracking_run)
 
 
 @task(name="convert", **_POLICY)
 def convert_task(
     config: PipelineConfig, root: str, tracking_run: str | None, raw_dir: str, raw_digest: str
 ) -> StageRun:
-    """Raw rows -> sample shards. `raw_digest` is empty where a stage made the raw rows."""
-    path = Path(raw_dir)
-    raw: Input = External(path, "raw", raw_digest) if raw_digest else Artifact.load(path)
-    return _run("convert", config, config.convert, {"raw": raw}, root, tracking_run)
+    """Raw rows -> sample shards."""
+    return _run("convert", config, config.convert, {"raw": _raw(raw_dir, raw_digest)}, root, tracking_run)
 
 
 @task(name="tokenize", **_POLICY)
@@ -142,6 +142,12 @@ def evaluate_task(
     model_id = tracker.log_model(exported, evaluated.manifest.stats["scores"], f"athanor-{config.name}")
     tracker.log_evaluation(evaluated, model_id)
     return done
+
+
+def _raw(raw_dir: str, raw_digest: str) -> Input:
+    """The raw rows; the digest is empty where a stage made them."""
+    path = Path(raw_dir)
+    return External(path, "raw", raw_digest) if raw_digest else Artifact.load(path)
 
 
 def _run(

@@ -264,7 +264,10 @@ def _model_config(config: EmbeddedModelConfig, ids: Mapping[str, int]) -> Qwen3V
 def _raw_texts(directory: Path) -> Iterator[str]:
     files = sorted(directory.glob("*/*.parquet"))
     if not files:
-        raise InputError(f"{directory} holds no <subset>/*.parquet to train the tokenizer on; make the raw data again")
+        raise InputError(
+            f"{directory} holds no <subset>/*.parquet to train the embedded model's tokenizer on; "
+            "give a model: --set model=DIRECTORY_OR_HUB_NAME"
+        )
     for path in files:
         for row in pq.read_table(path, columns=["texts"])["texts"].to_pylist():
             for turn in row:

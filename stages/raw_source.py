@@ -36,20 +36,25 @@ def open_raw(source: str, subsets: Sequence[str], memo: Path | None = None) -> E
 
 
 def content_digest(directory: Path, subsets: Sequence[str], memo: Path | None = None) -> str:
-    """16 hex digits over names and bytes of the parquet files of these subsets (none: of all)."""
+    """16 hex digits over names and bytes of the files of these subsets (none: of all), whatever a builder reads."""
     known = json.loads(memo.read_text(encoding="utf-8")) if memo is not None and memo.is_file() else {}
     names = sorted(subsets) if subsets else sorted(d.name for d in directory.iterdir() if d.is_dir())
     total = hashlib.sha256()
     seen: dict[str, str] = {}
-    for path in (path for name in names for path in sorted((directory / name).glob("*.parquet"))):
+    for path in (path for name in names for path in _files(directory / name)):
         stat = path.stat()
         stamp = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ino}"
         seen[stamp] = known.get(stamp) or sha256_file(path)
-        total.update(f"{path.parent.name}/{path.name}\0{seen[stamp]}\n".encode())
+        total.update(f"{path.relative_to(directory)}\0{seen[stamp]}\n".encode())
     if memo is not None and not seen.items() <= known.items():
         memo.parent.mkdir(parents=True, exist_ok=True)
         write_json(memo, known | seen)
     return total.hexdigest()[:16]
+
+
+def _files(directory: Path) -> list[Path]:
+    """The files below a subset's folder, in a fixed order; hidden ones are some tool's, not data."""
+    return sorted(p for p in directory.rglob("*") if p.is_file() and not p.name.startswith("."))
 
 
 def _download(name: str, subsets: Sequence[str]) -> Path:

@@ -86,6 +86,15 @@ def test_a_poll_after_the_deadline_has_ended_the_job(tmp_path):
     assert not _alive(handle.job.name)
 
 
+@pytest.fixture
+def interrupts_reach_python():
+    """A shell starts what runs in its background with SIGINT ignored, and Python then leaves it so."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts_reach_python")
 def test_an_interrupt_gives_time_to_save_and_leaves_nothing(tmp_path):
     handler = """
     def save(*_):
