@@ -34,6 +34,7 @@ class MicroBatch:
         position_ids: (3, T) int64 mrope positions, from 0 in every sample.
         cu_seqlens: (n + 1,) int32 cumulative lengths of the samples, and of the padding at the end as one more.
         cu_seqlens_padded: the same with each sample padded to the multiple: where it physically starts.
+        has_gaps: some sample is padded inside the bin, so that the two differ.
         max_seqlen: the longest padded segment.
         loss_index: (N,) int64 places in T whose logits are needed.
         labels: (N,) int64 the token to be predicted there: the next one of the same sample.
@@ -53,6 +54,7 @@ class MicroBatch:
     position_ids: torch.Tensor
     cu_seqlens: torch.Tensor
     cu_seqlens_padded: torch.Tensor
+    has_gaps: bool
     max_seqlen: int
     loss_index: torch.Tensor
     labels: torch.Tensor
@@ -112,6 +114,7 @@ def make_micro_batch(
         **_tokens(samples, starts, geometry, seq_len),
         cu_seqlens=torch.from_numpy(cumulative(segments)),
         cu_seqlens_padded=torch.from_numpy(cumulative(padded_segments)),
+        has_gaps=segments != padded_segments,
         max_seqlen=max(padded_segments),
         loss_index=torch.from_numpy(loss_index),
         labels=torch.from_numpy(labels),

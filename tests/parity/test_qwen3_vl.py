@@ -15,7 +15,7 @@ from tests.helpers.reference import (
 from tests.helpers.single_rank import build_tiny, single_rank
 from trainer.batch import make_micro_batch
 from trainer.models.hf_weights import HFTensors, save_hf_weights
-from trainer.models.qwen3_vl.rope import mrope_cos_sin
+from trainer.models.qwen3_vl.rope import mrope_angles
 from trainer.models.qwen3_vl.weights import rules, split
 
 SEQ_LEN = 128
@@ -63,9 +63,9 @@ def test_mrope_positions_and_angles(pair):
         ours = pair.batch.position_ids[:, start : start + len(sample.input_ids)]
         assert torch.equal(ours, positions[:, 0])
         cos, sin = text.rotary_emb(torch.zeros(1), positions)
-        our_cos, our_sin = mrope_cos_sin(ours, pair.ours.sizes.language)
-        assert_close(our_cos, cos[0], atol=1e-6, rtol=0)
-        assert_close(our_sin, sin[0], atol=1e-6, rtol=0)
+        angles = mrope_angles(ours, pair.ours.sizes.language)
+        assert_close(angles.cos(), cos[0], atol=1e-6, rtol=0)
+        assert_close(angles.sin(), sin[0], atol=1e-6, rtol=0)
         start += len(sample.input_ids)
 
 

@@ -8,19 +8,39 @@ from functools import cached_property
 
 import torch
 import torch.nn.functional as F
+from megatron.core.models.common.embeddings.rope_utils import fused_apply_rotary_pos_emb  # None without TE
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 
-__all__ = ["PackedSegments", "RotarySelfAttention", "SelfAttentionSubmodules", "TorchVarlenAttention", "rotate"]
+__all__ = ["PackedSegments", "RotarySelfAttention", "Rotation", "SelfAttentionSubmodules", "TorchVarlenAttention"]
 
 
-def rotate(x_Thd: torch.Tensor, cos_Td: torch.Tensor, sin_Td: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding, halves convention: x * cos + (-x2, x1) * sin, in float32, back in x's dtype."""
-    x = x_Thd.float()
-    first, second = x.chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    return (x * cos_Td[:, None] + turned * sin_Td[:, None]).to(x_Thd.dtype)
+class Rotation:
+    """Rotary embedding by one angle a token and pair: x * cos + (-x2, x1) * sin in float32, back in x's dtype.
+
+    On CUDA by Transformer Engine's kernel for one unpacked sequence, which takes the angle of each place as it is; its
+    kernel for packed sequences would begin anew at each segment.
+
+    Args:
+        angles: (T, d) float32, the halves of d equal.
+    """
+
+    def __init__(self, angles: torch.Tensor) -> None:
+        self.angles = angles
+
+    @cached_property
+    def cos_sin(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each (T, 1, d)."""
+        return self.angles.cos()[:, None], self.angles.sin()[:, None]
+
+    def __call__(self, x_Thd: torch.Tensor) -> torch.Tensor:
+        if x_Thd.is_cuda and fused_apply_rotary_pos_emb is not None:
+            return fused_apply_rotary_pos_emb(x_Thd[:, None], self.angles[:, None, None])[:, 0]
+        x, (cos, sin) = x_Thd.float(), self.cos_sin
+        first, second = x.chunk(2, dim=-1)
+        turned = torch.cat((-second, first), dim=-1)
+        return (x * cos + turned * sin).to(x_Thd.dtype)
 
 
 class RotarySelfAttention(SelfAttention):
@@ -31,10 +51,9 @@ class RotarySelfAttention(SelfAttention):
     """
 
     def forward(self, hidden_states, attention_mask=None, *, rotary_pos_emb, packed_seq_params, **_: object):
-        """(T, 1, D) -> ((T, 1, D), bias). `rotary_pos_emb` is (cos, sin), each (T, d) float32."""
+        """(T, 1, D) -> ((T, 1, D), bias). `rotary_pos_emb` is a Rotation."""
         query, key, value = (x.squeeze(1) for x in self.get_query_key_value_tensors(hidden_states))
-        cos, sin = rotary_pos_emb
-        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        query, key = rotary_pos_emb(query), rotary_pos_emb(key)
         if self.checkpoint_core_attention and self.training:
             out = self._checkpointed_attention_forward(
                 query, key, value, None, attn_mask_type=self.attn_mask_type, packed_seq_params=packed_seq_params
@@ -51,7 +70,11 @@ class PackedSegments(PackedSeqParams):
     """PackedSeqParams that also knows its segments in groups of like length, for the plain torch core."""
 
     @classmethod
-    def of(cls, cu_seqlens: torch.Tensor, cu_seqlens_padded: torch.Tensor, max_seqlen: int) -> "PackedSegments":
+    def of(
+        cls, cu_seqlens: torch.Tensor, max_seqlen: int, cu_seqlens_padded: torch.Tensor | None = None
+    ) -> "PackedSegments":
+        """Without `cu_seqlens_padded` the segments touch. Say so: Transformer Engine else compares the two on the
+        host, once a layer, and the host waits for the device."""
         return cls(
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens,
@@ -68,7 +91,8 @@ class PackedSegments(PackedSeqParams):
 
         A place is the token's number in T, 0 where the mask is False. At most half of a row is filling.
         """
-        starts, stops = self.cu_seqlens_q_padded[:-1].long(), self.cu_seqlens_q_padded[1:].long()
+        bounds = self.cu_seqlens_q if self.cu_seqlens_q_padded is None else self.cu_seqlens_q_padded
+        starts, stops = bounds[:-1].long(), bounds[1:].long()
         lengths = stops - starts
         width = torch.pow(2, torch.ceil(torch.log2(lengths.clamp(min=1).double()))).long()
         groups = []

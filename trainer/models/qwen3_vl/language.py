@@ -16,11 +16,9 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import make_viewless_tensor
 
-from trainer.models.attention import PackedSegments
+from trainer.models.attention import PackedSegments, Rotation
 from trainer.models.module_set import layer_spec
 from trainer.models.qwen3_vl.config import LanguageSizes
-
-Angles = tuple[torch.Tensor, torch.Tensor]
 
 
 class DeepstackBlock(TransformerBlock):
@@ -29,7 +27,7 @@ class DeepstackBlock(TransformerBlock):
     def forward(
         self,
         hidden_states: torch.Tensor | None,
-        angles: Angles,
+        rotation: Rotation,
         segments: PackedSegments,
         features: list[torch.Tensor],
         image_index: torch.Tensor,
@@ -38,7 +36,7 @@ class DeepstackBlock(TransformerBlock):
         hidden = hidden_states if self.pre_process else self.input_tensor
         hidden = make_viewless_tensor(inp=hidden, requires_grad=True, keep_graph=True)
         for layer in self.layers:
-            hidden, _ = layer(hidden_states=hidden, rotary_pos_emb=angles, packed_seq_params=segments)
+            hidden, _ = layer(hidden_states=hidden, rotary_pos_emb=rotation, packed_seq_params=segments)
             level = layer.layer_number - 1
             if level < len(features):
                 hidden = hidden.index_add(0, image_index, features[level][:, None])

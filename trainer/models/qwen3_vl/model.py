@@ -9,11 +9,11 @@ from megatron.core.transformer.module import MegatronModule
 from trainer.batch import MicroBatch
 from trainer.contract import ParallelConfig
 from trainer.metrics import PartClock
-from trainer.models.attention import PackedSegments
+from trainer.models.attention import PackedSegments, Rotation
 from trainer.models.qwen3_vl.config import Qwen3VLSizes, language_config, read_config, vision_config
 from trainer.models.qwen3_vl.flops import model_flops
 from trainer.models.qwen3_vl.language import LanguageModel
-from trainer.models.qwen3_vl.rope import mrope_cos_sin
+from trainer.models.qwen3_vl.rope import mrope_angles
 from trainer.models.qwen3_vl.vision import VisionEncoder
 
 __all__ = ["Qwen3VLModel", "build", "read_config"]
@@ -61,9 +61,10 @@ class Qwen3VLModel(MegatronModule):
     def hidden_states(self, batch: MicroBatch) -> torch.Tensor:
         """(T, 1, D) after the last layer (and final norm) of this rank."""
         hidden, features = self._embed(batch) if self.pre_process else (None, [])
-        segments = PackedSegments.of(batch.cu_seqlens, batch.cu_seqlens_padded, batch.max_seqlen)
-        angles = mrope_cos_sin(batch.position_ids, self.sizes.language)
-        return self.language.decoder(hidden, angles, segments, features, batch.image_index)
+        padded = batch.cu_seqlens_padded if batch.has_gaps else None
+        segments = PackedSegments.of(batch.cu_seqlens, batch.max_seqlen, padded)
+        rotation = Rotation(mrope_angles(batch.position_ids, self.sizes.language))
+        return self.language.decoder(hidden, rotation, segments, features, batch.image_index)
 
     def _embed(self, batch: MicroBatch) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Token embeddings with the image tokens in their places, and the deepstack features."""

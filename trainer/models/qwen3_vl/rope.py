@@ -9,8 +9,8 @@ def _inverse_frequencies(theta: float, dim: int, device: torch.device) -> torch.
     return 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim))
 
 
-def mrope_cos_sin(position_ids: torch.Tensor, sizes: LanguageSizes) -> tuple[torch.Tensor, torch.Tensor]:
-    """(3, T) positions -> cos and sin, each (T, head_dim) float32.
+def mrope_angles(position_ids: torch.Tensor, sizes: LanguageSizes) -> torch.Tensor:
+    """(3, T) positions -> (T, head_dim) float32.
 
     Pairs alternate t, h, w, t, h, w, ... as far as each axis' section goes; the rest are t's
     (transformers 5.23, Qwen3VLTextRotaryEmbedding.recomposition_frequencies).
@@ -21,13 +21,11 @@ def mrope_cos_sin(position_ids: torch.Tensor, sizes: LanguageSizes) -> tuple[tor
     for axis in (1, 2):
         places = slice(axis, 3 * sizes.mrope_section[axis], 3)
         mixed[:, places] = angles[axis][:, places]
-    angles = torch.cat((mixed, mixed), dim=-1)
-    return angles.cos(), angles.sin()
+    return torch.cat((mixed, mixed), dim=-1)
 
 
-def vision_cos_sin(patch_coordinates: torch.Tensor, sizes: VisionSizes) -> tuple[torch.Tensor, torch.Tensor]:
-    """(P, 2) rows and columns -> cos and sin, each (P, head_dim) float32: half of the pairs turn by each."""
+def vision_angles(patch_coordinates: torch.Tensor, sizes: VisionSizes) -> torch.Tensor:
+    """(P, 2) rows and columns -> (P, head_dim) float32: half of the pairs turn by each."""
     inverse = _inverse_frequencies(sizes.rope_theta, sizes.head_dim // 2, patch_coordinates.device)
     angles = (patch_coordinates[..., None].float() * inverse).flatten(1)
-    angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos(), angles.sin()
+    return torch.cat((angles, angles), dim=-1)

@@ -13,10 +13,10 @@ from megatron.core.transformer.transformer_block import TransformerBlock, Transf
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trainer.batch import MicroBatch
-from trainer.models.attention import PackedSegments
+from trainer.models.attention import PackedSegments, Rotation
 from trainer.models.module_set import layer_spec
 from trainer.models.qwen3_vl.config import VisionSizes
-from trainer.models.qwen3_vl.rope import vision_cos_sin
+from trainer.models.qwen3_vl.rope import vision_angles
 
 
 class PatchEmbedding(torch.nn.Module):
@@ -107,11 +107,11 @@ class VisionEncoder(MegatronModule):
         weights = batch.position_weights.to(positions.dtype)
         hidden = self.patch_embed(batch.patches) + (positions * weights[:, :, None]).sum(1)
         hidden = hidden[:, None]
-        angles = vision_cos_sin(batch.patch_coordinates, self.sizes)
-        segments = PackedSegments.of(batch.vision_cu_seqlens, batch.vision_cu_seqlens, batch.vision_max_seqlen)
+        rotation = Rotation(vision_angles(batch.patch_coordinates, self.sizes))
+        segments = PackedSegments.of(batch.vision_cu_seqlens, batch.vision_max_seqlen)
         features = []
         for number, layer in enumerate(self.blocks.layers):
-            hidden, _ = layer(hidden_states=hidden, rotary_pos_emb=angles, packed_seq_params=segments)
+            hidden, _ = layer(hidden_states=hidden, rotary_pos_emb=rotation, packed_seq_params=segments)
             if number in self.sizes.deepstack_layers:
                 merger = self.deepstack_mergers[self.sizes.deepstack_layers.index(number)]
                 features.append(merger(hidden))
