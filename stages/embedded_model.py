@@ -7,7 +7,6 @@ It has every part of the real one (interleaved mrope, deepstack, grouped-query a
 ChatML), so that nothing after it has to know whether it works on this or on a directory from the hub.
 """
 
-import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,12 +19,12 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 from transformers import GenerationConfig, Qwen3VLConfig, Qwen3VLForConditionalGeneration
-from transformers.utils import logging as transformers_logging
 
 from dataset_builders.contracts.errors import InputError
 from dataset_builders.contracts.files import write_json, write_text
 from dataset_builders.contracts.strict import StrictModel
 from stages.artifact import Artifact, Stage, StageOutput
+from stages.transformers_progress import no_progress_bar
 
 VERSION = 1
 HF_SUBDIR = "hf"
@@ -202,19 +201,8 @@ def _save_model(directory: Path, config: EmbeddedModelConfig, ids: Mapping[str, 
         pad_token_id=ids["<|endoftext|>"],
         do_sample=False,
     )
-    with _no_progress_bar():
+    with no_progress_bar():
         model.save_pretrained(directory)
-
-
-@contextlib.contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    enabled = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if enabled:
-            transformers_logging.enable_progress_bar()
 
 
 def _model_config(config: EmbeddedModelConfig, ids: Mapping[str, int]) -> Qwen3VLConfig:

@@ -1,20 +1,19 @@
 """Greedy answers of a Hugging Face model directory, from the prompts and the pixels that training used."""
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from transformers import AutoModelForImageTextToText, GenerationConfig, PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
 from dataset_builders.contracts.errors import InputError
 from dataset_builders.contracts.sample import Message
 from stages.encode_chat import ChatEncoder
 from stages.encode_image import encode_image, load_image_config, pixel_values
 from stages.hf_directory import check_hf_dir
+from stages.transformers_progress import no_progress_bar
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -136,7 +135,7 @@ class Generator:
 def _load(hf_dir: Path) -> PreTrainedModel:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    with _no_progress_bar():
+    with no_progress_bar():
         try:
             model = AutoModelForImageTextToText.from_pretrained(hf_dir, dtype=dtype, local_files_only=True)
         except (OSError, ValueError, RuntimeError, KeyError) as error:  # each is some way for files not to fit together
@@ -154,14 +153,3 @@ def _end_ids(hf_dir: Path, model: PreTrainedModel) -> list[int]:
             "copy the model's own file, or add the id of its end-of-turn token"
         )
     return ids
-
-
-@contextlib.contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    enabled = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if enabled:
-            transformers_logging.enable_progress_bar()
