@@ -36,8 +36,7 @@ from dataset_builders.contracts.manifest import MANIFEST
 from stages.artifact import Artifact
 from stages.metrics_sink import MetricsSink
 from stages.report import REPORT_HTML, REPORT_JSON
-from stages.train import read_metrics
-from trainer.contract import HF_EXPORT, MetricsRow
+from trainer.contract import HF_EXPORT, MetricsRow, read_metrics
 
 IDENTITY_TAG = "athanor.identity"
 PREDICTIONS_TABLE = "predictions.json"

@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from dataset_builders.contracts.errors import InputError
 from dataset_builders.contracts.files import write_text
 from dataset_builders.contracts.fingerprint import fingerprint
@@ -29,6 +27,8 @@ from trainer.contract import (
     RunConfig,
     TrainConfig,
     TrainResult,
+    parse_metrics,
+    read_metrics,
 )
 
 VERSION = 1
@@ -96,24 +96,6 @@ class MetricsFollower:
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
         return parse_metrics(whole)
-
-
-def parse_metrics(lines: bytes) -> list[MetricsRow]:
-    """The rows of metrics.jsonl that can be read; a line that was cut by a crash is passed over."""
-    rows = []
-    for line in lines.splitlines():
-        try:
-            rows.append(MetricsRow.model_validate_json(line))
-        except ValidationError:
-            log.debug("no metrics row: %r", line[:200])
-    return rows
-
-
-def read_metrics(train_dir: Path) -> list[MetricsRow]:
-    """All rows of a training directory's metrics.jsonl, one a step (the last written), in order of steps."""
-    path = train_dir / METRICS_JSONL
-    rows = parse_metrics(path.read_bytes()) if path.is_file() else []
-    return [row for _, row in sorted({row.step: row for row in rows}.items())]
 
 
 def run_trainer(run: RunConfig, resources: TrainResources, name: str) -> TrainResult:

@@ -22,7 +22,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from dataset_builders.contracts.errors import InputError
 from dataset_builders.contracts.files import write_json
 from dataset_builders.contracts.fingerprint import describe_drift
-from trainer.contract import RunConfig
+from trainer.contract import CHECKPOINTS, RunConfig
 from trainer.distributed import Mesh
 
 FORMAT_VERSION = 1
@@ -63,7 +63,7 @@ def read_step(checkpoint: Path, run: RunConfig) -> int:
 
 def save(model: DistributedDataParallel, optimizer: MegatronOptimizer, step: int, run: RunConfig, mesh: Mesh) -> Path:
     """Save everything that a resume needs, then drop the oldest beyond `keep_last`; a collective."""
-    directory = run.output_dir / "checkpoints"
+    directory = run.output_dir / CHECKPOINTS
     final, work = directory / checkpoint_name(step), directory / f"saving-{checkpoint_name(step)}"
     if mesh.is_main:
         for unfinished in directory.glob("saving-*"):

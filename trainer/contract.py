@@ -4,10 +4,11 @@ To add a hyperparameter: a field here with its bounds and one line of descriptio
 a value in the recipes if it is a decision. The command line, the form and the tracking follow by themselves.
 """
 
+import contextlib
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from dataset_builders.contracts.errors import InputError
 from dataset_builders.contracts.strict import StrictModel
@@ -154,6 +155,22 @@ class MetricsRow(StrictModel):
     language_tflops: float = Field(description="the same of the language model")
     mfu: float | None = Field(default=None, description="model FLOP/s over the peak of the devices; None where unknown")
     memory_gb: float = Field(description="peak device memory of rank 0, or resident memory on CPU, in 1e9 bytes")
+
+
+def parse_metrics(lines: bytes) -> list[MetricsRow]:
+    """The rows of some lines of metrics.jsonl; a line that was cut by a crash is passed over."""
+    rows = []
+    for line in lines.splitlines():
+        with contextlib.suppress(ValidationError):
+            rows.append(MetricsRow.model_validate_json(line))
+    return rows
+
+
+def read_metrics(directory: Path) -> list[MetricsRow]:
+    """The rows of a directory's metrics.jsonl, one a step (the last written), in order; none without a file."""
+    path = directory / METRICS_JSONL
+    rows = parse_metrics(path.read_bytes()) if path.is_file() else []
+    return [row for _, row in sorted({row.step: row for row in rows}.items())]
 
 
 class TrainResult(StrictModel):

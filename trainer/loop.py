@@ -15,7 +15,7 @@ from megatron.core.distributed import (
 from megatron.core.optimizer import MegatronOptimizer
 
 from trainer import checkpoint
-from trainer.contract import CHECKPOINTS, HF_EXPORT, METRICS_JSONL, MetricsRow, RunConfig, TrainResult
+from trainer.contract import CHECKPOINTS, HF_EXPORT, MetricsRow, RunConfig, TrainResult
 from trainer.data import BinReader, TrainingOrder, prefetch
 from trainer.distributed import Mesh
 from trainer.metrics import MetricsWriter, peak_flops, peak_memory_gb
@@ -147,7 +147,7 @@ def train(run: RunConfig, mesh: Mesh) -> TrainResult:
     per_step = run.num_micro_batches(mesh.dp)
     trainer = set_up(run, mesh)
     signal.signal(signal.SIGTERM, lambda *_: setattr(trainer, "told_to_stop", True))
-    writer = MetricsWriter(run.output_dir / METRICS_JSONL, trainer.step) if mesh.is_main else None
+    writer = MetricsWriter(run.output_dir, trainer.step) if mesh.is_main else None
     numbers = trainer.order(trainer.step, run.train.num_steps)
     batches = prefetch(trainer.order.reader, numbers, PREFETCH_DEPTH, pin=mesh.device.type == "cuda")
     interval = _Interval(trainer)

@@ -1,6 +1,5 @@
 """Timers, peak rates and the writer of metrics.jsonl."""
 
-import json
 import os
 import resource
 import time
@@ -10,7 +9,7 @@ from pathlib import Path
 import torch
 
 from dataset_builders.contracts.files import write_text
-from trainer.contract import MetricsRow
+from trainer.contract import METRICS_JSONL, MetricsRow, read_metrics
 
 # Dense bf16 peaks of NVIDIA's data sheets, FLOP/s.
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "GB200": 2500e12, "B200": 2250e12}
@@ -76,20 +75,13 @@ def peak_memory_gb() -> float:
 class MetricsWriter:
     """Appends rows to metrics.jsonl; a resumed run drops what lies after its checkpoint first."""
 
-    def __init__(self, path: Path, step: int) -> None:
-        self.path = path
-        if path.is_file():
-            kept = [row for row in read_rows(path) if row.step <= step]
-            write_text(path, "".join(row.model_dump_json() + "\n" for row in kept))
+    def __init__(self, directory: Path, step: int) -> None:
+        self.path = directory / METRICS_JSONL
+        kept = [row for row in read_metrics(directory) if row.step <= step]
+        write_text(self.path, "".join(row.model_dump_json() + "\n" for row in kept))
 
     def write(self, row: MetricsRow) -> None:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(row.model_dump_json() + "\n")
             file.flush()
             os.fsync(file.fileno())
-
-
-def read_rows(path: Path) -> list[MetricsRow]:
-    """Whole rows of metrics.jsonl; a last line that a kill cut short is left out."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [MetricsRow.model_validate(json.loads(line)) for line in lines if line.endswith("\n")]

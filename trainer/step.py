@@ -63,12 +63,6 @@ def loss_of(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str,
     return total, count, {"loss_and_tokens": torch.stack([total.detach().double(), count.double()])}
 
 
-def per_token_losses(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """The same, with every loss token's loss."""
-    total, count, report = loss_of(losses)
-    return total, count, {**report, "per_token_losses": losses.detach()}
-
-
 def run_micro_batches(
     model: DistributedDataParallel,
     batches: Iterator[MicroBatch],
@@ -77,7 +71,6 @@ def run_micro_batches(
     totals: Totals,
     *,
     forward_only: bool = False,
-    return_per_token_outputs: bool = False,
 ) -> list[dict[str, torch.Tensor]]:
     """Forward (and backward) of some micro batches through the pipeline's schedule.
 
@@ -86,14 +79,13 @@ def run_micro_batches(
     """
     inner = model.module
     clock: PartClock = inner.clock
-    report_of = per_token_losses if return_per_token_outputs else loss_of
 
     def forward_step(iterator: Iterator[MicroBatch], chunk: torch.nn.Module):
         clock.switch("data")
         batch = next(iterator).to(mesh.device)
         clock.switch("language")
         totals.count(batch, inner.flops(batch))
-        return chunk(batch), report_of
+        return chunk(batch), loss_of
 
     reports = get_forward_backward_func()(
         forward_step_func=forward_step,

@@ -28,8 +28,15 @@ from stages.plan_bins import pack
 from tests.helpers.bins import Kind, make_sample
 from tests.helpers.reference import PIXELS
 from trainer.batch import Geometry
-from trainer.contract import CheckpointConfig, MetricsRow, OptimConfig, ParallelConfig, RunConfig, TrainConfig
-from trainer.metrics import read_rows
+from trainer.contract import (
+    CheckpointConfig,
+    MetricsRow,
+    OptimConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+    read_metrics,
+)
 
 WARMUP_STEPS = 4
 MAX_PATCHES_PER_TOKEN = 4
@@ -153,7 +160,7 @@ def run_steps(root: Path, args: argparse.Namespace, parallel: ParallelConfig) ->
     (out / "run.json").write_text(run.model_dump_json())
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.gpus}"]
     subprocess.run([*command, "-m", "trainer", str(out / "run.json")], check=True)
-    return read_rows(out / "metrics.jsonl")
+    return read_metrics(out)
 
 
 def table(rows: list[MetricsRow], gpus: int) -> str:

@@ -22,8 +22,8 @@ from trainer.contract import (
     RunConfig,
     TrainConfig,
     TrainResult,
+    read_metrics,
 )
-from trainer.metrics import read_rows
 from trainer.models.qwen3_vl.config import read_config
 
 SEQ_LEN = 128
@@ -132,7 +132,7 @@ def run_trainer(run: RunConfig, processes: int = 1, timeout: float = 240) -> int
 
 def metrics_of(run: RunConfig) -> list[MetricsRow]:
     """All rows written so far."""
-    return read_rows(run.output_dir / "metrics.jsonl")
+    return read_metrics(run.output_dir)
 
 
 def result_of(run: RunConfig) -> TrainResult:
