@@ -136,7 +136,10 @@ class TorchrunLauncher:
 
     def cancel(self, handle: Handle) -> None:
         """SIGTERM to the workers, time to save, then SIGKILL to whatever is left. Does nothing to an ended job."""
-        _end(_processes_of(handle.job.name), self.cluster.stop_grace_seconds)
+        # A process shows no environment for the instant of its exec: the one we started is known, and a second
+        # look finds what a worker was starting during the first.
+        _end([*_own(handle.process), *_processes_of(handle.job.name)], self.cluster.stop_grace_seconds)
+        _end(_processes_of(handle.job.name), LEFTOVER_SECONDS)
         with contextlib.suppress(subprocess.TimeoutExpired):
             handle.process.wait(10)
 
@@ -218,6 +221,13 @@ def _processes_of(name: str) -> list[psutil.Process]:
             if process.environ().get(JOB_VARIABLE) == name and process.pid != os.getpid():
                 found.append(process)
     return found
+
+
+def _own(process: subprocess.Popen) -> list[psutil.Process]:
+    if process.poll() is None:
+        with contextlib.suppress(psutil.Error):
+            return [psutil.Process(process.pid)]
+    return []
 
 
 def _end(processes: list[psutil.Process], grace_seconds: float) -> None:

@@ -11,7 +11,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from stages.launch import ClusterConfig, Job, JobFailed, TorchrunLauncher, _processes_of, _runs, make_launcher, run_job
+from stages.launch import (
+    ClusterConfig,
+    Handle,
+    Job,
+    JobFailed,
+    TorchrunLauncher,
+    _processes_of,
+    _runs,
+    make_launcher,
+    run_job,
+)
 
 
 class PlainLauncher(TorchrunLauncher):
@@ -42,6 +52,12 @@ SLOW_WITH_CHILD = """
 
 def _alive(name: str) -> list[psutil.Process]:
     return [p for p in _processes_of(name) if _runs(p)]
+
+
+def _wait_ready(launcher: TorchrunLauncher, handle: Handle) -> None:
+    while "ready" not in handle.lines:
+        assert launcher.poll(handle) is None
+        time.sleep(0.05)
 
 
 def test_lines_reach_the_callback_and_the_log(tmp_path):
@@ -116,18 +132,25 @@ def test_who_ignores_sigterm_is_killed_after_the_grace(tmp_path):
     job = _job(tmp_path, SLOW_WITH_CHILD.format(handler="signal.signal(signal.SIGTERM, signal.SIG_IGN)"))
     launcher = _plain(stop_grace_seconds=1)
     handle = launcher.submit(job)
-    while "ready" not in handle.lines:
-        launcher.poll(handle)
-        time.sleep(0.05)
+    _wait_ready(launcher, handle)
     started = time.monotonic()
     launcher.cancel(handle)
     assert 1 <= time.monotonic() - started < 10
     assert not _alive(job.name)
 
 
+def test_a_job_cancelled_in_its_first_instant_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr("stages.launch._processes_of", lambda name: [])  # as within the instant of an exec
+    launcher = _plain(stop_grace_seconds=1)
+    handle = launcher.submit(_job(tmp_path, "import time\ntime.sleep(60)"))
+    launcher.cancel(handle)
+    assert handle.process.poll() is not None
+
+
 def test_a_new_try_ends_what_a_killed_parent_left(tmp_path):
     launcher = _plain(stop_grace_seconds=1)
     left = launcher.submit(_job(tmp_path, SLOW_WITH_CHILD.format(handler="")))
+    _wait_ready(launcher, left)
     assert _alive(str(tmp_path))
     run_job(launcher, _job(tmp_path, "print('second')"))
     assert left.process.wait(5) != 0
