@@ -12,6 +12,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from dataset_builders.contracts.errors import InputError
 from dataset_builders.contracts.strict import StrictModel
+from trainer.contract.parallel import ParallelConfig
 
 RUN_JSON = "run.json"
 RESULT_JSON = "result.json"
@@ -59,38 +60,6 @@ class TrainConfig(StrictModel):
                 f"try optim.warmup_steps={self.num_steps // 10}"
             )
         return self
-
-
-class ParallelConfig(StrictModel):
-    """Execution: how the ranks share one model. Data parallel takes what is left of the world."""
-
-    tp: int = Field(default=1, ge=1, description="tensor parallel size")
-    pp: int = Field(default=1, ge=1, description="pipeline parallel size")
-    cp: int = Field(default=1, ge=1, description="context parallel size")
-    sequence_parallel: bool = Field(default=False, description="split norms and dropout over the tensor-parallel ranks")
-
-    @property
-    def pad_multiple(self) -> int:
-        """What each sample's length in a bin is rounded up to, so that every rank's slice is whole."""
-        halves = 2 * self.cp if self.cp > 1 else 1
-        return halves * (self.tp if self.sequence_parallel else 1)
-
-    @property
-    def model_size(self) -> int:
-        """Ranks that hold one copy of the model."""
-        return self.tp * self.pp * self.cp
-
-    def check_proved(self) -> None:
-        """Refuse the layouts that no test has shown equal to one process yet.
-
-        Raises:
-            InputError: a size over 1, or sequence parallel.
-        """
-        if self.model_size > 1 or self.sequence_parallel:
-            raise InputError(
-                f"parallel: tp={self.tp}, pp={self.pp}, cp={self.cp}, sequence_parallel={self.sequence_parallel}: only "
-                "data parallel is proved equal to one process so far; leave them at 1, 1, 1 and false"
-            )
 
 
 class CheckpointConfig(StrictModel):
