@@ -8,12 +8,15 @@ from dataset_builders.contracts.strict import StrictModel
 from stages.convert import ConvertConfig
 from stages.embedded_data import EmbeddedDataConfig
 from stages.embedded_model import EmbeddedModelConfig
+from stages.estimate import facts_of_embedded
 from stages.evaluate import EvaluateConfig
 from stages.export import ExportConfig
 from stages.launch import ClusterConfig
 from stages.plan_bins import PlanBinsConfig
 from stages.tokenize_samples import TokenizeConfig
 from trainer.contract import CheckpointConfig, ParallelConfig, TrainConfig
+from trainer.contract.layout import FieldNames, check_layout
+from trainer.contract.model_facts import ModelFacts
 
 EMBEDDED = "embedded"
 SOURCE = "source"
@@ -63,7 +66,9 @@ class PipelineConfig(StrictModel):
     @model_validator(mode="after")
     def _stages_fit(self) -> "PipelineConfig":
         self._check_lengths()
-        self._check_parallel()
+        self.check_parallel(
+            facts_of_embedded(self.model.model_dump()) if isinstance(self.model, EmbeddedModelConfig) else None
+        )
         if self.convert.heldout_fraction == 0:
             raise ValueError(
                 "convert.heldout_fraction=0 leaves nothing to evaluate on; try convert.heldout_fraction=0.1"
@@ -84,26 +89,24 @@ class PipelineConfig(StrictModel):
                     f"plan_bins.max_patches={self.plan_bins.max_patches}; try plan_bins.max_patches={patches}"
                 )
 
-    def _check_parallel(self) -> None:
-        parallel, processes = self.execution.parallel, self.execution.cluster.processes
-        if processes % parallel.model_size:
-            raise ValueError(
-                f"execution.cluster.processes={processes} is not a multiple of tp x pp x cp = {parallel.model_size}; "
-                f"try execution.cluster.processes={-(-processes // parallel.model_size) * parallel.model_size}"
-            )
-        dp = processes // parallel.model_size
-        if self.train.global_batch_size % dp:
-            raise ValueError(
-                f"train.global_batch_size={self.train.global_batch_size} bins is not a multiple of dp={dp}; "
-                f"try train.global_batch_size={-(-self.train.global_batch_size // dp) * dp}"
-            )
-        wanted = parallel.pad_multiple
-        if self.plan_bins.pad_multiple % wanted:
-            raise ValueError(
-                f"plan_bins.pad_multiple={self.plan_bins.pad_multiple} is not a multiple of {wanted}, which "
-                f"cp={parallel.cp}, tp={parallel.tp} need; try plan_bins.pad_multiple={wanted}"
-            )
-        parallel.check_proved()
+    def check_parallel(self, facts: ModelFacts | None) -> None:
+        """See that the layout fits everything it meets.
+
+        Args:
+            facts: of the model; None while its directory has not been looked at.
+
+        Raises:
+            InputError: it does not fit.
+        """
+        check_layout(
+            self.execution.parallel,
+            facts,
+            world_size=self.execution.cluster.processes,
+            global_batch_size=self.train.global_batch_size,
+            seq_len=self.plan_bins.seq_len,
+            pad_multiple=self.plan_bins.pad_multiple,
+            names=FieldNames("execution.parallel.", "execution.cluster.processes"),
+        )
 
     def identity(self) -> dict[str, object]:
         """Everything but how and where it runs, as plain JSON."""

@@ -13,6 +13,7 @@ from stages.artifact import Artifact, External, Input, Stage, artifact_dir, stag
 from stages.hf_directory import check_hf_dir, model_input, processor_input, resolve_hf_dir
 from stages.raw_source import open_raw
 from stages.train import hf_dir_of
+from trainer.contract.model_facts import ModelFacts
 
 STAGES: dict[str, str] = {
     "embedded_data": "stages.embedded_data:STAGE",
@@ -64,14 +65,14 @@ def open_inputs(config: PipelineConfig, root: Path) -> dict[str, Input]:
     """The external inputs of a configuration, found and checked: "raw", "model", "processor".
 
     Raises:
-        InputError: a directory or hub name is not there, or is not what it should be.
+        InputError: a directory or hub name is not there, is not what it should be, or does not fit the layout.
     """
     found: dict[str, Input] = {}
     if isinstance(config.data, str):
         found["raw"] = open_raw(config.data, config.convert.subsets, root / RAW_DIGESTS)
     if isinstance(config.model, str):
         hf_dir = resolve_hf_dir(config.model)
-        check_hf_dir(hf_dir)
+        config.check_parallel(ModelFacts.from_hf(check_hf_dir(hf_dir)))
         found["model"] = model_input(hf_dir)
         found["processor"] = processor_input(hf_dir)
     return found

@@ -35,7 +35,7 @@ def export(config: ExportConfig, inputs: Mapping[str, Input], work_dir: Path, re
     job_dir = work_dir / _JOB
     shutil.rmtree(job_dir, ignore_errors=True)
     job_dir.mkdir()
-    run_trainer(_run_config(inputs, source, job_dir), resources, STAGE.name)
+    run_trainer(_run_config(inputs, source, job_dir, resources), resources, STAGE.name)
     shutil.rmtree(hf_dir, ignore_errors=True)
     (job_dir / HF_EXPORT).rename(hf_dir)
     copy_processor_files(source, hf_dir, inputs["tokenized"].manifest.stats)
@@ -50,7 +50,8 @@ def export(config: ExportConfig, inputs: Mapping[str, Input], work_dir: Path, re
     return StageOutput(stats=stats)
 
 
-def _run_config(inputs: Mapping[str, Input], source: Path, job_dir: Path) -> RunConfig:
+def _run_config(inputs: Mapping[str, Input], source: Path, job_dir: Path, resources: TrainResources) -> RunConfig:
+    """The training's own config, in the layout that this run has now: a checkpoint can be read in any."""
     trained: Artifact = inputs["train"]
     run = RunConfig.model_validate_json((trained.dir / RUN_JSON).read_text(encoding="utf-8"))
     checkpoint = trained.manifest.stats["checkpoint"]
@@ -61,6 +62,8 @@ def _run_config(inputs: Mapping[str, Input], source: Path, job_dir: Path) -> Run
             "tokenized_dir": inputs["tokenized"].dir.resolve(),
             "output_dir": job_dir.resolve(),
             "checkpoint_dir": (trained.dir / checkpoint).resolve(),
+            "parallel": resources.parallel,
+            "num_threads": resources.cluster.num_threads,
         }
     )
 

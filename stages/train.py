@@ -30,6 +30,7 @@ from trainer.contract import (
     parse_metrics,
     read_metrics,
 )
+from trainer.contract.layout import check_run
 
 VERSION = 1
 TRAINER_LOG = "logs/trainer.log"
@@ -170,8 +171,9 @@ def make_run_config(
 
 def train(config: TrainConfig, inputs: Mapping[str, Input], work_dir: Path, resources: TrainResources) -> StageOutput:
     """Inputs: "model" (HF directory), "tokenized", "bins"."""
-    check_layout(config, resources)
-    result = run_trainer(make_run_config(config, inputs, work_dir, resources), resources, STAGE.name)
+    run = make_run_config(config, inputs, work_dir, resources)
+    check_run(run, resources.cluster.processes)
+    result = run_trainer(run, resources, STAGE.name)
     rows = read_metrics(work_dir)
     stats = {
         "steps": result.step,
@@ -184,26 +186,6 @@ def train(config: TrainConfig, inputs: Mapping[str, Input], work_dir: Path, reso
     }
     write_train_report(work_dir, config, rows, stats)
     return StageOutput(stats=stats)
-
-
-def check_layout(config: TrainConfig, resources: TrainResources) -> None:
-    """See, before anything is started, that processes, model parallelism and global batch go together.
-
-    Raises:
-        InputError: they do not.
-    """
-    processes, model_size = resources.cluster.processes, resources.parallel.model_size
-    if processes % model_size:
-        raise InputError(
-            f"cluster.processes={processes} is not a multiple of tp x pp x cp = {model_size}; "
-            f"try cluster.processes={-(-processes // model_size) * model_size}"
-        )
-    dp = processes // model_size
-    if config.global_batch_size % dp:
-        raise InputError(
-            f"train.global_batch_size={config.global_batch_size} bins is not a multiple of dp={dp} "
-            f"(cluster.processes={processes}); try {-(-config.global_batch_size // dp) * dp}"
-        )
 
 
 STAGE = Stage("train", VERSION, train)

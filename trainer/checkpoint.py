@@ -1,31 +1,48 @@
 """Checkpoints: megatron-core's reshardable format in `step-000500/`, published by one rename, never half there.
 
-    checkpoints/step-000500/athanor.json   {"format_version", "fingerprint", "step", "train"}, read before anything else
-    checkpoints/step-000500/...            model, optimizer states, main parameters (dist_checkpointing)
-    checkpoints/saving-step-000500/        a save that did not end; deleted by the next one
+    checkpoints/step-000500/athanor.json   what it is, read before anything else (see `_publish`)
+    checkpoints/step-000500/...            model, optimizer states, main parameters, RNG (dist_checkpointing)
+    checkpoints/saving-step-000500/        a save that has not ended; deleted by the next one
+    checkpoints/deleting-step-000500/      a deletion that has not ended; the same
 
-The data position is the step alone (see trainer/data.py); the learning rate is a function of it.
+The data position is the step alone (see trainer/data.py); the learning rate is a function of it. The files can be
+written by a forked process while training goes on (trainer/checkpoint_writer.py); all that comes after them, the record
+and the rename, is done by the trainer at a step where every rank's writing has ended.
 """
 
+import contextlib
+import gc
 import json
+import logging
 import re
 import shutil
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch.distributed.checkpoint import CheckpointException
 
 from dataset_builders.contracts.errors import InputError
 from dataset_builders.contracts.files import write_json
 from dataset_builders.contracts.fingerprint import describe_drift
+from trainer import rng
+from trainer.checkpoint_writer import OneWriter
 from trainer.contract import CHECKPOINTS, RunConfig
 from trainer.distributed import Mesh
+from trainer.fsdp import FullyShardedModel
 
-FORMAT_VERSION = 1
+log = logging.getLogger("athanor.trainer")
+
+FORMAT_VERSION = 2  # 2: with RNG states
 META = "athanor.json"
 _NAME = re.compile(r"step-(\d{6,})")
 # The only kind of optimizer checkpoint that any other layout can read.
@@ -61,53 +78,188 @@ def read_step(checkpoint: Path, run: RunConfig) -> int:
     return meta["step"]
 
 
-def save(model: DistributedDataParallel, optimizer: MegatronOptimizer, step: int, run: RunConfig, mesh: Mesh) -> Path:
-    """Save everything that a resume needs, then drop the oldest beyond `keep_last`; a collective."""
-    directory = run.output_dir / CHECKPOINTS
-    final, work = directory / checkpoint_name(step), directory / f"saving-{checkpoint_name(step)}"
-    if mesh.is_main:
-        for unfinished in directory.glob("saving-*"):
-            shutil.rmtree(unfinished)
-        work.mkdir(parents=True)
-    _barrier(mesh)
-    dist_checkpointing.save(_state(model, optimizer, loading=False), str(work))
-    _barrier(mesh)
-    if mesh.is_main:
-        meta = {
-            "format_version": FORMAT_VERSION,
-            "fingerprint": run.fingerprint,
-            "step": step,
-            "train": run.train.model_dump(mode="json"),
-        }
-        write_json(work / META, meta)
-        if final.exists():
-            shutil.rmtree(final)
-        work.rename(final)
-        for old in list_checkpoints(directory)[: -run.checkpoint.keep_last]:
-            shutil.rmtree(old)
-    _barrier(mesh)
-    return final
+class Checkpointer:
+    """Saves the training's state, one save at a time. Every method is a collective: all ranks call it at the same step.
+
+    Raises (any method):
+        RuntimeError: a save failed, on all ranks; names its directory. Earlier checkpoints are untouched.
+    """
+
+    def __init__(
+        self, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, run: RunConfig, mesh: Mesh
+    ) -> None:
+        self._chunks, self._optimizer, self._run, self._mesh = chunks, optimizer, run, mesh
+        self._directory = run.output_dir / CHECKPOINTS
+        self._work = self._directory
+        self._running = AsyncCallsQueue()
+        # megatron-core collects garbage in every save: 0.25 s for what was loaded before training began, and is in use.
+        gc.freeze()
+
+    def save(self, step: int) -> None:
+        """Save everything that a resume needs, as it is now; asynchronous: the files are still to be written."""
+        self.finish()
+        self._work = self._directory / f"saving-{checkpoint_name(step)}"
+        if self._mesh.is_main:
+            for leftover in (*self._directory.glob("saving-*"), *self._directory.glob("deleting-*")):
+                shutil.rmtree(leftover)
+            self._work.mkdir(parents=True)
+        _barrier(self._mesh)
+        state = _state(self._chunks, self._optimizer, loading=False)
+        request = dist_checkpointing.save(state, str(self._work), sharded_strategy=OneWriter(), async_sharded_save=True)
+        request.add_finalize_fn(lambda: self._publish(step))
+        with self._readable():
+            if self._run.checkpoint.asynchronous:
+                self._running.schedule_async_request(request)
+            else:
+                request.execute_sync()
+
+    def poll(self) -> None:
+        """Publish the save that is running if every rank's files are written; one small collective while one runs."""
+        with self._readable():
+            self._running.maybe_finalize_async_calls()
+
+    def finish(self) -> None:
+        """Wait for the save that is running, and publish it."""
+        with self._readable():
+            self._running.maybe_finalize_async_calls(blocking=True)
+
+    def _publish(self, step: int) -> None:
+        """Write the record, rename, and delete what is not to be kept."""
+        if self._mesh.is_main:
+            meta = {
+                "format_version": FORMAT_VERSION,
+                "fingerprint": self._run.fingerprint,
+                "step": step,
+                "train": self._run.train.model_dump(mode="json"),
+                # For people, but for its sharding: a checkpoint can be loaded by any layout.
+                "parallel": self._run.parallel.model_dump(mode="json"),
+                "world_size": self._mesh.world_size,
+            }
+            write_json(self._work / META, meta)
+            final = self._directory / checkpoint_name(step)
+            if final.exists():
+                _delete(final)
+            self._work.rename(final)
+            log.info("checkpoint: %s", final.name)
+            keep = self._run.checkpoint
+            for old in list_checkpoints(self._directory)[: -keep.keep_last]:
+                if keep.keep_every is None or int(_NAME.fullmatch(old.name)[1]) % keep.keep_every:
+                    _delete(old)
+        _barrier(self._mesh)
+
+    @contextlib.contextmanager
+    def _readable(self) -> Iterator[None]:
+        """Turn what megatron-core raises on all ranks, though only rank 0 knows why, into one line for all of them."""
+        try:
+            yield
+        except CheckpointException as error:
+            reason = [_reason(error)]
+            if self._mesh.world_size > 1:
+                torch.distributed.broadcast_object_list(reason, src=0)
+            raise RuntimeError(
+                f"{self._work}: this checkpoint could not be written ({reason[0]}); earlier ones are whole, and the "
+                "next run goes on from the newest"
+            ) from error
 
 
-def load(model: DistributedDataParallel, optimizer: MegatronOptimizer, checkpoint: Path) -> None:
-    """Fill model and optimizer from a checkpoint of any layout; a collective."""
+def load(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, checkpoint: Path, mesh: Mesh) -> None:
+    """Fill the chunks of this rank and the optimizer from a checkpoint of any layout; a collective.
+
+    Raises:
+        InputError: the checkpoint is another model's, or of another sharding, or cannot be read.
+    """
+    _check_sharding(chunks[0], checkpoint)
     _give_adam_its_state(optimizer)
-    state = dist_checkpointing.load(_state(model, optimizer, loading=True), str(checkpoint))
-    model.module.load_state_dict(state["model"])
+    state = _load(_state(chunks, optimizer, loading=True), checkpoint)
+    rng.restore(state["rng"], mesh.groups.tp.rank())
+    if isinstance(chunks[0], FullyShardedModel):
+        chunks[0].load_checkpoint_state(state, optimizer)
+        return
+    for name, model in _named([chunk.module for chunk in chunks]):
+        model.load_state_dict(state[name])
     optimizer.load_state_dict(state["optimizer"])
     _unshare_adam_step(optimizer)
 
 
-def load_model(model: torch.nn.Module, checkpoint: Path) -> None:
-    """Fill a bare model, without optimizer, from a checkpoint of any layout."""
-    state = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(checkpoint))
-    model.load_state_dict(state["model"])
+def _check_sharding(chunk: DistributedDataParallel | FullyShardedModel, checkpoint: Path) -> None:
+    """The weights of a checkpoint fit any layout; the optimizer's state of one sharding does not fit the other."""
+    saved = json.loads((checkpoint / META).read_text())["parallel"]["sharding"]
+    ours = "fsdp" if isinstance(chunk, FullyShardedModel) else "distributed_optimizer"
+    if saved != ours:
+        raise InputError(
+            f"{checkpoint} was saved with parallel.sharding={saved}, and this run has parallel.sharding={ours}; set "
+            f"parallel.sharding={saved}, or export it and begin another training from its HF weights"
+        )
 
 
-def _state(model: DistributedDataParallel, optimizer: MegatronOptimizer, *, loading: bool) -> Mapping[str, Any]:
-    model_state = model.module.sharded_state_dict()
-    optimizer_state = optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=_SHARDING)
-    return {"model": model_state, "optimizer": optimizer_state}
+def load_model(models: Sequence[torch.nn.Module], checkpoint: Path) -> None:
+    """Fill bare chunks, without optimizer, from a checkpoint of any layout; a collective.
+
+    Raises:
+        InputError: the checkpoint is another model's, or cannot be read.
+    """
+    state = _load({name: model.sharded_state_dict() for name, model in _named(models)}, checkpoint)
+    for name, model in _named(models):
+        model.load_state_dict(state[name])
+
+
+def _named(models: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Module]]:
+    """The chunks under names of this rank; on disk a tensor's name says its layer in the whole model, in any layout."""
+    return [(f"model{number}", model) for number, model in enumerate(models)]
+
+
+def _state(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, *, loading: bool) -> dict[str, Any]:
+    rank = torch.distributed.get_rank()
+    random_state = ShardedObject("rng", rng.capture(), (1,), (0,), replica_id=rank)  # written by rank 0, read by all
+    if isinstance(chunks[0], FullyShardedModel):
+        return {**chunks[0].checkpoint_state(optimizer), "rng": random_state}
+    model_state = {name: model.sharded_state_dict() for name, model in _named([chunk.module for chunk in chunks])}
+    with _padded_buckets(optimizer):
+        optimizer_state = optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=_SHARDING)
+    return {**model_state, "optimizer": optimizer_state, "rng": random_state}
+
+
+@contextlib.contextmanager
+def _padded_buckets(optimizer: MegatronOptimizer) -> Iterator[None]:
+    """Have megatron-core 0.16.1 save the right numbers where a buffer has several buckets, as on pipeline ranks of tied
+    embeddings. It puts the gathered buckets end to end without their padding, and then takes each parameter from where
+    it is with it: all after the first bucket would get their neighbours' values, and zeros at the end.
+    """
+    buffers = [b for part in _parts(optimizer) if isinstance(part, DistributedOptimizer) for b in part.buffers]
+    sizes = [(sized, sized.numel_unpadded) for b in buffers for sized in (b, *b.buckets)]
+    for buffer in buffers:
+        buffer.numel_unpadded = buffer.numel
+        for bucket in buffer.buckets:
+            bucket.numel_unpadded = bucket.grad_data.numel()
+    try:
+        yield
+    finally:
+        for sized, numel in sizes:
+            sized.numel_unpadded = numel
+
+
+def _load(state: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
+    try:
+        return dist_checkpointing.load(state, str(checkpoint))
+    except (CheckpointException, CheckpointingException) as error:
+        raise InputError(
+            f"{checkpoint} does not fit this model or is damaged ({_reason(error)}); choose another output directory "
+            "or delete it"
+        ) from error
+
+
+def _reason(error: BaseException) -> str:
+    """The first failure, short enough for a line; some name every tensor of the checkpoint."""
+    failures = error.failures if isinstance(error, CheckpointException) else {}
+    first = next((f"rank {rank}: {failure}" for rank, (failure, _) in failures.items()), str(error))
+    return textwrap.shorten(first, 300)
+
+
+def _delete(checkpoint: Path) -> None:
+    """Not whole from its first moment on: a deletion cut short must leave nothing that passes for a checkpoint."""
+    doomed = checkpoint.with_name(f"deleting-{checkpoint.name}")
+    checkpoint.rename(doomed)
+    shutil.rmtree(doomed)
 
 
 def _barrier(mesh: Mesh) -> None:
@@ -115,9 +267,12 @@ def _barrier(mesh: Mesh) -> None:
         torch.distributed.barrier()
 
 
+def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
 def _torch_adams(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
-    parts = [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
-    return [part for part in parts if isinstance(part, torch.optim.AdamW)]
+    return [part.optimizer for part in _parts(optimizer) if isinstance(part.optimizer, torch.optim.AdamW)]
 
 
 def _give_adam_its_state(optimizer: MegatronOptimizer) -> None:

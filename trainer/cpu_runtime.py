@@ -60,11 +60,13 @@ def patch_cuda() -> None:
 
 
 def patch_torch_adam() -> None:
-    """Mend the distributed optimizer's loading where Adam is torch's (no Transformer Engine, no Apex).
+    """Mend the distributed optimizer's saving and loading where Adam is torch's (no Transformer Engine, no Apex).
 
-    It removes `step` from the saved state of each parameter, and then copies every key it finds, `step` included.
+    It removes `step` from the saved state of each parameter, and then copies every key it finds, `step` included. And
+    it takes the count of updates from a parameter's state, where a pipeline rank with frozen layers alone has none.
     """
     original = DistributedOptimizer._set_main_param_and_optimizer_states
+    original_state_dict = DistributedOptimizer.state_dict
 
     def with_step(self, model_param, tensors):
         group, order = self.model_param_group_index_map[model_param]
@@ -73,4 +75,12 @@ def patch_torch_adam() -> None:
             tensors = {**tensors, "step": state["step"]}
         return original(self, model_param, tensors)
 
+    def without_parameters(self):
+        if self.get_parameters():
+            return original_state_dict(self)
+        # Rank 0, which always has parameters, writes what is saved of this.
+        groups = [{**group, "step": 0.0} for group in self.optimizer.state_dict()["param_groups"]]
+        return {"optimizer": {"param_groups": [{k: v for k, v in g.items() if k != "params"} for g in groups]}}
+
     DistributedOptimizer._set_main_param_and_optimizer_states = with_step
+    DistributedOptimizer.state_dict = without_parameters

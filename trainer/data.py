@@ -5,7 +5,7 @@ The n-th global batch is a pure function of (bins, seed, n): the same on 1 rank 
 
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,7 +16,9 @@ from dataset_builders.contracts.manifest import load_manifest
 from dataset_builders.contracts.sample import Split
 from dataset_builders.contracts.shard_io import read_record
 from dataset_builders.contracts.tokenized import PatchFormat, TokenizedSample, from_fields
+from trainer.balance import deal
 from trainer.batch import Geometry, MicroBatch, make_micro_batch
+from trainer.slices import RankSlice
 
 
 def bins_for_step(num_bins: int, *, seed: int, step: int, global_batch_size: int) -> list[int]:
@@ -38,15 +40,15 @@ def _epoch_order(num_bins: int, seed: int, epoch: int) -> np.ndarray:
 
 
 class BinReader:
-    """Reads whole bins of one split as micro batches."""
+    """Reads a rank's part of the bins of one split as micro batches."""
 
     def __init__(
-        self, tokenized_dir: Path, bins_dir: Path, split: Split, geometry: Geometry, seq_len: int, pad_multiple: int
+        self, tokenized_dir: Path, bins_dir: Path, split: Split, geometry: Geometry, seq_len: int, part: RankSlice
     ) -> None:
         self.bins: list[Bin] = read_bins(bins_dir, split)
         self.patch_format = PatchFormat.model_validate(load_manifest(tokenized_dir).stats["patch_format"])
         self._dir, self._geometry = tokenized_dir, geometry
-        self._seq_len, self._pad_multiple = seq_len, pad_multiple
+        self._seq_len, self._part = seq_len, part
 
     def samples(self, number: int) -> list[TokenizedSample]:
         """The samples of one bin, in order."""
@@ -55,9 +57,10 @@ class BinReader:
             for ref in self.bins[number]
         ]
 
-    def read(self, number: int) -> MicroBatch:
-        """One bin as a micro batch."""
-        return make_micro_batch(self.samples(number), self._geometry, self._seq_len, self._pad_multiple)
+    def read(self, number: int | None) -> MicroBatch:
+        """This rank's part of one bin; None gives a bin of nothing but padding."""
+        samples = [] if number is None else self.samples(number)
+        return make_micro_batch(samples, self._geometry, self._seq_len, self._part)
 
     def keys(self, numbers: list[int]) -> list[str]:
         """The sample keys of several bins."""
@@ -65,13 +68,28 @@ class BinReader:
 
 
 class TrainingOrder:
-    """The micro batches of a data-parallel rank, step after step, from any step on."""
+    """The micro batches of a data-parallel rank, step after step, from any step on.
 
-    def __init__(self, reader: BinReader, *, seed: int, global_batch_size: int, dp_rank: int, dp: int) -> None:
+    Args:
+        bin_cost: what a bin costs; the bins of a global batch are then dealt so that ranks and micro batches cost
+            alike. Without it they are dealt like cards. It must say the same on every rank.
+    """
+
+    def __init__(
+        self,
+        reader: BinReader,
+        *,
+        seed: int,
+        global_batch_size: int,
+        dp_rank: int,
+        dp: int,
+        bin_cost: Callable[[Bin], float] | None = None,
+    ) -> None:
         if not reader.bins:
             raise ValueError("the plan holds no training bin")
         self.reader = reader
         self._seed, self._size, self._dp_rank, self._dp = seed, global_batch_size, dp_rank, dp
+        self._bin_cost = bin_cost
 
     def global_batch(self, step: int) -> list[int]:
         """Bins of all ranks at `step`."""
@@ -83,14 +101,21 @@ class TrainingOrder:
 
     def __call__(self, start: int, stop: int) -> Iterator[int]:
         for step in range(start, stop):
-            yield from self.global_batch(step)[self._dp_rank :: self._dp]
+            yield from self._share(self.global_batch(step))
+
+    def _share(self, numbers: list[int]) -> list[int]:
+        """This rank's part of a global batch."""
+        if self._bin_cost is None:
+            return numbers[self._dp_rank :: self._dp]
+        costs = [self._bin_cost(self.reader.bins[number]) for number in numbers]
+        return [numbers[place] for place in deal(costs, self._dp)[self._dp_rank]]
 
 
-def prefetch(reader: BinReader, numbers: Iterator[int], depth: int, pin: bool) -> Iterator[MicroBatch]:
+def prefetch(reader: BinReader, numbers: Iterator[int | None], depth: int, pin: bool) -> Iterator[MicroBatch]:
     """Micro batches of these bins, in order, up to `depth` read ahead; an error of the reader is raised here."""
     stopping = threading.Event()
 
-    def load(number: int) -> MicroBatch | None:
+    def load(number: int | None) -> MicroBatch | None:
         if stopping.is_set():
             return None
         batch = reader.read(number)

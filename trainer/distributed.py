@@ -11,15 +11,16 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from dataset_builders.contracts.errors import InputError
 from trainer.contract import ParallelConfig
+from trainer.contract.layout import check_world
+from trainer.slices import RankSlice
 
 TIMEOUT = datetime.timedelta(minutes=30)
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """This process's place among the ranks."""
+    """This process's place among the ranks. `alone` is the group of this rank by itself."""
 
     rank: int
     world_size: int
@@ -27,6 +28,22 @@ class Mesh:
     dp: int
     device: torch.device
     groups: ProcessGroupCollection
+    alone: dist.ProcessGroup
+
+    def slice_of_bin(self, parallel: ParallelConfig) -> RankSlice:
+        """The part of every bin that this rank works on."""
+        tp, cp, pp = self.groups.tp, self.groups.cp, self.groups.pp
+        encoders = self.groups.tp_cp if parallel.vision_split == "images" else cp
+        return RankSlice(
+            pad_multiple=parallel.pad_multiple,
+            cp=cp.size(),
+            cp_rank=cp.rank(),
+            sequence_ranks=tp.size() if parallel.sequence_parallel else 1,
+            sequence_rank=tp.rank() if parallel.sequence_parallel else 0,
+            vision_ranks=encoders.size(),
+            vision_rank=encoders.rank(),
+            has_vision=pp.rank() == 0,
+        )
 
     @property
     def is_main(self) -> bool:
@@ -62,11 +79,7 @@ def rank_mesh(parallel: ParallelConfig, seed: int) -> Iterator[Mesh]:
         InputError: the world does not divide into model copies.
     """
     rank, local_rank, world = place_in_world()
-    if world % parallel.model_size:
-        raise InputError(
-            f"{world} processes do not divide into copies of tp={parallel.tp} x pp={parallel.pp} x cp={parallel.cp} "
-            f"= {parallel.model_size}; start a multiple of {parallel.model_size}"
-        )
+    check_world(parallel, world)
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
@@ -74,11 +87,16 @@ def rank_mesh(parallel: ParallelConfig, seed: int) -> Iterator[Mesh]:
     _join(rank, world, "nccl" if cuda else "gloo")
     try:
         parallel_state.initialize_model_parallel(
-            parallel.tp, parallel.pp, context_parallel_size=parallel.cp, create_gloo_process_groups=True
+            parallel.tp,
+            parallel.pp,
+            virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+            context_parallel_size=parallel.cp,
+            create_gloo_process_groups=True,
         )
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
         groups = ProcessGroupCollection.use_mpu_process_groups()
-        yield Mesh(rank, world, groups.dp.rank(), groups.dp.size(), device, groups)
+        alone = dist.new_group([rank], use_local_synchronization=True)
+        yield Mesh(rank, world, groups.dp.rank(), groups.dp.size(), device, groups, alone)
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

@@ -18,6 +18,7 @@ from trainer.contract import (
     RunConfig,
     TrainResult,
 )
+from trainer.contract.layout import check_run
 
 # megatron-core says at import what it lacks on a machine without CUDA; the module sets know.
 warnings.filterwarnings("ignore", module=r"megatron\..*")
@@ -31,10 +32,11 @@ log = logging.getLogger("athanor.trainer")
 
 def run_job(run: RunConfig) -> TrainResult:
     """Run the job in the process group; a failure becomes a result that says why."""
-    rank = place_in_world()[0]
+    rank, _, world = place_in_world()
     try:
+        if run.task == "train":
+            check_run(run, world)
         with rank_mesh(run.parallel, run.train.seed) as mesh:
-            run.parallel.check_proved()
             return train(run, mesh) if run.task == "train" else export(run, mesh)
     except NotFinite as error:
         return TrainResult(status="failed", step=error.step, message=str(error), keys=error.keys)

@@ -5,13 +5,9 @@ import math
 import signal
 import time
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
 from megatron.core.optimizer import MegatronOptimizer
 
 from trainer import checkpoint
@@ -20,14 +16,16 @@ from trainer.data import BinReader, TrainingOrder, prefetch
 from trainer.distributed import Mesh
 from trainer.metrics import MetricsWriter, peak_flops, peak_memory_gb
 from trainer.models import get_model_module, read_model_type
-from trainer.models.hf_weights import load_hf_weights, save_hf_weights
+from trainer.models.hf_export import save_hf_weights
+from trainer.models.hf_weights import load_hf_weights
 from trainer.models.module_set import TorchModules, transformer_engine_modules
-from trainer.optim import build_optimizer, learning_rate, set_learning_rate
-from trainer.step import Totals, run_micro_batches, train_step
+from trainer.optim import set_learning_rate
+from trainer.parts import freeze
+from trainer.sharding import Chunk, share_model, weights_dtype
+from trainer.step import Totals, finalize_gradients, run_micro_batches, train_step
 
 log = logging.getLogger("athanor.trainer")
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PREFETCH_DEPTH = 4
 
 
@@ -48,7 +46,7 @@ class Trainer:
 
     run: RunConfig
     mesh: Mesh
-    model: DistributedDataParallel
+    chunks: list[Chunk]
     optimizer: MegatronOptimizer
     order: TrainingOrder
     heldout: BinReader
@@ -60,45 +58,49 @@ class Trainer:
     last: dict[str, float | None] = field(default_factory=lambda: {"loss": None, "heldout_loss": None})
 
 
-def build_model(run: RunConfig, mesh: Mesh, dtype: torch.dtype) -> torch.nn.Module:
-    """The model of this rank with the weights of `run.hf_dir`, on its device."""
+def build_chunks(run: RunConfig, mesh: Mesh, dtype: torch.dtype) -> list[torch.nn.Module]:
+    """The chunks of the model that this rank holds, with the weights of `run.hf_dir`, on its device."""
     module = get_model_module(read_model_type(run.hf_dir))
     sizes = module.read_config(run.hf_dir)
     modules = transformer_engine_modules() if mesh.device.type == "cuda" else TorchModules()
-    model = module.build(sizes, run.parallel, dtype, modules, mesh.groups, run.seq_len)
-    count = load_hf_weights(model, run.hf_dir)
+    stages = range(run.parallel.vpp) if run.parallel.vpp > 1 else [None]
+    chunks = [module.build(sizes, run.parallel, dtype, modules, mesh, run.seq_len, stage) for stage in stages]
+    count = sum(load_hf_weights(chunk, run.hf_dir) for chunk in chunks)
     log.info("weights: %s (%d parameters' tensors on this rank, %s)", run.hf_dir, count, dtype)
-    return model.to(mesh.device)
+    for chunk in chunks:
+        chunk.clock = chunks[0].clock
+    return [chunk.to(mesh.device) for chunk in chunks]
 
 
 def set_up(run: RunConfig, mesh: Mesh) -> Trainer:
     """Everything before the first step; resumes from the newest checkpoint of this run if there is one."""
-    dtype = DTYPES[run.train.precision]
-    model = build_model(run, mesh, dtype)
-    pad_multiple = run.parallel.pad_multiple
+    dtype = weights_dtype(run)
+    models = build_chunks(run, mesh, dtype)
+    part = mesh.slice_of_bin(run.parallel)
     readers = [
-        BinReader(run.tokenized_dir, run.bins_dir, split, model.sizes.geometry, run.seq_len, pad_multiple)
+        BinReader(run.tokenized_dir, run.bins_dir, split, models[0].sizes.geometry, run.seq_len, part)
         for split in ("train", "heldout")
     ]
-    if model.pre_process:
-        model.vision.patch_embed.set_normalisation(
+    if models[0].pre_process:
+        models[0].vision.patch_embed.set_normalisation(
             readers[0].patch_format.image_mean, readers[0].patch_format.image_std
         )
-    ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
-    wrapped = DistributedDataParallel(model.config, ddp_config, model)
-    wrapped.broadcast_params()
-    optimizer = build_optimizer([wrapped], run.train.optim, dtype)
-    model.config.finalize_model_grads_func = finalize_model_grads
-    model.config.grad_scale_func = optimizer.scale_loss
-    model.config.no_sync_func = wrapped.no_sync
+    for model in models:
+        freeze(model, run.train)
+    chunks, optimizer = share_model(models, run, mesh)
+    for model, chunk in zip(models, chunks):
+        model.config.finalize_model_grads_func = finalize_gradients
+        model.config.grad_scale_func = optimizer.scale_loss
+        model.config.no_sync_func = chunk.no_sync if len(chunks) == 1 else [c.no_sync for c in chunks]
     order = TrainingOrder(
         readers[0],
         seed=run.train.seed,
         global_batch_size=run.train.global_batch_size,
         dp_rank=mesh.dp_rank,
         dp=mesh.dp,
+        bin_cost=partial(models[0].cost_model().planned_cost, seq_len=run.seq_len) if run.parallel.balance else None,
     )
-    trainer = Trainer(run, mesh, wrapped, optimizer, order, readers[1], dtype)
+    trainer = Trainer(run, mesh, chunks, optimizer, order, readers[1], dtype)
     _resume(trainer)
     _say_arithmetic(trainer)
     return trainer
@@ -108,7 +110,7 @@ def _resume(trainer: Trainer) -> None:
     found = checkpoint.list_checkpoints(trainer.run.output_dir / CHECKPOINTS)
     if found:
         trainer.step = checkpoint.read_step(found[-1], trainer.run)
-        checkpoint.load(trainer.model, trainer.optimizer, found[-1])
+        checkpoint.load(trainer.chunks, trainer.optimizer, found[-1], trainer.mesh)
     log.info("data state: %s", f"resumed at step {trainer.step}" if found else "fresh")
     for step in range(trainer.step):
         for number in trainer.order.global_batch(step):
@@ -151,20 +153,30 @@ def train(run: RunConfig, mesh: Mesh) -> TrainResult:
     numbers = trainer.order(trainer.step, run.train.num_steps)
     batches = prefetch(trainer.order.reader, numbers, PREFETCH_DEPTH, pin=mesh.device.type == "cuda")
     interval = _Interval(trainer)
+    saver = checkpoint.Checkpointer(trainer.chunks, trainer.optimizer, run, mesh)
     while trainer.step < run.train.num_steps:
-        interval.add_step(batches, per_step)
+        try:
+            interval.add_step(batches, per_step)
+        except NotFinite:
+            saver.finish()
+            raise
         is_last = trainer.step == run.train.num_steps
         stop = mesh.any(trainer.told_to_stop)
-        if is_last or stop or trainer.step % run.log_interval == 0 or _is_heldout_step(trainer):
+        if stop or _is_logged(trainer, trainer.step):
             row = interval.close()
             if writer:
                 writer.write(row)
+        interval.pause()
         if is_last or stop or trainer.step % run.checkpoint.save_interval == 0:
-            interval.pause()
-            saved = checkpoint.save(trainer.model, trainer.optimizer, trainer.step, run, mesh)
-            interval.go_on()
+            saver.save(trainer.step)
+        else:
+            saver.poll()
+        if is_last or stop:
+            saver.finish()
+        interval.go_on()
         if stop and not is_last:
-            return _result(trainer, "stopped", saved.name, "told to stop by SIGTERM; run again to go on from here")
+            name = checkpoint.checkpoint_name(trainer.step)
+            return _result(trainer, "stopped", name, "told to stop by SIGTERM; run again to go on from here")
     newest = checkpoint.list_checkpoints(run.output_dir / CHECKPOINTS)[-1]
     return _result(trainer, "finished", newest.name, "")
 
@@ -175,9 +187,13 @@ def _result(trainer: Trainer, status: str, name: str, message: str) -> TrainResu
     )
 
 
-def _is_heldout_step(trainer: Trainer) -> bool:
+def _is_heldout_step(trainer: Trainer, step: int) -> bool:
     train_config = trainer.run.train
-    return trainer.step % train_config.heldout_interval == 0 or trainer.step == train_config.num_steps
+    return step % train_config.heldout_interval == 0 or step == train_config.num_steps
+
+
+def _is_logged(trainer: Trainer, step: int) -> bool:
+    return step % trainer.run.log_interval == 0 or _is_heldout_step(trainer, step)
 
 
 class _Interval:
@@ -191,6 +207,7 @@ class _Interval:
         self.totals = Totals.zero(self.trainer.mesh.device)
         self.steps = 0
         self.grad_norm = self.lr = 0.0
+        self.part_norms: dict[str, float] = {}
         self.seconds = 0.0
         self.started = time.perf_counter()
 
@@ -204,13 +221,15 @@ class _Interval:
     def add_step(self, batches, per_step: int) -> None:
         """One optimizer update."""
         trainer = self.trainer
-        self.lr = learning_rate(trainer.step, trainer.run.train.optim, trainer.run.train.num_steps)
-        set_learning_rate(trainer.optimizer, self.lr)
-        trainer.model.train()
-        self.grad_norm = train_step(
-            trainer.model,
+        config = trainer.run.train
+        self.lr = set_learning_rate(trainer.optimizer, trainer.step, config.optim, config.num_steps)
+        for chunk in trainer.chunks:
+            chunk.train()
+        self.grad_norm, self.part_norms = train_step(
+            trainer.chunks,
             trainer.optimizer,
-            lambda: run_micro_batches(trainer.model, batches, per_step, trainer.mesh, self.totals),
+            lambda: run_micro_batches(trainer.chunks, batches, per_step, trainer.mesh, self.totals),
+            by_part=_is_logged(trainer, trainer.step + 1),
         )
         if not math.isfinite(self.grad_norm):
             keys = trainer.order.reader.keys(trainer.order.global_batch(trainer.step))
@@ -222,13 +241,13 @@ class _Interval:
         """The line of this interval, reduced over ranks; begins the next one."""
         self.pause()
         trainer, seconds = self.trainer, self.seconds
-        parts = {name: value / self.steps for name, value in trainer.model.module.clock.read().items()}
+        parts = {name: value / self.steps for name, value in trainer.chunks[0].module.clock.read().items()}
         totals = self.totals.over_ranks(trainer.mesh)
         loss_sum, loss_tokens = totals.loss_and_tokens.tolist()
         trainer.tokens += totals.tokens
         trainer.loss_tokens += int(loss_tokens)
         trainer.last["loss"] = loss_sum / max(1, loss_tokens)
-        heldout = heldout_loss(trainer) if _is_heldout_step(trainer) else None
+        heldout = heldout_loss(trainer) if _is_heldout_step(trainer, trainer.step) else None
         trainer.last["heldout_loss"] = heldout if heldout is not None else trainer.last["heldout_loss"]
         peak = peak_flops()
         flops = totals.vision_flops + totals.language_flops
@@ -238,6 +257,7 @@ class _Interval:
             loss=trainer.last["loss"],
             heldout_loss=heldout,
             grad_norm=self.grad_norm,
+            **{f"{part}_grad_norm": norm for part, norm in self.part_norms.items()},
             lr=self.lr,
             tokens=trainer.tokens,
             loss_tokens=trainer.loss_tokens,
@@ -260,24 +280,34 @@ def heldout_loss(trainer: Trainer) -> float | None:
     mesh, reader = trainer.mesh, trainer.heldout
     if not reader.bins:
         return None
-    numbers = range(mesh.dp_rank, len(reader.bins), mesh.dp)
+    numbers = _heldout_share(trainer)
     totals = Totals.zero(mesh.device)
-    trainer.model.eval()
+    for chunk in trainer.chunks:
+        chunk.eval()
     with torch.no_grad():
         batches = prefetch(reader, iter(numbers), PREFETCH_DEPTH, pin=mesh.device.type == "cuda")
-        if numbers:
-            run_micro_batches(trainer.model, batches, len(numbers), mesh, totals, forward_only=True)
-    trainer.model.module.clock.switch(None)
-    trainer.model.module.clock.read()
+        run_micro_batches(trainer.chunks, batches, len(numbers), mesh, totals, forward_only=True)
+    trainer.chunks[0].module.clock.switch(None)
+    trainer.chunks[0].module.clock.read()
     loss_sum, loss_tokens = totals.over_ranks(mesh).loss_and_tokens.tolist()
     return loss_sum / max(1, loss_tokens)
+
+
+def _heldout_share(trainer: Trainer) -> list[int | None]:
+    """Held-out bins of this rank, filled up by empty ones: as many on every rank, for those that divide the weights
+    meet in each, and a multiple of the pipeline where its virtual stages want one."""
+    mesh, total = trainer.mesh, len(trainer.heldout.bins)
+    multiple = mesh.groups.pp.size() if len(trainer.chunks) > 1 else 1
+    per_rank = -(-total // (mesh.dp * multiple)) * multiple
+    numbers: list[int | None] = list(range(mesh.dp_rank, total, mesh.dp))
+    return numbers + [None] * (per_rank - len(numbers))
 
 
 def export(run: RunConfig, mesh: Mesh) -> TrainResult:
     """Write the weights of `run.checkpoint_dir` as HF safetensors into `output_dir/hf`."""
     step = checkpoint.read_step(run.checkpoint_dir, run)
-    model = build_model(run, mesh, DTYPES[run.train.precision])
-    checkpoint.load_model(model, run.checkpoint_dir)
-    size = save_hf_weights(model, run.hf_dir, run.output_dir / HF_EXPORT)
+    chunks = build_chunks(run, mesh, weights_dtype(run))
+    checkpoint.load_model(chunks, run.checkpoint_dir)
+    size = save_hf_weights(chunks, mesh, run.hf_dir, run.output_dir / HF_EXPORT)
     log.info("exported %s: %.1f MB", run.output_dir / HF_EXPORT, size / 1e6)
     return TrainResult(status="finished", step=step, checkpoint=str(run.checkpoint_dir.name))

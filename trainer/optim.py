@@ -1,47 +1,114 @@
-"""The optimizer and the learning rate. AdamW; no weight decay on norms and biases."""
+"""The optimizer, the learning rate and the gradient norms. AdamW; each part of the model has its own rate and decay."""
 
+import functools
 import math
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, ParamKey, get_megatron_optimizer
+from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
+from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 
-from trainer import contract
+from trainer.contract import OptimConfig, TrainConfig
+from trainer.parts import part_of
+
+# Where a parameter group says which part it is of. A checkpoint's groups are matched to the optimizer's by four keys
+# alone (megatron-core's `param_group_identifier_keys`: wd_mult, lr_mult, is_expert_parallel, is_decoupled_lr), and of
+# two groups that agree in them one would be loaded into both. This key of the four is read nowhere else.
+PART_KEY = "is_decoupled_lr"
 
 
-def learning_rate(step: int, config: contract.OptimConfig, num_steps: int) -> float:
-    """Rate of the update that makes step `step` + 1: linear up to the peak, then half a cosine down."""
+def learning_rate(step: int, config: OptimConfig, num_steps: int, peak: float | None = None) -> float:
+    """Rate of the update that makes step `step` + 1: linear up to the peak, then half a cosine down.
+
+    Args:
+        peak: highest rate; None: `config.lr`.
+    """
+    peak = config.lr if peak is None else peak
     if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
+        return peak * (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(1, num_steps - 1 - config.warmup_steps)
-    floor = config.lr * config.min_lr_fraction
-    return floor + (config.lr - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    floor = peak * config.min_lr_fraction
+    return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
-def set_learning_rate(optimizer: MegatronOptimizer, lr: float) -> None:
+def set_learning_rate(optimizer: ChainedOptimizer, step: int, config: OptimConfig, num_steps: int) -> float:
+    """Give each group the rate that its own peak has at this step; returns that of `config.lr`."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = learning_rate(step, config, num_steps, group["max_lr"])
+    return learning_rate(step, config, num_steps)
 
 
-def build_optimizer(
-    model: list[DistributedDataParallel], config: contract.OptimConfig, dtype: torch.dtype
-) -> MegatronOptimizer:
-    """megatron-core's distributed optimizer: float32 main parameters, states divided over the data-parallel ranks."""
-    optimizer = get_megatron_optimizer(
+def build_optimizer(model: list[DistributedDataParallel], config: TrainConfig, dtype: torch.dtype) -> ChainedOptimizer:
+    """megatron-core's optimizer: the distributed one (float32 main parameters, states divided over the data-parallel
+    ranks) where the chunks' `ddp_config` says so, else the plain one.
+
+    Args:
+        model: the chunks of this pipeline rank, with frozen parts frozen before they were wrapped; they answer as
+            megatron-core's DDP does.
+    """
+    optim = config.optim
+    return get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
-            lr=config.lr,
-            weight_decay=config.weight_decay,
-            adam_beta1=config.adam_beta1,
-            adam_beta2=config.adam_beta2,
-            adam_eps=config.adam_eps,
-            clip_grad=config.clip_grad_norm,
+            lr=optim.lr,
+            weight_decay=optim.weight_decay,
+            adam_beta1=optim.adam_beta1,
+            adam_beta2=optim.adam_beta2,
+            adam_eps=optim.adam_eps,
+            clip_grad=optim.clip_grad_norm,
             params_dtype=dtype,
             bf16=dtype is torch.bfloat16,
-            use_distributed_optimizer=True,
+            use_distributed_optimizer=model[0].ddp_config.use_distributed_optimizer,
         ),
         model,
+        config_overrides=_groups(config),
     )
-    for group in optimizer.param_groups:
-        group["weight_decay"] = config.weight_decay * group["wd_mult"]
-    return optimizer
+
+
+def _groups(config: TrainConfig) -> dict[ParamKey, ParamGroupOverride]:
+    """Two groups a trained part: weights, and the norms and biases that do not decay."""
+    groups = {}
+    for part, own in config.parts.items():
+        if own.frozen:
+            continue
+        for decays in (True, False):
+            belongs = functools.partial(_belongs, part=part, decays=decays)
+            key = ParamKey(with_name_predicate=ParamWithNamePredicate(f"{part}, decays={decays}", belongs))
+            decay = config.optim.weight_decay if own.weight_decay is None else own.weight_decay
+            groups[key] = {
+                PART_KEY: part,
+                "max_lr": config.optim.lr if own.lr is None else own.lr,
+                "weight_decay": decay if decays else 0.0,
+                "wd_mult": float(decays),
+            }
+    return groups
+
+
+def _belongs(param: torch.nn.Parameter, name: str, *, part: str, decays: bool) -> bool:
+    is_norm_or_bias = param.dim() == 1 or name.endswith(".bias")
+    # DDP holds the model as `module`.
+    return part_of(name.removeprefix("module.")) == part and decays is not is_norm_or_bias
+
+
+@torch.no_grad()
+def grad_norms_by_part(optimizer: ChainedOptimizer, device: torch.device) -> dict[str, float]:
+    """Gradient norm of each trained part over all ranks; a collective of one reduction.
+
+    To be called when the gradients are final (reduced, divided by the loss tokens) and before `optimizer.step()`,
+    which scales them in place where it clips: the numbers are the very ones its own norm is made of, so that the
+    squares of the parts add up to the square of the whole.
+    """
+    optimizer.prepare_grads()  # again in step(): without a loss scaler it only takes views of the gradient buffer
+    names = sorted({group[PART_KEY] for group in optimizer.param_groups})  # the same groups on every rank, also empty
+    grads: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+    for inner in optimizer.chained_optimizers:
+        part_of_grad = {id(p.grad): group[PART_KEY] for group in inner.param_groups for p in group["params"]}
+        # megatron-core leaves out what another rank counts: tensor-parallel duplicates, a tied embedding's second copy.
+        for grad in inner.get_main_grads_for_grad_norm():
+            grads[part_of_grad[id(grad)]].append(grad)
+    norms = [torch.nn.utils.get_total_norm(grads[name]).to(device, torch.float64) for name in names]
+    squares = torch.stack(norms).square()
+    dist.all_reduce(squares, group=optimizer.get_grad_stats_parallel_group())
+    return dict(zip(names, squares.sqrt().tolist(), strict=True))

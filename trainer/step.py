@@ -1,17 +1,21 @@
 """One optimizer step: forward and backward of the micro batches, the loss, the update."""
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from trainer.batch import MicroBatch
 from trainer.distributed import Mesh
 from trainer.metrics import PartClock
+from trainer.optim import grad_norms_by_part
+from trainer.ragged import Ragged
 
 # The schedule moves hidden states of this many samples; a bin is one long sample.
 MICRO_BATCH_SIZE = 1
@@ -34,7 +38,7 @@ class Totals:
     def count(self, batch: MicroBatch, flops: tuple[float, float]) -> None:
         """Count one micro batch."""
         self.tokens += batch.num_tokens
-        self.slots += batch.input_ids.numel()
+        self.slots += batch.num_slots
         self.vision_flops += flops[0]
         self.language_flops += flops[1]
 
@@ -53,46 +57,59 @@ class Totals:
         return Totals(loss_and_tokens, int(tokens), int(slots), vision, language)
 
 
-def loss_of(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+def loss_of(
+    losses: torch.Tensor, lengths: tuple[int, ...] | None = None
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor | Ragged]]:
     """The three-tuple of `calculate_per_token_loss`: sum of losses, loss tokens, and what is to be reported.
 
     megatron-core divides the gradient by the loss tokens of the whole global batch, over all ranks and micro batches.
+
+    Args:
+        lengths: loss tokens of each sample, to report the losses themselves as well.
     """
     total = losses.sum()
     count = torch.tensor(losses.numel(), dtype=torch.int, device=losses.device)
-    return total, count, {"loss_and_tokens": torch.stack([total.detach().double(), count.double()])}
+    report = {"loss_and_tokens": torch.stack([total.detach().double(), count.double()])}
+    return total, count, report | ({} if lengths is None else {"losses": Ragged(losses.detach(), lengths)})
 
 
 def run_micro_batches(
-    model: DistributedDataParallel,
+    chunks: Sequence[DistributedDataParallel],
     batches: Iterator[MicroBatch],
     num_micro_batches: int,
     mesh: Mesh,
     totals: Totals,
     *,
     forward_only: bool = False,
-) -> list[dict[str, torch.Tensor]]:
+    return_per_token_outputs: bool = False,
+) -> list[dict[str, torch.Tensor | Ragged]]:
     """Forward (and backward) of some micro batches through the pipeline's schedule.
+
+    Args:
+        return_per_token_outputs: also report `losses`, Ragged, a member a sample, float32, left on the device; for
+            evaluation: a training step has no use for them.
 
     Returns:
         what each micro batch reported, on the last pipeline rank; also added to `totals`.
     """
-    inner = model.module
-    clock: PartClock = inner.clock
+    clock: PartClock = chunks[0].module.clock
 
     def forward_step(iterator: Iterator[MicroBatch], chunk: torch.nn.Module):
         clock.switch("data")
-        batch = next(iterator).to(mesh.device)
+        batch = next(iterator)
         clock.switch("language")
-        totals.count(batch, inner.flops(batch))
-        return chunk(batch), loss_of
+        if chunk is chunks[0]:
+            totals.count(batch, chunk.module.flops(batch))
+        return chunk(batch), partial(loss_of, lengths=batch.labels.lengths if return_per_token_outputs else None)
 
+    # Every chunk of a virtual pipeline sees every micro batch.
+    iterators = itertools.tee((batch.to(mesh.device) for batch in batches), len(chunks))
     reports = get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=batches,
-        model=[model],
+        data_iterator=list(iterators),
+        model=list(chunks),
         num_microbatches=num_micro_batches,
-        seq_length=inner.seq_len,
+        seq_length=chunks[0].module.seq_len,
         micro_batch_size=MICRO_BATCH_SIZE,
         forward_only=forward_only,
     )
@@ -101,12 +118,37 @@ def run_micro_batches(
     return reports
 
 
-def train_step(model: DistributedDataParallel, optimizer: MegatronOptimizer, accumulate: Callable[[], object]) -> float:
-    """One update; `accumulate()` runs the micro batches. Returns the gradient norm before clipping."""
-    model.zero_grad_buffer()
+def finalize_gradients(chunks: list[DistributedDataParallel], *args: object, **kwargs: object) -> None:
+    """megatron-core's `finalize_model_grads`, and the sums over tensor-parallel ranks that it does not know of."""
+    finalize_model_grads(chunks, *args, **kwargs)
+    for chunk in chunks:
+        grads = [param.main_grad for param in chunk.module.partial_gradients()]
+        if grads:
+            flat = torch._utils._flatten_dense_tensors(grads)
+            dist.all_reduce(flat, group=chunk.module.groups.tp)
+            for grad, total in zip(grads, torch._utils._unflatten_dense_tensors(flat, grads)):
+                grad.copy_(total)
+
+
+def train_step(
+    chunks: Sequence[DistributedDataParallel],
+    optimizer: ChainedOptimizer,
+    accumulate: Callable[[], object],
+    *,
+    by_part: bool,
+) -> tuple[float, dict[str, float]]:
+    """One update; `accumulate()` runs the micro batches.
+
+    Returns:
+        the gradient norm before clipping, and that of each trained part if `by_part` asks for it, else none.
+    """
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
     optimizer.zero_grad()
     accumulate()
-    model.module.clock.switch("optimizer")
+    clock: PartClock = chunks[0].module.clock
+    clock.switch("optimizer")
+    norms = grad_norms_by_part(optimizer, next(chunks[0].parameters()).device) if by_part else {}
     _, grad_norm, _ = optimizer.step()
-    model.module.clock.switch(None)
-    return float(grad_norm)
+    clock.switch(None)
+    return float(grad_norm), norms

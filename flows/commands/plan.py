@@ -11,8 +11,9 @@ from flows.recipe import load_recipe
 from flows.stage_graph import PlannedStage, plan_stages
 from flows.text_table import print_table
 from stages.artifact import Artifact, Input
-from stages.estimate import ModelShape, count_from_shape, estimate_memory, shape_of_embedded, shape_of_hf
+from stages.estimate import count_from_facts, estimate_memory, facts_of_embedded
 from stages.hf_directory import read_model_config
+from trainer.contract.model_facts import ModelFacts
 
 UNKNOWN = "known once the data is made"
 
@@ -37,9 +38,8 @@ def _why(stage: PlannedStage) -> str:
 
 def size_rows(config: PipelineConfig, found: Mapping[str, Input]) -> list[tuple[str, str]]:
     """Samples, bins, steps, epochs, parameters and memory, as far as they are known now."""
-    shape = model_shape(config, found)
-    parts = count_from_shape(shape)
-    memory = estimate_memory(shape, config.plan_bins.seq_len, config.plan_bins.max_patches, config.train.precision)
+    facts = model_facts(config, found)
+    parts, memory = count_from_facts(facts), _memory(config, facts)
     steps, batch = config.train.num_steps, config.train.global_batch_size
     tokens = steps * batch * config.plan_bins.seq_len
     return [
@@ -48,7 +48,10 @@ def size_rows(config: PipelineConfig, found: Mapping[str, Input]) -> list[tuple[
         ("steps", f"{steps:,} of {batch} bins of {config.plan_bins.seq_len:,} tokens (up to {tokens:,} tokens)"),
         ("epochs", _epochs(found.get("plan_bins"), steps * batch)),
         ("parameters", f"{sum(parts.values()):,} ({', '.join(f'{name} {n:,}' for name, n in parts.items())})"),
-        ("memory", f"about {_size(sum(memory.values()))} a process, unsharded, without the {_RUNTIME} of torch itself"),
+        (
+            "memory",
+            f"about {_size(sum(memory.values()))} on the fullest process, without the {_RUNTIME} of torch itself",
+        ),
         *((f"  {name}", _size(value)) for name, value in memory.items()),
         ("processes", str(config.execution.cluster.processes)),
     ]
@@ -57,11 +60,25 @@ def size_rows(config: PipelineConfig, found: Mapping[str, Input]) -> list[tuple[
 _RUNTIME = "0.5 to 1 GB"
 
 
-def model_shape(config: PipelineConfig, found: Mapping[str, Input]) -> ModelShape:
-    """The shape of the model that would be trained, whether it is there or still to be made."""
+def _memory(config: PipelineConfig, facts: ModelFacts) -> dict[str, int]:
+    parallel = config.execution.parallel
+    dp = config.execution.cluster.processes // parallel.model_size
+    return estimate_memory(
+        facts,
+        parallel,
+        dp=dp,
+        num_micro_batches=config.train.global_batch_size // dp,
+        seq_len=config.plan_bins.seq_len,
+        max_patches=config.plan_bins.max_patches,
+        precision=config.train.precision,
+    )
+
+
+def model_facts(config: PipelineConfig, found: Mapping[str, Input]) -> ModelFacts:
+    """The facts of the model that would be trained, whether it is there or still to be made."""
     if isinstance(config.model, str):
-        return shape_of_hf(read_model_config(Path(found["model"].dir)))
-    return shape_of_embedded(config.model.model_dump())
+        return ModelFacts.from_hf(read_model_config(Path(found["model"].dir)))
+    return facts_of_embedded(config.model.model_dump())
 
 
 def _samples(tokenized: Input | None) -> str:

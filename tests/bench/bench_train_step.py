@@ -1,6 +1,9 @@
 """Whole optimizer steps of the real trainer on Qwen3-VL's real shapes: random weights, real loader, shards on disk.
 
     python -m tests.bench.bench_train_step --model 2b --gpus 1 --steps 12
+    python -m tests.bench.bench_train_step --gpus 4 --global-batch 32 --bins 64 --parallel '{}' --parallel '{"tp": 2}'
+
+Several layouts are measured one after the other on the same files. Bins are padded for up to cp 2.
 
 Samples of a Cauldron-like mix: image tokens log-normal around 500, one tenth text only, one tenth with several images,
 a few dozen to a few hundred text tokens. Tokens are counted without padding; FLOPs are the model's, vision and
@@ -14,9 +17,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import torch
 import transformers
@@ -40,6 +45,7 @@ from trainer.contract import (
 
 WARMUP_STEPS = 4
 MAX_PATCHES_PER_TOKEN = 4
+PAD_MULTIPLE = 4
 SHAPES = {
     "2b": ({"hidden": 2048, "layers": 28, "heads": 16, "ffn": 6144, "tied": True}, "300m"),
     "4b": ({"hidden": 2560, "layers": 36, "heads": 32, "ffn": 9728, "tied": True}, "300m"),
@@ -122,12 +128,14 @@ def write_data(directory: Path, num_bins: int, seq_len: int) -> None:
             )
         entry = writer.commit("train")
     tokens, patches = (np.array([r[k] for r in rows]) for k in ("num_tokens", "num_patches"))
-    for row, number in zip(rows, pack(tokens, patches, seq_len, MAX_PATCHES_PER_TOKEN * seq_len).tolist()):
+    padded = -(-tokens // PAD_MULTIPLE) * PAD_MULTIPLE
+    for row, number in zip(rows, pack(padded, patches, seq_len, MAX_PATCHES_PER_TOKEN * seq_len).tolist()):
         row["bin"] = number
     write_bins(directory, pa.Table.from_pylist(sorted(rows, key=lambda r: r["bin"]), schema=BINS_SCHEMA))
     stats = {"patch_format": PIXELS.model_dump(mode="json")}
+    config = {"pad_multiple": PAD_MULTIPLE}
     Manifest(
-        stage="tokenize", version=1, fingerprint="b" * 16, config={}, parents={}, shards=[entry], stats=stats
+        stage="tokenize", version=1, fingerprint="b" * 16, config=config, parents={}, shards=[entry], stats=stats
     ).write(directory)
 
 
@@ -139,10 +147,10 @@ def run_steps(root: Path, args: argparse.Namespace, parallel: ParallelConfig) ->
     optim = OptimConfig(lr=1e-5, min_lr_fraction=0.1, warmup_steps=2, weight_decay=0.1)
     train = TrainConfig(
         seed=0,
-        num_steps=args.steps,
+        num_steps=10**6,
         global_batch_size=args.global_batch,
         precision="bfloat16",
-        heldout_interval=args.steps,
+        heldout_interval=10**6,
         optim=optim,
     )
     run = RunConfig(
@@ -159,30 +167,38 @@ def run_steps(root: Path, args: argparse.Namespace, parallel: ParallelConfig) ->
     )
     (out / "run.json").write_text(run.model_dump_json())
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.gpus}"]
-    subprocess.run([*command, "-m", "trainer", str(out / "run.json")], check=True)
-    return read_metrics(out)
+    job = subprocess.Popen([*command, "-m", "trainer", str(out / "run.json")])
+    while job.poll() is None and len(read_metrics(out)) < args.steps:
+        time.sleep(1)
+    # Ended from outside, so that nobody waits for a checkpoint of many GB.
+    for process in [*psutil.Process(job.pid).children(recursive=True), job] if job.poll() is None else []:
+        process.kill()
+    job.wait()
+    rows = read_metrics(out)[: args.steps]
+    assert len(rows) == args.steps, f"the trainer ended after {len(rows)} of {args.steps} steps"
+    return rows
 
 
-def table(rows: list[MetricsRow], gpus: int) -> str:
-    """Medians over the steps after the warmup."""
-    kept = rows[WARMUP_STEPS:]
-
-    def median(get) -> float:
-        return statistics.median(map(get, kept))
-
+def table(measured: dict[str, list[MetricsRow]], gpus: int) -> str:
+    """Medians over the steps after the warmup, a column for each layout."""
     lines = {
-        "useful tokens/s/GPU": median(lambda r: r.tokens_per_second / gpus),
-        "TFLOP/s/GPU, vision + language": median(lambda r: (r.vision_tflops + r.language_tflops) / gpus),
-        "MFU": median(lambda r: r.mfu or 0.0),
-        "step, s": median(lambda r: r.step_seconds),
-        "data, s": median(lambda r: r.data_seconds),
-        "vision, s": median(lambda r: r.vision_seconds),
-        "language, s": median(lambda r: r.language_seconds),
-        "optimizer, s": median(lambda r: r.optimizer_seconds),
-        "padding": median(lambda r: r.padding_fraction),
-        "peak memory, GB": max(r.memory_gb for r in kept),
+        "useful tokens/s/GPU": lambda r: r.tokens_per_second / gpus,
+        "TFLOP/s/GPU, vision + language": lambda r: (r.vision_tflops + r.language_tflops) / gpus,
+        "MFU": lambda r: r.mfu or 0.0,
+        "step, s": lambda r: r.step_seconds,
+        "data, s": lambda r: r.data_seconds,
+        "vision, s": lambda r: r.vision_seconds,
+        "language, s": lambda r: r.language_seconds,
+        "optimizer, s": lambda r: r.optimizer_seconds,
+        "padding": lambda r: r.padding_fraction,
+        "peak memory, GB": lambda r: r.memory_gb,
     }
-    return "\n".join(f"| {name} | {value:,.3f} |" for name, value in lines.items())
+    head = f"| median of a step | {' | '.join(measured)} |\n| --- |{' --- |' * len(measured)}"
+    body = []
+    for name, get in lines.items():
+        values = [statistics.median(map(get, rows[WARMUP_STEPS:])) for rows in measured.values()]
+        body.append(f"| {name} | {' | '.join(f'{value:,.3f}' for value in values)} |")
+    return "\n".join([head, *body])
 
 
 def main() -> None:
@@ -193,17 +209,17 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=8192)
     parser.add_argument("--global-batch", type=int, default=8, help="bins a step")
     parser.add_argument("--bins", type=int, default=32, help="bins on disk")
-    parser.add_argument("--parallel", default="{}", help="ParallelConfig as JSON")
+    parser.add_argument("--parallel", action="append", help="ParallelConfig as JSON; may be given several times")
     args = parser.parse_args()
-    parallel = ParallelConfig.model_validate(json.loads(args.parallel))
+    layouts = {text: ParallelConfig.model_validate(json.loads(text)) for text in args.parallel or ["{}"]}
     with tempfile.TemporaryDirectory(prefix="athanor-bench-") as folder:
         root = Path(folder)
         write_model(root / "hf", args.model)
         write_data(root / "data", args.bins, args.seq_len)
-        rows = run_steps(root, args, parallel)
+        measured = {text: run_steps(root, args, parallel) for text, parallel in layouts.items()}
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     print(f"\nQwen3-VL-{args.model}, {args.gpus} x {device}, torch {torch.__version__}, {vars(args)}\n")
-    print("| per step, median | |\n| --- | --- |\n" + table(rows, args.gpus))
+    print(table(measured, args.gpus))
 
 
 if __name__ == "__main__":

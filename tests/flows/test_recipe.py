@@ -4,6 +4,8 @@ import pytest
 
 from dataset_builders.contracts.errors import InputError
 from flows.recipe import RECIPES, known_recipes, load_recipe
+from flows.stage_graph import open_inputs
+from tests.helpers.tiny_model import tiny_hf_dir
 
 
 def _error(*overrides: str) -> str:
@@ -62,10 +64,29 @@ def test_a_value_out_of_bounds_names_the_bound(override, words):
         (["tokenize.max_seq_len=99999"], "tokenize.max_seq_len=99999 is more than a bin holds (plan_bins.seq_len="),
         (["train.optim.warmup_steps=100000"], "leaves nothing of num_steps"),
         (["convert.heldout_fraction=0"], "leaves nothing to evaluate on; try convert.heldout_fraction=0.1"),
-        (["execution.parallel.cp=2"], "execution.cluster.processes=1 is not a multiple of tp x pp x cp = 2"),
+        (
+            ["execution.parallel.cp=2", "plan_bins.pad_multiple=4"],
+            "execution.cluster.processes=1 is not a multiple of tp=1 x pp=1 x cp=2 = 2; "
+            "try execution.cluster.processes=2",
+        ),
+        (
+            ["execution.parallel.sequence_parallel=true"],
+            "execution.parallel: sequence_parallel=true divides what tp ranks else hold whole, and tp=1; "
+            "try sequence_parallel=false",
+        ),
+        (
+            ["execution.parallel.tp=4", "execution.cluster.processes=4"],
+            "execution.parallel.tp=4 does not divide the model's num_kv_heads=2; try execution.parallel.tp=2",
+        ),
+        (
+            ["execution.parallel.pp=2", "execution.cluster.processes=2"],
+            "execution.parallel.pp=2 ranks x vpp=1 pieces do not share the model's num_layers=3 evenly; "
+            "try execution.parallel.pp=1 or execution.parallel.first_pipeline_layers=2",
+        ),
         (
             ["execution.cluster.processes=3", "train.global_batch_size=4"],
-            "is not a multiple of dp=3; try train.global_batch_size=",
+            "train.global_batch_size=4 bins is not a multiple of dp=3, where dp is execution.cluster.processes=3 / "
+            "(tp x pp x cp = 1); try train.global_batch_size=3",
         ),
         (
             ["execution.parallel.cp=2", "execution.cluster.processes=2", "plan_bins.pad_multiple=1"],
@@ -81,6 +102,15 @@ def test_settings_of_two_stages_that_contradict(overrides, words):
 @pytest.mark.parametrize("override", ["train.optim.lr", "=3", "lr:3"])
 def test_an_override_has_a_form(override):
     assert "is not of the form a.b=value" in _error(override)
+
+
+def test_the_layout_is_checked_against_a_models_directory_before_any_work(tmp_path):
+    overrides = [f"model={tiny_hf_dir()}", "execution.parallel.tp=4", "execution.cluster.processes=4"]
+    config = load_recipe(overrides=[*overrides, "train.global_batch_size=4"]).config
+    words = r"execution\.parallel\.tp=4 does not divide .*num_kv_heads=2; try execution\.parallel\.tp=2"
+    with pytest.raises(InputError, match=words):
+        open_inputs(config, tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_override_below_a_value():

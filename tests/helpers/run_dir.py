@@ -93,8 +93,9 @@ def _write_data(directory: Path, bins: list[list[TokenizedSample]]) -> None:
     write_bins(directory, pa.Table.from_pylist(rows, schema=BINS_SCHEMA))
     write_index(directory, [{k: v for k, v in row.items() if k != "bin"} for row in rows])
     stats = {"patch_format": PIXELS.model_dump(mode="json")}
+    config = {"pad_multiple": 16}  # the bins of BIN_KINDS have room for it
     Manifest(
-        stage="tokenize", version=1, fingerprint="f" * 16, config={}, parents={}, shards=entries, stats=stats
+        stage="tokenize", version=1, fingerprint="f" * 16, config=config, parents={}, shards=entries, stats=stats
     ).write(directory)
 
 

@@ -31,7 +31,7 @@ def build_tiny(
 ) -> Qwen3VLModel:
     """Our model with the directory's weights and the tests' pixel normalisation; `fused`: by Transformer Engine."""
     modules = transformer_engine_modules() if fused else TorchModules()
-    model = Qwen3VLModel(read_config(hf_dir), ParallelConfig(), dtype, modules, mesh.groups, seq_len)
+    model = Qwen3VLModel(read_config(hf_dir), ParallelConfig(), dtype, modules, mesh, seq_len)
     load_hf_weights(model, hf_dir)
     model.vision.patch_embed.set_normalisation(PIXELS.image_mean, PIXELS.image_std)
     return model.to(mesh.device)

@@ -60,7 +60,10 @@ SECOND = EmbeddedModelConfig(
     special_tokens="first",
 )
 
-SHAPES = {"first": FIRST, "second": SECOND}
+# Layers enough for two virtual stages on each of two pipeline ranks, with both deepstack levels in the first.
+DEEP = FIRST.model_copy(update={"num_layers": 8})
+
+SHAPES = {"first": FIRST, "second": SECOND, "deep": DEEP}
 
 
 @functools.cache

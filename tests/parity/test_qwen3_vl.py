@@ -14,7 +14,8 @@ from tests.helpers.reference import (
 )
 from tests.helpers.single_rank import build_tiny, single_rank
 from trainer.batch import make_micro_batch
-from trainer.models.hf_weights import HFTensors, save_hf_weights
+from trainer.models.hf_export import save_hf_weights
+from trainer.models.hf_weights import HFTensors
 from trainer.models.qwen3_vl.rope import mrope_angles
 from trainer.models.qwen3_vl.weights import rules, split
 
@@ -25,6 +26,7 @@ class Pair:
     """Ours and the reference with the same weights, and one bin of mixed samples."""
 
     def __init__(self, shape: str, mesh) -> None:
+        self.mesh = mesh
         self.hf_dir = random_hf_dir(shape)
         self.reference = load_reference(self.hf_dir)
         self.ours = build_tiny(self.hf_dir, mesh, SEQ_LEN)
@@ -46,7 +48,8 @@ def pair(request):
 
 def test_vision_encoder_and_every_deepstack_level(pair):
     expected = pair.reference.model.visual(*pair.pixels())
-    image_tokens, features = pair.ours.vision(pair.batch)
+    levels = len(pair.ours.sizes.vision.deepstack_layers)
+    image_tokens, *features = pair.ours.vision(pair.batch).chunk(1 + levels, dim=-1)
     assert_close(image_tokens, expected.pooler_output, atol=1e-4, rtol=0)
     assert len(features) == len(expected.deepstack_features) >= 2
     for ours, theirs in zip(features, expected.deepstack_features):
@@ -98,7 +101,7 @@ def test_loss_and_the_gradient_of_every_parameter(pair):
 
 
 def test_weights_in_and_out_are_bit_equal(pair, tmp_path):
-    save_hf_weights(pair.ours, pair.hf_dir, tmp_path)
+    save_hf_weights([pair.ours], pair.mesh, pair.hf_dir, tmp_path)
     before, after = HFTensors(pair.hf_dir), HFTensors(tmp_path)
     assert before.names() == after.names()
     for name in before.names():

@@ -4,9 +4,11 @@ import json
 
 import pytest
 
-from stages.estimate import count_from_shape, estimate_memory, shape_of_embedded, shape_of_hf
+from stages.estimate import count_from_facts, estimate_memory, facts_of_embedded
 from stages.hf_directory import count_parameters
 from tests.helpers.tiny_model import FIRST, SECOND, tiny_hf_dir
+from trainer.contract import ParallelConfig
+from trainer.contract.model_facts import ModelFacts
 
 # Settings of Qwen3-VL-2B-Instruct, as its config.json has them.
 TEXT_2B = {
@@ -21,34 +23,96 @@ TEXT_2B = {
 VISION_2B = {
     "depth": 24,
     "hidden_size": 1024,
+    "num_heads": 16,
     "intermediate_size": 4096,
     "num_position_embeddings": 2304,
     "patch_size": 16,
     "deepstack_visual_indexes": [5, 11, 17],
 }
 
+FACTS_2B = ModelFacts.from_hf({"text_config": TEXT_2B, "vision_config": VISION_2B, "tie_word_embeddings": True})
+
+
+def memory(facts=FACTS_2B, *, dp=1, num_micro_batches=8, seq_len=1024, max_patches=512, precision="bfloat16", **layout):
+    return estimate_memory(
+        facts,
+        ParallelConfig(**layout),
+        dp=dp,
+        num_micro_batches=num_micro_batches,
+        seq_len=seq_len,
+        max_patches=max_patches,
+        precision=precision,
+    )
+
 
 @pytest.mark.parametrize(("name", "config"), [("first", FIRST), ("second", SECOND)])
 def test_counts_are_exact(name, config):
     hf_dir = tiny_hf_dir(name)
     counted = count_parameters(hf_dir)
-    assert count_from_shape(shape_of_embedded(config.model_dump())) == counted
-    assert count_from_shape(shape_of_hf(json.loads((hf_dir / "config.json").read_text()))) == counted
+    assert count_from_facts(facts_of_embedded(config.model_dump())) == counted
+    assert count_from_facts(ModelFacts.from_hf(json.loads((hf_dir / "config.json").read_text()))) == counted
 
 
 def test_a_published_model_has_the_size_it_is_known_for():
-    shape = shape_of_hf({"text_config": TEXT_2B, "vision_config": VISION_2B, "tie_word_embeddings": True})
-    parts = count_from_shape(shape)
+    parts = count_from_facts(FACTS_2B)
     assert parts["language"] == 1_720_574_976  # Qwen3-1.7B
     assert 2.1e9 < sum(parts.values()) < 2.15e9
 
 
 def test_memory_counts_weights_gradients_and_moments():
-    shape = shape_of_embedded(FIRST.model_dump())
-    parameters = sum(count_from_shape(shape).values())
-    single, half = (estimate_memory(shape, 1024, 512, precision) for precision in ("float32", "bfloat16"))
+    facts = facts_of_embedded(FIRST.model_dump())
+    parameters = sum(count_from_facts(facts).values())
+    single, half = (memory(facts, precision=precision) for precision in ("float32", "bfloat16"))
     assert single["weights"] + single["gradients"] + single["optimizer"] == 16 * parameters
     assert half["weights"] + half["gradients"] + half["optimizer"] == 18 * parameters
     assert half["activations"] < single["activations"]
-    longer = estimate_memory(shape, 2048, 512, "float32")
+    longer = memory(facts, seq_len=2048, precision="float32")
     assert longer["activations"] > single["activations"] and longer["weights"] == single["weights"]
+    assert memory(facts, num_micro_batches=1) == half  # without a pipeline one micro batch is in flight
+
+
+def test_data_parallel_ranks_divide_optimizer_states_and_with_fsdp_weights_too():
+    parameters = sum(count_from_facts(FACTS_2B).values())
+    one, four, cp = memory(), memory(dp=4), memory(dp=2, cp=2)
+    assert four["weights"] == (2 + 4 / 4) * parameters and four["gradients"] == 4 * parameters
+    assert four["optimizer"] == one["optimizer"] / 4 and four["activations"] == one["activations"]
+    assert cp == four | {"activations": one["activations"] / 2}
+    whole = memory(dp=4, sharding="fsdp")
+    assert [whole[part] for part in ("weights", "gradients", "optimizer")] == [parameters, parameters, 2 * parameters]
+
+
+def test_tensor_parallel_divides_the_language_model_and_vision_only_when_told():
+    counts = count_from_facts(FACTS_2B)
+    vision = counts["vision"] + counts["merger"]
+    assert memory(tp=2)["gradients"] == 4 * (counts["language"] / 2 + vision)
+    assert memory(tp=2, vision_split="tensor_parallel")["gradients"] == 4 * (counts["language"] + vision) / 2
+    one, two = memory(max_patches=0)["activations"], memory(tp=2, max_patches=0)["activations"]
+    cut = memory(tp=2, sequence_parallel=True, max_patches=0)["activations"]
+    logits = 12 * 1024 * FACTS_2B.vocab_size
+    assert cut == one / 2
+    assert (two - logits / 2) / (one - logits) == pytest.approx((10 + 24 / 2) / 34)
+
+
+def test_the_fullest_rank_of_a_pipeline_is_shown():
+    counts, width = count_from_facts(FACTS_2B), FACTS_2B.vocab_size * FACTS_2B.hidden_size
+    layer = (counts["language"] - width - FACTS_2B.hidden_size) // FACTS_2B.num_layers
+    first = memory(pp=4, first_pipeline_layers=4)  # vision and few layers
+    assert first["gradients"] == 4 * (4 * layer + width + counts["vision"] + counts["merger"])
+    last = memory(pp=4, first_pipeline_layers=4, seq_len=8192, max_patches=4, num_micro_batches=1)  # logits
+    assert last["gradients"] == 4 * (8 * layer + width + FACTS_2B.hidden_size)
+
+
+def test_micro_batches_in_flight_and_recomputation():
+    pipeline = {"pp": 2, "max_patches": 4096}
+    # The first of two ranks keeps two micro batches; interleaved 5 of 4 passes through half of its layers.
+    alone, two, many = (memory(num_micro_batches=n, **pipeline)["activations"] for n in (1, 2, 9))
+    assert two == many == 2 * alone
+    interleaved = memory(vpp=2, **pipeline | {"max_patches": 0}, seq_len=64)
+    plain = memory(**pipeline | {"max_patches": 0}, seq_len=64)
+    assert interleaved["activations"] / plain["activations"] == pytest.approx(5 / 4)
+    token = 2 * 1024 * FACTS_2B.hidden_size  # bytes of one activation
+    logits = 12 * 1024 * FACTS_2B.vocab_size
+    assert memory(recompute="full", max_patches=0)["activations"] == (FACTS_2B.num_layers + 17) * token + logits
+    patch = 2 * 512 * FACTS_2B.vision_hidden_size
+    saved = memory()["activations"] - memory(recompute_vision=True)["activations"]
+    assert saved == (17 * FACTS_2B.vision_depth - (FACTS_2B.vision_depth + 17)) * patch

@@ -1,6 +1,7 @@
 """The train and export stages around a trainer that keeps the contract and does no work."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -18,7 +19,6 @@ from stages.train import (
     StageStopped,
     TrainerFailed,
     TrainResources,
-    check_layout,
     make_run_config,
     read_metrics,
 )
@@ -55,7 +55,7 @@ def inputs(tmp_path):
     return {
         "model": model_input(tiny_hf_dir()),
         "tokenized": _artifact(tmp_path / "in", "tokenize", {}, {"min_pixels": 2048, "max_pixels": 9216}),
-        "bins": _artifact(tmp_path / "in", "plan_bins", {"seq_len": 512}, {}),
+        "bins": _artifact(tmp_path / "in", "plan_bins", {"seq_len": 512, "pad_multiple": 4}, {}),
     }
 
 
@@ -172,15 +172,19 @@ def test_metrics_of_a_directory_are_one_a_step(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("cluster", "parallel", "words"),
+    ("processes", "parallel", "words"),
     [
-        (ClusterConfig(processes=3), ParallelConfig(tp=2), "cluster.processes=3 is not a multiple of tp x pp x cp = 2"),
-        (ClusterConfig(processes=3), ParallelConfig(), "global_batch_size=4 bins is not a multiple of dp=3.*try 6"),
+        (3, ParallelConfig(tp=2), "processes=3 is not a multiple of tp=2 x pp=1 x cp=1 = 2; try processes=2"),
+        (3, ParallelConfig(), "train.global_batch_size=4 bins is not a multiple of dp=3"),
+        (4, ParallelConfig(tp=4), "parallel.tp=4 does not divide the model's num_kv_heads=2; try parallel.tp=2"),
+        (4, ParallelConfig(cp=4), "plan_bins.pad_multiple=4 is not a multiple of 8"),
     ],
 )
-def test_layouts_that_do_not_divide(cluster, parallel, words):
-    with pytest.raises(InputError, match=words):
-        check_layout(CONFIG, TrainResources(cluster=cluster, parallel=parallel))
+def test_a_layout_that_does_not_fit_is_refused_before_anything_is_started(inputs, tmp_path, processes, parallel, words):
+    started = []
+    with pytest.raises(InputError, match=re.escape(words)):
+        _run(inputs, tmp_path, cluster=ClusterConfig(processes=processes), parallel=parallel, on_line=started.append)
+    assert not started and not list(tmp_path.glob("scratch/*/run.json"))
 
 
 def _export_inputs(inputs, root: Path):

@@ -6,6 +6,7 @@ import pytest
 from tests.helpers.run_dir import SEQ_LEN, write_job
 from trainer.data import BinReader, TrainingOrder, bins_for_step, prefetch
 from trainer.models.qwen3_vl.config import read_config
+from trainer.slices import RankSlice
 
 
 @pytest.mark.parametrize(("num_bins", "size"), [(10, 4), (3, 4), (7, 7), (5, 13)])
@@ -27,7 +28,7 @@ def test_order_changes_with_seed_and_epoch_and_nothing_else():
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory):
     run = write_job(tmp_path_factory.mktemp("data"), num_steps=4)
-    return BinReader(run.tokenized_dir, run.bins_dir, "train", read_config(run.hf_dir).geometry, SEQ_LEN, 1)
+    return BinReader(run.tokenized_dir, run.bins_dir, "train", read_config(run.hf_dir).geometry, SEQ_LEN, RankSlice())
 
 
 @pytest.mark.parametrize("dp", [1, 2, 4])

@@ -10,7 +10,6 @@ from typing import Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from dataset_builders.contracts.errors import InputError
 from dataset_builders.contracts.strict import StrictModel
 from trainer.contract.parallel import ParallelConfig
 
@@ -40,6 +39,24 @@ class OptimConfig(StrictModel):
     clip_grad_norm: float = Field(default=1.0, gt=0, description="gradients are scaled down to this global norm")
 
 
+class PartConfig(StrictModel):
+    """How one part of the model is trained: the vision encoder, its mergers, or the language model."""
+
+    frozen: bool = Field(default=False, description="keep the part's weights as they are")
+    lr: float | None = Field(default=None, gt=0, le=1, description="peak learning rate of this part; null: optim.lr")
+    weight_decay: float | None = Field(
+        default=None, ge=0, le=1, description="weight decay of this part; null: optim.weight_decay"
+    )
+
+    @model_validator(mode="after")
+    def _frozen_has_no_rate(self) -> "PartConfig":
+        for name in ("lr", "weight_decay"):
+            value = getattr(self, name)
+            if self.frozen and value is not None:
+                raise ValueError(f"{name}={value} does nothing in a frozen part; make it null, or frozen=false")
+        return self
+
+
 class TrainConfig(StrictModel):
     """Identity: everything that changes the trained weights or the recorded metrics."""
 
@@ -51,6 +68,21 @@ class TrainConfig(StrictModel):
     )
     heldout_interval: int = Field(gt=0, description="steps between two measurements of the held-out loss")
     optim: OptimConfig
+    vision: PartConfig = Field(default=PartConfig(), description="the vision encoder without its mergers")
+    merger: PartConfig = Field(default=PartConfig(), description="what makes image tokens of it, deepstack's included")
+    language: PartConfig = Field(default=PartConfig(), description="the language model with its embeddings")
+
+    @property
+    def parts(self) -> dict[str, PartConfig]:
+        """The parts of the model by name."""
+        return {"vision": self.vision, "merger": self.merger, "language": self.language}
+
+    @model_validator(mode="after")
+    def _something_is_trained(self) -> "TrainConfig":
+        if all(part.frozen for part in self.parts.values()):
+            names = ", ".join(f"{name}.frozen" for name in self.parts)
+            raise ValueError(f"{names} are all true: nothing is left to train; make one of them false")
+        return self
 
     @model_validator(mode="after")
     def _warmup_fits(self) -> "TrainConfig":
@@ -67,6 +99,12 @@ class CheckpointConfig(StrictModel):
 
     save_interval: int = Field(default=200, gt=0, description="steps between two checkpoints; the last is always saved")
     keep_last: int = Field(default=2, ge=1, description="newest checkpoints that are kept")
+    keep_every: int | None = Field(
+        default=None, ge=1, description="checkpoints of steps that this divides are kept for good; null: none"
+    )
+    asynchronous: bool = Field(
+        default=False, description="write the files in a process of their own while training goes on"
+    )
 
 
 class RunConfig(StrictModel):
@@ -88,17 +126,8 @@ class RunConfig(StrictModel):
     num_threads: int = Field(default=0, ge=0, description="CPU threads of a process; 0 shares the cores among them")
 
     def num_micro_batches(self, dp: int) -> int:
-        """Micro batches a data-parallel rank runs per step.
-
-        Raises:
-            InputError: the global batch does not divide among the ranks.
-        """
-        size = self.train.global_batch_size
-        if size % dp:
-            raise InputError(
-                f"train.global_batch_size={size} bins is not a multiple of dp={dp}; try {-(-size // dp) * dp}"
-            )
-        return size // dp
+        """Micro batches a data-parallel rank runs per step; layout.py has seen that the ranks get as many."""
+        return self.train.global_batch_size // dp
 
 
 class MetricsRow(StrictModel):
@@ -109,7 +138,10 @@ class MetricsRow(StrictModel):
     loss: float = Field(description="mean over the loss tokens of the global batches since the last line")
     heldout_loss: float | None = Field(default=None, description="the same over the held-out bins")
     grad_norm: float = Field(description="over all ranks, before clipping")
-    lr: float
+    vision_grad_norm: float | None = Field(default=None, description="of the vision encoder; None where it is frozen")
+    merger_grad_norm: float | None = Field(default=None, description="of the mergers; None where they are frozen")
+    language_grad_norm: float | None = Field(default=None, description="of the language model; None where it is frozen")
+    lr: float = Field(description="of optim.lr; a part with a rate of its own is in proportion")
     epoch: float = Field(description="passes over the bins so far")
     tokens: int = Field(description="tokens trained on so far, without padding")
     loss_tokens: int = Field(description="loss tokens trained on so far")

@@ -1,10 +1,10 @@
-"""How the ranks share one model: the layout, its memory savers, and the checks that need no model."""
+"""How the ranks share one model: the layout, its memory savers, and the checks that need nothing else."""
 
+import math
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from dataset_builders.contracts.errors import InputError
 from dataset_builders.contracts.strict import StrictModel
 
 
@@ -40,25 +40,40 @@ class ParallelConfig(StrictModel):
         default=True, description="deal the bins of a global batch so that ranks and micro batches cost alike"
     )
 
+    @model_validator(mode="after")
+    def _fields_fit(self) -> "ParallelConfig":
+        """What layout.py checks against a model and a world, less what needs neither. `vision_split` may say
+        tensor_parallel with tp=1, and `sharding` fsdp on one rank: there both settings do the same work.
+        """
+        if self.sequence_parallel and self.tp == 1:
+            raise ValueError(
+                "sequence_parallel=true divides what tp ranks else hold whole, and tp=1; try sequence_parallel=false"
+            )
+        if self.vpp > 1 and self.pp == 1:
+            raise ValueError(f"vpp={self.vpp} divides what a rank of a pipeline holds, and pp=1; try vpp=1")
+        if self.first_pipeline_layers is not None and self.pp == 1:
+            raise ValueError(
+                f"first_pipeline_layers={self.first_pipeline_layers} leaves the rest to other ranks, and pp=1; "
+                "try first_pipeline_layers=null"
+            )
+        if self.sharding == "fsdp" and self.model_size > 1:
+            raise ValueError(
+                f"sharding=fsdp is for data parallel alone, not for tp={self.tp}, pp={self.pp}, cp={self.cp}; "
+                "try sharding=distributed_optimizer"
+            )
+        return self
+
     @property
     def pad_multiple(self) -> int:
-        """What each sample's length in a bin is rounded up to, so that every rank's slice is whole."""
-        halves = 2 * self.cp if self.cp > 1 else 1
-        return halves * (self.tp if self.sequence_parallel else 1)
+        """What each sample's length in a bin is rounded up to, so that context-parallel ranks' pieces are whole."""
+        return 2 * self.cp if self.cp > 1 else 1
+
+    @property
+    def bin_multiple(self) -> int:
+        """What the length of a bin is a multiple of: sequence parallel divides what a rank holds, samples or not."""
+        return math.lcm(self.pad_multiple, self.cp * (self.tp if self.sequence_parallel else 1))
 
     @property
     def model_size(self) -> int:
         """Ranks that hold one copy of the model."""
         return self.tp * self.pp * self.cp
-
-    def check_proved(self) -> None:
-        """Refuse the layouts that no test has shown equal to one process yet.
-
-        Raises:
-            InputError: a size over 1, or sequence parallel.
-        """
-        if self.model_size > 1 or self.sequence_parallel:
-            raise InputError(
-                f"parallel: tp={self.tp}, pp={self.pp}, cp={self.cp}, sequence_parallel={self.sequence_parallel}: only "
-                "data parallel is proved equal to one process so far; leave them at 1, 1, 1 and false"
-            )

@@ -1,10 +1,11 @@
 """Self-attention over a packed bin: rotation by explicit angles, and a plain torch core for machines without CUDA.
 
-T = tokens (or patches) of the bin, h = query heads, g = key-value heads, d = head dim, n = segments.
+T = tokens (or patches) of the bin, t = those of a context-parallel rank, h = query heads, g = key-value heads,
+d = head dim, n = segments.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,9 @@ from megatron.core.models.common.embeddings.rope_utils import fused_apply_rotary
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
+from torch.utils.checkpoint import checkpoint
+
+from trainer.models.gather import gather_sequence
 
 __all__ = ["PackedSegments", "RotarySelfAttention", "Rotation", "SelfAttentionSubmodules", "TorchVarlenAttention"]
 
@@ -54,35 +58,42 @@ class RotarySelfAttention(SelfAttention):
         """(T, 1, D) -> ((T, 1, D), bias). `rotary_pos_emb` is a Rotation."""
         query, key, value = (x.squeeze(1) for x in self.get_query_key_value_tensors(hidden_states))
         query, key = rotary_pos_emb(query), rotary_pos_emb(key)
-        if self.checkpoint_core_attention and self.training:
-            out = self._checkpointed_attention_forward(
-                query, key, value, None, attn_mask_type=self.attn_mask_type, packed_seq_params=packed_seq_params
-            )
-        else:
-            out = self.core_attention(
-                query, key, value, None, attn_mask_type=self.attn_mask_type, packed_seq_params=packed_seq_params
-            )
+        attend = partial(recomputed, self.core_attention) if self.checkpoint_core_attention else self.core_attention
+        out = attend(query, key, value, None, attn_mask_type=self.attn_mask_type, packed_seq_params=packed_seq_params)
         return self.linear_proj(out.reshape(out.size(0), 1, -1))
+
+
+def recomputed(module: torch.nn.Module, *args: object, **kwargs: object):
+    """Call `module`, keep its inputs alone, and compute it again in the backward pass. Nothing in it is random."""
+    return checkpoint(module, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
 @dataclass
 class PackedSegments(PackedSeqParams):
-    """PackedSeqParams that also knows its segments in groups of like length, for the plain torch core."""
+    """PackedSeqParams that also knows how context-parallel ranks hold the bin, and its segments in groups of like
+    length: what the plain torch core needs."""
+
+    cp_order: torch.Tensor | None = None
 
     @classmethod
-    def of(
-        cls, cu_seqlens: torch.Tensor, max_seqlen: int, cu_seqlens_padded: torch.Tensor | None = None
-    ) -> "PackedSegments":
-        """Without `cu_seqlens_padded` the segments touch. Say so: Transformer Engine else compares the two on the
-        host, once a layer, and the host waits for the device."""
+    def of(cls, cu_seqlens: torch.Tensor, max_seqlen: int, cp_order: torch.Tensor | None = None) -> "PackedSegments":
+        """Segments that touch.
+
+        Args:
+            cp_order: (T,) with context parallel: places of the bin in the order in which its ranks hold them.
+        """
+        # Transformer Engine compares padded with unpadded bounds on the host, once a layer, where it is given both: so
+        # they are given only where its context parallelism insists.
+        padded = None if cp_order is None else cu_seqlens
         return cls(
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens,
             cu_seqlens_kv=cu_seqlens,
-            cu_seqlens_q_padded=cu_seqlens_padded,
-            cu_seqlens_kv_padded=cu_seqlens_padded,
+            cu_seqlens_q_padded=padded,
+            cu_seqlens_kv_padded=padded,
             max_seqlen_q=max_seqlen,
             max_seqlen_kv=max_seqlen,
+            cp_order=cp_order,
         )
 
     @cached_property
@@ -91,8 +102,7 @@ class PackedSegments(PackedSeqParams):
 
         A place is the token's number in T, 0 where the mask is False. At most half of a row is filling.
         """
-        bounds = self.cu_seqlens_q if self.cu_seqlens_q_padded is None else self.cu_seqlens_q_padded
-        starts, stops = bounds[:-1].long(), bounds[1:].long()
+        starts, stops = self.cu_seqlens_q[:-1].long(), self.cu_seqlens_q[1:].long()
         lengths = stops - starts
         width = torch.pow(2, torch.ceil(torch.log2(lengths.clamp(min=1).double()))).long()
         groups = []
@@ -106,17 +116,34 @@ class PackedSegments(PackedSeqParams):
 
 
 class TorchVarlenAttention(torch.nn.Module):
-    """Core attention by torch's scaled_dot_product_attention, one call a group of segments of like length."""
+    """Core attention by torch's scaled_dot_product_attention, one call a group of segments of like length.
 
-    def __init__(self, *, config, attn_mask_type: AttnMaskType, softmax_scale: float | None = None, **_) -> None:
+    With context parallel every rank gathers the keys and values of all and computes the rows of its own queries: as
+    slow as one rank alone, and exact.
+    """
+
+    def __init__(
+        self, *, config, attn_mask_type: AttnMaskType, softmax_scale: float | None = None, pg_collection=None, **_
+    ) -> None:
         super().__init__()
         self.scale = softmax_scale
         self.causal = attn_mask_type == AttnMaskType.causal
+        self.cp_group = pg_collection.cp if config.context_parallel_size > 1 else None
 
     def forward(self, query, key, value, attention_mask=None, *, packed_seq_params: PackedSegments, **_):
-        """(T, h, d), (T, g, d), (T, g, d) -> (T, h * d)."""
+        """(t, h, d), (t, g, d), (t, g, d) -> (t, h * d); t = T / cp."""
+        if self.cp_group is None:
+            return self._whole(query, key, value, packed_seq_params)
+        order = packed_seq_params.cp_order
+        mine = order.chunk(self.cp_group.size())[self.cp_group.rank()]
+        key, value = (gather_sequence(x, order, self.cp_group) for x in (key, value))
+        # Other ranks' queries are zero here and their rows are dropped: no gradient comes from them.
+        query = query.new_zeros(len(order), *query.shape[1:]).index_copy(0, mine, query)
+        return self._whole(query, key, value, packed_seq_params).index_select(0, mine)
+
+    def _whole(self, query, key, value, segments: PackedSegments) -> torch.Tensor:
         out = query.new_zeros(query.shape)
-        for places, mask in packed_seq_params.groups:
+        for places, mask in segments.groups:
             q, k, v = (x[places].transpose(1, 2) for x in (query, key, value))
             # With a causal mask the filling comes after every real token, which therefore never sees it.
             seen = None if self.causal or bool(mask.all()) else mask[:, None, None]

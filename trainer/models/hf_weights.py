@@ -1,6 +1,6 @@
-"""Reading an HF directory's safetensors into a model, and writing a model's back; tensor by tensor, no converted copy.
+"""Reading an HF directory's safetensors into a model: each rank the slices it holds, no converted copy.
 
-Each rank reads what it holds: its pipeline rank's layers, its tensor-parallel slice of each.
+A rank holds its pipeline rank's layers and its tensor-parallel slice of each.
 """
 
 import json
@@ -10,14 +10,11 @@ from pathlib import Path
 import torch
 from megatron.core.transformer.module import MegatronModule
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from dataset_builders.contracts.errors import InputError
-from dataset_builders.contracts.files import write_json
-from trainer.models.qwen3_vl.weights import Rule, fuse, rules, split
+from trainer.models.qwen3_vl.weights import Rule, blocks, fuse, rules
 
 INDEX = "model.safetensors.index.json"
-SHARD_BYTES = 5_000_000_000
 
 # Transformer Engine keeps a norm and the linear after it in one module.
 _FUSED_NORMS = (
@@ -47,14 +44,32 @@ class HFTensors:
 
     def get(self, name: str) -> torch.Tensor:
         """One tensor, on the CPU, in its stored dtype."""
+        with self._open(name) as file:
+            return file.get_tensor(name)
+
+    def get_slice(self, name: str, dim: int, rank: int, size: int, blocks: int = 1) -> torch.Tensor:
+        """The rank-th of `size` equal slices along `dim`, of each of `blocks` equal runs; only these bytes are read."""
+        with self._open(name) as file:
+            stored = file.get_slice(name)
+            run = stored.get_shape()[dim] // blocks
+            bounds = [(i * run + rank * run // size, i * run + (rank + 1) * run // size) for i in range(blocks)]
+            return torch.cat([stored[start:stop] if dim == 0 else stored[:, start:stop] for start, stop in bounds], dim)
+
+    def dtype_and_bytes(self, name: str) -> tuple[torch.dtype, int]:
+        """The dtype of a stored tensor and its size, from the file's header alone."""
+        with self._open(name) as file:
+            stored = file.get_slice(name)
+            dtype = stored[:0].dtype
+        return dtype, torch.Size(stored.get_shape()).numel() * dtype.itemsize
+
+    def _open(self, name: str):
         if name not in self._files:
             raise InputError(f"{self.dir}: the tensor {name} is missing; is it a complete model of this architecture?")
-        with safe_open(self.dir / self._files[name], "pt") as file:
-            return file.get_tensor(name)
+        return safe_open(self.dir / self._files[name], "pt")
 
 
 def load_hf_weights(model: MegatronModule, hf_dir: Path) -> int:
-    """Fill every parameter of this rank's model from `hf_dir`; returns how many.
+    """Fill every parameter of this rank's chunk from `hf_dir`; returns how many.
 
     Raises:
         InputError: a tensor is missing, has another shape, or is left over.
@@ -62,12 +77,10 @@ def load_hf_weights(model: MegatronModule, hf_dir: Path) -> int:
     source = HFTensors(hf_dir)
     table = {rule.ours: rule for rule in rules(model.sizes)}
     _check_leftovers(source, table, model)
-    tp = model.language.groups.tp
     count = 0
-    for name, param in _global_names(model):
+    for name, param in global_names(model):
         rule = table[name]
-        whole = fuse(rule, [source.get(part) for part in rule.hf], model.sizes)
-        part = _tp_slice(whole, param, rule, tp.rank(), tp.size())
+        part = _read(source, rule, param, model)
         if part.shape != param.shape:
             raise InputError(
                 f"{hf_dir}: {rule.hf[0]} gives the shape {tuple(part.shape)}, config.json {tuple(param.shape)}"
@@ -76,6 +89,19 @@ def load_hf_weights(model: MegatronModule, hf_dir: Path) -> int:
             param.copy_(part)
         count += 1
     return count
+
+
+def _read(source: HFTensors, rule: Rule, param: torch.nn.Parameter, model: MegatronModule) -> torch.Tensor:
+    axis, tp = parallel_axis(param), model.groups.tp
+    if axis is None or tp.size() == 1:
+        return fuse(rule, [source.get(name) for name in rule.hf], model.sizes)
+    parts = [source.get_slice(name, axis, tp.rank(), tp.size(), blocks(rule)) for name in rule.hf]
+    return fuse(rule, parts, model.sizes, tp.size())
+
+
+def parallel_axis(param: torch.nn.Parameter) -> int | None:
+    """The axis along which tensor-parallel ranks divide a parameter; None where each has it whole."""
+    return param.partition_dim if getattr(param, "tensor_model_parallel", False) else None
 
 
 def _check_leftovers(source: HFTensors, table: dict[str, Rule], model: MegatronModule) -> None:
@@ -87,7 +113,7 @@ def _check_leftovers(source: HFTensors, table: dict[str, Rule], model: MegatronM
         raise InputError(f"{source.dir}: {len(left)} tensors have no place in the model, the first is {left[0]}")
 
 
-def _global_names(model: MegatronModule) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def global_names(model: MegatronModule) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Every parameter under the name of the table: layers numbered over all pipeline ranks, norms apart."""
     decoder = "language.decoder.layers."
     for name, param in model.named_parameters():
@@ -97,47 +123,3 @@ def _global_names(model: MegatronModule) -> Iterator[tuple[str, torch.nn.Paramet
         for fused, apart in _FUSED_NORMS:
             name = name.replace(fused, apart)
         yield name, param
-
-
-def _tp_slice(whole: torch.Tensor, param: torch.nn.Parameter, rule: Rule, rank: int, size: int) -> torch.Tensor:
-    if size == 1 or not getattr(param, "tensor_model_parallel", False):
-        return whole
-    if rule.kind == "glu":
-        return torch.cat([half.chunk(size)[rank] for half in whole.chunk(2)])
-    return whole.chunk(size, dim=param.partition_dim)[rank]
-
-
-def save_hf_weights(model: MegatronModule, source_dir: Path, out_dir: Path) -> int:
-    """Write the weights of a whole model (tp = pp = 1) as safetensors, in the dtypes of `source_dir`.
-
-    Returns:
-        bytes of all tensors.
-    """
-    source = HFTensors(source_dir)
-    params = dict(_global_names(model))
-    stored = source.names()
-    shards: list[dict[str, torch.Tensor]] = [{}]
-    total = room = 0
-    for rule in rules(model.sizes):
-        for name, tensor in zip(rule.hf, split(rule, params[rule.ours].detach(), model.sizes)):
-            tensor = tensor.to("cpu", source.get(name).dtype if name in stored else None).contiguous()
-            if room and room + tensor.nbytes > SHARD_BYTES:
-                shards.append({})
-                room = 0
-            shards[-1][name] = tensor.clone()
-            room, total = room + tensor.nbytes, total + tensor.nbytes
-    _write_shards(shards, total, out_dir)
-    return total
-
-
-def _write_shards(shards: list[dict[str, torch.Tensor]], total: int, out_dir: Path) -> None:
-    out_dir.mkdir(parents=True, exist_ok=True)
-    if len(shards) == 1:
-        save_file(shards[0], out_dir / "model.safetensors", metadata={"format": "pt"})
-        return
-    weight_map = {}
-    for number, shard in enumerate(shards, 1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, out_dir / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(shard, file)
-    write_json(out_dir / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})

@@ -6,6 +6,11 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -20,6 +25,9 @@ _FUSED_NORM_KEYS = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
+
+# The axis of the weight that tensor-parallel ranks divide; a row-parallel bias is whole on every rank.
+_PARALLEL_AXES = {ColumnParallelLinear: 0, RowParallelLinear: 1, VocabParallelEmbedding: 0}
 
 
 class TorchNorm(torch.nn.Module):
@@ -62,6 +70,22 @@ def transformer_engine_modules() -> BackendSpecProvider:
             "training on CUDA needs transformer-engine, which is not installed: pip install 'athanor[gpu]'"
         )
     return TESpecProvider()
+
+
+def mark_tensor_parallel(model: torch.nn.Module) -> None:
+    """Say of every parameter that tensor-parallel ranks divide that they do, and along which axis.
+
+    megatron-core's modules say so only when they also initialise the weight, which ours leave to the loading;
+    gradient norms and the reading of weights depend on it. Transformer Engine's say so themselves.
+    """
+    for module in model.modules():
+        axis = _PARALLEL_AXES.get(type(module))
+        if axis is None or module.tp_group.size() == 1:
+            continue
+        parts = [module.weight] if axis == 1 else [module.weight, getattr(module, "bias", None)]
+        for param in parts:
+            if param is not None:
+                param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, axis, 1
 
 
 def layer_spec(modules: BackendSpecProvider, *, causal: bool, qk_norm: bool) -> ModuleSpec:

@@ -152,14 +152,23 @@ def language_config(sizes: LanguageSizes, parallel: ParallelConfig, dtype: torch
         add_qkv_bias=sizes.attention_bias,
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        # With virtual stages two pipeline ranks exchange activations and gradients at once; in one batch they would be
+        # matched by their order and taken for each other.
+        overlap_p2p_comm=parallel.vpp > 1,
+        batch_p2p_comm=parallel.vpp == 1,
+        num_layers_in_first_pipeline_stage=parallel.first_pipeline_layers,
         context_parallel_size=parallel.cp,
         sequence_parallel=parallel.sequence_parallel,
+        # Whole layers are recomputed by the block, which knows deepstack; megatron-core's flag is for the cores alone.
+        recompute_granularity="selective" if parallel.recompute == "selective" else None,
         **_common(dtype),
     )
 
 
 def vision_config(sizes: VisionSizes, parallel: ParallelConfig, dtype: torch.dtype) -> TransformerConfig:
-    """megatron-core's config of the vision encoder: whole on the first pipeline rank."""
+    """megatron-core's config of the vision encoder: all its layers on the first pipeline rank, never cut along the
+    sequence, each matrix whole unless `vision_split` says otherwise."""
     return TransformerConfig(
         num_layers=sizes.num_layers,
         hidden_size=sizes.hidden_size,
@@ -170,7 +179,7 @@ def vision_config(sizes: VisionSizes, parallel: ParallelConfig, dtype: torch.dty
         layernorm_epsilon=1e-6,
         activation_func=_ACTIVATIONS[sizes.activation],
         add_bias_linear=True,
-        tensor_model_parallel_size=parallel.tp,
+        tensor_model_parallel_size=parallel.tp if parallel.vision_split == "tensor_parallel" else 1,
         **_common(dtype),
     )
 

@@ -1,12 +1,16 @@
 """The language model of Qwen3-VL: a decoder whose first layers each receive a level of vision features.
 
-T = tokens of the bin, V = image tokens, N = loss tokens, D = hidden size, L = deepstack levels.
+t = tokens of this context-parallel rank, s = t / tp with sequence parallel, else t; V = image tokens among the s,
+N = loss tokens among the t, D = hidden size, L = deepstack levels.
 """
+
+import dataclasses
 
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import (
     TransformerBlock,
@@ -16,7 +20,7 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import make_viewless_tensor
 
-from trainer.models.attention import PackedSegments, Rotation
+from trainer.models.attention import PackedSegments, Rotation, recomputed
 from trainer.models.module_set import layer_spec
 from trainer.models.qwen3_vl.config import LanguageSizes
 
@@ -24,19 +28,25 @@ from trainer.models.qwen3_vl.config import LanguageSizes
 class DeepstackBlock(TransformerBlock):
     """A transformer block that adds level i of the deepstack features to the image tokens after layer i."""
 
+    recompute = False
+
     def forward(
         self,
         hidden_states: torch.Tensor | None,
         rotation: Rotation,
         segments: PackedSegments,
-        features: list[torch.Tensor],
+        features: tuple[torch.Tensor, ...],
         image_index: torch.Tensor,
     ) -> torch.Tensor:
-        """(T, 1, D) -> (T, 1, D); features are L times (V, D), image_index (V,) says where in T they go."""
+        """(s, 1, D) -> (s, 1, D); features are L times (V, D), image_index (V,) says where in s they go."""
         hidden = hidden_states if self.pre_process else self.input_tensor
         hidden = make_viewless_tensor(inp=hidden, requires_grad=True, keep_graph=True)
         for layer in self.layers:
-            hidden, _ = layer(hidden_states=hidden, rotary_pos_emb=rotation, packed_seq_params=segments)
+            # The features are an argument, not part of the layer: what is computed again is the layer alone.
+            if self.recompute:
+                hidden, _ = recomputed(layer, hidden, rotary_pos_emb=rotation, packed_seq_params=segments)
+            else:
+                hidden, _ = layer(hidden_states=hidden, rotary_pos_emb=rotation, packed_seq_params=segments)
             level = layer.layer_number - 1
             if level < len(features):
                 hidden = hidden.index_add(0, image_index, features[level][:, None])
@@ -58,6 +68,7 @@ class LanguageModel(MegatronModule):
         *,
         pre_process: bool = True,
         post_process: bool = True,
+        vp_stage: int | None = None,
     ) -> None:
         super().__init__(config)
         self.sizes, self.groups = sizes, groups
@@ -68,22 +79,27 @@ class LanguageModel(MegatronModule):
                 sizes.vocab_size,
                 sizes.hidden_size,
                 init_method=config.init_method,
+                reduce_scatter_embeddings=config.sequence_parallel,
                 config=config,
                 tp_group=groups.tp,
             )
-        layers = [layer_spec(modules, causal=True, qk_norm=True)] * get_num_layers_to_build(config)
+        layers = get_num_layers_to_build(config, vp_stage, groups.pp.rank())
         self.decoder = DeepstackBlock(
             config,
-            TransformerBlockSubmodules(layer_specs=layers, layer_norm=modules.layer_norm()),
+            TransformerBlockSubmodules(
+                layer_specs=[layer_spec(modules, causal=True, qk_norm=True)] * layers, layer_norm=modules.layer_norm()
+            ),
             pre_process=pre_process,
             post_process=post_process,
             pg_collection=groups,
+            vp_stage=vp_stage,
         )
         if post_process:
+            # It works on the chosen rows of the whole sequence: what sequence parallel split is gathered before.
             self.output_layer = tensor_parallel.ColumnParallelLinear(
                 sizes.hidden_size,
                 sizes.vocab_size,
-                config=config,
+                config=dataclasses.replace(config, sequence_parallel=False),
                 init_method=config.init_method,
                 bias=False,
                 gather_output=False,
@@ -92,8 +108,9 @@ class LanguageModel(MegatronModule):
             )
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """(1, T) -> (T, 1, D)."""
-        return self.embedding(input_ids).transpose(0, 1).contiguous()
+        """(1, t) -> (s, 1, D)."""
+        embedded = self.embedding(input_ids)
+        return embedded if self.config.sequence_parallel else embedded.transpose(0, 1).contiguous()
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """(n, 1, D) -> (n, 1, vocabulary / tp)."""
@@ -101,6 +118,11 @@ class LanguageModel(MegatronModule):
         return self.output_layer(hidden, weight=weight)[0]
 
     def losses(self, hidden: torch.Tensor, loss_index: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """(T, 1, D) -> (N,) float32 cross entropy at the positions that carry loss, and nowhere else."""
+        """(s, 1, D) -> (N,) float32 cross entropy at the positions that carry loss, and nowhere else."""
+        if self.config.sequence_parallel:
+            # The output layer gives every rank the whole gradient, of which each keeps its rows.
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=False, group=self.groups.tp
+            )
         logits = self.logits(hidden.index_select(0, loss_index))
         return tensor_parallel.vocab_parallel_cross_entropy(logits.float(), labels[:, None])[:, 0]

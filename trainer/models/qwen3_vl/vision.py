@@ -1,8 +1,12 @@
 """The vision encoder of Qwen3-VL: patches of all images of a bin -> image tokens and deepstack features.
 
-P = patches, V = image tokens = P / merge^2, C = bytes of a patch (3 * patch_size^2), D = language hidden size.
+P = patches, V = image tokens = P / merge^2, C = bytes of a patch (3 * patch_size^2), D = language hidden size,
+L = deepstack levels.
 """
 
+from functools import partial
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 from megatron.core.models.backends import BackendSpecProvider
@@ -13,7 +17,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock, Transf
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trainer.batch import MicroBatch
-from trainer.models.attention import PackedSegments, Rotation
+from trainer.models.attention import PackedSegments, Rotation, recomputed
 from trainer.models.module_set import layer_spec
 from trainer.models.qwen3_vl.config import VisionSizes
 from trainer.models.qwen3_vl.rope import vision_angles
@@ -73,7 +77,10 @@ class PatchMerger(MegatronModule):
 
 
 class VisionEncoder(MegatronModule):
-    """Patches -> transformer with full attention inside each image -> merged image tokens."""
+    """Patches -> transformer with full attention inside each image -> merged image tokens.
+
+    It encodes the images of its rank alone; the model gathers what the ranks make of theirs.
+    """
 
     def __init__(
         self,
@@ -81,15 +88,16 @@ class VisionEncoder(MegatronModule):
         sizes: VisionSizes,
         modules: BackendSpecProvider,
         groups: ProcessGroupCollection,
+        *,
+        recompute: bool = False,
     ) -> None:
         super().__init__(config)
-        self.sizes = sizes
+        self.sizes, self.recompute = sizes, recompute
         self.patch_embed = PatchEmbedding(config, sizes)
         self.pos_embed = torch.nn.Parameter(
             torch.empty(sizes.num_positions, sizes.hidden_size, dtype=config.params_dtype)
         )
         spec = layer_spec(modules, causal=False, qk_norm=False)
-        # The encoder is whole on its rank: groups without a pipeline keep megatron-core from splitting it.
         self.blocks = TransformerBlock(
             config,
             TransformerBlockSubmodules(layer_specs=[spec] * sizes.num_layers),
@@ -101,18 +109,31 @@ class VisionEncoder(MegatronModule):
             PatchMerger(config, sizes, modules, groups, norm_after=True) for _ in sizes.deepstack_layers
         )
 
-    def forward(self, batch: MicroBatch) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Image tokens (V, D), and one (V, D) for each deepstack level."""
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        """(V, (1 + L) * D): each image token, and after it its feature of every deepstack level."""
+        # With frozen layers the mergers alone need a graph.
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self._layers_learn()):
+            taps = self._hidden_states(batch)
+        # Features come in the order of their layers, whatever the order of the config's list.
+        by_layer = [self.deepstack_mergers[i] for i in np.argsort(self.sizes.deepstack_layers)]
+        levels = [merger(hidden) for merger, hidden in zip([*by_layer, self.merger], taps)]
+        return torch.cat([levels[-1], *levels[:-1]], dim=-1)
+
+    def _layers_learn(self) -> bool:
+        return self.pos_embed.requires_grad
+
+    def _hidden_states(self, batch: MicroBatch) -> list[torch.Tensor]:
+        """(P, 1, hidden) after each deepstack layer and after the last."""
         positions = F.embedding(batch.position_taps, self.pos_embed)
         weights = batch.position_weights.to(positions.dtype)
-        hidden = self.patch_embed(batch.patches) + (positions * weights[:, :, None]).sum(1)
+        hidden = self.patch_embed(batch.patches.values) + (positions * weights[:, :, None]).sum(1)
         hidden = hidden[:, None]
         rotation = Rotation(vision_angles(batch.patch_coordinates, self.sizes))
         segments = PackedSegments.of(batch.vision_cu_seqlens, batch.vision_max_seqlen)
-        features = []
+        taps = []
         for number, layer in enumerate(self.blocks.layers):
-            hidden, _ = layer(hidden_states=hidden, rotary_pos_emb=rotation, packed_seq_params=segments)
+            call = partial(recomputed, layer) if self.recompute else layer
+            hidden, _ = call(hidden_states=hidden, rotary_pos_emb=rotation, packed_seq_params=segments)
             if number in self.sizes.deepstack_layers:
-                merger = self.deepstack_mergers[self.sizes.deepstack_layers.index(number)]
-                features.append(merger(hidden))
-        return self.merger(hidden), features
+                taps.append(hidden)
+        return [*taps, hidden]

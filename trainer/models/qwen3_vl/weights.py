@@ -69,25 +69,31 @@ def _vision(sizes: Qwen3VLSizes) -> Iterator[Rule]:
                 yield Rule(f"{merger}{part}.{what}", (f"{source}{part}.{what}",))
 
 
-def fuse(rule: Rule, parts: list[torch.Tensor], sizes: Qwen3VLSizes) -> torch.Tensor:
-    """HF tensors -> our whole parameter."""
+def blocks(rule: Rule) -> int:
+    """Equal runs of rows in the HF tensor, each of which tensor-parallel ranks divide among themselves: queries, keys
+    and values one after the other, or one run."""
+    return 3 if rule.kind == "vision_qkv" else 1
+
+
+def fuse(rule: Rule, parts: list[torch.Tensor], sizes: Qwen3VLSizes, tp: int = 1) -> torch.Tensor:
+    """HF tensors -> our parameter; or a rank's slices of them -> its slice, one of `tp`."""
     if rule.kind == "qkv":
-        groups = sizes.language.num_query_groups
+        groups = sizes.language.num_query_groups // tp
         return torch.cat([p.unflatten(0, (groups, -1)) for p in parts], dim=1).flatten(0, 1)
     if rule.kind == "vision_qkv":
-        return parts[0].unflatten(0, (3, sizes.vision.num_heads, -1)).transpose(0, 1).flatten(0, 2)
+        return parts[0].unflatten(0, (3, sizes.vision.num_heads // tp, -1)).transpose(0, 1).flatten(0, 2)
     return torch.cat(parts)
 
 
-def split(rule: Rule, whole: torch.Tensor, sizes: Qwen3VLSizes) -> list[torch.Tensor]:
-    """Our whole parameter -> HF tensors; the inverse of `fuse`."""
+def split(rule: Rule, ours: torch.Tensor, sizes: Qwen3VLSizes, tp: int = 1) -> list[torch.Tensor]:
+    """Our parameter, or a rank's slice of it -> HF tensors, or slices of them; the inverse of `fuse`."""
     if rule.kind == "qkv":
         language = sizes.language
         queries = language.num_heads // language.num_query_groups * language.head_dim
-        parts = whole.unflatten(0, (language.num_query_groups, -1)).split(
+        parts = ours.unflatten(0, (language.num_query_groups // tp, -1)).split(
             [queries, language.head_dim, language.head_dim], dim=1
         )
         return [p.flatten(0, 1) for p in parts]
     if rule.kind == "vision_qkv":
-        return [whole.unflatten(0, (sizes.vision.num_heads, 3, -1)).transpose(0, 1).flatten(0, 2)]
-    return list(whole.chunk(len(rule.hf)))
+        return [ours.unflatten(0, (sizes.vision.num_heads // tp, 3, -1)).transpose(0, 1).flatten(0, 2)]
+    return list(ours.chunk(len(rule.hf)))

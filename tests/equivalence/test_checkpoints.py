@@ -1,0 +1,306 @@
+"""Checkpoints written while training goes on: the same bits, and nothing lost whatever is killed or fails meanwhile."""
+
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+from tests.helpers.held_writer import release
+from tests.helpers.reference import random_hf_dir
+from tests.helpers.run_dir import OPTIM, log_of, metrics_of, result_of, run_trainer, write_job
+from tests.helpers.single_rank import build_tiny, single_rank
+from trainer import rng
+from trainer.checkpoint import Checkpointer, list_checkpoints
+from trainer.contract import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED, ParallelConfig, RunConfig
+from trainer.optim import build_optimizer
+
+STEPS, INTERVAL = 8, 3
+UNCLIPPED = OPTIM.model_copy(update={"clip_grad_norm": 1e6})
+LEFT_AFTER = 20.0  # seconds for a killed trainer's writer to end
+
+
+def make_run(root: Path, num_steps: int = STEPS, optim=OPTIM, **checkpoint) -> RunConfig:
+    """Saves every three steps and keeps everything, where nothing else is said."""
+    run = write_job(root, num_steps=num_steps, optim=optim)
+    settings = {"save_interval": INTERVAL, "keep_last": 100, "asynchronous": True, **checkpoint}
+    return rewrite(run, checkpoint=run.checkpoint.model_copy(update=settings))
+
+
+def rewrite(run: RunConfig, **changes) -> RunConfig:
+    changed = run.model_copy(update=changes)
+    (run.output_dir / "run.json").write_text(changed.model_dump_json())
+    return changed
+
+
+def start(run: RunConfig, module: str = "trainer", place: dict | None = None, **options) -> subprocess.Popen:
+    """One rank, by itself: its process is the one that trains."""
+    with (run.output_dir / "log.txt").open("a") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", module, str(run.output_dir / "run.json")],
+            env={**os.environ, "OMP_NUM_THREADS": "1", **(place or {})},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            **options,
+        )
+
+
+def start_held(run: RunConfig) -> subprocess.Popen:
+    return start(run, "tests.helpers.held_writer")
+
+
+def wait_for(condition, run: RunConfig, process: subprocess.Popen, seconds: float = 120) -> None:
+    stop = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < stop and process.poll() is None, log_of(run)
+        time.sleep(0.005)
+
+
+def has_reached(run: RunConfig, step: int) -> bool:
+    return any(row.step >= step for row in metrics_of(run))
+
+
+def half_file(run: RunConfig, step: int) -> Path:
+    return run.output_dir / f"checkpoints/saving-step-{step:06d}/__0_0.distcp"
+
+
+def steps_of(run: RunConfig) -> list[int]:
+    return [int(path.name[-6:]) for path in list_checkpoints(run.output_dir / "checkpoints")]
+
+
+def rows_of(run: RunConfig) -> list[tuple]:
+    return [(row.step, row.loss, row.grad_norm, row.heldout_loss, row.tokens) for row in metrics_of(run)]
+
+
+def content_of(run: RunConfig, step: int) -> tuple[dict, dict]:
+    """(every tensor, everything else but the RNG states) of a checkpoint."""
+    directory = str(run.output_dir / f"checkpoints/step-{step:06d}")
+    with single_rank():
+        found = dist_checkpointing.load_plain_tensors(directory)
+    tensors = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+    return tensors, {name: value for name, value in found.items() if name not in tensors}
+
+
+def assert_same_content(ours: tuple[dict, dict], theirs: tuple[dict, dict]) -> None:
+    assert ours[0].keys() == theirs[0].keys() and len(ours[0]) > 100
+    different = [name for name, tensor in ours[0].items() if not torch.equal(tensor, theirs[0][name])]
+    assert not different
+    assert ours[1] == theirs[1] and "optimizer" in ours[1]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> RunConfig:
+    """Eight steps in one go, the files written before training goes on."""
+    run = make_run(tmp_path_factory.mktemp("undisturbed"), asynchronous=False)
+    assert start(run).wait(240) == 0, log_of(run)
+    assert steps_of(run) == [3, 6, 8]
+    return run
+
+
+def test_what_is_written_late_is_the_state_at_the_step_of_the_save(undisturbed, tmp_path):
+    run = make_run(tmp_path)
+    process = start_held(run)
+    wait_for(lambda: has_reached(run, 6), run, process)
+    assert half_file(run, 3).is_file() and not steps_of(run)
+    for step in (3, 6, 8):
+        release(run, step)
+    assert process.wait(120) == 0, log_of(run)
+    assert steps_of(run) == [3, 6, 8]
+    for step in (3, 6, 8):
+        assert_same_content(content_of(run, step), content_of(undisturbed, step))
+    assert rows_of(run) == rows_of(undisturbed)
+
+
+@pytest.mark.parametrize("victim", ["trainer", "writer"])
+def test_a_kill_during_a_save_costs_that_save_and_no_more(undisturbed, tmp_path, victim):
+    run = make_run(tmp_path)
+    release(run, 3)
+    process = start_held(run)
+    wait_for(lambda: has_reached(run, 7) and half_file(run, 6).is_file() and steps_of(run) == [3], run, process)
+    trainer = psutil.Process(process.pid)
+    (writer,) = trainer.children(recursive=True)
+    (trainer if victim == "trainer" else writer).kill()
+    status = process.wait(120)
+    assert not psutil.wait_procs([writer], LEFT_AFTER)[1], "the writer outlived its trainer"
+    if victim == "writer":
+        assert status == EXIT_FAILED, log_of(run)
+        message = result_of(run).message
+        assert str(half_file(run, 6).parent) in message and "as a killed one does" in message
+    assert steps_of(run) == [3] and half_file(run, 6).is_file()
+    (run.output_dir / "checkpoints/step-000005").mkdir()
+    assert start(run).wait(240) == 0, log_of(run)
+    assert "resumed at step 3" in log_of(run)
+    assert steps_of(run) == [3, 6, 8] and not list(run.output_dir.glob("checkpoints/saving-*"))
+    assert rows_of(run) == rows_of(undisturbed)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_write_error_names_the_directory_and_the_reason(tmp_path, asynchronous):
+    run = make_run(tmp_path, num_steps=INTERVAL, asynchronous=asynchronous)
+    assert start(run).wait(240) == 0, log_of(run)
+    run = rewrite(run, train=run.train.model_copy(update={"num_steps": STEPS}))
+    size = half_file(run, 3).parent.with_name("step-000003").joinpath(half_file(run, 3).name).stat().st_size
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, size // 2))  # noqa: E731
+    assert start(run, preexec_fn=limit).wait(240) == EXIT_FAILED, log_of(run)
+    message = result_of(run).message
+    assert str(half_file(run, 6).parent) in message and "File too large" in message and "\n" not in message
+    assert steps_of(run) == [3]
+    assert start(run).wait(240) == 0, log_of(run)
+    assert steps_of(run) == [3, 6, 8]
+
+
+def test_sigterm_to_all_processes_of_a_job_finishes_the_save_that_runs(tmp_path):
+    run = make_run(tmp_path, num_steps=2000, save_interval=2)
+    release(run, 2)
+    process = start_held(run)
+    wait_for(lambda: half_file(run, 4).is_file(), run, process)
+    os.killpg(process.pid, signal.SIGTERM)
+    stopped_at = max(row.step for row in metrics_of(run))
+    wait_for(lambda: has_reached(run, stopped_at + 1), run, process)
+    assert steps_of(run) == [2]
+    for step in range(4, 8):
+        release(run, step)
+    assert process.wait(120) == EXIT_STOPPED, log_of(run)
+    assert result_of(run).step in (stopped_at, stopped_at + 1)
+    assert steps_of(run) == sorted({2, 4, result_of(run).step})
+
+
+def test_sigterm_to_one_rank_of_two_saves_once_and_ends_both(tmp_path):
+    run = make_run(tmp_path, num_steps=2000, save_interval=1000)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [start(run, place={**place, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
+    wait_for(lambda: has_reached(run, 2), run, ranks[0])
+    ranks[1].send_signal(signal.SIGTERM)
+    assert [process.wait(120) for process in ranks] == [EXIT_STOPPED, EXIT_STOPPED], log_of(run)
+    assert steps_of(run) == [result_of(run).step]
+    assert log_of(run).count("checkpoint: step-") == 1
+
+
+def test_multiples_of_keep_every_stay_beside_the_newest(tmp_path):
+    run = make_run(tmp_path, save_interval=1, keep_last=2, keep_every=3)
+    assert start(run).wait(240) == 0, log_of(run)
+    assert steps_of(run) == [3, 6, 7, 8]
+    assert sorted(path.name for path in (run.output_dir / "checkpoints").iterdir()) == [
+        f"step-00000{step}" for step in (3, 6, 7, 8)
+    ]
+
+
+def test_a_checkpoint_of_another_shape_is_refused_in_one_line(tmp_path):
+    run = make_run(tmp_path, num_steps=INTERVAL)
+    assert start(run).wait(240) == 0, log_of(run)
+    run = rewrite(run, hf_dir=random_hf_dir("second"))
+    (run.output_dir / "log.txt").unlink()
+    assert start(run).wait(240) == EXIT_INPUT, log_of(run)
+    message = result_of(run).message
+    assert "step-000003 does not fit this model" in message and "shape" in message and "\n" not in message
+    assert "Traceback" not in log_of(run)
+
+
+@pytest.fixture(scope="module")
+def unclipped(tmp_path_factory) -> RunConfig:
+    """Eight steps of one rank whose gradients are never scaled down (see the test)."""
+    run = make_run(tmp_path_factory.mktemp("unclipped"), optim=UNCLIPPED)
+    assert start(run).wait(240) == 0, log_of(run)
+    return run
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_other_data_parallel_ranks_go_on_with_the_same_bits(unclipped, tmp_path, before, after):
+    """Two bins a step: one addition for each gradient, and a + b is b + a. Only the norm adds in another order, and
+    with it what clipping makes of the gradients, so nothing is clipped here."""
+    run = make_run(tmp_path, optim=UNCLIPPED)
+    assert run_trainer(run, processes=before) == 0, log_of(run)
+    for later in list_checkpoints(run.output_dir / "checkpoints")[1:]:
+        shutil.rmtree(later)
+    assert run_trainer(run, processes=after) == 0, log_of(run)
+    assert "resumed at step 3" in log_of(run)
+    record = json.loads((run.output_dir / "checkpoints/step-000008/athanor.json").read_text())
+    assert record["world_size"] == after and record["parallel"]["tp"] == 1
+    for ours, theirs in zip(metrics_of(run), metrics_of(unclipped), strict=True):
+        assert (ours.loss, ours.heldout_loss, ours.tokens) == (theirs.loss, theirs.heldout_loss, theirs.tokens)
+        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-6)
+    assert_same_content(content_of(run, 8), content_of(unclipped, 8))
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory) -> RunConfig:
+    """Eight steps of two pipeline ranks, which both hold the tied embeddings."""
+    run = make_run(tmp_path_factory.mktemp("pipeline"))
+    run = rewrite(run, parallel=ParallelConfig(pp=2))
+    assert run_trainer(run, processes=2) == 0, log_of(run)
+    return run
+
+
+@pytest.mark.parametrize("pp", [2, 1])
+def test_a_pipeline_goes_on_where_it_stopped(pipeline, tmp_path, pp):
+    run = tmp_path / "run"
+    shutil.copytree(pipeline.output_dir, run)
+    run = rewrite(pipeline.model_copy(update={"output_dir": run}), parallel=ParallelConfig(pp=pp))
+    for later in list_checkpoints(run.output_dir / "checkpoints")[1:]:
+        shutil.rmtree(later)
+    assert run_trainer(run, processes=pp) == 0, log_of(run)
+    assert log_of(run).count("resumed at step 3") == 1
+    ours, theirs = rows_of(run), rows_of(pipeline)
+    if pp == 2:
+        assert ours == theirs
+    assert [row[1] for row in ours] == pytest.approx([row[1] for row in theirs], rel=1e-6)
+
+
+def test_parameters_with_a_bucket_of_their_own_are_saved_where_they_are(tmp_path):
+    """As tied embeddings have on pipeline ranks; here 64 numbers of padding lie before them."""
+    run = make_run(tmp_path, asynchronous=False)
+    with single_rank() as mesh:
+        model = build_tiny(run.hf_dir, mesh)
+        model.language.embedding.weight.shared_embedding = True
+        config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+        chunk = DistributedDataParallel(model.config, config, model)
+        assert chunk.buffers[0].numel_unpadded < chunk.buffers[0].numel and len(chunk.buffers[0].buckets) == 3
+        optimizer = build_optimizer([chunk], run.train, torch.float32)
+        for param in model.parameters():
+            param.main_grad.normal_()
+        optimizer.step()
+        Checkpointer([chunk], optimizer, run, mesh).save(1)
+    tensors, _ = content_of(run, 1)
+    prefix = "optimizer.state.param."
+    main = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+    assert "language.embedding.weight" in main and len(main) > 30
+    assert not [name for name, value in main.items() if not torch.equal(value, tensors[name])]
+
+
+def test_random_numbers_go_on_where_they_stopped_in_any_layout():
+    def draw() -> tuple:
+        tracker, drawn = get_cuda_rng_tracker(), {}
+        for name in tracker.get_states():
+            with tracker.fork(name):
+                drawn[name] = torch.rand(1, device="cuda").item()
+        return random.random(), np.random.rand(), torch.rand(1).item(), drawn
+
+    with single_rank():
+        draw()
+        saved = rng.capture()
+        first = draw()
+        rng.restore(saved, tp_rank=0)
+        assert draw() == first
+        rng.restore(saved, tp_rank=1)
+        other = draw()
+    assert other[:3] == first[:3]
+    different = [name for name, number in other[3].items() if number != first[3][name]]
+    assert different == ["model-parallel-rng", "expert-parallel-rng"], "rank 0's numbers for another rank's slices"

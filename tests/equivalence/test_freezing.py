@@ -1,0 +1,183 @@
+"""Training with parts frozen or with rates of their own: whole runs, most of them in this process."""
+
+import itertools
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from dataset_builders.contracts.errors import InputError
+from tests.helpers.reference import random_hf_dir
+from tests.helpers.run_dir import SEQ_LEN, make_bins, metrics_of, write_job
+from tests.helpers.single_rank import build_tiny, single_rank
+from tests.helpers.world import run_world
+from trainer import checkpoint, step
+from trainer.batch import make_micro_batch
+from trainer.contract import ParallelConfig, PartConfig, RunConfig, TrainConfig
+from trainer.loop import train
+from trainer.optim import grad_norms_by_part
+from trainer.parts import part_of
+from trainer.runtime import cpu_runtime
+
+PARTS = ("vision", "merger", "language")
+FREEZINGS = [frozen for count in range(3) for frozen in itertools.combinations(PARTS, count)]
+RATES = {
+    "vision": PartConfig(lr=4e-3, weight_decay=0.0),
+    "merger": PartConfig(lr=8e-3, weight_decay=0.5),
+    "language": PartConfig(lr=1e-3),
+}
+NUM_STEPS = 6  # two epochs of six bins in global batches of two
+TIMES = {"tokens_per_second", "step_seconds", "data_seconds", "vision_seconds", "language_seconds"}
+TIMES |= {"optimizer_seconds", "vision_tflops", "language_tflops", "memory_gb"}
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    """One process group for all runs of this module."""
+    handler = signal.getsignal(signal.SIGTERM)
+    with pytest.MonkeyPatch.context() as patch, single_rank() as mesh:
+        if cpu_runtime is not None:
+            adam = cpu_runtime.DistributedOptimizer
+            for name in ("_set_main_param_and_optimizer_states", "state_dict"):
+                patch.setattr(adam, name, getattr(adam, name))
+            cpu_runtime.patch_torch_adam()
+        yield mesh
+    signal.signal(signal.SIGTERM, handler)
+
+
+def job(root: Path, parts: dict[str, PartConfig], *, num_steps: int = NUM_STEPS, **changes: object) -> RunConfig:
+    """A run whose parts are trained as told, with its run.json."""
+    run = write_job(root, num_steps=num_steps, **changes)
+    config = TrainConfig(**{**run.train.model_dump(), "heldout_interval": num_steps, **parts})
+    run = run.model_copy(update={"train": config})
+    (run.output_dir / "run.json").write_text(run.model_dump_json())
+    return run
+
+
+def frozen_parts(frozen: tuple[str, ...]) -> dict[str, PartConfig]:
+    return {part: PartConfig(frozen=True) for part in frozen}
+
+
+def parameters(run: RunConfig, mesh, *, trained: bool) -> dict[str, torch.Tensor]:
+    """Of the base model, or of the run's last checkpoint."""
+    model = build_tiny(run.hf_dir, mesh, run.seq_len)
+    if trained:
+        checkpoint.load_model([model], checkpoint.list_checkpoints(run.output_dir / "checkpoints")[-1])
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("frozen", FREEZINGS, ids=["+".join(f) or "nothing" for f in FREEZINGS])
+def test_what_is_frozen_keeps_its_bits_and_all_else_learns(frozen, mesh, tmp_path):
+    run = job(tmp_path, frozen_parts(frozen), num_steps=9)
+    assert train(run, mesh).status == "finished"
+    before, after = parameters(run, mesh, trained=False), parameters(run, mesh, trained=True)
+    for name, value in after.items():
+        assert torch.equal(value, before[name]) is (part_of(name) in frozen), name
+    rows = metrics_of(run)
+    for row in rows:
+        norms = {part: getattr(row, f"{part}_grad_norm") for part in PARTS}
+        assert {part for part, norm in norms.items() if norm is None} == set(frozen)
+        assert sum(norm**2 for norm in norms.values() if norm) == pytest.approx(row.grad_norm**2, rel=1e-6)
+    first_epoch, last_epoch = rows[:3], rows[-3:]
+    assert sum(row.loss for row in last_epoch) < sum(row.loss for row in first_epoch)
+
+
+def test_all_frozen_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="nothing is left to train; make one of them false"):
+        job(tmp_path, frozen_parts(PARTS))
+
+
+@pytest.mark.parametrize("frozen", FREEZINGS, ids=["+".join(f) or "nothing" for f in FREEZINGS])
+def test_bins_without_an_image(frozen, mesh, tmp_path):
+    """Vision and merger get a gradient of exactly zero, whatever is frozen behind them."""
+    text_only = [bin_ for bin_ in make_bins() if not any(len(sample.image_grid_thw) for sample in bin_)]
+    run = job(tmp_path, frozen_parts(frozen), num_steps=3, bins=text_only * 2)
+    train(run, mesh)
+    for row in metrics_of(run):
+        assert row.vision_grad_norm == (None if "vision" in frozen else 0)
+        assert row.merger_grad_norm == (None if "merger" in frozen else 0)
+        assert (row.language_grad_norm is None) if "language" in frozen else row.language_grad_norm > 0
+
+
+def comparable(run: RunConfig) -> list[dict[str, object]]:
+    # A resume counts the loss tokens of finished steps from the index, which has a sample's first token among them.
+    return [row.model_dump(exclude=TIMES | {"loss_tokens"}) for row in metrics_of(run)]
+
+
+@pytest.mark.parametrize("parts", [RATES, {}], ids=["three rates", "one rate"])
+def test_three_steps_and_three_resumed_are_six(parts, mesh, tmp_path, monkeypatch):
+    whole = job(tmp_path, parts, name="whole")
+    train(whole, mesh)
+    cut = job(tmp_path, parts, name="cut", save_interval=3)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.Checkpointer, "save", end_after(3, checkpoint.Checkpointer.save))
+        with pytest.raises(KeyboardInterrupt):
+            train(cut, mesh)
+    train(cut, mesh)
+    assert comparable(cut) == comparable(whole)
+    expected = parameters(whole, mesh, trained=True)
+    for name, value in parameters(cut, mesh, trained=True).items():
+        assert torch.equal(value, expected[name]), name
+
+
+def end_after(last: int, save):
+    """A save that ends the run when it has saved this step."""
+
+    def save_and_end(saver, step):
+        save(saver, step)
+        if step == last:
+            raise KeyboardInterrupt
+
+    return save_and_end
+
+
+def test_a_checkpoint_of_other_freezing_is_refused(mesh, tmp_path):
+    train(job(tmp_path, {}, num_steps=3), mesh)
+    run = job(tmp_path, frozen_parts(("vision",)), num_steps=3).model_copy(update={"fingerprint": "f" * 16})
+    with pytest.raises(InputError, match=r"vision\.frozen: False -> True"):
+        train(run, mesh)
+
+
+@pytest.mark.parametrize(("layout", "frozen"), [({}, "vision"), ({"pp": 2}, "language")], ids=["data", "pipeline"])
+def test_two_ranks_equal_one(layout, frozen, mesh, tmp_path):
+    """The second pipeline rank has nothing to train where language is frozen; it saves and resumes all the same."""
+    parts = RATES | frozen_parts((frozen,))
+    one = job(tmp_path, parts, name="one")
+    two = job(tmp_path, parts, name="two", parallel=ParallelConfig(**layout), save_interval=3)
+    train(one, mesh)
+    run_world(two, 2, save=True)
+    assert_rows_alike(two, one)
+    newest = checkpoint.list_checkpoints(two.output_dir / "checkpoints")[-1]
+    shutil.rmtree(newest)
+    run_world(two, 2, save=True)
+    assert_rows_alike(two, one)
+
+
+def assert_rows_alike(two: RunConfig, one: RunConfig) -> None:
+    for ours, theirs in zip(metrics_of(two), metrics_of(one), strict=True):
+        for field in ("loss", "grad_norm", *(f"{part}_grad_norm" for part in PARTS)):
+            expected = getattr(theirs, field)
+            assert getattr(ours, field) == (expected and pytest.approx(expected, rel=1e-6)), (ours.step, field)
+
+
+def test_norms_by_part_are_taken_for_steps_that_get_a_line(mesh, tmp_path, monkeypatch):
+    taken = []
+    monkeypatch.setattr(step, "grad_norms_by_part", lambda *given: taken.append(1) or grad_norms_by_part(*given))
+    run = job(tmp_path, {}).model_copy(update={"log_interval": 4})
+    train(run, mesh)
+    assert [row.step for row in metrics_of(run)] == [4, 6]
+    assert all(row.language_grad_norm > 0 for row in metrics_of(run))
+    assert len(taken) == 2
+
+
+def test_frozen_vision_keeps_no_graph(mesh):
+    """Its layers cost the memory of a forward pass only."""
+    model = build_tiny(random_hf_dir("first"), mesh)
+    for name, param in model.named_parameters():
+        param.requires_grad = part_of(name) != "vision"
+    seen = []
+    model.vision.blocks.layers[-1].register_forward_hook(lambda *given: seen.append(given[2][0].requires_grad))
+    model(make_micro_batch(make_bins()[0], model.sizes.geometry, SEQ_LEN))
+    assert seen == [False]

@@ -1,0 +1,209 @@
+"""Weights divided by FSDP2 against megatron-core's distributed optimizer: the same training, on any number of ranks."""
+
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.helpers.hardware import requires_gpus
+from tests.helpers.reference import random_hf_dir
+from tests.helpers.run_dir import log_of, make_bins, metrics_of, run_trainer, write_job
+from tests.helpers.single_rank import single_rank
+from tests.helpers.world import run_world
+from trainer.contract import HF_EXPORT, MetricsRow, ParallelConfig, PartConfig, RunConfig, TrainConfig
+from trainer.data import bins_for_step
+from trainer.loop import export
+
+NUM_STEPS, GLOBAL_BATCH = 5, 6  # six bins: one, two and three ranks share them
+FSDP = ParallelConfig(sharding="fsdp", balance=False)
+PLAIN = ParallelConfig(balance=False)
+NORMS = ("grad_norm", "vision_grad_norm", "merger_grad_norm", "language_grad_norm")
+
+
+def job(root: Path, parallel: ParallelConfig, name: str, **train: object) -> RunConfig:
+    """A run of five steps that saves after each second one, and keeps them all."""
+    run = write_job(
+        root, num_steps=NUM_STEPS, global_batch_size=GLOBAL_BATCH, save_interval=2, parallel=parallel, name=name
+    )
+    kept = run.checkpoint.model_copy(update={"keep_last": 9})
+    config = TrainConfig(**{**run.train.model_dump(), "heldout_interval": 1, **train})
+    return run.model_copy(update={"train": config, "checkpoint": kept})
+
+
+def trained(root: Path, parallel: ParallelConfig, processes: int, **train: object) -> RunConfig:
+    run = job(root, parallel, f"{parallel.sharding}-{processes}", **train)
+    run_world(run, processes, save=True)
+    return run
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("fsdp")
+
+
+@pytest.fixture(scope="module")
+def one_process(root):
+    """By the distributed optimizer, on one rank."""
+    return trained(root, PLAIN, 1)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(root):
+    """By FSDP2, on two ranks."""
+    return trained(root, FSDP, 2)
+
+
+def assert_same_training(run: RunConfig, expected: RunConfig, first_step: int = 1) -> None:
+    rows = [row for row in metrics_of(run) if row.step >= first_step]
+    others = [row for row in metrics_of(expected) if row.step >= first_step]
+    assert len(rows) == NUM_STEPS - first_step + 1
+    for ours, theirs in zip(rows, others, strict=True):
+        assert_same_row(ours, theirs)
+
+
+def assert_same_row(ours: MetricsRow, theirs: MetricsRow) -> None:
+    assert ours.loss == pytest.approx(theirs.loss, rel=1e-6), ours.step
+    assert ours.heldout_loss == pytest.approx(theirs.heldout_loss, rel=1e-6), ours.step
+    for name in NORMS:
+        norm, expected = getattr(ours, name), getattr(theirs, name)
+        assert norm == (expected and pytest.approx(expected, rel=1e-5)), (ours.step, name)
+    assert ours.tokens == theirs.tokens
+
+
+def exported(run: RunConfig, mesh) -> dict[str, torch.Tensor]:
+    """The HF weights of a run's last checkpoint."""
+    (newest,) = run.output_dir.glob(f"checkpoints/step-{NUM_STEPS:06d}")
+    update = {"task": "export", "checkpoint_dir": newest, "output_dir": run.output_dir / "export"}
+    export(run.model_copy(update=update), mesh)
+    return load_file(run.output_dir / "export" / HF_EXPORT / "model.safetensors")
+
+
+def copy_with_checkpoint(run: RunConfig, name: str, step: int, parallel: ParallelConfig | None = None) -> RunConfig:
+    """The run in another directory, which holds one checkpoint of it."""
+    copy = run.model_copy(update={"output_dir": run.output_dir.parent / name, "parallel": parallel or run.parallel})
+    checkpoint = f"checkpoints/step-{step:06d}"
+    shutil.copytree(run.output_dir / checkpoint, copy.output_dir / checkpoint)
+    return copy
+
+
+def test_two_ranks_equal_one_process(two_ranks, one_process):
+    assert_same_training(two_ranks, one_process)
+
+
+def test_some_rank_sees_text_alone_in_each_step_of_three(one_process):
+    """What the runs above and below would show nothing without: a rank whose vision encoder has no image."""
+    bins = make_bins()
+    for step in range(NUM_STEPS):
+        numbers = bins_for_step(len(bins), seed=one_process.train.seed, step=step, global_batch_size=GLOBAL_BATCH)
+        assert any(all(len(s.image_grid_thw) == 0 for s in bins[n]) for n in numbers)
+
+
+@pytest.mark.parametrize("processes", [1, 3], ids=["one", "three"])
+def test_other_numbers_of_ranks_equal_one_process(processes, root, one_process):
+    """Three ranks share two held-out bins, and rows that do not divide by three."""
+    assert_same_training(trained(root, FSDP, processes), one_process)
+
+
+def test_two_ranks_equal_two_ranks(root, two_ranks):
+    assert_same_training(two_ranks, trained(root, PLAIN, 2))
+
+
+def test_the_exported_weights_are_the_same(two_ranks, one_process):
+    with single_rank() as mesh:
+        ours, theirs = exported(two_ranks, mesh), exported(one_process, mesh)
+    before = load_file(random_hf_dir("first") / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        moved = float((theirs[name] - before[name]).abs().max())
+        assert float((tensor - theirs[name]).abs().max()) < 5e-3 * moved, name
+
+
+def test_resumed_is_bit_equal(two_ranks):
+    run = copy_with_checkpoint(two_ranks, "resumed", 2)
+    run_world(run, 2)
+    rows = [row for row in metrics_of(two_ranks) if row.step > 2]
+    for ours, theirs in zip(metrics_of(run), rows, strict=True):
+        for name in ("loss", "heldout_loss", "tokens", *NORMS):
+            assert getattr(ours, name) == getattr(theirs, name), (ours.step, name)
+
+
+def test_resumed_on_one_rank_and_then_on_two(two_ranks):
+    on_one = copy_with_checkpoint(two_ranks, "on-one", 2)
+    run_world(on_one, 1, save=True)
+    assert_same_training(on_one, two_ranks, first_step=3)
+    on_two = copy_with_checkpoint(on_one, "on-two", 4)
+    run_world(on_two, 2)
+    assert_same_training(on_two, two_ranks, first_step=5)
+
+
+def test_a_checkpoint_of_the_other_sharding_is_refused(two_ranks, one_process):
+    for run, parallel, written, ours in (
+        (two_ranks, PLAIN, "fsdp", "distributed_optimizer"),
+        (one_process, FSDP, "distributed_optimizer", "fsdp"),
+    ):
+        copy = copy_with_checkpoint(run, f"other-{ours}", 2, parallel)
+        with pytest.raises(AssertionError, match=f"saved with parallel.sharding={written}, .* set parallel.sharding"):
+            run_world(copy, 1)
+
+
+@pytest.mark.parametrize("frozen", ["vision", "language"])
+def test_frozen_parts_and_rates_of_their_own(frozen, tmp_path):
+    parts = {frozen: PartConfig(frozen=True), "merger": PartConfig(lr=1e-3, weight_decay=0.5)}
+    ours, theirs = trained(tmp_path, FSDP, 2, **parts), trained(tmp_path, PLAIN, 1, **parts)
+    assert_same_training(ours, theirs)
+    assert all(getattr(row, f"{frozen}_grad_norm") is None for row in metrics_of(ours))
+
+
+def test_layers_computed_again(tmp_path, one_process):
+    again = FSDP.model_copy(update={"recompute": "full", "recompute_vision": True})
+    assert_same_training(trained(tmp_path, again, 2), one_process)
+
+
+def test_bfloat16_rounds_as_the_other_does(tmp_path):
+    """From weights that bfloat16 holds, both begin with the same; the first step shows the casts and the sums. Later
+    ones differ: where a deepstack layer's output has three gradients, the two add them up in another order."""
+    runs = []
+    for parallel in (FSDP, PLAIN):
+        run = job(tmp_path, parallel, parallel.sharding, precision="bfloat16")
+        run = run.model_copy(update={"hf_dir": rounded_hf_dir(tmp_path / "hf")})
+        run_world(run, 2)
+        runs.append(metrics_of(run))
+    ours, theirs = (rows[0] for rows in runs)
+    assert ours.loss == pytest.approx(theirs.loss, rel=1e-6)
+    assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-6)
+    assert ours.language_grad_norm == pytest.approx(theirs.language_grad_norm, rel=1e-6)
+
+
+def test_bfloat16_keeps_float32_weights(tmp_path):
+    run = trained(tmp_path, FSDP, 2, precision="bfloat16")
+    with single_rank() as mesh:
+        weights = exported(run, mesh)
+    for name, weight in weights.items():
+        assert (weight.bfloat16().float() != weight).float().mean() > 0.5, name
+
+
+def rounded_hf_dir(directory: Path) -> Path:
+    """A copy of the random weights, rounded to bfloat16."""
+    if not directory.is_dir():
+        shutil.copytree(random_hf_dir("first"), directory)
+        weights = load_file(directory / "model.safetensors")
+        rounded = {name: tensor.bfloat16() for name, tensor in weights.items()}
+        save_file(rounded, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+@requires_gpus(2)
+def test_two_gpus(tmp_path):
+    """Transformer Engine's modules and its Adam, on slices."""
+    runs = []
+    for parallel in (FSDP, PLAIN):
+        run = job(tmp_path, parallel, parallel.sharding, precision="bfloat16")
+        run = run.model_copy(update={"hf_dir": rounded_hf_dir(tmp_path / "hf")})
+        (run.output_dir / "run.json").write_text(run.model_dump_json())
+        assert run_trainer(run, processes=2) == 0, log_of(run)
+        runs.append(metrics_of(run))
+    for ours, theirs in zip(*runs, strict=True):
+        assert math.isclose(ours.loss, theirs.loss, rel_tol=5e-3), ours.step

@@ -1,0 +1,154 @@
+"""Every parallel layout trains as one process does: loss, gradient norms and weights, on gloo, in float32.
+
+The bins hold what breaks layouts: samples of every kind side by side, bins without an image, bins whose loss tokens
+all lie on one rank or that have none, images that do not divide among the ranks.
+"""
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+
+from tests.helpers.bins import MIXED, ONE_IMAGE, TALL_IMAGE, TEXT_ONLY, TWO_IMAGES, Kind
+from tests.helpers.run_dir import OPTIM, make_bins, write_job
+from tests.helpers.world import World, exported, run_world
+from trainer.contract import ParallelConfig
+
+STEPS, SEQ_LEN = 5, 192
+# A gradient that is nothing but rounding would move a weight by a whole step; with this eps it moves it by rounding.
+SMOOTH = OPTIM.model_copy(update={"adam_eps": 1e-3})
+
+
+def silent(kind: Kind) -> Kind:
+    """The same sample with nothing to learn."""
+    return dataclasses.replace(kind, learnt=0.0)
+
+
+KINDS = [
+    MIXED,
+    [TEXT_ONLY] * 5,
+    [silent(TWO_IMAGES), silent(TEXT_ONLY), ONE_IMAGE],
+    [Kind(40), silent(ONE_IMAGE)],
+    [silent(kind) for kind in MIXED],
+    MIXED[::-1] * 2,
+    [Kind(90, learnt=1e-9)],  # the last token alone
+    [TALL_IMAGE, Kind(30, ((1, 8, 8),)), TEXT_ONLY],
+]
+
+FULL = {"recompute": "full", "recompute_vision": True}
+SELECTIVE = {"recompute": "selective"}
+SP = {"sequence_parallel": True}
+CUT_VISION = {"vision_split": "tensor_parallel"}
+FOURFOLD = {"tp": 2, "pp": 2, "cp": 2, **SP}  # sixteen processes: dp 2
+# name -> (layout, processes, shape)
+LAYOUTS = {
+    "full-recompute": (FULL, 1, "first"),
+    "dp2": ({}, 2, "first"),
+    "dp2-undealt": ({"balance": False}, 2, "first"),
+    "tp2": ({"tp": 2}, 2, "first"),
+    "tp2-selective": ({"tp": 2, **SELECTIVE}, 2, "first"),
+    "tp2-vision": ({"tp": 2, **CUT_VISION}, 2, "first"),
+    "tp2-sp": ({"tp": 2, **SP}, 2, "first"),
+    "tp2-sp-full": ({"tp": 2, **SP, **FULL}, 2, "first"),
+    "tp2-sp-vision": ({"tp": 2, **SP, **CUT_VISION}, 2, "first"),
+    "pp2": ({"pp": 2}, 2, "first"),
+    "pp2-full": ({"pp": 2, **FULL}, 2, "first"),
+    "pp2-first-3": ({"pp": 2, "first_pipeline_layers": 3}, 2, "first"),
+    "pp2-untied": ({"pp": 2, "first_pipeline_layers": 3}, 2, "second"),
+    "pp2-vpp2": ({"pp": 2, "vpp": 2}, 2, "deep"),
+    "pp2-vpp2-full": ({"pp": 2, "vpp": 2, **FULL}, 2, "deep"),
+    "cp2": ({"cp": 2}, 2, "first"),
+    "cp2-selective": ({"cp": 2, **SELECTIVE, "recompute_vision": True}, 2, "first"),
+    "cp2-untied": ({"cp": 2}, 2, "second"),
+    "tp2-cp2": ({"tp": 2, "cp": 2}, 4, "first"),
+    "tp2-sp-cp2-vision": ({"tp": 2, "cp": 2, **SP, **CUT_VISION, **FULL}, 4, "first"),
+    "tp2-pp2": ({"tp": 2, "pp": 2}, 4, "first"),
+    "tp2-sp-pp2-full": ({"tp": 2, "pp": 2, **SP, **FULL}, 4, "first"),
+    "cp2-dp2": ({"cp": 2}, 4, "first"),
+    "cp2-dp2-full": ({"cp": 2, **FULL}, 4, "first"),
+    "fourfold": (FOURFOLD, 16, "first"),
+    "fourfold-full": ({**FOURFOLD, **FULL}, 16, "first"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a layout made of five steps."""
+
+    world: World
+    weights: dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory):
+    """Runs a layout once; the data of a shape are written once."""
+
+    @functools.cache
+    def root(shape: str):
+        return tmp_path_factory.mktemp(shape), make_bins(shape, KINDS)
+
+    @functools.cache
+    def run_layout(name: str, shape: str) -> Outcome:
+        layout, processes, _ = LAYOUTS.get(name, ({}, 1, shape))
+        directory, bins = root(shape)
+        run = write_job(
+            directory,
+            num_steps=STEPS,
+            shape=shape,
+            bins=bins,
+            global_batch_size=4,
+            parallel=ParallelConfig(**layout),
+            optim=SMOOTH,
+            name=name,
+        ).model_copy(update={"seq_len": SEQ_LEN})
+        return Outcome(run_world(run, processes), exported(run))
+
+    return run_layout
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_trains_as_one_process_does(name, outcome):
+    shape = LAYOUTS[name][2]
+    ours, alone = outcome(name, shape), outcome("alone", shape)
+    assert [row.step for row in ours.world.rows] == list(range(1, STEPS + 1))
+    for a, b in zip(ours.world.rows, alone.world.rows, strict=True):
+        assert a.loss == pytest.approx(b.loss, rel=1e-5), f"step {a.step}"
+        for norm in ("grad_norm", "vision_grad_norm", "merger_grad_norm", "language_grad_norm"):
+            assert getattr(a, norm) == pytest.approx(getattr(b, norm), rel=1e-4), f"step {a.step}: {norm}"
+        assert (a.tokens, a.loss_tokens) == (b.tokens, b.loss_tokens)
+        if b.heldout_loss is not None:
+            assert a.heldout_loss == pytest.approx(b.heldout_loss, rel=1e-5)
+    assert ours.weights.keys() == alone.weights.keys()
+    for key, weight in ours.weights.items():
+        torch.testing.assert_close(
+            weight, alone.weights[key], rtol=0, atol=2e-6, msg=lambda text, k=key: f"{k}: {text}"
+        )
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_copies_of_a_parameter_stay_identical(name, outcome):
+    """Norms (of queries and keys too), the vision encoder, tied embeddings: bit for bit, wherever one is held."""
+    assert all(rank["drift"] == 0.0 for rank in outcome(name, LAYOUTS[name][2]).world.ranks)
+
+
+def test_training_moved_every_part(outcome):
+    rows = outcome("alone", "first").world.rows
+    assert rows[-1].heldout_loss < rows[2].heldout_loss
+    assert all(min(r.vision_grad_norm, r.merger_grad_norm, r.language_grad_norm) > 1e-2 for r in rows)
+
+
+def test_the_bins_hold_what_breaks_layouts(outcome):
+    """Else the tests above would show less than they say."""
+    cp2, tp2, dp2, pp2 = (outcome(name, "first").world.ranks for name in ("cp2", "tp2", "dp2", "pp2"))
+    pairs = list(zip(cp2[0]["loss_tokens"], cp2[1]["loss_tokens"], strict=True))
+    assert any(sum(pair) and 0 in pair for pair in pairs), "no bin whose loss tokens are all on one rank"
+    assert any(sum(pair) == 0 for pair in pairs), "no bin without a loss token"
+    assert any(a != b and a and b for a, b in pairs), "no uneven split of loss tokens"
+    for ranks in (cp2, tp2):
+        images = list(zip(ranks[0]["encoded"], ranks[1]["encoded"], strict=True))
+        assert any(sum(pair) and 0 in pair for pair in images), "no bin that leaves a rank without an image"
+        assert any(sum(pair) == 0 for pair in images), "no bin without an image"
+        assert any(a and b for a, b in images), "no bin whose images are shared"
+    assert any(0 in pair and sum(pair) for pair in zip(dp2[0]["encoded"], dp2[1]["encoded"])), "dp: no rank without"
+    assert [rank["pixels"] for rank in pp2] == [True, False], "pixels beyond the first pipeline rank"

@@ -1,0 +1,181 @@
+"""The layouts on GPUs: bf16, Transformer Engine, NCCL, each against one GPU.
+
+The yardstick is what bf16 costs transformers itself on the same bins: how far its bf16 losses and gradients lie from
+its float32 ones. Two roundings of that size at different places lie within twice of it from each other. It applies to
+every step: the weights themselves are float32 and move by what the gradients say.
+"""
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from tests.equivalence.test_layouts import CUT_VISION, FULL, KINDS, SELECTIVE, SEQ_LEN, SMOOTH, SP, STEPS
+from tests.helpers.gpu_world import run_worlds
+from tests.helpers.hardware import requires_gpus
+from tests.helpers.reference import load_reference, random_hf_dir, reference_losses
+from tests.helpers.run_dir import make_bins, write_job
+from tests.helpers.world import World
+from trainer.contract import CheckpointConfig, ParallelConfig
+
+YARDSTICKS = 2.0
+SAVED_AT = 3
+TWO = {
+    "alone-again": ({}, 1),
+    "alone-full": (FULL, 1),
+    "dp2": ({}, 2),
+    "tp2": ({"tp": 2}, 2),
+    "tp2-selective": ({"tp": 2, **SELECTIVE}, 2),
+    "tp2-vision": ({"tp": 2, **CUT_VISION}, 2),
+    "tp2-sp": ({"tp": 2, **SP}, 2),
+    "tp2-sp-full": ({"tp": 2, **SP, **FULL}, 2),
+    "pp2": ({"pp": 2}, 2),
+    "pp2-first-3": ({"pp": 2, "first_pipeline_layers": 3}, 2),
+    "pp2-full": ({"pp": 2, **FULL}, 2),
+    "cp2": ({"cp": 2}, 2),
+    "cp2-full": ({"cp": 2, **FULL}, 2),
+    "fsdp2": ({"sharding": "fsdp"}, 2),
+}
+FOUR = {
+    "dp4": ({}, 4),
+    "tp2-cp2": ({"tp": 2, "cp": 2}, 4),
+    "tp2-sp-cp2": ({"tp": 2, "cp": 2, **SP}, 4),
+    "tp2-sp-pp2": ({"tp": 2, "pp": 2, **SP}, 4),
+    "cp2-dp2": ({"cp": 2}, 4),
+    "pp2-dp2": ({"pp": 2}, 4),
+    "fsdp4": ({"sharding": "fsdp"}, 4),
+}
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+LAYOUTS = {**TWO, **(FOUR if GPUS >= 4 else {})}
+RESUMED = {"tp2": ({"tp": 2}, 2), "pp2": ({"pp": 2}, 2), "dp2": ({}, 2), "cp2": ({"cp": 2}, 2), "alone": ({}, 1)}
+
+
+def job(root, name: str, layout: dict, shape: str = "first", save_interval: int = 1000):
+    run = write_job(
+        root / shape,
+        num_steps=STEPS,
+        shape=shape,
+        bins=make_bins(shape, KINDS),
+        global_batch_size=4,
+        save_interval=save_interval,
+        parallel=ParallelConfig(**layout),
+        optim=SMOOTH,
+        name=name,
+    )
+    return run.model_copy(
+        update={
+            "seq_len": SEQ_LEN,
+            "train": run.train.model_copy(update={"precision": "bfloat16"}),
+            "checkpoint": CheckpointConfig(save_interval=save_interval, keep_last=5),
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory):
+    root = tmp_path_factory.mktemp("gpu")
+    jobs = {name: (job(root, name, layout), processes) for name, (layout, processes) in LAYOUTS.items()}
+    jobs = {"alone": (job(root, "alone", {}), 1), **jobs}
+    jobs["deep"] = job(root, "deep", {}, "deep"), 1
+    jobs["deep-vpp2"] = job(root, "deep-vpp2", {"pp": 2, "vpp": 2}, "deep"), 2
+    return run_worlds(root, jobs)
+
+
+@pytest.fixture(scope="module")
+def yardstick() -> dict[str, float]:
+    """How far transformers' bf16 losses and gradients lie from its float32 ones, on the worse of two global batches.
+
+    The losses of the loss tokens, mean absolute difference over the mean: no mean of them can be further off. The
+    gradient of each part, length of the difference over the length: no norm of it can be further off.
+    """
+    bins = make_bins("first", KINDS)
+    batches = [[s for number in range(first, first + 4) for s in bins[number]] for first in (0, 4)]
+    exact, rounded = (load_reference(random_hf_dir("first")).to(dtype) for dtype in (torch.float32, torch.bfloat16))
+    found = [_errors(_losses_and_gradients(exact, b), _losses_and_gradients(rounded, b)) for b in batches]
+    return {name: max(errors[name] for errors in found) for name in found[0]}
+
+
+def _losses_and_gradients(model, samples) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    count = sum(int(sample.loss_mask[1:].sum()) for sample in samples)
+    losses = []
+    for sample in samples:
+        losses.append(reference_losses(model, sample).float())
+        (losses[-1].sum() / count).backward()
+    parts: dict[str, list[torch.Tensor]] = {"vision": [], "merger": [], "language": []}
+    for name, param in model.named_parameters():
+        part = "merger" if "merger" in name else "vision" if "visual" in name else "language"
+        parts[part].append(param.grad.double().flatten())
+    return torch.cat(losses).detach(), {part: torch.cat(grads) for part, grads in parts.items()}
+
+
+def _errors(exact, rounded) -> dict[str, float]:
+    errors = {"loss": float((rounded[0] - exact[0]).abs().mean() / exact[0].mean())}
+    both = {**exact[1], "all": torch.cat(list(exact[1].values()))}
+    theirs = {**rounded[1], "all": torch.cat(list(rounded[1].values()))}
+    for part, gradient in both.items():
+        name = "grad_norm" if part == "all" else f"{part}_grad_norm"
+        errors[name] = float((theirs[part] - gradient).norm() / gradient.norm())
+    return errors
+
+
+def distance(ours: World, theirs: World) -> dict[str, float]:
+    """The largest relative difference over the steps."""
+    return {
+        name: max(abs(getattr(a, name) / getattr(b, name) - 1) for a, b in zip(ours.rows, theirs.rows, strict=True))
+        for name in ("loss", "grad_norm", "vision_grad_norm", "merger_grad_norm", "language_grad_norm")
+    }
+
+
+@requires_gpus(2)
+@pytest.mark.parametrize("name", [*LAYOUTS, "deep-vpp2"])
+def test_a_layout_trains_as_one_gpu_does(name, worlds, yardstick):
+    ours, alone = worlds[name], worlds["deep" if name.startswith("deep") else "alone"]
+    assert isinstance(ours, World) and isinstance(alone, World), ours if isinstance(ours, str) else alone
+    found = distance(ours, alone)
+    print(f"\n{name}: " + ", ".join(f"{k} {v:.1e} (bf16 costs {yardstick[k]:.1e})" for k, v in found.items()))
+    assert all(rank["drift"] == 0.0 for rank in ours.ranks)
+    for norm, value in found.items():
+        assert value <= YARDSTICKS * yardstick[norm], norm
+
+
+@requires_gpus(2)
+def test_a_checkpoint_of_one_layout_goes_on_in_another(tmp_path, worlds, yardstick):
+    """Losses after the resume against the uninterrupted run; beside it the noise of doing the same twice."""
+    first = job(tmp_path, "saved", {"tp": 2}, save_interval=SAVED_AT)
+    again = job(tmp_path, "saved-again", {"tp": 2}, save_interval=SAVED_AT)
+    whole = run_worlds(tmp_path, {"first": (first, 2), "again": (again, 2)}, save=True)
+    assert all(isinstance(world, World) for world in whole.values()), whole
+    jobs = {name: (job(tmp_path, f"resumed-{name}", layout), n) for name, (layout, n) in RESUMED.items()}
+    for run, _ in jobs.values():
+        name = f"checkpoints/step-{SAVED_AT:06d}"
+        shutil.copytree(first.output_dir / name, run.output_dir / name)
+    resumed = run_worlds(tmp_path, jobs)
+    noise = distance(whole["again"], whole["first"])["loss"]
+    print(f"\nthe same twice: loss {noise:.1e}")
+    for name, world in resumed.items():
+        assert isinstance(world, World), world
+        rows = {row.step: row.loss for row in whole["first"].rows}
+        found = max(abs(row.loss / rows[row.step] - 1) for row in world.rows if row.step > SAVED_AT)
+        print(f"saved on tp2, resumed on {name}: loss {found:.1e}")
+        assert [row.step for row in world.rows if row.step > SAVED_AT] == list(range(SAVED_AT + 1, STEPS + 1))
+        limit = noise if name == "tp2" else YARDSTICKS * yardstick["loss"]
+        assert found <= max(limit, 1e-6), name
+
+
+@requires_gpus(2)
+def test_our_zigzag_is_transformer_engines():
+    import transformer_engine_torch as tex
+
+    from trainer.slices import zigzag_order
+
+    bounds = np.array([0, 8, 12, 40, 64])
+    for cp in (2, 4):
+        padded = bounds * cp
+        order = zigzag_order(padded, cp).reshape(cp, -1)
+        for rank in range(cp):
+            theirs = tex.thd_get_partitioned_indices(
+                torch.tensor(padded, dtype=torch.int32).cuda(), int(padded[-1]), cp, rank
+            )
+            assert theirs.tolist() == order[rank].tolist()

@@ -1,0 +1,66 @@
+"""Several jobs, one after the other, in the processes of one torchrun: GPUs survive no fork, and imports take long."""
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+from unittest.mock import patch
+
+import torch.distributed as dist
+
+from tests.helpers.world import World, train_rank, world_of
+from trainer import distributed
+from trainer.contract import RunConfig
+from trainer.runtime import prepare_runtime
+
+
+def run_worlds(root: Path, jobs: dict[str, tuple[RunConfig, int]], *, save: bool = False) -> dict[str, World | str]:
+    """Train each job in a world of its size; what came of it, or the end of its log where it failed."""
+    gpus = max(processes for _, processes in jobs.values())
+    for run, _ in jobs.values():
+        (run.output_dir / "run.json").write_text(run.model_dump_json())
+    plan = [[str(run.output_dir), processes, save] for run, processes in jobs.values()]
+    (root / "jobs.json").write_text(json.dumps(plan))
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={gpus}", "-m", "tests.helpers.gpu_world", str(root / "jobs.json")]
+    env = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    log = root / "worlds.log"
+    with log.open("w") as file:
+        subprocess.run(command, env=env, stdout=file, stderr=subprocess.STDOUT, check=False)
+    found = {}
+    for name, (run, processes) in jobs.items():
+        whole = all((run.output_dir / f"rank-{rank}.json").is_file() for rank in range(processes))
+        errors = "\n".join(path.read_text()[-2000:] for path in sorted(run.output_dir.glob("error-*.txt")))
+        found[name] = world_of(run, processes) if whole else errors or log.read_text()[-2000:]
+    return found
+
+
+def main(plan: Path) -> None:
+    """This rank's part of every job that has a place for it."""
+    prepare_runtime()
+    rank = distributed.place_in_world()[0]
+    for directory, processes, save in json.loads(plan.read_text()):
+        if rank < processes:
+            _do(Path(directory), rank, processes, save)
+
+
+def _do(directory: Path, rank: int, processes: int, save: bool) -> None:
+    def join(rank: int, world: int, backend: str) -> None:
+        # A store of its own: the keys of an earlier process group would be taken for this one's.
+        store = dist.FileStore(str(directory / "store"), world)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+
+    place = patch.object(distributed, "place_in_world", lambda: (rank, rank, processes))
+    with place, patch.object(distributed, "_join", join):
+        try:
+            train_rank(directory, rank, save=save)
+        except Exception:
+            (directory / f"error-{rank}.txt").write_text(traceback.format_exc())
+            if processes > 1:
+                raise  # the others wait in a collective; torchrun ends them
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,257 @@
+"""What each rank holds of one packed micro batch, in every parallel layout: the data of draw_layouts.py.
+
+Nothing about it is written down here: megatron-core says which ranks make a group, the trainer's own functions which
+part of the bin each of them gets.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from dataset_builders.contracts.bins import Bin, SampleRef
+from dataset_builders.contracts.tokenized import TokenizedSample
+from tests.helpers.bins import Kind, make_samples
+from trainer.balance import deal
+from trainer.batch import Geometry, MicroBatch, make_micro_batch
+from trainer.contract import ParallelConfig
+from trainer.distributed import Mesh
+from trainer.models.qwen3_vl.config import LanguageSizes, Qwen3VLSizes, VisionSizes, language_config
+from trainer.models.qwen3_vl.flops import cost_model
+from trainer.models.qwen3_vl.model import Qwen3VLModel
+
+SEQ_LEN = 48
+GEOMETRY = Geometry(image_token_id=9, spatial_merge_size=2, position_side=8, patch_bytes=12)
+BINS = [
+    [Kind(10, ((1, 2, 2), (1, 4, 4))), Kind(9, ((1, 4, 6),)), Kind(10)],
+    [Kind(21), Kind(25)],
+    [Kind(9, ((1, 4, 6),)), Kind(12, ((1, 6, 4), (1, 4, 4)))],
+    [Kind(12), Kind(20, ((1, 4, 4),)), Kind(11)],
+]
+ANSWER = 4  # learnt tokens at the end of each sample
+
+# Qwen3-VL-2B: its layers are drawn, and its FLOPs are what the bins are dealt by.
+SIZES = Qwen3VLSizes(
+    language=LanguageSizes(
+        num_layers=28,
+        hidden_size=2048,
+        ffn_hidden_size=6144,
+        num_heads=16,
+        num_query_groups=8,
+        head_dim=128,
+        vocab_size=151936,
+        norm_eps=1e-6,
+        rope_theta=5e6,
+        mrope_section=(24, 20, 20),
+        activation="silu",
+        attention_bias=False,
+        tied_embeddings=True,
+    ),
+    vision=VisionSizes(
+        num_layers=24,
+        hidden_size=1024,
+        ffn_hidden_size=4096,
+        num_heads=16,
+        out_hidden_size=2048,
+        patch_size=16,
+        temporal_patch_size=2,
+        spatial_merge_size=2,
+        num_positions=2304,
+        deepstack_layers=(5, 11, 17),
+        rope_theta=1e4,
+        activation="gelu_pytorch_tanh",
+    ),
+    image_token_id=151655,
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout to draw; `says` is the line under its title."""
+
+    title: str
+    says: str
+    ranks: int
+    parallel: ParallelConfig
+
+
+ONE = ParallelConfig()
+LAYOUTS = {
+    "one-process": Layout("One process", "the whole bin; everything below is cut from this", 1, ONE),
+    "tp2": Layout("tp2", "both ranks hold all tokens; each encodes some images whole", 2, ParallelConfig(tp=2)),
+    "tp2-sp": Layout(
+        "tp2, sequence parallel",
+        "attention, matrix products and loss see all tokens; between them each rank holds a run of equal length",
+        2,
+        ParallelConfig(tp=2, sequence_parallel=True),
+    ),
+    "tp2-vision": Layout(
+        "tp2, vision_split=tensor_parallel",
+        "both ranks encode all images, each with half of every matrix; nothing is left to gather",
+        2,
+        ParallelConfig(tp=2, vision_split="tensor_parallel"),
+    ),
+    "pp2": Layout("pp2", "layers divided; pixels and embedding first, loss last", 2, ParallelConfig(pp=2)),
+    "pp2-vpp2": Layout(
+        "pp2, vpp2",
+        "two pieces of the model a rank: a micro batch passes each rank twice",
+        2,
+        ParallelConfig(pp=2, vpp=2),
+    ),
+    "cp2": Layout(
+        "cp2",
+        "of 4 pieces of each segment rank 0 holds the first and the last, rank 1 the two between; images are shared",
+        2,
+        ParallelConfig(cp=2),
+    ),
+    "dp2": Layout("dp2", "the bins of a global batch, dealt by cost; the costliest of a rank comes first", 2, ONE),
+    "tp2-sp-cp2": Layout(
+        "tp2, sequence parallel, cp2",
+        "context parallel cuts the bin, sequence parallel what is left; all four ranks share the images",
+        4,
+        ParallelConfig(tp=2, cp=2, sequence_parallel=True),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group on paper: who is in it, and which of them asks."""
+
+    ranks: tuple[int, ...]
+    me: int
+
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def rank(self) -> int:
+        return self.ranks.index(self.me)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank holds of a bin.
+
+    Attributes:
+        tokens: (t,) places of the bin: those in attention and the matrix products.
+        stream: (s,) places of the bin: those in the residual stream between them.
+        images: numbers of the images it encodes; None is the blank image.
+        chunks: numbers of the language layers of each piece of the model.
+        encoders: ranks that gather image tokens from each other.
+        users: ranks whose gradients of a gathered image token are summed.
+    """
+
+    mesh: Mesh
+    batch: MicroBatch
+    tokens: np.ndarray
+    stream: np.ndarray
+    images: list[int | None]
+    chunks: list[range]
+    encoders: Group
+    users: Group
+
+    @property
+    def name(self) -> str:
+        groups = self.mesh.groups
+        sizes = {"tp": groups.tp, "cp": groups.cp, "pp": groups.pp, "dp": groups.dp}
+        return ", ".join(f"{name} {group.rank()}" for name, group in sizes.items() if group.size() > 1)
+
+    @property
+    def has_loss(self) -> bool:
+        return self.chunks[-1][-1] == SIZES.language.num_layers - 1
+
+
+def mesh_on_paper(parallel: ParallelConfig, rank: int, ranks: int) -> Mesh:
+    """The mesh that `rank_mesh` would give this rank, without a process group."""
+    order = inspect.signature(parallel_state.initialize_model_parallel).parameters["order"].default
+    dp = ranks // parallel.model_size
+    generator = parallel_state.RankGenerator(parallel.tp, 1, dp, parallel.pp, parallel.cp, order)
+
+    def group(token: str) -> Group:
+        return Group(next(tuple(found) for found in generator.get_ranks(token) if rank in found), rank)
+
+    groups = ProcessGroupCollection(
+        tp=group("tp"), cp=group("cp"), pp=group("pp"), dp=group("dp"), tp_cp=group("tp-cp")
+    )
+    device = torch.device("cpu")
+    return Mesh(rank, ranks, groups.dp.rank(), dp, device, groups, alone=Group((rank,), rank))
+
+
+def make_bin(number: int) -> list[TokenizedSample]:
+    """The samples of a bin, each with its answer at its end."""
+    samples = make_samples(BINS[number], GEOMETRY, range(20, 90), seed=number)
+    return [dataclasses.replace(s, loss_mask=_answer(len(s.input_ids))) for s in samples]
+
+
+def _answer(length: int) -> np.ndarray:
+    return (np.arange(length) >= length - ANSWER).astype(np.uint8)
+
+
+def pixels_of(samples: Sequence[TokenizedSample]) -> list[bytes]:
+    """The bytes of each image of a bin: no two are the same."""
+    images = []
+    for sample in samples:
+        bounds = np.cumsum(sample.image_grid_thw.prod(-1))[:-1]
+        images += [patches.tobytes() for patches in np.split(sample.patches, bounds)] if len(sample.patches) else []
+    return images
+
+
+def parts_of(parallel: ParallelConfig, ranks: int, samples: Sequence[TokenizedSample]) -> list[Part]:
+    """What each rank of a layout holds of a bin."""
+    return [_part(parallel, mesh_on_paper(parallel, rank, ranks), samples) for rank in range(ranks)]
+
+
+def _part(parallel: ParallelConfig, mesh: Mesh, samples: Sequence[TokenizedSample]) -> Part:
+    cut = mesh.slice_of_bin(parallel)
+    batch = make_micro_batch(samples, GEOMETRY, SEQ_LEN, cut)
+    tokens = batch.cp_order.chunk(cut.cp)[cut.cp_rank].numpy()
+    numbers = {image: number for number, image in enumerate(pixels_of(samples))}
+    encoders, users = Qwen3VLModel._sharers(SimpleNamespace(groups=mesh.groups, parallel=parallel))
+    config = language_config(SIZES.language, parallel, torch.bfloat16)
+    pp_rank, chunks = mesh.groups.pp.rank(), []
+    for stage in range(parallel.vpp) if parallel.vpp > 1 else [None]:
+        first = get_transformer_layer_offset(config, stage, pp_rank)
+        chunks.append(range(first, first + get_num_layers_to_build(config, stage, pp_rank)))
+    return Part(
+        mesh,
+        batch,
+        tokens,
+        np.split(tokens, cut.sequence_ranks)[cut.sequence_rank],
+        [numbers.get(image.numpy().tobytes()) for image in batch.patches],
+        chunks,
+        encoders,
+        users,
+    )
+
+
+def gathered_images(sharers: Sequence[Part]) -> list[tuple[int, int] | None]:
+    """(image, token of it) of each row that these ranks gather; None is filling."""
+    rows = []
+    for part in sharers:
+        sizes = [patches // GEOMETRY.spatial_merge_size**2 for patches in part.batch.image_patches]
+        mine = [(i, token) for i in part.images if i is not None for token in range(sizes[i])]
+        assert len(mine) == part.batch.encoded_rows
+        rows += mine + [None] * (part.batch.gathered_rows - len(mine))
+    return rows
+
+
+def planned_bin(samples: Sequence[TokenizedSample]) -> Bin:
+    """What a plan of bins knows of these samples."""
+    return tuple(
+        SampleRef(s.key, "", 0, 0, len(s.input_ids), int(s.loss_mask.sum()), len(s.patches), len(s.image_grid_thw))
+        for s in samples
+    )
+
+
+def deal_bins(ranks: int) -> tuple[list[float], list[list[int]]]:
+    """(cost of each bin, bins of each rank): the global batch of all bins, dealt as the trainer deals it."""
+    costs = [cost_model(SIZES).planned_cost(planned_bin(make_bin(n)), SEQ_LEN) for n in range(len(BINS))]
+    return costs, deal(costs, ranks)

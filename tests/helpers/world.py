@@ -1,0 +1,185 @@
+"""Many ranks on one machine, quickly: a server that has imported everything forks a world for each job.
+
+`run_world(run, processes)` trains as `torchrun ... -m trainer` would, and returns what each rank saw. Starting sixteen
+processes by torchrun on two cores takes two minutes of imports; a fork takes none.
+"""
+
+import atexit
+import contextlib
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from safetensors.torch import load_file
+
+from trainer import checkpoint, data, loop
+from trainer.contract import HF_EXPORT, MetricsRow, RunConfig, read_metrics
+from trainer.distributed import Mesh, rank_mesh
+from trainer.models.hf_export import save_hf_weights
+from trainer.runtime import prepare_runtime
+
+
+@dataclass(frozen=True)
+class World:
+    """What came of a job.
+
+    Attributes:
+        rows: metrics.jsonl.
+        ranks: for each rank: `drift`, the largest difference between copies of a parameter after the last step;
+            `loss_tokens` and `encoded`, of each micro batch it read; `pixels`, whether it got any.
+    """
+
+    rows: list[MetricsRow]
+    ranks: list[dict[str, object]]
+
+
+_SERVER: list[subprocess.Popen] = []
+
+
+def exported(run: RunConfig) -> dict[str, torch.Tensor]:
+    """The weights after the last step, whole, under their HF names."""
+    return load_file(run.output_dir / HF_EXPORT / "model.safetensors")
+
+
+def run_world(run: RunConfig, processes: int, *, save: bool = False) -> World:
+    """Train in a world of `processes` ranks.
+
+    Args:
+        save: write the tensors of checkpoints, which takes longer than the training.
+
+    Raises:
+        AssertionError: a rank failed; with its last lines.
+    """
+    if not _SERVER:
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-W", "ignore", "-c", "from tests.helpers import world; world.serve()"]
+        _SERVER.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env))
+        atexit.register(_SERVER[0].kill)
+    server = _SERVER[0]
+    (run.output_dir / "run.json").write_text(run.model_dump_json())
+    server.stdin.write(json.dumps([str(run.output_dir), processes, save]) + "\n")
+    server.stdin.flush()
+    codes = json.loads(server.stdout.readline())
+    logs = {rank: (run.output_dir / f"rank-{rank}.log").read_text()[-3000:] for rank, c in enumerate(codes) if c}
+    assert not logs, "\n".join(f"rank {rank}:\n{text}" for rank, text in logs.items())
+    return world_of(run, processes)
+
+
+def world_of(run: RunConfig, processes: int) -> World:
+    """What a job left behind."""
+    ranks = [json.loads((run.output_dir / f"rank-{rank}.json").read_text()) for rank in range(processes)]
+    return World(read_metrics(run.output_dir), ranks)
+
+
+def serve() -> None:
+    """Read jobs from standard input, answer with the exit codes of their ranks."""
+    fork = multiprocessing.get_context("fork")
+    for line in sys.stdin:
+        directory, processes, save = json.loads(line)
+        # torchrun does the same: the agent holds the store, the ranks are its clients.
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        ranks = [
+            fork.Process(target=_rank, args=(Path(directory), rank, processes, store.port, save))
+            for rank in range(processes)
+        ]
+        for rank in ranks:
+            rank.start()
+        _end_all_when_one_fails(ranks)
+        print(json.dumps([rank.exitcode for rank in ranks]), flush=True)
+
+
+def _end_all_when_one_fails(ranks: list[multiprocessing.Process]) -> None:
+    while alive := [rank for rank in ranks if rank.is_alive()]:
+        multiprocessing.connection.wait([rank.sentinel for rank in alive])
+        if any(rank.exitcode for rank in ranks):
+            for rank in ranks:
+                rank.join(5)
+                rank.kill()
+    for rank in ranks:
+        rank.join()
+
+
+def _rank(directory: Path, rank: int, world: int, port: int, save: bool) -> None:
+    log = os.open(directory / f"rank-{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    try:
+        torch.set_num_threads(1)
+        prepare_runtime()
+        train_rank(directory, rank, save=save)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def train_rank(directory: Path, rank: int, *, save: bool) -> None:
+    """Do one rank's part of the job in `directory`, and write down what it saw."""
+    run = RunConfig.model_validate_json((directory / "run.json").read_text())
+    with contextlib.ExitStack() as stack:
+        if not save:
+            stack.enter_context(patch.object(checkpoint.dist_checkpointing, "save", _save_nothing))
+        mesh = stack.enter_context(rank_mesh(run.parallel, run.train.seed))
+        seen = _train(run, mesh)
+    (directory / f"rank-{rank}.json").write_text(json.dumps(seen))
+
+
+def _save_nothing(*args: object, **kwargs: object) -> AsyncRequest:
+    return AsyncRequest(None, (), [])
+
+
+def _train(run: RunConfig, mesh: Mesh) -> dict[str, object]:
+    trainers, batches = [], []
+    set_up, read = loop.set_up, data.BinReader.read
+
+    def reading(reader, number):
+        batch = read(reader, number)
+        batches.append([len(batch.labels.values), batch.encoded_rows, len(batch.patches)])
+        return batch
+
+    def setting_up(*args):
+        trainers.append(set_up(*args))
+        return trainers[0]
+
+    with patch.object(loop, "set_up", setting_up), patch.object(data.BinReader, "read", reading):
+        loop.train(run, mesh)
+    chunks = trainers[0].chunks
+    # Ranks that divide the weights have no copies to compare, and are exported from a checkpoint alone.
+    divided = run.parallel.sharding == "fsdp"
+    if not divided:
+        save_hf_weights([chunk.module for chunk in chunks], mesh, run.hf_dir, run.output_dir / HF_EXPORT)
+    return {
+        "drift": 0.0 if divided else drift(chunks, mesh),
+        "loss_tokens": [loss_tokens for loss_tokens, _, _ in batches],
+        "encoded": [encoded for _, encoded, _ in batches],
+        "pixels": any(patches for _, _, patches in batches),
+    }
+
+
+def drift(chunks, mesh: Mesh) -> float:
+    """The largest difference between this rank's parameters and the copies that other ranks hold."""
+    largest = 0.0
+    for chunk in chunks:
+        for param in chunk.module.parameters():
+            groups = [mesh.groups.dp_cp]
+            if not getattr(param, "tensor_model_parallel", False):
+                groups.append(mesh.groups.tp)
+            if getattr(param, "shared_embedding", False):
+                groups.append(mesh.groups.embd)
+            for group in groups:
+                copies = [torch.empty_like(param) for _ in range(group.size())]
+                dist.all_gather(copies, param.detach().contiguous(), group=group)
+                largest = max(largest, *(float((copy - param.detach()).abs().max()) for copy in copies))
+    return largest
