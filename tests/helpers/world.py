@@ -132,7 +132,7 @@ def train_rank(directory: Path, rank: int, *, save: bool) -> None:
         if not save:
             stack.enter_context(patch.object(checkpoint.dist_checkpointing, "save", _save_nothing))
         mesh = stack.enter_context(rank_mesh(run.parallel, run.train.seed))
-        seen = _train(run, mesh)
+        seen = _train(run, mesh) if run.task == "train" else loop.export(run, mesh).model_dump()
     (directory / f"rank-{rank}.json").write_text(json.dumps(seen))
 
 

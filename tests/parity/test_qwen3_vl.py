@@ -109,6 +109,16 @@ def test_weights_in_and_out_are_bit_equal(pair, tmp_path):
         assert torch.equal(before.get(name), after.get(name)), name
 
 
+def test_weights_in_several_files_are_the_same(pair, tmp_path):
+    save_hf_weights([pair.ours], pair.mesh, pair.hf_dir, tmp_path, file_bytes=60_000)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert len(files) > 3 and (tmp_path / "model.safetensors.index.json").is_file()
+    assert all(file.stat().st_size < 80_000 for file in files if len(HFTensors(pair.hf_dir).names()) > 1)
+    before, after = HFTensors(pair.hf_dir), HFTensors(tmp_path)
+    assert before.names() == after.names()
+    assert all(torch.equal(before.get(name), after.get(name)) for name in before.names())
+
+
 def test_packed_samples_are_as_each_alone_and_do_not_see_each_other(pair):
     geometry = pair.ours.sizes.geometry
     packed = pair.ours(pair.batch)

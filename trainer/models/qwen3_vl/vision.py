@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 import torch
 import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
@@ -118,6 +119,15 @@ class VisionEncoder(MegatronModule):
         by_layer = [self.deepstack_mergers[i] for i in np.argsort(self.sizes.deepstack_layers)]
         levels = [merger(hidden) for merger, hidden in zip([*by_layer, self.merger], taps)]
         return torch.cat([levels[-1], *levels[:-1]], dim=-1)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> ShardedStateDict:
+        """megatron-core's, which takes what is in a ModuleList for whole on every tensor-parallel rank."""
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        for number, merger in enumerate(self.deepstack_mergers):
+            state |= merger.sharded_state_dict(f"{prefix}deepstack_mergers.{number}.", sharded_offsets, metadata)
+        return state
 
     def _layers_learn(self) -> bool:
         return self.pos_embed.requires_grad

@@ -1,0 +1,106 @@
+"""A checkpoint of one layout goes on in any other, and exports to the same bytes from any."""
+
+import shutil
+
+import pytest
+
+from tests.equivalence.test_layouts import CUT_VISION, FOURFOLD, KINDS, SEQ_LEN, SMOOTH, SP
+from tests.helpers.run_dir import make_bins, write_job
+from tests.helpers.world import World, run_world
+from trainer.contract import HF_EXPORT, CheckpointConfig, ParallelConfig, RunConfig
+
+STEPS, SAVED_AT = 6, 3
+TP2 = {"tp": 2}
+LAYOUTS = {
+    "alone": ({}, 1),
+    "tp2": (TP2, 2),
+    "tp2-sp-vision": ({**TP2, **SP, **CUT_VISION}, 2),
+    "pp2": ({"pp": 2, "first_pipeline_layers": 3}, 2),
+    "dp2": ({}, 2),
+    "cp2": ({"cp": 2}, 2),
+    "tp2-pp2": ({"tp": 2, "pp": 2}, 4),
+    "fourfold": (FOURFOLD, 16),
+}
+
+
+def job(root, name: str, layout: dict) -> RunConfig:
+    run = write_job(
+        root,
+        num_steps=STEPS,
+        bins=make_bins("first", KINDS),
+        global_batch_size=4,
+        parallel=ParallelConfig(**layout),
+        optim=SMOOTH,
+        name=name,
+    )
+    keep = CheckpointConfig(save_interval=SAVED_AT, keep_last=5)
+    return run.model_copy(update={"seq_len": SEQ_LEN, "checkpoint": keep})
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("reshard")
+
+
+@pytest.fixture(scope="module")
+def saved(root) -> tuple[RunConfig, World]:
+    """Six steps on tp2, saved after three, uninterrupted."""
+    run = job(root, "saved", TP2)
+    return run, run_world(run, 2, save=True)
+
+
+def checkpoint_of(run: RunConfig, step: int):
+    return run.output_dir / f"checkpoints/step-{step:06d}"
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_saved_on_tp2_and_resumed(name, root, saved):
+    run, whole = saved
+    layout, processes = LAYOUTS[name]
+    resumed = job(root, f"resumed-{name}", layout)
+    shutil.copytree(checkpoint_of(run, SAVED_AT), checkpoint_of(resumed, SAVED_AT))
+    rows = run_world(resumed, processes).rows
+    expected = [row for row in whole.rows if row.step > SAVED_AT]
+    assert [row.step for row in rows] == [row.step for row in expected] == [4, 5, 6]
+    for ours, theirs in zip(rows, expected):
+        if name == "tp2":  # the same sums in the same order
+            assert (ours.loss, ours.grad_norm, ours.heldout_loss) == (
+                theirs.loss,
+                theirs.grad_norm,
+                theirs.heldout_loss,
+            )
+        assert ours.loss == pytest.approx(theirs.loss, rel=1e-6)
+        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5)
+        assert ours.tokens == theirs.tokens
+
+
+def test_saved_on_sixteen_ranks_and_resumed_on_one(root, saved):
+    run = job(root, "sixteen", FOURFOLD)
+    run_world(run, 16, save=True)
+    resumed = job(root, "sixteen-to-one", {})
+    shutil.copytree(checkpoint_of(run, SAVED_AT), checkpoint_of(resumed, SAVED_AT))
+    for ours, theirs in zip(run_world(resumed, 1).rows, [r for r in saved[1].rows if r.step > SAVED_AT], strict=True):
+        assert ours.loss == pytest.approx(theirs.loss, rel=1e-6)
+
+
+@pytest.fixture(scope="module")
+def exported(root, saved):
+    """The exported file of the trained checkpoint, by the layout that exported it."""
+
+    def export(name: str) -> bytes:
+        layout, processes = LAYOUTS[name]
+        run = job(root, f"export-{name}", layout)
+        run = run.model_copy(update={"task": "export", "checkpoint_dir": checkpoint_of(saved[0], STEPS)})
+        run_world(run, processes)
+        files = sorted((run.output_dir / HF_EXPORT).iterdir())
+        assert [file.name for file in files] == ["model.safetensors"]
+        return files[0].read_bytes()
+
+    return export
+
+
+def test_export_is_the_same_bytes_from_any_layout(exported, saved):
+    alone = exported("alone")
+    assert alone != (saved[0].hf_dir / "model.safetensors").read_bytes(), "training changed nothing"
+    for name in ("tp2-pp2", "tp2-sp-vision", "pp2", "fourfold"):
+        assert exported(name) == alone, name
