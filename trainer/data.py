@@ -15,7 +15,7 @@ from dataset_builders.contracts.bins import Bin, read_bins
 from dataset_builders.contracts.manifest import load_manifest
 from dataset_builders.contracts.sample import Split
 from dataset_builders.contracts.shard_io import read_record
-from dataset_builders.contracts.tokenized import PatchFormat, TokenizedSample, from_fields
+from dataset_builders.contracts.tokenized import PATCHES, PatchFormat, TokenizedSample, from_fields
 from trainer.balance import deal
 from trainer.batch import Geometry, MicroBatch, make_micro_batch
 from trainer.slices import RankSlice
@@ -51,9 +51,10 @@ class BinReader:
         self._seq_len, self._part = seq_len, part
 
     def samples(self, number: int) -> list[TokenizedSample]:
-        """The samples of one bin, in order."""
+        """The samples of one bin, in order; without their pixels where this rank encodes none."""
+        without = () if self._part.has_vision else (PATCHES,)
         return [
-            from_fields(ref.key, read_record(self._dir / ref.shard, ref.offset, ref.size), self.patch_format)
+            from_fields(ref.key, read_record(self._dir / ref.shard, ref.offset, ref.size, without), self.patch_format)
             for ref in self.bins[number]
         ]
 

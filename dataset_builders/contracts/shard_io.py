@@ -8,9 +8,10 @@ import io
 import json
 import os
 import tarfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import webdataset
 
@@ -93,9 +94,15 @@ def remove_entries(directory: Path, names: list[str]) -> None:
         _entry_path(directory, name).unlink(missing_ok=True)
 
 
-def read_record(path: Path, offset: int, size: int) -> dict[str, bytes]:
-    """The fields of one sample, by one positioned read of its byte range in the shard."""
+def read_record(path: Path, offset: int, size: int, without: Container[str] = ()) -> dict[str, bytes]:
+    """The fields of one sample, by one positioned read of its byte range in the shard.
+
+    Args:
+        without: fields that are passed over on disk; then each other field is a read of its own.
+    """
     with path.open("rb") as file:
+        if without:
+            return dict(_chosen(file, offset, size, without))
         data = os.pread(file.fileno(), size, offset)
     if len(data) != size:
         raise OSError(f"{path}: wanted {size} bytes at {offset}, got {len(data)}; the shard is cut short")
@@ -122,6 +129,15 @@ def _members(file: io.IOBase) -> Iterator[tuple[str, tuple[str, bytes]]]:
             folder, _, base = member.name.rpartition("/")
             stem, _, field = base.partition(".")
             yield (f"{folder}/{stem}" if folder else stem), (field, tar.extractfile(member).read())
+
+
+def _chosen(file: BinaryIO, offset: int, size: int, without: Container[str]) -> Iterator[tuple[str, bytes]]:
+    file.seek(offset)
+    with tarfile.open(fileobj=file, mode="r:") as tar:
+        while (member := tar.next()) is not None and member.offset < offset + size:
+            field = member.name.rpartition("/")[2].partition(".")[2]
+            if field not in without:
+                yield field, tar.extractfile(member).read()
 
 
 def _entry_path(directory: Path, name: str) -> Path:

@@ -32,6 +32,9 @@ INDEX_SCHEMA = pa.schema(
 )
 
 
+PATCHES = "patches.u8"  # the field of a record that is nearly all of its bytes
+
+
 class PatchFormat(StrictModel):
     """How stored patches become pixel values: stats["patch_format"] of a tokenized artifact's manifest.
 
@@ -83,18 +86,18 @@ class TokenizedSample:
             "image_grid_thw.i32": self.image_grid_thw.tobytes(),
             "input_ids.i32": self.input_ids.tobytes(),
             "loss_mask.u8": self.loss_mask.tobytes(),
-            "patches.u8": self.patches.tobytes(),
+            PATCHES: self.patches.tobytes(),
         }
 
 
 def from_fields(key: str, fields: dict[str, bytes], patch_format: PatchFormat) -> TokenizedSample:
-    """The inverse of `TokenizedSample.to_fields`."""
+    """The inverse of `TokenizedSample.to_fields`; a record read without its patches gives a sample with none."""
     return TokenizedSample(
         key=key,
         input_ids=np.frombuffer(fields["input_ids.i32"], np.int32),
         loss_mask=np.frombuffer(fields["loss_mask.u8"], np.uint8),
         image_grid_thw=np.frombuffer(fields["image_grid_thw.i32"], np.int32).reshape(-1, 3),
-        patches=np.frombuffer(fields["patches.u8"], np.uint8).reshape(-1, patch_format.patch_bytes),
+        patches=np.frombuffer(fields.get(PATCHES, b""), np.uint8).reshape(-1, patch_format.patch_bytes),
     )
 
 

@@ -6,6 +6,7 @@ processes by torchrun on two cores takes two minutes of imports; a fork takes no
 
 import atexit
 import contextlib
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -41,6 +42,8 @@ class World:
     rows: list[MetricsRow]
     ranks: list[dict[str, object]]
 
+
+STUCK_SECONDS = 200  # a rank that is still there then writes where it stands, and ends
 
 _SERVER: list[subprocess.Popen] = []
 
@@ -115,6 +118,7 @@ def _rank(directory: Path, rank: int, world: int, port: int, save: bool) -> None
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ.update({name: str(value) for name, value in place.items()})
+    faulthandler.dump_traceback_later(STUCK_SECONDS, exit=True)
     try:
         torch.set_num_threads(1)
         prepare_runtime()

@@ -1,3 +1,5 @@
+import copy
+import tarfile
 from collections import Counter
 
 import numpy as np
@@ -52,3 +54,19 @@ def test_samples_come_back_as_written(reader):
     sample = reader.samples(0)[0]
     assert sample.input_ids.dtype == np.int32 and len(sample.input_ids) == reader.bins[0][0].num_tokens
     sample.check()
+
+
+def test_a_rank_without_vision_reads_everything_but_the_pixels(reader, monkeypatch):
+    blind = copy.copy(reader)
+    blind._part = RankSlice(has_vision=False)
+    read = []
+    extract = tarfile.TarFile.extractfile
+    monkeypatch.setattr(tarfile.TarFile, "extractfile", lambda tar, member: read.append(member) or extract(tar, member))
+    for number in range(len(reader.bins)):
+        for ours, whole in zip(blind.samples(number), reader.samples(number), strict=True):
+            assert len(ours.patches) == 0
+            for field in ("key", "input_ids", "loss_mask", "image_grid_thw"):
+                assert np.array_equal(getattr(ours, field), getattr(whole, field))
+    assert sum("patches" in member.name for member in read) == sum(map(len, reader.bins)), (
+        "read for whole samples alone"
+    )
