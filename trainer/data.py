@@ -20,6 +20,8 @@ from trainer.balance import deal
 from trainer.batch import Geometry, MicroBatch, make_micro_batch
 from trainer.slices import RankSlice
 
+PREFETCH_DEPTH = 4  # micro batches read ahead
+
 
 def bins_for_step(num_bins: int, *, seed: int, step: int, global_batch_size: int) -> list[int]:
     """Numbers of the bins of one global batch.

@@ -12,8 +12,9 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from trainer import checkpoint
 from trainer.contract import CHECKPOINTS, HF_EXPORT, MetricsRow, RunConfig, TrainResult
-from trainer.data import BinReader, TrainingOrder, prefetch
+from trainer.data import PREFETCH_DEPTH, BinReader, TrainingOrder, prefetch
 from trainer.distributed import Mesh
+from trainer.heldout import heldout_loss
 from trainer.metrics import MetricsWriter, peak_flops, peak_memory_gb
 from trainer.models import get_model_module, read_model_type
 from trainer.models.hf_export import save_hf_weights
@@ -25,8 +26,6 @@ from trainer.sharding import Chunk, share_model, weights_dtype
 from trainer.step import Totals, finalize_gradients, run_micro_batches, train_step
 
 log = logging.getLogger("athanor.trainer")
-
-PREFETCH_DEPTH = 4
 
 
 class NotFinite(Exception):
@@ -247,7 +246,9 @@ class _Interval:
         trainer.tokens += totals.tokens
         trainer.loss_tokens += int(loss_tokens)
         trainer.last["loss"] = loss_sum / max(1, loss_tokens)
-        heldout = heldout_loss(trainer) if _is_heldout_step(trainer, trainer.step) else None
+        heldout = None
+        if _is_heldout_step(trainer, trainer.step):
+            heldout = heldout_loss(trainer.chunks, trainer.heldout, trainer.mesh, trainer.run)
         trainer.last["heldout_loss"] = heldout if heldout is not None else trainer.last["heldout_loss"]
         peak = peak_flops()
         flops = totals.vision_flops + totals.language_flops
@@ -273,34 +274,6 @@ class _Interval:
         log.info("step %d loss %.4f%s", row.step, row.loss, "" if heldout is None else f" held-out {heldout:.4f}")
         self._begin()
         return row
-
-
-def heldout_loss(trainer: Trainer) -> float | None:
-    """Mean loss over the loss tokens of all held-out bins; None where there are none."""
-    mesh, reader = trainer.mesh, trainer.heldout
-    if not reader.bins:
-        return None
-    numbers = _heldout_share(trainer)
-    totals = Totals.zero(mesh.device)
-    for chunk in trainer.chunks:
-        chunk.eval()
-    with torch.no_grad():
-        batches = prefetch(reader, iter(numbers), PREFETCH_DEPTH, pin=mesh.device.type == "cuda")
-        run_micro_batches(trainer.chunks, batches, len(numbers), mesh, totals, forward_only=True)
-    trainer.chunks[0].module.clock.switch(None)
-    trainer.chunks[0].module.clock.read()
-    loss_sum, loss_tokens = totals.over_ranks(mesh).loss_and_tokens.tolist()
-    return loss_sum / max(1, loss_tokens)
-
-
-def _heldout_share(trainer: Trainer) -> list[int | None]:
-    """Held-out bins of this rank, filled up by empty ones: as many on every rank, for those that divide the weights
-    meet in each, and a multiple of the pipeline where its virtual stages want one."""
-    mesh, total = trainer.mesh, len(trainer.heldout.bins)
-    multiple = mesh.groups.pp.size() if len(trainer.chunks) > 1 else 1
-    per_rank = -(-total // (mesh.dp * multiple)) * multiple
-    numbers: list[int | None] = list(range(mesh.dp_rank, total, mesh.dp))
-    return numbers + [None] * (per_rank - len(numbers))
 
 
 def export(run: RunConfig, mesh: Mesh) -> TrainResult:

@@ -13,7 +13,7 @@ import torch
 from tests.helpers.bins import MIXED, ONE_IMAGE, TALL_IMAGE, TEXT_ONLY, TWO_IMAGES, Kind
 from tests.helpers.run_dir import OPTIM, make_bins, write_job
 from tests.helpers.world import World, exported, run_world
-from trainer.contract import ParallelConfig
+from trainer.contract import HELDOUT_JSONL, HeldoutRow, ParallelConfig
 
 STEPS, SEQ_LEN = 5, 192
 # A gradient that is nothing but rounding would move a weight by a whole step; with this eps it moves it by rounding.
@@ -78,6 +78,7 @@ class Outcome:
 
     world: World
     weights: dict[str, torch.Tensor]
+    heldout: list[HeldoutRow]
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +103,9 @@ def outcome(tmp_path_factory):
             optim=SMOOTH,
             name=name,
         ).model_copy(update={"seq_len": SEQ_LEN})
-        return Outcome(run_world(run, processes), exported(run))
+        world = run_world(run, processes)
+        lines = (run.output_dir / HELDOUT_JSONL).read_text().splitlines()
+        return Outcome(world, exported(run), [HeldoutRow.model_validate_json(line) for line in lines])
 
     return run_layout
 
@@ -119,6 +122,9 @@ def test_a_layout_trains_as_one_process_does(name, outcome):
         assert (a.tokens, a.loss_tokens) == (b.tokens, b.loss_tokens)
         if b.heldout_loss is not None:
             assert a.heldout_loss == pytest.approx(b.heldout_loss, rel=1e-5)
+    for a, b in zip(ours.heldout, alone.heldout, strict=True):
+        assert (a.key, a.loss_tokens) == (b.key, b.loss_tokens)
+        assert a.loss == pytest.approx(b.loss, rel=1e-5), a.key
     assert ours.weights.keys() == alone.weights.keys()
     for key, weight in ours.weights.items():
         torch.testing.assert_close(
@@ -130,6 +136,16 @@ def test_a_layout_trains_as_one_process_does(name, outcome):
 def test_copies_of_a_parameter_stay_identical(name, outcome):
     """Norms (of queries and keys too), the vision encoder, tied embeddings: bit for bit, wherever one is held."""
     assert all(rank["drift"] == 0.0 for rank in outcome(name, LAYOUTS[name][2]).world.ranks)
+
+
+def test_the_held_out_samples_make_the_held_out_loss(outcome):
+    alone = outcome("alone", "first")
+    bins = make_bins("first", KINDS)[:2]  # write_job holds these out
+    samples = [sample for samples in bins for sample in samples]
+    assert [row.loss_tokens for row in alone.heldout] == [int(s.loss_mask[1:].sum()) for s in samples]
+    total = sum(row.loss * row.loss_tokens for row in alone.heldout if row.loss_tokens)
+    mean = total / sum(row.loss_tokens for row in alone.heldout)
+    assert alone.world.rows[-1].heldout_loss == pytest.approx(mean, rel=1e-6)
 
 
 def test_training_moved_every_part(outcome):

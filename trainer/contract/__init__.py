@@ -16,6 +16,7 @@ from trainer.contract.parallel import ParallelConfig
 RUN_JSON = "run.json"
 RESULT_JSON = "result.json"
 METRICS_JSONL = "metrics.jsonl"
+HELDOUT_JSONL = "heldout.jsonl"
 CHECKPOINTS = "checkpoints"
 HF_EXPORT = "hf"
 
@@ -172,6 +173,14 @@ def read_metrics(directory: Path) -> list[MetricsRow]:
     path = directory / METRICS_JSONL
     rows = parse_metrics(path.read_bytes()) if path.is_file() else []
     return [row for _, row in sorted({row.step: row for row in rows}.items())]
+
+
+class HeldoutRow(StrictModel):
+    """One line of heldout.jsonl: a held-out sample, at the newest measurement."""
+
+    key: str
+    loss: float | None = Field(description="mean over its loss tokens; None where it has none")
+    loss_tokens: int
 
 
 class TrainResult(StrictModel):
