@@ -13,7 +13,7 @@ import torch
 from tests.helpers.bins import MIXED, ONE_IMAGE, TALL_IMAGE, TEXT_ONLY, TWO_IMAGES, Kind
 from tests.helpers.run_dir import OPTIM, make_bins, write_job
 from tests.helpers.world import World, exported, run_world
-from trainer.contract import HELDOUT_JSONL, HeldoutRow, ParallelConfig
+from trainer.contract import HELDOUT_JSONL, HeldoutRow, ParallelConfig, PartConfig
 
 STEPS, SEQ_LEN = 5, 192
 # A gradient that is nothing but rounding would move a weight by a whole step; with this eps it moves it by rounding.
@@ -90,7 +90,7 @@ def outcome(tmp_path_factory):
         return tmp_path_factory.mktemp(shape), make_bins(shape, KINDS)
 
     @functools.cache
-    def run_layout(name: str, shape: str) -> Outcome:
+    def run_layout(name: str, shape: str, frozen: tuple[str, ...] = ()) -> Outcome:
         layout, processes, _ = LAYOUTS.get(name, ({}, 1, shape))
         directory, bins = root(shape)
         run = write_job(
@@ -101,8 +101,10 @@ def outcome(tmp_path_factory):
             global_batch_size=4,
             parallel=ParallelConfig(**layout),
             optim=SMOOTH,
-            name=name,
-        ).model_copy(update={"seq_len": SEQ_LEN})
+            name="-".join((name, *frozen)),
+        )
+        train = run.train.model_copy(update={part: PartConfig(frozen=True) for part in frozen})
+        run = run.model_copy(update={"seq_len": SEQ_LEN, "train": train})
         world = run_world(run, processes)
         lines = (run.output_dir / HELDOUT_JSONL).read_text().splitlines()
         return Outcome(world, exported(run), [HeldoutRow.model_validate_json(line) for line in lines])
@@ -113,12 +115,25 @@ def outcome(tmp_path_factory):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_trains_as_one_process_does(name, outcome):
     shape = LAYOUTS[name][2]
-    ours, alone = outcome(name, shape), outcome("alone", shape)
+    compare(outcome(name, shape), outcome("alone", shape))
+
+
+@pytest.mark.parametrize("name", ["tp2", "tp2-sp-vision", "cp2", "pp2", "pp2-full", "dp2"])
+@pytest.mark.parametrize(
+    "frozen", [("vision",), ("vision", "merger"), ("language",), ("vision", "language")], ids="-".join
+)
+def test_with_frozen_parts_too(name, frozen, outcome):
+    compare(outcome(name, "first", frozen), outcome("alone", "first", frozen))
+
+
+def compare(ours: Outcome, alone: Outcome) -> None:
     assert [row.step for row in ours.world.rows] == list(range(1, STEPS + 1))
     for a, b in zip(ours.world.rows, alone.world.rows, strict=True):
         assert a.loss == pytest.approx(b.loss, rel=1e-5), f"step {a.step}"
         for norm in ("grad_norm", "vision_grad_norm", "merger_grad_norm", "language_grad_norm"):
-            assert getattr(a, norm) == pytest.approx(getattr(b, norm), rel=1e-4), f"step {a.step}: {norm}"
+            expected = getattr(b, norm)
+            wanted = None if expected is None else pytest.approx(expected, rel=1e-4)  # a frozen part has none
+            assert getattr(a, norm) == wanted, f"step {a.step}: {norm}"
         assert (a.tokens, a.loss_tokens) == (b.tokens, b.loss_tokens)
         if b.heldout_loss is not None:
             assert a.heldout_loss == pytest.approx(b.heldout_loss, rel=1e-5)
