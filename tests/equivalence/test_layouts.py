@@ -101,7 +101,7 @@ def outcome(tmp_path_factory):
             global_batch_size=4,
             parallel=ParallelConfig(**layout),
             optim=SMOOTH,
-            name="-".join((name, *frozen)),
+            name="-".join((name, "frozen", *frozen)),
         )
         train = run.train.model_copy(update={part: PartConfig(frozen=True) for part in frozen})
         run = run.model_copy(update={"seq_len": SEQ_LEN, "train": train})

@@ -90,12 +90,16 @@ def serve() -> None:
         directory, processes, save = json.loads(line)
         # torchrun does the same: the agent holds the store, the ranks are its clients.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        # A rank that is forked while the store's thread serves another one may inherit a lock that nobody will open:
+        # so all are there before the first one speaks to it.
+        all_there = fork.Event()
         ranks = [
-            fork.Process(target=_rank, args=(Path(directory), rank, processes, store.port, save))
+            fork.Process(target=_rank, args=(Path(directory), rank, processes, store.port, save, all_there))
             for rank in range(processes)
         ]
         for rank in ranks:
             rank.start()
+        all_there.set()
         _end_all_when_one_fails(ranks)
         print(json.dumps([rank.exitcode for rank in ranks]), flush=True)
 
@@ -111,7 +115,8 @@ def _end_all_when_one_fails(ranks: list[multiprocessing.Process]) -> None:
         rank.join()
 
 
-def _rank(directory: Path, rank: int, world: int, port: int, save: bool) -> None:
+def _rank(directory: Path, rank: int, world: int, port: int, save: bool, all_there) -> None:
+    all_there.wait()
     log = os.open(directory / f"rank-{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(log, stream)

@@ -87,7 +87,9 @@ def test_every_special_token_is_one_id_and_config_json_agrees():
         generation = json.loads((path / "generation_config.json").read_text())
         assert tokenizer.convert_ids_to_tokens(generation["eos_token_id"]) == ["<|im_end|>", "<|endoftext|>"]
         assert tokenizer.eos_token == "<|im_end|>" and len(tokenizer) <= config["text_config"]["vocab_size"]
-    first, second = (AutoTokenizer.from_pretrained(tiny_hf_dir(shape)).get_added_vocab() for shape in SHAPES)
+    first, second = (
+        AutoTokenizer.from_pretrained(tiny_hf_dir(shape)).get_added_vocab() for shape in ("first", "second")
+    )
     assert first.keys() == second.keys() and not set(first.values()) & set(second.values())
 
 
