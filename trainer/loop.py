@@ -49,7 +49,6 @@ class Trainer:
     optimizer: MegatronOptimizer
     order: TrainingOrder
     heldout: BinReader
-    dtype: torch.dtype
     step: int = 0
     tokens: int = 0
     loss_tokens: int = 0
@@ -73,8 +72,7 @@ def build_chunks(run: RunConfig, mesh: Mesh, dtype: torch.dtype) -> list[torch.n
 
 def set_up(run: RunConfig, mesh: Mesh) -> Trainer:
     """Everything before the first step; resumes from the newest checkpoint of this run if there is one."""
-    dtype = weights_dtype(run)
-    models = build_chunks(run, mesh, dtype)
+    models = build_chunks(run, mesh, weights_dtype(run))
     part = mesh.slice_of_bin(run.parallel)
     readers = [
         BinReader(run.tokenized_dir, run.bins_dir, split, models[0].sizes.geometry, run.seq_len, part)
@@ -99,7 +97,7 @@ def set_up(run: RunConfig, mesh: Mesh) -> Trainer:
         dp=mesh.dp,
         bin_cost=partial(models[0].cost_model().planned_cost, seq_len=run.seq_len) if run.parallel.balance else None,
     )
-    trainer = Trainer(run, mesh, chunks, optimizer, order, readers[1], dtype)
+    trainer = Trainer(run, mesh, chunks, optimizer, order, readers[1])
     _resume(trainer)
     _say_arithmetic(trainer)
     return trainer
