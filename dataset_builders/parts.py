@@ -1,48 +1,39 @@
 """What a builder offers: parts of a source that can be read side by side, and the samples of a part."""
 
 import re
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+from typing import Any
 
-from pydantic import Field
-
-from dataset_builders.contracts.sample import Sample
+from dataset_builders.contracts.sample import Sample, Split
+from dataset_builders.contracts.store import StorePath
 from dataset_builders.contracts.strict import StrictModel
-
-Turns = Literal["chat", "split"]
-
-
-class RowPolicy(StrictModel):
-    """How a raw row becomes samples."""
-
-    turns: Turns = Field(
-        description="chat: all question-answer pairs of a row in one conversation; split: one sample a pair"
-    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """A run of whole row groups of one file: what one worker reads at a time.
+    """A run of neighbouring rows of one file: what one worker reads at a time.
 
     Attributes:
         path: the file.
         name: the file as a person knows it, below the source: `ai2d/train-00000-of-00002.parquet`.
         subset: the subset its rows belong to.
-        row_groups: first row group and the one after the last.
+        span: where the run begins and ends in the file, as its builder counts: row groups of a parquet file, bytes of
+            a JSONL or tar file.
         first_row: number of its first row in the subset, over all of the subset's files.
         file_row: number of its first row in the file.
         num_rows: rows in it.
+        split: the split that the source itself puts these rows in; None leaves it to convert.
     """
 
-    path: Path
+    path: StorePath
     name: str
     subset: str
-    row_groups: tuple[int, int]
+    span: tuple[int, int]
     first_row: int
     file_row: int
     num_rows: int
+    split: Split | None = None
 
     def key(self, row: int) -> str:
         """The key of row `row` of the subset: the same however the subset is cut into files."""
@@ -72,19 +63,24 @@ class SkippedRow:
     detail: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Builder:
     """One dataset's way from files to samples.
 
     Attributes:
-        list_parts: (source directory, subsets; none means all) -> parts, in an order that decides the samples'.
-            Raises InputError for a file that cannot be read or lacks a column.
-        iter_part: (part, policy, rows) -> its samples in order. `rows` limits it to those rows of the subset, by
+        options: the model of the builder's own settings, `convert.options` of a recipe.
+        patterns: (subsets; none means all) -> globs below the source of every file that is read: what a hub download
+            fetches, and what identifies the raw data.
+        list_parts: (source directory, subsets, options) -> parts, in an order that decides the samples'. Raises
+            InputError for a file that cannot be read or lacks a column.
+        iter_part: (part, options, rows) -> its samples in order. `rows` limits it to those rows of the subset, by
             number; None means all. Raises InputError where the file breaks off.
     """
 
-    list_parts: Callable[[Path, tuple[str, ...]], list[Part]]
-    iter_part: Callable[[Part, RowPolicy, Container[int] | None], Iterator[Sample | SkippedRow]]
+    options: type[StrictModel]
+    patterns: Callable[[Sequence[str]], tuple[str, ...]]
+    list_parts: Callable[[StorePath, Sequence[str], Any], list[Part]]
+    iter_part: Callable[[Part, Any, Container[int] | None], Iterator[Sample | SkippedRow]]
 
 
 def natural_order(text: str) -> list[tuple[int, int | str]]:

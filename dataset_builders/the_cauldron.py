@@ -6,12 +6,12 @@ The source is a directory of `<subset>/*.parquet`; a subset may be 563 files or 
      "texts": [{"user": "Which digit is this?", "assistant": "7", "source": "digits"},
                {"user": "Is it even or odd?",   "assistant": "odd", "source": "digits"}]}
 
-becomes, with turns = "chat", one sample of two turns, the image slots before the first question:
+becomes, with turns: chat, one sample of two turns, the image slots before the first question:
 
     Sample(key="digits/00000012", images=(b"\\x89PNG...",), messages=(
         user "<image>Which digit is this?", assistant "7", user "Is it even or odd?", assistant "odd"))
 
-and with turns = "split" one sample a pair, keys digits/00000012-0 and digits/00000012-1, each with the images.
+and with turns: split one sample a pair, keys digits/00000012-0 and digits/00000012-1, each with the images.
 Questions that hold as many `<image>` as the row has images keep them where they are. Texts are stripped, and
 CRLF becomes LF.
 
@@ -21,13 +21,17 @@ Left out: rows whose fields are null or not UTF-8 (schema_error), rows without a
 
 from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pydantic import Field
 
 from dataset_builders.contracts.errors import InputError
 from dataset_builders.contracts.sample import IMAGE_SLOT, Message, Sample, SkipSample
-from dataset_builders.parts import Builder, Part, RowPolicy, SkippedRow, natural_order
+from dataset_builders.contracts.store import StorePath
+from dataset_builders.contracts.strict import StrictModel
+from dataset_builders.parts import Builder, Part, SkippedRow, natural_order
 
 _PART_ROWS = 512  # a part ends at the first row group border after as many rows
 _READ_ROWS = 16  # rows in memory at a time: a row may hold dozens of images
@@ -35,7 +39,20 @@ _BUFFER_BYTES = 1 << 20
 _TEXT_FIELDS = ("user", "assistant")
 
 
-def list_parts(source: Path, subsets: Sequence[str]) -> list[Part]:
+class CauldronOptions(StrictModel):
+    """How a raw row becomes samples."""
+
+    turns: Literal["chat", "split"] = Field(
+        description="chat: all question-answer pairs of a row in one conversation; split: one sample a pair"
+    )
+
+
+def patterns(subsets: Sequence[str]) -> tuple[str, ...]:
+    """The parquet files of these subsets, of all without a name."""
+    return tuple(f"{subset}/*.parquet" for subset in subsets or ("*",))
+
+
+def list_parts(source: StorePath, subsets: Sequence[str], options: CauldronOptions) -> list[Part]:
     """All parts of the source: subsets by name, files in numeric order, row groups in file order.
 
     Raises:
@@ -53,7 +70,9 @@ def list_parts(source: Path, subsets: Sequence[str]) -> list[Part]:
     return parts
 
 
-def iter_part(part: Part, policy: RowPolicy, rows: Container[int] | None = None) -> Iterator[Sample | SkippedRow]:
+def iter_part(
+    part: Part, options: CauldronOptions, rows: Container[int] | None = None
+) -> Iterator[Sample | SkippedRow]:
     """Samples and unusable rows of one part, in order of their keys; memory stays at a few rows.
 
     Raises:
@@ -66,13 +85,13 @@ def iter_part(part: Part, policy: RowPolicy, rows: Container[int] | None = None)
         except SkipSample as skip:
             yield SkippedRow(key, skip.reason, skip.detail)
             continue
-        if policy.turns == "chat":
+        if options.turns == "chat":
             yield _sample(key, texts, images)
         else:
             yield from (_sample(f"{key}-{i}", [pair], images) for i, pair in enumerate(texts))
 
 
-BUILDER = Builder(list_parts, iter_part)
+BUILDER = Builder(options=CauldronOptions, patterns=patterns, list_parts=list_parts, iter_part=iter_part)
 
 
 def _subset_dirs(source: Path, subsets: Sequence[str]) -> list[Path]:
@@ -106,7 +125,7 @@ def _file_parts(path: Path, subset: str, first_row: int) -> list[Part]:
                     path=path,
                     name=name,
                     subset=subset,
-                    row_groups=(start, group + 1),
+                    span=(start, group + 1),
                     first_row=first_row + file_row,
                     file_row=file_row,
                     num_rows=num_rows,
@@ -161,7 +180,7 @@ def _iter_rows(part: Part, rows: Container[int] | None) -> Iterator[tuple[int, p
     row = part.first_row
     try:
         with pq.ParquetFile(part.path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as file:
-            for group in range(*part.row_groups):
+            for group in range(*part.span):
                 end = row + file.metadata.row_group(group).num_rows
                 if rows is not None and not any(r in rows for r in range(row, end)):
                     row = end

@@ -13,13 +13,13 @@ import shutil
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from pydantic import Field
+from pydantic import Field, ValidationError, model_validator
 
 from dataset_builders.contracts.errors import InputError
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.images import PILLOW_PIXEL_LIMIT, ImageLimits
-from dataset_builders.parts import RowPolicy, Turns
 from dataset_builders.registry import get_builder
 from stages.artifact import Input, Stage, StageOutput
 from stages.convert_plan import DUPLICATE, Plan, make_plan
@@ -41,7 +41,7 @@ class ConvertConfig(StrictModel):
 
     builder: str = Field(description="which dataset's rows these are: a name in dataset_builders/registry.py")
     subsets: tuple[str, ...] = Field(description="subsets to read; none means all that the source holds")
-    turns: Turns = Field(description="chat: one sample a row, all its pairs as turns; split: one sample a pair")
+    options: dict[str, Any] = Field(default={}, description="the builder's own settings; see its file")
     heldout_fraction: float = Field(ge=0, lt=1, description="share of pictures (with all their samples) held out")
     seed: int = Field(ge=0, description="decides which pictures are held out")
     max_image_pixels: int = Field(gt=0, le=PILLOW_PIXEL_LIMIT, description="an image with more pixels is left out")
@@ -55,20 +55,35 @@ class ConvertConfig(StrictModel):
         description="more left out than this share, exact duplicates aside, is an error; from 200 samples on",
     )
 
+    @model_validator(mode="after")
+    def _options_fit(self) -> "ConvertConfig":
+        """Check the options against the builder's model and write out its defaults."""
+        model = get_builder(self.builder).options
+        try:
+            whole = model.model_validate(self.options).model_dump(mode="json")
+        except ValidationError as error:
+            first = error.errors()[0]
+            field = ".".join(["options", *map(str, first["loc"])])
+            known = ", ".join(model.model_fields) or "none"
+            raise ValueError(f"{field} of builder {self.builder}: {first['msg']}; its options: {known}") from error
+        object.__setattr__(self, "options", whole)
+        return self
+
 
 def _run(
     config: ConvertConfig, inputs: Mapping[str, Input], work: Path, resources: StageResources | None
 ) -> StageOutput:
     resources = resources or StageResources()
     source = inputs["raw"].dir
-    parts = get_builder(config.builder).list_parts(source, config.subsets)
+    builder = get_builder(config.builder)
+    options = builder.options.model_validate(config.options)
+    parts = builder.list_parts(source, config.subsets, options)
     num_rows = sum(part.num_rows for part in parts)
     if not num_rows:
         raise InputError(f"the parquet files below {source} hold no rows; give a source with some")
     workers = min(resources.num_workers, max(1, num_rows // _ROWS_A_WORKER))
     resources = dataclasses.replace(resources, num_workers=workers)
-    policy = RowPolicy(turns=config.turns)
-    rows = RawRows(builder=config.builder, policy=policy, parts=dict(enumerate(parts)))
+    rows = RawRows(builder=config.builder, options=options, parts=dict(enumerate(parts)))
     scan = scan_all(_scan_tasks(config, rows, work), resources)
     plan = make_plan(scan, config.seed, config.heldout_fraction, int(config.shard_size_mb * 1e6))
     write_quarantine(work / QUARANTINE, quarantined(scan, plan, rows.parts))
@@ -86,7 +101,9 @@ def _scan_tasks(config: ConvertConfig, rows: RawRows, work: Path) -> list[ScanTa
     directory.mkdir(exist_ok=True)
     limits = ImageLimits(max_pixels=config.max_image_pixels, min_side=config.min_image_side)
     return [
-        ScanTask(part=part, builder=rows.builder, policy=rows.policy, limits=limits, out=directory / f"{i:06d}.parquet")
+        ScanTask(
+            part=part, builder=rows.builder, options=rows.options, limits=limits, out=directory / f"{i:06d}.parquet"
+        )
         for i, part in rows.parts.items()
     ]
 

@@ -11,8 +11,9 @@ import pyarrow.parquet as pq
 from dataset_builders.contracts.files import atomic_path
 from dataset_builders.contracts.sample import Sample, SkipSample
 from dataset_builders.contracts.sample_record import to_fields
+from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.images import ImageInfo, ImageLimits, check_image
-from dataset_builders.parts import Part, RowPolicy, SkippedRow
+from dataset_builders.parts import Part, SkippedRow
 from dataset_builders.registry import get_builder
 from stages.workers import StageResources, run_tasks
 
@@ -43,7 +44,7 @@ class ScanTask:
 
     part: Part
     builder: str
-    policy: RowPolicy
+    options: StrictModel
     limits: ImageLimits
     out: Path
 
@@ -53,7 +54,7 @@ def scan_part(task: ScanTask) -> int:
     images = _ImageChecks(task.limits)
     with atomic_path(task.out) as tmp, pq.ParquetWriter(tmp, SCAN_SCHEMA) as writer:
         rows: list[dict[str, object]] = []
-        for item in get_builder(task.builder).iter_part(task.part, task.policy, None):
+        for item in get_builder(task.builder).iter_part(task.part, task.options, None):
             rows.append(_scan(item, images))
             if len(rows) == _FLUSH_ROWS:
                 writer.write_table(pa.Table.from_pylist(rows, SCAN_SCHEMA))

@@ -9,7 +9,8 @@ from dataset_builders.contracts.manifest import ShardEntry
 from dataset_builders.contracts.sample import Sample
 from dataset_builders.contracts.sample_record import to_fields
 from dataset_builders.contracts.shard_io import ShardWriter, finished_shard
-from dataset_builders.parts import Part, RowPolicy
+from dataset_builders.contracts.strict import StrictModel
+from dataset_builders.parts import Part
 from dataset_builders.registry import get_builder
 from stages.convert_plan import PlannedShard
 from stages.workers import StageResources, run_tasks
@@ -21,12 +22,12 @@ class RawRows:
 
     Attributes:
         builder: name of the builder.
-        policy: how rows become samples.
+        options: the builder's settings.
         parts: number of a part -> the part.
     """
 
     builder: str
-    policy: RowPolicy
+    options: StrictModel
     parts: Mapping[int, Part]
 
     def read(self, number: int, keys: Sequence[str]) -> Iterator[Sample]:
@@ -37,7 +38,7 @@ class RawRows:
         """
         part, wanted = self.parts[number], set(keys)
         found = 0
-        for item in get_builder(self.builder).iter_part(part, self.policy, {part.row(key) for key in keys}):
+        for item in get_builder(self.builder).iter_part(part, self.options, {part.row(key) for key in keys}):
             if isinstance(item, Sample) and item.key in wanted:
                 found += 1
                 yield item
@@ -47,7 +48,7 @@ class RawRows:
     def only(self, numbers: Collection[int]) -> "RawRows":
         """The same source with these parts alone."""
         parts = {number: self.parts[number] for number in numbers}
-        return RawRows(builder=self.builder, policy=self.policy, parts=parts)
+        return RawRows(builder=self.builder, options=self.options, parts=parts)
 
 
 @dataclass(frozen=True, slots=True)

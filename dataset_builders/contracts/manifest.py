@@ -1,7 +1,6 @@
 """manifest.json: written last into an artifact's directory; its presence says that the directory is whole."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 from pydantic import Field
@@ -9,6 +8,7 @@ from pydantic import Field
 from dataset_builders.contracts.errors import InputError
 from dataset_builders.contracts.files import sha256_file, write_json
 from dataset_builders.contracts.sample import Split
+from dataset_builders.contracts.store import StorePath
 from dataset_builders.contracts.strict import StrictModel
 
 FORMAT_VERSION = 1
@@ -50,11 +50,11 @@ class Manifest(StrictModel):
     def num_samples(self) -> int:
         return sum(shard.num_samples for shard in self.shards)
 
-    def write(self, directory: Path) -> None:
+    def write(self, directory: StorePath) -> None:
         write_json(directory / MANIFEST, self.model_dump(mode="json"))
 
 
-def load_manifest(directory: Path) -> Manifest:
+def load_manifest(directory: StorePath) -> Manifest:
     """Read a directory's manifest.
 
     Raises:
@@ -72,7 +72,7 @@ def load_manifest(directory: Path) -> Manifest:
     return Manifest.model_validate(raw)
 
 
-def verify_shards(directory: Path, manifest: Manifest) -> list[str]:
+def verify_shards(directory: StorePath, manifest: Manifest) -> list[str]:
     """Names of shards that are missing or whose SHA-256 is not the manifest's."""
     bad = []
     for shard in manifest.shards:

@@ -30,12 +30,16 @@ class SkipSample(Exception):
 
 SKIP_REASONS: dict[str, str] = {
     "schema_error": "the raw row lacks a field or has another type there",
+    "json_parse_error": "text that should be JSON, a whole line or a field of a row, is not",
+    "bad_role": "a role other than system, user and assistant, or roles in an order that is no conversation",
+    "duplicate_key": "a row before it has the same key",
     "no_text": "the raw row has no turn at all",
     "empty_prompt": "a user turn without text and without an image",
     "empty_target": "an assistant turn without text",
     "image_count_mismatch": "the number of image slots in the text is not the number of images",
     "special_token_in_text": "the text holds a special token of the tokenizer, or an image slot of its own",
     "control_chars": "the text holds control characters other than tab and newline",
+    "image_not_found": "the image that the row points at is not there, or lies outside the source",
     "decode_error": "the image bytes are no image that Pillow can decode",
     "truncated_image": "the image bytes end early",
     "bomb": "the image has more pixels than the limit",
@@ -51,10 +55,15 @@ SKIP_REASONS: dict[str, str] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
-    """One role's text. `IMAGE_SLOT` in a user's text marks where an image goes."""
+    """One role's text. `IMAGE_SLOT` in a user's text marks where an image goes.
+
+    Attributes:
+        is_learnt: False for an assistant's message that is context only, never a target.
+    """
 
     role: Role
     text: str
+    is_learnt: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,6 +101,8 @@ class Sample:
         h = hashlib.sha256()
         for message in self.messages:
             h.update(f"{message.role}\0{message.text}\0".encode("utf-8", "surrogatepass"))
+            if not message.is_learnt:
+                h.update(b"given\0")
         for digest in image_digests(self):
             h.update(bytes.fromhex(digest))
         return h.hexdigest()

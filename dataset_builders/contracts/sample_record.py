@@ -1,8 +1,10 @@
 """One sample as the members of a sample shard, and back.
 
 train/shard-00000.tar
-    ai2d/00001234.json    {"messages": [{"role", "text"}], "images": [{"name", "sha256"}], "digest"}
+    ai2d/00001234.json    {"messages": [{"role", "text", "is_learnt"}], "images": [{"name", "sha256"}], "digest"}
     ai2d/00001234.0.png   the original bytes, untouched
+
+`is_learnt` is written only where it is false.
 """
 
 import hashlib
@@ -17,7 +19,7 @@ def to_fields(sample: Sample) -> dict[str, bytes]:
     """Field name -> bytes; field names are the member's name after the key and a dot."""
     names = [f"{i}.{_extension(image)}" for i, image in enumerate(sample.images)]
     record = {
-        "messages": [{"role": m.role, "text": m.text} for m in sample.messages],
+        "messages": [_message_record(message) for message in sample.messages],
         "images": [{"name": n, "sha256": hashlib.sha256(i).hexdigest()} for n, i in zip(names, sample.images)],
         "digest": sample.digest(),
     }
@@ -30,9 +32,14 @@ def from_fields(key: str, fields: dict[str, bytes]) -> Sample:
     record = json.loads(fields["json"])
     return Sample(
         key=key,
-        messages=tuple(Message(role=m["role"], text=m["text"]) for m in record["messages"]),
+        messages=tuple(Message(**message) for message in record["messages"]),
         images=tuple(fields[image["name"]] for image in record["images"]),
     )
+
+
+def _message_record(message: Message) -> dict[str, object]:
+    record: dict[str, object] = {"role": message.role, "text": message.text}
+    return record if message.is_learnt else {**record, "is_learnt": False}
 
 
 def _extension(image: bytes) -> str:

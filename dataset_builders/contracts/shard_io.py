@@ -1,32 +1,34 @@
 """Shards: plain WebDataset tars whose bytes depend on their samples alone, and reads of one record by offset.
 
-A shard is written under a temporary name, renamed when whole, and then committed by `<name>.json` beside it,
-a ShardEntry. A rerun in the same scratch directory skips every shard that has its entry.
+A shard is written under a temporary name, published when whole, and then committed by `<name>.json` beside it,
+a ShardEntry. A rerun in the same work directory skips every shard that has its entry.
 """
 
+import hashlib
 import io
 import json
 import os
 import tarfile
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import BinaryIO
 
-import webdataset
+import xxhash
 
-from dataset_builders.contracts.files import sha256_file, write_json
+from dataset_builders.contracts.files import temporary_path, write_json
 from dataset_builders.contracts.manifest import ShardEntry
 from dataset_builders.contracts.sample import Split
+from dataset_builders.contracts.store import StorePath, is_local, local_copy, make_dir, publish, read_range
 
 
 @dataclass(frozen=True, slots=True)
 class RecordRange:
-    """Where one sample's members lie in a shard: bytes [offset, offset + size)."""
+    """Where one sample's members lie in a shard: bytes [offset, offset + size), and xxh3_64 of them."""
 
     key: str
     offset: int
     size: int
+    checksum: int
 
 
 class ShardWriter:
@@ -35,13 +37,13 @@ class ShardWriter:
     Use as a context manager; call `commit` inside it after the last record.
     """
 
-    def __init__(self, directory: Path, name: str) -> None:
+    def __init__(self, directory: StorePath, name: str) -> None:
         self.directory, self.name = directory, name
         self.path = directory / name
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._tmp = self.path.with_name(self.path.name + ".tmp")
-        self._file = self._tmp.open("wb")
-        self._tar = webdataset.TarWriter(self._file, encoder=False, mtime=0, user="athanor", group="athanor")
+        make_dir(self.path.parent)
+        self._tmp = temporary_path(self.path)
+        self._file = self._tmp.open("wb", buffering=1 << 20)
+        self._sha256, self._offset = hashlib.sha256(), 0
         self.ranges: list[RecordRange] = []
 
     def __enter__(self) -> "ShardWriter":
@@ -53,32 +55,49 @@ class ShardWriter:
 
     def write(self, key: str, fields: Mapping[str, bytes]) -> RecordRange:
         """Append one sample; returns where it went."""
-        start = self._tar.tarstream.offset
-        self._tar.write({"__key__": key, **fields})
-        record = RecordRange(key, start, self._tar.tarstream.offset - start)
+        start, checksum = self._offset, xxhash.xxh3_64()
+        for field in sorted(fields):
+            for block in _member(f"{key}.{field}", fields[field]):
+                checksum.update(block)
+                self._append(block)
+        record = RecordRange(key, start, self._offset - start, checksum.intdigest())
         self.ranges.append(record)
         return record
 
     def commit(self, split: Split, skips: Mapping[str, int] | None = None) -> ShardEntry:
         """Close, publish and record the shard."""
-        self._tar.close()
+        end = self._offset + 2 * tarfile.BLOCKSIZE  # two empty blocks, filled up to a whole record
+        self._append(bytes(-(-end // tarfile.RECORDSIZE) * tarfile.RECORDSIZE - self._offset))
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        os.replace(self._tmp, self.path)
+        publish(self._tmp, self.path)
         entry = ShardEntry(
             name=self.name,
             split=split,
             num_samples=len(self.ranges),
-            size_bytes=self.path.stat().st_size,
-            sha256=sha256_file(self.path),
+            size_bytes=self._offset,
+            sha256=self._sha256.hexdigest(),
             skips=dict(skips or {}),
         )
         write_json(_entry_path(self.directory, self.name), entry.model_dump(mode="json"))
         return entry
 
+    def _append(self, block: bytes) -> None:
+        self._sha256.update(block)
+        self._file.write(block)
+        self._offset += len(block)
 
-def finished_shard(directory: Path, name: str) -> ShardEntry | None:
+
+def _member(name: str, data: bytes) -> tuple[bytes, bytes, bytes]:
+    """Header, content and filling of one member, byte for byte what webdataset's TarWriter writes."""
+    info = tarfile.TarInfo(name)
+    info.size, info.mode, info.mtime = len(data), 0o444, 0
+    info.uname = info.gname = "athanor"
+    return info.tobuf(tarfile.USTAR_FORMAT), data, bytes(-len(data) % tarfile.BLOCKSIZE)
+
+
+def finished_shard(directory: StorePath, name: str) -> ShardEntry | None:
     """The entry of a shard that an earlier, interrupted try committed in this directory, or None."""
     path = _entry_path(directory, name)
     if not path.is_file():
@@ -88,31 +107,33 @@ def finished_shard(directory: Path, name: str) -> ShardEntry | None:
     return entry if shard.is_file() and shard.stat().st_size == entry.size_bytes else None
 
 
-def remove_entries(directory: Path, names: list[str]) -> None:
+def remove_entries(directory: StorePath, names: list[str]) -> None:
     """Delete the commit records beside the shards, once the manifest holds them."""
     for name in names:
         _entry_path(directory, name).unlink(missing_ok=True)
 
 
-def read_record(path: Path, offset: int, size: int, without: Container[str] = ()) -> dict[str, bytes]:
+def read_record(
+    path: StorePath, offset: int, size: int, without: Container[str] = (), checksum: int | None = None
+) -> dict[str, bytes]:
     """The fields of one sample, by one positioned read of its byte range in the shard.
 
     Args:
-        without: fields that are passed over on disk; then each other field is a read of its own.
+        without: fields that are passed over on disk; then each other field is a read of its own. A shard in a store is
+            read by whole records all the same.
+        checksum: of the range, as the index has it; compared where the shard comes over a network.
     """
-    with path.open("rb") as file:
-        if without:
+    if without and is_local(path):
+        with path.open("rb") as file:
             return dict(_chosen(file, offset, size, without))
-        data = os.pread(file.fileno(), size, offset)
-    if len(data) != size:
-        raise OSError(f"{path}: wanted {size} bytes at {offset}, got {len(data)}; the shard is cut short")
-    return dict(field for _, field in _members(io.BytesIO(data)))
+    data = read_range(path, offset, size, checksum)
+    return dict(field for _, field in _members(io.BytesIO(data)) if field[0] not in without)
 
 
-def iter_records(path: Path) -> Iterator[tuple[str, dict[str, bytes]]]:
-    """(key, fields) of every sample in a shard, in order."""
+def iter_records(path: StorePath, sha256: str | None = None) -> Iterator[tuple[str, dict[str, bytes]]]:
+    """(key, fields) of every sample in a shard, in order; `sha256` is compared where the shard lies in a store."""
     key, fields = None, {}
-    with path.open("rb") as file:
+    with local_copy(path, sha256).open("rb") as file:
         for member_key, (field, data) in _members(file):
             if key is not None and member_key != key:
                 yield key, fields
@@ -140,5 +161,5 @@ def _chosen(file: BinaryIO, offset: int, size: int, without: Container[str]) -> 
                 yield field, tar.extractfile(member).read()
 
 
-def _entry_path(directory: Path, name: str) -> Path:
+def _entry_path(directory: StorePath, name: str) -> StorePath:
     return directory / f"{name}.json"

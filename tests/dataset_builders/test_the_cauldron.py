@@ -7,17 +7,17 @@ import pytest
 from dataset_builders import the_cauldron
 from dataset_builders.contracts.errors import InputError
 from dataset_builders.contracts.sample import Sample
-from dataset_builders.parts import RowPolicy, SkippedRow, natural_order
+from dataset_builders.parts import SkippedRow, natural_order
 from dataset_builders.registry import BUILDERS, get_builder
-from dataset_builders.the_cauldron import iter_part, list_parts
+from dataset_builders.the_cauldron import CauldronOptions, iter_part, list_parts
 from tests.helpers.raw_rows import ROW_SCHEMA, plain_rows, png, row, write_parquet, write_source
 
-CHAT, SPLIT = RowPolicy(turns="chat"), RowPolicy(turns="split")
+CHAT, SPLIT = CauldronOptions(turns="chat"), CauldronOptions(turns="split")
 ONE, TWO = png(1), png(2)
 
 
 def read(source, policy=CHAT, subsets=(), rows=None):
-    return [item for part in list_parts(source, subsets) for item in iter_part(part, policy, rows)]
+    return [item for part in list_parts(source, subsets, CHAT) for item in iter_part(part, policy, rows)]
 
 
 def read_rows(tmp_path, rows, policy=CHAT):
@@ -138,7 +138,7 @@ def test_563_files(tmp_path):
 def test_parts_cover_every_row_once_and_know_its_place_in_the_file(tmp_path, monkeypatch):
     monkeypatch.setattr(the_cauldron, "_PART_ROWS", 4)
     source = write_source(tmp_path, {"b": plain_rows(20), "a": plain_rows(3)}, file_rows=11, group_rows=3)
-    parts = list_parts(source, ())
+    parts = list_parts(source, (), CHAT)
     assert [(p.subset, p.name[-9:], p.first_row, p.file_row, p.num_rows) for p in parts] == [
         ("a", "0.parquet", 0, 0, 3),
         ("b", "0.parquet", 0, 0, 6),
@@ -207,7 +207,7 @@ def test_file_of_another_schema_is_named_with_the_column(name, tmp_path):
     kind, message = WRONG_SCHEMAS[name]
     write_parquet(tmp_path / "s" / "0.parquet", [], schema=kind)
     with pytest.raises(InputError) as caught:
-        list_parts(tmp_path, ())
+        list_parts(tmp_path, (), CHAT)
     assert message in str(caught.value) and "0.parquet" in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -216,7 +216,7 @@ def test_file_that_is_no_parquet_is_named(content, tmp_path):
     write_source(tmp_path, {"s": plain_rows(2)})
     (tmp_path / "s" / "train-7.parquet").write_bytes(content)
     with pytest.raises(InputError, match=r"train-7\.parquet is not a readable parquet file"):
-        list_parts(tmp_path, ())
+        list_parts(tmp_path, (), CHAT)
 
 
 def test_file_damaged_in_the_middle_is_named_with_the_row(tmp_path):
@@ -232,18 +232,18 @@ def test_file_damaged_in_the_middle_is_named_with_the_row(tmp_path):
 def test_missing_directory_missing_subset_and_a_subset_given_as_source(tmp_path):
     write_source(tmp_path, {"ai2d": plain_rows(1), "vqa": plain_rows(1)})
     with pytest.raises(InputError, match=r"nowhere does not exist"):
-        list_parts(tmp_path / "nowhere", ())
+        list_parts(tmp_path / "nowhere", (), CHAT)
     with pytest.raises(InputError, match=r"no subset 'ai2' in .*; there are: ai2d, vqa"):
-        list_parts(tmp_path, ("ai2",))
+        list_parts(tmp_path, ("ai2",), CHAT)
     with pytest.raises(InputError, match=r"it is one subset: give .* and subsets=\[ai2d\]"):
-        list_parts(tmp_path / "ai2d", ())
-    assert [p.subset for p in list_parts(tmp_path, ("vqa",))] == ["vqa"]
+        list_parts(tmp_path / "ai2d", (), CHAT)
+    assert [p.subset for p in list_parts(tmp_path, ("vqa",), CHAT)] == ["vqa"]
 
 
 def test_a_subset_that_cannot_make_keys_is_refused(tmp_path):
     write_source(tmp_path, {"my subset": plain_rows(1)})
     with pytest.raises(InputError, match="my subset: rename it"):
-        list_parts(tmp_path, ())
+        list_parts(tmp_path, (), CHAT)
 
 
 def test_registry_gives_builders_and_lists_them():

@@ -28,7 +28,7 @@ REPO = Path(__file__).parents[2]
 CONFIG = {
     "builder": "the_cauldron",
     "subsets": (),
-    "turns": "chat",
+    "options": {"turns": "chat"},
     "heldout_fraction": 0.3,
     "seed": 1,
     "max_image_pixels": 10**6,
@@ -154,7 +154,9 @@ def test_more_workers_give_the_same_bytes(tmp_path, mixed, monkeypatch):
 
 def test_split_turns_share_the_picture_and_the_split(tmp_path):
     rows = [row([png(i)], [("a?", f"a{i}"), ("b?", ""), ("c?", f"c{i}")]) for i in range(20)]
-    artifact = convert(tmp_path, write_source(tmp_path / "raw", {"s": rows}), turns="split", max_skip_fraction=1)
+    artifact = convert(
+        tmp_path, write_source(tmp_path / "raw", {"s": rows}), options={"turns": "split"}, max_skip_fraction=1
+    )
     assert {s.key for s in all_samples(artifact)} == {f"s/{i:08d}-{pair}" for i in range(20) for pair in (0, 2)}
     assert artifact.manifest.skips == {"empty_target": 20} and artifact.manifest.stats["seen"] == 60
     held = {s.key[:-2] for s in samples_of(artifact, "heldout")}
@@ -243,11 +245,18 @@ def test_image_limits_come_from_the_config(tmp_path):
 def test_unknown_builder_unknown_key_and_bounds():
     with pytest.raises(ValidationError, match="heldout_fracton"):
         ConvertConfig(**CONFIG, heldout_fracton=0.1)
-    for name, value in [("heldout_fraction", 1), ("max_image_pixels", 10**9), ("turns", "all"), ("shard_size_mb", 0)]:
+    for name, value in [
+        ("heldout_fraction", 1),
+        ("max_image_pixels", 10**9),
+        ("options", {"turns": "all"}),
+        ("shard_size_mb", 0),
+    ]:
         with pytest.raises(ValidationError, match=name):
             ConvertConfig(**CONFIG | {name: value})
-    with pytest.raises(InputError, match="unknown dataset builder 'x'; known: the_cauldron"):
-        convert(Path("/nonexistent"), Path("/nonexistent"), builder="x")
+    with pytest.raises(ValidationError, match="unknown dataset builder 'x'; known: .*the_cauldron"):
+        ConvertConfig(**CONFIG | {"builder": "x"})
+    with pytest.raises(ValidationError, match=r"options.turn of builder the_cauldron: .*; its options: turns"):
+        ConvertConfig(**CONFIG | {"options": {"turns": "chat", "turn": "chat"}})
 
 
 def test_report_shows_pictures_and_what_is_left_out(tmp_path):

@@ -5,8 +5,7 @@ import pytest
 from pydantic import ValidationError
 
 from dataset_builders.contracts.sample import Sample
-from dataset_builders.parts import RowPolicy
-from dataset_builders.the_cauldron import iter_part, list_parts
+from dataset_builders.the_cauldron import CauldronOptions, iter_part, list_parts
 from stages.artifact import run_stage
 from stages.embedded_data import ROW_SCHEMA, STAGE, EmbeddedDataConfig
 from tests.helpers.trees import tree_digest
@@ -16,8 +15,8 @@ FEW = EmbeddedDataConfig(seed=0, num_scans=60, num_multi=10, num_pairs=12, num_t
 
 def test_the_cauldron_reads_every_row(tmp_path):
     artifact = run_stage(STAGE, FEW, {}, tmp_path).artifact
-    parts = list_parts(artifact.dir, ())
-    samples = [item for part in parts for item in iter_part(part, RowPolicy(turns="chat"))]
+    parts = list_parts(artifact.dir, (), CauldronOptions(turns="chat"))
+    samples = [item for part in parts for item in iter_part(part, CauldronOptions(turns="chat"))]
     assert all(isinstance(sample, Sample) for sample in samples)
     assert len(samples) == sum(artifact.manifest.stats["rows"].values()) == 60 + 10 + 12 + 9
     assert pq.read_schema(parts[0].path).equals(ROW_SCHEMA)

@@ -1,0 +1,167 @@
+"""A bounded cache on this machine's disk of what was read from object stores; every hit is checked.
+
+    $ATHANOR_CACHE_DIR (default ~/.cache/athanor)
+        ranges/ab/<key>    8 bytes of checksum and the bytes of one range
+        files/ab/<key>/    one whole file under its own name, and its checksum beside it
+        uploads/           files on their way out
+        roots/             what a root in a store needs on a disk: locks, unfinished work, copies of directories
+
+Ranges and files together take at most $ATHANOR_CACHE_GB (default 20); the least recently used go first. Several
+processes share it without locks: entries appear by a rename, and one that vanished or is spoilt is fetched again.
+"""
+
+import hashlib
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import xxhash
+
+from dataset_builders.contracts.errors import InputError
+
+_CHECK_EVERY = 1 / 16  # of the bound: bytes that a process adds before it looks at the whole cache
+_KEEP = 0.9  # of the bound is left after a clean-up
+_CHECKSUM_BYTES = 8
+
+_added: dict[Path, int] = {}  # bytes that this process has added since its last look
+
+
+def cache_dir() -> Path:
+    """The directory of everything that may be fetched again."""
+    return Path(os.environ.get("ATHANOR_CACHE_DIR") or Path.home() / ".cache" / "athanor")
+
+
+def cache_bound() -> int:
+    """Bytes that the cache may take.
+
+    Raises:
+        InputError: ATHANOR_CACHE_GB is no positive number.
+    """
+    text = os.environ.get("ATHANOR_CACHE_GB") or "20"
+    try:
+        bound = int(float(text) * 1e9)
+    except ValueError:
+        bound = 0
+    if bound <= 0:
+        raise InputError(f"ATHANOR_CACHE_GB={text} is no positive number of gigabytes; try ATHANOR_CACHE_GB=20")
+    return bound
+
+
+class LocalCache:
+    """The cache below `directory`; `bound` in bytes."""
+
+    def __init__(self, directory: Path | None = None, bound: int | None = None) -> None:
+        self.directory = directory or cache_dir()
+        self.bound = bound or cache_bound()
+
+    def read(self, key: str, fetch: Callable[[], bytes]) -> bytes:
+        """The bytes of a key, fetched where they are not here or are spoilt."""
+        place = self._place("ranges", key)
+        try:
+            stored = place.read_bytes()
+        except OSError:
+            stored = b""
+        data = stored[_CHECKSUM_BYTES:]
+        if len(stored) >= _CHECKSUM_BYTES and xxhash.xxh3_64_digest(data) == stored[:_CHECKSUM_BYTES]:
+            _touch(place)
+            return data
+        data = fetch()
+        if len(data) <= self.bound * _CHECK_EVERY:  # what would push out everything else is not kept
+            tmp = _beside(place)
+            tmp.write_bytes(xxhash.xxh3_64_digest(data) + data)
+            os.replace(tmp, place)
+            self._account(len(data))
+        return data
+
+    def file(self, key: str, name: str, download: Callable[[Path], None], sha256: str | None) -> Path:
+        """A local file with the content of a key, under its own name.
+
+        Raises:
+            OSError: what arrived has another SHA-256 than the given one.
+        """
+        place = self._place("files", key)
+        file, record = place / name, place / (name + ".xxh3")
+        if file.is_file() and record.is_file() and record.read_text() == _checksum(file):
+            _touch(record)
+            return file
+        place.mkdir(exist_ok=True)
+        tmp = _beside(file)
+        try:
+            download(tmp)
+            if sha256 is not None and _sha256(tmp) != sha256:
+                raise OSError(f"{key.partition('#')[0]}: the bytes that arrived have another SHA-256")
+            checksum, size = _checksum(tmp), tmp.stat().st_size
+            os.replace(tmp, file)
+        finally:
+            tmp.unlink(missing_ok=True)
+        tmp = _beside(record)
+        tmp.write_text(checksum)
+        os.replace(tmp, record)
+        self._account(size)
+        return file
+
+    def size(self) -> int:
+        """Bytes that ranges and files take now."""
+        return sum(size for _, size, _ in self._entries())
+
+    def _place(self, kind: str, key: str) -> Path:
+        name = xxhash.xxh3_128_hexdigest(key)
+        place = self.directory / kind / name[:2] / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        return place
+
+    def _account(self, size: int) -> None:
+        _added[self.directory] = _added.get(self.directory, 0) + size
+        if _added[self.directory] > self.bound * _CHECK_EVERY:
+            _added[self.directory] = 0
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """Delete the least recently used entries until `_KEEP` of the bound is left."""
+        entries = sorted(self._entries())
+        total = sum(size for _, size, _ in entries)
+        if total <= self.bound * (1 - _CHECK_EVERY):  # every process may add its share before it looks again
+            return
+        for _, size, place in entries:
+            if total <= self.bound * (_KEEP - _CHECK_EVERY):
+                return
+            shutil.rmtree(place, ignore_errors=True) if place.is_dir() else place.unlink(missing_ok=True)
+            total -= size
+
+    def _entries(self) -> Iterator[tuple[float, int, Path]]:
+        """(last use, bytes, place) of every entry."""
+        for kind in ("ranges", "files"):
+            for place in (self.directory / kind).glob("??/*"):
+                parts = list(place.iterdir()) if place.is_dir() else [place]
+                try:
+                    stats = [part.stat() for part in parts]
+                except FileNotFoundError:  # another process makes room too
+                    continue
+                if stats:
+                    yield max(s.st_mtime for s in stats), sum(s.st_size for s in stats), place
+
+
+def _touch(place: Path) -> None:
+    try:
+        os.utime(place)
+    except OSError:  # it was deleted between the read and now
+        return
+
+
+def _beside(place: Path) -> Path:
+    return place.with_name(f".{place.name}.{uuid.uuid4().hex[:8]}.tmp")
+
+
+def _checksum(file: Path) -> str:
+    digest = xxhash.xxh3_64()
+    with file.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,0 +1,222 @@
+"""Where bytes lie: a directory of this machine or an object store, behind one kind of path.
+
+A local path is a pathlib.Path. A URL (`s3://bucket/prefix`) is a UPath, which has the same methods and goes through
+fsspec's driver for its protocol; keys and endpoints come from that driver's own environment variables
+(AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL, ...). An object store has no rename and no lock: a file
+appears whole or not at all, and a directory is finished when its manifest is there.
+
+What is read from a store comes through a bounded cache on this machine (`local_cache.py`).
+"""
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import xxhash
+from upath import UPath
+
+from dataset_builders.contracts.errors import InputError
+from dataset_builders.contracts.local_cache import LocalCache, cache_dir
+
+StorePath = Path | UPath
+
+_EXTRAS = {"s3": "s3", "s3a": "s3"}
+_TRIES = 5
+_FIRST_WAIT = 0.2  # seconds; doubled after each try
+_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)  # another try changes nothing
+
+Result = TypeVar("Result")
+
+
+def location(text: str | os.PathLike[str]) -> StorePath:
+    """The path of a text: a local path, or a URL.
+
+    Raises:
+        InputError: nothing is installed that reads the URL's protocol.
+    """
+    if isinstance(text, UPath | Path):
+        return text
+    text = os.fspath(text)
+    protocol, mark, rest = text.partition("://")
+    if not mark:
+        return Path(text).expanduser()
+    if protocol in ("file", "local"):
+        return Path(rest)
+    try:
+        path = UPath(text, use_listings_cache=False)  # a cached listing does not see what another process wrote
+        assert path.fs is not None  # loads the driver
+    except (ImportError, ValueError) as error:
+        extra = f"pip install 'athanor[{_EXTRAS[protocol]}]'" if protocol in _EXTRAS else f"install fsspec's {protocol}"
+        raise InputError(f"{text}: no driver for {protocol}:// is installed ({error}); {extra}") from error
+    return path
+
+
+def is_local(path: StorePath) -> bool:
+    """Whether the path is of this machine's file system."""
+    return isinstance(path, Path)
+
+
+def publish(local: Path, path: StorePath) -> None:
+    """Move a whole local file to its place: a rename, or an upload that is complete before anyone sees it."""
+    if is_local(path):
+        os.replace(local, path)
+        return
+
+    def upload() -> None:
+        path.fs.put_file(str(local), path.path)
+        found, size = path.fs.info(path.path)["size"], local.stat().st_size
+        if found != size:
+            raise OSError(f"{path}: {found} bytes arrived of {size}")
+
+    _patiently(upload, f"write {path}")
+    local.unlink()
+
+
+def read_range(path: StorePath, offset: int, size: int, checksum: int | None = None) -> bytes:
+    """Bytes [offset, offset + size) of a file; from a store through the cache.
+
+    Args:
+        checksum: xxh3_64 of these bytes. It is compared where bytes come over a network; a disk here is trusted.
+
+    Raises:
+        OSError: the file ends before, or the bytes are not those of the checksum.
+    """
+    if is_local(path):
+        with path.open("rb") as file:
+            data = os.pread(file.fileno(), size, offset)
+        if len(data) != size:
+            raise OSError(f"{path}: wanted {size} bytes at {offset}, got {len(data)}; the file is cut short")
+        return data
+
+    def fetch() -> bytes:
+        data = path.fs.cat_file(path.path, start=offset, end=offset + size)
+        if len(data) != size:
+            raise OSError(f"{path}: wanted {size} bytes at {offset}, got {len(data)}")
+        if checksum is not None and xxhash.xxh3_64_intdigest(data) != checksum:
+            raise OSError(f"{path}: the {size} bytes at {offset} are not the ones that were written")
+        return data
+
+    return LocalCache().read(f"{path}#{offset}+{size}", lambda: _patiently(fetch, f"read {path}"))
+
+
+def local_copy(path: StorePath, sha256: str | None = None) -> Path:
+    """A file that other libraries can open by name: itself, or a copy in the cache of this machine.
+
+    Args:
+        sha256: of the whole file, compared after a download.
+
+    Raises:
+        OSError: the bytes that arrived are not those of `sha256`.
+    """
+    if is_local(path):
+        return path
+    info = _patiently(lambda: path.fs.info(path.path), f"look at {path}")
+    version = info.get("ETag") or info.get("LastModified") or info.get("mtime") or ""
+    size = info["size"]
+
+    def download(target: Path) -> None:
+        _patiently(lambda: path.fs.get_file(path.path, str(target)), f"read {path}")
+        if target.stat().st_size != size:
+            raise OSError(f"{path}: {target.stat().st_size} bytes arrived of {size}")
+
+    return LocalCache().file(f"{path}#{version}#{size}", path.name, download, sha256)
+
+
+def local_dir(path: StorePath) -> Path:
+    """A directory that other libraries can open by name: itself, or a copy of the whole tree on this machine.
+
+    The copy is kept until `prune_trees` finds it unused; a directory in a store is never changed once it is finished.
+    """
+    if is_local(path):
+        return path
+    target = side_dir(path) / "tree"
+    if (target / ".whole").is_file():
+        os.utime(target / ".whole")
+        return target
+    for file in walk_files(path):
+        place = target / relative_name(file, path)
+        if place.is_file() and place.stat().st_size == file.stat().st_size:
+            continue
+        place.parent.mkdir(parents=True, exist_ok=True)
+        tmp = place.with_name(f".{place.name}.{os.getpid()}.tmp")
+        _patiently(lambda file=file, tmp=tmp: file.fs.get_file(file.path, str(tmp)), f"read {file}")
+        os.replace(tmp, place)
+    target.mkdir(parents=True, exist_ok=True)
+    (target / ".whole").touch()
+    return target
+
+
+def side_dir(path: StorePath) -> Path:
+    """The directory of this machine that belongs to a path: itself, or for a URL one below the cache directory."""
+    if is_local(path):
+        return path
+    name = "".join(c if c.isalnum() else "-" for c in path.name)[:40]
+    return cache_dir() / "roots" / f"{name}-{xxhash.xxh3_64_hexdigest(str(path).rstrip('/'))}"
+
+
+def upload_dir(local: Path, path: StorePath, last: str) -> None:
+    """Put every file of a local directory into a store, the file named `last` after all others."""
+    names = sorted(str(file.relative_to(local)) for file in local.rglob("*") if file.is_file())
+    for name in [*(n for n in names if n != last), last]:
+        target = path / name
+        if not (name != last and target.is_file() and target.stat().st_size == (local / name).stat().st_size):
+            copy = cache_dir() / "uploads" / f"{os.getpid()}-{Path(name).name}.tmp"
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            os.link(local / name, copy) if _same_device(local, copy.parent) else shutil.copyfile(local / name, copy)
+            publish(copy, target)
+
+
+def make_dir(path: StorePath) -> None:
+    """Make a directory and its parents; a store has none to make."""
+    if is_local(path):
+        path.mkdir(parents=True, exist_ok=True)
+
+
+def remove_tree(path: StorePath) -> None:
+    """Delete a directory and all in it."""
+    if is_local(path):
+        shutil.rmtree(path)
+    elif path.exists():
+        path.fs.rm(path.path, recursive=True)
+
+
+def walk_files(path: StorePath) -> list[StorePath]:
+    """Every file below a directory, by name; hidden ones are left out."""
+    if is_local(path):
+        found = [file for file in path.rglob("*") if file.is_file()]
+    else:
+        scheme = str(path).partition("://")[0]
+        found = [location(f"{scheme}://{name}") for name in path.fs.find(path.path)]
+    return sorted((f for f in found if not f.name.startswith(".")), key=str)
+
+
+def relative_name(file: StorePath, directory: StorePath) -> str:
+    """The file's name below the directory, with forward slashes."""
+    return str(file)[len(str(directory).rstrip("/")) + 1 :]
+
+
+def _same_device(a: Path, b: Path) -> bool:
+    return a.stat().st_dev == b.stat().st_dev
+
+
+def _patiently(action: Callable[[], Result], what: str) -> Result:
+    """Try again what a broken connection spoilt.
+
+    Raises:
+        OSError: it failed _TRIES times; what is not there or not allowed is not tried again.
+    """
+    wait = _FIRST_WAIT
+    for attempt in range(_TRIES):
+        try:
+            return action()
+        except _FINAL:
+            raise
+        except Exception as error:  # every driver has its own kinds
+            if attempt == _TRIES - 1:
+                raise OSError(f"cannot {what}, tried {_TRIES} times: {' '.join(str(error).split())[:300]}") from error
+        time.sleep(wait)
+        wait *= 2
+    raise AssertionError("unreachable")
