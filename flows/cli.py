@@ -18,6 +18,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from dataset_builders.contracts.errors import InputError
+from dataset_builders.contracts.store import absolute, location, side_dir
 from trainer.contract import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED
 
 COMMANDS: dict[str, str] = {
@@ -26,7 +27,7 @@ COMMANDS: dict[str, str] = {
     "doctor": "flows.commands.doctor:doctor_command",
     "ask": "flows.commands.ask:ask_command",
 }
-DEFAULT_ROOT = Path("athanor-root")
+DEFAULT_ROOT = "athanor-root"
 
 
 class Terminated(KeyboardInterrupt):
@@ -36,8 +37,12 @@ class Terminated(KeyboardInterrupt):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0, 1 failed, 2 wrong input, 75 stopped and saved, 128 + signal."""
     args = make_parser().parse_args(argv)
-    root = args.root.expanduser().resolve()
-    args.root = root
+    try:
+        args.root = absolute(location(args.root))
+    except InputError as error:
+        _say_error(f"--root {error}", args.debug)
+        return EXIT_INPUT
+    root = side_dir(args.root)
     os.environ.setdefault("PREFECT_HOME", str(root / "prefect"))
     with contextlib.suppress(ValueError):  # not in the main thread
         signal.signal(signal.SIGTERM, _terminate)
@@ -81,7 +86,9 @@ def make_parser() -> argparse.ArgumentParser:
     ask.add_argument("picture", type=Path, help="image file; '-' for a question without one")
     ask.add_argument("question")
     for command in (run, plan, doctor, ask):
-        command.add_argument("--root", type=Path, default=DEFAULT_ROOT, help="directory for everything (%(default)s)")
+        command.add_argument(
+            "--root", default=DEFAULT_ROOT, help="directory for everything, or the URL of an object store (%(default)s)"
+        )
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
+from dataset_builders.contracts.store import StorePath, local_copy, location, side_dir
 from flows.recipe import DEFAULT_RECIPE, Recipe
 from flows.text_table import print_table
 from stages.predictions import PREDICTIONS
@@ -15,17 +16,17 @@ from stages.report import REPORT_HTML
 from stages.tracking import server_command
 
 
-def print_closing(result: dict[str, Any], root: Path, recipe: Recipe, seconds: float, is_terminal: bool) -> None:
+def print_closing(result: dict[str, Any], root: StorePath, recipe: Recipe, seconds: float, is_terminal: bool) -> None:
     """Print the tables and the next commands."""
     rows = [
-        (r["stage"], "reused" if r["reused"] else "made", f"{r['seconds']:.1f}", _below(Path(r["dir"]), root))
+        (r["stage"], "reused" if r["reused"] else "made", f"{r['seconds']:.1f}", _below(r["dir"], root))
         for r in result["stages"]
     ]
     print_table(f"Stages, in {shorten(root)}", ("stage", "", "seconds", "directory"), rows, is_terminal)
     print_scores(result["scores"], result["counts"], is_terminal)
     made = sum(not r["reused"] for r in result["stages"])
     print(f"\n{made} of {len(rows)} stages made, {len(rows) - made} reused, {seconds:.0f} s in all.")
-    print(f"Model:  {shorten(Path(result['hf_dir']))}  (loads with transformers' from_pretrained)")
+    print(f"Model:  {shorten(location(result['hf_dir']))}  (loads with transformers' from_pretrained)")
     print("\nNext:")
     for text, command in next_commands(result, root, recipe):
         print(f"  {text}\n    {command}")
@@ -47,15 +48,14 @@ def print_scores(scores: dict[str, dict[str, float]], counts: dict[str, dict[str
     print_table("Scores on held-out samples", ("subset", *kinds, *metrics), rows, is_terminal)
 
 
-def next_commands(result: dict[str, Any], root: Path, recipe: Recipe) -> list[tuple[str, str]]:
+def next_commands(result: dict[str, Any], root: StorePath, recipe: Recipe) -> list[tuple[str, str]]:
     """(what for, command) pairs that can be typed as they are."""
-    dirs = {r["stage"]: Path(r["dir"]) for r in result["stages"]}
+    dirs = {r["stage"]: location(r["dir"]) for r in result["stages"]}
     athanor = program("athanor")
     rest = "" if recipe.name == DEFAULT_RECIPE else f" {recipe.name}"
     picture, question = example_question(dirs["evaluate"], root)
-    ask = (
-        f"{athanor} ask {quoted(Path(result['hf_dir']))} {quoted(picture) if picture else '-'} {shlex.quote(question)}"
-    )
+    model = quoted(location(result["hf_dir"]))
+    ask = f"{athanor} ask {model} {quoted(picture) if picture else '-'} {shlex.quote(question)}"
     commands = [("see which tokens were learnt (open in a browser)", shorten(dirs["tokenize"] / REPORT_HTML))]
     if result["mlflow_run"]:
         commands.append((f"see the run in MLflow: {result['mlflow_url']}", server_command(root, program("mlflow"))))
@@ -67,12 +67,12 @@ def next_commands(result: dict[str, Any], root: Path, recipe: Recipe) -> list[tu
     return commands
 
 
-def example_question(evaluate_dir: Path, root: Path) -> tuple[Path | None, str]:
+def example_question(evaluate_dir: StorePath, root: StorePath) -> tuple[Path | None, str]:
     """A held-out picture, written below the root, and a question about it alone; None where there is no such pair."""
-    table = pq.read_table(evaluate_dir / PREDICTIONS, columns=["question", "turn", "num_images", "image"])
+    table = pq.read_table(local_copy(evaluate_dir / PREDICTIONS), columns=["question", "turn", "num_images", "image"])
     for row in table.to_pylist():
         if row["num_images"] == 1 and row["turn"] == 0:
-            path = root / "example.png"
+            path = side_dir(root) / "example.png"
             path.write_bytes(row["image"])
             return path, row["question"].strip()
     return None, table["question"][0].as_py() if len(table) else "Hello?"
@@ -85,15 +85,14 @@ def program(name: str) -> str:
     return quoted(Path(sys.executable).parent / name)
 
 
-def shorten(path: Path) -> str:
+def shorten(path: StorePath) -> str:
     """Relative to the current directory where that is shorter."""
-    cwd = Path.cwd()
-    return str(path.relative_to(cwd)) if path.is_relative_to(cwd) else str(path)
+    return _below(str(path), Path.cwd())
 
 
-def _below(path: Path, root: Path) -> str:
-    return str(path.relative_to(root)) if path.is_relative_to(root) else str(path)
+def _below(path: str, directory: StorePath) -> str:
+    return path.removeprefix(str(directory).rstrip("/") + "/")
 
 
-def quoted(path: Path) -> str:
+def quoted(path: StorePath) -> str:
     return shlex.quote(shorten(path))

@@ -2,10 +2,10 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from prefect.artifacts import create_link_artifact, create_markdown_artifact
 
+from dataset_builders.contracts.store import location
 from flows.tasks import StageRun
 from stages.report import REPORT_HTML, REPORT_JSON
 
@@ -35,10 +35,10 @@ def publish_model(scores: Mapping[str, Mapping[str, float]], export_dir: str, ml
 
 
 def _report(run: StageRun) -> str:
-    path = Path(run["dir"], REPORT_JSON)
+    path = location(run["dir"]) / REPORT_JSON
     summary = json.loads(path.read_text(encoding="utf-8"))["summary"] if path.is_file() else {}
     lines = [f"| {name} | {value} |" for name, value in summary.items()]
-    page = Path(run["dir"], REPORT_HTML)
+    page = location(run["dir"]) / REPORT_HTML
     table = "\n".join(["| | |", "| --- | ---: |", *lines]) if lines else ""
     return f"## {run['stage']}\n\n`{page}`\n\n{table}"
 

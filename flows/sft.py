@@ -1,7 +1,6 @@
 """The flow `vlm-sft`, whole: raw rows to a scored, registered model; `prepare-data` and `evaluate` on their own too."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from prefect import flow
@@ -9,6 +8,7 @@ from prefect.runtime import flow_run
 from pydantic import BaseModel
 
 from dataset_builders.contracts.fingerprint import fingerprint, flatten
+from dataset_builders.contracts.store import location
 from flows.pipeline_config import PipelineConfig
 from flows.run_artifacts import publish_model, publish_stages
 from flows.stage_graph import external_digests, get_stage, open_inputs, pipeline_nodes
@@ -38,7 +38,7 @@ def prepare_data(config: PipelineConfig, root: str, tracking_run: str | None = N
     Returns:
         the stages' runs by name, and the directory of the model whose processor was used.
     """
-    found, runs = open_inputs(config, Path(root)), Runs()
+    found, runs = open_inputs(config, location(root)), Runs()
     common = (config, root, tracking_run)
     if isinstance(config.data, BaseModel):
         runs["embedded_data"] = embedded_data_task(*common)
@@ -47,7 +47,8 @@ def prepare_data(config: PipelineConfig, root: str, tracking_run: str | None = N
         raw_dir, raw_digest = str(found["raw"].dir), external_digests(found)["raw"]
     if isinstance(config.model, BaseModel):
         runs["embedded_model"] = embedded_model_task(*common, raw_dir, raw_digest)
-        model_dir, processor_dir = runs["embedded_model"]["dir"], str(Path(runs["embedded_model"]["dir"], HF_EXPORT))
+        model_dir = runs["embedded_model"]["dir"]
+        processor_dir = str(location(model_dir) / HF_EXPORT)
     else:
         model_dir = processor_dir = str(found["model"].dir)
     runs["convert"] = convert_task(*common, raw_dir, raw_digest)
@@ -87,7 +88,7 @@ def vlm_sft(
         plain values for a closing table: stages, hf_dir, scores, the MLflow run and its pages.
     """
     tracking_run = _open_tracking(config, root, recipe or config.name, differs or {})
-    tracker = Tracker(Path(root), tracking_run)
+    tracker = Tracker(location(root), tracking_run)
     try:
         runs, model_dir = prepare_data(config, root, tracking_run)
         common, tokenized_dir = (config, root, tracking_run), runs["tokenize"]["dir"]
@@ -100,13 +101,13 @@ def vlm_sft(
     except BaseException:
         tracker.finish("KILLED")
         raise
-    stats = Artifact.load(Path(runs["evaluate"]["dir"])).manifest.stats
+    stats = Artifact.load(location(runs["evaluate"]["dir"])).manifest.stats
     publish_stages(list(runs.values()))
     publish_model(stats["scores"], runs["export"]["dir"], tracker.url() if tracking_run else None)
     tracker.finish("FINISHED")
     return {
         "stages": list(runs.values()),
-        "hf_dir": str(Path(runs["export"]["dir"], HF_EXPORT)),
+        "hf_dir": str(location(runs["export"]["dir"]) / HF_EXPORT),
         "scores": stats["scores"],
         "counts": stats.get("counts", {}),
         "mlflow_run": tracking_run,
@@ -116,7 +117,7 @@ def vlm_sft(
 
 
 def _open_tracking(config: PipelineConfig, root: str, recipe: str, differs: Mapping[str, Any]) -> str | None:
-    found = open_inputs(config, Path(root))
+    found = open_inputs(config, location(root))
     versions = {node.name: get_stage(node.name).version for node in pipeline_nodes(config)}
     identity = fingerprint({"config": config.identity(), "versions": versions, "inputs": external_digests(found)})
     source = source_version()
@@ -131,7 +132,7 @@ def _open_tracking(config: PipelineConfig, root: str, recipe: str, differs: Mapp
         **{k: str(v) for k, v in flatten({"execution": config.execution.model_dump(mode="json")}).items()},
     }
     name = run_name(recipe, differs)
-    return open_run(Path(root), f"athanor-{config.name}", name, identity, config.identity(), tags)
+    return open_run(location(root), f"athanor-{config.name}", name, identity, config.identity(), tags)
 
 
 def _differences(differs: Mapping[str, Any]) -> str:

@@ -3,11 +3,11 @@
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from pydantic import BaseModel
 
 from dataset_builders.contracts.manifest import MANIFEST
+from dataset_builders.contracts.store import StorePath, side_dir
 from flows.pipeline_config import PipelineConfig
 from stages.artifact import Artifact, External, Input, Stage, artifact_dir, stage_identity, why_rebuild
 from stages.hf_directory import check_hf_dir, model_input, processor_input, resolve_hf_dir
@@ -61,7 +61,7 @@ def pipeline_nodes(config: PipelineConfig) -> list[Node]:
     ]
 
 
-def open_inputs(config: PipelineConfig, root: Path) -> dict[str, Input]:
+def open_inputs(config: PipelineConfig, root: StorePath) -> dict[str, Input]:
     """The external inputs of a configuration, found and checked: "raw", "model", "processor".
 
     Raises:
@@ -69,7 +69,7 @@ def open_inputs(config: PipelineConfig, root: Path) -> dict[str, Input]:
     """
     found: dict[str, Input] = {}
     if isinstance(config.data, str):
-        found["raw"] = open_raw(config.data, config.convert.subsets, root / RAW_DIGESTS)
+        found["raw"] = open_raw(config.data, config.convert.subsets, side_dir(root) / RAW_DIGESTS)
     if isinstance(config.model, str):
         hf_dir = resolve_hf_dir(config.model)
         config.check_parallel(ModelFacts.from_hf(check_hf_dir(hf_dir)))
@@ -85,7 +85,7 @@ def with_processor(found: dict[str, Input]) -> dict[str, Input]:
     return found
 
 
-def load_input(path: Path, kind: str) -> Input:
+def load_input(path: StorePath, kind: str) -> Input:
     """An input from its path: a stage's artifact, or else an external model or processor directory.
 
     Args:
@@ -110,7 +110,7 @@ class PlannedStage:
     why: str
 
 
-def plan_stages(config: PipelineConfig, root: Path) -> tuple[list[PlannedStage], dict[str, Input]]:
+def plan_stages(config: PipelineConfig, root: StorePath) -> tuple[list[PlannedStage], dict[str, Input]]:
     """Per stage: used again, or made and why; and every input that is there now. Runs and writes nothing.
 
     Raises:
@@ -131,7 +131,7 @@ def plan_stages(config: PipelineConfig, root: Path) -> tuple[list[PlannedStage],
     return planned, found
 
 
-def _plan_stage(node: Node, inputs: Mapping[str, Input], root: Path) -> PlannedStage:
+def _plan_stage(node: Node, inputs: Mapping[str, Input], root: StorePath) -> PlannedStage:
     stage = get_stage(node.name)
     identity = stage_identity(stage, node.config, inputs)
     directory = artifact_dir(root, stage, identity)

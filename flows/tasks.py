@@ -7,13 +7,13 @@ no child process; the launcher keeps the trainer's deadline. Only errors that ma
 import os
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, TypedDict
 
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
 from dataset_builders.contracts.errors import InputError
+from dataset_builders.contracts.store import location
 from flows.pipeline_config import PipelineConfig
 from flows.progress import display, show_rows
 from flows.stage_graph import get_stage, load_input
@@ -78,14 +78,15 @@ def tokenize_task(
     config: PipelineConfig, root: str, tracking_run: str | None, samples_dir: str, processor_dir: str
 ) -> StageRun:
     """Sample shards -> tokenized shards."""
-    inputs = {"samples": Artifact.load(Path(samples_dir)), "processor": load_input(Path(processor_dir), "processor")}
+    processor = load_input(location(processor_dir), "processor")
+    inputs = {"samples": Artifact.load(location(samples_dir)), "processor": processor}
     return _run("tokenize", config, config.tokenize, inputs, root, tracking_run)
 
 
 @task(name="plan_bins", **_POLICY)
 def plan_bins_task(config: PipelineConfig, root: str, tracking_run: str | None, tokenized_dir: str) -> StageRun:
     """Lengths -> bins."""
-    inputs = {"tokenized": Artifact.load(Path(tokenized_dir))}
+    inputs = {"tokenized": Artifact.load(location(tokenized_dir))}
     return _run("plan_bins", config, config.plan_bins, inputs, root, tracking_run)
 
 
@@ -95,11 +96,11 @@ def train_task(
 ) -> StageRun:
     """Bins and weights -> checkpoints; metrics go to MLflow while it runs, what was missed at its end."""
     inputs = {
-        "model": load_input(Path(model_dir), "model"),
-        "tokenized": Artifact.load(Path(tokenized_dir)),
-        "bins": Artifact.load(Path(bins_dir)),
+        "model": load_input(location(model_dir), "model"),
+        "tokenized": Artifact.load(location(tokenized_dir)),
+        "bins": Artifact.load(location(bins_dir)),
     }
-    tracker = Tracker(Path(root), tracking_run)
+    tracker = Tracker(location(root), tracking_run)
     sink, say = tracker.sink(), _progress_logger(config.train.num_steps)
 
     def on_rows(rows: list[MetricsRow]) -> None:
@@ -122,9 +123,9 @@ def export_task(
 ) -> StageRun:
     """Newest checkpoint -> HF directory."""
     inputs = {
-        "train": Artifact.load(Path(train_dir)),
-        "model": load_input(Path(model_dir), "model"),
-        "tokenized": Artifact.load(Path(tokenized_dir)),
+        "train": Artifact.load(location(train_dir)),
+        "model": load_input(location(model_dir), "model"),
+        "tokenized": Artifact.load(location(tokenized_dir)),
     }
     return _run("export", config, config.export, inputs, root, tracking_run, _train_resources(config))
 
@@ -134,11 +135,11 @@ def evaluate_task(
     config: PipelineConfig, root: str, tracking_run: str | None, export_dir: str, samples_dir: str
 ) -> StageRun:
     """HF directory and held-out samples -> answers and scores; the model and its scores go to MLflow."""
-    exported = Artifact.load(Path(export_dir))
-    inputs = {"hf": exported, "samples": Artifact.load(Path(samples_dir))}
+    exported = Artifact.load(location(export_dir))
+    inputs = {"hf": exported, "samples": Artifact.load(location(samples_dir))}
     resources = EvaluateResources(batch_size=config.execution.evaluate_batch_size, on_progress=_on_progress("evaluate"))
     done = _run("evaluate", config, config.evaluate, inputs, root, tracking_run, resources)
-    evaluated, tracker = Artifact.load(Path(done["dir"])), Tracker(Path(root), tracking_run)
+    evaluated, tracker = Artifact.load(location(done["dir"])), Tracker(location(root), tracking_run)
     model_id = tracker.log_model(exported, evaluated.manifest.stats["scores"], f"athanor-{config.name}")
     tracker.log_evaluation(evaluated, model_id)
     return done
@@ -146,7 +147,7 @@ def evaluate_task(
 
 def _raw(raw_dir: str, raw_digest: str) -> Input:
     """The raw rows; the digest is empty where a stage made them."""
-    path = Path(raw_dir)
+    path = location(raw_dir)
     return External(path, "raw", raw_digest) if raw_digest else Artifact.load(path)
 
 
@@ -163,13 +164,13 @@ def _run(
         workers = config.execution.num_workers or os.cpu_count() or 1
         resources = StageResources(num_workers=workers, on_progress=_on_progress(name))
     result = _timed(name, stage_config, inputs, root, resources)
-    Tracker(Path(root), tracking_run).log_stage(result.artifact, result.reused)
+    Tracker(location(root), tracking_run).log_stage(result.artifact, result.reused)
     return _stage_run(name, result)
 
 
 def _timed(name: str, stage_config: Any, inputs: Mapping[str, Input], root: str, resources: object) -> StageResult:
     display().started(name)
-    result = run_stage(get_stage(name), stage_config, inputs, Path(root), resources)
+    result = run_stage(get_stage(name), stage_config, inputs, location(root), resources)
     display().ended(name, result.reused, result.seconds)
     how = "reused" if result.reused else f"made in {result.seconds:.1f} s:"
     get_run_logger().info("%s %s %s", name, how, result.artifact.dir)

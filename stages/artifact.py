@@ -5,6 +5,11 @@
     <root>/scratch/<stage>-<fingerprint>.lock                  held by the process that works there
 
 What identifies an artifact: the stage's name and VERSION, its identity config, its parents' fingerprints.
+
+A root may be the URL of an object store, which has no rename. There a stage that writes file by file works in the
+artifact's own directory: finished files appear one by one, the manifest last. A stage that needs a disk (`on_disk`)
+works below `side_dir(root)` on this machine, and what it made is uploaded, again the manifest last. The lock then holds
+on one machine; two machines that make the same data artifact write the same bytes.
 """
 
 import json
@@ -24,17 +29,18 @@ from dataset_builders.contracts.errors import InputError
 from dataset_builders.contracts.fingerprint import describe_drift, fingerprint
 from dataset_builders.contracts.manifest import MANIFEST, Manifest, Parent, ShardEntry, load_manifest
 from dataset_builders.contracts.shard_io import remove_entries
+from dataset_builders.contracts.store import StorePath, is_local, make_dir, modified, side_dir, upload_dir
 
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
     """A committed output directory of a stage."""
 
-    dir: Path
+    dir: StorePath
     manifest: Manifest
 
     @classmethod
-    def load(cls, directory: Path) -> "Artifact":
+    def load(cls, directory: StorePath) -> "Artifact":
         return cls(directory, load_manifest(directory))
 
     def parent(self) -> Parent:
@@ -45,7 +51,7 @@ class Artifact:
 class External:
     """An input that no stage made: a directory of the user's, known by a digest of its content."""
 
-    dir: Path
+    dir: StorePath
     name: str
     digest: str
 
@@ -70,11 +76,16 @@ class Stage:
     """A stage: its name, VERSION, and `run(config, inputs, work_dir, resources) -> StageOutput`.
 
     `run` must be able to go on from whatever an interrupted try of the same fingerprint left in `work_dir`.
+
+    Attributes:
+        on_disk: `work_dir` must be a directory of this machine, because other programs write there; without it `run`
+            writes whole files only (`atomic_path`, `ShardWriter`), which may as well go to an object store.
     """
 
     name: str
     version: int
     run: Callable[..., StageOutput]
+    on_disk: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,18 +107,20 @@ def stage_identity(stage: Stage, config: BaseModel, inputs: Mapping[str, Input])
     }
 
 
-def artifact_dir(root: Path, stage: Stage, identity: Mapping[str, Any]) -> Path:
+def artifact_dir(root: StorePath, stage: Stage, identity: Mapping[str, Any]) -> StorePath:
     """Where the artifact of this identity lies, or would lie."""
     return root / "artifacts" / stage.name / fingerprint(identity)
 
 
-def scratch_dir(root: Path, stage: Stage, identity: Mapping[str, Any]) -> Path:
+def scratch_dir(root: StorePath, stage: Stage, identity: Mapping[str, Any]) -> StorePath:
     """Where it is worked on."""
-    return root / "scratch" / f"{stage.name}-{fingerprint(identity)}"
+    if is_local(root) or stage.on_disk:
+        return side_dir(root) / "scratch" / f"{stage.name}-{fingerprint(identity)}"
+    return artifact_dir(root, stage, identity)
 
 
 def run_stage(
-    stage: Stage, config: BaseModel, inputs: Mapping[str, Input], root: Path, resources: object = None
+    stage: Stage, config: BaseModel, inputs: Mapping[str, Input], root: StorePath, resources: object = None
 ) -> StageResult:
     """Reuse the finished artifact of this identity, or make it.
 
@@ -125,31 +138,53 @@ def run_stage(
     if (final / MANIFEST).is_file():
         return StageResult(Artifact.load(final), True, time.perf_counter() - started)
     work = scratch_dir(root, stage, identity)
-    work.mkdir(parents=True, exist_ok=True)
-    with _held(work):
+    lock = side_dir(root) / "scratch" / f"{stage.name}-{fingerprint(identity)}"
+    make_dir(work)
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with _held(work, lock):
         if not (final / MANIFEST).is_file():
-            _make(stage, config, inputs, work, resources, identity, final)
+            _make(stage, config, inputs, work, resources, identity)
+            _publish(work, final)
     return StageResult(Artifact.load(final), False, time.perf_counter() - started)
 
 
-def _make(stage, config, inputs, work: Path, resources, identity: dict[str, Any], final: Path) -> None:
+def _make(stage, config, inputs, work: StorePath, resources, identity: dict[str, Any]) -> None:
     try:
         if not (work / MANIFEST).is_file():  # there when an earlier try ended just before the rename
-            for left_over in work.rglob("*.tmp"):  # parts of files, of a try that was killed
-                left_over.unlink()
+            if is_local(work):
+                for left_over in work.rglob("*.tmp"):  # parts of files, of a try that was killed
+                    left_over.unlink()
             output = stage.run(config, inputs, work, resources)
-            _manifest(stage, identity, output).write(work)
-        remove_entries(work, [shard.name for shard in load_manifest(work).shards])
-        final.parent.mkdir(parents=True, exist_ok=True)
-        os.rename(work, final)
+            if is_local(work):
+                _manifest(stage, identity, output).write(work)
+            else:  # the manifest publishes, so that the records beside the shards go first
+                remove_entries(work, [shard.name for shard in output.shards])
+                _manifest(stage, identity, output).write(work)
     except OSError as error:
         if error.errno != 28:  # ENOSPC
             raise
-        free = shutil.disk_usage(work).free
+        place = work if is_local(work) else side_dir(work)
         raise InputError(
-            f"disk full while {stage.name} wrote {work} ({free / 1e6:.0f} MB free); finished parts are kept: "
+            f"disk full while {stage.name} wrote {place} ({_free(place) / 1e6:.0f} MB free); finished parts are kept: "
             "free space or choose another --root, then run the same command again"
         ) from error
+
+
+def _publish(work: StorePath, final: StorePath) -> None:
+    """Bring a finished work directory to its place."""
+    if not is_local(work):
+        return
+    remove_entries(work, [shard.name for shard in load_manifest(work).shards])
+    if is_local(final):
+        final.parent.mkdir(parents=True, exist_ok=True)
+        os.rename(work, final)
+    else:
+        upload_dir(work, final, MANIFEST)
+        shutil.rmtree(work)
+
+
+def _free(place: Path) -> int:
+    return shutil.disk_usage(next(p for p in (place, *place.parents) if p.exists())).free
 
 
 def _manifest(stage: Stage, identity: Mapping[str, Any], output: StageOutput) -> Manifest:
@@ -168,10 +203,10 @@ def _manifest(stage: Stage, identity: Mapping[str, Any], output: StageOutput) ->
 class _held:
     """The lock of a scratch directory, taken without waiting; says who has it."""
 
-    def __init__(self, work: Path) -> None:
+    def __init__(self, work: StorePath, name: Path) -> None:
         self.work = work
-        self.owner = work.with_name(work.name + ".owner.json")
-        self.lock = filelock.FileLock(work.with_name(work.name + ".lock"), blocking=False)
+        self.owner = name.with_name(name.name + ".owner.json")
+        self.lock = filelock.FileLock(name.with_name(name.name + ".lock"), blocking=False)
 
     def __enter__(self) -> None:
         try:
@@ -189,14 +224,14 @@ class _held:
         self.lock.release()
 
 
-def why_rebuild(root: Path, stage: Stage, identity: Mapping[str, Any]) -> str:
+def why_rebuild(root: StorePath, stage: Stage, identity: Mapping[str, Any]) -> str:
     """In words: why no artifact of this identity is there, told against the newest one of the same stage."""
-    if scratch_dir(root, stage, identity).is_dir():
+    if scratch_dir(root, stage, identity).is_dir():  # in a store a prefix that holds something
         return "unfinished: an earlier run was interrupted, its finished parts will be used"
     made = [d for d in (root / "artifacts" / stage.name).glob("*") if (d / MANIFEST).is_file()]
     if not made:
         return "never made in this root"
-    newest = load_manifest(max(made, key=lambda d: (d / MANIFEST).stat().st_mtime))
+    newest = load_manifest(max(made, key=lambda d: modified(d / MANIFEST)))
     old = {"version": newest.version, **newest.config, **_parent_fields(newest.parents)}
     parents = {role: Parent.model_validate(p) for role, p in identity["parents"].items()}
     new = {"version": identity["version"], **identity["config"], **_parent_fields(parents)}

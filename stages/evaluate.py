@@ -107,7 +107,7 @@ def heldout_samples(samples: Artifact, max_per_subset: int | None = None) -> Ite
     for entry in samples.manifest.shards:
         if entry.split != "heldout":
             continue
-        for key, fields in iter_records(samples.dir / entry.name):
+        for key, fields in iter_records(samples.dir / entry.name, entry.sha256):
             sample = from_fields(key, fields)
             if max_per_subset is None or taken[sample.subset] < max_per_subset:
                 taken[sample.subset] += 1
@@ -203,4 +203,4 @@ def _batches(lengths: Sequence[int], resources: EvaluateResources) -> Iterator[l
         yield batch
 
 
-STAGE = Stage("evaluate", VERSION, _run)
+STAGE = Stage("evaluate", VERSION, _run, on_disk=True)

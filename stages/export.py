@@ -11,6 +11,7 @@ from typing import Any
 
 from dataset_builders.contracts.errors import InputError
 from dataset_builders.contracts.files import sha256_file, write_json
+from dataset_builders.contracts.store import absolute, local_dir
 from dataset_builders.contracts.strict import StrictModel
 from stages.artifact import Artifact, Input, Stage, StageOutput
 from stages.hf_directory import count_parameters, read_json, safetensors_header
@@ -59,9 +60,9 @@ def _run_config(inputs: Mapping[str, Input], source: Path, job_dir: Path, resour
         update={
             "task": "export",
             "hf_dir": source.resolve(),
-            "tokenized_dir": inputs["tokenized"].dir.resolve(),
+            "tokenized_dir": absolute(inputs["tokenized"].dir),
             "output_dir": job_dir.resolve(),
-            "checkpoint_dir": (trained.dir / checkpoint).resolve(),
+            "checkpoint_dir": local_dir(trained.dir / checkpoint).resolve(),
             "parallel": resources.parallel,
             "num_threads": resources.cluster.num_threads,
         }
@@ -124,4 +125,4 @@ def _stats(hf_dir: Path, trained: Artifact) -> dict[str, Any]:
     }
 
 
-STAGE = Stage("export", VERSION, export)
+STAGE = Stage("export", VERSION, export, on_disk=True)

@@ -13,6 +13,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from dataset_builders.contracts.errors import InputError
 from dataset_builders.contracts.files import sha256_file
 from dataset_builders.contracts.fingerprint import fingerprint
+from dataset_builders.contracts.store import local_dir, location
 from stages.artifact import External
 
 SUPPORTED_MODEL_TYPES = ("qwen3_vl",)
@@ -27,11 +28,13 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def resolve_hf_dir(name_or_path: str) -> Path:
-    """A directory for a local path or a hub name; a hub name is downloaded, or taken from the hub's local cache.
+    """A directory for a local path, an object-store URL or a hub name; what is not here is downloaded, or in a cache.
 
     Raises:
         InputError: neither a directory here nor a hub name that can be downloaded now.
     """
+    if "://" in name_or_path:
+        return local_dir(location(name_or_path))
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         return path.resolve()

@@ -26,6 +26,7 @@ import mlflow
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from mlflow import MlflowClient
+from mlflow.data.dataset_source_registry import resolve_dataset_source
 from mlflow.data.meta_dataset import MetaDataset
 from mlflow.data.sources import LocalArtifactDatasetSource
 from mlflow.entities import DatasetInput, InputTag, LoggedModelOutput, Metric, Param, RunTag
@@ -33,6 +34,7 @@ from mlflow.exceptions import MlflowException
 
 from dataset_builders.contracts.fingerprint import flatten
 from dataset_builders.contracts.manifest import MANIFEST
+from dataset_builders.contracts.store import StorePath, absolute, is_local, local_copy, side_dir
 from stages.artifact import Artifact
 from stages.metrics_sink import MetricsSink
 from stages.report import REPORT_HTML, REPORT_JSON
@@ -50,17 +52,17 @@ _TEXT_ONLY_PNG = bytes.fromhex(
 log = logging.getLogger("athanor.tracking")
 
 
-def tracking_uri(root: Path) -> str:
-    """Where runs go: MLFLOW_TRACKING_URI if it is set, else SQLite in the root."""
-    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(root / 'mlflow.db').resolve()}"
+def tracking_uri(root: StorePath) -> str:
+    """Where runs go: MLFLOW_TRACKING_URI if it is set, else SQLite in the root (of a store: on this machine)."""
+    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(side_dir(root) / 'mlflow.db').resolve()}"
 
 
-def server_command(root: Path, program: str = "mlflow") -> str:
+def server_command(root: StorePath, program: str = "mlflow") -> str:
     """What a person types to look at the runs of a root."""
     return f"{program} server --backend-store-uri {tracking_uri(root)} --host 127.0.0.1 --port 5000"
 
 
-def server_url(root: Path) -> str:
+def server_url(root: StorePath) -> str:
     """Where pages are: the server of MLFLOW_TRACKING_URI, or the one that `server_command` starts."""
     uri = tracking_uri(root)
     return uri.rstrip("/") if uri.startswith("http") else "http://127.0.0.1:5000"
@@ -79,13 +81,13 @@ def run_name(recipe: str, differs: Mapping[str, object]) -> str:
     return " ".join([recipe, *(f"{names[key]}={value}" for key, value in differs.items())])[:250]
 
 
-def connect(root: Path) -> MlflowClient:
+def connect(root: StorePath) -> MlflowClient:
     """A client whose store has its schema. Two processes that make it at once would ruin a fresh SQLite file."""
     logging.getLogger("alembic").setLevel(logging.WARNING)
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
     uri = tracking_uri(root)
-    root.mkdir(parents=True, exist_ok=True)
-    with filelock.FileLock(root / "mlflow.db.lock", timeout=120):
+    side_dir(root).mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(side_dir(root) / "mlflow.db.lock", timeout=120):
         client = MlflowClient(tracking_uri=uri, registry_uri=uri)
         client.search_experiments(max_results=1)
     return client
@@ -111,7 +113,7 @@ def guarded(method: Callable) -> Callable:
 class Tracker:
     """One MLflow run. Without a connection (`run_id` is None) every call does nothing."""
 
-    def __init__(self, root: Path, run_id: str | None) -> None:
+    def __init__(self, root: StorePath, run_id: str | None) -> None:
         self.root, self.run_id, self.problems = root, run_id, []
         self.client: MlflowClient | None = None
         self.experiment_id = ""
@@ -132,7 +134,7 @@ class Tracker:
             return
         for name in (MANIFEST, REPORT_JSON, REPORT_HTML):
             if (artifact.dir / name).is_file():
-                self.client.log_artifact(self.run_id, str(artifact.dir / name), f"stages/{manifest.stage}")
+                self.client.log_artifact(self.run_id, str(local_copy(artifact.dir / name)), f"stages/{manifest.stage}")
         if manifest.stage in _DATASETS:
             self._log_dataset(artifact)
         # The mark comes last: what was logged in part is logged again.
@@ -140,7 +142,8 @@ class Tracker:
 
     def _log_dataset(self, artifact: Artifact) -> None:
         manifest = artifact.manifest
-        source = LocalArtifactDatasetSource(str(artifact.dir.resolve()))
+        place = str(absolute(artifact.dir))
+        source = LocalArtifactDatasetSource(place) if is_local(artifact.dir) else resolve_dataset_source(place)
         dataset = MetaDataset(source, name=manifest.stage, digest=manifest.fingerprint)  # a digest has at most 36 chars
         tags = {"mlflow.data.context": _DATASETS[manifest.stage], "num_samples": str(manifest.num_samples)}
         tags |= {"shards_sha256": ",".join(shard.sha256[:12] for shard in manifest.shards)[:500]}
@@ -200,7 +203,7 @@ class Tracker:
         self._log_predictions(evaluated.dir)
         self._set_logged("scores", evaluated.manifest.fingerprint)
 
-    def _log_predictions(self, directory: Path) -> None:
+    def _log_predictions(self, directory: StorePath) -> None:
         if any(item.path == PREDICTIONS_TABLE for item in self.client.list_artifacts(self.run_id)):
             return  # log_table would append
         rows = wrong_first(directory, MAX_PREDICTIONS)
@@ -243,7 +246,7 @@ class Tracker:
         self._set_logged("export_model", exported.manifest.fingerprint)
         return model.model_id
 
-    def _register(self, name: str, hf_dir: Path, model_id: str, tags: Mapping[str, str]) -> str:
+    def _register(self, name: str, hf_dir: StorePath, model_id: str, tags: Mapping[str, str]) -> str:
         try:
             self.client.create_registered_model(name)
         except MlflowException as error:
@@ -286,7 +289,7 @@ class Tracker:
 
 
 def open_run(
-    root: Path, experiment: str, name: str, identity: str, params: Mapping[str, Any], tags: Mapping[str, str]
+    root: StorePath, experiment: str, name: str, identity: str, params: Mapping[str, Any], tags: Mapping[str, str]
 ) -> str | None:
     """The MLflow run of a pipeline: the one that this identity had before, or a new one. None where MLflow fails.
 
@@ -322,12 +325,12 @@ def log_in_chunks(client: MlflowClient, run_id: str, params: Mapping[str, Any], 
         client.log_batch(run_id, tags=marks[start : start + 100])
 
 
-def _experiment(client: MlflowClient, root: Path, name: str) -> str:
-    with filelock.FileLock(root / "mlflow.db.lock", timeout=120):
+def _experiment(client: MlflowClient, root: StorePath, name: str) -> str:
+    with filelock.FileLock(side_dir(root) / "mlflow.db.lock", timeout=120):
         if (found := client.get_experiment_by_name(name)) is not None:
             return found.experiment_id
         is_local = tracking_uri(root).startswith("sqlite")
-        location = (root / "mlflow-artifacts").resolve().as_uri() if is_local else None
+        location = (side_dir(root) / "mlflow-artifacts").resolve().as_uri() if is_local else None
         return client.create_experiment(name, location)
 
 
@@ -341,9 +344,9 @@ def flat_scores(scores: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     return flat
 
 
-def wrong_first(directory: Path, limit: int) -> list[dict[str, Any]]:
+def wrong_first(directory: StorePath, limit: int) -> list[dict[str, Any]]:
     """Rows of predictions.parquet: wrong answers first, then right ones, in their order, at most `limit`."""
-    table = pq.read_table(directory / "predictions.parquet")
+    table = pq.read_table(local_copy(directory / "predictions.parquet"))
     correct = pc.fill_null(pc.cast(table["correct"], "float64"), 0.0)
     order = pc.sort_indices(correct) if len(table) else []
     return table.take(order[:limit]).to_pylist() if len(table) else []

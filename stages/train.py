@@ -13,6 +13,7 @@ from pathlib import Path
 from dataset_builders.contracts.errors import InputError
 from dataset_builders.contracts.files import write_text
 from dataset_builders.contracts.fingerprint import fingerprint
+from dataset_builders.contracts.store import absolute, local_dir
 from stages.artifact import Artifact, Input, Stage, StageOutput, stage_identity
 from stages.launch import ClusterConfig, Job, JobFailed, make_launcher, run_job
 from stages.train_report import write_train_report
@@ -61,8 +62,11 @@ class TrainResources:
 
 
 def hf_dir_of(model: Input) -> Path:
-    """The HF directory of a model input: an external one itself, or `hf/` of the stage's artifact that made it."""
-    return model.dir / HF_EXPORT if isinstance(model, Artifact) else model.dir
+    """The HF directory of a model input: an external one itself, or `hf/` of the stage's artifact that made it.
+
+    One in a store is copied to this machine first.
+    """
+    return local_dir(model.dir / HF_EXPORT if isinstance(model, Artifact) else model.dir)
 
 
 class MetricsFollower:
@@ -157,8 +161,8 @@ def make_run_config(
         task="train",
         fingerprint=fingerprint(stage_identity(STAGE, config, inputs)),
         hf_dir=hf_dir_of(inputs["model"]).resolve(),
-        tokenized_dir=inputs["tokenized"].dir.resolve(),
-        bins_dir=inputs["bins"].dir.resolve(),
+        tokenized_dir=absolute(inputs["tokenized"].dir),
+        bins_dir=absolute(inputs["bins"].dir),
         output_dir=output_dir.resolve(),
         seq_len=inputs["bins"].manifest.config["seq_len"],
         train=config,
@@ -188,4 +192,4 @@ def train(config: TrainConfig, inputs: Mapping[str, Input], work_dir: Path, reso
     return StageOutput(stats=stats)
 
 
-STAGE = Stage("train", VERSION, train)
+STAGE = Stage("train", VERSION, train, on_disk=True)

@@ -13,9 +13,10 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, Any, TypeVar
 
 import xxhash
+from pydantic import BeforeValidator, PlainSerializer
 from upath import UPath
 
 from dataset_builders.contracts.errors import InputError
@@ -52,6 +53,14 @@ def location(text: str | os.PathLike[str]) -> StorePath:
         extra = f"pip install 'athanor[{_EXTRAS[protocol]}]'" if protocol in _EXTRAS else f"install fsspec's {protocol}"
         raise InputError(f"{text}: no driver for {protocol}:// is installed ({error}); {extra}") from error
     return path
+
+
+Location = Annotated[Any, BeforeValidator(location), PlainSerializer(str)]  # a StorePath as a field of a config
+
+
+def absolute(path: StorePath) -> StorePath:
+    """The path without links and relative parts; a URL is what it is."""
+    return path.resolve() if is_local(path) else path
 
 
 def is_local(path: StorePath) -> bool:
@@ -173,6 +182,11 @@ def make_dir(path: StorePath) -> None:
     """Make a directory and its parents; a store has none to make."""
     if is_local(path):
         path.mkdir(parents=True, exist_ok=True)
+
+
+def modified(path: StorePath) -> float:
+    """When a file was written, in seconds since 1970."""
+    return path.stat().st_mtime if is_local(path) else path.fs.modified(path.path).timestamp()
 
 
 def remove_tree(path: StorePath) -> None:

@@ -17,6 +17,7 @@ from typing import Literal
 import psutil
 from packaging.requirements import Requirement
 
+from dataset_builders.contracts.store import side_dir
 from flows.text_table import print_table
 
 HUB = "https://huggingface.co"
@@ -37,7 +38,13 @@ class Finding:
 
 def doctor_command(args: argparse.Namespace) -> int:
     """Print what was found; 0 when the default recipe can run here, 1 when something it needs is missing."""
-    findings = [check_python(), *check_packages(), check_tested_versions(), *check_machine(args.root), *check_gpus()]
+    findings = [
+        check_python(),
+        *check_packages(),
+        check_tested_versions(),
+        *check_machine(side_dir(args.root)),
+        *check_gpus(),
+    ]
     if args.network:
         findings.append(check_network())
     rows = [(f.what, f.state, f.found, f.way_out) for f in findings]

@@ -3,7 +3,6 @@
 import argparse
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 from dataset_builders.contracts.sample import SPLITS
 from flows.pipeline_config import PipelineConfig
@@ -77,7 +76,7 @@ def _memory(config: PipelineConfig, facts: ModelFacts) -> dict[str, int]:
 def model_facts(config: PipelineConfig, found: Mapping[str, Input]) -> ModelFacts:
     """The facts of the model that would be trained, whether it is there or still to be made."""
     if isinstance(config.model, str):
-        return ModelFacts.from_hf(read_model_config(Path(found["model"].dir)))
+        return ModelFacts.from_hf(read_model_config(found["model"].dir))
     return facts_of_embedded(config.model.model_dump())
 
 

@@ -3,7 +3,6 @@
 import argparse
 import sys
 import time
-from pathlib import Path
 
 import psutil
 
@@ -24,5 +23,5 @@ def run_command(args: argparse.Namespace) -> int:
     finally:
         display.close()
     seconds = time.time() - psutil.Process().create_time()  # with the imports, which the person waited for too
-    print_closing(result, Path(args.root), recipe, seconds, is_terminal)
+    print_closing(result, args.root, recipe, seconds, is_terminal)
     return 0

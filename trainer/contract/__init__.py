@@ -10,6 +10,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationError, model_validator
 
+from dataset_builders.contracts.store import Location, StorePath
 from dataset_builders.contracts.strict import StrictModel
 from trainer.contract.parallel import ParallelConfig
 
@@ -115,8 +116,8 @@ class RunConfig(StrictModel):
     task: Literal["train", "export"] = Field(description="train a model, or write a checkpoint as an HF directory")
     fingerprint: str = Field(description="identity of the training; a checkpoint of another one is refused")
     hf_dir: Path = Field(description="HF directory with config.json and safetensors: where the weights come from")
-    tokenized_dir: Path = Field(description="artifact of the tokenize stage")
-    bins_dir: Path = Field(description="artifact of the plan_bins stage")
+    tokenized_dir: Location = Field(description="artifact of the tokenize stage, also in an object store")
+    bins_dir: Location = Field(description="artifact of the plan_bins stage, also in an object store")
     output_dir: Path = Field(description="gets checkpoints/, metrics.jsonl, result.json; hf/ when exporting")
     checkpoint_dir: Path | None = Field(default=None, description="when exporting: the checkpoint to export")
     seq_len: int = Field(gt=0, description="tokens a bin holds, from the plan")
@@ -168,7 +169,7 @@ def parse_metrics(lines: bytes) -> list[MetricsRow]:
     return rows
 
 
-def read_metrics(directory: Path) -> list[MetricsRow]:
+def read_metrics(directory: StorePath) -> list[MetricsRow]:
     """The rows of a directory's metrics.jsonl, one a step (the last written), in order; none without a file."""
     path = directory / METRICS_JSONL
     rows = parse_metrics(path.read_bytes()) if path.is_file() else []
