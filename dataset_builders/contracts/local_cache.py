@@ -107,7 +107,7 @@ class LocalCache:
         return sum(size for _, size, _ in self._entries())
 
     def _place(self, kind: str, key: str) -> Path:
-        name = xxhash.xxh3_128_hexdigest(key)
+        name = xxhash.xxh3_128_hexdigest(key.encode())
         place = self.directory / kind / name[:2] / name
         place.parent.mkdir(parents=True, exist_ok=True)
         return place

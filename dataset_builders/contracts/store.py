@@ -163,7 +163,7 @@ def side_dir(path: StorePath) -> Path:
     if is_local(path):
         return path
     name = "".join(c if c.isalnum() else "-" for c in path.name)[:40]
-    return cache_dir() / "roots" / f"{name}-{xxhash.xxh3_64_hexdigest(str(path).rstrip('/'))}"
+    return cache_dir() / "roots" / f"{name}-{xxhash.xxh3_64_hexdigest(str(path).rstrip('/').encode())}"
 
 
 def upload_dir(local: Path, path: StorePath, last: str) -> None:

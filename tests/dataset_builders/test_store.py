@@ -1,0 +1,227 @@
+"""Object stores: whole files or none, ranges through a checked and bounded cache, broken connections survived."""
+
+import hashlib
+import json
+import os
+import pickle
+import random
+from pathlib import Path
+
+import pytest
+import xxhash
+from upath import UPath
+
+from dataset_builders.contracts import store
+from dataset_builders.contracts.errors import InputError
+from dataset_builders.contracts.files import atomic_path, sha256_file, write_json
+from dataset_builders.contracts.local_cache import LocalCache, cache_bound
+from dataset_builders.contracts.shard_io import ShardWriter, finished_shard, iter_records, read_record
+from dataset_builders.contracts.store import (
+    local_copy,
+    local_dir,
+    location,
+    publish,
+    read_range,
+    remove_tree,
+    upload_dir,
+    walk_files,
+)
+from tests.helpers.object_store import BUCKET, CuttingProxy, clear_drivers, environment, moto_server
+
+
+@pytest.fixture(scope="module")
+def address():
+    with moto_server() as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("ATHANOR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(store, "_FIRST_WAIT", 0.01)
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def place(address, request) -> UPath:
+    return location(f"s3://{BUCKET}/{request.node.name}")
+
+
+def content(size: int, seed: int = 0) -> bytes:
+    return random.Random(seed).randbytes(size)
+
+
+def put(path: UPath, data: bytes) -> UPath:
+    with atomic_path(path) as tmp:
+        tmp.write_bytes(data)
+    return path
+
+
+def test_a_local_path_is_a_path_and_a_url_survives_a_process_border(place, tmp_path):
+    assert location("a/b") == Path("a/b") and location(f"file://{tmp_path}/x") == tmp_path / "x"
+    path = place / "shard.tar"
+    assert str(path) == f"s3://{BUCKET}/{place.name}/shard.tar" and location(path) is path
+    assert str(pickle.loads(pickle.dumps(path))) == str(path)
+
+
+def test_a_protocol_without_a_driver_is_an_error_of_one_line():
+    with pytest.raises(InputError, match=r"^nothing://x: no driver for nothing:// is installed .*$"):
+        location("nothing://x")
+
+
+def test_a_file_appears_whole_or_not_at_all(place):
+    with pytest.raises(KeyError), atomic_path(place / "a.bin") as tmp:
+        tmp.write_bytes(b"half")
+        raise KeyError
+    assert not (place / "a.bin").exists()
+    put(place / "a.bin", content(100))
+    assert (place / "a.bin").read_bytes() == content(100)
+    write_json(place / "a.json", {"b": 1})
+    assert json.loads((place / "a.json").read_text()) == {"b": 1}
+    assert sha256_file(place / "a.bin") == hashlib.sha256(content(100)).hexdigest()
+
+
+def test_a_listing_sees_what_another_process_wrote(place):
+    put(place / "a", b"1")
+    assert [f.name for f in walk_files(place)] == ["a"]
+    put(place / "below" / "b", b"2")
+    assert [f.name for f in walk_files(place)] == ["a", "b"]
+    remove_tree(place)
+    assert walk_files(place) == [] and not place.exists()
+
+
+def test_shards_and_records(place, tmp_path):
+    for directory in (place, tmp_path):
+        with ShardWriter(directory, "train/shard-00000.tar") as writer:
+            ranges = [writer.write(f"s/{i:08d}", {"json": b"{}", "0.png": content(3000, i)}) for i in range(5)]
+            entry = writer.commit("train")
+        assert finished_shard(directory, entry.name) == entry
+        shard = directory / entry.name
+        assert [k for k, _ in iter_records(shard, entry.sha256)] == [r.key for r in ranges]
+        for i, r in enumerate(ranges):
+            assert read_record(shard, r.offset, r.size, checksum=r.checksum)["0.png"] == content(3000, i)
+            assert read_record(shard, r.offset, r.size, ("0.png",), r.checksum) == {"json": b"{}"}
+    assert (place / entry.name).read_bytes() == (tmp_path / entry.name).read_bytes()
+    for r in ranges:
+        data = (tmp_path / entry.name).read_bytes()[r.offset : r.offset + r.size]
+        assert xxhash.xxh3_64_intdigest(data) == r.checksum
+
+
+def test_a_range_is_fetched_once_and_a_spoilt_copy_again(place, cache, monkeypatch):
+    path = put(place / "a", content(10_000))
+    fetched = []
+    original = path.fs.cat_file
+    monkeypatch.setattr(path.fs, "cat_file", lambda *a, **k: fetched.append(k) or original(*a, **k))
+    for _ in range(3):
+        assert read_range(path, 100, 500) == content(10_000)[100:600]
+    assert len(fetched) == 1
+    (copy,) = [f for f in (cache / "ranges").rglob("*") if f.is_file()]
+    for spoilt in (b"", b"short", copy.read_bytes()[:-1] + b"?", bytes(508)):
+        copy.write_bytes(spoilt)
+        assert read_range(path, 100, 500) == content(10_000)[100:600]
+    assert len(fetched) == 5
+
+
+def test_wrong_bytes_are_noticed(place, tmp_path):
+    path = put(place / "a", content(1000))
+    with pytest.raises(OSError, match="are not the ones that were written"):
+        read_range(path, 0, 10, checksum=1)
+    with pytest.raises(OSError, match="another SHA-256"):
+        local_copy(path, "0" * 64)
+    with pytest.raises(OSError, match="wanted 50 bytes at 990, got 10"):
+        read_range(path, 990, 50)
+    (tmp_path / "local").write_bytes(b"abc")
+    with pytest.raises(OSError, match="cut short"):
+        read_range(tmp_path / "local", 1, 5)
+    with pytest.raises(FileNotFoundError):
+        read_range(place / "nowhere", 0, 1)
+
+
+def test_a_copy_of_a_file_is_made_again_when_it_changed_or_is_spoilt(place):
+    path = put(place / "a.parquet", content(1000))
+    copy = local_copy(path)
+    assert copy.name == "a.parquet" and local_copy(path) == copy
+    copy.write_bytes(b"spoilt")
+    assert local_copy(path).read_bytes() == content(1000)
+    put(path, content(1000, seed=1))
+    assert local_copy(path).read_bytes() == content(1000, seed=1)
+
+
+def test_a_directory_comes_and_goes_whole(place, tmp_path):
+    for name in ("b/c.bin", "a.json", "manifest.json"):
+        (tmp_path / "here" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "here" / name).write_bytes(name.encode())
+    upload_dir(tmp_path / "here", place, "manifest.json")
+    copy = local_dir(place)
+    for name in ("b/c.bin", "a.json", "manifest.json"):
+        assert (copy / name).read_text() == name
+    assert (tmp_path / "here/b/c.bin").is_file(), "an upload takes nothing away"
+    assert local_dir(place) == copy
+
+
+def test_the_manifest_is_uploaded_last(place, tmp_path, monkeypatch):
+    for name in ("manifest.json", "z", "a/b"):
+        (tmp_path / "d" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "d" / name).write_text(name)
+    order = []
+    monkeypatch.setattr(store, "publish", lambda local, path: order.append(path.name) or publish(local, path))
+    upload_dir(tmp_path / "d", place, "manifest.json")
+    assert order == ["b", "z", "manifest.json"]
+    order.clear()
+    upload_dir(tmp_path / "d", place, "manifest.json")
+    assert order == ["manifest.json"], "what is there already is not sent again"
+
+
+def test_the_cache_stays_within_its_bound(tmp_path):
+    cache = LocalCache(tmp_path / "c", bound=1_000_000)
+    data = {i: content(20_000, i) for i in range(200)}
+    for i, bytes_ in data.items():
+        assert cache.read(f"key {i}", lambda b=bytes_: b) == bytes_
+        if i % 10 == 0:
+            cache.read("key 0", lambda: data[0])
+        assert cache.size() <= 1_000_000 * 1.01
+    assert cache.size() > 500_000
+    fetched = []
+    cache.read("key 199", lambda: fetched.append(199) or data[199])
+    cache.read("key 0", lambda: fetched.append(0) or data[0])
+    assert fetched == [], "the newest and the most used are kept"
+    cache.read("key 1", lambda: fetched.append(1) or data[1])
+    assert fetched == [1], "the oldest has gone"
+
+
+def test_several_processes_share_the_bound(tmp_path):
+    caches = [LocalCache(tmp_path / "c", bound=1_000_000) for _ in range(3)]
+    for i in range(300):
+        caches[i % 3].read(f"key {i}", lambda i=i: content(20_000, i))
+    assert caches[0].size() <= 1_000_000
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "many"])
+def test_a_bound_that_is_none(text, monkeypatch):
+    monkeypatch.setenv("ATHANOR_CACHE_GB", text)
+    with pytest.raises(InputError, match=f"ATHANOR_CACHE_GB={text} is no positive number of gigabytes"):
+        cache_bound()
+
+
+def test_a_connection_cut_in_a_read_and_in_a_write(address, place, cache):
+    data = content(3_000_000)
+    with CuttingProxy(address) as proxy, environment(proxy.address):
+        path = location(str(place / "big"))
+        proxy.cut_up += [100_000, 1_000_000]
+        put(path, data)
+        assert proxy.cuts == 2 and not list(Path(os.environ["ATHANOR_CACHE_DIR"], "uploads").iterdir())
+        proxy.cut_down += [50_000, 700_000]
+        assert read_range(path, 500, 2_000_000) == data[500:2_000_500]
+        assert proxy.cuts == 4
+        proxy.cut_down += [300_000]
+        assert local_copy(path, hashlib.sha256(data).hexdigest()).read_bytes() == data
+        assert proxy.cuts == 5
+
+
+def test_a_store_that_stays_broken_is_an_error_that_says_what_failed(address, place):
+    put(place / "a", content(100_000))
+    with CuttingProxy(address) as proxy, environment(proxy.address):
+        proxy.cut_down += [30_000] * 100
+        with pytest.raises(OSError, match=r"^cannot read s3://.*/a, tried 5 times: "):
+            read_range(location(str(place / "a")), 0, 100_000)
+    clear_drivers()
