@@ -18,7 +18,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from dataset_builders.contracts.errors import InputError
-from dataset_builders.contracts.store import absolute, location, side_dir
+from dataset_builders.contracts.store import absolute, check_reachable, location, side_dir
 from trainer.contract import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED
 
 COMMANDS: dict[str, str] = {
@@ -39,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
     try:
         args.root = absolute(location(args.root))
+        if args.command != "doctor":
+            check_reachable(args.root)
     except InputError as error:
         _say_error(f"--root {error}", args.debug)
         return EXIT_INPUT

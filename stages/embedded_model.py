@@ -22,6 +22,7 @@ from transformers import GenerationConfig, Qwen3VLConfig, Qwen3VLForConditionalG
 
 from dataset_builders.contracts.errors import InputError
 from dataset_builders.contracts.files import write_json, write_text
+from dataset_builders.contracts.store import StorePath, local_copy
 from dataset_builders.contracts.strict import StrictModel
 from stages.artifact import Artifact, Stage, StageOutput
 from stages.transformers_progress import no_progress_bar
@@ -249,7 +250,7 @@ def _model_config(config: EmbeddedModelConfig, ids: Mapping[str, int]) -> Qwen3V
     )
 
 
-def _raw_texts(directory: Path) -> Iterator[str]:
+def _raw_texts(directory: StorePath) -> Iterator[str]:
     files = sorted(directory.glob("*/*.parquet"))
     if not files:
         raise InputError(
@@ -257,7 +258,7 @@ def _raw_texts(directory: Path) -> Iterator[str]:
             "give a model: --set model=DIRECTORY_OR_HUB_NAME"
         )
     for path in files:
-        for row in pq.read_table(path, columns=["texts"])["texts"].to_pylist():
+        for row in pq.read_table(local_copy(path), columns=["texts"])["texts"].to_pylist():
             for turn in row:
                 yield turn["user"]
                 yield turn["assistant"]

@@ -68,6 +68,24 @@ def is_local(path: StorePath) -> bool:
     return isinstance(path, Path)
 
 
+def check_reachable(path: StorePath) -> None:
+    """See that a store answers and lets us in; a local path always passes.
+
+    Raises:
+        InputError: it does not.
+    """
+    if is_local(path):
+        return
+    try:
+        path.exists()
+    except Exception as error:  # every driver has its own kinds
+        why = " ".join(str(error).split())[:200] or type(error).__name__
+        raise InputError(
+            f"{path} cannot be reached ({why}); give its keys and endpoint in the environment "
+            "(AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL for s3://), or a local directory"
+        ) from error
+
+
 def publish(local: Path, path: StorePath) -> None:
     """Move a whole local file to its place: a rename, or an upload that is complete before anyone sees it."""
     if is_local(path):

@@ -17,6 +17,7 @@ from dataset_builders.contracts.files import atomic_path, sha256_file, write_jso
 from dataset_builders.contracts.local_cache import LocalCache, cache_bound
 from dataset_builders.contracts.shard_io import ShardWriter, finished_shard, iter_records, read_record
 from dataset_builders.contracts.store import (
+    check_reachable,
     local_copy,
     local_dir,
     location,
@@ -225,3 +226,10 @@ def test_a_store_that_stays_broken_is_an_error_that_says_what_failed(address, pl
         with pytest.raises(OSError, match=r"^cannot read s3://.*/a, tried 5 times: "):
             read_range(location(str(place / "a")), 0, 100_000)
     clear_drivers()
+
+
+def test_a_store_that_does_not_answer_or_knows_us_not(address, place, monkeypatch):
+    check_reachable(place)
+    check_reachable(location(f"s3://{BUCKET}"))
+    with environment("http://127.0.0.1:9"), pytest.raises(InputError, match=r"^s3://.* cannot be reached \(.*AWS_"):
+        check_reachable(location("s3://bucket/root"))
