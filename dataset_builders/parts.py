@@ -19,7 +19,7 @@ class Part:
         name: the file as a person knows it, below the source: `ai2d/train-00000-of-00002.parquet`.
         subset: the subset its rows belong to.
         span: where the run begins and ends in the file, as its builder counts: row groups of a parquet file, bytes of
-            a JSONL or tar file.
+            a JSONL or tar file. A part may be only some of the rows there.
         first_row: number of its first row in the subset, over all of the subset's files.
         file_row: number of its first row in the file.
         num_rows: rows in it.
@@ -75,12 +75,14 @@ class Builder:
             InputError for a file that cannot be read or lacks a column.
         iter_part: (part, options, rows) -> its samples in order. `rows` limits it to those rows of the subset, by
             number; None means all. Raises InputError where the file breaks off.
+        has_splits: whether its parts may say which split they belong to.
     """
 
     options: type[StrictModel]
     patterns: Callable[[Sequence[str]], tuple[str, ...]]
     list_parts: Callable[[StorePath, Sequence[str], Any], list[Part]]
     iter_part: Callable[[Part, Any, Container[int] | None], Iterator[Sample | SkippedRow]]
+    has_splits: bool = False
 
 
 def natural_order(text: str) -> list[tuple[int, int | str]]:

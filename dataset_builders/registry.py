@@ -7,6 +7,11 @@ from dataset_builders.parts import Builder
 
 BUILDERS = {
     "the_cauldron": "dataset_builders.the_cauldron:BUILDER",
+    "cord_v2": "dataset_builders.cord_v2:BUILDER",
+    "table": "dataset_builders.table:BUILDER",
+    "openai_messages": "dataset_builders.openai_messages:BUILDER",
+    "llava": "dataset_builders.llava:BUILDER",
+    "webdataset_tars": "dataset_builders.webdataset_tars:BUILDER",
 }
 
 

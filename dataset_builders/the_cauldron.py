@@ -1,6 +1,7 @@
 """HuggingFaceM4/the_cauldron, or any directory of parquet files in its schema -> Sample.
 
-The source is a directory of `<subset>/*.parquet`; a subset may be 563 files or one. A raw row:
+The source is a directory or a URL of `<subset>/*.parquet`, or one such file. A subset may be 563 files or one, files of
+no row among them. A raw row:
 
     {"images": [{"bytes": b"\\x89PNG...", "path": None}],
      "texts": [{"user": "Which digit is this?", "assistant": "7", "source": "digits"},
@@ -13,29 +14,37 @@ becomes, with turns: chat, one sample of two turns, the image slots before the f
 
 and with turns: split one sample a pair, keys digits/00000012-0 and digits/00000012-1, each with the images.
 Questions that hold as many `<image>` as the row has images keep them where they are. Texts are stripped, and
-CRLF becomes LF.
+CRLF becomes LF. An image without bytes is read from its path, where that lies below the source.
 
-Left out: rows whose fields are null or not UTF-8 (schema_error), rows without a pair (no_text), answers that hold
-`<image>` (special_token_in_text), and whatever Sample.check refuses.
+Left out: rows whose fields are null or not UTF-8 (schema_error), rows without a pair (no_text), images without bytes
+whose path leads nowhere (image_not_found), answers that hold `<image>` (special_token_in_text), and whatever
+Sample.check refuses.
 """
 
 from collections.abc import Container, Iterator, Sequence
-from pathlib import Path
 from typing import Literal
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 from pydantic import Field
 
 from dataset_builders.contracts.errors import InputError
 from dataset_builders.contracts.sample import IMAGE_SLOT, Message, Sample, SkipSample
 from dataset_builders.contracts.store import StorePath
 from dataset_builders.contracts.strict import StrictModel
+from dataset_builders.file_patterns import SourceFile, list_files, nearest
+from dataset_builders.image_refs import IMAGE_PATTERNS, ImageReader
 from dataset_builders.parts import Builder, Part, SkippedRow, natural_order
+from dataset_builders.table_files import (
+    image_bytes,
+    is_bytes,
+    is_text,
+    item_kind,
+    iter_table_rows,
+    list_table_parts,
+    value_of,
+)
 
-_PART_ROWS = 512  # a part ends at the first row group border after as many rows
-_READ_ROWS = 16  # rows in memory at a time: a row may hold dozens of images
-_BUFFER_BYTES = 1 << 20
+_COLUMNS = ("images", "texts")
 _TEXT_FIELDS = ("user", "assistant")
 
 
@@ -48,8 +57,8 @@ class CauldronOptions(StrictModel):
 
 
 def patterns(subsets: Sequence[str]) -> tuple[str, ...]:
-    """The parquet files of these subsets, of all without a name."""
-    return tuple(f"{subset}/*.parquet" for subset in subsets or ("*",))
+    """The parquet files of these subsets, of all without a name, and the pictures beside them."""
+    return tuple(f"{top}/{end}" for top in tuple(subsets) or ("*",) for end in ("*.parquet", *IMAGE_PATTERNS))
 
 
 def list_parts(source: StorePath, subsets: Sequence[str], options: CauldronOptions) -> list[Part]:
@@ -58,16 +67,8 @@ def list_parts(source: StorePath, subsets: Sequence[str], options: CauldronOptio
     Raises:
         InputError: no such directory or subset, no parquet file, a file of another schema or that is no parquet.
     """
-    directories = _subset_dirs(source, subsets)
-    parts: list[Part] = []
-    for directory in directories:
-        first_row = 0
-        files = sorted(directory.glob("*.parquet"), key=lambda path: natural_order(path.name))
-        for path in files:
-            file_parts = _file_parts(path, directory.name, first_row)
-            first_row += sum(part.num_rows for part in file_parts)
-            parts += file_parts
-    return parts
+    files = _files_of_subsets(source, subsets)
+    return [part for subset in files for part in list_table_parts(files[subset], subset, None, _check_schema)]
 
 
 def iter_part(
@@ -78,10 +79,12 @@ def iter_part(
     Raises:
         InputError: the file cannot be read to its end.
     """
-    for row, record in _iter_rows(part, rows):
+    reader = ImageReader(part)
+    for row, record in iter_table_rows(part, _COLUMNS, rows):
         key = part.key(row)
         try:
-            texts, images = _fields(record)
+            texts = _pairs(record)
+            images = tuple(image_bytes(image, i, reader) for i, image in enumerate(value_of(record, "images") or []))
         except SkipSample as skip:
             yield SkippedRow(key, skip.reason, skip.detail)
             continue
@@ -94,125 +97,64 @@ def iter_part(
 BUILDER = Builder(options=CauldronOptions, patterns=patterns, list_parts=list_parts, iter_part=iter_part)
 
 
-def _subset_dirs(source: Path, subsets: Sequence[str]) -> list[Path]:
-    if not source.is_dir():
-        raise InputError(f"raw data directory {source} does not exist; it should hold <subset>/*.parquet")
-    found = {d.name: d for d in source.iterdir() if d.is_dir() and any(d.glob("*.parquet"))}
-    if not found:
-        inside = any(source.glob("*.parquet"))
-        hint = f"; it is one subset: give {source.parent} and subsets=[{source.name}]" if inside else ""
+def _files_of_subsets(source: StorePath, subsets: Sequence[str]) -> dict[str, list[SourceFile]]:
+    """Subset -> its parquet files, both in order."""
+    chosen = [f"{name}/*.parquet" for name in subsets]  # in a store, what nobody asked for is not listed
+    files: dict[str, list[SourceFile]] = {}
+    if source.is_file():
+        subset = source.parent.name
+        files, subsets = {subset: [SourceFile(source, f"{subset}/{source.name}")]}, subsets or (subset,)
+    else:
+        for file in list_files(source, chosen or ["*/*.parquet", "*.parquet"]):
+            files.setdefault(file.name.rpartition("/")[0], []).append(file)
+    if not files.keys() - {""} and not subsets:
+        hint = f"; it is one subset: give {source.parent} and subsets=[{source.name}]" if files else ""
         raise InputError(f"raw data directory {source} holds no <subset>/*.parquet{hint}")
+    files.pop("", None)
     for name in subsets:
-        if name not in found:
-            raise InputError(f"no subset {name!r} in {source}; there are: {', '.join(sorted(found))}")
-    names = sorted(set(subsets) or found, key=natural_order)
-    for name in names:
+        if name not in files:
+            there = sorted({file.name.split("/")[0] for file in list_files(source, ["*/*.parquet"])})
+            known = f"there are: {', '.join(there)}{nearest(name, there)}" if there else "it has no <subset>/*.parquet"
+            raise InputError(f"no subset {name!r} in {source}; {known}")
+    for name in files:
         if not name.isascii() or not name.replace("_", "").replace("-", "").isalnum():
-            raise InputError(f"subset directory {found[name]}: rename it, only letters, digits, _ and - make keys")
-    return [found[name] for name in names]
+            raise InputError(f"subset directory {source / name}: rename it, only letters, digits, _ and - make keys")
+    return {name: files[name] for name in sorted(files, key=natural_order)}
 
 
-def _file_parts(path: Path, subset: str, first_row: int) -> list[Part]:
-    """A file's row groups gathered into parts of about _PART_ROWS rows."""
-    metadata = _checked_metadata(path)
-    name = f"{subset}/{path.name}"
-    parts, start, file_row, num_rows = [], 0, 0, 0
-    for group in range(metadata.num_row_groups):
-        num_rows += metadata.row_group(group).num_rows
-        if num_rows >= _PART_ROWS or group == metadata.num_row_groups - 1:
-            parts.append(
-                Part(
-                    path=path,
-                    name=name,
-                    subset=subset,
-                    span=(start, group + 1),
-                    first_row=first_row + file_row,
-                    file_row=file_row,
-                    num_rows=num_rows,
-                )
-            )
-            start, file_row, num_rows = group + 1, file_row + num_rows, 0
-    return parts
-
-
-def _checked_metadata(path: Path) -> pq.FileMetaData:
-    try:
-        with pq.ParquetFile(path) as file:
-            schema, metadata = file.schema_arrow, file.metadata
-    except (pa.ArrowException, OSError) as error:
-        if isinstance(error, PermissionError):
-            raise InputError(f"{path} cannot be read: {error.strerror}") from error
-        raise InputError(f"{path} is not a readable parquet file ({_one_line(error)}); download it again") from error
-    for column in ("images", "texts"):
-        if column not in schema.names:
+def _check_schema(path: StorePath, schema: pa.Schema) -> None:
+    for column in _COLUMNS:
+        if schema.get_field_index(column) < 0:
             known = ", ".join(schema.names)
             raise InputError(f"{path} lacks the column {column!r}; it has: {known}. See the schema of the_cauldron")
-    _check_struct(path, "images", schema.field("images").type, {"bytes": _is_bytes})
-    _check_struct(path, "texts", schema.field("texts").type, dict.fromkeys(_TEXT_FIELDS, _is_text))
-    return metadata
+    _check_struct(path, "images", schema.field("images").type, {"bytes": is_bytes})
+    _check_struct(path, "texts", schema.field("texts").type, dict.fromkeys(_TEXT_FIELDS, is_text))
 
 
-def _check_struct(path: Path, column: str, kind: pa.DataType, fields: dict) -> None:
+def _check_struct(path: StorePath, column: str, kind: pa.DataType, fields: dict) -> None:
     """The column must be a list of structs with these fields; a list of nulls (every row empty) will do."""
-    wanted = f"list<struct<{', '.join(fields)}>>"
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    if not is_list or not (pa.types.is_struct(kind.value_type) or pa.types.is_null(kind.value_type)):
+    wanted, item = f"list<struct<{', '.join(fields)}>>", item_kind(kind)
+    if item is None or not (pa.types.is_struct(item) or pa.types.is_null(item)):
         raise InputError(f"{path}: column {column!r} is {kind}, not {wanted}; see the schema of the_cauldron")
-    if pa.types.is_null(kind.value_type):
+    if pa.types.is_null(item):
         return
     for name, is_right in fields.items():
-        index = kind.value_type.get_field_index(name)
-        if index < 0 or not is_right(kind.value_type.field(index).type):
-            found = "missing" if index < 0 else str(kind.value_type.field(index).type)
+        index = item.get_field_index(name)
+        if index < 0 or not is_right(item.field(index).type):
+            found = "missing" if index < 0 else str(item.field(index).type)
             raise InputError(f"{path}: field {name!r} of column {column!r} is {found}; {wanted} was expected")
 
 
-def _is_bytes(kind: pa.DataType) -> bool:
-    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
-
-
-def _is_text(kind: pa.DataType) -> bool:
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
-
-
-def _iter_rows(part: Part, rows: Container[int] | None) -> Iterator[tuple[int, pa.StructScalar]]:
-    """(row number in the subset, the row as a struct of arrow values), without the rows nobody asked for."""
-    row = part.first_row
-    try:
-        with pq.ParquetFile(part.path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as file:
-            for group in range(*part.span):
-                end = row + file.metadata.row_group(group).num_rows
-                if rows is not None and not any(r in rows for r in range(row, end)):
-                    row = end
-                    continue
-                batches = file.iter_batches(_READ_ROWS, row_groups=[group], columns=["images", "texts"])
-                for batch in batches:
-                    for record in batch.to_struct_array():
-                        if rows is None or row in rows:
-                            yield row, record
-                        row += 1
-    except (pa.ArrowException, OSError) as error:
-        message = f"{part.path} breaks off at row {row - part.first_row + part.file_row} ({_one_line(error)})"
-        raise InputError(f"{message}; download it again") from error
-
-
-def _fields(record: pa.StructScalar) -> tuple[list[tuple[str, str]], tuple[bytes, ...]]:
-    """The row's (question, answer) pairs, stripped, and its images."""
-    try:
-        texts, images = record["texts"].as_py() or [], record["images"].as_py() or []
-    except UnicodeDecodeError as error:
-        raise SkipSample("schema_error", f"text that is not UTF-8: {error.reason} at byte {error.start}") from None
-    for i, image in enumerate(images):
-        if not image or not image["bytes"]:
-            raise SkipSample("schema_error", f"image {i} has no bytes")
+def _pairs(record: pa.StructScalar) -> list[tuple[str, str]]:
+    """The row's (question, answer) pairs, stripped."""
+    texts = value_of(record, "texts") or []
     for i, pair in enumerate(texts):
         for name in _TEXT_FIELDS:
             if not pair or pair[name] is None:
                 raise SkipSample("schema_error", f"texts[{i}] has no {name!r}")
     if not texts:
         raise SkipSample("no_text", "texts is empty")
-    pairs = [tuple(pair[name].replace("\r\n", "\n").strip() for name in _TEXT_FIELDS) for pair in texts]
-    return pairs, tuple(image["bytes"] for image in images)
+    return [tuple(pair[name].replace("\r\n", "\n").strip() for name in _TEXT_FIELDS) for pair in texts]
 
 
 def _sample(key: str, pairs: Sequence[tuple[str, str]], images: tuple[bytes, ...]) -> Sample | SkippedRow:
@@ -229,7 +171,3 @@ def _sample(key: str, pairs: Sequence[tuple[str, str]], images: tuple[bytes, ...
     except SkipSample as skip:
         return SkippedRow(key, skip.reason, skip.detail)
     return sample
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]

@@ -69,7 +69,8 @@ def open_inputs(config: PipelineConfig, root: StorePath) -> dict[str, Input]:
     """
     found: dict[str, Input] = {}
     if isinstance(config.data, str):
-        found["raw"] = open_raw(config.data, config.convert.subsets, side_dir(root) / RAW_DIGESTS)
+        convert = config.convert
+        found["raw"] = open_raw(config.data, convert.subsets, convert.builder, side_dir(root) / RAW_DIGESTS)
     if isinstance(config.model, str):
         hf_dir = resolve_hf_dir(config.model)
         config.check_parallel(ModelFacts.from_hf(check_hf_dir(hf_dir)))

@@ -1,68 +1,124 @@
-"""Where raw rows come from: a stage's artifact, a directory of the user's, or a dataset of the Hugging Face hub."""
+"""Where raw rows come from: a stage's artifact, a directory, a file or a URL of the user's, or a dataset of the hub.
+
+Raw data is known by a digest of what the builder reads, its patterns' files: on a disk names and bytes, in an object
+store names, sizes and ETags, so that nothing has to be downloaded to know it. Pictures that rows may point at count
+where they lie below the source; what a row takes from elsewhere does not.
+"""
 
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import huggingface_hub
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
 
 from dataset_builders.contracts.errors import InputError
 from dataset_builders.contracts.files import sha256_file, write_json
+from dataset_builders.contracts.store import StorePath, check_reachable, is_local, location
+from dataset_builders.file_patterns import SourceFile, list_files
+from dataset_builders.hub_subsets import check_hub_subsets
+from dataset_builders.image_refs import IMAGE_PATTERNS, IMAGE_SUFFIXES
+from dataset_builders.registry import get_builder
 from stages.artifact import External
 
 _NO_NETWORK = (LocalEntryNotFoundError, ConnectionError, TimeoutError, OSError)
+_HASHERS = 4  # files read at a time: SHA-256 is faster than most disks
 
 
-def open_raw(source: str, subsets: Sequence[str], memo: Path | None = None) -> External:
-    """The raw data as a stage input, downloaded if `source` is a hub dataset and not a directory here.
+def open_raw(source: str, subsets: Sequence[str], builder: str, memo: Path | None = None) -> External:
+    """The raw data as a stage input, downloaded if `source` is a hub dataset.
 
     Args:
-        source: a directory that holds `<subset>/*.parquet`, or a hub name: HuggingFaceM4/the_cauldron.
-        subsets: which subsets are read; a hub dataset needs at least one, a directory takes none as all.
+        source: a directory or a file, here or as a URL, or a hub name: HuggingFaceM4/the_cauldron.
+        subsets: which subsets are read; none takes all.
+        builder: the name of the builder that will read it.
         memo: a file that remembers digests by size and time of change, so that a big source is read once.
 
     Raises:
-        InputError: no such directory, no such dataset, or no way to reach the hub.
+        InputError: no such builder, directory, file, URL or dataset, or no way to reach the store or the hub.
     """
-    directory = Path(source).expanduser()
-    if not directory.is_dir():
+    patterns = get_builder(builder).patterns(subsets)
+    path = location(source)
+    if not is_local(path):
+        return External(path, "raw", _stored_digest(path, patterns, builder))
+    if not path.exists():
         if source.startswith(("/", ".", "~")) or source.count("/") != 1:
             raise InputError(f"raw data directory {source} does not exist; give a directory or a hub name (owner/name)")
-        directory = _download(source, subsets)
-    return External(directory, "raw", content_digest(directory, subsets, memo))
+        path = _download(source, subsets, builder)
+    return External(path, "raw", content_digest(path, patterns, memo))
 
 
-def content_digest(directory: Path, subsets: Sequence[str], memo: Path | None = None) -> str:
-    """16 hex digits over names and bytes of the files of these subsets (none: of all), whatever a builder reads."""
+def content_digest(source: Path, patterns: Sequence[str], memo: Path | None = None) -> str:
+    """16 hex digits over names and bytes of the files that the patterns match.
+
+    Raises:
+        InputError: a file may not be read.
+    """
+    files = list_files(source, patterns)
+    if source.is_file() and set(IMAGE_PATTERNS) <= set(patterns):
+        files += list_files(source.parent, IMAGE_PATTERNS)
+    stamps = [_stamp(file.path) for file in files]
     known = json.loads(memo.read_text(encoding="utf-8")) if memo is not None and memo.is_file() else {}
-    names = sorted(subsets) if subsets else sorted(d.name for d in directory.iterdir() if d.is_dir())
-    total = hashlib.sha256()
-    seen: dict[str, str] = {}
-    for path in (path for name in names for path in _files(directory / name)):
-        stat = path.stat()
-        stamp = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ino}"
-        seen[stamp] = known.get(stamp) or sha256_file(path)
-        total.update(f"{path.relative_to(directory)}\0{seen[stamp]}\n".encode())
-    if memo is not None and not seen.items() <= known.items():
+    to_read = {stamp: file.path for stamp, file in zip(stamps, files) if stamp not in known}
+    with ThreadPoolExecutor(_HASHERS) as pool:
+        fresh = dict(zip(to_read, pool.map(_sha256, to_read.values())))
+    if memo is not None and fresh:
         memo.parent.mkdir(parents=True, exist_ok=True)
-        write_json(memo, known | seen)
+        write_json(memo, known | fresh)
+    return _digest((file.name, fresh.get(stamp) or known[stamp]) for stamp, file in zip(stamps, files))
+
+
+def _stored_digest(source: StorePath, patterns: Sequence[str], builder: str) -> str:
+    """16 hex digits over names, sizes and ETags of the files in a store that the patterns match."""
+    check_reachable(source)
+    files = list_files(source, patterns)
+    if not _has_rows(files):
+        raise InputError(f"raw data {source} holds no file that the builder {builder} reads; check the address")
+    return _digest((file.name, file.stored) for file in files)
+
+
+def _digest(files: Iterable[tuple[str, str]]) -> str:
+    total = hashlib.sha256()
+    for name, content in files:
+        total.update(f"{name}\0{content}\n".encode("utf-8", "surrogateescape"))
     return total.hexdigest()[:16]
 
 
-def _files(directory: Path) -> list[Path]:
-    """The files below a subset's folder, in a fixed order; hidden ones are some tool's, not data."""
-    return sorted(p for p in directory.rglob("*") if p.is_file() and not p.name.startswith("."))
+def _stamp(path: Path) -> str:
+    stat = path.stat()
+    return f"{os.path.abspath(path)}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ino}"
 
 
-def _download(name: str, subsets: Sequence[str]) -> Path:
-    if not subsets:
-        raise InputError(f"hub dataset {name} needs subsets to download, for example subsets=[ai2d]")
-    patterns = [f"{subset}/*.parquet" for subset in subsets]
+def _sha256(path: Path) -> str:
     try:
-        directory = Path(huggingface_hub.snapshot_download(name, repo_type="dataset", allow_patterns=patterns))
+        return sha256_file(path)
+    except PermissionError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _has_rows(files: Sequence[SourceFile]) -> bool:
+    """Whether there is a file among them that is no picture."""
+    return any(not file.name.lower().endswith(IMAGE_SUFFIXES) for file in files)
+
+
+def _download(name: str, subsets: Sequence[str], builder: str) -> Path:
+    """The newest snapshot of a hub dataset in the hub's own cache, the files of these subsets in it."""
+    check_hub_subsets(name, subsets)
+    patterns = get_builder(builder).patterns(subsets)
+    try:
+        directory = Path(huggingface_hub.snapshot_download(name, repo_type="dataset", allow_patterns=list(patterns)))
+    except GatedRepoError as error:
+        page = f"https://huggingface.co/datasets/{name}"
+        raise InputError(f"hub dataset {name} is gated: accept its terms at {page}, then `hf auth login`") from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise InputError(f"raw data {name!r} is no directory here and no dataset of the hub; check the name") from error
     except (HfHubHTTPError, *_NO_NETWORK) as error:
@@ -71,9 +127,11 @@ def _download(name: str, subsets: Sequence[str]) -> Path:
         why = "HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else str(error).split("\n")[0][:160]
         raise InputError(
             f"raw data {name!r} is no directory here and the hub cannot be reached ({why}); "
-            "give a directory of <subset>/*.parquet, or get online and run the same command again"
+            "give a directory, or get online and run the same command again"
         ) from error
-    missing = [subset for subset in subsets if not any((directory / subset).glob("*.parquet"))]
-    if missing:
-        raise InputError(f"hub dataset {name} has no subset {missing[0]!r}; see https://huggingface.co/datasets/{name}")
+    for wanted in [[subset] for subset in subsets] or [[]]:
+        if not _has_rows(list_files(directory, get_builder(builder).patterns(wanted))):
+            what = f"subset {wanted[0]!r}" if wanted else "file"
+            where = f"see https://huggingface.co/datasets/{name}"
+            raise InputError(f"hub dataset {name} has no {what} that the builder {builder} reads; {where}")
     return directory

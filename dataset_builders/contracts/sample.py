@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,6 +11,8 @@ Role = Literal["system", "user", "assistant"]
 Split = Literal["train", "heldout"]
 SPLITS: tuple[Split, ...] = ("train", "heldout")
 _KEY = re.compile(r"[A-Za-z0-9_-]+/[0-9]{8,}(-[0-9]+)?")
+_CONTROL_CHARS = re.compile(r"[\x00-\x08\x0b-\x1f]")  # all but tab and newline
+_SURROGATES = re.compile(r"[\ud800-\udfff]")  # JSON can spell one alone; UTF-8 cannot
 
 
 class SkipSample(Exception):
@@ -25,7 +28,7 @@ class SkipSample(Exception):
             raise ValueError(f"unknown skip reason {reason!r}; add it to SKIP_REASONS with its meaning")
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason = reason
-        self.detail = detail
+        self.detail = detail.encode("utf-8", "backslashreplace").decode()  # it may quote what is no Unicode
 
 
 SKIP_REASONS: dict[str, str] = {
@@ -47,6 +50,7 @@ SKIP_REASONS: dict[str, str] = {
     "aspect": "the image's longer side is over 200 times the shorter one",
     "bad_mode": "a pixel format without an agreed conversion to 8-bit RGB",
     "too_many_patches": "more vision patches than a bin may hold",
+    "too_many_images": "more images than a bin may hold",
     "over_length": "more tokens than max_seq_len",
     "duplicate_sample": "the same images and messages were seen before",
     "mask_span_mismatch": "the assistant spans found in the token ids are not the answers that were rendered",
@@ -96,14 +100,18 @@ class Sample:
         for message in self.messages:
             _check_text(message)
 
-    def digest(self) -> str:
-        """64 hex digits over messages and images, not the key: equal for exact duplicates."""
+    def digest(self, images: Sequence[str] | None = None) -> str:
+        """64 hex digits over messages and images, not the key: equal for exact duplicates.
+
+        Args:
+            images: `image_digests(self)`, from whoever has them already; None: they are computed here.
+        """
         h = hashlib.sha256()
         for message in self.messages:
             h.update(f"{message.role}\0{message.text}\0".encode("utf-8", "surrogatepass"))
             if not message.is_learnt:
                 h.update(b"given\0")
-        for digest in image_digests(self):
+        for digest in image_digests(self) if images is None else images:
             h.update(bytes.fromhex(digest))
         return h.hexdigest()
 
@@ -114,8 +122,10 @@ def image_digests(sample: Sample) -> list[str]:
 
 
 def _check_text(message: Message) -> None:
-    if any(ord(c) < 32 and c not in "\t\n" for c in message.text):
+    if _CONTROL_CHARS.search(message.text):
         raise SkipSample("control_chars", repr(message.text[:80]))
+    if _SURROGATES.search(message.text):
+        raise SkipSample("schema_error", f"text that is not Unicode: {message.text[:80]!r}")
     if not message.text.strip():
         if message.role == "assistant":
             raise SkipSample("empty_target", "an assistant turn is empty")

@@ -216,13 +216,13 @@ def remove_tree(path: StorePath) -> None:
 
 
 def walk_files(path: StorePath) -> list[StorePath]:
-    """Every file below a directory, by name; hidden ones are left out."""
+    """Every file below a directory, by name."""
     if is_local(path):
         found = [file for file in path.rglob("*") if file.is_file()]
     else:
         scheme = str(path).partition("://")[0]
         found = [location(f"{scheme}://{name}") for name in path.fs.find(path.path)]
-    return sorted((f for f in found if not f.name.startswith(".")), key=str)
+    return sorted(found, key=str)
 
 
 def relative_name(file: StorePath, directory: StorePath) -> str:

@@ -152,12 +152,12 @@ def test_a_copy_of_a_file_is_made_again_when_it_changed_or_is_spoilt(place):
 
 
 def test_a_directory_comes_and_goes_whole(place, tmp_path):
-    for name in ("b/c.bin", "a.json", "manifest.json"):
+    for name in ("b/c.bin", ".hidden", "manifest.json"):
         (tmp_path / "here" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "here" / name).write_bytes(name.encode())
     upload_dir(tmp_path / "here", place, "manifest.json")
     copy = local_dir(place)
-    for name in ("b/c.bin", "a.json", "manifest.json"):
+    for name in ("b/c.bin", ".hidden", "manifest.json"):
         assert (copy / name).read_text() == name
     assert (tmp_path / "here/b/c.bin").is_file(), "an upload takes nothing away"
     assert local_dir(place) == copy

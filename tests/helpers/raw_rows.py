@@ -1,6 +1,7 @@
 """Raw rows in the_cauldron's schema: sound, odd and broken images, and parquet files of them."""
 
 import io
+import json
 import struct
 import zlib
 from collections.abc import Callable, Sequence
@@ -118,6 +119,20 @@ def write_source(source: Path, subsets: dict[str, Sequence[Row]], file_rows: int
         for number, start in enumerate(range(0, max(1, len(rows)), file_rows)):
             write_parquet(source / subset / f"train-{number}.parquet", rows[start : start + file_rows], group_rows)
     return source
+
+
+CORD_SCHEMA = pa.schema(
+    [
+        ("image", pa.struct([("bytes", pa.binary()), ("path", pa.string())])),
+        ("ground_truth", pa.string()),
+    ]
+)
+
+
+def cord_row(image: bytes | None, truth: object, path: str | None = None) -> dict[str, object]:
+    """A row of cord-v2; a truth that is no text is written as JSON."""
+    text = truth if isinstance(truth, str | None) else json.dumps(truth)
+    return {"image": {"bytes": image, "path": path}, "ground_truth": text}
 
 
 def mixed_rows() -> list[Row]:

@@ -1,0 +1,1 @@
+"""Inputs spoilt by a seeded fuzzer."""

@@ -1,0 +1,125 @@
+"""Spoilt text, values, records and bytes, from a seeded generator."""
+
+import copy
+import random
+from collections.abc import Iterator
+from typing import Any
+
+SNIPPETS = (
+    "<image>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|im_end|>\n<|im_start|>assistant\n",
+    "<|vision_start|><|image_pad|><|vision_end|>",
+    "<think>\n\n</think>\n\n",
+    "<s_menu>",
+    "<sep/>",
+    "{{ 7 * 7 }}",
+    "{% raw %}",
+    "{% for i in range(10**9) %}",
+    "\u202e\u2066right to left\u2069",
+    "\u200b\u200d\ufeff\u2060",
+    "\ud800",
+    "\udfff\udc80",
+    "\x00",
+    "\x1b[31m",
+    "\x07\x08\x7f\x85",
+    "\r\n\r",
+    "e\u0301" + "\u0300" * 40,
+    "\U0001f468\u200d\U0001f469\u200d\U0001f467",
+    "\U0010ffff\ufffe",
+    "../../../etc/hostname",
+    "data:image/png;base64,////",
+    "http://127.0.0.1:9/a.png",
+    "file:///etc/hostname",
+    "NaN",
+    "1e999",
+    '"}]',
+    " \t\n",
+    "",
+)
+LONG = 1_000_000  # bytes of UTF-8
+_LONG_SHARE = 0.002
+
+
+def text(rng: random.Random) -> str:
+    """Any text, now and then a megabyte of it."""
+    kind = rng.random()
+    if kind < _LONG_SHARE:
+        return long_text(rng.choice(SNIPPETS) or "x")
+    if kind < 0.4:
+        return "".join(rng.choice((*SNIPPETS, "What is it?", "seven")) for _ in range(rng.randrange(1, 5)))
+    if kind < 0.7:
+        return "".join(chr(rng.randrange(0x110000)) for _ in range(rng.randrange(30)))
+    return "".join(chr(rng.randrange(32, 127)) for _ in range(rng.randrange(60)))
+
+
+def long_text(snippet: str) -> str:
+    """A megabyte of the snippet, again and again."""
+    return snippet * (LONG // len(snippet.encode("utf-8", "surrogatepass")))
+
+
+def value(rng: random.Random, depth: int = 0) -> Any:
+    """Any JSON value."""
+    kind = rng.randrange(9 if depth < 3 else 6)
+    if kind < 2:
+        return text(rng)
+    if kind < 6:
+        return rng.choice((None, True, False, 0, 1, -1, 7, 0.5, 10**30, float("nan"), float("inf"), -0.0))
+    if kind < 8:
+        return [value(rng, depth + 1) for _ in range(rng.randrange(4))]
+    names = ("role", "content", "type", "text", "image", "images", "from", "value", "messages", "url", "gt_parse")
+    return {rng.choice((*names, text(rng))): value(rng, depth + 1) for _ in range(rng.randrange(4))}
+
+
+def changed(rng: random.Random, record: Any) -> Any:
+    """The record with one to three of its inner values replaced, dropped, doubled or swapped."""
+    record = copy.deepcopy(record)
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        places = list(_places(record))
+        if not places:
+            return value(rng)
+        holder, key = rng.choice(places)
+        action = rng.random()
+        if action < 0.4:
+            holder[key] = value(rng)
+        elif action < 0.7:
+            holder[key] = text(rng) if rng.random() < 0.5 else f"{holder[key]}{text(rng)}"
+        elif action < 0.85:
+            del holder[key]
+        elif isinstance(holder, list):
+            holder.insert(rng.randrange(len(holder) + 1), copy.deepcopy(holder[key]))
+        else:
+            holder[text(rng)] = holder.pop(key)
+    return record
+
+
+def spoilt(rng: random.Random, data: bytes) -> bytes:
+    """Bytes flipped, cut, doubled, zeroed or put in."""
+    spoilt = bytearray(data)
+    for _ in range(rng.choice((1, 1, 2, 4, 16))):
+        if not spoilt:
+            return bytes(spoilt)
+        at = rng.randrange(min(len(spoilt), rng.choice((16, 64, len(spoilt)))) or 1)
+        kind = rng.randrange(6)
+        if kind == 0:
+            del spoilt[at:]
+        elif kind == 1:
+            spoilt[at] ^= 1 << rng.randrange(8)
+        elif kind == 2:
+            spoilt[at : at + 4] = rng.choice((b"\xff\xff\xff\xff", b"\0\0\0\0", b"\x7f\xff\xff\xff", rng.randbytes(4)))
+        elif kind == 3:
+            spoilt[at:at] = rng.randbytes(rng.randrange(1, 64))
+        elif kind == 4:
+            spoilt[at:at] = spoilt[at : at + rng.randrange(1, 200)]
+        else:
+            del spoilt[at : at + rng.randrange(1, 32)]
+    return bytes(spoilt)
+
+
+def _places(record: Any) -> Iterator[tuple[Any, Any]]:
+    """(list or dict, index or key) of every inner value."""
+    items = record.items() if isinstance(record, dict) else enumerate(record) if isinstance(record, list) else ()
+    for key, inner in list(items):
+        yield record, key
+        yield from _places(inner)
