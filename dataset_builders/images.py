@@ -6,6 +6,9 @@
     F, LAB, HSV                refused as bad_mode: nobody agreed on what their range means
 
 EXIF orientation is applied; a broken EXIF block leaves the picture as it is stored.
+
+Pillow says what an image is. Most JPEG files are then decoded by simplejpeg, which is faster and gives the same bits:
+both are libjpeg-turbo with its exact integer transform. Whatever simplejpeg so much as warns about goes to Pillow.
 """
 
 import io
@@ -13,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import simplejpeg
 from PIL import Image
 
 from dataset_builders.contracts.sample import SkipSample
@@ -26,6 +30,10 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVI
 _GREY_16 = ("I", "I;16", "I;16B", "I;16L", "I;16N")
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", *_GREY_16)
 _ENDINGS = {b"\x89PNG": b"IEND\xaeB`\x82", b"\xff\xd8\xff": b"\xff\xd9", b"GIF8": b";"}
+# What simplejpeg decodes to Pillow's bits (tests/dataset_builders/test_pixels.py): baseline and progressive frames of
+# grey, or of three components with these sampling factors. Four components (CMYK, YCCK) are not among them.
+_JPEG_FRAMES = (0xC0, 0xC1, 0xC2)
+_JPEG_SAMPLINGS = {((1, 1),), *(((h, v), (1, 1), (1, 1)) for h, v in ((1, 1), (2, 1), (2, 2), (1, 2), (4, 1)))}
 _TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -68,15 +76,24 @@ class ImageInfo:
     orientation: int
 
 
-def check_image(data: bytes, limits: ImageLimits) -> ImageInfo:
+def check_image(data: bytes, limits: ImageLimits, decode: bool = True) -> ImageInfo:
     """Decode the whole image and say what it is.
+
+    Args:
+        decode: False reads the header alone. It does not find an image that is cut or damaged after its header, nor
+            32-bit grey that is out of range; EXIF that stands behind a PNG's pixels is not seen either.
 
     Raises:
         SkipSample: decode_error, truncated_image, bomb, too_small, aspect or bad_mode.
     """
     image = _open(data)
     _check_header(image, limits)
-    orientation = _load(image, data)
+    if not decode:
+        orientation = 1 if image.format == "PNG" and "exif" not in image.info else _orientation(image)
+    elif _is_whole_jpeg(image, data):
+        orientation = _orientation(image)
+    else:
+        orientation = _load(image, data)
     width, height = image.size if orientation < 5 else image.size[::-1]
     return ImageInfo(width, height, image.mode, image.format or "?", orientation)
 
@@ -91,6 +108,49 @@ def open_rgb(data: bytes) -> Image.Image:
     orientation = _load(image, data)
     rgb = _to_rgb(image)
     return rgb.transpose(_TRANSPOSE[orientation]) if orientation in _TRANSPOSE else rgb
+
+
+def read_rgb(data: bytes) -> np.ndarray:
+    """`open_rgb` as an array, faster: (height, width, 3) uint8, upright, transparency on white.
+
+    Raises:
+        SkipSample: as for `open_rgb`.
+    """
+    image = _open(data)
+    pixels = decode_jpeg(image, data)
+    if pixels is None:
+        return np.asarray(open_rgb(data))
+    orientation = _orientation(image)
+    if orientation in _TRANSPOSE:
+        return np.asarray(Image.fromarray(pixels).transpose(_TRANSPOSE[orientation]))
+    return pixels
+
+
+def decode_jpeg(image: Image.Image, data: bytes) -> np.ndarray | None:
+    """The pixels as they are stored, by simplejpeg, where they are sure to be Pillow's.
+
+    Args:
+        image: `data`, opened by Pillow and not yet decoded.
+
+    Returns:
+        (height, width, 3) uint8, not turned; None: this file is one for Pillow, or broken.
+    """
+    if not _is_plain_jpeg(image, data):
+        return None
+    try:
+        pixels = simplejpeg.decode_jpeg(data, "RGB")
+    except ValueError:  # a warning of the decoder, too: what becomes of such a file is Pillow's to say
+        return None
+    return pixels if pixels.shape == (image.height, image.width, 3) else None
+
+
+def image_size(data: bytes) -> tuple[int, int]:
+    """(height, width) as stored, by the header; EXIF may swap the two. No pixel is decoded.
+
+    Raises:
+        SkipSample: decode_error, truncated_image or bomb.
+    """
+    return _open(data).size[::-1]
 
 
 def preview_png(images: Sequence[bytes], side: int) -> bytes:
@@ -144,12 +204,17 @@ def _check_header(image: Image.Image, limits: ImageLimits) -> None:
         raise SkipSample("too_small", f"{width} x {height} pixels, the limit is {limits.min_side} a side")
     if max(width, height) > MAX_ASPECT * min(width, height):
         raise SkipSample("aspect", f"{width} x {height} pixels, the longer side is over {MAX_ASPECT} times the shorter")
+    _check_mode(image)
+
+
+def _check_mode(image: Image.Image) -> None:
+    if image.mode not in _MODES:
+        raise SkipSample("bad_mode", f"mode {image.mode} of a {image.format} file")
 
 
 def _load(image: Image.Image, data: bytes) -> int:
     """Decode every pixel, check the mode, and return the EXIF orientation."""
-    if image.mode not in _MODES:
-        raise SkipSample("bad_mode", f"mode {image.mode} of a {image.format} file")
+    _check_mode(image)
     try:
         image.load()
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
@@ -182,6 +247,40 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
         return Image.alpha_composite(white, rgba).convert("RGB")
     return image.convert("RGB")
+
+
+def _is_plain_jpeg(image: Image.Image, data: bytes) -> bool:
+    """Whether simplejpeg may decode this file instead of Pillow."""
+    if image.format != "JPEG" or image.mode not in ("L", "RGB"):
+        return False
+    sampling = tuple((h, v) for _, h, v, _ in image.layer)
+    return sampling in _JPEG_SAMPLINGS and _jpeg_frame(data) in _JPEG_FRAMES
+
+
+def _is_whole_jpeg(image: Image.Image, data: bytes) -> bool:
+    """Whether this is a JPEG that decodes to its end without so much as a warning.
+
+    Every coded bit is read; only the arithmetic that turns coefficients into pixels, which cannot fail, is done for one
+    pixel in 64 (one in 8 a side is the coarsest that libjpeg-turbo decodes to).
+    """
+    if not _is_plain_jpeg(image, data):
+        return False
+    try:
+        simplejpeg.decode_jpeg(data, "GRAY", min_height=1, min_width=1)
+    except ValueError:
+        return False
+    return True
+
+
+def _jpeg_frame(data: bytes) -> int:
+    """The marker of a JPEG file's frame header, 0xC0 to 0xCF (ITU T.81, table B.1); 0 where there is none."""
+    place = 2
+    while place + 4 <= len(data) and data[place] == 0xFF:
+        marker = data[place + 1]
+        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
+            return marker
+        place += 2 + int.from_bytes(data[place + 2 : place + 4], "big")
+    return 0
 
 
 def _undecodable(data: bytes, error: Exception) -> SkipSample:

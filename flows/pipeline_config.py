@@ -5,6 +5,7 @@ from typing import Annotated
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from dataset_builders.contracts.strict import StrictModel
+from dataset_builders.registry import get_builder
 from stages.convert import ConvertConfig
 from stages.embedded_data import EmbeddedDataConfig
 from stages.embedded_model import EmbeddedModelConfig
@@ -40,10 +41,16 @@ class ExecutionConfig(StrictModel):
     """Where and how; changes no result and enters no fingerprint."""
 
     num_workers: int = Field(default=0, ge=0, description="processes of the data stages; 0: one a CPU core")
+    dask_address: str | None = Field(
+        default=None,
+        description="scheduler of a Dask cluster that does the data stages' shards, for example tcp://host:8786; "
+        "null: processes of this machine",
+    )
     cluster: ClusterConfig = ClusterConfig()
     parallel: ParallelConfig = ParallelConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluate_batch_size: int = Field(default=64, gt=0, description="answers generated side by side")
+    loader_workers: int = Field(default=2, gt=0, description="threads of a trainer process that read bins ahead")
     log_interval: int = Field(default=1, gt=0, description="steps between two lines of metrics.jsonl")
 
 
@@ -69,7 +76,7 @@ class PipelineConfig(StrictModel):
         self.check_parallel(
             facts_of_embedded(self.model.model_dump()) if isinstance(self.model, EmbeddedModelConfig) else None
         )
-        if self.convert.heldout_fraction == 0:
+        if self.convert.heldout_fraction == 0 and not get_builder(self.convert.builder).has_splits:
             raise ValueError(
                 "convert.heldout_fraction=0 leaves nothing to evaluate on; try convert.heldout_fraction=0.1"
             )

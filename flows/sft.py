@@ -7,8 +7,10 @@ from prefect import flow
 from prefect.runtime import flow_run
 from pydantic import BaseModel
 
+from dataset_builders.contracts.errors import InputError
 from dataset_builders.contracts.fingerprint import fingerprint, flatten
-from dataset_builders.contracts.store import location
+from dataset_builders.contracts.store import StorePath, location
+from flows.dask_pool import check_cluster, on_cluster
 from flows.pipeline_config import PipelineConfig
 from flows.run_artifacts import publish_model, publish_stages
 from flows.stage_graph import external_digests, get_stage, open_inputs, pipeline_nodes
@@ -23,7 +25,7 @@ from flows.tasks import (
     tokenize_task,
     train_task,
 )
-from stages.artifact import Artifact
+from stages.artifact import Artifact, Input
 from stages.source_version import source_version
 from stages.tracking import Tracker, open_run, run_name
 from trainer.contract import HF_EXPORT
@@ -38,8 +40,15 @@ def prepare_data(config: PipelineConfig, root: str, tracking_run: str | None = N
     Returns:
         the stages' runs by name, and the directory of the model whose processor was used.
     """
-    found, runs = open_inputs(config, location(root)), Runs()
-    common = (config, root, tracking_run)
+    found = open_inputs(config, location(root))
+    with on_cluster(config.execution, location(root), _dirs(found)):
+        return _prepare_data(config, root, tracking_run, found)
+
+
+def _prepare_data(
+    config: PipelineConfig, root: str, tracking_run: str | None, found: Mapping[str, Input]
+) -> tuple[Runs, str]:
+    runs, common = Runs(), (config, root, tracking_run)
     if isinstance(config.data, BaseModel):
         runs["embedded_data"] = embedded_data_task(*common)
         raw_dir, raw_digest = runs["embedded_data"]["dir"], ""
@@ -55,6 +64,10 @@ def prepare_data(config: PipelineConfig, root: str, tracking_run: str | None = N
     runs["tokenize"] = tokenize_task(*common, runs["convert"]["dir"], processor_dir)
     runs["plan_bins"] = plan_bins_task(*common, runs["tokenize"]["dir"])
     return runs, model_dir
+
+
+def _dirs(found: Mapping[str, Input]) -> list[StorePath]:
+    return [item.dir for item in found.values()]
 
 
 @flow(name="evaluate", persist_result=False)
@@ -87,10 +100,13 @@ def vlm_sft(
     Returns:
         plain values for a closing table: stages, hf_dir, scores, the MLflow run and its pages.
     """
-    tracking_run = _open_tracking(config, root, recipe or config.name, differs or {})
+    found = open_inputs(config, location(root))
+    check_cluster(config.execution, location(root), _dirs(found))
+    tracking_run = _open_tracking(config, root, found, recipe or config.name, differs or {})
     tracker = Tracker(location(root), tracking_run)
     try:
         runs, model_dir = prepare_data(config, root, tracking_run)
+        _check_heldout(runs["convert"]["dir"])
         common, tokenized_dir = (config, root, tracking_run), runs["tokenize"]["dir"]
         runs["train"] = train_task(*common, model_dir, tokenized_dir, runs["plan_bins"]["dir"])
         runs["export"] = export_task(*common, runs["train"]["dir"], model_dir, tokenized_dir)
@@ -116,8 +132,19 @@ def vlm_sft(
     }
 
 
-def _open_tracking(config: PipelineConfig, root: str, recipe: str, differs: Mapping[str, Any]) -> str | None:
-    found = open_inputs(config, location(root))
+def _check_heldout(samples_dir: str) -> None:
+    """Before hours of training: see that there is something to evaluate on."""
+    shards = Artifact.load(location(samples_dir)).manifest.shards
+    if not any(shard.split == "heldout" and shard.num_samples for shard in shards):
+        raise InputError(
+            f"{samples_dir} holds no held-out sample, so nothing could be evaluated; raise convert.heldout_fraction "
+            "or read a split that the source holds out"
+        )
+
+
+def _open_tracking(
+    config: PipelineConfig, root: str, found: Mapping[str, Input], recipe: str, differs: Mapping[str, Any]
+) -> str | None:
     versions = {node.name: get_stage(node.name).version for node in pipeline_nodes(config)}
     identity = fingerprint({"config": config.identity(), "versions": versions, "inputs": external_digests(found)})
     source = source_version()

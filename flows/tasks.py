@@ -14,6 +14,7 @@ from prefect.cache_policies import NO_CACHE
 
 from dataset_builders.contracts.errors import InputError
 from dataset_builders.contracts.store import location
+from flows.dask_pool import with_cluster
 from flows.pipeline_config import PipelineConfig
 from flows.progress import display, show_rows
 from flows.stage_graph import get_stage, load_input
@@ -160,10 +161,13 @@ def _run(
     tracking_run: str | None,
     resources: object = None,
 ) -> StageRun:
-    if resources is None:
+    if resources is not None:
+        result = _timed(name, stage_config, inputs, root, resources)
+    else:
         workers = config.execution.num_workers or os.cpu_count() or 1
-        resources = StageResources(num_workers=workers, on_progress=_on_progress(name))
-    result = _timed(name, stage_config, inputs, root, resources)
+        here = StageResources(num_workers=workers, on_progress=_on_progress(name))
+        with with_cluster(here, config.execution) as where:
+            result = _timed(name, stage_config, inputs, root, where)
     Tracker(location(root), tracking_run).log_stage(result.artifact, result.reused)
     return _stage_run(name, result)
 
@@ -189,7 +193,12 @@ def _train_resources(config: PipelineConfig, on_rows: Callable | None = None) ->
     execution = config.execution
     listeners = {"on_rows": on_rows} if on_rows else {}
     return TrainResources(
-        execution.cluster, execution.parallel, execution.checkpoint, execution.log_interval, **listeners
+        cluster=execution.cluster,
+        parallel=execution.parallel,
+        checkpoint=execution.checkpoint,
+        loader_workers=execution.loader_workers,
+        log_interval=execution.log_interval,
+        **listeners,
     )
 
 

@@ -1,122 +1,137 @@
-"""What convert tells: figures for the manifest, the quarantine, and the report."""
+"""What convert tells: figures for the manifest, and the report."""
 
-import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dataset_builders.contracts.files import atomic_path
-from dataset_builders.contracts.sample import IMAGE_SLOT, SKIP_REASONS, SPLITS, Sample
+from dataset_builders.contracts.sample import IMAGE_SLOT, SKIP_REASONS, SPLITS, Sample, SkipSample
+from dataset_builders.contracts.store import StorePath
 from dataset_builders.images import preview_png
 from dataset_builders.parts import Part
-from stages.convert_plan import Plan
+from stages.convert_figures import Figures, spread
+from stages.convert_plan import REASONS, Plan
+from stages.convert_scan import Scan
 from stages.convert_write import RawRows
-from stages.quarantine import QUARANTINE
+from stages.quarantine import LeftOut, left_out_table
 from stages.report import Histogram, Pictures, Section, Table, write_report
 
 _SHOWN_SAMPLES = 24
 _SHOWN_SKIPS = 100
 _SHOWN_IMAGES = 4  # of one sample
 _PREVIEW_SIDE = 200
+_SOME = 1 << 16
 
 
-def quarantined(scan: pa.Table, plan: Plan, parts: Mapping[int, Part]) -> Iterator[dict[str, object]]:
-    """One mapping for each row left out, in order: key, reason, detail, file, row (in the file, from 0)."""
-    for i in np.flatnonzero(np.not_equal(plan.reasons, None)):
-        key, part = scan["key"][i].as_py(), parts[scan["part"][i].as_py()]
-        yield {
-            "key": key,
-            "reason": plan.reasons[i],
-            "detail": plan.details[i],
-            "file": part.name,
-            "row": part.row_in_file(key),
-        }
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """All that convert knows when it tells of it.
+
+    Attributes:
+        num_rows: raw rows read.
+        pictures: the distinct pictures, `convert_pictures.distinct_pictures`.
+        examples: some train samples of every subset.
+    """
+
+    num_rows: int
+    scan: Scan
+    plan: Plan
+    figures: Figures
+    pictures: pa.Table
+    parts: Mapping[int, Part]
+    examples: Sequence[Sample]
 
 
-def write_quarantine(path: Path, rows: Iterator[dict[str, object]]) -> None:
-    """A JSON object a line."""
-    with atomic_path(path) as tmp, tmp.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+def quarantined(scan: Scan, plan: Plan, parts: Mapping[int, Part]) -> Iterator[LeftOut]:
+    """Each row left out, in order, with the file and the row (in the file, from 0) it came from."""
+    left_out = np.flatnonzero(~plan.kept)
+    for begin in range(0, len(left_out), _SOME):
+        rows = left_out[begin : begin + _SOME]
+        named = scan.table.select(["key", "detail"]).take(pa.array(rows)).to_pylist()
+        repeated = scan.table["key"].take(pa.array(plan.firsts[rows])).to_pylist()
+        for row, number, line, first in zip(rows, scan.part_of(rows), named, repeated):
+            part, key = parts[int(number)], line["key"]
+            detail = line["detail"] if plan.firsts[row] == row else f"the same images and messages as {first}"
+            yield LeftOut(key, REASONS[plan.reasons[row]], detail, part.name, part.row_in_file(key))
 
 
-def convert_stats(scan: pa.Table, plan: Plan) -> dict[str, object]:
+def choose_examples(scan: Scan, plan: Plan, rows: RawRows) -> list[Sample]:
+    """Some train samples of every subset, those with the smallest digests, in order of the source."""
+    names = list(dict.fromkeys(part.subset for part in rows.parts.values()))
+    subsets = np.repeat([names.index(part.subset) for part in rows.parts.values()], np.diff(scan.starts))
+    train = plan.splits == SPLITS.index("train")
+    each = max(1, _SHOWN_SAMPLES // len(names))
+    chosen: list[int] = []
+    for subset in range(len(names)):
+        candidates = np.flatnonzero(train & (subsets == subset))
+        digests = scan.table["digest"].take(pa.array(candidates)).combine_chunks()
+        chosen += candidates[pc.array_sort_indices(digests).to_numpy()[:each]].tolist()
+    by_part: dict[int, list[str]] = {}
+    chosen.sort()
+    keys = scan.table["key"].take(pa.array(chosen, pa.int64())).to_pylist()
+    for part, key in zip(scan.part_of(np.array(chosen, np.int64)).tolist(), keys):
+        by_part.setdefault(part, []).append(key)
+    return [sample for part, of_part in by_part.items() for sample in rows.read(part, of_part)]
+
+
+def convert_stats(done: Converted) -> dict[str, object]:
     """The manifest's figures: counts by subset and split; formats, modes and sides of distinct pictures."""
-    subsets = [key.partition("/")[0] for key in scan["key"].to_pylist()]
-    samples = {subset: dict.fromkeys(SPLITS, 0) for subset in dict.fromkeys(subsets)}
-    for subset, split in zip(subsets, plan.splits):
-        if split is not None:
-            samples[subset][split] += 1
-    kept = np.not_equal(plan.splits, None)
-    pictures = _distinct_pictures(scan.filter(pa.array(kept)))
+    splits = done.plan.splits[done.pictures["row"].to_numpy()]
     return {
-        "seen": len(scan),
-        "samples": samples,
-        "turns": int(_flat(scan, "answer_chars", kept).size),
-        "pictures": {split: len(_distinct_pictures(scan.filter(pa.array(plan.splits == split)))) for split in SPLITS},
-        "picture_formats": _counts(pictures, "formats"),
-        "picture_modes": _counts(pictures, "modes"),
-        "pictures_rotated_by_exif": int(pc.sum(pictures["rotated"]).as_py() or 0),
-        "picture_sides": _sides(pictures),
+        "raw_rows": done.num_rows,
+        "seen": len(done.scan),
+        "samples": {name: dict(subset.samples) for name, subset in done.figures.subsets.items()},
+        "turns": done.figures.turns,
+        "pictures": {split: int((splits == place).sum()) for place, split in enumerate(SPLITS)},
+        "picture_formats": _counts(done.pictures, "format"),
+        "picture_modes": _counts(done.pictures, "mode"),
+        "pictures_rotated_by_exif": int(pc.sum(done.pictures["rotated"]).as_py() or 0),
+        "picture_sides": _sides(done.pictures),
+        "scripts": done.figures.scripts,
     }
 
 
-def _distinct_pictures(kept: pa.Table) -> pa.Table:
-    """One row a distinct picture: images, widths, heights, formats, modes, rotated."""
-    names = ["images", "widths", "heights", "formats", "modes", "rotated"]
-    flat = pa.table({name: pc.list_flatten(kept[name]) for name in names})
-    codes = flat["images"].combine_chunks().dictionary_encode().indices.to_numpy()
-    return flat.take(pa.array(np.sort(np.unique(codes, return_index=True)[1])))
-
-
 def _counts(pictures: pa.Table, name: str) -> dict[str, int]:
-    return dict(sorted(Counter(pictures[name].to_pylist()).items()))
+    found = pictures[name].value_counts()
+    return dict(sorted(zip(found.field("values").to_pylist(), found.field("counts").to_pylist())))
 
 
 def _sides(pictures: pa.Table) -> dict[str, int]:
     if not len(pictures):
         return {}
-    widths, heights = pictures["widths"].to_numpy(), pictures["heights"].to_numpy()
+    widths, heights = pictures["width"].to_numpy(), pictures["height"].to_numpy()
     shorter, longer = np.minimum(widths, heights), np.maximum(widths, heights)
     return {"shortest": int(shorter.min()), "median": int(np.median(longer)), "longest": int(longer.max())}
 
 
-def _flat(scan: pa.Table, name: str, kept: np.ndarray) -> np.ndarray:
-    return pc.list_flatten(scan[name].filter(pa.array(kept))).to_numpy()
-
-
-def write_convert_report(
-    directory: Path, scan: pa.Table, plan: Plan, rows: RawRows, stats: Mapping[str, object]
-) -> None:
+def write_convert_report(directory: StorePath, done: Converted, stats: Mapping[str, object]) -> None:
     """report.json and report.html of a convert artifact."""
-    kept = np.not_equal(plan.splits, None)
-    left_out = list(islice(quarantined(scan, plan, rows.parts), _SHOWN_SKIPS))
-    pictures, texts = _examples(scan, plan, rows)
+    plan, figures = done.plan, done.figures
+    left_out = list(islice(quarantined(done.scan, plan, done.parts), _SHOWN_SKIPS))
+    num_left_out = int((~plan.kept).sum())
+    answers = [[text, count, count / max(1, figures.turns)] for text, count in figures.answers]
+    letters = sum(figures.scripts.values())
+    pictures, texts = _show(done.examples)
     sections: list[Section] = [
-        Histogram("Picture widths", _flat(scan, "widths", kept), "pixels, one count a use"),
-        Histogram("Picture heights", _flat(scan, "heights", kept), "pixels, one count a use"),
-        Histogram("Pictures of a sample", _lengths(scan, "images", kept), "pictures"),
-        Histogram("Turns of a sample", _lengths(scan, "answer_chars", kept), "turns"),
-        Histogram("Length of an answer", _flat(scan, "answer_chars", kept), "characters"),
-        Histogram("Size of a sample", scan["size"].filter(pa.array(kept)).to_numpy() / 1000, "kB in a shard"),
-        Table("Subsets", ["subset", "train", "heldout", "left out"], _subset_rows(scan, plan, stats)),
-        Table("Left out, by reason", ["reason", "samples", "meaning"], _reason_rows(plan)),
-        Table(
-            f"Left out, one by one; the first {_SHOWN_SKIPS} are here, all in {QUARANTINE}",
-            ["key", "reason", "detail", "file", "row"],
-            [list(row.values()) for row in left_out],
-        ),
+        *_histograms(done),
+        Table("Subsets", SUBSET_COLUMNS, subset_rows(figures)),
+        Table("Scripts", ["script", "letters", "share"], [[s, n, n / letters] for s, n in figures.scripts.items()]),
+        Table("Most frequent answers", ["answer", "times", "share of answers"], answers),
+        Table("Left out, by reason", ["reason", "samples", "meaning"], reason_rows(plan)),
+        left_out_table(left_out, num_left_out),
         Pictures("Samples", pictures),
         Table("Samples without a picture", ["key", "text"], texts),
     ]
     summary = {
-        "samples": int(kept.sum()),
-        "left out": int((~kept).sum()),
-        "splits": {split: int((plan.splits == split).sum()) for split in SPLITS},
+        "raw rows": done.num_rows,
+        "samples made of them": len(done.scan),
+        "samples": int(plan.kept.sum()),
+        "left out": num_left_out,
+        "splits": {split: int((plan.splits == place).sum()) for place, split in enumerate(SPLITS)},
         "distinct pictures": stats["pictures"],
         "picture formats": stats["picture_formats"],
         "pixel formats": stats["picture_modes"],
@@ -124,50 +139,64 @@ def write_convert_report(
     write_report(directory, title="convert: raw rows to sample shards", summary=summary, sections=sections)
 
 
-def _lengths(scan: pa.Table, name: str, kept: np.ndarray) -> np.ndarray:
-    return pc.list_value_length(scan[name].filter(pa.array(kept))).to_numpy()
+def _histograms(done: Converted) -> list[Histogram]:
+    lengths, table = done.figures.lengths, done.scan.table.filter(pa.array(done.plan.kept))
+    uses = pc.list_flatten(table["pictures"])
+    per_sample = pc.list_value_length(table["pictures"]).to_numpy()
+    return [
+        Histogram("Picture widths", pc.struct_field(uses, "width").to_numpy(), "pixels, one count a use"),
+        Histogram("Picture heights", pc.struct_field(uses, "height").to_numpy(), "pixels, one count a use"),
+        Histogram("Pictures of a sample", per_sample, "pictures"),
+        Histogram("Turns of a sample", spread(done.figures.turns_a_sample), "turns"),
+        Histogram("Length of a question", spread(lengths["question_chars"]), "characters"),
+        Histogram("Words of a question", spread(lengths["question_words"]), "words"),
+        Histogram("Length of an answer", spread(lengths["answer_chars"]), "characters"),
+        Histogram("Words of an answer", spread(lengths["answer_words"]), "words"),
+        Histogram("Size of a sample", table["size"].to_numpy() / 1000, "kB in a shard"),
+    ]
 
 
-def _subset_rows(scan: pa.Table, plan: Plan, stats: Mapping[str, object]) -> list[list[object]]:
-    skipped = Counter(
-        key.partition("/")[0] for key, reason in zip(scan["key"].to_pylist(), plan.reasons) if reason is not None
-    )
-    return [[name, *counts.values(), skipped[name]] for name, counts in stats["samples"].items()]
+SUBSET_COLUMNS = ("subset", *SPLITS, "left out", "pictures shown", "turns", *(f"MB {split}" for split in SPLITS))
 
 
-def _reason_rows(plan: Plan) -> list[list[object]]:
-    counts = Counter(reason for reason in plan.reasons if reason is not None)
-    return [[reason, number, SKIP_REASONS[reason]] for reason, number in counts.most_common()]
+def subset_rows(figures: Figures) -> list[list[object]]:
+    """A row of SUBSET_COLUMNS a subset; MB are 10^6 bytes in shards."""
+    return [
+        [name, *s.samples.values(), s.left_out, s.pictures, s.turns, *(round(n / 1e6, 2) for n in s.bytes.values())]
+        for name, s in figures.subsets.items()
+    ]
 
 
-def _examples(scan: pa.Table, plan: Plan, rows: RawRows) -> tuple[list[tuple[bytes, str]], list[tuple[str, str]]]:
-    """Some train samples of every subset: pictures with captions, and (key, text) of those without a picture."""
-    keys, parts, digests = (scan[name].to_pylist() for name in ("key", "part", "digest"))
-    by_subset: dict[str, list[int]] = {}
-    for i in np.flatnonzero(plan.splits == "train").tolist():
-        by_subset.setdefault(keys[i].partition("/")[0], []).append(i)
-    each = max(1, _SHOWN_SAMPLES // max(1, len(by_subset)))
-    by_part: dict[int, list[str]] = {}
-    for indices in by_subset.values():
-        for i in sorted(sorted(indices, key=digests.__getitem__)[:each]):
-            by_part.setdefault(parts[i], []).append(keys[i])
+def reason_rows(plan: Plan) -> list[list[object]]:
+    """[reason, samples, meaning], most first."""
+    skips = Counter(plan.skips())
+    return [[reason, number, SKIP_REASONS[reason]] for reason, number in skips.most_common()]
+
+
+def _show(examples: Sequence[Sample]) -> tuple[list[tuple[bytes, str]], list[tuple[str, str]]]:
+    """Small pictures with conversations under them, and (key, conversation) of samples without a picture to show."""
     pictures, texts = [], []
-    for part, chosen in by_part.items():
-        for sample in rows.read(part, chosen):
+    for sample in examples:
+        more = len(sample.images) - _SHOWN_IMAGES
+        text = conversation(sample) + (f"\n({more} more pictures)" if more > 0 else "")
+        try:
             if sample.images:
-                pictures.append((preview_png(sample.images[:_SHOWN_IMAGES], _PREVIEW_SIDE), _caption(sample)))
+                preview = preview_png(sample.images[:_SHOWN_IMAGES], _PREVIEW_SIDE)
+                pictures.append((preview, f"{sample.key}\n{text}"))
             else:
-                texts.append((sample.key, _conversation(sample)))
+                texts.append((sample.key, text))
+        except SkipSample as skip:  # decode_check: header lets damage pass
+            texts.append((sample.key, f"{text}\n({skip})"))
     return pictures, texts
 
 
-def _caption(sample: Sample) -> str:
-    more = len(sample.images) - _SHOWN_IMAGES
-    return f"{sample.key}\n{_conversation(sample)}" + (f"\n({more} more pictures)" if more > 0 else "")
-
-
-def _conversation(sample: Sample) -> str:
-    """One line a turn: question, arrow, answer; cut where it gets long."""
-    texts = [m.text.replace(IMAGE_SLOT, "").strip() for m in sample.messages]
-    lines = [f"{question[:160]} \u2192 {answer[:160]}" for question, answer in zip(texts[::2], texts[1::2])]
+def conversation(sample: Sample) -> str:
+    """A line a turn: question, arrow, answer; cut where it gets long. A system prompt has a line of its own."""
+    lines: list[str] = []
+    for message in sample.messages:
+        text = " ".join(message.text.replace(IMAGE_SLOT, "").split())[:160]
+        if message.role == "assistant" and lines:
+            lines[-1] += f" \u2192 {text}"
+        else:
+            lines.append(text if message.role == "user" else f"[{message.role}] {text}")
     return "\n".join(lines[:6]) + ("\n..." if len(lines) > 6 else "")

@@ -1,16 +1,21 @@
 """What is trained on: messages -> input_ids and loss_mask.
 
-Learnt are each answer and the end-of-turn token after it, nothing else. The answers are found by the structure of the
-model's own chat template, never by searching for their text: a span goes from the ids of the assistant header to the
-next end-of-turn id. What the template puts before every generated answer (an empty think block) is not learnt, since
-it is given at inference too. Whatever does not come out as expected is left out with a reason.
+Learnt are the answers (all, or the last; never one whose message says no), each with the end-of-turn token after it,
+and nothing else. They are found by the structure of the model's own chat template, never by searching for their text: a
+span goes from the ids of the assistant header to the next end-of-turn id. What the template puts before every generated
+answer (an empty think block) is not learnt, since it is given at inference too. Whatever does not come out as expected
+is left out with a reason.
+
+Text is rendered and tokenized with one placeholder an image, many conversations in one call, and the image tokens are
+spliced in afterwards; the ids are those of the text with every image token written out.
 """
 
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from jinja2 import TemplateError
@@ -21,11 +26,53 @@ from dataset_builders.contracts.sample import IMAGE_SLOT, Message, SkipSample
 from stages.hf_directory import check_processor_files, read_json
 
 START_OF_TURN, END_OF_TURN = "<|im_start|>", "<|im_end|>"
+SYSTEM_PROMPT = "system_prompt.txt"  # in an exported directory: the prompt that it was trained with
 _ASSISTANT_HEADER = f"{START_OF_TURN}assistant\n"
+
+Learn = Literal["all", "last"]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class TokenizedText:
+    """A conversation as tokens, one placeholder an image.
+
+    Attributes:
+        ids: (n,) int32.
+        mask: (n,) uint8, 1 where the token itself is to be learnt.
+    """
+
+    ids: np.ndarray
+    mask: np.ndarray
+
+
+def learnt_answers(messages: Sequence[Message], learn: Learn) -> list[bool]:
+    """For each assistant message whether it is to be learnt."""
+    answers = [message for message in messages if message.role == "assistant"]
+    return [m.is_learnt and (learn == "all" or i == len(answers) - 1) for i, m in enumerate(answers)]
+
+
+def split_turns(messages: Sequence[Message]) -> list[tuple[Message, ...]]:
+    """The turns of a conversation: a new one begins with a user message after an answer."""
+    turns: list[list[Message]] = [[]]
+    for message in messages:
+        if message.role == "user" and any(m.role == "assistant" for m in turns[-1]):
+            turns.append([])
+        turns[-1].append(message)
+    return [tuple(turn) for turn in turns]
+
+
+def read_system_prompt(hf_dir: Path) -> str | None:
+    """The system prompt that an exported directory was trained with, or None."""
+    file = hf_dir / SYSTEM_PROMPT
+    return file.read_text(encoding="utf-8") if file.is_file() else None
 
 
 class ChatEncoder:
     """Encodes conversations with the tokenizer and the chat template of one HF directory.
+
+    Args:
+        learn: which answers are learnt, of those whose message does not say otherwise.
+        system_prompt: put first where a conversation has no system message of its own.
 
     Attributes:
         tokenizer: the directory's tokenizer.
@@ -33,13 +80,15 @@ class ChatEncoder:
         end_of_turn_id: the token that ends an answer.
         vocab_size: rows of the model's embedding.
         merge_size: side of the block of patches that becomes one image token.
+        learn, system_prompt: the arguments.
 
     Raises:
         InputError: a token, an id or the template's structure is not what this file can mask.
     """
 
-    def __init__(self, hf_dir: Path) -> None:
+    def __init__(self, hf_dir: Path, learn: Learn = "all", system_prompt: str | None = None) -> None:
         config = check_processor_files(hf_dir)
+        self.learn, self.system_prompt = learn, system_prompt
         self.tokenizer = load_tokenizer(hf_dir)
         self.image_token_id = _config_id(hf_dir, config, "image_token_id")
         self.video_token_id = _config_id(hf_dir, config, "video_token_id")
@@ -55,6 +104,9 @@ class ChatEncoder:
         self._forbidden = re.compile("|".join(re.escape(token) for token in sorted(added, key=len, reverse=True)))
         self._header = self._tokenize(_ASSISTANT_HEADER)
         self._given = np.zeros(0, np.int32)
+        found = re.search(f"{IMAGE_SLOT}|{self._forbidden.pattern}", system_prompt or "")
+        if found:
+            raise InputError(f"the system prompt holds {found.group()}, a token of the chat's own; leave it out")
         self._try_template(hf_dir)
 
     def encode(self, messages: Sequence[Message], grids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -69,20 +121,53 @@ class ChatEncoder:
             loss_mask: (n,) uint8, 1 where the token itself is to be learnt.
 
         Raises:
-            SkipSample: special_token_in_text, image_count_mismatch or mask_span_mismatch.
+            SkipSample: special_token_in_text, image_count_mismatch, mask_span_mismatch; empty_target: nothing to learn.
         """
-        ids = self._tokenize(self._render(messages, add_generation_prompt=False))
-        answers = [message.text.strip() for message in messages if message.role == "assistant"]
-        mask = self._mask_answers(ids, answers)
-        repeats = self._repeats(ids, grids)
-        return np.repeat(ids, repeats), np.repeat(mask, repeats)
+        (text,) = self.tokenize([messages])
+        if isinstance(text, SkipSample):
+            raise text
+        return self.splice(text, np.asarray(grids, np.int64).reshape(-1, 3).prod(-1))
+
+    def count_tokens(self, messages: Sequence[Message]) -> int:
+        """Tokens of a conversation with one placeholder an image; raises SkipSample as `encode` does."""
+        return len(self._tokenize(self._render(messages, add_generation_prompt=False)))
+
+    def tokenize(self, conversations: Sequence[Sequence[Message]]) -> list[TokenizedText | SkipSample]:
+        """Many conversations in one call of the tokenizer; in place of one that cannot be encoded stands why."""
+        found: list[TokenizedText | SkipSample | None] = [None] * len(conversations)
+        rendered: dict[int, str] = {}
+        for i, messages in enumerate(conversations):
+            try:
+                rendered[i] = self._render(messages, add_generation_prompt=False)
+            except SkipSample as skip:
+                found[i] = skip
+        for i, ids in zip(rendered, self._tokenize_all(list(rendered.values()))):
+            try:
+                found[i] = TokenizedText(ids, self._mask_answers(ids, conversations[i]))
+            except SkipSample as skip:
+                found[i] = skip
+        return found
+
+    def splice(self, text: TokenizedText, patches: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """input_ids and loss_mask as of `encode`, every image token in place.
+
+        Args:
+            patches: (images,) integers: patches of each image, before merging.
+
+        Raises:
+            SkipSample: image_count_mismatch.
+        """
+        repeats = self._repeats(text.ids, patches)
+        return np.repeat(text.ids, repeats), np.repeat(text.mask, repeats)
 
     def encode_prompt(self, messages: Sequence[Message], grids: np.ndarray) -> np.ndarray:
         """Everything up to where the model has to go on: (n,) int32. Arguments and errors as for `encode`."""
         ids = self._tokenize(self._render(messages, add_generation_prompt=True))
-        return np.repeat(ids, self._repeats(ids, grids))
+        return np.repeat(ids, self._repeats(ids, np.asarray(grids, np.int64).reshape(-1, 3).prod(-1)))
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+        if self.system_prompt and not any(message.role == "system" for message in messages):
+            messages = [Message(role="system", text=self.system_prompt), *messages]
         parts = [{"role": message.role, "content": self._content(message)} for message in messages]
         try:
             # No source of ours has reasoning, so templates that know thinking are asked for their empty think block.
@@ -110,35 +195,45 @@ class ChatEncoder:
         return content
 
     def _tokenize(self, text: str) -> np.ndarray:
-        return np.array(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+        return self._tokenize_all([text])[0]
 
-    def _mask_answers(self, ids: np.ndarray, answers: Sequence[str]) -> np.ndarray:
+    def _tokenize_all(self, texts: list[str]) -> list[np.ndarray]:
+        if not texts:
+            return []
+        encoded = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False)
+        return [np.array(ids, np.int32) for ids in encoded["input_ids"]]
+
+    def _mask_answers(self, ids: np.ndarray, messages: Sequence[Message]) -> np.ndarray:
+        answers = [message.text.strip() for message in messages if message.role == "assistant"]
+        is_learnt = learnt_answers(messages, self.learn)
+        if not any(is_learnt):
+            raise SkipSample("empty_target", f"none of {len(answers)} answers is to be learnt")
         mask = np.zeros(len(ids), np.uint8)
         starts = _find(ids, self._header) + len(self._header)
         if len(starts) != len(answers):
             raise SkipSample("mask_span_mismatch", f"{len(starts)} assistant spans for {len(answers)} answers")
         ends = np.flatnonzero(ids == self.end_of_turn_id)
-        for start, answer in zip(starts, answers):
-            later = ends[ends >= start]
-            if not len(later):
+        for start, answer, learnt in zip(starts, answers, is_learnt):
+            place = np.searchsorted(ends, start)
+            if place == len(ends):
                 raise SkipSample("mask_span_mismatch", "an answer without an end-of-turn token")
-            end = int(later[0])
+            end = int(ends[place])
             if np.array_equal(ids[start : start + len(self._given)], self._given):
                 start += len(self._given)
             found = self.decode(ids[start:end])
             if found != self._normalize(answer):
                 raise SkipSample("mask_span_mismatch", f"found {found[:60]!r} for the answer {answer[:60]!r}")
-            mask[start : end + 1] = 1
+            mask[start : end + 1] = learnt
         return mask
 
-    def _repeats(self, ids: np.ndarray, grids: np.ndarray) -> np.ndarray:
-        """(n,) int64: 1, and at each image placeholder the number of image tokens of its grid."""
+    def _repeats(self, ids: np.ndarray, patches: np.ndarray) -> np.ndarray:
+        """(n,) int64: 1, and at each image placeholder the number of image tokens of its patches."""
         places = np.flatnonzero(ids == self.image_token_id)
         starts = np.count_nonzero(ids == self.vision_start_token_id)
-        if not len(places) == starts == len(grids):
-            raise SkipSample("image_count_mismatch", f"{len(places)} placeholders in the prompt, {len(grids)} images")
+        if not len(places) == starts == len(patches):
+            raise SkipSample("image_count_mismatch", f"{len(places)} placeholders in the prompt, {len(patches)} images")
         repeats = np.ones(len(ids), np.int64)
-        repeats[places] = np.asarray(grids, np.int64).reshape(-1, 3).prod(-1) // self.merge_size**2
+        repeats[places] = patches // self.merge_size**2
         return repeats
 
     def decode(self, ids: np.ndarray) -> str:

@@ -23,6 +23,7 @@ from dataset_builders.contracts.files import write_text
 from dataset_builders.contracts.sample import IMAGE_SLOT, Sample, SkipSample
 from dataset_builders.contracts.sample_record import from_fields
 from dataset_builders.contracts.shard_io import iter_records
+from dataset_builders.contracts.store import local_dir
 from dataset_builders.contracts.strict import StrictModel
 from stages.artifact import Artifact, Stage, StageOutput
 from stages.evaluation_report import Evaluation, write_evaluation_report
@@ -78,7 +79,7 @@ def _run(
     config: EvaluateConfig, inputs: Mapping[str, Artifact], work: Path, resources: EvaluateResources | None
 ) -> StageOutput:
     resources = resources or EvaluateResources()
-    samples, model = inputs["samples"], _LazyGenerator(inputs["hf"].dir / HF_EXPORT)
+    samples, model = inputs["samples"], _LazyGenerator(local_dir(inputs["hf"].dir / HF_EXPORT))
     total = _count(samples, config.max_samples_per_subset)
     if not total:
         raise InputError(f"{samples.dir} has no held-out samples to evaluate on; raise convert.heldout_fraction")

@@ -10,16 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from dataset_builders.contracts.errors import InputError
-from dataset_builders.contracts.files import sha256_file, write_json
+from dataset_builders.contracts.files import sha256_file, write_json, write_text
 from dataset_builders.contracts.store import absolute, local_dir
 from dataset_builders.contracts.strict import StrictModel
 from stages.artifact import Artifact, Input, Stage, StageOutput
+from stages.encode_chat import SYSTEM_PROMPT
 from stages.hf_directory import count_parameters, read_json, safetensors_header
 from stages.report import Table, write_report
 from stages.train import TrainResources, hf_dir_of, run_trainer
 from trainer.contract import HF_EXPORT, RUN_JSON, RunConfig
 
-VERSION = 1
+VERSION = 2
 _JOB = "job"
 _COPIED = ("*.json", "*.jinja", "*.txt")
 _NOT_COPIED = ("model.safetensors.index.json",)  # the exported weights have their own layout
@@ -69,16 +70,16 @@ def _run_config(inputs: Mapping[str, Input], source: Path, job_dir: Path, resour
     )
 
 
-def copy_processor_files(source: Path, hf_dir: Path, pixel_limits: Mapping[str, Any]) -> None:
+def copy_processor_files(source: Path, hf_dir: Path, tokenized: Mapping[str, Any]) -> None:
     """Tokenizer, template and configs of the source; pixel limits and dtype as they are in the export.
 
     Args:
-        pixel_limits: the stats of the tokenized artifact; its min_pixels and max_pixels are what was trained with.
+        tokenized: the stats of the tokenized artifact: pixel limits and system prompt as they were trained with.
     """
     for file in sorted({f for pattern in _COPIED for f in source.glob(pattern)}):
         if file.name not in _NOT_COPIED and not file.name.startswith(("manifest.", "report.")):
             shutil.copyfile(file, hf_dir / file.name)
-    limits = {"shortest_edge": pixel_limits.get("min_pixels"), "longest_edge": pixel_limits.get("max_pixels")}
+    limits = {"shortest_edge": tokenized.get("min_pixels"), "longest_edge": tokenized.get("max_pixels")}
     limits = {name: value for name, value in limits.items() if value is not None}
     preprocessor = read_json(hf_dir / "preprocessor_config.json")
     write_json(hf_dir / "preprocessor_config.json", _with_limits(preprocessor, limits))
@@ -88,6 +89,9 @@ def copy_processor_files(source: Path, hf_dir: Path, pixel_limits: Mapping[str, 
             processor["image_processor"] = _with_limits(processor["image_processor"], limits)
             write_json(hf_dir / "processor_config.json", processor)
     write_json(hf_dir / "config.json", _with_dtype(read_json(hf_dir / "config.json"), written_dtype(hf_dir)))
+    (hf_dir / SYSTEM_PROMPT).unlink(missing_ok=True)
+    if tokenized.get("system_prompt"):
+        write_text(hf_dir / SYSTEM_PROMPT, tokenized["system_prompt"])
 
 
 def _with_limits(preprocessor: dict[str, Any], limits: Mapping[str, int]) -> dict[str, Any]:

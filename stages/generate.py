@@ -10,8 +10,9 @@ from transformers import AutoModelForImageTextToText, GenerationConfig, PreTrain
 
 from dataset_builders.contracts.errors import InputError
 from dataset_builders.contracts.sample import Message
-from stages.encode_chat import ChatEncoder
-from stages.encode_image import encode_image, load_image_config, pixel_values
+from dataset_builders.pixels import encode_image, pixel_values
+from stages.encode_chat import ChatEncoder, read_system_prompt
+from stages.encode_image import load_image_config
 from stages.hf_directory import check_hf_dir
 from stages.transformers_progress import no_progress_bar
 
@@ -71,7 +72,7 @@ class Generator:
 
     def __init__(self, hf_dir: Path) -> None:
         check_hf_dir(hf_dir)
-        self._chat = ChatEncoder(hf_dir)
+        self._chat = ChatEncoder(hf_dir, system_prompt=read_system_prompt(hf_dir))
         self._image_config = load_image_config(hf_dir)
         self._model = _load(hf_dir)
         self._end_ids = _end_ids(hf_dir, self._model)

@@ -1,13 +1,12 @@
 """quarantine.jsonl: the samples that a stage left out, a line each, and the same as a table of its report."""
 
-import dataclasses
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from dataset_builders.contracts.files import write_text
+from dataset_builders.contracts.files import atomic_path
+from dataset_builders.contracts.store import StorePath
 from stages.report import Table
 
 QUARANTINE = "quarantine.jsonl"
@@ -22,26 +21,45 @@ class LeftOut:
         key: the sample's.
         reason: one of SKIP_REASONS.
         detail: what was found.
+        file: the raw file that holds it, where the stage read raw files.
+        row: its row in that file, from 0.
     """
 
     key: str
     reason: str
     detail: str
+    file: str | None = None
+    row: int | None = None
+
+    def record(self) -> dict[str, object]:
+        """Field -> value, without the place where there is none."""
+        record: dict[str, object] = {"key": self.key, "reason": self.reason, "detail": self.detail}
+        return record if self.file is None else {**record, "file": self.file, "row": self.row}
 
 
-def write_quarantine(directory: Path, left_out: Sequence[LeftOut]) -> None:
-    """Write quarantine.jsonl: {"key", "reason", "detail"} a line, in the order given; empty when there is nothing."""
-    lines = (json.dumps(dataclasses.asdict(item), ensure_ascii=False) for item in left_out)
-    write_text(directory / QUARANTINE, "".join(f"{line}\n" for line in lines))
+def write_quarantine(directory: StorePath, left_out: Iterable[LeftOut]) -> int:
+    """Write quarantine.jsonl, a record a line in the order given, empty when there is nothing; returns the lines."""
+    lines = 0
+    # what UTF-8 cannot say (half a surrogate pair) becomes \udXXX, which is how JSON spells it
+    with (
+        atomic_path(directory / QUARANTINE) as tmp,
+        tmp.open("w", encoding="utf-8", errors="backslashreplace") as file,
+    ):
+        for item in left_out:
+            file.write(json.dumps(item.record(), ensure_ascii=False) + "\n")
+            lines += 1
+    return lines
 
 
-def count_reasons(left_out: Sequence[LeftOut]) -> dict[str, int]:
+def count_reasons(left_out: Iterable[LeftOut]) -> dict[str, int]:
     """Reason -> samples, sorted by reason."""
     return dict(sorted(Counter(item.reason for item in left_out).items()))
 
 
-def left_out_table(left_out: Sequence[LeftOut]) -> Table:
-    """The first of them, for a report."""
-    shown = left_out[:_SHOWN]
-    title = "Left out" if len(shown) == len(left_out) else f"Left out, the first {len(shown)} of {len(left_out)}"
-    return Table(title, ["key", "reason", "detail"], [[item.key, item.reason, item.detail] for item in shown])
+def left_out_table(left_out: Sequence[LeftOut], total: int | None = None) -> Table:
+    """The first of them, for a report; `total` is their number where not all were handed in."""
+    total = len(left_out) if total is None else total
+    shown = [list(item.record().values()) for item in left_out[:_SHOWN]]
+    columns = list(left_out[0].record()) if left_out else ["key", "reason", "detail"]
+    title = "Left out" if len(shown) == total else f"Left out: the first {len(shown)} of {total}, all in {QUARANTINE}"
+    return Table(title, columns, shown)

@@ -2,16 +2,18 @@
 
 import base64
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from dataset_builders.contracts.shard_io import read_record
-from dataset_builders.contracts.tokenized import PatchFormat, TokenizedSample, from_fields
+from dataset_builders.contracts.store import StorePath
+from dataset_builders.contracts.tokenized import PatchFormat, PixelStore, TokenizedSample, iter_index
+from dataset_builders.pixel_codecs import decode_sample
 from stages.encode_chat import ChatEncoder
 from stages.encode_image import patches_png
 from stages.histogram import Histogram
@@ -19,6 +21,7 @@ from stages.quarantine import LeftOut, left_out_table
 from stages.report import Table, Text, write_report
 
 _SHOWN_SAMPLES = 12
+_COUNTED_SAMPLES = 1_000_000  # of a larger index the histograms count as many, evenly spread
 _PREVIEW_SIDE = 160  # pixels
 
 _STYLE = """<style>
@@ -55,16 +58,12 @@ def segments(sample: TokenizedSample, chat: ChatEncoder) -> list[Segment]:
 
 
 def write_tokenize_report(
-    work: Path,
-    index: pa.Table,
-    left_out: Sequence[LeftOut],
-    stats: Mapping[str, Any],
-    chat: ChatEncoder,
-    patch_format: PatchFormat,
+    work: StorePath, left_out: Sequence[LeftOut], stats: Mapping[str, Any], chat: ChatEncoder, pixels: PixelStore
 ) -> None:
-    """Write report.json and report.html into `work`."""
+    """Write report.json and report.html into `work`, whose index is there."""
     total = stats["total"]
     columns = ("num_samples", "num_tokens", "num_loss_tokens", "num_patches", "num_images")
+    lengths = _lengths(work, total["num_samples"])
     write_report(
         work,
         title="Tokenized samples",
@@ -74,13 +73,16 @@ def write_tokenize_report(
             "loss_tokens": total["num_loss_tokens"],
             "images": total["num_images"],
             "patches": total["num_patches"],
+            "pixels": f"{pixels.codec}, {pixels.config.min_pixels} to {pixels.config.max_pixels} an image",
             "left_out": len(left_out),
+            "shortened": stats["num_shortened"],
+            "checked": f"{stats['checked']['samples']} samples; pixels against {stats['checked']['pixels_against']}",
         },
         sections=[
-            Text("What is trained on: green is learnt, grey is given", _learnt_html(work, index, chat, patch_format)),
-            Histogram("Tokens of a sample", index["num_tokens"].to_numpy(), "tokens"),
-            Histogram("Loss tokens of a sample", index["num_loss_tokens"].to_numpy(), "loss tokens"),
-            Histogram("Patches of a sample", index["num_patches"].to_numpy(), "patches before merging"),
+            Text("What is trained on: green is learnt, grey is given", _learnt_html(work, chat, pixels)),
+            Histogram("Tokens of a sample", lengths["num_tokens"], "tokens"),
+            Histogram("Loss tokens of a sample", lengths["num_loss_tokens"], "loss tokens"),
+            Histogram("Patches of a sample", lengths["num_patches"], "patches before merging"),
             Table(
                 "Subsets",
                 ["subset", *(name.removeprefix("num_") for name in columns)],
@@ -91,21 +93,33 @@ def write_tokenize_report(
     )
 
 
-def _learnt_html(work: Path, index: pa.Table, chat: ChatEncoder, patch_format: PatchFormat) -> str:
+def _lengths(work: StorePath, num_samples: int) -> dict[str, np.ndarray]:
+    """Columns of lengths: of every sample, or of a large index every second, third, ..."""
+    step = -(-num_samples // _COUNTED_SAMPLES) or 1
+    names = ("num_tokens", "num_loss_tokens", "num_patches")
+    parts = [{name: table[name].to_numpy()[::step] for name in names} for table in iter_index(work)]
+    return {name: np.concatenate([part[name] for part in parts]) for name in names}
+
+
+def _learnt_html(work: StorePath, chat: ChatEncoder, pixels: PixelStore) -> str:
     parts = [_STYLE]
-    for row in _spread_over_subsets(index):
-        record = read_record(work / row["shard"], row["offset"], row["size"])
-        parts.append(_sample_html(from_fields(row["key"], record, patch_format), chat, patch_format))
+    for row in _spread_over_subsets(iter_index(work)):
+        record = read_record(work / row["shard"], row["offset"], row["size"], checksum=row["checksum"])
+        parts.append(_sample_html(decode_sample(row["key"], record, pixels), chat, pixels.config.patch_format))
     return "".join(parts)
 
 
-def _spread_over_subsets(index: pa.Table) -> list[dict[str, Any]]:
+def _spread_over_subsets(tables: Iterable[pa.Table]) -> list[dict[str, Any]]:
     """The first rows of every subset in turn: the first of each, the second of each, until enough."""
-    places: dict[str, list[int]] = {}
-    for i, subset in enumerate(index["subset"].to_pylist()):
-        places.setdefault(subset, []).append(i)
-    turns = sorted((turn, subset, i) for subset, rows in places.items() for turn, i in enumerate(rows[:_SHOWN_SAMPLES]))
-    return index.take([i for _, _, i in turns[:_SHOWN_SAMPLES]]).to_pylist()
+    found: dict[str, list[dict[str, Any]]] = {}
+    for table in tables:
+        for subset in pc.unique(table["subset"]).to_pylist():
+            rows = found.setdefault(subset, [])
+            if len(rows) < _SHOWN_SAMPLES:
+                chosen = table.filter(pc.equal(table["subset"], subset)).slice(0, _SHOWN_SAMPLES - len(rows))
+                rows += chosen.to_pylist()
+    turns = sorted((turn, subset) for subset, rows in found.items() for turn in range(len(rows)))
+    return [found[subset][turn] for turn, subset in turns[:_SHOWN_SAMPLES]]
 
 
 def _sample_html(sample: TokenizedSample, chat: ChatEncoder, patch_format: PatchFormat) -> str:

@@ -1,24 +1,33 @@
 """One sample shard -> one tokenized shard, in a process of its own."""
 
+import contextlib
 import dataclasses
 import functools
 import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import torch
 
 from dataset_builders.contracts import sample_record
 from dataset_builders.contracts.files import write_json
 from dataset_builders.contracts.sample import Sample, SkipSample, Split
 from dataset_builders.contracts.shard_io import RecordRange, ShardWriter, finished_shard, iter_records
-from dataset_builders.contracts.tokenized import INDEX_SCHEMA, TokenizedSample, from_fields
-from stages.encode_chat import ChatEncoder
-from stages.encode_image import ImageConfig, encode_image
+from dataset_builders.contracts.store import StorePath, local_dir
+from dataset_builders.contracts.tokenized import INDEX_SCHEMA, PixelStore, TokenizedSample
+from dataset_builders.images import read_rgb
+from dataset_builders.pixel_codecs import decode_sample, encode_sample
+from dataset_builders.pixels import count_patches, encode_image, image_grid
+from stages.drop_turns import drop_turns
+from stages.encode_chat import ChatEncoder, Learn, TokenizedText, learnt_answers, split_turns
+from stages.processor_check import ProcessorCheck
 from stages.quarantine import LeftOut, count_reasons
+from stages.tokenize_config import TokenizeConfig
 
-_CHECK_EVERY = 256
+_CHECK_EVERY = 256  # samples; the first of each shard is checked too
+_BATCH_SAMPLES, _BATCH_BYTES = 256, 32 << 20  # conversations tokenized in one call, and the images read meanwhile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,87 +35,186 @@ class ShardTask:
     """What a worker needs to know.
 
     Attributes:
-        source: the sample shard.
+        source, source_sha256: the sample shard.
         directory, name: where the tokenized shard goes.
         processor_digest: of hf_dir, so that a worker never reuses an encoder of other files.
-        max_seq_len: samples with more tokens are left out.
+        pixels: how pixels are made and stored.
     """
 
-    source: Path
-    directory: Path
+    source: StorePath
+    source_sha256: str
+    directory: StorePath
     name: str
     split: Split
-    hf_dir: Path
+    hf_dir: StorePath
     processor_digest: str
-    image_config: ImageConfig
-    max_seq_len: int
+    pixels: PixelStore
+    config: TokenizeConfig
 
 
-def tokenize_sample(sample: Sample, chat: ChatEncoder, images: ImageConfig) -> TokenizedSample:
-    """Everything the trainer reads of one sample.
+@dataclass(frozen=True, slots=True)
+class Shortened:
+    """A sample that lost its last turns.
+
+    Attributes:
+        key: the sample's.
+        turns_kept, turns_before: a turn is a question with its answer.
+    """
+
+    key: str
+    turns_kept: int
+    turns_before: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardNotes:
+    """What is known of a tokenized shard beside its bytes.
+
+    Attributes:
+        rows: INDEX_SCHEMA.
+        num_checked, pixels_against: how many samples were compared with transformers, and the pixels with what.
+    """
+
+    rows: pa.Table
+    left_out: list[LeftOut]
+    shortened: list[Shortened]
+    num_checked: int
+    pixels_against: str
+
+
+def tokenize_shard(task: ShardTask) -> None:
+    """Write the tokenized shard and, just before its commit, the notes beside it; nothing when both are there."""
+    if is_finished(task.directory, task.name):
+        return
+    config = task.config
+    chat = _encoder(task.hf_dir, task.processor_digest, config.learn, config.system_prompt)
+    reference = ProcessorCheck(local_dir(task.hf_dir), task.pixels.config, chat)
+    rows: list[dict[str, object]] = []
+    left_out: list[LeftOut] = []
+    shortened: list[Shortened] = []
+    with _one_thread(), ShardWriter(task.directory, task.name) as writer:
+        for sample, names, text in _read_ahead(task, chat):
+            try:
+                kept, tokenized = tokenize_sample(sample, text, chat, task.pixels, config)
+            except SkipSample as skip:
+                left_out.append(LeftOut(sample.key, skip.reason, skip.detail))
+                continue
+            if len(kept.messages) < len(sample.messages):
+                turns = (len(split_turns(s.messages)) for s in (kept, sample))
+                shortened.append(Shortened(sample.key, *turns))
+            record = encode_sample(tokenized, task.pixels.codec, dict(zip(names, kept.images)))
+            if len(rows) % _CHECK_EVERY == 0:
+                stored = decode_sample(sample.key, record, task.pixels)
+                verify(kept, stored, chat)
+                reference.check(kept, stored)
+            rows.append(_index_row(task, kept, tokenized, writer.write(sample.key, record)))
+        notes = {
+            "rows": rows,
+            "left_out": [dataclasses.asdict(item) for item in left_out],
+            "shortened": [dataclasses.asdict(item) for item in shortened],
+            "num_checked": -(-len(rows) // _CHECK_EVERY),
+            "pixels_against": reference.pixels_against,
+        }
+        write_json(notes_path(task.directory, task.name), notes)
+        writer.commit(task.split, count_reasons(left_out))
+
+
+def tokenize_sample(
+    sample: Sample, text: TokenizedText | SkipSample, chat: ChatEncoder, pixels: PixelStore, config: TokenizeConfig
+) -> tuple[Sample, TokenizedSample]:
+    """Everything the trainer reads of one sample, and the sample without the turns that did not fit.
+
+    Lengths come from the images' headers, so that no image is decoded for a sample or a turn that is left out.
+
+    Args:
+        text: the sample's conversation, tokenized, or why it cannot be.
+
+    Returns:
+        with codec original the tokenized sample has no patches: the record holds the images, which decode.
 
     Raises:
-        SkipSample: an image cannot be used, or the conversation cannot be masked.
+        SkipSample: an image cannot be used, the conversation is too long, or it has nothing to learn.
     """
-    encoded = [encode_image(image, images) for image in sample.images]
+    if isinstance(text, SkipSample):
+        raise text
+    patches = np.array([count_patches(image, pixels.config) for image in sample.images], np.int64)
+    input_ids, loss_mask = chat.splice(text, patches)
+    if len(input_ids) > config.max_seq_len:
+        if config.over_length == "skip":
+            raise SkipSample("over_length", f"{len(input_ids)} tokens, max_seq_len is {config.max_seq_len}")
+        sample, text = drop_turns(sample, patches, chat, config.max_seq_len)
+        patches = patches[: len(sample.images)]
+        input_ids, loss_mask = chat.splice(text, patches)
+        assert len(input_ids) <= config.max_seq_len, sample.key
+    encoded = [_encode_image(image, pixels) for image in sample.images]
     grids = np.array([grid for _, grid in encoded], np.int32).reshape(-1, 3)
-    no_patches = np.zeros((0, images.patch_format.patch_bytes), np.uint8)
-    input_ids, loss_mask = chat.encode(sample.messages, grids)
-    return TokenizedSample(
+    assert grids.prod(-1).tolist() == patches.tolist(), f"{sample.key}: the headers promise other sizes"
+    no_patches = np.zeros((0, pixels.config.patch_format.patch_bytes), np.uint8)
+    made = [found for found, _ in encoded if found is not None]
+    return sample, TokenizedSample(
         key=sample.key,
         input_ids=input_ids,
         loss_mask=loss_mask,
         image_grid_thw=grids,
-        patches=np.concatenate([no_patches, *(patches for patches, _ in encoded)]),
+        patches=made[0] if len(made) == 1 else np.concatenate([no_patches, *made]),
     )
 
 
-def tokenize_shard(task: ShardTask) -> None:
-    """Write the tokenized shard and, just before its commit, the rows beside it; nothing when both are there."""
-    if is_finished(task.directory, task.name):
-        return
-    chat = _encoder(task.hf_dir, task.processor_digest)
-    rows: list[dict[str, object]] = []
-    left_out: list[LeftOut] = []
-    with ShardWriter(task.directory, task.name) as writer:
-        for key, fields in iter_records(task.source):
-            sample = sample_record.from_fields(key, fields)
-            try:
-                tokenized = tokenize_sample(sample, chat, task.image_config)
-                _check_length(tokenized, task.max_seq_len)
-            except SkipSample as skip:
-                left_out.append(LeftOut(key, skip.reason, skip.detail))
-                continue
-            record = tokenized.to_fields()
-            if len(rows) % _CHECK_EVERY == 0:
-                verify(sample, from_fields(key, record, task.image_config.patch_format), chat)
-            rows.append(_index_row(task, sample, tokenized, writer.write(key, record)))
-        write_json(
-            rows_path(task.directory, task.name),
-            {"rows": rows, "left_out": [dataclasses.asdict(item) for item in left_out]},
-        )
-        writer.commit(task.split, count_reasons(left_out))
+def _encode_image(data: bytes, pixels: PixelStore) -> tuple[np.ndarray | None, np.ndarray]:
+    """An image's patches, None where they are made when the record is read, and its grid."""
+    if pixels.codec != "original":
+        return encode_image(data, pixels.config)
+    height, width, _ = read_rgb(data).shape  # decoded all the same: what is stored must not fail in training
+    return None, image_grid(height, width, pixels.config)
 
 
-def is_finished(directory: Path, name: str) -> bool:
-    """Whether an earlier try committed the shard and left its rows."""
-    return finished_shard(directory, name) is not None and rows_path(directory, name).is_file()
+def _read_ahead(task: ShardTask, chat: ChatEncoder) -> Iterator[tuple[Sample, list[str], TokenizedText | SkipSample]]:
+    """The shard's samples, the names of their image files, and their conversations, tokenized many at a time."""
+    batch: list[tuple[Sample, list[str]]] = []
+    size = 0
+    for key, fields in iter_records(task.source, task.source_sha256):
+        names = sorted((name for name in fields if name[:1].isdigit()), key=lambda name: int(name.partition(".")[0]))
+        sample = sample_record.from_fields(key, fields)
+        batch.append((sample, names))
+        size += sum(len(image) for image in sample.images)
+        if len(batch) == _BATCH_SAMPLES or size >= _BATCH_BYTES:
+            yield from _tokenized(batch, chat)
+            batch, size = [], 0
+    yield from _tokenized(batch, chat)
 
 
-def read_rows(directory: Path, name: str) -> tuple[pa.Table, list[LeftOut]]:
-    """The index rows (INDEX_SCHEMA) of a finished shard and what was left out of it."""
-    data = json.loads(rows_path(directory, name).read_text(encoding="utf-8"))
-    table = pa.Table.from_pylist(data["rows"], schema=INDEX_SCHEMA)
-    return table, [LeftOut(**item) for item in data["left_out"]]
+def _tokenized(
+    batch: Sequence[tuple[Sample, list[str]]], chat: ChatEncoder
+) -> Iterator[tuple[Sample, list[str], TokenizedText | SkipSample]]:
+    texts = chat.tokenize([sample.messages for sample, _ in batch])
+    for (sample, names), text in zip(batch, texts):
+        yield sample, names, text
 
 
-def rows_path(directory: Path, name: str) -> Path:
-    """Rows of one shard, until index.parquet holds them all."""
-    return directory / f"{name}.rows.json"
+def is_finished(directory: StorePath, name: str) -> bool:
+    """Whether an earlier try committed the shard and left its notes."""
+    return finished_shard(directory, name) is not None and notes_path(directory, name).is_file()
+
+
+def read_notes(directory: StorePath, name: str) -> ShardNotes:
+    """The notes of a finished shard."""
+    data = json.loads(notes_path(directory, name).read_text(encoding="utf-8"))
+    return ShardNotes(
+        rows=pa.Table.from_pylist(data["rows"], schema=INDEX_SCHEMA),
+        left_out=[LeftOut(**item) for item in data["left_out"]],
+        shortened=[Shortened(**item) for item in data["shortened"]],
+        num_checked=data["num_checked"],
+        pixels_against=data["pixels_against"],
+    )
+
+
+def notes_path(directory: StorePath, name: str) -> StorePath:
+    """Notes of one shard, until the index and the stage's other files hold them all."""
+    return directory / f"{name}.notes.json"
 
 
 def verify(sample: Sample, stored: TokenizedSample, chat: ChatEncoder) -> None:
-    """See from the stored bytes alone that images and answers are all there.
+    """See from the stored bytes alone that images and answers are all there, and that nothing else is learnt.
 
     Raises:
         AssertionError: they are not, which is a fault of this code and stops the stage.
@@ -117,13 +225,11 @@ def verify(sample: Sample, stored: TokenizedSample, chat: ChatEncoder) -> None:
     assert image_tokens == expected, f"{sample.key}: {image_tokens} image tokens for grids that make {expected}"
     edges = np.flatnonzero(np.diff(stored.loss_mask, prepend=0, append=0))
     learnt = [chat.decode(stored.input_ids[start:end]) for start, end in edges.reshape(-1, 2)]
-    answers = [chat.learnt_text(message.text) for message in sample.messages if message.role == "assistant"]
-    assert learnt == answers, f"{sample.key}: the mask decodes to {learnt}, the answers are {answers}"
-
-
-def _check_length(tokenized: TokenizedSample, max_seq_len: int) -> None:
-    if len(tokenized.input_ids) > max_seq_len:
-        raise SkipSample("over_length", f"{len(tokenized.input_ids)} tokens, max_seq_len is {max_seq_len}")
+    answers = [message.text for message in sample.messages if message.role == "assistant"]
+    chosen = [
+        chat.learnt_text(a) for a, is_learnt in zip(answers, learnt_answers(sample.messages, chat.learn)) if is_learnt
+    ]
+    assert learnt == chosen, f"{sample.key}: the mask decodes to {learnt}, the answers to learn are {chosen}"
 
 
 def _index_row(task: ShardTask, sample: Sample, tokenized: TokenizedSample, at: RecordRange) -> dict[str, object]:
@@ -134,13 +240,25 @@ def _index_row(task: ShardTask, sample: Sample, tokenized: TokenizedSample, at: 
         "shard": task.name,
         "offset": at.offset,
         "size": at.size,
+        "checksum": at.checksum,
         "num_tokens": len(tokenized.input_ids),
         "num_loss_tokens": int(tokenized.loss_mask.sum()),
-        "num_patches": len(tokenized.patches),
+        "num_patches": int(tokenized.image_grid_thw.prod(-1).sum()),
         "num_images": len(tokenized.image_grid_thw),
     }
 
 
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """torch on one thread: a worker has one core, and so small a picture gains little from a second."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 @functools.lru_cache(maxsize=1)
-def _encoder(hf_dir: Path, processor_digest: str) -> ChatEncoder:
-    return ChatEncoder(hf_dir)
+def _encoder(hf_dir: StorePath, processor_digest: str, learn: Learn, system_prompt: str | None) -> ChatEncoder:
+    return ChatEncoder(local_dir(hf_dir), learn, system_prompt)

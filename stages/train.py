@@ -56,6 +56,7 @@ class TrainResources:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    loader_workers: int = 2
     log_interval: int = 1
     on_rows: Callable[[list[MetricsRow]], None] = lambda rows: None
     on_line: Callable[[str], None] = lambda line: None
@@ -168,6 +169,7 @@ def make_run_config(
         train=config,
         parallel=resources.parallel,
         checkpoint=resources.checkpoint,
+        loader_workers=resources.loader_workers,
         log_interval=resources.log_interval,
         num_threads=resources.cluster.num_threads,
     )

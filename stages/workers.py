@@ -1,17 +1,31 @@
-"""Work spread over processes of this machine: the same results in the same order, however many there are."""
+"""Work spread over processes, here or on a cluster: the same results, however many there are and whichever ends first.
+
+A stage hands its tasks, a shard or a part of the source each, to `run_tasks` and knows neither how many processes there
+are nor where. Every task commits what it makes by itself, so a run that ends early loses only what was not finished.
+"""
 
 import ctypes
+import dataclasses
+import itertools
 import multiprocessing
 import os
+import queue
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TypeVar
 
+from dataset_builders.contracts.errors import InputError
+
 Task = TypeVar("Task")
 Result = TypeVar("Result")
+
+# Tasks handed to an executor and not ended: a million shards are never a million futures. Enough for each worker to
+# have its next task there already, and for a small cluster to see that it may grow.
+_AHEAD_OF_A_WORKER = 4
+_AHEAD_AT_LEAST = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,43 +33,90 @@ class StageResources:
     """How a data stage runs; nothing here changes its bytes.
 
     Attributes:
-        num_workers: processes; with 1 the work is done in this process.
+        num_workers: processes; with 1 the work is done in this process. With an executor: its workers, roughly.
         on_progress: called as (done, total) now and then, in units of the stage's own; done never goes back.
+        executor: where tasks run instead of in processes of this machine, such as on a cluster. It must import the
+            same code and see the same paths; whoever made it closes it.
     """
 
     num_workers: int = 1
     on_progress: Callable[[int, int], None] | None = None
+    executor: Executor | None = None
 
     def report(self, done: int, total: int) -> None:
         if self.on_progress is not None:
             self.on_progress(done, total)
 
+    def at_most(self, num_workers: int) -> "StageResources":
+        """With no more processes than are worth their start; an executor is there already and stays as it is."""
+        if self.executor is not None:
+            return self
+        return dataclasses.replace(self, num_workers=min(self.num_workers, num_workers))
+
 
 def run_tasks(
-    function: Callable[[Task], Result], tasks: Sequence[Task], num_workers: int
+    function: Callable[[Task], Result], tasks: Iterable[Task], resources: StageResources
 ) -> Iterator[tuple[int, Result]]:
     """(number of the task, its result) for every task, in the order in which they end.
 
     Args:
         function: importable by name, as are the tasks' and results' types: they cross a process border.
+        tasks: taken one by one, as workers need them.
+        resources: an executor, if there is one, gets every task; otherwise they go to `num_workers` processes, or
+            run in this one where that is 1 or there is but one task.
 
     Raises:
-        Whatever the function raises, from the first task that fails; tasks not begun are dropped.
+        Whatever the function raises, from the first task that fails; tasks not begun are dropped, those that run are
+        waited for.
+        InputError: a process of this machine died.
     """
-    if num_workers <= 1 or len(tasks) <= 1:
-        yield from ((i, function(task)) for i, task in enumerate(tasks))
+    numbered = enumerate(tasks)
+    if resources.executor is not None:
+        ahead = max(_AHEAD_AT_LEAST, _AHEAD_OF_A_WORKER * resources.num_workers)
+        yield from _spread(resources.executor, function, numbered, ahead)
+        return
+    first = list(itertools.islice(numbered, 2))
+    numbered = itertools.chain(first, numbered)
+    if resources.num_workers <= 1 or len(first) < 2:
+        yield from ((i, function(task)) for i, task in numbered)
         return
     # spawn: a fork of a process with threads (Prefect, Arrow) may never wake up
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(num_workers, len(tasks)), context, _die_with_parent, (os.getpid(),)) as pool:
-        pending = {pool.submit(function, task): i for i, task in enumerate(tasks)}
+    with ProcessPoolExecutor(resources.num_workers, context, _die_with_parent, (os.getpid(),)) as pool:
         try:
-            while pending:
-                done, _ = wait(pending, return_when=FIRST_COMPLETED)
-                for future in done:
-                    yield pending.pop(future), future.result()
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+            yield from _spread(pool, function, numbered, _AHEAD_OF_A_WORKER * resources.num_workers)
+        except BrokenExecutor as error:
+            raise InputError(
+                f"one of {resources.num_workers} worker processes died in {function.__name__}: it was killed, or "
+                "memory ran out; finished shards are kept: run the same command again, with a smaller "
+                "execution.num_workers if memory was short"
+            ) from error
+
+
+def _spread(
+    executor: Executor, function: Callable[[Task], Result], numbered: Iterator[tuple[int, Task]], ahead: int
+) -> Iterator[tuple[int, Result]]:
+    """run_tasks on an executor, with at most `ahead` tasks handed to it and not ended."""
+    numbers: dict[Future[Result], int] = {}
+    ended: queue.SimpleQueue[Future[Result]] = queue.SimpleQueue()
+
+    def submit(count: int) -> None:
+        for i, task in itertools.islice(numbered, count):
+            future = executor.submit(function, task)
+            numbers[future] = i
+            future.add_done_callback(ended.put)
+
+    try:
+        submit(ahead)
+        while numbers:
+            future = ended.get()
+            number = numbers.pop(future)
+            result = future.result()
+            submit(1)
+            yield number, result
+    finally:
+        # What cannot be cancelled runs on, and writes: nobody may take its directory before it has ended.
+        wait([future for future in numbers if not future.cancel()])
 
 
 def _die_with_parent(parent: int) -> None:

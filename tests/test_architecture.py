@@ -17,19 +17,23 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 # package -> what of ours it may import, beside itself
 ALLOWED = {
     "dataset_builders": (),
-    "trainer": (CONTRACTS,),
+    "trainer": (CONTRACTS, "dataset_builders.pixel_codecs"),
     "stages": ("dataset_builders", "trainer.contract"),
     "flows": ("stages", "dataset_builders", "trainer.contract"),
 }
 # heavy package -> where it may be imported
 IMPORTERS = {
     "prefect": ("flows.",),
+    "prefect_dask": ("flows.dask_pool",),
+    "distributed": ("flows.dask_pool",),
+    "dask": ("flows.dask_pool",),
     "mlflow": ("stages.tracking",),
     "megatron": ("trainer.",),
     "transformer_engine": ("trainer.",),
     "transformers": ("stages.",),
     "webdataset": ("dataset_builders.contracts.shard_io",),
-    "PIL": ("dataset_builders.images", "stages.encode_image"),
+    "PIL": ("dataset_builders.images", "dataset_builders.pixels", "stages.encode_image"),
+    "simplejpeg": ("dataset_builders.images",),
 }
 NO_MEGATRON = ("trainer.contract", "trainer.data", "trainer.positions", "trainer.metrics")
 RANK_NAMES = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}

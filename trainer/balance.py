@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dataset_builders.contracts.bins import Bin
+from dataset_builders.contracts.bins import BinSums
 
 # Ranks whose totals differ by less than this fraction wait for no one: a cost model does not know better.
 TOLERANCE = 1e-3
@@ -40,7 +40,7 @@ def spread_images(patches: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 class Work(NamedTuple):
-    """What a bin holds, counted by what it costs.
+    """What a bin holds, counted by what it costs; or arrays, of many bins.
 
     Attributes:
         tokens: that go through the linear layers of the language model.
@@ -51,26 +51,20 @@ class Work(NamedTuple):
     """
 
     tokens: int
-    loss_tokens: int
-    tokens_squared: int
-    patches: int
-    patches_squared: float
+    loss_tokens: int | np.ndarray
+    tokens_squared: int | np.ndarray
+    patches: int | np.ndarray
+    patches_squared: float | np.ndarray
 
 
-def planned_work(refs: Bin, seq_len: int) -> Work:
-    """The work of a bin as far as the plan knows it.
+def planned_work(sums: BinSums, seq_len: int) -> Work:
+    """The work of bins as far as the plan knows it.
 
     Every bin is filled up to `seq_len`, so that is what its tokens cost; attention is the samples' own. The plan
     knows patches and images of a sample and no single image: its images count as equally large, which is exact for
     one image and too little for unequal ones.
     """
-    return Work(
-        tokens=seq_len,
-        loss_tokens=sum(ref.num_loss_tokens for ref in refs),
-        tokens_squared=sum(ref.num_tokens**2 for ref in refs),
-        patches=sum(ref.num_patches for ref in refs),
-        patches_squared=sum(ref.num_patches**2 / ref.num_images for ref in refs if ref.num_images),
-    )
+    return Work(seq_len, sums.num_loss_tokens, sums.tokens_squared, sums.num_patches, sums.patches_squared)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,18 +81,18 @@ class CostModel:
     per_patch: float
     per_patch_squared: float
 
-    def language(self, work: Work) -> float:
+    def language(self, work: Work) -> float | np.ndarray:
         """Cost of the language model."""
         linear = self.per_token * work.tokens + self.per_loss_token * work.loss_tokens
         return linear + self.per_token_squared * work.tokens_squared
 
-    def vision(self, work: Work) -> float:
+    def vision(self, work: Work) -> float | np.ndarray:
         """Cost of the vision encoder."""
         return self.per_patch * work.patches + self.per_patch_squared * work.patches_squared
 
-    def planned_cost(self, refs: Bin, seq_len: int) -> float:
-        """Cost of a bin, from the plan alone."""
-        work = planned_work(refs, seq_len)
+    def planned_cost(self, sums: BinSums, seq_len: int) -> float | np.ndarray:
+        """Cost of a bin, or (m,) of m bins, from the plan alone."""
+        work = planned_work(sums, seq_len)
         return self.language(work) + self.vision(work)
 
 

@@ -23,7 +23,8 @@ def heldout_loss(chunks: list[Chunk], reader: BinReader, mesh: Mesh, run: RunCon
     for chunk in chunks:
         chunk.eval()
     with torch.no_grad():
-        batches = prefetch(reader, iter(numbers), PREFETCH_DEPTH, pin=mesh.device.type == "cuda")
+        pin = mesh.device.type == "cuda"
+        batches = prefetch(reader, iter(numbers), PREFETCH_DEPTH, pin, run.loader_workers)
         reports = run_micro_batches(
             chunks, batches, len(numbers), mesh, totals, forward_only=True, return_per_token_outputs=True
         )

@@ -109,17 +109,13 @@ def _resume(trainer: Trainer) -> None:
         trainer.step = checkpoint.read_step(found[-1], trainer.run)
         checkpoint.load(trainer.chunks, trainer.optimizer, found[-1], trainer.mesh)
     log.info("data state: %s", f"resumed at step {trainer.step}" if found else "fresh")
-    for step in range(trainer.step):
-        for number in trainer.order.global_batch(step):
-            refs = trainer.order.reader.bins[number]
-            trainer.tokens += sum(ref.num_tokens for ref in refs)
-            trainer.loss_tokens += sum(ref.num_loss_tokens for ref in refs)
+    trainer.tokens, trainer.loss_tokens = trainer.order.tokens_before(trainer.step)
 
 
 def _say_arithmetic(trainer: Trainer) -> None:
     run, mesh, bins = trainer.run, trainer.mesh, trainer.order.reader.bins
     p = run.parallel
-    samples = sum(map(len, bins))
+    samples = sum(part.num_rows for part in bins.partitions)
     log.info("world %d = dp %d x cp %d x tp %d x pp %d on %s", mesh.world_size, mesh.dp, p.cp, p.tp, p.pp, mesh.device)
     log.info(
         "global batch %d bins = %d micro batches x dp %d",
@@ -148,7 +144,8 @@ def train(run: RunConfig, mesh: Mesh) -> TrainResult:
     signal.signal(signal.SIGTERM, lambda *_: setattr(trainer, "told_to_stop", True))
     writer = MetricsWriter(run.output_dir, trainer.step) if mesh.is_main else None
     numbers = trainer.order(trainer.step, run.train.num_steps)
-    batches = prefetch(trainer.order.reader, numbers, PREFETCH_DEPTH, pin=mesh.device.type == "cuda")
+    pin = mesh.device.type == "cuda"
+    batches = prefetch(trainer.order.reader, numbers, PREFETCH_DEPTH, pin, run.loader_workers)
     interval = _Interval(trainer)
     saver = checkpoint.Checkpointer(trainer.chunks, trainer.optimizer, run, mesh)
     while trainer.step < run.train.num_steps:

@@ -1,27 +1,58 @@
-"""Bins: ordered lists of samples that share one packed sequence; bins.parquet, one row a sample of a bin.
+"""Bins: ordered lists of samples that share one packed sequence, planned in partitions.
 
-Bin numbers start at 0 in each split and leave no gap. Rows are in (split, bin, place) order. A row carries the
-sample's whole address, so that a reader needs no other file than this one and the shards.
+    bins.json                          `BinsFile`: the partitions in order of their bins, with checksums
+    bins/train-000-00000.arrow         the bins of one split, epoch and partition of the index; a row is a bin
+
+A partition is an Arrow IPC file of one record batch, not compressed, so that it can be mapped into memory: the column
+`samples` is a list, whose offsets say where each bin's samples begin; beside it `sums` is a `BinSums` of the bin.
+A sample carries its whole address, so that a reader needs the plan and the shards alone. A reader opens a partition
+when it first needs a bin of it, fetches it then where the plan lies in a store, and holds nothing else.
+
+Bin numbers of a split start at 0 and run through all its epochs. Where fewer epochs are planned than trained, they
+start over.
 """
 
+import bisect
+import itertools
+import json
+import mmap
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cached_property
+from typing import NamedTuple
 
+import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
+from pydantic import Field
 
-from dataset_builders.contracts.files import atomic_path
+from dataset_builders.contracts.errors import InputError
+from dataset_builders.contracts.files import atomic_path, sha256_file, write_json
 from dataset_builders.contracts.sample import Split
+from dataset_builders.contracts.store import StorePath, local_copy, make_dir
+from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.contracts.tokenized import INDEX_SCHEMA
 
-BINS = "bins.parquet"
-BINS_SCHEMA = pa.schema([("bin", pa.int32()), *INDEX_SCHEMA])
+FORMAT_VERSION = 2
+BINS = "bins.json"
+_FOLDER = "bins"
+# Texts that repeat are numbers into a dictionary of the file; the split is the partition's.
+_REPEATED = {"subset", "shard"}
+_SAMPLE = pa.struct(
+    [
+        pa.field(f.name, pa.dictionary(pa.int32(), pa.string()) if f.name in _REPEATED else f.type)
+        for f in INDEX_SCHEMA
+        if f.name != "split"
+    ]
+)
+_SUMMED = ("num_tokens", "num_loss_tokens", "num_patches", "num_images")
+# The fields of `BinSums` side by side: a reader of many bins here and there touches one place for each.
+BINS_SCHEMA = pa.schema([("sums", pa.list_(pa.float64(), 7)), ("samples", pa.list_(_SAMPLE))])
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRef:
-    """A sample of a bin and where it lies in the tokenized artifact."""
+    """A sample of a bin and where it lies in the tokenized artifact; `checksum` is xxh3_64 of its record's bytes."""
 
     key: str
     shard: str
@@ -31,25 +62,231 @@ class SampleRef:
     num_loss_tokens: int
     num_patches: int
     num_images: int
+    checksum: int
 
 
+_REF_FIELDS = tuple(SampleRef.__dataclass_fields__)
 Bin = tuple[SampleRef, ...]
 
 
-def write_bins(directory: Path, table: pa.Table) -> None:
-    """Write bins.parquet from a table with BINS_SCHEMA, rows in (split, bin, place) order."""
-    with atomic_path(directory / BINS) as tmp:
-        pq.write_table(table.cast(BINS_SCHEMA), tmp)
+class BinSums(NamedTuple):
+    """What the samples of bins come to: numbers of one bin, or (m,) arrays of m bins.
+
+    Attributes:
+        num_samples: in the bin.
+        num_tokens: without padding.
+        num_loss_tokens: tokens that are learnt.
+        num_patches: before merging.
+        num_images: in the bin.
+        tokens_squared: sum over samples of tokens^2.
+        patches_squared: sum over samples of patches^2 / images, as if a sample's images were of one size.
+    """
+
+    num_samples: int | np.ndarray
+    num_tokens: int | np.ndarray
+    num_loss_tokens: int | np.ndarray
+    num_patches: int | np.ndarray
+    num_images: int | np.ndarray
+    tokens_squared: int | np.ndarray
+    patches_squared: float | np.ndarray
 
 
-def read_bins(directory: Path, split: Split) -> list[Bin]:
-    """The bins of one split, in order of their numbers."""
-    table = pq.read_table(directory / BINS, schema=BINS_SCHEMA)
-    table = table.filter(pc.equal(table["split"], split))
-    fields = ["key", "shard", "offset", "size", "num_tokens", "num_loss_tokens", "num_patches", "num_images"]
-    bins: dict[int, list[SampleRef]] = {}
-    columns = [table[name].to_pylist() for name in ["bin", *fields]]
-    for number, *values in zip(*columns):
-        bins.setdefault(number, []).append(SampleRef(*values))
-    assert list(bins) == list(range(len(bins))), f"{directory / BINS}: bin numbers of {split} have gaps"
-    return [tuple(refs) for refs in bins.values()]
+def sum_bin(refs: Bin) -> BinSums:
+    """The sums of one bin, from its samples."""
+    return BinSums(
+        num_samples=len(refs),
+        num_tokens=sum(ref.num_tokens for ref in refs),
+        num_loss_tokens=sum(ref.num_loss_tokens for ref in refs),
+        num_patches=sum(ref.num_patches for ref in refs),
+        num_images=sum(ref.num_images for ref in refs),
+        tokens_squared=sum(ref.num_tokens**2 for ref in refs),
+        patches_squared=sum(ref.num_patches**2 / ref.num_images for ref in refs if ref.num_images),
+    )
+
+
+class BinPartition(StrictModel):
+    """One file of the plan."""
+
+    name: str = Field(description="path below the artifact's directory, bins/train-000-00000.arrow")
+    split: Split
+    epoch: int = Field(ge=0, description="which of the planned epochs")
+    first_bin: int = Field(ge=0, description="number of its first bin in its split")
+    num_bins: int = Field(gt=0)
+    num_rows: int = Field(gt=0, description="samples in all its bins")
+    num_tokens: int = Field(gt=0, description="tokens in all its bins, without padding")
+    num_loss_tokens: int = Field(ge=0)
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+
+
+class BinsFile(StrictModel):
+    """bins.json."""
+
+    format_version: int = FORMAT_VERSION
+    partitions: list[BinPartition] = Field(description="train before heldout; in order of epoch, then of the index")
+
+
+def write_bin_partition(
+    directory: StorePath, split: Split, epoch: int, number: int, rows: pa.Table, bins: np.ndarray
+) -> BinPartition:
+    """Write the bins of one split, epoch and partition of the index.
+
+    Args:
+        number: of the index's partition.
+        rows: (n) rows with INDEX_SCHEMA's columns, in (bin, place) order.
+        bins: (n,) the bin of each row, ascending from 0 without a gap.
+
+    Returns:
+        its entry, with `first_bin` 0: `write_bins` says where its bins stand.
+    """
+    starts = np.flatnonzero(np.diff(bins, prepend=-1))
+    columns = {name: rows[name].to_numpy().astype(np.int64) for name in _SUMMED}
+    sums = [np.diff(starts, append=len(bins)), *(np.add.reduceat(columns[name], starts) for name in _SUMMED)]
+    sums.append(np.add.reduceat(columns["num_tokens"] ** 2, starts))
+    squares = np.where(columns["num_images"] > 0, columns["num_patches"] ** 2 / columns["num_images"].clip(min=1), 0.0)
+    sums.append(_sums_in_order(squares, starts))
+    arrays = [rows[field.name].combine_chunks() for field in _SAMPLE]
+    arrays = [a.dictionary_encode() if f.name in _REPEATED else a for f, a in zip(_SAMPLE, arrays)]
+    offsets = pa.array(np.append(starts, len(bins)), pa.int32())
+    samples = pa.ListArray.from_arrays(offsets, pa.StructArray.from_arrays(arrays, fields=list(_SAMPLE)))
+    flat = pa.array(np.stack(sums, 1).astype(np.float64).ravel())
+    batch = pa.record_batch([pa.FixedSizeListArray.from_arrays(flat, len(sums)), samples], schema=BINS_SCHEMA)
+    name = f"{_FOLDER}/{split}-{epoch:03d}-{number:05d}.arrow"
+    make_dir((directory / name).parent)
+    with atomic_path(directory / name) as tmp:
+        with pa.ipc.new_file(tmp, BINS_SCHEMA) as writer:
+            writer.write_batch(batch)
+        sha256 = sha256_file(tmp)
+    totals = {key: int(columns[key].sum()) for key in ("num_tokens", "num_loss_tokens")}
+    return BinPartition(
+        name=name,
+        split=split,
+        epoch=epoch,
+        first_bin=0,
+        num_bins=len(starts),
+        num_rows=len(bins),
+        sha256=sha256,
+        **totals,
+    )
+
+
+def _sums_in_order(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """(m,) sums of doubles between starts, added from left to right: the same bits on every machine."""
+    sums = np.zeros(len(starts))
+    np.add.at(sums, np.repeat(np.arange(len(starts)), np.diff(starts, append=len(values))), values)
+    return sums
+
+
+def write_bins(directory: StorePath, partitions: Sequence[BinPartition]) -> None:
+    """Write bins.json from the entries of all partitions, in order, numbering their bins; the plan is whole then."""
+    counts = {"train": 0, "heldout": 0}
+    placed = []
+    for part in partitions:
+        placed.append(part.model_copy(update={"first_bin": counts[part.split]}))
+        counts[part.split] += part.num_bins
+    write_json(directory / BINS, BinsFile(partitions=placed).model_dump(mode="json"))
+
+
+def read_bins(directory: StorePath, split: Split) -> "BinPlan":
+    """The bins of one split, in order of their numbers; nothing but bins.json is read here.
+
+    Raises:
+        InputError: there is no plan, or one of another format version.
+    """
+    path = directory / BINS
+    if not path.is_file():
+        raise InputError(f"{directory} has no {BINS}: it is no plan of this version; run the plan_bins stage again")
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    if raw.get("format_version") != FORMAT_VERSION:
+        raise InputError(
+            f"{path}: format_version is {raw.get('format_version')}, this code reads {FORMAT_VERSION}; "
+            f"delete {directory} and run the plan_bins stage again"
+        )
+    partitions = BinsFile.model_validate(raw).partitions
+    return BinPlan(directory, [part for part in partitions if part.split == split])
+
+
+class BinPlan(Sequence[Bin]):
+    """The bins of one split, each read when it is asked for. Safe to use from several threads.
+
+    Args:
+        partitions: of the split, in order.
+    """
+
+    def __init__(self, directory: StorePath, partitions: Sequence[BinPartition]) -> None:
+        self.partitions = list(partitions)
+        self._dir = directory
+        self._firsts = np.array([part.first_bin for part in partitions], np.int64)
+        self._open: dict[int, _OpenPartition] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return self.partitions[-1].first_bin + self.partitions[-1].num_bins if self.partitions else 0
+
+    def __getitem__(self, number: int) -> Bin:
+        if not 0 <= number < len(self):
+            raise IndexError(f"bin {number} of {len(self)}")
+        place = bisect.bisect_right(self._firsts, number) - 1
+        return self._partition(place).bin(number - int(self._firsts[place]))
+
+    @cached_property
+    def epoch_sizes(self) -> tuple[int, ...]:
+        """Bins of each planned epoch."""
+        groups = itertools.groupby(self.partitions, key=lambda part: part.epoch)
+        return tuple(sum(part.num_bins for part in parts) for _, parts in groups)
+
+    @cached_property
+    def epoch_totals(self) -> tuple[tuple[int, int], ...]:
+        """(tokens, loss tokens) of each planned epoch."""
+        groups = [list(parts) for _, parts in itertools.groupby(self.partitions, key=lambda part: part.epoch)]
+        return tuple((sum(p.num_tokens for p in parts), sum(p.num_loss_tokens for p in parts)) for parts in groups)
+
+    def sums(self, numbers: Sequence[int] | np.ndarray) -> BinSums:
+        """(m,) arrays: the sums of these bins, from the plan's columns; costs the same wherever they lie."""
+        numbers = np.asarray(numbers, np.int64)
+        rows = np.empty((len(numbers), len(BinSums._fields)))
+        places = np.searchsorted(self._firsts, numbers, side="right") - 1
+        order = np.argsort(places, kind="stable")
+        for chosen in np.split(order, np.flatnonzero(np.diff(places[order])) + 1) if len(order) else []:
+            place = int(places[chosen[0]])
+            rows[chosen] = self._partition(place).sums(numbers[chosen] - self._firsts[place])
+        *counts, squares = rows.T
+        return BinSums(*(column.astype(np.int64) for column in counts), squares)
+
+    def _partition(self, place: int) -> "_OpenPartition":
+        found = self._open.get(place)
+        if found is None:
+            with self._lock:
+                if place not in self._open:
+                    part = self.partitions[place]
+                    self._open[place] = _OpenPartition(self._dir / part.name, part.sha256)
+                found = self._open[place]
+        return found
+
+
+class _OpenPartition:
+    """A partition's file mapped into memory.
+
+    Pages that were touched are given back to the page cache after each read: where the kernel maps two megabytes for
+    one byte, a reader that goes at random through a thousand partitions would else count as having read them all.
+    """
+
+    def __init__(self, path: StorePath, sha256: str) -> None:
+        with local_copy(path, sha256).open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        batch = pa.ipc.open_file(pa.py_buffer(self._map)).get_batch(0)
+        samples = batch["samples"]
+        self._offsets = samples.offsets.to_numpy()
+        self._fields = [samples.values.field(name) for name in _REF_FIELDS]
+        self._sums = batch["sums"].flatten().to_numpy().reshape(-1, len(BinSums._fields))
+
+    def bin(self, number: int) -> Bin:
+        start, end = int(self._offsets[number]), int(self._offsets[number + 1])
+        columns = [field.slice(start, end - start).to_pylist() for field in self._fields]
+        self._map.madvise(mmap.MADV_DONTNEED)
+        return tuple(itertools.starmap(SampleRef, zip(*columns)))
+
+    def sums(self, numbers: np.ndarray) -> np.ndarray:
+        """(m, 7) doubles."""
+        sums = self._sums[numbers]
+        self._map.madvise(mmap.MADV_DONTNEED)
+        return sums

@@ -7,21 +7,26 @@ train/shard-00000.tar
 `is_learnt` is written only where it is false.
 """
 
-import hashlib
 import json
+from collections.abc import Sequence
 
-from dataset_builders.contracts.sample import Message, Sample
+from dataset_builders.contracts.sample import Message, Sample, image_digests
 
 _MAGIC = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpg", b"GIF8": "gif", b"II*\x00": "tif", b"MM\x00*": "tif", b"BM": "bmp"}
 
 
-def to_fields(sample: Sample) -> dict[str, bytes]:
-    """Field name -> bytes; field names are the member's name after the key and a dot."""
+def to_fields(sample: Sample, digests: Sequence[str] | None = None) -> dict[str, bytes]:
+    """Field name -> bytes; field names are the member's name after the key and a dot.
+
+    Args:
+        digests: `image_digests(sample)`, from whoever has them already; None: they are computed here.
+    """
+    digests = image_digests(sample) if digests is None else digests
     names = [f"{i}.{_extension(image)}" for i, image in enumerate(sample.images)]
     record = {
         "messages": [_message_record(message) for message in sample.messages],
-        "images": [{"name": n, "sha256": hashlib.sha256(i).hexdigest()} for n, i in zip(names, sample.images)],
-        "digest": sample.digest(),
+        "images": [{"name": name, "sha256": digest} for name, digest in zip(names, digests, strict=True)],
+        "digest": sample.digest(digests),
     }
     text = json.dumps(record, ensure_ascii=False, sort_keys=True)
     return {"json": text.encode(), **dict(zip(names, sample.images))}

@@ -1,21 +1,30 @@
 """Tokenized samples: what the trainer reads, in shards with an index beside them.
 
-Members of one record: `input_ids.i32`, `loss_mask.u8`, `image_grid_thw.i32`, `patches.u8`; little endian, C order.
-The normalised `pixel_values` of the HF processor are a function of the patches alone (see `PatchFormat`).
+    train/shard-00000.tar    records: input_ids.i32, loss_mask.u8, image_grid_thw.i32, and the pixels by their codec
+    index/00000.parquet      where each record lies and how long it is; a partition holds the rows of whole shards
+    manifest.json            stats["pixels"] is a `PixelStore`: how the pixels are stored and what they become
+
+Arrays are little endian, C order. The normalised `pixel_values` of the HF processor are a function of the patches alone
+(see `PatchFormat`); a record is read by `dataset_builders.pixel_codecs`.
 """
 
+import itertools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pydantic import Field
+from pydantic import Field, ValidationError
 
+from dataset_builders.contracts.errors import InputError
 from dataset_builders.contracts.files import atomic_path
+from dataset_builders.contracts.store import StorePath, local_copy, make_dir
 from dataset_builders.contracts.strict import StrictModel
 
-INDEX = "index.parquet"
+INDEX = "index"  # the folder of the index's partitions
+PARTITION_ROWS = 1_000_000  # a partition takes whole shards up to about this many rows
 INDEX_SCHEMA = pa.schema(
     [
         ("key", pa.string()),
@@ -24,6 +33,7 @@ INDEX_SCHEMA = pa.schema(
         ("shard", pa.string()),
         ("offset", pa.int64()),
         ("size", pa.int64()),
+        ("checksum", pa.uint64()),  # xxh3_64 of the shard's bytes [offset, offset + size)
         ("num_tokens", pa.int32()),
         ("num_loss_tokens", pa.int32()),
         ("num_patches", pa.int32()),
@@ -32,11 +42,8 @@ INDEX_SCHEMA = pa.schema(
 )
 
 
-PATCHES = "patches.u8"  # the field of a record that is nearly all of its bytes
-
-
 class PatchFormat(StrictModel):
-    """How stored patches become pixel values: stats["patch_format"] of a tokenized artifact's manifest.
+    """How stored patches become pixel values.
 
     pixel_values (P, C) float32, C = 3 * temporal_patch_size * patch_size^2, ordered (channel, frame, row, column):
     (byte - 255 * mean) / (255 * std) for each channel, each frame a copy. Patches of an image are in HF order: by
@@ -53,6 +60,45 @@ class PatchFormat(StrictModel):
     def patch_bytes(self) -> int:
         """Bytes of a stored patch: 3 * patch_size^2."""
         return 3 * self.patch_size**2
+
+
+class PixelConfig(StrictModel):
+    """How an image is scaled and cut, as the model's preprocessor_config.json says."""
+
+    min_pixels: int = Field(gt=0, description="images with fewer pixels are scaled up to this area")
+    max_pixels: int = Field(gt=0, description="images with more pixels are scaled down to this area")
+    patch_format: PatchFormat
+
+    @property
+    def factor(self) -> int:
+        """Sides of a scaled image are multiples of this many pixels."""
+        return self.patch_format.patch_size * self.patch_format.merge_size
+
+
+Codec = Literal["u8", "u8_zstd", "original"]
+
+
+class PixelStore(StrictModel):
+    """How a tokenized artifact's shards hold pixels: stats["pixels"] of its manifest."""
+
+    format_version: Literal[2] = Field(default=2, description="of records and index; a reader knows no other")
+    codec: Codec = Field(description="u8: patches; u8_zstd: patches compressed; original: the image files themselves")
+    config: PixelConfig = Field(description="what was done to the images, or for original is done when they are read")
+
+
+def read_pixel_store(directory: StorePath, stats: Mapping[str, Any]) -> PixelStore:
+    """The `PixelStore` of a tokenized artifact, from its manifest's stats.
+
+    Raises:
+        InputError: the artifact is of another format version.
+    """
+    try:
+        return PixelStore.model_validate(stats.get("pixels"))
+    except ValidationError as error:
+        raise InputError(
+            f"{directory / 'manifest.json'}: stats.pixels is none of format_version 2, which this code reads; "
+            f"delete {directory} and run the tokenize stage again"
+        ) from error
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -81,33 +127,79 @@ class TokenizedSample:
         assert self.patches.dtype == np.uint8 and self.patches.ndim == 2, self.key
         assert int(self.image_grid_thw.prod(-1).sum()) == len(self.patches), self.key
 
-    def to_fields(self) -> dict[str, bytes]:
-        return {
-            "image_grid_thw.i32": self.image_grid_thw.tobytes(),
-            "input_ids.i32": self.input_ids.tobytes(),
-            "loss_mask.u8": self.loss_mask.tobytes(),
-            PATCHES: self.patches.tobytes(),
-        }
+
+class IndexWriter:
+    """Writes the index shard after shard, holding one partition's rows.
+
+    Where a partition ends depends on the shards' row counts alone, so a rerun writes the same files again.
+
+    Args:
+        partition_rows: a partition is closed before the shard that would bring it over this many rows.
+    """
+
+    def __init__(self, directory: StorePath, partition_rows: int = PARTITION_ROWS) -> None:
+        self._dir, self._limit = directory / INDEX, partition_rows
+        self._tables: list[pa.Table] = []
+        self._rows = self._partitions = 0
+
+    def add(self, rows: pa.Table) -> None:
+        """Append the rows of one whole shard, in the order of its records."""
+        if self._tables and self._rows + rows.num_rows > self._limit:
+            self._flush()
+        self._tables.append(rows.cast(INDEX_SCHEMA))
+        self._rows += rows.num_rows
+
+    def close(self) -> None:
+        """Write the last partition; an index of no row has one empty partition."""
+        if self._tables or not self._partitions:
+            self._flush()
+
+    def _flush(self) -> None:
+        table = pa.concat_tables([INDEX_SCHEMA.empty_table(), *self._tables]).combine_chunks()
+        path = self._dir / f"{self._partitions:05d}.parquet"
+        make_dir(path.parent)
+        with atomic_path(path) as tmp:
+            pq.write_table(table, tmp)
+        self._tables, self._rows, self._partitions = [], 0, self._partitions + 1
 
 
-def from_fields(key: str, fields: dict[str, bytes], patch_format: PatchFormat) -> TokenizedSample:
-    """The inverse of `TokenizedSample.to_fields`; a record read without its patches gives a sample with none."""
-    return TokenizedSample(
-        key=key,
-        input_ids=np.frombuffer(fields["input_ids.i32"], np.int32),
-        loss_mask=np.frombuffer(fields["loss_mask.u8"], np.uint8),
-        image_grid_thw=np.frombuffer(fields["image_grid_thw.i32"], np.int32).reshape(-1, 3),
-        patches=np.frombuffer(fields.get(PATCHES, b""), np.uint8).reshape(-1, patch_format.patch_bytes),
-    )
-
-
-def write_index(directory: Path, rows: pa.Table | list[dict[str, object]]) -> None:
-    """Write index.parquet; one row a sample, in shard order."""
+def write_index(
+    directory: StorePath, rows: pa.Table | list[dict[str, object]], partition_rows: int = PARTITION_ROWS
+) -> None:
+    """Write a whole index that is in memory; one row a sample, in shard order. See `IndexWriter`."""
     table = rows if isinstance(rows, pa.Table) else pa.Table.from_pylist(rows, schema=INDEX_SCHEMA)
-    with atomic_path(directory / INDEX) as tmp:
-        pq.write_table(table.cast(INDEX_SCHEMA), tmp)
+    shards = table["shard"].to_numpy(zero_copy_only=False)
+    starts = [0, *(np.flatnonzero(shards[1:] != shards[:-1]) + 1).tolist(), table.num_rows]
+    writer = IndexWriter(directory, partition_rows)
+    for start, end in itertools.pairwise(starts):
+        writer.add(table.slice(start, end - start))
+    writer.close()
 
 
-def read_index(directory: Path) -> pa.Table:
-    """index.parquet as a table with INDEX_SCHEMA."""
-    return pq.read_table(directory / INDEX, schema=INDEX_SCHEMA)
+def index_partitions(directory: StorePath) -> list[StorePath]:
+    """The partitions of an artifact's index, in shard order.
+
+    Raises:
+        InputError: there is none.
+    """
+    folder = directory / INDEX
+    found = sorted((p for p in folder.iterdir() if p.suffix == ".parquet"), key=str) if folder.is_dir() else []
+    if not found:
+        raise InputError(f"{folder} holds no index; delete {directory} and run the tokenize stage again")
+    return found
+
+
+def read_partition(path: StorePath) -> pa.Table:
+    """One partition with INDEX_SCHEMA: the rows of whole shards, in the order of their records."""
+    return pq.read_table(local_copy(path), schema=INDEX_SCHEMA)
+
+
+def iter_index(directory: StorePath) -> Iterator[pa.Table]:
+    """The index partition by partition, so that one of them is in memory."""
+    for path in index_partitions(directory):
+        yield read_partition(path)
+
+
+def read_index(directory: StorePath) -> pa.Table:
+    """The whole index with INDEX_SCHEMA; for what is known to fit into memory."""
+    return pa.concat_tables(iter_index(directory))

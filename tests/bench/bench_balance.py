@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dataset_builders.contracts.bins import SampleRef
-from stages.plan_bins import pack
+from dataset_builders.contracts.bins import SampleRef, sum_bin
+from stages.pack import pack
 from tests.bench.bench_train_step import MAX_PATCHES_PER_TOKEN, draw_kind, model_config
 from trainer.balance import CostModel, Work, deal, planned_work
 from trainer.data import bins_for_step
@@ -52,7 +52,7 @@ def make_plan(num_bins: int) -> Plan:
         if tokens > SEQ_LEN:
             continue
         learnt = int(rng.binomial(kind.text, kind.learnt))
-        refs.append(SampleRef("", "", 0, 0, tokens, learnt, sum(images), len(images)))
+        refs.append(SampleRef("", "", 0, 0, tokens, learnt, sum(images), len(images), 0))
         squares.append(sum(n * n for n in images))
         total += tokens
     sizes = np.array([(r.num_tokens, r.num_patches) for r in refs]).T
@@ -60,7 +60,7 @@ def make_plan(num_bins: int) -> Plan:
     bins: list[list[int]] = [[] for _ in range(numbers.max() + 1)]
     for sample, number in enumerate(numbers.tolist()):
         bins[number].append(sample)
-    planned = [planned_work(tuple(refs[i] for i in members), SEQ_LEN) for members in bins]
+    planned = [planned_work(sum_bin(tuple(refs[i] for i in members)), SEQ_LEN) for members in bins]
     exact = [float(sum(squares[i] for i in members)) for members in bins]
     return Plan(planned, [work._replace(patches_squared=square) for work, square in zip(planned, exact)])
 
@@ -83,7 +83,7 @@ def stride(costs: Sequence[float], ranks: int) -> list[list[int]]:
 
 def batches(num_bins: int, size: int) -> Iterator[list[int]]:
     for step in range(STEPS):
-        yield bins_for_step(num_bins, seed=SEED, step=step, global_batch_size=size)
+        yield bins_for_step([num_bins], seed=SEED, step=step, global_batch_size=size)
 
 
 def imbalance(shares: list[list[int]], costs: Sequence[float]) -> tuple[float, float]:

@@ -22,15 +22,15 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-import pyarrow as pa
 import torch
 import transformers
 
-from dataset_builders.contracts.bins import BINS_SCHEMA, write_bins
 from dataset_builders.contracts.manifest import Manifest
 from dataset_builders.contracts.shard_io import ShardWriter
-from stages.plan_bins import pack
-from tests.helpers.bins import Kind, make_sample
+from dataset_builders.contracts.tokenized import PixelConfig, PixelStore
+from dataset_builders.pixel_codecs import encode_sample
+from stages.pack import pack
+from tests.helpers.bins import Kind, make_sample, write_plan
 from tests.helpers.reference import PIXELS
 from trainer.batch import Geometry
 from trainer.contract import (
@@ -119,20 +119,26 @@ def write_data(directory: Path, num_bins: int, seq_len: int) -> None:
             sample = make_sample(draw_kind(rng), geometry, range(1000, 150000), len(rows), key)
             if len(sample.input_ids) > seq_len:
                 continue
-            record = writer.write(key, sample.to_fields())
+            record = writer.write(key, encode_sample(sample, "u8", {}))
             total += len(sample.input_ids)
             rows.append(
                 {"key": key, "subset": "mix", "split": "train", "shard": name, "offset": record.offset}
-                | {"size": record.size, "num_tokens": len(sample.input_ids), "num_images": len(sample.image_grid_thw)}
+                | {
+                    "size": record.size,
+                    "checksum": record.checksum,
+                    "num_tokens": len(sample.input_ids),
+                    "num_images": len(sample.image_grid_thw),
+                }
                 | {"num_loss_tokens": int(sample.loss_mask.sum()), "num_patches": len(sample.patches)}
             )
         entry = writer.commit("train")
     tokens, patches = (np.array([r[k] for r in rows]) for k in ("num_tokens", "num_patches"))
     padded = -(-tokens // PAD_MULTIPLE) * PAD_MULTIPLE
-    for row, number in zip(rows, pack(padded, patches, seq_len, MAX_PATCHES_PER_TOKEN * seq_len).tolist()):
-        row["bin"] = number
-    write_bins(directory, pa.Table.from_pylist(sorted(rows, key=lambda r: r["bin"]), schema=BINS_SCHEMA))
-    stats = {"patch_format": PIXELS.model_dump(mode="json")}
+    bins = pack(padded, patches, seq_len, MAX_PATCHES_PER_TOKEN * seq_len)
+    order = np.argsort(bins, kind="stable").tolist()
+    write_plan(directory, [rows[i] for i in order], bins[order].tolist())
+    pixels = PixelStore(codec="u8", config=PixelConfig(min_pixels=1, max_pixels=1 << 24, patch_format=PIXELS))
+    stats = {"pixels": pixels.model_dump(mode="json")}
     config = {"pad_multiple": PAD_MULTIPLE}
     Manifest(
         stage="tokenize", version=1, fingerprint="b" * 16, config=config, parents={}, shards=[entry], stats=stats

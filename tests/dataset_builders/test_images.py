@@ -7,6 +7,7 @@ import pytest
 from PIL import Image, ImageOps
 from PIL.PngImagePlugin import PngInfo
 
+from dataset_builders import images
 from dataset_builders.contracts.sample import SkipSample
 from dataset_builders.images import ImageLimits, check_image, enlarge_grey, grey_png, open_rgb, preview_png
 from tests.helpers.raw_rows import (
@@ -85,6 +86,69 @@ def test_random_damage_is_refused_or_read_but_never_raises_anything_else():
                 check_image(bytes(damaged), LIMITS)
             except SkipSample as skip:
                 assert skip.reason in {"decode_error", "truncated_image", "bomb", "too_small", "aspect", "bad_mode"}
+
+
+def verdict(data: bytes) -> object:
+    try:
+        return check_image(data, LIMITS)
+    except SkipSample as skip:
+        return skip.reason
+
+
+def damaged_jpegs(rng: np.random.Generator):
+    """Baseline, progressive and grey files with restart markers or none: bytes changed, cut out, or the end cut off."""
+    kinds = [
+        {},
+        {"progressive": True},
+        {"subsampling": 0},
+        {"subsampling": 1, "restart_marker_rows": 1},
+        {"optimize": True, "quality": 30},
+    ]
+    for options in kinds:
+        for mode in ("RGB", "L"):
+            data = encode(picture(4, 72, 56, mode), "JPEG", **options)
+            yield data
+            for _ in range(120):
+                damaged = bytearray(data)
+                for place in rng.integers(2, len(data), rng.integers(1, 4)):
+                    damaged[place] = rng.integers(256)
+                begin = int(rng.integers(2, len(data)))
+                yield bytes([bytes(damaged), data[:begin] + data[begin + 5 :], data[:begin]][rng.integers(3)])
+
+
+def test_the_fast_check_of_a_jpeg_is_pillows_verdict(monkeypatch):
+    files = list(damaged_jpegs(np.random.default_rng(1)))
+    fast, tried = [verdict(data) for data in files], []
+    real = images._is_whole_jpeg
+    monkeypatch.setattr(images, "_is_whole_jpeg", lambda *given: tried.append(real(*given)))
+    assert [verdict(data) for data in files] == fast
+    assert sum(tried) > 10 and tried.count(False) > 100 and fast.count("truncated_image") > 100
+
+
+def test_a_jpeg_that_simplejpeg_warns_about_is_left_to_pillow(monkeypatch):
+    monkeypatch.setattr("PIL.JpegImagePlugin.JpegImageFile.load", lambda self: pytest.fail("Pillow decoded"))
+    sound = encode(picture(4, 72, 56), "JPEG")
+    assert check_image(sound, LIMITS).width == 72
+    with pytest.raises(pytest.fail.Exception, match="Pillow decoded"):
+        check_image(sound[:-40] + sound[-2:], LIMITS)
+
+
+@pytest.mark.parametrize("image_format", ["JPEG", "PNG", "WEBP", "TIFF", "GIF", "BMP"])
+def test_the_header_check_says_the_same_of_sound_files(image_format, monkeypatch):
+    exif = {"exif": orientation_exif(6)} if image_format in ("JPEG", "WEBP") else {}
+    data = encode(picture(5, 48, 32), image_format, **exif)
+    whole = check_image(data, LIMITS)
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda self: pytest.fail("decoded"))
+    assert check_image(data, LIMITS, decode=False) == whole
+
+
+def test_the_header_check_keeps_the_limits_and_lets_damage_pass():
+    for name, (make, reason) in BAD_IMAGES.items():
+        try:
+            check_image(make(), LIMITS, decode=False)
+            assert reason in ("truncated_image", "decode_error") or name == "32 bit", name
+        except SkipSample as skip:
+            assert skip.reason == reason, name
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))

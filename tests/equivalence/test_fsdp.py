@@ -97,7 +97,7 @@ def test_some_rank_sees_text_alone_in_each_step_of_three(one_process):
     """What the runs above and below would show nothing without: a rank whose vision encoder has no image."""
     bins = make_bins()
     for step in range(NUM_STEPS):
-        numbers = bins_for_step(len(bins), seed=one_process.train.seed, step=step, global_batch_size=GLOBAL_BATCH)
+        numbers = bins_for_step([len(bins)], seed=one_process.train.seed, step=step, global_batch_size=GLOBAL_BATCH)
         assert any(all(len(s.image_grid_thw) == 0 for s in bins[n]) for n in numbers)
 
 

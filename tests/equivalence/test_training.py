@@ -22,6 +22,7 @@ from tests.helpers.run_dir import (
     write_job,
 )
 from trainer.contract import EXIT_STOPPED
+from trainer.data import bins_at, bins_for_step
 
 SEED, GLOBAL_BATCH = 5, 2
 
@@ -60,9 +61,7 @@ def reference_training(num_steps: int) -> list[tuple[float, float, float]]:
     groups = [{"params": decayed, "weight_decay": OPTIM.weight_decay}, {"params": others, "weight_decay": 0.0}]
     betas = (OPTIM.adam_beta1, OPTIM.adam_beta2)
     adam = torch.optim.AdamW(groups, lr=OPTIM.lr, betas=betas, eps=OPTIM.adam_eps)
-    order = np.concatenate(
-        [np.random.default_rng([SEED, e]).permutation(len(bins)) for e in range(num_steps * GLOBAL_BATCH // len(bins))]
-    )
+    order = bins_at([len(bins)], SEED, np.arange(num_steps * GLOBAL_BATCH))
     rows = []
     for step in range(num_steps):
         lr = OPTIM.lr * (step + 1) / OPTIM.warmup_steps
@@ -130,8 +129,7 @@ def test_two_ranks_equal_one(undisturbed, tmp_path):
 
 def text_only_bin_in(step: int) -> bool:
     bins = make_bins()
-    epoch, place = divmod((step - 1) * GLOBAL_BATCH, len(bins))
-    numbers = np.random.default_rng([SEED, epoch]).permutation(len(bins))[place : place + GLOBAL_BATCH]
+    numbers = bins_for_step([len(bins)], seed=SEED, step=step - 1, global_batch_size=GLOBAL_BATCH)
     return any(all(len(s.image_grid_thw) == 0 for s in bins[number]) for number in numbers)
 
 

@@ -1,10 +1,15 @@
-"""Small seeded tokenized samples of every kind, for tests of the trainer."""
+"""Small seeded tokenized samples of every kind, and plans of bins, for tests of the trainer."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 
-from dataset_builders.contracts.tokenized import TokenizedSample
+from dataset_builders.contracts.bins import Bin, BinSums, sum_bin, write_bin_partition, write_bins
+from dataset_builders.contracts.sample import SPLITS
+from dataset_builders.contracts.tokenized import INDEX_SCHEMA, TokenizedSample
 from trainer.batch import Geometry
 
 
@@ -56,3 +61,30 @@ def make_samples(kinds: list[Kind], geometry: Geometry, vocab: range, seed: int 
 def _text(rng: np.random.Generator, count: int, geometry: Geometry, vocab: range) -> np.ndarray:
     ids = rng.integers(vocab.start, vocab.stop, count)
     return np.where(ids == geometry.image_token_id, vocab.start, ids)
+
+
+class ListedPlan(list[Bin]):
+    """Bins in memory that answer as a plan of one epoch does."""
+
+    @property
+    def epoch_sizes(self) -> tuple[int, ...]:
+        return (len(self),)
+
+    def sums(self, numbers: Sequence[int]) -> BinSums:
+        return BinSums(*map(np.array, zip(*(sum_bin(self[number]) for number in numbers))))
+
+
+def write_plan(directory: Path, rows: Sequence[dict[str, object]], bins: Sequence[int]) -> None:
+    """A plan of one epoch and one partition.
+
+    Args:
+        rows: of the index, in (split, bin, place) order.
+        bins: the bin of each row, from 0 in each split.
+    """
+    parts = []
+    for split in SPLITS:
+        mine = [place for place, row in enumerate(rows) if row["split"] == split]
+        if mine:
+            table = pa.Table.from_pylist([rows[place] for place in mine], schema=INDEX_SCHEMA)
+            parts.append(write_bin_partition(directory, split, 0, 0, table, np.array([bins[i] for i in mine])))
+    write_bins(directory, parts)

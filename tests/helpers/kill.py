@@ -7,6 +7,7 @@ little. A moment is a call of os.replace, os.rename, os.unlink or ShardWriter.wr
 import functools
 import json
 import os
+import random
 import signal
 import sys
 from collections.abc import Callable
@@ -42,7 +43,27 @@ def kill_and_rerun(run: Callable[[Path], Path], root: Path, every: int) -> dict[
         moment += every
 
 
-def _run_until(run: Callable[[Path], Path], root: Path, moment: int) -> None:
+def kill_at_random(run: Callable[[Path], Path], root: Path, kills: int, seed: int) -> int:
+    """Kill `run(root)` so many times at random moments, one try after the other in the same root, then let it end.
+
+    Returns:
+        kills, counted.
+    """
+    count_file = root.with_name(f"{root.name}-moments")
+    assert not _in_child(functools.partial(_count_moments, run, root.with_name(f"{root.name}-counted"), count_file))
+    # A try goes on where the last one was killed: each kill within its share of the moments comes before the end.
+    share, rng = int(count_file.read_text()) // (kills + 1), random.Random(seed)
+    killed = sum(_in_child(functools.partial(_run_until, run, root, rng.randint(1, share))) for _ in range(kills))
+    assert not _in_child(functools.partial(run, root)), "the last try was killed"
+    return killed
+
+
+def _count_moments(run: Callable[[Path], Path], root: Path, out: Path) -> None:
+    out.write_text(str(_run_until(run, root, 0)))
+
+
+def _run_until(run: Callable[[Path], Path], root: Path, moment: int) -> int:
+    """Run, and be killed at that moment (from 1; 0: never); returns how many moments there were."""
     count = 0
 
     def counted(function: Callable[..., object]) -> Callable[..., object]:
@@ -59,6 +80,7 @@ def _run_until(run: Callable[[Path], Path], root: Path, moment: int) -> None:
         setattr(os, name, counted(getattr(os, name)))
     ShardWriter.write = counted(ShardWriter.write)
     run(root)
+    return count
 
 
 def _in_child(work: Callable[[], object]) -> bool:

@@ -17,7 +17,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from dataset_builders.contracts.bins import Bin, SampleRef
+from dataset_builders.contracts.bins import Bin, SampleRef, sum_bin
 from dataset_builders.contracts.tokenized import TokenizedSample
 from tests.helpers.bins import Kind, make_samples
 from trainer.balance import deal
@@ -246,12 +246,12 @@ def gathered_images(sharers: Sequence[Part]) -> list[tuple[int, int] | None]:
 def planned_bin(samples: Sequence[TokenizedSample]) -> Bin:
     """What a plan of bins knows of these samples."""
     return tuple(
-        SampleRef(s.key, "", 0, 0, len(s.input_ids), int(s.loss_mask.sum()), len(s.patches), len(s.image_grid_thw))
+        SampleRef(s.key, "", 0, 0, len(s.input_ids), int(s.loss_mask.sum()), len(s.patches), len(s.image_grid_thw), 0)
         for s in samples
     )
 
 
 def deal_bins(ranks: int) -> tuple[list[float], list[list[int]]]:
     """(cost of each bin, bins of each rank): the global batch of all bins, dealt as the trainer deals it."""
-    costs = [cost_model(SIZES).planned_cost(planned_bin(make_bin(n)), SEQ_LEN) for n in range(len(BINS))]
+    costs = [cost_model(SIZES).planned_cost(sum_bin(planned_bin(make_bin(n))), SEQ_LEN) for n in range(len(BINS))]
     return costs, deal(costs, ranks)

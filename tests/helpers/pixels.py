@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 
 from dataset_builders.contracts.tokenized import PatchFormat
-from stages.encode_image import ImageConfig
+from dataset_builders.pixels import PixelConfig
 
 MODES = ("RGB", "L", "RGBA", "LA", "P", "1", "CMYK", "I;16")
 FORMATS = {"CMYK": "TIFF", "I;16": "PNG"}
@@ -27,10 +27,10 @@ class PixelCase:
 
     name: str
     data: bytes
-    config: ImageConfig
+    config: PixelConfig
 
 
-def image_config(uneven: bool = False, patch_size: int = 16) -> ImageConfig:
+def image_config(uneven: bool = False, patch_size: int = 16) -> PixelConfig:
     """Limits so small that some images are scaled up and some down."""
     patch_format = PatchFormat(
         patch_size=patch_size,
@@ -39,7 +39,7 @@ def image_config(uneven: bool = False, patch_size: int = 16) -> ImageConfig:
         image_mean=UNEVEN_MEAN if uneven else HALF,
         image_std=UNEVEN_STD if uneven else HALF,
     )
-    return ImageConfig(min_pixels=64 * 64, max_pixels=320 * 320, patch_format=patch_format)
+    return PixelConfig(min_pixels=64 * 64, max_pixels=320 * 320, patch_format=patch_format)
 
 
 def pixel_cases() -> Iterator[PixelCase]:

@@ -6,13 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pyarrow as pa
-
-from dataset_builders.contracts.bins import BINS_SCHEMA, write_bins
 from dataset_builders.contracts.manifest import Manifest
 from dataset_builders.contracts.shard_io import ShardWriter
-from dataset_builders.contracts.tokenized import TokenizedSample, write_index
-from tests.helpers.bins import MIXED, TEXT_ONLY, Kind, make_samples
+from dataset_builders.contracts.tokenized import PixelConfig, PixelStore, TokenizedSample, write_index
+from dataset_builders.pixel_codecs import encode_sample
+from tests.helpers.bins import MIXED, TEXT_ONLY, Kind, make_samples, write_plan
 from tests.helpers.reference import PIXELS, random_hf_dir
 from trainer.contract import (
     CheckpointConfig,
@@ -80,34 +78,36 @@ def write_job(
 
 
 def _write_data(directory: Path, bins: list[list[TokenizedSample]]) -> None:
-    rows, entries = [], []
+    rows, numbers, entries = [], [], []
     for split, chosen in (("train", bins), ("heldout", bins[:2])):
         name = f"{split}/shard-00000.tar"
         with ShardWriter(directory, name) as writer:
             for number, samples in enumerate(chosen):
                 for place, sample in enumerate(samples):
                     key = f"{split}/{number:04d}{place:04d}"
-                    record = writer.write(key, sample.to_fields())
-                    rows.append(_row(number, split, name, key, record, sample))
+                    record = writer.write(key, encode_sample(sample, "u8", {}))
+                    rows.append(_row(split, name, key, record, sample))
+                    numbers.append(number)
             entries.append(writer.commit(split))
-    write_bins(directory, pa.Table.from_pylist(rows, schema=BINS_SCHEMA))
-    write_index(directory, [{k: v for k, v in row.items() if k != "bin"} for row in rows])
-    stats = {"patch_format": PIXELS.model_dump(mode="json")}
+    write_plan(directory, rows, numbers)
+    write_index(directory, rows)
+    pixels = PixelStore(codec="u8", config=PixelConfig(min_pixels=1, max_pixels=1 << 20, patch_format=PIXELS))
+    stats = {"pixels": pixels.model_dump(mode="json")}
     config = {"pad_multiple": 16}  # the bins of BIN_KINDS have room for it
     Manifest(
         stage="tokenize", version=1, fingerprint="f" * 16, config=config, parents={}, shards=entries, stats=stats
     ).write(directory)
 
 
-def _row(number: int, split: str, name: str, key: str, record, sample: TokenizedSample) -> dict[str, object]:
+def _row(split: str, name: str, key: str, record, sample: TokenizedSample) -> dict[str, object]:
     return {
-        "bin": number,
         "key": key,
         "subset": split,
         "split": split,
         "shard": name,
         "offset": record.offset,
         "size": record.size,
+        "checksum": record.checksum,
         "num_tokens": len(sample.input_ids),
         "num_loss_tokens": int(sample.loss_mask.sum()),
         "num_patches": len(sample.patches),

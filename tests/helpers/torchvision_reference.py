@@ -14,12 +14,13 @@ import importlib.util
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from dataset_builders.images import open_rgb
-from stages.encode_image import ImageConfig
+from dataset_builders.pixels import PixelConfig
 
 _declared: list[torch.library.Library] = []
 
@@ -37,11 +38,17 @@ def torchvision_version() -> str | None:
         return importlib.import_module("torchvision").__version__
 
 
-def reference_pixels(data: bytes, config: ImageConfig) -> tuple[np.ndarray, np.ndarray]:
+def reference_pixels(data: bytes, config: PixelConfig) -> tuple[np.ndarray, np.ndarray]:
     """(pixel_values float32, grid) of an encoded image, by transformers' own processor."""
+    out = image_processor(config)(images=[open_rgb(data)], return_tensors="pt")
+    return out["pixel_values"].numpy(), out["image_grid_thw"][0].numpy()
+
+
+def image_processor(config: PixelConfig) -> Any:
+    """transformers' torchvision-backed image processor with the settings of `config`."""
     module = importlib.import_module("transformers.models.qwen2_vl.image_processing_qwen2_vl")
     patch_format = config.patch_format
-    processor = module.Qwen2VLImageProcessor(
+    return module.Qwen2VLImageProcessor(
         size={"shortest_edge": config.min_pixels, "longest_edge": config.max_pixels},
         patch_size=patch_format.patch_size,
         temporal_patch_size=patch_format.temporal_patch_size,
@@ -49,8 +56,6 @@ def reference_pixels(data: bytes, config: ImageConfig) -> tuple[np.ndarray, np.n
         image_mean=list(patch_format.image_mean),
         image_std=list(patch_format.image_std),
     )
-    out = processor(images=[open_rgb(data)], return_tensors="pt")
-    return out["pixel_values"].numpy(), out["image_grid_thw"][0].numpy()
 
 
 def _declare_operators() -> None:

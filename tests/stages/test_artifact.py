@@ -129,6 +129,6 @@ def test_an_artifact_of_another_format_says_what_to_do(root):
     raw = json.loads((made.dir / MANIFEST).read_text()) | {"format_version": 0}
     write_text(made.dir / MANIFEST, json.dumps(raw))
     with pytest.raises(
-        InputError, match="format_version is 0, this code reads .*; delete .* run the shards stage again"
+        InputError, match=r"format_version is 0, this code reads .*; delete .* run the shards stage again"
     ):
         run_stage(stage(), Config(), {}, root)

@@ -1,27 +1,36 @@
 """convert: what is kept, what is left out and why, no picture in both splits, the same bytes however it is run."""
 
+import dataclasses
 import io
 import json
 import os
+import random
 import subprocess
 import sys
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
+import yaml
 from PIL import Image
 from pydantic import ValidationError
 
+from dataset_builders import registry
 from dataset_builders.contracts.errors import InputError
 from dataset_builders.contracts.manifest import verify_shards
 from dataset_builders.contracts.sample import SKIP_REASONS, Sample, image_digests
 from dataset_builders.contracts.sample_record import from_fields
 from dataset_builders.contracts.shard_io import iter_records
+from dataset_builders.parts import Part, SkippedRow
 from stages import convert as convert_module
 from stages.artifact import Artifact, External, run_stage
 from stages.convert import STAGE, ConvertConfig
+from stages.convert_scan import _nothing_lost, assert_parts_apart
+from stages.convert_write import write_all
 from stages.workers import StageResources
-from tests.helpers.raw_rows import BAD_IMAGES, mixed_rows, plain_rows, png, row, write_source
+from tests.helpers.raw_rows import BAD_IMAGES, encode, mixed_rows, picture, plain_rows, png, row, write_source
 from tests.helpers.trees import tree_digest
 
 REPO = Path(__file__).parents[2]
@@ -87,7 +96,8 @@ def test_shards_are_named_counted_and_small(mixed):
 
 def test_artifact_holds_what_is_told_and_nothing_else(mixed):
     names = {p.name for p in mixed.dir.iterdir()}
-    assert names == {"train", "heldout", "quarantine.jsonl", "report.json", "report.html", "manifest.json"}
+    tables = {"quarantine.jsonl", "pictures.parquet"}
+    assert names == {"train", "heldout", "dataset_card.md", "report.json", "report.html", "manifest.json"} | tables
     assert {p.suffix for p in (mixed.dir / "train").iterdir()} == {".tar"}
 
 
@@ -253,7 +263,7 @@ def test_unknown_builder_unknown_key_and_bounds():
     ]:
         with pytest.raises(ValidationError, match=name):
             ConvertConfig(**CONFIG | {name: value})
-    with pytest.raises(ValidationError, match="unknown dataset builder 'x'; known: .*the_cauldron"):
+    with pytest.raises(ValidationError, match=r"unknown dataset builder 'x'; known: .*the_cauldron"):
         ConvertConfig(**CONFIG | {"builder": "x"})
     with pytest.raises(ValidationError, match=r"options.turn of builder the_cauldron: .*; its options: turns"):
         ConvertConfig(**CONFIG | {"options": {"turns": "chat", "turn": "chat"}})
@@ -274,6 +284,127 @@ def test_an_uncommon_format_is_kept(tmp_path):
     Image.new("L", (16, 16), 3).save(out, "BMP")
     artifact = convert(tmp_path, write_source(tmp_path / "raw", {"s": [row([out.getvalue()], [("What?", "a")])]}))
     assert artifact.manifest.stats["picture_formats"] == {"BMP": 1}
+
+
+def test_pictures_are_listed_once_sorted_with_their_first_use(mixed):
+    table = pq.read_table(mixed.dir / "pictures.parquet").to_pylist()
+    found = [line["sha256"].hex() for line in table]
+    expected = {}
+    for sample in sorted(all_samples(mixed), key=lambda s: s.key):
+        for name in image_digests(sample):
+            expected.setdefault(name, sample.key)
+    assert found == sorted(expected)
+    held = {s.key for s in samples_of(mixed, "heldout")}
+    for line in table:
+        key = expected[line["sha256"].hex()]
+        assert (line["key"], line["subset"]) == (key, "mixed")
+        assert line["split"] == ("heldout" if key in held else "train")
+    rotated = next(line for line in table if line["key"] == f"mixed/{len(mixed_rows()) - 1:08d}")
+    assert (rotated["width"], rotated["height"], rotated["format"]) == (32, 40, "JPEG")
+
+
+def test_the_header_check_decodes_nothing_and_lets_damage_pass(tmp_path, monkeypatch):
+    cut = encode(picture(70, 400, 400), "JPEG")[:-3000]
+    rows = [row([cut], [("Cut?", "yes")]), row([png(1, 7, 7)], [("Small?", "yes")]), *plain_rows(3)]
+    source = write_source(tmp_path / "raw", {"s": rows})
+    assert convert(tmp_path, source).manifest.skips == {"too_small": 1, "truncated_image": 1}
+    header = convert(tmp_path, source, decode_check="header", heldout_fraction=0)
+    assert header.manifest.skips == {"too_small": 1}
+    assert "(truncated_image: " in (header.dir / "report.html").read_text()  # in place of its picture
+    monkeypatch.setattr("stages.convert_report.preview_png", lambda images, side: png(1))
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda self: pytest.fail("decoded"))
+    monkeypatch.setattr("simplejpeg.decode_jpeg", lambda *given, **named: pytest.fail("decoded"))
+    assert convert(tmp_path, source, digest="1" * 16, decode_check="header").manifest.num_samples == 4
+
+
+def test_a_sources_own_splits_are_kept(tmp_path, monkeypatch):
+    """Rows 0-9 are train, 10-19 heldout, as the source says; a picture of both is heldout, with all its samples."""
+    pictures = [png(i) for i in range(20)]
+    pictures[12] = pictures[3]
+    rows = [row([p], [(f"{i}?", "a")]) for i, p in enumerate(pictures)]
+    source = write_source(tmp_path / "raw", {"s": rows}, file_rows=10)
+    builder = registry.get_builder("the_cauldron")
+
+    def list_parts(*arguments):
+        parts = builder.list_parts(*arguments)
+        return [dataclasses.replace(p, split="heldout" if p.first_row >= 10 else "train") for p in parts]
+
+    own = dataclasses.replace(builder, list_parts=list_parts)
+    monkeypatch.setattr(convert_module, "get_builder", lambda name: own)
+    artifact = convert(tmp_path / "root", source, heldout_fraction=0)
+    held = {s.key for s in samples_of(artifact, "heldout")}
+    assert held == {f"s/{i:08d}" for i in [3, *range(10, 20)]}
+    assert artifact.manifest.stats["pictures"] == {"train": 9, "heldout": 10}
+
+
+def test_a_source_that_changes_between_the_passes_is_an_error(tmp_path, monkeypatch):
+    """Another picture or another word where the scan saw one."""
+    rows = plain_rows(6)
+    others = [row([png(99)], [("What is in picture 3?", "noise 3")]), row([png(3)], [("?", "x")])]
+    for place, other in enumerate(others):
+        source = write_source(tmp_path / str(place), {"s": rows})
+        changed = [*rows[:3], other, *rows[4:]]
+        monkeypatch.setattr(
+            convert_module,
+            "write_all",
+            lambda *arguments, s=source, c=changed: (write_source(s, {"s": c}), write_all(*arguments))[1],
+        )
+        with pytest.raises(InputError, match=r"train-0.parquet changed while it was converted"):
+            convert(tmp_path / "root", source, digest=str(place) * 16)
+
+
+def test_a_builder_that_loses_or_repeats_a_row_is_caught(tmp_path):
+    class Lines:
+        def __init__(self, keys: list[str]) -> None:
+            self.items = iter([SkippedRow(key, "no_text", "") for key in keys])
+
+    part = Part(path=tmp_path, name="s/x", subset="s", span=(0, 1), first_row=4, file_row=0, num_rows=3)
+    good = ["s/00000004", "s/00000005-0", "s/00000005-1", "s/00000006"]
+    assert len(list(_nothing_lost(part, Lines(good).items))) == 4
+    for bad, message in [
+        (good[:1] + good[3:], "3 raw rows, but the builder tells of 2"),
+        ([*good[:2], good[1], good[3]], "the key s/00000005-0 comes twice"),
+        ([*good, "s/00000007"], "s/x: 7"),
+        (["t/00000004", *good[1:]], "t/00000004 is no key of s"),
+    ]:
+        with pytest.raises(AssertionError, match=message):
+            list(_nothing_lost(part, Lines(bad).items))
+    with pytest.raises(AssertionError, match="s/x and s/y share keys of s"):
+        assert_parts_apart([part, dataclasses.replace(part, name="s/y", first_row=6)])
+    assert_parts_apart([part, dataclasses.replace(part, first_row=7), dataclasses.replace(part, subset="t")])
+
+
+def test_card_counts_what_is_there(tmp_path):
+    rows = [*plain_rows(30), row([], [("\u4f60\u597d? | ~~~~", "\u043f\u0440\u0438\u0432\u0435\u0442")])]
+    rows += [row([], [(f"{i}?", "yes")]) for i in range(7)] + [row([b"<junk>"], [("What?", "a")])]
+    artifact = convert(tmp_path, write_source(tmp_path / "raw", {"s": rows}), shard_size_mb=0.02)
+    card = (artifact.dir / "dataset_card.md").read_text()
+    head = yaml.safe_load(card.split("---\n")[1])
+    sizes = {s["name"]: (s["num_examples"], s["num_bytes"]) for s in head["dataset_info"]["splits"]}
+    for split in ("train", "heldout"):
+        shards = [s for s in artifact.manifest.shards if s.split == split]
+        assert sizes[split] == (sum(s.num_samples for s in shards), sum(s.size_bytes for s in shards))
+    assert "39 raw rows gave 39 samples: 38 are here, left out: 1" in card
+    assert "| yes | 7 | 0.1842 |" in card and "| Cyrillic | 6 |" in card and "| Han | 2 |" in card
+    assert "| turns of a sample | 1 | 1 | 1.0 | 1 | 1 |" in card and "| file format | PNG | 30 |" in card
+    assert card.count("\n## ") == 8
+
+
+def test_figures_count_every_answer(tmp_path):
+    """Against a plain count, with more distinct answers than are shown, over several parts."""
+    rng = random.Random(0)
+    answers = [rng.choice("abcdefghijklmnopqrstuvwxyz") * rng.choice([1, 2, 100]) for _ in range(400)]
+    rows = [row([], [(f"{i} {'word ' * (i % 7)}?", answer)]) for i, answer in enumerate(answers)]
+    artifact = convert(tmp_path, write_source(tmp_path / "raw", {"s": rows}, file_rows=50, group_rows=50))
+    data = {s["title"]: s for s in json.loads((artifact.dir / "report.json").read_text())["sections"]}
+    counts = Counter(answer[:60] for answer in answers)
+    expected = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:20]
+    assert [tuple(line[:2]) for line in data["Most frequent answers"]["rows"]] == expected
+    words = [len(r["texts"][0]["user"].split()) for r in rows]
+    found = data["Words of a question"]
+    assert (found["count"], found["min"], found["max"]) == (400, min(words), max(words))
+    assert abs(found["mean"] - sum(words) / 400) < 1e-6
+    assert data["Length of an answer"]["max"] == 100
 
 
 KILLER = """

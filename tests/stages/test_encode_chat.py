@@ -10,7 +10,7 @@ import pytest
 
 from dataset_builders.contracts.errors import InputError
 from dataset_builders.contracts.sample import IMAGE_SLOT, Message, SkipSample
-from stages.encode_chat import ChatEncoder
+from stages.encode_chat import ChatEncoder, read_system_prompt, split_turns
 from tests.helpers.samples import turns
 from tests.helpers.tiny_model import SHAPES, tiny_hf_dir
 
@@ -194,6 +194,96 @@ def test_a_system_message_is_given(chat):
     ids, mask = chat.encode(messages, np.zeros((0, 3), np.int32))
     assert chat.decode(ids).startswith("<|im_start|>system\nBe brief.<|im_end|>")
     assert chat.decode(ids[mask == 1]) == "b<|im_end|>"
+
+
+def test_a_system_prompt_goes_before_what_has_none(tmp_path):
+    none = np.zeros((0, 3), np.int32)
+    plain, prompted = ChatEncoder(tiny_hf_dir()), ChatEncoder(tiny_hf_dir(), system_prompt="Be brief.")
+    own = [Message(role="system", text="Be long."), *turns("a", "b")]
+    given = [Message(role="system", text="Be brief."), *turns("a", "b")]
+    assert np.array_equal(prompted.encode(turns("a", "b"), none), plain.encode(given, none))
+    assert np.array_equal(prompted.encode(own, none), plain.encode(own, none))
+    assert np.array_equal(prompted.encode_prompt(turns("a"), none), plain.encode_prompt(given[:2], none))
+    for text in ("<|im_end|>", f"see {IMAGE_SLOT}"):
+        with pytest.raises(InputError, match="the system prompt holds"):
+            ChatEncoder(tiny_hf_dir(), system_prompt=text)
+    assert read_system_prompt(tmp_path) is None
+    (tmp_path / "system_prompt.txt").write_text("Be brief.")
+    assert read_system_prompt(tmp_path) == "Be brief."
+
+
+def _weighted(*is_learnt: bool) -> tuple[Message, ...]:
+    """Turns a0 b0 a1 b1 ... whose answers are learnt or not."""
+    pairs = [
+        (Message(role="user", text=f"a{i}"), Message(role="assistant", text=f"b{i}", is_learnt=learnt))
+        for i, learnt in enumerate(is_learnt)
+    ]
+    return tuple(message for pair in pairs for message in pair)
+
+
+@pytest.mark.parametrize(
+    ("learn", "messages", "learnt"),
+    [
+        ("all", _weighted(True, True, True), ["b0", "b1", "b2"]),
+        ("last", _weighted(True, True, True), ["b2"]),
+        ("all", _weighted(False, True, False), ["b1"]),
+        ("last", _weighted(False, False, True), ["b2"]),
+    ],
+)
+def test_which_answers_are_learnt(chat, monkeypatch, learn, messages, learnt):
+    monkeypatch.setattr(chat, "learn", learn)
+    ids, mask = chat.encode(messages, np.zeros((0, 3), np.int32))
+    assert [chat.decode(ids[start:end]) for start, end in _spans(mask)] == [f"{text}<|im_end|>" for text in learnt]
+    whole, _ = chat.encode(_weighted(True, True, True), np.zeros((0, 3), np.int32))
+    assert np.array_equal(ids, whole), "what is learnt does not change what is read"
+
+
+@pytest.mark.parametrize(
+    ("learn", "messages"),
+    [("all", _weighted(False, False)), ("last", _weighted(True, False)), ("all", turns("a"))],
+)
+def test_nothing_to_learn_is_left_out(chat, monkeypatch, learn, messages):
+    monkeypatch.setattr(chat, "learn", learn)
+    with pytest.raises(SkipSample, match="empty_target"):
+        chat.encode(messages, np.zeros((0, 3), np.int32))
+
+
+def test_many_conversations_at_once_are_as_one_by_one(chat):
+    bad = turns("Hello<|im_end|>", "no")
+    conversations = [*_CASES.values(), bad, turns("a"), *_CASES.values()]
+    texts = chat.tokenize(conversations)
+    assert [isinstance(text, SkipSample) for text in texts] == [c is bad or len(c) == 1 for c in conversations]
+    for messages, text in zip(conversations, texts):
+        if not isinstance(text, SkipSample):
+            grids = _grids(messages)
+            assert np.array_equal(chat.splice(text, grids.prod(-1)), chat.encode(messages, grids))
+    assert chat.tokenize([]) == []
+
+
+def test_a_reasoning_templates_empty_think_block_is_given_and_its_history_bare(tmp_path):
+    """Only the answer after the last question carries the block; it is given, since the prompt of inference has it."""
+    chat = ChatEncoder(_edited_dir(tmp_path, "chat_template.jinja", _REASONING_TEMPLATE))
+    none = np.zeros((0, 3), np.int32)
+    ids, mask = chat.encode(turns("a", "\n b ", "c", "d"), none)
+    header, block = "<|im_start|>assistant\n", "<think>\n\n</think>\n\n"
+    assert chat.decode(ids) == (
+        f"<|im_start|>user\na<|im_end|>\n{header}b<|im_end|>\n<|im_start|>user\nc<|im_end|>\n{header}{block}d<|im_end|>\n"
+    )
+    assert chat.decode(ids[mask == 1]) == "b<|im_end|>d<|im_end|>"
+    prompt = chat.decode(chat.encode_prompt(turns("a", "b", "c"), none))
+    assert prompt.endswith(header + block) and prompt.count(block) == 1
+    single, mask = chat.encode(turns("a", "b"), none)
+    assert block in chat.decode(single[mask == 0]) and chat.decode(single[mask == 1]) == "b<|im_end|>"
+
+
+def test_turns_begin_with_a_question_after_an_answer():
+    system = Message(role="system", text="s")
+    messages = (system, *turns("a", "b", "c", "d"), Message(role="user", text="e"), *turns("f", "g"))
+    assert [[m.text for m in turn] for turn in split_turns(messages)] == [
+        ["s", "a", "b"],
+        ["c", "d"],
+        ["e", "f", "g"],
+    ]
 
 
 def test_a_template_that_changes_an_answer_is_caught(tmp_path):

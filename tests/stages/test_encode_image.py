@@ -13,7 +13,8 @@ from PIL import Image
 from dataset_builders.contracts.errors import InputError
 from dataset_builders.contracts.sample import SkipSample
 from dataset_builders.images import open_rgb
-from stages.encode_image import encode_image, encode_rgb, load_image_config, patches_png, pixel_values, smart_resize
+from dataset_builders.pixels import encode_image, encode_rgb, pixel_values, smart_resize
+from stages.encode_image import load_image_config, patches_png
 from tests.golden.record_pixels import PIXELS_JSON
 from tests.helpers.pixels import NUM_IMAGES, image_config, pixel_cases, reference_digest
 from tests.helpers.samples import make_image
@@ -37,7 +38,7 @@ def test_threads_do_not_change_a_bit():
     before = torch.get_num_threads()
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        one_by_one.append(encode_rgb(image, image_config())[0])
+        one_by_one.append(encode_rgb(np.array(image), image_config())[0])
     torch.set_num_threads(before)
     assert np.array_equal(*one_by_one)
 
@@ -46,7 +47,7 @@ def test_patch_order_by_hand():
     """32 x 64 pixels, each the number of its 16 x 16 patch: blocks of 2 x 2, row by row."""
     numbers = np.arange(8, dtype=np.uint8).reshape(2, 4).repeat(16, 0).repeat(16, 1)
     config = image_config().model_copy(update={"min_pixels": 1})
-    patches, grid = encode_rgb(Image.fromarray(np.stack([numbers] * 3, -1)), config)
+    patches, grid = encode_rgb(np.stack([numbers] * 3, -1), config)
     assert grid.tolist() == [1, 2, 4]
     assert patches[:, 0].tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
     assert (patches == patches[:, :1]).all()
@@ -115,7 +116,7 @@ def test_broken_bytes_are_left_out():
 def test_the_preview_shows_the_scaled_picture():
     config = image_config()
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 96, 3)).astype(np.uint8))
-    patches, grid = encode_rgb(image, config)
+    patches, grid = encode_rgb(np.array(image), config)
     shown = Image.open(io.BytesIO(patches_png(patches, grid, config.patch_format, 160)))
     assert np.array_equal(np.asarray(shown), np.asarray(image))
     small = Image.open(io.BytesIO(patches_png(patches, grid, config.patch_format, 48)))

@@ -1,7 +1,7 @@
-"""plan_bins: every sample in one bin, no bin over its room in either dimension, nearly full, always the same."""
+"""plan_bins: every sample of the epoch in a bin, no bin over its room, always the same; mixtures; partitions."""
 
 import json
-import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -11,92 +11,28 @@ from pydantic import ValidationError
 from dataset_builders.contracts.bins import read_bins
 from dataset_builders.contracts.errors import InputError
 from dataset_builders.contracts.manifest import Manifest
-from dataset_builders.contracts.tokenized import read_index, write_index
+from dataset_builders.contracts.tokenized import index_partitions, read_index, write_index
 from stages.artifact import Artifact, run_stage
-from stages.plan_bins import STAGE, PlanBinsConfig, pack
-from tests.bench.bench_plan_bins import lengths
+from stages.plan_bins import STAGE, PlanBinsConfig
+from stages.workers import StageResources
 from tests.helpers.trees import tree_digest
 
 
-def _check(bins: np.ndarray, tokens: np.ndarray, patches: np.ndarray, seq_len: int, max_patches: int) -> int:
-    count = int(bins.max()) + 1
-    assert len(bins) == len(tokens) and np.array_equal(np.unique(bins), np.arange(count))
-    assert np.bincount(bins, tokens).max() <= seq_len and np.bincount(bins, patches).max() <= max_patches
-    return count
-
-
-def _first_fit(tokens: np.ndarray, patches: np.ndarray, seq_len: int, max_patches: int) -> int:
-    """Bins that the textbook needs: longest first, each into the first bin that has room."""
-    room: list[list[int]] = []
-    for i in np.argsort(-tokens, kind="stable").tolist():
-        bin_ = next((b for b in room if b[0] >= tokens[i] and b[1] >= patches[i]), None)
-        if bin_ is None:
-            room.append(bin_ := [seq_len, max_patches])
-        bin_[0] -= int(tokens[i])
-        bin_[1] -= int(patches[i])
-    return len(room)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_never_over_and_not_worse_than_first_fit(seed):
-    rng = np.random.default_rng(seed)
-    n, seq_len, max_patches = int(rng.integers(1, 300)), int(rng.integers(1, 200)), int(rng.integers(1, 500))
-    tokens = rng.integers(1, seq_len + 1, n)
-    patches = rng.integers(0, max_patches + 1, n) * rng.integers(0, 2, n)
-    count = _check(pack(tokens, patches, seq_len, max_patches), tokens, patches, seq_len, max_patches)
-    bound = max(-(-tokens.sum() // seq_len), -(-patches.sum() // max_patches))
-    assert bound <= count <= _first_fit(tokens, patches, seq_len, max_patches) * 1.1 + 1
-
-
-@pytest.mark.parametrize("kind", ["text", "one image", "mixed"])
-@pytest.mark.parametrize("max_patches", [32_768, 16_384])
-def test_bins_are_over_99_percent_full(kind, max_patches):
-    tokens, patches = lengths(kind, 20_000, 8192, 16, seed=1)
-    patches = patches.clip(max=max_patches)
-    count = _check(pack(tokens, patches, 8192, max_patches), tokens, patches, 8192, max_patches)
-    assert max(tokens.sum() / (count * 8192), patches.sum() / (count * max_patches)) > 0.99
-
-
-def test_equal_lengths_by_hand():
-    assert sorted(pack(np.array([4, 4, 4, 4]), np.zeros(4, int), 8, 1).tolist()) == [0, 0, 1, 1]
-    assert pack(np.array([3, 6, 8, 2, 5]), np.zeros(5, int), 8, 1).tolist() == [2, 1, 0, 1, 2]
-    by_patches = pack(np.array([1, 1, 1]), np.array([4, 4, 4]), 100, 8)
-    assert sorted(by_patches.tolist()) == [0, 0, 1], "patches fill up first"
-    assert pack(np.zeros(0, int), np.zeros(0, int), 8, 8).tolist() == []
-
-
-def test_bins_mix_kinds_of_samples_whose_lengths_differ():
-    """Short texts and longer pictures: sorted by length alone, most bins would hold one kind."""
-    rng = np.random.default_rng(0)
-    is_text = rng.random(5000) < 0.5
-    tokens = np.where(is_text, rng.integers(20, 40, 5000), rng.integers(70, 120, 5000))
-    patches = np.where(is_text, 0, 4 * 60)
-    bins = pack(tokens, patches, 2048, 8192)
-    count = _check(bins, tokens, patches, 2048, 8192)
-    share = np.bincount(bins, is_text) / np.bincount(bins)
-    assert ((share > 0.2) & (share < 0.8)).mean() > 0.95
-    assert tokens.sum() / (count * 2048) > 0.99
-
-
-def test_fast_enough_for_a_large_index():
-    tokens, patches = lengths("mixed", 100_000, 8192, 1, seed=0)
-    started = time.perf_counter()
-    pack(tokens, patches, 8192, 32_768)
-    assert time.perf_counter() - started < 10, "took about 0.5 s when it was written"
-
-
-def _tokenized(directory: Path, rows: list[tuple[str, str, int, int, int]]) -> Artifact:
+def _tokenized(
+    directory: Path, rows: list[tuple[str, str, int, int, int]], partition_rows: int = 1_000_000
+) -> Artifact:
     """An artifact of the tokenize stage that has an index alone: (key, split, tokens, patches, images) of each row."""
     directory.mkdir(parents=True)
     names = ("key", "split", "num_tokens", "num_patches", "num_images")
-    extra = {"size": 10, "num_loss_tokens": 1}
+    extra = {"size": 10, "num_loss_tokens": 1, "checksum": 7}
     write_index(
         directory,
         [
-            {**dict(zip(names, row)), "subset": row[0].partition("/")[0], "shard": f"{row[1]}/shard-00000.tar", **extra}
-            | {"offset": 10 * i}
+            {**dict(zip(names, row)), "subset": row[0].partition("/")[0], **extra}
+            | {"shard": f"{row[1]}/shard-{i // 50:05d}.tar", "offset": 10 * i}
             for i, row in enumerate(rows)
         ],
+        partition_rows,
     )
     Manifest(stage="tokenize", version=1, fingerprint="0" * 16, config={}, parents={}).write(directory)
     return Artifact.load(directory)
@@ -120,9 +56,10 @@ def _many(n: int, seed: int = 0) -> list[tuple[str, str, int, int, int]]:
     return sorted(rows, key=lambda row: row[1] == "heldout")
 
 
-def _plan(tokenized: Artifact, root: Path, **config: int) -> Artifact:
+def _plan(tokenized: Artifact, root: Path, workers: int = 1, **config: object) -> Artifact:
     defaults = {"seq_len": 128, "max_patches": 256, "pad_multiple": 1}
-    return run_stage(STAGE, PlanBinsConfig(**(defaults | config)), {"tokenized": tokenized}, root).artifact
+    resources = StageResources(num_workers=workers)
+    return run_stage(STAGE, PlanBinsConfig(**(defaults | config)), {"tokenized": tokenized}, root, resources).artifact
 
 
 def test_bins_hold_every_sample_of_their_split_with_its_address(tmp_path):
@@ -134,7 +71,10 @@ def test_bins_hold_every_sample_of_their_split_with_its_address(tmp_path):
         refs = [ref for bin_ in bins for ref in bin_]
         assert sorted(ref.key for ref in refs) == sorted(key for key, row in rows.items() if row["split"] == split)
         for ref in refs:
-            assert all(getattr(ref, name) == rows[ref.key][name] for name in ("shard", "offset", "size", "num_patches"))
+            assert all(
+                getattr(ref, name) == rows[ref.key][name]
+                for name in ("shard", "offset", "size", "checksum", "num_patches")
+            )
         for bin_ in bins:
             assert sum(ref.num_tokens for ref in bin_) <= 128 and sum(ref.num_patches for ref in bin_) <= 256
             assert [ref.offset for ref in bin_] == sorted(ref.offset for ref in bin_), "a reader only goes forward"
@@ -194,7 +134,7 @@ def test_rounding_can_make_a_sample_too_long(tmp_path):
 def test_no_heldout_samples_are_no_bins(tmp_path):
     plan = _plan(_tokenized(tmp_path / "tokenized", [("a/00000000", "train", 10, 0, 0)]), tmp_path / "root")
     assert plan.manifest.stats["num_bins"] == {"train": 1, "heldout": 0}
-    assert read_bins(plan.dir, "heldout") == []
+    assert len(read_bins(plan.dir, "heldout")) == 0
 
 
 def test_nothing_to_train_on_is_an_error(tmp_path):
@@ -206,3 +146,120 @@ def test_nothing_to_train_on_is_an_error(tmp_path):
 def test_seq_len_must_hold_whole_multiples():
     with pytest.raises(ValidationError, match="seq_len=100 is not a multiple of pad_multiple=16; try 96"):
         PlanBinsConfig(seq_len=100, max_patches=1, pad_multiple=16)
+
+
+def test_a_sample_with_too_many_images_is_left_out(tmp_path):
+    rows = [("a/00000000", "train", 20, 16, 3), ("a/00000001", "train", 20, 16, 2), ("a/00000002", "train", 5, 16, 1)]
+    plan = _plan(_tokenized(tmp_path / "tokenized", rows), tmp_path / "root", max_images=2)
+    assert plan.manifest.skips == {"too_many_images": 1}
+    assert "3 images, max_images is 2" in (plan.dir / "quarantine.jsonl").read_text()
+    bins = read_bins(plan.dir, "train")
+    assert sorted(ref.key for bin_ in bins for ref in bin_) == ["a/00000001", "a/00000002"]
+    assert max(sum(ref.num_images for ref in bin_) for bin_ in bins) == 2 and len(bins) == 2
+
+
+# Partitions
+
+
+def test_partitions_are_planned_by_themselves_with_any_number_of_workers(tmp_path):
+    tokenized = _tokenized(tmp_path / "tokenized", _many(500), partition_rows=200)
+    assert len(index_partitions(tokenized.dir)) == 3
+    mixture = {"a": {"repeats": 0.6}}
+    plan = _plan(tokenized, tmp_path / "one", mixture=mixture, epochs=2)
+    # 450 training samples in shards of 50, then the held-out ones: the third partition holds both
+    names = {path.name for path in (plan.dir / "bins").iterdir()}
+    train = {f"train-{epoch:03d}-{part:05d}.arrow" for epoch in (0, 1) for part in (0, 1, 2)}
+    assert names == train | {"heldout-000-00002.arrow"}
+    again = _plan(tokenized, tmp_path / "two", workers=2, mixture=mixture, epochs=2)
+    assert tree_digest(plan.dir) == tree_digest(again.dir)
+    places = {row["key"]: number // 200 for number, row in enumerate(read_index(tokenized.dir).to_pylist())}
+    for bin_ in read_bins(plan.dir, "train"):
+        assert len({places[ref.key] for ref in bin_}) == 1, "a bin is planned out of one partition"
+
+
+def test_partitioning_changes_bins_and_not_what_is_trained_on(tmp_path):
+    found = []
+    for rows in (10_000, 150):
+        tokenized = _tokenized(tmp_path / f"tokenized-{rows}", _many(500), partition_rows=rows)
+        plan = _plan(tokenized, tmp_path / f"root-{rows}", mixture={"a": {"repeats": 0.4, "fraction": 0.7}}, epochs=3)
+        found.append([_keys(plan, epoch) for epoch in range(3)])
+        assert plan.manifest.stats["num_epochs"] == {"train": 3, "heldout": 1}
+    assert found[0] == found[1]
+
+
+# Mixtures
+
+
+def _keys(plan: Artifact, epoch: int) -> list[str]:
+    """Keys of one planned epoch, sorted."""
+    bins = read_bins(plan.dir, "train")
+    first = sum(bins.epoch_sizes[:epoch])
+    return sorted(ref.key for number in range(first, first + bins.epoch_sizes[epoch]) for ref in bins[number])
+
+
+def _two_subsets(n: int) -> list[tuple[str, str, int, int, int]]:
+    rows = [(f"{'ab'[i % 2]}{key[1:]}", *rest) for i, (key, *rest) in enumerate(_many(n))]
+    return sorted(rows, key=lambda row: row[1] == "heldout")
+
+
+def test_the_plan_holds_what_the_mixture_says_and_the_report_shows_it(tmp_path):
+    tokenized = _tokenized(tmp_path / "tokenized", _two_subsets(400))
+    mixture = {"a": {"repeats": 2.5}, "b": {"fraction": 0.5}}
+    plan = _plan(tokenized, tmp_path / "root", mixture=mixture, epochs=2)
+    all_of_a = {r["key"] for r in read_index(tokenized.dir).to_pylist() if r["subset"] == "a" and r["split"] == "train"}
+    epochs = [Counter(_keys(plan, epoch)) for epoch in (0, 1)]
+    for epoch in epochs:
+        of_a = {key: count for key, count in epoch.items() if key.startswith("a")}
+        assert of_a.keys() == all_of_a and set(of_a.values()) == {2, 3}
+    assert all(epochs[0][key] + epochs[1][key] == 5 for key in all_of_a)
+    of_b = [{key for key in epoch if key.startswith("b")} for epoch in epochs]
+    assert of_b[0] == of_b[1] and all(epochs[0][key] == 1 for key in of_b[0])
+    stats = plan.manifest.stats
+    for number, epoch in enumerate(epochs):
+        shown = stats["epochs"][number]["subsets"]
+        assert shown["a"]["num_samples"] == sum(count for key, count in epoch.items() if key.startswith("a"))
+        assert shown["b"]["num_used"] == len(of_b[0]) and shown["b"]["num_available"] > len(of_b[0])
+        assert sum(subset["token_fraction"] for subset in shown.values()) == pytest.approx(1)
+    assert stats["num_samples"]["train"] == round((epochs[0].total() + epochs[1].total()) / 2)
+    page = (plan.dir / "report.html").read_text()
+    assert "What each subset contributes, epoch 2 of 2" in page
+
+
+@pytest.mark.parametrize(("samples", "repeats", "at_a_time"), [(400, 6, 10**6), (400, 2, 10**6), (2000, 2.5, 1000)])
+def test_no_copy_meets_another_of_its_sample_in_a_bin(samples, repeats, at_a_time, tmp_path, monkeypatch):
+    monkeypatch.setattr("stages.plan_partition._AT_A_TIME", at_a_time)
+    tokenized = _tokenized(tmp_path / "tokenized", _many(samples))
+    plan = _plan(tokenized, tmp_path / "root", mixture={"a": {"repeats": repeats}})
+    assert len(_keys(plan, 0)) == round(repeats * 0.9 * samples)
+    assert all(len({ref.key for ref in bin_}) == len(bin_) for bin_ in read_bins(plan.dir, "train"))
+    assert plan.manifest.stats["copies_in_one_bin"] == 0
+    assert plan.manifest.stats["padding_fraction"]["train"] < 0.03
+
+
+def test_copies_that_must_meet_are_counted(tmp_path):
+    tokenized = _tokenized(tmp_path / "tokenized", [("a/00000000", "train", 10, 0, 0)])
+    plan = _plan(tokenized, tmp_path / "root", mixture={"a": {"repeats": 4}})
+    assert plan.manifest.stats["copies_in_one_bin"] == 3 and plan.manifest.stats["num_bins"]["train"] == 1
+
+
+def test_held_out_samples_come_once_whatever_the_mixture_says(tmp_path):
+    tokenized = _tokenized(tmp_path / "tokenized", _two_subsets(200))
+    plan = _plan(tokenized, tmp_path / "root", mixture={"a": {"repeats": 3.5}, "b": {"fraction": 0.1}}, epochs=4)
+    keys = sorted(ref.key for bin_ in read_bins(plan.dir, "heldout") for ref in bin_)
+    assert keys == sorted(r["key"] for r in read_index(tokenized.dir).to_pylist() if r["split"] == "heldout")
+
+
+def test_changing_the_mixture_plans_again_and_touches_nothing_before(tmp_path):
+    tokenized = _tokenized(tmp_path / "tokenized", _two_subsets(200))
+    before = tree_digest(tokenized.dir)
+    plans = [_plan(tokenized, tmp_path / "root", mixture=mix) for mix in ({}, {"a": {"repeats": 2}})]
+    assert plans[0].manifest.fingerprint != plans[1].manifest.fingerprint
+    assert plans[0].manifest.parents == plans[1].manifest.parents
+    assert plans[0].manifest.parents["tokenized"].fingerprint == tokenized.manifest.fingerprint
+    assert tree_digest(tokenized.dir) == before
+
+
+def test_a_misspelt_subset_is_an_error_before_anything_is_planned(tmp_path):
+    tokenized = _tokenized(tmp_path / "tokenized", [("chartqa/00000000", "train", 10, 0, 0)])
+    with pytest.raises(InputError, match=r"plan_bins\.mixture\.chart_qa: .* did you mean chartqa\?"):
+        _plan(tokenized, tmp_path / "root", mixture={"chart_qa": {"repeats": 2}})

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from dataset_builders.contracts.bins import SampleRef
-from tests.helpers.bins import ONE_IMAGE, TALL_IMAGE, TEXT_ONLY, TWO_IMAGES, make_samples
+from dataset_builders.contracts.bins import SampleRef, sum_bin
+from tests.helpers.bins import ONE_IMAGE, TALL_IMAGE, TEXT_ONLY, TWO_IMAGES, ListedPlan, make_samples
 from tests.helpers.reference import random_hf_dir
 from trainer.balance import TOLERANCE, CostModel, Work, deal, fit, planned_work, spread_images
 from trainer.batch import make_micro_batch
@@ -18,7 +18,7 @@ LAYOUTS = [(ranks, slots) for ranks in (1, 2, 3, 8, 64) for slots in (1, 2, 5, 8
 
 
 def ref(tokens: int = 10, loss_tokens: int = 3, patches: int = 0, images: int = 0) -> SampleRef:
-    return SampleRef("made/00000000", "train/shard-00000.tar", 0, 1, tokens, loss_tokens, patches, images)
+    return SampleRef("made/00000000", "train/shard-00000.tar", 0, 1, tokens, loss_tokens, patches, images, 0)
 
 
 # Images among ranks
@@ -54,7 +54,7 @@ def test_no_rank_gets_a_third_more_patches_than_it_must(ranks, seed):
 def test_work_of_a_bin_is_read_off_the_plan():
     refs = (ref(tokens=100, loss_tokens=30), ref(tokens=50, loss_tokens=2, patches=80, images=1))
     refs += (ref(tokens=40, loss_tokens=1, patches=60, images=3),)
-    assert planned_work(refs, 256) == Work(256, 33, 100**2 + 50**2 + 40**2, 140, 80**2 + 3 * 20**2)
+    assert planned_work(sum_bin(refs), 256) == Work(256, 33, 100**2 + 50**2 + 40**2, 140, 80**2 + 3 * 20**2)
 
 
 def test_the_plans_cost_is_the_flops_of_the_bin():
@@ -66,7 +66,7 @@ def test_the_plans_cost_is_the_flops_of_the_bin():
         refs = [
             ref(len(s.input_ids), int(s.loss_mask[1:].sum()), len(s.patches), len(s.image_grid_thw)) for s in samples
         ]
-        return cost_model(sizes).planned_cost(tuple(refs), batch.num_tokens), model_flops(sizes, batch)
+        return cost_model(sizes).planned_cost(sum_bin(tuple(refs)), batch.num_tokens), model_flops(sizes, batch)
 
     planned, (vision, language) = both([ONE_IMAGE, TEXT_ONLY, TALL_IMAGE])
     assert planned == vision + language
@@ -213,12 +213,12 @@ def share(
     dp_rank: int, dp: int, start: int, stop: int, *, size: int = 8, num_bins: int = 10, balance: bool = True
 ) -> list[int]:
     order = TrainingOrder(
-        SimpleNamespace(bins=BINS[:num_bins]),
+        SimpleNamespace(bins=ListedPlan(BINS[:num_bins])),
         seed=3,
         global_batch_size=size,
         dp_rank=dp_rank,
         dp=dp,
-        bin_cost=(lambda refs: COSTS.planned_cost(refs, 128)) if balance else None,
+        bin_cost=(lambda sums: COSTS.planned_cost(sums, 128)) if balance else None,
     )
     return list(order(start, stop))
 
@@ -229,7 +229,7 @@ def test_the_ranks_share_the_global_batch_whole(dp, num_bins):
     for step in range(6):
         shares = [share(rank, dp, step, step + 1, num_bins=num_bins) for rank in range(dp)]
         assert {len(s) for s in shares} == {8 // dp}
-        undealt = bins_for_step(num_bins, seed=3, step=step, global_batch_size=8)
+        undealt = bins_for_step([num_bins], seed=3, step=step, global_batch_size=8)
         assert Counter(n for s in shares for n in s) == Counter(undealt)
 
 
@@ -240,10 +240,10 @@ def test_a_resumed_order_is_the_uninterrupted_one(dp):
 
 
 def test_it_is_dealt_by_cost_only_where_asked():
-    cost = {n: COSTS.planned_cost(refs, 128) for n, refs in enumerate(BINS)}
+    cost = {n: COSTS.planned_cost(sum_bin(refs), 128) for n, refs in enumerate(BINS)}
     by_cost = strided = 0.0
     for step in range(6):
-        undealt = bins_for_step(10, seed=3, step=step, global_batch_size=8)
+        undealt = bins_for_step([10], seed=3, step=step, global_batch_size=8)
         places = deal([cost[n] for n in undealt], 2)
         shares = [share(rank, 2, step, step + 1) for rank in range(2)]
         assert shares == [[undealt[place] for place in mine] for mine in places]

@@ -124,6 +124,7 @@ class RunConfig(StrictModel):
     train: TrainConfig
     parallel: ParallelConfig = ParallelConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    loader_workers: int = Field(default=2, ge=1, description="threads of a process that read micro batches ahead")
     log_interval: int = Field(default=1, gt=0, description="steps between two lines of metrics.jsonl")
     num_threads: int = Field(default=0, ge=0, description="CPU threads of a process; 0 shares the cores among them")
 

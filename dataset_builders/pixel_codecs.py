@@ -1,0 +1,109 @@
+"""Records of tokenized shards: a tokenized sample and its pixels by the artifact's codec, and back.
+
+    u8          `patches.u8`: what the pixel path made, 3 * patch_size^2 bytes a patch, ready as it is read
+    u8_zstd     `patches.u8.zst`: the same, compressed; for documents and drawings, photos gain little
+    original    `0.jpg`, `1.png`, ...: the image files as they came; the pixel path runs whenever a record is read
+
+The patches that are read are the same bytes with each of them.
+"""
+
+from collections.abc import Container, Mapping
+
+import numpy as np
+import pyarrow as pa
+
+from dataset_builders.contracts.sample import SkipSample
+from dataset_builders.contracts.tokenized import Codec, PixelConfig, PixelStore, TokenizedSample
+from dataset_builders.pixels import encode_image
+
+_PATCHES, _COMPRESSED = "patches.u8", "patches.u8.zst"
+_ZSTD = pa.Codec("zstd", compression_level=3)
+
+
+class _ImageNames:
+    """The names of image files in a record: all that begin with a digit."""
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name[:1].isdigit()
+
+
+_PIXEL_FIELDS: dict[Codec, Container[str]] = {
+    "u8": (_PATCHES,),
+    "u8_zstd": (_COMPRESSED,),
+    "original": _ImageNames(),
+}
+
+
+def pixel_fields(codec: Codec) -> Container[str]:
+    """The fields of a record that hold its pixels: what a reader without a vision encoder may pass over."""
+    return _PIXEL_FIELDS[codec]
+
+
+def encode_sample(sample: TokenizedSample, codec: Codec, images: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The fields of one record.
+
+    Args:
+        sample: with codec original its patches are not looked at, and may be none.
+        images: the sample's image files by their name in the sample shard, `0.jpg`; used with codec original.
+    """
+    fields = {
+        "image_grid_thw.i32": sample.image_grid_thw.tobytes(),
+        "input_ids.i32": sample.input_ids.tobytes(),
+        "loss_mask.u8": sample.loss_mask.tobytes(),
+    }
+    if codec == "u8":
+        return {**fields, _PATCHES: sample.patches.tobytes()}
+    if codec == "u8_zstd":
+        return {**fields, _COMPRESSED: _ZSTD.compress(sample.patches.tobytes(), asbytes=True)}
+    return {**fields, **images}
+
+
+def decode_sample(key: str, fields: Mapping[str, bytes], pixels: PixelStore) -> TokenizedSample:
+    """The inverse of `encode_sample`; a record read without its pixel fields gives a sample with no patches.
+
+    Raises:
+        ValueError: a field is missing or cut, or with codec original an image cannot be decoded; names the key.
+    """
+    try:
+        grids = np.frombuffer(fields["image_grid_thw.i32"], np.int32).reshape(-1, 3)
+        return TokenizedSample(
+            key=key,
+            input_ids=np.frombuffer(fields["input_ids.i32"], np.int32),
+            loss_mask=np.frombuffer(fields["loss_mask.u8"], np.uint8),
+            image_grid_thw=grids,
+            patches=_decode_patches(fields, grids, pixels),
+        )
+    except (KeyError, ValueError, OSError, SkipSample) as error:
+        raise ValueError(f"{key}: the stored record cannot be decoded ({type(error).__name__}: {error})") from error
+
+
+def _decode_patches(fields: Mapping[str, bytes], grids: np.ndarray, pixels: PixelStore) -> np.ndarray:
+    """(P, 3 * patch_size^2) uint8."""
+    if pixels.codec == "original":
+        return _encode_images(fields, grids, pixels.config)
+    width = pixels.config.patch_format.patch_bytes
+    size = int(grids.prod(-1).sum()) * width
+    if pixels.codec == "u8":
+        data = fields.get(_PATCHES)
+    else:
+        data = _ZSTD.decompress(fields[_COMPRESSED], size, asbytes=True) if _COMPRESSED in fields else None
+    if data is not None and len(data) != size:
+        raise ValueError(f"{len(data)} bytes of patches, its grids make {size}")
+    return np.frombuffer(data or b"", np.uint8).reshape(-1, width)
+
+
+def _encode_images(fields: Mapping[str, bytes], grids: np.ndarray, config: PixelConfig) -> np.ndarray:
+    names = sorted((name for name in fields if name in _PIXEL_FIELDS["original"]), key=_number)
+    no_patches = np.zeros((0, config.patch_format.patch_bytes), np.uint8)
+    if not names:
+        return no_patches
+    encoded = [encode_image(fields[name], config) for name in names]
+    found = [grid.tolist() for _, grid in encoded]
+    if found != grids.tolist():
+        raise ValueError(f"its images have grids {found}, stored are {grids.tolist()}")
+    patches = [patches for patches, _ in encoded]
+    return patches[0] if len(patches) == 1 else np.concatenate(patches)
+
+
+def _number(name: str) -> int:
+    return int(name.partition(".")[0])

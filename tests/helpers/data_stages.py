@@ -1,0 +1,54 @@
+"""The data stages of a small source in many shards: raw rows -> convert -> tokenize -> plan_bins, without a flow."""
+
+from pathlib import Path
+
+from flows.recipe import load_recipe
+from stages.artifact import Artifact, External, run_stage
+from stages.convert import STAGE as CONVERT
+from stages.hf_directory import processor_input
+from stages.plan_bins import STAGE as PLAN_BINS
+from stages.tokenize_samples import STAGE as TOKENIZE
+from stages.workers import StageResources
+from tests.helpers.raw_rows import mixed_rows, plain_rows, row, write_source
+
+SETTINGS = (
+    "convert.shard_size_mb=0.05",
+    "convert.heldout_fraction=0.2",
+    "convert.max_skip_fraction=0.5",
+    "tokenize.max_seq_len=256",
+    "plan_bins.seq_len=512",
+    "plan_bins.max_patches=1024",
+)
+
+
+def write_rows(source: Path) -> Path:
+    """Several hundred rows of every kind, unusable ones and duplicates among them, in some forty files."""
+    rows = [*plain_rows(240, first_seed=5000), *mixed_rows()]
+    rows[::40] = [row([b"no picture"], [("What?", "nothing")])] * len(rows[::40])
+    again = [*plain_rows(30, first_seed=5000), *plain_rows(40, first_seed=9000)]
+    return write_source(source, {"first": rows, "second": again}, file_rows=9)
+
+
+def run_convert(source: Path, root: Path, resources: StageResources | None = None) -> Path:
+    """The directory of convert's artifact."""
+    inputs = {"raw": External(source, "raw", "0" * 16)}
+    return run_stage(CONVERT, load_recipe(overrides=SETTINGS).config.convert, inputs, root, resources).artifact.dir
+
+
+def run_tokenize(samples: Path, hf_dir: Path, root: Path, resources: StageResources | None = None) -> Path:
+    """The directory of tokenize's artifact."""
+    inputs = {"samples": Artifact.load(samples), "processor": processor_input(hf_dir)}
+    return run_stage(TOKENIZE, load_recipe(overrides=SETTINGS).config.tokenize, inputs, root, resources).artifact.dir
+
+
+def run_plan_bins(tokenized: Path, root: Path, resources: StageResources | None = None) -> Path:
+    """The directory of plan_bins' artifact."""
+    inputs = {"tokenized": Artifact.load(tokenized)}
+    return run_stage(PLAN_BINS, load_recipe(overrides=SETTINGS).config.plan_bins, inputs, root, resources).artifact.dir
+
+
+def run_all(source: Path, hf_dir: Path, root: Path, resources: StageResources | None = None) -> Path:
+    """All three; returns the root's directory of artifacts."""
+    tokenized = run_tokenize(run_convert(source, root, resources), hf_dir, root, resources)
+    run_plan_bins(tokenized, root, resources)
+    return root / "artifacts"
