@@ -14,7 +14,8 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from dataset_builders.contracts.sample import IMAGE_SLOT
-from stages.encode_image import encode_image, load_image_config, pixel_values
+from dataset_builders.pixels import encode_image, pixel_values
+from stages.encode_image import load_image_config
 from stages.metrics import exact_match
 
 ATHANOR = Path(sys.executable).parent / "athanor"

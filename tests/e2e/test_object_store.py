@@ -1,0 +1,109 @@
+"""The whole pipeline with source and root in an object store, its connections cut now and then: nothing is faked but
+the store, and what the data stages make there is byte for byte what they make on a disk."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dataset_builders.contracts.manifest import MANIFEST
+from dataset_builders.contracts.store import StorePath, location, relative_name, upload_dir, walk_files
+from flows.recipe import load_recipe
+from stages.artifact import Artifact, External, run_stage
+from stages.convert import STAGE as CONVERT
+from stages.embedded_data import STAGE as EMBEDDED_DATA
+from stages.embedded_data import EmbeddedDataConfig
+from stages.embedded_model import STAGE as EMBEDDED_MODEL
+from stages.hf_directory import processor_input
+from stages.plan_bins import STAGE as PLAN_BINS
+from stages.tokenize_samples import STAGE as TOKENIZE
+from tests.helpers.object_store import BUCKET, CuttingProxy, environment, moto_server
+
+STEPS = ["--set", "train.num_steps=8", "--set", "train.optim.warmup_steps=2", "--set", "train.heldout_interval=4"]
+DATA_STAGES = ("convert", "tokenize", "plan_bins")
+ROOT = f"s3://{BUCKET}/athanor"
+
+
+@pytest.fixture(scope="module")
+def proxy():
+    with moto_server() as address, CuttingProxy(address) as cutting, environment(cutting.address):
+        yield cutting
+
+
+@pytest.fixture(scope="module")
+def raw(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("raw")
+    return run_stage(EMBEDDED_DATA, EmbeddedDataConfig(seed=0), {}, root).artifact.dir
+
+
+def command(root: str, data: str, *more: str) -> list[str]:
+    return [sys.executable, "-m", "flows.cli", "run", "--root", root, "--set", f"data={data}", *STEPS, *more]
+
+
+def athanor(cache: Path, *arguments: str) -> str:
+    done = subprocess.run(arguments, capture_output=True, text=True, env=_environment(cache), timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def _environment(cache: Path) -> dict[str, str]:
+    unset = ("PREFECT_API_URL", "MLFLOW_TRACKING_URI", "PREFECT_HOME")
+    return {k: v for k, v in os.environ.items() if k not in unset} | {"ATHANOR_CACHE_DIR": str(cache)}
+
+
+def make_locally(raw: Path, root: Path) -> None:
+    """The data stages of the default recipe on a disk."""
+    config, source = load_recipe().config, {"raw": External(raw, "raw", "0" * 16)}
+    hf_dir = run_stage(EMBEDDED_MODEL, config.model, source, root).artifact.dir / "hf"
+    samples = run_stage(CONVERT, config.convert, source, root).artifact
+    inputs = {"samples": samples, "processor": processor_input(hf_dir)}
+    tokenized = run_stage(TOKENIZE, config.tokenize, inputs, root).artifact
+    run_stage(PLAN_BINS, config.plan_bins, {"tokenized": tokenized}, root)
+
+
+def files_of(root: StorePath, stage: str) -> dict[str, bytes]:
+    """Name below the stage's folder, with the fingerprint in it -> bytes."""
+    folder = root / "artifacts" / stage
+    return {relative_name(file, folder): file.read_bytes() for file in walk_files(folder)}
+
+
+def test_all_of_it_and_again(proxy, raw, tmp_path):
+    source = location(f"s3://{BUCKET}/raw")
+    upload_dir(raw, source, MANIFEST)
+    make_locally(raw, tmp_path / "local")
+    _kill_in_convert(tmp_path / "cache", str(source))
+    proxy.cut_down += [25_000, 60_000, 40_000]
+    proxy.cut_up += [30_000, 70_000]
+    text = athanor(tmp_path / "cache", *command(ROOT, str(source)))
+    assert proxy.cuts >= 4, "the connection was not cut"
+    assert f"Stages, in {ROOT}" in text and "6 of 7 stages made, 1 reused" in text
+    for stage in DATA_STAGES:
+        here, there = files_of(tmp_path / "local", stage), files_of(location(ROOT), stage)
+        assert {n.partition("/")[2]: d for n, d in here.items() if MANIFEST not in n} == {
+            n.partition("/")[2]: d for n, d in there.items() if MANIFEST not in n
+        }
+    made = walk_files(location(ROOT) / "artifacts")
+    assert not [f for f in made if f.name.endswith((".tmp", ".tar.json", ".lock"))]
+    assert {f.parent.parent.name for f in made if f.name == MANIFEST} >= {"train", "export", "evaluate", *DATA_STAGES}
+    # another machine: an empty cache, the same store
+    assert "0 of 7 stages made, 7 reused" in athanor(tmp_path / "other", *command(ROOT, str(source)))
+
+
+def _kill_in_convert(cache: Path, source: str) -> None:
+    """kill -9 once the first shard lies in the store, finished or not."""
+    process = subprocess.Popen(
+        command(ROOT, source), env=_environment(cache), stdout=subprocess.DEVNULL, start_new_session=True
+    )
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        if any(f.name.endswith(".tar") for f in walk_files(location(ROOT) / "artifacts" / "convert")):
+            break
+        time.sleep(0.02)
+    os.killpg(process.pid, 9)
+    process.wait()
+    (unfinished,) = (location(ROOT) / "artifacts" / "convert").iterdir()
+    with pytest.raises(Exception, match="no finished artifact"):
+        Artifact.load(unfinished)

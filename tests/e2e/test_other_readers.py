@@ -1,0 +1,167 @@
+"""What others make of our shards: webdataset itself reads both layers, and megatron-energon prepares and iterates one.
+
+megatron-energon is no dependency; its test runs where it is installed (pip install megatron-energon).
+"""
+
+import io
+import itertools
+import json
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import webdataset
+from PIL import Image
+
+from dataset_builders.contracts.sample_record import from_fields, to_fields
+from dataset_builders.contracts.shard_io import ShardWriter, iter_records, read_record
+from dataset_builders.contracts.tokenized import read_index, read_pixel_store
+from dataset_builders.pixel_codecs import decode_sample
+from stages.artifact import External, run_stage
+from stages.tokenize_config import TokenizeConfig
+from stages.tokenize_samples import STAGE as TOKENIZE
+from tests.helpers.samples import make_sample, make_samples_artifact
+from tests.helpers.tiny_model import tiny_hf_dir
+
+SHARDS = {
+    "train/shard-00000.tar": [make_sample(i) for i in range(8)],
+    "train/shard-00001.tar": [make_sample(i) for i in range(8, 13)],
+    "heldout/shard-00000.tar": [make_sample(i) for i in range(13, 17)],
+}
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory):
+    return make_samples_artifact(tmp_path_factory.mktemp("samples"), SHARDS)
+
+
+@pytest.fixture(scope="module")
+def tokenized(samples, tmp_path_factory):
+    config = TokenizeConfig(min_pixels=32 * 32, max_pixels=128 * 128, max_seq_len=4096, max_skip_fraction=0.5)
+    inputs = {"samples": samples, "processor": External(tiny_hf_dir("first"), "hf_dir", "0" * 16)}
+    return run_stage(TOKENIZE, config, inputs, tmp_path_factory.mktemp("root")).artifact
+
+
+def plain(paths) -> list[tuple[str, dict[str, bytes]]]:
+    """(key, fields) as webdataset alone gives them, undecoded."""
+    urls = [str(path) for path in paths]
+    read = webdataset.WebDataset(urls, shardshuffle=False, empty_check=False)
+    return [
+        (sample["__key__"], {name: data for name, data in sample.items() if not name.startswith("__")})
+        for sample in read
+    ]
+
+
+def ours(paths) -> list[tuple[str, dict[str, bytes]]]:
+    return [record for path in paths for record in iter_records(path)]
+
+
+def test_webdataset_reads_sample_shards(samples):
+    paths = [samples.dir / name for name in SHARDS]
+    found = plain(paths)
+    assert found == ours(paths)
+    assert [from_fields(key, fields) for key, fields in found] == list(itertools.chain(*SHARDS.values()))
+
+
+def test_webdataset_decodes_sample_shards(samples):
+    """Its own decoders know the members by their extensions."""
+    path = samples.dir / "train/shard-00000.tar"
+    decoded = list(webdataset.WebDataset(str(path), shardshuffle=False).decode("pilrgb"))
+    for sample, expected in zip(decoded, SHARDS["train/shard-00000.tar"], strict=True):
+        assert [message["text"] for message in sample["json"]["messages"]] == [m.text for m in expected.messages]
+        for i, image in enumerate(expected.images):
+            picture = np.asarray(Image.open(io.BytesIO(image)).convert("RGB"))
+            np.testing.assert_array_equal(np.asarray(sample[f"{i}.png"]), picture)
+
+
+def test_webdataset_reads_tokenized_shards(tokenized):
+    store = read_pixel_store(tokenized.dir, tokenized.manifest.stats)
+    rows = read_index(tokenized.dir).to_pylist()
+    found = dict(plain([tokenized.dir / shard.name for shard in tokenized.manifest.shards]))
+    assert list(found) == [row["key"] for row in rows] and len(rows) == 17
+    for row in rows:
+        fields = read_record(tokenized.dir / row["shard"], row["offset"], row["size"])
+        assert found[row["key"]] == fields
+        sample = decode_sample(row["key"], found[row["key"]], store)
+        assert (len(sample.input_ids), len(sample.patches)) == (row["num_tokens"], row["num_patches"])
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        [],
+        [("s/00000000", {"json": b"{}", "0.png": b"x" * 513})],
+        [(f"s/{i:08d}", {"json": b"x" * (512 * i), "0.png": b"", "1.png": bytes(range(256)) * i}) for i in range(40)],
+    ],
+    ids=["empty", "one", "many"],
+)
+def test_shards_are_written_as_webdataset_writes_them(records, tmp_path):
+    """Our writer gives TarWriter's bytes, with the time and the owner that we fix."""
+    with ShardWriter(tmp_path, "ours.tar") as writer:
+        for key, fields in records:
+            writer.write(key, fields)
+        writer.commit("train")
+    with webdataset.TarWriter(str(tmp_path / "theirs.tar"), mtime=0, user="athanor", group="athanor") as theirs:
+        for key, fields in records:
+            theirs.write({"__key__": key, **fields})
+    assert (tmp_path / "ours.tar").read_bytes() == (tmp_path / "theirs.tar").read_bytes()
+    with tarfile.open(tmp_path / "ours.tar") as tar:
+        assert len(tar.getmembers()) == sum(len(fields) for _, fields in records)
+
+
+def test_names_over_100_bytes_are_read_too(tmp_path):
+    """Here the bytes differ: ours stay in the plain tar format, TarWriter adds an extended header."""
+    records = [(f"{'s' * 90}/{i:08d}", {"json": b"long", "0.png": b"x"}) for i in range(3)]
+    with ShardWriter(tmp_path, "ours.tar") as writer:
+        for key, fields in records:
+            writer.write(key, fields)
+        writer.commit("train")
+    assert plain([tmp_path / "ours.tar"]) == ours([tmp_path / "ours.tar"])
+    assert [key for key, _ in plain([tmp_path / "ours.tar"])] == [key for key, _ in records]
+
+
+def test_energon_prepares_and_iterates_sample_shards(samples, tmp_path):
+    """The commands of the README, on a directory of hard links: an artifact itself is never written to."""
+    energon = pytest.importorskip("megatron.energon")
+    linked = tmp_path / "energon"
+    for name in SHARDS:
+        (linked / name).parent.mkdir(parents=True, exist_ok=True)
+        (linked / name).hardlink_to(samples.dir / name)
+    splits = ["--split-parts", "train:train/.*", "--split-parts", "val:heldout/.*"]
+    command = [Path(sys.executable).with_name("energon"), "prepare", linked, "--non-interactive", "--num-workers", "1"]
+    done = subprocess.run(
+        [*command, *splits, "--sample-type", "CrudeWebdataset"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    info = json.loads((linked / ".nv-meta/.info.json").read_text())
+    assert info["shard_counts"] == {name: len(made) for name, made in SHARDS.items()}
+
+    class Encoder(energon.TaskEncoder):
+        decoder = None  # bytes as they are
+        cookers = (energon.Cooker(energon.stateless(cook_record)),)
+
+    settings = {
+        "batch_size": None,
+        "worker_config": energon.WorkerConfig(rank=0, world_size=1, num_workers=0),
+        "task_encoder": Encoder(),
+    }
+    train = energon.get_train_dataset(
+        linked, shuffle_buffer_size=None, max_samples_per_sequence=None, repeat=False, **settings
+    )
+    heldout = energon.get_val_dataset(linked, **settings)
+    for dataset, split in ((train, "train"), (heldout, "heldout")):
+        found = {sample["key"]: sample["fields"] for sample in energon.get_loader(dataset)}
+        expected = [sample for name, made in SHARDS.items() if name.startswith(split) for sample in made]
+        assert found == {sample.key: to_fields(sample) for sample in expected}
+
+
+def cook_record(sample: dict) -> dict:
+    """One record of energon's as our reader would give it: `README.md` shows what a training's own cooker does."""
+    fields = {name: data for name, data in sample.items() if not name.startswith("__")}
+    return {"__key__": sample["__key__"], "__restore_key__": sample["__restore_key__"], "__subflavors__": None} | {
+        "key": sample["__key__"],
+        "fields": fields,
+    }

@@ -1,0 +1,131 @@
+"""convert, tokenize and plan_bins give the same bytes in every file, wherever and in whatever order shards are made."""
+
+import json
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+from distributed import Client, LocalCluster
+
+import stages.convert
+import stages.tokenize_samples
+from stages import workers
+from stages.workers import StageResources
+from tests.helpers.data_stages import run_all, write_rows
+from tests.helpers.tiny_model import tiny_hf_dir
+from tests.helpers.trees import tree_digest
+
+REPO = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    return write_rows(tmp_path_factory.mktemp("source") / "raw")
+
+
+@pytest.fixture(scope="module")
+def expected(source, tmp_path_factory) -> dict[str, str]:
+    """One process, one shard after the other."""
+    tree = tree_digest(run_all(source, tiny_hf_dir(), tmp_path_factory.mktemp("one")))
+    for stage in ("convert", "tokenize"):
+        assert sum(name.startswith(stage) and name.endswith(".tar") for name in tree) > 12
+    return tree
+
+
+def assert_same(artifacts: Path, expected: dict[str, str]) -> None:
+    got = tree_digest(artifacts)
+    differing = sorted(name for name in expected.keys() | got.keys() if expected.get(name) != got.get(name))
+    assert not differing
+
+
+def test_four_processes(source, expected, tmp_path, monkeypatch):
+    started: list[int] = []
+
+    class Counted(ProcessPoolExecutor):
+        def __init__(self, max_workers, *args):
+            started.append(max_workers)
+            super().__init__(max_workers, *args)
+
+    monkeypatch.setattr(workers, "ProcessPoolExecutor", Counted)
+    monkeypatch.setattr(stages.convert, "_ROWS_A_WORKER", 1)
+    monkeypatch.setattr(stages.tokenize_samples, "_PROCESS_WORTH", 1e-9)
+    assert_same(run_all(source, tiny_hf_dir(), tmp_path, StageResources(num_workers=4)), expected)
+    assert started[:3] == [4, 4, 4], "scan, write and tokenize"
+
+
+class ShuffledExecutor(Executor):
+    """Runs what it is given in a random order, one after the other, in a thread."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng, self._waiting, self._changed = random.Random(seed), [], threading.Condition()
+        self._is_open, self.order = True, []
+        self._count = 0
+        self._thread = threading.Thread(target=self._work)
+        self._thread.start()
+
+    def submit(self, function, /, *args, **kwargs) -> Future:
+        future: Future = Future()
+        with self._changed:
+            self._waiting.append((self._count, future, function, args))
+            self._count += 1
+            self._changed.notify()
+        return future
+
+    def _next(self):
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or not self._is_open)
+            while self._is_open and self._changed.wait(0.02):  # until nothing more comes: there is something to choose
+                pass
+            return self._waiting.pop(self._rng.randrange(len(self._waiting))) if self._waiting else None
+
+    def _work(self) -> None:
+        while (item := self._next()) is not None:
+            number, future, function, args = item
+            self.order.append(number)
+            try:
+                future.set_result(function(*args))
+            except BaseException as error:
+                future.set_exception(error)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        with self._changed:
+            self._is_open = False
+            self._changed.notify()
+        self._thread.join()
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_shards_that_end_in_another_order(source, expected, tmp_path, seed):
+    with ShuffledExecutor(seed) as executor:
+        assert_same(run_all(source, tiny_hf_dir(), tmp_path, StageResources(executor=executor)), expected)
+    assert sum(a > b for a, b in zip(executor.order, executor.order[1:])) > len(executor.order) // 4 > 12
+
+
+@pytest.fixture(scope="module")
+def cluster_client() -> Iterator[Client]:
+    """Two worker processes; the flow's own way to a cluster is in tests/flows/test_dask.py."""
+    with (
+        LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None) as cluster,
+        Client(cluster, set_as_default=False) as client,
+    ):
+        yield client
+
+
+def test_a_cluster_of_two_workers(source, expected, tmp_path, cluster_client):
+    executor = cluster_client.get_executor(pure=False)
+    assert_same(run_all(source, tiny_hf_dir(), tmp_path, StageResources(executor=executor)), expected)
+
+
+def test_killed_three_times_in_each_stage(source, expected, tmp_path):
+    command = [sys.executable, "-m", "tests.helpers.kill_data_stages", source, tiny_hf_dir(), tmp_path / "root", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPO, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == {"convert": 3, "tokenize": 3}
+    assert_same(tmp_path / "root" / "artifacts", expected)
