@@ -26,6 +26,7 @@ COMMANDS: dict[str, str] = {
     "plan": "flows.commands.plan:plan_command",
     "doctor": "flows.commands.doctor:doctor_command",
     "ask": "flows.commands.ask:ask_command",
+    "preview": "flows.commands.preview:preview_command",
 }
 DEFAULT_ROOT = "athanor-root"
 
@@ -87,7 +88,9 @@ def make_parser() -> argparse.ArgumentParser:
     ask.add_argument("model", help="HF directory or hub name")
     ask.add_argument("picture", type=Path, help="image file; '-' for a question without one")
     ask.add_argument("question")
-    for command in (run, plan, doctor, ask):
+    preview = commands.add_parser("preview", help="write one HTML page that shows what is in an artifact")
+    _add_preview(preview)
+    for command in (run, plan, doctor, ask, preview):
         command.add_argument(
             "--root", default=DEFAULT_ROOT, help="directory for everything, or the URL of an object store (%(default)s)"
         )
@@ -99,6 +102,18 @@ def _add_recipe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", nargs="?", default="embedded", help="name or path of a YAML file (%(default)s)")
     parser.add_argument(
         "--set", dest="overrides", metavar="A.B=VALUE", action="append", default=[], help="change one setting"
+    )
+
+
+def _add_preview(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "path", help="an artifact's directory or URL, a shard, or below the root a stage or the start of a fingerprint"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the page (./preview-<stage>-<fingerprint>.html)")
+    parser.add_argument("--samples", type=int, default=24, metavar="N", help="samples or bins to show (%(default)s)")
+    parser.add_argument("--key", help="show this one sample, or the bin that holds it")
+    parser.add_argument(
+        "--model", help="HF directory or hub name whose tokenizer spells tokens; needed where the root does not know it"
     )
 
 

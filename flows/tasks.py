@@ -13,7 +13,7 @@ from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
 from dataset_builders.contracts.errors import InputError
-from dataset_builders.contracts.store import location
+from dataset_builders.contracts.store import local_dir, location
 from flows.dask_pool import with_cluster
 from flows.pipeline_config import PipelineConfig
 from flows.progress import display, show_rows
@@ -168,7 +168,8 @@ def _run(
         here = StageResources(num_workers=workers, on_progress=_on_progress(name))
         with with_cluster(here, config.execution) as where:
             result = _timed(name, stage_config, inputs, root, where)
-    Tracker(location(root), tracking_run).log_stage(result.artifact, result.reused)
+    hf_dir = local_dir(inputs["processor"].dir) if "processor" in inputs else None  # whose tokenizer spells the tokens
+    Tracker(location(root), tracking_run).log_stage(result.artifact, result.reused, hf_dir)
     return _stage_run(name, result)
 
 

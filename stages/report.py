@@ -5,17 +5,23 @@ The page is one file without external URLs, readable on a phone, and its bytes d
 
 import base64
 import html
+import json
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from dataset_builders.contracts.files import write_json, write_text
+from dataset_builders.contracts.store import StorePath
 from stages.histogram import Histogram, histogram_data, histogram_html, show_value
+from stages.page import render_page
 
 REPORT_JSON = "report.json"
 REPORT_HTML = "report.html"
 _MAGIC = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"BM": "bmp", b"<svg": "svg+xml"}
+_SECTION = re.compile(r'<section class="(?:plot|wide)"><h2>.*?</section>\n', re.S)  # as `section_html` writes one
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +63,41 @@ def write_report(directory: Path, *, title: str, summary: dict[str, object], sec
     """
     data = {"title": title, "summary": summary, "sections": [_section_data(s) for s in sections]}
     write_json(directory / REPORT_JSON, _finite(data))
-    tiles = "".join(_tile(name, value) for name, value in summary.items())
-    body = f'<h1>{html.escape(title)}</h1>\n<div class="tiles">{tiles}</div>\n<main>\n'
-    body += "".join(_section_html(s) for s in sections)
-    write_text(directory / REPORT_HTML, _PAGE.format(title=html.escape(title), style=_STYLE, body=body + "</main>"))
+    body = f"<h1>{html.escape(title)}</h1>\n{tiles_html(summary)}\n<main>\n"
+    body += "".join(section_html(s) for s in sections)
+    write_text(directory / REPORT_HTML, render_page(title, body + "</main>"))
+
+
+@dataclass(frozen=True, slots=True)
+class ReadSection:
+    """A section of a report as it was written: its kind in report.json, and its whole HTML."""
+
+    kind: Literal["histogram", "table", "pictures", "text"]
+    html: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What `write_report` wrote."""
+
+    summary: dict[str, object]
+    sections: list[ReadSection]
+
+
+def read_report(directory: StorePath) -> Report | None:
+    """A stage's report; None where it wrote none, or one of another make."""
+    try:
+        data = json.loads((directory / REPORT_JSON).read_text(encoding="utf-8"))
+        blocks = _SECTION.findall((directory / REPORT_HTML).read_text(encoding="utf-8"))
+        kinds = [section["kind"] for section in data["sections"]]
+        return Report(data["summary"], [ReadSection(kind, block) for kind, block in zip(kinds, blocks, strict=True)])
+    except (FileNotFoundError, KeyError, ValueError):
+        return None
+
+
+def tiles_html(summary: Mapping[str, object]) -> str:
+    """The summary's values as tiles."""
+    return f'<div class="tiles">{"".join(_tile(name, value) for name, value in summary.items())}</div>'
 
 
 def _section_data(section: Section) -> dict[str, object]:
@@ -90,7 +127,8 @@ def _finite(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _section_html(section: Section) -> str:
+def section_html(section: Section) -> str:
+    """One section as it stands on a page."""
     match section:
         case Histogram():
             kind, inside = "plot", histogram_html(section)
@@ -142,59 +180,3 @@ def _figure(image: bytes, caption: str) -> str:
     data = base64.b64encode(image).decode("ascii")
     text = html.escape(caption)
     return f'<figure><img alt="" src="data:image/{kind};base64,{data}"><figcaption>{text}</figcaption></figure>'
-
-
-_STYLE = """
-:root{color-scheme:light;--ink:#1f2430;--soft:#667085;--line:#e4e7ec;--paper:#fff;--ground:#f6f7f9;--accent:#4467c4}
-*{box-sizing:border-box}
-body{margin:0 auto;max-width:1180px;padding:28px 20px 60px;background:var(--ground);color:var(--ink);
-font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif}
-h1{font-size:26px;line-height:1.2;margin:0 0 18px;font-weight:650}
-h2{font-size:16px;margin:0 0 10px;font-weight:600}
-.tiles{display:grid;grid-template-columns:repeat(auto-fill,minmax(158px,1fr));gap:12px;margin-bottom:16px}
-.tile,section{background:var(--paper);border:1px solid var(--line);border-radius:10px}
-.tile{padding:12px 14px}
-.name{color:var(--soft);font-size:13px}
-.value{font-size:23px;font-weight:620;font-variant-numeric:tabular-nums;overflow-wrap:anywhere;line-height:1.3}
-.value.long{font-size:14px;font-weight:560}
-.lines{font-size:13px;line-height:1.45;overflow-wrap:anywhere}
-main{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr));gap:16px}
-section{padding:16px 18px;min-width:0}
-section.wide{grid-column:1/-1}
-svg{display:block;width:100%;height:auto}
-.bar{fill:var(--accent)}.bar:hover{fill:#22398a}
-.grid{stroke:var(--line)}.axis{stroke:#98a2b3}
-.tick,.label{font-size:11.5px;fill:var(--soft);font-variant-numeric:tabular-nums}
-.label{fill:var(--ink)}
-.note{color:var(--soft);font-size:13px;margin:8px 0 0;font-variant-numeric:tabular-nums}
-.note b{color:var(--ink);font-weight:600}
-.scroll{overflow:auto;max-height:560px}
-table{border-collapse:collapse;width:100%;font-size:14px}
-th,td{text-align:left;padding:6px 12px 6px 0;border-bottom:1px solid var(--line);vertical-align:top;
-overflow-wrap:anywhere;min-width:56px}
-th{color:var(--soft);font-weight:500;font-size:13px;position:sticky;top:0;background:var(--paper)}
-td:first-child{overflow-wrap:normal;white-space:nowrap}
-.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap;padding-right:20px}
-.pictures{display:grid;grid-template-columns:repeat(auto-fill,minmax(150px,1fr));gap:12px}
-figure{margin:0;border:1px solid var(--line);border-radius:8px;overflow:hidden;background:var(--paper)}
-figure img{display:block;width:100%;height:140px;object-fit:contain;background:#eef0f3;image-rendering:auto}
-figcaption{padding:8px 10px;font-size:13px;line-height:1.4;white-space:pre-line;overflow-wrap:anywhere}
-pre,code{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;font-size:13px}
-pre{white-space:pre-wrap;overflow-wrap:anywhere;margin:0}
-@media (max-width:520px){body{padding:16px 12px 40px}h1{font-size:22px}section{padding:14px}
-.tiles{grid-template-columns:repeat(2,1fr)}.pictures{grid-template-columns:repeat(2,1fr)}.value{font-size:20px}}
-"""
-
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>{style}</style>
-</head>
-<body>
-{body}
-</body>
-</html>
-"""

@@ -37,12 +37,16 @@ from dataset_builders.contracts.manifest import MANIFEST
 from dataset_builders.contracts.store import StorePath, absolute, is_local, local_copy, side_dir
 from stages.artifact import Artifact
 from stages.metrics_sink import MetricsSink
+from stages.preview import PreviewOptions, render_preview
+from stages.preview_target import Target
 from stages.report import REPORT_HTML, REPORT_JSON
 from trainer.contract import HF_EXPORT, MetricsRow, read_metrics
 
 IDENTITY_TAG = "athanor.identity"
 PREDICTIONS_TABLE = "predictions.json"
 MAX_PREDICTIONS = 64
+PREVIEW_HTML = "preview.html"
+_PREVIEW_SAMPLES = 12
 _DATASETS = {"embedded_data": "raw", "convert": "samples", "tokenize": "training", "plan_bins": "training"}
 _METRICS_A_BATCH = 1000
 _TEXT_ONLY_PNG = bytes.fromhex(
@@ -126,8 +130,12 @@ class Tracker:
         self.experiment_id = self.client.get_run(run_id).info.experiment_id
 
     @guarded
-    def log_stage(self, artifact: Artifact, reused: bool) -> None:
-        """Fingerprint, manifest and reports of a stage; a dataset becomes an input of the run."""
+    def log_stage(self, artifact: Artifact, reused: bool, hf_dir: Path | None = None) -> None:
+        """Fingerprint, manifest, reports and preview of a stage; a dataset becomes an input of the run.
+
+        Args:
+            hf_dir: model directory whose tokenizer spells tokens in the preview; None: it is looked for in the root.
+        """
         manifest = artifact.manifest
         mark = f"fingerprint.{manifest.stage}"
         if self.client is None or self._tag(mark) == manifest.fingerprint:
@@ -135,10 +143,19 @@ class Tracker:
         for name in (MANIFEST, REPORT_JSON, REPORT_HTML):
             if (artifact.dir / name).is_file():
                 self.client.log_artifact(self.run_id, str(local_copy(artifact.dir / name)), f"stages/{manifest.stage}")
+        self._log_preview(artifact, hf_dir)
         if manifest.stage in _DATASETS:
             self._log_dataset(artifact)
         # The mark comes last: what was logged in part is logged again.
         self._batch(tags={f"reused.{manifest.stage}": str(reused).lower(), mark: manifest.fingerprint})
+
+    @guarded
+    def _log_preview(self, artifact: Artifact, hf_dir: Path | None) -> None:
+        page = render_preview(Target(artifact), PreviewOptions(num_samples=_PREVIEW_SAMPLES, hf_dir=hf_dir))
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, PREVIEW_HTML)
+            path.write_text(page, encoding="utf-8")
+            self.client.log_artifact(self.run_id, str(path), f"stages/{artifact.manifest.stage}")
 
     def _log_dataset(self, artifact: Artifact) -> None:
         manifest = artifact.manifest

@@ -42,7 +42,7 @@ class ShardWriter:
         self.path = directory / name
         make_dir(self.path.parent)
         self._tmp = temporary_path(self.path)
-        self._file = self._tmp.open("wb", buffering=1 << 20)
+        self._file = self._tmp.open("wb")
         self._sha256, self._offset = hashlib.sha256(), 0
         self.ranges: list[RecordRange] = []
 
@@ -91,10 +91,34 @@ class ShardWriter:
 
 def _member(name: str, data: bytes) -> tuple[bytes, bytes, bytes]:
     """Header, content and filling of one member, byte for byte what webdataset's TarWriter writes."""
+    return _header(name, len(data)), data, bytes(-len(data) % tarfile.BLOCKSIZE)
+
+
+def _header(name: str, size: int) -> bytes:
+    """The ustar header of a plain file (POSIX.1-1988, pax(1)): name, octal size at 124, checksum at 148."""
+    if len(name) > 100 or not name.isascii():  # the name is cut in two, or spelt out: rare, and tarfile knows how
+        return _tar_info(name, size).tobuf(tarfile.USTAR_FORMAT)
+    header = bytearray(_HEADER)
+    header[: len(name)] = name.encode()
+    header[124:135] = b"%011o" % size
+    header[148:156] = b"%06o\0 " % sum(header)  # with the checksum's own place full of blanks, as in _HEADER
+    return bytes(header)
+
+
+def _tar_info(name: str, size: int) -> tarfile.TarInfo:
     info = tarfile.TarInfo(name)
-    info.size, info.mode, info.mtime = len(data), 0o444, 0
+    info.size, info.mode, info.mtime = size, 0o444, 0
     info.uname = info.gname = "athanor"
-    return info.tobuf(tarfile.USTAR_FORMAT), data, bytes(-len(data) % tarfile.BLOCKSIZE)
+    return info
+
+
+def _blank_header() -> bytes:
+    header = bytearray(_tar_info("", 0).tobuf(tarfile.USTAR_FORMAT))
+    header[148:156] = b" " * 8
+    return bytes(header)
+
+
+_HEADER = _blank_header()
 
 
 def finished_shard(directory: StorePath, name: str) -> ShardEntry | None:

@@ -12,6 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from dataset_builders.contracts.manifest import Manifest, Parent, ShardEntry
+from dataset_builders.contracts.sample_record import to_fields
+from dataset_builders.contracts.shard_io import ShardWriter
 from stages.artifact import Artifact
 from stages.metrics_sink import MetricsSink
 from stages.tracking import (
@@ -26,6 +28,7 @@ from stages.tracking import (
     wrong_first,
 )
 from tests.helpers.fake_trainer import metrics_row
+from tests.helpers.samples import make_sample
 from trainer.contract import METRICS_JSONL, MetricsRow
 
 PNG = base64.b64decode(
@@ -91,14 +94,21 @@ def _open(root: Path, identity: str, name: str = "embedded") -> Tracker:
     return Tracker(root, run_id)
 
 
+def _shard(directory: Path) -> ShardEntry:
+    with ShardWriter(directory, "train/shard-00000.tar") as writer:
+        for number in range(7):
+            sample = make_sample(number)
+            writer.write(sample.key, to_fields(sample))
+        return writer.commit("train")
+
+
 def _tables(tracker: Tracker) -> list[str]:
     return [item.path for item in tracker.client.list_artifacts(tracker.run_id, "table_images/predictions")]
 
 
 def test_a_run_holds_everything_and_nothing_twice(root):
     tracker = _open(root, "whole")
-    shard = ShardEntry(name="train/0.tar", split="train", num_samples=7, size_bytes=1, sha256="a" * 64)
-    samples = _artifact(root, "convert", "c" * 16, shards=[shard])
+    samples = _artifact(root, "convert", "c" * 16, shards=[_shard(root / "artifacts" / "convert" / ("c" * 16))])
     trained, exported, evaluated = _trained(root, "d" * 16, 3), _exported(root, "e" * 16), _evaluated(root, "f" * 16)
     for _ in range(2):  # the second round is a rerun of the same pipeline
         tracker.log_stage(samples, False)
@@ -116,7 +126,10 @@ def test_a_run_holds_everything_and_nothing_twice(root):
     assert (dataset.dataset.name, dataset.dataset.digest) == ("convert", "c" * 16)
     assert {tag.key: tag.value for tag in dataset.tags}["num_samples"] == "7"
     names = {item.path for item in client.list_artifacts(run.info.run_id, "stages/convert")}
-    assert names == {f"stages/convert/{name}" for name in ("manifest.json", "report.html", "report.json")}
+    pages = ("manifest.json", "preview.html", "report.html", "report.json")
+    assert names == {f"stages/convert/{name}" for name in pages}
+    page = Path(client.download_artifacts(run.info.run_id, "stages/convert/preview.html")).read_text()
+    assert all(make_sample(number).key in page for number in range(7)), "the page of `athanor preview`"
     assert run.data.metrics["exact_match"] == 0.75 and run.data.metrics["exact_match/digits"] == 0.5
     assert [m.step for m in client.get_metric_history(run.info.run_id, "loss")] == [1, 2, 3]
     assert len(client.get_metric_history(run.info.run_id, "exact_match")) == 1
