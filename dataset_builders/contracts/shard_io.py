@@ -42,7 +42,7 @@ class ShardWriter:
         self.path = directory / name
         make_dir(self.path.parent)
         self._tmp = temporary_path(self.path)
-        self._file = self._tmp.open("wb")
+        self._file = self._tmp.open("wb", buffering=1 << 20)
         self._sha256, self._offset = hashlib.sha256(), 0
         self.ranges: list[RecordRange] = []
 
@@ -185,22 +185,37 @@ def _members(
             if end is not None or len(header) < tarfile.BLOCKSIZE:
                 raise OSError(f"{getattr(file, 'name', 'a shard')} is cut short")
             return
-        member = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
-        folder, _, base = member.name.rpartition("/")
+        name, size = _parse_header(header)
+        folder, _, base = name.rpartition("/")
         stem, _, field = base.partition(".")
-        filling = -member.size % tarfile.BLOCKSIZE
+        filling = -size % tarfile.BLOCKSIZE
         if field in without:
-            file.seek(member.size + filling, os.SEEK_CUR)
+            file.seek(size + filling, os.SEEK_CUR)
             continue
-        content = _content(file, member)
+        content = _content(file, name, size)
         file.seek(filling, os.SEEK_CUR)
         yield (f"{folder}/{stem}" if folder else stem), (field, content)
 
 
-def _content(file: BinaryIO, member: tarfile.TarInfo) -> bytes:
-    data = file.read(member.size)
-    if len(data) < member.size:
-        raise OSError(f"{member.name} of {getattr(file, 'name', 'a shard')} is cut short")
+def _parse_header(header: bytes) -> tuple[str, int]:
+    """(name, size) of a plain file's ustar header; a quarter of what TarInfo.frombuf costs.
+
+    Raises:
+        OSError: the header's checksum is not that of its bytes, or it is none of a plain file.
+    """
+    try:
+        if sum(header) - sum(header[148:156]) + 8 * ord(" ") != int(header[148:154], 8) or header[156:157] != b"0":
+            raise ValueError
+        name, prefix = header[:100].rstrip(b"\0"), header[345:500].rstrip(b"\0")
+        return (prefix + b"/" * bool(prefix) + name).decode(), int(header[124:135], 8)
+    except ValueError as error:
+        raise OSError(f"no header of a member of a shard: {header[:100]!r}") from error
+
+
+def _content(file: BinaryIO, name: str, size: int) -> bytes:
+    data = file.read(size)
+    if len(data) < size:
+        raise OSError(f"{name} of {getattr(file, 'name', 'a shard')} is cut short")
     return data
 
 

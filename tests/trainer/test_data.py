@@ -201,12 +201,12 @@ def test_a_rank_without_vision_reads_everything_but_the_pixels(reader, monkeypat
     blind._part = RankSlice(has_vision=False)
     read = []
     content = shard_io._content
-    monkeypatch.setattr(shard_io, "_content", lambda file, member: read.append(member) or content(file, member))
+    monkeypatch.setattr(shard_io, "_content", lambda file, name, size: read.append(name) or content(file, name, size))
     for number in range(len(reader.bins)):
         for ours, whole in zip(blind.samples(number), reader.samples(number), strict=True):
             assert len(ours.patches) == 0
             for field in ("key", "input_ids", "loss_mask", "image_grid_thw"):
                 assert np.array_equal(getattr(ours, field), getattr(whole, field))
-    assert sum("patches" in member.name for member in read) == sum(map(len, reader.bins)), (
+    assert sum("patches" in name for name in read) == sum(map(len, reader.bins)), (
         "read for whole samples alone"
     )
