@@ -68,7 +68,7 @@ def loss_of(
         lengths: loss tokens of each sample, to report the losses themselves as well.
     """
     total = losses.sum()
-    count = torch.tensor(losses.numel(), dtype=torch.int, device=losses.device)
+    count = torch.full((), losses.numel(), dtype=torch.int, device=losses.device)  # torch.tensor waits for the device
     report = {"loss_and_tokens": torch.stack([total.detach().double(), count.double()])}
     return total, count, report | ({} if lengths is None else {"losses": Ragged(losses.detach(), lengths)})
 
