@@ -3,7 +3,6 @@
 import torch
 import torch.nn.functional as F
 from megatron.core.extensions.transformer_engine import HAVE_TE
-from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
 from megatron.core.tensor_parallel import (
@@ -19,6 +18,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from dataset_builders.contracts.errors import InputError
 from trainer.models.attention import RotarySelfAttention, SelfAttentionSubmodules, TorchVarlenAttention
+
+if HAVE_TE:
+    from trainer.models.te_modules import FusedModules
 
 # Checkpoints name the norms as the fused modules do, whichever set wrote them.
 _FUSED_NORM_KEYS = {
@@ -69,7 +71,7 @@ def transformer_engine_modules() -> BackendSpecProvider:
         raise InputError(
             "training on CUDA needs transformer-engine, which is not installed: pip install 'athanor[gpu]'"
         )
-    return TESpecProvider()
+    return FusedModules()
 
 
 def mark_tensor_parallel(model: torch.nn.Module) -> None:
