@@ -51,6 +51,17 @@ class TorchNorm(torch.nn.Module):
         return F.layer_norm(x.float(), self.shape, self.weight.float(), self.bias.float(), self.eps).to(x.dtype)
 
 
+class TorchSwiglu:
+    """silu(first half) * second half. No module: it has no state to be saved."""
+
+    def __init__(self, *, config: object) -> None:
+        pass
+
+    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+
 class TorchModules(LocalSpecProvider):
     """Plain torch modules. Slow, exact, and the same on every machine."""
 
@@ -59,6 +70,9 @@ class TorchModules(LocalSpecProvider):
 
     def core_attention(self) -> type:
         return TorchVarlenAttention
+
+    def activation_func(self) -> type:
+        return TorchSwiglu
 
 
 def transformer_engine_modules() -> BackendSpecProvider:
@@ -112,7 +126,14 @@ def layer_spec(modules: BackendSpecProvider, *, causal: bool, qk_norm: bool) -> 
             k_layernorm=norm if qk_norm else None,
         ),
     )
-    mlp = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=modules.row_parallel_linear()))
+    mlp = ModuleSpec(
+        module=MLP,
+        submodules=MLPSubmodules(
+            linear_fc1=column,
+            linear_fc2=modules.row_parallel_linear(),
+            activation_func=modules.activation_func(),  # where the config's `use_te_activation_func` asks for it
+        ),
+    )
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(

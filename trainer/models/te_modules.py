@@ -1,5 +1,7 @@
 """Transformer Engine's modules as this trainer uses them. Imported only where Transformer Engine is."""
 
+import torch
+import transformer_engine_torch as tex
 from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TERowParallelLinear
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
@@ -21,6 +23,28 @@ class RowLinear(TERowParallelLinear):
             self.gemm_bias_unfused_add = False
 
 
+class _Swiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate_up):
+        ctx.save_for_backward(gate_up)
+        return tex.swiglu(gate_up, None)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (gate_up,) = ctx.saved_tensors
+        return tex.dswiglu(grad.contiguous(), gate_up, None)
+
+
+class Swiglu:
+    """silu(first half) * second half, each value read and written once. No module: it has no state to be saved."""
+
+    def __init__(self, *, config: object) -> None:
+        pass
+
+    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return _Swiglu.apply(gate_up)
+
+
 class FusedModules(TESpecProvider):
     """megatron-core's choice of Transformer Engine's modules, with ours in place of some."""
 
@@ -29,3 +53,6 @@ class FusedModules(TESpecProvider):
 
     def row_parallel_linear(self) -> type:
         return RowLinear
+
+    def activation_func(self) -> type:
+        return Swiglu

@@ -147,6 +147,8 @@ def language_config(sizes: LanguageSizes, parallel: ParallelConfig, dtype: torch
         layernorm_epsilon=sizes.norm_eps,
         qk_layernorm=True,
         gated_linear_unit=True,
+        # megatron-core's name for: the module set's own gate. Other gates are computed step by step.
+        use_te_activation_func=sizes.activation == "silu",
         activation_func=_ACTIVATIONS[sizes.activation],
         add_bias_linear=False,
         add_qkv_bias=sizes.attention_bias,
