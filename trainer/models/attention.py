@@ -9,7 +9,6 @@ from functools import cached_property, partial
 
 import torch
 import torch.nn.functional as F
-from megatron.core.models.common.embeddings.rope_utils import fused_apply_rotary_pos_emb  # None without TE
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -17,14 +16,14 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer.models.gather import gather_sequence
 
+if torch.cuda.is_available():
+    from trainer.models.qkv_kernel import split_norm_rotate
+
 __all__ = ["PackedSegments", "RotarySelfAttention", "Rotation", "SelfAttentionSubmodules", "TorchVarlenAttention"]
 
 
 class Rotation:
     """Rotary embedding by one angle a token and pair: x * cos + (-x2, x1) * sin in float32, back in x's dtype.
-
-    On CUDA by Transformer Engine's kernel for one unpacked sequence, which takes the angle of each place as it is; its
-    kernel for packed sequences would begin anew at each segment.
 
     Args:
         angles: (T, d) float32, the halves of d equal.
@@ -35,16 +34,14 @@ class Rotation:
 
     @cached_property
     def cos_sin(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each (T, 1, d)."""
-        return self.angles.cos()[:, None], self.angles.sin()[:, None]
+        """Each (T, d / 2): both halves turn by the same angles."""
+        angles = self.angles[:, : self.angles.size(1) // 2]
+        return angles.cos(), angles.sin()
 
     def __call__(self, x_Thd: torch.Tensor) -> torch.Tensor:
-        if x_Thd.is_cuda and fused_apply_rotary_pos_emb is not None:
-            return fused_apply_rotary_pos_emb(x_Thd[:, None], self.angles[:, None, None])[:, 0]
-        x, (cos, sin) = x_Thd.float(), self.cos_sin
-        first, second = x.chunk(2, dim=-1)
-        turned = torch.cat((-second, first), dim=-1)
-        return (x * cos + turned * sin).to(x_Thd.dtype)
+        cos, sin = (x[:, None] for x in self.cos_sin)
+        first, second = x_Thd.float().chunk(2, dim=-1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_Thd.dtype)
 
 
 class RotarySelfAttention(SelfAttention):
@@ -56,11 +53,29 @@ class RotarySelfAttention(SelfAttention):
 
     def forward(self, hidden_states, attention_mask=None, *, rotary_pos_emb, packed_seq_params, **_: object):
         """(T, 1, D) -> ((T, 1, D), bias). `rotary_pos_emb` is a Rotation."""
-        query, key, value = (x.squeeze(1) for x in self.get_query_key_value_tensors(hidden_states))
-        query, key = rotary_pos_emb(query), rotary_pos_emb(key)
+        prepare = self._prepare_fused if hidden_states.is_cuda else self._prepare
+        query, key, value = prepare(hidden_states, rotary_pos_emb)
         attend = partial(recomputed, self.core_attention) if self.checkpoint_core_attention else self.core_attention
         out = attend(query, key, value, None, attn_mask_type=self.attn_mask_type, packed_seq_params=packed_seq_params)
         return self.linear_proj(out.reshape(out.size(0), 1, -1))
+
+    def _prepare(self, hidden_states: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, ...]:
+        """(T, 1, D) -> queries (T, h, d), keys and values (T, g, d), turned."""
+        query, key, value = (x.squeeze(1) for x in self.get_query_key_value_tensors(hidden_states))
+        return rotation(query), rotation(key), value
+
+    def _prepare_fused(self, hidden_states: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, ...]:
+        """The same by one kernel after the projection."""
+        mixed, _ = self.get_query_key_value_tensors(hidden_states, split_qkv=False)
+        return split_norm_rotate(
+            mixed.reshape(len(mixed), -1),
+            *rotation.cos_sin,
+            self.num_query_groups_per_partition,
+            self.hidden_size_per_attention_head,
+            None if self.q_layernorm is None else self.q_layernorm.weight,
+            None if self.k_layernorm is None else self.k_layernorm.weight,
+            self.config.layernorm_epsilon,
+        )
 
 
 def recomputed(module: torch.nn.Module, *args: object, **kwargs: object):
