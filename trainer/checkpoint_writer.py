@@ -42,8 +42,11 @@ class OneWriter(TorchDistSaveShardedStrategy):
         if request.async_fn is None:  # this rank has nothing to write
             return request
         writer.results_queue = Answer()
-        # The caller replaces the second argument by the same buckets with all tensors on the CPU.
+        # The caller replaces the second argument by what `preload_fn` returns: the same buckets with all tensors on the
+        # CPU. Not page-locked, as megatron-core has it: such memory is shared with a forked process, not copied on
+        # write, and as soon as the caller has let go of it the next micro batch is put there, into the checkpoint.
         return request._replace(
+            preload_fn=functools.partial(FileSystemWriterAsync.preload_tensors, writer.write_buckets, False),
             async_fn=functools.partial(write_files, [writer.transforms]),
             async_fn_args=[os.getpid(), writer.write_buckets, writer.results_queue],
         )
