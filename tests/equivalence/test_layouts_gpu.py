@@ -121,11 +121,18 @@ def _errors(exact, rounded) -> dict[str, float]:
 
 
 def distance(ours: World, theirs: World) -> dict[str, float]:
-    """The largest relative difference over the steps."""
+    """The largest relative difference over the steps; 1 where only one of two is 0, as of a step that learns from no
+    image.
+    """
+    pairs = list(zip(ours.rows, theirs.rows, strict=True))
     return {
-        name: max(abs(getattr(a, name) / getattr(b, name) - 1) for a, b in zip(ours.rows, theirs.rows, strict=True))
+        name: max(_relative(getattr(a, name), getattr(b, name)) for a, b in pairs)
         for name in ("loss", "grad_norm", "vision_grad_norm", "merger_grad_norm", "language_grad_norm")
     }
+
+
+def _relative(a: float, b: float) -> float:
+    return abs(a / b - 1) if b else float(a != 0)
 
 
 @requires_gpus(2)
