@@ -102,16 +102,16 @@ class CuttingProxy:
             while True:
                 client, _ = self._listener.accept()
                 server = socket.create_connection(self._server)
-                for source, target, cuts in ((client, server, self.cut_up), (server, client, self.cut_down)):
-                    threading.Thread(target=self._pump, args=(source, target, cuts), daemon=True).start()
+                passed = {"up": 0, "down": 0}
+                for way, source, target in (("up", client, server), ("down", server, client)):
+                    threading.Thread(target=self._pump, args=(way, source, target, passed), daemon=True).start()
 
-    def _pump(self, source: socket.socket, target: socket.socket, cuts: list[int]) -> None:
-        passed, last = 0, time.monotonic()
+    def _pump(self, way: str, source: socket.socket, target: socket.socket, passed: dict[str, int]) -> None:
+        other, cuts = ("down", self.cut_up) if way == "up" else ("up", self.cut_down)
         with contextlib.suppress(OSError):
             while data := source.recv(4096):
-                now = time.monotonic()
-                passed, last = (0 if now - last > 0.2 else passed) + len(data), now
-                if passed > self.BIG and self._cut(cuts, passed):
+                passed[way], passed[other] = passed[way] + len(data), 0  # an answer ends the request, and the reverse
+                if passed[way] > self.BIG and self._cut(cuts, passed[way]):
                     break
                 target.sendall(data)
         for end in (source, target):
