@@ -166,7 +166,10 @@ def test_the_held_out_samples_make_the_held_out_loss(outcome):
 def test_training_moved_every_part(outcome):
     rows = outcome("alone", "first").world.rows
     assert rows[-1].heldout_loss < rows[2].heldout_loss
-    assert all(min(r.vision_grad_norm, r.merger_grad_norm, r.language_grad_norm) > 1e-2 for r in rows)
+    assert all(row.language_grad_norm > 1e-2 for row in rows)
+    # The first global batch holds images, and none in a sample with an answer: exact zeros, in every layout.
+    assert rows[0].vision_grad_norm == rows[0].merger_grad_norm == 0
+    assert all(min(row.vision_grad_norm, row.merger_grad_norm) > 1e-2 for row in rows[1:])
 
 
 def test_the_bins_hold_what_breaks_layouts(outcome):
