@@ -1,7 +1,6 @@
 """Samples of a preview: pictures beside their conversation, what is learnt and what is given."""
 
 import html
-import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -10,7 +9,7 @@ from dataset_builders.contracts.errors import InputError
 from dataset_builders.contracts.manifest import ShardEntry
 from dataset_builders.contracts.sample import IMAGE_SLOT, Message, Sample, SkipSample, image_digests
 from dataset_builders.contracts.sample_record import from_fields
-from dataset_builders.contracts.shard_io import iter_records
+from dataset_builders.contracts.shard_io import BrokenShard, iter_records
 from dataset_builders.contracts.store import StorePath, is_local
 from stages.preview_page import walk_bar
 from stages.preview_pictures import picture_html
@@ -99,7 +98,7 @@ def _read(path: StorePath, shard: ShardEntry | None) -> Iterator[Found]:
             yield Found(_sample(path, key, fields), shard, name)
     except FileNotFoundError as error:
         raise InputError(f"{path} is missing, which the manifest names; make the artifact again") from error
-    except tarfile.TarError as error:
+    except BrokenShard as error:
         raise InputError(f"{path} cannot be read as a shard ({error}); make the artifact again") from error
 
 

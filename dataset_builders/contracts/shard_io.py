@@ -31,6 +31,10 @@ class RecordRange:
     checksum: int
 
 
+class BrokenShard(OSError):
+    """A shard's bytes are not what a ShardWriter wrote: cut short, damaged, or another kind of file."""
+
+
 class ShardWriter:
     """Writes one shard. Members are `key.field`; no time, owner or host enters the bytes.
 
@@ -183,7 +187,7 @@ def _members(
         header = file.read(tarfile.BLOCKSIZE)
         if header == bytes(len(header)):  # the two empty blocks of the end
             if end is not None or len(header) < tarfile.BLOCKSIZE:
-                raise OSError(f"{getattr(file, 'name', 'a shard')} is cut short")
+                raise BrokenShard(f"{getattr(file, 'name', 'a shard')} is cut short")
             return
         name, size = _parse_header(header)
         folder, _, base = name.rpartition("/")
@@ -201,7 +205,7 @@ def _parse_header(header: bytes) -> tuple[str, int]:
     """(name, size) of a plain file's ustar header; a quarter of what TarInfo.frombuf costs.
 
     Raises:
-        OSError: the header's checksum is not that of its bytes, or it is none of a plain file.
+        BrokenShard: the header's checksum is not that of its bytes, or it is none of a plain file.
     """
     try:
         if sum(header) - sum(header[148:156]) + 8 * ord(" ") != int(header[148:154], 8) or header[156:157] != b"0":
@@ -209,13 +213,13 @@ def _parse_header(header: bytes) -> tuple[str, int]:
         name, prefix = header[:100].rstrip(b"\0"), header[345:500].rstrip(b"\0")
         return (prefix + b"/" * bool(prefix) + name).decode(), int(header[124:135], 8)
     except ValueError as error:
-        raise OSError(f"no header of a member of a shard: {header[:100]!r}") from error
+        raise BrokenShard(f"no header of a member of a shard: {header[:100]!r}") from error
 
 
 def _content(file: BinaryIO, name: str, size: int) -> bytes:
     data = file.read(size)
     if len(data) < size:
-        raise OSError(f"{name} of {getattr(file, 'name', 'a shard')} is cut short")
+        raise BrokenShard(f"{name} of {getattr(file, 'name', 'a shard')} is cut short")
     return data
 
 

@@ -16,7 +16,7 @@ from dataset_builders.contracts import store
 from dataset_builders.contracts.errors import InputError
 from dataset_builders.contracts.files import atomic_path, sha256_file, write_json
 from dataset_builders.contracts.local_cache import LocalCache, cache_bound
-from dataset_builders.contracts.shard_io import ShardWriter, finished_shard, iter_records, read_record
+from dataset_builders.contracts.shard_io import BrokenShard, ShardWriter, finished_shard, iter_records, read_record
 from dataset_builders.contracts.store import (
     check_reachable,
     local_copy,
@@ -236,3 +236,22 @@ def test_a_store_that_does_not_answer_or_knows_us_not(address, place, monkeypatc
     check_reachable(location(f"s3://{BUCKET}"))
     with environment("http://127.0.0.1:9"), pytest.raises(InputError, match=r"^s3://.* cannot be reached \(.*AWS_"):
         check_reachable(location("s3://bucket/root"))
+
+
+def test_a_shard_that_is_cut_or_damaged_is_not_read_as_less(tmp_path):
+    with ShardWriter(tmp_path, "a.tar") as writer:
+        ranges = [writer.write(f"s/{i:08d}", {"json": b"{}", "0.png": content(700, i)}) for i in range(3)]
+        writer.commit("train")
+    whole = (tmp_path / "a.tar").read_bytes()
+    last, end = ranges[-1], ranges[-1].offset + ranges[-1].size
+    for size in (end - 1, last.offset + 600, last.offset + 100, end):  # the end has two empty blocks, or it is none
+        (tmp_path / "cut.tar").write_bytes(whole[:size])
+        with pytest.raises(BrokenShard):
+            list(iter_records(tmp_path / "cut.tar"))
+        if size < end - 512:  # what only lacks filling is whole
+            with pytest.raises(BrokenShard):
+                read_record(tmp_path / "cut.tar", last.offset, last.size)
+    for place in (0, 130, 150, 156, 300):  # name, size, checksum, kind, filling of a header
+        (tmp_path / "bad.tar").write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(BrokenShard):
+            read_record(tmp_path / "bad.tar", ranges[0].offset, ranges[0].size)

@@ -207,6 +207,4 @@ def test_a_rank_without_vision_reads_everything_but_the_pixels(reader, monkeypat
             assert len(ours.patches) == 0
             for field in ("key", "input_ids", "loss_mask", "image_grid_thw"):
                 assert np.array_equal(getattr(ours, field), getattr(whole, field))
-    assert sum("patches" in name for name in read) == sum(map(len, reader.bins)), (
-        "read for whole samples alone"
-    )
+    assert sum("patches" in name for name in read) == sum(map(len, reader.bins)), "read for whole samples alone"
