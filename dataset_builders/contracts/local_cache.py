@@ -4,15 +4,17 @@
         ranges/ab/<key>    8 bytes of checksum and the bytes of one range
         files/ab/<key>/    one whole file under its own name, and its checksum beside it
         uploads/           files on their way out
-        roots/             what a root in a store needs on a disk: locks, unfinished work, copies of directories
+        roots/             what a root in a store needs on a disk: locks, unfinished work; in tree/ a copied directory
 
-Ranges and files together take at most $ATHANOR_CACHE_GB (default 20); the least recently used go first. Several
+Ranges, files and trees together take at most $ATHANOR_CACHE_GB (default 20); the least recently used go first, a tree
+only a day after its last use, because programs open its files one by one. Several
 processes share it without locks: entries appear by a rename, and one that vanished or is spoilt is fetched again.
 """
 
 import hashlib
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +26,8 @@ from dataset_builders.contracts.errors import InputError
 _CHECK_EVERY = 1 / 16  # of the bound: bytes that a process adds before it looks at the whole cache
 _KEEP = 0.9  # of the bound is left after a clean-up
 _CHECKSUM_BYTES = 8
+TREE, WHOLE = "tree", ".whole"  # a copied directory, and the file in it that says so
+_TREE_KEPT = 86_400.0  # seconds after its last use
 
 _added: dict[Path, int] = {}  # bytes that this process has added since its last look
 
@@ -103,8 +107,12 @@ class LocalCache:
         return file
 
     def size(self) -> int:
-        """Bytes that ranges and files take now."""
+        """Bytes that ranges, files and trees take now."""
         return sum(size for _, size, _ in self._entries())
+
+    def has_grown(self, size: int) -> None:
+        """Tell of bytes that lie in the cache beside its own entries, and make room where that is too much."""
+        self._account(size)
 
     def _place(self, kind: str, key: str) -> Path:
         name = xxhash.xxh3_128_hexdigest(key.encode())
@@ -124,23 +132,26 @@ class LocalCache:
         total = sum(size for _, size, _ in entries)
         if total <= self.bound * (1 - _CHECK_EVERY):  # every process may add its share before it looks again
             return
-        for _, size, place in entries:
+        for used, size, place in entries:
             if total <= self.bound * (_KEEP - _CHECK_EVERY):
                 return
+            if place.name == TREE and used > time.time() - _TREE_KEPT:
+                continue
             shutil.rmtree(place, ignore_errors=True) if place.is_dir() else place.unlink(missing_ok=True)
             total -= size
 
     def _entries(self) -> Iterator[tuple[float, int, Path]]:
         """(last use, bytes, place) of every entry."""
-        for kind in ("ranges", "files"):
-            for place in (self.directory / kind).glob("??/*"):
-                parts = list(place.iterdir()) if place.is_dir() else [place]
-                try:
-                    stats = [part.stat() for part in parts]
-                except FileNotFoundError:  # another process makes room too
-                    continue
-                if stats:
-                    yield max(s.st_mtime for s in stats), sum(s.st_size for s in stats), place
+        places = [place for kind in ("ranges", "files") for place in (self.directory / kind).glob("??/*")]
+        trees = (self.directory / "roots").glob(f"*/{TREE}")
+        for place in (*places, *(tree for tree in trees if (tree / WHOLE).is_file())):
+            try:
+                parts = [part for part in place.rglob("*") if part.is_file()] if place.is_dir() else [place]
+                stats = [part.stat() for part in parts]
+            except FileNotFoundError:  # another process makes room too
+                continue
+            if stats:
+                yield max(s.st_mtime for s in stats), sum(s.st_size for s in stats), place
 
 
 def _touch(place: Path) -> None:

@@ -20,7 +20,7 @@ from pydantic import BeforeValidator, PlainSerializer
 from upath import UPath
 
 from dataset_builders.contracts.errors import InputError
-from dataset_builders.contracts.local_cache import LocalCache, cache_dir
+from dataset_builders.contracts.local_cache import TREE, WHOLE, LocalCache, cache_dir
 
 StorePath = Path | UPath
 
@@ -155,13 +155,14 @@ def local_copy(path: StorePath, sha256: str | None = None) -> Path:
 def local_dir(path: StorePath) -> Path:
     """A directory that other libraries can open by name: itself, or a copy of the whole tree on this machine.
 
-    The copy is kept until `prune_trees` finds it unused; a directory in a store is never changed once it is finished.
+    A finished directory in a store is never changed. A copy counts in the cache's bound and may go a day after its last
+    use.
     """
     if is_local(path):
         return path
-    target = side_dir(path) / "tree"
-    if (target / ".whole").is_file():
-        os.utime(target / ".whole")
+    target = side_dir(path) / TREE
+    if (target / WHOLE).is_file():
+        os.utime(target / WHOLE)
         return target
     for file in walk_files(path):
         place = target / relative_name(file, path)
@@ -172,7 +173,8 @@ def local_dir(path: StorePath) -> Path:
         _patiently(lambda file=file, tmp=tmp: file.fs.get_file(file.path, str(tmp)), f"read {file}")
         os.replace(tmp, place)
     target.mkdir(parents=True, exist_ok=True)
-    (target / ".whole").touch()
+    (target / WHOLE).touch()
+    LocalCache().has_grown(sum(file.stat().st_size for file in target.rglob("*") if file.is_file()))
     return target
 
 

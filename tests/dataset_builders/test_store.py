@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import random
+import time
 from pathlib import Path
 
 import pytest
@@ -161,6 +162,21 @@ def test_a_directory_comes_and_goes_whole(place, tmp_path):
         assert (copy / name).read_text() == name
     assert (tmp_path / "here/b/c.bin").is_file(), "an upload takes nothing away"
     assert local_dir(place) == copy
+
+
+def test_a_copied_directory_counts_in_the_bound_and_goes_a_day_after_its_use(place, cache, monkeypatch):
+    monkeypatch.setenv("ATHANOR_CACHE_GB", "0.001")
+    for name in ("old", "new"):
+        put(place / name / "weights", content(600_000))
+        tree = local_dir(place / name)
+        assert (tree / "weights").is_file()
+        if name == "old":
+            day_ago = time.time() - 90_000
+            for file in tree.iterdir():
+                os.utime(file, (day_ago, day_ago))
+    kept = [p.parent.parent.name for p in (cache / "roots").glob("*/tree/weights")]
+    assert len(kept) == 1 and kept[0] == tree.parent.name, "the unused one goes, the other stays"
+    assert (tree / "weights").is_file() and local_dir(place / "old").is_dir(), "it comes back when it is wanted"
 
 
 def test_the_manifest_is_uploaded_last(place, tmp_path, monkeypatch):
