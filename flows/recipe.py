@@ -136,10 +136,14 @@ def _submodel(annotation: object) -> type[BaseModel] | None:
 
 
 def _model_at(model: type[BaseModel], path: Sequence[str]) -> type[BaseModel] | None:
-    for key in path:
+    keys = iter(path)
+    for key in keys:
         if model is None or key not in model.model_fields:
             return None
-        model = _submodel(model.model_fields[key].annotation)
+        annotation = model.model_fields[key].annotation
+        model = _submodel(annotation)
+        if typing.get_origin(annotation) is dict:
+            next(keys, None)  # a name of the user's, as of a subset
     return model
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from pydantic import Field, model_validator
@@ -258,10 +259,16 @@ def _raw_texts(directory: StorePath) -> Iterator[str]:
             "give a model: --set model=DIRECTORY_OR_HUB_NAME"
         )
     for path in files:
-        for row in pq.read_table(local_copy(path), columns=["texts"])["texts"].to_pylist():
-            for turn in row:
-                yield turn["user"]
-                yield turn["assistant"]
+        try:
+            rows = pq.read_table(local_copy(path), columns=["texts"])["texts"].to_pylist()
+        except (pa.ArrowException, KeyError, UnicodeDecodeError) as error:
+            raise InputError(
+                f"{path}: the embedded model's tokenizer learns from its column 'texts', which cannot be read "
+                f"({' '.join(str(error).split())[:160]}); mend the file, or give a model: "
+                "--set model=DIRECTORY_OR_HUB_NAME"
+            ) from error
+        turns = (turn for row in rows for turn in row or () if turn)  # what is null, convert names
+        yield from (text for turn in turns for text in (turn["user"], turn["assistant"]) if text)
 
 
 def _run(config: EmbeddedModelConfig, inputs: Mapping[str, Artifact], work: Path, resources: object) -> StageOutput:

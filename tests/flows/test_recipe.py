@@ -58,6 +58,11 @@ def test_a_value_out_of_bounds_names_the_bound(override, words):
     assert words in _error(override)
 
 
+def test_a_misspelt_key_below_a_name_of_the_users_is_found():
+    error = _error("plan_bins.mixture={charts: {repeat: 2}}")
+    assert "unknown key plan_bins.mixture.charts.repeat; did you mean plan_bins.mixture.charts.repeats?" in error
+
+
 def test_nothing_held_out_is_fine_where_the_source_has_splits_of_its_own():
     options = "convert.options={target: json}"
     config = load_recipe(overrides=["convert.heldout_fraction=0", "convert.builder=cord_v2", options]).config

@@ -17,7 +17,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 from dataset_builders.contracts.errors import InputError
 from dataset_builders.contracts.manifest import Manifest
 from stages.artifact import Artifact, run_stage
-from stages.embedded_model import HF_SUBDIR, STAGE, make_tiny_hf_dir
+from stages.embedded_model import HF_SUBDIR, STAGE, _raw_texts, make_tiny_hf_dir
 from stages.hf_directory import check_hf_dir
 from tests.helpers.tiny_model import FIRST, SHAPES, TEXTS, tiny_hf_dir
 
@@ -159,3 +159,18 @@ def test_patches_reach_the_vision_encoder():
     pixels = torch.from_numpy(np.random.default_rng(0).normal(size=(16, 1536)).astype(np.float32))
     out = model.model.visual(pixels, grid_thw=torch.tensor([[1, 4, 4]]))
     assert out.pooler_output.shape == (4, 64) and len(out.deepstack_features) == 2
+
+
+def test_texts_that_are_null_are_passed_over_and_broken_files_are_one_line(tmp_path):
+    folder = tmp_path / "s"
+    folder.mkdir()
+    turns = [[{"user": "a", "assistant": None}, None], None, [{"user": "b", "assistant": "c"}]]
+    pq.write_table(pa.table({"texts": turns}), folder / "a.parquet")
+    assert list(_raw_texts(tmp_path)) == ["a", "b", "c"]
+    for content in (b"no parquet", None):
+        if content is None:
+            pq.write_table(pa.table({"other": [1]}), folder / "b.parquet")
+        else:
+            (folder / "b.parquet").write_bytes(content)
+        with pytest.raises(InputError, match=r"s/b.parquet: the embedded model's tokenizer .*; mend the file, or give"):
+            list(_raw_texts(tmp_path))
