@@ -27,6 +27,9 @@ COMMANDS: dict[str, str] = {
     "doctor": "flows.commands.doctor:doctor_command",
     "ask": "flows.commands.ask:ask_command",
     "preview": "flows.commands.preview:preview_command",
+    "compare": "flows.commands.compare:compare_command",
+    "up": "flows.commands.up:up_command",
+    "sync": "flows.commands.sync:sync_command",
 }
 DEFAULT_ROOT = "athanor-root"
 
@@ -90,7 +93,15 @@ def make_parser() -> argparse.ArgumentParser:
     ask.add_argument("question")
     preview = commands.add_parser("preview", help="write one HTML page that shows what is in an artifact")
     _add_preview(preview)
-    for command in (run, plan, doctor, ask, preview):
+    compare = commands.add_parser("compare", help="run a recipe once for every combination of some settings")
+    _add_recipe(compare)
+    compare.add_argument(
+        "--grid", metavar="A.B=[V1,V2]", action="append", default=[], help="a setting and the values to try"
+    )
+    up = commands.add_parser("up", help="start Prefect, MLflow and a worker on this machine, until Ctrl-C")
+    _add_up(up)
+    sync = commands.add_parser("sync", help="send to MLflow what it has missed")
+    for command in (run, plan, doctor, ask, preview, compare, up, sync):
         command.add_argument(
             "--root", default=DEFAULT_ROOT, help="directory for everything, or the URL of an object store (%(default)s)"
         )
@@ -103,6 +114,10 @@ def _add_recipe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set", dest="overrides", metavar="A.B=VALUE", action="append", default=[], help="change one setting"
     )
+
+
+def _add_up(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--database", metavar="URL", help="postgresql://user@host:port/ for both; default: SQLite")
 
 
 def _add_preview(parser: argparse.ArgumentParser) -> None:

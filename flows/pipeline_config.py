@@ -6,13 +6,13 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.registry import get_builder
+from stages.cluster_config import ClusterConfig
 from stages.convert import ConvertConfig
 from stages.embedded_data import EmbeddedDataConfig
 from stages.embedded_model import EmbeddedModelConfig
 from stages.estimate import facts_of_embedded
 from stages.evaluate import EvaluateConfig
 from stages.export import ExportConfig
-from stages.launch import ClusterConfig
 from stages.plan_bins import PlanBinsConfig
 from stages.tokenize_samples import TokenizeConfig
 from trainer.contract import CheckpointConfig, ParallelConfig, TrainConfig

@@ -8,12 +8,11 @@ from prefect.runtime import flow_run
 from pydantic import BaseModel
 
 from dataset_builders.contracts.errors import InputError
-from dataset_builders.contracts.fingerprint import fingerprint, flatten
 from dataset_builders.contracts.store import StorePath, location
 from flows.dask_pool import check_cluster, on_cluster
 from flows.pipeline_config import PipelineConfig
 from flows.run_artifacts import publish_model, publish_stages
-from flows.stage_graph import external_digests, get_stage, open_inputs, pipeline_nodes
+from flows.stage_graph import external_digests, open_inputs
 from flows.tasks import (
     StageRun,
     convert_task,
@@ -25,9 +24,9 @@ from flows.tasks import (
     tokenize_task,
     train_task,
 )
+from flows.tracking_run import open_tracking
 from stages.artifact import Artifact, Input
-from stages.source_version import source_version
-from stages.tracking import Tracker, open_run, run_name
+from stages.tracking import Tracker, run_name
 from trainer.contract import HF_EXPORT
 
 Runs = dict[str, StageRun]
@@ -102,7 +101,7 @@ def vlm_sft(
     """
     found = open_inputs(config, location(root))
     check_cluster(config.execution, location(root), _dirs(found))
-    tracking_run = _open_tracking(config, root, found, recipe or config.name, differs or {})
+    tracking_run = open_tracking(config, root, found, recipe or config.name, differs or {})
     tracker = Tracker(location(root), tracking_run)
     try:
         runs, model_dir = prepare_data(config, root, tracking_run)
@@ -140,29 +139,3 @@ def _check_heldout(samples_dir: str) -> None:
             f"{samples_dir} holds no held-out sample, so nothing could be evaluated; raise convert.heldout_fraction "
             "or read a split that the source holds out"
         )
-
-
-def _open_tracking(
-    config: PipelineConfig, root: str, found: Mapping[str, Input], recipe: str, differs: Mapping[str, Any]
-) -> str | None:
-    versions = {node.name: get_stage(node.name).version for node in pipeline_nodes(config)}
-    identity = fingerprint({"config": config.identity(), "versions": versions, "inputs": external_digests(found)})
-    source = source_version()
-    tags = {
-        "athanor.recipe": recipe,
-        "athanor.differs": ", ".join(f"{key}={value}" for key, value in differs.items()) or "nothing",
-        "prefect.flow_run_id": str(flow_run.id or ""),
-        "athanor.git_dirty": source.get("dirty", "unknown"),
-        "mlflow.source.git.commit": source.get("commit", "unknown"),
-        "mlflow.source.name": "athanor run",
-        "mlflow.note.content": f"Recipe **{recipe}**. {_differences(differs)}",
-        **{k: str(v) for k, v in flatten({"execution": config.execution.model_dump(mode="json")}).items()},
-    }
-    name = run_name(recipe, differs)
-    return open_run(location(root), f"athanor-{config.name}", name, identity, config.identity(), tags)
-
-
-def _differences(differs: Mapping[str, Any]) -> str:
-    if not differs:
-        return "Nothing differs from it."
-    return "What differs from it:\n\n" + "\n".join(f"- `{key}` = `{value}`" for key, value in differs.items())

@@ -13,6 +13,7 @@ on one machine; two machines that make the same data artifact write the same byt
 """
 
 import json
+import logging
 import os
 import shutil
 import socket
@@ -30,6 +31,9 @@ from dataset_builders.contracts.fingerprint import describe_drift, fingerprint
 from dataset_builders.contracts.manifest import MANIFEST, Manifest, Parent, ShardEntry, load_manifest
 from dataset_builders.contracts.shard_io import remove_entries
 from dataset_builders.contracts.store import StorePath, is_local, make_dir, modified, side_dir, upload_dir
+
+LOCK_POLL_SECONDS = 0.5
+log = logging.getLogger("athanor.stage")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +126,7 @@ def scratch_dir(root: StorePath, stage: Stage, identity: Mapping[str, Any]) -> S
 def run_stage(
     stage: Stage, config: BaseModel, inputs: Mapping[str, Input], root: StorePath, resources: object = None
 ) -> StageResult:
-    """Reuse the finished artifact of this identity, or make it.
+    """Reuse the finished artifact of this identity, or make it; while another process makes it, wait for that one.
 
     Args:
         config: the identity config: frozen pydantic, JSON-serialisable.
@@ -130,7 +134,7 @@ def run_stage(
         resources: execution only; never part of the fingerprint.
 
     Raises:
-        InputError: another process is making the same artifact now, or the disk is full.
+        InputError: the disk is full.
     """
     started = time.perf_counter()
     identity = stage_identity(stage, config, inputs)
@@ -139,13 +143,14 @@ def run_stage(
         return StageResult(Artifact.load(final), True, time.perf_counter() - started)
     work = scratch_dir(root, stage, identity)
     lock = side_dir(root) / "scratch" / f"{stage.name}-{fingerprint(identity)}"
-    make_dir(work)
     lock.parent.mkdir(parents=True, exist_ok=True)
     with _held(work, lock):
-        if not (final / MANIFEST).is_file():
+        is_made = (final / MANIFEST).is_file()  # by the one that was waited for
+        if not is_made:
+            make_dir(work)
             _make(stage, config, inputs, work, resources, identity)
             _publish(work, final)
-    return StageResult(Artifact.load(final), False, time.perf_counter() - started)
+    return StageResult(Artifact.load(final), is_made, time.perf_counter() - started)
 
 
 def _make(stage, config, inputs, work: StorePath, resources, identity: dict[str, Any]) -> None:
@@ -201,22 +206,25 @@ def _manifest(stage: Stage, identity: Mapping[str, Any], output: StageOutput) ->
 
 
 class _held:
-    """The lock of a scratch directory, taken without waiting; says who has it."""
+    """The lock of a scratch directory. Whoever finds it taken waits for it, and says for whom."""
 
     def __init__(self, work: StorePath, name: Path) -> None:
         self.work = work
         self.owner = name.with_name(name.name + ".owner.json")
-        self.lock = filelock.FileLock(name.with_name(name.name + ".lock"), blocking=False)
+        self.lock = filelock.FileLock(name.with_name(name.name + ".lock"))
 
     def __enter__(self) -> None:
         try:
-            self.lock.acquire()
-        except filelock.Timeout as error:
+            self.lock.acquire(timeout=0)
+        except filelock.Timeout:
             who = json.loads(self.owner.read_text()) if self.owner.is_file() else {}
-            raise InputError(
-                f"{self.work} is being made by process {who.get('pid', '?')} on {who.get('host', '?')}; "
-                "wait for it to end and run the same command again, or choose another --root"
-            ) from error
+            log.warning(
+                "%s is being made by process %s on %s; waiting for it to end",
+                self.work,
+                who.get("pid", "?"),
+                who.get("host", "?"),
+            )
+            self.lock.acquire(poll_interval=LOCK_POLL_SECONDS)
         self.owner.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
 
     def __exit__(self, *_: object) -> None:

@@ -15,7 +15,8 @@ from dataset_builders.contracts.files import write_text
 from dataset_builders.contracts.fingerprint import fingerprint
 from dataset_builders.contracts.store import absolute, local_dir
 from stages.artifact import Artifact, Input, Stage, StageOutput, stage_identity
-from stages.launch import ClusterConfig, Job, JobFailed, make_launcher, run_job
+from stages.cluster_config import ClusterConfig
+from stages.launch import Job, JobFailed, make_launcher, run_job
 from stages.train_report import write_train_report
 from trainer.contract import (
     HF_EXPORT,

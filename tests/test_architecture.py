@@ -40,7 +40,7 @@ RANK_NAMES = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}
 RANK_READERS = ("trainer.distributed",)
 # Who may write the process's own environment: settings that a library reads once, at its import.
 ENVIRONMENT_WRITERS = ("flows", "flows.cli", "stages.tracking")
-CHILD_ENVIRONMENT_WRITERS = ("stages.launch",)
+CHILD_ENVIRONMENT_WRITERS = ("stages.launch_torchrun", "stages.launch_slurm", "flows.service.processes")
 VAGUE = {"utils", "util", "base", "common", "helpers", "misc", "core", "types", "interfaces"}
 
 MAX_FILE_LINES = 400

@@ -18,6 +18,5 @@ def quick_and_apart(monkeypatch):
     for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI", "FAKE_TRAINER"):
         monkeypatch.delenv(name, raising=False)
     from stages.launch import LAUNCHERS
-    from tests.helpers.fake_trainer import FakeTrainerLauncher
 
-    monkeypatch.setitem(LAUNCHERS, "torchrun", FakeTrainerLauncher)
+    monkeypatch.setitem(LAUNCHERS, "torchrun", "tests.helpers.fake_trainer:FakeTrainerLauncher")

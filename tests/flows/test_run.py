@@ -160,14 +160,14 @@ def test_a_full_disk_loses_nothing(tmp_path, capsys, monkeypatch):
     assert "embedded_data: reused" in capsys.readouterr().out
 
 
-def test_a_second_run_at_the_same_time_is_told_so(finished, capsys):
+def test_a_second_run_at_the_same_time_waits_for_the_first(finished, capsys):
     changes = {"train.optim.lr": 0.003}
-    athanor("plan", finished, **changes)
-    capsys.readouterr()
-    with filelock.FileLock(_train_lock(finished, changes)):
-        assert athanor("run", finished, **changes) == 2
-    line = error_line(capsys)
-    assert "is being made by process" in line and "--root" in line
+    lock = filelock.FileLock(_train_lock(finished, changes), thread_local=False)
+    lock.acquire()
+    freed = threading.Timer(2.0, lock.release)
+    freed.start()
+    assert athanor("run", finished, **changes) == 0
+    assert "is being made by process" in capsys.readouterr().err and freed.finished.is_set()
 
 
 def _train_lock(root: Path, changes: dict[str, object]) -> Path:

@@ -11,7 +11,9 @@ import signal
 import sys
 from pathlib import Path
 
-from stages.launch import ClusterConfig, Job, TorchrunLauncher
+from stages.cluster_config import ClusterConfig
+from stages.launch import Job
+from stages.launch_torchrun import TorchrunLauncher
 from trainer.contract import (
     EXIT_FAILED,
     EXIT_INPUT,

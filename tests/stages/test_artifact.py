@@ -3,6 +3,9 @@
 import json
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import fsspec
@@ -111,17 +114,41 @@ run_stage(Stage("shards", 1, run), Config(), {}, Path(sys.argv[1]))
 """
 
 
-def test_two_at_once_are_refused_and_a_dead_one_holds_nothing(tmp_path):
+def test_the_second_of_two_waits_and_says_for_whom(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("stages.artifact.LOCK_POLL_SECONDS", 0.02)
     repository = Path(__file__).parents[2]
     holder = subprocess.Popen(
         [sys.executable, "-c", _HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=repository
     )
     assert holder.stdout.readline() == "working\n"
-    with pytest.raises(InputError, match=f"is being made by process {holder.pid} on "):
-        run_stage(stage(), Config(), {}, tmp_path)
-    holder.kill()
-    holder.wait()
-    assert len(run_stage(stage(), Config(), {}, tmp_path).artifact.manifest.shards) == 3
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(run_stage, stage(), Config(), {}, tmp_path)
+        while not caplog.records:
+            assert not waits.done()
+        assert f"is being made by process {holder.pid} on " in caplog.text
+        holder.kill()
+        holder.wait()
+        assert len(waits.result(30).artifact.manifest.shards) == 3 and not waits.result().reused
+
+
+def test_what_the_first_has_made_the_second_uses(tmp_path, monkeypatch):
+    monkeypatch.setattr("stages.artifact.LOCK_POLL_SECONDS", 0.02)
+    working, go_on, tries = threading.Event(), threading.Event(), []
+
+    def slow(config, inputs, work, resources):
+        tries.append(1)
+        working.set()
+        assert go_on.wait(30)
+        return stage().run(config, inputs, work, resources)
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(run_stage, Stage("shards", 1, slow), Config(), {}, tmp_path)
+        assert working.wait(30)
+        second = pool.submit(run_stage, Stage("shards", 1, slow), Config(), {}, tmp_path)
+        time.sleep(0.1)
+        go_on.set()
+        assert not first.result(30).reused and second.result(30).reused
+    assert len(tries) == 1
 
 
 def test_an_artifact_of_another_format_says_what_to_do(root):

@@ -11,17 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from stages.launch import (
-    ClusterConfig,
-    Handle,
-    Job,
-    JobFailed,
-    TorchrunLauncher,
-    _processes_of,
-    _runs,
-    make_launcher,
-    run_job,
-)
+from stages.cluster_config import ClusterConfig
+from stages.launch import Handle, Job, JobFailed, make_launcher, run_job
+from stages.launch_torchrun import TorchrunLauncher, _processes_of, _runs
 
 
 class PlainLauncher(TorchrunLauncher):
@@ -140,7 +132,7 @@ def test_who_ignores_sigterm_is_killed_after_the_grace(tmp_path):
 
 
 def test_a_job_cancelled_in_its_first_instant_is_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr("stages.launch._processes_of", lambda name: [])  # as within the instant of an exec
+    monkeypatch.setattr("stages.launch_torchrun._processes_of", lambda name: [])  # as within the instant of an exec
     launcher = _plain(stop_grace_seconds=1)
     handle = launcher.submit(_job(tmp_path, "import time\ntime.sleep(60)"))
     launcher.cancel(handle)
@@ -174,7 +166,7 @@ def test_torchrun_starts_the_ranks_and_its_report_gives_the_workers_status(tmp_p
 
 @pytest.fixture(autouse=True)
 def short_leftover_time(monkeypatch):
-    monkeypatch.setattr("stages.launch.LEFTOVER_SECONDS", 0.5)
+    monkeypatch.setattr("stages.launch_torchrun.LEFTOVER_SECONDS", 0.5)
 
 
 @pytest.mark.parametrize("processes", [0, -1])

@@ -11,9 +11,10 @@ from dataset_builders.contracts.errors import InputError
 from dataset_builders.contracts.manifest import Manifest
 from stages import export, train
 from stages.artifact import Artifact, External, run_stage
+from stages.cluster_config import ClusterConfig
 from stages.export import ExportConfig, copy_processor_files
 from stages.hf_directory import model_input
-from stages.launch import LAUNCHERS, ClusterConfig, JobFailed
+from stages.launch import LAUNCHERS, JobFailed
 from stages.train import (
     MetricsFollower,
     StageStopped,
@@ -22,7 +23,7 @@ from stages.train import (
     make_run_config,
     read_metrics,
 )
-from tests.helpers.fake_trainer import FakeTrainerLauncher, metrics_row
+from tests.helpers.fake_trainer import metrics_row
 from tests.helpers.tiny_model import tiny_hf_dir
 from trainer.contract import EXIT_INPUT, METRICS_JSONL, OptimConfig, ParallelConfig, RunConfig, TrainConfig
 
@@ -38,7 +39,7 @@ CONFIG = TrainConfig(
 
 @pytest.fixture(autouse=True)
 def fake_trainer(monkeypatch):
-    monkeypatch.setitem(LAUNCHERS, "torchrun", FakeTrainerLauncher)
+    monkeypatch.setitem(LAUNCHERS, "torchrun", "tests.helpers.fake_trainer:FakeTrainerLauncher")
     monkeypatch.delenv("FAKE_TRAINER", raising=False)
 
 

@@ -1,0 +1,170 @@
+"""torchrun on this host.
+
+A job's processes carry its name in their environment, because torchrun gives every worker a session of its own:
+killing torchrun's process group would leave the workers, and a name also finds what a killed parent left behind.
+"""
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import psutil
+
+from stages.cluster_config import ClusterConfig
+from stages.launch import NOTHING_NEW, Handle, Job, JobFailed, new_lines
+
+JOB_VARIABLE = "ATHANOR_JOB"
+LEFTOVER_SECONDS = 3.0  # for torchrun and the workers' helpers to follow, once the workers are gone
+
+
+@dataclass(slots=True, kw_only=True)
+class TorchrunHandle(Handle):
+    """A job of this host."""
+
+    process: subprocess.Popen
+    deadline: float
+    reader: Iterator[str]
+
+
+class TorchrunLauncher:
+    """torchrun on this host, never restarting by itself: a failed run goes on from its checkpoint when run again."""
+
+    def __init__(self, cluster: ClusterConfig) -> None:
+        self.cluster = cluster
+
+    def command(self, job: Job) -> list[str]:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--max-restarts=0"]
+        return [sys.executable, *torchrun, f"--nproc-per-node={self.cluster.processes}", *job.arguments]
+
+    def plan(self, job: Job) -> str:
+        """The command line that `submit` would run."""
+        return shlex.join(self.command(job))
+
+    def submit(self, job: Job) -> TorchrunHandle:
+        """Start the job; the log file is begun anew and everything the job prints goes there."""
+        _end(_processes_of(job.name), self.cluster.stop_grace_seconds)
+        command = self.command(job)
+        job.log_path.parent.mkdir(parents=True, exist_ok=True)
+        # A file, not a pipe: a job that prints is never stopped by a parent that does not read, or is gone.
+        with job.log_path.open("wb") as log:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._environment(job.name),
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + self.cluster.timeout_seconds
+        return TorchrunHandle(
+            job=job, command=command, process=process, deadline=deadline, reader=new_lines(job.log_path)
+        )
+
+    def poll(self, handle: TorchrunHandle) -> int | None:
+        """None while it runs; hands new lines of the log to `on_line`.
+
+        Raises:
+            JobFailed: the deadline has passed; the job is cancelled before.
+        """
+        status = handle.process.poll()
+        for line in handle.reader:
+            if line == NOTHING_NEW:
+                break
+            handle.lines.append(line)
+            handle.job.on_line(line)
+        if status is None and time.monotonic() > handle.deadline:
+            self.cancel(handle)
+            raise JobFailed(f"stopped after timeout_seconds={self.cluster.timeout_seconds:g}", handle, 124)
+        return status
+
+    def cancel(self, handle: TorchrunHandle) -> None:
+        """SIGTERM to the workers, time to save, then SIGKILL to whatever is left. Does nothing to an ended job."""
+        # A process shows no environment for the instant of its exec: the one we started is known, and a second
+        # look finds what a worker was starting during the first.
+        _end([*_own(handle.process), *_processes_of(handle.job.name)], self.cluster.stop_grace_seconds)
+        _end(_processes_of(handle.job.name), LEFTOVER_SECONDS)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            handle.process.wait(10)
+
+    def logs(self, handle: TorchrunHandle) -> list[str]:
+        """The whole log so far, line by line."""
+        return handle.job.log_path.read_text(encoding="utf-8", errors="replace").splitlines()
+
+    def _environment(self, name: str) -> Mapping[str, str]:
+        threads = self.cluster.num_threads or max(1, (os.cpu_count() or 1) // self.cluster.processes)
+        defaults = {"OMP_NUM_THREADS": str(threads), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        fixed = {
+            JOB_VARIABLE: name,
+            "DO_NOT_TRACK": "true",
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONUNBUFFERED": "1",
+        }
+        return {**defaults, **os.environ, **fixed}
+
+
+def _processes_of(name: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.environ().get(JOB_VARIABLE) == name and process.pid != os.getpid():
+                found.append(process)
+    return found
+
+
+def _own(process: subprocess.Popen) -> list[psutil.Process]:
+    if process.poll() is None:
+        with contextlib.suppress(psutil.Error):
+            return [psutil.Process(process.pid)]
+    return []
+
+
+def _end(processes: list[psutil.Process], grace_seconds: float) -> None:
+    """SIGTERM to the workers, wait for them, SIGKILL to whatever is left. An interrupted wait kills at once."""
+    workers = _workers(processes)
+    try:
+        for process in workers:
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(signal.SIGTERM)
+        _wait_gone(workers, grace_seconds)
+        _wait_gone(processes, LEFTOVER_SECONDS)
+    finally:
+        for process in processes:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        _wait_gone(processes, LEFTOVER_SECONDS)
+
+
+def _wait_gone(processes: list[psutil.Process], seconds: float) -> None:
+    # psutil.wait_procs would reap our own child and with it the exit status that Popen reports.
+    deadline = time.monotonic() + seconds
+    while any(_runs(process) for process in processes) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _runs(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def _workers(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Whom to ask to stop: the trainer's ranks; not their helpers, which they end themselves.
+
+    Nor torchrun, which would cut its workers' grace to 30 s and ends when they have; alone, it is asked.
+    """
+    agents, parents = set(), {}
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            parents[process.pid] = process.ppid()
+            if "torch.distributed.run" in process.cmdline():
+                agents.add(process.pid)
+    tops = [p for p in processes if p.pid not in agents and parents.get(p.pid) not in parents.keys() - agents]
+    return tops or processes
