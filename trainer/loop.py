@@ -19,7 +19,7 @@ from trainer.metrics import MetricsWriter, peak_flops, peak_memory_gb
 from trainer.models import get_model_module, read_model_type
 from trainer.models.hf_export import save_hf_weights
 from trainer.models.hf_weights import load_hf_weights
-from trainer.models.module_set import TorchModules, transformer_engine_modules
+from trainer.models.module_set import TorchModules, check_float8, transformer_engine_modules
 from trainer.optim import set_learning_rate
 from trainer.parts import freeze
 from trainer.sharding import Chunk, share_model, weights_dtype
@@ -64,6 +64,10 @@ def build_chunks(run: RunConfig, mesh: Mesh, dtype: torch.dtype) -> list[torch.n
     stages = range(run.parallel.vpp) if run.parallel.vpp > 1 else [None]
     chunks = [module.build(sizes, run.parallel, dtype, modules, mesh, run.seq_len, stage) for stage in stages]
     count = sum(load_hf_weights(chunk, run.hf_dir) for chunk in chunks)
+    if run.train.precision == "float8":
+        check_float8(run, mesh.device)
+        for chunk in chunks:
+            chunk.language.use_float8()
     log.info("weights: %s (%d parameters' tensors on this rank, %s)", run.hf_dir, count, dtype)
     for chunk in chunks:
         chunk.clock = chunks[0].clock

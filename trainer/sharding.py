@@ -16,7 +16,8 @@ from trainer.distributed import Mesh
 from trainer.fsdp import FullyShardedModel
 from trainer.optim import build_optimizer
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# What weights are held and computed in; float8 is what the language model's products make of them.
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.bfloat16}
 
 Chunk: TypeAlias = DistributedDataParallel | FullyShardedModel
 

@@ -108,15 +108,15 @@ def draw_kind(rng: np.random.Generator) -> Kind:
     return Kind(int(rng.integers(40, 300)), tuple(grids), learnt=0.3)
 
 
-def write_data(directory: Path, num_bins: int, seq_len: int) -> None:
-    """Tokenized shards and bins; enough samples that `num_bins` bins are full."""
+def write_data(directory: Path, num_bins: int, seq_len: int, vocabulary: range = range(1000, 150000)) -> None:
+    """Tokenized shards and bins; enough samples that `num_bins` bins are full. Text is drawn from `vocabulary`."""
     rng, geometry = np.random.default_rng(0), Geometry(IMAGE_TOKEN, 2, 48, 768)
     rows, total = [], 0
     name = "train/shard-00000.tar"
     with ShardWriter(directory, name) as writer:
         while total < num_bins * seq_len:
             key = f"mix/{len(rows):08d}"
-            sample = make_sample(draw_kind(rng), geometry, range(1000, 150000), len(rows), key)
+            sample = make_sample(draw_kind(rng), geometry, vocabulary, len(rows), key)
             if len(sample.input_ids) > seq_len:
                 continue
             record = writer.write(key, encode_sample(sample, "u8", {}))
@@ -146,10 +146,7 @@ def write_data(directory: Path, num_bins: int, seq_len: int) -> None:
 
 
 def run_steps(root: Path, args: argparse.Namespace, parallel: ParallelConfig) -> list[MetricsRow]:
-    """Train some steps in a process of its own; the metrics of each."""
-    out = root / "run"
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir()
+    """The metrics of some steps of a layout."""
     optim = OptimConfig(lr=1e-5, min_lr_fraction=0.1, warmup_steps=2, weight_decay=0.1)
     train = TrainConfig(
         seed=0,
@@ -159,6 +156,16 @@ def run_steps(root: Path, args: argparse.Namespace, parallel: ParallelConfig) ->
         heldout_interval=10**6,
         optim=optim,
     )
+    return train_steps(root, train, args.seq_len, args.steps, gpus=args.gpus, parallel=parallel)
+
+
+def train_steps(
+    root: Path, train: TrainConfig, seq_len: int, steps: int, *, gpus: int = 1, parallel: ParallelConfig | None = None
+) -> list[MetricsRow]:
+    """Train some steps on what `write_model` and `write_data` wrote, in processes of their own; the metrics of each."""
+    out = root / "run"
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir()
     run = RunConfig(
         task="train",
         fingerprint="b" * 16,
@@ -166,22 +173,22 @@ def run_steps(root: Path, args: argparse.Namespace, parallel: ParallelConfig) ->
         tokenized_dir=root / "data",
         bins_dir=root / "data",
         output_dir=out,
-        seq_len=args.seq_len,
+        seq_len=seq_len,
         train=train,
-        parallel=parallel,
+        parallel=parallel or ParallelConfig(),
         checkpoint=CheckpointConfig(save_interval=10**6),
     )
     (out / "run.json").write_text(run.model_dump_json())
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.gpus}"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
     job = subprocess.Popen([*command, "-m", "trainer", str(out / "run.json")])
-    while job.poll() is None and len(read_metrics(out)) < args.steps:
+    while job.poll() is None and len(read_metrics(out)) < steps:
         time.sleep(1)
     # Ended from outside, so that nobody waits for a checkpoint of many GB.
     for process in [*psutil.Process(job.pid).children(recursive=True), job] if job.poll() is None else []:
         process.kill()
     job.wait()
-    rows = read_metrics(out)[: args.steps]
-    assert len(rows) == args.steps, f"the trainer ended after {len(rows)} of {args.steps} steps"
+    rows = read_metrics(out)[:steps]
+    assert len(rows) == steps, f"the trainer ended after {len(rows)} of {steps} steps"
     return rows
 
 

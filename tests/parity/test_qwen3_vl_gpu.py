@@ -75,10 +75,10 @@ def test_pixels_are_normalised_to_the_same_bits_as_on_a_cpu():
 
 
 @requires_gpus(1)
-def test_training_in_bf16_follows_float32(tmp_path):
+@pytest.mark.parametrize("precision", ["bfloat16", "float8"])
+def test_training_in_a_low_precision_follows_float32(tmp_path, precision):
     run = write_job(tmp_path, num_steps=30)
-    bf16 = run.train.model_copy(update={"precision": "bfloat16"})
-    run = run.model_copy(update={"train": bf16})
+    run = run.model_copy(update={"train": run.train.model_copy(update={"precision": precision})})
     (run.output_dir / "run.json").write_text(run.model_dump_json())
     assert run_trainer(run) == 0, log_of(run)
     rows = metrics_of(run)

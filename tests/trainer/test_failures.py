@@ -76,3 +76,10 @@ def test_bounds_and_cross_checks_of_the_contract():
         OptimConfig(**{**optim, "lr": -3})
     with pytest.raises(ValueError, match="learning_rate"):
         OptimConfig(**optim, learning_rate=1)
+
+
+def test_float8_is_refused_where_it_cannot_be(tmp_path):
+    run = write_job(tmp_path, num_steps=4)
+    run = rewrite(run, train=run.train.model_copy(update={"precision": "float8"}))
+    assert run_trainer(run, processes=0) == EXIT_INPUT
+    assert result_of(run).message.startswith("train.precision=float8 needs a GPU of the Hopper generation or newer")

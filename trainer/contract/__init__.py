@@ -65,8 +65,9 @@ class TrainConfig(StrictModel):
     seed: int = Field(ge=0, description="order of the bins")
     num_steps: int = Field(gt=0, description="optimizer updates")
     global_batch_size: int = Field(gt=0, description="bins between two optimizer updates, over all data-parallel ranks")
-    precision: Literal["float32", "bfloat16"] = Field(
-        description="arithmetic of forward and backward; main weights and gradients are float32 either way"
+    precision: Literal["float32", "bfloat16", "float8"] = Field(
+        description="arithmetic of forward and backward; main weights and gradients are float32 in all. float8: "
+        "the matrix products of the language model's layers, the rest in bfloat16; needs Hopper or newer"
     )
     heldout_interval: int = Field(gt=0, description="steps between two measurements of the held-out loss")
     optim: OptimConfig
@@ -134,10 +135,13 @@ class RunConfig(StrictModel):
 
 
 class MetricsRow(StrictModel):
-    """One line of metrics.jsonl. Everything but `step` is forwarded to tracking under its own name, in this order:
-    MLflow's compare page begins with the first."""
+    """One line of metrics.jsonl. Everything but `step` and `time_ms` is forwarded to tracking under its own name, in
+    this order: MLflow's compare page begins with the first."""
 
     step: int
+    time_ms: int | None = Field(
+        default=None, description="when the line was written, milliseconds since 1970; None in old files"
+    )
     loss: float = Field(description="mean over the loss tokens of the global batches since the last line")
     heldout_loss: float | None = Field(default=None, description="the same over the held-out bins")
     grad_norm: float = Field(description="over all ranks, before clipping")

@@ -17,6 +17,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from dataset_builders.contracts.errors import InputError
+from trainer.contract import RunConfig
 from trainer.models.attention import RotarySelfAttention, SelfAttentionSubmodules, TorchVarlenAttention
 
 if HAVE_TE:
@@ -27,6 +28,8 @@ _FUSED_NORM_KEYS = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
+
+FLOAT8_ROWS = 16  # cuBLAS: both sides of a float8 product are multiples of it
 
 # The axis of the weight that tensor-parallel ranks divide; a row-parallel bias is whole on every rank.
 _PARALLEL_AXES = {ColumnParallelLinear: 0, RowParallelLinear: 1, VocabParallelEmbedding: 0}
@@ -86,6 +89,29 @@ def transformer_engine_modules() -> BackendSpecProvider:
             "training on CUDA needs transformer-engine, which is not installed: pip install 'athanor[gpu]'"
         )
     return FusedModules()
+
+
+def check_float8(run: RunConfig, device: torch.device) -> None:
+    """See that the language model's products can be in float8.
+
+    Raises:
+        InputError: this device, or this job, cannot.
+    """
+    way_out = "set train.precision=bfloat16"
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
+        where = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
+        raise InputError(
+            f"train.precision=float8 needs a GPU of the Hopper generation or newer, not {where}; {way_out}"
+        )
+    parallel = run.parallel
+    if parallel.sharding == "fsdp":
+        raise InputError(f"train.precision=float8 does not go with parallel.sharding=fsdp; {way_out}")
+    slices = parallel.cp * (parallel.tp if parallel.sequence_parallel else 1)
+    if run.seq_len % (FLOAT8_ROWS * slices):
+        raise InputError(
+            f"seq_len={run.seq_len} over {slices} slices is no multiple of {FLOAT8_ROWS} tokens, which "
+            f"train.precision=float8 needs; take a multiple of {FLOAT8_ROWS * slices} or {way_out}"
+        )
 
 
 def mark_tensor_parallel(model: torch.nn.Module) -> None:

@@ -8,6 +8,7 @@ import dataclasses
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.fp8_utils import get_fp8_context
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
@@ -44,9 +45,9 @@ class DeepstackBlock(TransformerBlock):
         for layer in self.layers:
             # The features are an argument, not part of the layer: what is computed again is the layer alone.
             if self.recompute:
-                hidden, _ = recomputed(layer, hidden, rotary_pos_emb=rotation, packed_seq_params=segments)
+                hidden = recomputed(self._run, layer, hidden, rotation, segments)
             else:
-                hidden, _ = layer(hidden_states=hidden, rotary_pos_emb=rotation, packed_seq_params=segments)
+                hidden = self._run(layer, hidden, rotation, segments)
             level = layer.layer_number - 1
             if level < len(features):
                 hidden = hidden.index_add(0, image_index, features[level][:, None])
@@ -54,6 +55,12 @@ class DeepstackBlock(TransformerBlock):
             hidden = self.final_layernorm(hidden)
             hidden = make_viewless_tensor(inp=hidden, requires_grad=True, keep_graph=True)
         return hidden
+
+    def _run(
+        self, layer: torch.nn.Module, hidden: torch.Tensor, rotation: Rotation, segments: PackedSegments
+    ) -> torch.Tensor:
+        with get_fp8_context(self.config, layer.layer_number - 1):  # nothing where config.fp8 is not set
+            return layer(hidden_states=hidden, rotary_pos_emb=rotation, packed_seq_params=segments)[0]
 
 
 class LanguageModel(MegatronModule):
@@ -106,6 +113,11 @@ class LanguageModel(MegatronModule):
                 skip_weight_param_allocation=tied,
                 tp_group=groups.tp,
             )
+
+    def use_float8(self) -> None:
+        """Compute the matrix products of the layers in float8, each tensor scaled by its largest value: E4M3 forward,
+        E5M2 for gradients. megatron-core then has Transformer Engine cast each weight once a step."""
+        self.config.fp8, self.config.fp8_recipe = "hybrid", "tensorwise"
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """(1, t) -> (s, 1, D)."""

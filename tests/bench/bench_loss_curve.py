@@ -1,0 +1,152 @@
+"""The loss of some hundred steps on the same bins: this trainer in bfloat16 and float8, and transformers in bfloat16.
+
+    python -m tests.bench.bench_loss_curve --model 2b --steps 200 --out curves.json --only bfloat16 --only float8
+    python -m tests.bench.bench_loss_curve --model 2b --steps 200 --out curves.json --only transformers
+    python -m tests.bench.bench_loss_curve --out curves.json --plot curves.png        # draws and prints, on any machine
+
+One GPU. Random weights of Qwen3-VL's shape (seed 0), the mix of bench_train_step with text from 256 token ids, so that
+there is something to learn; bins in the trainer's own order. transformers: float32 weights under bf16 autocast, sdpa
+without cuDNN, each sample by itself, torch's AdamW, loss over the loss tokens of the bin, gradients clipped alike.
+"""
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from transformers import Qwen3VLForConditionalGeneration
+
+from tests.bench.bench_train_step import train_steps, write_data, write_model
+from tests.helpers.reference import reference_inputs
+from trainer.contract import OptimConfig, TrainConfig
+from trainer.data import BinReader, TrainingOrder
+from trainer.models.qwen3_vl.config import read_config
+from trainer.optim import learning_rate
+from trainer.slices import RankSlice
+
+OURS = ("bfloat16", "float8")
+PEER = "transformers"
+SEQ_LEN = 8192
+
+
+def train_config(steps: int, precision: str) -> TrainConfig:
+    """The same for all."""
+    optim = OptimConfig(lr=1e-5, min_lr_fraction=0.1, warmup_steps=20, weight_decay=0.1)
+    return TrainConfig(
+        seed=0, num_steps=steps, global_batch_size=1, precision=precision, heldout_interval=10**6, optim=optim
+    )
+
+
+def curve_of_ours(root: Path, steps: int, precision: str) -> list[float]:
+    """This trainer's losses."""
+    return [row.loss for row in train_steps(root, train_config(steps, precision), SEQ_LEN, steps)]
+
+
+def curve_of_transformers(root: Path, steps: int) -> list[float]:
+    """transformers' losses on the same bins."""
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.set_float32_matmul_precision("high")
+    config = train_config(steps, "bfloat16")
+    model = Qwen3VLForConditionalGeneration.from_pretrained(root / "hf", dtype=torch.float32).cuda().train()
+    optim = config.optim
+    weights, rest = ([p for p in model.parameters() if (p.ndim > 1) is is_weight] for is_weight in (True, False))
+    groups = [{"params": weights, "weight_decay": optim.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    adam = torch.optim.AdamW(groups, betas=(optim.adam_beta1, optim.adam_beta2), eps=optim.adam_eps, fused=True)
+    whole = RankSlice(pad_multiple=4)
+    reader = BinReader(root / "data", root / "data", "train", read_config(root / "hf").geometry, SEQ_LEN, whole)
+    order = TrainingOrder(reader, seed=0, global_batch_size=1, dp_rank=0, dp=1, bin_cost=None)
+    losses = []
+    for step in range(steps):
+        for group in adam.param_groups:
+            group["lr"] = learning_rate(step, config.optim, steps)
+        losses.append(
+            _step(model, adam, reader.samples(next(iter(order(step, step + 1)))), config.optim.clip_grad_norm)
+        )
+    return losses
+
+
+def _step(model, adam, samples, clip: float) -> float:
+    count = sum(int(sample.loss_mask[1:].sum()) for sample in samples)
+    total = torch.zeros((), device="cuda")
+    for sample in samples:
+        inputs = {name: value.cuda() for name, value in reference_inputs(sample, model.config.image_token_id).items()}
+        labels = inputs["input_ids"][0, 1:]
+        learnt = torch.from_numpy(sample.loss_mask.astype(bool))[1:].cuda()
+        with torch.autocast("cuda", torch.bfloat16):
+            hidden = model.model(**inputs, use_cache=False).last_hidden_state[0, :-1][learnt]
+            logits = model.lm_head(hidden)
+        loss = torch.nn.functional.cross_entropy(logits.float(), labels[learnt], reduction="sum") / count
+        loss.backward()
+        total += loss.detach()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+    adam.step()
+    adam.zero_grad(set_to_none=True)
+    return float(total)
+
+
+def table(curves: dict[str, list[float]]) -> str:
+    """Mean loss over windows, and how far each curve lies from this trainer's bfloat16."""
+    base = np.array(curves["bfloat16"])
+    windows = [slice(i, i + len(base) // 8) for i in range(0, len(base), len(base) // 8)]
+    head = "| steps | " + " | ".join(curves) + " | " + " | ".join(f"{n} - bfloat16" for n in curves if n != "bfloat16")
+    lines = [head + " |", "| --- |" + " ---: |" * (2 * len(curves) - 1)]
+    for window in windows:
+        means = {name: np.mean(np.array(curve)[window]) for name, curve in curves.items()}
+        apart = [f"{np.mean(np.array(c)[window] - base[window]):+.4f}" for n, c in curves.items() if n != "bfloat16"]
+        shown = [f"{mean:.4f}" for mean in means.values()]
+        lines.append(f"| {window.start + 1} to {min(window.stop, len(base))} | {' | '.join([*shown, *apart])} |")
+    return "\n".join(lines)
+
+
+def plot(curves: dict[str, list[float]], path: Path) -> None:
+    """Losses above, differences from this trainer's bfloat16 below."""
+    plt.switch_backend("Agg")
+    figure, (above, below) = plt.subplots(2, 1, figsize=(9, 7), sharex=True, height_ratios=(2, 1))
+    base = np.array(curves["bfloat16"])
+    for name, curve in curves.items():
+        steps = np.arange(1, len(curve) + 1)
+        above.plot(steps, curve, label=name if name == PEER else f"athanor, {name}", linewidth=1)
+        if name != "bfloat16":
+            below.plot(steps, np.array(curve) - base, label=f"{name} minus athanor, bfloat16", linewidth=1)
+    above.set_ylabel("loss")
+    below.set_ylabel("difference")
+    below.set_xlabel("step")
+    below.axhline(0, color="gray", linewidth=0.5)
+    above.legend()
+    below.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="2b")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--bins", type=int, default=64)
+    parser.add_argument("--out", type=Path, required=True, help="JSON of the curves; those in it are kept")
+    parser.add_argument("--only", choices=[*OURS, PEER], action="append", default=[])
+    parser.add_argument("--plot", type=Path)
+    args = parser.parse_args()
+    curves = json.loads(args.out.read_text()) if args.out.is_file() else {}
+    with tempfile.TemporaryDirectory(prefix="athanor-bench-") as folder:
+        root = Path(folder)
+        if args.only:
+            torch.manual_seed(0)
+            write_model(root / "hf", args.model)
+            write_data(root / "data", args.bins, SEQ_LEN, range(1000, 1256))
+        for name in args.only:
+            curves[name] = (
+                curve_of_transformers(root, args.steps) if name == PEER else curve_of_ours(root, args.steps, name)
+            )
+            args.out.write_text(json.dumps(curves))
+    if "bfloat16" in curves:
+        print(table(curves))
+        if args.plot:
+            plot(curves, args.plot)
+
+
+if __name__ == "__main__":
+    main()
