@@ -4,7 +4,6 @@ A failed job is never restarted here: run again, by the scheduler or by a retry,
 """
 
 import importlib
-import re
 import shlex
 import time
 from collections import deque
@@ -14,9 +13,19 @@ from pathlib import Path
 from typing import Protocol
 
 from stages.cluster_config import ClusterConfig
+from stages.rank_logs import first_failure, last_lines, log_of_rank
 
 TAIL_LINES = 40
 POLL_SECONDS = 0.2
+EXIT_DEADLINE = 124  # as timeout(1)
+JOB_VARIABLE = "ATHANOR_JOB"  # the job's name, in the environment of all its processes
+TRAINER_ENVIRONMENT = {
+    "DO_NOT_TRACK": "true",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONUNBUFFERED": "1",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +35,7 @@ class Job:
 
     Attributes:
         arguments: of python, after torchrun's own: ("-m", "trainer", "/.../run.json").
-        log_path: gets rank 0's output and what the launcher itself prints; other ranks' files lie beside it.
+        log_path: gets rank 0's output and torchrun's own; other ranks' files lie beside it (rank_logs).
         on_line: hears of every line of it.
     """
 
@@ -38,10 +47,15 @@ class Job:
 
 @dataclass(slots=True, kw_only=True)
 class Handle:
-    """A submitted job; a launcher adds what it needs. `lines` holds the last ones of the log."""
+    """A submitted job; a launcher adds what it needs. `lines` holds the last ones of the log.
+
+    Attributes:
+        why: how the job ended, for a person, where its exit status does not say it.
+    """
 
     job: Job
     command: list[str]
+    why: str = ""
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
 
 
@@ -49,10 +63,12 @@ class Launcher(Protocol):
     """A place where jobs run. `poll` returns None while the job runs, then its exit status; it hands new lines of the
     log to `on_line` and keeps the job's deadline (JobFailed, with status 124).
 
-    `plan` shows what `submit` would run, without running it. `cancel` lets the job save, ends it and returns when
+    `check` sees that its programs are here (InputError). `plan` shows what `submit` would run, without running it, also
+    where `check` fails. `cancel` lets the job save, ends it and returns when
     nothing of it is left; it does nothing to an ended job.
     """
 
+    def check(self) -> None: ...
     def plan(self, job: Job) -> str: ...
     def submit(self, job: Job) -> Handle: ...
     def poll(self, handle: Handle) -> int | None: ...
@@ -61,17 +77,25 @@ class Launcher(Protocol):
 
 
 class JobFailed(RuntimeError):
-    """A job ended with an error: first a line for a person, then the log's last lines.
+    """A job ended with an error: first a line for a person, then the last lines of the log, and of the log of the rank
+    that failed first where that is not rank 0.
 
     Attributes:
-        exit_status: of the process that failed first, as far as torchrun's log names it; else of torchrun.
+        exit_status: of the process that failed first, as far as torchrun's report names it; else of torchrun.
+        rank: that process.
+        log_path: the log that says most: of the rank that failed first, or the job's.
+        tail: its last lines.
     """
 
-    def __init__(self, what: str, handle: Handle, exit_status: int) -> None:
-        super().__init__(
-            f"{what}: {shlex.join(handle.command)}\nfull log: {handle.job.log_path}\n" + "\n".join(handle.lines)
-        )
-        self.exit_status = exit_status
+    def __init__(self, what: str, handle: Handle, exit_status: int, rank: int = 0) -> None:
+        self.exit_status, self.rank = exit_status, rank
+        self.log_path, self.tail = handle.job.log_path, list(handle.lines)
+        text = [f"{what}: {shlex.join(handle.command)}", f"full log: {handle.job.log_path}", *handle.lines]
+        of_rank = log_of_rank(handle.job.log_path, rank)
+        if rank and (found := last_lines(of_rank, TAIL_LINES)):
+            self.log_path, self.tail = of_rank, found
+            text += ["", f"rank {rank} failed first; its log: {of_rank}", *found]
+        super().__init__("\n".join(text))
 
 
 LAUNCHERS: dict[str, str] = {
@@ -85,6 +109,15 @@ def make_launcher(cluster: ClusterConfig) -> Launcher:
     """The launcher that the configuration names."""
     module, name = LAUNCHERS[cluster.launcher].split(":")
     return getattr(importlib.import_module(module), name)(cluster)
+
+
+def check_launcher(cluster: ClusterConfig) -> None:
+    """See that jobs can be launched from here, before work starts.
+
+    Raises:
+        InputError: they cannot; the text says what is missing.
+    """
+    make_launcher(cluster).check()
 
 
 def run_job(launcher: Launcher, job: Job, on_poll: Callable[[], None] = lambda: None) -> None:
@@ -106,8 +139,8 @@ def run_job(launcher: Launcher, job: Job, on_poll: Callable[[], None] = lambda: 
         on_poll()
     launcher.cancel(handle)  # nothing of the job outlives it
     if status:
-        worker = _worker_status(list(handle.lines))
-        raise JobFailed(f"exit status {worker or status}", handle, worker or status)
+        rank, worker = first_failure(job.log_path) or (0, status)
+        raise JobFailed(handle.why or f"exit status {worker}", handle, worker, rank)
 
 
 NOTHING_NEW = "\0nothing new"
@@ -124,9 +157,3 @@ def new_lines(path: Path) -> Iterator[str]:
                 part = ""
             else:
                 yield NOTHING_NEW
-
-
-def _worker_status(lines: list[str]) -> int | None:
-    """The exit status of the worker that failed first, which torchrun reports but does not pass on."""
-    found = [match for line in lines if (match := re.search(r"exitcode\s*:\s*(-?\d+)\s*\(pid", line))]
-    return int(found[-1].group(1)) if found else None

@@ -5,6 +5,7 @@ killing torchrun's process group would leave the workers, and a name also finds 
 """
 
 import contextlib
+import math
 import os
 import shlex
 import signal
@@ -17,9 +18,18 @@ from dataclasses import dataclass
 import psutil
 
 from stages.cluster_config import ClusterConfig
-from stages.launch import NOTHING_NEW, Handle, Job, JobFailed, new_lines
+from stages.launch import (
+    EXIT_DEADLINE,
+    JOB_VARIABLE,
+    NOTHING_NEW,
+    TRAINER_ENVIRONMENT,
+    Handle,
+    Job,
+    JobFailed,
+    new_lines,
+)
+from stages.rank_logs import as_rank, remove_rank_logs
 
-JOB_VARIABLE = "ATHANOR_JOB"
 LEFTOVER_SECONDS = 3.0  # for torchrun and the workers' helpers to follow, once the workers are gone
 
 
@@ -38,9 +48,13 @@ class TorchrunLauncher:
     def __init__(self, cluster: ClusterConfig) -> None:
         self.cluster = cluster
 
+    def check(self) -> None:
+        """Nothing to see: torchrun comes with torch."""
+
     def command(self, job: Job) -> list[str]:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--max-restarts=0"]
-        return [sys.executable, *torchrun, f"--nproc-per-node={self.cluster.processes}", *job.arguments]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--max-restarts=0", "--no-python"]
+        rank = as_rank(job.log_path.parent, [sys.executable, *job.arguments])
+        return [sys.executable, *torchrun, f"--nproc-per-node={self.cluster.processes}", *rank]
 
     def plan(self, job: Job) -> str:
         """The command line that `submit` would run."""
@@ -51,6 +65,7 @@ class TorchrunLauncher:
         _end(_processes_of(job.name), self.cluster.stop_grace_seconds)
         command = self.command(job)
         job.log_path.parent.mkdir(parents=True, exist_ok=True)
+        remove_rank_logs(job.log_path)
         # A file, not a pipe: a job that prints is never stopped by a parent that does not read, or is gone.
         with job.log_path.open("wb") as log:
             process = subprocess.Popen(
@@ -80,7 +95,7 @@ class TorchrunLauncher:
             handle.job.on_line(line)
         if status is None and time.monotonic() > handle.deadline:
             self.cancel(handle)
-            raise JobFailed(f"stopped after timeout_seconds={self.cluster.timeout_seconds:g}", handle, 124)
+            raise JobFailed(f"stopped after timeout_seconds={self.cluster.timeout_seconds:g}", handle, EXIT_DEADLINE)
         return status
 
     def cancel(self, handle: TorchrunHandle) -> None:
@@ -99,14 +114,9 @@ class TorchrunLauncher:
     def _environment(self, name: str) -> Mapping[str, str]:
         threads = self.cluster.num_threads or max(1, (os.cpu_count() or 1) // self.cluster.processes)
         defaults = {"OMP_NUM_THREADS": str(threads), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-        fixed = {
-            JOB_VARIABLE: name,
-            "DO_NOT_TRACK": "true",
-            "HF_HUB_OFFLINE": "1",
-            "TRANSFORMERS_OFFLINE": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            "PYTHONUNBUFFERED": "1",
-        }
+        # torchrun would give its ranks 30 s to save, however long they were given.
+        grace = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(self.cluster.stop_grace_seconds))}
+        fixed = {JOB_VARIABLE: name, **TRAINER_ENVIRONMENT, **grace}
         return {**defaults, **os.environ, **fixed}
 
 

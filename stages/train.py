@@ -1,11 +1,13 @@
 """Train: RunConfig -> run.json -> launcher -> result.json; metrics.jsonl is followed while the trainer runs.
 
-    checkpoints/step-000500/ ...   run.json  result.json  metrics.jsonl  logs/trainer.log  report.json  report.html
+    checkpoints/step-000500/ ...   run.json  result.json  metrics.jsonl  report.json  report.html
+    logs/trainer.log  logs/rank-0001.log ...   job.sbatch  slurm.json  slurm-end   the last three of a SLURM job
 
 A rerun in the same scratch directory starts the trainer again, which goes on from its newest checkpoint.
 """
 
 import logging
+import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -118,12 +120,16 @@ def run_trainer(run: RunConfig, resources: TrainResources, name: str) -> TrainRe
         JobFailed: it ended without a word (killed, out of memory), or took too long.
     """
     directory = run.output_dir
-    (directory / RESULT_JSON).unlink(missing_ok=True)
-    write_text(directory / RUN_JSON, run.model_dump_json(indent=1) + "\n")
-    launcher = make_launcher(resources.cluster)
-    arguments = ("-m", "trainer", str(directory / RUN_JSON))
-    job = Job(str(directory), arguments, directory / TRAINER_LOG, resources.on_line)
     follower = MetricsFollower(directory / METRICS_JSONL, resources.on_rows)
+    job = trainer_job(directory, resources.on_line)
+    text = run.model_dump_json(indent=1) + "\n"
+    if (done := _finished_before(run, text)) is not None:
+        log.info("%s: the trainer finished while nobody waited for it", name)
+        follower.poll()
+        return done
+    (directory / RESULT_JSON).unlink(missing_ok=True)
+    write_text(directory / RUN_JSON, text)
+    launcher = make_launcher(resources.cluster)
     log.info("%s: %s", name, launcher.plan(job))
     try:
         run_job(launcher, job, follower.poll)
@@ -131,14 +137,29 @@ def run_trainer(run: RunConfig, resources: TrainResources, name: str) -> TrainRe
         result = _read_result(directory)
         if result is None or result.status == "finished":
             raise
-        _raise_for(result, error, job.log_path, name)
+        _raise_for(result, error, name)
     result = _read_result(directory)
     if result is None or result.status != "finished":
         raise TrainerFailed(f"{name} ended without a finished {directory / RESULT_JSON}; log: {job.log_path}")
     return result
 
 
-def _raise_for(result: TrainResult, error: JobFailed, log_path: Path, name: str) -> None:
+def trainer_job(output_dir: Path, on_line: Callable[[str], None] = lambda line: None) -> Job:
+    """What a launcher is asked: the trainer, with the run.json of a run's output directory."""
+    arguments = ("-m", "trainer", str(output_dir / RUN_JSON))
+    return Job(str(output_dir), arguments, output_dir / TRAINER_LOG, on_line)
+
+
+def _finished_before(run: RunConfig, text: str) -> TrainResult | None:
+    """The answer to this very run.json, of a job that outlived the flow that waited for it."""
+    path, result = run.output_dir / RUN_JSON, _read_result(run.output_dir)
+    is_same = path.is_file() and path.read_text(encoding="utf-8") == text
+    is_there = result is not None and result.status == "finished" and run.task == "train"
+    is_saved = is_there and (run.output_dir / (result.checkpoint or "")).is_dir()
+    return result if is_same and is_saved else None
+
+
+def _raise_for(result: TrainResult, error: JobFailed, name: str) -> None:
     if result.status == "stopped":
         raise StageStopped(
             f"{name} was stopped after step {result.step} and saved; run the same command again to go on"
@@ -147,7 +168,10 @@ def _raise_for(result: TrainResult, error: JobFailed, log_path: Path, name: str)
         raise InputError(result.message) from error
     keys = f" Samples of that step: {', '.join(result.keys)}." if result.keys else ""
     message = result.message or f"{name} failed after step {result.step}"
-    raise TrainerFailed(f"{message}{keys} Log: {log_path}") from error
+    if error.exit_status < 0:  # what the others say of it is that they lost it
+        how = f"killed by signal {error.exit_status} ({signal.Signals(-error.exit_status).name})"
+        message = f"{name}: rank {error.rank} was {how}; {message}"
+    raise TrainerFailed("\n".join([f"{message}{keys} Log: {error.log_path}", *error.tail])) from error
 
 
 def _read_result(directory: Path) -> TrainResult | None:

@@ -1,25 +1,38 @@
-"""`athanor plan`: what a run would do, how big it is, and what memory it needs. Makes nothing."""
+"""`athanor plan`: what a run would do, how big it is, what memory it needs, and what a cluster would get.
+
+Makes nothing.
+"""
 
 import argparse
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 from dataset_builders.contracts.sample import SPLITS
+from dataset_builders.contracts.store import StorePath, side_dir
 from flows.pipeline_config import PipelineConfig
 from flows.recipe import load_recipe
-from flows.stage_graph import PlannedStage, plan_stages
+from flows.stage_graph import PlannedStage, get_stage, pipeline_nodes, plan_stages
 from flows.text_table import print_table
-from stages.artifact import Artifact, Input
+from stages.artifact import Artifact, Input, scratch_dir, stage_identity
 from stages.estimate import count_from_facts, estimate_memory, facts_of_embedded
+from stages.export import JOB_DIR
 from stages.hf_directory import read_model_config
+from stages.launch import make_launcher
+from stages.train import trainer_job
 from trainer.contract.model_facts import ModelFacts
 
 UNKNOWN = "known once the data is made"
+UNKNOWN_FINGERPRINT = "FINGERPRINT"
+RULER = "-" * 80
+_LAUNCHED = {"train": "", "export": JOB_DIR}  # stage -> the run's output directory in the work directory
 
 
 def plan_command(args: argparse.Namespace) -> int:
     """Print the plan."""
-    recipe = load_recipe(args.recipe, args.overrides)
+    launcher = getattr(args, "launcher", None)
+    chosen = [f"execution.cluster.launcher={launcher}"] if launcher else []
+    recipe = load_recipe(args.recipe, [*args.overrides, *chosen])
     planned, found = plan_stages(recipe.config, args.root)
     is_terminal = sys.stdout.isatty()
     print(f"recipe {recipe.name}, root {args.root}")
@@ -28,7 +41,40 @@ def plan_command(args: argparse.Namespace) -> int:
     print_table("Size", ("", "value"), size_rows(recipe.config, found), is_terminal)
     made = sum(stage.artifact is None for stage in planned)
     print(f"\n{made} of {len(planned)} stages would be made, {len(planned) - made} reused.")
+    if launcher or recipe.config.execution.cluster.launcher != "torchrun":
+        print_submission(recipe.config, args.root, planned, found)
     return 0
+
+
+def print_submission(
+    config: PipelineConfig, root: StorePath, planned: list[PlannedStage], found: Mapping[str, Input]
+) -> None:
+    """What the launcher would be given for the next stage that trains or exports, byte for byte between the lines."""
+    missing = [stage.name for stage in planned if stage.name in _LAUNCHED and stage.artifact is None]
+    if not missing:
+        print("\nNothing would be submitted: the training and its export are finished.")
+        return
+    directory = output_dir_of(missing[0], config, root, found)
+    cluster = config.execution.cluster
+    text = make_launcher(cluster).plan(trainer_job(directory))
+    what = {"slurm": "sbatch gets", "kubernetes": "kubectl applies"}.get(cluster.launcher, "this machine runs")
+    note = f" ({UNKNOWN_FINGERPRINT}: {UNKNOWN})" if UNKNOWN_FINGERPRINT in str(directory) else ""
+    print(f"\nFor {missing[0]}, {what}{note}:\n{RULER}\n{text}", end="" if text.endswith("\n") else "\n")
+    print(RULER)
+    for name in missing[1:]:
+        print(f"For {name} the same, with {output_dir_of(name, config, root, found)}.")
+
+
+def output_dir_of(name: str, config: PipelineConfig, root: StorePath, found: Mapping[str, Input]) -> Path:
+    """The output directory of the trainer's run for a stage, as far as its fingerprint is known now."""
+    stage = get_stage(name)
+    (node,) = (node for node in pipeline_nodes(config) if node.name == name)
+    if all(source in found for source in node.inputs.values()):
+        inputs = {role: found[source] for role, source in node.inputs.items()}
+        work = scratch_dir(root, stage, stage_identity(stage, node.config, inputs))
+    else:
+        work = side_dir(root) / "scratch" / f"{name}-{UNKNOWN_FINGERPRINT}"
+    return Path(work).resolve() / _LAUNCHED[name]
 
 
 def _why(stage: PlannedStage) -> str:

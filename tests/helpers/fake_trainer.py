@@ -58,7 +58,7 @@ def _train(run: RunConfig) -> TrainResult:
 
 def _export(run: RunConfig) -> TrainResult:
     assert run.checkpoint_dir is not None and run.checkpoint_dir.is_dir()
-    (run.output_dir / HF_EXPORT).mkdir()
+    (run.output_dir / HF_EXPORT).mkdir(exist_ok=True)
     shutil.copyfile(run.hf_dir / "model.safetensors", run.output_dir / HF_EXPORT / "model.safetensors")
     return TrainResult(status="finished", step=1)
 

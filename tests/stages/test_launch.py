@@ -164,6 +164,33 @@ def test_torchrun_starts_the_ranks_and_its_report_gives_the_workers_status(tmp_p
     assert "rank 0 of 1" in job.log_path.read_text()
 
 
+def test_every_rank_has_its_log_and_the_error_shows_that_of_the_first_to_fail(tmp_path):
+    code = """
+    import os, sys, time
+    rank = os.environ["RANK"]
+    print("words of rank", rank, flush=True)
+    if rank == "1":
+        print("rank 1 cannot go on", file=sys.stderr)
+        sys.exit(9)
+    time.sleep(60)
+    """
+    seen = []
+    job = _job(tmp_path, code, on_line=seen.append)
+    left_over = job.log_path.with_name("rank-0007.log")
+    left_over.parent.mkdir()
+    left_over.touch()
+    with pytest.raises(JobFailed) as caught:
+        run_job(make_launcher(ClusterConfig(processes=2, stop_grace_seconds=2)), job)
+    of_rank_1 = tmp_path / "logs" / "rank-0001.log"
+    assert of_rank_1.read_text() == "words of rank 1\nrank 1 cannot go on\n"
+    assert "words of rank 0" in seen and "words of rank 1" not in job.log_path.read_text()
+    assert caught.value.exit_status == 9 and caught.value.log_path == of_rank_1
+    text = str(caught.value)
+    assert "exit status 9" in text and f"rank 1 failed first; its log: {of_rank_1}" in text
+    assert text.endswith("words of rank 1\nrank 1 cannot go on")
+    assert not left_over.exists() and not _alive(job.name)
+
+
 @pytest.fixture(autouse=True)
 def short_leftover_time(monkeypatch):
     monkeypatch.setattr("stages.launch_torchrun.LEFTOVER_SECONDS", 0.5)

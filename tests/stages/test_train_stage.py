@@ -131,6 +131,25 @@ def test_an_earlier_answer_is_not_taken_for_this_one(inputs, tmp_path, monkeypat
         _run(inputs, tmp_path)
 
 
+def test_a_training_that_finished_while_nobody_waited_is_not_launched_again(inputs, tmp_path, monkeypatch):
+    (tmp_path / "out").mkdir()
+    run, rows = make_run_config(CONFIG, inputs, tmp_path / "out", TrainResources()), []
+    first = train.run_trainer(run, TrainResources(), "train")
+    monkeypatch.setitem(LAUNCHERS, "torchrun", "no_such_module:Launcher")
+    assert train.run_trainer(run, TrainResources(on_rows=rows.extend), "train") == first
+    assert [row.step for row in rows] == [1, 2, 3, 4]
+    with pytest.raises(ModuleNotFoundError):  # another run.json is another job
+        train.run_trainer(run.model_copy(update={"log_interval": 2}), TrainResources(), "train")
+
+
+def test_the_last_lines_of_the_log_are_in_the_error(inputs, tmp_path, monkeypatch):
+    monkeypatch.setenv("FAKE_TRAINER", "fail")
+    with pytest.raises(TrainerFailed) as caught:
+        _run(inputs, tmp_path)
+    first, *tail = str(caught.value).splitlines()
+    assert first.endswith("logs/trainer.log") and "fake trainer train" in tail
+
+
 def test_a_broken_listener_stops_nothing(inputs, tmp_path):
     def broken(rows):
         raise ConnectionError("no server")

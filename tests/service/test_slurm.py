@@ -1,0 +1,196 @@
+"""SLURM for real: two slurmd on this machine, the real trainer, and what clusters do to a job.
+
+One undisturbed run through the whole flow is the reference; a second training with the same bins is killed, queued
+again, cancelled from outside and by us, and must end with the same numbers, bit for bit.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flows.recipe import load_recipe
+from stages import train
+from stages.artifact import Artifact, run_stage
+from stages.cluster_config import ClusterConfig
+from stages.slurm_script import SBATCH_FILE
+from stages.train import StageStopped, TrainResources
+from tests.flows.test_run import SMALL
+from tests.helpers.slurm_cluster import SlurmCluster, slurm_cluster, why_not
+from trainer.contract import CHECKPOINTS, METRICS_JSONL, CheckpointConfig, MetricsRow, read_metrics
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why_not()), reason=f"no SLURM here: {why_not()}")]
+
+STEPS = 36
+CANCEL_SECONDS = 10.0
+SETTINGS = {
+    **SMALL,
+    "train.num_steps": STEPS,
+    "train.global_batch_size": 2,
+    "train.heldout_interval": STEPS,
+    "execution.cluster.nodes": 2,
+    "execution.cluster.processes": 2,
+    "execution.cluster.launcher": "slurm",
+    "execution.cluster.slurm.gpus_per_node": 0,
+    "execution.cluster.slurm.rendezvous_address": "127.0.0.1",
+    "execution.cluster.slurm.poll_seconds": 0.5,
+    "execution.checkpoint.save_interval": 1000,
+}
+OVERRIDES = [f"{name}={value}" for name, value in SETTINGS.items()]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("slurm")
+    before = os.environ.get("SLURM_CONF")
+    with slurm_cluster(directory) as running:
+        os.environ["SLURM_CONF"] = str(running.conf)
+        yield running
+    os.environ.pop("SLURM_CONF")
+    if before is not None:
+        os.environ["SLURM_CONF"] = before
+
+
+@pytest.fixture(scope="module")
+def flow_root(cluster, tmp_path_factory) -> Path:
+    """The root of a whole flow whose training and export ran on two nodes; beside it what the plan had said."""
+    root = tmp_path_factory.mktemp("flow")
+    sets = [part for override in OVERRIDES for part in ("--set", override)]
+    command = [sys.executable, "-m", "flows.cli"]
+    done = subprocess.run([*command, "run", "--root", str(root), *sets], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "8 of 8 stages made" in done.stdout
+    return root
+
+
+def _only(root: Path, stage: str) -> Artifact:
+    (found,) = (root / "artifacts" / stage).iterdir()
+    return Artifact.load(found)
+
+
+def train_on(
+    flow_root: Path, root: Path, on_rows: Callable = lambda rows: None, cluster: ClusterConfig | None = None
+) -> tuple[Path, list[str]]:
+    """The flow's own training again, in another root; returns its directory and what the launcher said."""
+    config = load_recipe("embedded", OVERRIDES).config
+    inputs = {role: _only(flow_root, stage) for role, stage in (("model", "embedded_model"), ("tokenized", "tokenize"))}
+    said: list[str] = []
+    resources = TrainResources(
+        cluster=cluster or config.execution.cluster,
+        checkpoint=CheckpointConfig(save_interval=1000),
+        on_rows=on_rows,
+        on_line=lambda line: said.append(line),
+    )
+    result = run_stage(train.STAGE, config.train, {**inputs, "bins": _only(flow_root, "plan_bins")}, root, resources)
+    return result.artifact.dir, said
+
+
+def _numbers(directory: Path) -> list[tuple[int, float, float]]:
+    return [(row.step, row.loss, row.grad_norm) for row in read_metrics(directory)]
+
+
+def _jobs(cluster: SlurmCluster, root: Path) -> list[int]:
+    lines = cluster.call("squeue", "--noheader", "--format=%A %Z").splitlines()
+    return [
+        int(job) for job, directory in (line.split(maxsplit=1) for line in lines) if directory.startswith(str(root))
+    ]
+
+
+def _until(condition: Callable[[], object], seconds: float = 240) -> object:
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "it did not come"
+        time.sleep(0.1)
+    return found
+
+
+def _assert_nothing_left(cluster: SlurmCluster, root: Path) -> None:
+    _until(lambda: not cluster.processes_of(root) and not _jobs(cluster, root), 10)
+
+
+def test_two_nodes_give_the_loss_of_one(cluster, flow_root, tmp_path):
+    directory = _only(flow_root, "train").dir
+    assert (directory / "logs" / "rank-0001.log").is_file() and (directory / SBATCH_FILE).is_file()
+    log = (directory / "logs" / "trainer.log").read_text()
+    assert "world 2 = dp 2" in log and "n[1-2]" in log and f"step {STEPS} loss" in log
+    one_node, _ = train_on(flow_root, tmp_path, cluster=ClusterConfig(processes=2, num_threads=1))
+    two, one = _numbers(directory), _numbers(one_node)
+    assert len(two) == STEPS and [row[0] for row in two] == [row[0] for row in one]
+    assert all(abs(a[1] - b[1]) <= 1e-6 for a, b in zip(two, one, strict=True))
+    _assert_nothing_left(cluster, flow_root)
+
+
+class Disturber:
+    """Does one thing after another to a training, each once its step has been reached."""
+
+    def __init__(self, *actions: tuple[int, Callable[[], object]]) -> None:
+        self.actions = list(actions)
+
+    def __call__(self, rows: list[MetricsRow]) -> None:
+        if self.actions and rows[-1].step >= self.actions[0][0]:
+            self.actions.pop(0)[1]()
+
+
+def _start_and_kill_the_flow(flow_root: Path, root: Path) -> None:
+    """The flow's process in a child of its own, killed -9 once its job trains."""
+    code = "import sys; from pathlib import Path; from tests.service.test_slurm import train_on\n"
+    code += "train_on(Path(sys.argv[1]), Path(sys.argv[2]))"
+    child = subprocess.Popen([sys.executable, "-c", code, str(flow_root), str(root)], start_new_session=True)
+    try:
+        _until(lambda: any(len(read_metrics(found.parent)) >= 2 for found in root.glob(f"scratch/*/{METRICS_JSONL}")))
+    finally:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+
+
+def test_what_a_cluster_does_to_a_job_changes_no_number(cluster, flow_root, tmp_path):
+    root = tmp_path / "disturbed"
+    _start_and_kill_the_flow(flow_root, root)
+    (job,) = _jobs(cluster, root)  # it lives on
+
+    # Found again by the next flow; told to save by its time limit, and queued again; queued again by somebody.
+    restarts: list[str] = []
+
+    def note_restarts() -> None:
+        restarts.append(cluster.call("scontrol", "show", "job", str(job), "--oneliner"))
+
+    disturber = Disturber(
+        (6, lambda: cluster.call("scancel", "--batch", "--signal=USR1", str(job))),
+        (11, lambda: (note_restarts(), cluster.call("scontrol", "requeue", str(job)))),
+        (16, lambda: (note_restarts(), cluster.call("scancel", str(job)))),
+    )
+    with pytest.raises(StageStopped, match="run the same command again"):
+        train_on(flow_root, root, disturber)
+    assert not disturber.actions
+    assert "Restarts=1" in restarts[0] and "Restarts=2" in restarts[1]
+    (scratch,) = root.glob("scratch/train-*/")
+    assert json.loads((scratch / "slurm.json").read_text())["job_id"] == job
+    log = (scratch / "logs" / "trainer.log").read_text()
+    assert "saved before its time limit and is queued again" in log and "try 3" in log
+    assert list((scratch / CHECKPOINTS).glob("step-*"))
+    _assert_nothing_left(cluster, root)
+
+    # A new job, which we cancel: it saves, and nothing of it is left within ten seconds.
+    moments: list[float] = []
+
+    def interrupt() -> None:
+        moments.append(time.monotonic())
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_on(flow_root, root, Disturber((22, interrupt)))
+    seconds = time.monotonic() - moments[0]
+    print(f"cancelled within {seconds:.1f} s")
+    assert seconds < CANCEL_SECONDS
+    assert max(int(found.name[-6:]) for found in (scratch / CHECKPOINTS).glob("step-*")) >= 22
+    _assert_nothing_left(cluster, root)
+
+    directory, _ = train_on(flow_root, root)
+    assert _numbers(directory) == _numbers(_only(flow_root, "train").dir)
+    _assert_nothing_left(cluster, root)

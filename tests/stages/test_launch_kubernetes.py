@@ -1,0 +1,462 @@
+"""The Kubernetes launcher: manifests against Kubeflow's own models; jobs with a kubectl that runs pods as processes."""
+
+import json
+import os
+import shutil
+import socket
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+from kubeflow_trainer_api.models import TrainerV1alpha1ClusterTrainingRuntime, TrainerV1alpha1TrainJob
+
+from dataset_builders.contracts.errors import InputError
+from stages.cluster_config import ClusterConfig
+from stages.kubectl import LogStream
+from stages.launch import Job, JobFailed, check_launcher, make_launcher, run_job
+from stages.launch_kubernetes import KubernetesHandle, KubernetesLauncher
+from stages.rank_logs import as_rank
+from stages.trainjob import make_trainjob, trainjob_name
+from tests.helpers import fake_kubectl
+from tests.helpers.run_dir import metrics_of, result_of, write_job
+
+REPO = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def cluster_dir(tmp_path, monkeypatch) -> Path:
+    """What the fake cluster holds; its kubectl is first on PATH."""
+    programs, state = tmp_path / "bin", tmp_path / "cluster"
+    for directory in (programs, state, tmp_path / "root"):
+        directory.mkdir()
+    kubectl = programs / "kubectl"
+    kubectl.write_text(f'#!/bin/sh\nexec {sys.executable} {fake_kubectl.__file__} "$@"\n')
+    kubectl.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("FAKE_KUBECTL", str(state))
+    monkeypatch.setenv("FAKE_KUBECTL_COMMAND", json.dumps([sys.executable]))
+    yield state
+    left = [p for p in psutil.process_iter() if _belongs(p, str(tmp_path))]
+    for process in left:
+        process.kill()
+    assert not left
+
+
+def _belongs(process: psutil.Process, text: str) -> bool:
+    try:
+        is_over = process.status() == psutil.STATUS_ZOMBIE
+        return not is_over and any(text in part for part in process.cmdline())
+    except psutil.Error:
+        return False
+
+
+def _cluster(tmp_path: Path, **changes) -> ClusterConfig:
+    kubernetes = {
+        "image": "registry.example/athanor-train:1",
+        "claim": "athanor-root",
+        "mount_path": str(tmp_path),
+        "poll_seconds": 0.1,
+        **changes.pop("kubernetes", {}),
+    }
+    return ClusterConfig(**{"launcher": "kubernetes", "stop_grace_seconds": 5, "kubernetes": kubernetes, **changes})
+
+
+def _launcher(tmp_path: Path, **changes) -> KubernetesLauncher:
+    return make_launcher(_cluster(tmp_path, **changes))
+
+
+def _job(tmp_path: Path, code: str = "", **kwargs) -> Job:
+    """A job whose trainer is a few lines of Python, which the fake cluster runs instead."""
+    directory = tmp_path / "root" / "train-1"
+    directory.mkdir(parents=True, exist_ok=True)
+    script = directory / "job.py"
+    script.write_text(textwrap.dedent(code))
+    return Job(str(directory), ("-m", "trainer", str(script)), directory / "logs" / "trainer.log", **kwargs)
+
+
+def _own_lines(lines) -> list[str]:
+    return [line for line in lines if not line.startswith("kubernetes: ")]
+
+
+def _poll_until(launcher: KubernetesLauncher, handle: KubernetesHandle, condition) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert launcher.poll(handle) is None and time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+SAVES = """
+    import signal, sys, time
+    def save(*_):
+        time.sleep(0.3)
+        open(sys.argv[0] + ".saved", "w").write("saved")
+        print("saved", flush=True)
+        sys.exit(1)
+    signal.signal(signal.SIGTERM, save)
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+
+
+# --- the manifest
+
+
+def _full(tmp_path: Path) -> ClusterConfig:
+    kubernetes = {
+        "namespace": "team",
+        "context": "prod",
+        "cpus_per_node": 64,
+        "memory_per_node": "900Gi",
+        "secret": "athanor-s3",
+        "service_account": "trainer",
+        "run_as_user": 1000,
+        "node_selector": {"nvidia.com/gpu.product": "NVIDIA-H200"},
+        "labels": {"kueue.x-k8s.io/queue-name": "team"},
+    }
+    return _cluster(tmp_path, nodes=2, processes=16, timeout_seconds=3600.5, kubernetes=kubernetes)
+
+
+def test_the_manifest_is_what_kubeflows_models_know(tmp_path):
+    manifest = make_trainjob(_full(tmp_path), _job(tmp_path))
+    # The models pass over what they do not know: whatever they leave out is misspelt.
+    assert TrainerV1alpha1TrainJob.from_dict(manifest).to_dict() == manifest
+    wrong = json.loads(json.dumps(manifest))
+    wrong["spec"]["trainer"]["nodes"] = 2
+    assert TrainerV1alpha1TrainJob.from_dict(wrong).to_dict() != wrong
+
+
+def test_the_manifest_asks_for_what_the_recipe_says(tmp_path):
+    job = _job(tmp_path)
+    manifest = make_trainjob(_full(tmp_path), job)
+    trainer = manifest["spec"]["trainer"]
+    rank = as_rank(job.log_path.parent, ["python", *job.arguments])
+    assert trainer["command"][:3] == ["torchrun", "--max-restarts=0", "--no-python"]
+    assert [word.replace("$$(", "$(") for word in trainer["command"][3:]] == rank
+    assert "$(" not in " ".join(trainer["command"]).replace("$$(", "")  # Kubernetes would read a variable
+    assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 8)
+    assert trainer["resourcesPerNode"]["limits"] == {"cpu": "64", "memory": "900Gi", "nvidia.com/gpu": "8"}
+    assert manifest["spec"]["activeDeadlineSeconds"] == 3601
+    values = {variable["name"]: variable for variable in trainer["env"]}
+    assert values["OMP_NUM_THREADS"]["value"] == "8"
+    assert values["AWS_SECRET_ACCESS_KEY"]["valueFrom"]["secretKeyRef"]["name"] == "athanor-s3"
+    assert not [name for name in values if name.startswith("PET_")]  # Trainer refuses its own variables
+    pod = fake_kubectl.spec_of(manifest)
+    assert pod["terminationGracePeriodSeconds"] == 15 and pod["securityContext"]["fsGroup"] == 1000
+    assert {"name": "root", "mountPath": str(tmp_path)} in pod["containers"][0]["volumeMounts"]
+    assert "env" not in pod["containers"][0]  # Trainer refuses it in a patch of this container
+
+
+def test_no_secret_is_in_the_plan(tmp_path, monkeypatch):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "canary-4711")
+    plan = _launcher(tmp_path, kubernetes={"secret": "athanor-s3"}).plan(_job(tmp_path))
+    assert "canary" not in plan and yaml.safe_load(plan)["kind"] == "TrainJob"
+
+
+def test_a_run_on_cpu_asks_for_no_gpu(tmp_path):
+    manifest = make_trainjob(_cluster(tmp_path, processes=2, kubernetes={"gpus_per_node": 0}), _job(tmp_path))
+    assert manifest["spec"]["trainer"]["resourcesPerNode"] == {"requests": {}, "limits": {}}
+
+
+def test_the_name_is_the_works(tmp_path):
+    job = _job(tmp_path)
+    assert trainjob_name(job) == trainjob_name(_job(tmp_path, "other"))
+    long = Job("/athanor/Artifacts/_Train__" + "x" * 300, (), tmp_path)
+    assert trainjob_name(long) != trainjob_name(job)
+    for name in (trainjob_name(job), trainjob_name(long)):
+        assert len(name) <= 50 and name.replace("-", "").isalnum() and name == name.lower()
+
+
+@pytest.mark.parametrize("name", ["image", "claim"])
+def test_what_has_no_default_is_asked_for(tmp_path, name):
+    with pytest.raises(InputError, match=f"execution.cluster.kubernetes.{name} is not set"):
+        _launcher(tmp_path, kubernetes={name: None})
+
+
+def test_a_path_outside_of_the_claim_is_refused_before_anything_starts(tmp_path, cluster_dir):
+    run = write_job(tmp_path / "root", num_steps=3)  # its model is elsewhere
+    job = Job(str(run.output_dir), ("-m", "trainer", str(run.output_dir / "run.json")), run.output_dir / "log")
+    with pytest.raises(InputError, match=r"hf_dir=/.* lies outside of execution.cluster.kubernetes.mount_path"):
+        _launcher(tmp_path).submit(job)
+    with pytest.raises(InputError, match=r"run.json=/.* lies outside"):
+        _launcher(tmp_path, kubernetes={"mount_path": "/elsewhere"}).plan(job)
+    assert not (cluster_dir / "calls.txt").exists()
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("mount_path", "athanor"),
+        ("mount_path", "/athanor/"),
+        ("memory_per_node", "512"),
+        ("namespace", "Team A"),
+        ("secret_variables", ["key=value"]),
+        ("gpus_per_node", -1),
+        ("image", "athanor train"),
+    ],
+)
+def test_bounds(tmp_path, field, value):
+    with pytest.raises(ValueError, match=field):
+        _cluster(tmp_path, kubernetes={field: value})
+
+
+def test_the_runtime_restarts_nothing():
+    runtime = yaml.safe_load((REPO / "infra" / "kubernetes" / "runtime.yaml").read_text())
+    assert TrainerV1alpha1ClusterTrainingRuntime.from_dict(runtime).to_dict() == runtime
+    jobs = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    assert [job["name"] for job in jobs] == ["node"] and runtime["spec"]["mlPolicy"]["torch"] == {}
+    assert jobs[0]["template"]["spec"]["backoffLimit"] == 0
+    assert jobs[0]["template"]["spec"]["template"]["spec"]["restartPolicy"] == "Never"
+    assert runtime["metadata"]["name"] == ClusterConfig().kubernetes.runtime
+
+
+# --- jobs
+
+
+def test_lines_reach_the_callback_and_the_log(tmp_path, cluster_dir):
+    seen = []
+    job = _job(tmp_path, "print('one'); print('two')", on_line=seen.append)
+    run_job(_launcher(tmp_path), job)
+    assert _own_lines(seen) == ["one", "two"]
+    assert job.log_path.read_text().splitlines() == seen
+    assert (tmp_path / "root" / "train-1" / "trainjob.yaml").read_text() == _launcher(tmp_path).plan(job)
+
+
+def test_a_stream_that_breaks_loses_and_doubles_no_line(tmp_path, cluster_dir):
+    code = "import time\nfor i in range(300):\n    print('line', i, flush=True)\n    time.sleep(0.004)"
+    job, launcher, breaks = _job(tmp_path, code), _launcher(tmp_path), 0
+    handle = launcher.submit(job)
+    while (status := launcher.poll(handle)) is None:
+        if breaks < 5 and not (cluster_dir / "break").exists():
+            (cluster_dir / "break").touch()
+            breaks += 1
+        time.sleep(0.02)
+    assert status == 0 and breaks > 1
+    assert _own_lines(launcher.logs(handle)) == [f"line {i}" for i in range(300)]
+    assert (cluster_dir / "calls.txt").read_text().count("--since-time=") >= breaks
+
+
+def test_lines_of_one_instant_are_told_apart():
+    stream = LogStream(None, "pod", "node", 1)
+    first = ["t.1Z a", "t.2Z b", "t.2Z b"]
+    again = ["t.1Z a", "t.2Z b", "t.2Z b", "t.2Z b", "t.15Z late", "t.3Z c"]
+    assert [stream._new(line) for line in first] == ["a", "b", "b"]
+    stream._to_pass = stream._count  # as a new beginning does
+    assert [stream._new(line) for line in again] == [None, None, None, "b", "late", "c"]
+
+
+def test_failure_tells_command_status_log_and_last_lines(tmp_path, cluster_dir):
+    job = _job(tmp_path, "import sys\nprint('bad news')\nsys.exit(3)")
+    with pytest.raises(JobFailed) as caught:
+        run_job(_launcher(tmp_path), job)
+    text = str(caught.value)
+    assert caught.value.exit_status == 3 and "kubectl apply -f" in text and str(job.log_path) in text
+    assert "bad news" in text and "ended: Error, status 3" in text
+
+
+def test_the_pod_that_failed_first_is_heard(tmp_path, cluster_dir):
+    code = """
+        import os, sys, time
+        print("node", os.environ["PET_NODE_RANK"], flush=True)
+        time.sleep(0 if os.environ["PET_NODE_RANK"] == "1" else 60)
+        sys.exit(9)
+    """
+    job = _job(tmp_path, code)
+    with pytest.raises(JobFailed, match="exit status 9"):
+        run_job(_launcher(tmp_path, nodes=2, processes=2), job)
+    lines = job.log_path.read_text().splitlines()
+    assert lines.index(f"kubernetes: {trainjob_name(job)}-node-0-1-abcde failed first; the end of its log:") < (
+        lines.index("node 1")
+    )
+
+
+def test_out_of_memory_is_said(tmp_path, cluster_dir):
+    job = _job(tmp_path, "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
+    with pytest.raises(JobFailed, match=r"^pod athanor-train-1-\w+-node-0-0-abcde: OOMKilled") as caught:
+        run_job(_launcher(tmp_path), job)
+    assert caught.value.exit_status == 137
+
+
+def test_an_outage_is_no_end_of_the_job(tmp_path, cluster_dir):
+    job = _job(tmp_path, "import time\nprint('ready', flush=True)\ntime.sleep(1)\nprint('done')")
+    launcher = _launcher(tmp_path)
+    handle = launcher.submit(job)
+    _poll_until(launcher, handle, lambda: "ready" in handle.lines)
+    (cluster_dir / "outage").touch()
+    _poll_until(launcher, handle, lambda: any("the job goes on" in line for line in handle.lines))
+    (cluster_dir / "outage").unlink()
+    run = time.monotonic() + 120
+    while (status := launcher.poll(handle)) is None and time.monotonic() < run:
+        time.sleep(0.02)
+    assert status == 0 and _own_lines(launcher.logs(handle)) == ["ready", "done"]
+
+
+def test_a_cluster_that_stays_silent_is_given_up(tmp_path, cluster_dir, monkeypatch):
+    monkeypatch.setattr("stages.launch_kubernetes.OUTAGE_SECONDS", 0.5)
+    launcher = _launcher(tmp_path)
+    handle = launcher.submit(_job(tmp_path, SAVES))
+    (cluster_dir / "outage").touch()
+    with pytest.raises(JobFailed, match="no answer about TrainJob"):
+        _poll_until(launcher, handle, lambda: False)
+    (cluster_dir / "outage").unlink()
+    launcher.cancel(handle)
+
+
+def test_cancel_gives_time_to_save_and_leaves_nothing(tmp_path, cluster_dir):
+    launcher = _launcher(tmp_path)
+    handle = launcher.submit(_job(tmp_path, SAVES))
+    _poll_until(launcher, handle, lambda: "ready" in handle.lines)
+    launcher.cancel(handle)
+    assert (tmp_path / "root" / "train-1" / "job.py.saved").read_text() == "saved"
+    assert "saved" in handle.lines
+    assert not list((cluster_dir / "trainjobs").iterdir()) and not list((cluster_dir / "pods").iterdir())
+
+
+def test_who_ignores_sigterm_is_killed_after_the_grace(tmp_path, cluster_dir, monkeypatch):
+    code = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('ready', flush=True)\n"
+    monkeypatch.setattr("stages.trainjob.LEFTOVER_SECONDS", 1)
+    launcher = _launcher(tmp_path, stop_grace_seconds=1)
+    handle = launcher.submit(_job(tmp_path, code + "time.sleep(100)"))
+    _poll_until(launcher, handle, lambda: "ready" in handle.lines)
+    launcher.cancel(handle)
+    assert not list((cluster_dir / "pods").iterdir())
+
+
+def test_the_deadline_is_kept(tmp_path, cluster_dir):
+    with pytest.raises(JobFailed, match="timeout_seconds=1") as caught:
+        run_job(_launcher(tmp_path, timeout_seconds=1), _job(tmp_path, SAVES))
+    assert caught.value.exit_status == 124
+    assert not list((cluster_dir / "trainjobs").iterdir())
+
+
+def test_the_clusters_own_deadline_is_the_same_error(tmp_path, cluster_dir):
+    why = {"type": "Failed", "status": "True", "reason": "DeadlineExceeded", "message": "too long"}
+    (cluster_dir / "condition").write_text(json.dumps(why))
+    launcher = _launcher(tmp_path)
+    with pytest.raises(JobFailed, match="timeout_seconds") as caught:
+        run_job(launcher, _job(tmp_path, "import time\ntime.sleep(0.5)"))
+    assert caught.value.exit_status == 124
+    launcher.kubectl.delete_trainjob(trainjob_name(_job(tmp_path)))
+    _wait_empty(cluster_dir / "pods")
+
+
+def _wait_empty(directory: Path) -> None:
+    deadline = time.monotonic() + 20
+    while [p for p in directory.glob("*/pid") if psutil.pid_exists(int(p.read_text()))] and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def test_the_next_try_goes_on_with_a_living_job(tmp_path, cluster_dir):
+    code = "import time\nprint('begun', flush=True)\ntime.sleep(2)\nprint('done')"
+    launcher = _launcher(tmp_path)
+    left = launcher.submit(_job(tmp_path, code))
+    _poll_until(launcher, left, lambda: "begun" in left.lines)
+    left.stream.close()  # as a kill -9 of the flow does
+    seen = []
+    run_job(_launcher(tmp_path), _job(tmp_path, code, on_line=seen.append))
+    assert _own_lines(seen) == ["begun", "done"] and any("going on with it" in line for line in seen)
+    assert (cluster_dir / "calls.txt").read_text().count("apply") == 1
+
+
+def test_a_living_job_of_other_settings_is_ended_first(tmp_path, cluster_dir):
+    launcher = _launcher(tmp_path)
+    left = launcher.submit(_job(tmp_path, SAVES))
+    _poll_until(launcher, left, lambda: "ready" in left.lines)
+    left.stream.close()
+    job = _job(tmp_path, "print('second')")  # the name is the same, what the file says is not
+    run_job(_launcher(tmp_path), job)
+    assert _own_lines(job.log_path.read_text().splitlines()) == ["second"]
+    assert (tmp_path / "root" / "train-1" / "job.py.saved").exists()
+
+
+def test_an_ended_job_makes_room_for_the_next_try(tmp_path, cluster_dir):
+    for count in (1, 2):
+        with pytest.raises(JobFailed, match="exit status 3"):
+            run_job(_launcher(tmp_path), _job(tmp_path, "import sys; sys.exit(3)"))
+        assert (cluster_dir / "calls.txt").read_text().count("apply") == count
+
+
+def test_a_job_that_somebody_deleted(tmp_path, cluster_dir):
+    launcher = _launcher(tmp_path)
+    handle = launcher.submit(_job(tmp_path, SAVES))
+    _poll_until(launcher, handle, lambda: "ready" in handle.lines)
+    launcher.kubectl.delete_trainjob(handle.name)
+    with pytest.raises(JobFailed, match="somebody deleted TrainJob"):
+        _poll_until(launcher, handle, lambda: False)
+    assert not list((cluster_dir / "pods").iterdir())
+
+
+def test_what_a_job_waits_for_is_said_once(tmp_path, cluster_dir):
+    (cluster_dir / "hold").touch()
+    why = {"type": "Suspended", "status": "True", "reason": "Suspended", "message": "no quota"}
+    (cluster_dir / "condition").write_text(json.dumps(why))
+    launcher = _launcher(tmp_path)
+    handle = launcher.submit(_job(tmp_path))
+    _poll_until(launcher, handle, lambda: any("no gpu" in line for line in handle.lines))
+    calls = (cluster_dir / "calls.txt").read_text().count(" pods -l")
+    _poll_until(launcher, handle, lambda: (cluster_dir / "calls.txt").read_text().count(" pods -l") > calls + 1)
+    said = launcher.logs(handle)
+    assert len([line for line in said if "no gpu" in line]) == 1
+    assert len([line for line in said if "no quota" in line]) == 1
+    launcher.cancel(handle)
+
+
+# --- what a person can mend
+
+
+def test_without_kubectl_the_manifest_is_there_all_the_same(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(InputError, match=r"kubectl is not on PATH.*/root/train-1/trainjob\.yaml"):
+        _launcher(tmp_path).submit(_job(tmp_path))
+    assert yaml.safe_load((tmp_path / "root" / "train-1" / "trainjob.yaml").read_text())["kind"] == "TrainJob"
+    with pytest.raises(InputError, match="kubectl is not on PATH"):
+        check_launcher(_cluster(tmp_path))  # before any stage runs
+
+
+def test_a_cluster_that_refuses(tmp_path, cluster_dir):
+    (cluster_dir / "refuse").write_text('error: no matches for kind "TrainJob" in version "trainer.kubeflow.org/v1"')
+    with pytest.raises(InputError, match=r'no matches for kind "TrainJob".*the manifest is /'):
+        _launcher(tmp_path).submit(_job(tmp_path))
+
+
+def test_a_cluster_that_does_not_answer_at_submit(tmp_path, cluster_dir, monkeypatch):
+    (cluster_dir / "outage").touch()
+    monkeypatch.setattr("stages.launch_kubernetes.SUBMIT_SECONDS", 0.3)
+    with pytest.raises(InputError, match="Unable to connect to the server"):
+        _launcher(tmp_path).submit(_job(tmp_path))
+    monkeypatch.setattr("stages.launch_kubernetes.SUBMIT_SECONDS", 60)
+    threading.Timer(0.5, (cluster_dir / "outage").unlink).start()
+    run_job(_launcher(tmp_path), _job(tmp_path, "print('here')"))
+
+
+# --- the trainer itself
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+@pytest.mark.slow
+def test_two_pods_train_what_one_process_trains(tmp_path, cluster_dir, monkeypatch):
+    """torchrun's real command line with the variables that the torch plugin gives, two nodes of one process."""
+    monkeypatch.delenv("FAKE_KUBECTL_COMMAND")
+    monkeypatch.setenv("FAKE_KUBECTL_PORT", str(_free_port()))
+    run = write_job(tmp_path / "root", num_steps=6, save_interval=2)
+    run = run.model_copy(update={"hf_dir": shutil.copytree(run.hf_dir, tmp_path / "root" / "hf")})
+    (run.output_dir / "run.json").write_text(run.model_dump_json())
+    launcher = _launcher(tmp_path, nodes=2, processes=2, kubernetes={"gpus_per_node": 0})
+    job = Job(str(run.output_dir), ("-m", "trainer", str(run.output_dir / "run.json")), run.output_dir / "logs" / "log")
+    handle = launcher.submit(job)
+    _poll_until(launcher, handle, lambda: len(metrics_of(run)) >= 2)
+    launcher.cancel(handle)
+    assert result_of(run).status == "stopped" and result_of(run).checkpoint
+    monkeypatch.setenv("FAKE_KUBECTL_PORT", str(_free_port()))
+    run_job(launcher, job)
+    assert result_of(run).status == "finished" and [row.step for row in metrics_of(run)] == [1, 2, 3, 4, 5, 6]
+    assert (job.log_path.parent / "rank-0001.log").is_file()
