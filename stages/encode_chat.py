@@ -273,7 +273,7 @@ def load_tokenizer(hf_dir: Path) -> PreTrainedTokenizerBase:
         InputError: transformers cannot load it.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(hf_dir, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(hf_dir, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers and tokenizers raise a dozen kinds, bare Exception among them
         first_line = (str(error) or type(error).__name__).splitlines()[0]
         raise InputError(

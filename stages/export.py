@@ -16,12 +16,13 @@ from dataset_builders.contracts.strict import StrictModel
 from stages.artifact import Artifact, Input, Stage, StageOutput
 from stages.encode_chat import SYSTEM_PROMPT
 from stages.hf_directory import count_parameters, read_json, safetensors_header
+from stages.remote_code import drop_auto_maps
 from stages.report import Table, write_report
 from stages.train import TrainResources, hf_dir_of, run_trainer
 from trainer.contract import HF_EXPORT, RUN_JSON, RunConfig
 
 VERSION = 2
-_JOB = "job"
+JOB_DIR = "job"  # in the work directory: the output directory of the trainer's run
 _COPIED = ("*.json", "*.jinja", "*.txt")
 _NOT_COPIED = ("model.safetensors.index.json",)  # the exported weights have their own layout
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -34,9 +35,8 @@ class ExportConfig(StrictModel):
 def export(config: ExportConfig, inputs: Mapping[str, Input], work_dir: Path, resources: TrainResources) -> StageOutput:
     """Inputs: "train", "model" (the HF directory it started from), "tokenized"."""
     source, hf_dir = hf_dir_of(inputs["model"]), work_dir / HF_EXPORT
-    job_dir = work_dir / _JOB
-    shutil.rmtree(job_dir, ignore_errors=True)
-    job_dir.mkdir()
+    job_dir = work_dir / JOB_DIR
+    job_dir.mkdir(exist_ok=True)  # a cluster's job that a killed flow left may still be writing there
     run_trainer(_run_config(inputs, source, job_dir, resources), resources, STAGE.name)
     shutil.rmtree(hf_dir, ignore_errors=True)
     (job_dir / HF_EXPORT).rename(hf_dir)
@@ -79,6 +79,7 @@ def copy_processor_files(source: Path, hf_dir: Path, tokenized: Mapping[str, Any
     for file in sorted({f for pattern in _COPIED for f in source.glob(pattern)}):
         if file.name not in _NOT_COPIED and not file.name.startswith(("manifest.", "report.")):
             shutil.copyfile(file, hf_dir / file.name)
+    drop_auto_maps(hf_dir)
     limits = {"shortest_edge": tokenized.get("min_pixels"), "longest_edge": tokenized.get("max_pixels")}
     limits = {name: value for name, value in limits.items() if value is not None}
     preprocessor = read_json(hf_dir / "preprocessor_config.json")

@@ -138,7 +138,9 @@ def _load(hf_dir: Path) -> PreTrainedModel:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     with no_progress_bar():
         try:
-            model = AutoModelForImageTextToText.from_pretrained(hf_dir, dtype=dtype, local_files_only=True)
+            model = AutoModelForImageTextToText.from_pretrained(
+                hf_dir, dtype=dtype, local_files_only=True, trust_remote_code=False
+            )
         except (OSError, ValueError, RuntimeError, KeyError) as error:  # each is some way for files not to fit together
             first_line = (str(error) or type(error).__name__).splitlines()[0]
             raise InputError(f"{hf_dir}: the model cannot be loaded ({first_line}); export or copy it again") from error

@@ -15,6 +15,7 @@ from dataset_builders.contracts.files import sha256_file
 from dataset_builders.contracts.fingerprint import fingerprint
 from dataset_builders.contracts.store import local_dir, location
 from stages.artifact import External
+from stages.remote_code import check_remote_code
 
 SUPPORTED_MODEL_TYPES = ("qwen3_vl",)
 WEIGHTS = "model.safetensors"
@@ -54,16 +55,20 @@ def resolve_hf_dir(name_or_path: str) -> Path:
         ) from error
 
 
-def check_hf_dir(path: Path) -> dict[str, Any]:
+def check_hf_dir(path: Path, code_sha256: str | None = None) -> dict[str, Any]:
     """See that a directory holds everything the pipeline needs, without loading a weight.
+
+    Args:
+        code_sha256: of the code that the directory may bring (see stages/remote_code.py); None: it may bring none.
 
     Returns:
         config.json, parsed.
 
     Raises:
-        InputError: for the first thing that is missing, unreadable or of an unsupported architecture.
+        InputError: for the first thing that is missing, unreadable, code, or of an unsupported architecture.
     """
     config = check_processor_files(path)
+    check_remote_code(path, code_sha256)
     _check_weights(path)
     return config
 

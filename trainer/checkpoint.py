@@ -35,6 +35,7 @@ from dataset_builders.contracts.errors import InputError
 from dataset_builders.contracts.files import write_json
 from dataset_builders.contracts.fingerprint import describe_drift
 from trainer import rng
+from trainer.checkpoint_reader import CheckpointNotTrusted, CommonState, check_metadata
 from trainer.checkpoint_writer import OneWriter
 from trainer.contract import CHECKPOINTS, RunConfig
 from trainer.distributed import Mesh
@@ -240,8 +241,14 @@ def _padded_buckets(optimizer: MegatronOptimizer) -> Iterator[None]:
 
 def _load(state: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
     try:
-        return dist_checkpointing.load(state, str(checkpoint))
+        check_metadata(checkpoint)
+        return dist_checkpointing.load(state, str(checkpoint), common_strategy=CommonState())
     except (CheckpointException, CheckpointingException) as error:
+        if any(isinstance(failure, CheckpointNotTrusted) for failure in [error, *_failures(error).values()]):
+            raise InputError(
+                f"{checkpoint} was not loaded: it asks for code to be run ({_reason(error)}). athanor has not written "
+                "it like that; delete it"
+            ) from error
         raise InputError(
             f"{checkpoint} does not fit this model or is damaged ({_reason(error)}); choose another output directory "
             "or delete it"
@@ -250,9 +257,14 @@ def _load(state: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
 
 def _reason(error: BaseException) -> str:
     """The first failure, short enough for a line; some name every tensor of the checkpoint."""
-    failures = error.failures if isinstance(error, CheckpointException) else {}
-    first = next((f"rank {rank}: {failure}" for rank, (failure, _) in failures.items()), str(error))
+    first = next((f"rank {rank}: {failure}" for rank, failure in _failures(error).items()), str(error))
     return textwrap.shorten(first, 300)
+
+
+def _failures(error: BaseException) -> dict[int, BaseException]:
+    """What each rank met, where megatron-core says so."""
+    failures = error.failures if isinstance(error, CheckpointException) else {}
+    return {rank: failure for rank, (failure, _) in failures.items()}
 
 
 def _delete(checkpoint: Path) -> None:

@@ -9,6 +9,7 @@ What is read from a store comes through a bounded cache on this machine (`local_
 """
 
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -25,6 +26,12 @@ from dataset_builders.contracts.local_cache import TREE, WHOLE, LocalCache, cach
 StorePath = Path | UPath
 
 _EXTRAS = {"s3": "s3", "s3a": "s3"}
+# user:password@ in any URL (not host:port/...@...), or a bare key@ where an address has nothing else before an @. A
+# password with a / in it, which should have been escaped, is found whole.
+_USERINFO = re.compile(
+    r"([a-z][a-z0-9+.-]*://)[^\s/@:\"'<>]*:(?!\d+(?:[/?#\s]|$))[^\s\"'<>]*@|((?:s3a?|gs|gcs|https?)://)[^\s/@:\"'<>]+@",
+    re.I,
+)
 _TRIES = 5
 _FIRST_WAIT = 0.2  # seconds; doubled after each try
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)  # another try changes nothing
@@ -36,11 +43,12 @@ def location(text: str | os.PathLike[str]) -> StorePath:
     """The path of a text: a local path, or a URL.
 
     Raises:
-        InputError: nothing is installed that reads the URL's protocol.
+        InputError: nothing is installed that reads the URL's protocol, or there are credentials in the URL.
     """
     if isinstance(text, UPath | Path):
         return text
     text = os.fspath(text)
+    check_no_userinfo(text)
     protocol, mark, rest = text.partition("://")
     if not mark:
         return Path(text).expanduser()
@@ -53,6 +61,31 @@ def location(text: str | os.PathLike[str]) -> StorePath:
         extra = f"pip install 'athanor[{_EXTRAS[protocol]}]'" if protocol in _EXTRAS else f"install fsspec's {protocol}"
         raise InputError(f"{text}: no driver for {protocol}:// is installed ({error}); {extra}") from error
     return path
+
+
+def check_no_userinfo(text: str, what: str = "") -> None:
+    """See that a URL carries no password: it would be in logs, manifests and databases. The text need be no URL.
+
+    Args:
+        what: the field that the URL is of, for the message.
+
+    Raises:
+        InputError: there is one; names the URL without it.
+    """
+    if without_userinfo(text) != text:
+        raise InputError(
+            f"{what}{'=' if what else ''}{without_userinfo(text)}: a URL must not carry a key or password, which would "
+            "be in logs and records; put credentials in the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, ...)"
+        )
+
+
+def without_userinfo(text: str) -> str:
+    """A text, of URLs or not, with `...` for the credentials in them; `abfs://container@account` has none.
+
+    >>> without_userinfo("postgresql://me:secret@host/runs")
+    'postgresql://...@host/runs'
+    """
+    return _USERINFO.sub(lambda found: f"{found[1] or found[2]}...@", text)
 
 
 Location = Annotated[Any, BeforeValidator(location), PlainSerializer(str)]  # a StorePath as a field of a config
@@ -157,6 +190,9 @@ def local_dir(path: StorePath) -> Path:
 
     A finished directory in a store is never changed. A copy counts in the cache's bound and may go a day after its last
     use.
+
+    Raises:
+        InputError: an object of the store has a name that leads out of the directory.
     """
     if is_local(path):
         return path
@@ -165,7 +201,7 @@ def local_dir(path: StorePath) -> Path:
         os.utime(target / WHOLE)
         return target
     for file in walk_files(path):
-        place = target / relative_name(file, path)
+        place = target / _name_below(file, path)
         if place.is_file() and place.stat().st_size == file.stat().st_size:
             continue
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -230,6 +266,14 @@ def walk_files(path: StorePath) -> list[StorePath]:
 def relative_name(file: StorePath, directory: StorePath) -> str:
     """The file's name below the directory, with forward slashes."""
     return str(file)[len(str(directory).rstrip("/")) + 1 :]
+
+
+def _name_below(file: StorePath, directory: StorePath) -> str:
+    """The file's name as a path below a directory of this machine; keys of a store may hold `..` and begin with /."""
+    name = relative_name(file, directory)
+    if name.startswith("/") or ".." in name.split("/"):
+        raise InputError(f"{directory} holds an object named {name!r}, which is no file below it; delete that object")
+    return name
 
 
 def _same_device(a: Path, b: Path) -> bool:

@@ -8,6 +8,7 @@ import random
 import time
 from pathlib import Path
 
+import fsspec
 import pytest
 import s3fs
 import xxhash
@@ -19,6 +20,7 @@ from dataset_builders.contracts.files import atomic_path, sha256_file, write_jso
 from dataset_builders.contracts.local_cache import LocalCache, cache_bound
 from dataset_builders.contracts.shard_io import BrokenShard, ShardWriter, finished_shard, iter_records, read_record
 from dataset_builders.contracts.store import (
+    check_no_userinfo,
     check_reachable,
     local_copy,
     local_dir,
@@ -28,6 +30,7 @@ from dataset_builders.contracts.store import (
     remove_tree,
     upload_dir,
     walk_files,
+    without_userinfo,
 )
 from tests.helpers.object_store import BUCKET, CuttingProxy, clear_drivers, environment, moto_server
 
@@ -271,3 +274,50 @@ def test_a_shard_that_is_cut_or_damaged_is_not_read_as_less(tmp_path):
         (tmp_path / "bad.tar").write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         with pytest.raises(BrokenShard):
             read_record(tmp_path / "bad.tar", ranges[0].offset, ranges[0].size)
+
+
+@pytest.mark.parametrize("key", ["../../escaped", "sub/../../../escaped", "/escaped-at-the-top", "a/.."])
+def test_an_object_whose_name_leads_out_is_not_copied(cache, key):
+    """Keys of a store are any text: `..` and a leading / would otherwise be written beside the copy."""
+    drive = fsspec.filesystem("memory")
+    drive.store.clear()
+    directory = location("memory://bucket/model")
+    drive.pipe("/bucket/model/config.json", b"{}")
+    drive.store[f"/bucket/model/{key}"] = drive.store["/bucket/model/config.json"]
+    with pytest.raises(InputError, match="which is no file below it; delete that object"):
+        local_dir(directory)
+    assert not [path for path in cache.parent.rglob("*") if "escaped" in path.name]
+    assert not Path("/escaped-at-the-top").exists()
+
+
+SECRETS = {
+    "s3://AKIA:sec/ret+canary@bucket/a": "s3://...@bucket/a",
+    "s3://canary@bucket": "s3://...@bucket",
+    "HTTP://me:canary@host:5000/#/x": "HTTP://...@host:5000/#/x",
+    "postgresql+psycopg2://me:can@ary@host/runs": "postgresql+psycopg2://...@host/runs",
+    "abfs://box:canary@account/x": "abfs://...@account/x",
+    "memory://a:canary@b": "memory://...@b",
+}
+OPEN = [
+    "/a:b@c",
+    "abfs://box@account/x",
+    "http://host:5000/x@y",
+    "s3://b/c:d@e",
+    "postgresql://me@host/d",
+    "a/b",
+    "tcp://h:1",
+]
+
+
+@pytest.mark.parametrize("url", SECRETS)
+def test_a_url_with_a_password_is_refused_without_showing_it(url):
+    assert without_userinfo(f"see {url}, or '{url}'") == f"see {SECRETS[url]}, or '{SECRETS[url]}'"
+    with pytest.raises(InputError, match="must not carry a key or password") as caught:
+        location(url)
+    assert "canary" not in str(caught.value) and "ary@" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", OPEN)
+def test_what_has_an_at_sign_and_no_password(text):
+    assert without_userinfo(text) == text
+    check_no_userinfo(text)

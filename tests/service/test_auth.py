@@ -1,0 +1,263 @@
+"""Both servers with passwords: nobody gets in without, a run does with them, and no file or command line shows them."""
+
+import asyncio
+import base64
+import json
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+import websockets
+
+from flows.service.processes import marked_processes
+from flows.service.record import ServiceRecord
+from tests.flows.test_run import SMALL
+from tests.helpers.canary import SECRETS, assert_nowhere, environment
+from tests.helpers.command_lines import seen_command_lines
+from tests.helpers.service import RunningService
+
+pytestmark = pytest.mark.slow
+pytest.importorskip("flask_wtf", reason="needs MLflow's login: pip install 'athanor[auth]'")
+
+MLFLOW_USER = "somebody"
+PREFECT = SECRETS["PREFECT_SERVER_API_AUTH_STRING"]
+MLFLOW = f"{MLFLOW_USER}:{SECRETS['MLFLOW_TRACKING_PASSWORD']}"
+RUN = 600  # seconds
+OVERRIDES = {**SMALL, "train.num_steps": 3}
+
+
+@dataclass
+class Guarded:
+    """A service that asks for passwords; `place` holds all that it and its clients write."""
+
+    place: Path
+    record: ServiceRecord
+    seen: set[bytes]
+
+    @property
+    def root(self) -> Path:
+        return self.place / "root"
+
+    def call(self, url: str, login: str | None, body: object = None) -> tuple[int, bytes]:
+        """(status, answer)"""
+        headers = {"Content-Type": "application/json"}
+        if login is not None:
+            headers["Authorization"] = f"Basic {base64.b64encode(login.encode()).decode()}"
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=60) as answer:
+                return answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read()
+
+    def prefect(self, path: str, body: object = None) -> object:
+        status, answer = self.call(self.record.prefect_api + path, PREFECT, body)
+        assert status < 300, answer
+        return json.loads(answer)
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory) -> Iterator[Guarded]:
+    place = tmp_path_factory.mktemp("guarded")
+    with seen_command_lines() as seen:
+        running = RunningService(place / "root", environment=own_environment(place))
+        try:
+            yield Guarded(place, running.record, seen)
+        finally:
+            running.stop()
+    assert not running.processes(), running.tell()
+
+
+def own_environment(place: Path) -> dict[str, str]:
+    return {**environment(place), "MLFLOW_TRACKING_USERNAME": MLFLOW_USER}
+
+
+PREFECT_CALLS = {
+    "a list": ("/flow_runs/filter", {}),
+    "the version": ("/admin/version", None),
+    "the settings": ("/admin/settings", None),
+    "deployments": ("/deployments/filter", {}),
+    "variables": ("/variables/filter", {}),
+    "no such page": ("/nowhere", None),
+}
+MLFLOW_CALLS = {
+    "experiments": ("/api/2.0/mlflow/experiments/search", {"max_results": 5}),
+    "the page's own": ("/ajax-api/2.0/mlflow/experiments/search", {"max_results": 5}),
+    "models": ("/api/2.0/mlflow/registered-models/search", None),
+    "files": ("/api/2.0/mlflow-artifacts/artifacts", None),
+    "users": ("/api/2.0/mlflow/users/get?username=admin", None),
+    "the page": ("/", None),
+}
+WRONG = [None, "", ":", "admin:", "admin:password1234", PREFECT + "x", MLFLOW.upper()]
+
+
+@pytest.mark.parametrize("what", PREFECT_CALLS)
+@pytest.mark.parametrize("login", WRONG)
+def test_prefect_answers_nobody_without_its_password(guarded, what, login):
+    path, body = PREFECT_CALLS[what]
+    status, answer = guarded.call(guarded.record.prefect_api + path, login, body)
+    assert status == 401 and b"Unauthorized" in answer
+
+
+@pytest.mark.parametrize("what", MLFLOW_CALLS)
+@pytest.mark.parametrize("login", WRONG)
+def test_mlflow_answers_nobody_without_its_password(guarded, what, login):
+    path, body = MLFLOW_CALLS[what]
+    assert guarded.call(guarded.record.mlflow + path, login, body)[0] == 401
+
+
+def test_both_answer_with_it(guarded):
+    assert isinstance(guarded.prefect("/flow_runs/filter", {}), list)
+    status, answer = guarded.call(
+        guarded.record.mlflow + "/api/2.0/mlflow/experiments/search", MLFLOW, {"max_results": 5}
+    )
+    assert status == 200 and b"experiments" in answer
+
+
+async def talk(url: str, first: object, subprotocols: list[str] | None) -> str:
+    """What a websocket does with a first message: the answer, or how it was closed."""
+    try:
+        async with websockets.connect(url, subprotocols=subprotocols, open_timeout=30) as socket:
+            await socket.send(json.dumps(first))
+            return await asyncio.wait_for(socket.recv(), 30)
+    except websockets.ConnectionClosed as closed:
+        return f"closed {closed.rcvd.code if closed.rcvd else ''}"
+    except websockets.InvalidStatus as refused:
+        return f"refused {refused.response.status_code}"
+
+
+@pytest.mark.parametrize("place", ["/events/in", "/events/out", "/logs/out"])
+@pytest.mark.parametrize(
+    ("first", "subprotocols"),
+    [
+        ({"type": "auth"}, ["prefect"]),
+        ({"type": "auth", "token": ""}, ["prefect"]),
+        ({"type": "auth", "token": "admin:admin"}, ["prefect"]),
+        ({"type": "filter", "filter": {}}, ["prefect"]),
+        ({"type": "filter", "filter": {}}, None),
+        ({"type": "filter", "filter": {}}, ["other"]),
+    ],
+)
+def test_prefects_streams_ask_too(guarded, place, first, subprotocols):
+    """PrefectHQ/prefect#17687: they did not in 3.2.14. In 3.8.8 a client of before that protocol (no subprotocol) is
+    refused, and another has to send the password as its first message."""
+    url = guarded.record.prefect_api.replace("http", "ws", 1) + place
+    assert asyncio.run(talk(url, first, subprotocols)) in ("closed 1008", "closed 1002", "refused 403")
+
+
+@pytest.mark.parametrize("place", ["/events/in", "/events/out", "/logs/out"])
+def test_prefects_streams_open_with_the_password(guarded, place):
+    url = guarded.record.prefect_api.replace("http", "ws", 1) + place
+    answer = asyncio.run(talk(url, {"type": "auth", "token": PREFECT}, ["prefect"]))
+    assert json.loads(answer)["type"] == "auth_success"
+
+
+def test_everything_listens_on_this_machine_alone(guarded):
+    own = [psutil.Process(guarded.record.pid), *marked_processes(guarded.root)]
+    listening = {c.laddr for p in own for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+    ports = {int(url.split(":")[2].split("/")[0]) for url in (guarded.record.prefect_api, guarded.record.mlflow)}
+    assert ports <= {address.port for address in listening}
+    assert {address.ip for address in listening} <= {"127.0.0.1", "::1"}
+
+
+def test_mlflows_pickle_switch_is_off(guarded):
+    """Of the server and of whatever logs to it."""
+    environments = [process.environ() for process in marked_processes(guarded.root)]
+    servers = [each for each in environments if each.get("ATHANOR_SERVICE_PART") == "mlflow"]
+    assert servers and {each.get("MLFLOW_ALLOW_PICKLE_DESERIALIZATION") for each in servers} == {"false"}
+
+
+def test_servers_do_not_know_each_others_passwords(guarded):
+    for part, own, others in (
+        ("prefect", "PREFECT_SERVER_API_AUTH_STRING", "MLFLOW_TRACKING_PASSWORD"),
+        ("mlflow", "MLFLOW_AUTH_ADMIN_PASSWORD", "PREFECT_API_AUTH_STRING"),
+    ):
+        environments = [process.environ() for process in marked_processes(guarded.root, part)]
+        assert environments and all(own in each and others not in each for each in environments)
+
+
+@pytest.fixture(scope="module")
+def triggered(guarded) -> dict:
+    """A run that the Prefect server was asked for, at its end."""
+    (deployment,) = guarded.prefect("/deployments/filter", {"deployments": {"name": {"any_": ["vlm-sft"]}}})
+    body = {"parameters": {"recipe": "embedded", "overrides": nested(OVERRIDES)}}
+    run = guarded.prefect(f"/deployments/{deployment['id']}/create_flow_run", body)
+    deadline = time.monotonic() + RUN
+    while run["state_type"] not in ("COMPLETED", "FAILED", "CRASHED", "CANCELLED"):
+        assert time.monotonic() < deadline, run["state_name"]
+        time.sleep(0.5)
+        run = guarded.prefect(f"/flow_runs/{run['id']}")
+    return run
+
+
+def nested(settings: dict[str, object]) -> dict:
+    whole: dict = {}
+    for dotted, value in settings.items():
+        *parents, last = dotted.split(".")
+        place = whole
+        for name in parents:
+            place = place.setdefault(name, {})
+        place[last] = value
+    return whole
+
+
+def test_a_run_of_the_service_completes(guarded, triggered):
+    assert triggered["state_type"] == "COMPLETED", triggered["state"]["message"]
+    assert finished_runs(guarded) >= 1
+
+
+def finished_runs(guarded: Guarded) -> int:
+    url = guarded.record.mlflow + "/api/2.0/mlflow/experiments/get-by-name?experiment_name=athanor-embedded"
+    experiment = json.loads(guarded.call(url, MLFLOW)[1])["experiment"]["experiment_id"]
+    search = {"experiment_ids": [experiment], "filter": "attributes.status = 'FINISHED'"}
+    status, answer = guarded.call(guarded.record.mlflow + "/api/2.0/mlflow/runs/search", MLFLOW, search)
+    assert status == 200
+    return len(json.loads(answer).get("runs", []))
+
+
+def athanor_run(guarded: Guarded) -> subprocess.CompletedProcess:
+    sets = [f"--set={key}={value}" for key, value in OVERRIDES.items()]
+    words = [sys.executable, "-m", "flows.cli", "run", "--root", str(guarded.root), *sets]
+    env = own_environment(guarded.place)
+    return subprocess.run(words, cwd=guarded.place, env=env, capture_output=True, text=True, timeout=RUN, check=False)
+
+
+def test_athanor_run_with_the_passwords_of_the_environment(guarded, triggered):
+    before = len(guarded.prefect("/flow_runs/filter", {}))
+    done = athanor_run(guarded)
+    assert done.returncode == 0, done.stderr
+    assert "0 of 8 stages made, 8 reused" in done.stdout and finished_runs(guarded) >= 1
+    assert len(guarded.prefect("/flow_runs/filter", {})) > before, "it is not in the service's Prefect"
+    assert_nowhere(guarded.place, done.stdout, done.stderr)
+
+
+def test_nothing_holds_a_password(guarded, triggered):
+    """Files of servers and worker while they run, databases with their logs, and what `ps` shows."""
+    assert_nowhere(guarded.place, guarded.seen.copy())
+    assert {"mlflow.db", "prefect.db", "service.json", "mlflow.log", "prefect.log", "worker.log"} <= {
+        path.name for path in guarded.root.rglob("*")
+    }
+
+
+@pytest.mark.parametrize(
+    ("host", "left_out"),
+    [
+        ("0.0.0.0", "PREFECT_SERVER_API_AUTH_STRING"),
+        ("0.0.0.0", "MLFLOW_TRACKING_PASSWORD"),
+        ("::", "MLFLOW_TRACKING_PASSWORD"),
+    ],
+)
+def test_no_open_door_without_both_passwords(tmp_path, host, left_out):
+    env = own_environment(tmp_path)
+    del env[left_out]
+    words = [sys.executable, "-m", "flows.cli", "up", "--root", str(tmp_path / "root"), "--host", host]
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and f"--host {host} would let others in" in done.stderr and left_out in done.stderr
+    assert_nowhere(tmp_path, done.stdout, done.stderr)

@@ -1,0 +1,192 @@
+"""Secrets of the environment are nowhere in what a run leaves: files, databases, logs, jobs of a cluster, `ps`."""
+
+import base64
+import bz2
+import gzip
+import io
+import json
+import lzma
+import sqlite3
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image, PngImagePlugin
+
+from tests.flows.test_run import SMALL
+from tests.helpers.canary import CANARIES, SECRETS, assert_nowhere, environment, find, scan, spellings
+from tests.helpers.command_lines import seen_command_lines
+
+RUN = {**SMALL, "tokenize.codec": "u8_zstd", "train.num_steps": 3}
+SECONDS = 300
+
+
+def athanor(place: Path, command: str, *arguments: str, **more: str) -> subprocess.CompletedProcess:
+    sets = [f"--set={key}={value}" for key, value in RUN.items()]
+    words = [sys.executable, "-m", "flows.cli", command, "--root", str(place / "root"), *sets, *arguments]
+    env = {**environment(place), **more}
+    return subprocess.run(words, cwd=place, env=env, capture_output=True, text=True, timeout=SECONDS, check=False)
+
+
+# The scanner finds what is there: one secret in every kind of file that a run leaves
+
+
+def _sqlite(path: Path, secret: str) -> None:
+    database = sqlite3.connect(path)
+    database.execute("PRAGMA journal_mode = wal")
+    database.execute("CREATE TABLE t (a TEXT)")
+    database.execute("INSERT INTO t VALUES (?)", ("x" * 5000 + secret + "y" * 5000,))
+    database.commit()
+    (path.parent / "kept-open").mkdir()
+    for file in path.parent.glob(f"{path.name}*"):  # before closing moves the log into the file
+        (path.parent / "kept-open" / file.name).write_bytes(file.read_bytes())
+    database.close()
+
+
+def _tar(inner: bytes) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as tar:
+        info = tarfile.TarInfo("0.json")
+        info.size = len(inner)
+        tar.addfile(info, io.BytesIO(inner))
+    return out.getvalue()
+
+
+def _zip(inner: bytes) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("a", inner)
+    return out.getvalue()
+
+
+def _parquet(cell: str | dict) -> bytes:
+    out = io.BytesIO()
+    pq.write_table(pa.table({"a": [cell]}), out, compression="zstd")
+    return out.getvalue()
+
+
+def _png(text: str) -> bytes:
+    about, out = PngImagePlugin.PngInfo(), io.BytesIO()
+    about.add_text("Comment", text, zip=True)
+    Image.new("RGB", (2, 2)).save(out, "PNG", pnginfo=about)
+    return out.getvalue()
+
+
+PACKED = {
+    "text": lambda secret: f"a\n{secret}\nb".encode(),
+    "json": lambda secret: json.dumps({"a": secret}).encode(),
+    "tar": lambda secret: _tar(secret.encode()),
+    "zstd in tar": lambda secret: _tar(pa.compress(secret.encode() * 2, codec="zstd", asbytes=True)),
+    "gzip": lambda secret: gzip.compress(secret.encode()),
+    "bz2": lambda secret: bz2.compress(secret.encode()),
+    "xz": lambda secret: lzma.compress(secret.encode()),
+    "zip": lambda secret: _zip(secret.encode()),
+    "gzip in zip": lambda secret: _zip(gzip.compress(secret.encode())),
+    "parquet": _parquet,
+    "png": _png,
+    "png in parquet in tar": lambda secret: _tar(_parquet({"bytes": _png(secret), "path": ""})),
+}
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_the_scanner_finds_a_secret_in(tmp_path, kind):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "file").write_bytes(PACKED[kind](CANARIES[0]))
+    (hit, *_) = scan(tmp_path, CANARIES)
+    assert hit.startswith(f"a/file: {CANARIES[0]} (")
+    (tmp_path / "a" / "file").write_bytes(PACKED[kind]("nothing"))
+    assert scan(tmp_path, CANARIES) == []
+
+
+@pytest.mark.parametrize("canary", CANARIES)
+@pytest.mark.parametrize("shift", range(3))
+def test_the_scanner_finds_each_spelling(canary, shift):
+    for name, spelt in spellings(canary).items():
+        assert len(spelt) > 12 and find(b"\0" + spelt + b"\1", CANARIES), name
+    for encode in (subprocess.list2cmdline, repr, json.dumps):
+        assert find(encode([canary] if encode is subprocess.list2cmdline else canary).encode(), CANARIES)
+    text = "x" * shift + f"user:{canary}@host"
+    assert find(base64.b64encode(text.encode()), CANARIES) and find(base64.urlsafe_b64encode(text.encode()), CANARIES)
+
+
+def test_the_scanner_finds_a_secret_in_a_database_and_its_log(tmp_path):
+    _sqlite(tmp_path / "x.db", CANARIES[0])
+    hits = scan(tmp_path, CANARIES)
+    assert [hit for hit in hits if hit.startswith("x.db:") and hit.endswith("in a row")]
+    assert [hit for hit in hits if hit.startswith("kept-open/x.db-wal:")]
+
+
+def test_the_scanner_finds_a_secret_in_names(tmp_path):
+    (tmp_path / CANARIES[0].replace("/", "%2F")).touch()
+    (tmp_path / "link").symlink_to(f"/nowhere/{CANARIES[-1]}")
+    hits = scan(tmp_path, CANARIES)
+    assert any("in the name" in hit for hit in hits) and any("in the link" in hit for hit in hits)
+
+
+def test_command_lines_are_seen(tmp_path):
+    with seen_command_lines() as seen:
+        subprocess.run([sys.executable, "-c", "import time; time.sleep(0.5)", CANARIES[0]], check=True)
+    assert find(b"\n".join(seen), CANARIES)
+
+
+# A run
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess, set[bytes]]:
+    """A whole run with the real trainer, and without a service."""
+    place = tmp_path_factory.mktemp("canary")
+    with seen_command_lines() as seen:
+        done = athanor(place, "run")
+    assert done.returncode == 0, done.stderr
+    return place, done, seen
+
+
+@pytest.mark.slow
+def test_a_run_leaves_no_secret(ran):
+    place, done, seen = ran
+    assert "8 of 8 stages made" in done.stdout
+    left = {path.name for path in (place / "root").rglob("*")}
+    assert {"mlflow.db", "prefect.db", "manifest.json", "report.html", "metrics.jsonl", "preview.html"} <= left
+    assert (
+        any(b"torch.distributed.run" in line for line in seen) and len(list((place / "root" / "logs").iterdir())) == 1
+    )
+    assert_nowhere(place, done.stdout, done.stderr, seen)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["slurm", "kubernetes"])
+def test_what_would_be_submitted_holds_no_secret(ran, launcher):
+    sets = {"slurm": [], "kubernetes": ["execution.cluster.kubernetes.image=i", "execution.cluster.kubernetes.claim=c"]}
+    words = [f"--set={each}" for each in [f"execution.cluster.launcher={launcher}", *sets[launcher]]]
+    done = athanor(ran[0], "plan", *words)
+    assert done.returncode == 0, done.stderr
+    assert_nowhere(ran[0], done.stdout, done.stderr)
+
+
+URL = "s3://{AWS_ACCESS_KEY_ID}:{AWS_SECRET_ACCESS_KEY}@bucket/x".format(**SECRETS)
+FAILING = {
+    "data": ["--debug", "--set", f"data={URL}"],
+    "root": ["--root", URL],
+}
+
+
+@pytest.mark.parametrize("what", FAILING)
+def test_a_run_that_is_refused_shows_no_secret(tmp_path, what):
+    """A secret where none belongs is in this process's own command line and nowhere else; more in test_security.py."""
+    done = athanor(tmp_path, "run", *FAILING[what])
+    assert done.returncode == 2 and "must not carry a key" in done.stderr
+    assert_nowhere(tmp_path, done.stdout, done.stderr)
+
+
+@pytest.mark.slow
+def test_a_tracking_server_that_is_not_there_shows_no_secret(ran):
+    """Its address, with a password where none belongs, is in no message, page or record."""
+    address = f"http://me:{SECRETS['MLFLOW_TRACKING_PASSWORD']}@127.0.0.1:9"
+    done = athanor(ran[0], "run", MLFLOW_TRACKING_URI=address)
+    assert_nowhere(ran[0], done.stdout, done.stderr)

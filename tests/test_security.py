@@ -1,0 +1,221 @@
+"""What the code never does: unpickle, extract archives, run text, trust a model's code, keep a secret in a setting."""
+
+import ast
+import io
+import os
+import re
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from pydantic import BaseModel, SecretStr
+
+from dataset_builders.contracts.errors import InputError
+from dataset_builders.registry import BUILDERS, get_builder
+from flows.pipeline_config import PipelineConfig
+from flows.recipe import load_recipe
+from stages import hf_directory, raw_source
+from tests.helpers.json_rows import read_source, write_file
+from tests.helpers.raw_rows import png
+from tests.test_architecture import MODULES, ROOT, each, name_of, tree_of
+
+PICKLES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal", "jsonpickle", "pickletools"}
+# Who may import pickle all the same, and why that is no door for somebody's file.
+PICKLE_USERS = {
+    "trainer.checkpoint_reader": "an Unpickler that knows the few records of a checkpoint and refuses other names",
+    "trainer.checkpoint_writer": "the answer of a forked process to its parent, through an unnamed file of theirs",
+}
+RUNS_TEXT = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "runpy.run_path", "runpy.run_module"}
+UNSAFE_LOADS = {"pd.read_pickle", "pandas.read_pickle", "torch.jit.load", "torch.hub.load", "torch.package"}
+EXTRACTS = {"extract", "extractall", "unpack_archive", "extract_archive"}
+SAFE_YAML = {"safe_load", "safe_load_all", "safe_dump", "YAMLError"}
+
+
+def findings(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, what) of everything that must not be there, but for imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in EXTRACTS:
+            yield node.lineno, f"{node.attr}: archives are read without extraction"
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "yaml" and node.attr not in SAFE_YAML:
+            yield node.lineno, f"yaml.{node.attr}"
+        if isinstance(node, ast.Call):
+            yield from ((node.lineno, what) for what in _calls(ast.unparse(node.func), node))
+
+
+def _calls(called: str, node: ast.Call) -> Iterator[str]:
+    given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+    if called in RUNS_TEXT | UNSAFE_LOADS:
+        yield called
+    if called.endswith("torch.load") and given.get("weights_only") != "True":
+        yield "torch.load without weights_only=True"
+    if given.get("allow_pickle", "False") != "False":
+        yield "allow_pickle"
+    if given.get("shell", "False") != "False":
+        yield "shell"
+    if given.get("trust_remote_code", "False") != "False":
+        yield "trust_remote_code"
+    if given.get("weights_only", "True") != "True":
+        yield "weights_only"
+
+
+def pickles(tree: ast.AST) -> list[str]:
+    names = [a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names]
+    names += [n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
+    return [name for name in names if name.split(".")[0] in PICKLES]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        *("eval('1')", "exec(x)", "compile(x, '', 'exec')", "os.system(x)", "pd.read_pickle(x)"),
+        *(
+            "torch.load(x)",
+            "torch.load(x, weights_only=False)",
+            "f(weights_only=flag)",
+            "np.load(x, allow_pickle=True)",
+        ),
+        *("yaml.load(x)", "yaml.unsafe_load(x)", "yaml.Loader", "tar.extractall()", "zip.extract(x)"),
+        *(
+            "shutil.unpack_archive(x)",
+            "subprocess.run(x, shell=True)",
+            "AutoModel.from_pretrained(x, trust_remote_code=1)",
+        ),
+    ],
+)
+def test_the_check_sees(code):
+    assert list(findings(ast.parse(code)))
+
+
+@pytest.mark.parametrize(
+    "code", ["torch.load(x, weights_only=True)", "yaml.safe_load(x)", "model.eval()", "np.load(x)"]
+)
+def test_the_check_passes(code):
+    assert not list(findings(ast.parse(code)))
+
+
+@each(MODULES)
+def test_nothing_unsafe_is_called(path):
+    assert list(findings(tree_of(path))) == []
+
+
+@each(MODULES)
+def test_nothing_is_unpickled(path):
+    found = pickles(tree_of(path))
+    assert not found or name_of(path) in PICKLE_USERS, f"{path} imports {found}"
+
+
+def test_the_exceptions_are_still_needed():
+    assert pickles(ast.parse("import pickle\nfrom joblib import load\nimport os.path")) == ["pickle", "joblib"]
+    assert {name_of(path) for path in MODULES if pickles(tree_of(path))} == PICKLE_USERS.keys()
+
+
+KEPT_RESULTS = """
+import importlib, sys
+from prefect import Flow, Task
+found = {}
+for name in sys.argv[1:]:
+    found |= {(type(x).__name__, x.name): x.persist_result for x in vars(importlib.import_module(name)).values()
+              if isinstance(x, Flow | Task)}
+print(len(found), [name for name, kept in found.items() if kept is not False])
+"""
+
+
+def test_prefect_keeps_no_results(tmp_path):
+    """Its results would be pickles. In a process of its own: Prefect reads its home when it is imported."""
+    names = [name_of(path) for path in MODULES if "prefect" in path.read_text() and name_of(path).startswith("flows.")]
+    environment = {**os.environ, "PREFECT_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", KEPT_RESULTS, *names]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT, check=True)
+    count, kept = done.stdout.strip().split(" ", 1)
+    assert int(count) > 10 and kept == "[]"
+
+
+def fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for name, field in model.model_fields.items():
+        yield prefix + name, field.annotation
+        for inner in _models(field.annotation):
+            yield from fields(inner, f"{prefix}{name}.")
+
+
+def _models(annotation: object) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in getattr(annotation, "__args__", ()):
+        yield from _models(inner)
+
+
+SECRET_WORDS = re.compile(r"(?i)(^|_)(password|passwd|secret|token|credentials?|api_?key|access_?key|auth)(_|$)")
+NAMES_ONLY = {  # names of things that hold secrets, or tokens of text
+    "execution.cluster.kubernetes.secret": "the name of a Secret of the cluster",
+    "execution.cluster.kubernetes.secret_variables": "the names of its keys",
+}
+
+
+def test_no_setting_holds_a_secret():
+    """Settings are in logs, manifests, Prefect's database and MLflow; secrets come from the environment alone."""
+    models = [PipelineConfig, *(get_builder(name).options for name in BUILDERS)]
+    everything = dict(pair for model in models for pair in fields(model))
+    assert len(everything) > 80 and SECRET_WORDS.search("hub_token") and SECRET_WORDS.search("s3_access_key")
+    found = [name for name in everything if SECRET_WORDS.search(name.rpartition(".")[2]) and name not in NAMES_ONLY]
+    assert found == []
+    assert not any(annotation is SecretStr for annotation in everything.values())
+
+
+@pytest.mark.parametrize("module", [hf_directory, raw_source])
+def test_the_hubs_token_is_read_from_the_environment(module, monkeypatch):
+    """Nothing passes one: huggingface_hub finds HF_TOKEN, or what `hf auth login` stored, by itself."""
+    calls = [n for n in ast.walk(ast.parse(Path(module.__file__).read_text())) if isinstance(n, ast.Call)]
+    downloads = [call for call in calls if ast.unparse(call.func).endswith("snapshot_download")]
+    assert downloads and not any(keyword.arg == "token" for call in downloads for keyword in call.keywords)
+    monkeypatch.setenv("HF_TOKEN", "hf_fromtheenvironment")
+    assert huggingface_hub.get_token() == "hf_fromtheenvironment"
+
+
+URLS = [
+    "s3://AKIAKEY:canary/with+slash@bucket/data",
+    "https://me:canary@host/x",
+    "s3://canary@bucket",
+    "gs://a:canary@b",
+]
+
+
+@pytest.mark.parametrize("field", ["data", "model", "execution.dask_address"])
+@pytest.mark.parametrize("url", URLS)
+def test_a_password_in_a_url_is_refused_and_not_shown(field, url):
+    with pytest.raises(InputError, match="a URL must not carry a key or password") as caught:
+        load_recipe(overrides=[f"{field}={url}"])
+    chain, seen = caught.value, []
+    while chain is not None:
+        seen.append(f"{chain!s}{chain!r}")
+        chain = chain.__cause__ or chain.__context__
+    assert field in seen[0] and "...@" in seen[0] and "\n" not in str(caught.value)
+    assert "canary" not in "".join(seen)
+
+
+OUTSIDE = ["../../escaped.png", "/tmp/athanor-escaped.png", "a/../../../escaped.png", "a\\..\\escaped.png"]
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_member_of_a_tar_writes_nothing_outside(tmp_path, name):
+    """Members are read where they lie; their names become keys of samples, not paths."""
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as tar:
+        for suffix, data in ((".png", png(1)), (".txt", b"one")):
+            info = tarfile.TarInfo(name.removesuffix(".png") + suffix)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+        for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE):
+            info = tarfile.TarInfo("link.png")
+            info.type, info.linkname = kind, "/etc/hostname"
+            tar.addfile(info)
+    source = tmp_path / "deep" / "source"
+    write_file(source / "s/00000.tar", out.getvalue())
+    before = sorted(tmp_path.rglob("*"))
+    options = {"question": "constant:What is it?", "answer": "txt"}
+    items = read_source("webdataset_tars", source, **options)
+    assert [item.key for item in items] == ["s/00000000"]
+    assert sorted(tmp_path.rglob("*")) == before and not Path("/tmp/athanor-escaped.png").exists()
