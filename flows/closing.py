@@ -57,10 +57,12 @@ def next_commands(result: dict[str, Any], root: StorePath, recipe: Recipe) -> li
     model = quoted(location(result["hf_dir"]))
     ask = f"{athanor} ask {model} {quoted(picture) if picture else '-'} {shlex.quote(question)}"
     commands = [("see which tokens were learnt (open in a browser)", shorten(dirs["tokenize"] / REPORT_HTML))]
-    if result["mlflow_run"]:
-        commands.append((f"see the run in MLflow: {result['mlflow_url']}", server_command(root, program("mlflow"))))
+    if result["mlflow_url"]:
+        command = server_command(root, program("mlflow"))
+        page = ("see the run in MLflow", result["mlflow_url"])
+        commands.append((f"see the run in MLflow: {result['mlflow_url']}", command) if command else page)
     if result["compare_url"]:
-        commands.append(("set it beside the run before (with that server running)", result["compare_url"]))
+        commands.append(("set it beside the run before (with MLflow's server running)", result["compare_url"]))
     commands.append(("ask the model about a picture", ask))
     change = f"{athanor} run{rest} --root {quoted(root)} --set train.optim.lr={recipe.config.train.optim.lr / 2:g}"
     commands.append(("change one setting; only what depends on it is made again", change))

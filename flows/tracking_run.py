@@ -1,40 +1,89 @@
 """What the MLflow run of a pipeline is opened with: its name, its tags and its description."""
 
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
+import yaml
 from prefect.runtime import flow_run
 
+from dataset_builders.contracts.errors import InputError
 from dataset_builders.contracts.fingerprint import fingerprint, flatten
 from dataset_builders.contracts.store import location
 from flows.pipeline_config import PipelineConfig
+from flows.recipe import known_recipes, load_recipe
 from flows.stage_graph import external_digests, get_stage, pipeline_nodes
 from stages.artifact import Input
 from stages.source_version import source_version
-from stages.tracking import open_run, run_name
+from stages.tracking import Opening, open_run, run_name
 
 
 def open_tracking(
     config: PipelineConfig, root: str, found: Mapping[str, Input], recipe: str, differs: Mapping[str, Any]
 ) -> str | None:
+    """Begin the MLflow run of a configuration; returns the key that `Tracker` takes.
+
+    Args:
+        found: the inputs that no stage makes.
+        recipe: name of the recipe; `differs`: dotted fields of the outcome that differ from it.
+    """
     versions = {node.name: get_stage(node.name).version for node in pipeline_nodes(config)}
     identity = fingerprint({"config": config.identity(), "versions": versions, "inputs": external_digests(found)})
     source = source_version()
     tags = {
         "athanor.recipe": recipe,
         "athanor.differs": ", ".join(f"{key}={value}" for key, value in differs.items()) or "nothing",
+        "athanor.root": root,
         "prefect.flow_run_id": str(flow_run.id or ""),
         "athanor.git_dirty": source.get("dirty", "unknown"),
         "mlflow.source.git.commit": source.get("commit", "unknown"),
         "mlflow.source.name": "athanor run",
-        "mlflow.note.content": f"Recipe **{recipe}**. {_differences(differs)}",
         **{k: str(v) for k, v in flatten({"execution": config.execution.model_dump(mode="json")}).items()},
     }
-    name = run_name(recipe, differs)
-    return open_run(location(root), f"athanor-{config.name}", name, identity, config.identity(), tags)
+    opening = Opening(
+        experiment=f"athanor-{config.name}",
+        name=run_name(recipe, differs),
+        identity=identity,
+        params=config.identity(),
+        tags=tags,
+        note=f"Recipe **{recipe}**. {_differences(differs)}\n\n{_how_to_repeat(config, recipe)}",
+        recipe_yaml=yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False),
+        registry=config.execution.registry,
+        samples_host=config.execution.cluster.launcher == "torchrun",
+    )
+    return open_run(location(root), opening)
+
+
+def reproducing_command(config: PipelineConfig, recipe: str) -> str | None:
+    """The command line that gives exactly this configuration; None where the recipe is a file of the person's."""
+    if recipe not in known_recipes():
+        return None
+    plain = flatten(load_recipe(recipe).config.model_dump(mode="json"))
+    values = flatten(config.model_dump(mode="json"))
+    sets = [f"--set={key}={_as_yaml(value)}" for key, value in values.items() if plain.get(key, ...) != value]
+    try:
+        if load_recipe(recipe, [text.removeprefix("--set=") for text in sets]).config != config:
+            return None
+    except InputError:
+        return None
+    words = [f"--set {shlex.quote(text.removeprefix('--set='))}" for text in sets]
+    return " \\\n    ".join([f"athanor run {recipe}", *words])
+
+
+def _how_to_repeat(config: PipelineConfig, recipe: str) -> str:
+    command = reproducing_command(config, recipe)
+    if command is not None:
+        return f"Run it again:\n\n```\n{command}\n```"
+    return "Run it again, with `recipe.yaml` from this run's artifacts:\n\n```\nathanor run ./recipe.yaml\n```"
+
+
+def _as_yaml(value: object) -> str:
+    """One line that YAML reads as the value: 1e-05 in its own way of writing, which JSON's is not."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**9, allow_unicode=True)
+    return text.removesuffix("\n").removesuffix("\n...")
 
 
 def _differences(differs: Mapping[str, Any]) -> str:
     if not differs:
         return "Nothing differs from it."
-    return "What differs from it:\n\n" + "\n".join(f"- `{key}` = `{value}`" for key, value in differs.items())
+    return f"What differs: {', '.join(f'`{key}` = `{value}`' for key, value in differs.items())}."

@@ -81,6 +81,8 @@ class MetricsWriter:
         write_text(self.path, "".join(row.model_dump_json() + "\n" for row in kept))
 
     def write(self, row: MetricsRow) -> None:
+        """Append a row with the time of its writing, by which tracking knows it again."""
+        row = row.model_copy(update={"time_ms": time.time_ns() // 1_000_000})
         with self.path.open("a", encoding="utf-8") as file:
             file.write(row.model_dump_json() + "\n")
             file.flush()

@@ -29,7 +29,7 @@ RATES = {
     "language": PartConfig(lr=1e-3),
 }
 NUM_STEPS = 6  # two epochs of six bins in global batches of two
-TIMES = {"tokens_per_second", "step_seconds", "data_seconds", "vision_seconds", "language_seconds"}
+TIMES = {"time_ms", "tokens_per_second", "step_seconds", "data_seconds", "vision_seconds", "language_seconds"}
 TIMES |= {"optimizer_seconds", "vision_tflops", "language_tflops", "memory_gb"}
 
 

@@ -1,0 +1,97 @@
+"""What telling MLflow costs: steps/s of a trainer-like writer alone, followed, and with tracking at work.
+
+    python -m tests.bench.bench_tracking [--steps N] [--step-ms MS]
+
+The writer is a process of its own that computes for a while and writes a line of metrics.jsonl, as a trainer does; the
+follower, the journal and the sending thread are in this process, as in a flow. Prints a markdown table.
+"""
+
+import argparse
+import multiprocessing
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from stages.tracking import Opening, Tracker, open_run
+from stages.tracking_sender import sender_of
+from stages.train import MetricsFollower
+from tests.helpers.fake_trainer import metrics_row
+from trainer.contract import METRICS_JSONL
+from trainer.metrics import MetricsWriter
+
+POLL_SECONDS = 0.2
+
+
+def write_rows(directory: Path, steps: int, step_ms: float, answer) -> None:
+    """The writer: matrix products for so many milliseconds of its own CPU time a step, then a synced line."""
+    writer, matrix = MetricsWriter(directory, 0), np.ones((64, 64), dtype=np.float32)
+    started = time.perf_counter()
+    for step in range(1, steps + 1):
+        busy = time.process_time() + step_ms / 1e3
+        while time.process_time() < busy:
+            matrix @ matrix
+        writer.write(metrics_row(step))
+    answer.put(steps / (time.perf_counter() - started))
+
+
+def measure(how: str, steps: int, step_ms: float) -> tuple[float, list[float]]:
+    """Steps/s of the writer, and the seconds that each call of the tracker took."""
+    with tempfile.TemporaryDirectory() as folder:
+        root, seconds = Path(folder), []
+        tracker = None
+        if how == "tracked":
+            key = open_run(root, Opening(experiment="bench", name="bench", identity="b" * 16, params={}, tags={}))
+            tracker = Tracker(root, key)
+            sender_of(root).wait(tracker.journal, 1, 120)  # the schema is made once in a root's life
+        sink = tracker.sink() if tracker else lambda rows: None
+
+        def on_rows(rows) -> None:
+            started = time.perf_counter()
+            sink(rows)
+            seconds.append(time.perf_counter() - started)
+
+        context = multiprocessing.get_context("spawn")
+        answer = context.Queue()
+        writer = context.Process(target=write_rows, args=(root, steps, step_ms, answer))
+        follower = MetricsFollower(root / METRICS_JSONL, on_rows)
+        writer.start()
+        while writer.is_alive():
+            if how != "alone":
+                follower.poll()
+            time.sleep(POLL_SECONDS)
+        follower.poll()
+        if tracker:
+            sink.close()
+            tracker.finish("FINISHED")
+        return answer.get(), seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--step-ms", type=float, default=50, help="CPU time of a step; 50 is the embedded recipe's")
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    speeds: dict[str, list[float]] = {"alone": [], "followed": [], "tracked": []}
+    calls: list[float] = []
+    for _ in range(args.rounds):  # in turns, so that a drift of the machine meets all
+        for how in speeds:
+            speed, seconds = measure(how, args.steps, args.step_ms)
+            speeds[how].append(speed)
+            calls += seconds if how == "tracked" else []
+    print(f"{args.steps} steps of {args.step_ms:g} ms, {args.rounds} rounds, medians\n")
+    print("| | steps/s | against alone |\n| --- | ---: | ---: |")
+    alone = statistics.median(speeds["alone"])
+    for how, found in speeds.items():
+        speed = statistics.median(found)
+        print(f"| {how} | {speed:.2f} | {speed / alone - 1:+.2%} |")
+    print(
+        f"\nA journal entry takes {1e3 * statistics.median(calls):.2f} ms (median), {1e3 * max(calls):.1f} ms at most."
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""MLflow's own server on loopback, over SQLite, that a test can stop, freeze and start again."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+
+class MlflowServer:
+    """One server at one address, whatever happens to its process."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.process: subprocess.Popen | None = None
+
+    def start(self, seconds: float = 180) -> None:
+        """Start it and wait until it answers."""
+        options = ["--backend-store-uri", f"sqlite:///{self.directory}/server.db", "--port", str(self.port)]
+        options += ["--default-artifact-root", (self.directory / "artifacts").as_uri(), "--no-serve-artifacts"]
+        with (self.directory / "server.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--workers", "1", *options],
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env={**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"},
+            )
+        deadline = time.monotonic() + seconds
+        while True:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                return
+            assert time.monotonic() < deadline and self.process.poll() is None, "the server does not come up"
+            time.sleep(0.2)
+
+    def stop(self) -> None:
+        """Kill it and its workers at once."""
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait(30)
+            self.process = None
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        """It takes connections and answers nothing; afterwards it does all that it was asked."""
+        os.killpg(self.process.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.killpg(self.process.pid, signal.SIGCONT)

@@ -1,0 +1,128 @@
+"""Small artifacts of every stage that tracking knows, and a pipeline run that tells MLflow all of them."""
+
+import base64
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from mlflow import MlflowClient
+
+from dataset_builders.contracts.manifest import Manifest, Parent
+from stages.artifact import Artifact
+from stages.tracking import Opening, Tracker, open_run
+from tests.helpers.fake_trainer import metrics_row
+from trainer.contract import METRICS_JSONL
+
+PNG = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAIAAAACCAIAAAD91JpzAAAAEElEQVR4nGP4z8AARAwQCgAf7gP9i18U1AAAAABJRU5ErkJggg=="
+)
+SCORES = {"digits": {"exact_match": 0.5}, "overall": {"exact_match": 0.75, "stop_rate": 1.0}}
+CONFIG = {"train": {"optim": {"lr": 1e-3}, "num_steps": 3}, "convert": {"subsets": ["a", "b"]}, "long": "x" * 9000}
+FIRST_MS = 1_700_000_000_000
+EXPERIMENT, MODEL = "athanor-test", "athanor-test"
+
+
+def make_artifact(root: Path, stage: str, fingerprint: str, **fields: Any) -> Artifact:
+    directory = root / "artifacts" / stage / fingerprint
+    directory.mkdir(parents=True, exist_ok=True)
+    values = {"config": {"seed": 0}, "parents": {}} | fields
+    Manifest(stage=stage, version=1, fingerprint=fingerprint, **values).write(directory)
+    (directory / "report.html").write_text("<p>report</p>")
+    (directory / "report.json").write_text("{}")
+    return Artifact.load(directory)
+
+
+def timed_row(step: int):
+    """A row with the time that a trainer would have written."""
+    return metrics_row(step, time_ms=FIRST_MS + 1000 * step)
+
+
+def make_trained(root: Path, fingerprint: str, num_steps: int) -> Artifact:
+    artifact = make_artifact(root, "train", fingerprint, stats={"steps": num_steps})
+    lines = [timed_row(step).model_dump_json() + "\n" for step in range(1, num_steps + 1)]
+    (artifact.dir / METRICS_JSONL).write_text("".join(lines))
+    return artifact
+
+
+def make_evaluated(root: Path, fingerprint: str, num_answers: int = 100) -> Artifact:
+    parents = {"samples": Parent(name="convert", fingerprint="c" * 16)}
+    artifact = make_artifact(root, "evaluate", fingerprint, parents=parents, stats={"scores": SCORES})
+    answers = {
+        "key": [f"a/{i:08d}" for i in range(num_answers)],
+        "subset": ["a"] * num_answers,
+        "question": ["Which digit?"] * num_answers,
+        "reference": ["1"] * num_answers,
+        "answer": ["1"] * (num_answers - 2) + ["2", ""],
+        "correct": [True] * (num_answers - 2) + [False, False],
+        "image": [PNG if i % 2 else None for i in range(num_answers)],
+    }
+    pq.write_table(pa.table(answers), artifact.dir / "predictions.parquet")
+    return artifact
+
+
+def make_exported(root: Path, fingerprint: str) -> Artifact:
+    stats = {"dtype": "float32", "parameters": {"language": 5}, "steps": 3, "files": {"a": "b"}}
+    artifact = make_artifact(root, "export", fingerprint, stats=stats)
+    (artifact.dir / "hf").mkdir(exist_ok=True)
+    return artifact
+
+
+def open_tracker(root: Path, identity: str, name: str = "embedded") -> Tracker:
+    opening = Opening(
+        experiment=EXPERIMENT,
+        name=name,
+        identity=identity,
+        params=CONFIG,
+        tags={"athanor.recipe": "embedded"},
+        note="What it is.",
+        recipe_yaml="name: embedded\n",
+    )
+    assert open_run(root, opening) == identity
+    return Tracker(root, identity)
+
+
+def tell_a_run(root: Path, identity: str, num_steps: int = 12, *, live: range | None = None) -> Tracker:
+    """Everything that a flow says, from its start to its end; the steps of `live` as they come."""
+    tracker = open_tracker(root, identity)
+    tracker.log_stage(make_artifact(root, "plan_bins", "b" * 16), False)
+    for step in live if live is not None else range(1, num_steps + 1):
+        tracker._log_rows([timed_row(step)])
+    trained = make_trained(root, "d" * 16, num_steps)
+    tracker.replay_metrics(trained)
+    tracker.log_stage(trained, False)
+    model = tracker.log_model(make_exported(root, "e" * 16), SCORES, MODEL)
+    tracker.log_evaluation(make_evaluated(root, "f" * 16, 6), model)
+    tracker.finish("FINISHED")
+    return tracker
+
+
+def holdings(client: MlflowClient, identity: str) -> dict[str, Any]:
+    """All that MLflow holds of an identity, but what differs from one telling to the next: ids, places, times."""
+    experiment = client.get_experiment_by_name(EXPERIMENT)
+    runs = client.search_runs([experiment.experiment_id], f"tags.`athanor.identity` = '{identity}'")
+    (run,) = runs
+    run_id = run.info.run_id
+    points = {
+        name: [(m.step, m.value, m.timestamp if name == "loss" else 0) for m in client.get_metric_history(run_id, name)]
+        for name in run.data.metrics
+        if name != "flow_seconds"
+    }
+    own = ("athanor.creation", "athanor.model_id", "mlflow.note.content", "mlflow.user", "mlflow.source")
+    versions = [v for v in client.search_model_versions(f"name='{MODEL}'") if v.run_id == run_id]
+    return {
+        "runs": len(client.search_runs([experiment.experiment_id])),
+        "status": run.info.status,
+        "params": run.data.params,
+        "tags": {key: value for key, value in run.data.tags.items() if not key.startswith(own)},
+        "points": points,
+        "flow_seconds": len(client.get_metric_history(run_id, "flow_seconds")),
+        "inputs": [(item.dataset.name, item.dataset.digest) for item in run.inputs.dataset_inputs],
+        "files": sorted(
+            item.path for folder in ("stages/train", None) for item in client.list_artifacts(run_id, folder)
+        ),
+        "models": len(client.search_logged_models([experiment.experiment_id])),
+        "versions": [(int(v.version), v.tags.get("athanor.champion")) for v in versions],
+        "aliases": {alias: int(v) for alias, v in client.get_registered_model(MODEL).aliases.items()},
+        "note": len(run.data.tags["mlflow.note.content"].splitlines()),
+    }
