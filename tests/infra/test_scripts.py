@@ -1,0 +1,100 @@
+"""Scripts and YAML of infra/: shellcheck, yamllint, and Postgres' first start run for real."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.compose_file import INFRA
+
+BIN = Path(sys.executable).parent
+YAML = sorted(str(path.relative_to(INFRA)) for path in INFRA.rglob("*.yaml"))
+SCRIPTS = sorted(str(path.relative_to(INFRA)) for pattern in ("*.sh", "*.sbatch") for path in INFRA.rglob(pattern))
+POSTGRES = next(iter(sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)), None)
+
+
+def _run(*command: str) -> subprocess.CompletedProcess:
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_shellcheck(name, tmp_path):
+    done = _run(str(BIN / "shellcheck"), str(INFRA / name))
+    assert done.returncode == 0, done.stdout
+    wrong = tmp_path / "wrong.sh"
+    wrong.write_text((INFRA / name).read_text() + "\nrm -rf $undefined/*\n")
+    assert "SC2115" in _run(str(BIN / "shellcheck"), str(wrong)).stdout
+
+
+@pytest.mark.parametrize("name", YAML)
+def test_yamllint(name, tmp_path):
+    command = (str(BIN / "yamllint"), "--strict", "-c", str(INFRA / ".yamllint"))
+    done = _run(*command, str(INFRA / name))
+    assert done.returncode == 0, done.stdout
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text((INFRA / name).read_text() + "key: 1\nkey: 2\n")
+    assert "duplication of key" in _run(*command, str(wrong)).stdout
+
+
+@pytest.mark.parametrize("path", [p for p in INFRA.rglob("*") if p.is_file() and p.suffix != ".png"], ids=str)
+def test_ascii_only(path):
+    assert path.read_text(encoding="utf-8").isascii()
+
+
+@pytest.fixture
+def postgres(tmp_path_factory):
+    """An empty Postgres of this machine; the address of its socket."""
+    directory = tmp_path_factory.mktemp("pg", numbered=True)
+    user = {"user": "postgres"} if os.geteuid() == 0 else {}
+    for parent in (directory, *directory.parents):
+        if os.geteuid() == 0 and parent.stat().st_uid == 0 and not parent.stat().st_mode & 0o001:
+            parent.chmod(parent.stat().st_mode | 0o011)  # for the user postgres to pass
+    data = directory / "data"
+    data.mkdir()
+    if user:
+        shutil.chown(data, "postgres")
+    subprocess.run(
+        [POSTGRES / "initdb", "-D", data, "-U", "postgres", "--no-sync"],
+        check=True,
+        stdout=subprocess.DEVNULL,
+        cwd="/",
+        **user,
+    )
+    process = subprocess.Popen(
+        [POSTGRES / "postgres", "-D", data, "-k", data, "-c", "listen_addresses=", "-c", "fsync=off"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd="/",
+        **user,
+    )
+    deadline = time.monotonic() + 30
+    while _run(str(POSTGRES / "pg_isready"), "-h", str(data)).returncode and time.monotonic() < deadline:
+        time.sleep(0.1)
+    yield data
+    process.terminate()
+    process.wait(30)
+
+
+@pytest.mark.skipif(POSTGRES is None, reason="needs PostgreSQL's server (apt-get install postgresql)")
+def test_each_service_has_a_database_that_no_other_enters(postgres):
+    passwords = {"PREFECT_DB_PASSWORD": "it's $fine; \\", "MLFLOW_DB_PASSWORD": "other"}
+    env = {**os.environ, **passwords, "PGHOST": str(postgres), "PATH": f"{POSTGRES}:{os.environ['PATH']}"}
+    subprocess.run(["bash", INFRA / "postgres" / "databases.sh"], check=True, env=env)
+
+    def ask(user: str, database: str, sql: str) -> subprocess.CompletedProcess:
+        command = ["psql", "-At", "-U", user, "-d", database, "-c", sql]
+        return subprocess.run(command, env=env, capture_output=True, text=True)
+
+    for user, database in (("prefect", "prefect"), ("mlflow", "mlflow"), ("mlflow", "mlflow_auth")):
+        assert ask(user, database, "CREATE TABLE t (x int)").returncode == 0
+    assert ask("prefect", "prefect", "CREATE EXTENSION pg_trgm").returncode == 0  # Prefect's own schema makes it
+    for user, database in (("prefect", "mlflow"), ("mlflow", "prefect"), ("prefect", "mlflow_auth")):
+        assert "permission denied for database" in ask(user, database, "SELECT 1").stderr
+    roles = "SELECT rolname FROM pg_roles WHERE rolsuper OR rolcreatedb OR rolcreaterole"
+    assert ask("postgres", "postgres", roles).stdout.split() == ["postgres"]
+    same = "SELECT count(*) FROM pg_authid WHERE rolname IN ('prefect', 'mlflow') AND rolpassword LIKE 'SCRAM-SHA-256%'"
+    assert ask("postgres", "postgres", same).stdout.strip() == "2"
