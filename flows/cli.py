@@ -18,7 +18,10 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from dataset_builders.contracts.errors import InputError
-from dataset_builders.contracts.store import absolute, check_reachable, location, side_dir
+from dataset_builders.contracts.store import StorePath, absolute, check_reachable, location, side_dir
+from flows.service.access import past_the_proxy
+from flows.service.prefect_home import prefect_home
+from flows.service.record import ServiceRecord, read_service
 from trainer.contract import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED
 
 COMMANDS: dict[str, str] = {
@@ -32,6 +35,7 @@ COMMANDS: dict[str, str] = {
     "sync": "flows.commands.sync:sync_command",
 }
 DEFAULT_ROOT = "athanor-root"
+SERVED = ("run", "compare", "sync")  # commands that talk to the servers of a running `athanor up`
 
 
 class Terminated(KeyboardInterrupt):
@@ -49,9 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say_error(f"--root {error}", args.debug)
         return EXIT_INPUT
     root = side_dir(args.root)
-    os.environ.setdefault("PREFECT_HOME", str(root / "prefect"))
+    os.environ.setdefault("PREFECT_HOME", str(prefect_home(args.root)))
     with contextlib.suppress(ValueError):  # not in the main thread
         signal.signal(signal.SIGTERM, _terminate)
+    if args.command in SERVED:
+        use_service(args.root)
     log_path = _log_to_file(root, args.command) if args.command == "run" else None
     try:
         return _command(args.command)(args)
@@ -85,6 +91,9 @@ def make_parser() -> argparse.ArgumentParser:
     _add_recipe(run)
     plan = commands.add_parser("plan", help="say what `run` would do: what is reused, what is made and why, how big")
     _add_recipe(plan)
+    plan.add_argument(
+        "--launcher", choices=("torchrun", "slurm", "kubernetes"), help="also show what this launcher would be given"
+    )
     doctor = commands.add_parser("doctor", help="say what this machine has, what is missing and how to get it")
     doctor.add_argument("--network", action="store_true", help="also try to reach the Hugging Face hub")
     ask = commands.add_parser("ask", help="ask an exported model about a picture")
@@ -117,7 +126,22 @@ def _add_recipe(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_up(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--database", metavar="URL", help="postgresql://user@host:port/ for both; default: SQLite")
+    parser.add_argument(
+        "--database",
+        metavar="URL",
+        help="postgresql://user@host:port/ for both, its password in PGPASSWORD; default: SQLite in the root",
+    )
+    parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="where the servers listen (%(default)s)")
+    parser.add_argument("--max-runs", type=_positive, default=2, metavar="N", help="flow runs at a time (%(default)s)")
+    parser.add_argument(
+        "--limit", dest="limits", metavar="NAME=SLOTS", action="append", default=[], help="size of a concurrency limit"
+    )
+
+
+def _positive(text: str) -> int:
+    if not (text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of 1 or more")
+    return int(text)
 
 
 def _add_preview(parser: argparse.ArgumentParser) -> None:
@@ -130,6 +154,26 @@ def _add_preview(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", help="HF directory or hub name whose tokenizer spells tokens; needed where the root does not know it"
     )
+
+
+def use_service(root: StorePath) -> ServiceRecord | None:
+    """Let this process and its children talk to the service that serves the root, where the person set no other.
+
+    Must be called before Prefect is imported: it reads its address once.
+
+    Returns:
+        what the service says about itself; None where there is none.
+    """
+    service = read_service(root)
+    if service is not None:
+        os.environ.setdefault("PREFECT_API_URL", service.prefect_api)
+        os.environ.setdefault("PREFECT_UI_URL", service.prefect_ui)
+        os.environ.setdefault("MLFLOW_TRACKING_URI", service.mlflow)
+        os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+        os.environ.update(past_the_proxy())
+        if secret := os.environ.get("PREFECT_SERVER_API_AUTH_STRING"):  # of the shell that started the service
+            os.environ.setdefault("PREFECT_API_AUTH_STRING", secret)
+    return service
 
 
 def _command(name: str) -> Callable[[argparse.Namespace], int]:

@@ -2,8 +2,9 @@
 
 from typing import Annotated
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
+from dataset_builders.contracts.store import check_no_userinfo
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.registry import get_builder
 from stages.cluster_config import ClusterConfig
@@ -14,6 +15,7 @@ from stages.estimate import facts_of_embedded
 from stages.evaluate import EvaluateConfig
 from stages.export import ExportConfig
 from stages.plan_bins import PlanBinsConfig
+from stages.registry_config import RegistryConfig
 from stages.tokenize_samples import TokenizeConfig
 from trainer.contract import CheckpointConfig, ParallelConfig, TrainConfig
 from trainer.contract.layout import FieldNames, check_layout
@@ -51,11 +53,19 @@ class ExecutionConfig(StrictModel):
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluate_batch_size: int = Field(default=64, gt=0, description="answers generated side by side")
     loader_workers: int = Field(default=2, gt=0, description="threads of a trainer process that read bins ahead")
+    model_code_sha256: str | None = Field(
+        default=None,
+        pattern="^[0-9a-f]{64}$",
+        description="of the Python files in the model's directory, which is refused without it; they are never run",
+    )
     log_interval: int = Field(default=1, gt=0, description="steps between two lines of metrics.jsonl")
+    registry: RegistryConfig = RegistryConfig()
 
 
 class PipelineConfig(StrictModel):
     """A whole pipeline run. `data` and `model` are settings of the embedded ones, or a directory or hub name."""
+
+    model_config = ConfigDict(hide_input_in_errors=True)  # a traceback would show a URL with its password
 
     name: str = Field(
         pattern="^[a-z0-9][a-z0-9-]*$", description="of the MLflow experiment and of the registered model"
@@ -72,6 +82,9 @@ class PipelineConfig(StrictModel):
 
     @model_validator(mode="after")
     def _stages_fit(self) -> "PipelineConfig":
+        urls = {"data": self.data, "model": self.model, "execution.dask_address": self.execution.dask_address}
+        for field, value in urls.items():
+            check_no_userinfo(value if isinstance(value, str) else "", field)
         self._check_lengths()
         self.check_parallel(
             facts_of_embedded(self.model.model_dump()) if isinstance(self.model, EmbeddedModelConfig) else None

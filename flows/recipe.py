@@ -3,7 +3,7 @@
 import difflib
 import re
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,18 +38,27 @@ def known_recipes() -> list[str]:
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
-def load_recipe(name_or_path: str = DEFAULT_RECIPE, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe, put `a.b=value` overrides in, and check the whole.
+def load_recipe(
+    name_or_path: str = DEFAULT_RECIPE, overrides: Sequence[str] = (), changes: Mapping[str, object] | None = None
+) -> Recipe:
+    """Read a recipe, put overrides in, and check the whole.
+
+    Args:
+        overrides: `a.b=value` of a command line, the value in YAML.
+        changes: dotted field -> value, as a request or a grid gives them; after the overrides.
 
     Raises:
         InputError: no such recipe, no YAML, an unknown key (the nearest known one is named), a value out of bounds.
     """
     path = _find(name_or_path)
     raw = _read(path)
-    base = _validate(raw, f"recipe {path.stem}") if overrides else None
+    base = _validate(raw, f"recipe {path.stem}") if overrides or changes else None
     for override in overrides:
         _set(raw, override)
-    config = _validate(raw, f"recipe {path.stem}" + (" with --set" if overrides else ""))
+    for dotted, value in (changes or {}).items():
+        _place(raw, dotted, value, f"{dotted}={value!r}")
+    what = f"recipe {path.stem}" + (" with --set" if overrides else " with overrides" if changes else "")
+    config = _validate(raw, what)
     before = flatten(base.identity()) if base else {}
     after = flatten(config.identity())
     differs = {key: after.get(key) for key in after if base and before.get(key) != after[key]}
@@ -84,13 +93,45 @@ def _set(raw: dict[str, Any], override: str) -> None:
         value = yaml.safe_load(text) if text else ""
     except yaml.YAMLError as error:
         raise InputError(f"--set {override!r}: {text!r} is no YAML value; quote it") from error
-    *parents, last = path.strip().split(".")
+    _place(raw, path.strip(), value, f"--set {override!r}")
+
+
+def _place(raw: dict[str, Any], dotted: str, value: object, what: str) -> None:
+    *parents, last = dotted.split(".")
     place = raw
     for i, key in enumerate(parents):
         place = place.setdefault(key, {})
         if not isinstance(place, dict):
-            raise InputError(f"--set {override!r}: {'.'.join(parents[: i + 1])} is {place!r} and has no fields")
+            raise InputError(f"{what}: {'.'.join(parents[: i + 1])} is {place!r} and has no fields")
     place[last] = value
+
+
+def dotted_changes(overrides: Mapping[str, Any], null: str) -> dict[str, object]:
+    """A request's nested overrides as dotted fields: {"train": {"optim": {"lr": 1e-3}}} -> {"train.optim.lr": 1e-3}.
+
+    None means "as the recipe says" and is left out. A field that is a mapping of the user's own, as
+    `plan_bins.mixture`, is one value. What no model knows stays, to be refused with its path.
+
+    Args:
+        null: the word for null in a field that may be null.
+    """
+    return _dotted(overrides, PipelineConfig, "", null)
+
+
+def _dotted(overrides: Mapping[str, Any], model: type[BaseModel], prefix: str, null: str) -> dict[str, object]:
+    changes: dict[str, object] = {}
+    for name, value in overrides.items():
+        if value is None:
+            continue
+        field = model.model_fields.get(name)
+        annotation = field.annotation if field else None
+        inner = None if typing.get_origin(annotation) is dict else _submodel(annotation)
+        if inner is not None and isinstance(value, Mapping):
+            changes |= _dotted(value, inner, f"{prefix}{name}.", null)
+        else:
+            is_null = value == null and type(None) in typing.get_args(annotation)
+            changes[f"{prefix}{name}"] = None if is_null else value
+    return changes
 
 
 def _validate(raw: dict[str, Any], what: str) -> PipelineConfig:

@@ -23,15 +23,34 @@ def publish_stages(runs: Sequence[StageRun]) -> None:
     )
 
 
-def publish_model(scores: Mapping[str, Mapping[str, float]], export_dir: str, mlflow_url: str | None) -> None:
-    """The scores with the model's directory, and the MLflow run as a link."""
+def publish_scores(scores: Mapping[str, Mapping[str, float]], export_dir: str) -> None:
+    """The scores of every subset, with the model's directory."""
     metrics = sorted({metric for values in scores.values() for metric in values})
     head = f"| subset | {' | '.join(metrics)} |\n| --- |{' ---: |' * len(metrics)}"
     rows = [f"| {name} | {' | '.join(_number(values.get(m)) for m in metrics)} |" for name, values in scores.items()]
     text = "\n".join([f"Model: `{export_dir}`", "", head, *rows])
     create_markdown_artifact(key="scores", markdown=text, description="Scores on held-out samples")
-    if mlflow_url:
-        create_link_artifact(key="mlflow-run", link=mlflow_url, link_text="MLflow run", description=mlflow_url)
+
+
+def publish_mlflow(url: str | None) -> None:
+    """The MLflow run as a link, where there is one."""
+    if url:
+        create_link_artifact(key="mlflow-run", link=url, link_text="MLflow run", description=url)
+
+
+def publish_comparison(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], errors: Sequence[str], url: str | None
+) -> None:
+    """The table of a comparison's runs, what went wrong in those that failed, and MLflow's page that compares them."""
+    table = "\n".join(
+        [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}", *(f"| {' | '.join(r)} |" for r in rows)]
+    )
+    link = [f"[Compare them in MLflow]({url})"] if url else []
+    failed = ["Failed:\n\n" + "\n".join(f"- `{line}`" for line in errors)] if errors else []
+    text = "\n\n".join([*link, table, *failed])
+    create_markdown_artifact(key="comparison", markdown=text, description="Every run of the comparison")
+    if url:
+        create_link_artifact(key="mlflow-compare", link=url, link_text="Compare in MLflow", description=url)
 
 
 def _report(run: StageRun) -> str:

@@ -11,7 +11,7 @@ from dataset_builders.contracts.errors import InputError
 from dataset_builders.contracts.store import StorePath, location
 from flows.dask_pool import check_cluster, on_cluster
 from flows.pipeline_config import PipelineConfig
-from flows.run_artifacts import publish_model, publish_stages
+from flows.run_artifacts import publish_mlflow, publish_scores, publish_stages
 from flows.stage_graph import external_digests, open_inputs
 from flows.tasks import (
     StageRun,
@@ -26,25 +26,31 @@ from flows.tasks import (
 )
 from flows.tracking_run import open_tracking
 from stages.artifact import Artifact, Input
+from stages.launch import check_launcher
 from stages.tracking import Tracker, run_name
 from trainer.contract import HF_EXPORT
 
 Runs = dict[str, StageRun]
 
 
-@flow(name="prepare-data", persist_result=False)
+@flow(name="prepare-data", flow_run_name="prepare data", persist_result=False)
 def prepare_data(config: PipelineConfig, root: str, tracking_run: str | None = None) -> tuple[Runs, str]:
     """Raw rows -> sample shards -> tokenized shards -> bins.
 
     Returns:
         the stages' runs by name, and the directory of the model whose processor was used.
     """
+    return make_data(config, root, tracking_run)
+
+
+def make_data(config: PipelineConfig, root: str, tracking_run: str | None = None) -> tuple[Runs, str]:
+    """The body of `prepare-data`, for the flow of that name and for the deployed one."""
     found = open_inputs(config, location(root))
     with on_cluster(config.execution, location(root), _dirs(found)):
-        return _prepare_data(config, root, tracking_run, found)
+        return _make_data(config, root, tracking_run, found)
 
 
-def _prepare_data(
+def _make_data(
     config: PipelineConfig, root: str, tracking_run: str | None, found: Mapping[str, Input]
 ) -> tuple[Runs, str]:
     runs, common = Runs(), (config, root, tracking_run)
@@ -69,7 +75,7 @@ def _dirs(found: Mapping[str, Input]) -> list[StorePath]:
     return [item.dir for item in found.values()]
 
 
-@flow(name="evaluate", persist_result=False)
+@flow(name="evaluate", flow_run_name="evaluate", persist_result=False)
 def evaluate(
     config: PipelineConfig, root: str, export_dir: str, samples_dir: str, tracking_run: str | None = None
 ) -> StageRun:
@@ -99,13 +105,23 @@ def vlm_sft(
     Returns:
         plain values for a closing table: stages, hf_dir, scores, the MLflow run and its pages.
     """
+    return run_pipeline(config, root, recipe, differs)
+
+
+def run_pipeline(
+    config: PipelineConfig, root: str, recipe: str = "", differs: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The body of `vlm-sft`, for the flow of that name and for the deployed one; see there."""
     found = open_inputs(config, location(root))
+    check_launcher(config.execution.cluster)
     check_cluster(config.execution, location(root), _dirs(found))
     tracking_run = open_tracking(config, root, found, recipe or config.name, differs or {})
     tracker = Tracker(location(root), tracking_run)
     try:
         runs, model_dir = prepare_data(config, root, tracking_run)
         _check_heldout(runs["convert"]["dir"])
+        mlflow_url = tracker.url()  # known by now where MLflow answers, and wanted while the training runs
+        publish_mlflow(mlflow_url)
         common, tokenized_dir = (config, root, tracking_run), runs["tokenize"]["dir"]
         runs["train"] = train_task(*common, model_dir, tokenized_dir, runs["plan_bins"]["dir"])
         runs["export"] = export_task(*common, runs["train"]["dir"], model_dir, tokenized_dir)
@@ -118,15 +134,17 @@ def vlm_sft(
         raise
     stats = Artifact.load(location(runs["evaluate"]["dir"])).manifest.stats
     publish_stages(list(runs.values()))
-    publish_model(stats["scores"], runs["export"]["dir"], tracker.url() if tracking_run else None)
+    publish_scores(stats["scores"], runs["export"]["dir"])
     tracker.finish("FINISHED")
+    if mlflow_url is None:
+        publish_mlflow(mlflow_url := tracker.url())
     return {
         "stages": list(runs.values()),
         "hf_dir": str(location(runs["export"]["dir"]) / HF_EXPORT),
         "scores": stats["scores"],
         "counts": stats.get("counts", {}),
         "mlflow_run": tracking_run,
-        "mlflow_url": tracker.url() if tracking_run else None,
+        "mlflow_url": mlflow_url,
         "compare_url": tracker.compare_with_last(),
     }
 

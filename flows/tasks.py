@@ -1,9 +1,14 @@
 """One Prefect task a stage. Prefect adds retries, logs and the UI; the manifest decides what is done.
 
 Only paths and plain values cross a task border. No task has Prefect's timeout: it cannot interrupt a thread and knows
-no child process; the launcher keeps the trainer's deadline. Only errors that may pass by themselves are retried.
+no child process; the launcher keeps the trainer's deadline. Only errors that may pass by themselves are retried. What
+uses GPUs holds a slot of its place's concurrency limit while it runs.
+
+Cancelling a flow run sends SIGTERM to its process, which Prefect raises as an exception where the task is: the launcher
+gives the trainer time to save, and ends it.
 """
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -13,12 +18,17 @@ from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
 from dataset_builders.contracts.errors import InputError
+from dataset_builders.contracts.manifest import MANIFEST
 from dataset_builders.contracts.store import local_dir, location
+from flows.cancelling import inner_run_cancelled
 from flows.dask_pool import with_cluster
+from flows.limits import HOST_LIMIT, slot_of, wait_for_server
 from flows.pipeline_config import PipelineConfig
 from flows.progress import display, show_rows
+from flows.run_record import record_run
 from flows.stage_graph import get_stage, load_input
-from stages.artifact import Artifact, External, Input, StageResult, run_stage
+from flows.trainer_log import log_lines
+from stages.artifact import Artifact, External, Input, StageResult, artifact_dir, run_stage, stage_identity
 from stages.evaluate import EvaluateResources
 from stages.tracking import Tracker
 from stages.train import TrainResources
@@ -101,6 +111,7 @@ def train_task(
         "tokenized": Artifact.load(location(tokenized_dir)),
         "bins": Artifact.load(location(bins_dir)),
     }
+    record_run(location(root), tracking_run)
     tracker = Tracker(location(root), tracking_run)
     sink, say = tracker.sink(), _progress_logger(config.train.num_steps)
 
@@ -161,6 +172,7 @@ def _run(
     tracking_run: str | None,
     resources: object = None,
 ) -> StageRun:
+    record_run(location(root), tracking_run)
     if resources is not None:
         result = _timed(name, stage_config, inputs, root, resources)
     else:
@@ -175,11 +187,29 @@ def _run(
 
 def _timed(name: str, stage_config: Any, inputs: Mapping[str, Input], root: str, resources: object) -> StageResult:
     display().started(name)
-    result = run_stage(get_stage(name), stage_config, inputs, location(root), resources)
+    with inner_run_cancelled(), _slot(name, stage_config, inputs, root, resources):
+        result = run_stage(get_stage(name), stage_config, inputs, location(root), resources)
+    wait_for_server()
     display().ended(name, result.reused, result.seconds)
     how = "reused" if result.reused else f"made in {result.seconds:.1f} s:"
     get_run_logger().info("%s %s %s", name, how, result.artifact.dir)
     return result
+
+
+def _slot(
+    name: str, stage_config: Any, inputs: Mapping[str, Input], root: str, resources: object
+) -> contextlib.AbstractContextManager[None]:
+    """What the stage holds while it runs: a slot where it uses GPUs, nothing where it is made already."""
+    if isinstance(resources, TrainResources):
+        limit = resources.cluster.limit
+    elif isinstance(resources, EvaluateResources):
+        limit = HOST_LIMIT
+    else:
+        return contextlib.nullcontext()
+    stage = get_stage(name)
+    directory = artifact_dir(location(root), stage, stage_identity(stage, stage_config, inputs))
+    is_made = (directory / MANIFEST).is_file()
+    return contextlib.nullcontext() if is_made else slot_of(limit, location(root))
 
 
 def _stage_run(name: str, result: StageResult) -> StageRun:
@@ -194,6 +224,7 @@ def _train_resources(config: PipelineConfig, on_rows: Callable | None = None) ->
     execution = config.execution
     listeners = {"on_rows": on_rows} if on_rows else {}
     return TrainResources(
+        on_line=log_lines(),
         cluster=execution.cluster,
         parallel=execution.parallel,
         checkpoint=execution.checkpoint,

@@ -27,7 +27,10 @@ IMPORTERS = {
     "prefect_dask": ("flows.dask_pool",),
     "distributed": ("flows.dask_pool",),
     "dask": ("flows.dask_pool",),
-    "mlflow": ("stages.tracking",),
+    "mlflow": (
+        *("stages.tracking_store", "stages.tracking_apply", "stages.tracking_inputs"),
+        *("stages.tracking_registry", "stages.tracking_system"),
+    ),
     "megatron": ("trainer.",),
     "transformer_engine": ("trainer.",),
     "transformers": ("stages.",),
@@ -39,7 +42,7 @@ NO_MEGATRON = ("trainer.contract", "trainer.data", "trainer.positions", "trainer
 RANK_NAMES = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}
 RANK_READERS = ("trainer.distributed",)
 # Who may write the process's own environment: settings that a library reads once, at its import.
-ENVIRONMENT_WRITERS = ("flows", "flows.cli", "stages.tracking")
+ENVIRONMENT_WRITERS = ("flows", "flows.cli", "stages.tracking_store")
 CHILD_ENVIRONMENT_WRITERS = ("stages.launch_torchrun", "stages.launch_slurm", "flows.service.processes")
 VAGUE = {"utils", "util", "base", "common", "helpers", "misc", "core", "types", "interfaces"}
 

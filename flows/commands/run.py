@@ -9,6 +9,8 @@ import psutil
 from flows.closing import print_closing
 from flows.progress import make_display, use_display
 from flows.recipe import load_recipe
+from flows.service.prefect_schema import start_prefect
+from flows.service.reconcile import reconcile
 from flows.sft import vlm_sft
 
 
@@ -19,6 +21,8 @@ def run_command(args: argparse.Namespace) -> int:
     display = make_display(is_terminal)
     use_display(display)
     try:
+        start_prefect()
+        reconcile(args.root)  # what a killed run has left on this root
         result = vlm_sft(recipe.config, str(args.root), recipe.name, recipe.differs)
     finally:
         display.close()

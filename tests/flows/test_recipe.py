@@ -48,7 +48,7 @@ def test_an_unknown_key_names_the_nearest(override, words):
         ("train.optim.lr=3", "train.optim.lr=3 should be less than or equal to 1 [peak learning rate]"),
         ("train.optim.lr=-1e-5", "should be greater than 0"),
         ("train.num_steps=many", "train.num_steps='many' should be a valid integer"),
-        ("train.precision=float16", "train.precision='float16' should be 'float32' or 'bfloat16'"),
+        ("train.precision=float16", "train.precision='float16' should be 'float32', 'bfloat16' or 'float8'"),
         ("data.num_scans=5", "data.num_scans=5 should be greater than or equal to 10"),
         ("train=3", "train=3 should be a mapping of settings"),
         ("name=Two Words", "name='Two Words'"),

@@ -1,6 +1,5 @@
 """`athanor` as a person uses it: the whole flow on little data with a stand-in trainer, and ways to get it wrong."""
 
-import json
 import logging
 import os
 import re
@@ -88,6 +87,16 @@ def test_a_second_run_makes_nothing_and_stays_in_its_mlflow_run(finished, capsys
     assert len(client.get_metric_history(run.info.run_id, "loss")) == 5
     assert {i.dataset.name for i in run.inputs.dataset_inputs} == {"embedded_data", "convert", "tokenize", "plan_bins"}
     assert run.data.tags["prefect.flow_run_id"] and "exact_match" in run.data.metrics
+    assert {"final_loss", "final_heldout_loss", "train_seconds", "flow_seconds"} <= run.data.metrics.keys()
+    assert any(name.startswith("system/cpu") for name in run.data.metrics)
+    note = run.data.tags["mlflow.note.content"]
+    assert (
+        "athanor run embedded \\\n    --set data.num_scans=40 \\\n" in note
+        and "| overall |" in note
+        and "report.html" in note
+    )
+    version = client.get_model_version_by_alias("athanor-embedded", "champion")
+    assert version.run_id == run.info.run_id and "no champion before" in run.data.tags["athanor.champion"]
     assert len(client.search_model_versions("name='athanor-embedded'")) == 1
 
 
@@ -111,6 +120,8 @@ def test_another_learning_rate_makes_the_training_and_what_follows(finished, cap
     names = {run.info.run_name for run in client.search_runs([experiment.experiment_id])}
     assert any(" lr=0.004 " in name for name in names)
     assert "#/compare-runs?runs=" in text
+    link = client.get_experiment(experiment.experiment_id).tags["mlflow.note.content"]
+    assert link.startswith("[Compare the 2 newest runs](#/compare-runs?runs=")
 
 
 def test_a_reused_training_is_whole_in_the_next_mlflow_run(finished, capsys):
@@ -164,10 +175,25 @@ def test_a_second_run_at_the_same_time_waits_for_the_first(finished, capsys):
     changes = {"train.optim.lr": 0.003}
     lock = filelock.FileLock(_train_lock(finished, changes), thread_local=False)
     lock.acquire()
-    freed = threading.Timer(2.0, lock.release)
-    freed.start()
-    assert athanor("run", finished, **changes) == 0
-    assert "is being made by process" in capsys.readouterr().err and freed.finished.is_set()
+    freer = _Freer(lock)
+    logging.getLogger("athanor.stage").addHandler(freer)
+    try:
+        assert athanor("run", finished, **changes) == 0
+    finally:
+        logging.getLogger("athanor.stage").removeHandler(freer)
+    assert "is being made by process" in capsys.readouterr().err and not lock.is_locked
+
+
+class _Freer(logging.Handler):
+    """Frees a lock as soon as somebody says that it waits."""
+
+    def __init__(self, lock: filelock.FileLock) -> None:
+        super().__init__()
+        self.lock = lock
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "is being made by process" in record.getMessage():
+            self.lock.release()
 
 
 def _train_lock(root: Path, changes: dict[str, object]) -> Path:
@@ -250,16 +276,3 @@ def test_prefect_shows_stages_reports_scores_and_the_mlflow_run(finished, capsys
     assert "| tokenize | reused |" in newest["stages"] and "exact_match" in newest["scores"]
     assert "/runs/" in newest["mlflow-run"] and "report.html" in newest["reports"]
     assert {"vlm-sft", "prepare-data", "evaluate"} <= flows
-
-
-def test_deployments_carry_the_recipe(tmp_path, capsys):
-    from flows.deployments import main as serve_main
-    from flows.deployments import make_deployments
-
-    deployments = make_deployments(tmp_path, cron="0 2 * * *")
-    assert [d.flow_name for d in deployments] == ["vlm-sft", "prepare-data", "evaluate"]
-    assert deployments[0].parameters["config"]["name"] == "embedded"
-    assert len(deployments[0].schedules) == 1 and not deployments[1].schedules
-    assert json.dumps(deployments[0].parameters)
-    assert "PREFECT_API_URL" not in os.environ and serve_main([]) == 2
-    assert "PREFECT_API_URL is not set" in error_line(capsys)

@@ -1,0 +1,156 @@
+"""Put right what killed processes have left: end the processes, settle the flow runs, free their slots.
+
+Prefect never notices that the machine of a run, or its worker, was cut off: the run stays "Running" for ever. Here a
+run of this root and host whose process is gone becomes Crashed (Cancelled, where somebody had asked for that), with a
+line that says how to go on. A run that no process had begun yet is scheduled again. Runs of other roots and hosts are
+never touched.
+"""
+
+import logging
+import re
+import socket
+from collections.abc import Iterator
+from uuid import UUID
+
+import psutil
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterId,
+    FlowRunFilterParentFlowRunId,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+    TaskRunFilter,
+    TaskRunFilterState,
+    TaskRunFilterStateType,
+    WorkPoolFilter,
+    WorkPoolFilterName,
+)
+from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.exceptions import ObjectNotFound
+from prefect.states import Cancelled, Crashed, Scheduled
+
+from dataset_builders.contracts.store import StorePath, side_dir
+from flows.cancelling import CANCELLED
+from flows.limits import free_dead_slots, has_server
+from flows.run_record import RunRecord, forget_run, read_leases, read_runs
+from flows.service.orphans import OrphanWatch, living_flow_runs, marked_processes
+from flows.service.processes import FLOW_RUN_VARIABLE, PART_VARIABLE
+from flows.service.record import POOL, read_record
+from stages.tracking import Tracker
+
+OPEN = [StateType.RUNNING, StateType.PENDING, StateType.CANCELLING]
+DIED = "its process died; Retry goes on from the last checkpoint"
+DIED_ALONE = "its process died; the same command goes on from the last checkpoint"
+AGAIN = "its worker died before it began; it is scheduled again"
+_LABEL = "prefect.worker.name"
+log = logging.getLogger("athanor.service")
+
+
+def reconcile(root: StorePath) -> int:
+    """Do all of the above for a root, with the server of PREFECT_API_URL or else the temporary one on its database.
+
+    Returns when nothing of a dead run is left: as long as trainers take to save.
+
+    Returns:
+        flow runs that were settled.
+    """
+    OrphanWatch(root).end_all()
+    dead = [record for record in read_runs(root) if record.is_dead()]
+    if not dead and not has_server() and not any(lease.is_dead() for lease in read_leases(root)):
+        return 0  # and no temporary server is started to learn that
+    with get_client(sync_client=True) as client:
+        free_dead_slots(client, root)
+        settled = sum(_settle_record(client, root, record) for record in dead)
+        if has_server():
+            settled += sum(_settle_lost(client, run) for run in _lost_runs(client, root))
+    return settled
+
+
+def _settle_record(client: SyncPrefectClient, root: StorePath, record: RunRecord) -> int:
+    settled = 0
+    try:
+        run = client.read_flow_run(UUID(record.flow_run_id))
+        is_retried = run.state.type == StateType.PENDING or record.flow_run_id in living_flow_runs(marked_processes())
+        if not is_retried:
+            settled = sum(_settle(client, member) for member in _family(client, run))
+            Tracker(root, record.tracking_run).finish("KILLED")
+    except ObjectNotFound:  # deleted, or of another server
+        pass
+    forget_run(root, record)
+    return settled
+
+
+def _settle_lost(client: SyncPrefectClient, run: FlowRun) -> int:
+    """A run that has no record: its worker died before, or just as, its process began."""
+    if run.state.type == StateType.PENDING:
+        _set(client, run, Scheduled(message=AGAIN))
+        return 1
+    return sum(_settle(client, member) for member in _family(client, run))
+
+
+def _settle(client: SyncPrefectClient, run: FlowRun) -> int:
+    if run.state is None or run.state.type not in OPEN:
+        return 0
+    if run.state.type == StateType.CANCELLING:
+        state = Cancelled(message=CANCELLED)
+    else:
+        state = Crashed(message=DIED if run.deployment_id else DIED_ALONE)
+    tasks = client.read_task_runs(
+        flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[run.id])),
+        task_run_filter=TaskRunFilter(state=TaskRunFilterState(type=TaskRunFilterStateType(any_=OPEN))),
+    )
+    for task in tasks:
+        client.set_task_run_state(task.id, state, force=True)
+    _set(client, run, state)
+    return 1
+
+
+def _set(client: SyncPrefectClient, run: FlowRun, state: State) -> None:
+    log.warning("flow run %s: %s, %s", run.name, state.name, state.message)
+    client.set_flow_run_state(run.id, state, force=True)
+
+
+def _family(client: SyncPrefectClient, run: FlowRun) -> Iterator[FlowRun]:
+    """The outermost flow run of a process and all below it: they died together."""
+    while run.parent_task_run_id is not None:
+        parent = client.read_task_run(run.parent_task_run_id).flow_run_id
+        if parent is None:
+            break
+        run = client.read_flow_run(parent)
+    generation = [run]
+    while generation:
+        yield from generation
+        above = FlowRunFilterParentFlowRunId(any_=[member.id for member in generation])
+        generation = client.read_flow_runs(flow_run_filter=FlowRunFilter(parent_flow_run_id=above))
+
+
+def _lost_runs(client: SyncPrefectClient, root: StorePath) -> list[FlowRun]:
+    """Open flow runs that a worker of this root's service took, which it has not now, and that no process runs."""
+    marked = marked_processes()
+    living, known = living_flow_runs(marked), {record.flow_run_id for record in read_runs(root)}
+    workers = [p.create_time() for p, environment in marked.values() if _is_worker(environment, root)]
+    is_open = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=OPEN)))
+    in_pool = WorkPoolFilter(name=WorkPoolFilterName(any_=[POOL]))
+    return [
+        run
+        for run in client.read_flow_runs(flow_run_filter=is_open, work_pool_filter=in_pool)
+        if str(run.id) not in living | known
+        and _was_ours(run.labels.get(_LABEL), root)
+        # One that the worker of now has just taken is on its way to a process.
+        and not any(run.state.timestamp.timestamp() > started for started in workers)
+    ]
+
+
+def _is_worker(environment: dict[str, str], root: StorePath) -> bool:
+    is_ours = environment.get("ATHANOR_SERVICE") == str(side_dir(root))
+    return is_ours and environment.get(PART_VARIABLE) == "worker" and FLOW_RUN_VARIABLE not in environment
+
+
+def _was_ours(worker: object, root: StorePath) -> bool:
+    """Whether a worker's name, athanor-<host>-<pid of its service>, is of this service or of a dead one here."""
+    found = re.fullmatch(r"athanor-(?P<host>.+)-(?P<pid>\d+)", str(worker))
+    if found is None or found["host"] != socket.gethostname():
+        return False
+    service = read_record(root)
+    return not psutil.pid_exists(int(found["pid"])) or (service is not None and service.pid == int(found["pid"]))

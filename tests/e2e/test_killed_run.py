@@ -1,0 +1,64 @@
+"""`athanor run` without a service, killed with -9: what it leaves does not survive the next start on the same root."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from flows.run_record import read_runs
+from flows.service.orphans import OrphanWatch
+from tests.flows.test_run import SMALL
+from tests.helpers.service import clean_environment, processes_with, wait_for
+
+SETTINGS = {**SMALL, "train.num_steps": 2000, "execution.checkpoint.save_interval": 1000}
+STATES = """
+import json, sys
+import flows
+from pathlib import Path
+from flows.service.reconcile import reconcile
+settled = reconcile(Path(sys.argv[1]))
+from prefect.client.orchestration import get_client
+with get_client(sync_client=True) as client:
+    print(json.dumps([settled, [f"{run.state.name}: {run.state.message}" for run in client.read_flow_runs()]]))
+"""
+
+
+def left(root: Path) -> list[psutil.Process]:
+    trainers = [p for scratch in root.glob("scratch/train-*") for p in processes_with("ATHANOR_JOB", str(scratch))]
+    servers = processes_with("PREFECT__SERVER_EPHEMERAL", "1")
+    return trainers + [p for p in servers if p.environ().get("PREFECT_HOME") == str(root / "prefect")]
+
+
+@pytest.fixture
+def root(tmp_path) -> Iterator[Path]:
+    yield tmp_path / "root"
+    OrphanWatch(tmp_path / "root").end_all()
+
+
+@pytest.mark.slow
+def test_the_next_start_ends_trainer_and_server_and_settles_the_run(root, tmp_path):
+    words = [f"--set={key}={value}" for key, value in SETTINGS.items()]
+    command = [sys.executable, "-m", "flows.cli", "run", "--root", str(root), *words]
+    with (tmp_path / "run.txt").open("wb") as out:
+        run = subprocess.Popen(command, env=clean_environment(), stdout=out, stderr=out)
+    try:
+        wait_for(lambda: any(p.stat().st_size for p in root.glob("scratch/train-*/metrics.jsonl")), 240, "step")
+    finally:
+        run.kill()
+        run.wait()
+    assert len(left(root)) >= 3, "torchrun, its worker and the temporary server outlive the flow"
+    records = read_runs(root)  # of the flow and of the one within it
+    assert any(record.tracking_run for record in records) and all(record.is_dead() for record in records)
+    environment = {**clean_environment(), "PREFECT_HOME": str(root / "prefect")}
+    done = subprocess.run(
+        [sys.executable, "-c", STATES, str(root)], env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    settled, states = json.loads(done.stdout.splitlines()[-1])
+    assert settled == 1 and states.count("Crashed: its process died; the same command goes on from the last checkpoint")
+    wait_for(lambda: not left(root), 20, "end of what was left")
+    assert list(root.glob("scratch/train-*/checkpoints/step-*")), "the trainer saved when it was told to stop"

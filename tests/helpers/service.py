@@ -1,0 +1,174 @@
+"""A running `athanor up` for tests: a process of its own on a throw-away root."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from flows.service.ports import is_free
+from flows.service.processes import SERVICE_VARIABLE
+from flows.service.record import ServiceRecord, read_service
+from tests.flows.test_run import SMALL
+
+READY_SECONDS = 180.0
+STOP_SECONDS = 60.0
+_FOREIGN = ("PREFECT_", "MLFLOW_", "ATHANOR_", "PGPASSWORD")
+
+
+class RunningService:
+    """`athanor up` on a root.
+
+    Attributes:
+        root: of the service; its logs are in root/service.
+        record: what it says about itself.
+        process: the one that watches the others.
+        output: file with everything it has printed.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        options: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        *,
+        ready: bool = True,
+    ) -> None:
+        self.root, self.output = root, root.with_name(f"{root.name}-up.txt")
+        command = [sys.executable, "-m", "flows.cli", "up", "--root", str(root), *options]
+        _choose_own_ports(root / "service" / "ports.json")
+        with self.output.open("ab") as file:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env={**clean_environment(), **(environment or {})},
+                start_new_session=True,
+            )
+        self.record: ServiceRecord | None = None
+        if ready:
+            try:
+                self.wait_ready()
+            except BaseException:
+                self.stop()
+                raise
+
+    def wait_ready(self, seconds: float = READY_SECONDS) -> ServiceRecord:
+        """Wait until everything answers."""
+        deadline = time.monotonic() + seconds
+        while (record := read_service(self.root)) is None or record.pid != self.process.pid:
+            assert self.process.poll() is None, f"athanor up ended by itself:\n{self.tell()}"
+            assert time.monotonic() < deadline, f"athanor up was not ready within {seconds:.0f} s:\n{self.tell()}"
+            time.sleep(0.1)
+        self.record = record
+        return record
+
+    def env(self) -> dict[str, str]:
+        """Environment for a process that talks to the service's servers."""
+        return {
+            **clean_environment(),
+            "PREFECT_HOME": str(self.root / "prefect"),
+            "PREFECT_API_URL": self.record.prefect_api,
+            "MLFLOW_TRACKING_URI": self.record.mlflow,
+            "ATHANOR_ROOT": str(self.root),
+        }
+
+    def athanor(self, command: str, *arguments: str, **changes: object) -> subprocess.CompletedProcess:
+        """Run an athanor command on the root; a recipe gets the quick settings."""
+        return run_athanor(command, self.root, *arguments, **changes)
+
+    def stop(self, signum: int = signal.SIGINT) -> int:
+        """As Ctrl-C does; returns the exit status. May be called again."""
+        if self.process.poll() is None:
+            self.process.send_signal(signum)
+            try:
+                self.process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                self.kill()
+                raise AssertionError(f"athanor up did not stop within {STOP_SECONDS:.0f} s:\n{self.tell()}") from None
+        return self.process.returncode
+
+    def kill(self) -> None:
+        """kill -9 of the one that watches."""
+        self.process.kill()
+        self.process.wait()
+
+    def processes(self) -> list[psutil.Process]:
+        """Everything that carries the service's mark, the one that watches left out."""
+        return processes_with(SERVICE_VARIABLE, str(self.root))
+
+    def log(self, part: str) -> str:
+        """Of prefect, mlflow, worker or provision."""
+        path = self.root / "service" / f"{part}.log"
+        return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+    def tell(self) -> str:
+        """What it has printed, and the ends of its logs, for a failed assertion."""
+        logs = {part: self.log(part)[-1500:] for part in ("prefect", "mlflow", "worker", "provision")}
+        return "\n".join([self.output.read_text(errors="replace")[-3000:], *(f"== {k}\n{v}" for k, v in logs.items())])
+
+    def printed(self) -> list[str]:
+        """Lines that it has printed so far."""
+        return self.output.read_text(encoding="utf-8").splitlines()
+
+
+def _choose_own_ports(path: Path) -> None:
+    """As if it had run before: others may use the usual ports, and the system gives away those above 32768."""
+    if path.exists():
+        return
+    free = [port for port in random.sample(range(20_000, 30_000), 20) if is_free("127.0.0.1", port)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"prefect": free[0], "mlflow": free[1]}))
+
+
+def run_athanor(command: str, root: Path, *arguments: str, **changes: object) -> subprocess.CompletedProcess:
+    """`athanor command` in a process of its own, with text output; changes are dotted, with __ for the dot."""
+    sets = {**SMALL, **{key.replace("__", "."): value for key, value in changes.items()}}
+    words = [f"--set={key}={value}" for key, value in sets.items()] if command in ("run", "plan", "compare") else []
+    full = [sys.executable, "-m", "flows.cli", command, *arguments, "--root", str(root), *words]
+    return subprocess.run(full, env=clean_environment(), capture_output=True, text=True, timeout=280)
+
+
+def nested(changes: Mapping[str, object]) -> dict[str, object]:
+    """{"a.b": 1} -> {"a": {"b": 1}}, as the form of a deployment gives its overrides."""
+    whole: dict[str, object] = {}
+    for key, value in changes.items():
+        *parents, last = key.split(".")
+        place = whole
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[last] = value
+    return whole
+
+
+def clean_environment() -> dict[str, str]:
+    """This process's, without what points at servers of somebody else."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
+
+
+def processes_with(variable: str, value: str) -> list[psutil.Process]:
+    """Processes that have it in their environment; zombies left out."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(variable) == value and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
+def wait_for(condition: Callable[[], object], seconds: float, what: str, about: Callable[[], str] = str) -> object:
+    """The first true answer of `condition`; an AssertionError that says what was awaited when there is none in time."""
+    deadline = time.monotonic() + seconds
+    while not (answer := condition()):
+        assert time.monotonic() < deadline, f"no {what} within {seconds:.0f} s\n{about()}"
+        time.sleep(0.2)
+    return answer

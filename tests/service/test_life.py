@@ -1,0 +1,213 @@
+"""Must-show 3: whatever is cancelled or killed, the run ends as a person expects, leaves nothing, and a retry goes on.
+
+One flow run of two trainer processes is disturbed again and again, each time a little further on, and retried as the
+Prefect UI does it. In the end every loss is bit-equal to that of a run which nobody disturbed.
+"""
+
+import json
+import shutil
+import time
+from pathlib import Path
+from uuid import UUID
+
+import psutil
+import pytest
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.states import Scheduled
+
+from stages.tracking import connect
+from tests.helpers.service import processes_with, wait_for
+
+pytestmark = pytest.mark.slow
+NUM_STEPS = 80
+MORE_STEPS = 6  # that a try makes before it is disturbed
+# Of a line of metrics.jsonl: what a training computes, not how long it took.
+COMPUTED = ("step", "loss", "heldout_loss", "lr", "epoch", "tokens", "loss_tokens", "padding_fraction")
+NORMS = ("grad_norm", "vision_grad_norm", "merger_grad_norm", "language_grad_norm")
+OVERRIDES = {
+    "data": {"num_scans": 40, "num_multi": 8, "num_pairs": 8, "num_texts": 8},
+    "convert": {"heldout_fraction": 0.3},
+    "train": {
+        "num_steps": NUM_STEPS,
+        "global_batch_size": 2,
+        "heldout_interval": 1000,
+        "optim": {"lr": 0.002, "warmup_steps": 1},
+    },
+    "evaluate": {"max_new_tokens": 1, "max_samples_per_subset": 1},
+    "execution": {
+        "cluster": {"processes": 2, "num_threads": 1},
+        "checkpoint": {"save_interval": 5},
+        "num_workers": 1,
+    },
+}
+
+
+class Life:
+    """A flow run of the service, its processes and its training's metrics."""
+
+    def __init__(self, service) -> None:
+        self.service, self.root = service, service.root
+        self.client = SyncPrefectClient(service.record.prefect_api)
+        self.deployment = self.client.read_deployment_by_name("vlm-sft/vlm-sft")
+        self.run_id: UUID | None = None
+        self.began = 0.0
+
+    def start(self, **overrides: object) -> None:
+        parameters = {"overrides": {**OVERRIDES, **overrides}}
+        self.run_id = self.client.create_flow_run_from_deployment(self.deployment.id, parameters=parameters).id
+
+    def retry(self) -> None:
+        """As `prefect flow-run retry` and the button of the UI do it.
+
+        Pressed again where Prefect's worker, which has not settled the try before altogether, crosses it.
+        """
+
+        def has_begun() -> bool:
+            if self.read().state.is_final():
+                self.client.set_flow_run_state(self.run_id, Scheduled(message="Retried"))
+            return bool(self.ranks())
+
+        wait_for(has_begun, 180, "second try", self.service.tell)
+
+    def read(self) -> FlowRun:
+        return self.client.read_flow_run(self.run_id)
+
+    def step(self) -> int:
+        """The last step that is in metrics.jsonl of the unfinished training."""
+        lines = [line for path in self.root.glob("scratch/train-*/metrics.jsonl") for line in path.open()]
+        return json.loads(lines[-1])["step"] if lines and lines[-1].endswith("\n") else 0
+
+    def train_on(self) -> int:
+        """Wait until the training has gone on for some steps; returns the last one."""
+        before, checkpoint = self.step(), self.checkpoint()
+
+        def is_there() -> bool:
+            assert self.read().state.type not in (StateType.FAILED, StateType.CRASHED), self.read().state.message
+            return bool(self.ranks()) and self.step() >= max(before, checkpoint) + MORE_STEPS
+
+        wait_for(is_there, 120, f"step after {before}", self.service.tell)
+        self.began = time.monotonic()
+        return self.step()
+
+    def checkpoint(self) -> int:
+        names = [path.name for path in self.root.glob("scratch/train-*/checkpoints/step-*") if path.is_dir()]
+        return max((int(name.removeprefix("step-")) for name in names), default=0)
+
+    def ends(self, *names: str, seconds: float) -> FlowRun:
+        """Wait until the flow run has ended and every process of it is gone; prints how long that took."""
+        wait_for(lambda: self.read().state.is_final(), seconds, f"end in {names}", self.service.tell)
+        to_end = time.monotonic() - self.began
+        wait_for(lambda: not self.processes(), seconds, f"end of {self.processes()}", self.service.tell)
+        run = self.read()
+        gone = time.monotonic() - self.began
+        print(f"\n  {run.state.name} after {to_end:.1f} s, no process after {gone:.1f} s: {run.state.message}")
+        assert run.state.name in names, f"{run.state.name}: {run.state.message}\n{self.service.tell()}"
+        return run
+
+    def processes(self) -> list[psutil.Process]:
+        return processes_with("PREFECT__FLOW_RUN_ID", str(self.run_id))
+
+    def ranks(self) -> dict[int, psutil.Process]:
+        """The trainer's processes by rank."""
+        found = {}
+        for process in self.processes():
+            try:
+                environment = process.environ()
+                if "RANK" in environment and "RANK" not in process.parent().environ():
+                    found[int(environment["RANK"])] = process
+            except (psutil.Error, AttributeError, OSError):
+                continue
+        return found
+
+    def flow_process(self) -> psutil.Process:
+        record = json.loads((self.root / "service" / "runs" / f"{self.run_id}.json").read_text())
+        return psutil.Process(record["pid"])
+
+    def part(self, name: str) -> psutil.Process:
+        """The worker's or a server's own process."""
+        marked = processes_with("ATHANOR_SERVICE_PART", name)
+        ours = [process for process in marked if process in self.service.processes()]
+        return next((p for p in ours if p.ppid() == self.service.process.pid), self.service.process)
+
+    def mlflow_status(self) -> str:
+        client = connect(self.root)
+        experiment = client.get_experiment_by_name("athanor-embedded")
+        runs = client.search_runs([experiment.experiment_id], f"tags.`prefect.flow_run_id` = '{self.run_id}'")
+        return runs[0].info.status
+
+
+def losses(root: Path) -> list[dict]:
+    (path,) = root.glob("artifacts/train/*/metrics.jsonl")
+    return [{name: json.loads(line)[name] for name in COMPUTED + NORMS} for line in path.open()]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(service) -> list[dict]:
+    """What every step of a run is that nobody disturbs; its training is removed again."""
+    life = Life(service)
+    life.start(evaluate={"max_new_tokens": 2, "max_samples_per_subset": 1})  # the same training, another MLflow run
+    life.began = time.monotonic()
+    life.ends("Completed", seconds=280)
+    rows = losses(service.root)
+    assert len(rows) == NUM_STEPS
+    for stage in ("train", "export", "evaluate"):
+        shutil.rmtree(service.root / "artifacts" / stage)
+    return rows
+
+
+@pytest.fixture(scope="module")
+def life(service, undisturbed) -> Life:
+    """The flow run that is disturbed."""
+    life = Life(service)
+    life.start()
+    return life
+
+
+def test_cancelling_saves_and_ends_everything(life):
+    step = life.train_on()
+    life.client.set_flow_run_state(life.run_id, State(type=StateType.CANCELLING))
+    life.ends("Cancelled", seconds=60)
+    assert life.checkpoint() >= step
+    wait_for(lambda: life.mlflow_status() == "KILLED", 20, "MLflow run KILLED")
+
+
+@pytest.mark.parametrize("rank", [1, 0])
+def test_a_killed_rank_fails_the_run_and_says_so(life, rank):
+    life.retry()
+    life.train_on()
+    life.ranks()[rank].kill()
+    run = life.ends("Failed", seconds=60)
+    assert f"rank {rank} was killed by signal -9 (SIGKILL)" in run.state.message
+    assert str(life.root / "scratch") in run.state.message, "whose log to read"
+
+
+def test_a_killed_flow_crashes_and_its_trainer_saves(life):
+    life.retry()
+    step = life.train_on()
+    life.flow_process().kill()
+    life.ends("Crashed", seconds=60)
+    assert life.checkpoint() >= step
+
+
+def test_a_killed_worker_crashes_the_run_which_saves(life):
+    life.retry()
+    step = life.train_on()
+    life.part("worker").kill()
+    life.ends("Crashed", seconds=60)
+    assert life.checkpoint() >= step
+
+
+def test_a_killed_server_disturbs_nothing_and_the_losses_are_those_of_an_undisturbed_run(life, undisturbed):
+    life.retry()
+    life.train_on()
+    ranks = life.ranks()
+    server = life.part("prefect")
+    server.kill()
+    known = (server.pid, life.service.process.pid)
+    wait_for(lambda: life.part("prefect").pid not in known, 60, "new server", life.service.tell)
+    wait_for(lambda: life.client.api_healthcheck() is None, 120, "server again", life.service.tell)
+    assert life.ranks() == ranks
+    life.ends("Completed", seconds=120)
+    assert losses(life.root) == undisturbed
+    wait_for(lambda: life.mlflow_status() == "FINISHED", 20, "MLflow run FINISHED")

@@ -1,0 +1,269 @@
+"""Must-show 1: the Prefect UI in a browser, as a person uses it: fill the form, be refused, be right, watch, compare.
+
+Pictures of every page lie in ATHANOR_PICTURES, or in the test's own directory.
+"""
+
+import json
+import os
+import re
+import shutil
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from stages.tracking import compare_url
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium"),
+]
+WIDTH, HEIGHT = 1400, 1000
+RUN_SECONDS = 480
+DATA = {"num_scans": 40, "num_multi": 8, "num_pairs": 8, "num_texts": 8}
+STEPS = 12
+
+
+def api(service, path: str, body: object = None) -> object:
+    """An answer of Prefect's server; asked again while its database is busy (503), as its own client does."""
+    data = None if body is None else json.dumps(body).encode()
+    url, deadline = f"{service.record.prefect_api}{path}", time.monotonic() + 60
+    while True:
+        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            if error.code != 503 or time.monotonic() > deadline:
+                raise
+            time.sleep(0.5)
+
+
+def deployment_id(service, name: str) -> str:
+    (found,) = api(service, "/deployments/filter", {"deployments": {"name": {"any_": [name]}}})
+    return found["id"]
+
+
+def runs_of(service, deployment: str) -> list[dict]:
+    body = {"deployments": {"id": {"any_": [deployment]}}, "sort": "START_TIME_DESC"}
+    return api(service, "/flow_runs/filter", body)
+
+
+def wait_for_run(service, run_id: str, seconds: float = RUN_SECONDS) -> dict:
+    """The flow run once its state is a last one."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        run = api(service, f"/flow_runs/{run_id}")
+        if run["state_type"] in ("COMPLETED", "FAILED", "CRASHED", "CANCELLED"):
+            return run
+        time.sleep(0.5)
+    raise AssertionError(f"flow run {run_id} is {run['state_name']} after {seconds} s")
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory) -> Path:
+    kept = os.environ.get("ATHANOR_PICTURES")
+    directory = Path(kept) if kept else tmp_path_factory.mktemp("pictures")
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with sync_api.sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def page(browser):
+    page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
+    page.set_default_timeout(30_000)
+    yield page
+    page.close()
+
+
+class Form:
+    """The custom-run form of a deployment, by the dotted names that stand beside its fields."""
+
+    def __init__(self, page, service, deployment: str) -> None:
+        self.page = page
+        page.goto(f"{service.record.prefect_ui}/deployments/deployment/{deployment}/run")
+        page.wait_for_selector(".schema-input")
+
+    def field(self, dotted: str):
+        name = self.page.locator("code", has_text=re.compile(rf"^{re.escape(dotted)}$"))
+        return self.page.locator(".schema-form-property").filter(has=name).last
+
+    def fill(self, dotted: str, value: object) -> None:
+        self.field(dotted).locator("input, textarea").first.fill(str(value))
+
+    def choose(self, dotted: str, value: str) -> None:
+        self.field(dotted).locator("button, [role=combobox], .p-select").last.click()
+        self.page.locator(".p-select-option", has_text=re.compile(rf"^{value}$")).last.click()
+
+    def open(self, title: str) -> None:
+        label = self.page.locator(".schema-form-property__label", has_text=f"{title} (Optional)")
+        section = self.page.locator(".schema-form-property").filter(has=label).last
+        section.get_by_text("change", exact=True).first.click()
+
+    def submit(self) -> None:
+        self.page.wait_for_timeout(500)  # the page gathers what was typed a little later, slower than a person
+        self.page.get_by_role("button", name="Submit").click()
+
+
+def fill_small(form: Form) -> None:
+    """The least data that the pipeline takes, and a few steps."""
+    form.fill("train.num_steps", STEPS)
+    form.fill("train.optim.lr", "0.002")
+    form.fill("train.optim.warmup_steps", 1)
+    form.open("Data")
+    for name, count in DATA.items():
+        form.fill(f"data.{name}", count)
+    form.open("Raw rows")
+    form.fill("convert.heldout_fraction", "0.3")
+    form.open("Evaluation")
+    form.fill("evaluate.max_new_tokens", 2)
+
+
+def snap(page, path: Path, height: int = HEIGHT) -> None:
+    page.set_viewport_size({"width": WIDTH, "height": height})
+    page.wait_for_timeout(700)  # transitions
+    page.screenshot(path=str(path))
+    page.set_viewport_size({"width": WIDTH, "height": HEIGHT})
+    assert path.stat().st_size > 10_000
+
+
+SMALL = {
+    "train": {"num_steps": STEPS, "optim": {"lr": 0.006, "warmup_steps": 1}},
+    "data": DATA,
+    "convert": {"heldout_fraction": 0.3},
+    "evaluate": {"max_new_tokens": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def form_run(service, browser, pictures) -> dict:
+    """A run that was asked for in the form: refused once, then right; watched to its end."""
+    deployment = deployment_id(service, "vlm-sft")
+    before = {run["id"] for run in runs_of(service, deployment)}
+    page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
+    form = Form(page, service, deployment)
+    snap(page, pictures / "form.png")
+    fill_small(form)
+
+    form.fill("train.optim.lr", "3")
+    form.submit()
+    refusal = form.field("train.optim.lr").get_by_text("3 is greater than the maximum of 1")
+    refusal.wait_for()
+    refusal.scroll_into_view_if_needed()
+    snap(page, pictures / "form_refused.png")
+    assert page.url.endswith("/run") and {run["id"] for run in runs_of(service, deployment)} == before
+
+    form.fill("train.optim.lr", "0.002")
+    refusal.wait_for(state="detached")
+    snap(page, pictures / "form_filled.png", 3600)
+    form.submit()
+    page.wait_for_url(lambda url: not url.endswith("/run"))
+    (run,) = [run for run in runs_of(service, deployment) if run["id"] not in before]
+    page.goto(f"{service.record.prefect_ui}/runs/flow-run/{run['id']}")
+    page.get_by_text("Completed", exact=True).first.wait_for(timeout=RUN_SECONDS * 1000)
+    yield {"page": page, **wait_for_run(service, run["id"], 10)}
+    page.close()
+
+
+def test_the_form_has_what_the_recipe_leaves_open(form_run):
+    assert form_run["state_type"] == "COMPLETED", form_run["state"]["message"]
+    asked = without_none(form_run["parameters"]["overrides"])  # a folded section is null: as the recipe says
+    assert asked["train"] == {"num_steps": STEPS, "optim": {"lr": 0.002, "warmup_steps": 1}}
+    assert asked["data"] == DATA and asked["convert"] == {"heldout_fraction": 0.3}
+    assert asked.keys() == {"train", "data", "convert", "evaluate"} and form_run["parameters"]["recipe"] == "embedded"
+    assert form_run["name"].startswith("embedded num_scans=40") and " lr=0.002 " in form_run["name"]
+
+
+def without_none(values: dict) -> dict:
+    return {
+        key: without_none(value) if isinstance(value, dict) else value
+        for key, value in values.items()
+        if value is not None
+    }
+
+
+def test_the_run_shows_logs_and_artifacts(service, form_run, pictures):
+    page = form_run["page"]
+    page.reload()  # the timeline is drawn to the scale of the whole run
+    page.get_by_text(re.compile("train (made in|reused)")).first.wait_for(state="attached")
+    page.wait_for_timeout(2000)  # it is drawn on a canvas, which tells nobody when it is done
+    snap(page, pictures / "prefect_run.png")
+    page.get_by_text("Artifacts", exact=True).click()
+    for key in ("stages", "reports", "scores", "mlflow-run"):
+        page.get_by_text(key, exact=True).first.wait_for()
+    snap(page, pictures / "prefect_artifacts.png")
+    (scores,) = artifacts(service, form_run["id"], "scores")
+    page.goto(f"{service.record.prefect_ui}/artifacts/artifact/{scores['id']}")
+    page.get_by_text("exact_match").first.wait_for()
+    snap(page, pictures / "prefect_scores.png")
+
+
+def artifacts(service, run_id: str, key: str) -> list[dict]:
+    body = {"artifacts": {"flow_run_id": {"any_": [run_id]}, "key": {"any_": [key]}}}
+    return api(service, "/artifacts/filter", body)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"train": {"optim": {"lr": 3}}}, "overrides.train.optim.lr"),
+        ({"convert": {"heldout_fraction": 2}}, "overrides.convert.heldout_fraction"),
+        ({"train": {"precision": "float16"}}, "overrides.train.precision"),
+        ({"train": {"num_step": 3}}, "num_step"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_its_path(service, overrides, words):
+    deployment = deployment_id(service, "vlm-sft")
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        api(service, f"/deployments/{deployment}/create_flow_run", {"parameters": {"overrides": overrides}})
+    assert refused.value.code == 409
+    assert words in refused.value.read().decode()
+
+
+def test_two_runs_compared_in_mlflow(service, form_run, pictures, page):
+    deployment = deployment_id(service, "vlm-sft")
+    crossed = {"overrides": {**SMALL, "tokenize": {"max_seq_len": 99999}}}
+    wrong = api(service, f"/deployments/{deployment}/create_flow_run", {"parameters": crossed})
+    right = api(service, f"/deployments/{deployment}/create_flow_run", {"parameters": {"overrides": SMALL}})
+    second, refused = wait_for_run(service, right["id"]), wait_for_run(service, wrong["id"], 60)
+    assert second["state_type"] == "COMPLETED", second["state"]["message"]
+    assert refused["state_type"] == "FAILED" and not artifacts(service, wrong["id"], "stages")
+    assert refused["state"]["message"].startswith("recipe embedded with overrides: tokenize.max_seq_len=99999 is more")
+    (stages,) = artifacts(service, second["id"], "stages")
+    assert "| convert | reused |" in stages["data"] and "| train | made |" in stages["data"]
+
+    links = [artifacts(service, run["id"], "mlflow-run")[-1]["data"] for run in (form_run, second)]
+    urls = [re.search(r"\((http[^)]+)\)", link).group(1) for link in links]
+    assert all(url.startswith(service.record.mlflow) for url in urls)
+    page.goto(urls[0])
+    page.get_by_text(form_run["name"][:20]).first.wait_for()
+    page.get_by_text("exact_match").first.wait_for()
+    close_assistant(page)
+    snap(page, pictures / "mlflow_run.png", 1300)
+    ids, experiment = [url.rpartition("/")[2] for url in urls], re.search(r"/experiments/(\d+)/", urls[0]).group(1)
+    page.goto(compare_url(ids, experiment, service.record.mlflow))
+    page.get_by_text("Comparing 2 Runs").first.wait_for()
+    for value in ("0.002", "0.006"):
+        page.get_by_text(value, exact=True).first.wait_for()
+    close_assistant(page)
+    page.get_by_text("Show diff only").first.click()
+    snap(page, pictures / "mlflow_compare.png", 1300)
+
+
+def close_assistant(page) -> None:
+    """MLflow opens it on every page, over a quarter of it."""
+    close = page.get_by_role("button", name="Close", exact=True)
+    if close.count():
+        close.first.click()

@@ -1,0 +1,194 @@
+"""`athanor up` as a person has it: everything answers, a run finds it, deaths are mended, nothing is left behind."""
+
+import json
+import re
+import signal
+import sqlite3
+import urllib.error
+import urllib.request
+
+import psutil
+import pytest
+
+from flows.service.processes import marked_processes
+from flows.service.record import read_record
+from stages.cluster_config import ClusterConfig
+from tests.flows.test_run import SMALL
+from tests.helpers.service import RunningService, nested, run_athanor, wait_for
+
+pytestmark = pytest.mark.slow
+AGAIN_SECONDS = 240
+
+
+def get(url: str) -> object:
+    with urllib.request.urlopen(url, timeout=20) as answer:
+        return json.load(answer)
+
+
+def post(url: str, body: object) -> object:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        return json.load(answer)
+
+
+def flow_runs(service: RunningService) -> list[dict]:
+    """Those that a person has started; the flows inside them left out."""
+    found = post(f"{service.record.prefect_api}/flow_runs/filter", {"sort": "START_TIME_DESC"})
+    return [run for run in found if run["parent_task_run_id"] is None]
+
+
+def mlflow_runs(service: RunningService, experiment: str = "athanor-embedded") -> list[dict]:
+    url = f"{service.record.mlflow}/api/2.0/mlflow"
+    found = get(f"{url}/experiments/get-by-name?experiment_name={experiment}")["experiment"]
+    return post(f"{url}/runs/search", {"experiment_ids": [found["experiment_id"]]}).get("runs", [])
+
+
+def program(service: RunningService, part: str) -> psutil.Process | None:
+    """The one of a part's processes that `athanor up` has started itself, while it runs."""
+    started = {process.pid for process in psutil.Process(service.process.pid).children()}
+    return next((process for process in marked_processes(service.root, part) if process.pid in started), None)
+
+
+def test_it_says_what_it_starts_and_where(service):
+    lines = service.printed()
+    for part, address in (("prefect", service.record.prefect_ui), ("mlflow", service.record.mlflow)):
+        states = [line.split()[1] for line in lines if line.startswith(f"{part} ")]
+        assert states == ["starting", "ready"]
+        assert any(line.startswith(part) and line.endswith(address) for line in lines)
+    assert re.search(r"^worker +ready +up to 2 flow runs", "\n".join(lines), re.M)
+    assert re.fullmatch(r"ready after \d+\.\d s; Ctrl-C stops everything", lines[-1])
+    assert service.record.pid == service.process.pid and service.record.database == "sqlite"
+
+
+def test_everything_listens_on_this_machine_alone(service):
+    listening = [
+        connection.laddr
+        for process in [service.process, *service.processes()]
+        for connection in psutil.Process(process.pid).net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    ports = {int(url.rpartition(":")[2]) for url in (service.record.prefect_ui, service.record.mlflow)}
+    assert {address.port for address in listening} >= ports  # the worker has one for its flow runs
+    assert {address.ip for address in listening} == {"127.0.0.1"}
+
+
+def test_the_ui_is_told_the_right_address_of_the_server(service):
+    assert get(f"{service.record.prefect_ui}/ui-settings")["api_url"] == service.record.prefect_api
+
+
+def test_deployments_pool_worker_and_limits_are_there(service):
+    api = service.record.prefect_api
+    names = {found["name"] for found in post(f"{api}/deployments/filter", {})}
+    assert names == {"vlm-sft", "vlm-sft-nightly", "prepare-data", "evaluate", "compare"}
+    assert get(f"{api}/work_pools/athanor")["type"] == "process"
+    (worker,) = post(f"{api}/work_pools/athanor/workers/filter", {})
+    assert worker["status"] == "ONLINE"
+    limits = {limit["name"]: limit["limit"] for limit in post(f"{api}/v2/concurrency_limits/filter", {})}
+    assert limits[ClusterConfig().limit] == 1
+
+
+def test_mlflow_answers_to_its_own_names_alone(service):
+    request = urllib.request.Request(f"{service.record.mlflow}/", headers={"Host": "evil.example"})
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        urllib.request.urlopen(request, timeout=20)
+
+
+def test_a_run_finds_it_and_shows_up_in_both(service):
+    done = service.athanor("run")
+    assert done.returncode == 0, done.stderr + service.tell()
+    (run,) = flow_runs(service)
+    assert run["state_name"] == "Completed"
+    (tracked,) = mlflow_runs(service)
+    tags = {tag["key"]: tag["value"] for tag in tracked["data"]["tags"]}
+    assert tags["prefect.flow_run_id"] == run["id"] and tracked["info"]["status"] == "FINISHED"
+    assert service.record.mlflow in done.stdout
+    # Its files lie below the root, where they can be read without the service.
+    assert tracked["info"]["artifact_uri"].startswith(f"file://{service.root}/mlflow-artifacts/")
+
+
+def test_a_second_one_is_refused_with_the_addresses_of_the_first(service):
+    done = run_athanor("up", service.root)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2
+    for word in (str(service.process.pid), service.record.prefect_ui, service.record.mlflow):
+        assert word in line
+    assert read_record(service.root) == service.record
+
+
+@pytest.mark.parametrize("part", ["mlflow", "prefect", "worker"])
+def test_a_killed_program_is_started_again_in_its_place(service, part):
+    killed = program(service, part)
+    killed.kill()
+    wait_for(
+        lambda: _said(service, part, "ready") and _is_new(service, part, killed.pid),
+        AGAIN_SECONDS,
+        f"new {part}",
+        service.tell,
+    )
+    assert any(f"{part} " in line and "died (signal 9)" in line for line in service.printed())
+    assert read_record(service.root) == service.record  # the same ports
+    addresses = {"prefect": f"{service.record.prefect_api}/health", "mlflow": f"{service.record.mlflow}/version"}
+    if part in addresses:
+        with urllib.request.urlopen(addresses[part], timeout=20) as answer:
+            assert answer.status == 200
+    assert all(program(service, name) for name in ("prefect", "mlflow", "worker"))
+
+
+def _said(service: RunningService, part: str, state: str) -> bool:
+    last = [line for line in service.printed() if line.startswith(f"{part} ")][-1]
+    return last.split()[1] == state
+
+
+def _is_new(service: RunningService, part: str, old: int) -> bool:
+    found = program(service, part)
+    return found is not None and found.pid != old
+
+
+def test_killed_itself_the_next_one_cleans_up_on_the_same_ports_and_ctrl_c_leaves_nothing(service):
+    before = {process.pid for process in service.processes()}
+    service.kill()
+    assert run_athanor("run", service.root).returncode == 0  # the record of the dead one is not believed
+    after = RunningService(service.root)
+    try:
+        assert not before & {process.pid for process in after.processes()}
+        assert (after.record.prefect_ui, after.record.mlflow) == (service.record.prefect_ui, service.record.mlflow)
+        assert len(flow_runs(after)) == 2  # the one with and the one without a service
+        assert len(mlflow_runs(after)) == 1
+        run_id = start_training(after)
+        started = {process.pid for process in after.processes()}
+    finally:
+        assert after.stop(signal.SIGINT) == 0
+    assert not after.processes() and not any(psutil.pid_exists(pid) for pid in started)
+    assert read_record(service.root) is None and not (service.root / "service" / "service.json").exists()
+    assert [line.split()[1] for line in after.printed() if line.startswith("worker ")][-1] == "stopped"
+    # What trained has saved, and the flow run does not stay "Running".
+    assert list(service.root.glob("scratch/train-*/checkpoints/step-*")), after.tell()
+    with sqlite3.connect(service.root / "prefect" / "prefect.db") as database:
+        (state,) = database.execute("SELECT state_type FROM flow_run WHERE id = ?", (run_id,)).fetchone()
+    assert state == "CRASHED"
+
+
+def start_training(service: RunningService) -> str:
+    """Trigger a flow run as the UI does, and wait until it trains; returns its id."""
+    api = service.record.prefect_api
+    (found,) = post(f"{api}/deployments/filter", {"deployments": {"name": {"any_": ["vlm-sft"]}}})
+    overrides = nested({**SMALL, "train.num_steps": 5000})
+    run = post(f"{api}/deployments/{found['id']}/create_flow_run", {"parameters": {"overrides": overrides}})
+    trains = "scratch/train-*/metrics.jsonl"
+    wait_for(lambda: list(service.root.glob(trains)), AGAIN_SECONDS, "training", service.tell)
+    return run["id"]
+
+
+def test_a_program_that_cannot_start_is_told_with_the_end_of_its_log(tmp_path):
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "mlflow.db").write_bytes(b"no database at all" * 100)
+    failed = RunningService(root, ready=False)
+    try:
+        assert failed.process.wait(AGAIN_SECONDS) == 1, failed.tell()
+    finally:
+        failed.stop()
+    text = failed.output.read_text()
+    assert "athanor: mlflow ended with status 1" in text
+    assert "file is not a database" in text.split("athanor: mlflow")[1]
+    assert not failed.processes()
