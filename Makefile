@@ -7,17 +7,20 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help run test lint doctor
+.PHONY: help run test test-service lint doctor
 .DEFAULT_GOAL := help
 
 help: ## show this
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1	\2/'
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1	\2/'
 
 run: $(STAMP) ## raw digits to a fine-tuned, scored, registered model, below ./athanor-root
 	@$(BIN)/athanor run $(ARGS)
 
-test: $(STAMP) ## the whole test suite
-	@$(BIN)/python -m pytest $(ARGS)
+test: $(STAMP) ## the whole test suite but test-service's
+	@$(BIN)/python -m pytest --ignore=tests/service $(ARGS)
+
+test-service: $(STAMP) ## `athanor up` whole: forms in a browser, schedules, kill -9, Postgres, SLURM, logins
+	@$(BIN)/python -m pytest tests/service $(ARGS)
 
 lint: $(STAMP) ## check style and format
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
