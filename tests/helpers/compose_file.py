@@ -53,6 +53,6 @@ def read_env_file(path: Path) -> dict[str, tuple[str, bool]]:
     """Name -> (value, whether its line is active) of an env file; one that is commented out is `#NAME=value`."""
     found = {}
     for line in path.read_text().splitlines():
-        if match := re.match(r"(#?)([A-Z][A-Z0-9_]*)=(.*)$", line):
+        if match := re.match(r"(#?)([A-Z][A-Z0-9_]*|no_proxy)=(.*)$", line):
             found[match[2]] = (match[3], not match[1])
     return found
