@@ -13,6 +13,7 @@ needs (float8 scales each tensor by its own largest value, without a history), s
 
 import io
 import pickle
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +103,17 @@ def load_plain(file: Path | io.BytesIO, name: str) -> Any:
             raise CheckpointNotTrusted(f"{name} is not plain data: {_unsupported(error)}") from error
 
 
+def _enum_member(kind: type, name: str) -> Enum:
+    """What `getattr` stands for in a pickle of an early Python 3.11: a member of an enumeration by its name."""
+    if not (isinstance(kind, type) and issubclass(kind, Enum)):
+        raise CheckpointNotTrusted(f".metadata asks for {name} of {kind!r}, which is no enumeration")
+    return kind[name]
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member
         if name in _METADATA_GLOBALS.get(module, ()):
             return super().find_class(module, name)
         raise CheckpointNotTrusted(f".metadata names {module}.{name}, which no checkpoint of athanor's does")

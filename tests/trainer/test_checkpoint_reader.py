@@ -17,7 +17,7 @@ from dataset_builders.contracts.errors import InputError
 from tests.helpers.run_dir import write_job
 from tests.helpers.single_rank import single_rank
 from trainer import checkpoint
-from trainer.checkpoint_reader import CheckpointNotTrusted, CommonState, MetadataReader, load_plain
+from trainer.checkpoint_reader import CheckpointNotTrusted, CommonState, MetadataReader, _MetadataUnpickler, load_plain
 from trainer.contract import RunConfig
 from trainer.loop import build_chunks
 from trainer.runtime import cpu_runtime
@@ -154,7 +154,7 @@ def test_files_elsewhere_are_not_read(copied, place):
         MetadataReader(copied).read_metadata()
 
 
-@pytest.mark.parametrize("call", [functools.partial, eval, zipfile.ZipFile, torch.load, torch.hub.load, getattr])
+@pytest.mark.parametrize("call", [functools.partial, eval, zipfile.ZipFile, torch.load, torch.hub.load, setattr])
 def test_no_other_name_is_looked_up(copied, call):
     (copied / ".metadata").write_bytes(pickle.dumps(call))
     with pytest.raises(CheckpointNotTrusted, match=f"names .*{call.__name__}"):
@@ -183,3 +183,15 @@ def test_plain_data_is_plain(tmp_path):
     value = {"a": [1, 2.5, "x", None, True], "t": torch.arange(3)}
     torch.save(value, tmp_path / "x.pt")
     assert json.dumps(load_plain(tmp_path / "x.pt", "x")["a"]) == json.dumps(value["a"])
+
+
+def by_getattr(module: str, kind: str, name: str) -> bytes:
+    """As early versions of Python 3.11 pickle a member of an enumeration."""
+    return f"cbuiltins\ngetattr\n(c{module}\n{kind}\nV{name}\ntR.".encode()
+
+
+def test_getattr_gives_members_of_enumerations_alone():
+    member = by_getattr("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING", "TORCH_CONTIGUOUS_FORMAT")
+    assert pickle.loads(member) is _MetadataUnpickler(io.BytesIO(member)).load()
+    with pytest.raises(CheckpointNotTrusted, match="which is no enumeration"):
+        _MetadataUnpickler(io.BytesIO(by_getattr("torch", "Size", "count"))).load()
