@@ -20,7 +20,7 @@ from flows.run_artifacts import publish_mlflow, publish_scores, publish_stages
 from flows.sft import make_data, run_pipeline
 from flows.stage_graph import plan_stages
 from flows.tasks import evaluate_task
-from flows.tracking_run import open_tracking
+from flows.tracking_run import ends_with_failure, open_tracking
 from stages.artifact import Artifact
 from stages.tracking import Tracker, run_name
 
@@ -101,15 +101,9 @@ def _evaluate(asked: Recipe, root: StorePath) -> dict[str, Any]:
         )
     tracking_run = open_tracking(asked.config, str(root), found, asked.name, asked.differs)
     tracker = Tracker(root, tracking_run)
-    try:
+    with ends_with_failure(tracker):
         export_dir, samples_dir = str(found["export"].dir), str(found["convert"].dir)
         run = evaluate_task(asked.config, str(root), tracking_run, export_dir, samples_dir)
-    except Exception:
-        tracker.finish("FAILED")
-        raise
-    except BaseException:
-        tracker.finish("KILLED")
-        raise
     scores = Artifact.load(location(run["dir"])).manifest.stats["scores"]
     publish_stages([run])
     publish_scores(scores, export_dir)

@@ -24,7 +24,7 @@ from flows.tasks import (
     tokenize_task,
     train_task,
 )
-from flows.tracking_run import open_tracking
+from flows.tracking_run import ends_with_failure, open_tracking
 from stages.artifact import Artifact, Input
 from stages.launch import check_launcher
 from stages.tracking import Tracker, run_name
@@ -117,7 +117,7 @@ def run_pipeline(
     check_cluster(config.execution, location(root), _dirs(found))
     tracking_run = open_tracking(config, root, found, recipe or config.name, differs or {})
     tracker = Tracker(location(root), tracking_run)
-    try:
+    with ends_with_failure(tracker):
         runs, model_dir = prepare_data(config, root, tracking_run)
         _check_heldout(runs["convert"]["dir"])
         mlflow_url = tracker.url()  # known by now where MLflow answers, and wanted while the training runs
@@ -126,12 +126,6 @@ def run_pipeline(
         runs["train"] = train_task(*common, model_dir, tokenized_dir, runs["plan_bins"]["dir"])
         runs["export"] = export_task(*common, runs["train"]["dir"], model_dir, tokenized_dir)
         runs["evaluate"] = evaluate(config, root, runs["export"]["dir"], runs["convert"]["dir"], tracking_run)
-    except Exception:
-        tracker.finish("FAILED")
-        raise
-    except BaseException:
-        tracker.finish("KILLED")
-        raise
     stats = Artifact.load(location(runs["evaluate"]["dir"])).manifest.stats
     publish_stages(list(runs.values()))
     publish_scores(stats["scores"], runs["export"]["dir"])

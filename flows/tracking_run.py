@@ -1,7 +1,8 @@
-"""What the MLflow run of a pipeline is opened with: its name, its tags and its description."""
+"""The MLflow run of a pipeline: what it is opened with (name, tags, description), and how it ends where work fails."""
 
+import contextlib
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import yaml
@@ -15,7 +16,20 @@ from flows.recipe import known_recipes, load_recipe
 from flows.stage_graph import external_digests, get_stage, pipeline_nodes
 from stages.artifact import Input
 from stages.source_version import source_version
-from stages.tracking import Opening, open_run, run_name
+from stages.tracking import Opening, Tracker, open_run, run_name
+
+
+@contextlib.contextmanager
+def ends_with_failure(tracker: Tracker) -> Iterator[None]:
+    """Whatever ends the block early ends the MLflow run too: FAILED for an error, KILLED for a stop."""
+    try:
+        yield
+    except Exception:
+        tracker.finish("FAILED")
+        raise
+    except BaseException:
+        tracker.finish("KILLED")
+        raise
 
 
 def open_tracking(
