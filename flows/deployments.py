@@ -59,7 +59,8 @@ class Offer:
 
 _HOW = """
 Choose a recipe and fill in what shall differ; an empty field keeps the recipe's value, which stands beside it. A wrong
-value is refused at once, with the name of its field. What is finished already is reused.
+value is refused at once, with the name of its field. What is finished already is reused, and *Retry* of a run that was
+cancelled, failed or cut off goes on from its last checkpoint.
 """
 
 OFFERS = (

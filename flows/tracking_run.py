@@ -15,6 +15,7 @@ from flows.pipeline_config import PipelineConfig
 from flows.recipe import known_recipes, load_recipe
 from flows.stage_graph import external_digests, get_stage, pipeline_nodes
 from stages.artifact import Input
+from stages.launch import LAUNCHERS
 from stages.source_version import source_version
 from stages.tracking import Opening, Tracker, open_run, run_name
 
@@ -52,7 +53,7 @@ def open_tracking(
         "athanor.git_dirty": source.get("dirty", "unknown"),
         "mlflow.source.git.commit": source.get("commit", "unknown"),
         "mlflow.source.name": "athanor run",
-        **{k: str(v) for k, v in flatten({"execution": config.execution.model_dump(mode="json")}).items()},
+        **execution_tags(config),
     }
     opening = Opening(
         experiment=f"athanor-{config.name}",
@@ -66,6 +67,14 @@ def open_tracking(
         samples_host=config.execution.cluster.launcher == "torchrun",
     )
     return open_run(location(root), opening)
+
+
+def execution_tags(config: PipelineConfig) -> dict[str, str]:
+    """Dotted settings of execution, without what is not set and without the launchers that are not used."""
+    values = config.execution.model_dump(mode="json")
+    for launcher in LAUNCHERS.keys() - {config.execution.cluster.launcher}:
+        values["cluster"].pop(launcher, None)
+    return {key: str(value) for key, value in flatten({"execution": values}).items() if value is not None}
 
 
 def reproducing_command(config: PipelineConfig, recipe: str) -> str | None:

@@ -3,8 +3,11 @@
 A failed job is never restarted here: run again, by the scheduler or by a retry, it goes on from its checkpoint.
 """
 
+import contextlib
 import importlib
 import shlex
+import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -81,6 +84,7 @@ class JobFailed(RuntimeError):
     that failed first where that is not rank 0.
 
     Attributes:
+        what: has happened, in words.
         exit_status: of the process that failed first, as far as torchrun's report names it; else of torchrun.
         rank: that process.
         log_path: the log that says most: of the rank that failed first, or the job's.
@@ -88,7 +92,7 @@ class JobFailed(RuntimeError):
     """
 
     def __init__(self, what: str, handle: Handle, exit_status: int, rank: int = 0) -> None:
-        self.exit_status, self.rank = exit_status, rank
+        self.what, self.exit_status, self.rank = what, exit_status, rank
         self.log_path, self.tail = handle.job.log_path, list(handle.lines)
         text = [f"{what}: {shlex.join(handle.command)}", f"full log: {handle.job.log_path}", *handle.lines]
         of_rank = log_of_rank(handle.job.log_path, rank)
@@ -133,7 +137,8 @@ def run_job(launcher: Launcher, job: Job, on_poll: Callable[[], None] = lambda: 
             time.sleep(POLL_SECONDS)
         launcher.poll(handle)  # the last lines
     except BaseException:
-        launcher.cancel(handle)
+        with _sigterm_ignored():
+            launcher.cancel(handle)
         raise
     finally:
         on_poll()
@@ -141,6 +146,22 @@ def run_job(launcher: Launcher, job: Job, on_poll: Callable[[], None] = lambda: 
     if status:
         rank, worker = first_failure(job.log_path) or (0, status)
         raise JobFailed(handle.why or f"exit status {worker}", handle, worker, rank)
+
+
+@contextlib.contextmanager
+def _sigterm_ignored() -> Iterator[None]:
+    """While a job saves: whoever stops flows may say so twice, and the second time must not cost the checkpoint.
+
+    Ctrl-C a second time is a person who will not wait, and still interrupts. Only the main thread hears signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: None)  # not SIG_IGN, which scancel and kubectl would inherit
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 NOTHING_NEW = "\0nothing new"

@@ -18,7 +18,7 @@ from dataset_builders.contracts.fingerprint import fingerprint
 from dataset_builders.contracts.store import absolute, local_dir
 from stages.artifact import Artifact, Input, Stage, StageOutput, stage_identity
 from stages.cluster_config import ClusterConfig
-from stages.launch import Job, JobFailed, make_launcher, run_job
+from stages.launch import EXIT_DEADLINE, Job, JobFailed, make_launcher, run_job
 from stages.train_report import write_train_report
 from trainer.contract import (
     HF_EXPORT,
@@ -161,9 +161,10 @@ def _finished_before(run: RunConfig, text: str) -> TrainResult | None:
 
 def _raise_for(result: TrainResult, error: JobFailed, name: str) -> None:
     if result.status == "stopped":
-        raise StageStopped(
-            f"{name} was stopped after step {result.step} and saved; run the same command again to go on"
-        ) from error
+        told = f"{name} was stopped after step {result.step} and saved; run the same command again to go on"
+        if error.exit_status == EXIT_DEADLINE:
+            told = f"{name}: {error.what}; {told}, with a larger execution.cluster.timeout_seconds"
+        raise StageStopped(told) from error
     if result.is_input_error:  # torchrun has an exit status of its own
         raise InputError(result.message) from error
     keys = f" Samples of that step: {', '.join(result.keys)}." if result.keys else ""

@@ -20,7 +20,7 @@ from flows.service.record import POOL
 
 SERVER_SECONDS = 240.0
 # Given, the worker starts it as it is; otherwise it first looks for a workspace, in two more processes.
-ENGINE = shlex.join([sys.executable, "-m", "prefect.engine"])
+ENGINE = shlex.join([sys.executable, "-m", "flows.service.engine"])
 
 
 def main(argv: list[str] | None = None) -> int:

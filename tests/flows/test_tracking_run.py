@@ -5,7 +5,7 @@ import shlex
 import pytest
 
 from flows.recipe import load_recipe
-from flows.tracking_run import reproducing_command
+from flows.tracking_run import execution_tags, reproducing_command
 
 
 @pytest.mark.parametrize(
@@ -31,3 +31,12 @@ def test_a_recipe_of_the_persons_own_has_no_command(tmp_path):
 def test_the_registry_enters_no_fingerprint():
     plain, other = load_recipe("embedded"), load_recipe("embedded", ["execution.registry.margin=0.5"])
     assert plain.config.identity() == other.config.identity() and other.config.execution.registry.margin == 0.5
+
+
+def test_tags_name_the_launcher_in_use_and_what_is_set():
+    plain = execution_tags(load_recipe("embedded").config)
+    assert plain["execution.cluster.launcher"] == "torchrun" and plain["execution.num_workers"]
+    assert not any(key.startswith(("execution.cluster.slurm", "execution.cluster.kubernetes")) for key in plain)
+    assert "None" not in plain.values()
+    slurm = load_recipe("embedded", ["execution.cluster.launcher=slurm", "execution.cluster.slurm.partition=h200"])
+    assert execution_tags(slurm.config)["execution.cluster.slurm.partition"] == "h200"

@@ -20,7 +20,7 @@ from stages.tracking import connect
 from tests.helpers.service import processes_with, wait_for
 
 pytestmark = pytest.mark.slow
-NUM_STEPS = 80
+NUM_STEPS = 160
 MORE_STEPS = 6  # that a try makes before it is disturbed
 # Of a line of metrics.jsonl: what a training computes, not how long it took.
 COMPUTED = ("step", "loss", "heldout_loss", "lr", "epoch", "tokens", "loss_tokens", "padding_fraction")
@@ -156,6 +156,16 @@ def undisturbed(service) -> list[dict]:
     return rows
 
 
+def test_a_training_over_its_deadline_saves_and_says_so(service, undisturbed):
+    late = Life(service)
+    cluster = {**OVERRIDES["execution"]["cluster"], "timeout_seconds": 15}
+    late.start(execution={**OVERRIDES["execution"], "cluster": cluster})
+    late.began = time.monotonic()
+    run = late.ends("Failed", seconds=120)
+    assert "stopped after timeout_seconds=15" in run.state.message
+    assert 0 < late.step() == late.checkpoint() < NUM_STEPS
+
+
 @pytest.fixture(scope="module")
 def life(service, undisturbed) -> Life:
     """The flow run that is disturbed."""
@@ -167,7 +177,7 @@ def life(service, undisturbed) -> Life:
 def test_cancelling_saves_and_ends_everything(life):
     step = life.train_on()
     life.client.set_flow_run_state(life.run_id, State(type=StateType.CANCELLING))
-    life.ends("Cancelled", seconds=60)
+    life.ends("Cancelled", seconds=10)
     assert life.checkpoint() >= step
     wait_for(lambda: life.mlflow_status() == "KILLED", 20, "MLflow run KILLED")
 

@@ -120,6 +120,49 @@ def test_an_interrupt_gives_time_to_save_and_leaves_nothing(tmp_path):
     assert not _alive(job.name)
 
 
+class Stopped(BaseException):
+    """What Prefect's handler of SIGTERM raises, by another name."""
+
+
+@pytest.fixture
+def sigterm_stops():
+    """As in the process of a flow run."""
+
+    def stop(*_):
+        raise Stopped
+
+    before = signal.signal(signal.SIGTERM, stop)
+    yield stop
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_a_second_sigterm_does_not_cost_the_checkpoint(tmp_path, sigterm_stops):
+    handler = """
+    def save(*_):
+        open({begun!r}, "w").write("begun")
+        time.sleep(1)
+        open({path!r}, "w").write("saved")
+        sys.exit(75)
+    signal.signal(signal.SIGTERM, save)
+    """.format(begun=str(tmp_path / "begun"), path=str(tmp_path / "saved"))
+    ready = threading.Event()
+    job = _job(tmp_path, SLOW_WITH_CHILD.format(handler=handler.strip()), on_line=lambda _: ready.set())
+
+    def stop_twice():
+        ready.wait(20)
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not (tmp_path / "begun").exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=stop_twice).start()
+    with pytest.raises(Stopped):
+        run_job(_plain(stop_grace_seconds=5), job)
+    assert (tmp_path / "saved").read_text() == "saved"
+    assert not _alive(job.name)
+    assert signal.getsignal(signal.SIGTERM) is sigterm_stops
+
+
 def test_who_ignores_sigterm_is_killed_after_the_grace(tmp_path):
     job = _job(tmp_path, SLOW_WITH_CHILD.format(handler="signal.signal(signal.SIGTERM, signal.SIG_IGN)"))
     launcher = _plain(stop_grace_seconds=1)

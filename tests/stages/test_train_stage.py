@@ -115,6 +115,12 @@ def test_how_a_training_ends_badly(inputs, tmp_path, monkeypatch, how, error, wo
     assert not _run(inputs, tmp_path).reused  # the same directory serves the next try
 
 
+def test_a_deadline_is_named_although_the_trainer_saved(inputs, tmp_path, monkeypatch):
+    monkeypatch.setenv("FAKE_TRAINER", "wait")
+    with pytest.raises(StageStopped, match=r"stopped after timeout_seconds=6; .* saved; .*larger execution\.cluster\."):
+        _run(inputs, tmp_path, cluster=ClusterConfig(timeout_seconds=6))
+
+
 def test_what_the_trainer_refuses_is_the_users_to_mend(inputs, tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_TRAINER", "input")
     with pytest.raises(InputError, match="hf_dir has no weights"):

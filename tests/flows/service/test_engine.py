@@ -1,0 +1,26 @@
+"""What a flow run of a service prints: it goes into the worker's log without the worker."""
+
+import os
+import subprocess
+import sys
+
+from flows.service.processes import SERVICE_VARIABLE
+
+
+def test_a_flow_run_prints_into_the_workers_log_and_needs_no_reader(tmp_path):
+    (tmp_path / "service").mkdir()
+    (tmp_path / "service" / "worker.log").write_text("before\n")
+    reader, writer = os.pipe()
+    os.close(reader)  # as a killed worker leaves it
+    ended = subprocess.run(
+        [sys.executable, "-m", "flows.service.engine", "not-an-id"],
+        stdout=writer,
+        stderr=writer,
+        env={**os.environ, SERVICE_VARIABLE: str(tmp_path)},
+        timeout=120,
+    )
+    os.close(writer)
+    log = (tmp_path / "service" / "worker.log").read_text()
+    assert log.startswith("before\n")
+    assert "Invalid flow run id" in log, "Prefect's engine has run, and said what was wrong"
+    assert ended.returncode == 1
