@@ -21,7 +21,6 @@ from stages.rank_logs import first_failure, last_lines, log_of_rank
 TAIL_LINES = 40
 POLL_SECONDS = 0.2
 EXIT_DEADLINE = 124  # as timeout(1)
-JOB_VARIABLE = "ATHANOR_JOB"  # the job's name, in the environment of all its processes
 TRAINER_ENVIRONMENT = {
     "DO_NOT_TRACK": "true",
     "HF_HUB_OFFLINE": "1",

@@ -8,7 +8,6 @@ import contextlib
 import math
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -18,9 +17,9 @@ from dataclasses import dataclass
 import psutil
 
 from stages.cluster_config import ClusterConfig
+from stages.job_processes import JOB_VARIABLE, LEFTOVER_SECONDS, end_processes, processes_of
 from stages.launch import (
     EXIT_DEADLINE,
-    JOB_VARIABLE,
     NOTHING_NEW,
     TRAINER_ENVIRONMENT,
     Handle,
@@ -29,8 +28,6 @@ from stages.launch import (
     new_lines,
 )
 from stages.rank_logs import as_rank, remove_rank_logs
-
-LEFTOVER_SECONDS = 3.0  # for torchrun and the workers' helpers to follow, once the workers are gone
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,7 +59,7 @@ class TorchrunLauncher:
 
     def submit(self, job: Job) -> TorchrunHandle:
         """Start the job; the log file is begun anew and everything the job prints goes there."""
-        _end(_processes_of(job.name), self.cluster.stop_grace_seconds)
+        end_processes(processes_of(job.name), self.cluster.stop_grace_seconds)
         command = self.command(job)
         job.log_path.parent.mkdir(parents=True, exist_ok=True)
         remove_rank_logs(job.log_path)
@@ -102,8 +99,8 @@ class TorchrunLauncher:
         """SIGTERM to the workers, time to save, then SIGKILL to whatever is left. Does nothing to an ended job."""
         # A process shows no environment for the instant of its exec: the one we started is known, and a second
         # look finds what a worker was starting during the first.
-        _end([*_own(handle.process), *_processes_of(handle.job.name)], self.cluster.stop_grace_seconds)
-        _end(_processes_of(handle.job.name), LEFTOVER_SECONDS)
+        end_processes([*_own(handle.process), *processes_of(handle.job.name)], self.cluster.stop_grace_seconds)
+        end_processes(processes_of(handle.job.name), LEFTOVER_SECONDS)
         with contextlib.suppress(subprocess.TimeoutExpired):
             handle.process.wait(10)
 
@@ -120,61 +117,8 @@ class TorchrunLauncher:
         return {**defaults, **os.environ, **fixed}
 
 
-def _processes_of(name: str) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            if process.environ().get(JOB_VARIABLE) == name and process.pid != os.getpid():
-                found.append(process)
-    return found
-
-
 def _own(process: subprocess.Popen) -> list[psutil.Process]:
     if process.poll() is None:
         with contextlib.suppress(psutil.Error):
             return [psutil.Process(process.pid)]
     return []
-
-
-def _end(processes: list[psutil.Process], grace_seconds: float) -> None:
-    """SIGTERM to the workers, wait for them, SIGKILL to whatever is left. An interrupted wait kills at once."""
-    workers = _workers(processes)
-    try:
-        for process in workers:
-            with contextlib.suppress(psutil.Error):
-                process.send_signal(signal.SIGTERM)
-        _wait_gone(workers, grace_seconds)
-        _wait_gone(processes, LEFTOVER_SECONDS)
-    finally:
-        for process in processes:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-        _wait_gone(processes, LEFTOVER_SECONDS)
-
-
-def _wait_gone(processes: list[psutil.Process], seconds: float) -> None:
-    # psutil.wait_procs would reap our own child and with it the exit status that Popen reports.
-    deadline = time.monotonic() + seconds
-    while any(_runs(process) for process in processes) and time.monotonic() < deadline:
-        time.sleep(0.05)
-
-
-def _runs(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False
-
-
-def _workers(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Whom to ask to stop: the trainer's ranks; not their helpers, which they end themselves.
-
-    Nor torchrun, which would cut its workers' grace to 30 s and ends when they have; alone, it is asked.
-    """
-    agents, parents = set(), {}
-    for process in processes:
-        with contextlib.suppress(psutil.Error):
-            parents[process.pid] = process.ppid()
-            if "torch.distributed.run" in process.cmdline():
-                agents.add(process.pid)
-    tops = [p for p in processes if p.pid not in agents and parents.get(p.pid) not in parents.keys() - agents]
-    return tops or processes

@@ -14,7 +14,8 @@ import jinja2
 
 from dataset_builders.contracts.errors import InputError
 from stages.cluster_config import ClusterConfig
-from stages.launch import JOB_VARIABLE, TRAINER_ENVIRONMENT, Job
+from stages.job_processes import JOB_VARIABLE
+from stages.launch import TRAINER_ENVIRONMENT, Job
 from stages.rank_logs import ON_RANK
 from trainer.contract import RESULT_JSON
 

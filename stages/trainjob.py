@@ -18,7 +18,8 @@ from pydantic import ValidationError
 from dataset_builders.contracts.errors import InputError
 from dataset_builders.contracts.store import is_local
 from stages.cluster_config import ClusterConfig
-from stages.launch import JOB_VARIABLE, TRAINER_ENVIRONMENT, Job
+from stages.job_processes import JOB_VARIABLE
+from stages.launch import TRAINER_ENVIRONMENT, Job
 from stages.rank_logs import as_rank
 from trainer.contract import RunConfig
 

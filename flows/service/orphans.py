@@ -17,9 +17,9 @@ import filelock
 import psutil
 
 from dataset_builders.contracts.store import StorePath, side_dir
-from flows.service.processes import FLOW_RUN_VARIABLE, SERVICE_VARIABLE, runs, send, wait_gone
+from flows.service.processes import FLOW_RUN_VARIABLE, SERVICE_VARIABLE, send, wait_gone
 from flows.service.record import service_dir
-from stages.launch_torchrun import JOB_VARIABLE, _end, _processes_of
+from stages.job_processes import JOB_VARIABLE, end_processes, processes_of, runs
 
 SAVE_SECONDS = 130.0  # for a flow run whose trainer saves: a little more than stop_grace_seconds
 SERVER_SECONDS = 5.0
@@ -152,7 +152,7 @@ def _is_free(path: Path) -> bool:
 def _end_trainer(job: str) -> None:
     # Under the lock: a flow that takes up the same work now starts its trainer when the old one has gone.
     with contextlib.suppress(filelock.Timeout), filelock.FileLock(_lock_of(job), timeout=0):
-        _end(_processes_of(job), SAVE_SECONDS)
+        end_processes(processes_of(job), SAVE_SECONDS)
 
 
 def _stop(processes: list[psutil.Process], seconds: float) -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import psutil
 
+from stages.job_processes import runs
+
 SERVICE_VARIABLE = "ATHANOR_SERVICE"
 PART_VARIABLE = "ATHANOR_SERVICE_PART"
 ROOT_VARIABLE = "ATHANOR_ROOT"
@@ -119,13 +121,6 @@ def wait_gone(processes: Iterable[psutil.Process], seconds: float) -> list[psuti
         time.sleep(0.05)
         left = [p for p in left if runs(p)]
     return left
-
-
-def runs(process: psutil.Process) -> bool:
-    """Whether it is there and no zombie."""
-    with contextlib.suppress(psutil.Error):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False
 
 
 def begin_log(path: Path) -> None:

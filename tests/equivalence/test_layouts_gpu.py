@@ -171,6 +171,33 @@ def test_a_checkpoint_of_one_layout_goes_on_in_another(tmp_path, worlds, yardsti
         assert found <= max(limit, 1e-6), name
 
 
+@requires_gpus(1)
+@pytest.mark.parametrize("precision", ["bfloat16", "float8"])
+def test_one_gpu_goes_on_from_its_own_checkpoint(tmp_path, precision):
+    """No state of Transformer Engine's modules is kept: what is rounded to float8 has no history."""
+    if precision == "float8" and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("float8 needs a GPU of the Hopper generation or newer")
+
+    def one(name: str, save_interval: int = 1000):
+        run = job(tmp_path, name, {}, save_interval=save_interval)
+        return run.model_copy(update={"train": run.train.model_copy(update={"precision": precision})})
+
+    first, again, resumed = one("whole", SAVED_AT), one("again"), one("resumed")
+    whole = run_worlds(tmp_path, {"first": (first, 1), "again": (again, 1)}, save=True)
+    assert all(isinstance(world, World) for world in whole.values()), whole
+    saved = f"checkpoints/step-{SAVED_AT:06d}"
+    shutil.copytree(first.output_dir / saved, resumed.output_dir / saved)
+    world = run_worlds(tmp_path, {"resumed": (resumed, 1)})["resumed"]
+    assert isinstance(world, World), world
+    rows = {row.step: row.loss for row in whole["first"].rows}
+    later = [row for row in world.rows if row.step > SAVED_AT]
+    assert [row.step for row in later] == list(range(SAVED_AT + 1, STEPS + 1))
+    noise = distance(whole["again"], whole["first"])["loss"]
+    found = max(abs(row.loss / rows[row.step] - 1) for row in later)
+    print(f"\n{precision}: the same twice: loss {noise:.1e}; resumed: {found:.1e}")
+    assert found <= max(noise, 1e-6)
+
+
 @requires_gpus(2)
 def test_our_zigzag_is_transformer_engines():
     import transformer_engine_torch as tex

@@ -12,8 +12,9 @@ import psutil
 import pytest
 
 from stages.cluster_config import ClusterConfig
+from stages.job_processes import processes_of, runs
 from stages.launch import Handle, Job, JobFailed, make_launcher, run_job
-from stages.launch_torchrun import TorchrunLauncher, _processes_of, _runs
+from stages.launch_torchrun import TorchrunLauncher
 
 
 class PlainLauncher(TorchrunLauncher):
@@ -43,7 +44,7 @@ SLOW_WITH_CHILD = """
 
 
 def _alive(name: str) -> list[psutil.Process]:
-    return [p for p in _processes_of(name) if _runs(p)]
+    return [p for p in processes_of(name) if runs(p)]
 
 
 def _wait_ready(launcher: TorchrunLauncher, handle: Handle) -> None:
@@ -175,7 +176,7 @@ def test_who_ignores_sigterm_is_killed_after_the_grace(tmp_path):
 
 
 def test_a_job_cancelled_in_its_first_instant_is_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr("stages.launch_torchrun._processes_of", lambda name: [])  # as within the instant of an exec
+    monkeypatch.setattr("stages.launch_torchrun.processes_of", lambda name: [])  # as within the instant of an exec
     launcher = _plain(stop_grace_seconds=1)
     handle = launcher.submit(_job(tmp_path, "import time\ntime.sleep(60)"))
     launcher.cancel(handle)
