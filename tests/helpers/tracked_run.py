@@ -23,6 +23,19 @@ FIRST_MS = 1_700_000_000_000
 EXPERIMENT, MODEL = "athanor-test", "athanor-test"
 
 
+class Nobody:
+    """In the place of the sending thread: a test delivers by itself."""
+
+    problem = "nobody sends"
+
+    def submit(self, journal) -> None: ...
+    def has_failed(self) -> bool:
+        return True
+
+    def wait(self, journal, number, patience=0) -> int:
+        return 0
+
+
 def make_artifact(root: Path, stage: str, fingerprint: str, **fields: Any) -> Artifact:
     directory = root / "artifacts" / stage / fingerprint
     directory.mkdir(parents=True, exist_ok=True)

@@ -17,20 +17,7 @@ import stages.tracking_apply
 from stages.tracking import Tracker, connect, replay_waiting
 from stages.tracking_journal import JOURNAL, State, journal_of
 from stages.tracking_sender import Delivery
-from tests.helpers.tracked_run import EXPERIMENT, holdings, open_tracker, tell_a_run, timed_row
-
-
-class Nobody:
-    """In the place of the sending thread: a test delivers by itself."""
-
-    problem = "nobody sends"
-
-    def submit(self, journal) -> None: ...
-    def has_failed(self) -> bool:
-        return True
-
-    def wait(self, journal, number, patience=0) -> int:
-        return 0
+from tests.helpers.tracked_run import EXPERIMENT, Nobody, holdings, open_tracker, tell_a_run, timed_row
 
 
 @pytest.fixture(autouse=True)
