@@ -11,6 +11,7 @@ from flows.cli import main
 from flows.compare import MAX_RUNS, check_grid, expand, parse_grid
 from stages.tracking import connect
 from tests.flows.test_run import SMALL, error_line, own_log_handlers
+from tests.helpers.service import nested
 
 __all__ = ["own_log_handlers"]
 GRID = ["train.optim.lr=[1e-3,3e-3]", "train.seed=[0,1]"]
@@ -20,18 +21,6 @@ def compare(root, grid, **changes: object) -> int:
     settings = {key: value for key, value in {**SMALL, **changes}.items() if key != "train.optim.lr"}
     sets = [f"--set={key}={value}" for key, value in settings.items()]
     return main(["compare", "--root", str(root), *(f"--grid={text}" for text in grid), *sets])
-
-
-def nested(settings: dict[str, object]) -> dict:
-    """Dotted settings as a request has them."""
-    whole: dict = {}
-    for dotted, value in settings.items():
-        *parents, last = dotted.split(".")
-        place = whole
-        for key in parents:
-            place = place.setdefault(key, {})
-        place[last] = value
-    return whole
 
 
 def table_of(text: str) -> list[list[str]]:

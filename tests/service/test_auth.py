@@ -21,7 +21,7 @@ from flows.service.record import ServiceRecord
 from tests.flows.test_run import SMALL
 from tests.helpers.canary import SECRETS, assert_nowhere, environment
 from tests.helpers.command_lines import seen_command_lines
-from tests.helpers.service import RunningService
+from tests.helpers.service import RunningService, nested
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("flask_wtf", reason="needs MLflow's login: pip install 'athanor[auth]'")
@@ -195,17 +195,6 @@ def triggered(guarded) -> dict:
         time.sleep(0.5)
         run = guarded.prefect(f"/flow_runs/{run['id']}")
     return run
-
-
-def nested(settings: dict[str, object]) -> dict:
-    whole: dict = {}
-    for dotted, value in settings.items():
-        *parents, last = dotted.split(".")
-        place = whole
-        for name in parents:
-            place = place.setdefault(name, {})
-        place[last] = value
-    return whole
 
 
 def test_a_run_of_the_service_completes(guarded, triggered):
