@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from dataset_builders.contracts.errors import InputError
 from trainer.contract import RunConfig
 from trainer.models.attention import RotarySelfAttention, SelfAttentionSubmodules, TorchVarlenAttention
+from trainer.models.output_loss import OutputLayer
 
 if HAVE_TE:
     from trainer.models.te_modules import FusedModules
@@ -32,7 +33,7 @@ _FUSED_NORM_KEYS = {
 FLOAT8_ROWS = 16  # cuBLAS: both sides of a float8 product are multiples of it
 
 # The axis of the weight that tensor-parallel ranks divide; a row-parallel bias is whole on every rank.
-_PARALLEL_AXES = {ColumnParallelLinear: 0, RowParallelLinear: 1, VocabParallelEmbedding: 0}
+_PARALLEL_AXES = {ColumnParallelLinear: 0, OutputLayer: 0, RowParallelLinear: 1, VocabParallelEmbedding: 0}
 
 
 class TorchNorm(torch.nn.Module):

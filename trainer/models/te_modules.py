@@ -4,6 +4,7 @@ import torch
 import transformer_engine_torch as tex
 from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TERowParallelLinear
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+from transformer_engine.pytorch.cpp_extensions import general_gemm
 
 
 class NormColumnLinear(TELayerNormColumnParallelLinear):
@@ -43,6 +44,11 @@ class Swiglu:
 
     def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
         return _Swiglu.apply(gate_up)
+
+
+def add_product(buffer: torch.Tensor, grad: torch.Tensor, x: torch.Tensor) -> None:
+    """buffer (m, k) += grad^T (m, n) x (n, k): float32 += bfloat16, in one product as its modules have it."""
+    general_gemm(x, grad, out_dtype=buffer.dtype, accumulate=True, layout="NT", out=buffer, grad=True)
 
 
 class FusedModules(TESpecProvider):

@@ -23,6 +23,7 @@ from megatron.core.utils import make_viewless_tensor
 
 from trainer.models.attention import PackedSegments, Rotation, recomputed
 from trainer.models.module_set import layer_spec
+from trainer.models.output_loss import OutputLayer
 from trainer.models.qwen3_vl.config import LanguageSizes
 
 
@@ -103,7 +104,7 @@ class LanguageModel(MegatronModule):
         )
         if post_process:
             # It works on the chosen rows of the whole sequence: what sequence parallel split is gathered before.
-            self.output_layer = tensor_parallel.ColumnParallelLinear(
+            self.output_layer = OutputLayer(
                 sizes.hidden_size,
                 sizes.vocab_size,
                 config=dataclasses.replace(config, sequence_parallel=False),
@@ -124,10 +125,10 @@ class LanguageModel(MegatronModule):
         embedded = self.embedding(input_ids)
         return embedded if self.config.sequence_parallel else embedded.transpose(0, 1).contiguous()
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(n, 1, D) -> (n, 1, vocabulary / tp)."""
-        weight = self.embedding.weight if self.sizes.tied_embeddings else None
-        return self.output_layer(hidden, weight=weight)[0]
+    @property
+    def output_weight(self) -> torch.Tensor:
+        """(vocabulary / tp, D): on the last pipeline rank, the matrix that makes logits of hidden states."""
+        return self.embedding.weight if self.sizes.tied_embeddings else self.output_layer.weight
 
     def losses(self, hidden: torch.Tensor, loss_index: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """(s, 1, D) -> (N,) float32 cross entropy at the positions that carry loss, and nowhere else."""
@@ -136,5 +137,4 @@ class LanguageModel(MegatronModule):
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.groups.tp
             )
-        logits = self.logits(hidden.index_select(0, loss_index))
-        return tensor_parallel.vocab_parallel_cross_entropy(logits.float(), labels[:, None])[:, 0]
+        return self.output_layer(hidden[:, 0].index_select(0, loss_index), labels, self.output_weight)
