@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from transformers import Qwen3VLForConditionalGeneration
 
-from tests.bench.bench_train_step import train_steps, write_data, write_model
+from tests.bench.mix import write_data, write_model
+from tests.bench.trainer_job import train_steps
 from tests.helpers.reference import reference_inputs
 from trainer.contract import OptimConfig, TrainConfig
 from trainer.data import BinReader, TrainingOrder

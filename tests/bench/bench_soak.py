@@ -10,7 +10,6 @@ ones, about 14 bytes a parameter, two on disk at times.
 import argparse
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -18,8 +17,9 @@ from pathlib import Path
 
 import psutil
 
-from tests.bench.bench_train_step import write_data, write_model
-from trainer.contract import CheckpointConfig, MetricsRow, OptimConfig, RunConfig, TrainConfig, read_metrics
+from tests.bench.mix import write_data, write_model
+from tests.bench.trainer_job import Execution, bench_train_config, start, why, write_run
+from trainer.contract import CheckpointConfig, MetricsRow, OptimConfig, read_metrics
 
 SEQ_LEN = 8192
 
@@ -33,41 +33,16 @@ class Look:
     device: float
 
 
-def write_run(root: Path, steps: int, save_interval: int) -> Path:
-    """The directory of the run, with its run.json."""
-    out = root / "run"
-    out.mkdir()
-    optim = OptimConfig(lr=1e-5, min_lr_fraction=0.1, warmup_steps=10, weight_decay=0.1)
-    train = TrainConfig(
-        seed=0, num_steps=steps, global_batch_size=1, precision="bfloat16", heldout_interval=10**6, optim=optim
-    )
-    run = RunConfig(
-        task="train",
-        fingerprint="b" * 16,
-        hf_dir=root / "hf",
-        tokenized_dir=root / "data",
-        bins_dir=root / "data",
-        output_dir=out,
-        seq_len=SEQ_LEN,
-        train=train,
-        checkpoint=CheckpointConfig(save_interval=save_interval, keep_last=1),
-    )
-    (out / "run.json").write_text(run.model_dump_json())
-    return out
-
-
 def watch(out: Path) -> list[Look]:
     """Run the trainer to its end."""
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
     looks = []
-    with (out / "trainer.log").open("w") as log:
-        job = subprocess.Popen([*command, "-m", "trainer", str(out / "run.json")], stdout=log, stderr=log)
-        while job.poll() is None:
-            time.sleep(2)
-            rows = read_metrics(out)
-            if rows:
-                looks.append(Look(rows[-1].step, _host_memory(job.pid), _device_memory()))
-    assert job.returncode == 0, (out / "trainer.log").read_text()[-3000:]
+    job = start(out, gpus=1)
+    while job.poll() is None:
+        time.sleep(2)
+        rows = read_metrics(out)
+        if rows:
+            looks.append(Look(rows[-1].step, _host_memory(job.pid), _device_memory()))
+    assert job.returncode == 0, why(out)
     return looks
 
 
@@ -120,7 +95,10 @@ def main() -> None:
         root = Path(folder)
         write_model(root / "hf", args.model)
         write_data(root / "data", args.bins, SEQ_LEN)
-        out = write_run(root, args.steps, args.save_interval)
+        optim = OptimConfig(lr=1e-5, min_lr_fraction=0.1, warmup_steps=10, weight_decay=0.1)
+        train = bench_train_config(global_batch=1).model_copy(update={"num_steps": args.steps, "optim": optim})
+        checkpoint = CheckpointConfig(save_interval=args.save_interval, keep_last=1)
+        out = write_run(root, train, SEQ_LEN, Execution(checkpoint=checkpoint))
         looks = watch(out)
         print(table(read_metrics(out), looks, args.save_interval))
 

@@ -1,239 +1,216 @@
-"""Whole optimizer steps of the real trainer on Qwen3-VL's real shapes: random weights, real loader, shards on disk.
+r"""Whole optimizer steps of the real trainer on Qwen3-VL's real shapes: random weights, real loader, shards on disk;
+beside it transformers on the same samples, in the same run.
 
-    python -m tests.bench.bench_train_step --model 2b --gpus 1 --steps 12
-    python -m tests.bench.bench_train_step --gpus 4 --global-batch 32 --bins 64 --parallel '{}' --parallel '{"tp": 2}'
+    python -m tests.bench.bench_train_step --model 2b --peer --peer-micro-batch 3 4 6
+    python -m tests.bench.bench_train_step --model 2b --no-ours --new-shapes 100
+    python -m tests.bench.bench_train_step --model 2b --gpus 4 --global-batch 32 --one-gpu --parallel '{}' \
+        --parallel '{"tp": 2, "sequence_parallel": true}' --parallel '{"cp": 2}' --parallel '{"pp": 2}'
+    python -m tests.bench.bench_train_step --tiny --peer --new-shapes 4        # everything, on a CPU, in a minute
 
-Several layouts are measured one after the other on the same files. Bins are padded for up to cp 2.
+Each part takes its time (guessed for H200s): the model half a minute (8b: two) and beside it 0.3 s a bin; a layout 45 s
+to start (8b: 120), its steps of 2.5 to 5 s, the trace another 30 to 60 s; the peer 55 s a size at 2b, 80 s at 4b; 100
+new shapes at 2b two minutes. The report (--out) is written anew after each part, so that a run that is cut short loses
+little.
 
-Samples of a Cauldron-like mix: image tokens log-normal around 500, one tenth text only, one tenth with several images,
-a few dozen to a few hundred text tokens. Tokens are counted without padding; FLOPs are the model's, vision and
-language, without padding (trainer/models/qwen3_vl/flops.py). The first steps, which plan kernels, are left out.
+The trainer runs as it is (`-m trainer`'s own code, torchrun's environment as the launcher gives it); its counted steps
+are untouched, and the steps after them are traced (tests/bench/traced_trainer.py) on rank 0, for a pipeline on the last
+rank too. Tokens are counted without padding; FLOPs are the model's, vision and language, without padding
+(trainer/models/qwen3_vl/flops.py). Bins are padded for up to cp 2.
 """
 
 import argparse
-import json
+import shlex
 import shutil
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-import numpy as np
-import psutil
 import torch
-import transformers
 
-from dataset_builders.contracts.manifest import Manifest
-from dataset_builders.contracts.shard_io import ShardWriter
-from dataset_builders.contracts.tokenized import PixelConfig, PixelStore
-from dataset_builders.pixel_codecs import encode_sample
-from stages.pack import pack
-from tests.helpers.bins import Kind, make_sample, write_plan
-from tests.helpers.reference import PIXELS
-from trainer.batch import Geometry
-from trainer.contract import (
-    CheckpointConfig,
-    MetricsRow,
-    OptimConfig,
-    ParallelConfig,
-    RunConfig,
-    TrainConfig,
-    read_metrics,
+from dataset_builders.contracts.bins import read_bins
+from tests.bench.host import apart
+from tests.bench.mix import (
+    MAX_PATCHES_PER_TOKEN,
+    SHAPES,
+    draw_kind,
+    model_config,
+    write_data,
+    write_model,
+    write_model_and_look,
 )
+from tests.bench.peer import PeerPlan, measure_peer
+from tests.bench.trace_parts import read_parts
+from tests.bench.train_report import Measured, column_of_layout, report
+from tests.bench.trainer_job import (
+    Execution,
+    TrainerEnded,
+    await_steps,
+    bench_train_config,
+    start,
+    train_steps,
+    why,
+    write_run,
+)
+from trainer.contract import ParallelConfig
+from trainer.data import bins_for_step
+from trainer.models.qwen3_vl.config import read_config
+from trainer.models.qwen3_vl.flops import cost_model
 
-WARMUP_STEPS = 4
-MAX_PATCHES_PER_TOKEN = 4
-PAD_MULTIPLE = 4
-SHAPES = {
-    "2b": ({"hidden": 2048, "layers": 28, "heads": 16, "ffn": 6144, "tied": True}, "300m"),
-    "4b": ({"hidden": 2560, "layers": 36, "heads": 32, "ffn": 9728, "tied": True}, "300m"),
-    "8b": ({"hidden": 4096, "layers": 36, "heads": 32, "ffn": 12288, "tied": False}, "400m"),
-}
-VISION = {
-    "300m": {"depth": 24, "hidden": 1024, "ffn": 4096, "deepstack": [5, 11, 17]},
-    "400m": {"depth": 27, "hidden": 1152, "ffn": 4304, "deepstack": [8, 16, 24]},
-}
-IMAGE_TOKEN = 151655
+# What other benches take from here.
+__all__ = ["MAX_PATCHES_PER_TOKEN", "SHAPES", "draw_kind", "model_config", "train_steps", "write_data", "write_model"]
 
-
-def model_config(name: str) -> transformers.Qwen3VLConfig:
-    """The published sizes of Qwen3-VL-2B, 4B and 8B."""
-    text, vision_name = SHAPES[name]
-    vision = VISION[vision_name]
-    return transformers.Qwen3VLConfig(
-        text_config={
-            "vocab_size": 151936,
-            "hidden_size": text["hidden"],
-            "intermediate_size": text["ffn"],
-            "num_hidden_layers": text["layers"],
-            "num_attention_heads": text["heads"],
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]},
-            "tie_word_embeddings": text["tied"],
-        },
-        vision_config={
-            "depth": vision["depth"],
-            "hidden_size": vision["hidden"],
-            "intermediate_size": vision["ffn"],
-            "num_heads": 16,
-            "out_hidden_size": text["hidden"],
-            "num_position_embeddings": 2304,
-            "deepstack_visual_indexes": vision["deepstack"],
-        },
-        image_token_id=IMAGE_TOKEN,
-        tie_word_embeddings=text["tied"],
-    )
+WARM_BINS = 8  # before bins that were never seen
+TINY = {"model": "tiny", "seq_len": 256, "global_batch": 4, "bins": 12, "steps": 3, "warmup": 1, "precision": "float32"}
+TINY_PEER = {"peer_micro_batch": [2, 3], "peer_batch": 8, "peer_steps": 2, "peer_warmup": 1}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.bfloat16}
 
 
-def write_model(directory: Path, name: str) -> None:
-    """A random HF directory in bf16."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    with torch.device(device):
-        model = transformers.Qwen3VLForConditionalGeneration(model_config(name)).to(torch.bfloat16)
-    model.save_pretrained(directory)
+@dataclass(slots=True)
+class Bench:
+    """A run of the bench: where its files are, what was asked for, what was measured so far."""
+
+    root: Path
+    args: argparse.Namespace
+    measured: Measured
+
+    def attempt(self, name: str, part: Callable[[], None]) -> None:
+        """Measure a part; what fails is said in the report, and the next part gets its turn."""
+        print(f"{time.strftime('%H:%M:%S')} {name}", flush=True)
+        try:
+            part()
+        except Exception as error:
+            traceback.print_exc()
+            self.measured.failed[name] = f"{type(error).__name__}: {error}"
+        if self.args.out:
+            self.args.out.write_text(report(self.measured))
+
+    def add_layout(self, name: str, gpus: int, parallel: ParallelConfig) -> None:
+        """Counted steps, then traced ones, in one job."""
+        args = self.args
+        share = args.global_batch * gpus // args.gpus
+        execution = Execution(gpus=gpus, parallel=parallel, loader_workers=args.loader_workers)
+        out = write_run(self.root, bench_train_config(share, args.precision), args.seq_len, execution)
+        counted = args.warmup + args.steps
+        ranks = sorted({0, gpus - 1 if parallel.pp > 1 else 0}) if args.trace_steps else []
+        traced = [str(counted + 2), str(args.trace_steps), ",".join(map(str, ranks))]
+        job = start(out, gpus, "tests.bench.traced_trainer", traced) if ranks else start(out, gpus)
+        traces = {rank: out / f"trace-{rank}.json" for rank in ranks}
+        rows = await_steps(out, job, counted, [path.name for path in traces.values()])
+        self.measured.gpus[name], self.measured.rows[name] = gpus, rows[args.warmup - 1 :]
+        rate = column_of_layout(self.measured, name)["useful tokens/s/GPU"]
+        print(f"{name}: {rate:,.0f} useful tokens/s/GPU", flush=True)
+        if not all(path.exists() for path in traces.values()):
+            raise TrainerEnded(f"no trace: {why(out)}")
+        self.measured.parts[name] = {rank: read_parts(path) for rank, path in traces.items()}
+        for rank, path in traces.items() if args.traces else ():
+            args.traces.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, args.traces / f"layout-{len(self.measured.rows)}-rank-{rank}.json")
+
+    def add_new_shapes(self) -> None:
+        """One bin a step, every bin twice: the first epoch has all, so has the second. The first bins warm up."""
+        args = self.args
+        num_bins = len(read_bins(self.root / "data", "train"))
+        train, execution = bench_train_config(1, args.precision), Execution(loader_workers=args.loader_workers)
+        rows = train_steps(self.root, train, args.seq_len, 2 * num_bins, execution)
+        first, again = {}, {}
+        for step, row in enumerate(rows):
+            (number,) = bins_for_step([num_bins], seed=train.seed, step=step, global_batch_size=1)
+            (again if number in first else first)[number] = row.step_seconds
+        new = list(first)[num_bins - args.new_shapes :]
+        self.measured.new_shapes = [first[number] for number in new], [again[number] for number in new]
+
+    def add_peer(self) -> None:
+        """transformers, in a process of its own."""
+        args = self.args
+        plan = PeerPlan(
+            micro_batches=tuple(sorted(args.peer_micro_batch)),
+            global_batch=args.peer_batch,
+            steps=args.peer_steps,
+            warmup=args.peer_warmup,
+            seq_len=args.seq_len,
+            dtype=DTYPES[args.precision],
+        )
+        self.measured.peer = apart(measure_peer, self.root, plan)
 
 
-def draw_kind(rng: np.random.Generator) -> Kind:
-    """One sample of the mix."""
-    which = rng.random()
-    images = 0 if which < 0.1 else int(rng.integers(2, 5)) if which < 0.2 else 1
-    grids = []
-    for _ in range(images):
-        tokens = float(np.clip(rng.lognormal(np.log(500), 0.6), 16, 3000)) / max(1, images - 1)
-        height = max(1, round(np.sqrt(tokens * rng.uniform(0.5, 2.0))))
-        grids.append((1, 2 * height, 2 * max(1, round(tokens / height))))
-    return Kind(int(rng.integers(40, 300)), tuple(grids), learnt=0.3)
+def run_bench(root: Path, args: argparse.Namespace, command: str) -> Measured:
+    """All that was asked for; the model is written by a process of its own, beside the data."""
+    num_bins = max(args.bins, args.new_shapes + WARM_BINS if args.new_shapes else 0)
+    with ThreadPoolExecutor() as pool:
+        host = pool.submit(apart, write_model_and_look, root / "hf", args.model)
+        mix = apart(partial(write_data, model=args.model), root / "data", num_bins, args.seq_len)
+        host = host.result()
+    cost = cost_model(read_config(root / "hf"))
+    bench = Bench(root, args, Measured(host=host, command=command, model=args.model, mix=mix, cost=cost))
+    layouts = [(1, ParallelConfig())] if args.one_gpu else []
+    layouts += [(args.gpus, ParallelConfig.model_validate_json(text)) for text in args.parallel or ["{}"]]
+    for gpus, parallel in [] if args.no_ours else layouts:
+        name = name_of(gpus, parallel)
+        bench.attempt(name, partial(bench.add_layout, name, gpus, parallel))
+    if args.new_shapes:
+        bench.attempt("new shapes", bench.add_new_shapes)
+    if args.peer:
+        bench.attempt("transformers", bench.add_peer)
+    return bench.measured
 
 
-def write_data(directory: Path, num_bins: int, seq_len: int, vocabulary: range = range(1000, 150000)) -> None:
-    """Tokenized shards and bins; enough samples that `num_bins` bins are full. Text is drawn from `vocabulary`."""
-    rng, geometry = np.random.default_rng(0), Geometry(IMAGE_TOKEN, 2, 48, 768)
-    rows, total = [], 0
-    name = "train/shard-00000.tar"
-    with ShardWriter(directory, name) as writer:
-        while total < num_bins * seq_len:
-            key = f"mix/{len(rows):08d}"
-            sample = make_sample(draw_kind(rng), geometry, vocabulary, len(rows), key)
-            if len(sample.input_ids) > seq_len:
-                continue
-            record = writer.write(key, encode_sample(sample, "u8", {}))
-            total += len(sample.input_ids)
-            rows.append(
-                {"key": key, "subset": "mix", "split": "train", "shard": name, "offset": record.offset}
-                | {
-                    "size": record.size,
-                    "checksum": record.checksum,
-                    "num_tokens": len(sample.input_ids),
-                    "num_images": len(sample.image_grid_thw),
-                }
-                | {"num_loss_tokens": int(sample.loss_mask.sum()), "num_patches": len(sample.patches)}
-            )
-        entry = writer.commit("train")
-    tokens, patches = (np.array([r[k] for r in rows]) for k in ("num_tokens", "num_patches"))
-    padded = -(-tokens // PAD_MULTIPLE) * PAD_MULTIPLE
-    bins = pack(padded, patches, seq_len, MAX_PATCHES_PER_TOKEN * seq_len)
-    order = np.argsort(bins, kind="stable").tolist()
-    write_plan(directory, [rows[i] for i in order], bins[order].tolist())
-    pixels = PixelStore(codec="u8", config=PixelConfig(min_pixels=1, max_pixels=1 << 24, patch_format=PIXELS))
-    stats = {"pixels": pixels.model_dump(mode="json")}
-    config = {"pad_multiple": PAD_MULTIPLE}
-    Manifest(
-        stage="tokenize", version=1, fingerprint="b" * 16, config=config, parents={}, shards=[entry], stats=stats
-    ).write(directory)
+def name_of(gpus: int, parallel: ParallelConfig) -> str:
+    """tp 2, sequence_parallel, dp 2 (4 GPUs)"""
+    given = [
+        name if value is True else f"{name} {value}"
+        for name, value in parallel.model_dump(exclude_defaults=True).items()
+    ]
+    dp = gpus // parallel.model_size
+    return ", ".join([*given, f"dp {dp}"]) + f" ({gpus} GPU{'s' if gpus > 1 else ''})"
 
 
-def run_steps(root: Path, args: argparse.Namespace, parallel: ParallelConfig) -> list[MetricsRow]:
-    """The metrics of some steps of a layout."""
-    optim = OptimConfig(lr=1e-5, min_lr_fraction=0.1, warmup_steps=2, weight_decay=0.1)
-    train = TrainConfig(
-        seed=0,
-        num_steps=10**6,
-        global_batch_size=args.global_batch,
-        precision="bfloat16",
-        heldout_interval=10**6,
-        optim=optim,
-    )
-    return train_steps(root, train, args.seq_len, args.steps, gpus=args.gpus, parallel=parallel)
-
-
-def train_steps(
-    root: Path, train: TrainConfig, seq_len: int, steps: int, *, gpus: int = 1, parallel: ParallelConfig | None = None
-) -> list[MetricsRow]:
-    """Train some steps on what `write_model` and `write_data` wrote, in processes of their own; the metrics of each."""
-    out = root / "run"
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir()
-    run = RunConfig(
-        task="train",
-        fingerprint="b" * 16,
-        hf_dir=root / "hf",
-        tokenized_dir=root / "data",
-        bins_dir=root / "data",
-        output_dir=out,
-        seq_len=seq_len,
-        train=train,
-        parallel=parallel or ParallelConfig(),
-        checkpoint=CheckpointConfig(save_interval=10**6),
-    )
-    (out / "run.json").write_text(run.model_dump_json())
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
-    job = subprocess.Popen([*command, "-m", "trainer", str(out / "run.json")])
-    while job.poll() is None and len(read_metrics(out)) < steps:
-        time.sleep(1)
-    # Ended from outside, so that nobody waits for a checkpoint of many GB.
-    for process in [*psutil.Process(job.pid).children(recursive=True), job] if job.poll() is None else []:
-        process.kill()
-    job.wait()
-    rows = read_metrics(out)[:steps]
-    assert len(rows) == steps, f"the trainer ended after {len(rows)} of {steps} steps"
-    return rows
-
-
-def table(measured: dict[str, list[MetricsRow]], gpus: int) -> str:
-    """Medians over the steps after the warmup, a column for each layout."""
-    lines = {
-        "useful tokens/s/GPU": lambda r: r.tokens_per_second / gpus,
-        "TFLOP/s/GPU, vision + language": lambda r: (r.vision_tflops + r.language_tflops) / gpus,
-        "MFU": lambda r: r.mfu or 0.0,
-        "step, s": lambda r: r.step_seconds,
-        "data, s": lambda r: r.data_seconds,
-        "vision, s": lambda r: r.vision_seconds,
-        "language, s": lambda r: r.language_seconds,
-        "optimizer, s": lambda r: r.optimizer_seconds,
-        "padding": lambda r: r.padding_fraction,
-        "peak memory, GB": lambda r: r.memory_gb,
-    }
-    head = f"| median of a step | {' | '.join(measured)} |\n| --- |{' --- |' * len(measured)}"
-    body = []
-    for name, get in lines.items():
-        values = [statistics.median(map(get, rows[WARMUP_STEPS:])) for rows in measured.values()]
-        body.append(f"| {name} | {' | '.join(f'{value:,.3f}' for value in values)} |")
-    return "\n".join([head, *body])
-
-
-def main() -> None:
+def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SHAPES, default="2b")
-    parser.add_argument("--gpus", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--seq-len", type=int, default=8192)
-    parser.add_argument("--global-batch", type=int, default=8, help="bins a step")
-    parser.add_argument("--bins", type=int, default=32, help="bins on disk")
-    parser.add_argument("--parallel", action="append", help="ParallelConfig as JSON; may be given several times")
-    args = parser.parse_args()
-    layouts = {text: ParallelConfig.model_validate(json.loads(text)) for text in args.parallel or ["{}"]}
-    with tempfile.TemporaryDirectory(prefix="athanor-bench-") as folder:
-        root = Path(folder)
-        write_model(root / "hf", args.model)
-        write_data(root / "data", args.bins, args.seq_len)
-        measured = {text: run_steps(root, args, parallel) for text, parallel in layouts.items()}
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    print(f"\nQwen3-VL-{args.model}, {args.gpus} x {device}, torch {torch.__version__}, {vars(args)}\n")
-    print(table(measured, args.gpus))
+    parser.add_argument("--tiny", action="store_true", help="other defaults, for a CPU")
+    parser.add_argument("--dir", type=Path, help="where model, shards and runs are written; deleted at the end")
+    parser.add_argument("--out", type=Path, help="the report, Markdown; written anew after each part")
+    ours = parser.add_argument_group("this trainer")
+    ours.add_argument("--gpus", type=int, default=1)
+    ours.add_argument("--parallel", action="append", help="ParallelConfig as JSON; may be given several times")
+    ours.add_argument("--one-gpu", action="store_true", help="also one GPU by itself with its share of the batch")
+    ours.add_argument("--no-ours", action="store_true", help="only what else is asked for")
+    ours.add_argument("--precision", choices=DTYPES, default="bfloat16")
+    ours.add_argument("--seq-len", type=int, default=8192)
+    ours.add_argument("--global-batch", type=int, default=8, help="bins a step, over all GPUs")
+    ours.add_argument("--bins", type=int, default=48, help="bins on disk, at least")
+    ours.add_argument("--warmup", type=int, default=3, help="steps before those that count")
+    ours.add_argument("--steps", type=int, default=10, help="steps that count")
+    ours.add_argument("--trace-steps", type=int, default=1, help="steps traced after them; 0: none")
+    ours.add_argument("--traces", type=Path, help="directory that gets the traces, some 100 MB each")
+    ours.add_argument("--loader-workers", type=int, default=2, help="of each GPU")
+    ours.add_argument("--new-shapes", type=int, default=0, help="bins never seen, against the same bins again; one GPU")
+    peer = parser.add_argument_group("transformers, on one GPU")
+    peer.add_argument("--peer", action="store_true")
+    peer.add_argument("--peer-micro-batch", type=int, nargs="+", default=[3, 4, 6, 8], help="samples")
+    peer.add_argument("--peer-batch", type=int, default=64, help="samples between two updates")
+    peer.add_argument("--peer-steps", type=int, default=6, help="updates that count, at each size")
+    peer.add_argument("--peer-warmup", type=int, default=2)
+    if "--tiny" in argv:
+        parser.set_defaults(**TINY, **TINY_PEER)
+    args = parser.parse_args(argv)
+    if args.global_batch % args.gpus or args.warmup < 1:
+        parser.error("--global-batch must be a multiple of --gpus, --warmup at least 1")
+    return args
+
+
+def main(argv: Sequence[str]) -> None:
+    args = parse_args(argv)
+    command = shlex.join(["python", "-m", "tests.bench.bench_train_step", *argv])
+    with tempfile.TemporaryDirectory(prefix="athanor-bench-", dir=args.dir) as folder:
+        print(report(run_bench(Path(folder), args, command)))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -1,0 +1,111 @@
+"""The machine that a bench runs on: its versions, its matrix rate; and work in a process that leaves no GPU memory."""
+
+import importlib.metadata
+import os
+import pickle
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from trainer.metrics import peak_flops
+
+PACKAGES = ("torch", "megatron-core", "transformer-engine", "transformers", "triton")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A machine. `rate` is that of `product`, `peak` the data sheet's or None, both in dense FLOP/s of one device."""
+
+    device: str
+    versions: str
+    product: str
+    rate: float
+    peak: float | None
+
+    @classmethod
+    def here(cls) -> "Host":
+        """This machine, measured."""
+        return cls(*describe(), *matrix_rate(), peak_flops())
+
+
+def apart(function: Callable[..., T], *args: object) -> T:
+    """What the function returns, computed in a process of its own: when it ends, its GPU memory is free.
+
+    Not by multiprocessing, whose children load what the main program has loaded.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        asked, answer = Path(folder, "asked"), Path(folder, "answer")
+        asked.write_bytes(pickle.dumps((function, args)))
+        subprocess.run([sys.executable, "-W", "ignore", "-m", "tests.bench.host", str(asked), str(answer)], check=True)
+        return pickle.loads(answer.read_bytes())
+
+
+def describe() -> tuple[str, str]:
+    """(the device, a line of versions)."""
+    versions = [f"Python {platform.python_version()}"]
+    for package in PACKAGES:
+        try:
+            versions.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if not torch.cuda.is_available():
+        return f"CPU, {os.cpu_count()} cores", ", ".join(versions)
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    driver = subprocess.run(query, capture_output=True, text=True).stdout.split("\n")[0]
+    versions += [f"driver {driver}", f"cuDNN {_cudnn()}"]
+    return torch.cuda.get_device_name(), ", ".join(versions)
+
+
+def _cudnn() -> str:
+    try:
+        return f"{torch.backends.cudnn.version()}, torch's"
+    except RuntimeError:  # this process has loaded another for Transformer Engine, and torch will not use that
+        return "the system's"
+
+
+def matrix_rate(rounds: int = 31) -> tuple[str, float]:
+    """(what was multiplied, its rate in FLOP/s): the median over products that follow each other without a gap, after
+    as many to warm up."""
+    cuda = torch.cuda.is_available()
+    size, dtype, device = (8192, torch.bfloat16, "cuda") if cuda else (512, torch.float32, "cpu")
+    a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
+    out = torch.empty_like(a)
+    marks = []
+    for _ in range(2 * rounds + 1):
+        marks.append(_mark(cuda))
+        torch.mm(a, b, out=out)
+    if cuda:
+        torch.cuda.synchronize()
+    seconds = [_between(*pair) for pair in zip(marks[rounds:-1], marks[rounds + 1 :])]
+    return f"{size}^3 {str(dtype).removeprefix('torch.')}", 2 * size**3 / statistics.median(seconds)
+
+
+def _mark(cuda: bool) -> torch.cuda.Event | float:
+    if not cuda:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between(start: torch.cuda.Event | float, stop: torch.cuda.Event | float) -> float:
+    return stop - start if isinstance(start, float) else start.elapsed_time(stop) / 1e3
+
+
+def _answer(asked: Path, answer: Path) -> None:
+    function, args = pickle.loads(asked.read_bytes())
+    answer.write_bytes(pickle.dumps(function(*args)))
+
+
+if __name__ == "__main__":
+    _answer(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,187 @@
+"""What the training benches run on: random weights of Qwen3-VL's published shapes, and a Cauldron-like mix on disk.
+
+Samples: image tokens log-normal around 500, one tenth text only, one tenth with several images, a few dozen to a few
+hundred text tokens of which three tenths carry loss. The shape "tiny" and its smaller samples are for a CPU.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+
+from dataset_builders.contracts.manifest import Manifest
+from dataset_builders.contracts.shard_io import ShardWriter
+from dataset_builders.contracts.tokenized import PixelConfig, PixelStore, TokenizedSample
+from dataset_builders.pixel_codecs import encode_sample
+from stages.pack import pack
+from tests.bench.host import Host
+from tests.helpers.bins import Kind, make_sample, write_plan
+from tests.helpers.reference import PIXELS
+from trainer.balance import Work
+from trainer.batch import Geometry
+
+MAX_PATCHES_PER_TOKEN = 4
+PAD_MULTIPLE = 4
+VISION = {
+    "300m": {"depth": 24, "hidden": 1024, "ffn": 4096, "deepstack": [5, 11, 17]},
+    "400m": {"depth": 27, "hidden": 1152, "ffn": 4304, "deepstack": [8, 16, 24]},
+    "tiny": {"depth": 3, "hidden": 64, "ffn": 128, "deepstack": [0, 2], "heads": 2, "positions": 256},
+}
+TINY_TEXT = {"vocabulary": 512, "image_token": 511, "kv_heads": 2, "head_dim": 16, "mrope": [4, 2, 2]}
+SHAPES = {
+    "2b": ({"hidden": 2048, "layers": 28, "heads": 16, "ffn": 6144, "tied": True}, "300m"),
+    "4b": ({"hidden": 2560, "layers": 36, "heads": 32, "ffn": 9728, "tied": True}, "300m"),
+    "8b": ({"hidden": 4096, "layers": 36, "heads": 32, "ffn": 12288, "tied": False}, "400m"),
+    "tiny": ({"hidden": 64, "layers": 4, "heads": 4, "ffn": 128, "tied": True} | TINY_TEXT, "tiny"),
+}
+IMAGE_TOKEN = 151655
+VOCABULARY = range(1000, 150000)
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """What some samples hold together. `work.loss_tokens` are those that are predicted: never a sample's first."""
+
+    samples: int
+    images: int
+    work: Work
+
+    @classmethod
+    def of(cls, samples: Iterable[TokenizedSample]) -> "Mix":
+        """Counted from the samples themselves."""
+        count, images, work = 0, 0, np.zeros(5, np.int64)
+        for sample in samples:
+            patches = sample.image_grid_thw.astype(np.int64).prod(-1)
+            length = len(sample.input_ids)
+            work += [length, int(sample.loss_mask[1:].sum()), length**2, patches.sum(), (patches**2).sum()]
+            count, images = count + 1, images + len(patches)
+        return cls(count, images, Work(*work.tolist()))
+
+
+def model_config(name: str) -> transformers.Qwen3VLConfig:
+    """The published sizes of Qwen3-VL-2B, 4B and 8B; "tiny" has all their parts."""
+    text, vision_name = SHAPES[name]
+    vision = VISION[vision_name]
+    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": text.get("mrope", [24, 20, 20])}
+    return transformers.Qwen3VLConfig(
+        text_config={
+            "vocab_size": text.get("vocabulary", 151936),
+            "hidden_size": text["hidden"],
+            "intermediate_size": text["ffn"],
+            "num_hidden_layers": text["layers"],
+            "num_attention_heads": text["heads"],
+            "num_key_value_heads": text.get("kv_heads", 8),
+            "head_dim": text.get("head_dim", 128),
+            "rope_parameters": rope,
+            "tie_word_embeddings": text["tied"],
+        },
+        vision_config={
+            "depth": vision["depth"],
+            "hidden_size": vision["hidden"],
+            "intermediate_size": vision["ffn"],
+            "num_heads": vision.get("heads", 16),
+            "out_hidden_size": text["hidden"],
+            "num_position_embeddings": vision.get("positions", 2304),
+            "deepstack_visual_indexes": vision["deepstack"],
+        },
+        image_token_id=image_token(name),
+        tie_word_embeddings=text["tied"],
+    )
+
+
+def image_token(name: str) -> int:
+    """The image token's id in a shape."""
+    return SHAPES[name][0].get("image_token", IMAGE_TOKEN)
+
+
+def write_model(directory: Path, name: str) -> None:
+    """A random HF directory, in bf16; "tiny" in float32."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32 if name == "tiny" else torch.bfloat16)
+    try:
+        with torch.device(device):
+            transformers.Qwen3VLForConditionalGeneration(model_config(name)).save_pretrained(directory)
+    finally:
+        torch.set_default_dtype(before)
+        torch.cuda.empty_cache()
+
+
+def write_model_and_look(directory: Path, model: str) -> Host:
+    """`write_model`, and what the machine is, in one process."""
+    write_model(directory, model)
+    return Host.here()
+
+
+def draw_kind(rng: np.random.Generator, image_tokens: int = 500, text: tuple[int, int] = (40, 300)) -> Kind:
+    """One sample of the mix.
+
+    Args:
+        image_tokens: median of an image's.
+        text: bounds of the text tokens.
+    """
+    which = rng.random()
+    images = 0 if which < 0.1 else int(rng.integers(2, 5)) if which < 0.2 else 1
+    grids = []
+    low, high = image_tokens * 16 / 500, image_tokens * 3000 / 500
+    for _ in range(images):
+        tokens = float(np.clip(rng.lognormal(np.log(image_tokens), 0.6), low, high)) / max(1, images - 1)
+        height = max(1, round(np.sqrt(tokens * rng.uniform(0.5, 2.0))))
+        grids.append((1, 2 * height, 2 * max(1, round(tokens / height))))
+    return Kind(int(rng.integers(*text)), tuple(grids), learnt=0.3)
+
+
+def write_data(
+    directory: Path, num_bins: int, seq_len: int, vocabulary: range = VOCABULARY, *, model: str = "2b"
+) -> Mix:
+    """Tokenized shards and bins; enough samples that `num_bins` bins are full. Text is drawn from `vocabulary`.
+
+    Returns:
+        what was written.
+    """
+    rng, geometry = np.random.default_rng(0), Geometry(image_token(model), 2, 48, 768)
+    small = {"image_tokens": 24, "text": (8, 40)} if model == "tiny" else {}
+    vocabulary = range(1, image_token(model)) if model == "tiny" else vocabulary
+    rows, mixes, total = [], [], 0
+    name = "train/shard-00000.tar"
+    with ShardWriter(directory, name) as writer:
+        while total < num_bins * seq_len:
+            key = f"mix/{len(rows):08d}"
+            sample = make_sample(draw_kind(rng, **small), geometry, vocabulary, len(rows), key)
+            if len(sample.input_ids) > seq_len:
+                continue
+            record = writer.write(key, encode_sample(sample, "u8", {}))
+            mixes.append(Mix.of([sample]))
+            total += len(sample.input_ids)
+            place = {"offset": record.offset, "size": record.size, "checksum": record.checksum}
+            rows.append({"key": key, "subset": "mix", "split": "train", "shard": name} | place | _counts(sample))
+        entry = writer.commit("train")
+    _write_bins(directory, rows, seq_len)
+    pixels = PixelStore(codec="u8", config=PixelConfig(min_pixels=1, max_pixels=1 << 24, patch_format=PIXELS))
+    stats = {"pixels": pixels.model_dump(mode="json")}
+    config = {"pad_multiple": PAD_MULTIPLE}
+    Manifest(
+        stage="tokenize", version=1, fingerprint="b" * 16, config=config, parents={}, shards=[entry], stats=stats
+    ).write(directory)
+    work = Work(*np.sum([mix.work for mix in mixes], axis=0).tolist())
+    return Mix(len(mixes), sum(mix.images for mix in mixes), work)
+
+
+def _counts(sample: TokenizedSample) -> dict[str, int]:
+    return {
+        "num_tokens": len(sample.input_ids),
+        "num_images": len(sample.image_grid_thw),
+        "num_loss_tokens": int(sample.loss_mask.sum()),
+        "num_patches": len(sample.patches),
+    }
+
+
+def _write_bins(directory: Path, rows: list[dict[str, object]], seq_len: int) -> None:
+    tokens, patches = (np.array([row[name] for row in rows]) for name in ("num_tokens", "num_patches"))
+    padded = -(-tokens // PAD_MULTIPLE) * PAD_MULTIPLE
+    bins = pack(padded, patches, seq_len, MAX_PATCHES_PER_TOKEN * seq_len)
+    order = np.argsort(bins, kind="stable").tolist()
+    write_plan(directory, [rows[i] for i in order], bins[order].tolist())

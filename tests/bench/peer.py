@@ -1,0 +1,220 @@
+"""transformers on the samples of the training benches: whole optimizer steps, micro batches padded to the longest.
+
+What is in its favour: micro batches are collated, normalised to bf16 and pinned before the clock; weights and Adam's
+moments are bf16 (ours keeps float32 ones). As everyone has it: sdpa, logits at all positions, transformers' own loss
+over the loss tokens of the global batch, gradients clipped to 1, torch's fused AdamW, samples in shuffled order, each
+once an epoch. torch's cuDNN attention is off: it plans anew for every new shape.
+"""
+
+import gc
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+from dataset_builders.contracts.tokenized import TokenizedSample
+from tests.bench.mix import PAD_MULTIPLE, Mix
+from tests.helpers.reference import reference_inputs
+from trainer.batch import Geometry
+from trainer.contract import IGNORE_INDEX
+from trainer.data import BinReader
+from trainer.metrics import peak_memory_gb
+from trainer.slices import RankSlice
+
+LR = 1e-5
+CLIP = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerPlan:
+    """What to measure.
+
+    Attributes:
+        micro_batches: samples of a micro batch; after one that does not fit, larger ones are left out.
+        global_batch: samples between two updates.
+    """
+
+    micro_batches: tuple[int, ...]
+    global_batch: int = 64
+    steps: int = 6
+    warmup: int = 2
+    seq_len: int = 8192
+    dtype: torch.dtype = torch.bfloat16
+
+
+@dataclass(slots=True, kw_only=True)
+class PeerRow:
+    """One size of micro batches. Nothing but `micro_batch` and `why` is there where it could not be measured.
+
+    Attributes:
+        seconds: of each counted step.
+        tokens: of each counted step, without padding.
+        slots: of all counted steps, with padding.
+        mix: the samples of the counted steps.
+        loss: mean of the last counted global batch.
+        why: it could not be measured: mostly memory.
+    """
+
+    micro_batch: int
+    seconds: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    slots: int = 0
+    mix: Mix | None = None
+    memory_gb: float = 0.0
+    loss: float = float("nan")
+    why: str = ""
+
+    @property
+    def fits(self) -> bool:
+        return bool(self.seconds)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(self.tokens) / sum(self.seconds) if self.fits else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedBatch:
+    """A micro batch as transformers takes it, with what is in it."""
+
+    inputs: dict[str, torch.Tensor]
+    tokens: int
+    loss_tokens: int
+
+    @property
+    def slots(self) -> int:
+        return self.inputs["input_ids"].numel()
+
+
+def collate(samples: Sequence[TokenizedSample], image_token_id: int, dtype: torch.dtype) -> PaddedBatch:
+    """(B, S) ids, attention mask, token types and labels, padded on the right to the longest; (P, C) pixels of `dtype`.
+
+    Labels are at the loss tokens alone, unshifted: transformers shifts them.
+    """
+    longest = max(len(sample.input_ids) for sample in samples)
+    names = ("input_ids", "attention_mask", "mm_token_type_ids", "labels")
+    padded = {name: torch.zeros(len(samples), longest, dtype=torch.int64) for name in names}
+    padded["labels"].fill_(IGNORE_INDEX)
+    pixels: dict[str, list[torch.Tensor]] = {"pixel_values": [], "image_grid_thw": []}
+    for row, sample in enumerate(samples):
+        inputs = reference_inputs(sample, image_token_id)
+        length = len(sample.input_ids)
+        padded["input_ids"][row, :length] = inputs["input_ids"][0]
+        padded["mm_token_type_ids"][row, :length] = inputs["mm_token_type_ids"][0]
+        padded["attention_mask"][row, :length] = 1
+        learnt = torch.from_numpy(sample.loss_mask.astype(bool))
+        padded["labels"][row, :length][learnt] = inputs["input_ids"][0][learnt]
+        for name, values in pixels.items():
+            values += [inputs[name]] if name in inputs else []
+    if pixels["pixel_values"]:
+        padded["pixel_values"] = torch.cat([value.to(dtype) for value in pixels["pixel_values"]])
+        padded["image_grid_thw"] = torch.cat(pixels["image_grid_thw"])
+    loss_tokens = int((padded["labels"][:, 1:] != IGNORE_INDEX).sum())
+    return PaddedBatch(padded, int(padded["attention_mask"].sum()), loss_tokens)
+
+
+def read_samples(data: Path, hf_dir: Path, seq_len: int) -> list[TokenizedSample]:
+    """Every training sample of a plan, in its order."""
+    config = Qwen3VLConfig.from_pretrained(hf_dir)
+    vision = config.vision_config
+    # Not by the trainer's read_config: megatron-core brings Transformer Engine into this process, and that a cuDNN of
+    # its own, with which torch's convolutions would not work.
+    side, patch_bytes = int(vision.num_position_embeddings**0.5), 3 * vision.patch_size**2
+    geometry = Geometry(config.image_token_id, vision.spatial_merge_size, side, patch_bytes)
+    reader = BinReader(data, data, "train", geometry, seq_len, RankSlice(pad_multiple=PAD_MULTIPLE))
+    return [sample for number in range(len(reader.bins)) for sample in reader.samples(number)]
+
+
+def shuffled(samples: Sequence[TokenizedSample], seed: int = 0) -> Iterator[TokenizedSample]:
+    """Epoch after epoch without end, each in an order of its own."""
+    rng = np.random.default_rng(seed)
+    while True:
+        yield from (samples[i] for i in rng.permutation(len(samples)))
+
+
+def measure_peer(root: Path, plan: PeerPlan) -> list[PeerRow]:
+    """Measure each size on what `write_model` and `write_data` wrote; prints each as it comes."""
+    cuda = torch.cuda.is_available()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    model = Qwen3VLForConditionalGeneration.from_pretrained(
+        root / "hf", dtype=plan.dtype, attn_implementation="sdpa"
+    ).train()
+    model.to("cuda" if cuda else "cpu")
+    samples = read_samples(root / "data", root / "hf", plan.seq_len)
+    rows: list[PeerRow] = []
+    for size in plan.micro_batches:
+        row = PeerRow(micro_batch=size, why="larger than one that could not be measured")
+        rows.append(_try(model, samples, plan, size) if not rows or rows[-1].fits else row)
+        row = rows[-1]
+        gc.collect()
+        if cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        print(f"transformers, micro batch {size}: {row.tokens_per_second:,.0f} useful tokens/s {row.why}", flush=True)
+    return rows
+
+
+def _try(model, samples: Sequence[TokenizedSample], plan: PeerPlan, size: int) -> PeerRow:
+    """Measure one size, or say why not. Nothing else of the try outlives this call."""
+    row = PeerRow(micro_batch=size)
+    try:
+        _measure(model, samples, plan, row)
+    except RuntimeError as error:  # out of memory is one, and so is what libraries make of it
+        row = PeerRow(micro_batch=size, why=f"{type(error).__name__}: {str(error).splitlines()[0]}")
+    for param in model.parameters():
+        param.grad = None
+    return row
+
+
+def _measure(model, samples: Sequence[TokenizedSample], plan: PeerPlan, row: PeerRow) -> None:
+    adam = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1, fused=True)
+    endless = shuffled(samples)
+    counted: list[TokenizedSample] = []
+    for step in range(plan.warmup + plan.steps):
+        chosen = list(itertools.islice(endless, plan.global_batch))
+        parts = [chosen[i : i + row.micro_batch] for i in range(0, len(chosen), row.micro_batch)]
+        batches = [_pinned(part, model, plan.dtype) for part in parts]
+        _wait()
+        start = time.perf_counter()
+        loss = _update(model, adam, batches)
+        _wait()
+        seconds = time.perf_counter() - start
+        if step >= plan.warmup:
+            counted += chosen
+            row.seconds.append(seconds)
+            row.tokens.append(sum(batch.tokens for batch in batches))
+            row.slots += sum(batch.slots for batch in batches)
+            row.loss = float(loss)
+    row.mix, row.memory_gb = Mix.of(counted), peak_memory_gb()
+
+
+def _pinned(samples: Sequence[TokenizedSample], model, dtype: torch.dtype) -> PaddedBatch:
+    batch = collate(samples, model.config.image_token_id, dtype)
+    if torch.cuda.is_available():
+        batch.inputs.update({name: value.pin_memory() for name, value in batch.inputs.items()})
+    return batch
+
+
+def _update(model, adam: torch.optim.Optimizer, batches: Sequence[PaddedBatch]) -> torch.Tensor:
+    """One optimizer step; the mean loss over the loss tokens of the global batch, on the device."""
+    count = sum(batch.loss_tokens for batch in batches)
+    total = torch.zeros((), device=model.device)
+    for batch in batches:
+        inputs = {name: value.to(model.device, non_blocking=True) for name, value in batch.inputs.items()}
+        loss = model(**inputs, use_cache=False, num_items_in_batch=count).loss
+        loss.backward()
+        total += loss.detach()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+    adam.step()
+    adam.zero_grad(set_to_none=True)
+    return total
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -1,0 +1,191 @@
+"""Where the time of traced steps went: every instant of a step belongs to one thing.
+
+Read from torch.profiler's Chrome trace. What runs on the GPU belongs to the part whose mark came last before the host
+launched it (tests/bench/traced_trainer.py sets the marks). Where things run at once, computation hides communication,
+and both hide copies from the host; what is left over is idle. Communication includes waiting for other ranks inside its
+kernels, so for a pipeline its bubble. A trace without GPU shows the host's own time between marks.
+"""
+
+import bisect
+import itertools
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+MARK = "athanor-part:"
+STEP_BEGINS, STEP_ENDS = "step-begins", "step-ends"
+COMMUNICATION, HOST_TO_DEVICE = "communication", "host to device"
+DATA_WAIT, IDLE = "data wait", "idle"
+COMPUTED = ("vision", "language", "loss", "optimizer", "other")
+SHARES = (DATA_WAIT, HOST_TO_DEVICE, *COMPUTED, COMMUNICATION, IDLE)
+_PRECEDENCE = (*COMPUTED, COMMUNICATION, HOST_TO_DEVICE, DATA_WAIT)
+
+# (kind, what the names of its kernels contain), the first that fits
+KINDS = (
+    ("attention", ("sdpa", "fmha", "flash", "attention", "attn", "mha_")),
+    ("matrix products", ("gemm", "nvjet", "xmma", "cutlass", "gemv", "splitk", "cublas", "dot_kernel")),
+    ("optimizer's own", ("adam", "multi_tensor")),
+    ("query/key kernel", ("split_forward", "split_backward")),
+    ("norms", ("norm", "ln_fwd", "ln_bwd")),
+    ("gathers and scatters", ("index", "gather", "scatter", "embedding")),
+    ("copies and fills", ("memcpy", "memset", "fill", "copy", "cat", "transpose")),
+    ("reductions", ("reduce", "softmax", "cross_entropy")),
+)
+ELEMENTWISE = "elementwise and rest"
+HOST = "on the host"
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """Something that ran from `start` to `stop` (us). `part` is the mark it was launched under."""
+
+    start: float
+    stop: float
+    label: str
+    part: str
+    name: str
+
+
+@dataclass(slots=True)
+class Parts:
+    """Seconds a step.
+
+    Attributes:
+        seconds: of a whole step.
+        shares: by SHARES, which add up to it.
+        hidden: communication while something was computed.
+        collectives: all communication, by kind; at once counted twice.
+        kinds: computation by (part, kind of kernel).
+    """
+
+    seconds: float = 0.0
+    shares: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SHARES, 0.0))
+    hidden: float = 0.0
+    collectives: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    kinds: dict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
+
+
+def kind_of(name: str) -> str:
+    """What sort of work a kernel is, by its name."""
+    if name == HOST:
+        return HOST
+    lowered = name.lower()
+    return next((kind for kind, words in KINDS if any(word in lowered for word in words)), ELEMENTWISE)
+
+
+def read_parts(path: Path) -> Parts:
+    """The mean over the traced steps of a Chrome trace.
+
+    Raises:
+        ValueError: no traced step is in it.
+    """
+    events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"]
+    marks = sorted(
+        (event["ts"], event["name"].removeprefix(MARK))
+        for event in events
+        if event.get("cat") == "user_annotation" and event["name"].startswith(MARK)
+    )
+    begins, ends = ([ts for ts, name in marks if name == which] for which in (STEP_BEGINS, STEP_ENDS))
+    if not ends or len(begins) != len(ends):
+        raise ValueError(f"{path}: {len(begins)} steps begin and {len(ends)} end")
+    activities = list(_of_device(events, marks)) or list(_of_host(events, marks))
+    return divide(activities, list(zip(begins, ends)))
+
+
+def divide(activities: Iterable[Activity], windows: Sequence[tuple[float, float]]) -> Parts:
+    """Seconds a step, the mean over the windows (us)."""
+    parts = Parts()
+    activities = [activity for activity in activities if activity.stop > activity.start]
+    for begin, end in windows:
+        inside = [a for a in activities if a.stop > begin and a.start < end]
+        _sweep(inside, begin, end, parts)
+        parts.seconds += end - begin
+        for activity in inside:
+            seconds = activity.stop - activity.start
+            if activity.label == COMMUNICATION:
+                parts.collectives[_collective(activity.name)] += seconds
+            elif activity.label in COMPUTED:
+                parts.kinds[activity.label, kind_of(activity.name)] += seconds
+    scale = 1 / (1e6 * len(windows))
+    parts.seconds *= scale
+    parts.hidden *= scale
+    for sums in (parts.shares, parts.collectives, parts.kinds):
+        sums.update({key: value * scale for key, value in sums.items()})
+    return parts
+
+
+def _sweep(activities: Sequence[Activity], begin: float, end: float, parts: Parts) -> None:
+    """Give every instant between `begin` and `end` to one of SHARES."""
+    edges = [(max(a.start, begin), 1, place) for place, a in enumerate(activities)]
+    edges += [(min(a.stop, end), -1, place) for place, a in enumerate(activities)]
+    running: dict[str, int] = defaultdict(int)
+    now = begin
+    for ts, change, place in sorted(edges):
+        label = next((name for name in _PRECEDENCE if running[name]), None)
+        if label is None:
+            # Nothing runs: what ends the gap says what was waited for.
+            label = DATA_WAIT if activities[place].part == "data" else IDLE
+        elif label in COMPUTED and running[COMMUNICATION]:
+            parts.hidden += ts - now
+        parts.shares[label] += ts - now
+        running[activities[place].label] += change
+        now = ts
+    parts.shares[IDLE] += end - now
+
+
+def _of_device(events: Iterable[dict], marks: Sequence[tuple[float, str]]) -> Iterator[Activity]:
+    launches, ran = {}, []
+    for event in events:
+        category, correlation = event.get("cat"), event.get("args", {}).get("correlation")
+        if category in ("cuda_runtime", "cuda_driver") and correlation is not None:
+            launches[correlation] = event["ts"]
+        elif category in ("kernel", "gpu_memcpy", "gpu_memset"):
+            ran.append((event["ts"], event["ts"] + event["dur"], event["name"], correlation))
+    times = [ts for ts, _ in marks]
+    part = "other"
+    for start, stop, name, correlation in sorted(ran, key=lambda it: it[:2]):
+        if correlation in launches:
+            part = _part_at(launches[correlation], times, marks)
+        yield Activity(start, stop, _label(name, part), part, name)
+
+
+def _of_host(events: Iterable[dict], marks: Sequence[tuple[float, str]]) -> Iterator[Activity]:
+    """The host's time between marks, less that of gloo."""
+    busy = [
+        (event["ts"], event["ts"] + event["dur"], event["name"])
+        for event in events
+        if event["name"].startswith("gloo:")
+    ]
+    cuts = sorted({ts for ts, _ in marks} | {edge for start, stop, _ in busy for edge in (start, stop)})
+    times = [ts for ts, _ in marks]
+    for start, stop in itertools.pairwise(cuts):
+        part = _part_at(start, times, marks)
+        name = next((name for first, last, name in busy if first <= start < last), "")
+        if name:
+            yield Activity(start, stop, COMMUNICATION, part, name)
+        elif part != "data":
+            yield Activity(start, stop, _label("", part), part, HOST)
+        else:
+            yield Activity(start, stop, DATA_WAIT, part, HOST)
+
+
+def _part_at(ts: float, times: Sequence[float], marks: Sequence[tuple[float, str]]) -> str:
+    place = bisect.bisect_right(times, ts) - 1
+    return marks[place][1] if place >= 0 else "other"
+
+
+def _label(name: str, part: str) -> str:
+    if "nccl" in name.lower():
+        return COMMUNICATION
+    if "HtoD" in name:
+        return HOST_TO_DEVICE
+    return part if part in COMPUTED else "other"
+
+
+def _collective(name: str) -> str:
+    """ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(...) -> ReduceScatter; gloo:all_reduce -> all_reduce"""
+    found = re.match(r"nccl(?:Dev)?Kernel_([A-Za-z]+)", name)
+    return found[1] if found else name.removeprefix("gloo:")

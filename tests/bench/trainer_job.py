@@ -1,0 +1,139 @@
+"""The trainer as jobs of their own, for benches: its run.json, torchrun, and an end from outside.
+
+Everything lies in one directory: `hf` and `data` as tests/bench/mix.py writes them, `run` for the job.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from trainer.contract import (
+    RESULT_JSON,
+    CheckpointConfig,
+    MetricsRow,
+    OptimConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+    TrainResult,
+    read_metrics,
+)
+
+LOG = "trainer.log"
+NEVER = 10**6
+WAIT_SECONDS = 0.5
+
+
+class TrainerEnded(RuntimeError):
+    """The trainer ended before it had done its steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Execution:
+    """What of a job changes none of its numbers."""
+
+    gpus: int = 1
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    checkpoint: CheckpointConfig = field(default_factory=lambda: CheckpointConfig(save_interval=NEVER))
+    loader_workers: int = 2
+
+
+def bench_train_config(global_batch: int, precision: str = "bfloat16") -> TrainConfig:
+    """Training that never ends and never measures its held-out loss."""
+    optim = OptimConfig(lr=1e-5, min_lr_fraction=0.1, warmup_steps=2, weight_decay=0.1)
+    return TrainConfig(
+        seed=0,
+        num_steps=NEVER,
+        global_batch_size=global_batch,
+        precision=precision,
+        heldout_interval=NEVER,
+        optim=optim,
+    )
+
+
+def write_run(root: Path, train: TrainConfig, seq_len: int, execution: Execution) -> Path:
+    """The directory of a job, empty but for its run.json; an earlier job's is deleted."""
+    out = root / "run"
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir()
+    run = RunConfig(
+        task="train",
+        fingerprint="b" * 16,
+        hf_dir=root / "hf",
+        tokenized_dir=root / "data",
+        bins_dir=root / "data",
+        output_dir=out,
+        seq_len=seq_len,
+        train=train,
+        parallel=execution.parallel,
+        checkpoint=execution.checkpoint,
+        loader_workers=execution.loader_workers,
+    )
+    (out / "run.json").write_text(run.model_dump_json())
+    return out
+
+
+def start(out: Path, gpus: int, module: str = "trainer", arguments: Sequence[str] = ()) -> subprocess.Popen:
+    """Start a module on the job's run.json, a process a GPU, with the environment that stages/launch_torchrun.py gives;
+    what it prints goes to trainer.log."""
+    torchrun = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
+    command = [*torchrun, f"--nproc-per-node={gpus}", "-m", module, str(out / "run.json"), *arguments]
+    threads = max(1, len(os.sched_getaffinity(0)) // gpus)
+    defaults = {"OMP_NUM_THREADS": str(threads), "CUDA_DEVICE_MAX_CONNECTIONS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    with (out / LOG).open("w") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log, env={**defaults, **os.environ})
+
+
+def stop(job: subprocess.Popen) -> None:
+    """Kill a job and its processes, so that nobody waits for a checkpoint of many GB; returns when they are gone."""
+    processes = [*psutil.Process(job.pid).children(recursive=True), psutil.Process(job.pid)] if _runs(job) else []
+    for process in processes:
+        process.kill()
+    psutil.wait_procs(processes[:-1], timeout=60)
+    job.wait()
+
+
+def await_steps(out: Path, job: subprocess.Popen, steps: int, files: Sequence[str] = ()) -> list[MetricsRow]:
+    """The metrics of a job's first steps, once they are done and the files are there; then the job is stopped. Files
+    that are not there say that it ended by itself after these steps.
+
+    Raises:
+        TrainerEnded: it ended by itself before.
+    """
+    try:
+        while _runs(job) and (len(read_metrics(out)) < steps or not all((out / name).exists() for name in files)):
+            time.sleep(WAIT_SECONDS)
+    finally:
+        stop(job)
+    rows = read_metrics(out)[:steps]
+    if len(rows) < steps:
+        raise TrainerEnded(f"the trainer ended after {len(rows)} of {steps} steps: {why(out)}")
+    return rows
+
+
+def train_steps(
+    root: Path, train: TrainConfig, seq_len: int, steps: int, execution: Execution | None = None
+) -> list[MetricsRow]:
+    """Train some steps on what `write_model` and `write_data` wrote, in processes of their own; the metrics of each."""
+    execution = execution or Execution()
+    out = write_run(root, train, seq_len, execution)
+    return await_steps(out, start(out, execution.gpus), steps)
+
+
+def _runs(job: subprocess.Popen) -> bool:
+    return job.poll() is None
+
+
+def why(out: Path) -> str:
+    """What an ended job has to say of its end."""
+    result = out / RESULT_JSON
+    if result.is_file():
+        return TrainResult.model_validate_json(result.read_text()).message
+    return (out / LOG).read_text(errors="replace")[-3000:]
