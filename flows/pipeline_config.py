@@ -17,7 +17,7 @@ from stages.export import ExportConfig
 from stages.plan_bins import PlanBinsConfig
 from stages.registry_config import RegistryConfig
 from stages.tokenize_samples import TokenizeConfig
-from trainer.contract import CheckpointConfig, ParallelConfig, TrainConfig
+from trainer.contract import CheckpointConfig, ParallelConfig, ProfileConfig, TrainConfig
 from trainer.contract.layout import FieldNames, check_layout
 from trainer.contract.model_facts import ModelFacts
 
@@ -59,6 +59,9 @@ class ExecutionConfig(StrictModel):
         description="of the Python files in the model's directory, which is refused without it; they are never run",
     )
     log_interval: int = Field(default=1, gt=0, description="steps between two lines of metrics.jsonl")
+    profile: ProfileConfig | None = Field(
+        default=None, description="steps of the training that torch.profiler traces; null: none"
+    )
     registry: RegistryConfig = RegistryConfig()
 
 
@@ -86,6 +89,7 @@ class PipelineConfig(StrictModel):
         for field, value in urls.items():
             check_no_userinfo(value if isinstance(value, str) else "", field)
         self._check_lengths()
+        self._check_profile()
         self.check_parallel(
             facts_of_embedded(self.model.model_dump()) if isinstance(self.model, EmbeddedModelConfig) else None
         )
@@ -108,6 +112,21 @@ class PipelineConfig(StrictModel):
                     f"one picture of tokenize.max_pixels has {patches} patches, more than "
                     f"plan_bins.max_patches={self.plan_bins.max_patches}; try plan_bins.max_patches={patches}"
                 )
+
+    def _check_profile(self) -> None:
+        profile, processes = self.execution.profile, self.execution.cluster.processes
+        if profile is None:
+            return
+        if profile.first_step > self.train.num_steps:
+            raise ValueError(
+                f"execution.profile.first_step={profile.first_step} is beyond train.num_steps={self.train.num_steps}; "
+                "try execution.profile.first_step=1"
+            )
+        if profile.rank >= processes:
+            raise ValueError(
+                f"execution.profile.rank={profile.rank} is none of execution.cluster.processes={processes}; "
+                "try execution.profile.rank=0"
+            )
 
     def check_parallel(self, facts: ModelFacts | None) -> None:
         """See that the layout fits everything it meets.

@@ -149,11 +149,12 @@ class _Form:
         return [self._inlined(each) for each in value] if isinstance(value, list) else value
 
     def _says(self, path: tuple[str, ...]) -> list[str]:
-        """The values of the recipes that have the field."""
+        """The values of the recipes that have the field; none where its whole section is null."""
         said = {}
         for name, place in self.values.items():
             for key in path:
-                place = place.get(key, self) if isinstance(place, dict) else self
+                if place is not None:
+                    place = place.get(key, self) if isinstance(place, dict) else self
             if place is not self:
                 said[name] = NONE if place is None else place if isinstance(place, str) else json.dumps(place)
         return [f"recipe {name}: `{value}`" for name, value in said.items()]

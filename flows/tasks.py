@@ -230,6 +230,7 @@ def _train_resources(config: PipelineConfig, on_rows: Callable | None = None) ->
         checkpoint=execution.checkpoint,
         loader_workers=execution.loader_workers,
         log_interval=execution.log_interval,
+        profile=execution.profile,
         **listeners,
     )
 

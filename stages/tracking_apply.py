@@ -28,7 +28,7 @@ from stages.tracking_inputs import DATASETS, PREDICTIONS_TABLE, dataset_input, l
 from stages.tracking_journal import Entry, State
 from stages.tracking_notes import NOTE_TAG, experiment_note, run_note
 from stages.tracking_registry import REASON_TAG, promote, register
-from trainer.contract import HF_EXPORT, MetricsRow, read_metrics
+from trainer.contract import HF_EXPORT, PROFILE, MetricsRow, read_metrics
 
 IDENTITY_TAG = "athanor.identity"
 PREVIEW_HTML = "preview.html"
@@ -162,6 +162,8 @@ class Applier:
         for name in (MANIFEST, REPORT_JSON, REPORT_HTML):
             if (artifact.dir / name).is_file():
                 self._client.log_artifact(run_id, str(local_copy(artifact.dir / name)), f"stages/{manifest.stage}")
+        for trace in sorted((artifact.dir / PROFILE).iterdir()) if (artifact.dir / PROFILE).is_dir() else ():
+            self._client.log_artifact(run_id, str(local_copy(trace)), f"stages/{manifest.stage}/{PROFILE}")
         self._preview(artifact, entry.data["hf_dir"])
         if manifest.stage in DATASETS:
             self._client.log_inputs(run_id, [dataset_input(artifact)])

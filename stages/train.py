@@ -2,6 +2,7 @@
 
     checkpoints/step-000500/ ...   run.json  result.json  metrics.jsonl  report.json  report.html
     logs/trainer.log  logs/rank-0001.log ...   job.sbatch  slurm.json  slurm-end   the last three of a SLURM job
+    profile/rank-0.json.gz  profile/rank-0.md   where steps are traced
 
 A rerun in the same scratch directory starts the trainer again, which goes on from its newest checkpoint.
 """
@@ -28,6 +29,7 @@ from trainer.contract import (
     CheckpointConfig,
     MetricsRow,
     ParallelConfig,
+    ProfileConfig,
     RunConfig,
     TrainConfig,
     TrainResult,
@@ -61,6 +63,7 @@ class TrainResources:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     loader_workers: int = 2
     log_interval: int = 1
+    profile: ProfileConfig | None = None
     on_rows: Callable[[list[MetricsRow]], None] = lambda rows: None
     on_line: Callable[[str], None] = lambda line: None
 
@@ -197,6 +200,7 @@ def make_run_config(
         checkpoint=resources.checkpoint,
         loader_workers=resources.loader_workers,
         log_interval=resources.log_interval,
+        profile=resources.profile,
         num_threads=resources.cluster.num_threads,
     )
 

@@ -2,15 +2,24 @@
 on the data worker."""
 
 import dataclasses
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 
 import numpy as np
 import torch
 
 from dataset_builders.contracts.tokenized import TokenizedSample
-from trainer.contract import IGNORE_INDEX
-from trainer.positions import cumulative, mrope_positions, patch_coordinates, position_interpolation
+from trainer.positions import (
+    Grid,
+    bin_positions,
+    cumulative,
+    image_rasters,
+    image_starts,
+    patch_coordinates,
+    position_interpolation,
+)
 from trainer.ragged import Ragged
 from trainer.slices import WHOLE, ImageShare, RankSlice, share_images, zigzag_order
 
@@ -122,15 +131,26 @@ def _same(a: object, b: object) -> bool:
 
 @dataclass(slots=True)
 class _Bin:
-    """Samples laid end to end, whole."""
+    """Samples laid end to end, whole. A segment is a sample with its padding, or the padding at the end.
+
+    Attributes:
+        lengths: tokens of each sample.
+        cu_seqlens: (m + 1,) where each segment begins, and the end.
+        max_seqlen: the longest segment.
+        grids: of each image.
+        is_loss: (T,) the next token of the same sample is to be learnt.
+        slots: (V,) places of the image tokens.
+    """
 
     samples: Sequence[TokenizedSample]
-    starts: np.ndarray
+    lengths: list[int]
     cu_seqlens: np.ndarray
+    max_seqlen: int
+    grids: list[Grid]
     input_ids: np.ndarray
     position_ids: np.ndarray
-    labels: np.ndarray
-    is_image: np.ndarray
+    is_loss: np.ndarray
+    slots: np.ndarray
 
 
 def make_micro_batch(
@@ -144,109 +164,141 @@ def make_micro_batch(
     whole = _lay_out(samples, geometry, seq_len, part.pad_multiple)
     order = zigzag_order(whole.cu_seqlens, part.cp)
     places = order.reshape(part.cp, -1)[part.cp_rank]
-    labels = whole.labels[places]
-    loss_index = np.flatnonzero(labels != IGNORE_INDEX)
-    grids = np.concatenate([np.empty((0, 3), np.int64), *(s.image_grid_thw.astype(np.int64) for s in samples)])
+    loss_index = np.flatnonzero(_held(whole.is_loss, places))
+    loss_places = places.take(loss_index)
+    labels = whole.input_ids.take(loss_places + 1)
     return MicroBatch(
-        keys=tuple(s.key for s in samples),
-        input_ids=torch.from_numpy(whole.input_ids[places])[None],
-        position_ids=torch.from_numpy(whole.position_ids[:, places]),
+        keys=tuple([s.key for s in samples]),
+        input_ids=_int64(_held(whole.input_ids, places))[None],
+        position_ids=_int64(_held(whole.position_ids, places)),
         cu_seqlens=torch.from_numpy(whole.cu_seqlens),
-        max_seqlen=int(np.diff(whole.cu_seqlens).max()),
+        max_seqlen=whole.max_seqlen,
         cp_order=torch.from_numpy(order),
         loss_index=torch.from_numpy(loss_index),
-        labels=Ragged(torch.from_numpy(labels[loss_index]), _count_by_sample(places[loss_index], whole)),
-        **_vision(whole, grids, places, geometry, part),
-        sample_lengths=tuple(len(s.input_ids) for s in samples),
-        image_patches=tuple(grids.prod(-1).tolist()),
-        num_loss_tokens=int((whole.labels != IGNORE_INDEX).sum()),
+        labels=Ragged(_int64(labels), _count_by_sample(loss_places, whole)),
+        **_vision(whole, places, geometry, part),
+        sample_lengths=tuple(whole.lengths),
+        image_patches=tuple([t * h * w for t, h, w in whole.grids]),
+        num_loss_tokens=int(np.count_nonzero(whole.is_loss)),
     )
+
+
+def _int64(values: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(values.astype(np.int64))
+
+
+def _held(values: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """What lies at a rank's places of the bin, along the last axis; `values` itself where that is all of it."""
+    return values if len(places) == values.shape[-1] else values.take(places, axis=-1)
 
 
 def _lay_out(samples: Sequence[TokenizedSample], geometry: Geometry, seq_len: int, pad_multiple: int) -> _Bin:
-    lengths = np.array([len(s.input_ids) for s in samples], np.int64)
-    padded = -(-lengths // pad_multiple) * pad_multiple
-    if padded.sum() > seq_len:
-        raise ValueError(
-            f"samples of {int(padded.sum())} tokens do not fit in seq_len={seq_len}: {[s.key for s in samples]}"
-        )
-    tail = int(seq_len - padded.sum())
-    cu_seqlens = cumulative([*padded.tolist(), *([tail] if tail else [])])
-    starts = cu_seqlens[: len(samples)]
-    whole = _Bin(
+    lengths = [len(s.input_ids) for s in samples]
+    padding = [-length % pad_multiple for length in lengths]
+    bounds = [*accumulate(map(operator.add, lengths, padding), initial=0)]
+    if bounds[-1] > seq_len:
+        raise ValueError(f"samples of {bounds[-1]} tokens do not fit in seq_len={seq_len}: {[s.key for s in samples]}")
+    padding.append(seq_len - bounds[-1])
+    cu_seqlens = np.array([*bounds, seq_len] if padding[-1] else bounds, np.int32)
+    input_ids = _end_to_end([s.input_ids for s in samples], padding, np.int32)
+    # The one shift by one: place i predicts token i + 1 of the same sample where that token is to be learnt.
+    is_loss = np.zeros(seq_len, bool)
+    np.not_equal(_end_to_end([s.loss_mask for s in samples], padding, np.uint8)[1:], 0, out=is_loss[:-1])
+    for end in bounds[1:]:
+        is_loss[end - 1] = False
+    grids = [s.image_grid_thw.tolist() for s in samples]
+    slots = np.flatnonzero(input_ids == geometry.image_token_id)
+    images = image_rasters(grids, geometry.spatial_merge_size)
+    starts = image_starts(slots, images, bounds)
+    return _Bin(
         samples,
-        starts,
+        lengths,
         cu_seqlens,
-        input_ids=np.zeros(seq_len, np.int64),
-        position_ids=np.zeros((3, seq_len), np.int64),
-        labels=np.full(seq_len, IGNORE_INDEX, np.int64),
-        is_image=np.zeros(seq_len, bool),
+        max(map(operator.sub, [*bounds[1:], seq_len], bounds)),
+        grids=[*chain.from_iterable(grids)],
+        input_ids=input_ids,
+        position_ids=bin_positions(images, starts, lengths, padding),
+        is_loss=is_loss,
+        slots=slots,
     )
-    for sample, start in zip(samples, starts.tolist()):
-        stop = start + len(sample.input_ids)
-        whole.input_ids[start:stop] = sample.input_ids
-        whole.is_image[start:stop] = sample.input_ids == geometry.image_token_id
-        whole.position_ids[:, start:stop] = mrope_positions(
-            sample.input_ids, sample.image_grid_thw, geometry.image_token_id, geometry.spatial_merge_size
-        )
-        # The one shift by one: place i predicts token i + 1 of the same sample where that token is to be learnt.
-        whole.labels[start : stop - 1] = np.where(sample.loss_mask[1:], sample.input_ids[1:], IGNORE_INDEX)
-    return whole
+
+
+def _end_to_end(members: Sequence[np.ndarray], padding: Sequence[int], dtype: type[np.generic]) -> np.ndarray:
+    """Members with their zeros of padding after each; `padding` has one more, for the end."""
+    pieces = []
+    for member, zeros in zip(members, padding):
+        pieces.append(member)
+        if zeros:
+            pieces.append(np.zeros(zeros, dtype))
+    return np.concatenate([*pieces, np.zeros(padding[-1], dtype)])
 
 
 def _count_by_sample(places: np.ndarray, whole: _Bin) -> tuple[int, ...]:
-    if not len(whole.samples):
-        return ()
-    sample = np.searchsorted(whole.starts, places, side="right") - 1
-    return tuple(np.bincount(sample, minlength=len(whole.samples)).tolist())
+    """How many of some places, ascending, lie in each sample."""
+    firsts = places.searchsorted(whole.cu_seqlens[: len(whole.samples) + 1]).tolist()
+    return tuple(map(operator.sub, firsts[1:], firsts))
 
 
-def _vision(
-    whole: _Bin, grids: np.ndarray, places: np.ndarray, geometry: Geometry, part: RankSlice
-) -> dict[str, object]:
+def _vision(whole: _Bin, places: np.ndarray, geometry: Geometry, part: RankSlice) -> dict[str, object]:
     if not part.has_vision:
-        share = ImageShare((), 0, 0, np.empty(0, np.int64))
-        return _images([], grids[:0], geometry) | _image_places(np.zeros(0, bool), np.zeros(0, np.int64), share)
-    merge = geometry.spatial_merge_size
-    share = share_images(grids.prod(-1).tolist(), 1 / merge**2, part.vision_ranks, part.vision_rank)
-    images = _split_images(whole.samples)
+        none = np.zeros(0, np.int64)
+        return _images([], [], geometry) | _image_places(none, none, ImageShare((), 0, 0, none))
+    merge, grids = geometry.spatial_merge_size, whole.grids
+    share = share_images([t * h * w for t, h, w in grids], 1 / merge**2, part.vision_ranks, part.vision_rank)
+    if not share.images:
+        grids = [(1, merge, merge)]
+        patches = [np.zeros((merge * merge, geometry.patch_bytes), np.uint8)]
+    elif len(share.images) == len(grids):
+        patches = [s.patches for s in whole.samples]
+    else:
+        images = _split_images(whole)
+        patches, grids = [images[i] for i in share.images], [grids[i] for i in share.images]
     mine = places.reshape(part.sequence_ranks, -1)[part.sequence_rank]
-    chosen, chosen_grids = [images[i] for i in share.images], grids[list(share.images)]
-    if not chosen:
-        chosen_grids = np.array([[1, merge, merge]])
-        chosen = [np.zeros((merge * merge, geometry.patch_bytes), np.uint8)]
-    number = np.cumsum(whole.is_image) - 1
-    return _images(chosen, chosen_grids, geometry) | _image_places(whole.is_image[mine], number[mine], share)
+    index, rows = _image_tokens(mine, whole, share.rows)
+    return _images(patches, grids, geometry) | _image_places(index, rows, share)
 
 
-def _split_images(samples: Sequence[TokenizedSample]) -> list[np.ndarray]:
+def _split_images(whole: _Bin) -> list[np.ndarray]:
     """The patches of every image of the bin, as views."""
     images = []
-    for sample in samples:
-        bounds = np.cumsum(sample.image_grid_thw.astype(np.int64).prod(-1))[:-1]
-        images += np.split(sample.patches, bounds) if len(sample.image_grid_thw) else []
+    grids = iter(whole.grids)
+    for sample in whole.samples:
+        start = 0
+        for _, (t, h, w) in zip(sample.image_grid_thw, grids):
+            images.append(sample.patches[start : start + t * h * w])
+            start += t * h * w
     return images
 
 
-def _image_places(is_image: np.ndarray, number: np.ndarray, share: ImageShare) -> dict[str, object]:
-    index = np.flatnonzero(is_image)
+def _image_tokens(places: np.ndarray, whole: _Bin, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Which of some places are image tokens, and what each of those has in `rows`, (V,) of all of the bin."""
+    if len(places) == len(whole.input_ids):
+        return whole.slots, rows
+    row_of = np.full(len(whole.input_ids), -1)
+    row_of[whole.slots] = rows
+    held = row_of.take(places)
+    index = np.flatnonzero(held >= 0)
+    return index, held.take(index)
+
+
+def _image_places(index: np.ndarray, rows: np.ndarray, share: ImageShare) -> dict[str, object]:
     return {
         "image_index": torch.from_numpy(index),
-        "image_rows": torch.from_numpy(share.rows[number[index]]),
+        "image_rows": torch.from_numpy(rows),
         "encoded_rows": share.tokens,
         "gathered_rows": share.gathered_rows,
     }
 
 
-def _images(images: list[np.ndarray], grids: np.ndarray, geometry: Geometry) -> dict[str, object]:
+def _images(images: Sequence[np.ndarray], grids: Sequence[Grid], geometry: Geometry) -> dict[str, object]:
     merge = geometry.spatial_merge_size
     taps, weights = position_interpolation(grids, geometry.position_side, merge)
-    frames = np.repeat(grids[:, 1] * grids[:, 2], grids[:, 0])
+    frames = [h * w for t, h, w in grids for _ in range(t)]
     patches = np.concatenate([np.empty((0, geometry.patch_bytes), np.uint8), *images])
     return {
-        "patches": Ragged(torch.from_numpy(patches), tuple(frames.tolist())),
+        "patches": Ragged(torch.from_numpy(patches), tuple(frames)),
         "vision_cu_seqlens": torch.from_numpy(cumulative(frames)),
-        "vision_max_seqlen": int(frames.max(initial=0)),
+        "vision_max_seqlen": max(frames, default=0),
         "patch_coordinates": torch.from_numpy(patch_coordinates(grids, merge)),
         "position_taps": torch.from_numpy(taps),
         "position_weights": torch.from_numpy(weights),

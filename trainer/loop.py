@@ -24,6 +24,7 @@ from trainer.optim import set_learning_rate
 from trainer.parts import freeze
 from trainer.sharding import Chunk, share_model, weights_dtype
 from trainer.step import Totals, finalize_gradients, run_micro_batches, train_step
+from trainer.step_trace import StepTrace
 
 log = logging.getLogger("athanor.trainer")
 
@@ -152,7 +153,10 @@ def train(run: RunConfig, mesh: Mesh) -> TrainResult:
     batches = prefetch(trainer.order.reader, numbers, PREFETCH_DEPTH, pin, run.loader_workers)
     interval = _Interval(trainer)
     saver = checkpoint.Checkpointer(trainer.chunks, trainer.optimizer, run, mesh)
+    trace = _trace(trainer)
     while trainer.step < run.train.num_steps:
+        if trace:
+            trace.before(trainer.step + 1)
         try:
             interval.add_step(batches, per_step)
         except NotFinite:
@@ -165,6 +169,8 @@ def train(run: RunConfig, mesh: Mesh) -> TrainResult:
             if writer:
                 writer.write(row)
         interval.pause()
+        if trace:
+            trace.after(is_last or stop)
         if is_last or stop or trainer.step % run.checkpoint.save_interval == 0:
             saver.save(trainer.step)
         else:
@@ -177,6 +183,13 @@ def train(run: RunConfig, mesh: Mesh) -> TrainResult:
             return _result(trainer, "stopped", name, "told to stop by SIGTERM; run again to go on from here")
     newest = checkpoint.list_checkpoints(run.output_dir / CHECKPOINTS)[-1]
     return _result(trainer, "finished", newest.name, "")
+
+
+def _trace(trainer: Trainer) -> StepTrace | None:
+    config, steps = trainer.run.profile, range(trainer.step + 1, trainer.run.train.num_steps + 1)
+    if config is None or config.rank != trainer.mesh.rank:
+        return None
+    return StepTrace(config, trainer.run.output_dir, trainer.chunks[0].module.clock, steps)
 
 
 def _result(trainer: Trainer, status: str, name: str, message: str) -> TrainResult:

@@ -4,6 +4,7 @@ import os
 import resource
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -19,6 +20,9 @@ class PartClock:
     """Splits a step's time into parts that follow each other: data, vision, language, optimizer.
 
     On CUDA the marks are events on the stream, read once a log interval, so that timing costs no synchronisation.
+
+    Attributes:
+        on_switch: hears of every part that begins, None where nothing does; on whatever thread it is.
     """
 
     def __init__(self) -> None:
@@ -26,6 +30,7 @@ class PartClock:
         self._part: str | None = None
         self._mark: object = None
         self._spans: list[tuple[str, object, object]] = []
+        self.on_switch: Callable[[str | None], None] | None = None
 
     def switch(self, part: str | None) -> None:
         """End the part that runs and begin `part`; None begins nothing."""
@@ -33,6 +38,8 @@ class PartClock:
         if self._part is not None:
             self._spans.append((self._part, self._mark, now))
         self._part, self._mark = part, now
+        if self.on_switch is not None:
+            self.on_switch(part)
 
     def switch_on_gradient(self, tensor: torch.Tensor, part: str) -> None:
         """Begin `part` when the backward pass reaches `tensor`."""

@@ -38,9 +38,9 @@ class Ragged:
         lengths = tuple(map(operator.index, self.lengths))
         object.__setattr__(self, "lengths", lengths)
         object.__setattr__(self, "starts", tuple(accumulate(lengths, initial=0)))
-        negative = [place for place, length in enumerate(lengths) if length < 0]
-        if negative:
-            raise ValueError(f"member {negative[0]} has length {lengths[negative[0]]}")
+        if lengths and min(lengths) < 0:
+            place = next(place for place, length in enumerate(lengths) if length < 0)
+            raise ValueError(f"member {place} has length {lengths[place]}")
         if self.values.dim() == 0 or self.starts[-1] != len(self.values):
             raise ValueError(f"{self.starts[-1]} rows by lengths, but values are {tuple(self.values.shape)}")
 

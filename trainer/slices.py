@@ -7,6 +7,7 @@ costs all ranks the same); sequence parallel then cuts what a rank holds into `s
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
@@ -47,11 +48,12 @@ def zigzag_order(cu_seqlens: np.ndarray, cp: int) -> np.ndarray:
     places = np.arange(cu_seqlens[-1], dtype=np.int64)
     if cp == 1:
         return places
-    lengths = np.diff(cu_seqlens)
-    start = np.repeat(cu_seqlens[:-1], lengths)
-    piece = (places - start) * 2 * cp // np.repeat(lengths, lengths)
-    owner = np.minimum(piece, 2 * cp - 1 - piece)
-    return np.argsort(owner, kind="stable")
+    begins, sizes = cu_seqlens[:-1].astype(np.int64), np.diff(cu_seqlens) // (2 * cp)
+    early = np.arange(cp)[:, None]
+    pieces = np.stack([begins + early * sizes, begins + (2 * cp - 1 - early) * sizes], 2).ravel()  # (rank, segment, 2)
+    counts = np.tile(np.repeat(sizes, 2), cp)
+    places += np.repeat(pieces - (np.cumsum(counts) - counts), counts)
+    return places
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +80,18 @@ def share_images(patches: Sequence[int], tokens_per_patch: float, ranks: int, ra
         patches: patches of each image of the bin.
         tokens_per_patch: 1 / spatial_merge_size^2.
     """
-    tokens = np.rint(np.asarray(patches, np.float64) * tokens_per_patch).astype(np.int64)
+    tokens = [round(count * tokens_per_patch) for count in patches]
+    rows = np.arange(sum(tokens))
+    if ranks == 1:
+        return ImageShare(tuple(range(len(tokens))), len(rows), len(rows), rows)
     shares = spread_images(patches, ranks)
-    totals = [int(tokens[share].sum()) for share in shares]
-    first_row = np.zeros(len(tokens), np.int64)
+    totals = [sum(tokens[image] for image in share) for share in shares]
+    first_row = [0] * len(tokens)
     for owner, share in enumerate(shares):
-        before = np.cumsum(tokens[share]) - tokens[share]
-        first_row[share] = owner * max(totals) + before
-    within = np.arange(tokens.sum()) - np.repeat(np.cumsum(tokens) - tokens, tokens)
-    return ImageShare(tuple(shares[rank]), totals[rank], max(totals), np.repeat(first_row, tokens) + within)
+        row = owner * max(totals)
+        for image in share:
+            first_row[image] = row
+            row += tokens[image]
+    moved = [row - before for row, before in zip(first_row, accumulate(tokens, initial=0))]
+    rows += np.repeat(np.array(moved, np.int64), np.array(tokens, np.int64))
+    return ImageShare(tuple(shares[rank]), totals[rank], max(totals), rows)

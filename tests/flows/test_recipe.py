@@ -6,6 +6,7 @@ from dataset_builders.contracts.errors import InputError
 from flows.recipe import RECIPES, known_recipes, load_recipe
 from flows.stage_graph import open_inputs
 from tests.helpers.tiny_model import tiny_hf_dir
+from trainer.contract import ProfileConfig
 
 
 def _error(*overrides: str) -> str:
@@ -103,6 +104,11 @@ def test_nothing_held_out_is_fine_where_the_source_has_splits_of_its_own():
             ["execution.parallel.cp=2", "execution.cluster.processes=2", "plan_bins.pad_multiple=1"],
             "try plan_bins.pad_multiple=4",
         ),
+        (
+            ["execution.profile.first_step=9", "train.num_steps=8", "train.optim.warmup_steps=1"],
+            "execution.profile.first_step=9 is beyond train.num_steps=8; try execution.profile.first_step=1",
+        ),
+        (["execution.profile.rank=1"], "execution.profile.rank=1 is none of execution.cluster.processes=1"),
         (["plan_bins.max_patches=4"], "more than plan_bins.max_patches=4; try plan_bins.max_patches="),
     ],
 )
@@ -139,6 +145,16 @@ def test_overrides_are_what_the_run_is_named_by():
 def test_execution_is_no_identity():
     one, two = load_recipe(), load_recipe(overrides=["execution.num_workers=3", "execution.log_interval=7"])
     assert one.config.identity() == two.config.identity() and two.differs == {}
+
+
+def test_a_section_that_is_none_comes_with_its_first_field():
+    without, traced = load_recipe(), load_recipe(overrides=["execution.profile.first_step=3"])
+    assert without.config.execution.profile is None
+    assert traced.config.execution.profile == ProfileConfig(first_step=3)
+    assert without.config.identity() == traced.config.identity() and traced.differs == {}
+    assert "unknown key execution.profile.first; did you mean execution.profile.first_step?" in _error(
+        "execution.profile.first=3"
+    )
 
 
 def test_an_unknown_recipe_lists_the_known():

@@ -117,6 +117,20 @@ def test_the_model_is_registered_once_with_its_scores(root):
     assert model.status == "READY" and model.params["dtype"] == "float32"
 
 
+def test_a_trace_of_steps_goes_with_its_training(root):
+    traced = make_trained(root, "9" * 16, 3)
+    (traced.dir / "profile").mkdir()
+    (traced.dir / "profile" / "rank-0.json.gz").write_bytes(b"trace")
+    (traced.dir / "profile" / "rank-0.md").write_text("# Steps 2 to 3")
+    tracker = open_tracker(root, "traced")
+    tracker.log_stage(traced, False)
+    run_id, client = _delivered(tracker), connect(root)
+    names = sorted(item.path for item in client.list_artifacts(run_id, "stages/train/profile"))
+    assert names == ["stages/train/profile/rank-0.json.gz", "stages/train/profile/rank-0.md"]
+    copy = Path(client.download_artifacts(run_id, names[0]))
+    assert copy.read_bytes() == b"trace"
+
+
 def test_every_field_of_a_metrics_row_becomes_a_metric(root):
     tracker = open_tracker(root, "fields")
     sink = tracker.sink()

@@ -25,7 +25,15 @@ from stages.train import (
 )
 from tests.helpers.fake_trainer import metrics_row
 from tests.helpers.tiny_model import tiny_hf_dir
-from trainer.contract import EXIT_INPUT, METRICS_JSONL, OptimConfig, ParallelConfig, RunConfig, TrainConfig
+from trainer.contract import (
+    EXIT_INPUT,
+    METRICS_JSONL,
+    OptimConfig,
+    ParallelConfig,
+    ProfileConfig,
+    RunConfig,
+    TrainConfig,
+)
 
 CONFIG = TrainConfig(
     seed=0,
@@ -82,6 +90,14 @@ def test_the_manifest_holds_no_path_and_no_time(inputs, tmp_path):
     second = _run(inputs, tmp_path / "b").artifact.dir / "manifest.json"
     assert first.read_bytes() == second.read_bytes()
     assert str(tmp_path) not in first.read_text() and "seconds" not in first.read_text()
+
+
+def test_steps_are_traced_without_another_identity(inputs, tmp_path):
+    plain = _run(inputs, tmp_path / "a").artifact
+    traced = _run(inputs, tmp_path / "b", profile=ProfileConfig(first_step=2)).artifact
+    run = RunConfig.model_validate_json((traced.dir / "run.json").read_text())
+    assert run.profile == ProfileConfig(first_step=2)
+    assert (traced.dir / "manifest.json").read_bytes() == (plain.dir / "manifest.json").read_bytes()
 
 
 def test_run_json_says_what_to_train(inputs, tmp_path):

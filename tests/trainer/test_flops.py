@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.helpers.bins import MIXED, make_samples
+from tests.helpers.bins import MIXED, ONE_IMAGE, TEXT_ONLY, TWO_IMAGES, Kind, make_samples
 from tests.helpers.reference import load_reference, random_hf_dir, reference_inputs
 from trainer.batch import make_micro_batch
 from trainer.models.qwen3_vl.config import read_config
@@ -35,3 +35,31 @@ def test_counts_equal_torchs_counter(shape):
     second_frame = 2 * 3 * v.patch_size**2 * v.hidden_size * sum(batch.image_patches)
     assert ours_language - head + causal_half == language
     assert ours_vision + second_frame == vision
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [[TEXT_ONLY], [ONE_IMAGE], [TWO_IMAGES], [Kind(9, ((1, 2, 2), (1, 12, 12), (1, 4, 4))), TEXT_ONLY]],
+    ids=["text only", "one image", "two images", "three unlike images and a text"],
+)
+def test_a_step_counts_what_torch_counts_forward_and_backward(kinds):
+    """Images of 4 to 144 patches in one sample: attention over all of a sample's patches at once would be seen."""
+    hf_dir = random_hf_dir("first")
+    sizes = read_config(hf_dir)
+    reference = load_reference(hf_dir, attention="eager")
+    samples = make_samples(kinds, sizes.geometry, range(20, 300))
+    batch = make_micro_batch(samples, sizes.geometry, 256)  # padding is not counted
+    theirs = 0
+    for sample in samples:
+        inputs = reference_inputs(sample, sizes.image_token_id)
+        # The logits that a loss needs: those before each token that is to be learnt.
+        places = torch.from_numpy(sample.loss_mask[1:].nonzero()[0])
+        with FlopCounterMode(display=False) as counter:
+            reference(**inputs, use_cache=False, logits_to_keep=places).logits.sum().backward()
+        theirs += counter.get_total_flops()
+    lm, v = sizes.language, sizes.vision
+    causal_half = 2 * lm.num_layers * lm.num_heads * lm.head_dim * sum(len(s.input_ids) ** 2 for s in samples)
+    frame = 2 * 3 * v.patch_size**2 * v.hidden_size * sum(batch.image_patches)
+    # Theirs: attention counted without causality; the patch embedding over both frames, but no gradient of the pixels.
+    ours = sum(model_flops(sizes, batch)) + 3 * causal_half + 3 * frame - 2 * frame
+    assert ours == pytest.approx(theirs, rel=0.01)

@@ -20,6 +20,7 @@ METRICS_JSONL = "metrics.jsonl"
 HELDOUT_JSONL = "heldout.jsonl"
 CHECKPOINTS = "checkpoints"
 HF_EXPORT = "hf"
+PROFILE = "profile"  # the folder of traces
 
 EXIT_FAILED = 1
 EXIT_INPUT = 2
@@ -110,6 +111,14 @@ class CheckpointConfig(StrictModel):
     )
 
 
+class ProfileConfig(StrictModel):
+    """Execution: which steps of a training torch.profiler traces. A training that is finished is reused, untraced."""
+
+    first_step: int = Field(default=5, ge=1, description="the first that is traced, counted from 1")
+    num_steps: int = Field(default=2, ge=1, le=20, description="steps that are traced; each may take 100 MB of memory")
+    rank: int = Field(default=0, ge=0, description="process that is traced")
+
+
 class RunConfig(StrictModel):
     """run.json: one job of the trainer, whole. All paths are absolute."""
 
@@ -127,6 +136,7 @@ class RunConfig(StrictModel):
     checkpoint: CheckpointConfig = CheckpointConfig()
     loader_workers: int = Field(default=2, ge=1, description="threads of a process that read micro batches ahead")
     log_interval: int = Field(default=1, gt=0, description="steps between two lines of metrics.jsonl")
+    profile: ProfileConfig | None = Field(default=None, description="steps to trace into profile/; null: none")
     num_threads: int = Field(default=0, ge=0, description="CPU threads of a process; 0 shares the cores among them")
 
     def num_micro_batches(self, dp: int) -> int:

@@ -1,0 +1,117 @@
+"""A torch.profiler trace of some steps, on request: `execution.profile` of a recipe.
+
+    profile/rank-0.json.gz   Chrome trace, for chrome://tracing or https://ui.perfetto.dev
+    profile/rank-0.md        the operators and kernels that took most time
+
+The profiler watches and changes no number. Each step is a range "step 12"; where the step's time goes over to another
+part (data, vision, language, optimizer), on whatever thread, a mark "athanor-part:vision" says so.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch
+from torch.autograd.profiler_util import FunctionEventAvg
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
+
+from dataset_builders.contracts.files import write_text
+from trainer.contract import PROFILE, ProfileConfig
+from trainer.metrics import PartClock
+
+MARK = "athanor-part:"
+NUM_ROWS = 30
+_DEVICE, _HOST = "self_device_time_total", "self_cpu_time_total"  # microseconds
+log = logging.getLogger("athanor.trainer")
+
+
+class StepTrace:
+    """Traces steps of one rank, called before and after each step of the loop.
+
+    The step before the first is watched too and left out, where there is one: the profiler's own start is in it.
+    """
+
+    def __init__(self, config: ProfileConfig, directory: Path, clock: PartClock, steps: range) -> None:
+        """
+        Args:
+            directory: output directory of the run.
+            clock: knows where a step's time goes over to another part.
+            steps: of the training that are still to come, counted from 1.
+        """
+        self._path, self._clock = directory / PROFILE / f"rank-{config.rank}.json.gz", clock
+        wanted = range(config.first_step, config.first_step + config.num_steps)
+        self._steps = range(max(wanted.start, steps.start), min(wanted.stop, steps.stop))
+        self._start = max(self._steps.start - 1, steps.start)
+        self._step = 0
+        self._profile: profile | None = None
+        self._range: AbstractContextManager | None = None
+        if not self._steps:
+            log.warning(
+                "execution.profile: nothing is traced; steps %d to %d are asked for, %d to %d are to come",
+                *(wanted[0], wanted[-1], steps.start, steps.stop - 1),
+            )
+
+    def before(self, step: int) -> None:
+        """Begin to watch, where it is time to."""
+        if self._steps and step == self._start:
+            self._profile = self._begin()
+        if self._profile is not None:
+            self._step, self._range = step, record_function(f"step {step}")
+            self._range.__enter__()
+
+    def after(self, is_last: bool) -> None:
+        """End the step; write what was traced after the last one that is asked for, or where the training ends."""
+        if self._profile is None:
+            return
+        self._range.__exit__(None, None, None)
+        if is_last or self._step == self._steps[-1]:
+            self._profile.stop()
+            self._profile, self._clock.on_switch = None, None
+        else:
+            self._profile.step()
+
+    def _begin(self) -> profile:
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+        phases = schedule(wait=0, warmup=self._steps.start - self._start, active=len(self._steps), repeat=1)
+        watching = profile(activities=activities, schedule=phases, on_trace_ready=self._write)
+        watching.start()
+        self._clock.on_switch = _mark
+        return watching
+
+    def _write(self, watched: profile) -> None:
+        started = time.perf_counter()
+        self._path.parent.mkdir(exist_ok=True)
+        watched.export_chrome_trace(str(self._path))
+        steps = f"Steps {self._steps.start} to {self._step}"
+        write_text(self._path.parent / f"{self._path.name.partition('.')[0]}.md", table(steps, watched.key_averages()))
+        log.warning("%s traced into %s in %.1f s", steps, self._path, time.perf_counter() - started)
+
+
+def _mark(part: str | None) -> None:
+    """Of no length, for the backward pass begins a part on one thread and ends it on another."""
+    with record_function(f"{MARK}{part}"):
+        pass
+
+
+def table(title: str, averages: Sequence[FunctionEventAvg]) -> str:
+    """Markdown: the operators and kernels with most time of their own, on the device where there is one."""
+    rows = [row for row in averages if not row.key.startswith((MARK, "ProfilerStep", "step "))]
+    device, host = (sum(getattr(row, name) for row in rows) for name in (_DEVICE, _HOST))
+    first = _DEVICE if device else _HOST
+    lines = [
+        f"# {title}: {device / 1e3:,.1f} ms on the device, {host / 1e3:,.1f} ms on the host",
+        "",
+        "| operator or kernel | calls | device, ms | of all | host, ms | of all |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in sorted(rows, key=lambda row: -getattr(row, first))[:NUM_ROWS]:
+        cells = [f"{time / 1e3:,.3f} | {time / (total or 1):.1%}" for time, total in _times(row, device, host)]
+        lines.append(f"| `{row.key[:100].replace('|', '/')}` | {row.count:,} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _times(row: FunctionEventAvg, device: float, host: float) -> list[tuple[float, float]]:
+    """(microseconds of its own, those of all) on the device and on the host."""
+    return [(getattr(row, _DEVICE), device), (getattr(row, _HOST), host)]
