@@ -43,8 +43,9 @@ def _data_parallel(models: list[MegatronModule]) -> list[DistributedDataParallel
     """Each chunk in megatron-core's data parallelism; only the first overlaps with the end of backward."""
     config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
     for module in (module for model in models for module in model.modules()):
-        if hasattr(module, "fuse_wgrad_accumulation"):
-            # Transformer Engine's: the product of the weight's gradient adds to the float32 buffer by itself.
+        if hasattr(module, "fuse_wgrad_accumulation") and torch.cuda.is_available():
+            # The product of the weight's gradient adds to the float32 buffer by itself. Not on a CPU, where the tests
+            # hold that two bins give the same bits on one rank and on two: each bin's gradient is then one addition.
             module.fuse_wgrad_accumulation = True
     wrapped = [
         DistributedDataParallel(model.config, config, model, disable_bucketing=number > 0)

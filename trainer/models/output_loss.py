@@ -118,12 +118,13 @@ def _gradient_buffer(main_grad: torch.Tensor | None, weight: torch.Tensor, count
 
 def _add_product(buffer: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) -> None:
     """buffer (W, D) += grad^T (W, n) hidden (n, D), summed in float32."""
-    if buffer.dtype == grad.dtype:
+    if not buffer.is_cuda:
+        # First the product, then one addition: two bins give the same bits on one rank and on two.
+        buffer += torch.mm(grad.t().to(buffer.dtype), hidden.to(buffer.dtype))
+    elif buffer.dtype == grad.dtype:
         buffer.addmm_(grad.t(), hidden)
-    elif buffer.is_cuda:
-        add_product(buffer, grad, hidden)
     else:
-        buffer.addmm_(grad.t().float(), hidden.float())
+        add_product(buffer, grad, hidden)
 
 
 def _summarize(logits: torch.Tensor, places: torch.Tensor, out: torch.Tensor) -> None:
