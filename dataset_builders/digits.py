@@ -10,11 +10,11 @@ Four subsets:
     digits_text     no image                                                          "What is 3 plus 4?"     "7"
 """
 
+import importlib.metadata
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from sklearn.datasets import load_digits
 
 from dataset_builders.images import enlarge_grey, grey_png
 
@@ -60,8 +60,8 @@ class DigitCounts:
 
 def iter_digit_rows(seed: int, counts: DigitCounts) -> Iterator[tuple[str, Row]]:
     """(subset, row) in order of the subsets; the same rows for the same seed and counts."""
-    digits = load_digits()
-    scans, labels = digits.images[: counts.scans], [int(label) for label in digits.target[: counts.scans]]
+    table = np.loadtxt(_bundled_file(), delimiter=",")[: counts.scans]
+    scans, labels = table[:, :-1].reshape(-1, 8, 8), [int(label) for label in table[:, -1]]
     rng = np.random.default_rng([seed, 0])
     images = [_scan_png(scan, rng) for scan in scans]
     yield from (("digits_single", row) for row in _single_rows(images, labels, _rng(seed, 1)))
@@ -73,6 +73,12 @@ def iter_digit_rows(seed: int, counts: DigitCounts) -> Iterator[tuple[str, Row]]
 def _rng(seed: int, stream: int) -> np.random.Generator:
     """A stream of its own for each subset, so that one's size does not change another's rows."""
     return np.random.default_rng([seed, stream])
+
+
+def _bundled_file() -> str:
+    """scikit-learn's: rows of 64 grey values, 0 to 16, and the digit. Its `load_digits` would load SciPy first, which
+    takes seconds."""
+    return str(importlib.metadata.distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz"))
 
 
 def _scan_png(scan: np.ndarray, rng: np.random.Generator) -> bytes:

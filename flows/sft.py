@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from dataset_builders.contracts.errors import InputError
 from dataset_builders.contracts.store import StorePath, location
 from flows.dask_pool import check_cluster, on_cluster
+from flows.limits import has_server
 from flows.pipeline_config import PipelineConfig
 from flows.run_artifacts import publish_mlflow, publish_scores, publish_stages
 from flows.stage_graph import external_digests, open_inputs
@@ -31,6 +32,7 @@ from stages.tracking import Tracker, run_name
 from trainer.contract import HF_EXPORT
 
 Runs = dict[str, StageRun]
+_LINK_SECONDS = 1.0  # a fresh store takes longer, and gets its link at the end
 
 
 @flow(name="prepare-data", flow_run_name="prepare data", persist_result=False)
@@ -120,7 +122,7 @@ def run_pipeline(
     with ends_with_failure(tracker):
         runs, model_dir = prepare_data(config, root, tracking_run)
         _check_heldout(runs["convert"]["dir"])
-        mlflow_url = tracker.url()  # known by now where MLflow answers, and wanted while the training runs
+        mlflow_url = tracker.url(_LINK_SECONDS if has_server() else 0)  # for whoever looks on while it trains
         publish_mlflow(mlflow_url)
         common, tokenized_dir = (config, root, tracking_run), runs["tokenize"]["dir"]
         runs["train"] = train_task(*common, model_dir, tokenized_dir, runs["plan_bins"]["dir"])

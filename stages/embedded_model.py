@@ -15,11 +15,11 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+import transformers
 from pydantic import Field, model_validator
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
-from transformers import GenerationConfig, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from dataset_builders.contracts.errors import InputError
 from dataset_builders.contracts.files import write_json, write_text
@@ -197,8 +197,8 @@ def _preprocessor_config(config: EmbeddedModelConfig) -> dict[str, Any]:
 def _save_model(directory: Path, config: EmbeddedModelConfig, ids: Mapping[str, int]) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        model = Qwen3VLForConditionalGeneration(_model_config(config, ids))
-    model.generation_config = GenerationConfig(
+        model = transformers.Qwen3VLForConditionalGeneration(_model_config(config, ids))
+    model.generation_config = transformers.GenerationConfig(
         eos_token_id=[ids["<|im_end|>"], ids["<|endoftext|>"]],
         pad_token_id=ids["<|endoftext|>"],
         do_sample=False,
@@ -207,10 +207,10 @@ def _save_model(directory: Path, config: EmbeddedModelConfig, ids: Mapping[str, 
         model.save_pretrained(directory)
 
 
-def _model_config(config: EmbeddedModelConfig, ids: Mapping[str, int]) -> Qwen3VLConfig:
+def _model_config(config: EmbeddedModelConfig, ids: Mapping[str, int]) -> "transformers.Qwen3VLConfig":
     half = config.head_dim // 2
     height = width = half * 20 // 64  # Qwen3-VL divides 64 rotary pairs into 24 for time, 20 for rows, 20 for columns
-    return Qwen3VLConfig(
+    return transformers.Qwen3VLConfig(
         text_config={
             "vocab_size": config.vocab_size,
             "hidden_size": config.hidden_size,

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import transformers
 from jinja2 import TemplateError
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from dataset_builders.contracts.errors import InputError
 from dataset_builders.contracts.sample import IMAGE_SLOT, Message, SkipSample
@@ -266,14 +266,14 @@ class ChatEncoder:
             ) from error
 
 
-def load_tokenizer(hf_dir: Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(hf_dir: Path) -> "transformers.PreTrainedTokenizerBase":
     """The directory's tokenizer with its chat template.
 
     Raises:
         InputError: transformers cannot load it.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(hf_dir, local_files_only=True, trust_remote_code=False)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(hf_dir, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers and tokenizers raise a dozen kinds, bare Exception among them
         first_line = (str(error) or type(error).__name__).splitlines()[0]
         raise InputError(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoModelForImageTextToText, GenerationConfig, PreTrainedModel
+import transformers
 
 from dataset_builders.contracts.errors import InputError
 from dataset_builders.contracts.sample import Message
@@ -101,7 +101,7 @@ class Generator:
     def generate(self, prompts: Sequence[Prompt], max_new_tokens: int) -> list[Answer]:
         """The greedy answers of one batch. Sampling settings in generation_config.json are not used."""
         inputs = self._collate(prompts)
-        config = GenerationConfig(
+        config = transformers.GenerationConfig(
             do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=self._end_ids, pad_token_id=self._end_ids[0]
         )
         self._model.generation_config = config  # generate() would fill what `config` leaves open from the directory's
@@ -133,12 +133,12 @@ class Generator:
         return Answer(text, bool(ends), len(answer))
 
 
-def _load(hf_dir: Path) -> PreTrainedModel:
+def _load(hf_dir: Path) -> "transformers.PreTrainedModel":
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     with no_progress_bar():
         try:
-            model = AutoModelForImageTextToText.from_pretrained(
+            model = transformers.AutoModelForImageTextToText.from_pretrained(
                 hf_dir, dtype=dtype, local_files_only=True, trust_remote_code=False
             )
         except (OSError, ValueError, RuntimeError, KeyError) as error:  # each is some way for files not to fit together
@@ -147,7 +147,7 @@ def _load(hf_dir: Path) -> PreTrainedModel:
     return model.to(device).eval()
 
 
-def _end_ids(hf_dir: Path, model: PreTrainedModel) -> list[int]:
+def _end_ids(hf_dir: Path, model: "transformers.PreTrainedModel") -> list[int]:
     found = model.generation_config.eos_token_id
     ids = [found] if isinstance(found, int) else list(found or [])
     if not ids:

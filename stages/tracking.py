@@ -194,12 +194,12 @@ class Tracker:
                 self.root,
             )
 
-    def url(self) -> str | None:
+    def url(self, patience: float = _URL_SECONDS) -> str | None:
         """The run's page, on the server that is set, or on the one that `server_command` starts; None where MLflow has
-        not taken the run so far."""
+        not taken the run after so many seconds."""
         if self.journal is None:
             return None
-        deadline = time.monotonic() + _URL_SECONDS
+        deadline = time.monotonic() + patience
         sender = sender_of(self.root)
         while True:
             state = self.journal.load_state()

@@ -1,27 +1,62 @@
-"""Prefect's own SQLite file, made by one process at a time: two that migrate a fresh one at once ruin each other."""
+"""Prefect's temporary server: started early, and its SQLite tables made by one process at a time.
+
+Two that migrate a fresh database at once ruin each other, and so does a signal in the middle of it.
+"""
+
+import threading
+from pathlib import Path
 
 import filelock
-import prefect
 from prefect.client.orchestration import get_client
-from prefect.settings import PREFECT_API_URL, PREFECT_HOME
+from prefect.settings import PREFECT_API_DATABASE_CONNECTION_URL, PREFECT_API_URL, PREFECT_HOME
 
 from flows.service.prefect_home import SCHEMA_LOCK
+from flows.service.prefect_template import DATABASE, keep_tables, marker, take_tables
 
 _LOCK_SECONDS = 300.0  # a first start on a loaded laptop takes a minute
+_alone = threading.Lock()
 
 
-def start_prefect() -> None:
-    """Have the tables of Prefect's database made before a flow runs without a service.
+def start_early() -> None:
+    """Begin to start the server while this process still loads its libraries; `start_prefect` waits for it.
 
-    The temporary server that this starts is the one that the flow of this process uses: nothing is done twice. Where
-    the tables are there, or a server is set, nothing happens.
+    Not where the tables are still to be made: a person's typing error, found meanwhile, would end that half way.
     """
     home = PREFECT_HOME.value()
-    made = home / f"schema-{prefect.__version__}"  # a newer Prefect migrates again
-    if PREFECT_API_URL.value() is not None or made.exists():
+    if PREFECT_API_URL.value() is not None or not _is_ours(home):
         return
     home.mkdir(parents=True, exist_ok=True)
     with filelock.FileLock(home / SCHEMA_LOCK, timeout=_LOCK_SECONDS):
-        with get_client(sync_client=True) as client:
-            client.read_flows(limit=1)
-        made.touch()
+        if not take_tables(home):
+            return
+    threading.Thread(target=_start, name="start Prefect", daemon=True).start()
+
+
+def start_prefect() -> None:
+    """Return when the temporary server answers that the flow of this process uses, and its tables are made.
+
+    Where a server is set, nothing happens.
+    """
+    home = PREFECT_HOME.value()
+    if PREFECT_API_URL.value() is not None:
+        return
+    home.mkdir(parents=True, exist_ok=True)
+    if marker(home).exists():
+        _start()
+        return
+    with filelock.FileLock(home / SCHEMA_LOCK, timeout=_LOCK_SECONDS):
+        is_fresh = _is_ours(home) and not take_tables(home) and not (home / DATABASE).exists()
+        _start()
+        if is_fresh:
+            keep_tables(home)
+        marker(home).touch()
+
+
+def _is_ours(home: Path) -> bool:
+    """Whether the server's database is the home's own file, and not one that the person has set."""
+    return str(home / DATABASE) in str(PREFECT_API_DATABASE_CONNECTION_URL.value())
+
+
+def _start() -> None:
+    with _alone, get_client(sync_client=True) as client:
+        client.read_flows(limit=1)

@@ -21,6 +21,7 @@ from flows.service.options import Options
 from flows.service.orphans import OrphanWatch
 from flows.service.ports import reserve_ports
 from flows.service.prefect_home import SCHEMA_LOCK, prefect_home
+from flows.service.prefect_template import take_tables
 from flows.service.processes import end_leftovers, end_marked, flow_run_processes, send
 from flows.service.programs import Plan, mlflow_server, prefect_server, provision, worker
 from flows.service.record import ServiceRecord, read_record, remove_record, service_dir, write_record
@@ -160,6 +161,7 @@ def schemas_alone(plan: Plan) -> Iterator[None]:
                 held.enter_context(filelock.FileLock(path, timeout=SCHEMA_SECONDS))
             except filelock.Timeout:
                 raise InputError(f"{path} is held by another process; end what runs on that root") from None
+        take_tables(home)
         yield
 
 

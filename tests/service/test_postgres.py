@@ -163,7 +163,8 @@ def test_runs_without_a_service_start_on_a_fresh_root_at_once(tmp_path):
         "from prefect.client.orchestration import get_client\nstart_prefect()\n"
         "with get_client(sync_client=True) as client: client.create_flow_from_name(sys.argv[1])\n"
     )
-    environment = {**clean_environment(), "PREFECT_HOME": str(tmp_path / "prefect")}
+    places = {"PREFECT_HOME": str(tmp_path / "prefect"), "ATHANOR_CACHE_DIR": str(tmp_path / "cache")}
+    environment = {**clean_environment(), **places}
     started = [
         subprocess.Popen([sys.executable, "-c", code, name], env=environment, stderr=subprocess.PIPE, text=True)
         for name in ("one", "two", "three")
@@ -172,3 +173,6 @@ def test_runs_without_a_service_start_on_a_fresh_root_at_once(tmp_path):
     assert [status for _, status in ended] == [0, 0, 0], ended
     with sqlite3.connect(tmp_path / "prefect" / "prefect.db") as database:
         assert sorted(database.execute("SELECT name FROM flow")) == [("one",), ("three",), ("two",)]
+    (kept,) = (tmp_path / "cache" / "prefect").iterdir()  # for the next fresh root: tables, and nothing in them
+    with sqlite3.connect(kept) as tables:
+        assert tables.execute("SELECT count(*) FROM flow").fetchone() == (0,)
