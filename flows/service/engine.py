@@ -6,7 +6,7 @@ letting its trainer save.
 """
 
 import os
-import runpy
+import sys
 from pathlib import Path
 
 from flows.service.processes import SERVICE_VARIABLE
@@ -22,4 +22,4 @@ def print_into(path: Path) -> None:
 
 if __name__ == "__main__":
     print_into(Path(os.environ[SERVICE_VARIABLE], "service", "worker.log"))
-    runpy.run_module("prefect.engine", run_name="__main__", alter_sys=True)
+    os.execv(sys.executable, [sys.executable, "-m", "prefect.engine", *sys.argv[1:]])
