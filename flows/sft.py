@@ -32,7 +32,7 @@ from stages.tracking import Tracker, run_name
 from trainer.contract import HF_EXPORT
 
 Runs = dict[str, StageRun]
-_LINK_SECONDS = 1.0  # a fresh store takes longer, and gets its link at the end
+_LINK_SECONDS = 0.3  # a fresh store takes longer, and gets its link at the end
 
 
 @flow(name="prepare-data", flow_run_name="prepare data", persist_result=False)

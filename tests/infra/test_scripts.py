@@ -40,7 +40,10 @@ def test_yamllint(name, tmp_path):
     assert "duplication of key" in _run(*command, str(wrong)).stdout
 
 
-@pytest.mark.parametrize("path", [p for p in INFRA.rglob("*") if p.is_file() and p.suffix not in (".png", ".pyc")], ids=str)
+TEXTS = [p for p in INFRA.rglob("*") if p.is_file() and p.suffix not in (".png", ".pyc")]
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=str)
 def test_ascii_only(path):
     assert path.read_text(encoding="utf-8").isascii()
 
