@@ -14,7 +14,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from uuid import UUID
 
 import httpx
@@ -24,11 +24,12 @@ from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate, GlobalC
 from prefect.client.schemas.objects import ConcurrencyLeaseHolder
 from prefect.exceptions import MissingContextError, ObjectAlreadyExists, ObjectNotFound, PrefectHTTPStatusError
 from prefect.runtime import flow_run
-from prefect.settings import PREFECT_API_URL
+from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from dataset_builders.contracts.errors import InputError
 from dataset_builders.contracts.store import StorePath
 from flows.run_record import LeaseRecord, forget_lease, read_leases, record_lease, this_process
+from flows.service.temporary_server import is_temporary
 from stages.cluster_config import ClusterConfig
 
 HOST_LIMIT = ClusterConfig().limit
@@ -38,13 +39,14 @@ RENEW_SECONDS = 15.0
 TRY_SECONDS = 2.0  # between two tries to get a slot
 SAY_SECONDS = 60.0  # between two lines about the same wait
 SERVER_SECONDS = 600.0  # for the server to come back; a call then fails by itself
-_LOCKED, _GONE = 423, (404, 410)
+_LOCKED, _BUSY, _GONE = 423, 503, (404, 410)
+_BUSY_PAUSES = (0.05, 0.1, 0.2, 0.4)
 log = logging.getLogger("athanor.limits")
 
 
 def has_server() -> bool:
     """Whether Prefect's server is one that others may use too, and not a temporary one of this process."""
-    return PREFECT_API_URL.value() is not None
+    return PREFECT_API_URL.value() is not None and not is_temporary()
 
 
 def wait_for_server(seconds: float = SERVER_SECONDS) -> None:
@@ -144,7 +146,7 @@ class Slot:
             return
         try:
             with get_client(sync_client=True) as client:
-                client.release_concurrency_slots_with_lease(self.lease_id)
+                _promptly(lambda: client.release_concurrency_slots_with_lease(self.lease_id))
         except (httpx.HTTPError, PrefectHTTPStatusError) as error:
             self.logger.warning("the slot of '%s' ends by itself within a minute: %s", self.name, error)
         forget_lease(self.root, str(self.lease_id))
@@ -154,7 +156,7 @@ class Slot:
         try:
             with get_client(sync_client=True) as client:
                 try:
-                    self._take(client)
+                    _promptly(lambda: self._take(client))
                     return None
                 except PrefectHTTPStatusError as error:
                     if error.response.status_code != _LOCKED:
@@ -225,6 +227,23 @@ def _logger() -> logging.Logger | logging.LoggerAdapter:
         return get_run_logger()
     except MissingContextError:
         return log
+
+
+def _promptly(call: Callable[[], object]) -> None:
+    """Ask Prefect's server without its client's patience, which is two seconds before a second try.
+
+    Its SQLite refuses at once (503) what meets another write, and the end of a stage, just before, makes many.
+    """
+    with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
+        for pause in _BUSY_PAUSES:
+            try:
+                call()
+                return
+            except PrefectHTTPStatusError as error:
+                if error.response.status_code != _BUSY:
+                    raise
+            time.sleep(pause)
+        call()
 
 
 def _create(client: SyncPrefectClient, name: str, slots: int) -> bool:

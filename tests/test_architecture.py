@@ -41,8 +41,8 @@ IMPORTERS = {
 NO_MEGATRON = ("trainer.contract", "trainer.data", "trainer.positions", "trainer.metrics")
 RANK_NAMES = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}
 RANK_READERS = ("trainer.distributed",)
-# Who may write the process's own environment: settings that a library reads once, at its import.
-ENVIRONMENT_WRITERS = ("flows", "flows.cli", "stages.tracking_store")
+# Who may write the process's own environment: settings that a library reads at its import, or when told to.
+ENVIRONMENT_WRITERS = ("flows", "flows.cli", "flows.service.temporary_server", "stages.tracking_store")
 CHILD_ENVIRONMENT_WRITERS = ("stages.launch_torchrun", "stages.launch_slurm", "flows.service.processes")
 VAGUE = {"utils", "util", "base", "common", "helpers", "misc", "core", "types", "interfaces"}
 

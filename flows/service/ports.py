@@ -23,7 +23,7 @@ def reserve_ports(directory: Path, host: str) -> Iterator[dict[str, int]]:
     last, chosen = _last(directory), {}
     with contextlib.ExitStack() as held:
         for name, usual in DEFAULTS.items():
-            wanted = [*([last[name]] if name in last else []), usual, *(_any(host) for _ in range(5))]
+            wanted = [*([last[name]] if name in last else []), usual, *(any_port(host) for _ in range(5))]
             chosen[name] = next(port for port in wanted if is_free(host, port) and _hold(port, held))
         write_json(directory / "ports.json", chosen)
         yield chosen
@@ -49,7 +49,8 @@ def _hold(port: int, held: contextlib.ExitStack) -> bool:
     return True
 
 
-def _any(host: str) -> int:
+def any_port(host: str) -> int:
+    """One that is free now."""
     with socket.socket(_family(host)) as found:
         found.bind((host, 0))
         return found.getsockname()[1]

@@ -3,18 +3,16 @@
 Two that migrate a fresh database at once ruin each other, and so does a signal in the middle of it.
 """
 
-import threading
 from pathlib import Path
 
 import filelock
-from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_DATABASE_CONNECTION_URL, PREFECT_API_URL, PREFECT_HOME
 
 from flows.service.prefect_home import SCHEMA_LOCK
 from flows.service.prefect_template import DATABASE, keep_tables, marker, take_tables
+from flows.service.temporary_server import TemporaryServer, is_temporary, server_of, use
 
 _LOCK_SECONDS = 300.0  # a first start on a loaded laptop takes a minute
-_alone = threading.Lock()
 
 
 def start_early() -> None:
@@ -29,7 +27,7 @@ def start_early() -> None:
     with filelock.FileLock(home / SCHEMA_LOCK, timeout=_LOCK_SECONDS):
         if not take_tables(home):
             return
-    threading.Thread(target=_start, name="start Prefect", daemon=True).start()
+    server_of(home).begin()
 
 
 def start_prefect() -> None:
@@ -37,16 +35,17 @@ def start_prefect() -> None:
 
     Where a server is set, nothing happens.
     """
-    home = PREFECT_HOME.value()
-    if PREFECT_API_URL.value() is not None:
+    if PREFECT_API_URL.value() is not None and not is_temporary():
         return
+    home = PREFECT_HOME.value()
     home.mkdir(parents=True, exist_ok=True)
+    server = server_of(home)
     if marker(home).exists():
-        _start()
+        _start(server)
         return
     with filelock.FileLock(home / SCHEMA_LOCK, timeout=_LOCK_SECONDS):
         is_fresh = _is_ours(home) and not take_tables(home) and not (home / DATABASE).exists()
-        _start()
+        _start(server)
         if is_fresh:
             keep_tables(home)
         marker(home).touch()
@@ -57,6 +56,7 @@ def _is_ours(home: Path) -> bool:
     return str(home / DATABASE) in str(PREFECT_API_DATABASE_CONNECTION_URL.value())
 
 
-def _start() -> None:
-    with _alone, get_client(sync_client=True) as client:
-        client.read_flows(limit=1)
+def _start(server: TemporaryServer) -> None:
+    server.begin()
+    server.wait()
+    use(server)

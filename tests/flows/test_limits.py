@@ -11,11 +11,13 @@ from pathlib import Path
 import flows  # noqa: F401  sets what Prefect reads at its import
 
 # isort: split
+import httpx
 import psutil
 import pytest
 from prefect.client.orchestration import get_client
+from prefect.exceptions import PrefectHTTPStatusError
 from prefect.server.api.server import SubprocessASGIServer
-from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from dataset_builders.contracts.errors import InputError
 from flows import limits
@@ -71,6 +73,36 @@ def test_without_a_server_no_slot_is_asked_for(tmp_path):
     assert not has_server()
     with slot_of("gpu-host", tmp_path):
         assert read_leases(tmp_path) == []
+
+
+def refused(status: int) -> PrefectHTTPStatusError:
+    request = httpx.Request("POST", "http://127.0.0.1/api")
+    response = httpx.Response(status, json={}, request=request)
+    return PrefectHTTPStatusError("refused", request=request, response=response)
+
+
+@pytest.mark.parametrize(("times", "is_given_up"), [(4, False), (5, True)])
+def test_a_server_that_is_busy_writing_is_asked_again_at_once(times, is_given_up, monkeypatch):
+    """Prefect's client would wait two seconds between two tries."""
+    slept, answers = [], iter([refused(503)] * times)
+    monkeypatch.setattr(limits.time, "sleep", slept.append)
+
+    def call() -> None:
+        assert PREFECT_CLIENT_MAX_RETRIES.value() == 0
+        if (error := next(answers, None)) is not None:
+            raise error
+
+    with pytest.raises(PrefectHTTPStatusError) if is_given_up else contextlib.nullcontext():
+        limits._promptly(call)
+    assert next(answers, None) is None and sum(slept) < 1
+    assert PREFECT_CLIENT_MAX_RETRIES.value() > 0
+
+
+def test_another_answer_is_not_asked_for_again(monkeypatch):
+    monkeypatch.setattr(limits.time, "sleep", lambda _: pytest.fail("waited"))
+    answers = iter([refused(423)])
+    with pytest.raises(PrefectHTTPStatusError):
+        limits._promptly(lambda: (_ for _ in ()).throw(next(answers)))
 
 
 def test_limits_are_made_once_and_a_persons_change_stays(server):
