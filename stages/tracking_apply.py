@@ -281,8 +281,10 @@ class Applier:
         dataset = {"dataset_name": "convert", "dataset_digest": evaluated.manifest.parents["samples"].fingerprint}
         model_id = self._tag("athanor.model_id") if entry.data["has_model"] else None
         about = {"model_id": model_id, **dataset} if model_id else {}
-        for name, value in flat_scores(self.state.scores).items():
-            client.log_metric(run_id, name, value, entry.time_ms, 0, **about)
+        scores = flat_scores(self.state.scores).items()
+        metrics = [Metric(name, value, entry.time_ms, 0, **about) for name, value in scores]
+        for start in range(0, len(metrics), METRICS_A_BATCH):
+            client.log_batch(run_id, metrics=metrics[start : start + METRICS_A_BATCH])
         if not any(item.path == PREDICTIONS_TABLE for item in client.list_artifacts(run_id)):  # else it would append
             with tempfile.TemporaryDirectory() as folder:
                 log_predictions(client, run_id, evaluated.dir, Path(folder))

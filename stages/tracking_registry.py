@@ -32,7 +32,7 @@ def register(
     for version in client.search_model_versions(f"name='{name}'", max_results=1000):
         if version.run_id == run_id and version.tags.get("fingerprint") == tags["fingerprint"]:
             return version
-    return client.create_model_version(name, source, run_id, dict(tags), model_id=model_id)
+    return client.create_model_version(name, source, run_id, dict(tags), model_id=model_id, await_creation_for=0)
 
 
 def promote(client: MlflowClient, root: StorePath, name: str, number: str, config: RegistryConfig) -> str:

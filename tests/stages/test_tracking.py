@@ -91,6 +91,9 @@ def test_a_run_holds_everything_and_nothing_twice(root):
     page = Path(client.download_artifacts(run_id, "stages/convert/preview.html")).read_text()
     assert all(make_sample(number).key in page for number in range(7)), "the page of `athanor preview`"
     assert run.data.metrics["exact_match"] == 0.75 and run.data.metrics["exact_match/digits"] == 0.5
+    scored = client.get_logged_model(run.data.tags["athanor.model_id"]).metrics
+    assert {(m.key, m.value) for m in scored} >= {("exact_match", 0.75), ("exact_match/digits", 0.5)}
+    assert {(m.dataset_name, m.dataset_digest) for m in scored} == {("convert", "c" * 16)}
     headline = ("final_loss", "train_seconds", "train_tokens_per_second", "flow_seconds", "exact_match")
     assert all(len(client.get_metric_history(run_id, name)) == 1 for name in headline)
     assert run.data.metrics["final_loss"] == pytest.approx(1 / 3) and run.data.metrics["train_seconds"] == 0.75
