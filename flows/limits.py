@@ -36,6 +36,7 @@ HOST_LIMIT = ClusterConfig().limit
 DEFAULT_LIMITS = {HOST_LIMIT: 1}
 LEASE_SECONDS = 60.0  # the shortest that Prefect grants
 RENEW_SECONDS = 15.0
+JOIN_SECONDS = 15.0  # for a renewal that is under way
 TRY_SECONDS = 2.0  # between two tries to get a slot
 SAY_SECONDS = 60.0  # between two lines about the same wait
 SERVER_SECONDS = 600.0  # for the server to come back; a call then fails by itself
@@ -141,7 +142,7 @@ class Slot:
     def release(self) -> None:
         """Give the slot back; where the server is away, its lease ends by itself."""
         self._stop.set()
-        self._thread.join(RENEW_SECONDS)
+        self._thread.join(JOIN_SECONDS)  # else it could take the slot again after it was given back
         if self.lease_id is None:
             return
         try:
@@ -219,7 +220,8 @@ class Slot:
             if error.response.status_code not in _GONE:
                 raise
             forget_lease(self.root, str(self.lease_id))
-            self._take(client)
+            if not self._stop.is_set():  # else it is gone because it was given back, just now
+                self._take(client)
 
 
 def _logger() -> logging.Logger | logging.LoggerAdapter:
