@@ -71,14 +71,21 @@ def _settle_record(client: SyncPrefectClient, root: StorePath, record: RunRecord
     settled = 0
     try:
         run = client.read_flow_run(UUID(record.flow_run_id))
-        is_retried = run.state.type == StateType.PENDING or record.flow_run_id in living_flow_runs(marked_processes())
-        if not is_retried:
-            settled = sum(_settle(client, member) for member in _family(client, run))
+        outermost = _outermost(client, run)
+        if not _is_retried(outermost):
+            settled = sum(_settle(client, member) for member in _with_those_below(client, outermost))
             Tracker(root, record.tracking_run).finish("KILLED")
+        elif run.id != outermost.id:  # of the try before; the new one has others within it
+            settled = sum(_settle(client, member) for member in _with_those_below(client, run))
     except ObjectNotFound:  # deleted, or of another server
         pass
     forget_run(root, record)
     return settled
+
+
+def _is_retried(outermost: FlowRun) -> bool:
+    """Whether a process runs it again, or is about to."""
+    return outermost.state.type == StateType.PENDING or str(outermost.id) in living_flow_runs(marked_processes())
 
 
 def _settle_lost(client: SyncPrefectClient, run: FlowRun) -> int:
@@ -86,7 +93,7 @@ def _settle_lost(client: SyncPrefectClient, run: FlowRun) -> int:
     if run.state.type == StateType.PENDING:
         _set(client, run, Scheduled(message=AGAIN))
         return 1
-    return sum(_settle(client, member) for member in _family(client, run))
+    return sum(_settle(client, member) for member in _with_those_below(client, _outermost(client, run)))
 
 
 def _settle(client: SyncPrefectClient, run: FlowRun) -> int:
@@ -111,13 +118,18 @@ def _set(client: SyncPrefectClient, run: FlowRun, state: State) -> None:
     client.set_flow_run_state(run.id, state, force=True)
 
 
-def _family(client: SyncPrefectClient, run: FlowRun) -> Iterator[FlowRun]:
-    """The outermost flow run of a process and all below it: they died together."""
+def _outermost(client: SyncPrefectClient, run: FlowRun) -> FlowRun:
+    """The flow run that has a process of its own."""
     while run.parent_task_run_id is not None:
         parent = client.read_task_run(run.parent_task_run_id).flow_run_id
         if parent is None:
             break
         run = client.read_flow_run(parent)
+    return run
+
+
+def _with_those_below(client: SyncPrefectClient, run: FlowRun) -> Iterator[FlowRun]:
+    """A flow run and all within it: they died together."""
     generation = [run]
     while generation:
         yield from generation

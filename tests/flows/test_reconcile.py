@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import flows  # noqa: F401  sets what Prefect reads at its import
@@ -136,6 +137,48 @@ def test_tasks_and_flow_runs_within_are_settled_too(tmp_path, dead_pid):
     note(tmp_path, ids["inner"], dead_pid)  # it was within when the process died
     assert put_right(tmp_path) == 2
     assert {state_of(flow_run_id).type for flow_run_id in ids.values()} == {StateType.CRASHED}
+
+
+@pytest.fixture
+def begin_again() -> Iterator[Callable[[str], None]]:
+    """Give a flow run a living process, as a worker does."""
+    with contextlib.ExitStack() as living:
+
+        def begin(flow_run_id: str) -> None:
+            environment = {**os.environ, "ATHANOR_SERVICE": "/another", "PREFECT__FLOW_RUN_ID": flow_run_id}
+            process = living.enter_context(subprocess.Popen([sys.executable, "-c", SLEEPS], env=environment))
+            living.callback(process.kill)
+            wait_for(lambda: psutil.Process(process.pid).environ().get("PREFECT__FLOW_RUN_ID"), 20, "its mark")
+
+        yield begin
+
+
+@pytest.mark.parametrize("is_begun", [True, False], ids=["running again", "about to"])
+def test_what_was_within_a_dead_try_does_not_end_the_next_one(tmp_path, dead_pid, begin_again, is_begun, monkeypatch):
+    """Seen on a loaded machine: a retried run became Crashed while it trained, and a second retry ran beside it."""
+    ids = {}
+
+    @flow
+    def inner() -> None:
+        ids["inner"] = str(flow_run.id)
+
+    @flow
+    def around() -> None:
+        inner()
+        ids["around"] = str(flow_run.id)
+
+    around()
+    force(ids["inner"], Running())
+    force(ids["around"], Running() if is_begun else Pending())
+    if is_begun:
+        begin_again(ids["around"])
+    note(tmp_path, ids["inner"], dead_pid)
+    note(tmp_path, ids["around"], dead_pid)
+    monkeypatch.setattr(reconcile.Tracker, "finish", lambda *_: pytest.fail("its MLflow run is the new try's"))
+    assert put_right(tmp_path) == 1
+    assert state_of(ids["inner"]).type == StateType.CRASHED
+    assert state_of(ids["around"]).type == (StateType.RUNNING if is_begun else StateType.PENDING)
+    assert read_runs(tmp_path) == []
 
 
 def test_a_run_that_the_server_does_not_know_is_forgotten(tmp_path, dead_pid):
