@@ -45,10 +45,11 @@ class Applier:
 
     Args:
         state: of the journal; what the operations learn is written into it.
+        on_answer: is called whenever MLflow has answered.
     """
 
-    def __init__(self, root: StorePath, state: State) -> None:
-        self.root, self.state = root, state
+    def __init__(self, root: StorePath, state: State, on_answer: Callable[[], None] = lambda: None) -> None:
+        self.root, self.state, self.on_answer = root, state, on_answer
         self._client: MlflowClient | None = None
         self._known: set[int] | None = None
         self._ops: dict[str, Callable[[Entry], None]] = {
@@ -80,7 +81,7 @@ class Applier:
 
     def _connect(self) -> None:
         if self._client is None or self.state.store != store_digest(self.root):
-            self._client, self._known = connect(self.root), None
+            self._client, self._known = _Followed(connect(self.root), self.on_answer), None
             self.state.store = store_digest(self.root)
 
     def reopen(self) -> None:
@@ -307,6 +308,22 @@ class Applier:
 
     def _set_logged(self, what: str, fingerprint: str) -> None:
         self._client.set_tag(self.state.run_id, f"athanor.logged.{what}", fingerprint)
+
+
+class _Followed:
+    """An MlflowClient that says when a call was answered: a slow server is not one that does not answer."""
+
+    def __init__(self, client: MlflowClient, on_answer: Callable[[], None]) -> None:
+        self._client, self._on_answer = client, on_answer
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            answer = method(*args, **kwargs)
+            self._on_answer()
+            return answer
+
+        method = getattr(self._client, name)
+        return call
 
 
 def log_in_chunks(client: MlflowClient, run_id: str, params: Mapping[str, Any], tags: Mapping[str, str]) -> None:

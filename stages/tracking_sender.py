@@ -18,7 +18,7 @@ from stages.tracking_apply import Applier
 from stages.tracking_journal import Entry, Journal, is_dead, journals_with_entries
 from stages.tracking_store import is_gone, may_pass, store_digest
 
-PATIENCE_SECONDS = 10.0  # without progress
+PATIENCE_SECONDS = 10.0  # without an answer
 LONGEST_WAIT_SECONDS = 60.0
 _FAILED_ROUNDS = 3
 _FIRST_RETRY, _LAST_RETRY = 1.0, 30.0
@@ -30,10 +30,10 @@ log = logging.getLogger("athanor.tracking")
 class Delivery:
     """The delivering end of a journal; whoever has one holds the journal's lock."""
 
-    def __init__(self, root: StorePath, journal: Journal, on_sent: Callable[[], None] = lambda: None) -> None:
-        self.root, self.journal, self.on_sent = root, journal, on_sent
+    def __init__(self, root: StorePath, journal: Journal, on_answer: Callable[[], None] = lambda: None) -> None:
+        self.root, self.journal, self.on_answer = root, journal, on_answer
         self.state = journal.load_state()
-        self.applier = Applier(root, self.state)
+        self.applier = Applier(root, self.state, on_answer)
         self.sent = 0
 
     def run(self) -> None:
@@ -51,7 +51,7 @@ class Delivery:
             self.state.delivered_ms = group[-1].time_ms
             self.journal.save_state(self.state)
             self.sent += len(group)
-            self.on_sent()
+            self.on_answer()
 
     def _deliver(self, group: list[Entry]) -> None:
         try:
@@ -133,8 +133,8 @@ class Sender:
     def wait(self, journal: Journal, number: int, patience: float = PATIENCE_SECONDS) -> int:
         """Wait until an entry and all before it are delivered, and what others have left as well.
 
-        Gives up after so many seconds without progress, when MLflow has failed several times meanwhile, or after
-        LONGEST_WAIT_SECONDS.
+        Gives up after so many seconds without an answer of MLflow, when MLflow has failed several times meanwhile, or
+        after LONGEST_WAIT_SECONDS.
 
         Returns:
             how many entries of the journal wait still.
@@ -253,7 +253,7 @@ class Replayed:
 
 
 def replay_waiting(
-    root: StorePath, but: Sequence[str] = (), on_sent: Callable[[], None] = lambda: None
+    root: StorePath, but: Sequence[str] = (), on_answer: Callable[[], None] = lambda: None
 ) -> list[Replayed]:
     """Deliver what earlier runs of this root have left, the oldest first; never raises.
 
@@ -261,25 +261,25 @@ def replay_waiting(
 
     Args:
         but: keys of journals to leave alone.
-        on_sent: is called whenever something was delivered.
+        on_answer: is called whenever MLflow has answered or an entry is delivered.
     """
     done: list[Replayed] = []
     try:
         for journal in journals_with_entries(root):
             if journal.key not in but:
-                done.append(_replay(root, journal, on_sent))
+                done.append(_replay(root, journal, on_answer))
     except Exception as error:
         log.warning("tracking: the journals of %s cannot be read (%s)", root, _one_line(error))
     return done
 
 
-def _replay(root: StorePath, journal: Journal, on_sent: Callable[[], None]) -> Replayed:
+def _replay(root: StorePath, journal: Journal, on_answer: Callable[[], None]) -> Replayed:
     try:
         journal.sending.acquire(timeout=0)
     except filelock.Timeout:
         return Replayed(journal.key, _name(journal), 0, journal.count_waiting(), is_sending=True)
     try:
-        delivery, problem = Delivery(root, journal, on_sent), ""
+        delivery, problem = Delivery(root, journal, on_answer), ""
         try:
             delivery.end_what_was_killed()
             delivery.run()

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import random
 import signal
+import time
 from pathlib import Path
 
 import filelock
@@ -16,7 +17,7 @@ import stages.tracking
 import stages.tracking_apply
 from stages.tracking import Tracker, connect, replay_waiting
 from stages.tracking_journal import JOURNAL, State, journal_of
-from stages.tracking_sender import Delivery
+from stages.tracking_sender import Delivery, Sender
 from tests.helpers.tracked_run import EXPERIMENT, Nobody, holdings, open_tracker, tell_a_run, timed_row
 
 
@@ -85,6 +86,37 @@ def test_calls_that_fail_and_answers_that_are_lost_change_nothing(tmp_path, monk
     tell_a_run(tmp_path, "one")
     assert deliver_patiently(tmp_path, "one") > 10
     assert holdings(connect(tmp_path), "one") == undisturbed
+
+
+class Slow:
+    """A client that takes its time for every answer, as MLflow's server does that checks a password each time."""
+
+    def __init__(self, client) -> None:
+        self._client = client
+
+    def __getattr__(self, name: str):
+        time.sleep(0.15)
+        return getattr(self._client, name)
+
+
+def test_a_slow_server_is_waited_for_as_long_as_it_answers(tmp_path, monkeypatch):
+    connect(tmp_path)  # makes the tables, which is no answer
+    monkeypatch.setattr(stages.tracking_apply, "connect", lambda root: Slow(connect(root)))
+    tell_a_run(tmp_path, "slow")
+    sender, journal = Sender(tmp_path), journal_of(tmp_path, "slow")
+    last = journal.count_waiting()
+    delivered, deliver = [], Delivery._deliver
+
+    def timed(self, group) -> None:
+        began = time.monotonic()
+        deliver(self, group)
+        delivered.append(time.monotonic() - began)
+
+    monkeypatch.setattr(Delivery, "_deliver", timed)
+    sender.submit(journal)
+    patience = 1.0
+    assert sender.wait(journal, last, patience) == 0
+    assert max(delivered) > patience, f"no entry took longer than the patience: {delivered}"
 
 
 def test_a_resumed_training_gives_one_point_a_step(tmp_path, undisturbed):
