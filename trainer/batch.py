@@ -1,27 +1,32 @@
-"""MicroBatch: one rank's part of one bin as tensors. Padding, label shift, positions and slices are made here, once,
-on the data worker."""
+"""MicroBatch: one rank's part of one bin. Padding, label shift and slices are made here, once, on the data worker, and
+all from which positions follow."""
 
 import dataclasses
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, chain
 
 import numpy as np
 import torch
 
 from dataset_builders.contracts.tokenized import TokenizedSample
+from trainer.block import Spans, joined
 from trainer.positions import (
-    Grid,
-    bin_positions,
-    cumulative,
-    image_rasters,
+    FRAME_COLUMNS,
+    RUN_COLUMNS,
+    PatchPositions,
+    Raster,
+    image_rows,
     image_starts,
-    patch_coordinates,
-    position_interpolation,
+    patch_positions,
+    rasters,
+    token_positions,
+    token_runs,
 )
 from trainer.ragged import Ragged
-from trainer.slices import WHOLE, ImageShare, RankSlice, share_images, zigzag_order
+from trainer.slices import WHOLE, ImageShare, RankSlice, held_places, share_images
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,66 +44,113 @@ class MicroBatch:
     """One rank's part of one bin.
 
     T = tokens of the bin, t = this rank's after context parallel, s = those after sequence parallel; N = this rank's
-    loss tokens, P = patches and G = images this rank encodes, V = image tokens that lie in its s, n = segments.
+    loss tokens, P = patches, F = frames and G = images this rank encodes, V = image tokens that lie in its s, n =
+    segments.
 
     A rank that has no image to encode carries one blank image of merge x merge patches whose token goes nowhere, so
     that the vision encoder takes part in every step on every rank and its gradients are zero rather than missing.
 
+    All integers that a device is to have lie in one tensor, allocated, pinned and moved at once. What the model takes
+    are the properties: views, or made from views where the batch lies, anew each time and without waiting for a device.
+
     Attributes:
         keys: the samples, in order.
-        input_ids: (1, t) int64.
-        position_ids: (3, t) int64 mrope positions, from 0 in every sample.
-        cu_seqlens: (n + 1,) int32 cumulative lengths of the segments of the whole bin: each sample with its own
-            padding (which no real token sees, for it comes last and attention is causal), then the padding at the end.
+        numbers: int64, the parts named in `spans`.
+        spans: where each part begins and ends in `numbers`.
         max_seqlen: the longest segment.
-        cp_order: (T,) int64 places of the bin in the order in which context-parallel ranks hold them.
-        loss_index: (N,) int64 places in t whose logits are needed.
-        labels: a member a sample, (N,) int64 in all: the token to be predicted there, the next one of the same sample.
+        loss_lengths: loss tokens of each sample in t.
         patches: a member an image (a frame, where it has several), (P, 3 * patch_size^2) uint8 in all.
-        image_index: (V,) int64 places in s of image tokens.
-        image_rows: (V,) int64 their rows among the image tokens gathered from all ranks that encode.
+        sequence_begin: where s begins in t.
         encoded_rows: image tokens that this rank encodes; a blank image's is not counted.
         gathered_rows: rows that each rank gives to the gathered image tokens.
-        vision_cu_seqlens: (G + 1,) int32 patches of each image, cumulative.
         vision_max_seqlen: patches of the largest image.
-        patch_coordinates: (P, 2) int64 row and column.
-        position_taps: (P, 4) int64 rows of the table of learned positions.
-        position_weights: (P, 4) float32.
+        geometry: what the model's patches are like.
         sample_lengths: tokens of each sample of the bin, without padding.
         image_patches: patches of each image of the bin.
         num_loss_tokens: loss tokens of the bin, over all ranks.
+        num_slots: T.
     """
 
     keys: tuple[str, ...]
-    input_ids: torch.Tensor
-    position_ids: torch.Tensor
-    cu_seqlens: torch.Tensor
+    numbers: torch.Tensor
+    spans: Spans
     max_seqlen: int
-    cp_order: torch.Tensor
-    loss_index: torch.Tensor
-    labels: Ragged
+    loss_lengths: tuple[int, ...]
     patches: Ragged
-    image_index: torch.Tensor
-    image_rows: torch.Tensor
+    sequence_begin: int
     encoded_rows: int
     gathered_rows: int
-    vision_cu_seqlens: torch.Tensor
     vision_max_seqlen: int
-    patch_coordinates: torch.Tensor
-    position_taps: torch.Tensor
-    position_weights: torch.Tensor
+    geometry: Geometry
     sample_lengths: tuple[int, ...]
     image_patches: tuple[int, ...]
     num_loss_tokens: int
+    num_slots: int
+
+    def _part(self, name: str) -> torch.Tensor:
+        begin, end = self.spans.get(name, (0, 0))
+        return self.numbers[begin:end]
+
+    def _runs(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._part("runs").view(-1, RUN_COLUMNS), self._part("run_starts")
+
+    @property
+    def input_ids(self) -> torch.Tensor:
+        """(1, t) int64; a view."""
+        return self._part("input_ids")[None]
+
+    @property
+    def position_ids(self) -> torch.Tensor:
+        """(3, t) int64 mrope positions, from 0 in every sample."""
+        is_part = "places" in self.spans
+        places = self._part("places") if is_part else torch.arange(self.num_slots, device=self.numbers.device)
+        return token_positions(*self._runs(), places)
+
+    @property
+    def cu_seqlens(self) -> torch.Tensor:
+        """(n + 1,) int32 cumulative lengths of the segments of the whole bin: each sample with its own padding (which
+        no real token sees, for it comes last and attention is causal), then the padding at the end."""
+        return self._part("cu_seqlens").int()
+
+    @property
+    def loss_index(self) -> torch.Tensor:
+        """(N,) int64 places in t whose logits are needed; a view."""
+        return self._part("loss_index")
+
+    @property
+    def labels(self) -> Ragged:
+        """A member a sample, (N,) int64 in all: the token to be predicted there, the next one of the same sample."""
+        return Ragged(self._part("labels"), self.loss_lengths)
+
+    @property
+    def image_index(self) -> torch.Tensor:
+        """(V,) int64 places in s of image tokens; a view."""
+        return self._part("image_index")
+
+    @property
+    def image_rows(self) -> torch.Tensor:
+        """(V,) int64 their rows among the image tokens gathered from all ranks that encode."""
+        places = self.image_index
+        if self.sequence_begin:
+            places = places + self.sequence_begin
+        if "places" in self.spans:
+            places = self._part("places").index_select(0, places)
+        return image_rows(*self._runs(), places)
+
+    @property
+    def vision_cu_seqlens(self) -> torch.Tensor:
+        """(F + 1,) int32 patches of each frame, cumulative."""
+        return self._part("vision_cu_seqlens").int()
+
+    def patch_positions(self) -> PatchPositions:
+        """Of the P patches."""
+        frames, cu_patches = self._part("frames").view(-1, FRAME_COLUMNS), self._part("vision_cu_seqlens")
+        side, merge = self.geometry.position_side, self.geometry.spatial_merge_size
+        return patch_positions(frames, cu_patches, len(self.patches.values), side, merge)
 
     @property
     def num_tokens(self) -> int:
         return sum(self.sample_lengths)
-
-    @property
-    def num_slots(self) -> int:
-        """Tokens of the bin, padding included."""
-        return len(self.cp_order)
 
     def __eq__(self, other: object) -> bool:
         """Equal in every field, tensors with dtype and device."""
@@ -129,28 +181,36 @@ def _same(a: object, b: object) -> bool:
     return a == b
 
 
+_NO_SHARE = ImageShare((), 0, 0, ())
+
+
 @dataclass(slots=True)
 class _Bin:
     """Samples laid end to end, whole. A segment is a sample with its padding, or the padding at the end.
 
     Attributes:
         lengths: tokens of each sample.
-        cu_seqlens: (m + 1,) where each segment begins, and the end.
-        max_seqlen: the longest segment.
-        grids: of each image.
+        padding: tokens after each, and at the end.
+        bounds: (m + 1) where each segment begins, and the end.
+        images: of each sample.
+        ids: (T,) int32.
         is_loss: (T,) the next token of the same sample is to be learnt.
         slots: (V,) places of the image tokens.
     """
 
     samples: Sequence[TokenizedSample]
     lengths: list[int]
-    cu_seqlens: np.ndarray
-    max_seqlen: int
-    grids: list[Grid]
-    input_ids: np.ndarray
-    position_ids: np.ndarray
+    padding: list[int]
+    bounds: list[int]
+    images: list[tuple[Raster, ...]]
+    ids: np.ndarray
     is_loss: np.ndarray
     slots: np.ndarray
+
+    @property
+    def sample_bounds(self) -> list[int]:
+        """Where each sample begins, and where the last one's padding ends."""
+        return self.bounds[: len(self.samples) + 1]
 
 
 def make_micro_batch(
@@ -162,34 +222,34 @@ def make_micro_batch(
         ValueError: the samples do not fit, or a sample's image tokens are not those of its grids.
     """
     whole = _lay_out(samples, geometry, seq_len, part.pad_multiple)
-    order = zigzag_order(whole.cu_seqlens, part.cp)
-    places = order.reshape(part.cp, -1)[part.cp_rank]
-    loss_index = np.flatnonzero(_held(whole.is_loss, places))
-    loss_places = places.take(loss_index)
-    labels = whole.input_ids.take(loss_places + 1)
+    image_patches = [image.patches for images in whole.images for image in images]
+    share = _NO_SHARE
+    if part.has_vision:
+        share = share_images(image_patches, geometry.spatial_merge_size**2, part.vision_ranks, part.vision_rank)
+    loss_index, lists, arrays = _tokens(whole, share, geometry, part)
+    images, patches = _encoded(whole, share, geometry) if part.has_vision else ([], [])
+    frames = [*chain.from_iterable([image.frame_patches for image in images])]
+    lists["vision_cu_seqlens"] = [*accumulate(frames, initial=0)]
+    lists["frames"] = [*chain.from_iterable([image.frames for image in images])]
+    numbers, spans = joined(lists, arrays)
+    pixels = np.concatenate([np.empty((0, geometry.patch_bytes), np.uint8), *patches])
     return MicroBatch(
         keys=tuple([s.key for s in samples]),
-        input_ids=_int64(_held(whole.input_ids, places))[None],
-        position_ids=_int64(_held(whole.position_ids, places)),
-        cu_seqlens=torch.from_numpy(whole.cu_seqlens),
-        max_seqlen=whole.max_seqlen,
-        cp_order=torch.from_numpy(order),
-        loss_index=torch.from_numpy(loss_index),
-        labels=Ragged(_int64(labels), _count_by_sample(loss_places, whole)),
-        **_vision(whole, places, geometry, part),
+        numbers=torch.from_numpy(numbers),
+        spans=spans,
+        max_seqlen=max(map(operator.sub, whole.bounds[1:], whole.bounds)),
+        loss_lengths=_count_by_sample(loss_index, whole, part.cp),
+        patches=Ragged(torch.from_numpy(pixels), tuple(frames)),
+        vision_max_seqlen=max(frames, default=0),
+        sequence_begin=part.sequence_rank * seq_len // (part.cp * part.sequence_ranks),
+        encoded_rows=share.tokens,
+        gathered_rows=share.gathered_rows,
+        geometry=geometry,
         sample_lengths=tuple(whole.lengths),
-        image_patches=tuple([t * h * w for t, h, w in whole.grids]),
+        image_patches=tuple(image_patches),
         num_loss_tokens=int(np.count_nonzero(whole.is_loss)),
+        num_slots=seq_len,
     )
-
-
-def _int64(values: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(values.astype(np.int64))
-
-
-def _held(values: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """What lies at a rank's places of the bin, along the last axis; `values` itself where that is all of it."""
-    return values if len(places) == values.shape[-1] else values.take(places, axis=-1)
 
 
 def _lay_out(samples: Sequence[TokenizedSample], geometry: Geometry, seq_len: int, pad_multiple: int) -> _Bin:
@@ -199,107 +259,87 @@ def _lay_out(samples: Sequence[TokenizedSample], geometry: Geometry, seq_len: in
     if bounds[-1] > seq_len:
         raise ValueError(f"samples of {bounds[-1]} tokens do not fit in seq_len={seq_len}: {[s.key for s in samples]}")
     padding.append(seq_len - bounds[-1])
-    cu_seqlens = np.array([*bounds, seq_len] if padding[-1] else bounds, np.int32)
-    input_ids = _end_to_end([s.input_ids for s in samples], padding, np.int32)
+    ids = _end_to_end([s.input_ids for s in samples], padding, np.int32)
     # The one shift by one: place i predicts token i + 1 of the same sample where that token is to be learnt.
     is_loss = np.zeros(seq_len, bool)
     np.not_equal(_end_to_end([s.loss_mask for s in samples], padding, np.uint8)[1:], 0, out=is_loss[:-1])
     for end in bounds[1:]:
         is_loss[end - 1] = False
-    grids = [s.image_grid_thw.tolist() for s in samples]
-    slots = np.flatnonzero(input_ids == geometry.image_token_id)
-    images = image_rasters(grids, geometry.spatial_merge_size)
-    starts = image_starts(slots, images, bounds)
-    return _Bin(
-        samples,
-        lengths,
-        cu_seqlens,
-        max(map(operator.sub, [*bounds[1:], seq_len], bounds)),
-        grids=[*chain.from_iterable(grids)],
-        input_ids=input_ids,
-        position_ids=bin_positions(images, starts, lengths, padding),
-        is_loss=is_loss,
-        slots=slots,
-    )
+    if padding[-1]:
+        bounds.append(seq_len)
+    merge = geometry.spatial_merge_size
+    images = [rasters(s.image_grid_thw.tobytes(), merge) for s in samples]
+    slots = (ids == geometry.image_token_id).nonzero()[0]
+    return _Bin(samples, lengths, padding, bounds, images, ids, is_loss, slots)
 
 
 def _end_to_end(members: Sequence[np.ndarray], padding: Sequence[int], dtype: type[np.generic]) -> np.ndarray:
     """Members with their zeros of padding after each; `padding` has one more, for the end."""
     pieces = []
-    for member, zeros in zip(members, padding):
+    for member, count in zip(members, padding):
         pieces.append(member)
-        if zeros:
-            pieces.append(np.zeros(zeros, dtype))
-    return np.concatenate([*pieces, np.zeros(padding[-1], dtype)])
+        if count:
+            pieces.append(_zeros(count, dtype))
+    pieces.append(np.zeros(padding[-1], dtype))
+    return np.concatenate(pieces)
 
 
-def _count_by_sample(places: np.ndarray, whole: _Bin) -> tuple[int, ...]:
-    """How many of some places, ascending, lie in each sample."""
-    firsts = places.searchsorted(whole.cu_seqlens[: len(whole.samples) + 1]).tolist()
+@lru_cache(maxsize=256)
+def _zeros(count: int, dtype: type[np.generic]) -> np.ndarray:
+    return np.zeros(count, dtype)
+
+
+def _tokens(
+    whole: _Bin, share: ImageShare, geometry: Geometry, part: RankSlice
+) -> tuple[np.ndarray, dict[str, Sequence[int]], dict[str, np.ndarray]]:
+    """The places in t of the loss tokens, and what `MicroBatch.numbers` says of tokens: short lists, and arrays."""
+    starts = image_starts(whole.slots, whole.images, whole.sample_bounds)
+    rows = share.first_rows if part.has_vision else [0] * len(starts)
+    runs = token_runs(whole.images, starts, whole.lengths, whole.padding, rows)
+    lists = {"cu_seqlens": whole.bounds, "run_starts": runs[::RUN_COLUMNS], "runs": runs}
+    if part.cp == 1:
+        loss_index = whole.is_loss.nonzero()[0]
+        arrays = {"input_ids": whole.ids, "labels": whole.ids.take(loss_index + 1)}
+    else:
+        places = held_places(whole.bounds, part.cp, part.cp_rank)
+        loss_index = whole.is_loss.take(places).nonzero()[0]
+        labels = whole.ids.take(places.take(loss_index) + 1)
+        arrays = {"input_ids": whole.ids.take(places), "labels": labels, "places": places}
+    arrays["loss_index"] = loss_index
+    if part.cp == part.sequence_ranks == 1 and part.has_vision:
+        arrays["image_index"] = whole.slots
+    elif part.has_vision:
+        held = arrays["input_ids"].reshape(part.sequence_ranks, -1)[part.sequence_rank]
+        arrays["image_index"] = (held == geometry.image_token_id).nonzero()[0]
+    return loss_index, lists, arrays
+
+
+def _count_by_sample(loss_index: np.ndarray, whole: _Bin, cp: int) -> tuple[int, ...]:
+    """How many of a rank's loss tokens lie in each sample."""
+    bounds = whole.sample_bounds
+    firsts = loss_index.searchsorted(bounds if cp == 1 else [bound // cp for bound in bounds]).tolist()
     return tuple(map(operator.sub, firsts[1:], firsts))
 
 
-def _vision(whole: _Bin, places: np.ndarray, geometry: Geometry, part: RankSlice) -> dict[str, object]:
-    if not part.has_vision:
-        none = np.zeros(0, np.int64)
-        return _images([], [], geometry) | _image_places(none, none, ImageShare((), 0, 0, none))
-    merge, grids = geometry.spatial_merge_size, whole.grids
-    share = share_images([t * h * w for t, h, w in grids], 1 / merge**2, part.vision_ranks, part.vision_rank)
+def _encoded(whole: _Bin, share: ImageShare, geometry: Geometry) -> tuple[list[Raster], list[np.ndarray]]:
+    """The images that a rank encodes, and their patches."""
+    images, merge = [*chain.from_iterable(whole.images)], geometry.spatial_merge_size
     if not share.images:
-        grids = [(1, merge, merge)]
-        patches = [np.zeros((merge * merge, geometry.patch_bytes), np.uint8)]
-    elif len(share.images) == len(grids):
-        patches = [s.patches for s in whole.samples]
-    else:
-        images = _split_images(whole)
-        patches, grids = [images[i] for i in share.images], [grids[i] for i in share.images]
-    mine = places.reshape(part.sequence_ranks, -1)[part.sequence_rank]
-    index, rows = _image_tokens(mine, whole, share.rows)
-    return _images(patches, grids, geometry) | _image_places(index, rows, share)
+        blank = np.array([1, merge, merge], np.int32)
+        return [*rasters(blank.tobytes(), merge)], [np.zeros((merge * merge, geometry.patch_bytes), np.uint8)]
+    if len(share.images) == len(images):
+        return images, [s.patches for s in whole.samples]
+    return [images[i] for i in share.images], _split_images(whole, share)
 
 
-def _split_images(whole: _Bin) -> list[np.ndarray]:
-    """The patches of every image of the bin, as views."""
-    images = []
-    grids = iter(whole.grids)
-    for sample in whole.samples:
+def _split_images(whole: _Bin, share: ImageShare) -> list[np.ndarray]:
+    """The patches of a share's images, as views."""
+    patches, chosen, number = [], {*share.images}, 0
+    for sample, images in zip(whole.samples, whole.images):
         start = 0
-        for _, (t, h, w) in zip(sample.image_grid_thw, grids):
-            images.append(sample.patches[start : start + t * h * w])
-            start += t * h * w
-    return images
-
-
-def _image_tokens(places: np.ndarray, whole: _Bin, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Which of some places are image tokens, and what each of those has in `rows`, (V,) of all of the bin."""
-    if len(places) == len(whole.input_ids):
-        return whole.slots, rows
-    row_of = np.full(len(whole.input_ids), -1)
-    row_of[whole.slots] = rows
-    held = row_of.take(places)
-    index = np.flatnonzero(held >= 0)
-    return index, held.take(index)
-
-
-def _image_places(index: np.ndarray, rows: np.ndarray, share: ImageShare) -> dict[str, object]:
-    return {
-        "image_index": torch.from_numpy(index),
-        "image_rows": torch.from_numpy(rows),
-        "encoded_rows": share.tokens,
-        "gathered_rows": share.gathered_rows,
-    }
-
-
-def _images(images: Sequence[np.ndarray], grids: Sequence[Grid], geometry: Geometry) -> dict[str, object]:
-    merge = geometry.spatial_merge_size
-    taps, weights = position_interpolation(grids, geometry.position_side, merge)
-    frames = [h * w for t, h, w in grids for _ in range(t)]
-    patches = np.concatenate([np.empty((0, geometry.patch_bytes), np.uint8), *images])
-    return {
-        "patches": Ragged(torch.from_numpy(patches), tuple(frames)),
-        "vision_cu_seqlens": torch.from_numpy(cumulative(frames)),
-        "vision_max_seqlen": max(frames, default=0),
-        "patch_coordinates": torch.from_numpy(patch_coordinates(grids, merge)),
-        "position_taps": torch.from_numpy(taps),
-        "position_weights": torch.from_numpy(weights),
-    }
+        for image in images:
+            if number in chosen:
+                patches.append(sample.patches[start : start + image.patches])
+            start += image.patches
+            number += 1
+    return patches

@@ -1,65 +1,67 @@
-"""Positions of a bin, made on the data worker. Pure numpy: no torch, no model, testable with four integers.
+"""Positions of a bin: what the data worker says of them in a few integers, and what a device makes of that.
 
-T = tokens, P = patches before merging, V = image tokens after merging, n = samples; a grid is (t, h, w) in patches.
-Formulas: transformers 5.23 `models/qwen3_vl/modeling_qwen3_vl.py` (get_rope_index) and `vision_utils.py`.
+T = tokens, P = patches before merging, V = image tokens after merging, F = frames, n = samples; a grid is (t, h, w) in
+patches. Formulas: transformers 5.23 `models/qwen3_vl/modeling_qwen3_vl.py` (get_rope_index) and `vision_utils.py`.
 
-What depends on one image's grid alone is computed when the grid is first seen and kept for the next image that has it,
-read-only; a bin is then put together by copying. A few numbers a sample or an image are Python's, for they cost less
-there than a call of numpy.
+24 bytes a token and 64 a patch are sooner computed on a device than made on a host and moved. Integers are exact there,
+every operation on floats is a single one of float32: all devices give the same bits. Nothing waits for a device. A few
+numbers a sample or an image are Python's, for they cost less there than a call of numpy.
 """
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
-Grid = Sequence[int]
-
-_KEPT = 1024  # grids. Of each 36 bytes a patch are kept: 74 MB where images have 2,000 patches
-
-
-def mrope_positions(input_ids: np.ndarray, image_grid_thw: np.ndarray, image_token_id: int, merge: int) -> np.ndarray:
-    """(3, n) int32 positions (t, h, w) of one sample: `bin_positions` of a bin that holds nothing else.
-
-    Args:
-        input_ids: (n,) token ids of the sample.
-        image_grid_thw: (g, 3) patches before merging.
-        image_token_id: id that fills image slots.
-        merge: spatial_merge_size.
-
-    Raises:
-        ValueError: the image tokens are not those of the grids.
-    """
-    images, length = image_rasters([image_grid_thw.tolist()], merge), len(input_ids)
-    starts = image_starts(np.flatnonzero(input_ids == image_token_id), images, [0, length])
-    return bin_positions(images, starts, [length], [0, 0])
+_KEPT = 4096  # grids
+RUN_COLUMNS = 9
+FRAME_COLUMNS = 3
+_NEVER = 1 << 40
+# Divisors and moduli of the three axes, see `token_runs`.
+_TEXT = (1, 1, 1, _NEVER, _NEVER, _NEVER)
+_PADDING = (_NEVER, _NEVER, _NEVER, 1, 1, 1)
 
 
 class Raster(NamedTuple):
-    """An image's tokens.
+    """What one image's grid says.
 
     Attributes:
-        positions: (3, tokens) int32 frame, row and column of each.
-        side: tokens of its longer side.
         grid: in patches.
+        tokens: how many it makes.
+        side: tokens of its longer side.
+        steps: divisors and moduli of the three axes, see `token_runs`.
+        frame_patches: patches of each frame.
+        frames: FRAME_COLUMNS numbers of each frame, end to end, see `patch_positions`.
+        patches: of all frames.
     """
 
-    positions: np.ndarray
+    grid: tuple[int, int, int]
     tokens: int
     side: int
-    grid: Grid
+    steps: tuple[int, ...]
+    frame_patches: tuple[int, ...]
+    frames: tuple[int, ...]
+    patches: int
 
 
-def image_rasters(grids: Sequence[Sequence[Grid]], merge: int) -> list[list[Raster]]:
-    """Of each sample's images.
+@lru_cache(maxsize=_KEPT)
+def rasters(grids: bytes, merge: int) -> tuple[Raster, ...]:
+    """Of each of a sample's images.
 
     Args:
-        grids: of each sample's images.
+        grids: the bytes of its (g, 3) int32 image_grid_thw, by which the answer is found again.
         merge: spatial_merge_size.
     """
-    return [[_raster(t, h, w, merge) for t, h, w in each] for each in grids]
+    return tuple([_raster(*grid, merge) for grid in np.frombuffer(grids, np.int32).reshape(-1, 3).tolist()])
+
+
+def _raster(t: int, h: int, w: int, merge: int) -> Raster:
+    rows, columns = h // merge, w // merge
+    steps = (rows * columns, columns, 1, _NEVER, rows, columns)
+    frame = (columns, max(h - 1, 1), max(w - 1, 1))
+    return Raster((t, h, w), t * rows * columns, max(rows, columns), steps, (h * w,) * t, frame * t, t * h * w)
 
 
 def image_starts(slots: np.ndarray, images: Sequence[Sequence[Raster]], bounds: Sequence[int]) -> list[int]:
@@ -85,127 +87,130 @@ def image_starts(slots: np.ndarray, images: Sequence[Sequence[Raster]], bounds: 
     return slots.take(starts).tolist() if starts else []
 
 
-def bin_positions(
-    images: Sequence[Sequence[Raster]], starts: Sequence[int], lengths: Sequence[int], padding: Sequence[int]
-) -> np.ndarray:
-    """(3, T) int32 positions (t, h, w) of a bin, from 0 in every sample, 0 in its padding.
+def token_runs(
+    images: Sequence[Sequence[Raster]],
+    starts: Sequence[int],
+    lengths: Sequence[int],
+    padding: Sequence[int],
+    first_rows: Sequence[int],
+) -> list[int]:
+    """A bin as a row of runs of text, images and padding: rows of RUN_COLUMNS integers, end to end.
 
     Text counts up on all three axes; an image's tokens lie on a grid that starts where the text stopped; text goes
-    on after the image's largest side, not after its token count. So a bin is a row of pieces that begin at 0, each
-    raised by the position where it begins.
+    on after the image's largest side, not after its token count.
+
+    A run has the place where it starts, the position from which it counts, a row (see `image_rows`), and for each of
+    the axes t, h, w a divisor, then for each a modulus: token i of a run is at `i // divisor % modulus` from there.
 
     Args:
         images: of each sample.
         starts: place of the first token of each image.
         lengths: tokens of each sample.
         padding: tokens after each sample, and at the end.
+        first_rows: of each image.
     """
-    text, none = _counting(sum(lengths) + sum(padding))
-    pieces, raised, sizes = [], [], []
-    start_of, begin = iter(starts), 0
-    for rasters, length, gap in zip(images, lengths, padding):
+    runs: list[int] = []
+    image_of, begin = zip(starts, first_rows), 0
+    for of_sample, length, gap in zip(images, lengths, padding):
+        runs += (begin, 0, 0)
+        runs += _TEXT
         done, at = begin, 0
-        for (raster, tokens, side, _), start in zip(rasters, start_of):
-            before = start - done
-            pieces += (text[:, :before], raster)
-            raised += (at, at + before)
-            sizes += (before, tokens)
-            done, at = start + tokens, at + before + side
+        for (_, tokens, side, steps, _, _, _), (start, row) in zip(of_sample, image_of):
+            at += start - done
+            runs += (start, at, row)
+            runs += steps
+            done, at = start + tokens, at + side
+            runs += (done, at, 0)
+            runs += _TEXT
         begin += length
-        pieces.append(text[:, : begin - done])
-        raised.append(at)
-        sizes.append(begin - done)
         if gap:
-            pieces.append(none[:, :gap])
-            raised.append(0)
-            sizes.append(gap)
+            runs += (begin, 0, 0)
+            runs += _PADDING
             begin += gap
-    positions = np.empty(text.shape, np.int32)
-    np.concatenate([*pieces, none[:, : padding[-1]]], axis=1, out=positions)
-    positions += np.array([*raised, 0], np.int32).repeat([*sizes, padding[-1]])
-    return positions
+    return [*runs, begin, 0, 0, *_PADDING]
 
 
-@lru_cache(maxsize=8)
-def _counting(length: int) -> tuple[np.ndarray, np.ndarray]:
-    """(3, length) positions of a text and of padding, as views."""
-    return np.broadcast_to(np.arange(length, dtype=np.int32), (3, length)), np.broadcast_to(np.int32(0), (3, length))
-
-
-@lru_cache(maxsize=_KEPT)
-def _raster(t: int, h: int, w: int, merge: int) -> Raster:
-    frames, rows, columns = t, h // merge, w // merge
-    positions = _read_only(np.indices((frames, rows, columns), np.int32).reshape(3, -1))
-    return Raster(positions, positions.shape[1], max(rows, columns), (t, h, w))
-
-
-def patch_coordinates(grids: np.ndarray | Sequence[Grid], merge: int) -> np.ndarray:
-    """(P, 2) int64 row and column of every patch in its image, in merge-block order (the order of the patches).
+def token_positions(runs: torch.Tensor, run_starts: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """(3, t) int64 mrope positions (t, h, w), from 0 in every sample, 0 in padding.
 
     Args:
-        grids: of all images.
+        runs: (n, RUN_COLUMNS) `token_runs`.
+        run_starts: (n,) their first column, contiguous.
+        places: (t,) int64 of the bin.
+    """
+    run = _run_at(runs, run_starts, places)
+    return (places - run[0]).div(run[3:6], rounding_mode="floor").remainder_(run[6:]).add_(run[1])
+
+
+def image_rows(runs: torch.Tensor, run_starts: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """(V,) int64 rows of image tokens: each image's are counted from its own.
+
+    Args:
+        runs: (n, RUN_COLUMNS) `token_runs`.
+        run_starts: (n,) their first column, contiguous.
+        places: (V,) int64 of image tokens of the bin.
+    """
+    run = _run_at(runs[:, :3], run_starts, places)
+    return (places - run[0]).add_(run[2])
+
+
+def _run_at(runs: torch.Tensor, run_starts: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """(columns, t) of the runs in which places lie. Of runs with the same start the last one has tokens."""
+    return runs.t().index_select(1, torch.searchsorted(run_starts[1:], places, right=True))
+
+
+class PatchPositions(NamedTuple):
+    """Where patches lie, in merge-block order (the order of the patches).
+
+    Attributes:
+        coordinates: (P, 2) int64 row and column of each in its image.
+        taps: (P, 4) int64 rows of a side x side table of learned positions, resampled to each image's grid.
+        weights: (P, 4) float32 of these, bilinear with corners aligned, summing to 1.
+    """
+
+    coordinates: torch.Tensor
+    taps: torch.Tensor
+    weights: torch.Tensor
+
+
+def patch_positions(
+    frames: torch.Tensor, cu_patches: torch.Tensor, num_patches: int, side: int, merge: int
+) -> PatchPositions:
+    """Of all frames of a bin.
+
+    Args:
+        frames: (F, FRAME_COLUMNS) of each frame the merge x merge blocks of a row, the last row and the last column of
+            patches (1 where there is but one).
+        cu_patches: (F + 1,) int64 cumulative patches of the frames.
+        num_patches: of all of them.
+        side: of the table of learned positions.
         merge: spatial_merge_size.
     """
-    frames = [_frame_coordinates(h, w, merge) for h, w in _frames(grids)]
-    return np.concatenate([np.empty((0, 2), np.int64), *frames], dtype=np.int64)
+    firsts = cu_patches.div(merge**2, rounding_mode="floor")
+    blocks = torch.arange(num_patches // merge**2, device=frames.device)
+    frame_of = torch.searchsorted(firsts[1:], blocks, right=True)
+    frame, place = frames.t().index_select(1, frame_of), blocks - firsts.index_select(0, frame_of)
+    corner = torch.stack((place // frame[0], place % frame[0]))
+    # (axis, block, place in the block): rows and columns are alike until they meet
+    axis = torch.add(torch.arange(merge, device=frames.device), corner[:, :, None], alpha=merge)
+    places, weights = _axis_taps(axis, frame[1:, :, None], side)
+    # (block, row in the block, column in the block, tap of the row, tap of the column)
+    of_row, of_column = (-1, merge, 1, 2, 1), (-1, 1, merge, 1, 2)
+    taps = torch.add(places[1].view(of_column), places[0].view(of_row), alpha=side)
+    products = weights[0].view(of_row) * weights[1].view(of_column)
+    coordinates = torch.stack(torch.broadcast_tensors(axis[0, :, :, None], axis[1, :, None]), -1)
+    return PatchPositions(coordinates.view(-1, 2), taps.reshape(-1, 4), products.reshape(-1, 4))
 
 
-def position_interpolation(grids: np.ndarray | Sequence[Grid], side: int, merge: int) -> tuple[np.ndarray, np.ndarray]:
-    """Bilinear taps (corners aligned) that resample a side x side table of learned positions to each image's grid.
+def _axis_taps(places: torch.Tensor, last: torch.Tensor, side: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(..., 2) int64 places of a side's two nearest learned positions, and their (..., 2) float32 weights.
 
     Args:
-        grids: of all images.
-
-    Returns:
-        indices: (P, 4) int64 rows of the table.
-        weights: (P, 4) float32, summing to 1; P in merge-block order.
+        places: rows or columns.
+        last: the last one of the same image.
     """
-    taps = [_frame_taps(h, w, side, merge) for h, w in _frames(grids)]
-    indices = np.concatenate([np.empty((0, 4), np.int64), *(each for each, _ in taps)], dtype=np.int64)
-    return indices, np.concatenate([np.empty((0, 4), np.float32), *(weights for _, weights in taps)])
-
-
-def _frames(grids: np.ndarray | Sequence[Grid]) -> list[tuple[int, int]]:
-    """(h, w) of every frame of every image."""
-    listed = grids.tolist() if isinstance(grids, np.ndarray) else grids
-    return [(h, w) for t, h, w in listed for _ in range(t)]
-
-
-@lru_cache(maxsize=_KEPT)
-def _frame_coordinates(h: int, w: int, merge: int) -> np.ndarray:
-    """(h * w, 2) row and column, in as few bytes as hold them."""
-    row_column = np.indices((h, w), np.min_scalar_type(max(h, w))).reshape(2, h // merge, merge, w // merge, merge)
-    return _read_only(row_column.transpose(1, 3, 2, 4, 0).reshape(-1, 2))
-
-
-@lru_cache(maxsize=_KEPT)
-def _frame_taps(h: int, w: int, side: int, merge: int) -> tuple[np.ndarray, np.ndarray]:
-    """(h * w, 4) rows of the table, in as few bytes as hold them, and (h * w, 4) float32 weights."""
-    rows, row_weights = _axis_taps(h, side)
-    columns, column_weights = _axis_taps(w, side)
-    # (row of blocks, column of blocks, row in the block, column in the block, tap of the row, tap of the column)
-    of_row, of_column = (h // merge, 1, merge, 1, 2, 1), (1, w // merge, 1, merge, 1, 2)
-    indices = rows.reshape(of_row) * side + columns.reshape(of_column)
-    weights = row_weights.reshape(of_row) * column_weights.reshape(of_column)
-    smallest = indices.astype(np.min_scalar_type(side * side - 1))
-    return _read_only(smallest.reshape(-1, 4)), _read_only(weights.reshape(-1, 4))
-
-
-@lru_cache(maxsize=_KEPT)
-def _axis_taps(size: int, side: int) -> tuple[np.ndarray, np.ndarray]:
-    """(size, 2) int64 places of a side's two nearest learned positions, and their (size, 2) float32 weights."""
-    source = np.arange(size).astype(np.float32) * np.float32(side - 1) / np.float32(max(size - 1, 1))
-    low = np.floor(source).astype(np.int64)
-    fraction = source - low.astype(np.float32)
-    places = np.stack([low, np.minimum(low + 1, side - 1)], 1)
-    return _read_only(places), _read_only(np.stack([1 - fraction, fraction], 1))
-
-
-def _read_only(kept: np.ndarray) -> np.ndarray:
-    kept.setflags(write=False)
-    return kept
-
-
-def cumulative(lengths: Sequence[int]) -> np.ndarray:
-    """(n + 1,) int32 cumulative lengths, starting with 0."""
-    return np.array([*accumulate(lengths, initial=0)], np.int32)
+    source = places.float() * (side - 1) / last
+    low = source.floor()
+    fraction = source - low
+    index = low.long()
+    return torch.stack((index, (index + 1).clamp_(max=side - 1)), -1), torch.stack((1 - fraction, fraction), -1)

@@ -7,7 +7,8 @@ costs all ranks the same); sequence parallel then cuts what a rank holds into `s
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import lru_cache
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -39,21 +40,36 @@ class RankSlice:
 WHOLE = RankSlice()
 
 
+def held_places(bounds: Sequence[int], cp: int, cp_rank: int) -> np.ndarray:
+    """(T / cp,) int64 places of the bin that a context-parallel rank holds, in its order.
+
+    Args:
+        bounds: (n + 1) cumulative padded lengths, each a multiple of 2 * cp.
+    """
+    places, pieces, late = _counting(bounds[-1]), [], 2 * cp - 1 - cp_rank
+    for begin, end in pairwise(bounds):
+        size = (end - begin) // (2 * cp)
+        early = begin + cp_rank * size
+        last = begin + late * size
+        pieces += (places[early : early + size], places[last : last + size])
+    return np.concatenate(pieces)
+
+
+@lru_cache(maxsize=8)
+def _counting(size: int) -> np.ndarray:
+    counting = np.arange(size)
+    counting.setflags(write=False)
+    return counting
+
+
 def zigzag_order(cu_seqlens: np.ndarray, cp: int) -> np.ndarray:
     """(T,) int64 places in the bin, those of context-parallel rank 0 first, then rank 1's, and so on.
 
     Args:
         cu_seqlens: (n + 1,) cumulative padded lengths, each a multiple of 2 * cp.
     """
-    places = np.arange(cu_seqlens[-1], dtype=np.int64)
-    if cp == 1:
-        return places
-    begins, sizes = cu_seqlens[:-1].astype(np.int64), np.diff(cu_seqlens) // (2 * cp)
-    early = np.arange(cp)[:, None]
-    pieces = np.stack([begins + early * sizes, begins + (2 * cp - 1 - early) * sizes], 2).ravel()  # (rank, segment, 2)
-    counts = np.tile(np.repeat(sizes, 2), cp)
-    places += np.repeat(pieces - (np.cumsum(counts) - counts), counts)
-    return places
+    bounds = cu_seqlens.tolist()
+    return np.concatenate([held_places(bounds, cp, rank) for rank in range(cp)]) if cp > 1 else np.arange(bounds[-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,34 +80,32 @@ class ImageShare:
         images: numbers of the images this rank encodes, ascending.
         tokens: image tokens it makes of them.
         gathered_rows: rows that each rank contributes to the gathered image tokens; the longest has no filling.
-        rows: (V,) int64, for each image token of the bin its row in the gathered ones.
+        first_rows: of each image of the bin, where its tokens begin among the gathered ones.
     """
 
     images: tuple[int, ...]
     tokens: int
     gathered_rows: int
-    rows: np.ndarray
+    first_rows: tuple[int, ...]
 
 
-def share_images(patches: Sequence[int], tokens_per_patch: float, ranks: int, rank: int) -> ImageShare:
+def share_images(patches: Sequence[int], patches_per_token: int, ranks: int, rank: int) -> ImageShare:
     """Deal the images of a bin to `ranks` by their patches.
 
     Args:
         patches: patches of each image of the bin.
-        tokens_per_patch: 1 / spatial_merge_size^2.
+        patches_per_token: spatial_merge_size^2.
     """
-    tokens = [round(count * tokens_per_patch) for count in patches]
-    rows = np.arange(sum(tokens))
+    tokens = [count // patches_per_token for count in patches]
     if ranks == 1:
-        return ImageShare(tuple(range(len(tokens))), len(rows), len(rows), rows)
+        *first_rows, total = accumulate(tokens, initial=0)
+        return ImageShare(tuple(range(len(tokens))), total, total, tuple(first_rows))
     shares = spread_images(patches, ranks)
-    totals = [sum(tokens[image] for image in share) for share in shares]
-    first_row = [0] * len(tokens)
+    totals = [sum([tokens[image] for image in share]) for share in shares]
+    first_rows = [0] * len(tokens)
     for owner, share in enumerate(shares):
         row = owner * max(totals)
         for image in share:
-            first_row[image] = row
+            first_rows[image] = row
             row += tokens[image]
-    moved = [row - before for row, before in zip(first_row, accumulate(tokens, initial=0))]
-    rows += np.repeat(np.array(moved, np.int64), np.array(tokens, np.int64))
-    return ImageShare(tuple(shares[rank]), totals[rank], max(totals), rows)
+    return ImageShare(tuple(shares[rank]), totals[rank], max(totals), tuple(first_rows))

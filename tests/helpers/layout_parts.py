@@ -27,6 +27,7 @@ from trainer.distributed import Mesh
 from trainer.models.qwen3_vl.config import LanguageSizes, Qwen3VLSizes, VisionSizes, language_config
 from trainer.models.qwen3_vl.flops import cost_model
 from trainer.models.qwen3_vl.model import Qwen3VLModel
+from trainer.slices import zigzag_order
 
 SEQ_LEN = 48
 GEOMETRY = Geometry(image_token_id=9, spatial_merge_size=2, position_side=8, patch_bytes=12)
@@ -212,7 +213,7 @@ def parts_of(parallel: ParallelConfig, ranks: int, samples: Sequence[TokenizedSa
 def _part(parallel: ParallelConfig, mesh: Mesh, samples: Sequence[TokenizedSample]) -> Part:
     cut = mesh.slice_of_bin(parallel)
     batch = make_micro_batch(samples, GEOMETRY, SEQ_LEN, cut)
-    tokens = batch.cp_order.chunk(cut.cp)[cut.cp_rank].numpy()
+    tokens = zigzag_order(batch.cu_seqlens.numpy(), cut.cp).reshape(cut.cp, -1)[cut.cp_rank]
     numbers = {image: number for number, image in enumerate(pixels_of(samples))}
     encoders, users = Qwen3VLModel._sharers(SimpleNamespace(groups=mesh.groups, parallel=parallel))
     config = language_config(SIZES.language, parallel, torch.bfloat16)

@@ -94,7 +94,6 @@ def check(batch: MicroBatch, samples: list[TokenizedSample], geometry: Geometry,
     held = places_of(bounds, part)
     mine = held[part.cp_rank]
     assert batch.cu_seqlens.tolist() == bounds and batch.max_seqlen == max(np.diff(bounds))
-    assert batch.cp_order.tolist() == list(chain(*held))
     assert batch.input_ids[0].tolist() == [table[place][0] for place in mine]
     assert batch.position_ids.T.tolist() == [list(table[place][1]) for place in mine]
     learnt = [(i, table[place][2], place) for i, place in enumerate(mine) if table[place][2] is not None]
@@ -104,12 +103,22 @@ def check(batch: MicroBatch, samples: list[TokenizedSample], geometry: Geometry,
     assert batch.num_loss_tokens == sum(label is not None for _, _, label in table)
     assert batch.sample_lengths == tuple(lengths) and batch.keys == tuple(s.key for s in samples)
     if part.has_vision:
-        check_vision(batch, samples, geometry, part, [table[place][0] == IMAGE for place in range(seq_len)])
+        held = list(chain(*held))
+        check_vision(batch, samples, geometry, part, [(place, table[place][0] == IMAGE) for place in held])
+    else:
+        assert batch.vision_cu_seqlens.tolist() == [0] and batch.vision_max_seqlen == 0
+        fields = (batch.patches, batch.image_index, batch.image_rows, *batch.patch_positions())
+        assert [len(field) for field in fields] == [0] * 6 and batch.encoded_rows == batch.gathered_rows == 0
 
 
 def check_vision(
-    batch: MicroBatch, samples: list[TokenizedSample], geometry: Geometry, part: RankSlice, is_image: list[bool]
+    batch: MicroBatch,
+    samples: list[TokenizedSample],
+    geometry: Geometry,
+    part: RankSlice,
+    held: list[tuple[int, bool]],
 ) -> None:
+    """`held`: each place of the bin and whether an image token is there, in the order in which ranks hold them."""
     merge = geometry.spatial_merge_size
     grids = [tuple(grid) for s in samples for grid in s.image_grid_thw.tolist()]
     counts = [t * h * w for t, h, w in grids]
@@ -126,17 +135,19 @@ def check_vision(
     assert list(batch.patches.lengths) == np.diff(batch.vision_cu_seqlens).tolist() == frames
     assert batch.vision_max_seqlen == max(frames)
     rows = [row for grid in encoded for row in patches_of(grid, geometry.position_side, merge)]
-    assert batch.patch_coordinates.tolist() == [list(place) for place, _, _ in rows]
-    assert batch.position_taps.tolist() == [taps for _, taps, _ in rows]
-    assert np.array_equal(batch.position_weights, np.array([weights for _, _, weights in rows], np.float32))
+    positions = batch.patch_positions()
+    assert positions.coordinates.tolist() == [list(place) for place, _, _ in rows]
+    assert positions.taps.tolist() == [taps for _, taps, _ in rows]
+    assert np.array_equal(positions.weights, np.array([weights for _, _, weights in rows], np.float32))
     row_of = {}  # (image, its token) -> row among the gathered
     for rank, share in enumerate(shares):
         inside = [(image, token) for image in share for token in range(counts[image] // merge**2)]
         row_of |= {name: rank * max(sizes) + row for row, name in enumerate(inside)}
     names = [(image, token) for image, count in enumerate(counts) for token in range(count // merge**2)]
-    name_at = dict(zip([place for place, image in enumerate(is_image) if image], names))
-    mine = batch.cp_order.reshape(part.cp * part.sequence_ranks, -1)
-    mine = mine[part.cp_rank * part.sequence_ranks + part.sequence_rank].tolist()
+    name_at = dict(zip(sorted(place for place, is_image in held if is_image), names))
+    size = len(held) // (part.cp * part.sequence_ranks)
+    first = (part.cp_rank * part.sequence_ranks + part.sequence_rank) * size
+    mine = [place for place, _ in held[first : first + size]]
     places = [(i, row_of[name_at[place]]) for i, place in enumerate(mine) if place in name_at]
     assert list(zip(batch.image_index.tolist(), batch.image_rows.tolist())) == places
 
@@ -164,15 +175,29 @@ def test_every_rank_of_any_bin_has_what_the_reference_says(seed):
         )
         batch = make_micro_batch(samples, geometry, seq_len, part)
         check(batch, samples, geometry, seq_len, part)
-        tensors = [value for value in map(batch.__getattribute__, batch.__slots__) if isinstance(value, torch.Tensor)]
-        assert all(tensor.is_contiguous() for tensor in tensors)
+        check_form(batch)
+
+
+def check_form(batch: MicroBatch) -> None:
+    """What the model is given: dtypes, contiguous, and in `numbers` nothing but parts that begin at 64 bytes."""
+    positions = batch.patch_positions()
+    whole = [batch.input_ids, batch.position_ids, batch.loss_index, batch.labels.values]
+    whole += [batch.image_index, batch.image_rows, positions.coordinates, positions.taps]
+    assert {tensor.dtype for tensor in whole} == {torch.int64} and positions.weights.dtype == torch.float32
+    assert batch.cu_seqlens.dtype == batch.vision_cu_seqlens.dtype == torch.int32
+    assert all(tensor.is_contiguous() for tensor in [*whole, positions.weights])
+    assert all(begin % 8 == 0 for begin, _ in batch.spans.values())
+    rest = batch.numbers.clone()
+    for begin, end in batch.spans.values():
+        rest[begin:end] = 0
+    assert not rest.any()
 
 
 def test_what_is_kept_of_a_grid_is_nobodys_to_change():
     geometry = Geometry(IMAGE, 2, 8, 12)
     samples = [make_sample(Kind(5, ((1, 4, 6),)), geometry, range(20, 90), 1)]
     first = make_micro_batch(samples, geometry, 32)
-    for tensor in (first.position_ids, first.patch_coordinates, first.position_taps, first.position_weights):
+    for tensor in (first.numbers, first.position_ids, *first.patch_positions()):
         tensor += 1
     assert make_micro_batch(samples, geometry, 32) != first
     check(make_micro_batch(samples, geometry, 32), samples, geometry, 32, RankSlice())

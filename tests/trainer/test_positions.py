@@ -1,9 +1,46 @@
 import numpy as np
 import pytest
+import torch
 
-from trainer.positions import cumulative, mrope_positions, patch_coordinates, position_interpolation
+from tests.helpers.hardware import requires_gpus
+from trainer.positions import (
+    FRAME_COLUMNS,
+    RUN_COLUMNS,
+    PatchPositions,
+    image_rows,
+    image_starts,
+    patch_positions,
+    rasters,
+    token_positions,
+    token_runs,
+)
 
 IMAGE = 9
+
+
+def rasters_of(grids, merge: int = 2):
+    return rasters(np.array(grids, np.int32).reshape(-1, 3).tobytes(), merge)
+
+
+def runs_of(ids, grids, padding: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a bin of one sample, whose images' rows begin at 100, 200, ..."""
+    images, slots = [rasters_of(grids)], np.flatnonzero(np.array(ids) == IMAGE)
+    starts = image_starts(slots, images, [0, len(ids)])
+    rows = range(100, 100 * len(starts) + 100, 100)
+    runs = torch.tensor(token_runs(images, starts, [len(ids)], [padding, 0], rows)).view(-1, RUN_COLUMNS)
+    return runs, runs[:, 0].contiguous()
+
+
+def positions_of(ids, grids, padding: int = 0) -> torch.Tensor:
+    return token_positions(*runs_of(ids, grids, padding), torch.arange(len(ids) + padding))
+
+
+def patches_of(grids, side: int, merge: int = 2, device: str = "cpu") -> PatchPositions:
+    images = rasters_of(grids, merge)
+    counts = [count for image in images for count in image.frame_patches]
+    frames = torch.tensor([number for image in images for number in image.frames], device=device)
+    cumulative = torch.tensor([0, *np.cumsum(counts)], device=device)
+    return patch_positions(frames.long().view(-1, FRAME_COLUMNS), cumulative, sum(counts), side, merge)
 
 
 def slow_positions(input_ids, grids, merge):
@@ -24,12 +61,12 @@ def slow_positions(input_ids, grids, merge):
 
 
 def test_text_counts_up_on_all_axes():
-    positions = mrope_positions(np.array([1, 2, 3]), np.empty((0, 3), int), IMAGE, 2)
+    positions = positions_of([1, 2, 3], [])
     assert positions.tolist() == [[0, 1, 2]] * 3
 
 
 def test_an_image_of_four_tokens():
-    positions = mrope_positions(np.array([1, IMAGE, IMAGE, IMAGE, IMAGE, 2]), np.array([[1, 4, 4]]), IMAGE, 2)
+    positions = positions_of([1, IMAGE, IMAGE, IMAGE, IMAGE, 2], [(1, 4, 4)])
     assert positions.tolist() == [[0, 1, 1, 1, 1, 3], [0, 1, 1, 2, 2, 3], [0, 1, 2, 1, 2, 3]]
 
 
@@ -42,34 +79,87 @@ def test_positions_equal_the_slow_ones(seed):
         grids.append((1, 2 * rng.integers(1, 5), 2 * rng.integers(1, 5)))
         ids += [IMAGE] * (grids[-1][1] * grids[-1][2] // 4)
     ids += [1] * rng.integers(1, 4)
-    got = mrope_positions(np.array(ids), np.array(grids, int).reshape(-1, 3), IMAGE, 2)
-    assert np.array_equal(got, slow_positions(ids, grids, 2))
+    got = positions_of(ids, grids, padding=3)
+    assert np.array_equal(got[:, :-3], slow_positions(ids, grids, 2)) and not got[:, -3:].any()
 
 
 def test_image_tokens_that_are_not_the_grids_are_refused():
     with pytest.raises(ValueError, match=r"1 image tokens, but the grids \[\[1, 4, 4\]\] make 4"):
-        mrope_positions(np.array([1, IMAGE]), np.array([[1, 4, 4]]), IMAGE, 2)
+        positions_of([1, IMAGE], [(1, 4, 4)])
+
+
+def test_rows_of_an_image_are_counted_from_its_first():
+    ids = [1, *[IMAGE] * 4, *[IMAGE] * 2, 1, IMAGE]
+    places = torch.tensor([1, 2, 4, 5, 6, 8])
+    rows = image_rows(*runs_of(ids, [(1, 4, 4), (1, 4, 2), (1, 2, 2)]), places)
+    assert rows.tolist() == [100, 101, 103, 200, 201, 300]
 
 
 def test_patches_come_in_blocks():
-    got = patch_coordinates(np.array([[1, 2, 4]]), 2)
+    got = patches_of([(1, 2, 4)], 16).coordinates
     assert got.tolist() == [[0, 0], [0, 1], [1, 0], [1, 1], [0, 2], [0, 3], [1, 2], [1, 3]]
 
 
 def test_interpolation_weights_sum_to_one_and_hit_the_corners():
-    grids = np.array([[1, 4, 6], [1, 2, 2]])
-    indices, weights = position_interpolation(grids, 16, 2)
-    assert indices.shape == weights.shape == (28, 4)
-    assert np.allclose(weights.sum(1), 1)
-    assert indices.min() >= 0 and indices.max() < 256
-    table = np.arange(256)
-    values = (table[indices] * weights).sum(1)
+    _, taps, weights = patches_of([(1, 4, 6), (1, 2, 2)], 16)
+    assert taps.shape == weights.shape == (28, 4)
+    assert torch.allclose(weights.sum(1), torch.ones(28))
+    assert taps.min() >= 0 and taps.max() < 256
+    values = (taps * weights).sum(1)
     assert values[0] == 0  # first patch of the first image: upper left corner
     assert values[-1] == 255  # last patch of the last one: lower right corner
 
 
+def axis_of(size: int, side: int) -> tuple[np.ndarray, np.ndarray]:
+    """Two taps and their weights of each place of an axis, in numpy's float32."""
+    source = np.arange(size).astype(np.float32) * np.float32(side - 1) / np.float32(max(size - 1, 1))
+    low = np.floor(source).astype(np.int64)
+    fraction = source - low.astype(np.float32)
+    return np.stack([low, np.minimum(low + 1, side - 1)], 1), np.stack([1 - fraction, fraction], 1)
+
+
+def check_patches(device: str, side: int, merge: int) -> None:
+    """Bit for bit, with every size of an axis up to 200 patches."""
+    sizes = range(merge, 201, merge)
+    grids = [(1 + h % 3, h, w) for h, w in zip(sizes, reversed(sizes))] + [(1, h, h) for h in sizes]
+    coordinates, taps, weights = (field.cpu().numpy() for field in patches_of(grids, side, merge, device))
+    first = 0
+    for t, h, w in grids:
+        (rows, row_weights), (columns, column_weights) = axis_of(h, side), axis_of(w, side)
+        for _ in range(t):
+            part = slice(first, first + h * w)
+            r, c = coordinates[part].T
+            assert np.array_equal(np.sort(r * w + c), np.arange(h * w))
+            assert np.array_equal(taps[part], (rows[r][:, :, None] * side + columns[c][:, None]).reshape(-1, 4))
+            assert np.array_equal(
+                weights[part], (row_weights[r][:, :, None] * column_weights[c][:, None]).reshape(-1, 4)
+            )
+            first += h * w
+    assert first == len(taps)
+
+
+@pytest.mark.parametrize(("side", "merge"), [(48, 2), (16, 2), (27, 3), (3, 1)])
+def test_patches_are_bit_equal_to_numpys(side, merge):
+    check_patches("cpu", side, merge)
+
+
+@requires_gpus(1)
+def test_a_gpu_makes_the_same_bits_without_waiting():
+    check_patches("cuda", 48, 2)
+    runs, starts = (part.cuda() for part in runs_of([1, *[IMAGE] * 6, 1], [(1, 4, 6)], padding=2))
+    places = torch.arange(10, device="cuda")
+    frames = torch.tensor(rasters_of([(1, 4, 6)])[0].frames, device="cuda").view(-1, FRAME_COLUMNS)
+    cumulative = torch.tensor([0, 24], device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        positions, rows = token_positions(runs, starts, places), image_rows(runs, starts, places[1:7])
+        patch_positions(frames, cumulative, 24, 48, 2)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(positions.cpu(), positions_of([1, *[IMAGE] * 6, 1], [(1, 4, 6)], padding=2))
+    assert rows.tolist() == [*range(100, 106)]
+
+
 def test_no_image_has_no_patch():
-    none = np.empty((0, 3), int)
-    assert patch_coordinates(none, 2).shape == (0, 2)
-    assert position_interpolation(none, 16, 2)[0].shape == (0, 4)
-    assert cumulative([]).tolist() == [0]
+    coordinates, taps, weights = patches_of([], 16)
+    assert coordinates.shape == (0, 2) and taps.shape == weights.shape == (0, 4)

@@ -29,23 +29,25 @@ def test_every_token_has_one_rank_and_causal_attention_costs_all_alike(cp):
 
 def test_images_are_shared_by_patches_and_found_again():
     patches = [8, 64, 16, 16, 24]
-    shares = [share_images(patches, 1 / 4, 2, rank) for rank in range(2)]
+    shares = [share_images(patches, 4, 2, rank) for rank in range(2)]
     assert [share.images for share in shares] == [(1,), (0, 2, 3, 4)]
     assert [share.tokens for share in shares] == [16, 16] and shares[0].gathered_rows == 16
     gathered = np.concatenate([np.repeat(share.images, [patches[i] // 4 for i in share.images]) for share in shares])
-    assert gathered[shares[0].rows].tolist() == np.repeat(range(5), np.array(patches) // 4).tolist()
+    rows = [first + token for first, count in zip(shares[0].first_rows, patches) for token in range(count // 4)]
+    assert gathered[rows].tolist() == np.repeat(range(5), np.array(patches) // 4).tolist()
+    assert shares[1].first_rows == shares[0].first_rows
 
 
 def test_the_shorter_share_is_filled_up():
-    shares = [share_images([4, 40], 1 / 4, 2, rank) for rank in range(2)]
+    shares = [share_images([4, 40], 4, 2, rank) for rank in range(2)]
     assert [s.tokens for s in shares] == [10, 1] and [s.gathered_rows for s in shares] == [10, 10]
-    assert shares[0].rows.tolist() == [10, *range(10)]
+    assert shares[0].first_rows == (10, 0)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_no_image_no_rows(ranks):
-    share = share_images([], 1 / 4, ranks, 0)
-    assert share.images == () and share.tokens == share.gathered_rows == len(share.rows) == 0
+    share = share_images([], 4, ranks, 0)
+    assert share.images == share.first_rows == () and share.tokens == share.gathered_rows == 0
 
 
 def _parts(samples, cp: int, sp: int) -> list:
@@ -78,7 +80,7 @@ def test_the_parts_of_all_ranks_are_the_bin(cp, sp):
         else [make_micro_batch(samples, GEOMETRY, SEQ_LEN, RankSlice(pad_multiple=2 * cp))]
     )
     parts = _parts(samples, cp, sp)
-    order = whole.cp_order if cp == 1 else parts[0].cp_order
+    order = torch.from_numpy(zigzag_order(whole.cu_seqlens.numpy(), cp))
     pieces = parts[::sp]
     assert torch.equal(torch.cat([p.input_ids for p in pieces], 1), whole.input_ids[:, order])
     assert torch.equal(torch.cat([p.position_ids for p in pieces], 1), whole.position_ids[:, order])
@@ -100,9 +102,10 @@ def test_an_image_token_finds_the_row_that_its_image_made(cp, sp):
     gathered = torch.cat(
         [torch.nn.functional.pad(rows, (0, parts[0].gathered_rows - len(rows))) for rows in made.values()]
     )
+    order = torch.from_numpy(zigzag_order(whole.cu_seqlens.numpy(), cp))
     wanted = dict(zip(whole.image_index.tolist(), whole.patches.values[::4, 0].tolist()))
     for rank, part in enumerate(parts):
-        mine = part.cp_order.reshape(cp * sp, -1)[rank][part.image_index]
+        mine = order.reshape(cp * sp, -1)[rank][part.image_index]
         assert [wanted[place] for place in mine.tolist()] == gathered[part.image_rows].tolist()
 
 

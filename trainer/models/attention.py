@@ -15,6 +15,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch.utils.checkpoint import checkpoint
 
 from trainer.models.gather import gather_sequence
+from trainer.slices import zigzag_order
 
 if torch.cuda.is_available():
     from trainer.models.qkv_kernel import split_norm_rotate
@@ -88,18 +89,18 @@ class PackedSegments(PackedSeqParams):
     """PackedSeqParams that also knows how context-parallel ranks hold the bin, and its segments in groups of like
     length: what the plain torch core needs."""
 
-    cp_order: torch.Tensor | None = None
+    cp: int = 1
 
     @classmethod
-    def of(cls, cu_seqlens: torch.Tensor, max_seqlen: int, cp_order: torch.Tensor | None = None) -> "PackedSegments":
+    def of(cls, cu_seqlens: torch.Tensor, max_seqlen: int, cp: int = 1) -> "PackedSegments":
         """Segments that touch.
 
         Args:
-            cp_order: (T,) with context parallel: places of the bin in the order in which its ranks hold them.
+            cp: context-parallel ranks.
         """
         # Transformer Engine compares padded with unpadded bounds on the host, once a layer, where it is given both: so
         # they are given only where its context parallelism insists.
-        padded = None if cp_order is None else cu_seqlens
+        padded = None if cp == 1 else cu_seqlens
         return cls(
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens,
@@ -108,8 +109,13 @@ class PackedSegments(PackedSeqParams):
             cu_seqlens_kv_padded=padded,
             max_seqlen_q=max_seqlen,
             max_seqlen_kv=max_seqlen,
-            cp_order=cp_order,
+            cp=cp,
         )
+
+    @cached_property
+    def cp_order(self) -> torch.Tensor:
+        """(T,) places of the bin in the order in which context-parallel ranks hold them."""
+        return torch.from_numpy(zigzag_order(self.cu_seqlens_q.numpy(), self.cp))
 
     @cached_property
     def groups(self) -> list[tuple[torch.Tensor, torch.Tensor]]:

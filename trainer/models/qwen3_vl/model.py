@@ -93,8 +93,7 @@ class Qwen3VLModel(MegatronModule):
     def hidden_states(self, batch: MicroBatch) -> torch.Tensor:
         """(s, 1, D) after the last layer (and final norm) of this chunk."""
         hidden, features = self._embed(batch) if self.pre_process else (None, ())
-        cp_order = batch.cp_order if self.parallel.cp > 1 else None
-        segments = PackedSegments.of(batch.cu_seqlens, batch.max_seqlen, cp_order)
+        segments = PackedSegments.of(batch.cu_seqlens, batch.max_seqlen, self.parallel.cp)
         rotation = Rotation(mrope_angles(batch.position_ids, self.sizes.language))
         return self.language.decoder(hidden, rotation, segments, features, batch.image_index)
 

@@ -134,11 +134,12 @@ class VisionEncoder(MegatronModule):
 
     def _hidden_states(self, batch: MicroBatch) -> list[torch.Tensor]:
         """(P, 1, hidden) after each deepstack layer and after the last."""
-        positions = F.embedding(batch.position_taps, self.pos_embed)
-        weights = batch.position_weights.to(positions.dtype)
+        places = batch.patch_positions()
+        positions = F.embedding(places.taps, self.pos_embed)
+        weights = places.weights.to(positions.dtype)
         hidden = self.patch_embed(batch.patches.values) + (positions * weights[:, :, None]).sum(1)
         hidden = hidden[:, None]
-        rotation = Rotation(vision_angles(batch.patch_coordinates, self.sizes))
+        rotation = Rotation(vision_angles(places.coordinates, self.sizes))
         segments = PackedSegments.of(batch.vision_cu_seqlens, batch.vision_max_seqlen)
         taps = []
         for number, layer in enumerate(self.blocks.layers):
