@@ -1,7 +1,15 @@
-"""For every test: one CPU thread, because tests start processes that share the cores; no network, no telemetry."""
+"""For every test: one CPU thread, because tests start processes that share the cores; no network, no telemetry; a
+throwaway home for Prefect, which reads it at its import, by whichever test comes first."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("DO_NOT_TRACK", "true")
+
+_HOME = tempfile.mkdtemp(prefix="athanor-prefect-")
+atexit.register(shutil.rmtree, _HOME, ignore_errors=True)
+os.environ["PREFECT_HOME"] = _HOME
