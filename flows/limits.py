@@ -11,10 +11,12 @@ succeeds, a slot that was lost meanwhile is taken again, and no job ends because
 """
 
 import contextlib
+import contextvars
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from uuid import UUID
 
 import httpx
@@ -125,7 +127,9 @@ class Slot:
         self.lease_id: UUID | None = None
         self.logger = _logger()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._renew_until_released, name=f"slot-{name}", daemon=True)
+        here = contextvars.copy_context()  # Prefect's settings among it, which name the server that gives the slot
+        renew = partial(here.run, self._renew_until_released)
+        self._thread = threading.Thread(target=renew, name=f"slot-{name}", daemon=True)
 
     def acquire(self) -> None:
         """Wait for a slot, as long as it takes."""
