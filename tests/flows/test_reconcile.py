@@ -54,6 +54,24 @@ def outer() -> str:
     return str(flow_run.id)
 
 
+def one_within_another() -> dict[str, str]:
+    """Ids of two finished flow runs, "inner" within "around"."""
+    ids = {}
+
+    @flow
+    def inner() -> None:
+        nothing()
+        ids["inner"] = str(flow_run.id)
+
+    @flow
+    def around() -> None:
+        inner()
+        ids["around"] = str(flow_run.id)
+
+    around()
+    return ids
+
+
 def note(root: Path, flow_run_id: str, owner: dict[str, object]) -> None:
     path = root / "service" / "runs" / f"{flow_run_id}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -119,19 +137,7 @@ def test_a_run_of_another_host_is_not_touched(tmp_path, dead_pid):
 
 
 def test_tasks_and_flow_runs_within_are_settled_too(tmp_path, dead_pid):
-    ids = {}
-
-    @flow
-    def inner() -> None:
-        nothing()
-        ids["inner"] = str(flow_run.id)
-
-    @flow
-    def around() -> None:
-        inner()
-        ids["around"] = str(flow_run.id)
-
-    around()
+    ids = one_within_another()
     for flow_run_id in ids.values():
         force(flow_run_id, Running())
     note(tmp_path, ids["inner"], dead_pid)  # it was within when the process died
@@ -156,18 +162,7 @@ def begin_again() -> Iterator[Callable[[str], None]]:
 @pytest.mark.parametrize("is_begun", [True, False], ids=["running again", "about to"])
 def test_what_was_within_a_dead_try_does_not_end_the_next_one(tmp_path, dead_pid, begin_again, is_begun, monkeypatch):
     """Seen on a loaded machine: a retried run became Crashed while it trained, and a second retry ran beside it."""
-    ids = {}
-
-    @flow
-    def inner() -> None:
-        ids["inner"] = str(flow_run.id)
-
-    @flow
-    def around() -> None:
-        inner()
-        ids["around"] = str(flow_run.id)
-
-    around()
+    ids = one_within_another()
     force(ids["inner"], Running())
     force(ids["around"], Running() if is_begun else Pending())
     if is_begun:
