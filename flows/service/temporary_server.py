@@ -111,6 +111,6 @@ def use(server: TemporaryServer) -> None:
     del os.environ["PREFECT_API_URL"]
 
 
-def is_temporary(api: str | None = None) -> bool:
-    """Whether an address, or else the one that Prefect uses, is that of a server of this process."""
-    return (api or PREFECT_API_URL.value()) in [server.api for server in _servers.values()]
+def is_temporary() -> bool:
+    """Whether the server that Prefect uses is one of this process."""
+    return PREFECT_API_URL.value() in [server.api for server in _servers.values()]

@@ -14,7 +14,7 @@ import flows  # noqa: F401  sets what Prefect reads at its import
 import psutil
 import pytest
 from prefect.client.orchestration import get_client
-from prefect.settings import PREFECT_API_URL, PREFECT_HOME
+from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
 
 from flows.limits import has_server
 from flows.service import prefect_schema, temporary_server
@@ -63,8 +63,9 @@ def test_every_thread_of_the_process_and_no_child_is_told_of_it(server):
 
 
 def test_it_is_nobody_elses_so_no_slots_are_asked_for(server):
-    assert is_temporary() and is_temporary(server.api) and not is_temporary("http://127.0.0.1:4200/api")
-    assert not has_server()
+    assert is_temporary() and not has_server()
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:4200/api"}):
+        assert not is_temporary() and has_server()
 
 
 def test_a_second_start_uses_the_one_that_runs(server):
