@@ -11,10 +11,15 @@ from trainer.sharding import Chunk
 from trainer.step import Totals, run_micro_batches
 
 
-def heldout_loss(chunks: list[Chunk], reader: BinReader, mesh: Mesh, run: RunConfig) -> float | None:
+def heldout_loss(
+    chunks: list[Chunk], reader: BinReader, mesh: Mesh, run: RunConfig, name: str = HELDOUT_JSONL
+) -> float | None:
     """Mean loss over the loss tokens of all held-out bins; None where there are none. A collective.
 
-    Rank 0 writes the mean loss of every held-out sample to heldout.jsonl, in order of their keys.
+    Rank 0 writes the mean loss of every held-out sample, in order of their keys.
+
+    Args:
+        name: of the file that it writes.
     """
     if not reader.bins:
         return None
@@ -33,7 +38,7 @@ def heldout_loss(chunks: list[Chunk], reader: BinReader, mesh: Mesh, run: RunCon
     clock.read()
     rows = _by_sample(reader, numbers, reports, mesh)
     if mesh.is_main:
-        write_text(run.output_dir / HELDOUT_JSONL, "".join(row.model_dump_json() + "\n" for row in rows))
+        write_text(run.output_dir / name, "".join(row.model_dump_json() + "\n" for row in rows))
     loss_sum, loss_tokens = totals.over_ranks(mesh).loss_and_tokens.tolist()
     return loss_sum / max(1, loss_tokens)
 

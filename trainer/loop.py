@@ -1,9 +1,11 @@
 """The jobs: train a model, or export a checkpoint. Every line of `train` can be told in README order."""
 
+import contextlib
 import logging
 import math
 import signal
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -11,7 +13,7 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 
 from trainer import checkpoint
-from trainer.contract import CHECKPOINTS, HF_EXPORT, MetricsRow, RunConfig, TrainResult
+from trainer.contract import CHECKPOINTS, HELDOUT_BASE_JSONL, HF_EXPORT, MetricsRow, RunConfig, TrainResult
 from trainer.data import PREFETCH_DEPTH, BinReader, TrainingOrder, prefetch
 from trainer.distributed import Mesh
 from trainer.heldout import heldout_loss
@@ -138,19 +140,49 @@ def _say_arithmetic(trainer: Trainer) -> None:
     )
 
 
+def captures(run: RunConfig, device: torch.device) -> bool:
+    """Whether the language layers run as CUDA graphs: where it is asked for, and possible."""
+    p = run.parallel
+    fits = run.train.precision == "bfloat16" and p.pp == 1 and p.sharding != "fsdp" and p.recompute != "full"
+    return run.cuda_graphs and device.type == "cuda" and fits
+
+
+@contextlib.contextmanager
+def _graphs(trainer: Trainer) -> Iterator[None]:
+    """Language layers as CUDA graphs meanwhile. They are given up before the process groups that they communicate by:
+    NCCL waits at the end of a group for every graph that uses it."""
+    model = trainer.chunks[0].module
+    if not captures(trainer.run, trainer.mesh.device):
+        yield
+        return
+    try:
+        model.capture_graphs()
+        yield
+    finally:
+        model.release_graphs()
+
+
 def train(run: RunConfig, mesh: Mesh) -> TrainResult:
     """Train to `num_steps`, or until told to stop; saves in both cases.
 
     Raises:
         NotFinite: the gradient norm is no number.
     """
-    per_step = run.num_micro_batches(mesh.dp)
     trainer = set_up(run, mesh)
+    with _graphs(trainer):
+        return _train(trainer)
+
+
+def _train(trainer: Trainer) -> TrainResult:
+    run, mesh = trainer.run, trainer.mesh
+    per_step = run.num_micro_batches(mesh.dp)
     signal.signal(signal.SIGTERM, lambda *_: setattr(trainer, "told_to_stop", True))
     writer = MetricsWriter(run.output_dir, trainer.step) if mesh.is_main else None
     numbers = trainer.order(trainer.step, run.train.num_steps)
     pin = mesh.device.type == "cuda"
     batches = prefetch(trainer.order.reader, numbers, PREFETCH_DEPTH, pin, run.loader_workers)
+    if trainer.step == 0:  # what the weights know before training, beside what they know after it
+        heldout_loss(trainer.chunks, trainer.heldout, mesh, run, HELDOUT_BASE_JSONL)
     interval = _Interval(trainer)
     saver = checkpoint.Checkpointer(trainer.chunks, trainer.optimizer, run, mesh)
     trace = _trace(trainer)

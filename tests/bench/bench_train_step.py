@@ -90,11 +90,11 @@ class Bench:
         if self.args.out:
             self.args.out.write_text(report(self.measured))
 
-    def add_layout(self, name: str, gpus: int, parallel: ParallelConfig) -> None:
+    def add_layout(self, name: str, gpus: int, parallel: ParallelConfig, cuda_graphs: bool) -> None:
         """Counted steps, then traced ones, in one job."""
         args = self.args
         share = args.global_batch * gpus // args.gpus
-        execution = Execution(gpus=gpus, parallel=parallel, loader_workers=args.loader_workers)
+        execution = Execution(gpus=gpus, parallel=parallel, loader_workers=args.loader_workers, cuda_graphs=cuda_graphs)
         out = write_run(self.root, bench_train_config(share, args.precision), args.seq_len, execution)
         counted = args.warmup + args.steps
         ranks = sorted({0, gpus - 1 if parallel.pp > 1 else 0}) if args.trace_steps else []
@@ -116,7 +116,8 @@ class Bench:
         """One bin a step, every bin twice: the first epoch has all, so has the second. The first bins warm up."""
         args = self.args
         num_bins = len(read_bins(self.root / "data", "train"))
-        train, execution = bench_train_config(1, args.precision), Execution(loader_workers=args.loader_workers)
+        train = bench_train_config(1, args.precision)
+        execution = Execution(loader_workers=args.loader_workers)
         rows = train_steps(self.root, train, args.seq_len, 2 * num_bins, execution)
         first, again = {}, {}
         for step, row in enumerate(rows):
@@ -151,8 +152,9 @@ def run_bench(root: Path, args: argparse.Namespace, command: str) -> Measured:
     layouts = [(1, ParallelConfig())] if args.one_gpu else []
     layouts += [(args.gpus, ParallelConfig.model_validate_json(text)) for text in args.parallel or ["{}"]]
     for gpus, parallel in [] if args.no_ours else layouts:
-        name = name_of(gpus, parallel)
-        bench.attempt(name, partial(bench.add_layout, name, gpus, parallel))
+        for cuda_graphs in [True, False] if args.eager else [True]:
+            name = name_of(gpus, parallel) + ("" if cuda_graphs else ", eager")
+            bench.attempt(name, partial(bench.add_layout, name, gpus, parallel, cuda_graphs))
     if args.new_shapes:
         bench.attempt("new shapes", bench.add_new_shapes)
     if args.peer:
@@ -190,6 +192,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     ours.add_argument("--trace-steps", type=int, default=1, help="steps traced after them; 0: none")
     ours.add_argument("--traces", type=Path, help="directory that gets the traces, some 100 MB each")
     ours.add_argument("--loader-workers", type=int, default=2, help="of each GPU")
+    ours.add_argument("--eager", action="store_true", help="each layout also with language layers not as CUDA graphs")
     ours.add_argument("--new-shapes", type=int, default=0, help="bins never seen, against the same bins again; one GPU")
     peer = parser.add_argument_group("transformers, on one GPU")
     peer.add_argument("--peer", action="store_true")

@@ -43,6 +43,7 @@ class Execution:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=lambda: CheckpointConfig(save_interval=NEVER))
     loader_workers: int = 2
+    cuda_graphs: bool = True
 
 
 def bench_train_config(global_batch: int, precision: str = "bfloat16") -> TrainConfig:
@@ -75,6 +76,7 @@ def write_run(root: Path, train: TrainConfig, seq_len: int, execution: Execution
         parallel=execution.parallel,
         checkpoint=execution.checkpoint,
         loader_workers=execution.loader_workers,
+        cuda_graphs=execution.cuda_graphs,
     )
     (out / "run.json").write_text(run.model_dump_json())
     return out

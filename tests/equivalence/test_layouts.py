@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from tests.helpers.bins import MIXED, ONE_IMAGE, TALL_IMAGE, TEXT_ONLY, TWO_IMAGES, Kind
+from tests.helpers.reference import load_reference, random_hf_dir, reference_losses
 from tests.helpers.run_dir import OPTIM, make_bins, write_job
 from tests.helpers.world import World, exported, run_world
-from trainer.contract import HELDOUT_JSONL, HeldoutRow, ParallelConfig, PartConfig
+from trainer.contract import HELDOUT_BASE_JSONL, HELDOUT_JSONL, HeldoutRow, ParallelConfig, PartConfig, read_heldout
 
 STEPS, SEQ_LEN = 5, 192
 # A gradient that is nothing but rounding would move a weight by a whole step; with this eps it moves it by rounding.
@@ -79,6 +80,7 @@ class Outcome:
     world: World
     weights: dict[str, torch.Tensor]
     heldout: list[HeldoutRow]
+    before: list[HeldoutRow]  # the same before the first step
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +108,8 @@ def outcome(tmp_path_factory):
         train = run.train.model_copy(update={part: PartConfig(frozen=True) for part in frozen})
         run = run.model_copy(update={"seq_len": SEQ_LEN, "train": train})
         world = run_world(run, processes)
-        lines = (run.output_dir / HELDOUT_JSONL).read_text().splitlines()
-        return Outcome(world, exported(run), [HeldoutRow.model_validate_json(line) for line in lines])
+        heldout, before = (read_heldout(run.output_dir / name) for name in (HELDOUT_JSONL, HELDOUT_BASE_JSONL))
+        return Outcome(world, exported(run), heldout, before)
 
     return run_layout
 
@@ -137,7 +139,7 @@ def compare(ours: Outcome, alone: Outcome) -> None:
         assert (a.tokens, a.loss_tokens) == (b.tokens, b.loss_tokens)
         if b.heldout_loss is not None:
             assert a.heldout_loss == pytest.approx(b.heldout_loss, rel=1e-5)
-    for a, b in zip(ours.heldout, alone.heldout, strict=True):
+    for a, b in zip([*ours.heldout, *ours.before], [*alone.heldout, *alone.before], strict=True):
         assert (a.key, a.loss_tokens) == (b.key, b.loss_tokens)
         assert a.loss == pytest.approx(b.loss, rel=1e-5), a.key
     assert ours.weights.keys() == alone.weights.keys()
@@ -161,6 +163,18 @@ def test_the_held_out_samples_make_the_held_out_loss(outcome):
     total = sum(row.loss * row.loss_tokens for row in alone.heldout if row.loss_tokens)
     mean = total / sum(row.loss_tokens for row in alone.heldout)
     assert alone.world.rows[-1].heldout_loss == pytest.approx(mean, rel=1e-6)
+
+
+def test_before_the_first_step_they_have_transformers_losses(outcome):
+    alone = outcome("alone", "first")
+    model = load_reference(random_hf_dir("first"))
+    samples = [sample for samples in make_bins("first", KINDS)[:2] for sample in samples]
+    with torch.no_grad():
+        theirs = [reference_losses(model, sample) for sample in samples]
+    for row, losses in zip(alone.before, theirs, strict=True):
+        assert row.loss_tokens == len(losses)
+        assert row.loss == (pytest.approx(float(losses.mean()), rel=1e-5) if len(losses) else None)
+    assert [row.loss for row in alone.before] != [row.loss for row in alone.heldout]
 
 
 def test_training_moved_every_part(outcome):

@@ -17,7 +17,8 @@ from trainer.contract.parallel import ParallelConfig
 RUN_JSON = "run.json"
 RESULT_JSON = "result.json"
 METRICS_JSONL = "metrics.jsonl"
-HELDOUT_JSONL = "heldout.jsonl"
+HELDOUT_JSONL = "heldout.jsonl"  # the newest measurement
+HELDOUT_BASE_JSONL = "heldout-base.jsonl"  # before the first step
 CHECKPOINTS = "checkpoints"
 HF_EXPORT = "hf"
 PROFILE = "profile"  # the folder of traces
@@ -135,6 +136,9 @@ class RunConfig(StrictModel):
     parallel: ParallelConfig = ParallelConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     loader_workers: int = Field(default=2, ge=1, description="threads of a process that read micro batches ahead")
+    cuda_graphs: bool = Field(
+        default=True, description="launch the language layers as CUDA graphs where that is possible"
+    )
     log_interval: int = Field(default=1, gt=0, description="steps between two lines of metrics.jsonl")
     profile: ProfileConfig | None = Field(default=None, description="steps to trace into profile/; null: none")
     num_threads: int = Field(default=0, ge=0, description="CPU threads of a process; 0 shares the cores among them")
@@ -192,11 +196,17 @@ def read_metrics(directory: StorePath) -> list[MetricsRow]:
 
 
 class HeldoutRow(StrictModel):
-    """One line of heldout.jsonl: a held-out sample, at the newest measurement."""
+    """One line of heldout.jsonl or heldout-base.jsonl: a held-out sample."""
 
     key: str
     loss: float | None = Field(description="mean over its loss tokens; None where it has none")
     loss_tokens: int
+
+
+def read_heldout(path: StorePath) -> list[HeldoutRow]:
+    """The rows of a heldout.jsonl, in order of their keys; none without a file."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return [HeldoutRow.model_validate_json(line) for line in lines]
 
 
 class TrainResult(StrictModel):

@@ -6,6 +6,7 @@ d = head dim, n = segments.
 
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,54 +24,59 @@ if torch.cuda.is_available():
 __all__ = ["PackedSegments", "RotarySelfAttention", "Rotation", "SelfAttentionSubmodules", "TorchVarlenAttention"]
 
 
-class Rotation:
-    """Rotary embedding by one angle a token and pair: x * cos + (-x2, x1) * sin in float32, back in x's dtype.
+class Rotation(NamedTuple):
+    """Rotary embedding: x * cos + (-x2, x1) * sin in float32, back in x's dtype; each angle turns a pair of the halves.
 
     Args:
-        angles: (T, d) float32, the halves of d equal.
+        cos: (T, d / 2) float32.
+        sin: the same.
     """
 
-    def __init__(self, angles: torch.Tensor) -> None:
-        self.angles = angles
+    cos: torch.Tensor
+    sin: torch.Tensor
 
-    @cached_property
-    def cos_sin(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each (T, d / 2): both halves turn by the same angles."""
-        angles = self.angles[:, : self.angles.size(1) // 2]
-        return angles.cos(), angles.sin()
+    @classmethod
+    def of(cls, angles: torch.Tensor) -> "Rotation":
+        """(T, d / 2) float32 angles."""
+        return cls(angles.cos(), angles.sin())
 
-    def __call__(self, x_Thd: torch.Tensor) -> torch.Tensor:
-        cos, sin = (x[:, None] for x in self.cos_sin)
+    def turn(self, x_Thd: torch.Tensor) -> torch.Tensor:
+        """Queries or keys, each token by its angles."""
+        cos, sin = self.cos[:, None], self.sin[:, None]
         first, second = x_Thd.float().chunk(2, dim=-1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_Thd.dtype)
 
 
 class RotarySelfAttention(SelfAttention):
-    """megatron-core's self-attention for packed training, with the angles applied by us.
+    """megatron-core's self-attention for packed training, with the angles applied by us, in the pieces a PackedLayer
+    is made of.
 
     megatron-core 0.16.1 guesses from a length which of two meanings the angles of a packed sequence have, and its
     fused rotation takes the first angles for every segment; both are wrong for positions with three axes.
     """
 
-    def forward(self, hidden_states, attention_mask=None, *, rotary_pos_emb, packed_seq_params, **_: object):
-        """(T, 1, D) -> ((T, 1, D), bias). `rotary_pos_emb` is a Rotation."""
-        prepare = self._prepare_fused if hidden_states.is_cuda else self._prepare
-        query, key, value = prepare(hidden_states, rotary_pos_emb)
-        attend = partial(recomputed, self.core_attention) if self.checkpoint_core_attention else self.core_attention
-        out = attend(query, key, value, None, attn_mask_type=self.attn_mask_type, packed_seq_params=packed_seq_params)
-        return self.linear_proj(out.reshape(out.size(0), 1, -1))
+    def forward(self, *_: object, **__: object):
+        raise NotImplementedError("a PackedLayer calls prepare, attend and linear_proj")
 
-    def _prepare(self, hidden_states: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, ...]:
+    def prepare(self, hidden_states: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, ...]:
         """(T, 1, D) -> queries (T, h, d), keys and values (T, g, d), turned."""
+        if hidden_states.is_cuda:
+            return self._prepare_fused(hidden_states, rotation)
         query, key, value = (x.squeeze(1) for x in self.get_query_key_value_tensors(hidden_states))
-        return rotation(query), rotation(key), value
+        return rotation.turn(query), rotation.turn(key), value
+
+    def attend(self, query, key, value, segments: "PackedSegments") -> torch.Tensor:
+        """What `prepare` returns -> (T, 1, h * d)."""
+        core = partial(recomputed, self.core_attention) if self.checkpoint_core_attention else self.core_attention
+        out = core(query, key, value, None, attn_mask_type=self.attn_mask_type, packed_seq_params=segments)
+        return out.view(out.size(0), 1, -1)
 
     def _prepare_fused(self, hidden_states: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, ...]:
         """The same by one kernel after the projection."""
         mixed, _ = self.get_query_key_value_tensors(hidden_states, split_qkv=False)
         return split_norm_rotate(
             mixed.reshape(len(mixed), -1),
-            *rotation.cos_sin,
+            *rotation,
             self.num_query_groups_per_partition,
             self.hidden_size_per_attention_head,
             None if self.q_layernorm is None else self.q_layernorm.weight,

@@ -3,7 +3,6 @@
 import torch
 import torch.nn.functional as F
 from megatron.core.extensions.transformer_engine import HAVE_TE
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
@@ -14,11 +13,12 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 from dataset_builders.contracts.errors import InputError
 from trainer.contract import RunConfig
 from trainer.models.attention import RotarySelfAttention, SelfAttentionSubmodules, TorchVarlenAttention
+from trainer.models.layer import PackedLayer
 from trainer.models.output_loss import OutputLayer
 
 if HAVE_TE:
@@ -162,14 +162,12 @@ def layer_spec(modules: BackendSpecProvider, *, causal: bool, qk_norm: bool) -> 
         ),
     )
     return ModuleSpec(
-        module=TransformerLayer,
+        module=PackedLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=IdentityOp if fused else norm,
             self_attention=attention,
-            self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=IdentityOp if fused else norm,
             mlp=mlp,
-            mlp_bda=get_bias_dropout_add,
             sharded_state_dict_keys_map={} if fused else _FUSED_NORM_KEYS,
         ),
     )

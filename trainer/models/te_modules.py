@@ -2,9 +2,23 @@
 
 import torch
 import transformer_engine_torch as tex
-from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TERowParallelLinear
+from megatron.core.extensions.transformer_engine import (
+    TEDotProductAttention,
+    TELayerNormColumnParallelLinear,
+    TERowParallelLinear,
+)
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+from megatron.core.transformer.enums import AttnMaskType
+from transformer_engine.pytorch.attention.dot_product_attention import dot_product_attention
+from transformer_engine.pytorch.attention.dot_product_attention.backends import FusedAttnFunc
+from transformer_engine.pytorch.attention.dot_product_attention.context_parallel import attn_forward_func_with_cp
 from transformer_engine.pytorch.cpp_extensions import general_gemm
+from transformer_engine.pytorch.cpp_extensions.fused_attn import FusedAttnBackend
+
+from trainer.models.attention import PackedSegments
+
+_MASKS = {AttnMaskType.causal: "padding_causal", AttnMaskType.no_mask: "padding"}  # inside each segment
+_CUDNN = FusedAttnBackend["F16_arbitrary_seqlen"]
 
 
 class NormColumnLinear(TELayerNormColumnParallelLinear):
@@ -22,6 +36,68 @@ class RowLinear(TERowParallelLinear):
         super().__init__(*args, skip_bias_add=False, **kwargs)
         if self.tp_size == 1:
             self.gemm_bias_unfused_add = False
+
+
+class PackedAttention(TEDotProductAttention):
+    """Transformer Engine's attention over a packed bin, called where its own module ends up.
+
+    That module chooses a back end, looks at layouts and strides and keeps a random state anew in every call: on the
+    host that takes three times as long as the call itself, and what it chooses depends on nothing that changes from
+    bin to bin. So the first call is its own; where it chose cuDNN, the others go there directly. The arguments are
+    those of Transformer Engine 2.11 (FusedAttention.forward in its dot_product_attention/backends.py).
+    """
+
+    _uses_cudnn: bool | None = None  # None until the first call
+
+    def forward(
+        self, query, key, value, attention_mask=None, *, attn_mask_type: AttnMaskType, packed_seq_params: PackedSegments
+    ) -> torch.Tensor:
+        """(T, h, d), (T, g, d), (T, g, d) -> (T, h * d)."""
+        if self._uses_cudnn is None:
+            out = super().forward(query, key, value, attention_mask, attn_mask_type, None, packed_seq_params)
+            chosen = dot_product_attention._attention_backends
+            self._uses_cudnn = bool(chosen["use_fused_attention"]) and chosen["fused_attention_backend"] == _CUDNN
+            return out
+        if not self._uses_cudnn:
+            return super().forward(query, key, value, attention_mask, attn_mask_type, None, packed_seq_params)
+        attend = self._over_ranks if packed_seq_params.cp > 1 else self._alone
+        return attend(query, key, value, _MASKS[attn_mask_type], packed_seq_params).view(len(query), -1)
+
+    def _alone(self, query, key, value, mask: str, segments: PackedSegments) -> torch.Tensor:
+        bounds, longest = segments.cu_seqlens_q, segments.max_seqlen_q
+        window = (-1, 0) if mask == "padding_causal" else (-1, -1)
+        return FusedAttnFunc.apply(
+            *(self.training, longest, longest, bounds, bounds, bounds, bounds, None, None),
+            *(
+                query,
+                key,
+                value,
+                None,
+                self.fused_attention.softmax_scale,
+                0.0,
+                True,
+                "thd_thd_thd",
+                "no_bias",
+                mask,
+                "vanilla",
+            ),
+            *(window, None, _CUDNN, self.fused_attention.use_FAv2_bwd, False, None, None, self.deterministic),
+            *(None, False, self.layer_number, False),
+        )
+
+    def _over_ranks(self, query, key, value, mask: str, segments: PackedSegments) -> torch.Tensor:
+        bounds, longest = segments.cu_seqlens_q, segments.max_seqlen_q
+        return attn_forward_func_with_cp(
+            *(self.training, query, key, value, bounds, bounds, longest, longest, bounds, bounds, 0.0),
+            *(self.cp_group, self.cp_global_ranks, self.cp_stream, self.cp_comm_type),
+            softmax_scale=self.fused_attention.softmax_scale,
+            qkv_format="thd",
+            attn_mask_type=mask,
+            deterministic=self.deterministic,
+            use_fused_attention=True,
+            window_size=(-1, 0) if mask == "padding_causal" else (-1, -1),
+            layer_number=self.layer_number,
+        )
 
 
 class _Swiglu(torch.autograd.Function):
@@ -59,6 +135,9 @@ class FusedModules(TESpecProvider):
 
     def row_parallel_linear(self) -> type:
         return RowLinear
+
+    def core_attention(self) -> type:
+        return PackedAttention
 
     def activation_func(self) -> type:
         return Swiglu

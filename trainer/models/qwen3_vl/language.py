@@ -5,6 +5,7 @@ N = loss tokens among the t, D = hidden size, L = deepstack levels.
 """
 
 import dataclasses
+from functools import partial
 
 import torch
 from megatron.core import tensor_parallel
@@ -22,6 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import make_viewless_tensor
 
 from trainer.models.attention import PackedSegments, Rotation, recomputed
+from trainer.models.layer_graphs import LayerGraphs
 from trainer.models.module_set import layer_spec
 from trainer.models.output_loss import OutputLayer
 from trainer.models.qwen3_vl.config import LanguageSizes
@@ -31,6 +33,23 @@ class DeepstackBlock(TransformerBlock):
     """A transformer block that adds level i of the deepstack features to the image tokens after layer i."""
 
     recompute = False
+    graphs: LayerGraphs | None = None
+
+    def capture(self, num_tokens: int, num_levels: int) -> None:
+        """Have training replay the layers as CUDA graphs from now on; weights and gradients stay where they are.
+
+        Args:
+            num_tokens: t, of every bin.
+            num_levels: L.
+        """
+        self.graphs = LayerGraphs(list(self.layers), num_tokens, interrupted=frozenset(range(num_levels)))
+        self.graphs.capture()
+
+    def release(self) -> None:
+        """Launch the layers' kernels one by one again."""
+        if self.graphs is not None:
+            self.graphs.release()
+            self.graphs = None
 
     def forward(
         self,
@@ -43,15 +62,18 @@ class DeepstackBlock(TransformerBlock):
         """(s, 1, D) -> (s, 1, D); features are L times (V, D), image_index (V,) says where in s they go."""
         hidden = hidden_states if self.pre_process else self.input_tensor
         hidden = make_viewless_tensor(inp=hidden, requires_grad=True, keep_graph=True)
-        for layer in self.layers:
-            # The features are an argument, not part of the layer: what is computed again is the layer alone.
-            if self.recompute:
-                hidden = recomputed(self._run, layer, hidden, rotation, segments)
-            else:
-                hidden = self._run(layer, hidden, rotation, segments)
+
+        def add_feature(layer: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
             level = layer.layer_number - 1
-            if level < len(features):
-                hidden = hidden.index_add(0, image_index, features[level][:, None])
+            return hidden.index_add(0, image_index, features[level][:, None]) if level < len(features) else hidden
+
+        if self.graphs is not None and torch.is_grad_enabled():
+            hidden = self.graphs(hidden, rotation, segments, add_feature)
+        else:
+            for layer in self.layers:
+                # The features are an argument, not part of the layer: what is computed again is the layer alone.
+                run = partial(recomputed, self._run) if self.recompute else self._run
+                hidden = add_feature(layer, run(layer, hidden, rotation, segments))
         if self.final_layernorm is not None:
             hidden = self.final_layernorm(hidden)
             hidden = make_viewless_tensor(inp=hidden, requires_grad=True, keep_graph=True)
@@ -61,7 +83,7 @@ class DeepstackBlock(TransformerBlock):
         self, layer: torch.nn.Module, hidden: torch.Tensor, rotation: Rotation, segments: PackedSegments
     ) -> torch.Tensor:
         with get_fp8_context(self.config, layer.layer_number - 1):  # nothing where config.fp8 is not set
-            return layer(hidden_states=hidden, rotary_pos_emb=rotation, packed_seq_params=segments)[0]
+            return layer(hidden, rotation, segments)
 
 
 class LanguageModel(MegatronModule):

@@ -94,8 +94,18 @@ class Qwen3VLModel(MegatronModule):
         """(s, 1, D) after the last layer (and final norm) of this chunk."""
         hidden, features = self._embed(batch) if self.pre_process else (None, ())
         segments = PackedSegments.of(batch.cu_seqlens, batch.max_seqlen, self.parallel.cp)
-        rotation = Rotation(mrope_angles(batch.position_ids, self.sizes.language))
+        rotation = Rotation.of(mrope_angles(batch.position_ids, self.sizes.language))
         return self.language.decoder(hidden, rotation, segments, features, batch.image_index)
+
+    def capture_graphs(self) -> None:
+        """Have training replay the language model's layers as CUDA graphs; to be called by all ranks, when weights and
+        gradients have their places and the gradients are zero."""
+        levels = len(self.sizes.vision.deepstack_layers)
+        self.language.decoder.capture(self.seq_len // self.parallel.cp, levels)
+
+    def release_graphs(self) -> None:
+        """Have training launch the layers' kernels one by one again; the graphs and their memory are given up."""
+        self.language.decoder.release()
 
     def _embed(self, batch: MicroBatch) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Token embeddings with the image tokens in their places, and the deepstack features of these tokens."""

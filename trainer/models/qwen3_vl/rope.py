@@ -10,7 +10,7 @@ def _inverse_frequencies(theta: float, dim: int, device: torch.device) -> torch.
 
 
 def mrope_angles(position_ids: torch.Tensor, sizes: LanguageSizes) -> torch.Tensor:
-    """(3, T) positions -> (T, head_dim) float32.
+    """(3, T) positions -> (T, head_dim / 2) float32, an angle for each pair.
 
     Pairs alternate t, h, w, t, h, w, ... as far as each axis' section goes; the rest are t's
     (transformers 5.23, Qwen3VLTextRotaryEmbedding.recomposition_frequencies).
@@ -21,11 +21,10 @@ def mrope_angles(position_ids: torch.Tensor, sizes: LanguageSizes) -> torch.Tens
     for axis in (1, 2):
         places = slice(axis, 3 * sizes.mrope_section[axis], 3)
         mixed[:, places] = angles[axis][:, places]
-    return torch.cat((mixed, mixed), dim=-1)
+    return mixed
 
 
 def vision_angles(patch_coordinates: torch.Tensor, sizes: VisionSizes) -> torch.Tensor:
-    """(P, 2) rows and columns -> (P, head_dim) float32: half of the pairs turn by each."""
+    """(P, 2) rows and columns -> (P, head_dim / 2) float32: half of the pairs turn by each."""
     inverse = _inverse_frequencies(sizes.rope_theta, sizes.head_dim // 2, patch_coordinates.device)
-    angles = (patch_coordinates[..., None].float() * inverse).flatten(1)
-    return torch.cat((angles, angles), dim=-1)
+    return (patch_coordinates[..., None].float() * inverse).flatten(1)

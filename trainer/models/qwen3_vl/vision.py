@@ -139,12 +139,12 @@ class VisionEncoder(MegatronModule):
         weights = places.weights.to(positions.dtype)
         hidden = self.patch_embed(batch.patches.values) + (positions * weights[:, :, None]).sum(1)
         hidden = hidden[:, None]
-        rotation = Rotation(vision_angles(places.coordinates, self.sizes))
+        rotation = Rotation.of(vision_angles(places.coordinates, self.sizes))
         segments = PackedSegments.of(batch.vision_cu_seqlens, batch.vision_max_seqlen)
         taps = []
         for number, layer in enumerate(self.blocks.layers):
             call = partial(recomputed, layer) if self.recompute else layer
-            hidden, _ = call(hidden_states=hidden, rotary_pos_emb=rotation, packed_seq_params=segments)
+            hidden = call(hidden, rotation, segments)
             if number in self.sizes.deepstack_layers:
                 taps.append(hidden)
         return [*taps, hidden]

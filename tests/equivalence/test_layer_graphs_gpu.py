@@ -1,0 +1,102 @@
+"""Language layers replayed as CUDA graphs against the same layers launched kernel by kernel: the same bits."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from tests.equivalence.test_layouts_gpu import job
+from tests.helpers.gpu_world import run_worlds
+from tests.helpers.hardware import requires_gpus
+from tests.helpers.world import World
+from trainer.contract import PartConfig, RunConfig
+
+SAME = ("loss", "heldout_loss", "grad_norm", "vision_grad_norm", "merger_grad_norm", "language_grad_norm")
+# Each with graphs and without: layout, shape of the model, frozen part, GPUs.
+CASES = {
+    "all": ({}, "first", None, 1),
+    "deep": ({}, "deep", None, 1),
+    "selective": ({"recompute": "selective"}, "first", None, 1),
+    "frozen language": ({}, "first", "language", 1),
+    "frozen vision": ({}, "first", "vision", 1),
+    "tp2": ({"tp": 2}, "first", None, 2),
+    "tp2-sp": ({"tp": 2, "sequence_parallel": True}, "first", None, 2),
+    "cp2": ({"cp": 2}, "first", None, 2),
+    "dp2": ({}, "first", None, 2),
+}
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def variant(root, name: str, cuda_graphs: bool, ending: str = "") -> RunConfig:
+    layout, shape, frozen, _ = CASES[name]
+    run = job(root, f"{name}-{cuda_graphs}{ending}", layout, shape)
+    train = run.train.model_copy(update={frozen: PartConfig(frozen=True)} if frozen else {})
+    return run.model_copy(update={"train": train, "cuda_graphs": cuda_graphs})
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory):
+    root = tmp_path_factory.mktemp("graphs")
+    cases = {name: case[3] for name, case in CASES.items() if case[3] <= GPUS}
+    both = {(name, graphs): (variant(root, name, graphs), n) for name, n in cases.items() for graphs in (True, False)}
+    return run_worlds(root, {**both, "again": (variant(root, "all", False, "-again"), 1)})
+
+
+def check_same(ours: World | str, theirs: World | str) -> None:
+    assert isinstance(ours, World) and isinstance(theirs, World), (ours, theirs)
+    for a, b in zip(ours.rows, theirs.rows, strict=True):
+        for name in SAME:
+            assert getattr(a, name) == getattr(b, name), (a.step, name)
+
+
+@requires_gpus(1)
+@pytest.mark.parametrize("name", CASES)
+def test_graphs_give_the_bits_of_layers_launched_one_by_one(name, worlds):
+    if CASES[name][3] > GPUS:
+        pytest.skip(f"needs {CASES[name][3]} GPUs, this machine has {GPUS}")
+    check_same(worlds["again"], worlds["all", False])  # or nothing could be said of the others
+    check_same(worlds[name, True], worlds[name, False])
+
+
+@requires_gpus(1)
+@pytest.mark.parametrize(("heads", "groups", "dim", "causal"), [(16, 8, 128, True), (16, 16, 64, False)])
+def test_attention_called_directly_gives_what_transformer_engine_s_own_way_gives(heads, groups, dim, causal):
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from trainer.models.attention import PackedSegments
+    from trainer.models.te_modules import PackedAttention
+
+    torch.manual_seed(0)
+    like = {"device": "cuda", "dtype": torch.bfloat16}
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=heads * dim,
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        kv_channels=dim,
+        attention_dropout=0.0,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+    )
+    mask = AttnMaskType.causal if causal else AttnMaskType.no_mask
+    attention = PackedAttention(
+        config=config,
+        layer_number=1,
+        attn_mask_type=mask,
+        attention_type="self",
+        pg_collection=ProcessGroupCollection(tp=None, cp=None),
+    )
+    q, k, v = (torch.randn(512, n, dim, **like) for n in (heads, groups, groups))
+    segments = PackedSegments.of(torch.tensor([0, 70, 75, 400, 512], dtype=torch.int32, device="cuda"), 325)
+
+    def once() -> list[torch.Tensor]:
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = attention(*inputs, None, attn_mask_type=mask, packed_seq_params=segments)
+        return [out, *torch.autograd.grad(out, inputs, torch.ones_like(out))]
+
+    theirs, ours = once(), once()
+    assert attention._uses_cudnn
+    assert torch.equal(ours[0], theirs[0])
+    for mine, own in zip(ours[1:], theirs[1:]):
+        assert_close(mine, own)  # cuDNN adds the queries' gradients up in no fixed order

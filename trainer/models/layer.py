@@ -1,0 +1,33 @@
+"""A transformer layer over a packed bin, in two halves around its attention.
+
+T = tokens (or patches) of the bin on this rank, s = T / tp with sequence parallel, else T; h = query heads of this
+rank, g = its key-value heads, d = head dim, D = hidden size.
+"""
+
+import torch
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from trainer.models.attention import PackedSegments, Rotation
+
+
+class PackedLayer(TransformerLayer):
+    """megatron-core's layer, norms before attention and MLP, without what packed training never asks of it (caches,
+    cross attention, dropout). Its halves depend on the number of tokens alone, its attention on the bin's samples."""
+
+    def forward(self, hidden: torch.Tensor, rotation: Rotation, segments: PackedSegments) -> torch.Tensor:
+        """(s, 1, D) -> (s, 1, D)."""
+        attended = self.self_attention.attend(*self.before_attention(hidden, rotation), segments)
+        return self.after_attention(hidden, attended)
+
+    def before_attention(self, hidden: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, ...]:
+        """(s, 1, D) -> queries (T, h, d), keys and values (T, g, d)."""
+        return self.self_attention.prepare(self.input_layernorm(hidden), rotation)
+
+    def after_attention(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """The layer's input (s, 1, D) and (T, 1, h * d) -> (s, 1, D)."""
+        hidden = hidden + _with_bias(*self.self_attention.linear_proj(attended))
+        return hidden + _with_bias(*self.mlp(self.pre_mlp_layernorm(hidden)))
+
+
+def _with_bias(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return x if bias is None else x + bias
