@@ -173,6 +173,15 @@ def enlarge_grey(pixels: np.ndarray, width: int, height: int) -> np.ndarray:
     return np.asarray(Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC))
 
 
+def shrink_grey(rgb: np.ndarray, side: int) -> np.ndarray:
+    """(h, w, 3) uint8 -> (side, side) uint8: ITU-R 601 luma, scaled by Lanczos with antialiasing, aspect given up.
+
+    Pillow's fixed-point arithmetic makes it the same on every machine.
+    """
+    grey = Image.fromarray(rgb).convert("L")
+    return np.asarray(grey.resize((side, side), Image.Resampling.LANCZOS))
+
+
 def grey_png(pixels: np.ndarray) -> bytes:
     """(h, w) uint8 -> a grey PNG."""
     return _png(Image.fromarray(pixels))

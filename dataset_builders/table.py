@@ -15,9 +15,10 @@ becomes
     Sample(key="train/00000012", images=(b"\\x89PNG...",), messages=(
         user "<image>How many cats are there?", assistant "two"))
 
-held out. An image column holds bytes, a struct {bytes, path}, a text that leads to a file (`image_refs.py`), or a list
-of one of these; bytes are taken before a path. A text column holds texts, numbers or true and false. Questions with as
-many `<image>` as the row has images keep them where they are. Texts are stripped, and CRLF becomes LF.
+held out. With `references: replies` both replies stand beside the answer, for scores alone. An image column holds
+bytes, a struct {bytes, path}, a text that leads to a file (`image_refs.py`), or a list of one of these; bytes are taken
+before a path. A text column holds texts, numbers or true and false. Questions with as many `<image>` as the row has
+images keep them where they are. Texts are stripped, and CRLF becomes LF.
 
 Left out: values that are null or not UTF-8, numbers that are none (schema_error), images that are not there
 (image_not_found), answers or system texts that hold `<image>` (special_token_in_text), rows whose split column is null
@@ -50,6 +51,7 @@ from dataset_builders.table_files import (
     iter_table_rows,
     kind_of,
     list_table_parts,
+    stripped,
     value_of,
 )
 
@@ -70,6 +72,10 @@ class TableOptions(ImageRefOptions):
     )
     answer: str = Field(min_length=1, description="the column of the answer")
     answers: Literal["first", "join"] = Field(default="first", description="of a list of answers: the first, or all")
+    references: str | None = Field(
+        default=None,
+        description="the column of all right answers, one or a list, the answer's own column too; for scores alone",
+    )
     separator: str = Field(default=", ", description="between the answers that are joined")
     system: str | None = Field(default=None, description="the column of the system message, or a text with {column}")
     null_image: Literal["skip", "absent"] = Field(
@@ -164,7 +170,12 @@ def _split_of(record: pa.StructScalar, options: TableOptions) -> Split | None:
 
 def _columns(options: TableOptions) -> list[str]:
     """Every column that is read, each once."""
-    return list(dict.fromkeys([*_image_columns(options), options.answer, *_value_columns(options)]))
+    return list(dict.fromkeys([*_image_columns(options), *_answer_columns(options), *_value_columns(options)]))
+
+
+def _answer_columns(options: TableOptions) -> tuple[str, ...]:
+    """The columns that hold one answer or a list of them."""
+    return (options.answer,) if options.references is None else (options.answer, options.references)
 
 
 def _value_columns(options: TableOptions) -> list[str]:
@@ -192,7 +203,7 @@ def _check_schema(path: StorePath, schema: pa.Schema, options: TableOptions) -> 
             raise InputError(f"{path} has the column {column!r} {schema.names.count(column)} times; rename the others")
     for columns, is_right, wanted in (
         (_image_columns(options), _is_image, "bytes, a struct {bytes, path}, text, or a list of one of them"),
-        ((options.answer,), _is_answer, "text, numbers, true and false, or a list of them"),
+        (_answer_columns(options), _is_answer, "text, numbers, true and false, or a list of them"),
         (_value_columns(options), _is_value, "text, numbers, or true and false"),
     ):
         for column in columns:
@@ -229,7 +240,8 @@ def _sample(key: str, record: pa.StructScalar, reader: ImageReader, options: Tab
         question = question.replace(IMAGE_SLOT, "")
     if IMAGE_SLOT not in question:
         question = IMAGE_SLOT * len(images) + question
-    messages = [Message(role="user", text=question.strip()), Message(role="assistant", text=_answer(record, options))]
+    answer = Message(role="assistant", text=_answer(record, options), references=_references(record, options))
+    messages = [Message(role="user", text=question.strip()), answer]
     if options.system is not None:
         messages.insert(0, Message(role="system", text=_filled(options.system, record)))
     for message in messages:
@@ -272,10 +284,17 @@ def _answer(record: pa.StructScalar, options: TableOptions) -> str:
     return options.separator.join(_text(item, options.answer) for item in chosen)
 
 
+def _references(record: pa.StructScalar, options: TableOptions) -> tuple[str, ...]:
+    """All right answers; none where the column is null."""
+    value = None if options.references is None else value_of(record, options.references)
+    items = value if isinstance(value, list) else [] if value is None else [value]
+    return tuple(_text(item, options.references or "") for item in items)
+
+
 def _text(value: object, column: str) -> str:
     """A value as the text that is asked or learnt."""
     if isinstance(value, str):
-        return value.replace("\r\n", "\n").strip()
+        return stripped(value)
     if isinstance(value, bool):
         return "true" if value else "false"
     if value is None or (isinstance(value, float | Decimal) and not math.isfinite(value)):

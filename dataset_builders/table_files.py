@@ -173,6 +173,17 @@ def is_text(kind: pa.DataType) -> bool:
     return any(test(kind_of(kind)) for test in (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view))
 
 
+def is_text_list(kind: pa.DataType) -> bool:
+    """Whether values of this kind are lists of text; a column of nulls, or of lists of nulls, will do."""
+    item = item_kind(kind)
+    return pa.types.is_null(kind_of(kind)) or (item is not None and (is_text(item) or pa.types.is_null(item)))
+
+
+def stripped(text: str) -> str:
+    """A text without white space around it, CRLF as LF."""
+    return text.replace("\r\n", "\n").strip()
+
+
 def one_line(error: Exception) -> str:
     """An error's text, short enough for a line."""
     return " ".join(str(error).split())[:200]

@@ -16,12 +16,20 @@ and with turns: split one sample a pair, keys digits/00000012-0 and digits/00000
 Questions that hold as many `<image>` as the row has images keep them where they are. Texts are stripped, and
 CRLF becomes LF. An image without bytes is read from its path, where that lies below the source.
 
-Left out: rows whose fields are null or not UTF-8 (schema_error), rows without a pair (no_text), images without bytes
-whose path leads nowhere (image_not_found), answers that hold `<image>` (special_token_in_text), and whatever
-Sample.check refuses.
+the_cauldron keeps one answer of each question. Where a source of one's own has more that are right, as of ten
+annotators, a pair may say them all in a field `references`, a list of texts, null or absent where there are none:
+
+    {"user": "What does the sign say?", "assistant": "Open.", "source": "mine", "references": ["open", "OPEN", "open"]}
+
+They become the answer's Message.references, for scores alone.
+
+Left out: rows whose fields are null or not UTF-8, or with a null among the references (schema_error), rows without a
+pair (no_text), images without bytes whose path leads nowhere (image_not_found), answers that hold `<image>`
+(special_token_in_text), and whatever Sample.check refuses.
 """
 
 from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import pyarrow as pa
@@ -38,14 +46,17 @@ from dataset_builders.table_files import (
     image_bytes,
     is_bytes,
     is_text,
+    is_text_list,
     item_kind,
     iter_table_rows,
     list_table_parts,
+    stripped,
     value_of,
 )
 
 _COLUMNS = ("images", "texts")
 _TEXT_FIELDS = ("user", "assistant")
+_REFERENCES = "references"
 
 
 class CauldronOptions(StrictModel):
@@ -128,7 +139,15 @@ def _check_schema(path: StorePath, schema: pa.Schema) -> None:
             known = ", ".join(schema.names)
             raise InputError(f"{path} lacks the column {column!r}; it has: {known}. See the schema of the_cauldron")
     _check_struct(path, "images", schema.field("images").type, {"bytes": is_bytes})
-    _check_struct(path, "texts", schema.field("texts").type, dict.fromkeys(_TEXT_FIELDS, is_text))
+    texts = schema.field("texts").type
+    _check_struct(path, "texts", texts, dict.fromkeys(_TEXT_FIELDS, is_text))
+    item = item_kind(texts)
+    index = item.get_field_index(_REFERENCES) if pa.types.is_struct(item) else -1
+    if index >= 0 and not is_text_list(item.field(index).type):
+        raise InputError(
+            f"{path}: field {_REFERENCES!r} of column 'texts' is {item.field(index).type}, not list<string>; "
+            "write the answers as a list of texts, or leave the field out"
+        )
 
 
 def _check_struct(path: StorePath, column: str, kind: pa.DataType, fields: dict) -> None:
@@ -145,27 +164,44 @@ def _check_struct(path: StorePath, column: str, kind: pa.DataType, fields: dict)
             raise InputError(f"{path}: field {name!r} of column {column!r} is {found}; {wanted} was expected")
 
 
-def _pairs(record: pa.StructScalar) -> list[tuple[str, str]]:
-    """The row's (question, answer) pairs, stripped."""
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """A question and its answer, stripped, with the answers that count as right."""
+
+    question: str
+    answer: str
+    references: tuple[str, ...]
+
+
+def _pairs(record: pa.StructScalar) -> list[_Pair]:
+    """The row's pairs."""
     texts = value_of(record, "texts") or []
     for i, pair in enumerate(texts):
         for name in _TEXT_FIELDS:
             if not pair or pair[name] is None:
                 raise SkipSample("schema_error", f"texts[{i}] has no {name!r}")
+        if None in (pair.get(_REFERENCES) or ()):
+            raise SkipSample("schema_error", f"texts[{i}] has a null among its references")
     if not texts:
         raise SkipSample("no_text", "texts is empty")
-    return [tuple(pair[name].replace("\r\n", "\n").strip() for name in _TEXT_FIELDS) for pair in texts]
+    return [
+        _Pair(stripped(pair["user"]), stripped(pair["assistant"]), tuple(map(stripped, pair.get(_REFERENCES) or ())))
+        for pair in texts
+    ]
 
 
-def _sample(key: str, pairs: Sequence[tuple[str, str]], images: tuple[bytes, ...]) -> Sample | SkippedRow:
+def _sample(key: str, pairs: Sequence[_Pair], images: tuple[bytes, ...]) -> Sample | SkippedRow:
     """One conversation of these pairs, checked."""
-    own_slots = sum(question.count(IMAGE_SLOT) for question, _ in pairs)
-    messages = [Message(role=r, text=t) for pair in pairs for r, t in zip(("user", "assistant"), pair)]
+    own_slots = sum(pair.question.count(IMAGE_SLOT) for pair in pairs)
+    messages = []
+    for pair in pairs:
+        messages.append(Message(role="user", text=pair.question))
+        messages.append(Message(role="assistant", text=pair.answer, references=pair.references))
     if own_slots == 0:
         messages[0] = Message(role="user", text=IMAGE_SLOT * len(images) + messages[0].text)
     sample = Sample(key=key, messages=tuple(messages), images=images)
     try:
-        if any(IMAGE_SLOT in answer for _, answer in pairs):
+        if any(IMAGE_SLOT in pair.answer for pair in pairs):
             raise SkipSample("special_token_in_text", f"an answer holds {IMAGE_SLOT}")
         sample.check()
     except SkipSample as skip:

@@ -89,7 +89,7 @@ def make_parser() -> argparse.ArgumentParser:
     """The whole command line."""
     parser = argparse.ArgumentParser(prog="athanor", description="From raw vision-language data to a scored model.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    run = commands.add_parser("run", help="run a recipe: convert, tokenize, pack, train, export, evaluate")
+    run = commands.add_parser("run", help="run a recipe: convert, tokenize, pack, train, export, answer, evaluate")
     _add_recipe(run)
     plan = commands.add_parser("plan", help="say what `run` would do: what is reused, what is made and why, how big")
     _add_recipe(plan)

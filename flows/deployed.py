@@ -17,9 +17,8 @@ from flows.recipe import DEFAULT_RECIPE, Recipe, dotted_changes
 from flows.request import Overrides, RecipeName, resolve_request, service_root
 from flows.request_form import NONE
 from flows.run_artifacts import publish_mlflow, publish_scores, publish_stages
-from flows.sft import make_data, run_pipeline
+from flows.sft import make_data, make_scores, run_pipeline
 from flows.stage_graph import plan_stages
-from flows.tasks import evaluate_task
 from flows.tracking_run import ends_with_failure, open_tracking
 from stages.artifact import Artifact
 from stages.tracking import Tracker, run_name
@@ -103,10 +102,10 @@ def _evaluate(asked: Recipe, root: StorePath) -> dict[str, Any]:
     tracker = Tracker(root, tracking_run)
     with ends_with_failure(tracker):
         export_dir, samples_dir = str(found["export"].dir), str(found["convert"].dir)
-        run = evaluate_task(asked.config, str(root), tracking_run, export_dir, samples_dir)
-    scores = Artifact.load(location(run["dir"])).manifest.stats["scores"]
-    publish_stages([run])
+        runs = make_scores(asked.config, str(root), export_dir, samples_dir, tracking_run)
+    scores = Artifact.load(location(runs["evaluate"]["dir"])).manifest.stats["scores"]
+    publish_stages(list(runs.values()))
     publish_scores(scores, export_dir)
     tracker.finish("FINISHED")
     publish_mlflow(tracker.url())
-    return {"stages": [run], "scores": scores}
+    return {"stages": list(runs.values()), "scores": scores}

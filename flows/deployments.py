@@ -67,7 +67,7 @@ OFFERS = (
     Offer(
         "vlm-sft",
         vlm_sft_request,
-        f"""**Raw rows to a scored, registered model**: convert, tokenize, plan bins, train, export, evaluate.
+        f"""**Raw rows to a scored, registered model**: convert, tokenize, plan bins, train, export, answer, evaluate.
 {_HOW}
 The artifacts of the run show its stages, its scores and a link to MLflow. The same on a command line:
 `athanor run RECIPE --set train.optim.lr=1e-3`.""",

@@ -1,5 +1,6 @@
 """PipelineConfig: everything that a recipe says, checked at once and across stages."""
 
+from collections.abc import Mapping
 from typing import Annotated
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
@@ -9,10 +10,11 @@ from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.registry import get_builder
 from stages.cluster_config import ClusterConfig
 from stages.convert import ConvertConfig
+from stages.drawn_data import DrawnDataConfig
 from stages.embedded_data import EmbeddedDataConfig
 from stages.embedded_model import EmbeddedModelConfig
 from stages.estimate import facts_of_embedded
-from stages.evaluate import EvaluateConfig
+from stages.evaluate_config import CompareConfig, EvaluateConfig
 from stages.export import ExportConfig
 from stages.plan_bins import PlanBinsConfig
 from stages.registry_config import RegistryConfig
@@ -22,6 +24,7 @@ from trainer.contract.layout import FieldNames, check_layout
 from trainer.contract.model_facts import ModelFacts
 
 EMBEDDED = "embedded"
+DRAWN = "drawn"
 SOURCE = "source"
 
 
@@ -29,9 +32,14 @@ def _kind(value: object) -> str:
     return SOURCE if isinstance(value, str) else EMBEDDED
 
 
+def _data_kind(value: object) -> str:
+    kind = value.get("kind") if isinstance(value, Mapping) else getattr(value, "kind", None)
+    return DRAWN if kind == DRAWN else _kind(value)
+
+
 Data = Annotated[
-    Annotated[EmbeddedDataConfig, Tag(EMBEDDED)] | Annotated[str, Tag(SOURCE)],
-    Discriminator(_kind),
+    Annotated[EmbeddedDataConfig, Tag(EMBEDDED)] | Annotated[DrawnDataConfig, Tag(DRAWN)] | Annotated[str, Tag(SOURCE)],
+    Discriminator(_data_kind),
 ]
 Model = Annotated[
     Annotated[EmbeddedModelConfig, Tag(EMBEDDED)] | Annotated[str, Tag(SOURCE)],
@@ -51,12 +59,14 @@ class ExecutionConfig(StrictModel):
     cluster: ClusterConfig = ClusterConfig()
     parallel: ParallelConfig = ParallelConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
-    evaluate_batch_size: int = Field(default=64, gt=0, description="answers generated side by side")
     loader_workers: int = Field(default=2, gt=0, description="threads of a trainer process that read bins ahead")
     model_code_sha256: str | None = Field(
         default=None,
         pattern="^[0-9a-f]{64}$",
         description="of the Python files in the model's directory, which is refused without it; they are never run",
+    )
+    cuda_graphs: bool = Field(
+        default=True, description="the trainer launches the language layers as CUDA graphs where that is possible"
     )
     log_interval: int = Field(default=1, gt=0, description="steps between two lines of metrics.jsonl")
     profile: ProfileConfig | None = Field(
@@ -66,14 +76,17 @@ class ExecutionConfig(StrictModel):
 
 
 class PipelineConfig(StrictModel):
-    """A whole pipeline run. `data` and `model` are settings of the embedded ones, or a directory or hub name."""
+    """A whole pipeline run. `data` and `model` are settings of what is made here, or a directory or hub name."""
 
     model_config = ConfigDict(hide_input_in_errors=True)  # a traceback would show a URL with its password
 
     name: str = Field(
         pattern="^[a-z0-9][a-z0-9-]*$", description="of the MLflow experiment and of the registered model"
     )
-    data: Data = Field(description="embedded data's settings; or a directory of <subset>/*.parquet, or a hub dataset")
+    data: Data = Field(
+        description="settings of the embedded digits, or of drawn sets (kind: drawn); or a directory of "
+        "<subset>/*.parquet, or a hub dataset"
+    )
     model: Model = Field(description="embedded model's settings; or an HF directory or hub name")
     convert: ConvertConfig
     tokenize: TokenizeConfig
@@ -81,6 +94,9 @@ class PipelineConfig(StrictModel):
     train: TrainConfig
     export: ExportConfig = ExportConfig()
     evaluate: EvaluateConfig
+    compare: CompareConfig | None = Field(
+        default=CompareConfig(), description="comparison with the model before training; null: none"
+    )
     execution: ExecutionConfig = ExecutionConfig()
 
     @model_validator(mode="after")

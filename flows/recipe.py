@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from dataset_builders.contracts.errors import InputError
 from dataset_builders.contracts.fingerprint import flatten
-from flows.pipeline_config import EMBEDDED, SOURCE, PipelineConfig
+from flows.pipeline_config import DRAWN, EMBEDDED, SOURCE, PipelineConfig
 
 RECIPES = Path(__file__).parent / "recipes"
 DEFAULT_RECIPE = "embedded"
@@ -146,7 +146,8 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
     details = error.errors(include_url=False)
     # An unknown key is the likely cause of a missing one, so it comes first.
     first = min(details, key=lambda d: d["type"] != "extra_forbidden")
-    path = [str(part) for part in first["loc"] if part not in (EMBEDDED, SOURCE)]
+    # The tag of what a section is comes second: ("data", "drawn", "seed").
+    path = [str(part) for i, part in enumerate(first["loc"]) if i != 1 or part not in (DRAWN, EMBEDDED, SOURCE)]
     dotted, more = ".".join(path), f" (and {len(details) - 1} more)" if len(details) > 1 else ""
     if first["type"] == "extra_forbidden":
         return f"unknown key {dotted}{_nearest(path, model)}{more}"
@@ -171,38 +172,41 @@ def _nearest(path: Sequence[str], model: type[BaseModel]) -> str:
 
 
 def _submodel(annotation: object) -> type[BaseModel] | None:
+    """The model of a section; of a union the first."""
+    return next(iter(_submodels(annotation)), None)
+
+
+def _submodels(annotation: object) -> list[type[BaseModel]]:
+    """The models that a section may be."""
     if isinstance(annotation, type):
-        return annotation if issubclass(annotation, BaseModel) else None
-    return next((m for part in typing.get_args(annotation) if (m := _submodel(part)) is not None), None)
+        return [annotation] if issubclass(annotation, BaseModel) else []
+    return [model for part in typing.get_args(annotation) for model in _submodels(part)]
 
 
-def _model_at(model: type[BaseModel], path: Sequence[str]) -> type[BaseModel] | None:
-    keys = iter(path)
+def _models_at(model: type[BaseModel], path: Sequence[str]) -> list[type[BaseModel]]:
+    models, keys = [model], iter(path)
     for key in keys:
-        if model is None or key not in model.model_fields:
-            return None
-        annotation = model.model_fields[key].annotation
-        model = _submodel(annotation)
-        if typing.get_origin(annotation) is dict:
+        annotations = [model.model_fields[key].annotation for model in models if key in model.model_fields]
+        models = [inner for annotation in annotations for inner in _submodels(annotation)]
+        if any(typing.get_origin(annotation) is dict for annotation in annotations):
             next(keys, None)  # a name of the user's, as of a subset
-    return model
+    return models
 
 
 def _fields(model: type[BaseModel], path: Sequence[str]) -> list[str]:
-    found = _model_at(model, path)
-    return list(found.model_fields) if found else []
+    return list(dict.fromkeys(name for found in _models_at(model, path) for name in found.model_fields))
 
 
 def _all_fields(model: type[BaseModel], prefix: str = "") -> list[str]:
     names = []
     for name, field in model.model_fields.items():
         names.append(prefix + name)
-        if inner := _submodel(field.annotation):
+        for inner in _submodels(field.annotation):
             names += _all_fields(inner, f"{prefix}{name}.")
     return names
 
 
 def _description(path: Sequence[str], model: type[BaseModel]) -> str:
-    holder = _model_at(model, path[:-1])
-    field = holder.model_fields.get(path[-1]) if holder and path else None
+    holders = _models_at(model, path[:-1]) if path else []
+    field = next((holder.model_fields[path[-1]] for holder in holders if path[-1] in holder.model_fields), None)
     return f" [{field.description}]" if field is not None and field.description else ""

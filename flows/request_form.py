@@ -26,7 +26,7 @@ _AS_RECIPE = {"type": "null", "title": "as the recipe says"}
 _CHANGE = {"type": "object", "title": "change"}
 _SOURCE = {"type": "string", "title": "a directory, URL or hub name"}
 _NO_VALUE = {"type": "string", "enum": [NONE], "title": NONE}
-_ORDER = ("train", "data", "model", "convert", "tokenize", "plan_bins", "evaluate", "execution", "name")
+_ORDER = ("train", "data", "model", "convert", "tokenize", "plan_bins", "evaluate", "compare", "execution", "name")
 _OPEN = ("train", "train.optim")  # what most runs change
 _BOUNDS = {
     "exclusiveMinimum": "over {}",
@@ -62,7 +62,8 @@ _SECTIONS = {
     "convert": ("Raw rows", "Which rows are read, which are held out, which are left out."),
     "tokenize": ("Tokens and patches", "How samples are encoded, and which answers are learnt."),
     "plan_bins": ("Bins", "How samples are packed, and how much of each subset an epoch takes."),
-    "evaluate": ("Evaluation", "How held-out samples are asked."),
+    "evaluate": ("Evaluation", "How held-out samples are asked, and what their answers are scored by."),
+    "compare": ("Before and after", "How sure a difference from the model before training has to be."),
     "execution": ("Where and how it runs", "Processes, launcher, layout, checkpoints. Changes no result."),
 }
 

@@ -13,19 +13,24 @@ from flows.dask_pool import check_cluster, on_cluster
 from flows.limits import has_server
 from flows.pipeline_config import PipelineConfig
 from flows.run_artifacts import publish_mlflow, publish_scores, publish_stages
-from flows.stage_graph import external_digests, open_inputs
+from flows.stage_graph import data_stage, external_digests, open_inputs
 from flows.tasks import (
     StageRun,
+    answer_task,
+    compare_task,
     convert_task,
+    drawn_data_task,
     embedded_data_task,
     embedded_model_task,
     evaluate_task,
     export_task,
     plan_bins_task,
+    register_task,
     tokenize_task,
     train_task,
 )
 from flows.tracking_run import ends_with_failure, open_tracking
+from stages.answer_engine import check_engine
 from stages.artifact import Artifact, Input
 from stages.launch import check_launcher
 from stages.tracking import Tracker, run_name
@@ -56,9 +61,10 @@ def _make_data(
     config: PipelineConfig, root: str, tracking_run: str | None, found: Mapping[str, Input]
 ) -> tuple[Runs, str]:
     runs, common = Runs(), (config, root, tracking_run)
-    if isinstance(config.data, BaseModel):
-        runs["embedded_data"] = embedded_data_task(*common)
-        raw_dir, raw_digest = runs["embedded_data"]["dir"], ""
+    if (stage := data_stage(config)) is not None:
+        make_rows = drawn_data_task if stage == "drawn_data" else embedded_data_task
+        runs[stage] = make_rows(*common)
+        raw_dir, raw_digest = runs[stage]["dir"], ""
     else:
         raw_dir, raw_digest = str(found["raw"].dir), external_digests(found)["raw"]
     if isinstance(config.model, BaseModel):
@@ -79,10 +85,42 @@ def _dirs(found: Mapping[str, Input]) -> list[StorePath]:
 
 @flow(name="evaluate", flow_run_name="evaluate", persist_result=False)
 def evaluate(
-    config: PipelineConfig, root: str, export_dir: str, samples_dir: str, tracking_run: str | None = None
-) -> StageRun:
-    """An exported model's answers to the held-out samples, and their scores."""
-    return evaluate_task(config, root, tracking_run, export_dir, samples_dir)
+    config: PipelineConfig,
+    root: str,
+    export_dir: str,
+    samples_dir: str,
+    tracking_run: str | None = None,
+    model_dir: str | None = None,
+) -> Runs:
+    """An exported model's answers to the held-out samples, their scores, and how they differ from the model's before
+    training; the model is registered where its scores hold."""
+    return make_scores(config, root, export_dir, samples_dir, tracking_run, model_dir)
+
+
+def make_scores(
+    config: PipelineConfig,
+    root: str,
+    export_dir: str,
+    samples_dir: str,
+    tracking_run: str | None,
+    model_dir: str | None = None,
+) -> Runs:
+    """The body of `evaluate`, for the flow of that name and for the deployed one.
+
+    Args:
+        model_dir: the model before training; None: nothing is compared.
+    """
+    common, runs = (config, root, tracking_run), Runs()
+    runs["answer"] = answer_task(*common, export_dir, samples_dir)
+    runs["evaluate"] = evaluate_task(*common, runs["answer"]["dir"], samples_dir)
+    compared = None
+    if model_dir is not None and config.compare is not None:
+        runs["answer_base"] = answer_task(*common, model_dir, samples_dir, "answer_base")
+        runs["evaluate_base"] = evaluate_task(*common, runs["answer_base"]["dir"], samples_dir, "evaluate_base")
+        runs["compare"] = compare_task(*common, runs["evaluate_base"]["dir"], runs["evaluate"]["dir"])
+        compared = runs["compare"]["dir"]
+    register_task(*common, export_dir, runs["evaluate"]["dir"], compared)
+    return runs
 
 
 def _flow_run_name() -> str:
@@ -116,6 +154,7 @@ def run_pipeline(
     """The body of `vlm-sft`, for the flow of that name and for the deployed one; see there."""
     found = open_inputs(config, location(root))
     check_launcher(config.execution.cluster)
+    check_answering(config)
     check_cluster(config.execution, location(root), _dirs(found))
     tracking_run = open_tracking(config, root, found, recipe or config.name, differs or {})
     tracker = Tracker(location(root), tracking_run)
@@ -127,7 +166,7 @@ def run_pipeline(
         common, tokenized_dir = (config, root, tracking_run), runs["tokenize"]["dir"]
         runs["train"] = train_task(*common, model_dir, tokenized_dir, runs["plan_bins"]["dir"])
         runs["export"] = export_task(*common, runs["train"]["dir"], model_dir, tokenized_dir)
-        runs["evaluate"] = evaluate(config, root, runs["export"]["dir"], runs["convert"]["dir"], tracking_run)
+        runs |= evaluate(config, root, runs["export"]["dir"], runs["convert"]["dir"], tracking_run, model_dir)
     stats = Artifact.load(location(runs["evaluate"]["dir"])).manifest.stats
     publish_stages(list(runs.values()))
     publish_scores(stats["scores"], runs["export"]["dir"])
@@ -143,6 +182,16 @@ def run_pipeline(
         "mlflow_url": mlflow_url,
         "compare_url": tracker.compare_with_last(),
     }
+
+
+def check_answering(config: PipelineConfig) -> None:
+    """Before hours of training: see that the library that answers is here, where it is here that it answers.
+
+    Raises:
+        InputError: it is not.
+    """
+    if config.execution.cluster.launcher == "torchrun":
+        check_engine(config.evaluate.engine)
 
 
 def _check_heldout(samples_dir: str) -> None:

@@ -10,6 +10,7 @@ from dataset_builders.contracts.manifest import MANIFEST
 from dataset_builders.contracts.store import StorePath, side_dir
 from flows.pipeline_config import PipelineConfig
 from stages.artifact import Artifact, External, Input, Stage, artifact_dir, stage_identity, why_rebuild
+from stages.drawn_data import DrawnDataConfig
 from stages.hf_directory import check_hf_dir, model_input, processor_input, resolve_hf_dir
 from stages.raw_source import open_raw
 from stages.train import hf_dir_of
@@ -17,13 +18,19 @@ from trainer.contract.model_facts import ModelFacts
 
 STAGES: dict[str, str] = {
     "embedded_data": "stages.embedded_data:STAGE",
+    "drawn_data": "stages.drawn_data:STAGE",
     "embedded_model": "stages.embedded_model:STAGE",
     "convert": "stages.convert:STAGE",
+    "contamination": "stages.contamination:STAGE",
     "tokenize": "stages.tokenize_samples:STAGE",
     "plan_bins": "stages.plan_bins:STAGE",
     "train": "stages.train:STAGE",
     "export": "stages.export:STAGE",
+    "answer": "stages.answer:STAGE",
     "evaluate": "stages.evaluate:STAGE",
+    "answer_base": "stages.answer:STAGE",
+    "evaluate_base": "stages.evaluate:STAGE",
+    "compare": "stages.compare:STAGE",
 }
 RAW_DIGESTS = "raw-digests.json"
 
@@ -43,13 +50,25 @@ class Node:
     inputs: dict[str, str]
 
 
+def data_stage(config: PipelineConfig) -> str | None:
+    """The stage that makes the raw rows; None: they are a source of the user's."""
+    if isinstance(config.data, str):
+        return None
+    return "drawn_data" if isinstance(config.data, DrawnDataConfig) else "embedded_data"
+
+
 def pipeline_nodes(config: PipelineConfig) -> list[Node]:
     """The stages of a configuration in the order they run. `raw`, `model`, `processor` may also be external."""
-    data_is_ours, model_is_ours = isinstance(config.data, BaseModel), isinstance(config.model, BaseModel)
-    raw = "embedded_data" if data_is_ours else "raw"
+    model_is_ours = isinstance(config.model, BaseModel)
+    raw = data_stage(config) or "raw"
     model = "embedded_model" if model_is_ours else "model"
-    nodes = [Node("embedded_data", config.data, {})] if data_is_ours else []
+    nodes = [Node(raw, config.data, {})] if isinstance(config.data, BaseModel) else []
     nodes += [Node("embedded_model", config.model, {"raw": raw})] if model_is_ours else []
+    base = [
+        Node("answer_base", config.evaluate.answer, {"hf": model, "samples": "convert"}),
+        Node("evaluate_base", config.evaluate, {"answers": "answer_base", "samples": "convert"}),
+        Node("compare", config.compare, {"base": "evaluate_base", "tuned": "evaluate"}),
+    ]
     return [
         *nodes,
         Node("convert", config.convert, {"raw": raw}),
@@ -57,7 +76,9 @@ def pipeline_nodes(config: PipelineConfig) -> list[Node]:
         Node("plan_bins", config.plan_bins, {"tokenized": "tokenize"}),
         Node("train", config.train, {"model": model, "tokenized": "tokenize", "bins": "plan_bins"}),
         Node("export", config.export, {"train": "train", "model": model, "tokenized": "tokenize"}),
-        Node("evaluate", config.evaluate, {"hf": "export", "samples": "convert"}),
+        Node("answer", config.evaluate.answer, {"hf": "export", "samples": "convert"}),
+        Node("evaluate", config.evaluate, {"answers": "answer", "samples": "convert"}),
+        *(base if config.compare is not None else []),
     ]
 
 

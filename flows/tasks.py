@@ -22,14 +22,17 @@ from dataset_builders.contracts.manifest import MANIFEST
 from dataset_builders.contracts.store import local_dir, location
 from flows.cancelling import inner_run_cancelled
 from flows.dask_pool import with_cluster
-from flows.limits import HOST_LIMIT, slot_of, wait_for_server
+from flows.limits import slot_of, wait_for_server
 from flows.pipeline_config import PipelineConfig
 from flows.progress import display, show_rows
 from flows.run_record import record_run
 from flows.stage_graph import get_stage, load_input
 from flows.trainer_log import log_lines
+from stages.answer import AnswerResources
 from stages.artifact import Artifact, External, Input, StageResult, artifact_dir, run_stage, stage_identity
-from stages.evaluate import EvaluateResources
+from stages.evaluate_config import EvaluateResources
+from stages.gates import refusals
+from stages.scoring.names import flat_scores
 from stages.tracking import Tracker
 from stages.train import TrainResources
 from stages.workers import StageResources
@@ -66,6 +69,12 @@ _POLICY: dict[str, Any] = {
 def embedded_data_task(config: PipelineConfig, root: str, tracking_run: str | None) -> StageRun:
     """Write the embedded raw rows."""
     return _run("embedded_data", config, config.data, {}, root, tracking_run)
+
+
+@task(name="drawn_data", **_POLICY)
+def drawn_data_task(config: PipelineConfig, root: str, tracking_run: str | None) -> StageRun:
+    """Write the drawn raw rows."""
+    return _run("drawn_data", config, config.data, {}, root, tracking_run)
 
 
 @task(name="embedded_model", **_POLICY)
@@ -142,19 +151,64 @@ def export_task(
     return _run("export", config, config.export, inputs, root, tracking_run, _train_resources(config))
 
 
-@task(name="evaluate", **_POLICY)
-def evaluate_task(
-    config: PipelineConfig, root: str, tracking_run: str | None, export_dir: str, samples_dir: str
+@task(name="answer", task_run_name="{name}", **_POLICY)
+def answer_task(
+    config: PipelineConfig, root: str, tracking_run: str | None, hf_dir: str, samples_dir: str, name: str = "answer"
 ) -> StageRun:
-    """HF directory and held-out samples -> answers and scores; the model and its scores go to MLflow."""
-    exported = Artifact.load(location(export_dir))
-    inputs = {"hf": exported, "samples": Artifact.load(location(samples_dir))}
-    resources = EvaluateResources(batch_size=config.execution.evaluate_batch_size, on_progress=_on_progress("evaluate"))
-    done = _run("evaluate", config, config.evaluate, inputs, root, tracking_run, resources)
-    evaluated, tracker = Artifact.load(location(done["dir"])), Tracker(location(root), tracking_run)
-    model_id = tracker.log_model(exported, evaluated.manifest.stats["scores"], f"athanor-{config.name}")
-    tracker.log_evaluation(evaluated, model_id)
+    """HF directory and held-out samples -> what the model says; where the trainer runs."""
+    inputs = {"hf": load_input(location(hf_dir), "model"), "samples": Artifact.load(location(samples_dir))}
+    resources = AnswerResources(cluster=config.execution.cluster, on_progress=_on_progress(name), on_line=log_lines())
+    return _run(name, config, config.evaluate.answer, inputs, root, tracking_run, resources)
+
+
+@task(name="evaluate", task_run_name="{name}", **_POLICY)
+def evaluate_task(
+    config: PipelineConfig,
+    root: str,
+    tracking_run: str | None,
+    answer_dir: str,
+    samples_dir: str,
+    name: str = "evaluate",
+) -> StageRun:
+    """Answers and held-out samples -> scores."""
+    inputs = {"answers": Artifact.load(location(answer_dir)), "samples": Artifact.load(location(samples_dir))}
+    resources = EvaluateResources(on_progress=_on_progress(name))
+    return _run(name, config, config.evaluate, inputs, root, tracking_run, resources)
+
+
+@task(name="compare", **_POLICY)
+def compare_task(
+    config: PipelineConfig, root: str, tracking_run: str | None, base_dir: str, tuned_dir: str
+) -> StageRun:
+    """Scores before and after training -> by how much they differ, and where; the gain goes to MLflow."""
+    inputs = {"base": Artifact.load(location(base_dir)), "tuned": Artifact.load(location(tuned_dir))}
+    done = _run("compare", config, config.compare, inputs, root, tracking_run, object())
+    Tracker(location(root), tracking_run).log_comparison(Artifact.load(location(done["dir"])))
     return done
+
+
+@task(name="register", **_POLICY)
+def register_task(
+    config: PipelineConfig,
+    root: str,
+    tracking_run: str | None,
+    export_dir: str,
+    evaluate_dir: str,
+    compare_dir: str | None,
+) -> list[str]:
+    """The exported model and its scores to MLflow; registered where the gates hold.
+
+    Returns:
+        why it is not registered; empty where it is.
+    """
+    exported, evaluated = Artifact.load(location(export_dir)), Artifact.load(location(evaluate_dir))
+    gains = Artifact.load(location(compare_dir)).manifest.stats["gains"] if compare_dir else None
+    scores, tracker = evaluated.manifest.stats["scores"], Tracker(location(root), tracking_run)
+    refused = refusals(config.execution.registry.gates, flat_scores(scores), gains)
+    for reason in refused:
+        get_run_logger().warning("the model is not registered: %s", reason)
+    tracker.log_evaluation(evaluated, tracker.log_model(exported, scores, f"athanor-{config.name}", refused))
+    return refused
 
 
 def _raw(raw_dir: str, raw_digest: str) -> Input:
@@ -181,7 +235,7 @@ def _run(
         with with_cluster(here, config.execution) as where:
             result = _timed(name, stage_config, inputs, root, where)
     hf_dir = local_dir(inputs["processor"].dir) if "processor" in inputs else None  # whose tokenizer spells the tokens
-    Tracker(location(root), tracking_run).log_stage(result.artifact, result.reused, hf_dir)
+    Tracker(location(root), tracking_run).log_stage(result.artifact, result.reused, hf_dir, name)
     return _stage_run(name, result)
 
 
@@ -200,16 +254,12 @@ def _slot(
     name: str, stage_config: Any, inputs: Mapping[str, Input], root: str, resources: object
 ) -> contextlib.AbstractContextManager[None]:
     """What the stage holds while it runs: a slot where it uses GPUs, nothing where it is made already."""
-    if isinstance(resources, TrainResources):
-        limit = resources.cluster.limit
-    elif isinstance(resources, EvaluateResources):
-        limit = HOST_LIMIT
-    else:
+    if not isinstance(resources, TrainResources | AnswerResources):
         return contextlib.nullcontext()
     stage = get_stage(name)
     directory = artifact_dir(location(root), stage, stage_identity(stage, stage_config, inputs))
     is_made = (directory / MANIFEST).is_file()
-    return contextlib.nullcontext() if is_made else slot_of(limit, location(root))
+    return contextlib.nullcontext() if is_made else slot_of(resources.cluster.limit, location(root))
 
 
 def _stage_run(name: str, result: StageResult) -> StageRun:
@@ -229,6 +279,7 @@ def _train_resources(config: PipelineConfig, on_rows: Callable | None = None) ->
         parallel=execution.parallel,
         checkpoint=execution.checkpoint,
         loader_workers=execution.loader_workers,
+        cuda_graphs=execution.cuda_graphs,
         log_interval=execution.log_interval,
         profile=execution.profile,
         **listeners,

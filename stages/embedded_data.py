@@ -41,13 +41,13 @@ class EmbeddedDataConfig(StrictModel):
     num_texts: int = Field(default=300, ge=0, description="rows without a picture, at most")
 
 
-def write_subset(directory: Path, rows: list[Row], file_rows: int = _FILE_ROWS) -> None:
-    """Write `train-0000i-of-0000n.parquet` files of `file_rows` rows each into `directory`."""
+def write_subset(directory: Path, rows: list[Row], schema: pa.Schema = ROW_SCHEMA, split: str = "train") -> None:
+    """Write `<split>-0000i-of-0000n.parquet` files of 500 rows each into `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
-    starts = range(0, len(rows), file_rows)
+    starts = range(0, len(rows), _FILE_ROWS)
     for i, start in enumerate(starts):
-        table = pa.Table.from_pylist(rows[start : start + file_rows], schema=ROW_SCHEMA)
-        with atomic_path(directory / f"train-{i:05d}-of-{len(starts):05d}.parquet") as tmp:
+        table = pa.Table.from_pylist(rows[start : start + _FILE_ROWS], schema=schema)
+        with atomic_path(directory / f"{split}-{i:05d}-of-{len(starts):05d}.parquet") as tmp:
             pq.write_table(table, tmp, row_group_size=_GROUP_ROWS, compression="zstd")
 
 
@@ -59,11 +59,12 @@ def _run(config: EmbeddedDataConfig, inputs: Mapping[str, object], work: Path, r
     for subset, rows in subsets.items():
         write_subset(work / subset, rows)
     stats = {"rows": {subset: len(rows) for subset, rows in subsets.items()}}
-    _report(work, subsets)
+    write_raw_report(work, subsets, "Handwritten digits as raw rows")
     return StageOutput(stats=stats)
 
 
-def _report(work: Path, subsets: Mapping[str, list[Row]]) -> None:
+def write_raw_report(work: Path, subsets: Mapping[str, list[Row]], title: str) -> None:
+    """The report of raw rows in the_cauldron's schema: counts, pictures with what is said about them, answers."""
     rows = [
         [name, len(rows), sum(len(r["texts"]) for r in rows), len({i["bytes"] for r in rows for i in r["images"]})]
         for name, rows in subsets.items()
@@ -80,7 +81,7 @@ def _report(work: Path, subsets: Mapping[str, list[Row]]) -> None:
         Pictures("Raw rows", pictures),
         Table("Most frequent answers", ["answer", "times"], sorted(answers.items(), key=lambda a: (-a[1], a[0]))[:20]),
     ]
-    write_report(work, title="Handwritten digits as raw rows", summary=summary, sections=sections)
+    write_report(work, title=title, summary=summary, sections=sections)
 
 
 def _picture(row: Row) -> tuple[bytes, str]:

@@ -7,8 +7,9 @@ It has every part of the real one (interleaved mrope, deepstack, grouped-query a
 ChatML), so that nothing after it has to know whether it works on this or on a directory from the hub.
 """
 
+import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,11 +26,14 @@ from dataset_builders.contracts.errors import InputError
 from dataset_builders.contracts.files import write_json, write_text
 from dataset_builders.contracts.store import StorePath, local_copy
 from dataset_builders.contracts.strict import StrictModel
+from dataset_builders.cord_target import from_json, to_json, to_tags
+from dataset_builders.cord_v2 import PROMPTS
 from stages.artifact import Artifact, Stage, StageOutput
 from stages.transformers_progress import no_progress_bar
 
 VERSION = 1
 HF_SUBDIR = "hf"
+CORD_TRUTH = "ground_truth"  # CORD-V2's column, where the_cauldron has texts
 
 # Qwen3's added tokens in Qwen3's order. The text tokens stay when a decoder drops special ones, as in Qwen3.
 _CONTROL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>"]
@@ -260,7 +264,11 @@ def _raw_texts(directory: StorePath) -> Iterator[str]:
         )
     for path in files:
         try:
-            rows = pq.read_table(local_copy(path), columns=["texts"])["texts"].to_pylist()
+            file = local_copy(path)
+            if CORD_TRUTH in pq.read_schema(file).names:
+                yield from _cord_texts(pq.read_table(file, columns=[CORD_TRUTH])[CORD_TRUTH].to_pylist())
+                continue
+            rows = pq.read_table(file, columns=["texts"])["texts"].to_pylist()
         except (pa.ArrowException, KeyError, UnicodeDecodeError) as error:
             raise InputError(
                 f"{path}: the embedded model's tokenizer learns from its column 'texts', which cannot be read "
@@ -269,6 +277,15 @@ def _raw_texts(directory: StorePath) -> Iterator[str]:
             ) from error
         turns = (turn for row in rows for turn in row or () if turn)  # what is null, convert names
         yield from (text for turn in turns for text in (turn["user"], turn["assistant"]) if text)
+
+
+def _cord_texts(truths: Iterable[str | None]) -> Iterator[str]:
+    """What the cord_v2 builder may ask and have learnt; what it cannot read, convert names."""
+    yield from PROMPTS.values()
+    for truth in truths:
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            parse = from_json(truth)["gt_parse"]
+            yield from (to_json(parse), to_tags(parse))
 
 
 def _run(config: EmbeddedModelConfig, inputs: Mapping[str, Artifact], work: Path, resources: object) -> StageOutput:

@@ -162,8 +162,17 @@ class ChatEncoder:
 
     def encode_prompt(self, messages: Sequence[Message], grids: np.ndarray) -> np.ndarray:
         """Everything up to where the model has to go on: (n,) int32. Arguments and errors as for `encode`."""
-        ids = self._tokenize(self._render(messages, add_generation_prompt=True))
-        return np.repeat(ids, self._repeats(ids, np.asarray(grids, np.int64).reshape(-1, 3).prod(-1)))
+        ids = self._prompt(messages)
+        return np.repeat(ids, self._repeats(ids, _patches(grids)))
+
+    def prompt_ids(self, messages: Sequence[Message], grids: np.ndarray) -> np.ndarray:
+        """`encode_prompt` with one placeholder an image, for an engine that puts the image tokens in by itself."""
+        ids = self._prompt(messages)
+        self._repeats(ids, _patches(grids))
+        return ids
+
+    def _prompt(self, messages: Sequence[Message]) -> np.ndarray:
+        return self._tokenize(self._render(messages, add_generation_prompt=True))
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
         if self.system_prompt and not any(message.role == "system" for message in messages):
@@ -296,6 +305,11 @@ def _config_id(hf_dir: Path, config: dict[str, Any], key: str) -> int:
             f"{hf_dir / 'config.json'} has no {key} ({json.dumps(value)}); copy the model's own config.json"
         )
     return value
+
+
+def _patches(grids: np.ndarray) -> np.ndarray:
+    """(images,) int64: patches of each image, before merging."""
+    return np.asarray(grids, np.int64).reshape(-1, 3).prod(-1)
 
 
 def _find(ids: np.ndarray, pattern: np.ndarray) -> np.ndarray:

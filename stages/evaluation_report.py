@@ -1,102 +1,173 @@
-"""What an evaluation gathers, its scores, and the page that shows the wrong answers first."""
+"""What an evaluation gathers, its scores, and the page that shows the worst answers first."""
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dataset_builders.contracts.sample import Sample, image_digests
+from dataset_builders.contracts.sample import Sample
 from dataset_builders.images import preview_png
-from stages.metrics import METRICS, score
-from stages.predictions import Prediction
+from stages.metrics import health
+from stages.predictions import Prediction, Scored
 from stages.report import Histogram, Pictures, Section, Table, write_report
+from stages.scoring.contract import Judged
+from stages.scoring.intervals import Bootstrap, Interval
+from stages.scoring.names import OVERALL
+from stages.scoring.summary import SCORE, Answered, SubsetScores, score_subsets, table_of, upward_rows
 
-OVERALL = "overall"
 _WRONG_PICTURES = 48
 _RIGHT_PICTURES = 12
 _WRONG_ROWS = 200
 _THUMBNAIL_SIDE = 160  # pixels
+BOOTSTRAP = Bootstrap(resamples=2000)  # of the intervals; two models are compared with more
 
 
 class Evaluation:
-    """Predictions so far, by subset, and the pictures that the report will show.
+    """Predictions by sample, and what they are worth once `score` was called.
+
+    Args:
+        overrides: subset -> its metrics, for those that do not have the table's.
 
     Attributes:
         predictions: in the order they came.
-        num_samples: samples with at least one prediction.
+        table: {subset or overall: {metric: value}}.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, overrides: Mapping[str, Sequence[str]]) -> None:
         self.predictions: list[Prediction] = []
-        self.shown: dict[bool, list[tuple[bytes, str]]] = {False: [], True: []}
-        self._samples: dict[str, set[str]] = defaultdict(set)
-        self._pictures: dict[str, set[str]] = defaultdict(set)
+        self.table: dict[str, dict[str, float]] = {}
+        self._overrides = overrides
+        self._pictures: list[list[str]] = []
+        self._rows: dict[str, list[int]] = defaultdict(list)
+        self._scores: dict[str, SubsetScores] = {}
+        self._scored: list[Scored] = []
+        self._overall: Interval | None = None
 
-    @property
-    def num_samples(self) -> int:
-        return sum(len(keys) for keys in self._samples.values())
+    def add(self, pictures: list[str], predictions: Sequence[Prediction]) -> None:
+        """Take in the predictions of a sample.
 
-    def add(self, window: Sequence[Sample], predictions: Sequence[Prediction]) -> None:
-        """Take in the predictions of these samples."""
-        self.predictions += predictions
-        by_key = {sample.key: sample for sample in window}
+        Args:
+            pictures: digests of its pictures.
+        """
         for prediction in predictions:
-            sample = by_key[prediction.key]
-            if prediction.key not in self._samples[prediction.subset]:
-                self._samples[prediction.subset].add(prediction.key)
-                self._pictures[prediction.subset].update(image_digests(sample))
-            kept = self.shown[prediction.correct]
-            if sample.images and len(kept) < (_RIGHT_PICTURES if prediction.correct else _WRONG_PICTURES):
-                kept.append((preview_png(sample.images, _THUMBNAIL_SIDE), _caption(prediction)))
+            self._rows[prediction.key].append(len(self.predictions))
+            self.predictions.append(prediction)
+            self._pictures.append(pictures)
 
-    def scores(self) -> dict[str, dict[str, float]]:
-        """Metric means for each subset in the order of their names, and for everything under `overall`."""
-        return {name: score(rows) for name, rows in self._groups().items()}
+    def score(self) -> None:
+        """Score what was added.
+
+        Raises:
+            ValueError: nothing was.
+        """
+        judged = [Judged(question=p.question, references=p.references, answer=p.answer) for p in self.predictions]
+        subsets, samples = ([getattr(p, name) for p in self.predictions] for name in ("subset", "key"))
+        answered = Answered(subset=subsets, sample=samples, pictures=self._pictures, judged=judged)
+        self._scores, self._overall = score_subsets(answered, self._overrides, BOOTSTRAP)
+        table = table_of(answered, self._scores, self._overall)
+        groups = self._groups()
+        self.table = {name: table[name] | health([self.predictions[row] for row in groups[name]]) for name in groups}
+        self._scored = [Scored("", None)] * len(self.predictions)
+        for name, scores in self._scores.items():
+            for row, value in zip(groups[name], upward_rows(scores).tolist()):
+                self._scored[row] = Scored(scores.metrics.headline, None if math.isnan(value) else value)
+
+    def of(self, key: str) -> list[tuple[Prediction, Scored]]:
+        """The predictions of a sample with their scores; none for one that could not be asked."""
+        return [(self.predictions[row], self._scored[row]) for row in self._rows.get(key, [])]
+
+    def scored(self) -> list[tuple[Prediction, Scored]]:
+        """All of them, in the order they came."""
+        return list(zip(self.predictions, self._scored))
+
+    def headlines(self) -> dict[str, Interval]:
+        """The headline metric of every subset, and under `overall` the mean of them, with their intervals."""
+        found = {name: scores.headline for name, scores in self._scores.items()}
+        return found if self._overall is None else found | {OVERALL: self._overall}
+
+    def names(self) -> dict[str, tuple[str, str]]:
+        """Subset -> its headline metric, and why it has that."""
+        return {name: (scores.metrics.headline, scores.metrics.reason) for name, scores in self._scores.items()}
 
     def counts(self) -> dict[str, dict[str, int]]:
         """Samples, answers and distinct pictures for each subset, and for everything under `overall`."""
-        every = {OVERALL: set().union(*self._pictures.values())} | self._pictures
-        samples = {OVERALL: self.num_samples} | {name: len(keys) for name, keys in self._samples.items()}
         return {
-            name: {"samples": samples[name], "answers": len(rows), "pictures": len(every[name])}
+            name: {
+                "samples": len({self.predictions[row].key for row in rows}),
+                "answers": len(rows),
+                "pictures": len({picture for row in rows for picture in self._pictures[row]}),
+            }
             for name, rows in self._groups().items()
         }
 
-    def _groups(self) -> dict[str, list[Prediction]]:
-        groups: dict[str, list[Prediction]] = defaultdict(list)
-        for prediction in self.predictions:
-            groups[prediction.subset].append(prediction)
-        return dict(sorted(groups.items())) | {OVERALL: self.predictions}
+    def _groups(self) -> dict[str, list[int]]:
+        groups: dict[str, list[int]] = defaultdict(list)
+        for row, prediction in enumerate(self.predictions):
+            groups[prediction.subset].append(row)
+        return dict(sorted(groups.items())) | {OVERALL: list(range(len(self.predictions)))}
 
 
-def write_evaluation_report(directory: Path, evaluation: Evaluation, skips: Mapping[str, int]) -> None:
+class Gallery:
+    """The first pictures with answers that are not fully right, and a few that are."""
+
+    def __init__(self) -> None:
+        self.shown: dict[bool, list[tuple[bytes, str]]] = {False: [], True: []}
+
+    def add(self, window: Sequence[Sample], rows: Sequence[tuple[Prediction, Scored]]) -> None:
+        """Take what is still wanted of these samples."""
+        images = {sample.key: sample.images for sample in window}
+        for prediction, scored in rows:
+            kept = self.shown[is_right := _is_right(scored)]
+            if images[prediction.key] and len(kept) < (_RIGHT_PICTURES if is_right else _WRONG_PICTURES):
+                kept.append((preview_png(images[prediction.key], _THUMBNAIL_SIDE), _caption(prediction, scored)))
+
+
+def write_evaluation_report(
+    directory: Path, evaluation: Evaluation, gallery: Gallery, skips: Mapping[str, int]
+) -> None:
     """report.json and report.html: scores, then the wrong answers with their pictures, then a few right ones."""
-    scores, counts = evaluation.scores(), evaluation.counts()
-    summary: dict[str, object] = {name.replace("_", " "): scores[OVERALL][name] for name in METRICS}
+    counts = evaluation.counts()
+    summary: dict[str, object] = {name.replace("_", " "): value for name, value in evaluation.table[OVERALL].items()}
     summary |= counts[OVERALL]
     if skips:
         summary["left out"] = dict(sorted(skips.items()))
-    wrong = [p for p in evaluation.predictions if not p.correct]
+    wrong = [(p, s) for p, s in evaluation.scored() if not _is_right(s)]
     sections: list[Section] = [
-        _scores_table(scores, counts),
-        Pictures(f"Wrong answers ({len(wrong)} in all; the first with pictures)", evaluation.shown[False]),
+        _headlines(evaluation, counts),
+        _scores_table(evaluation.table),
+        Pictures(f"Not fully right ({len(wrong)} in all; the first with pictures)", gallery.shown[False]),
         _wrong_table(wrong),
-        Pictures("Right answers (the first with pictures)", evaluation.shown[True]),
+        Pictures("Right answers (the first with pictures)", gallery.shown[True]),
         Histogram("Length of the answers", [p.num_tokens for p in evaluation.predictions], "tokens"),
     ]
     write_report(directory, title="Evaluation", summary=summary, sections=sections)
 
 
-def _scores_table(scores: Mapping[str, Mapping[str, float]], counts: Mapping[str, Mapping[str, int]]) -> Table:
-    rows = [[name, *(scores[name][m] for m in METRICS), *counts[name].values()] for name in scores]
-    return Table("Scores", ["subset", *METRICS, *counts[OVERALL]], rows)
+def _is_right(scored: Scored) -> bool:
+    return scored.score is not None and scored.score >= 1
 
 
-def _wrong_table(wrong: Sequence[Prediction]) -> Table:
+def _headlines(evaluation: Evaluation, counts: Mapping[str, Mapping[str, int]]) -> Table:
+    names, rows = evaluation.names(), []
+    for name, found in evaluation.headlines().items():
+        metric, why = names.get(name, (SCORE, "the mean of the subsets' headlines, each counting the same"))
+        rows.append([name, metric, found.value, f"{found.low:.4f} to {found.high:.4f}", *counts[name].values(), why])
+    level = f"{BOOTSTRAP.level:.0%} interval"
+    return Table("Headline of each subset", ["subset", "metric", "value", level, *counts[OVERALL], "why"], rows)
+
+
+def _scores_table(table: Mapping[str, Mapping[str, float]]) -> Table:
+    metrics = list(dict.fromkeys(metric for values in table.values() for metric in values))
+    return Table("All metrics", ["subset", *metrics], [[n, *(v.get(m) for m in metrics)] for n, v in table.items()])
+
+
+def _wrong_table(wrong: Sequence[tuple[Prediction, Scored]]) -> Table:
     columns = ["key", "turn", "question", "reference", "answer", "stopped"]
-    rows = [[getattr(p, name) for name in columns] for p in wrong[:_WRONG_ROWS]]
-    return Table(f"Wrong answers, the first {len(rows)} of {len(wrong)}", columns, rows)
+    rows = [[*(getattr(p, name) for name in columns), s.metric, s.score] for p, s in wrong[:_WRONG_ROWS]]
+    return Table(f"Not fully right, the first {len(rows)} of {len(wrong)}", [*columns, "metric", "score"], rows)
 
 
-def _caption(prediction: Prediction) -> str:
+def _caption(prediction: Prediction, scored: Scored) -> str:
     said = prediction.answer if prediction.stopped else f"{prediction.answer} ... (cut)"
-    return f"{prediction.question}\nanswer: {said}\nreference: {prediction.reference}\n{prediction.key}"
+    worth = "" if scored.score is None else f"\n{scored.metric} {scored.score:.3g}"
+    return f"{prediction.question}\nanswer: {said}\nreference: {prediction.reference}{worth}\n{prediction.key}"

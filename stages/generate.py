@@ -1,7 +1,7 @@
 """Greedy answers of a Hugging Face model directory, from the prompts and the pixels that training used."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,53 +9,16 @@ import torch
 import transformers
 
 from dataset_builders.contracts.errors import InputError
-from dataset_builders.contracts.sample import Message
-from dataset_builders.pixels import encode_image, pixel_values
+from dataset_builders.contracts.sample import Message, SkipSample
+from dataset_builders.pixels import encode_image
+from stages.answer_engine import Answer, Asked, EngineSettings, Prepared
 from stages.encode_chat import ChatEncoder, read_system_prompt
 from stages.encode_image import load_image_config
+from stages.greedy_decoder import EncodedImages, GreedyDecoder, PoolLimits, Prompt, Row
 from stages.hf_directory import check_hf_dir
 from stages.transformers_progress import no_progress_bar
 
-
-@dataclass(frozen=True, eq=False, slots=True)
-class EncodedImages:
-    """Images of one conversation, ready for any prompt that shows the first few of them.
-
-    Attributes:
-        grids: (g, 3) int32, patches before merging.
-        patches: for each image (t*h*w, 3 * patch_size^2) uint8 in HF order.
-    """
-
-    grids: np.ndarray
-    patches: tuple[np.ndarray, ...]
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Prompt:
-    """What one answer is generated from.
-
-    Attributes:
-        input_ids: (n,) int32, ends where the answer begins.
-        images: those of the prompt, in order of appearance.
-    """
-
-    input_ids: np.ndarray
-    images: EncodedImages
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What was generated.
-
-    Attributes:
-        text: without special tokens.
-        stopped: an end-of-turn token came before max_new_tokens were used up.
-        num_tokens: generated tokens without the end-of-turn token.
-    """
-
-    text: str
-    stopped: bool
-    num_tokens: int
+_UNLIMITED = PoolLimits(rows=1 << 30, tokens=1 << 60)
 
 
 class Generator:
@@ -65,17 +28,24 @@ class Generator:
 
     Args:
         hf_dir: config.json, weights, tokenizer, chat template, preprocessor_config.json and generation_config.json.
+        device: place of the GPU on this host; None: the first one.
 
     Raises:
         InputError: the directory is no complete model of a supported architecture.
     """
 
-    def __init__(self, hf_dir: Path) -> None:
+    def __init__(self, hf_dir: Path, device: int | None = None) -> None:
         check_hf_dir(hf_dir)
         self._chat = ChatEncoder(hf_dir, system_prompt=read_system_prompt(hf_dir))
         self._image_config = load_image_config(hf_dir)
-        self._model = _load(hf_dir)
-        self._end_ids = _end_ids(hf_dir, self._model)
+        model = _load(hf_dir, device)
+        self.decoder = GreedyDecoder(
+            model,
+            end_ids_of(hf_dir, model.generation_config),
+            self._chat.image_token_id,
+            self._image_config.patch_format,
+        )
+        self._encoding = threading.Lock()  # a tokenizer is not made for several threads
 
     def encode_images(self, images: Sequence[bytes]) -> EncodedImages:
         """Encoded image files -> patches.
@@ -96,59 +66,72 @@ class Generator:
         Raises:
             SkipSample: the text holds special tokens, or the images are too many or too few.
         """
-        return Prompt(self._chat.encode_prompt(messages, images.grids), images)
+        with self._encoding:
+            return Prompt(self._chat.encode_prompt(messages, images.grids), images)
 
     def generate(self, prompts: Sequence[Prompt], max_new_tokens: int) -> list[Answer]:
         """The greedy answers of one batch. Sampling settings in generation_config.json are not used."""
-        inputs = self._collate(prompts)
-        config = transformers.GenerationConfig(
-            do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=self._end_ids, pad_token_id=self._end_ids[0]
-        )
-        self._model.generation_config = config  # generate() would fill what `config` leaves open from the directory's
-        with torch.inference_mode():
-            ids = self._model.generate(**inputs, generation_config=config)
-        return [self._answer(row) for row in ids[:, inputs["input_ids"].shape[1] :].tolist()]
+        rows = [Row(number, max_new_tokens) for number in range(len(prompts))]
+        for _ in self.decoder.decode([self.decoder.pad(prompts, rows)], _UNLIMITED):
+            pass
+        return [self.answer_of(row) for row in rows]
 
-    def _collate(self, prompts: Sequence[Prompt]) -> dict[str, torch.Tensor]:
-        """Padded on the left, so that every row's first new token is in the same column."""
-        longest = max(len(prompt.input_ids) for prompt in prompts)
-        ids = np.full((len(prompts), longest), self._end_ids[0], np.int64)
-        attended = np.zeros_like(ids)
-        for row, prompt in enumerate(prompts):
-            ids[row, longest - len(prompt.input_ids) :] = prompt.input_ids
-            attended[row, longest - len(prompt.input_ids) :] = 1
-        arrays = {"input_ids": ids, "attention_mask": attended}
-        patches = [patches for prompt in prompts for patches in prompt.images.patches]
-        if patches:
-            arrays["pixel_values"] = pixel_values(np.concatenate(patches), self._image_config.patch_format)
-            arrays["image_grid_thw"] = np.concatenate([prompt.images.grids for prompt in prompts]).astype(np.int64)
-            # Without the token types transformers cannot place the image tokens in mrope.
-            arrays["mm_token_type_ids"] = (ids == self._chat.image_token_id).astype(np.int32)
-        return {name: torch.from_numpy(array).to(self._model.device) for name, array in arrays.items()}
-
-    def _answer(self, ids: list[int]) -> Answer:
-        ends = [i for i, token in enumerate(ids) if token in self._end_ids]
-        answer = ids[: ends[0]] if ends else ids
-        text = self._chat.tokenizer.decode(answer, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return Answer(text, bool(ends), len(answer))
+    def answer_of(self, row: Row) -> Answer:
+        """The text of a row that has ended."""
+        with self._encoding:
+            text = self._chat.tokenizer.decode(row.ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return Answer(text, row.stopped, len(row.ids))
 
 
-def _load(hf_dir: Path) -> "transformers.PreTrainedModel":
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+class TransformersEngine:
+    """Answers of transformers: prompts are admitted to the decoder's pool as rows of it end."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self._generator = Generator(settings.hf_dir, settings.device)
+        self._limits = PoolLimits(settings.batch_size, settings.batch_tokens)
+
+    def prepare(self, asked: Sequence[Asked]) -> Prepared:
+        """Pixels, tokens and positions; safe in any thread."""
+        prompts: list[Prompt] = []
+        rows: list[Row] = []
+        skipped: dict[int, SkipSample] = {}
+        for question in asked:
+            try:
+                images = self._generator.encode_images(question.images)
+                prompts.append(self._generator.encode_prompt(question.messages, images))
+                rows.append(Row(question.number, question.max_new_tokens))
+            except SkipSample as error:
+                skipped[question.number] = error
+        return Prepared(self._generator.decoder.pad(prompts, rows) if prompts else None, skipped)
+
+    def answer(self, groups: Iterable[Prepared]) -> Iterator[tuple[int, Answer]]:
+        """(number, answer) of each question, as they end."""
+        ready = (group.ready for group in groups if group.ready is not None)
+        for row in self._generator.decoder.decode(ready, self._limits):
+            yield row.number, self._generator.answer_of(row)
+
+
+def _load(hf_dir: Path, device: int | None) -> "transformers.PreTrainedModel":
+    place = torch.device("cuda", device or 0) if torch.cuda.is_available() else torch.device("cpu")
+    dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
     with no_progress_bar():
         try:
             model = transformers.AutoModelForImageTextToText.from_pretrained(
-                hf_dir, dtype=dtype, local_files_only=True, trust_remote_code=False
+                hf_dir, dtype=dtype, attn_implementation="sdpa", local_files_only=True, trust_remote_code=False
             )
         except (OSError, ValueError, RuntimeError, KeyError) as error:  # each is some way for files not to fit together
             first_line = (str(error) or type(error).__name__).splitlines()[0]
             raise InputError(f"{hf_dir}: the model cannot be loaded ({first_line}); export or copy it again") from error
-    return model.to(device).eval()
+    return model.to(place).eval()
 
 
-def _end_ids(hf_dir: Path, model: "transformers.PreTrainedModel") -> list[int]:
-    found = model.generation_config.eos_token_id
+def end_ids_of(hf_dir: Path, generation: transformers.GenerationConfig) -> list[int]:
+    """The tokens that end an answer.
+
+    Raises:
+        InputError: there are none.
+    """
+    found = generation.eos_token_id
     ids = [found] if isinstance(found, int) else list(found or [])
     if not ids:
         raise InputError(
@@ -156,3 +139,11 @@ def _end_ids(hf_dir: Path, model: "transformers.PreTrainedModel") -> list[int]:
             "copy the model's own file, or add the id of its end-of-turn token"
         )
     return ids
+
+
+def read_generation_config(hf_dir: Path) -> transformers.GenerationConfig:
+    """generation_config.json, or what config.json says in its place, as loading the model would find it."""
+    if (hf_dir / "generation_config.json").is_file():
+        return transformers.GenerationConfig.from_pretrained(hf_dir, local_files_only=True)
+    config = transformers.AutoConfig.from_pretrained(hf_dir, local_files_only=True, trust_remote_code=False)
+    return transformers.GenerationConfig.from_model_config(config)

@@ -1,6 +1,6 @@
-"""predictions.parquet: one row an answer of an evaluation, with the picture it was about."""
+"""predictions.parquet: one row an answer of an evaluation, with its score and the picture it was about."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,10 +9,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dataset_builders.contracts.files import atomic_path
-from dataset_builders.contracts.sample import Sample
-from stages.metrics import exact_match
+from dataset_builders.contracts.sample import Sample, image_digests
+from dataset_builders.contracts.store import StorePath, local_copy
 
 PREDICTIONS = "predictions.parquet"
+COMPARISON = "comparison.parquet"  # of two evaluations: stages/compare.py
 PREDICTIONS_SCHEMA = pa.schema(
     [
         ("key", pa.string()),
@@ -20,13 +21,18 @@ PREDICTIONS_SCHEMA = pa.schema(
         ("subset", pa.string()),
         ("question", pa.string()),
         ("reference", pa.string()),
+        ("references", pa.list_(pa.string())),
         ("answer", pa.string()),
-        ("correct", pa.bool_()),
+        ("metric", pa.string()),
+        ("score", pa.float64()),
         ("stopped", pa.bool_()),
+        ("num_tokens", pa.int32()),
         ("num_images", pa.int32()),
+        ("pictures", pa.list_(pa.string())),
         ("image", pa.binary()),
     ]
 )
+_OF_THE_SAMPLE = ("metric", "score", "num_images", "pictures", "image")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +42,8 @@ class Prediction:
     Attributes:
         turn: number of the assistant turn in its sample, from 0.
         question: the user's text before it, without image slots.
+        reference: what the data says there.
+        references: all answers that count as right, `reference` alone where the data has no others.
         stopped: the model ended its turn by itself.
         num_tokens: generated tokens, without the end-of-turn token.
     """
@@ -44,6 +52,7 @@ class Prediction:
     turn: int
     question: str
     reference: str
+    references: tuple[str, ...]
     answer: str
     stopped: bool
     num_tokens: int
@@ -52,9 +61,18 @@ class Prediction:
     def subset(self) -> str:
         return self.key.split("/", 1)[0]
 
-    @property
-    def correct(self) -> bool:
-        return exact_match(self.answer, self.reference)
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """The score of an answer alone.
+
+    Attributes:
+        metric: the headline metric of its subset.
+        score: by it, upwards (an error rate as 1 - rate); None where the answer has none.
+    """
+
+    metric: str
+    score: float | None
 
 
 class PredictionsWriter:
@@ -72,18 +90,25 @@ class PredictionsWriter:
     def __exit__(self, *error: object) -> None:
         self._open.__exit__(*error)
 
-    def write(self, window: Sequence[Sample], predictions: Sequence[Prediction]) -> None:
+    def write(self, window: Sequence[Sample], rows: Sequence[tuple[Prediction, Scored]]) -> None:
         """Append the predictions of these samples, each with its sample's first image, encoded as it was."""
-        images = {sample.key: sample.images for sample in window}
-        own = [name for name in PREDICTIONS_SCHEMA.names if name not in ("num_images", "image")]
-        rows = [
-            {name: getattr(p, name) for name in own}
-            | {"num_images": len(images[p.key]), "image": next(iter(images[p.key]), None)}
-            for p in predictions
+        about = {sample.key: _about(sample) for sample in window}
+        own = [name for name in PREDICTIONS_SCHEMA.names if name not in _OF_THE_SAMPLE]
+        table = [
+            {name: getattr(p, name) for name in own} | {"metric": s.metric, "score": s.score} | about[p.key]
+            for p, s in rows
         ]
-        self._writer.write_table(pa.Table.from_pylist(rows, schema=PREDICTIONS_SCHEMA))
+        self._writer.write_table(pa.Table.from_pylist(table, schema=PREDICTIONS_SCHEMA))
 
 
-def read_predictions(directory: Path) -> pa.Table:
+def _about(sample: Sample) -> Mapping[str, object]:
+    return {
+        "num_images": len(sample.images),
+        "pictures": image_digests(sample),
+        "image": next(iter(sample.images), None),
+    }
+
+
+def read_predictions(directory: StorePath) -> pa.Table:
     """predictions.parquet of an evaluation, with PREDICTIONS_SCHEMA."""
-    return pq.read_table(directory / PREDICTIONS, schema=PREDICTIONS_SCHEMA)
+    return pq.read_table(local_copy(directory / PREDICTIONS), schema=PREDICTIONS_SCHEMA)

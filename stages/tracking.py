@@ -131,13 +131,15 @@ class Tracker:
         return number
 
     @guarded
-    def log_stage(self, artifact: Artifact, reused: bool, hf_dir: Path | None = None) -> None:
+    def log_stage(self, artifact: Artifact, reused: bool, hf_dir: Path | None = None, name: str | None = None) -> None:
         """Fingerprint, manifest, reports and preview of a stage; a dataset becomes an input of the run.
 
         Args:
             hf_dir: model directory whose tokenizer spells tokens in the preview; None: it is looked for in the root.
+            name: where a pipeline runs the stage more than once; None: the stage's own.
         """
-        self._write("stage", dir=_place(artifact), reused=reused, hf_dir=str(hf_dir.absolute()) if hf_dir else None)
+        place = str(hf_dir.absolute()) if hf_dir else None
+        self._write("stage", dir=_place(artifact), reused=reused, hf_dir=place, name=name)
 
     def sink(self) -> MetricsSink:
         """For training metrics, live; while it is open, the machine's own figures go with them."""
@@ -160,13 +162,22 @@ class Tracker:
         self._write("training", dir=_place(trained))
 
     @guarded
-    def log_model(self, exported: Artifact, scores: Mapping[str, Mapping[str, float | None]], name: str) -> str | None:
+    def log_model(
+        self,
+        exported: Artifact,
+        scores: Mapping[str, Mapping[str, float | None]],
+        name: str,
+        refusals: Sequence[str] = (),
+    ) -> str | None:
         """The exported directory as a logged model and a registered version that carries its scores.
+
+        Args:
+            refusals: why the model is not to be registered; it is logged all the same, and the run says why.
 
         Returns:
             what `log_evaluation` takes: the model's fingerprint.
         """
-        if self._write("model", dir=_place(exported), scores=dict(scores), name=name):
+        if self._write("model", dir=_place(exported), scores=dict(scores), name=name, refusals=list(refusals)):
             return exported.manifest.fingerprint
         return None
 
@@ -174,6 +185,11 @@ class Tracker:
     def log_evaluation(self, evaluated: Artifact, model: str | None = None) -> None:
         """Scores of every subset, the overall ones under their bare names, and a table of answers with pictures."""
         self._write("scores", dir=_place(evaluated), has_model=model is not None)
+
+    @guarded
+    def log_comparison(self, compared: Artifact) -> None:
+        """The gain over the model before training, and a table of the answers that differ most."""
+        self._write("comparison", dir=_place(compared))
 
     @guarded
     def finish(self, status: str) -> None:

@@ -24,7 +24,16 @@ from stages.preview import PreviewOptions, render_preview
 from stages.preview_target import Target
 from stages.registry_config import RegistryConfig
 from stages.report import REPORT_HTML, REPORT_JSON
-from stages.tracking_inputs import DATASETS, PREDICTIONS_TABLE, dataset_input, log_predictions
+from stages.scoring.names import flat_scores
+from stages.tracking_inputs import (
+    COMPARISON_TABLE,
+    DATASETS,
+    PREDICTIONS_TABLE,
+    dataset_input,
+    gain_metrics,
+    log_comparison,
+    log_predictions,
+)
 from stages.tracking_journal import Entry, State
 from stages.tracking_notes import NOTE_TAG, experiment_note, run_note
 from stages.tracking_registry import REASON_TAG, promote, register
@@ -59,6 +68,7 @@ class Applier:
             "training": self._training,
             "model": self._model,
             "scores": self._scores,
+            "comparison": self._comparison,
             "finish": self._finish,
         }
 
@@ -156,30 +166,31 @@ class Applier:
         """Fingerprint, manifest, reports and preview of a stage; a dataset becomes an input of the run."""
         artifact = Artifact.load(location(entry.data["dir"]))
         manifest, run_id = artifact.manifest, self.state.run_id
-        self.state.stages[manifest.stage] = entry.data["dir"]
-        mark = f"fingerprint.{manifest.stage}"
+        stage = entry.data.get("name") or manifest.stage
+        self.state.stages[stage] = entry.data["dir"]
+        mark = f"fingerprint.{stage}"
         if self._tag(mark) == manifest.fingerprint:
             return
         for name in (MANIFEST, REPORT_JSON, REPORT_HTML):
             if (artifact.dir / name).is_file():
-                self._client.log_artifact(run_id, str(local_copy(artifact.dir / name)), f"stages/{manifest.stage}")
+                self._client.log_artifact(run_id, str(local_copy(artifact.dir / name)), f"stages/{stage}")
         for trace in sorted((artifact.dir / PROFILE).iterdir()) if (artifact.dir / PROFILE).is_dir() else ():
-            self._client.log_artifact(run_id, str(local_copy(trace)), f"stages/{manifest.stage}/{PROFILE}")
-        self._preview(artifact, entry.data["hf_dir"])
+            self._client.log_artifact(run_id, str(local_copy(trace)), f"stages/{stage}/{PROFILE}")
+        self._preview(artifact, entry.data["hf_dir"], stage)
         if manifest.stage in DATASETS:
             self._client.log_inputs(run_id, [dataset_input(artifact)])
         # The mark comes last: what was logged in part is logged again.
         reused = str(entry.data["reused"]).lower()
-        self._batch({f"reused.{manifest.stage}": reused, mark: manifest.fingerprint})
+        self._batch({f"reused.{stage}": reused, mark: manifest.fingerprint})
 
-    def _preview(self, artifact: Artifact, hf_dir: str | None) -> None:
+    def _preview(self, artifact: Artifact, hf_dir: str | None, stage: str) -> None:
         options = PreviewOptions(num_samples=_PREVIEW_SAMPLES, hf_dir=Path(hf_dir) if hf_dir else None)
         try:
             page = render_preview(Target(artifact), options)
         except Exception as error:  # a page less; the rest of the stage is worth having
             log.warning("tracking: no preview of %s (%s: %s)", artifact.dir, type(error).__name__, error)
             return
-        self._client.log_text(self.state.run_id, page, f"stages/{artifact.manifest.stage}/{PREVIEW_HTML}")
+        self._client.log_text(self.state.run_id, page, f"stages/{stage}/{PREVIEW_HTML}")
 
     # --- metrics ---
 
@@ -235,7 +246,8 @@ class Applier:
     # --- model and scores ---
 
     def _model(self, entry: Entry) -> None:
-        """The exported directory as a logged model and a registered version that carries its scores."""
+        """The exported directory as a logged model and, where nothing speaks against it, a registered version that
+        carries its scores."""
         exported, name = Artifact.load(location(entry.data["dir"])), entry.data["name"]
         mark = exported.manifest.fingerprint
         if self._is_logged("export_model", mark):
@@ -243,6 +255,9 @@ class Applier:
         hf_dir, client, run_id = exported.dir.resolve() / HF_EXPORT, self._client, self.state.run_id
         tags = {"hf_dir": str(hf_dir), "fingerprint": mark}
         model_id = self._logged_model(exported, name, tags)
+        if refusals := entry.data.get("refusals"):
+            self._batch({"athanor.model_id": model_id, REASON_TAG: f"not registered: {'; '.join(refusals)}"})
+            return  # no mark: with other gates the same model is looked at again
         flat = {key: f"{value:.6g}" for key, value in flat_scores(entry.data["scores"]).items()}
         source = f"models:/{model_id}" if tracking_uri(self.root).startswith("http") else hf_dir.as_uri()
         version = register(client, name, source, run_id, model_id, {**tags, **flat}).version
@@ -292,6 +307,21 @@ class Applier:
         self._set_logged("scores", evaluated.manifest.fingerprint)
         self._describe()
 
+    def _comparison(self, entry: Entry) -> None:
+        """The gain over the model before training with its interval, and a table of the answers that differ most."""
+        compared = Artifact.load(location(entry.data["dir"]))
+        if self._is_logged("comparison", compared.manifest.fingerprint):
+            return
+        client, run_id = self._client, self.state.run_id
+        values = gain_metrics(compared.manifest.stats["subsets"])
+        metrics = [Metric(name, value, entry.time_ms, 0) for name, value in values.items()]
+        for start in range(0, len(metrics), METRICS_A_BATCH):
+            client.log_batch(run_id, metrics=metrics[start : start + METRICS_A_BATCH])
+        if not any(item.path == COMPARISON_TABLE for item in client.list_artifacts(run_id)):  # else it would append
+            with tempfile.TemporaryDirectory() as folder:
+                log_comparison(client, run_id, compared.dir, Path(folder))
+        self._set_logged("comparison", compared.manifest.fingerprint)
+
     # --- marks ---
 
     def _run(self) -> Run:
@@ -334,13 +364,3 @@ def log_in_chunks(client: MlflowClient, run_id: str, params: Mapping[str, Any], 
     marks = [RunTag(key, str(value)[:8000]) for key, value in tags.items()]
     for start in range(0, len(marks), 100):
         client.log_batch(run_id, tags=marks[start : start + 100])
-
-
-def flat_scores(scores: Mapping[str, Mapping[str, float | None]]) -> dict[str, float]:
-    """{"overall": {"exact_match": 1.0}, "pairs": ...} -> {"exact_match": 1.0, "exact_match/pairs": ...}."""
-    flat = {}
-    for subset, metrics in scores.items():
-        for metric, value in metrics.items():
-            if value is not None:
-                flat[metric if subset == "overall" else f"{metric}/{subset}"] = float(value)
-    return flat

@@ -1,5 +1,6 @@
 """What MLflow shows of data: an artifact as a dataset of the run, and a table of answers beside their pictures."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,15 @@ from mlflow.entities import DatasetInput, InputTag
 
 from dataset_builders.contracts.store import StorePath, absolute, is_local, local_copy
 from stages.artifact import Artifact
+from stages.predictions import COMPARISON, PREDICTIONS
+from stages.scoring.names import OVERALL
 
-PREDICTIONS_TABLE = "predictions.json"
+PREDICTIONS_TABLE, COMPARISON_TABLE = "predictions.json", "comparison.json"
 MAX_PREDICTIONS = 64
 # stage -> what its artifact is to the run
 DATASETS: Mapping[str, str] = {
     "embedded_data": "raw",
+    "drawn_data": "raw",
     "convert": "samples",
     "tokenize": "training",
     "plan_bins": "training",
@@ -51,19 +55,42 @@ def log_predictions(client: MlflowClient, run_id: str, directory: StorePath, fol
     Args:
         folder: an empty one, for the pictures.
     """
-    rows = wrong_first(directory, MAX_PREDICTIONS)
+    _log_table(client, run_id, wrong_first(directory, MAX_PREDICTIONS), PREDICTIONS_TABLE, folder)
+
+
+def log_comparison(client: MlflowClient, run_id: str, directory: StorePath, folder: Path) -> None:
+    """The table of the answers of two models that differ most.
+
+    Args:
+        folder: an empty one, for the pictures.
+    """
+    table = pq.read_table(local_copy(directory / COMPARISON))
+    _log_table(client, run_id, table.slice(0, MAX_PREDICTIONS).to_pylist(), COMPARISON_TABLE, folder)
+
+
+def gain_metrics(subsets: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """The stats of a comparison as metrics: `gain`, `gain_low`, `gain_high`, and `gain/<subset>` and so on."""
+    values = {}
+    for name, found in subsets.items():
+        ending = "" if name == OVERALL else f"/{name}"
+        for metric, key in (("gain", "difference"), ("gain_low", "low"), ("gain_high", "high")):
+            if math.isfinite(value := found["difference"][key]):
+                values[metric + ending] = value
+    return values
+
+
+def _log_table(client: MlflowClient, run_id: str, rows: list[dict[str, Any]], name: str, folder: Path) -> None:
     for number, row in enumerate(rows):
         picture = folder / f"{number}.png"
         picture.write_bytes(row["image"] or _TEXT_ONLY_PNG)
         row["image"] = mlflow.Image(str(picture))
-    table = {name: [row[name] for row in rows] for name in (rows[0] if rows else {})}
+    table = {column: [row[column] for row in rows] for column in (rows[0] if rows else {})}
     if table:
-        client.log_table(run_id, table, PREDICTIONS_TABLE)
+        client.log_table(run_id, table, name)
 
 
 def wrong_first(directory: StorePath, limit: int) -> list[dict[str, Any]]:
     """Rows of predictions.parquet: wrong answers first, then right ones, in their order, at most `limit`."""
-    table = pq.read_table(local_copy(directory / "predictions.parquet"))
-    correct = pc.fill_null(pc.cast(table["correct"], "float64"), 0.0)
-    order = pc.sort_indices(correct) if len(table) else []
+    table = pq.read_table(local_copy(directory / PREDICTIONS))
+    order = pc.sort_indices(pc.fill_null(table["score"], 0.0)) if len(table) else []
     return table.take(order[:limit]).to_pylist() if len(table) else []

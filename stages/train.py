@@ -1,6 +1,7 @@
 """Train: RunConfig -> run.json -> launcher -> result.json; metrics.jsonl is followed while the trainer runs.
 
     checkpoints/step-000500/ ...   run.json  result.json  metrics.jsonl  report.json  report.html
+    heldout.jsonl  heldout-base.jsonl   the loss of every held-out sample, newest and before the first step
     logs/trainer.log  logs/rank-0001.log ...   job.sbatch  slurm.json  slurm-end   the last three of a SLURM job
     profile/rank-0.json.gz  profile/rank-0.md   where steps are traced
 
@@ -38,7 +39,7 @@ from trainer.contract import (
 )
 from trainer.contract.layout import check_run
 
-VERSION = 1
+VERSION = 2  # 2: heldout-base.jsonl
 TRAINER_LOG = "logs/trainer.log"
 log = logging.getLogger("athanor.train")
 
@@ -62,6 +63,7 @@ class TrainResources:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     loader_workers: int = 2
+    cuda_graphs: bool = True
     log_interval: int = 1
     profile: ProfileConfig | None = None
     on_rows: Callable[[list[MetricsRow]], None] = lambda rows: None
@@ -199,6 +201,7 @@ def make_run_config(
         parallel=resources.parallel,
         checkpoint=resources.checkpoint,
         loader_workers=resources.loader_workers,
+        cuda_graphs=resources.cuda_graphs,
         log_interval=resources.log_interval,
         profile=resources.profile,
         num_threads=resources.cluster.num_threads,

@@ -35,14 +35,20 @@ IMPORTERS = {
     "transformer_engine": ("trainer.",),
     "transformers": ("stages.",),
     "webdataset": ("dataset_builders.contracts.shard_io",),
-    "PIL": ("dataset_builders.images", "dataset_builders.pixels", "stages.encode_image"),
+    "PIL": (
+        *("dataset_builders.images", "dataset_builders.pixels", "dataset_builders.drawn.canvas"),
+        "stages.encode_image",
+    ),
     "simplejpeg": ("dataset_builders.images",),
 }
 NO_MEGATRON = ("trainer.contract", "trainer.data", "trainer.positions", "trainer.metrics")
 RANK_NAMES = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}
-RANK_READERS = ("trainer.distributed",)
+RANK_READERS = ("trainer.distributed", "stages.answer_worker")  # what torchrun starts: ranks of a training, workers
 # Who may write the process's own environment: settings that a library reads at its import, or when told to.
-ENVIRONMENT_WRITERS = ("flows", "flows.cli", "flows.service.temporary_server", "stages.tracking_store")
+ENVIRONMENT_WRITERS = (
+    *("flows", "flows.cli", "flows.service.temporary_server", "stages.tracking_store"),
+    "stages.answer_worker",  # which GPU vLLM may see
+)
 CHILD_ENVIRONMENT_WRITERS = ("stages.launch_torchrun", "stages.launch_slurm", "flows.service.processes")
 VAGUE = {"utils", "util", "base", "common", "helpers", "misc", "core", "types", "interfaces"}
 

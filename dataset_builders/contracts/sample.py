@@ -63,11 +63,14 @@ class Message:
 
     Attributes:
         is_learnt: False for an assistant's message that is context only, never a target.
+        references: of an assistant's message, all answers that count as right, repeats included, where the source has
+            more than the one that is learnt (ten annotators, say). For scores alone; no part of `Sample.digest`.
     """
 
     role: Role
     text: str
     is_learnt: bool = True
+    references: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,8 +127,9 @@ def image_digests(sample: Sample) -> list[str]:
 def _check_text(message: Message) -> None:
     if _CONTROL_CHARS.search(message.text):
         raise SkipSample("control_chars", repr(message.text[:80]))
-    if _SURROGATES.search(message.text):
-        raise SkipSample("schema_error", f"text that is not Unicode: {message.text[:80]!r}")
+    for text in (message.text, *message.references):
+        if _SURROGATES.search(text):
+            raise SkipSample("schema_error", f"text that is not Unicode: {text[:80]!r}")
     if not message.text.strip():
         if message.role == "assistant":
             raise SkipSample("empty_target", "an assistant turn is empty")

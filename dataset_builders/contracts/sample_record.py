@@ -1,10 +1,11 @@
 """One sample as the members of a sample shard, and back.
 
 train/shard-00000.tar
-    ai2d/00001234.json    {"messages": [{"role", "text", "is_learnt"}], "images": [{"name", "sha256"}], "digest"}
+    ai2d/00001234.json    {"messages": [{"role", "text", "is_learnt", "references"}],
+                           "images": [{"name", "sha256"}], "digest"}
     ai2d/00001234.0.png   the original bytes, untouched
 
-`is_learnt` is written only where it is false.
+`is_learnt` is written only where it is false, `references` only where there are some.
 """
 
 import json
@@ -37,14 +38,22 @@ def from_fields(key: str, fields: dict[str, bytes]) -> Sample:
     record = json.loads(fields["json"])
     return Sample(
         key=key,
-        messages=tuple(Message(**message) for message in record["messages"]),
+        messages=tuple(_message(message) for message in record["messages"]),
         images=tuple(fields[image["name"]] for image in record["images"]),
     )
 
 
 def _message_record(message: Message) -> dict[str, object]:
     record: dict[str, object] = {"role": message.role, "text": message.text}
-    return record if message.is_learnt else {**record, "is_learnt": False}
+    if not message.is_learnt:
+        record["is_learnt"] = False
+    if message.references:
+        record["references"] = list(message.references)
+    return record
+
+
+def _message(record: dict[str, object]) -> Message:
+    return Message(**{**record, "references": tuple(record.get("references", ()))})
 
 
 def _extension(image: bytes) -> str:

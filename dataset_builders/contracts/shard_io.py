@@ -163,16 +163,23 @@ def read_record(
 
 def iter_records(path: StorePath, sha256: str | None = None) -> Iterator[tuple[str, dict[str, bytes]]]:
     """(key, fields) of every sample in a shard, in order; `sha256` is compared where the shard lies in a store."""
+    return ((key, fields) for key, _, _, fields in iter_located(path, sha256))
+
+
+def iter_located(path: StorePath, sha256: str | None = None) -> Iterator[tuple[str, int, int, dict[str, bytes]]]:
+    """(key, offset, size, fields) of every sample in a shard: as `iter_records`, and where `read_record` finds it."""
     key, fields = None, {}
+    start = end = 0
     with local_copy(path, sha256).open("rb") as file:
         for member_key, (field, data) in _members(file):
             if key is not None and member_key != key:
-                yield key, fields
-                fields = {}
+                yield key, start, end - start, fields
+                fields, start = {}, end
             key = member_key
             fields[field] = data
+            end = file.tell()
     if key is not None:
-        yield key, fields
+        yield key, start, end - start, fields
 
 
 def _members(

@@ -59,6 +59,21 @@ def test_a_value_out_of_bounds_names_the_bound(override, words):
     assert words in _error(override)
 
 
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("data.num_chart=3", "unknown key data.num_chart; did you mean data.num_chartqa?"),
+        ("data.num_ai2d=-1", "data.num_ai2d=-1 should be greater than or equal to 0 [diagrams, with one or two"),
+        ("data.layout=cord", "data.layout='cord' should be 'the_cauldron' or 'cord_v2'"),
+        ("data={kind: drawn}", "data.seed is missing [seed of "),
+    ],
+)
+def test_the_drawn_datas_keys_and_bounds_are_named_too(override, words):
+    with pytest.raises(InputError) as caught:
+        load_recipe("suite", [override])
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
 def test_a_misspelt_key_below_a_name_of_the_users_is_found():
     error = _error("plan_bins.mixture={charts: {repeat: 2}}")
     assert "unknown key plan_bins.mixture.charts.repeat; did you mean plan_bins.mixture.charts.repeats?" in error

@@ -27,6 +27,7 @@ SMALL = {
     "evaluate.max_new_tokens": 2,
     "evaluate.max_samples_per_subset": 2,
     "execution.num_workers": 1,
+    "execution.registry.gates": {},  # five steps teach no model to end its answers
 }
 
 
@@ -62,10 +63,16 @@ def finished(root, capsys) -> Path:
     return root
 
 
+def test_an_engine_that_is_not_installed_is_said_before_anything_is_made(tmp_path, capsys):
+    assert athanor("run", tmp_path, **{"evaluate.engine": "vllm"}) == 2
+    assert "evaluate.engine is 'vllm', which is not installed here" in error_line(capsys)
+    assert not list(tmp_path.glob("artifacts/*"))
+
+
 def test_a_run_ends_with_scores_and_the_next_commands(root, capsys):
     assert athanor("run", root) == 0
     text = capsys.readouterr().out
-    assert "8 of 8 stages made, 0 reused" in text and "overall" in text and "exact_match" in text
+    assert "12 of 12 stages made, 0 reused" in text and "overall" in text and "exact_match" in text
     assert re.search(r"train: 5 of 5  loss 0\.2000", text)
     hf_dir = Path(re.search(r"^Model: +(\S+)", text, re.M).group(1))
     assert (hf_dir / "model.safetensors").is_file()
@@ -78,7 +85,7 @@ def test_a_run_ends_with_scores_and_the_next_commands(root, capsys):
 def test_a_second_run_makes_nothing_and_stays_in_its_mlflow_run(finished, capsys):
     assert athanor("run", finished) == 0
     text = capsys.readouterr().out
-    assert "0 of 8 stages made, 8 reused" in text and "made in" not in text
+    assert "0 of 12 stages made, 12 reused" in text and "made in" not in text
     client = connect(finished)
     experiment = client.get_experiment_by_name("athanor-embedded")
     runs = client.search_runs([experiment.experiment_id], "tags.`athanor.differs` != 'x'")
@@ -103,10 +110,10 @@ def test_a_second_run_makes_nothing_and_stays_in_its_mlflow_run(finished, capsys
 
 def test_plan_says_which_field_changed(finished, capsys):
     assert athanor("plan", finished) == 0
-    assert "0 of 8 stages would be made" in capsys.readouterr().out
+    assert "0 of 12 stages would be made" in capsys.readouterr().out
     assert athanor("plan", finished, **{"train.optim.lr": 0.004}) == 0
     text = capsys.readouterr().out
-    assert "optim.lr: 0.002 -> 0.004" in text and "3 of 8 stages would be made" in text
+    assert "optim.lr: 0.002 -> 0.004" in text and "5 of 12 stages would be made" in text
     assert "its input train will be made first" in text
     assert re.search(r"samples +\d+ train, \d+ held-out", text) and re.search(r"bins +\d+ train", text)
     assert re.search(r"parameters +[\d,]+ \(vision", text) and re.search(r"memory +about", text)
@@ -115,7 +122,7 @@ def test_plan_says_which_field_changed(finished, capsys):
 def test_another_learning_rate_makes_the_training_and_what_follows(finished, capsys):
     assert athanor("run", finished, **{"train.optim.lr": 0.004}) == 0
     text = capsys.readouterr().out
-    assert "3 of 8 stages made, 5 reused" in text
+    assert "5 of 12 stages made, 7 reused" in text
     client = connect(finished)
     experiment = client.get_experiment_by_name("athanor-embedded")
     names = {run.info.run_name for run in client.search_runs([experiment.experiment_id])}
@@ -127,12 +134,25 @@ def test_another_learning_rate_makes_the_training_and_what_follows(finished, cap
 
 def test_a_reused_training_is_whole_in_the_next_mlflow_run(finished, capsys):
     assert athanor("run", finished, **{"evaluate.max_new_tokens": 3}) == 0
-    assert "1 of 8 stages made, 7 reused" in capsys.readouterr().out
+    assert "5 of 12 stages made, 7 reused" in capsys.readouterr().out
     client = connect(finished)
     experiment = client.get_experiment_by_name("athanor-embedded")
     (run,) = client.search_runs([experiment.experiment_id], "params.`evaluate.max_new_tokens` = '3'")
     assert [metric.step for metric in client.get_metric_history(run.info.run_id, "loss")] == [1, 2, 3, 4, 5]
     assert run.data.tags["reused.train"] == "true" and len(run.inputs.dataset_inputs) == 4
+
+
+def test_a_model_whose_scores_do_not_hold_is_not_registered(finished):
+    client, name = connect(finished), "athanor-embedded"
+    before = len(client.search_model_versions(f"name='{name}'"))
+    gates = "{exact_match: {min: 0.99}, score: {min_gain: 0.9}}"
+    assert athanor("run", finished, **{"evaluate.max_new_tokens": 1, "execution.registry.gates": gates}) == 0
+    experiment = client.get_experiment_by_name(name)
+    (run,) = client.search_runs([experiment.experiment_id], "params.`evaluate.max_new_tokens` = '1'")
+    reason = run.data.tags["athanor.champion"]
+    assert reason.startswith("not registered: exact_match 0.") and "is below 0.99; the gain in score, " in reason
+    assert "gain_low" in run.data.metrics and reason in run.data.tags["mlflow.note.content"]
+    assert len(client.search_model_versions(f"name='{name}'")) == before
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import functools
 import io
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +15,12 @@ from dataset_builders.contracts.manifest import Manifest
 from dataset_builders.contracts.sample import Message, Sample
 from dataset_builders.contracts.sample_record import to_fields
 from dataset_builders.contracts.shard_io import ShardWriter, remove_entries
-from stages.artifact import Artifact
+from stages.answer import STAGE as ANSWER
+from stages.answer import AnswerConfig, AnswerResources
+from stages.artifact import Artifact, run_stage
 from stages.embedded_model import make_tiny_hf_dir
+from stages.evaluate import STAGE as EVALUATE
+from stages.evaluate_config import EvaluateConfig
 from tests.helpers.tiny_model import FIRST, TEXTS
 
 
@@ -85,3 +89,16 @@ def hf_artifact(directory: Path, hf_dir: Path) -> Artifact:
     shutil.copytree(hf_dir, directory / "hf")
     Manifest(stage="export", version=1, fingerprint="e" * 16, config={}, parents={}).write(directory)
     return Artifact.load(directory)
+
+
+def answered(
+    config: AnswerConfig, inputs: Mapping[str, Artifact], root: Path, resources: AnswerResources | None = None
+) -> Artifact:
+    """The answers of a model to the held-out samples; inputs "hf" and "samples"."""
+    return run_stage(ANSWER, config, inputs, root, resources).artifact
+
+
+def evaluated(config: EvaluateConfig, inputs: Mapping[str, Artifact], root: Path) -> Artifact:
+    """`answered`, and its scores."""
+    answers = answered(config.answer, inputs, root)
+    return run_stage(EVALUATE, config, {"answers": answers, "samples": inputs["samples"]}, root).artifact

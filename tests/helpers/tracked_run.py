@@ -67,7 +67,7 @@ def make_evaluated(root: Path, fingerprint: str, num_answers: int = 100) -> Arti
         "question": ["Which digit?"] * num_answers,
         "reference": ["1"] * num_answers,
         "answer": ["1"] * (num_answers - 2) + ["2", ""],
-        "correct": [True] * (num_answers - 2) + [False, False],
+        "score": [1.0] * (num_answers - 2) + [0.0, 0.0],
         "image": [PNG if i % 2 else None for i in range(num_answers)],
     }
     pq.write_table(pa.table(answers), artifact.dir / "predictions.parquet")

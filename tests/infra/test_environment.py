@@ -15,8 +15,8 @@ PACKAGES = ("dataset_builders", "flows", "stages", "trainer")
 OF_A_LAUNCHER = re.compile(
     r"^(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|SLURM_.*|PREFECT__.*)$"
 )
-# Of the shell and the terminal, not of athanor.
-OF_THE_SYSTEM = {"PATH", "HOME", "USER", "COLUMNS", "NO_COLOR", "TERM", "TMPDIR", "PYTHONPATH"}
+# Of the shell, the terminal and the GPU driver, not of athanor.
+OF_THE_SYSTEM = {"PATH", "HOME", "USER", "COLUMNS", "NO_COLOR", "TERM", "TMPDIR", "PYTHONPATH", "CUDA_VISIBLE_DEVICES"}
 
 
 def constants_of(tree: ast.Module) -> dict[str, str]:

@@ -110,7 +110,11 @@ def _outcomes(root: Path) -> dict[str, tuple[str, object]]:
     found = {}
     for path in (root / "artifacts" / "evaluate").glob("*/manifest.json"):
         manifest = json.loads(path.read_text())
-        exported = manifest["parents"]["hf"]["fingerprint"]
+        answered = root / "artifacts" / "answer" / manifest["parents"]["answers"]["fingerprint"] / "manifest.json"
+        model = json.loads(answered.read_text())["parents"]["hf"]
+        if model["name"] != "export":
+            continue  # the model before training
+        exported = model["fingerprint"]
         weights = root / "artifacts" / "export" / exported / "hf" / "model.safetensors"
         found[exported] = (hashlib.sha256(weights.read_bytes()).hexdigest(), manifest["stats"]["scores"])
     assert len(found) == len(RATES)

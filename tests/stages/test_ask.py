@@ -6,11 +6,10 @@ import shutil
 import pytest
 
 from dataset_builders.contracts.errors import InputError
-from stages.artifact import run_stage
 from stages.ask import ask
-from stages.evaluate import STAGE, EvaluateConfig
+from stages.evaluate_config import EvaluateConfig
 from stages.predictions import read_predictions
-from tests.helpers.evaluation import conversation, hf_artifact, picture, samples_artifact, talkative_hf_dir
+from tests.helpers.evaluation import conversation, evaluated, hf_artifact, picture, samples_artifact, talkative_hf_dir
 
 
 def test_a_question_gets_the_answer_that_the_evaluation_scores(tmp_path):
@@ -22,7 +21,7 @@ def test_a_question_gets_the_answer_that_the_evaluation_scores(tmp_path):
     ]
     export = hf_artifact(tmp_path / "export", talkative_hf_dir())
     inputs = {"hf": export, "samples": samples_artifact(tmp_path / "samples", samples)}
-    scored = run_stage(STAGE, EvaluateConfig(max_new_tokens=9), inputs, tmp_path / "root").artifact
+    scored = evaluated(EvaluateConfig(max_new_tokens=9), inputs, tmp_path / "root")
     wanted = [row["answer"].strip() for row in read_predictions(scored.dir).to_pylist()]
     hf_dir = export.dir / "hf"
     assert ask(hf_dir, tmp_path / "digit.png", "Which digit is this?", max_new_tokens=9) == wanted[0]

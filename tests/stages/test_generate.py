@@ -89,10 +89,18 @@ def _with_end_ids(tmp_path, end_ids):
 
 
 def _first_tokens(generator, prompt):
-    """The ids the model says first, before anything ends it."""
-    inputs = generator._collate([prompt])
-    out = generator._model.generate(**inputs, do_sample=False, max_new_tokens=NEW_TOKENS, eos_token_id=None)
-    return out[0, inputs["input_ids"].shape[1] :].tolist()
+    """The ids the model says first, before anything ends it: transformers' own loop, one prompt without padding."""
+    decoder = generator.decoder
+    ids = torch.from_numpy(prompt.input_ids.astype(np.int64))[None]
+    images = {}
+    if prompt.images.patches:
+        images["pixel_values"] = decoder.pixel_values(torch.from_numpy(np.concatenate(prompt.images.patches)))
+        images["image_grid_thw"] = torch.from_numpy(prompt.images.grids.astype(np.int64))
+        images["mm_token_type_ids"] = (ids == decoder.model.config.image_token_id).int()
+    attended = torch.ones_like(ids)
+    options = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "eos_token_id": None}
+    out = decoder.model.generate(input_ids=ids, attention_mask=attended, **images, **options)
+    return out[0, ids.shape[1] :].tolist()
 
 
 def test_an_answer_stops_at_any_end_token_and_its_text_is_what_came_before(generator, tmp_path):

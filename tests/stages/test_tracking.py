@@ -10,8 +10,8 @@ from dataset_builders.contracts.manifest import ShardEntry
 from dataset_builders.contracts.sample_record import to_fields
 from dataset_builders.contracts.shard_io import ShardWriter
 from stages.artifact import Artifact
+from stages.scoring.names import flat_scores
 from stages.tracking import Opening, Tracker, compare_url, connect, open_run, server_command, server_url
-from stages.tracking_apply import flat_scores
 from stages.tracking_inputs import wrong_first
 from stages.tracking_journal import REFUSED, journal_of
 from stages.tracking_sender import sender_of
@@ -118,6 +118,25 @@ def test_the_model_is_registered_once_with_its_scores(root):
     assert version.run_id == run_id
     model = client.get_logged_model(client.get_run(run_id).data.tags["athanor.model_id"])
     assert model.status == "READY" and model.params["dtype"] == "float32"
+
+
+def test_a_model_that_a_gate_keeps_out_is_logged_and_not_registered_until_the_gate_lets_it_in(root):
+    exported = make_exported(root, "2" * 16)
+    tracker = open_tracker(root, "gated")
+    for _ in range(2):
+        model = tracker.log_model(exported, SCORES, "athanor-gated", ["stop_rate 0.2500 is below 0.9"])
+        tracker.log_evaluation(make_evaluated(root, "3" * 16), model)
+    run_id, client = _delivered(tracker), connect(root)
+    run = client.get_run(run_id)
+    assert not client.search_model_versions("name='athanor-gated'")
+    assert run.data.tags["athanor.champion"] == "not registered: stop_rate 0.2500 is below 0.9"
+    assert "not registered: stop_rate 0.2500 is below 0.9" in run.data.tags["mlflow.note.content"]
+    assert client.get_logged_model(run.data.tags["athanor.model_id"]).status == "READY"
+    tracker.log_model(exported, SCORES, "athanor-gated")
+    _delivered(tracker)
+    (version,) = client.search_model_versions("name='athanor-gated'")
+    assert client.get_run(run_id).data.tags["athanor.champion"].endswith("champion")
+    assert version.tags["exact_match"] == "0.75"
 
 
 def test_a_trace_of_steps_goes_with_its_training(root):

@@ -1,0 +1,99 @@
+"""The page of a comparison: the differences, then pictures with both answers, what differs most first."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from dataset_builders.images import preview_png
+from stages.comparison import Comparison
+from stages.report import Pictures, Section, Table, write_report
+from stages.scoring.intervals import Difference, Interval
+from stages.scoring.names import OVERALL
+from stages.scoring.summary import upwards
+
+_PICTURES = 48
+_ROWS = 200
+_THUMBNAIL_SIDE = 160  # pixels
+
+
+def write_comparison_report(directory: Path, comparison: Comparison, table: pa.Table) -> None:
+    """report.json and report.html.
+
+    Args:
+        table: comparison.parquet's, in its order.
+    """
+    worse = table.filter(pc.less(table["gain"], 0))
+    better = table.filter(pc.greater(table["gain"], 0))
+    sections: list[Section] = [
+        _differences(comparison),
+        Pictures(f"Worse than before ({worse.num_rows} in all; the first with pictures)", _pictures(worse)),
+        Pictures(f"Better than before ({better.num_rows} in all; the first with pictures)", _pictures(better)),
+        _answers(table),
+    ]
+    write_report(directory, title="Before and after training", summary=_summary(comparison), sections=sections)
+
+
+def _summary(comparison: Comparison) -> dict[str, object]:
+    whole = comparison.differences[OVERALL]
+    before, after = (
+        sum(upwards(scores) for scores in side.values()) / len(side) for side in (comparison.base, comparison.tuned)
+    )
+    return {
+        "score before": before,
+        "score after": after,
+        "gain": whole.difference,
+        "gain, interval": f"{whole.low:+.4f} to {whole.high:+.4f}",
+        "answers": {"better": whole.wins, "worse": whole.losses, "alike": whole.ties},
+    }
+
+
+def _differences(comparison: Comparison) -> Table:
+    columns = ["subset", "metric", "before", "after", "difference", "better", "worse", "alike", "p"]
+    rows: list[Sequence[object]] = []
+    for name, found in comparison.differences.items():
+        before, after = comparison.base.get(name), comparison.tuned.get(name)
+        values = ["mean of the headlines", "", ""]
+        if after is not None:
+            values = [after.metrics.headline, _interval(before.headline), _interval(after.headline)]
+        rows.append([name, *values, _difference(found), found.wins, found.losses, found.ties, round(found.p_value, 4)])
+    level = next(iter(comparison.tuned.values())).headline.level
+    return Table(f"Scores with {level:.0%} intervals, from resampled samples", columns, rows)
+
+
+def _interval(found: Interval) -> str:
+    return f"{found.value:.4f} ({found.low:.4f} to {found.high:.4f})"
+
+
+def _difference(found: Difference) -> str:
+    sure = "" if found.excludes_zero else ", may be chance"
+    return f"{found.difference:+.4f} ({found.low:+.4f} to {found.high:+.4f}{sure})"
+
+
+def _pictures(table: pa.Table) -> list[tuple[bytes, str]]:
+    shown = table.filter(pc.is_valid(table["image"])).slice(0, _PICTURES)
+    return [(preview_png([row["image"]], _THUMBNAIL_SIDE), _caption(row)) for row in shown.to_pylist()]
+
+
+def _caption(row: dict[str, Any]) -> str:
+    references = " | ".join(dict.fromkeys(row["references"]))
+    return "\n".join(
+        [
+            row["question"],
+            f"reference: {references}",
+            f"before ({row['base_score']:.3g}): {row['base']}",
+            f"after ({row['tuned_score']:.3g}): {row['tuned']}",
+            row["key"],
+        ]
+    )
+
+
+def _answers(table: pa.Table) -> Table:
+    columns = ["key", "turn", "metric", "question", "references", "base", "tuned", "base_score", "tuned_score"]
+    rows = [
+        [" | ".join(value) if isinstance(value := row[name], list) else value for name in columns]
+        for row in table.slice(0, _ROWS).select(columns).to_pylist()
+    ]
+    return Table(f"The {len(rows)} answers that differ most, of {table.num_rows}", columns, rows)

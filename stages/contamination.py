@@ -1,0 +1,155 @@
+"""contamination: held-out pictures that occur in train, found once for a samples artifact.
+
+    contamination.parquet     a row for each such picture: key, place, how, train_key, train_place, bits, difference
+    report.json, report.html  how many, of which subsets, and the near ones beside what they are near to
+
+convert never puts the same encoded bytes into both splits, nor samples that share them. What it cannot see is the same
+picture in another file: a PNG made into a JPEG, a thumbnail of it. A picture is a copy where it has
+
+    bytes    the SHA-256 of a train picture's file (of an artifact that convert did not split)
+    pixels   the SHA-256 of its decoded pixels
+    near     a perceptual hash within `max_bits` of 64, and a thumbnail within `max_difference` grey levels
+
+A score without them is `contaminated_keys`' to make: samples to leave out.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import Field
+
+from dataset_builders.contracts.files import atomic_path
+from dataset_builders.contracts.store import StorePath, local_copy, remove_tree
+from dataset_builders.contracts.strict import StrictModel
+from dataset_builders.images import grey_png
+from dataset_builders.picture_hash import THUMBNAIL_SIDE
+from stages.artifact import Artifact, Stage, StageOutput
+from stages.find_copies import HOWS, Copy, How, Likeness, find_copies
+from stages.near_hashes import MAX_BITS
+from stages.picture_scan import PictureTask, read_pictures, scan_pictures
+from stages.report import Pictures, Section, Table, write_report
+from stages.workers import StageResources
+
+VERSION = 1
+CONTAMINATION = "contamination.parquet"
+CONTAMINATION_SCHEMA = pa.schema(
+    [
+        ("key", pa.string()),
+        ("place", pa.int32()),
+        ("how", pa.string()),
+        ("train_key", pa.string()),
+        ("train_place", pa.int32()),
+        ("bits", pa.int32()),
+        ("difference", pa.float64()),
+    ]
+)
+OVERALL = "overall"
+_SAMPLES_A_WORKER = 500  # about the seconds of work that the start of a process costs
+_SHOWN = 24
+_SHOWN_ROWS = 500
+_ENLARGED = 4  # times, of thumbnails on the page
+
+
+class ContaminationConfig(StrictModel):
+    """What counts as nearly the same picture. The defaults' error rates are in DECISIONS.md."""
+
+    max_bits: int = Field(
+        default=6, ge=0, le=MAX_BITS, description="bits of 64 in which the perceptual hashes of two copies may differ"
+    )
+    max_difference: float = Field(
+        default=3.0,
+        ge=0,
+        le=255,
+        description="grey levels (root mean square of 255) by which the 32 x 32 thumbnails of two copies may differ",
+    )
+
+
+def _run(
+    config: ContaminationConfig, inputs: Mapping[str, Artifact], work: StorePath, resources: StageResources | None
+) -> StageOutput:
+    samples = inputs["samples"]
+    resources = resources or StageResources()
+    tasks = scan_pictures(samples, work, resources.at_most(max(1, samples.manifest.num_samples // _SAMPLES_A_WORKER)))
+    heldout, train = ([t for t in tasks if t.shard.split == split] for split in ("heldout", "train"))
+    copies = find_copies(heldout, train, Likeness(config.max_bits, config.max_difference))
+    _write(work / CONTAMINATION, copies)
+    stats = _stats(samples, heldout, train, copies)
+    _write_report(work, config, stats, copies)
+    if tasks:
+        remove_tree(tasks[0].out.parent)
+    return StageOutput(stats=stats)
+
+
+def read_contamination(directory: StorePath) -> pa.Table:
+    """contamination.parquet of an artifact of this stage, with CONTAMINATION_SCHEMA."""
+    return pq.read_table(local_copy(directory / CONTAMINATION), schema=CONTAMINATION_SCHEMA)
+
+
+def contaminated_keys(directory: StorePath) -> dict[str, How]:
+    """Key of each held-out sample with a picture that occurs in train -> the surest way in which one does."""
+    found: dict[str, How] = {}
+    for row in read_contamination(directory).select(["key", "how"]).to_pylist():
+        known = found.get(row["key"], row["how"])
+        found[row["key"]] = min(known, row["how"], key=HOWS.index)
+    return found
+
+
+def _write(path: StorePath, copies: Sequence[Copy]) -> None:
+    rows = [{name: getattr(copy, name) for name in CONTAMINATION_SCHEMA.names} for copy in copies]
+    with atomic_path(path) as tmp:
+        pq.write_table(pa.Table.from_pylist(rows, CONTAMINATION_SCHEMA), tmp)
+
+
+def _stats(
+    samples: Artifact, heldout: Sequence[PictureTask], train: Sequence[PictureTask], copies: Sequence[Copy]
+) -> dict[str, object]:
+    """What the manifest says: figures for everything under `overall` and for each subset with a copy."""
+    asked = read_pictures(heldout)
+    by_subset: dict[str, list[Copy]] = {}
+    for copy in copies:
+        by_subset.setdefault(copy.key.split("/", 1)[0], []).append(copy)
+    return {
+        "heldout_samples": sum(s.num_samples for s in samples.manifest.shards if s.split == "heldout"),
+        "heldout_pictures": len(asked["sha256"].unique()),
+        "train_pictures": len(read_pictures(train)["sha256"].unique()),
+        "undecodable_heldout_pictures": asked["phash"].null_count,
+        "contaminated": {OVERALL: _count(copies)} | {name: _count(by_subset[name]) for name in sorted(by_subset)},
+    }
+
+
+def _count(copies: Sequence[Copy]) -> dict[str, int]:
+    """Samples with a copy, and uses of pictures that are one by how."""
+    hows = Counter(copy.how for copy in copies)
+    return {"samples": len({copy.key for copy in copies}), **{how: hows[how] for how in HOWS}}
+
+
+def _write_report(
+    directory: StorePath, config: ContaminationConfig, stats: Mapping[str, object], copies: Sequence[Copy]
+) -> None:
+    counts = stats["contaminated"]
+    summary = {name.replace("_", " "): value for name, value in stats.items() if name != "contaminated"}
+    summary |= {"contaminated samples": counts[OVERALL]["samples"], "near means": config.model_dump()}
+    columns = ["subset", "samples", *HOWS]
+    shown = [copy for copy in copies if copy.thumbnails][:_SHOWN]
+    listed = [[getattr(copy, name) for name in CONTAMINATION_SCHEMA.names] for copy in copies[:_SHOWN_ROWS]]
+    sections: list[Section] = [
+        Table("Contaminated held-out samples", columns, [[name, *count.values()] for name, count in counts.items()]),
+        Pictures("Near copies: held-out left, train right, as they were compared", [_pair(copy) for copy in shown]),
+        Table(f"Copies, the first {len(listed)} of {len(copies)}", list(CONTAMINATION_SCHEMA.names), listed),
+    ]
+    write_report(directory, title="Held-out pictures in train", summary=summary, sections=sections)
+
+
+def _pair(copy: Copy) -> tuple[bytes, str]:
+    shape = (THUMBNAIL_SIDE, THUMBNAIL_SIDE)
+    pair = np.concatenate([np.frombuffer(data, np.uint8).reshape(shape) for data in copy.thumbnails], axis=1)
+    text = f"{copy.key} picture {copy.place}\n{copy.train_key} picture {copy.train_place}"
+    return grey_png(
+        pair.repeat(4, 0).repeat(4, 1)
+    ), f"{text}\n{copy.bits} bits, {copy.difference:.2f} grey levels apart"
+
+
+STAGE = Stage("contamination", VERSION, _run)

@@ -1,0 +1,52 @@
+"""Names of metrics and scores. Light: what only names a metric does not load the libraries that compute it."""
+
+from collections.abc import Mapping, Sequence
+
+from dataset_builders.contracts.errors import InputError
+from dataset_builders.file_patterns import nearest
+
+METRIC_NAMES = (
+    *("exact_match", "vqa_em", "vqa_accuracy", "multiple_choice", "anls", "relaxed_accuracy", "denotation_accuracy"),
+    *("cer", "wer", "cider", "bleu4", "rouge_l", "cord_nted", "cord_f1"),
+)
+
+OVERALL = "overall"  # what all subsets come to
+
+
+def flat_scores(scores: Mapping[str, Mapping[str, float | None]]) -> dict[str, float]:
+    """{"overall": {"exact_match": 1.0}, "pairs": ...} -> {"exact_match": 1.0, "exact_match/pairs": ...}."""
+    flat = {}
+    for subset, metrics in scores.items():
+        for metric, value in metrics.items():
+            if value is not None:
+                flat[metric if subset == OVERALL else f"{metric}/{subset}"] = float(value)
+    return flat
+
+
+def check_name(name: str) -> None:
+    """See that there is a metric of that name.
+
+    Raises:
+        InputError: there is none.
+    """
+    if name not in METRIC_NAMES:
+        raise InputError(f"no metric {name!r}{nearest(name, METRIC_NAMES)}; known: {', '.join(METRIC_NAMES)}")
+
+
+def check_overrides(overrides: Mapping[str, Sequence[str]]) -> None:
+    """Check what a recipe says of metrics, before there is anything to score.
+
+    Raises:
+        InputError: no metric is named, one twice, or one that there is not.
+    """
+    for subset, names in overrides.items():
+        field = f"evaluate.metrics.{subset}"
+        if not names:
+            raise InputError(f"{field} is empty; name at least one metric, the headline first")
+        if len(set(names)) < len(names):
+            raise InputError(f"{field}={list(names)} names a metric twice")
+        for name in names:
+            try:
+                check_name(name)
+            except InputError as error:
+                raise InputError(f"{field}: {error}") from None

@@ -1,0 +1,40 @@
+"""A script for the kill -9 test of the answer stage: python -m tests.helpers.kill_answer DIRECTORY."""
+
+import functools
+import sys
+from pathlib import Path
+
+import torch
+
+import stages.generate
+from stages.answer import AnswerConfig, AnswerResources
+from stages.answers import ANSWERS_JSONL
+from tests.helpers.evaluation import answered, hf_artifact, mixed_samples, samples_artifact, talkative_hf_dir
+from tests.helpers.kill import kill_and_rerun, print_result
+
+
+def main(directory: Path) -> None:
+    torch.set_num_threads(1)  # a fork copies no threads, so there must be none
+    inputs = {
+        "hf": hf_artifact(directory / "export", talkative_hf_dir()),
+        "samples": samples_artifact(directory / "samples", mixed_samples(7)),
+    }
+    stages.generate.Generator = functools.cache(stages.generate.Generator)
+    stages.generate.Generator(inputs["hf"].dir / "hf", None)  # loaded once, for all the forks
+    # Small prompts and one thread: what is killed is this stage, not a pool of torch.
+    config = AnswerConfig(max_new_tokens=4, part_size=3, batch_size=2)
+
+    def run(root: Path) -> Path:
+        """A directory that holds what must be the same; speed.json and the reports tell the time."""
+        made = answered(config, inputs, root, AnswerResources(num_threads=1)).dir
+        same = made.parent / "same"
+        same.mkdir(exist_ok=True)
+        (same / ANSWERS_JSONL).write_bytes((made / ANSWERS_JSONL).read_bytes())
+        (same / "files").write_text("\n".join(sorted(p.name for p in made.iterdir())))
+        return same
+
+    print_result(kill_and_rerun(run, directory / "answer", every=4))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
