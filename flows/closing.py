@@ -12,6 +12,7 @@ from dataset_builders.contracts.store import StorePath, local_copy, location, si
 from flows.recipe import DEFAULT_RECIPE, Recipe
 from flows.text_table import print_table
 from stages.predictions import PREDICTIONS
+from stages.reference_loss import PERPLEXITY
 from stages.report import REPORT_HTML
 from stages.tracking import server_command
 
@@ -35,8 +36,8 @@ def print_closing(result: dict[str, Any], root: StorePath, recipe: Recipe, secon
 def print_scores(scores: dict[str, dict[str, float]], counts: dict[str, dict[str, int]], is_terminal: bool) -> None:
     """A row a subset, a column a metric."""
     metrics = list(dict.fromkeys(metric for values in scores.values() for metric in values))
-    metrics = [metric for metric in metrics if not metric.startswith("mean_")]  # averages are in the report and MLflow
-    kinds = list(dict.fromkeys(kind for values in counts.values() for kind in values))
+    metrics = [metric for metric in metrics if not metric.startswith("mean_") and metric != PERPLEXITY]  # in MLflow
+    kinds = list(dict.fromkeys(kind for values in counts.values() for kind, count in values.items() if count))
     rows = [
         (
             subset,

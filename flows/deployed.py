@@ -19,6 +19,7 @@ from flows.request_form import NONE
 from flows.run_artifacts import publish_mlflow, publish_scores, publish_stages
 from flows.sft import make_data, make_scores, run_pipeline
 from flows.stage_graph import plan_stages
+from flows.tasks import contamination_task
 from flows.tracking_run import ends_with_failure, open_tracking
 from stages.artifact import Artifact
 from stages.tracking import Tracker, run_name
@@ -101,11 +102,14 @@ def _evaluate(asked: Recipe, root: StorePath) -> dict[str, Any]:
     tracking_run = open_tracking(asked.config, str(root), found, asked.name, asked.differs)
     tracker = Tracker(root, tracking_run)
     with ends_with_failure(tracker):
-        export_dir, samples_dir = str(found["export"].dir), str(found["convert"].dir)
-        runs = make_scores(asked.config, str(root), export_dir, samples_dir, tracking_run)
+        made = {name: str(item.dir) for name, item in found.items()}
+        made["model"] = made.get("embedded_model") or made["model"]
+        if asked.config.contamination is not None:
+            made["contamination"] = contamination_task(asked.config, str(root), tracking_run, made["convert"])["dir"]
+        runs = make_scores(asked.config, str(root), made, tracking_run)
     scores = Artifact.load(location(runs["evaluate"]["dir"])).manifest.stats["scores"]
     publish_stages(list(runs.values()))
-    publish_scores(scores, export_dir)
+    publish_scores(scores, runs["release"]["dir"])
     tracker.finish("FINISHED")
     publish_mlflow(tracker.url())
     return {"stages": list(runs.values()), "scores": scores}

@@ -9,6 +9,7 @@ from dataset_builders.contracts.store import check_no_userinfo
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.registry import get_builder
 from stages.cluster_config import ClusterConfig
+from stages.contamination import ContaminationConfig
 from stages.convert import ConvertConfig
 from stages.drawn_data import DrawnDataConfig
 from stages.embedded_data import EmbeddedDataConfig
@@ -89,6 +90,10 @@ class PipelineConfig(StrictModel):
     )
     model: Model = Field(description="embedded model's settings; or an HF directory or hub name")
     convert: ConvertConfig
+    contamination: ContaminationConfig | None = Field(
+        default=ContaminationConfig(),
+        description="which held-out pictures count as in train, and so in no score; null: they are not looked for",
+    )
     tokenize: TokenizeConfig
     plan_bins: PlanBinsConfig
     train: TrainConfig

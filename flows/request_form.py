@@ -26,7 +26,10 @@ _AS_RECIPE = {"type": "null", "title": "as the recipe says"}
 _CHANGE = {"type": "object", "title": "change"}
 _SOURCE = {"type": "string", "title": "a directory, URL or hub name"}
 _NO_VALUE = {"type": "string", "enum": [NONE], "title": NONE}
-_ORDER = ("train", "data", "model", "convert", "tokenize", "plan_bins", "evaluate", "compare", "execution", "name")
+_ORDER = (
+    *("train", "data", "model", "convert", "contamination", "tokenize", "plan_bins", "evaluate", "compare"),
+    *("execution", "name"),
+)
 _OPEN = ("train", "train.optim")  # what most runs change
 _BOUNDS = {
     "exclusiveMinimum": "over {}",
@@ -60,6 +63,7 @@ _SECTIONS = {
     "data": ("Data", "The embedded digits with other counts, or a source of your own."),
     "model": ("Model", "A tiny model with random weights, or a Qwen3-VL to start from."),
     "convert": ("Raw rows", "Which rows are read, which are held out, which are left out."),
+    "contamination": ("Contamination", "What counts as a held-out picture that occurs in train."),
     "tokenize": ("Tokens and patches", "How samples are encoded, and which answers are learnt."),
     "plan_bins": ("Bins", "How samples are packed, and how much of each subset an epoch takes."),
     "evaluate": ("Evaluation", "How held-out samples are asked, and what their answers are scored by."),

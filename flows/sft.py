@@ -18,6 +18,7 @@ from flows.tasks import (
     StageRun,
     answer_task,
     compare_task,
+    contamination_task,
     convert_task,
     drawn_data_task,
     embedded_data_task,
@@ -26,6 +27,7 @@ from flows.tasks import (
     export_task,
     plan_bins_task,
     register_task,
+    release_task,
     tokenize_task,
     train_task,
 )
@@ -33,6 +35,7 @@ from flows.tracking_run import ends_with_failure, open_tracking
 from stages.answer_engine import check_engine
 from stages.artifact import Artifact, Input
 from stages.launch import check_launcher
+from stages.model_card import check_push
 from stages.tracking import Tracker, run_name
 from trainer.contract import HF_EXPORT
 
@@ -74,6 +77,8 @@ def _make_data(
     else:
         model_dir = processor_dir = str(found["model"].dir)
     runs["convert"] = convert_task(*common, raw_dir, raw_digest)
+    if config.contamination is not None:
+        runs["contamination"] = contamination_task(*common, runs["convert"]["dir"])
     runs["tokenize"] = tokenize_task(*common, runs["convert"]["dir"], processor_dir)
     runs["plan_bins"] = plan_bins_task(*common, runs["tokenize"]["dir"])
     return runs, model_dir
@@ -84,42 +89,53 @@ def _dirs(found: Mapping[str, Input]) -> list[StorePath]:
 
 
 @flow(name="evaluate", flow_run_name="evaluate", persist_result=False)
-def evaluate(
-    config: PipelineConfig,
-    root: str,
-    export_dir: str,
-    samples_dir: str,
-    tracking_run: str | None = None,
-    model_dir: str | None = None,
-) -> Runs:
-    """An exported model's answers to the held-out samples, their scores, and how they differ from the model's before
-    training; the model is registered where its scores hold."""
-    return make_scores(config, root, export_dir, samples_dir, tracking_run, model_dir)
+def evaluate(config: PipelineConfig, root: str, made: dict[str, str], tracking_run: str | None = None) -> Runs:
+    """An exported model's answers to the held-out samples, their scores, how they differ from the model's before
+    training, and the model with its card; it is registered where its scores hold.
+
+    Args:
+        made: node of the pipeline -> its directory; see `make_scores`.
+    """
+    return make_scores(config, root, made, tracking_run)
 
 
-def make_scores(
-    config: PipelineConfig,
-    root: str,
-    export_dir: str,
-    samples_dir: str,
-    tracking_run: str | None,
-    model_dir: str | None = None,
-) -> Runs:
+def make_scores(config: PipelineConfig, root: str, made: Mapping[str, str], tracking_run: str | None) -> Runs:
     """The body of `evaluate`, for the flow of that name and for the deployed one.
 
     Args:
-        model_dir: the model before training; None: nothing is compared.
+        made: directories of "convert", "tokenize", "train", "export", of "model", which is the one before training,
+            and of "contamination" where that is looked for.
     """
     common, runs = (config, root, tracking_run), Runs()
-    runs["answer"] = answer_task(*common, export_dir, samples_dir)
-    runs["evaluate"] = evaluate_task(*common, runs["answer"]["dir"], samples_dir)
-    compared = None
-    if model_dir is not None and config.compare is not None:
-        runs["answer_base"] = answer_task(*common, model_dir, samples_dir, "answer_base")
-        runs["evaluate_base"] = evaluate_task(*common, runs["answer_base"]["dir"], samples_dir, "evaluate_base")
-        runs["compare"] = compare_task(*common, runs["evaluate_base"]["dir"], runs["evaluate"]["dir"])
-        compared = runs["compare"]["dir"]
-    register_task(*common, export_dir, runs["evaluate"]["dir"], compared)
+    asked = {"samples": made["convert"]}
+    scored = asked | ({} if config.contamination is None else {"contamination": made["contamination"]})
+    runs["answer"] = answer_task(*common, {"hf": made["export"], **asked})
+    answers = {"answers": runs["answer"]["dir"], **scored}
+    runs["evaluate"] = evaluate_task(*common, {**answers, "made_by": made["train"]})
+    results = {"export": made["export"], "evaluate": runs["evaluate"]["dir"]}
+    if config.compare is not None:
+        runs |= _compare(config, root, made, tracking_run, scored, runs["evaluate"]["dir"])
+        results["compare"] = runs["compare"]["dir"]
+    runs["release"] = release_task(*common, {**results, "train": made["train"], **scored})
+    register_task(*common, {**results, "release": runs["release"]["dir"]})
+    return runs
+
+
+def _compare(
+    config: PipelineConfig,
+    root: str,
+    made: Mapping[str, str],
+    tracking_run: str | None,
+    scored: Mapping[str, str],
+    tuned_dir: str,
+) -> Runs:
+    """The same questions to the model before training, as the trained one was asked, and the difference."""
+    common, runs = (config, root, tracking_run), Runs()
+    asked = {"hf": made["model"], "samples": made["convert"]}
+    runs["answer_base"] = answer_task(*common, asked, "answer_base")
+    answers = {"answers": runs["answer_base"]["dir"], **scored}
+    runs["evaluate_base"] = evaluate_task(*common, {**answers, "start_of": made["train"]}, "evaluate_base")
+    runs["compare"] = compare_task(*common, runs["evaluate_base"]["dir"], tuned_dir)
     return runs
 
 
@@ -155,6 +171,7 @@ def run_pipeline(
     found = open_inputs(config, location(root))
     check_launcher(config.execution.cluster)
     check_answering(config)
+    check_push(config.execution.registry.push_to)
     check_cluster(config.execution, location(root), _dirs(found))
     tracking_run = open_tracking(config, root, found, recipe or config.name, differs or {})
     tracker = Tracker(location(root), tracking_run)
@@ -166,16 +183,17 @@ def run_pipeline(
         common, tokenized_dir = (config, root, tracking_run), runs["tokenize"]["dir"]
         runs["train"] = train_task(*common, model_dir, tokenized_dir, runs["plan_bins"]["dir"])
         runs["export"] = export_task(*common, runs["train"]["dir"], model_dir, tokenized_dir)
-        runs |= evaluate(config, root, runs["export"]["dir"], runs["convert"]["dir"], tracking_run, model_dir)
+        made = {name: run["dir"] for name, run in runs.items()} | {"model": model_dir}
+        runs |= evaluate(config, root, made, tracking_run)
     stats = Artifact.load(location(runs["evaluate"]["dir"])).manifest.stats
     publish_stages(list(runs.values()))
-    publish_scores(stats["scores"], runs["export"]["dir"])
+    publish_scores(stats["scores"], runs["release"]["dir"])
     tracker.finish("FINISHED")
     if mlflow_url is None:
         publish_mlflow(mlflow_url := tracker.url())
     return {
         "stages": list(runs.values()),
-        "hf_dir": str(location(runs["export"]["dir"]) / HF_EXPORT),
+        "hf_dir": str(location(runs["release"]["dir"]) / HF_EXPORT),
         "scores": stats["scores"],
         "counts": stats.get("counts", {}),
         "mlflow_run": tracking_run,

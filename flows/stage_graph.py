@@ -13,6 +13,7 @@ from stages.artifact import Artifact, External, Input, Stage, artifact_dir, stag
 from stages.drawn_data import DrawnDataConfig
 from stages.hf_directory import check_hf_dir, model_input, processor_input, resolve_hf_dir
 from stages.raw_source import open_raw
+from stages.release import ReleaseConfig
 from stages.train import hf_dir_of
 from trainer.contract.model_facts import ModelFacts
 
@@ -31,6 +32,7 @@ STAGES: dict[str, str] = {
     "answer_base": "stages.answer:STAGE",
     "evaluate_base": "stages.evaluate:STAGE",
     "compare": "stages.compare:STAGE",
+    "release": "stages.release:STAGE",
 }
 RAW_DIGESTS = "raw-digests.json"
 
@@ -59,27 +61,52 @@ def data_stage(config: PipelineConfig) -> str | None:
 
 def pipeline_nodes(config: PipelineConfig) -> list[Node]:
     """The stages of a configuration in the order they run. `raw`, `model`, `processor` may also be external."""
-    model_is_ours = isinstance(config.model, BaseModel)
     raw = data_stage(config) or "raw"
-    model = "embedded_model" if model_is_ours else "model"
+    model = "embedded_model" if isinstance(config.model, BaseModel) else "model"
     nodes = [Node(raw, config.data, {})] if isinstance(config.data, BaseModel) else []
-    nodes += [Node("embedded_model", config.model, {"raw": raw})] if model_is_ours else []
-    base = [
-        Node("answer_base", config.evaluate.answer, {"hf": model, "samples": "convert"}),
-        Node("evaluate_base", config.evaluate, {"answers": "answer_base", "samples": "convert"}),
-        Node("compare", config.compare, {"base": "evaluate_base", "tuned": "evaluate"}),
-    ]
+    if isinstance(config.model, BaseModel):
+        nodes.append(Node("embedded_model", config.model, {"raw": raw}))
+    nodes.append(Node("convert", config.convert, {"raw": raw}))
+    if config.contamination is not None:
+        nodes.append(Node("contamination", config.contamination, {"samples": "convert"}))
     return [
         *nodes,
-        Node("convert", config.convert, {"raw": raw}),
         Node("tokenize", config.tokenize, {"samples": "convert", "processor": "processor"}),
         Node("plan_bins", config.plan_bins, {"tokenized": "tokenize"}),
         Node("train", config.train, {"model": model, "tokenized": "tokenize", "bins": "plan_bins"}),
         Node("export", config.export, {"train": "train", "model": model, "tokenized": "tokenize"}),
-        Node("answer", config.evaluate.answer, {"hf": "export", "samples": "convert"}),
-        Node("evaluate", config.evaluate, {"answers": "answer", "samples": "convert"}),
-        *(base if config.compare is not None else []),
+        *_scoring_nodes(config, model),
     ]
+
+
+def _scoring_nodes(config: PipelineConfig, model: str) -> list[Node]:
+    """From the export on: its answers and scores, those before training, the difference, the card."""
+    asked = {"samples": "convert"}
+    scored = asked | ({} if config.contamination is None else {"contamination": "contamination"})
+    nodes = [
+        Node("answer", config.evaluate.answer, {"hf": "export", **asked}),
+        Node("evaluate", config.evaluate, {"answers": "answer", **scored, "made_by": "train"}),
+    ]
+    released = {"export": "export", "train": "train", "evaluate": "evaluate", **scored}
+    if config.compare is not None:
+        nodes += [
+            Node("answer_base", config.evaluate.answer, {"hf": model, **asked}),
+            Node("evaluate_base", config.evaluate, {"answers": "answer_base", **scored, "start_of": "train"}),
+            Node("compare", config.compare, {"base": "evaluate_base", "tuned": "evaluate"}),
+        ]
+        released["compare"] = "compare"
+    return [*nodes, Node("release", release_config(config), released)]
+
+
+def release_config(config: PipelineConfig) -> ReleaseConfig:
+    """What the card says of the run."""
+    data = config.data if isinstance(config.data, str) else f"{data_stage(config)} (made by athanor)"
+    return ReleaseConfig(
+        name=f"athanor-{config.name}",
+        base_model=config.model if isinstance(config.model, str) else None,
+        datasets=[data],
+        recipe=config.identity(),
+    )
 
 
 def open_inputs(config: PipelineConfig, root: StorePath) -> dict[str, Input]:

@@ -26,17 +26,18 @@ from flows.limits import slot_of, wait_for_server
 from flows.pipeline_config import PipelineConfig
 from flows.progress import display, show_rows
 from flows.run_record import record_run
-from flows.stage_graph import get_stage, load_input
+from flows.stage_graph import get_stage, load_input, release_config
 from flows.trainer_log import log_lines
 from stages.answer import AnswerResources
 from stages.artifact import Artifact, External, Input, StageResult, artifact_dir, run_stage, stage_identity
 from stages.evaluate_config import EvaluateResources
 from stages.gates import refusals
+from stages.model_card import push_to_hub
 from stages.scoring.names import flat_scores
 from stages.tracking import Tracker
 from stages.train import TrainResources
 from stages.workers import StageResources
-from trainer.contract import MetricsRow
+from trainer.contract import HF_EXPORT, MetricsRow
 
 _LOG_SECONDS = 10.0
 
@@ -91,6 +92,13 @@ def convert_task(
 ) -> StageRun:
     """Raw rows -> sample shards."""
     return _run("convert", config, config.convert, {"raw": _raw(raw_dir, raw_digest)}, root, tracking_run)
+
+
+@task(name="contamination", **_POLICY)
+def contamination_task(config: PipelineConfig, root: str, tracking_run: str | None, samples_dir: str) -> StageRun:
+    """Sample shards -> which held-out pictures occur in train."""
+    inputs = {"samples": Artifact.load(location(samples_dir))}
+    return _run("contamination", config, config.contamination, inputs, root, tracking_run)
 
 
 @task(name="tokenize", **_POLICY)
@@ -153,27 +161,30 @@ def export_task(
 
 @task(name="answer", task_run_name="{name}", **_POLICY)
 def answer_task(
-    config: PipelineConfig, root: str, tracking_run: str | None, hf_dir: str, samples_dir: str, name: str = "answer"
+    config: PipelineConfig, root: str, tracking_run: str | None, dirs: Mapping[str, str], name: str = "answer"
 ) -> StageRun:
-    """HF directory and held-out samples -> what the model says; where the trainer runs."""
-    inputs = {"hf": load_input(location(hf_dir), "model"), "samples": Artifact.load(location(samples_dir))}
+    """HF directory and held-out samples -> what the model says; where the trainer runs.
+
+    Args:
+        dirs: role -> directory of each input.
+    """
+    others = {role: directory for role, directory in dirs.items() if role != "hf"}
+    inputs = {"hf": load_input(location(dirs["hf"]), "model"), **_artifacts(others)}
     resources = AnswerResources(cluster=config.execution.cluster, on_progress=_on_progress(name), on_line=log_lines())
     return _run(name, config, config.evaluate.answer, inputs, root, tracking_run, resources)
 
 
 @task(name="evaluate", task_run_name="{name}", **_POLICY)
 def evaluate_task(
-    config: PipelineConfig,
-    root: str,
-    tracking_run: str | None,
-    answer_dir: str,
-    samples_dir: str,
-    name: str = "evaluate",
+    config: PipelineConfig, root: str, tracking_run: str | None, dirs: Mapping[str, str], name: str = "evaluate"
 ) -> StageRun:
-    """Answers and held-out samples -> scores."""
-    inputs = {"answers": Artifact.load(location(answer_dir)), "samples": Artifact.load(location(samples_dir))}
+    """Answers and held-out samples -> scores.
+
+    Args:
+        dirs: role -> directory of each input.
+    """
     resources = EvaluateResources(on_progress=_on_progress(name))
-    return _run(name, config, config.evaluate, inputs, root, tracking_run, resources)
+    return _run(name, config, config.evaluate, _artifacts(dirs), root, tracking_run, resources)
 
 
 @task(name="compare", **_POLICY)
@@ -187,28 +198,42 @@ def compare_task(
     return done
 
 
+@task(name="release", **_POLICY)
+def release_task(config: PipelineConfig, root: str, tracking_run: str | None, dirs: Mapping[str, str]) -> StageRun:
+    """The exported model and all that is known of it -> a directory with a model card.
+
+    Args:
+        dirs: role -> directory of each input.
+    """
+    return _run("release", config, release_config(config), _artifacts(dirs), root, tracking_run, object())
+
+
 @task(name="register", **_POLICY)
-def register_task(
-    config: PipelineConfig,
-    root: str,
-    tracking_run: str | None,
-    export_dir: str,
-    evaluate_dir: str,
-    compare_dir: str | None,
-) -> list[str]:
-    """The exported model and its scores to MLflow; registered where the gates hold.
+def register_task(config: PipelineConfig, root: str, tracking_run: str | None, dirs: Mapping[str, str]) -> list[str]:
+    """The model and its scores to MLflow; registered, and pushed to a hub where the recipe says so, if the gates hold.
+
+    Args:
+        dirs: stage -> directory of "export", "evaluate", "release" and, where there is one, "compare".
 
     Returns:
         why it is not registered; empty where it is.
     """
-    exported, evaluated = Artifact.load(location(export_dir)), Artifact.load(location(evaluate_dir))
-    gains = Artifact.load(location(compare_dir)).manifest.stats["gains"] if compare_dir else None
-    scores, tracker = evaluated.manifest.stats["scores"], Tracker(location(root), tracking_run)
-    refused = refusals(config.execution.registry.gates, flat_scores(scores), gains)
+    made, tracker = _artifacts(dirs), Tracker(location(root), tracking_run)
+    gains = made["compare"].manifest.stats["gains"] if "compare" in made else None
+    scores, registry = made["evaluate"].manifest.stats["scores"], config.execution.registry
+    refused = refusals(registry.gates, flat_scores(scores), gains)
     for reason in refused:
         get_run_logger().warning("the model is not registered: %s", reason)
-    tracker.log_evaluation(evaluated, tracker.log_model(exported, scores, f"athanor-{config.name}", refused))
+    name, hf_dir = f"athanor-{config.name}", made["release"].dir / HF_EXPORT
+    tracker.log_evaluation(made["evaluate"], tracker.log_model(made["export"], hf_dir, scores, name, refused))
+    if registry.push_to is not None and not refused:
+        page = push_to_hub(local_dir(hf_dir), registry.push_to, registry.push_private)
+        get_run_logger().info("the model is at %s", page)
     return refused
+
+
+def _artifacts(dirs: Mapping[str, str]) -> dict[str, Artifact]:
+    return {role: Artifact.load(location(directory)) for role, directory in dirs.items()}
 
 
 def _raw(raw_dir: str, raw_digest: str) -> Input:

@@ -21,11 +21,11 @@ from stages.artifact import Artifact, Stage, StageOutput
 from stages.comparison import Comparison, compare_predictions
 from stages.comparison_report import write_comparison_report
 from stages.evaluate_config import CompareConfig
-from stages.predictions import COMPARISON, read_predictions
+from stages.predictions import COMPARISON, counted, read_predictions
 from stages.scoring.intervals import Bootstrap
 from stages.scoring.summary import upward_rows, upwards
 
-VERSION = 1
+VERSION = 2  # 2: contaminated samples are in neither
 COMPARISON_SCHEMA = pa.schema(
     [
         ("key", pa.string()),
@@ -46,7 +46,7 @@ COMPARISON_SCHEMA = pa.schema(
 
 def _run(config: CompareConfig, inputs: Mapping[str, Artifact], work: Path, resources: object) -> StageOutput:
     """Inputs: "base", "tuned"; two evaluations."""
-    base, tuned = (read_predictions(inputs[name].dir) for name in ("base", "tuned"))
+    base, tuned = (counted(read_predictions(inputs[name].dir)) for name in ("base", "tuned"))
     overrides = _metrics(inputs)
     bootstrap = Bootstrap(resamples=config.resamples, level=config.level, seed=config.seed)
     comparison = compare_predictions(base, tuned, overrides, bootstrap)

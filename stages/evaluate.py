@@ -3,7 +3,8 @@
     predictions.parquet   one row an answer, with the picture it was about
     report.json, report.html
 
-Nothing is generated here: the answers are an artifact of their own, so that other metrics cost no GPU.
+Nothing is generated here: the answers are an artifact of their own, so that other metrics cost no GPU. Samples with a
+picture that occurs in train are answered and shown, but no score counts them.
 """
 
 import itertools
@@ -18,24 +19,36 @@ from dataset_builders.contracts.store import local_copy
 from stages.answer_plan import heldout_samples
 from stages.answers import ANSWERS_JSONL, GeneratedAnswer, Line, NotAsked, read_answers
 from stages.artifact import Artifact, Stage, StageOutput
+from stages.contamination import contaminated_keys
 from stages.evaluate_config import EvaluateConfig, EvaluateResources
 from stages.evaluation_report import Evaluation, Gallery, write_evaluation_report
 from stages.predictions import Prediction, PredictionsWriter
+from stages.reference_loss import losses_of
+from stages.scoring.summary import SCORE
+from trainer.contract import HELDOUT_BASE_JSONL, HELDOUT_JSONL, HeldoutRow
 
-VERSION = 4  # 2: num_images in predictions.parquet; 3: the answers are another stage's; 4: each subset's own metrics
+# 2: num_images in predictions.parquet; 3: the answers are another stage's; 4: each subset's own metrics;
+# 5: contaminated samples apart, losses of the references
+VERSION = 5
+# Role of the training -> what it wrote of the model whose answers these are: the one it made, or the one it began with.
+_LOSSES = {"made_by": HELDOUT_JSONL, "start_of": HELDOUT_BASE_JSONL}
 WINDOW = 64  # samples that are in memory at once, pictures and all
 
 
 def _run(
     config: EvaluateConfig, inputs: Mapping[str, Artifact], work: Path, resources: EvaluateResources | None
 ) -> StageOutput:
-    """Inputs: "answers", and the "samples" that they answer."""
+    """Inputs: "answers", the "samples" that they answer; where there are such, "contamination" of those samples, and
+    the training, as "made_by" or "start_of"."""
     resources, samples = resources or EvaluateResources(), inputs["samples"]
     lines = _by_key(local_copy(inputs["answers"].dir / ANSWERS_JSONL))
     skips = Counter(line.skip for said in lines.values() for line in said if isinstance(line, NotAsked))
-    evaluation = Evaluation(config.metrics)
+    evaluation = Evaluation(config.metrics, _losses(inputs))
+    known = contaminated_keys(inputs["contamination"].dir) if "contamination" in inputs else {}
     for sample in heldout_samples(samples, config.max_samples_per_subset):
-        evaluation.add(image_digests(sample), _predictions(sample, _said(sample, lines, inputs["answers"])))
+        said = _said(sample, lines, inputs["answers"])
+        evaluation.add(image_digests(sample), _predictions(sample, said, known.get(sample.key)))
+    _check_counted(evaluation, samples)
     evaluation.score()
     gallery, done = Gallery(), 0
     with PredictionsWriter(work) as writer:
@@ -50,8 +63,22 @@ def _run(
 
 def _stats(evaluation: Evaluation) -> dict[str, object]:
     """Plain numbers: scores and counts of every subset, and the headline with its interval."""
-    headlines = {name: asdict(found) for name, found in evaluation.headlines().items()}
-    return {"scores": evaluation.table, "counts": evaluation.counts(), "headlines": headlines}
+    metrics = {name: metric for name, (metric, _) in evaluation.names().items()}
+    headlines = {name: {"metric": metrics.get(name, SCORE)} | asdict(v) for name, v in evaluation.headlines().items()}
+    stats = {"scores": evaluation.table, "counts": evaluation.counts(), "headlines": headlines}
+    return stats | ({"with_contaminated": evaluation.with_contaminated} if evaluation.with_contaminated else {})
+
+
+def _losses(inputs: Mapping[str, Artifact]) -> dict[str, HeldoutRow]:
+    return next((losses_of(inputs[role].dir / name) for role, name in _LOSSES.items() if role in inputs), {})
+
+
+def _check_counted(evaluation: Evaluation, samples: Artifact) -> None:
+    if all(prediction.contaminated for prediction in evaluation.predictions):
+        raise InputError(
+            f"{samples.dir}: every held-out sample that was answered has a picture that occurs in train, so nothing is "
+            "left to score; look at the page of the stage contamination, or set contamination=null to score them"
+        )
 
 
 def _by_key(path: Path) -> dict[str, list[Line]]:
@@ -72,7 +99,7 @@ def _said(sample: Sample, lines: Mapping[str, list[Line]], answers: Artifact) ->
     return said
 
 
-def _predictions(sample: Sample, said: Sequence[Line]) -> list[Prediction]:
+def _predictions(sample: Sample, said: Sequence[Line], contaminated: str | None) -> list[Prediction]:
     """The answers to a sample beside what was asked and what the data says."""
     places = [place for place, message in enumerate(sample.messages) if message.role == "assistant"]
     found = []
@@ -90,6 +117,7 @@ def _predictions(sample: Sample, said: Sequence[Line]) -> list[Prediction]:
                     answer=answer.answer,
                     stopped=answer.stopped,
                     num_tokens=answer.num_tokens,
+                    contaminated=contaminated,
                 )
             )
     return found

@@ -142,6 +142,16 @@ def model_card(facts: ModelFacts) -> str:
     return "".join(parts)
 
 
+def check_push(repo_id: str | None) -> None:
+    """See, before there is anything to push, that there is a token to push with.
+
+    Raises:
+        InputError: there is none.
+    """
+    if repo_id is not None and huggingface_hub.get_token() is None:
+        raise InputError(f"pushing to {repo_id} needs a token; log in with `hf auth login` or set HF_TOKEN")
+
+
 def push_to_hub(hf_dir: Path, repo_id: str, private: bool = True, api: huggingface_hub.HfApi | None = None) -> str:
     """Upload an exported directory, its card included, as a model of the hub; returns the model's page.
 

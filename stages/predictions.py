@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from dataset_builders.contracts.files import atomic_path
@@ -27,6 +28,7 @@ PREDICTIONS_SCHEMA = pa.schema(
         ("score", pa.float64()),
         ("stopped", pa.bool_()),
         ("num_tokens", pa.int32()),
+        ("contaminated", pa.string()),
         ("num_images", pa.int32()),
         ("pictures", pa.list_(pa.string())),
         ("image", pa.binary()),
@@ -46,6 +48,7 @@ class Prediction:
         references: all answers that count as right, `reference` alone where the data has no others.
         stopped: the model ended its turn by itself.
         num_tokens: generated tokens, without the end-of-turn token.
+        contaminated: how a picture of its sample occurs in train, so that no score counts it; None where none does.
     """
 
     key: str
@@ -56,6 +59,7 @@ class Prediction:
     answer: str
     stopped: bool
     num_tokens: int
+    contaminated: str | None = None
 
     @property
     def subset(self) -> str:
@@ -112,3 +116,8 @@ def _about(sample: Sample) -> Mapping[str, object]:
 def read_predictions(directory: StorePath) -> pa.Table:
     """predictions.parquet of an evaluation, with PREDICTIONS_SCHEMA."""
     return pq.read_table(local_copy(directory / PREDICTIONS), schema=PREDICTIONS_SCHEMA)
+
+
+def counted(predictions: pa.Table) -> pa.Table:
+    """Those that scores count: of samples without a picture that occurs in train."""
+    return predictions.filter(pc.is_null(predictions["contaminated"]))

@@ -37,3 +37,9 @@ class RegistryConfig(StrictModel):
     gates: dict[str, Gate] = Field(
         default={}, description="metric, or metric/subset -> what it must be for the model to be registered"
     )
+    push_to: str | None = Field(
+        default=None,
+        pattern="^[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9][A-Za-z0-9_.-]*$",
+        description="owner/name on the hub that a model which passes the gates is pushed to; null: nowhere",
+    )
+    push_private: bool = Field(default=True, description="a repository that the push makes is private")

@@ -165,6 +165,7 @@ class Tracker:
     def log_model(
         self,
         exported: Artifact,
+        hf_dir: StorePath,
         scores: Mapping[str, Mapping[str, float | None]],
         name: str,
         refusals: Sequence[str] = (),
@@ -172,12 +173,14 @@ class Tracker:
         """The exported directory as a logged model and a registered version that carries its scores.
 
         Args:
+            hf_dir: its files with their card.
             refusals: why the model is not to be registered; it is logged all the same, and the run says why.
 
         Returns:
             what `log_evaluation` takes: the model's fingerprint.
         """
-        if self._write("model", dir=_place(exported), scores=dict(scores), name=name, refusals=list(refusals)):
+        about = {"hf_dir": str(absolute(hf_dir)), "scores": dict(scores), "name": name, "refusals": list(refusals)}
+        if self._write("model", dir=_place(exported), **about):
             return exported.manifest.fingerprint
         return None
 

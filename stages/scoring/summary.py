@@ -39,7 +39,10 @@ class Answered:
 
     def of(self, subset: str) -> "Answered":
         """Those of one subset, in their order."""
-        rows = [row for row, name in enumerate(self.subset) if name == subset]
+        return self.take([row for row, name in enumerate(self.subset) if name == subset])
+
+    def take(self, rows: Sequence[int]) -> "Answered":
+        """Those of these rows."""
         return Answered(
             **{name: [getattr(self, name)[row] for row in rows] for name in ("subset", "sample", "pictures", "judged")}
         )

@@ -20,8 +20,8 @@ from stages.scoring.exact_match import normalize
 
 ATHANOR = Path(sys.executable).parent / "athanor"
 STAGES = (
-    *("embedded_data", "embedded_model", "convert", "tokenize", "plan_bins"),
-    *("train", "export", "answer", "evaluate", "answer_base", "evaluate_base", "compare"),
+    *("embedded_data", "embedded_model", "convert", "contamination", "tokenize", "plan_bins"),
+    *("train", "export", "answer", "evaluate", "answer_base", "evaluate_base", "compare", "release"),
 )
 
 
@@ -37,7 +37,7 @@ def athanor(*arguments: str) -> str:
 def root(tmp_path_factory) -> Path:
     """One run of the default recipe."""
     directory = tmp_path_factory.mktemp("athanor-root")
-    assert "12 of 12 stages made" in athanor("run", "--root", str(directory))
+    assert "14 of 14 stages made" in athanor("run", "--root", str(directory))
     return directory
 
 
@@ -78,15 +78,14 @@ def test_training_is_what_made_the_difference(root):
 
 def test_a_second_run_makes_nothing_again(root):
     text = athanor("run", "--root", str(root))
-    assert "0 of 12 stages made, 12 reused" in text
+    assert "0 of 14 stages made, 14 reused" in text
 
 
 def test_another_learning_rate_reruns_training_and_what_follows(root):
     plan = athanor("plan", "--root", str(root), "--set", "train.optim.lr=0.001")
     verdicts = dict(re.findall(r"^  (\w+) +(make|reuse)\b", plan, re.M))
-    assert verdicts == {
-        s: "make" if s in ("train", "export", "answer", "evaluate", "compare") else "reuse" for s in STAGES
-    }
+    made = ("train", "export", "answer", "evaluate", "evaluate_base", "compare", "release")
+    assert verdicts == {s: "make" if s in made else "reuse" for s in STAGES}
     assert re.search(r"train +make +optim\.lr: 0\.003 -> 0\.001", plan)
 
 

@@ -86,7 +86,7 @@ def test_data_stages_are_made_once_and_every_run_has_its_own_mlflow_run(root, ca
     head, *rows = table_of(text)
     assert head[:3] == ["train.optim.lr", "train.seed", "state"] and head[-2:] == ["stages made", "seconds"]
     assert [row[:2] for row in rows] == [["0.001", "0"], ["0.001", "1"], ["0.003", "0"], ["0.003", "1"]]
-    assert [row[head.index("stages made")] for row in rows] == ["12 of 12", "5 of 12", "5 of 12", "5 of 12"]
+    assert [row[head.index("stages made")] for row in rows] == ["14 of 14", "7 of 14", "7 of 14", "7 of 14"]
     assert {row[2] for row in rows} == {"finished"} and rows[0][head.index("held-out loss")] == "2.0000"
     runs = runs_of(root)
     assert {run.info.run_name.split(" num_scans")[0] for run in runs} == {
@@ -98,7 +98,7 @@ def test_data_stages_are_made_once_and_every_run_has_its_own_mlflow_run(root, ca
 def test_a_second_time_makes_nothing(root, capsys):
     assert compare(root, GRID) == 0
     head, *rows = table_of(capsys.readouterr().out)
-    assert {row[head.index("stages made")] for row in rows} == {"0 of 12"}
+    assert {row[head.index("stages made")] for row in rows} == {"0 of 14"}
     assert len(runs_of(root)) == 4
 
 

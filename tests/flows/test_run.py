@@ -72,7 +72,7 @@ def test_an_engine_that_is_not_installed_is_said_before_anything_is_made(tmp_pat
 def test_a_run_ends_with_scores_and_the_next_commands(root, capsys):
     assert athanor("run", root) == 0
     text = capsys.readouterr().out
-    assert "12 of 12 stages made, 0 reused" in text and "overall" in text and "exact_match" in text
+    assert "14 of 14 stages made, 0 reused" in text and "overall" in text and "exact_match" in text
     assert re.search(r"train: 5 of 5  loss 0\.2000", text)
     hf_dir = Path(re.search(r"^Model: +(\S+)", text, re.M).group(1))
     assert (hf_dir / "model.safetensors").is_file()
@@ -85,7 +85,7 @@ def test_a_run_ends_with_scores_and_the_next_commands(root, capsys):
 def test_a_second_run_makes_nothing_and_stays_in_its_mlflow_run(finished, capsys):
     assert athanor("run", finished) == 0
     text = capsys.readouterr().out
-    assert "0 of 12 stages made, 12 reused" in text and "made in" not in text
+    assert "0 of 14 stages made, 14 reused" in text and "made in" not in text
     client = connect(finished)
     experiment = client.get_experiment_by_name("athanor-embedded")
     runs = client.search_runs([experiment.experiment_id], "tags.`athanor.differs` != 'x'")
@@ -110,10 +110,10 @@ def test_a_second_run_makes_nothing_and_stays_in_its_mlflow_run(finished, capsys
 
 def test_plan_says_which_field_changed(finished, capsys):
     assert athanor("plan", finished) == 0
-    assert "0 of 12 stages would be made" in capsys.readouterr().out
+    assert "0 of 14 stages would be made" in capsys.readouterr().out
     assert athanor("plan", finished, **{"train.optim.lr": 0.004}) == 0
     text = capsys.readouterr().out
-    assert "optim.lr: 0.002 -> 0.004" in text and "5 of 12 stages would be made" in text
+    assert "optim.lr: 0.002 -> 0.004" in text and "7 of 14 stages would be made" in text
     assert "its input train will be made first" in text
     assert re.search(r"samples +\d+ train, \d+ held-out", text) and re.search(r"bins +\d+ train", text)
     assert re.search(r"parameters +[\d,]+ \(vision", text) and re.search(r"memory +about", text)
@@ -122,7 +122,7 @@ def test_plan_says_which_field_changed(finished, capsys):
 def test_another_learning_rate_makes_the_training_and_what_follows(finished, capsys):
     assert athanor("run", finished, **{"train.optim.lr": 0.004}) == 0
     text = capsys.readouterr().out
-    assert "5 of 12 stages made, 7 reused" in text
+    assert "7 of 14 stages made, 7 reused" in text
     client = connect(finished)
     experiment = client.get_experiment_by_name("athanor-embedded")
     names = {run.info.run_name for run in client.search_runs([experiment.experiment_id])}
@@ -134,7 +134,7 @@ def test_another_learning_rate_makes_the_training_and_what_follows(finished, cap
 
 def test_a_reused_training_is_whole_in_the_next_mlflow_run(finished, capsys):
     assert athanor("run", finished, **{"evaluate.max_new_tokens": 3}) == 0
-    assert "5 of 12 stages made, 7 reused" in capsys.readouterr().out
+    assert "6 of 14 stages made, 8 reused" in capsys.readouterr().out
     client = connect(finished)
     experiment = client.get_experiment_by_name("athanor-embedded")
     (run,) = client.search_runs([experiment.experiment_id], "params.`evaluate.max_new_tokens` = '3'")

@@ -31,7 +31,7 @@ def own_log_handlers():
 def test_every_set_is_scored(tmp_path, capsys):
     sets = [f"--set={key}={value}" for key, value in SMALL.items()]
     assert main(["run", "suite", "--root", str(tmp_path), *sets]) == 0
-    assert "12 of 12 stages made" in capsys.readouterr().out
+    assert "14 of 14 stages made" in capsys.readouterr().out
     (rows,) = (tmp_path / "artifacts" / "drawn_data").glob("*/manifest.json")
     assert json.loads(rows.read_text())["stats"]["rows"] == dict.fromkeys(SUBSETS, 6)
     for evaluated in (tmp_path / "artifacts" / "evaluate").glob("*/manifest.json"):  # before and after training

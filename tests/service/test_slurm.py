@@ -65,7 +65,7 @@ def flow_root(cluster, tmp_path_factory) -> Path:
     command = [sys.executable, "-m", "flows.cli"]
     done = subprocess.run([*command, "run", "--root", str(root), *sets], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert "12 of 12 stages made" in done.stdout
+    assert "14 of 14 stages made" in done.stdout
     return root
 
 

@@ -1,7 +1,10 @@
 """The evaluate stage: answers beside their samples, what is counted, what its artifact holds."""
 
 import json
+import math
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import stages.evaluate as evaluate
@@ -10,11 +13,12 @@ from dataset_builders.contracts.files import write_text
 from dataset_builders.contracts.manifest import Manifest
 from stages.answers import ANSWERS_JSONL, GeneratedAnswer, NotAsked, to_line
 from stages.artifact import Artifact, run_stage
+from stages.contamination import CONTAMINATION, CONTAMINATION_SCHEMA
 from stages.evaluate import STAGE
 from stages.evaluate_config import EvaluateConfig, EvaluateResources
 from stages.generate import Generator
 from stages.metrics import HEALTH
-from stages.predictions import PREDICTIONS_SCHEMA, read_predictions
+from stages.predictions import PREDICTIONS_SCHEMA, counted, read_predictions
 from tests.helpers.evaluation import (
     conversation,
     evaluated,
@@ -25,6 +29,7 @@ from tests.helpers.evaluation import (
     talkative_hf_dir,
 )
 from tests.helpers.trees import tree_digest
+from trainer.contract import HELDOUT_BASE_JSONL, HELDOUT_JSONL, HeldoutRow
 
 CONFIG = EvaluateConfig(max_new_tokens=6)
 
@@ -75,9 +80,9 @@ def test_predictions_hold_the_first_picture_untouched(made):
 
 def test_counts_and_scores_are_in_the_manifest(made):
     stats = made[1].manifest.stats
-    assert stats["counts"]["overall"] == {"samples": 14, "answers": 20, "pictures": 13}
-    assert stats["counts"]["text"] == {"samples": 4, "answers": 4, "pictures": 0}
-    assert stats["counts"]["pair"] == {"samples": 3, "answers": 3, "pictures": 6}
+    assert stats["counts"]["overall"] == {"samples": 14, "answers": 20, "pictures": 13, "contaminated": 0}
+    assert stats["counts"]["text"] == {"samples": 4, "answers": 4, "pictures": 0, "contaminated": 0}
+    assert stats["counts"]["pair"] == {"samples": 3, "answers": 3, "pictures": 6, "contaminated": 0}
     assert list(stats["scores"]) == ["multi", "overall", "pair", "single", "text"]
     assert all(set(scores) == {"exact_match", "score", *HEALTH} for scores in stats["scores"].values())
     report = json.loads((made[1].dir / "report.json").read_text())
@@ -92,14 +97,18 @@ def test_scoring_loads_no_model(made, tmp_path, monkeypatch):
     assert tree_digest(run_stage(STAGE, CONFIG, inputs, tmp_path).artifact.dir) == tree_digest(made[1].dir)
 
 
-def _scored(tmp_path, samples, lines, config=CONFIG, resources=None):
+def _scored(tmp_path, samples, lines, config=CONFIG, resources=None, **others):
     """The evaluation of answers that are made up."""
-    directory = tmp_path / "answers"
-    directory.mkdir()
-    write_text(directory / ANSWERS_JSONL, "".join(map(to_line, lines)))
-    Manifest(stage="answer", version=1, fingerprint="a" * 16, config={}, parents={}).write(directory)
-    inputs = {"answers": Artifact.load(directory), "samples": samples_artifact(tmp_path / "s", samples)}
+    answers = _artifact(tmp_path / "answers", "answer", "a")
+    write_text(answers.dir / ANSWERS_JSONL, "".join(map(to_line, lines)))
+    inputs = {"answers": answers, "samples": samples_artifact(tmp_path / "s", samples), **others}
     return run_stage(STAGE, config, inputs, tmp_path / "root", resources).artifact
+
+
+def _artifact(directory, stage, letter):
+    directory.mkdir()
+    Manifest(stage=stage, version=1, fingerprint=letter * 16, config={}, parents={}).write(directory)
+    return Artifact.load(directory)
 
 
 def _said(sample, answer, stopped, num_tokens, turn=0):
@@ -181,3 +190,69 @@ def test_only_what_decides_the_answers_goes_to_their_stage():
     config = EvaluateConfig(max_new_tokens=3, max_samples_per_subset=2, batch_size=8)
     assert config.answer.model_dump().items() <= config.model_dump().items()
     assert type(config.answer) is not EvaluateConfig
+
+
+def _contamination(directory, **hows):
+    """An artifact of that stage which found these samples, each key's number -> how."""
+    found = _artifact(directory, "contamination", "b")
+    rows = [{"key": f"digits/{int(number[1:]):08d}", "place": 0, "how": how} for number, how in hows.items()]
+    pq.write_table(pa.Table.from_pylist(rows, CONTAMINATION_SCHEMA), directory / CONTAMINATION)
+    return found
+
+
+def _pictured(count):
+    return [conversation(f"digits/{i:08d}", [("<image>Which?", "7")], [picture(i)]) for i in range(count)]
+
+
+def test_contaminated_samples_are_shown_and_count_in_no_score(tmp_path):
+    samples = _pictured(4)
+    lines = [_said(sample, text, True, i) for i, (sample, text) in enumerate(zip(samples, "7177"))]
+    found = _contamination(tmp_path / "found", n0="pixels", n3="near")
+    artifact = _scored(tmp_path, samples, lines, contamination=found)
+    stats = artifact.manifest.stats
+    assert stats["counts"]["digits"] == {"samples": 2, "answers": 2, "pictures": 2, "contaminated": 2}
+    assert stats["scores"]["digits"]["exact_match"] == stats["headlines"]["digits"]["value"] == 0.5
+    assert stats["scores"]["overall"]["score"] == stats["headlines"]["overall"]["value"] == 0.5
+    assert stats["scores"]["digits"]["mean_answer_tokens"] == 1.5
+    assert stats["with_contaminated"] == {"digits": 0.75, "overall": 0.75}
+    rows = read_predictions(artifact.dir).to_pylist()
+    assert [(r["contaminated"], r["score"]) for r in rows] == [("pixels", 1), (None, 0), (None, 1), ("near", 1)]
+    assert [r["key"] for r in counted(read_predictions(artifact.dir)).to_pylist()] == [s.key for s in samples[1:3]]
+    sections = json.loads((artifact.dir / "report.json").read_text())["sections"]
+    (table,) = [section for section in sections if section["title"].startswith("Held-out samples with a picture")]
+    assert table["rows"] == [["digits", 2, 0.5, 0.75], ["overall", 2, 0.5, 0.75]]
+    assert "occurs in train (near)" in (artifact.dir / "report.html").read_text()
+
+
+def test_a_contaminated_subset_is_counted_and_has_no_score(tmp_path):
+    samples = [*_pictured(1), conversation("other/00000000", [("Which?", "7")])]
+    found = _contamination(tmp_path / "found", n0="bytes")
+    stats = _scored(tmp_path, samples, [_said(s, "7", True, 1) for s in samples], contamination=found).manifest.stats
+    assert list(stats["scores"]) == ["other", "overall"]
+    assert stats["counts"]["digits"] == {"samples": 0, "answers": 0, "pictures": 0, "contaminated": 1}
+
+
+def test_nothing_but_contaminated_samples_is_no_evaluation(tmp_path):
+    samples, found = _pictured(1), _contamination(tmp_path / "found", n0="bytes")
+    with pytest.raises(InputError, match=r"every held-out sample .* occurs in train.* contamination=null"):
+        _scored(tmp_path, samples, [_said(samples[0], "7", True, 1)], contamination=found)
+
+
+@pytest.mark.parametrize(("role", "name"), [("made_by", HELDOUT_JSONL), ("start_of", HELDOUT_BASE_JSONL)])
+def test_the_loss_of_the_references_is_that_of_the_samples_that_count(tmp_path, role, name):
+    samples = _pictured(4)  # of which the trainer was not given the third
+    losses = [(0, 0.5, 3), (1, 2.0, 1), (3, 1.0, 4)]
+    rows = [HeldoutRow(key=samples[i].key, loss=loss, loss_tokens=tokens) for i, loss, tokens in losses]
+    trained = _artifact(tmp_path / "trained", "train", "d")
+    write_text(trained.dir / name, "".join(row.model_dump_json() + "\n" for row in rows))
+    lines = [_said(sample, "7", True, 1) for sample in samples]
+    found = _contamination(tmp_path / "found", n3="bytes")
+    scores = _scored(tmp_path, samples, lines, contamination=found, **{role: trained}).manifest.stats["scores"]
+    assert scores["digits"]["reference_loss"] == pytest.approx((0.5 * 3 + 2.0) / 4)
+    assert scores["overall"]["reference_perplexity"] == pytest.approx(math.exp(3.5 / 4))
+
+
+def test_a_training_without_heldout_bins_has_no_loss_of_the_references(tmp_path):
+    samples, trained = _pictured(1), _artifact(tmp_path / "trained", "train", "d")
+    artifact = _scored(tmp_path, samples, [_said(samples[0], "7", True, 1)], made_by=trained)
+    assert "reference_loss" not in artifact.manifest.stats["scores"]["overall"]

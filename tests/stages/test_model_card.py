@@ -22,6 +22,7 @@ from stages.artifact import Artifact
 from stages.model_card import (
     ModelFacts,
     Score,
+    check_push,
     model_card,
     push_to_hub,
     read_model_card,
@@ -225,3 +226,12 @@ def test_a_hub_that_is_not_there(hf_dir, monkeypatch):
         endpoint = f"http://127.0.0.1:{held.getsockname()[1]}"
         with pytest.raises(InputError, match=f"pushing me/receipts-2b to {endpoint} failed"):
             push_to_hub(hf_dir, "me/receipts-2b", api=HfApi(endpoint=endpoint, token="hf_of_no_one"))
+
+
+def test_a_push_without_a_token_is_refused_before_anything_is_made(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    check_push(None)
+    with pytest.raises(InputError, match=r"pushing to owner/name needs a token; log in with `hf auth login`"):
+        check_push("owner/name")
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: "hf_x")
+    check_push("owner/name")

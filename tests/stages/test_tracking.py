@@ -71,7 +71,7 @@ def test_a_run_holds_everything_and_nothing_twice(root):
         tracker.log_stage(samples, False)
         tracker.replay_metrics(trained)
         tracker.log_stage(trained, True)
-        model = tracker.log_model(exported, SCORES, "athanor-test")
+        model = tracker.log_model(exported, exported.dir / "hf", SCORES, "athanor-test")
         tracker.log_evaluation(evaluated, model)
         assert model
         tracker.finish("FINISHED")
@@ -111,7 +111,7 @@ def test_the_model_is_registered_once_with_its_scores(root):
     tracker = open_tracker(root, "model")
     exported = make_exported(root, "1" * 16)
     for _ in range(2):
-        tracker.log_model(exported, SCORES, "athanor-once")
+        tracker.log_model(exported, exported.dir / "hf", SCORES, "athanor-once")
     run_id, client = _delivered(tracker), connect(root)
     (version,) = client.search_model_versions("name='athanor-once'")
     assert version.tags["exact_match"] == "0.75" and version.source.endswith("/hf")
@@ -124,7 +124,9 @@ def test_a_model_that_a_gate_keeps_out_is_logged_and_not_registered_until_the_ga
     exported = make_exported(root, "2" * 16)
     tracker = open_tracker(root, "gated")
     for _ in range(2):
-        model = tracker.log_model(exported, SCORES, "athanor-gated", ["stop_rate 0.2500 is below 0.9"])
+        model = tracker.log_model(
+            exported, exported.dir / "hf", SCORES, "athanor-gated", ["stop_rate 0.2500 is below 0.9"]
+        )
         tracker.log_evaluation(make_evaluated(root, "3" * 16), model)
     run_id, client = _delivered(tracker), connect(root)
     run = client.get_run(run_id)
@@ -132,7 +134,7 @@ def test_a_model_that_a_gate_keeps_out_is_logged_and_not_registered_until_the_ga
     assert run.data.tags["athanor.champion"] == "not registered: stop_rate 0.2500 is below 0.9"
     assert "not registered: stop_rate 0.2500 is below 0.9" in run.data.tags["mlflow.note.content"]
     assert client.get_logged_model(run.data.tags["athanor.model_id"]).status == "READY"
-    tracker.log_model(exported, SCORES, "athanor-gated")
+    tracker.log_model(exported, exported.dir / "hf", SCORES, "athanor-gated")
     _delivered(tracker)
     (version,) = client.search_model_versions("name='athanor-gated'")
     assert client.get_run(run_id).data.tags["athanor.champion"].endswith("champion")
@@ -206,7 +208,7 @@ def test_the_same_pipeline_goes_on_in_its_run_and_another_gets_its_own(root):
 def test_without_a_key_nothing_is_said(tmp_path):
     tracker = Tracker(tmp_path, None)
     tracker.log_stage(make_artifact(tmp_path, "convert", "c" * 16), False)
-    assert tracker.log_model(make_exported(tmp_path, "e" * 16), SCORES, "m") is None
+    assert tracker.log_model((exported := make_exported(tmp_path, "e" * 16)), exported.dir / "hf", SCORES, "m") is None
     tracker.finish("FINISHED")
     assert tracker.url() is None and tracker.compare_with_last() is None and tracker.problems == []
     assert not (tmp_path / "tracking").exists()
