@@ -21,7 +21,8 @@ annotators, a pair may say them all in a field `references`, a list of texts, nu
 
     {"user": "What does the sign say?", "assistant": "Open.", "source": "mine", "references": ["open", "OPEN", "open"]}
 
-They become the answer's Message.references, for scores alone.
+They become the answer's Message.references, for scores alone. the_cauldron ended the answers of its subsets with a full
+stop that their sources do not have. Where a metric would count it (ANLS, of DOCUMENTS), both spellings are references.
 
 Left out: rows whose fields are null or not UTF-8, or with a null among the references (schema_error), rows without a
 pair (no_text), images without bytes whose path leads nowhere (image_not_found), answers that hold `<image>`
@@ -57,6 +58,7 @@ from dataset_builders.table_files import (
 _COLUMNS = ("images", "texts")
 _TEXT_FIELDS = ("user", "assistant")
 _REFERENCES = "references"
+DOCUMENTS = ("docvqa", "infographic_vqa", "st_vqa")
 
 
 class CauldronOptions(StrictModel):
@@ -196,7 +198,8 @@ def _sample(key: str, pairs: Sequence[_Pair], images: tuple[bytes, ...]) -> Samp
     messages = []
     for pair in pairs:
         messages.append(Message(role="user", text=pair.question))
-        messages.append(Message(role="assistant", text=pair.answer, references=pair.references))
+        references = pair.references or _spellings(key, pair.answer)
+        messages.append(Message(role="assistant", text=pair.answer, references=references))
     if own_slots == 0:
         messages[0] = Message(role="user", text=IMAGE_SLOT * len(images) + messages[0].text)
     sample = Sample(key=key, messages=tuple(messages), images=images)
@@ -207,3 +210,9 @@ def _sample(key: str, pairs: Sequence[_Pair], images: tuple[bytes, ...]) -> Samp
     except SkipSample as skip:
         return SkippedRow(key, skip.reason, skip.detail)
     return sample
+
+
+def _spellings(key: str, answer: str) -> tuple[str, ...]:
+    """The answer with and without the_cauldron's full stop, where that counts; nothing to say elsewhere."""
+    is_ended = answer.endswith(".") and not answer.endswith("..") and len(answer) > 1
+    return (answer, answer[:-1]) if is_ended and key.split("/", 1)[0] in DOCUMENTS else ()

@@ -35,7 +35,7 @@ from stages.dataset_card import DATASET_CARD
 from stages.quarantine import QUARANTINE, write_quarantine
 from stages.workers import StageResources
 
-VERSION = 2
+VERSION = 3  # 3: references of documents without the_cauldron's full stop
 
 _JUDGED_FROM = 200  # samples seen before max_skip_fraction is held against them
 _ROWS_A_WORKER = 2000  # about the seconds of work that the start of a process costs

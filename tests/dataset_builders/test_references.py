@@ -10,6 +10,8 @@ from dataset_builders.contracts.errors import InputError
 from dataset_builders.contracts.sample import Message, Sample, SkipSample
 from dataset_builders.contracts.sample_record import from_fields, to_fields
 from stages.drawn_data import ROW_SCHEMA
+from stages.scoring.anls import ANLS
+from stages.scoring.contract import Judged
 from tests.helpers.json_rows import read_source, reasons
 from tests.helpers.raw_rows import png, write_parquet
 from tests.helpers.raw_rows import row as cauldron_row
@@ -119,3 +121,29 @@ def test_a_table_refuses_a_column_of_another_kind_before_it_reads_a_row(tmp_path
         InputError, match=r"t\.parquet: column 'all' is binary; text, numbers, true and false, or a list"
     ):
         read_source("table", tmp_path, **TABLE, references="all")
+
+
+@pytest.mark.parametrize(
+    ("subset", "answer", "references"),
+    [
+        ("docvqa", "Yes.", ("Yes.", "Yes")),
+        ("docvqa", "14", ()),
+        ("docvqa", "and so on...", ()),
+        ("docvqa", ".", ()),
+        ("st_vqa", "Coca-Cola Inc.", ("Coca-Cola Inc.", "Coca-Cola Inc")),
+        ("pets", "Yes.", ()),
+    ],
+)
+def test_the_cauldrons_full_stop_does_not_count_in_documents(tmp_path, subset, answer, references):
+    write_parquet(tmp_path / subset / "train-0.parquet", [cauldron_row([png(1)], [("What?", answer)])])
+    (sample,) = read_source("the_cauldron", tmp_path, turns="chat")
+    assert sample.messages[1].references == references
+    judged = Judged(question="What?", references=references or (answer,), answer=answer.removesuffix("."))
+    assert not references or ANLS().score([judged]) == 1.0
+
+
+def test_references_that_are_given_stay_alone(tmp_path):
+    rows = [{"images": [{"bytes": png(1), "path": None}], "texts": [pair(["a dog"], "A cat.")]}]
+    write_parquet(tmp_path / "docvqa" / "train-0.parquet", rows, schema=ROW_SCHEMA)
+    (sample,) = read_source("the_cauldron", tmp_path, turns="chat")
+    assert sample.messages[1].references == ("a dog",)

@@ -58,7 +58,12 @@ class Guarded:
             return error.code, error.read()
 
     def prefect(self, path: str, body: object = None) -> object:
-        status, answer = self.call(self.record.prefect_api + path, PREFECT, body)
+        """The server's answer. 503 is its word for a database that is locked, on which its own client asks again."""
+        for _ in range(30):
+            status, answer = self.call(self.record.prefect_api + path, PREFECT, body)
+            if status != 503:
+                break
+            time.sleep(2)
         assert status < 300, answer
         return json.loads(answer)
 
