@@ -32,6 +32,7 @@ COMMANDS: dict[str, str] = {
     "ask": "flows.commands.ask:ask_command",
     "preview": "flows.commands.preview:preview_command",
     "compare": "flows.commands.compare:compare_command",
+    "lmms-eval": "flows.commands.lmms_eval:lmms_eval_command",
     "up": "flows.commands.up:up_command",
     "sync": "flows.commands.sync:sync_command",
 }
@@ -109,10 +110,13 @@ def make_parser() -> argparse.ArgumentParser:
     compare.add_argument(
         "--grid", metavar="A.B=[V1,V2]", action="append", default=[], help="a setting and the values to try"
     )
+    lmms_eval = commands.add_parser("lmms-eval", help="write a task by which lmms-eval asks a run's model the same")
+    _add_recipe(lmms_eval)
+    lmms_eval.add_argument("--out", metavar="DIR", help="the task's directory (in the root: lmms-eval/<fingerprint>)")
     up = commands.add_parser("up", help="start Prefect, MLflow and a worker on this machine, until Ctrl-C")
     _add_up(up)
     sync = commands.add_parser("sync", help="send to MLflow what it has missed")
-    for command in (run, plan, doctor, ask, preview, compare, up, sync):
+    for command in (run, plan, doctor, ask, preview, compare, lmms_eval, up, sync):
         command.add_argument(
             "--root", default=DEFAULT_ROOT, help="directory for everything, or the URL of an object store (%(default)s)"
         )

@@ -21,6 +21,7 @@ Its `huggingface` model cannot load Qwen3-VL: it takes the class without a langu
 
 import inspect
 import json
+import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,7 @@ from stages.encode_chat import read_system_prompt
 from stages.encode_image import load_image_config, patches_png
 
 LMMS_EVAL = "0.7.3"  # the version that this was tried with
+INSTALL = f"pip install lmms-eval=={LMMS_EVAL} decord"  # its qwen3_vl imports decord, which it does not require
 HELDOUT = "heldout.parquet"
 MIN_PIXELS = 4 * 32 * 32  # qwen_vl_utils 0.0.14 makes smaller pictures larger: four tokens of 32 x 32
 METRICS = tuple(lmms_eval_functions.METRICS)
@@ -68,20 +70,23 @@ TASK_SCHEMA = pa.schema(
 _README = """# {name}
 
 {count} questions on held-out samples, to be asked of an exported model offline by
-[lmms-eval](https://github.com/EvolvingLMMs-Lab/lmms-eval) {version}:
+[lmms-eval](https://github.com/EvolvingLMMs-Lab/lmms-eval) (`{install}`, in an
+environment of its own):
 
 ```sh
 {command}
 ```
 
-The pictures are scaled already as training scaled them, so that `--model qwen3_vl` leaves them alone{small}. It adds a
-system prompt to every conversation; `utils.py` drops it, since the rows carry the export's own. Do not give
+Without a GPU add `,device=cpu,device_map=cpu` to the value of `--model_args`.
+
+The pictures are scaled already as training scaled them, so that `--model qwen3_vl` leaves them alone{small}.
+It adds a system prompt to every conversation; `utils.py` drops it, since the rows carry the export's own. Do not give
 `--force_simple`: only the chat form of a model sees earlier turns. `dataset_kwargs.data_files` in the YAML file is an
 absolute path: edit it after moving the directory. Keep letters and digits like `A3B` out of the model's path:
 lmms-eval reads them as a mixture of experts.
 """
 _SMALL = """,
-but for {count} questions with a picture of fewer than {pixels} pixels, which it enlarges: their answers may differ"""
+but for {count} questions with a picture of fewer than {pixels} pixels, which it enlarges: these cannot be compared"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,15 +106,27 @@ class LmmsEvalTask:
     asked: Collection[tuple[str, int]] | None = None
 
 
-def write_lmms_eval_task(directory: Path, hf_dir: Path, samples: Iterable[Sample], task: LmmsEvalTask) -> str:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WrittenTask:
+    """What came of it.
+
+    Attributes:
+        command: for a shell; it runs the task.
+        num_questions: that were written.
+        num_small: of these, questions with a picture of fewer than MIN_PIXELS, which lmms-eval enlarges.
+    """
+
+    command: str
+    num_questions: int
+    num_small: int
+
+
+def write_lmms_eval_task(directory: Path, hf_dir: Path, samples: Iterable[Sample], task: LmmsEvalTask) -> WrittenTask:
     """Write the task into `directory`, which is made.
 
     Args:
         hf_dir: the exported model, whose system prompt the questions carry.
         samples: the held-out ones.
-
-    Returns:
-        the shell command that runs it.
 
     Raises:
         InputError: a metric that lmms-eval has not, or no question at all.
@@ -137,17 +154,17 @@ def write_lmms_eval_task(directory: Path, hf_dir: Path, samples: Iterable[Sample
     write_text(directory / f"{task.name}.yaml", _yaml(directory, task, sorted(subsets)))
     command = lmms_eval_command(directory, hf_dir, task.name)
     note = _SMALL.format(count=small, pixels=MIN_PIXELS) if small else ""
-    about = {"name": task.name, "count": count, "version": LMMS_EVAL, "command": command, "small": note}
+    about = {"name": task.name, "count": count, "install": INSTALL, "command": command, "small": note}
     write_text(directory / "README.md", _README.format(**about))
-    return command
+    return WrittenTask(command=command, num_questions=count, num_small=small)
 
 
 def lmms_eval_command(directory: Path, hf_dir: Path, name: str) -> str:
     """The command that scores the export offline; without a GPU add `,device=cpu,device_map=cpu` to the model's."""
     return (
         "HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 python -m lmms_eval \\\n"
-        f"    --model qwen3_vl --model_args pretrained={hf_dir} \\\n"
-        f"    --include_path {directory} --tasks {name} --batch_size 1 \\\n"
+        f"    --model qwen3_vl --model_args {shlex.quote(f'pretrained={hf_dir}')} \\\n"
+        f"    --include_path {shlex.quote(str(directory))} --tasks {name} --batch_size 1 \\\n"
         "    --log_samples --output_path results"
     )
 

@@ -113,9 +113,14 @@ def _about(sample: Sample) -> Mapping[str, object]:
     }
 
 
-def read_predictions(directory: StorePath) -> pa.Table:
-    """predictions.parquet of an evaluation, with PREDICTIONS_SCHEMA."""
-    return pq.read_table(local_copy(directory / PREDICTIONS), schema=PREDICTIONS_SCHEMA)
+def read_predictions(directory: StorePath, columns: Sequence[str] | None = None) -> pa.Table:
+    """predictions.parquet of an evaluation, with PREDICTIONS_SCHEMA.
+
+    Args:
+        columns: names of those that are read; None: all, pictures too.
+    """
+    chosen = None if columns is None else list(columns)
+    return pq.read_table(local_copy(directory / PREDICTIONS), columns=chosen, schema=PREDICTIONS_SCHEMA)
 
 
 def counted(predictions: pa.Table) -> pa.Table:

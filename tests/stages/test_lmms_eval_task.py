@@ -3,6 +3,7 @@
 import importlib.util
 import io
 import json
+import shlex
 from pathlib import Path
 from types import ModuleType
 
@@ -18,7 +19,7 @@ from dataset_builders.pixels import encode_image
 from stages import lmms_eval_functions
 from stages.encode_chat import SYSTEM_PROMPT, ChatEncoder, load_tokenizer
 from stages.encode_image import load_image_config
-from stages.lmms_eval_task import LmmsEvalTask, write_lmms_eval_task
+from stages.lmms_eval_task import LmmsEvalTask, lmms_eval_command, write_lmms_eval_task
 from stages.scoring.exact_match import normalize
 from tests.helpers.evaluation import conversation, mixed_samples, picture
 from tests.helpers.raw_rows import BAD_IMAGES, encode, jpeg_with_exif, orientation_exif, png
@@ -136,8 +137,11 @@ def test_pictures_that_lmms_eval_enlarges_are_told(tmp_path):
     small, large = (
         conversation(f"a/0000000{i}", [("<image>?", "a")], [png(i, *((32, 64), (64, 64))[i])]) for i in (0, 1)
     )
-    written(tmp_path / "one", [small, large])
-    written(tmp_path / "two", [large])
+    counts = [
+        write_lmms_eval_task(tmp_path / name, tiny_hf_dir(), samples, task())
+        for name, samples in (("one", [small, large]), ("two", [large]))
+    ]
+    assert [(written.num_questions, written.num_small) for written in counts] == [(2, 1), (1, 0)]
     assert (
         "but for 1 questions with a picture of fewer than 4096 pixels" in (tmp_path / "one" / "README.md").read_text()
     )
@@ -209,6 +213,16 @@ def test_scores_are_given_overall_and_by_subset(tmp_path):
 
 
 def test_the_command_is_in_the_readme(tmp_path):
-    command = write_lmms_eval_task(tmp_path / "task", tiny_hf_dir(), mixed_samples(4), task())
+    command = write_lmms_eval_task(tmp_path / "task", tiny_hf_dir(), mixed_samples(4), task()).command
     assert f"--include_path {tmp_path / 'task'} --tasks heldout" in command and "--model qwen3_vl" in command
     assert command in (tmp_path / "task" / "README.md").read_text()
+
+
+def test_the_command_is_one_that_a_shell_reads(tmp_path):
+    """Also where a directory has a space in its name."""
+    command = lmms_eval_command(tmp_path / "a task", Path("/my models/hf"), "heldout")
+    words = shlex.split(command.replace("\\\n", " "))
+    assert words[:5] == ["HF_HUB_OFFLINE=1", "HF_DATASETS_OFFLINE=1", "python", "-m", "lmms_eval"]
+    given = dict(zip(words[5::2], words[6::2]))
+    assert given["--model_args"] == "pretrained=/my models/hf" and given["--include_path"] == str(tmp_path / "a task")
+    assert given["--tasks"] == "heldout" and given["--batch_size"] == "1"
