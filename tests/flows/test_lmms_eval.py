@@ -2,6 +2,7 @@
 
 import shlex
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -57,6 +58,11 @@ def lmms_eval(root: object, *arguments: object, settings: list[str] = SETTINGS) 
 def artifact(root: Path, stage: str) -> Artifact:
     planned, _ = plan_stages(load_recipe("embedded", SETTINGS).config, root)
     return next(found.artifact for found in planned if found.name == stage)
+
+
+def _evaluate_inputs(settings: list[str]) -> Iterable[tuple[str, str]]:
+    nodes = pipeline_nodes(load_recipe("embedded", settings).config)
+    return next(node.inputs.items() for node in nodes if node.name == "evaluate")
 
 
 def questions(task: Path) -> list[dict]:
@@ -148,7 +154,7 @@ def test_where_all_metrics_are_there_it_says_so(root, capsys):
     assert line.startswith("athanor: evaluate of recipe embedded is not there yet (metrics: ")
     assert line.endswith(f"; make it by: athanor run embedded {shlex.join(_sets(plain))} --root '{root}'\n")
     config = load_recipe("embedded", plain).config.evaluate
-    inputs = {"answers": artifact(root, "answer"), "samples": artifact(root, "convert")}
+    inputs = {role: artifact(root, stage) for role, stage in _evaluate_inputs(plain)}
     made = run_stage(get_stage("evaluate"), config, inputs, root).artifact
     assert lmms_eval(root, settings=plain) == 0
     assert "lmms-eval scores every subset by the same metric.\n" in capsys.readouterr().out
