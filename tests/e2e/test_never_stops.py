@@ -1,0 +1,167 @@
+"""A model that was never taught to end its turn: its stop rate says so, and the gate keeps it out of the registry.
+
+The embedded recipe twice in one root, from the raw rows to the registry, with its own gate. In the first run one thing
+is broken, for real: tokenize leaves the end-of-turn tokens out of what is learnt. The second is the control: the same
+settings with nothing broken. What lies before tokenize is made once.
+"""
+
+import logging
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from mlflow import MlflowClient
+from mlflow.entities import Run
+
+from dataset_builders.contracts.tokenized import read_index
+from flows.cli import main
+from flows.recipe import load_recipe
+from stages import tokenize_samples
+from stages.encode_chat import ChatEncoder
+from stages.tracking import connect
+from stages.tracking_registry import CANDIDATE, CHAMPION, REASON_TAG
+
+NAME = "athanor-embedded"
+SETTINGS = {
+    "data.num_scans": 400,
+    "data.num_multi": 0,
+    "data.num_pairs": 0,
+    "data.num_texts": 0,
+    "train.num_steps": 60,
+    "train.optim.warmup_steps": 10,
+    "train.heldout_interval": 60,
+    "evaluate.max_samples_per_subset": 40,
+    "execution.num_workers": 1,  # tokenize runs in this process, where it is broken
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What a run has left when it ended.
+
+    Attributes:
+        run: its MLflow run.
+        index: rows of the tokenized samples that it trained on.
+        answers: rows of its predictions.
+        versions: version -> MLflow run that made it, of all in the registry.
+        aliases: alias -> version.
+    """
+
+    run: Run
+    index: list[dict[str, Any]]
+    answers: list[dict[str, Any]]
+    versions: dict[str, str]
+    aliases: dict[str, str]
+
+    @property
+    def stop_rate(self) -> float:
+        return self.run.data.metrics["stop_rate"]
+
+    @property
+    def reason(self) -> str:
+        return self.run.data.tags[REASON_TAG]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Iterator[Path]:
+    """Of both runs. What `main` changes in this process is put back after them."""
+    handlers, on_sigterm = list(logging.getLogger().handlers), signal.getsignal(signal.SIGTERM)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI"):
+            patch.delenv(name, raising=False)
+        yield tmp_path_factory.mktemp("root")
+    signal.signal(signal.SIGTERM, on_sigterm)
+    logging.getLogger().handlers[:] = handlers
+
+
+@pytest.fixture(scope="module")
+def broken(root) -> Outcome:
+    """The first run: no end-of-turn token carries loss."""
+    with pytest.MonkeyPatch.context() as patch:
+        leave_the_end_of_turn_out(patch)
+        return run_recipe(root)
+
+
+@pytest.fixture(scope="module")
+def control(root, broken) -> Outcome:
+    """The second run."""
+    return run_recipe(root)
+
+
+def leave_the_end_of_turn_out(patch: pytest.MonkeyPatch) -> None:
+    """Break tokenize: the mask, and what it holds the mask against, or it would stop before a shard is written."""
+    whole = ChatEncoder._mask_answers
+
+    def mask_answers(self, ids, messages):
+        return np.where(ids == self.end_of_turn_id, 0, whole(self, ids, messages)).astype(np.uint8)
+
+    patch.setattr(ChatEncoder, "_mask_answers", mask_answers)
+    patch.setattr(ChatEncoder, "learnt_text", lambda self, answer: self._normalize(answer.strip()))
+    # Other bytes from the same input are another VERSION, else the control would reuse these.
+    stage = tokenize_samples.STAGE
+    patch.setattr(tokenize_samples, "STAGE", replace(stage, version=stage.version + 1000))
+
+
+def run_recipe(root: Path) -> Outcome:
+    client = connect(root)
+    before = {run.info.run_id for run in mlflow_runs(client)}
+    assert main(["run", "--root", str(root), *(f"--set={key}={value}" for key, value in SETTINGS.items())]) == 0
+    (run,) = (run for run in mlflow_runs(client) if run.info.run_id not in before)
+    models = client.search_registered_models(f"name='{NAME}'")
+    return Outcome(
+        run=run,
+        index=read_index(made(root, run, "tokenize")).to_pylist(),
+        answers=pq.read_table(made(root, run, "evaluate") / "predictions.parquet").to_pylist(),
+        versions={str(v.version): v.run_id for v in client.search_model_versions(f"name='{NAME}'")},
+        aliases={alias: str(version) for model in models for alias, version in model.aliases.items()},
+    )
+
+
+def mlflow_runs(client: MlflowClient) -> list[Run]:
+    experiment = client.get_experiment_by_name(NAME)
+    return [] if experiment is None else list(client.search_runs([experiment.experiment_id]))
+
+
+def made(root: Path, run: Run, stage: str) -> Path:
+    """The artifact of a stage that a run made."""
+    return root / "artifacts" / stage / run.data.tags[f"fingerprint.{stage}"]
+
+
+def reads_right(answer: dict[str, Any]) -> bool:
+    """Whether an answer begins with the right one, however it goes on."""
+    return answer["answer"].startswith(answer["reference"])
+
+
+def test_the_end_of_turn_is_all_that_is_left_out(broken, control):
+    answers_of = {row["key"]: row["num_loss_tokens"] for row in control.index}
+    assert {row["key"]: row["num_loss_tokens"] + 1 for row in broken.index} == answers_of and len(answers_of) == 400
+    assert broken.run.data.params == control.run.data.params
+
+
+def test_a_model_that_never_learnt_to_stop_is_caught_by_its_stop_rate(broken):
+    answers, most = broken.answers, load_recipe("embedded").config.evaluate.max_new_tokens
+    assert broken.stop_rate == np.mean([answer["stopped"] for answer in answers]) <= 0.1
+    assert np.mean([answer["num_tokens"] == most for answer in answers]) >= 0.9
+    # Nothing else is wrong with it: its loss is low, and its answers begin right.
+    assert broken.run.data.metrics["final_heldout_loss"] < 1
+    assert np.mean([reads_right(answer) for answer in answers]) >= 0.8
+
+
+def test_the_gate_keeps_it_out_of_the_registry(broken):
+    assert broken.reason.startswith(f"not registered: stop_rate {broken.stop_rate:.4f} is below 0.9")
+    assert broken.reason in broken.run.data.tags["mlflow.note.content"]
+    assert broken.run.info.status == "FINISHED" and "athanor.model_version" not in broken.run.data.tags
+    assert broken.versions == broken.aliases == {}
+
+
+def test_the_same_training_with_nothing_broken_stops_and_is_registered(broken, control):
+    assert control.stop_rate == np.mean([answer["stopped"] for answer in control.answers]) >= 0.9
+    assert np.mean([reads_right(answer) for answer in control.answers]) >= 0.8
+    assert control.reason.endswith("no champion before: champion")
+    assert control.versions == {"1": control.run.info.run_id} and control.run.info.run_id != broken.run.info.run_id
+    assert control.aliases == {CANDIDATE: "1", CHAMPION: "1"}
