@@ -28,8 +28,8 @@ from stages.scoring.summary import SCORE
 from trainer.contract import HELDOUT_BASE_JSONL, HELDOUT_JSONL, HeldoutRow
 
 # 2: num_images in predictions.parquet; 3: the answers are another stage's; 4: each subset's own metrics;
-# 5: contaminated samples apart, losses of the references
-VERSION = 5
+# 5: contaminated samples apart, losses of the references; 6: scores by field
+VERSION = 6
 # Role of the training -> what it wrote of the model whose answers these are: the one it made, or the one it began with.
 _LOSSES = {"made_by": HELDOUT_JSONL, "start_of": HELDOUT_BASE_JSONL}
 WINDOW = 64  # samples that are in memory at once, pictures and all
@@ -66,7 +66,8 @@ def _stats(evaluation: Evaluation) -> dict[str, object]:
     metrics = {name: metric for name, (metric, _) in evaluation.names().items()}
     headlines = {name: {"metric": metrics.get(name, SCORE)} | asdict(v) for name, v in evaluation.headlines().items()}
     stats = {"scores": evaluation.table, "counts": evaluation.counts(), "headlines": headlines}
-    return stats | ({"with_contaminated": evaluation.with_contaminated} if evaluation.with_contaminated else {})
+    sometimes = {"fields": evaluation.fields(), "with_contaminated": evaluation.with_contaminated}
+    return stats | {name: found for name, found in sometimes.items() if found}
 
 
 def _losses(inputs: Mapping[str, Artifact]) -> dict[str, HeldoutRow]:

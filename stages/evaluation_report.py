@@ -110,6 +110,10 @@ class Evaluation:
         """Subset -> its headline metric, and why it has that."""
         return {name: (scores.metrics.headline, scores.metrics.reason) for name, scores in self._scores.items()}
 
+    def fields(self) -> dict[str, dict[str, dict[str, dict[str, float]]]]:
+        """Subset -> metric -> field -> its scores, where a metric of the subset knows fields."""
+        return {name: scores.fields for name, scores in self._scores.items() if scores.fields}
+
     def counts(self) -> dict[str, dict[str, int]]:
         """Samples, answers and distinct pictures that count, and contaminated samples, which do not, for each subset,
         and for everything under `overall`."""
@@ -164,6 +168,7 @@ def write_evaluation_report(
         _headlines(evaluation, counts),
         *_contaminated(evaluation, counts),
         _scores_table(evaluation.table),
+        *_fields(evaluation),
         Pictures(f"Not fully right ({len(wrong)} in all; the first with pictures)", gallery.shown[False]),
         _wrong_table(wrong),
         Pictures("Right answers (the first with pictures)", gallery.shown[True]),
@@ -199,6 +204,17 @@ def _contaminated(evaluation: Evaluation, counts: Mapping[str, Mapping[str, int]
 def _scores_table(table: Mapping[str, Mapping[str, float]]) -> Table:
     metrics = list(dict.fromkeys(metric for values in table.values() for metric in values))
     return Table("All metrics", ["subset", *metrics], [[n, *(v.get(m) for m in metrics)] for n, v in table.items()])
+
+
+def _fields(evaluation: Evaluation) -> list[Table]:
+    tables = []
+    for subset, metrics in evaluation.fields().items():
+        for metric, fields in metrics.items():
+            columns = list(dict.fromkeys(name for values in fields.values() for name in values))
+            rows = [[field, *(values[name] for name in columns)] for field, values in fields.items()]
+            titles = [name.replace("_", " ") for name in columns]
+            tables.append(Table(f"{metric} of {subset} by field", ["field", *titles], rows))
+    return tables
 
 
 def _wrong_table(wrong: Sequence[tuple[Prediction, Scored]]) -> Table:

@@ -59,6 +59,10 @@ class Metric(ABC):
         metric that takes any text."""
         return None
 
+    def fields(self, answers: Sequence[Judged]) -> dict[str, dict[str, float]]:
+        """Field of the answers -> what the metric says of it alone; nothing for a metric that knows no fields."""
+        return {}
+
     def score(self, answers: Sequence[Judged]) -> float:
         """The metric over a set of answers.
 

@@ -8,7 +8,7 @@ receipt and is `unparsed`: free text too, although a text alone is a tree of tag
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 from rapidfuzz.distance import Levenshtein
@@ -81,6 +81,9 @@ class CordFieldF1(Metric):
 
     def unparsed(self, answers: Sequence[Judged]) -> np.ndarray:
         return _unparsed(answers)
+
+    def fields(self, answers: Sequence[Judged]) -> dict[str, dict[str, float]]:
+        return {path: asdict(found) for path, found in scores_by_field(answers).items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -61,6 +61,7 @@ class SubsetScores:
         metrics: which, and why.
         values: metric -> value, the headline first; NaN where there is nothing to score.
         headline: the headline metric with its interval.
+        fields: metric -> field -> its scores, of metrics that know fields.
         rows: (n,) the headline of each answer alone; NaN where it has none.
         unparsed: (n,) answers in which some metric found nothing of its form; None where no metric looks for one.
     """
@@ -68,6 +69,7 @@ class SubsetScores:
     metrics: SubsetMetrics
     values: dict[str, float]
     headline: Interval
+    fields: dict[str, dict[str, dict[str, float]]]
     rows: np.ndarray
     unparsed: np.ndarray | None
     statistics: Subset
@@ -96,6 +98,7 @@ def _score(answered: Answered, metrics: SubsetMetrics, bootstrap: Bootstrap) -> 
         metrics=metrics,
         values={name: get_metric(name).score(judged) for name in metrics.names},
         headline=interval(statistics, bootstrap),
+        fields={name: found for name in metrics.names if (found := get_metric(name).fields(judged))},
         rows=headline.value(statistics.statistics),
         unparsed=np.logical_or.reduce(failures) if failures else None,
         statistics=statistics,

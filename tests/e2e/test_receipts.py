@@ -30,8 +30,6 @@ from stages.convert import STAGE as CONVERT
 from stages.evaluate import STAGE as EVALUATE
 from stages.evaluate_config import EvaluateConfig
 from stages.predictions import read_predictions
-from stages.scoring.contract import Judged
-from stages.scoring.cord import scores_by_field
 from tests.helpers.raw_rows import CORD_SCHEMA, cord_row, png, write_parquet
 from tests.stages.scoring.cord_cases import CORD_JSON, RECEIPTS
 
@@ -201,11 +199,8 @@ def rows_of(evaluated: Artifact, subset: str) -> list[dict[str, Any]]:
 
 def fields_of(evaluated: Artifact, subset: str) -> dict[str, float]:
     """Path -> F1."""
-    judged = [
-        Judged(question=row["question"], references=tuple(row["references"]), answer=row["answer"])
-        for row in rows_of(evaluated, subset)
-    ]
-    return {path: found.f1 for path, found in scores_by_field(judged).items()}
+    fields = evaluated.manifest.stats["fields"][subset]["cord_f1"]
+    return {path: found["f1"] for path, found in fields.items()}
 
 
 def parse_of(row: Mapping[str, Any]) -> Tree:
@@ -254,6 +249,8 @@ def test_wrong_answers_score_what_they_are_worth_by_hand(made):
     # Of 3 x 5 fields 4 + 3 + 0 are right, the wrong price is one too many, 1 + 2 + 5 are missing.
     assert scores["cord_f1"] == pytest.approx(7 / (7 + (1 + 8) / 2), **EXACT)
     assert scores["parse_failure_rate"] == pytest.approx(1 / 3, **EXACT)
+    page = (evaluated.dir / "report.html").read_text()
+    assert "cord_f1 of cord_v2_validation by field" in page and "menu.price" in page
     assert fields_of(evaluated, "cord_v2_validation") == {
         "menu.nm": pytest.approx(3 / (3 + (0 + 3) / 2), **EXACT),  # 2 + 1 + 0 of 6
         "menu.price": pytest.approx(2 / (2 + (1 + 4) / 2), **EXACT),  # 1 + 1 + 0 of 6, and 14.500
