@@ -7,9 +7,11 @@
     plan.jsonl, parts/     while it is worked on
     job/                   job.json, logs, where other processes answered
 
-Every assistant turn of a held-out sample is answered, after the turns before it with their reference answers. Scores
-are another stage's, so that other metrics never generate again. One process answers where the cluster's layout has one;
-otherwise the launcher that starts the trainer starts a worker for each of its processes. answers.jsonl is the same.
+Every assistant turn of a held-out sample is answered, after the turns before it with their reference answers. Pixel
+limits and system prompt are the directory's; a model before a training gets those of the tokenized samples that it will
+be trained on, which its export will have too. Scores are another stage's, so that other metrics never generate again.
+One process answers where the cluster's layout has one; otherwise the launcher that starts the trainer starts a worker
+for each of its processes. answers.jsonl is the same.
 """
 
 import json
@@ -30,9 +32,9 @@ from stages.answer_plan import PLAN_JSONL, Question, cut_parts, plan_questions, 
 from stages.answers import ANSWERS_JSONL, GeneratedAnswer, Line, NotAsked, in_order_of_samples, read_answers, to_line
 from stages.artifact import Artifact, Input, Stage, StageOutput
 from stages.cluster_config import ClusterConfig
-from stages.encode_chat import ChatEncoder, read_system_prompt
-from stages.encode_image import load_image_config
+from stages.encode_chat import ChatEncoder
 from stages.hf_directory import check_hf_dir
+from stages.prompt_format import PromptFormat, read_prompt_format
 from stages.report import Histogram, Section, Table, write_report
 from stages.train import hf_dir_of
 
@@ -66,7 +68,8 @@ class AnswerResources:
 def answer(
     config: AnswerConfig, inputs: Mapping[str, Input], work: Path, resources: AnswerResources | None
 ) -> StageOutput:
-    """Inputs: "hf" (an export, or an HF directory of the user's), "samples"."""
+    """Inputs: "hf" (an export, or an HF directory of the user's), "samples"; "tokenized" may be left out: it is asked
+    as the export of a training on that would be."""
     if not (work / ANSWERS_JSONL).is_file():
         _make(config, inputs, work, resources or AnswerResources())
     for made_of in (work / PLAN_JSONL, work / PARTS):
@@ -85,28 +88,34 @@ def _make(config: AnswerConfig, inputs: Mapping[str, Input], work: Path, resourc
         check_engine(config.engine)
     hf_dir, samples = hf_dir_of(inputs["hf"]), inputs["samples"]
     check_hf_dir(hf_dir)
-    questions = _plan(config, hf_dir, samples, work / PLAN_JSONL)
     job = AnswerJob(
         config=config,
         hf_dir=hf_dir.resolve(),
+        prompt=_prompt_format(hf_dir, inputs.get("tokenized")),
         samples_dir=absolute(samples.dir),
         work_dir=work.resolve(),
         num_threads=resources.num_threads,
     )
+    questions = _plan(job, samples)
     _generate(job, questions, resources)
     _gather(job, questions, work)
 
 
-def _plan(config: AnswerConfig, hf_dir: Path, samples: Artifact, path: Path) -> list[Question]:
+def _prompt_format(hf_dir: Path, tokenized: Input | None) -> PromptFormat:
+    assert tokenized is None or isinstance(tokenized, Artifact)
+    return read_prompt_format(hf_dir, None if tokenized is None else tokenized.manifest.stats)
+
+
+def _plan(job: AnswerJob, samples: Artifact) -> list[Question]:
     """The questions, as an earlier try planned them or anew.
 
     Raises:
         InputError: there are none, or none that can be asked.
     """
+    path = job.work_dir / PLAN_JSONL
     if not path.is_file():
-        chat = ChatEncoder(hf_dir, system_prompt=read_system_prompt(hf_dir))
-        pixels = load_image_config(hf_dir)
-        write_plan(path, list(plan_questions(samples, chat, pixels, config.max_samples_per_subset)))
+        chat = ChatEncoder(job.hf_dir, system_prompt=job.prompt.system_prompt)
+        write_plan(path, list(plan_questions(samples, chat, job.prompt.pixels, job.config.max_samples_per_subset)))
     questions = read_plan(path)
     if not questions:
         raise InputError(f"{samples.dir} has no held-out samples to evaluate on; raise convert.heldout_fraction")

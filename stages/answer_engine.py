@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 
 from dataset_builders.contracts.errors import InputError
 from dataset_builders.contracts.sample import Message, SkipSample
+from stages.prompt_format import PromptFormat
 
 EngineName = Literal["transformers", "vllm"]
 ENGINES: dict[str, str] = {
@@ -78,11 +79,13 @@ class EngineSettings:
 
     Attributes:
         hf_dir: a model directory that `check_hf_dir` has seen.
+        prompt: how it is asked.
         batch_size, batch_tokens: answers side by side, and tokens of theirs, at most.
         device: place of the GPU on this host; None: the first one, or the CPU where there is none.
     """
 
     hf_dir: Path
+    prompt: PromptFormat
     batch_size: int
     batch_tokens: int
     device: int | None = None

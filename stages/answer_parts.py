@@ -28,6 +28,7 @@ from dataset_builders.contracts.strict import StrictModel
 from stages.answer_engine import Asked, Engine, EngineName, EngineSettings, Prepared, make_engine
 from stages.answer_plan import PLAN_JSONL, Question, cut_groups, cut_parts, read_plan
 from stages.answers import GeneratedAnswer, Line, NotAsked, iter_jsonl
+from stages.prompt_format import PromptFormat
 
 PARTS = "parts"
 _MOST_THREADS = 8
@@ -57,6 +58,7 @@ class AnswerJob(StrictModel):
 
     config: AnswerConfig
     hf_dir: Path
+    prompt: PromptFormat
     samples_dir: Location
     work_dir: Path
     num_threads: int = Field(default=0, ge=0, description="that prepare prompts; 0: by the cores of the machine")
@@ -109,7 +111,7 @@ def answer_parts(
     mine = [n for n in range(worker, len(parts), num_workers) if not part_path(job.work_dir, n).is_file()]
     if not mine:
         return
-    settings = EngineSettings(job.hf_dir, config.batch_size, config.batch_tokens, device)
+    settings = EngineSettings(job.hf_dir, job.prompt, config.batch_size, config.batch_tokens, device)
     engine = make_engine(config.engine, settings)
     groups = {n: groups_of(parts[n], questions, config) for n in mine}
     threads = job.num_threads or min(_MOST_THREADS, os.cpu_count() or 1)

@@ -2,6 +2,7 @@
 
 import io
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 from PIL import Image
 
 from dataset_builders.contracts.errors import InputError
+from dataset_builders.contracts.files import write_json
 from dataset_builders.contracts.tokenized import PatchFormat
 from dataset_builders.pixels import PixelConfig
 from stages.hf_directory import read_json, read_model_config
@@ -49,6 +51,19 @@ def load_image_config(hf_dir: Path, min_pixels: int | None = None, max_pixels: i
     return PixelConfig(min_pixels=low, max_pixels=high, patch_format=patch_format)
 
 
+def write_pixel_limits(hf_dir: Path, min_pixels: int | None, max_pixels: int | None) -> None:
+    """Put areas into a directory's configs, where `load_image_config` and other programs read them; None: as it is."""
+    limits = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
+    limits = {name: value for name, value in limits.items() if value is not None}
+    preprocessor = read_json(hf_dir / "preprocessor_config.json")
+    write_json(hf_dir / "preprocessor_config.json", _with_limits(preprocessor, limits))
+    if (hf_dir / "processor_config.json").is_file():
+        processor = read_json(hf_dir / "processor_config.json")
+        if isinstance(processor.get("image_processor"), dict):
+            processor["image_processor"] = _with_limits(processor["image_processor"], limits)
+            write_json(hf_dir / "processor_config.json", processor)
+
+
 def patches_png(patches: np.ndarray, grid: np.ndarray, patch_format: PatchFormat, side: int) -> bytes:
     """The picture that the patches (h*w, 3 * patch_size^2) of one image show, as a PNG within side x side pixels."""
     size, merge = patch_format.patch_size, patch_format.merge_size
@@ -60,6 +75,12 @@ def patches_png(patches: np.ndarray, grid: np.ndarray, patch_format: PatchFormat
     out = io.BytesIO()
     image.save(out, "PNG")
     return out.getvalue()
+
+
+def _with_limits(preprocessor: dict[str, Any], limits: Mapping[str, int]) -> dict[str, Any]:
+    # min_pixels and max_pixels are the older spelling of the same limits and would contradict the new size.
+    kept = {k: v for k, v in preprocessor.items() if not limits or k not in ("min_pixels", "max_pixels")}
+    return {**kept, "size": {**(preprocessor.get("size") or {}), **limits}} if limits else kept
 
 
 def _check_supported(file: Path, raw: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from dataset_builders.contracts.store import absolute, local_dir
 from dataset_builders.contracts.strict import StrictModel
 from stages.artifact import Artifact, Input, Stage, StageOutput
 from stages.encode_chat import SYSTEM_PROMPT
+from stages.encode_image import write_pixel_limits
 from stages.hf_directory import count_parameters, read_json, safetensors_header
 from stages.remote_code import drop_auto_maps
 from stages.report import Table, write_report
@@ -80,25 +81,11 @@ def copy_processor_files(source: Path, hf_dir: Path, tokenized: Mapping[str, Any
         if file.name not in _NOT_COPIED and not file.name.startswith(("manifest.", "report.")):
             shutil.copyfile(file, hf_dir / file.name)
     drop_auto_maps(hf_dir)
-    limits = {"shortest_edge": tokenized.get("min_pixels"), "longest_edge": tokenized.get("max_pixels")}
-    limits = {name: value for name, value in limits.items() if value is not None}
-    preprocessor = read_json(hf_dir / "preprocessor_config.json")
-    write_json(hf_dir / "preprocessor_config.json", _with_limits(preprocessor, limits))
-    if (hf_dir / "processor_config.json").is_file():
-        processor = read_json(hf_dir / "processor_config.json")
-        if isinstance(processor.get("image_processor"), dict):
-            processor["image_processor"] = _with_limits(processor["image_processor"], limits)
-            write_json(hf_dir / "processor_config.json", processor)
+    write_pixel_limits(hf_dir, tokenized.get("min_pixels"), tokenized.get("max_pixels"))
     write_json(hf_dir / "config.json", _with_dtype(read_json(hf_dir / "config.json"), written_dtype(hf_dir)))
     (hf_dir / SYSTEM_PROMPT).unlink(missing_ok=True)
     if tokenized.get("system_prompt"):
         write_text(hf_dir / SYSTEM_PROMPT, tokenized["system_prompt"])
-
-
-def _with_limits(preprocessor: dict[str, Any], limits: Mapping[str, int]) -> dict[str, Any]:
-    # min_pixels and max_pixels are the older spelling of the same limits and would contradict the new size.
-    kept = {k: v for k, v in preprocessor.items() if not limits or k not in ("min_pixels", "max_pixels")}
-    return {**kept, "size": {**(preprocessor.get("size") or {}), **limits}} if limits else kept
 
 
 def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:

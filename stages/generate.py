@@ -12,10 +12,10 @@ from dataset_builders.contracts.errors import InputError
 from dataset_builders.contracts.sample import Message, SkipSample
 from dataset_builders.pixels import encode_image
 from stages.answer_engine import Answer, Asked, EngineSettings, Prepared
-from stages.encode_chat import ChatEncoder, read_system_prompt
-from stages.encode_image import load_image_config
+from stages.encode_chat import ChatEncoder
 from stages.greedy_decoder import EncodedImages, GreedyDecoder, PoolLimits, Prompt, Row
 from stages.hf_directory import check_hf_dir
+from stages.prompt_format import PromptFormat, read_prompt_format
 from stages.transformers_progress import no_progress_bar
 
 _UNLIMITED = PoolLimits(rows=1 << 30, tokens=1 << 60)
@@ -29,15 +29,17 @@ class Generator:
     Args:
         hf_dir: config.json, weights, tokenizer, chat template, preprocessor_config.json and generation_config.json.
         device: place of the GPU on this host; None: the first one.
+        prompt: how it is asked; None: as the directory says.
 
     Raises:
         InputError: the directory is no complete model of a supported architecture.
     """
 
-    def __init__(self, hf_dir: Path, device: int | None = None) -> None:
+    def __init__(self, hf_dir: Path, device: int | None = None, prompt: PromptFormat | None = None) -> None:
         check_hf_dir(hf_dir)
-        self._chat = ChatEncoder(hf_dir, system_prompt=read_system_prompt(hf_dir))
-        self._image_config = load_image_config(hf_dir)
+        prompt = prompt or read_prompt_format(hf_dir)
+        self._chat = ChatEncoder(hf_dir, system_prompt=prompt.system_prompt)
+        self._image_config = prompt.pixels
         model = _load(hf_dir, device)
         self.decoder = GreedyDecoder(
             model,
@@ -87,7 +89,7 @@ class TransformersEngine:
     """Answers of transformers: prompts are admitted to the decoder's pool as rows of it end."""
 
     def __init__(self, settings: EngineSettings) -> None:
-        self._generator = Generator(settings.hf_dir, settings.device)
+        self._generator = Generator(settings.hf_dir, settings.device, settings.prompt)
         self._limits = PoolLimits(settings.batch_size, settings.batch_tokens)
 
     def prepare(self, asked: Sequence[Asked]) -> Prepared:

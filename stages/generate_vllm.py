@@ -1,21 +1,26 @@
 """Greedy answers of vLLM, where it is installed; never run against the library itself, only against its interface.
 
 vLLM gets the prompt's tokens with one placeholder an image and the decoded pictures; it scales them by the directory's
-preprocessor_config.json, with the same processor as training's reference. It fills its batches by itself, so a group is
-handed over whole and `batch_size` is its limit of sequences.
+preprocessor_config.json, with the same processor as training's reference. Where other limits are asked for, it gets a
+directory of links that has those: which arguments of its own reach the processor depends on its version. It fills its
+batches by itself, so a group is handed over whole and `batch_size` is its limit of sequences.
 """
 
+import atexit
 import importlib
+import shutil
+import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from dataset_builders.contracts.sample import SkipSample
 from dataset_builders.images import image_size, open_rgb
-from dataset_builders.pixels import image_grid
+from dataset_builders.pixels import PixelConfig, image_grid
 from stages.answer_engine import Answer, Asked, EngineSettings, Prepared, check_engine
-from stages.encode_chat import ChatEncoder, read_system_prompt
-from stages.encode_image import load_image_config
+from stages.encode_chat import ChatEncoder
+from stages.encode_image import load_image_config, write_pixel_limits
 from stages.generate import end_ids_of, read_generation_config
 from stages.hf_directory import check_hf_dir
 
@@ -33,12 +38,12 @@ class VllmEngine:
         check_engine("vllm")
         check_hf_dir(settings.hf_dir)
         self._vllm = importlib.import_module("vllm")
-        self._chat = ChatEncoder(settings.hf_dir, system_prompt=read_system_prompt(settings.hf_dir))
-        self._image_config = load_image_config(settings.hf_dir)
+        self._chat = ChatEncoder(settings.hf_dir, system_prompt=settings.prompt.system_prompt)
+        self._image_config = settings.prompt.pixels
         self._end_ids = frozenset(end_ids_of(settings.hf_dir, read_generation_config(settings.hf_dir)))
         self._encoding = threading.Lock()  # a tokenizer is not made for several threads
         self._llm = self._vllm.LLM(
-            model=str(settings.hf_dir),
+            model=str(_with_pixels(settings.hf_dir, self._image_config)),
             max_num_seqs=settings.batch_size,
             trust_remote_code=False,
             generation_config="vllm",  # its own defaults, not the directory's sampling settings
@@ -95,3 +100,15 @@ class VllmEngine:
         return self._vllm.SamplingParams(
             temperature=0.0, max_tokens=max_new_tokens, stop_token_ids=sorted(self._end_ids), detokenize=False
         )
+
+
+def _with_pixels(hf_dir: Path, pixels: PixelConfig) -> Path:
+    """The model directory, or links to its files beside configs with these limits."""
+    if pixels == load_image_config(hf_dir):
+        return hf_dir
+    directory = Path(tempfile.mkdtemp(prefix="athanor-vllm-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    for file in hf_dir.iterdir():
+        (directory / file.name).symlink_to(file.resolve())
+    write_pixel_limits(directory, pixels.min_pixels, pixels.max_pixels)  # a new file in place of a link
+    return directory

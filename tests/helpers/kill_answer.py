@@ -9,6 +9,7 @@ import torch
 import stages.generate
 from stages.answer import AnswerConfig, AnswerResources
 from stages.answers import ANSWERS_JSONL
+from stages.prompt_format import read_prompt_format
 from tests.helpers.evaluation import answered, hf_artifact, mixed_samples, samples_artifact, talkative_hf_dir
 from tests.helpers.kill import kill_and_rerun, print_result
 
@@ -20,7 +21,8 @@ def main(directory: Path) -> None:
         "samples": samples_artifact(directory / "samples", mixed_samples(7)),
     }
     stages.generate.Generator = functools.cache(stages.generate.Generator)
-    stages.generate.Generator(inputs["hf"].dir / "hf", None)  # loaded once, for all the forks
+    hf_dir = inputs["hf"].dir / "hf"
+    stages.generate.Generator(hf_dir, None, read_prompt_format(hf_dir))  # loaded once, for all the forks
     # Small prompts and one thread: what is killed is this stage, not a pool of torch.
     config = AnswerConfig(max_new_tokens=4, part_size=3, batch_size=2)
 

@@ -25,6 +25,7 @@ from stages.encode_image import load_image_config
 from stages.generate import Generator
 from stages.hf_directory import model_input
 from stages.launch import Handle, JobFailed
+from stages.prompt_format import read_prompt_format
 from tests.helpers.evaluation import (
     answered,
     conversation,
@@ -191,7 +192,8 @@ def test_two_workers_give_the_bytes_of_one(made, tmp_path):
 def _worker_job(directory, hf_dir, **config):
     """job.json of a worker whose plan holds one question."""
     directory.mkdir()
-    job = AnswerJob(config=CONFIG.model_copy(update=config), hf_dir=hf_dir, samples_dir=directory, work_dir=directory)
+    config, prompt = CONFIG.model_copy(update=config), read_prompt_format(talkative_hf_dir())
+    job = AnswerJob(config=config, hf_dir=hf_dir, prompt=prompt, samples_dir=directory, work_dir=directory)
     write_plan(directory / PLAN_JSONL, _questions([5]))
     (directory / "job.json").write_text(job.model_dump_json())
     return directory / "job.json"
@@ -217,7 +219,8 @@ def test_the_stage_says_what_a_worker_refused(tmp_path, monkeypatch, refused):
     monkeypatch.setattr(answer_job, "run_job", run_job)
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / answer_worker.REFUSED).write_text("of an earlier try")
-    job = AnswerJob(config=CONFIG, hf_dir=tmp_path, samples_dir=tmp_path, work_dir=tmp_path)
+    prompt = read_prompt_format(talkative_hf_dir())
+    job = AnswerJob(config=CONFIG, hf_dir=tmp_path, prompt=prompt, samples_dir=tmp_path, work_dir=tmp_path)
     with pytest.raises(InputError if refused else JobFailed, match=refused or "exit status 2"):
         answer_job.run_workers(job, ClusterConfig(processes=2), lambda line: None, lambda: None)
 

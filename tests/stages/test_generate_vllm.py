@@ -1,7 +1,10 @@
 """vLLM's adapter against a module of its interface: what it is given, what is made of its outputs. No vLLM here."""
 
+import json
+import shutil
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import ClassVar
 
@@ -13,7 +16,9 @@ from stages.answer import STAGE, AnswerConfig
 from stages.answer_engine import Asked, EngineSettings, check_engine, make_engine
 from stages.answers import ANSWERS_JSONL, read_answers
 from stages.artifact import run_stage
+from stages.encode_chat import ChatEncoder
 from stages.generate import Generator
+from stages.prompt_format import read_prompt_format
 from tests.helpers.evaluation import (
     answered,
     conversation,
@@ -67,8 +72,10 @@ def vllm(monkeypatch):
     return module
 
 
-def _engine(**settings):
-    return make_engine("vllm", EngineSettings(talkative_hf_dir(), **{"batch_size": 7, "batch_tokens": 999} | settings))
+def _engine(hf_dir=None, tokenized=None):
+    hf_dir = hf_dir or talkative_hf_dir()
+    prompt = read_prompt_format(hf_dir, tokenized)
+    return make_engine("vllm", EngineSettings(hf_dir, prompt, batch_size=7, batch_tokens=999))
 
 
 def _asked(number, images, max_new_tokens=9):
@@ -82,6 +89,36 @@ def test_the_model_is_loaded_without_its_sampling_settings(vllm):
     (llm,) = LLM.made
     assert llm.options["model"] == str(talkative_hf_dir()) and llm.options["max_num_seqs"] == 7
     assert llm.options["generation_config"] == "vllm" and llm.options["trust_remote_code"] is False
+
+
+def test_other_limits_and_another_prompt_are_those_of_the_directory_it_gets(vllm, tmp_path):
+    source = tmp_path / "hf"
+    shutil.copytree(talkative_hf_dir(), source)
+    preprocessor = json.loads((source / "preprocessor_config.json").read_text())
+    (source / "processor_config.json").write_text(json.dumps({"image_processor": preprocessor}))
+    before = {file.name: file.read_bytes() for file in source.iterdir()}
+    tokenized = {"min_pixels": 64 * 64, "max_pixels": 96 * 96, "system_prompt": "Be brief."}
+    engine = _engine(source, tokenized)
+    given = Path(LLM.made[0].options["model"])
+    assert read_prompt_format(given).pixels == read_prompt_format(source, tokenized).pixels
+    size = {"shortest_edge": 64 * 64, "longest_edge": 96 * 96}
+    assert json.loads((given / "processor_config.json").read_text())["image_processor"]["size"] == size
+    same = [name for name in before if name not in ("preprocessor_config.json", "processor_config.json")]
+    assert all((given / name).samefile(source / name) for name in same) and "model.safetensors" in same
+    assert {file.name: file.read_bytes() for file in source.iterdir()} == before
+    assert {file.name for file in given.iterdir()} == set(before)
+    question = _asked(1, [picture(1, 64, 32)])
+    list(engine.answer([engine.prepare([question])]))
+    (prompt,), _ = LLM.made[0].calls[0]
+    chat = ChatEncoder(source, system_prompt="Be brief.")
+    assert prompt["prompt_token_ids"] == chat.prompt_ids(question.messages, [(1, 4, 6)]).tolist()
+
+
+def test_its_own_limits_need_no_other_directory(vllm):
+    own = read_prompt_format(talkative_hf_dir()).pixels
+    for tokenized in ({}, {"max_pixels": own.max_pixels, "system_prompt": "Be brief."}):
+        _engine(tokenized=tokenized)
+    assert {llm.options["model"] for llm in LLM.made} == {str(talkative_hf_dir())}
 
 
 def test_prompts_have_one_placeholder_an_image_and_the_pictures_in_order(vllm):
