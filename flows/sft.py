@@ -131,7 +131,7 @@ def _compare(
 ) -> Runs:
     """The same questions to the model before training, as the trained one was asked, and the difference."""
     common, runs = (config, root, tracking_run), Runs()
-    asked = {"hf": made["model"], "samples": made["convert"]}
+    asked = {"hf": made["model"], "samples": made["convert"], "tokenized": made["tokenize"]}
     runs["answer_base"] = answer_task(*common, asked, "answer_base")
     answers = {"answers": runs["answer_base"]["dir"], **scored}
     runs["evaluate_base"] = evaluate_task(*common, {**answers, "start_of": made["train"]}, "evaluate_base")

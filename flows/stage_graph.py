@@ -90,7 +90,7 @@ def _scoring_nodes(config: PipelineConfig, model: str) -> list[Node]:
     released = {"export": "export", "train": "train", "evaluate": "evaluate", **scored}
     if config.compare is not None:
         nodes += [
-            Node("answer_base", config.evaluate.answer, {"hf": model, **asked}),
+            Node("answer_base", config.evaluate.answer, {"hf": model, **asked, "tokenized": "tokenize"}),
             Node("evaluate_base", config.evaluate, {"answers": "answer_base", **scored, "start_of": "train"}),
             Node("compare", config.compare, {"base": "evaluate_base", "tuned": "evaluate"}),
         ]

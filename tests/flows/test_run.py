@@ -21,6 +21,7 @@ SMALL = {
     "data.num_pairs": 8,
     "data.num_texts": 8,
     "convert.heldout_fraction": 0.3,
+    "tokenize.system_prompt": "Be brief.",
     "train.num_steps": 5,
     "train.optim.lr": 0.002,
     "train.optim.warmup_steps": 1,
@@ -80,6 +81,11 @@ def test_a_run_ends_with_scores_and_the_next_commands(root, capsys):
         assert hint in text
     assert (root / "example.png").read_bytes().startswith(b"\x89PNG")
     assert str(root) in text.split("--root")[1]
+
+
+def test_both_models_are_asked_the_same(finished):
+    found = [path.read_bytes() for path in finished.glob("artifacts/answer/*/answers.jsonl")]
+    assert len(found) > 1 and len(set(found)) == 1  # the stand-in trainer exports the weights that it was given
 
 
 def test_a_second_run_makes_nothing_and_stays_in_its_mlflow_run(finished, capsys):
