@@ -22,6 +22,7 @@ from flows.stage_graph import plan_stages
 from flows.tasks import contamination_task
 from flows.tracking_run import ends_with_failure, open_tracking
 from stages.artifact import Artifact
+from stages.model_card import check_push
 from stages.tracking import Tracker, run_name
 
 
@@ -99,6 +100,7 @@ def _evaluate(asked: Recipe, root: StorePath) -> dict[str, Any]:
             f"there is no exported model of recipe {asked.name} with these overrides yet ({missing.why}); "
             "run the deployment vlm-sft with the same values first"
         )
+    check_push(asked.config.execution.registry.push_to)
     tracking_run = open_tracking(asked.config, str(root), found, asked.name, asked.differs)
     tracker = Tracker(root, tracking_run)
     with ends_with_failure(tracker):

@@ -28,6 +28,8 @@ RECIPE_ONLY = (
     "execution.cluster.slurm",  # lines of a shell script
     "execution.dask_address",  # unpickles what the scheduler sends
     "execution.model_code_sha256",  # agrees to code
+    "execution.registry.push_private",
+    "execution.registry.push_to",  # gives the model away
 )
 _PATHS = ("data", "model", "convert.options.image_root")
 _STORE_URL = re.compile(r"(s3a?|gs|gcs|hf|az|abfss?|oss|oci)://[A-Za-z0-9][A-Za-z0-9._@-]*(/[^\0]*)?")

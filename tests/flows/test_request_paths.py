@@ -127,6 +127,8 @@ CHANGES = {
     "execution.model_code_sha256": "0" * 64,
     "execution.cluster.slurm.partition": "other",
     "execution.cluster.kubernetes.namespace": "other",
+    "execution.registry.push_to": "other/model",
+    "execution.registry.push_private": False,
 }
 
 
@@ -150,7 +152,20 @@ def test_every_rule_is_about_fields_that_there_are():
 
 def test_all_that_reaches_a_shell_or_another_machine_is_the_recipes_alone():
     """A field of this kind that is added later must be under one of the rules."""
-    kinds = ("script", "setup", "command", "extra", "image", "mount", "secret", "account", "address", "host", "env")
+    kinds = (
+        "script",
+        "setup",
+        "command",
+        "extra",
+        "image",
+        "mount",
+        "secret",
+        "account",
+        "address",
+        "host",
+        "env",
+        "push",
+    )
     found = [name for name in all_fields(PipelineConfig) if set(name.rpartition(".")[2].split("_")) & set(kinds)]
     assert "execution.dask_address" in found
     assert [name for name in found if name.startswith("execution.") and not is_recipe_only(name)] == []
