@@ -13,6 +13,7 @@ from dataset_builders.contracts.errors import InputError
 from stages.cluster_config import KubernetesConfig
 
 REQUEST_SECONDS = 20
+_MOST_READINGS = 10  # of the log of a container that has ended
 _INSTALL = "https://kubernetes.io/docs/tasks/tools/"
 _AWAY = re.compile(
     r"connect|refused|timeout|timed out|TLS handshake|EOF|reset by peer|no such host|no route|"
@@ -162,11 +163,20 @@ class LogStream:
         return found
 
     def rest(self, seconds: float) -> list[str]:
-        """The lines up to the end of a container that has ended; read to the end once more, the stream may break."""
-        found: list[str] = []
-        for _ in range(2):
+        """The lines up to the end of a container that has ended.
+
+        A stream that broke looks like one that ended, so it is read again until two readings, neither of which ended
+        within a line, bring nothing new.
+        """
+        found = self.drain(seconds)
+        idle = 0
+        for _ in range(_MOST_READINGS):
             self._begin_at = 0.0
-            found += self.lines() + self.drain(seconds)
+            new = self.lines() + self.drain(seconds)
+            found += new
+            idle = 0 if new or self._part else idle + 1
+            if idle == 2:
+                break
         return found
 
     def close(self) -> None:

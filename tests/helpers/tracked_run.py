@@ -104,7 +104,8 @@ def tell_a_run(root: Path, identity: str, num_steps: int = 12, *, live: range | 
     trained = make_trained(root, "d" * 16, num_steps)
     tracker.replay_metrics(trained)
     tracker.log_stage(trained, False)
-    model = tracker.log_model((exported := make_exported(root, "e" * 16)), exported.dir / "hf", SCORES, MODEL)
+    exported = make_exported(root, "e" * 16)
+    model = tracker.log_model(exported, exported.dir / "hf", SCORES, MODEL)
     tracker.log_evaluation(make_evaluated(root, "f" * 16, 6), model)
     tracker.finish("FINISHED")
     return tracker

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import socket
+import subprocess
 import sys
 import textwrap
 import threading
@@ -238,6 +239,18 @@ def test_a_stream_that_breaks_loses_and_doubles_no_line(tmp_path, cluster_dir):
     assert status == 0 and breaks > 1
     assert _own_lines(launcher.logs(handle)) == [f"line {i}" for i in range(300)]
     assert (cluster_dir / "calls.txt").read_text().count("--since-time=") >= breaks
+
+
+def test_the_end_of_a_log_is_found_however_often_its_reading_breaks():
+    readings = ["t.1Z a\nt.2", "t.1Z a\nt", "t.1Z a\n", "t.1Z a\nt.2Z b\nt.3Z c\n", *["t.3Z c\n"] * 9]
+
+    class Breaking:
+        def follow(self, pod: str, container: str, since: str | None) -> subprocess.Popen[bytes]:
+            return subprocess.Popen(["printf", "%s", readings.pop(0)], stdout=subprocess.PIPE)
+
+    stream = LogStream(Breaking(), "pod", "node", 1)
+    assert stream.rest(10) == ["a", "b", "c"]
+    assert len(readings) == 7
 
 
 def test_lines_of_one_instant_are_told_apart():

@@ -208,7 +208,8 @@ def test_the_same_pipeline_goes_on_in_its_run_and_another_gets_its_own(root):
 def test_without_a_key_nothing_is_said(tmp_path):
     tracker = Tracker(tmp_path, None)
     tracker.log_stage(make_artifact(tmp_path, "convert", "c" * 16), False)
-    assert tracker.log_model((exported := make_exported(tmp_path, "e" * 16)), exported.dir / "hf", SCORES, "m") is None
+    exported = make_exported(tmp_path, "e" * 16)
+    assert tracker.log_model(exported, exported.dir / "hf", SCORES, "m") is None
     tracker.finish("FINISHED")
     assert tracker.url() is None and tracker.compare_with_last() is None and tracker.problems == []
     assert not (tmp_path / "tracking").exists()
