@@ -37,7 +37,7 @@ from stages.tracking_inputs import (
 from stages.tracking_journal import Entry, State
 from stages.tracking_notes import NOTE_TAG, experiment_note, run_note
 from stages.tracking_registry import REASON_TAG, promote, register
-from trainer.contract import PROFILE, MetricsRow, read_metrics
+from trainer.contract import HF_EXPORT, PROFILE, MetricsRow, read_metrics
 
 IDENTITY_TAG = "athanor.identity"
 PREVIEW_HTML = "preview.html"
@@ -252,7 +252,8 @@ class Applier:
         mark = exported.manifest.fingerprint
         if self._is_logged("export_model", mark):
             return
-        hf_dir, client, run_id = location(entry.data["hf_dir"]), self._client, self.state.run_id
+        hf_dir = location(entry.data.get("hf_dir") or str(exported.dir / HF_EXPORT))  # none in entries of before
+        client, run_id = self._client, self.state.run_id
         tags = {"hf_dir": str(hf_dir), "fingerprint": mark}
         model_id = self._logged_model(exported, name, tags)
         if refusals := entry.data.get("refusals"):

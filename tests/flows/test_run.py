@@ -161,6 +161,31 @@ def test_a_model_whose_scores_do_not_hold_is_not_registered(finished):
     assert len(client.search_model_versions(f"name='{name}'")) == before
 
 
+def test_a_model_goes_to_the_hub_with_its_card_where_its_gates_hold(finished, monkeypatch):
+    pushed = []
+
+    def push(hf_dir: Path, repo_id: str, private: bool) -> str:
+        pushed.append((hf_dir, repo_id, private))
+        return f"https://hub.example/{repo_id}"
+
+    monkeypatch.setattr("flows.tasks.push_to_hub", push)
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: "hf_x")
+    to = {"execution.registry.push_to": "owner/digits"}
+    assert athanor("run", finished, **to, **{"execution.registry.gates": "{score: {min: 1.01}}"}) == 0
+    assert pushed == []
+    assert athanor("run", finished, **to) == 0
+    ((hf_dir, repo_id, private),) = pushed
+    assert (hf_dir.parent.parent.name, repo_id, private) == ("release", "owner/digits", True)
+    assert "# athanor-embedded" in (hf_dir / "README.md").read_text()
+
+
+def test_a_push_without_a_token_is_said_before_anything_is_made(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    assert athanor("run", tmp_path, **{"execution.registry.push_to": "owner/digits"}) == 2
+    assert "pushing to owner/digits needs a token" in error_line(capsys)
+    assert not list(tmp_path.glob("artifacts/*"))
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
