@@ -135,7 +135,8 @@ def _compare(
     runs["answer_base"] = answer_task(*common, asked, "answer_base")
     answers = {"answers": runs["answer_base"]["dir"], **scored}
     runs["evaluate_base"] = evaluate_task(*common, {**answers, "start_of": made["train"]}, "evaluate_base")
-    runs["compare"] = compare_task(*common, runs["evaluate_base"]["dir"], tuned_dir)
+    both = {"base": runs["evaluate_base"]["dir"], "tuned": tuned_dir}
+    runs["compare"] = compare_task(*common, {**both, "samples": made["convert"]})
     return runs
 
 

@@ -92,7 +92,7 @@ def _scoring_nodes(config: PipelineConfig, model: str) -> list[Node]:
         nodes += [
             Node("answer_base", config.evaluate.answer, {"hf": model, **asked, "tokenized": "tokenize"}),
             Node("evaluate_base", config.evaluate, {"answers": "answer_base", **scored, "start_of": "train"}),
-            Node("compare", config.compare, {"base": "evaluate_base", "tuned": "evaluate"}),
+            Node("compare", config.compare, {"base": "evaluate_base", "tuned": "evaluate", **asked}),
         ]
         released["compare"] = "compare"
     return [*nodes, Node("release", release_config(config), released)]

@@ -188,12 +188,13 @@ def evaluate_task(
 
 
 @task(name="compare", **_POLICY)
-def compare_task(
-    config: PipelineConfig, root: str, tracking_run: str | None, base_dir: str, tuned_dir: str
-) -> StageRun:
-    """Scores before and after training -> by how much they differ, and where; the gain goes to MLflow."""
-    inputs = {"base": Artifact.load(location(base_dir)), "tuned": Artifact.load(location(tuned_dir))}
-    done = _run("compare", config, config.compare, inputs, root, tracking_run, object())
+def compare_task(config: PipelineConfig, root: str, tracking_run: str | None, dirs: Mapping[str, str]) -> StageRun:
+    """Scores before and after training -> by how much they differ, and where; the gain goes to MLflow.
+
+    Args:
+        dirs: role -> directory of each input.
+    """
+    done = _run("compare", config, config.compare, _artifacts(dirs), root, tracking_run, object())
     Tracker(location(root), tracking_run).log_comparison(Artifact.load(location(done["dir"])))
     return done
 

@@ -6,7 +6,7 @@
 The model before training is "base", the trained one "tuned".
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,15 +17,16 @@ import pyarrow.parquet as pq
 from dataset_builders.contracts.errors import InputError
 from dataset_builders.contracts.files import atomic_path
 from dataset_builders.contracts.store import StorePath, local_copy
+from stages.answer_plan import heldout_samples
 from stages.artifact import Artifact, Stage, StageOutput
 from stages.comparison import Comparison, compare_predictions
-from stages.comparison_report import write_comparison_report
+from stages.comparison_report import shown_keys, write_comparison_report
 from stages.evaluate_config import CompareConfig
 from stages.predictions import COMPARISON, counted, read_predictions
 from stages.scoring.intervals import Bootstrap
 from stages.scoring.summary import upward_rows, upwards
 
-VERSION = 2  # 2: contaminated samples are in neither
+VERSION = 3  # 2: contaminated samples are in neither; 3: all pictures of a sample on the page
 COMPARISON_SCHEMA = pa.schema(
     [
         ("key", pa.string()),
@@ -45,7 +46,7 @@ COMPARISON_SCHEMA = pa.schema(
 
 
 def _run(config: CompareConfig, inputs: Mapping[str, Artifact], work: Path, resources: object) -> StageOutput:
-    """Inputs: "base", "tuned"; two evaluations."""
+    """Inputs: "base", "tuned", two evaluations; "samples", which they are of."""
     base, tuned = (counted(read_predictions(inputs[name].dir)) for name in ("base", "tuned"))
     overrides = _metrics(inputs)
     bootstrap = Bootstrap(resamples=config.resamples, level=config.level, seed=config.seed)
@@ -53,8 +54,19 @@ def _run(config: CompareConfig, inputs: Mapping[str, Artifact], work: Path, reso
     table = _table(base, tuned, comparison)
     with atomic_path(work / COMPARISON) as tmp:
         pq.write_table(table, tmp)
-    write_comparison_report(work, comparison, table)
+    write_comparison_report(work, comparison, table, _pictures(inputs["samples"], shown_keys(table)))
     return StageOutput(stats=_stats(comparison))
+
+
+def _pictures(samples: Artifact, keys: set[str]) -> dict[str, Sequence[bytes]]:
+    """Key -> all pictures of that held-out sample."""
+    found: dict[str, Sequence[bytes]] = {}
+    for sample in heldout_samples(samples):
+        if found.keys() == keys:
+            break
+        if sample.key in keys:
+            found[sample.key] = sample.images
+    return found
 
 
 def _metrics(inputs: Mapping[str, Artifact]) -> Mapping[str, list[str]]:

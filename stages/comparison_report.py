@@ -1,6 +1,6 @@
 """The page of a comparison: the differences, then pictures with both answers, what differs most first."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +19,25 @@ _ROWS = 200
 _THUMBNAIL_SIDE = 160  # pixels
 
 
-def write_comparison_report(directory: Path, comparison: Comparison, table: pa.Table) -> None:
+def shown_keys(table: pa.Table) -> set[str]:
+    """The samples whose pictures are on the page."""
+    return {key for part in _parts(table) for key in _shown(part)["key"].to_pylist()}
+
+
+def write_comparison_report(
+    directory: Path, comparison: Comparison, table: pa.Table, pictures: Mapping[str, Sequence[bytes]]
+) -> None:
     """report.json and report.html.
 
     Args:
         table: comparison.parquet's, in its order.
+        pictures: key of a sample -> all its pictures, encoded; of the `shown_keys`.
     """
-    worse = table.filter(pc.less(table["gain"], 0))
-    better = table.filter(pc.greater(table["gain"], 0))
+    worse, better = _parts(table)
     sections: list[Section] = [
         _differences(comparison),
-        Pictures(f"Worse than before ({worse.num_rows} in all; the first with pictures)", _pictures(worse)),
-        Pictures(f"Better than before ({better.num_rows} in all; the first with pictures)", _pictures(better)),
+        _gallery("Worse than before", worse, pictures),
+        _gallery("Better than before", better, pictures),
         _answers(table),
     ]
     write_report(directory, title="Before and after training", summary=_summary(comparison), sections=sections)
@@ -72,9 +79,19 @@ def _difference(found: Difference) -> str:
     return f"{found.difference:+.4f} ({found.low:+.4f} to {found.high:+.4f}{sure})"
 
 
-def _pictures(table: pa.Table) -> list[tuple[bytes, str]]:
-    shown = table.filter(pc.is_valid(table["image"])).slice(0, _PICTURES)
-    return [(preview_png([row["image"]], _THUMBNAIL_SIDE), _caption(row)) for row in shown.to_pylist()]
+def _parts(table: pa.Table) -> tuple[pa.Table, pa.Table]:
+    """Worse than before, better than before."""
+    return table.filter(pc.less(table["gain"], 0)), table.filter(pc.greater(table["gain"], 0))
+
+
+def _shown(table: pa.Table) -> pa.Table:
+    return table.filter(pc.is_valid(table["image"])).slice(0, _PICTURES)
+
+
+def _gallery(title: str, table: pa.Table, pictures: Mapping[str, Sequence[bytes]]) -> Pictures:
+    rows = _shown(table).to_pylist()
+    shown = [(preview_png(pictures[row["key"]], _THUMBNAIL_SIDE), _caption(row)) for row in rows]
+    return Pictures(f"{title} ({table.num_rows} in all; the first with pictures)", shown)
 
 
 def _caption(row: dict[str, Any]) -> str:

@@ -1,16 +1,20 @@
 """Two models on the same questions: the difference, its interval, the rows that differ, and the page."""
 
+import base64
+import io
 import json
+import re
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from PIL import Image
 
 from dataset_builders.contracts.errors import InputError
 from dataset_builders.images import grey_png
 from stages.compare import _stats, _table
 from stages.comparison import compare_predictions
-from stages.comparison_report import write_comparison_report
+from stages.comparison_report import shown_keys, write_comparison_report
 from stages.evaluate_config import CompareConfig
 from stages.scoring.intervals import Bootstrap
 
@@ -41,6 +45,7 @@ REFERENCES = {"digits_single": ["7"] * 40, "rendered_text": ["abcd"] * 20}
 BASE = predictions({"digits_single": ["7"] * 4 + ["1"] * 36, "rendered_text": ["abzz"] * 20}, REFERENCES)
 TUNED = predictions({"digits_single": ["3"] + ["7"] * 38 + ["1"], "rendered_text": ["abcz"] * 20}, REFERENCES)
 METRICS = {"rendered_text": ["cer"]}
+WORSE = "digits_single/00000000"  # the one sample that the tuned model does worse
 
 
 @pytest.fixture(scope="module")
@@ -93,10 +98,14 @@ def test_other_questions_are_refused(name):
 
 def test_the_page_shows_both_answers_and_the_numbers(comparison, tmp_path):
     table = _table(BASE, TUNED, comparison)
-    write_comparison_report(tmp_path, comparison, table)
+    keys = shown_keys(table)
+    assert len(keys) == 1 + 48
+    write_comparison_report(tmp_path, comparison, table, {key: [IMAGE] for key in keys} | {WORSE: [IMAGE, IMAGE]})
     page = (tmp_path / "report.html").read_text()
     assert "Worse than before (1 in all" in page and "Better than before (55 in all" in page
     assert "before (1): 7" in page and "after (0): 3" in page and page.count("data:image/png") == 1 + 48
+    sizes = [Image.open(io.BytesIO(base64.b64decode(data))).size for data in re.findall(r"png;base64,([^\"]+)", page)]
+    assert sizes[0][0] > 1.9 * sizes[1][0], "one picture of two is shown"
     summary = json.loads((tmp_path / "report.json").read_text())["summary"]
     assert summary["answers"] == {"better": 55, "worse": 1, "alike": 4}
     assert summary["score before"] == pytest.approx((0.1 + 0.5) / 2)
