@@ -460,7 +460,7 @@ def test_two_pods_train_what_one_process_trains(tmp_path, cluster_dir, monkeypat
     """torchrun's real command line with the variables that the torch plugin gives, two nodes of one process."""
     monkeypatch.delenv("FAKE_KUBECTL_COMMAND")
     monkeypatch.setenv("FAKE_KUBECTL_PORT", str(_free_port()))
-    run = write_job(tmp_path / "root", num_steps=6, save_interval=2)
+    run = write_job(tmp_path / "root", num_steps=60, save_interval=20)  # so many that it is there to be cancelled
     run = run.model_copy(update={"hf_dir": shutil.copytree(run.hf_dir, tmp_path / "root" / "hf")})
     (run.output_dir / "run.json").write_text(run.model_dump_json())
     launcher = _launcher(tmp_path, nodes=2, processes=2, kubernetes={"gpus_per_node": 0})
@@ -471,5 +471,5 @@ def test_two_pods_train_what_one_process_trains(tmp_path, cluster_dir, monkeypat
     assert result_of(run).status == "stopped" and result_of(run).checkpoint
     monkeypatch.setenv("FAKE_KUBECTL_PORT", str(_free_port()))
     run_job(launcher, job)
-    assert result_of(run).status == "finished" and [row.step for row in metrics_of(run)] == [1, 2, 3, 4, 5, 6]
+    assert result_of(run).status == "finished" and [row.step for row in metrics_of(run)] == list(range(1, 61))
     assert (job.log_path.parent / "rank-0001.log").is_file()
