@@ -133,10 +133,14 @@ def _generate(job: AnswerJob, questions: Sequence[Question], resources: AnswerRe
 
     if all(part_path(job.work_dir, n).is_file() for n in range(len(parts))):
         return look()
-    cluster = resources.cluster
-    if cluster.launcher == "torchrun" and cluster.processes == 1:
-        return answer_parts(job, on_part=look)
-    return run_workers(job, cluster, resources.on_line, look)
+    if answers_apart(resources.cluster):
+        return run_workers(job, resources.cluster, resources.on_line, look)
+    return answer_parts(job, on_part=look)
+
+
+def answers_apart(cluster: ClusterConfig) -> bool:
+    """Whether other processes answer, which the cluster's launcher starts; else this one does."""
+    return cluster.launcher != "torchrun" or cluster.processes > 1
 
 
 def _gather(job: AnswerJob, questions: Sequence[Question], work: Path) -> None:

@@ -5,7 +5,7 @@ Makes nothing.
 
 import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from dataset_builders.contracts.sample import SPLITS
@@ -14,18 +14,26 @@ from flows.pipeline_config import PipelineConfig
 from flows.recipe import load_recipe
 from flows.stage_graph import PlannedStage, get_stage, pipeline_nodes, plan_stages
 from flows.text_table import print_table
+from stages.answer import answers_apart
+from stages.answer_job import answer_job
 from stages.artifact import Artifact, Input, scratch_dir, stage_identity
 from stages.estimate import count_from_facts, estimate_memory, facts_of_embedded
 from stages.export import JOB_DIR
 from stages.hf_directory import read_model_config
-from stages.launch import make_launcher
+from stages.launch import Job, make_launcher
 from stages.train import trainer_job
 from trainer.contract.model_facts import ModelFacts
 
 UNKNOWN = "known once the data is made"
 UNKNOWN_FINGERPRINT = "FINGERPRINT"
 RULER = "-" * 80
-_LAUNCHED = {"train": "", "export": JOB_DIR}  # stage -> the run's output directory in the work directory
+# Node -> the job that it submits, from its work directory.
+_JOBS: dict[str, Callable[[Path], Job]] = {
+    "train": trainer_job,
+    "export": lambda work: trainer_job(work / JOB_DIR),
+    "answer": answer_job,
+    "answer_base": answer_job,
+}
 
 
 def plan_command(args: argparse.Namespace) -> int:
@@ -49,32 +57,32 @@ def plan_command(args: argparse.Namespace) -> int:
 def print_submission(
     config: PipelineConfig, root: StorePath, planned: list[PlannedStage], found: Mapping[str, Input]
 ) -> None:
-    """What the launcher would be given for the next stage that trains or exports, byte for byte between the lines."""
-    missing = [stage.name for stage in planned if stage.name in _LAUNCHED and stage.artifact is None]
-    if not missing:
-        print("\nNothing would be submitted: the training and its export are finished.")
-        return
-    directory = output_dir_of(missing[0], config, root, found)
+    """What the launcher would be given for the next stage that trains or answers, byte for byte between the lines."""
     cluster = config.execution.cluster
-    text = make_launcher(cluster).plan(trainer_job(directory))
+    names = [stage.name for stage in planned if stage.name in _JOBS and stage.artifact is None]
+    if not answers_apart(cluster):
+        names = [name for name in names if _JOBS[name] is not answer_job]
+    if not names:
+        print("\nNothing would be submitted: the training, its export and the answers are finished.")
+        return
+    first, *others = (_JOBS[name](work_dir_of(name, config, root, found)) for name in names)
+    text = make_launcher(cluster).plan(first)
     what = {"slurm": "sbatch gets", "kubernetes": "kubectl applies"}.get(cluster.launcher, "this machine runs")
-    note = f" ({UNKNOWN_FINGERPRINT}: {UNKNOWN})" if UNKNOWN_FINGERPRINT in str(directory) else ""
-    print(f"\nFor {missing[0]}, {what}{note}:\n{RULER}\n{text}", end="" if text.endswith("\n") else "\n")
+    note = f" ({UNKNOWN_FINGERPRINT}: {UNKNOWN})" if UNKNOWN_FINGERPRINT in first.name else ""
+    print(f"\nFor {names[0]}, {what}{note}:\n{RULER}\n{text}", end="" if text.endswith("\n") else "\n")
     print(RULER)
-    for name in missing[1:]:
-        print(f"For {name} the same, with {output_dir_of(name, config, root, found)}.")
+    for name, job in zip(names[1:], others):
+        print(f"For {name} the same, with {' '.join(job.arguments)}")
 
 
-def output_dir_of(name: str, config: PipelineConfig, root: StorePath, found: Mapping[str, Input]) -> Path:
-    """The output directory of the trainer's run for a stage, as far as its fingerprint is known now."""
+def work_dir_of(name: str, config: PipelineConfig, root: StorePath, found: Mapping[str, Input]) -> Path:
+    """Where a stage will work, as far as its fingerprint is known now."""
     stage = get_stage(name)
     (node,) = (node for node in pipeline_nodes(config) if node.name == name)
     if all(source in found for source in node.inputs.values()):
         inputs = {role: found[source] for role, source in node.inputs.items()}
-        work = scratch_dir(root, stage, stage_identity(stage, node.config, inputs))
-    else:
-        work = side_dir(root) / "scratch" / f"{name}-{UNKNOWN_FINGERPRINT}"
-    return Path(work).resolve() / _LAUNCHED[name]
+        return Path(scratch_dir(root, stage, stage_identity(stage, node.config, inputs))).resolve()
+    return Path(side_dir(root) / "scratch" / f"{stage.name}-{UNKNOWN_FINGERPRINT}").resolve()
 
 
 def _why(stage: PlannedStage) -> str:

@@ -84,6 +84,21 @@ def test_before_the_data_is_made_the_unknown_part_of_a_path_is_named(capsys, tmp
     assert not list(tmp_path.iterdir())
 
 
+def test_the_other_jobs_are_named(tmp_path, capsys):
+    args = argparse.Namespace(recipe="embedded", overrides=OVERRIDES, root=tmp_path, launcher="slurm")
+    assert plan.plan_command(args) == 0
+    others = capsys.readouterr().out.split(plan.RULER + "\n")[2].splitlines()
+    answering = f"the same, with -m stages.answer_worker {tmp_path}/scratch/answer-FINGERPRINT/job/job.json"
+    assert others == [
+        f"For export the same, with -m trainer {tmp_path}/scratch/export-FINGERPRINT/job/run.json",
+        f"For answer {answering}",
+        f"For answer_base {answering}",
+    ]
+    args.launcher = "torchrun"  # of one process: what is not trained runs in the flow's own
+    assert plan.plan_command(args) == 0
+    assert "answer_worker" not in capsys.readouterr().out
+
+
 def test_a_launcher_that_cannot_take_the_layout_is_refused(tmp_path, capsys):
     with pytest.raises(InputError, match="nodes=2 needs a launcher for several hosts"):
         shown(capsys, tmp_path, "torchrun", "execution.cluster.nodes=2", "execution.cluster.processes=2")
