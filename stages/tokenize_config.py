@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.contracts.tokenized import Codec
@@ -39,3 +39,9 @@ class TokenizeConfig(StrictModel):
     max_skip_fraction: float = Field(
         ge=0, le=1, description="more left out than this share is an error; from 200 samples on"
     )
+
+    @field_validator("system_prompt")
+    @classmethod
+    def _lines_end_alike(cls, value: str | None) -> str | None:
+        """A file written on Windows, or the form's text box, ends lines in two characters; samples' texts have one."""
+        return value if value is None else value.replace("\r\n", "\n").replace("\r", "\n")

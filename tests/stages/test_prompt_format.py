@@ -9,17 +9,19 @@ import pytest
 import stages.answer as answer
 import stages.answer_job as answer_job
 import stages.answer_worker as answer_worker
+from dataset_builders.contracts.files import write_text
 from dataset_builders.contracts.manifest import Manifest
 from stages.answer import AnswerConfig, AnswerResources
 from stages.answer_parts import AnswerJob
 from stages.answers import ANSWERS_JSONL
 from stages.artifact import Artifact
 from stages.cluster_config import ClusterConfig
-from stages.encode_chat import SYSTEM_PROMPT
+from stages.encode_chat import SYSTEM_PROMPT, read_system_prompt
 from stages.export import copy_processor_files
 from stages.generate import Generator
 from stages.hf_directory import model_input
 from stages.prompt_format import read_prompt_format
+from stages.tokenize_config import TokenizeConfig
 from tests.helpers.evaluation import answered, hf_artifact, mixed_samples, samples_artifact, talkative_hf_dir
 
 CONFIG = AnswerConfig(max_new_tokens=4, part_size=4, batch_size=8)
@@ -165,3 +167,12 @@ def test_a_job_comes_back_from_its_json(tmp_path, stats):
     prompt = read_prompt_format(talkative_hf_dir(), stats)
     job = AnswerJob(config=CONFIG, hf_dir=tmp_path, prompt=prompt, samples_dir=tmp_path, work_dir=tmp_path)
     assert AnswerJob.model_validate_json(job.model_dump_json(indent=1)) == job
+
+
+def test_a_prompt_of_crlf_lines_is_the_same_in_training_and_asking(tmp_path):
+    """An export's file is read with universal newlines, so a prompt with others would be asked otherwise."""
+    prompt = "Be brief.\r\nThen\rstop."
+    config = TokenizeConfig(max_seq_len=8, max_pixels=None, max_skip_fraction=1.0, system_prompt=prompt)
+    assert config.system_prompt == "Be brief.\nThen\nstop."
+    write_text(tmp_path / SYSTEM_PROMPT, config.system_prompt)
+    assert read_system_prompt(tmp_path) == config.system_prompt
