@@ -300,8 +300,7 @@ class Applier:
         about = {"model_id": model_id, **dataset} if model_id else {}
         scores = flat_scores(self.state.scores).items()
         metrics = [Metric(name, value, entry.time_ms, 0, **about) for name, value in scores]
-        for start in range(0, len(metrics), METRICS_A_BATCH):
-            client.log_batch(run_id, metrics=metrics[start : start + METRICS_A_BATCH])
+        self._log_metrics(metrics)
         if not any(item.path == PREDICTIONS_TABLE for item in client.list_artifacts(run_id)):  # else it would append
             with tempfile.TemporaryDirectory() as folder:
                 log_predictions(client, run_id, evaluated.dir, Path(folder))
@@ -316,12 +315,15 @@ class Applier:
         client, run_id = self._client, self.state.run_id
         values = gain_metrics(compared.manifest.stats["subsets"])
         metrics = [Metric(name, value, entry.time_ms, 0) for name, value in values.items()]
-        for start in range(0, len(metrics), METRICS_A_BATCH):
-            client.log_batch(run_id, metrics=metrics[start : start + METRICS_A_BATCH])
+        self._log_metrics(metrics)
         if not any(item.path == COMPARISON_TABLE for item in client.list_artifacts(run_id)):  # else it would append
             with tempfile.TemporaryDirectory() as folder:
                 log_comparison(client, run_id, compared.dir, Path(folder))
         self._set_logged("comparison", compared.manifest.fingerprint)
+
+    def _log_metrics(self, metrics: Sequence[Metric]) -> None:
+        for start in range(0, len(metrics), METRICS_A_BATCH):
+            self._client.log_batch(self.state.run_id, metrics=metrics[start : start + METRICS_A_BATCH])
 
     # --- marks ---
 

@@ -161,6 +161,22 @@ def test_a_model_whose_scores_do_not_hold_is_not_registered(finished):
     assert len(client.search_model_versions(f"name='{name}'")) == before
 
 
+def test_without_comparison_and_contamination_nothing_of_them_is_made(finished, capsys):
+    assert athanor("run", finished, compare="null", contamination="null") == 0
+    text = capsys.readouterr().out
+    assert "2 of 10 stages made, 8 reused" in text
+    card = (Path(re.search(r"^Model: +(\S+)", text, re.M).group(1)) / "README.md").read_text()
+    assert "Not looked for." in card
+
+
+def test_the_recipe_on_the_card_makes_the_same_model(finished, capsys, tmp_path):
+    assert athanor("run", finished) == 0
+    card = (Path(re.search(r"^Model: +(\S+)", capsys.readouterr().out, re.M).group(1)) / "README.md").read_text()
+    (tmp_path / "recipe.yaml").write_text(re.findall(r"```yaml\n(.*?)```", card, re.S)[0])
+    assert main(["plan", str(tmp_path / "recipe.yaml"), "--root", str(finished)]) == 0
+    assert "0 of 14 stages would be made" in capsys.readouterr().out
+
+
 def test_a_model_goes_to_the_hub_with_its_card_where_its_gates_hold(finished, monkeypatch):
     pushed = []
 
