@@ -75,7 +75,7 @@ class Score:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ModelFacts:
+class CardFacts:
     """What a card tells.
 
     Attributes:
@@ -105,12 +105,12 @@ class ModelFacts:
 
 
 def subset_sizes(samples: Artifact) -> dict[str, dict[str, int]]:
-    """`ModelFacts.subsets` of a convert artifact."""
+    """`CardFacts.subsets` of a convert artifact."""
     return {name: dict(sizes) for name, sizes in sorted(samples.manifest.stats["samples"].items())}
 
 
 def training_facts(trained: Artifact, exported: Artifact) -> dict[str, int | float | str]:
-    """`ModelFacts.training` of a train and an export artifact: what the manifests say, by names for people."""
+    """`CardFacts.training` of a train and an export artifact: what the manifests say, by names for people."""
     names = {"steps": "steps", "epochs": "epochs", "tokens": "tokens", "loss_tokens": "learnt tokens"}
     names |= {"loss": "last training loss", "heldout_loss": "held-out loss"}
     stats = trained.manifest.stats
@@ -119,14 +119,14 @@ def training_facts(trained: Artifact, exported: Artifact) -> dict[str, int | flo
     return {**found, **parts, "weights": exported.manifest.stats["dtype"]}
 
 
-def write_model_card(hf_dir: Path, facts: ModelFacts) -> Path:
+def write_model_card(hf_dir: Path, facts: CardFacts) -> Path:
     """Write README.md into an exported directory; returns its path."""
     path = hf_dir / MODEL_CARD
     write_text(path, model_card(facts))
     return path
 
 
-def model_card(facts: ModelFacts) -> str:
+def model_card(facts: CardFacts) -> str:
     """The whole card, Markdown with the hub's YAML head."""
     base = facts.base_model or "random weights"
     about = f"Fine-tuned by athanor from `{base}` on pictures and conversations about them."
@@ -206,7 +206,7 @@ def read_model_card(hf_dir: Path) -> ModelCard:
         raise InputError(f"{path}: its YAML head cannot be read ({_line(error)}); write the card again") from error
 
 
-def _head(facts: ModelFacts) -> ModelCardData:
+def _head(facts: CardFacts) -> ModelCardData:
     names = {"base_model": facts.base_model} if facts.base_model and _HUB_NAME.fullmatch(facts.base_model) else {}
     datasets = [name for name in facts.datasets if _HUB_NAME.fullmatch(name)]
     results = [_result(facts, subset, score) for subset, scores in facts.scores.items() for score in scores]
@@ -223,13 +223,13 @@ def _head(facts: ModelFacts) -> ModelCardData:
     )
 
 
-def _licences(facts: ModelFacts) -> list[str]:
+def _licences(facts: CardFacts) -> list[str]:
     """Those of all subsets that were trained on, each once; the prompts of the_cauldron have one too."""
     names = {licence_of(subset).name for subset, sizes in facts.subsets.items() if sizes.get("train")}
     return sorted(names | ({CAULDRON_PROMPTS} if _CAULDRON in facts.datasets else set()))
 
 
-def _result(facts: ModelFacts, subset: str, score: Score) -> EvalResult:
+def _result(facts: CardFacts, subset: str, score: Score) -> EvalResult:
     return EvalResult(
         task_type=_TASK,
         dataset_type=next((name for name in facts.datasets if _HUB_NAME.fullmatch(name)), "heldout"),
@@ -241,7 +241,7 @@ def _result(facts: ModelFacts, subset: str, score: Score) -> EvalResult:
     )
 
 
-def _scores(facts: ModelFacts) -> str:
+def _scores(facts: CardFacts) -> str:
     if not facts.scores:
         return "None."
     rows = [
@@ -261,7 +261,7 @@ def _base(score: Score) -> str:
     return "" if score.base is None else f"{score.base:.4f}"
 
 
-def _contamination(facts: ModelFacts) -> str:
+def _contamination(facts: CardFacts) -> str:
     if facts.contamination is None:
         return "Not looked for."
     columns = ["subset", "held-out samples with such a picture", "same file", "same pixels", "nearly the same"]
@@ -272,7 +272,7 @@ def _contamination(facts: ModelFacts) -> str:
     return f"Held-out pictures that occur in the training data too, in pictures by kind:\n\n{table(columns, rows)}"
 
 
-def _data(facts: ModelFacts) -> str:
+def _data(facts: CardFacts) -> str:
     rows = [
         [name, sizes.get("train", 0), sizes.get("heldout", 0), licence_of(name).name, licence_of(name).source]
         for name, sizes in facts.subsets.items()
@@ -291,7 +291,7 @@ def _loading(name: str) -> str:
     return f"With transformers:\n\n{_TRANSFORMERS.format(path=path)}\n\nWith vLLM:\n\n{_VLLM.format(path=path)}"
 
 
-def _reproduce(facts: ModelFacts) -> str:
+def _reproduce(facts: CardFacts) -> str:
     command = f"```sh\n{facts.reproduce}\n```\n\n" if facts.reproduce else ""
     return f"{command}The recipe, whole:\n\n```yaml\n{yaml.safe_dump(dict(facts.recipe), sort_keys=False).strip()}\n```"
 

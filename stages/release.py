@@ -17,7 +17,7 @@ from pydantic import Field
 
 from dataset_builders.contracts.strict import StrictModel
 from stages.artifact import Artifact, Stage, StageOutput
-from stages.model_card import MODEL_CARD, ModelFacts, Score, subset_sizes, training_facts, write_model_card
+from stages.model_card import MODEL_CARD, CardFacts, Score, subset_sizes, training_facts, write_model_card
 from stages.report import Section, Table, write_report
 from stages.scoring.names import OVERALL
 from stages.scoring.summary import SCORE
@@ -58,9 +58,9 @@ def _link(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def _facts(config: ReleaseConfig, inputs: Mapping[str, Artifact]) -> ModelFacts:
+def _facts(config: ReleaseConfig, inputs: Mapping[str, Artifact]) -> CardFacts:
     contaminated = inputs["contamination"].manifest.stats["contaminated"] if "contamination" in inputs else None
-    return ModelFacts(
+    return CardFacts(
         name=config.name,
         base_model=config.base_model,
         datasets=config.datasets,
@@ -114,7 +114,7 @@ def _note(stats: Mapping[str, Any]) -> str:
     )
 
 
-def _write_report(work: Path, facts: ModelFacts) -> None:
+def _write_report(work: Path, facts: CardFacts) -> None:
     """What the card says first, for whoever looks through the pages of a run."""
     rows = [
         [subset, score.metric, score.value, score.low, score.high, score.base, score.answers]

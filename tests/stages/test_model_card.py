@@ -20,7 +20,7 @@ from dataset_builders.hub_subsets import HUB_SUBSETS
 from dataset_builders.licences import LICENCES, UNKNOWN, licence_of
 from stages.artifact import Artifact
 from stages.model_card import (
-    ModelFacts,
+    CardFacts,
     Score,
     check_push,
     model_card,
@@ -35,7 +35,7 @@ from tests.helpers.tiny_model import tiny_hf_dir
 CAULDRON = "HuggingFaceM4/the_cauldron"
 
 
-def facts(**changes: object) -> ModelFacts:
+def facts(**changes: object) -> CardFacts:
     known = {
         "name": "receipts-2b",
         "base_model": "Qwen/Qwen3-VL-2B-Instruct",
@@ -51,7 +51,7 @@ def facts(**changes: object) -> ModelFacts:
         "contamination": {"overall": {"samples": 3, "bytes": 0, "pixels": 1, "near": 2}},
         "reproduce": "athanor run receipts",
     }
-    return ModelFacts(**known | changes)
+    return CardFacts(**known | changes)
 
 
 @pytest.fixture
