@@ -207,11 +207,6 @@ class _Bin:
     is_loss: np.ndarray
     slots: np.ndarray
 
-    @property
-    def sample_bounds(self) -> list[int]:
-        """Where each sample begins, and where the last one's padding ends."""
-        return self.bounds[: len(self.samples) + 1]
-
 
 def make_micro_batch(
     samples: Sequence[TokenizedSample], geometry: Geometry, seq_len: int, part: RankSlice = WHOLE
@@ -222,23 +217,24 @@ def make_micro_batch(
         ValueError: the samples do not fit, or a sample's image tokens are not those of its grids.
     """
     whole = _lay_out(samples, geometry, seq_len, part.pad_multiple)
-    image_patches = [image.patches for images in whole.images for image in images]
+    images = [*chain.from_iterable(whole.images)]
+    image_patches = [image.patches for image in images]
     share = _NO_SHARE
     if part.has_vision:
         share = share_images(image_patches, geometry.spatial_merge_size**2, part.vision_ranks, part.vision_rank)
-    loss_index, lists, arrays = _tokens(whole, share, geometry, part)
-    images, patches = _encoded(whole, share, geometry) if part.has_vision else ([], [])
-    frames = [*chain.from_iterable([image.frame_patches for image in images])]
+    loss_lengths, lists, arrays = _tokens(whole, share, geometry, part)
+    encoded, patches = _encoded(whole, images, share, geometry) if part.has_vision else ([], [])
+    frames = [*chain.from_iterable([image.frame_patches for image in encoded])]
     lists["vision_cu_seqlens"] = [*accumulate(frames, initial=0)]
-    lists["frames"] = [*chain.from_iterable([image.frames for image in images])]
+    lists["frames"] = [*chain.from_iterable([image.frames for image in encoded])]
     numbers, spans = joined(lists, arrays)
-    pixels = np.concatenate([np.empty((0, geometry.patch_bytes), np.uint8), *patches])
+    pixels = np.concatenate(patches or [np.empty((0, geometry.patch_bytes), np.uint8)])
     return MicroBatch(
         keys=tuple([s.key for s in samples]),
         numbers=torch.from_numpy(numbers),
         spans=spans,
         max_seqlen=max(map(operator.sub, whole.bounds[1:], whole.bounds)),
-        loss_lengths=_count_by_sample(loss_index, whole, part.cp),
+        loss_lengths=loss_lengths,
         patches=Ragged(torch.from_numpy(pixels), tuple(frames)),
         vision_max_seqlen=max(frames, default=0),
         sequence_begin=part.sequence_rank * seq_len // (part.cp * part.sequence_ranks),
@@ -261,8 +257,7 @@ def _lay_out(samples: Sequence[TokenizedSample], geometry: Geometry, seq_len: in
     padding.append(seq_len - bounds[-1])
     ids = _end_to_end([s.input_ids for s in samples], padding, np.int32)
     # The one shift by one: place i predicts token i + 1 of the same sample where that token is to be learnt.
-    is_loss = np.zeros(seq_len, bool)
-    np.not_equal(_end_to_end([s.loss_mask for s in samples], padding, np.uint8)[1:], 0, out=is_loss[:-1])
+    is_loss = _end_to_end([s.loss_mask for s in samples], [*padding[:-1], padding[-1] + 1], np.uint8)[1:] != 0
     for end in bounds[1:]:
         is_loss[end - 1] = False
     if padding[-1]:
@@ -275,13 +270,10 @@ def _lay_out(samples: Sequence[TokenizedSample], geometry: Geometry, seq_len: in
 
 def _end_to_end(members: Sequence[np.ndarray], padding: Sequence[int], dtype: type[np.generic]) -> np.ndarray:
     """Members with their zeros of padding after each; `padding` has one more, for the end."""
-    pieces = []
-    for member, count in zip(members, padding):
-        pieces.append(member)
-        if count:
-            pieces.append(_zeros(count, dtype))
-    pieces.append(np.zeros(padding[-1], dtype))
-    return np.concatenate(pieces)
+    *between, end = padding
+    if any(between):
+        members = [*chain.from_iterable(zip(members, [_zeros(count, dtype) for count in between]))]
+    return np.concatenate([*members, np.zeros(end, dtype)])
 
 
 @lru_cache(maxsize=256)
@@ -291,15 +283,16 @@ def _zeros(count: int, dtype: type[np.generic]) -> np.ndarray:
 
 def _tokens(
     whole: _Bin, share: ImageShare, geometry: Geometry, part: RankSlice
-) -> tuple[np.ndarray, dict[str, Sequence[int]], dict[str, np.ndarray]]:
-    """The places in t of the loss tokens, and what `MicroBatch.numbers` says of tokens: short lists, and arrays."""
-    starts = image_starts(whole.slots, whole.images, whole.sample_bounds)
+) -> tuple[tuple[int, ...], dict[str, Sequence[int]], dict[str, np.ndarray]]:
+    """How many loss tokens of each sample lie in t, and what `numbers` says of tokens: short lists, and arrays."""
+    sample_bounds = np.array(whole.bounds[: len(whole.samples) + 1])
+    starts = image_starts(whole.slots, whole.images, sample_bounds)
     rows = share.first_rows if part.has_vision else [0] * len(starts)
     runs = token_runs(whole.images, starts, whole.lengths, whole.padding, rows)
     lists = {"cu_seqlens": whole.bounds, "run_starts": runs[::RUN_COLUMNS], "runs": runs}
     if part.cp == 1:
         loss_index = whole.is_loss.nonzero()[0]
-        arrays = {"input_ids": whole.ids, "labels": whole.ids.take(loss_index + 1)}
+        arrays = {"input_ids": whole.ids, "labels": whole.ids[1:].take(loss_index)}
     else:
         places = held_places(whole.bounds, part.cp, part.cp_rank)
         loss_index = whole.is_loss.take(places).nonzero()[0]
@@ -311,20 +304,16 @@ def _tokens(
     elif part.has_vision:
         held = arrays["input_ids"].reshape(part.sequence_ranks, -1)[part.sequence_rank]
         arrays["image_index"] = (held == geometry.image_token_id).nonzero()[0]
-    return loss_index, lists, arrays
+    firsts = loss_index.searchsorted(sample_bounds // part.cp).tolist()
+    return tuple(map(operator.sub, firsts[1:], firsts)), lists, arrays
 
 
-def _count_by_sample(loss_index: np.ndarray, whole: _Bin, cp: int) -> tuple[int, ...]:
-    """How many of a rank's loss tokens lie in each sample."""
-    bounds = whole.sample_bounds
-    firsts = loss_index.searchsorted(bounds if cp == 1 else [bound // cp for bound in bounds]).tolist()
-    return tuple(map(operator.sub, firsts[1:], firsts))
-
-
-def _encoded(whole: _Bin, share: ImageShare, geometry: Geometry) -> tuple[list[Raster], list[np.ndarray]]:
-    """The images that a rank encodes, and their patches."""
-    images, merge = [*chain.from_iterable(whole.images)], geometry.spatial_merge_size
+def _encoded(
+    whole: _Bin, images: list[Raster], share: ImageShare, geometry: Geometry
+) -> tuple[list[Raster], list[np.ndarray]]:
+    """Those of a bin's images that a rank encodes, and their patches."""
     if not share.images:
+        merge = geometry.spatial_merge_size
         blank = np.array([1, merge, merge], np.int32)
         return [*rasters(blank.tobytes(), merge)], [np.zeros((merge * merge, geometry.patch_bytes), np.uint8)]
     if len(share.images) == len(images):

@@ -32,7 +32,8 @@ def joined(lists: dict[str, Sequence[int]], arrays: dict[str, np.ndarray]) -> tu
     for name, array in arrays.items():
         begin, end = spans[name]
         block[begin:end] = array
-        block[end : end + _LINE][: -end % _LINE] = 0
+        if end % _LINE:
+            block[end : end + -end % _LINE] = 0
     return block, spans
 
 

@@ -64,13 +64,13 @@ def _raster(t: int, h: int, w: int, merge: int) -> Raster:
     return Raster((t, h, w), t * rows * columns, max(rows, columns), steps, (h * w,) * t, frame * t, t * h * w)
 
 
-def image_starts(slots: np.ndarray, images: Sequence[Sequence[Raster]], bounds: Sequence[int]) -> list[int]:
+def image_starts(slots: np.ndarray, images: Sequence[Sequence[Raster]], bounds: np.ndarray) -> list[int]:
     """The place of the first token of every image of a bin.
 
     Args:
         slots: (V,) places of the image tokens, ascending.
         images: of each sample.
-        bounds: (n + 1) where each sample begins, and the end.
+        bounds: (n + 1,) where each sample begins, and the end.
 
     Raises:
         ValueError: a sample's image tokens are not those of its grids.

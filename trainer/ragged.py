@@ -41,8 +41,9 @@ class Ragged:
         if lengths and min(lengths) < 0:
             place = next(place for place, length in enumerate(lengths) if length < 0)
             raise ValueError(f"member {place} has length {lengths[place]}")
-        if self.values.dim() == 0 or self.starts[-1] != len(self.values):
-            raise ValueError(f"{self.starts[-1]} rows by lengths, but values are {tuple(self.values.shape)}")
+        shape = self.values.shape
+        if not shape or self.starts[-1] != shape[0]:
+            raise ValueError(f"{self.starts[-1]} rows by lengths, but values are {tuple(shape)}")
 
     @classmethod
     def of(cls, members: Sequence[torch.Tensor], *, like: torch.Tensor | None = None) -> "Ragged":

@@ -25,7 +25,7 @@ def rasters_of(grids, merge: int = 2):
 def runs_of(ids, grids, padding: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Of a bin of one sample, whose images' rows begin at 100, 200, ..."""
     images, slots = [rasters_of(grids)], np.flatnonzero(np.array(ids) == IMAGE)
-    starts = image_starts(slots, images, [0, len(ids)])
+    starts = image_starts(slots, images, np.array([0, len(ids)]))
     rows = range(100, 100 * len(starts) + 100, 100)
     runs = torch.tensor(token_runs(images, starts, [len(ids)], [padding, 0], rows)).view(-1, RUN_COLUMNS)
     return runs, runs[:, 0].contiguous()
