@@ -194,7 +194,7 @@ def compare_task(config: PipelineConfig, root: str, tracking_run: str | None, di
     Args:
         dirs: role -> directory of each input.
     """
-    done = _run("compare", config, config.compare, _artifacts(dirs), root, tracking_run, object())
+    done = _run("compare", config, config.compare, _artifacts(dirs), root, tracking_run, StageResources())
     Tracker(location(root), tracking_run).log_comparison(Artifact.load(location(done["dir"])))
     return done
 
@@ -206,7 +206,7 @@ def release_task(config: PipelineConfig, root: str, tracking_run: str | None, di
     Args:
         dirs: role -> directory of each input.
     """
-    return _run("release", config, release_config(config), _artifacts(dirs), root, tracking_run, object())
+    return _run("release", config, release_config(config), _artifacts(dirs), root, tracking_run, StageResources())
 
 
 @task(name="register", **_POLICY)

@@ -463,7 +463,7 @@ def test_two_pods_train_what_one_process_trains(tmp_path, cluster_dir, monkeypat
     run = write_job(tmp_path / "root", num_steps=60, save_interval=20)  # so many that it is there to be cancelled
     run = run.model_copy(update={"hf_dir": shutil.copytree(run.hf_dir, tmp_path / "root" / "hf")})
     (run.output_dir / "run.json").write_text(run.model_dump_json())
-    launcher = _launcher(tmp_path, nodes=2, processes=2, kubernetes={"gpus_per_node": 0})
+    launcher = _launcher(tmp_path, nodes=2, processes=2, stop_grace_seconds=120, kubernetes={"gpus_per_node": 0})
     job = Job(str(run.output_dir), ("-m", "trainer", str(run.output_dir / "run.json")), run.output_dir / "logs" / "log")
     handle = launcher.submit(job)
     _poll_until(launcher, handle, lambda: len(metrics_of(run)) >= 2)

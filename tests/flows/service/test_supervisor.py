@@ -175,7 +175,7 @@ def test_leftovers_of_a_killed_service_are_ended_and_flow_runs_are_not(tmp_path)
     try:
         wait_for(lambda: len(marked_processes(tmp_path)) == 2, 20, "start")
         assert end_leftovers(tmp_path, 10) == 1
-        assert server.wait(1) == -signal.SIGTERM and run_of_flow.poll() is None and other.poll() is None
+        assert server.wait(10) == -signal.SIGTERM and run_of_flow.poll() is None and other.poll() is None
     finally:
         for process in (server, run_of_flow, other):
             process.kill()
