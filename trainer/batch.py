@@ -199,6 +199,7 @@ class _Bin:
     """
 
     samples: Sequence[TokenizedSample]
+    keys: tuple[str, ...]
     lengths: list[int]
     padding: list[int]
     bounds: list[int]
@@ -230,7 +231,7 @@ def make_micro_batch(
     numbers, spans = joined(lists, arrays)
     pixels = np.concatenate(patches or [np.empty((0, geometry.patch_bytes), np.uint8)])
     return MicroBatch(
-        keys=tuple([s.key for s in samples]),
+        keys=whole.keys,
         numbers=torch.from_numpy(numbers),
         spans=spans,
         max_seqlen=max(map(operator.sub, whole.bounds[1:], whole.bounds)),
@@ -265,7 +266,8 @@ def _lay_out(samples: Sequence[TokenizedSample], geometry: Geometry, seq_len: in
     merge = geometry.spatial_merge_size
     images = [rasters(s.image_grid_thw.tobytes(), merge) for s in samples]
     slots = (ids == geometry.image_token_id).nonzero()[0]
-    return _Bin(samples, lengths, padding, bounds, images, ids, is_loss, slots)
+    keys = tuple([s.key for s in samples])
+    return _Bin(samples, keys, lengths, padding, bounds, images, ids, is_loss, slots)
 
 
 def _end_to_end(members: Sequence[np.ndarray], padding: Sequence[int], dtype: type[np.generic]) -> np.ndarray:
@@ -286,7 +288,7 @@ def _tokens(
 ) -> tuple[tuple[int, ...], dict[str, Sequence[int]], dict[str, np.ndarray]]:
     """How many loss tokens of each sample lie in t, and what `numbers` says of tokens: short lists, and arrays."""
     sample_bounds = np.array(whole.bounds[: len(whole.samples) + 1])
-    starts = image_starts(whole.slots, whole.images, sample_bounds)
+    starts = image_starts(whole.slots, whole.images, sample_bounds, whole.keys)
     rows = share.first_rows if part.has_vision else [0] * len(starts)
     runs = token_runs(whole.images, starts, whole.lengths, whole.padding, rows)
     lists = {"cu_seqlens": whole.bounds, "run_starts": runs[::RUN_COLUMNS], "runs": runs}

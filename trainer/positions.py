@@ -64,26 +64,30 @@ def _raster(t: int, h: int, w: int, merge: int) -> Raster:
     return Raster((t, h, w), t * rows * columns, max(rows, columns), steps, (h * w,) * t, frame * t, t * h * w)
 
 
-def image_starts(slots: np.ndarray, images: Sequence[Sequence[Raster]], bounds: np.ndarray) -> list[int]:
+def image_starts(
+    slots: np.ndarray, images: Sequence[Sequence[Raster]], bounds: np.ndarray, keys: Sequence[str]
+) -> list[int]:
     """The place of the first token of every image of a bin.
 
     Args:
         slots: (V,) places of the image tokens, ascending.
         images: of each sample.
         bounds: (n + 1,) where each sample begins, and the end.
+        keys: of the samples.
 
     Raises:
         ValueError: a sample's image tokens are not those of its grids.
     """
     firsts, starts = slots.searchsorted(bounds).tolist(), []
-    for rasters, first, stop in zip(images, firsts, firsts[1:]):
+    for key, rasters, first, stop in zip(keys, images, firsts, firsts[1:]):
         place = first
         for raster in rasters:
             starts.append(place)
             place += raster.tokens
         if place != stop:
             grids = [list(raster.grid) for raster in rasters]
-            raise ValueError(f"{stop - first} image tokens, but the grids {grids} make {place - first}")
+            have, make = stop - first, place - first
+            raise ValueError(f"{key}: {have} image tokens, but its grids {grids} make {make}; tokenize it again")
     return slots.take(starts).tolist() if starts else []
 
 

@@ -25,7 +25,7 @@ def rasters_of(grids, merge: int = 2):
 def runs_of(ids, grids, padding: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Of a bin of one sample, whose images' rows begin at 100, 200, ..."""
     images, slots = [rasters_of(grids)], np.flatnonzero(np.array(ids) == IMAGE)
-    starts = image_starts(slots, images, np.array([0, len(ids)]))
+    starts = image_starts(slots, images, np.array([0, len(ids)]), ["made/1"])
     rows = range(100, 100 * len(starts) + 100, 100)
     runs = torch.tensor(token_runs(images, starts, [len(ids)], [padding, 0], rows)).view(-1, RUN_COLUMNS)
     return runs, runs[:, 0].contiguous()
@@ -84,7 +84,7 @@ def test_positions_equal_the_slow_ones(seed):
 
 
 def test_image_tokens_that_are_not_the_grids_are_refused():
-    with pytest.raises(ValueError, match=r"1 image tokens, but the grids \[\[1, 4, 4\]\] make 4"):
+    with pytest.raises(ValueError, match=r"made/1: 1 image tokens, but its grids \[\[1, 4, 4\]\] make 4"):
         positions_of([1, IMAGE], [(1, 4, 4)])
 
 
