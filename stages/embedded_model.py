@@ -117,8 +117,9 @@ class EmbeddedModelConfig(StrictModel):
             )
         if any(not 0 <= i < self.vision_depth for i in self.deepstack_indexes):
             raise ValueError(f"deepstack_indexes={self.deepstack_indexes} must lie in [0, {self.vision_depth})")
-        if len(self.deepstack_indexes) > self.num_layers:
-            raise ValueError(f"{len(self.deepstack_indexes)} deepstack levels but num_layers= {self.num_layers}")
+        if len(self.deepstack_indexes) >= self.num_layers:
+            levels = len(self.deepstack_indexes)
+            raise ValueError(f"{levels} deepstack levels need more layers than num_layers={self.num_layers}")
         if self.min_pixels > self.max_pixels:
             raise ValueError(f"min_pixels={self.min_pixels} is more than max_pixels={self.max_pixels}")
         return self

@@ -101,6 +101,28 @@ def test_loss_and_the_gradient_of_every_parameter(pair):
     assert compared == set(grads)
 
 
+def test_the_last_layer_goes_on_with_the_loss_tokens_alone(pair):
+    seen = []
+    last = pair.ours.language.decoder.layers[-1]
+    handle = last.mlp.register_forward_hook(lambda _, inputs, __: seen.append(len(inputs[0])))
+    try:
+        pair.ours(pair.batch)
+        pair.ours.hidden_states(pair.batch)
+    finally:
+        handle.remove()
+    assert seen == [pair.batch.num_loss_tokens, SEQ_LEN] and seen[0] < seen[1]
+
+
+def test_a_bin_with_nothing_to_learn_gives_no_losses_and_gradients_of_zero(pair):
+    batch = make_micro_batch([], pair.ours.sizes.geometry, SEQ_LEN)
+    pair.ours.zero_grad()
+    losses = pair.ours(batch)
+    assert losses.shape == (0,)
+    losses.sum().backward()
+    for name, param in pair.ours.named_parameters():
+        assert param.grad is not None and not param.grad.any(), name
+
+
 def test_weights_in_and_out_are_bit_equal(pair, tmp_path):
     save_hf_weights([pair.ours], pair.mesh, pair.hf_dir, tmp_path)
     before, after = HFTensors(pair.hf_dir), HFTensors(tmp_path)

@@ -145,6 +145,7 @@ def test_the_stage_says_when_there_is_no_text(tmp_path):
         ("num_kv_heads", 3),
         ("vision_num_heads", 3),
         ("deepstack_indexes", (0, 3)),
+        ("num_layers", 2),
         ("max_pixels", 10),
         ("colour", "red"),
     ],

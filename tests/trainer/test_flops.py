@@ -7,8 +7,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.helpers.bins import MIXED, ONE_IMAGE, TEXT_ONLY, TWO_IMAGES, Kind, make_samples
 from tests.helpers.reference import load_reference, random_hf_dir, reference_inputs
 from trainer.batch import make_micro_batch
-from trainer.models.qwen3_vl.config import read_config
+from trainer.models.qwen3_vl.config import LanguageSizes, read_config
 from trainer.models.qwen3_vl.flops import model_flops
+
+
+def after_last_attention(lm: LanguageSizes) -> int:
+    """FLOPs of a token in the last layer after its attention: its output projection and MLP."""
+    return 2 * lm.hidden_size * (lm.num_heads * lm.head_dim + 3 * lm.ffn_hidden_size)
 
 
 @pytest.mark.parametrize("shape", ["first", "second"])
@@ -29,11 +34,13 @@ def test_counts_equal_torchs_counter(shape):
         language += by_module[f"{name}.model.language_model"]
     ours_vision, ours_language = (f / 3 for f in model_flops(sizes, batch))
     lm, v = sizes.language, sizes.vision
-    # Theirs: attention counted without causality; the patch embedding over both frames.
+    # Theirs: attention counted without causality; the whole last layer at every token; the patch embedding over both
+    # frames.
     causal_half = 2 * lm.num_layers * lm.num_heads * lm.head_dim * sum(len(s.input_ids) ** 2 for s in samples)
     head = 2 * lm.hidden_size * lm.vocab_size * batch.num_loss_tokens
+    not_needed = after_last_attention(lm) * (batch.num_tokens - batch.num_loss_tokens)
     second_frame = 2 * 3 * v.patch_size**2 * v.hidden_size * sum(batch.image_patches)
-    assert ours_language - head + causal_half == language
+    assert ours_language - head + causal_half + not_needed == language
     assert ours_vision + second_frame == vision
 
 
@@ -60,6 +67,8 @@ def test_a_step_counts_what_torch_counts_forward_and_backward(kinds):
     lm, v = sizes.language, sizes.vision
     causal_half = 2 * lm.num_layers * lm.num_heads * lm.head_dim * sum(len(s.input_ids) ** 2 for s in samples)
     frame = 2 * 3 * v.patch_size**2 * v.hidden_size * sum(batch.image_patches)
-    # Theirs: attention counted without causality; the patch embedding over both frames, but no gradient of the pixels.
-    ours = sum(model_flops(sizes, batch)) + 3 * causal_half + 3 * frame - 2 * frame
+    not_needed = after_last_attention(lm) * (batch.num_tokens - batch.num_loss_tokens)
+    # Theirs: attention counted without causality; the whole last layer at every token; the patch embedding over both
+    # frames, but no gradient of the pixels.
+    ours = sum(model_flops(sizes, batch)) + 3 * (causal_half + not_needed) + 3 * frame - 2 * frame
     assert ours == pytest.approx(theirs, rel=0.01)

@@ -395,6 +395,17 @@ def test_facts_of_a_config_that_lacks_a_field():
         ModelFacts.from_hf({"text_config": {}})
 
 
+def test_deepstack_levels_need_a_layer_after_them():
+    """The last layer goes on with the loss tokens alone."""
+    config = json.loads((tiny_hf_dir() / "config.json").read_text())
+    assert ModelFacts.from_hf(config).num_deepstack == 2
+    config["text_config"]["num_hidden_layers"] = 2
+    with pytest.raises(
+        InputError, match=r"2 deepstack levels .* more layers than text_config\.num_hidden_layers=2"
+    ):
+        ModelFacts.from_hf(config)
+
+
 def test_facts_of_another_architecture_are_for_the_registry_to_refuse(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert read_facts(tmp_path) is None

@@ -34,11 +34,11 @@ class ModelFacts:
         """From the parsed config.json of an HF directory whose model_type is qwen3_vl.
 
         Raises:
-            InputError: a field is missing.
+            InputError: a field is missing, or the deepstack levels leave no layer after them.
         """
         try:
             text, vision = config["text_config"], config["vision_config"]
-            return cls(
+            facts = cls(
                 vocab_size=text["vocab_size"],
                 hidden_size=text["hidden_size"],
                 intermediate_size=text["intermediate_size"],
@@ -57,6 +57,13 @@ class ModelFacts:
             )
         except KeyError as error:
             raise InputError(f"config.json: the field {error} is missing; is it a complete qwen3_vl config?") from error
+        if facts.num_deepstack >= facts.num_layers:
+            # The last layer goes on with the loss tokens alone: no feature of image tokens can come after it.
+            raise InputError(
+                f"config.json: {facts.num_deepstack} deepstack levels (vision_config.deepstack_visual_indexes) need "
+                f"more layers than text_config.num_hidden_layers={facts.num_layers}; take a complete qwen3_vl model"
+            )
+        return facts
 
 
 def read_facts(hf_dir: Path) -> ModelFacts | None:

@@ -8,23 +8,30 @@ import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from trainer.models.attention import PackedSegments, Rotation
+from trainer.models.rows import ChosenRows
 
 
 class PackedLayer(TransformerLayer):
     """megatron-core's layer, norms before attention and MLP, without what packed training never asks of it (caches,
     cross attention, dropout). Its halves depend on the number of tokens alone, its attention on the bin's samples."""
 
-    def forward(self, hidden: torch.Tensor, rotation: Rotation, segments: PackedSegments) -> torch.Tensor:
-        """(s, 1, D) -> (s, 1, D)."""
+    def forward(
+        self, hidden: torch.Tensor, rotation: Rotation, segments: PackedSegments, rows: ChosenRows | None = None
+    ) -> torch.Tensor:
+        """(s, 1, D) -> (s, 1, D), or of the chosen rows alone."""
         attended = self.self_attention.attend(*self.before_attention(hidden, rotation), segments)
-        return self.after_attention(hidden, attended)
+        return self.after_attention(hidden, attended, rows)
 
     def before_attention(self, hidden: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, ...]:
         """(s, 1, D) -> queries (T, h, d), keys and values (T, g, d)."""
         return self.self_attention.prepare(self.input_layernorm(hidden), rotation)
 
-    def after_attention(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """The layer's input (s, 1, D) and (T, 1, h * d) -> (s, 1, D)."""
+    def after_attention(
+        self, hidden: torch.Tensor, attended: torch.Tensor, rows: ChosenRows | None = None
+    ) -> torch.Tensor:
+        """The layer's input (s, 1, D) and (T, 1, h * d) -> (s, 1, D), or of the chosen rows alone."""
+        if rows is not None:
+            hidden, attended = rows.of_hidden(hidden), rows.of_attended(attended)
         hidden = hidden + _with_bias(*self.self_attention.linear_proj(attended))
         return hidden + _with_bias(*self.mlp(self.pre_mlp_layernorm(hidden)))
 

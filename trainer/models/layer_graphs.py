@@ -6,7 +6,8 @@ than the device. Attention itself, whose shapes are the samples of the bin, stay
 
     piece 0           norm, projection, rotation of layer 0
     piece 1, 2, ...   the rest of a layer and the beginning of the next, or one of them where something comes between
-    last piece        the rest of the last layer
+
+What follows the last attention is computed for the tokens that carry loss, whose number is each bin's own: no graph.
 
 Each piece is a graph for forward and one for backward. They work on tensors at fixed places: the outputs of a piece are
 the inputs of the next, and all share one pool of memory, in which the activations of one micro batch live from its
@@ -33,7 +34,7 @@ class Piece:
 
     Args:
         after: the layer whose attention comes before, None at the beginning of a chain.
-        before: the layer whose attention comes next, None at the end of a chain.
+        before: the layer whose attention comes next, None where the caller comes between.
         rotation: of the whole bin; the places that `run` reads.
     """
 
@@ -110,10 +111,11 @@ class Piece:
 
 
 def plan_pieces(layers: Sequence[PackedLayer], interrupted: frozenset[int], rotation: Rotation) -> list[Piece]:
-    """The layers in pieces.
+    """The layers in pieces, up to the last attention.
 
     Args:
-        interrupted: numbers of the layers, from 0, after which the caller does something of its own.
+        interrupted: numbers of the layers, from 0 and without the last, after which the caller does something of its
+            own.
     """
     pieces = [Piece(None, layers[0], rotation)]
     for number, (layer, following) in enumerate(itertools.pairwise(layers)):
@@ -121,7 +123,7 @@ def plan_pieces(layers: Sequence[PackedLayer], interrupted: frozenset[int], rota
             pieces += [Piece(layer, None, rotation), Piece(None, following, rotation)]
         else:
             pieces.append(Piece(layer, following, rotation))
-    return [*pieces, Piece(layers[-1], None, rotation)]
+    return pieces
 
 
 class LayerGraphs:
@@ -168,11 +170,12 @@ class LayerGraphs:
         rotation: Rotation,
         segments: PackedSegments,
         between: Callable[[PackedLayer, torch.Tensor], torch.Tensor],
-    ) -> torch.Tensor:
-        """(s, 1, D) -> (s, 1, D), once forward and then once backward.
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(s, 1, D) -> what the last layer goes on with after its attention, (s, 1, D) and (T, 1, h * d); once forward
+        and then once backward.
 
         Args:
-            between: called with an interrupted layer, and the last one, and its output; makes the next layer's input.
+            between: called with an interrupted layer and its output; makes the next layer's input.
         """
         for place, angles in zip(self.rotation, rotation):
             place.copy_(angles)
@@ -182,7 +185,7 @@ class LayerGraphs:
             hidden, *qkv = _Replay.apply(piece, hidden, *attended)
             if piece.before is None:
                 hidden = between(piece.after, hidden)
-        return hidden
+        return hidden, self._layers[-1].self_attention.attend(*qkv, segments)
 
     def _warm_up(self) -> None:
         stream = torch.cuda.Stream()

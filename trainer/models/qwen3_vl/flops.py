@@ -1,7 +1,8 @@
 """Model FLOPs of a bin: what the arithmetic of the model needs, forward and backward. Padding is never counted.
 
 A matrix product of (n, a) by (a, b) is 2*n*a*b; the backward pass is twice the forward one. Attention of s tokens:
-4*s^2*width, half of it where it is causal. Logits are counted at the loss tokens alone: elsewhere nobody needs them.
+4*s^2*width, half of it where it is causal. Logits, and what the last layer does after its attention,
+are counted at the loss tokens alone: elsewhere nobody needs them.
 """
 
 from trainer.balance import CostModel, Work
@@ -32,10 +33,11 @@ def cost_model(sizes: Qwen3VLSizes) -> CostModel:
 
 def _language(s: LanguageSizes) -> dict[str, int]:
     width, kv_width = s.num_heads * s.head_dim, s.num_query_groups * s.head_dim
-    layer = 2 * s.hidden_size * (2 * width + 2 * kv_width + 3 * s.ffn_hidden_size)
+    before = 2 * s.hidden_size * (width + 2 * kv_width)
+    after = 2 * s.hidden_size * (width + 3 * s.ffn_hidden_size)
     return {
-        "per_token": s.num_layers * layer,
-        "per_loss_token": 2 * s.hidden_size * s.vocab_size,
+        "per_token": s.num_layers * before + (s.num_layers - 1) * after,
+        "per_loss_token": after + 2 * s.hidden_size * s.vocab_size,
         "per_token_squared": s.num_layers * 2 * width,
     }
 

@@ -24,9 +24,10 @@ from megatron.core.utils import make_viewless_tensor
 
 from trainer.models.attention import PackedSegments, Rotation, recomputed
 from trainer.models.layer_graphs import LayerGraphs
-from trainer.models.module_set import layer_spec
+from trainer.models.module_set import FLOAT8_ROWS, layer_spec
 from trainer.models.output_loss import OutputLayer
 from trainer.models.qwen3_vl.config import LanguageSizes
+from trainer.models.rows import ChosenRows
 
 
 class DeepstackBlock(TransformerBlock):
@@ -58,8 +59,14 @@ class DeepstackBlock(TransformerBlock):
         segments: PackedSegments,
         features: tuple[torch.Tensor, ...],
         image_index: torch.Tensor,
+        rows: ChosenRows | None,
     ) -> torch.Tensor:
-        """(s, 1, D) -> (s, 1, D); features are L times (V, D), image_index (V,) says where in s they go."""
+        """(s, 1, D) -> (s, 1, D), or of the chosen rows alone, which the last layer chooses.
+
+        Args:
+            features: L times (V, D).
+            image_index: (V,) where in s they go.
+        """
         hidden = hidden_states if self.pre_process else self.input_tensor
         hidden = make_viewless_tensor(inp=hidden, requires_grad=True, keep_graph=True)
 
@@ -68,22 +75,29 @@ class DeepstackBlock(TransformerBlock):
             return hidden.index_add(0, image_index, features[level][:, None]) if level < len(features) else hidden
 
         if self.graphs is not None and torch.is_grad_enabled():
-            hidden = self.graphs(hidden, rotation, segments, add_feature)
+            hidden, attended = self.graphs(hidden, rotation, segments, add_feature)
+            hidden = self.layers[-1].after_attention(hidden, attended, rows)
         else:
             for layer in self.layers:
                 # The features are an argument, not part of the layer: what is computed again is the layer alone.
                 run = partial(recomputed, self._run) if self.recompute else self._run
-                hidden = add_feature(layer, run(layer, hidden, rotation, segments))
+                wanted = rows if layer is self.layers[-1] else None
+                hidden = add_feature(layer, run(layer, hidden, rotation, segments, wanted))
         if self.final_layernorm is not None:
             hidden = self.final_layernorm(hidden)
             hidden = make_viewless_tensor(inp=hidden, requires_grad=True, keep_graph=True)
         return hidden
 
     def _run(
-        self, layer: torch.nn.Module, hidden: torch.Tensor, rotation: Rotation, segments: PackedSegments
+        self,
+        layer: torch.nn.Module,
+        hidden: torch.Tensor,
+        rotation: Rotation,
+        segments: PackedSegments,
+        rows: ChosenRows | None,
     ) -> torch.Tensor:
         with get_fp8_context(self.config, layer.layer_number - 1):  # nothing where config.fp8 is not set
-            return layer(hidden, rotation, segments)
+            return layer(hidden, rotation, segments, rows)
 
 
 class LanguageModel(MegatronModule):
@@ -125,7 +139,7 @@ class LanguageModel(MegatronModule):
             vp_stage=vp_stage,
         )
         if post_process:
-            # It works on the chosen rows of the whole sequence: what sequence parallel split is gathered before.
+            # It works on all chosen rows: what sequence parallel split is gathered before.
             self.output_layer = OutputLayer(
                 sizes.hidden_size,
                 sizes.vocab_size,
@@ -152,11 +166,17 @@ class LanguageModel(MegatronModule):
         """(vocabulary / tp, D): on the last pipeline rank, the matrix that makes logits of hidden states."""
         return self.embedding.weight if self.sizes.tied_embeddings else self.output_layer.weight
 
-    def losses(self, hidden: torch.Tensor, loss_index: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """(s, 1, D) -> (N,) float32 cross entropy at the positions that carry loss, and nowhere else."""
+    def loss_rows(self, loss_index: torch.Tensor) -> ChosenRows:
+        """The tokens that carry loss, (N,) places in t: nobody needs what the last layer makes of the others after its
+        attention."""
+        sharers = self.groups.tp if self.config.sequence_parallel else None
+        return ChosenRows.of(loss_index, sharers, multiple=FLOAT8_ROWS if self.config.fp8 else 1)
+
+    def losses(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """(N,) float32 cross entropy, of the rows of `loss_rows` and the N labels."""
         if self.config.sequence_parallel:
             # The output layer gives every rank the whole gradient, of which each keeps its rows.
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.groups.tp
             )
-        return self.output_layer(hidden[:, 0].index_select(0, loss_index), labels, self.output_weight)
+        return self.output_layer(hidden[: len(labels), 0], labels, self.output_weight)

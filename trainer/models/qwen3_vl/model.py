@@ -24,6 +24,7 @@ from trainer.models.qwen3_vl.flops import cost_model, model_flops
 from trainer.models.qwen3_vl.language import LanguageModel
 from trainer.models.qwen3_vl.rope import mrope_angles
 from trainer.models.qwen3_vl.vision import VisionEncoder
+from trainer.models.rows import ChosenRows
 
 __all__ = ["Qwen3VLModel", "build", "read_config"]
 
@@ -87,15 +88,17 @@ class Qwen3VLModel(MegatronModule):
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         """Losses (N,) float32 of this rank's loss tokens from the last chunk, hidden states (s, 1, D) before it."""
-        hidden = self.hidden_states(batch)
-        return self.language.losses(hidden, batch.loss_index, batch.labels.values) if self.post_process else hidden
+        if not self.post_process:
+            return self.hidden_states(batch)
+        hidden = self.hidden_states(batch, self.language.loss_rows(batch.loss_index))
+        return self.language.losses(hidden, batch.labels.values)
 
-    def hidden_states(self, batch: MicroBatch) -> torch.Tensor:
-        """(s, 1, D) after the last layer (and final norm) of this chunk."""
+    def hidden_states(self, batch: MicroBatch, rows: ChosenRows | None = None) -> torch.Tensor:
+        """(s, 1, D) after the last layer (and final norm) of this chunk, or the chosen rows of it alone."""
         hidden, features = self._embed(batch) if self.pre_process else (None, ())
         segments = PackedSegments.of(batch.cu_seqlens, batch.max_seqlen, self.parallel.cp)
         rotation = Rotation.of(mrope_angles(batch.position_ids, self.sizes.language))
-        return self.language.decoder(hidden, rotation, segments, features, batch.image_index)
+        return self.language.decoder(hidden, rotation, segments, features, batch.image_index, rows)
 
     def capture_graphs(self) -> None:
         """Have training replay the language model's layers as CUDA graphs; to be called by all ranks, when weights and
