@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
+from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEventAvg
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
@@ -96,9 +97,11 @@ def _mark(part: str | None) -> None:
 
 
 def table(title: str, averages: Sequence[FunctionEventAvg]) -> str:
-    """Markdown: the operators and kernels with most time of their own, on the device where there is one."""
+    """Markdown: the operators and kernels with most time of their own, on the device where there is one. An operator's
+    is that of the kernels it launches, which have rows of their own: the whole is theirs alone."""
     rows = [row for row in averages if not row.key.startswith((MARK, "ProfilerStep", "step "))]
-    device, host = (sum(getattr(row, name) for row in rows) for name in (_DEVICE, _HOST))
+    device = sum(getattr(row, _DEVICE) for row in rows if row.device_type != DeviceType.CPU)
+    host = sum(getattr(row, _HOST) for row in rows)
     first = _DEVICE if device else _HOST
     lines = [
         f"# {title}: {device / 1e3:,.1f} ms on the device, {host / 1e3:,.1f} ms on the host",

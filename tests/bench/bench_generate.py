@@ -7,7 +7,8 @@ Random weights of Qwen3-VL's published shapes say nothing that ends, so each que
 answer, drawn once from a log-normal, and no token ends an answer: both sides stop at the same place. Questions are of
 the training benches' mix: a tenth text alone, a tenth several pictures, JPEG files that both sides decode and scale
 (the loop before each question, ours in threads meanwhile). Loading is not counted, a few questions before the clock
-are. The plain loop is measured on a random part of the same questions.
+are. The plain loop is measured on a random part of the same questions, whose answers may be longer or shorter than
+those of all: so tokens are compared, not answers.
 
 `no refill` is the same decoder whose batches run until their last answer ends. Model calls are counted on both sides;
 they do not depend on the machine. Identical answers: of the loop's questions, token by token, in the dtype that is
@@ -222,11 +223,11 @@ def same(got: Measured, wanted: Measured) -> str:
 def table(rows: Sequence[Measured]) -> str:
     """Markdown; the first row is the loop."""
     lines = [
-        "| | answers/s | tokens/s | times one by one | model calls an answer | identical answers |",
+        "| | answers/s | tokens/s | times one by one, by tokens | model calls an answer | identical answers |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in rows:
-        times = row.answers_per_second / rows[0].answers_per_second
+        times = row.tokens_per_second / rows[0].tokens_per_second
         lines.append(
             f"| {row.name} | {row.answers_per_second:,.2f} | {row.tokens_per_second:,.1f} | {times:.2f} | "
             f"{row.calls / len(row.said):.2f} | {same(row, rows[0])} |"

@@ -137,10 +137,12 @@ def draw_kind(rng: np.random.Generator, image_tokens: int = 500, text: tuple[int
 def write_data(
     directory: Path, num_bins: int, seq_len: int, vocabulary: range = VOCABULARY, *, model: str = "2b"
 ) -> Mix:
-    """Tokenized shards and bins; enough samples that `num_bins` bins are full. Text is drawn from `vocabulary`.
+    """Tokenized shards and `num_bins` full bins. Text is drawn from `vocabulary`.
+
+    What does not fill a bin is left out: of a dataset it would be one bin in many thousands, here one in `num_bins`.
 
     Returns:
-        what was written.
+        what is in the bins.
     """
     rng, geometry = np.random.default_rng(0), Geometry(image_token(model), 2, 48, 768)
     small = {"image_tokens": 24, "text": (8, 40)} if model == "tiny" else {}
@@ -159,13 +161,14 @@ def write_data(
             place = {"offset": record.offset, "size": record.size, "checksum": record.checksum}
             rows.append({"key": key, "subset": "mix", "split": "train", "shard": name} | place | _counts(sample))
         entry = writer.commit("train")
-    _write_bins(directory, rows, seq_len)
+    kept = _write_bins(directory, rows, num_bins, seq_len)
     pixels = PixelStore(codec="u8", config=PixelConfig(min_pixels=1, max_pixels=1 << 24, patch_format=PIXELS))
     stats = {"pixels": pixels.model_dump(mode="json")}
     config = {"pad_multiple": PAD_MULTIPLE}
     Manifest(
         stage="tokenize", version=1, fingerprint="b" * 16, config=config, parents={}, shards=[entry], stats=stats
     ).write(directory)
+    mixes = [mixes[i] for i in kept]
     work = Work(*np.sum([mix.work for mix in mixes], axis=0).tolist())
     return Mix(len(mixes), sum(mix.images for mix in mixes), work)
 
@@ -179,9 +182,12 @@ def _counts(sample: TokenizedSample) -> dict[str, int]:
     }
 
 
-def _write_bins(directory: Path, rows: list[dict[str, object]], seq_len: int) -> None:
+def _write_bins(directory: Path, rows: list[dict[str, object]], num_bins: int, seq_len: int) -> list[int]:
+    """Write the plan of the `num_bins` fullest bins; the numbers of the rows in them, bin by bin."""
     tokens, patches = (np.array([row[name] for row in rows]) for name in ("num_tokens", "num_patches"))
     padded = -(-tokens // PAD_MULTIPLE) * PAD_MULTIPLE
     bins = pack(padded, patches, seq_len, MAX_PATCHES_PER_TOKEN * seq_len)
-    order = np.argsort(bins, kind="stable").tolist()
-    write_plan(directory, [rows[i] for i in order], bins[order].tolist())
+    fullest = np.sort(np.argsort(-np.bincount(bins, padded), kind="stable")[:num_bins])
+    kept = [i for i in np.argsort(bins, kind="stable").tolist() if bins[i] in fullest]
+    write_plan(directory, [rows[i] for i in kept], np.searchsorted(fullest, bins[kept]).tolist())
+    return kept

@@ -400,9 +400,7 @@ def test_deepstack_levels_need_a_layer_after_them():
     config = json.loads((tiny_hf_dir() / "config.json").read_text())
     assert ModelFacts.from_hf(config).num_deepstack == 2
     config["text_config"]["num_hidden_layers"] = 2
-    with pytest.raises(
-        InputError, match=r"2 deepstack levels .* more layers than text_config\.num_hidden_layers=2"
-    ):
+    with pytest.raises(InputError, match=r"2 deepstack levels .* more layers than text_config\.num_hidden_layers=2"):
         ModelFacts.from_hf(config)
 
 

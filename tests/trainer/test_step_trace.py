@@ -6,11 +6,13 @@ import logging
 
 import pytest
 import torch
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEventAvg
 
 from tests.helpers.run_dir import log_of, metrics_of, run_trainer, write_job
 from trainer.contract import ProfileConfig
 from trainer.metrics import PartClock
-from trainer.step_trace import MARK, StepTrace
+from trainer.step_trace import MARK, StepTrace, table
 
 PARTS = ("data", "vision", "language", "optimizer")
 
@@ -94,3 +96,24 @@ def test_training_does_not_notice(tmp_path):
     assert all(f"{MARK}{part}" in names for part in PARTS)
     assert "aten::addmm" in names or "aten::mm" in names
     assert "Steps 2 to 3 traced into" in log_of(traced)
+
+
+def average(key: str, device_type: DeviceType, host: float, device: float) -> FunctionEventAvg:
+    row = FunctionEventAvg()
+    row.key, row.device_type, row.count = key, device_type, 2
+    row.self_cpu_time_total, row.self_device_time_total = host, device
+    return row
+
+
+def test_what_the_device_did_is_counted_once():
+    """On CUDA an operator has the time of its kernels, which have rows of their own."""
+    rows = [
+        average("aten::mm", DeviceType.CPU, host=500, device=3000),
+        average("gemm_kernel", DeviceType.CUDA, host=0, device=3000),
+        average("fill_kernel", DeviceType.CUDA, host=0, device=1000),
+        average("step 4", DeviceType.CUDA, host=0, device=9000),
+    ]
+    title, *lines = table("Steps 4 to 5", rows).splitlines()
+    assert title == "# Steps 4 to 5: 4.0 ms on the device, 0.5 ms on the host"
+    assert "| `gemm_kernel` | 2 | 3.000 | 75.0% | 0.000 | 0.0% |" in lines
+    assert "| `aten::mm` | 2 | 3.000 | 75.0% | 0.500 | 100.0% |" in lines

@@ -5,15 +5,23 @@ rank, g = its key-value heads, d = head dim, D = hidden size.
 """
 
 import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from trainer.models.attention import PackedSegments, Rotation
 from trainer.models.rows import ChosenRows
 
+if HAVE_TE:
+    from trainer.models.te_modules import JointMLP, can_join
+
 
 class PackedLayer(TransformerLayer):
     """megatron-core's layer, norms before attention and MLP, without what packed training never asks of it (caches,
     cross attention, dropout). Its halves depend on the number of tokens alone, its attention on the bin's samples."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)
+        self._joint_mlp = JointMLP(self.mlp) if HAVE_TE and can_join(self.mlp) else None
 
     def forward(
         self, hidden: torch.Tensor, rotation: Rotation, segments: PackedSegments, rows: ChosenRows | None = None
@@ -33,7 +41,8 @@ class PackedLayer(TransformerLayer):
         if rows is not None:
             hidden, attended = rows.of_hidden(hidden), rows.of_attended(attended)
         hidden = hidden + _with_bias(*self.self_attention.linear_proj(attended))
-        return hidden + _with_bias(*self.mlp(self.pre_mlp_layernorm(hidden)))
+        mlp = self._joint_mlp or self.mlp
+        return hidden + _with_bias(*mlp(self.pre_mlp_layernorm(hidden)))
 
 
 def _with_bias(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -1,6 +1,9 @@
 """Transformer Engine's modules as this trainer uses them. Imported only where Transformer Engine is."""
 
+from functools import partial
+
 import torch
+import torch.nn.functional as F
 import transformer_engine_torch as tex
 from megatron.core.extensions.transformer_engine import (
     TEDotProductAttention,
@@ -9,6 +12,8 @@ from megatron.core.extensions.transformer_engine import (
 )
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP
+from transformer_engine.pytorch import LayerNormMLP
 from transformer_engine.pytorch.attention.dot_product_attention import dot_product_attention
 from transformer_engine.pytorch.attention.dot_product_attention.backends import FusedAttnFunc
 from transformer_engine.pytorch.attention.dot_product_attention.context_parallel import attn_forward_func_with_cp
@@ -120,6 +125,55 @@ class Swiglu:
 
     def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
         return _Swiglu.apply(gate_up)
+
+
+class JointMLP:
+    """An MLP whose GELU is part of the matrix products beside it: norm, products and GELU by one module of Transformer
+    Engine. The weights stay those of the MLP it is made of, by which they are loaded, saved and reduced; no module of
+    the model's own, or they would be found twice.
+
+    Args:
+        mlp: of `NormColumnLinear` and `RowLinear`.
+    """
+
+    def __init__(self, mlp: MLP) -> None:
+        self._fc1, self._fc2 = mlp.linear_fc1, mlp.linear_fc2
+        config = mlp.config
+        self._module = LayerNormMLP(
+            config.hidden_size,
+            config.ffn_hidden_size,
+            eps=config.layernorm_epsilon,
+            activation="gelu",
+            params_dtype=config.params_dtype,
+            zero_centered_gamma=config.layernorm_zero_centered_gamma,
+            device="meta",
+        )
+        self._module.bias_gelu_nvfusion = False  # a kernel between the products, and its first choice
+
+    def __call__(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """(T, 1, D) before the norm -> (T, 1, D), and no bias that is still to be added."""
+        module, fc1, fc2 = self._module, self._fc1, self._fc2
+        module.fuse_wgrad_accumulation = fc1.fuse_wgrad_accumulation
+        module._parameters.update(  # anew in every call: others may be put in their place meanwhile
+            layer_norm_weight=fc1.layer_norm_weight,
+            layer_norm_bias=fc1.layer_norm_bias,
+            fc1_weight=fc1.weight,
+            fc1_bias=fc1.bias,
+            fc2_weight=fc2.weight,
+            fc2_bias=fc2.bias,
+        )
+        return module(hidden), None
+
+
+def can_join(mlp: MLP) -> bool:
+    """Whether `JointMLP` can compute it. cuBLAS's GELU is the one by tanh, in bfloat16 (float32 is for proofs, and
+    stays as it is) and on rows of whole 16 bytes; a sum over ranks would come before the second bias."""
+    config, gelu = mlp.config, mlp.activation_func
+    ours = type(mlp.linear_fc1) is NormColumnLinear and type(mlp.linear_fc2) is RowLinear
+    by_tanh = isinstance(gelu, partial) and gelu.func is F.gelu and gelu.keywords == {"approximate": "tanh"}
+    plain = config.normalization == "LayerNorm" and config.add_bias_linear and not config.gated_linear_unit
+    fits = config.params_dtype is torch.bfloat16 and config.ffn_hidden_size % 8 == 0
+    return ours and by_tanh and plain and fits and mlp.linear_fc1.tp_size == 1
 
 
 def add_product(buffer: torch.Tensor, grad: torch.Tensor, x: torch.Tensor) -> None:

@@ -135,10 +135,9 @@ class VisionEncoder(MegatronModule):
     def _hidden_states(self, batch: MicroBatch) -> list[torch.Tensor]:
         """(P, 1, hidden) after each deepstack layer and after the last."""
         places = batch.patch_positions()
-        positions = F.embedding(places.taps, self.pos_embed)
-        weights = places.weights.to(positions.dtype)
-        hidden = self.patch_embed(batch.patches.values) + (positions * weights[:, :, None]).sum(1)
-        hidden = hidden[:, None]
+        weights = places.weights.to(self.pos_embed.dtype)
+        positions = F.embedding_bag(places.taps, self.pos_embed, per_sample_weights=weights, mode="sum")
+        hidden = (self.patch_embed(batch.patches.values) + positions)[:, None]
         rotation = Rotation.of(vision_angles(places.coordinates, self.sizes))
         segments = PackedSegments.of(batch.vision_cu_seqlens, batch.vision_max_seqlen)
         taps = []
