@@ -77,3 +77,26 @@ def check(mlp, hidden: int) -> None:
 def test_gives_what_the_products_one_by_one_give(hidden, inner):
     with single_rank() as mesh:
         check(build(hidden, inner, mesh.groups.tp), hidden)
+
+
+@requires_gpus(1)
+def test_gradients_of_the_weights_are_added_to_their_float32_buffers():
+    """As the modules beside it do it, micro batch after micro batch."""
+    from trainer.models.te_modules import JointMLP
+
+    hidden, inner = SHAPES[0]
+    with single_rank() as mesh:
+        mlp = build(hidden, inner, mesh.groups.tp)
+        joint, generator = JointMLP(mlp), torch.Generator("cuda").manual_seed(5)
+        x, upstream = (torch.randn(300, 1, hidden, device="cuda", generator=generator).bfloat16() for _ in range(2))
+        wanted = outputs_and_gradients(lambda h: exact(mlp, h), mlp, x, upstream)
+        for linear in (mlp.linear_fc1, mlp.linear_fc2):
+            linear.fuse_wgrad_accumulation = True
+            linear.weight.main_grad = torch.zeros_like(linear.weight, dtype=torch.float32)
+            linear.weight.grad_added_to_main_grad = False
+        for _ in range(2):
+            joint(x)[0].backward(upstream)
+        for name in ("linear_fc1.weight", "linear_fc2.weight"):
+            param, truth = mlp.get_parameter(name), 2 * wanted[name]
+            assert param.grad_added_to_main_grad
+            assert float((param.main_grad - truth).norm() / truth.norm()) < 0.01, name
