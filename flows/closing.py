@@ -3,13 +3,14 @@
 import shlex
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 
 from dataset_builders.contracts.store import StorePath, local_copy, location, side_dir
-from flows.recipe import DEFAULT_RECIPE, Recipe
+from flows.recipe import Recipe
 from flows.text_table import print_table
 from stages.predictions import PREDICTIONS
 from stages.reference_loss import PERPLEXITY
@@ -17,8 +18,19 @@ from stages.report import REPORT_HTML
 from stages.tracking import server_command
 
 
-def print_closing(result: dict[str, Any], root: StorePath, recipe: Recipe, seconds: float, is_terminal: bool) -> None:
-    """Print the tables and the next commands."""
+def print_closing(
+    result: dict[str, Any],
+    root: StorePath,
+    recipe: Recipe,
+    again: Sequence[str],
+    seconds: float,
+    is_terminal: bool,
+) -> None:
+    """Print the tables and the next commands.
+
+    Args:
+        again: arguments of `athanor run` that ask for the same: the recipe, and what is set.
+    """
     rows = [
         (r["stage"], "reused" if r["reused"] else "made", f"{r['seconds']:.1f}", _below(r["dir"], root))
         for r in result["stages"]
@@ -28,9 +40,16 @@ def print_closing(result: dict[str, Any], root: StorePath, recipe: Recipe, secon
     made = sum(not r["reused"] for r in result["stages"])
     print(f"\n{made} of {len(rows)} stages made, {len(rows) - made} reused, {seconds:.0f} s in all.")
     print(f"Model:  {shorten(location(result['hf_dir']))}  (loads with transformers' from_pretrained)")
+    for text in registration(result["registered_name"], result["refused"]):
+        print(text)
     print("\nNext:")
-    for text, command in next_commands(result, root, recipe):
+    for text, command in next_commands(result, root, recipe, again):
         print(f"  {text}\n    {command}")
+
+
+def registration(name: str, refused: Sequence[str]) -> list[str]:
+    """Whether the gates let the model pass, in lines."""
+    return [f"Not registered as {name}: {reason}" for reason in refused] or [f"Registered as {name} in MLflow."]
 
 
 def print_scores(scores: dict[str, dict[str, float]], counts: dict[str, dict[str, int]], is_terminal: bool) -> None:
@@ -49,11 +68,12 @@ def print_scores(scores: dict[str, dict[str, float]], counts: dict[str, dict[str
     print_table("Scores on held-out samples", ("subset", *kinds, *metrics), rows, is_terminal)
 
 
-def next_commands(result: dict[str, Any], root: StorePath, recipe: Recipe) -> list[tuple[str, str]]:
+def next_commands(
+    result: dict[str, Any], root: StorePath, recipe: Recipe, again: Sequence[str]
+) -> list[tuple[str, str]]:
     """(what for, command) pairs that can be typed as they are."""
     dirs = {r["stage"]: location(r["dir"]) for r in result["stages"]}
     athanor = program("athanor")
-    rest = "" if recipe.name == DEFAULT_RECIPE else f" {recipe.name}"
     picture, question = example_question(dirs["evaluate"], root)
     model = quoted(location(result["hf_dir"]))
     ask = f"{athanor} ask {model} {quoted(picture) if picture else '-'} {shlex.quote(question)}"
@@ -65,7 +85,8 @@ def next_commands(result: dict[str, Any], root: StorePath, recipe: Recipe) -> li
     if result["compare_url"]:
         commands.append(("set it beside the run before (with MLflow's server running)", result["compare_url"]))
     commands.append(("ask the model about a picture", ask))
-    change = f"{athanor} run{rest} --root {quoted(root)} --set train.optim.lr={recipe.config.train.optim.lr / 2:g}"
+    lower = f"--set train.optim.lr={recipe.config.train.optim.lr / 2:g}"  # of two the last counts
+    change = " ".join([f"{athanor} run", *map(shlex.quote, again), f"--root {quoted(root)}", lower])
     commands.append(("change one setting; only what depends on it is made again", change))
     return commands
 

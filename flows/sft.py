@@ -27,9 +27,11 @@ from flows.tasks import (
     export_task,
     plan_bins_task,
     register_task,
+    registered_name,
     release_task,
     tokenize_task,
     train_task,
+    why_not_registered,
 )
 from flows.tracking_run import ends_with_failure, open_tracking
 from stages.answer_engine import check_engine
@@ -160,7 +162,8 @@ def vlm_sft(
         differs: fields that differ from the recipe; they go into the run's name.
 
     Returns:
-        plain values for a closing table: stages, hf_dir, scores, the MLflow run and its pages.
+        plain values for a closing table: stages, hf_dir, scores, the model's name and why it is not registered under
+        it (nothing where it is), the MLflow run and its pages.
     """
     return run_pipeline(config, root, recipe, differs)
 
@@ -197,6 +200,8 @@ def run_pipeline(
         "hf_dir": str(location(runs["release"]["dir"]) / HF_EXPORT),
         "scores": stats["scores"],
         "counts": stats.get("counts", {}),
+        "registered_name": registered_name(config),
+        "refused": why_not_registered(config, {name: run["dir"] for name, run in runs.items()}),
         "mlflow_run": tracking_run,
         "mlflow_url": mlflow_url,
         "compare_url": tracker.compare_with_last(),

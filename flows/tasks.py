@@ -40,6 +40,7 @@ from stages.workers import StageResources
 from trainer.contract import HF_EXPORT, MetricsRow
 
 _LOG_SECONDS = 10.0
+_SCORED = ("evaluate", "compare")
 
 
 class StageRun(TypedDict):
@@ -220,17 +221,32 @@ def register_task(config: PipelineConfig, root: str, tracking_run: str | None, d
         why it is not registered; empty where it is.
     """
     made, tracker = _artifacts(dirs), Tracker(location(root), tracking_run)
-    gains = made["compare"].manifest.stats["gains"] if "compare" in made else None
     scores, registry = made["evaluate"].manifest.stats["scores"], config.execution.registry
-    refused = refusals(registry.gates, flat_scores(scores), gains)
+    refused = why_not_registered(config, dirs)
     for reason in refused:
         get_run_logger().warning("the model is not registered: %s", reason)
-    name, hf_dir = f"athanor-{config.name}", made["release"].dir / HF_EXPORT
+    name, hf_dir = registered_name(config), made["release"].dir / HF_EXPORT
     tracker.log_evaluation(made["evaluate"], tracker.log_model(made["export"], hf_dir, scores, name, refused))
     if registry.push_to is not None and not refused:
         page = push_to_hub(local_dir(hf_dir), registry.push_to, registry.push_private)
         get_run_logger().info("the model is at %s", page)
     return refused
+
+
+def registered_name(config: PipelineConfig) -> str:
+    """Of the model in MLflow's registry."""
+    return f"athanor-{config.name}"
+
+
+def why_not_registered(config: PipelineConfig, dirs: Mapping[str, str]) -> list[str]:
+    """A line a gate that does not hold; empty where the model is registered.
+
+    Args:
+        dirs: stage -> directory of "evaluate" and, where there is one, "compare".
+    """
+    stats = {stage: Artifact.load(location(dirs[stage])).manifest.stats for stage in _SCORED if stage in dirs}
+    gains = stats["compare"]["gains"] if "compare" in stats else None
+    return refusals(config.execution.registry.gates, flat_scores(stats["evaluate"]["scores"]), gains)
 
 
 def _artifacts(dirs: Mapping[str, str]) -> dict[str, Artifact]:

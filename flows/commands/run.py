@@ -8,7 +8,7 @@ import psutil
 
 from flows.closing import print_closing
 from flows.progress import make_display, use_display
-from flows.recipe import load_recipe
+from flows.recipe import DEFAULT_RECIPE, load_recipe
 from flows.service.prefect_schema import start_prefect
 from flows.service.reconcile import reconcile
 from flows.sft import vlm_sft
@@ -27,5 +27,6 @@ def run_command(args: argparse.Namespace) -> int:
     finally:
         display.close()
     seconds = time.time() - psutil.Process().create_time()  # with the imports, which the person waited for too
-    print_closing(result, args.root, recipe, seconds, is_terminal)
+    again = [*([] if args.recipe == DEFAULT_RECIPE else [args.recipe]), *(f"--set={text}" for text in args.overrides)]
+    print_closing(result, args.root, recipe, again, seconds, is_terminal)
     return 0
