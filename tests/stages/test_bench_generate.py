@@ -53,4 +53,5 @@ def test_the_table_sets_each_way_beside_the_loop():
     loop = Measured("one by one", 2.0, 6, {0: [1, 2], 1: [3]})
     other = Measured("ours", 1.0, 4, {0: [1, 2], 1: [4], 2: [5], 3: [6]})
     assert same(other, loop) == "1 of 2"
-    assert table([loop, other]).splitlines()[-1] == "| ours | 4.00 | 5.0 | 3.33 | 1.00 | 1 of 2 |"  # 5 tokens a second for 1.5
+    # 5 tokens a second for 1.5
+    assert table([loop, other]).splitlines()[-1] == "| ours | 4.00 | 5.0 | 3.33 | 1.00 | 1 of 2 |"
