@@ -8,6 +8,9 @@ from typing import Any
 
 from dataset_builders.contracts.errors import InputError
 
+# Loss tokens whose logits exist at a time; trainer/models/output_loss.py says why so many.
+LOSS_CHUNK = 4096
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFacts:

@@ -17,6 +17,8 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from trainer.contract.model_facts import LOSS_CHUNK
+
 if torch.cuda.is_available():
     from trainer.models.loss_kernel import differentiate, summarize
 if HAVE_TE:
@@ -25,7 +27,7 @@ if HAVE_TE:
 # Loss tokens at a time: 1.24 GB of bf16 logits at 151,936 words. Of a bin of 8,192 tokens some 30% carry loss, which is
 # one chunk. Smaller ones cost time: each reads and writes the whole float32 gradient of the weight, at 4,096 tokens a
 # sixth of the time of the product that makes it, at 1,024 two thirds.
-CHUNK = 4096
+CHUNK = LOSS_CHUNK
 
 
 class OutputLayer(ColumnParallelLinear):
