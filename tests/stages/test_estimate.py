@@ -98,7 +98,7 @@ def test_the_fullest_rank_of_a_pipeline_is_shown():
     layer = (counts["language"] - width - FACTS_2B.hidden_size) // FACTS_2B.num_layers
     first = memory(pp=4, first_pipeline_layers=4)  # vision and few layers
     assert first["gradients"] == 4 * (4 * layer + width + counts["vision"] + counts["merger"])
-    last = memory(pp=4, first_pipeline_layers=4, seq_len=8192, max_patches=4, num_micro_batches=1)  # logits
+    last = memory(pp=4, first_pipeline_layers=4, seq_len=32768, max_patches=4, num_micro_batches=1)  # twice the layers
     assert last["gradients"] == 4 * (8 * layer + width + FACTS_2B.hidden_size)
 
 
