@@ -40,16 +40,22 @@ def print_closing(
     made = sum(not r["reused"] for r in result["stages"])
     print(f"\n{made} of {len(rows)} stages made, {len(rows) - made} reused, {seconds:.0f} s in all.")
     print(f"Model:  {shorten(location(result['hf_dir']))}  (loads with transformers' from_pretrained)")
-    for text in registration(result["registered_name"], result["refused"]):
+    for text in registration(result["registered_name"], result["refused"], is_told=result["mlflow_run"] is not None):
         print(text)
     print("\nNext:")
     for text, command in next_commands(result, root, recipe, again):
         print(f"  {text}\n    {command}")
 
 
-def registration(name: str, refused: Sequence[str]) -> list[str]:
-    """Whether the gates let the model pass, in lines."""
-    return [f"Not registered as {name}: {reason}" for reason in refused] or [f"Registered as {name} in MLflow."]
+def registration(name: str, refused: Sequence[str], is_told: bool) -> list[str]:
+    """Whether the model is registered, in lines.
+
+    Args:
+        refused: why the gates do not let it pass.
+        is_told: there is a journal of what MLflow is told.
+    """
+    reasons = [*refused, *([] if is_told else ["what MLflow is told could not be written; see the warning above"])]
+    return [f"Not registered as {name}: {reason}" for reason in reasons] or [f"Registered as {name} in MLflow."]
 
 
 def print_scores(scores: dict[str, dict[str, float]], counts: dict[str, dict[str, int]], is_terminal: bool) -> None:

@@ -121,7 +121,8 @@ def open_inputs(config: PipelineConfig, root: StorePath) -> dict[str, Input]:
         found["raw"] = open_raw(config.data, convert.subsets, convert.builder, side_dir(root) / RAW_DIGESTS)
     if isinstance(config.model, str):
         hf_dir = resolve_hf_dir(config.model)
-        config.check_parallel(ModelFacts.from_hf(check_hf_dir(hf_dir, config.execution.model_code_sha256)))
+        model_config = check_hf_dir(hf_dir, config.execution.model_code_sha256)
+        config.check_parallel(ModelFacts.from_hf(model_config, hf_dir / "config.json"))
         found["model"] = model_input(hf_dir)
         found["processor"] = processor_input(hf_dir)
     return found

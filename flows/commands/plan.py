@@ -130,7 +130,8 @@ def _memory(config: PipelineConfig, facts: ModelFacts) -> dict[str, int]:
 def model_facts(config: PipelineConfig, found: Mapping[str, Input]) -> ModelFacts:
     """The facts of the model that would be trained, whether it is there or still to be made."""
     if isinstance(config.model, str):
-        return ModelFacts.from_hf(read_model_config(found["model"].dir))
+        hf_dir = found["model"].dir
+        return ModelFacts.from_hf(read_model_config(hf_dir), hf_dir / "config.json")
     return facts_of_embedded(config.model.model_dump())
 
 

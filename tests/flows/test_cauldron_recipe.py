@@ -8,6 +8,7 @@ import pytest
 
 from dataset_builders.drawn.suite import SUBSETS
 from flows.cli import main
+from flows.closing import registration
 from flows.recipe import load_recipe
 from stages.artifact import run_stage
 from stages.drawn_data import STAGE, DrawnDataConfig
@@ -48,6 +49,13 @@ def test_a_directory_of_rows_and_one_of_a_model_go_in_place_of_the_hub_s(rows, t
         "--set train.optim.lr=5e-06"
     )
     assert "Not registered as athanor-cauldron: the gain in score, +0.0000 to +0.0000, does not lie above 0" in said
+
+
+def test_what_is_said_of_the_registration():
+    assert registration("m", [], is_told=True) == ["Registered as m in MLflow."]
+    assert registration("m", ["a", "b"], is_told=True) == ["Not registered as m: a", "Not registered as m: b"]
+    (line,) = registration("m", [], is_told=False)
+    assert line.startswith("Not registered as m: what MLflow is told could not be written")
 
 
 def test_it_is_what_a_real_model_is_trained_with():

@@ -400,8 +400,10 @@ def test_deepstack_levels_need_a_layer_after_them():
     config = json.loads((tiny_hf_dir() / "config.json").read_text())
     assert ModelFacts.from_hf(config).num_deepstack == 2
     config["text_config"]["num_hidden_layers"] = 2
-    with pytest.raises(InputError, match=r"2 deepstack levels .* more layers than text_config\.num_hidden_layers=2"):
-        ModelFacts.from_hf(config)
+    with pytest.raises(
+        InputError, match=r"^m/config\.json: 2 deepstack levels .* than text_config\.num_hidden_layers=2"
+    ):
+        ModelFacts.from_hf(config, "m/config.json")
 
 
 def test_facts_of_another_architecture_are_for_the_registry_to_refuse(tmp_path):

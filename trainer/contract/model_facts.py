@@ -33,8 +33,11 @@ class ModelFacts:
     num_deepstack: int
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> "ModelFacts":
+    def from_hf(cls, config: Mapping[str, Any], path: Path | str = "config.json") -> "ModelFacts":
         """From the parsed config.json of an HF directory whose model_type is qwen3_vl.
+
+        Args:
+            path: of the file, for what is said of it.
 
         Raises:
             InputError: a field is missing, or the deepstack levels leave no layer after them.
@@ -59,11 +62,11 @@ class ModelFacts:
                 num_deepstack=len(vision["deepstack_visual_indexes"]),
             )
         except KeyError as error:
-            raise InputError(f"config.json: the field {error} is missing; is it a complete qwen3_vl config?") from error
+            raise InputError(f"{path}: the field {error} is missing; is it a complete qwen3_vl config?") from error
         if facts.num_deepstack >= facts.num_layers:
             # The last layer goes on with the loss tokens alone: no feature of image tokens can come after it.
             raise InputError(
-                f"config.json: {facts.num_deepstack} deepstack levels (vision_config.deepstack_visual_indexes) need "
+                f"{path}: {facts.num_deepstack} deepstack levels (vision_config.deepstack_visual_indexes) need "
                 f"more layers than text_config.num_hidden_layers={facts.num_layers}; take a complete qwen3_vl model"
             )
         return facts
@@ -79,4 +82,4 @@ def read_facts(hf_dir: Path) -> ModelFacts | None:
     if not path.is_file():
         raise InputError(f"{path} does not exist; give the HF directory of a model")
     config = json.loads(path.read_text(encoding="utf-8"))
-    return ModelFacts.from_hf(config) if config.get("model_type") == "qwen3_vl" else None
+    return ModelFacts.from_hf(config, path) if config.get("model_type") == "qwen3_vl" else None
