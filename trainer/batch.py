@@ -5,7 +5,6 @@ import dataclasses
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate, chain
 
 import numpy as np
@@ -195,7 +194,7 @@ class _Bin:
         images: of each sample.
         ids: (T,) int32.
         is_loss: (T,) the next token of the same sample is to be learnt.
-        slots: (V,) places of the image tokens.
+        is_image: (T,) this is an image token.
     """
 
     samples: Sequence[TokenizedSample]
@@ -206,7 +205,7 @@ class _Bin:
     images: list[tuple[Raster, ...]]
     ids: np.ndarray
     is_loss: np.ndarray
-    slots: np.ndarray
+    is_image: np.ndarray
 
 
 def make_micro_batch(
@@ -256,39 +255,26 @@ def _lay_out(samples: Sequence[TokenizedSample], geometry: Geometry, seq_len: in
     if bounds[-1] > seq_len:
         raise ValueError(f"samples of {bounds[-1]} tokens do not fit in seq_len={seq_len}: {[s.key for s in samples]}")
     padding.append(seq_len - bounds[-1])
-    ids = _end_to_end([s.input_ids for s in samples], padding, np.int32)
-    # The one shift by one: place i predicts token i + 1 of the same sample where that token is to be learnt.
-    is_loss = _end_to_end([s.loss_mask for s in samples], [*padding[:-1], padding[-1] + 1], np.uint8)[1:] != 0
-    for end in bounds[1:]:
-        is_loss[end - 1] = False
+    ids, is_loss = np.zeros(seq_len, np.int32), np.zeros(seq_len, np.bool_)
+    for sample, begin, length in zip(samples, bounds, lengths):
+        last = begin + length - 1
+        ids[begin : last + 1] = sample.input_ids
+        # The one shift by one: place i predicts token i + 1 of the same sample where that token is to be learnt.
+        is_loss[begin:last] = sample.loss_mask[1:]
     if padding[-1]:
         bounds.append(seq_len)
     merge = geometry.spatial_merge_size
     images = [rasters(s.image_grid_thw.tobytes(), merge) for s in samples]
-    slots = (ids == geometry.image_token_id).nonzero()[0]
     keys = tuple([s.key for s in samples])
-    return _Bin(samples, keys, lengths, padding, bounds, images, ids, is_loss, slots)
-
-
-def _end_to_end(members: Sequence[np.ndarray], padding: Sequence[int], dtype: type[np.generic]) -> np.ndarray:
-    """Members with their zeros of padding after each; `padding` has one more, for the end."""
-    *between, end = padding
-    if any(between):
-        members = [*chain.from_iterable(zip(members, [_zeros(count, dtype) for count in between]))]
-    return np.concatenate([*members, np.zeros(end, dtype)])
-
-
-@lru_cache(maxsize=256)
-def _zeros(count: int, dtype: type[np.generic]) -> np.ndarray:
-    return np.zeros(count, dtype)
+    return _Bin(samples, keys, lengths, padding, bounds, images, ids, is_loss, ids == geometry.image_token_id)
 
 
 def _tokens(
     whole: _Bin, share: ImageShare, geometry: Geometry, part: RankSlice
 ) -> tuple[tuple[int, ...], dict[str, Sequence[int]], dict[str, np.ndarray]]:
     """How many loss tokens of each sample lie in t, and what `numbers` says of tokens: short lists, and arrays."""
-    sample_bounds = np.array(whole.bounds[: len(whole.samples) + 1])
-    starts = image_starts(whole.slots, whole.images, sample_bounds, whole.keys)
+    sample_bounds = whole.bounds[: len(whole.samples) + 1]
+    starts = image_starts(whole.is_image, whole.images, sample_bounds, whole.keys)
     rows = share.first_rows if part.has_vision else [0] * len(starts)
     runs = token_runs(whole.images, starts, whole.lengths, whole.padding, rows)
     lists = {"cu_seqlens": whole.bounds, "run_starts": runs[::RUN_COLUMNS], "runs": runs}
@@ -298,15 +284,15 @@ def _tokens(
     else:
         places = held_places(whole.bounds, part.cp, part.cp_rank)
         loss_index = whole.is_loss.take(places).nonzero()[0]
-        labels = whole.ids.take(places.take(loss_index) + 1)
+        labels = whole.ids[1:].take(places.take(loss_index))
         arrays = {"input_ids": whole.ids.take(places), "labels": labels, "places": places}
     arrays["loss_index"] = loss_index
     if part.cp == part.sequence_ranks == 1 and part.has_vision:
-        arrays["image_index"] = whole.slots
+        arrays["image_index"] = whole.is_image.nonzero()[0]
     elif part.has_vision:
         held = arrays["input_ids"].reshape(part.sequence_ranks, -1)[part.sequence_rank]
         arrays["image_index"] = (held == geometry.image_token_id).nonzero()[0]
-    firsts = loss_index.searchsorted(sample_bounds // part.cp).tolist()
+    firsts = loss_index.searchsorted([bound // part.cp for bound in sample_bounds]).tolist()
     return tuple(map(operator.sub, firsts[1:], firsts)), lists, arrays
 
 

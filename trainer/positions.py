@@ -8,8 +8,9 @@ every operation on floats is a single one of float32: all devices give the same 
 numbers a sample or an image are Python's, for they cost less there than a call of numpy.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import chain, repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -65,30 +66,47 @@ def _raster(t: int, h: int, w: int, merge: int) -> Raster:
 
 
 def image_starts(
-    slots: np.ndarray, images: Sequence[Sequence[Raster]], bounds: np.ndarray, keys: Sequence[str]
+    is_image: np.ndarray, images: Sequence[Sequence[Raster]], bounds: Sequence[int], keys: Sequence[str]
 ) -> list[int]:
     """The place of the first token of every image of a bin.
 
     Args:
-        slots: (V,) places of the image tokens, ascending.
+        is_image: (T,) bool.
         images: of each sample.
-        bounds: (n + 1,) where each sample begins, and the end.
+        bounds: (n + 1) where each sample begins, and the end.
         keys: of the samples.
 
     Raises:
-        ValueError: a sample's image tokens are not those of its grids.
+        ValueError: a sample's image tokens are not those of its grids, or an image's are not together.
     """
-    firsts, starts = slots.searchsorted(bounds).tolist(), []
-    for key, rasters, first, stop in zip(keys, images, firsts, firsts[1:]):
-        place = first
+    edges, starts = _stretches(is_image), []
+    place, stop = next(edges), next(edges)
+    for key, rasters, first, end in zip(keys, images, bounds, bounds[1:]):
         for raster in rasters:
             starts.append(place)
             place += raster.tokens
-        if place != stop:
-            grids = [list(raster.grid) for raster in rasters]
-            have, make = stop - first, place - first
-            raise ValueError(f"{key}: {have} image tokens, but its grids {grids} make {make}; tokenize it again")
-    return slots.take(starts).tolist() if starts else []
+            if place > stop or place > end:
+                raise ValueError(_not_its_grids(key, rasters, is_image[first:end]))
+            if place == stop:
+                place, stop = next(edges), next(edges)
+        if place < end:
+            raise ValueError(_not_its_grids(key, rasters, is_image[first:end]))
+    return starts
+
+
+def _stretches(is_image: np.ndarray) -> Iterator[int]:
+    """Where image tokens begin and stop, by turns, then the end for ever. Far fewer than tokens, and found sooner."""
+    changes = (is_image[1:] != is_image[:-1]).nonzero()[0] + 1
+    first = (0,) if len(is_image) and is_image[0] else ()
+    return chain(first, changes.tolist(), repeat(len(is_image)))
+
+
+def _not_its_grids(key: str, rasters: Sequence[Raster], is_image: np.ndarray) -> str:
+    grids = [list(raster.grid) for raster in rasters]
+    have, make = int(np.count_nonzero(is_image)), sum(raster.tokens for raster in rasters)
+    if have == make:
+        return f"{key}: other tokens lie between the {have} image tokens of its grids {grids}; tokenize it again"
+    return f"{key}: {have} image tokens, but its grids {grids} make {make}; tokenize it again"
 
 
 def token_runs(

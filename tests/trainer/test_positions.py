@@ -24,8 +24,8 @@ def rasters_of(grids, merge: int = 2):
 
 def runs_of(ids, grids, padding: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Of a bin of one sample, whose images' rows begin at 100, 200, ..."""
-    images, slots = [rasters_of(grids)], np.flatnonzero(np.array(ids) == IMAGE)
-    starts = image_starts(slots, images, np.array([0, len(ids)]), ["made/1"])
+    images, is_image = [rasters_of(grids)], np.array(ids) == IMAGE
+    starts = image_starts(is_image, images, [0, len(ids)], ["made/1"])
     rows = range(100, 100 * len(starts) + 100, 100)
     runs = torch.tensor(token_runs(images, starts, [len(ids)], [padding, 0], rows)).view(-1, RUN_COLUMNS)
     return runs, runs[:, 0].contiguous()
@@ -86,6 +86,41 @@ def test_positions_equal_the_slow_ones(seed):
 def test_image_tokens_that_are_not_the_grids_are_refused():
     with pytest.raises(ValueError, match=r"made/1: 1 image tokens, but its grids \[\[1, 4, 4\]\] make 4"):
         positions_of([1, IMAGE], [(1, 4, 4)])
+
+
+def test_image_tokens_that_are_not_together_are_refused():
+    with pytest.raises(ValueError, match=r"made/1: other tokens lie between the 4 image tokens of its grids"):
+        positions_of([1, IMAGE, IMAGE, 1, IMAGE, IMAGE], [(1, 4, 4)])
+    with pytest.raises(ValueError, match="made/1: 3 image tokens, but its grids"):  # up to the end of the sample
+        positions_of([1, IMAGE, IMAGE, 1, IMAGE], [(1, 4, 4)])
+
+
+def starts_of(ids, grids_of_samples, bounds) -> list[int]:
+    images = [rasters_of(grids) for grids in grids_of_samples]
+    return image_starts(np.array(ids) == IMAGE, images, bounds, [f"made/{i + 1}" for i in range(len(images))])
+
+
+def test_images_that_touch_across_samples_and_at_the_ends():
+    ids = [*[IMAGE] * 2, 1, *[IMAGE] * 2, *[IMAGE] * 3, 1, IMAGE]
+    two, one = (1, 2, 4), (1, 2, 2)
+    assert starts_of(ids, [[two, two], [two, one, one]], [0, 5, 10]) == [0, 3, 5, 7, 9]
+    assert starts_of([1, 2], [[], []], [0, 1, 2]) == [] == starts_of([], [], [0])
+
+
+@pytest.mark.parametrize(
+    ("grids", "wrong"),
+    [
+        ([[(1, 2, 4)], []], r"made/2: 1 image tokens, but its grids \[\] make 0"),
+        ([[], [(1, 2, 2)]], r"made/1: 2 image tokens, but its grids \[\] make 0"),
+        ([[(1, 2, 2)], [(1, 2, 4)]], r"made/1: 2 image tokens, but its grids \[\[1, 2, 2\]\] make 1"),
+        ([[(1, 2, 6)], []], r"made/1: 2 image tokens, but its grids \[\[1, 2, 6\]\] make 3"),  # takes the next one's
+        ([[(1, 2, 4), (1, 2, 2)], []], r"made/1: 2 image tokens, but its grids"),
+        ([[(1, 2, 4)], [(1, 2, 2), (1, 2, 2)]], r"made/2: 1 image tokens, but its grids"),
+    ],
+)
+def test_one_sample_s_image_tokens_are_not_another_s(grids, wrong):
+    with pytest.raises(ValueError, match=wrong):
+        starts_of([1, IMAGE, IMAGE, IMAGE, 1], grids, [0, 3, 5])
 
 
 def test_rows_of_an_image_are_counted_from_its_first():
