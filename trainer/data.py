@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 from dataset_builders.contracts.bins import BinPlan, BinSums, read_bins
+from dataset_builders.contracts.errors import InputError
 from dataset_builders.contracts.manifest import load_manifest
 from dataset_builders.contracts.permutation import KeyedPermutation
 from dataset_builders.contracts.sample import Split
@@ -99,9 +100,16 @@ class BinReader:
         return samples
 
     def read(self, number: int | None) -> MicroBatch:
-        """This rank's part of one bin; None gives a bin of nothing but padding."""
+        """This rank's part of one bin; None gives a bin of nothing but padding.
+
+        Raises:
+            InputError: what was tokenized makes no bin; with the directory and the sample.
+        """
         samples = [] if number is None else self.samples(number)
-        return make_micro_batch(samples, self._geometry, self._seq_len, self._part)
+        try:
+            return make_micro_batch(samples, self._geometry, self._seq_len, self._part)
+        except ValueError as error:
+            raise InputError(f"{self._dir}: {error}") from error
 
     def keys(self, numbers: Sequence[int]) -> list[str]:
         """The sample keys of several bins."""

@@ -1,15 +1,19 @@
 """How the trainer ends when it cannot go on: one line, its own exit code, nothing half done."""
 
 import json
+import re
 import shutil
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
 from dataset_builders.contracts.errors import InputError
-from tests.helpers.run_dir import log_of, result_of, run_trainer, write_job
+from tests.helpers.reference import random_hf_dir
+from tests.helpers.run_dir import log_of, make_bins, result_of, run_trainer, write_job
 from trainer.checkpoint import list_checkpoints, read_step
 from trainer.contract import EXIT_FAILED, EXIT_INPUT, OptimConfig, ParallelConfig, TrainConfig
+from trainer.models.qwen3_vl.config import read_config
 
 
 def rewrite(run, **changes):
@@ -32,6 +36,18 @@ def test_a_loss_that_is_not_finite_names_the_step_and_its_samples(tmp_path):
     assert "step 0: gradient norm is nan" in result.message and "train.optim.lr" in result.message
     assert len(result.keys) == 6 and all(key.startswith("train/") for key in result.keys)
     assert not list_checkpoints(run.output_dir / "checkpoints")
+
+
+def test_image_tokens_that_are_torn_apart_are_the_input_s_fault_and_not_tried_again(tmp_path):
+    bins, image = make_bins("first"), read_config(random_hf_dir("first")).geometry.image_token_id
+    torn = next(sample for sample in bins[0] if (sample.input_ids == image).sum() > 1)
+    last = np.flatnonzero(torn.input_ids == image)[-1]
+    torn.input_ids[[last, last + 1]] = torn.input_ids[[last + 1, last]]
+    run = write_job(tmp_path, num_steps=4, bins=bins)
+    assert run_trainer(run, processes=0) == EXIT_INPUT
+    result = result_of(run)
+    assert result.is_input_error and "Traceback" not in log_of(run)
+    assert re.fullmatch(rf"{run.tokenized_dir}: heldout/\d+: other tokens lie .* tokenize it again", result.message)
 
 
 def test_a_world_that_does_not_divide_is_found_before_anything_is_loaded(tmp_path):

@@ -1,6 +1,8 @@
 """A training step on a GPU waits for the device at its end alone, however many bins it has."""
 
+import contextlib
 import warnings
+from collections.abc import Iterator
 from unittest.mock import patch
 
 import pytest
@@ -17,6 +19,22 @@ AT_THE_END = 3  # the loss tokens of the step, the norms by part where they are 
 WAITED = "synchronizing CUDA operation"
 
 
+@contextlib.contextmanager
+def recorded() -> Iterator[list[warnings.WarningMessage]]:
+    """What torch warns of meanwhile, waits for the device among it."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield caught
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def places(caught: list[warnings.WarningMessage]) -> list[str]:
+    return [f"{w.filename}:{w.lineno}" for w in caught if WAITED in str(w.message)]
+
+
 def places_of_waits(root, global_batch_size: int, steps: int) -> list[tuple[list[str], list[str]]]:
     """Of each step: where the host waited in its micro batches, and where after them."""
     run = write_job(root, num_steps=steps, bins=make_bins("first", KINDS), global_batch_size=global_batch_size)
@@ -26,17 +44,9 @@ def places_of_waits(root, global_batch_size: int, steps: int) -> list[tuple[list
     now: dict[str, list] = {}
     train_step, finalize = loop.train_step, loop.finalize_gradients
 
-    def places(caught) -> list[str]:
-        return [f"{w.filename}:{w.lineno}" for w in caught if WAITED in str(w.message)]
-
     def stepping(*args, **kwargs):
-        with warnings.catch_warnings(record=True) as now["caught"]:
-            warnings.simplefilter("always")
-            torch.cuda.set_sync_debug_mode("warn")
-            try:
-                result = train_step(*args, **kwargs)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
+        with recorded() as now["caught"]:
+            result = train_step(*args, **kwargs)
         found.append((now["before"], places(now["caught"])[len(now["before"]) :]))
         return result
 
@@ -60,11 +70,6 @@ def test_the_host_waits_after_the_last_bin_alone(tmp_path, bins):
 
 @requires_gpus(1)
 def test_a_wait_is_seen():
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            torch.ones(2, device="cuda").sum().item()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    assert any(WAITED in str(warning.message) for warning in caught)
+    with recorded() as caught:
+        torch.ones(2, device="cuda").sum().item()
+    assert places(caught)
