@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
-JOBS ?= 2
+JOBS ?= 3
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help run test test-service lint doctor
@@ -18,7 +18,7 @@ run: $(STAMP) ## raw digits to a fine-tuned, scored, registered model, below ./a
 	@$(BIN)/athanor run $(ARGS)
 
 test: $(STAMP) ## the whole test suite but test-service's
-	@$(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile --ignore=tests/service $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder --ignore=tests/service $(ARGS)
 
 test-service: $(STAMP) ## `athanor up` whole: forms in a browser, schedules, kill -9, Postgres, SLURM, logins
 	@$(BIN)/python -m pytest tests/service $(ARGS)

@@ -1,1 +1,5 @@
-"""Turn somebody's dataset into Samples. CPU only, knows no tokens, no Prefect, no MLflow."""
+"""Turn somebody's dataset into Samples. CPU only, knows no tokens, no Prefect, no MLflow.
+
+In: a raw dataset. Out: Samples, and the contracts that every package reads and writes.
+Read first: `SOURCES.md`, then `sources/the_cauldron.py`.
+"""

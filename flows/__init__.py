@@ -1,4 +1,7 @@
-"""What runs after what, and how often. The only importer of prefect.
+"""The order of the stages, and their runs in Prefect. The only importer of prefect.
+
+In: a recipe. Out: a pipeline run, in Prefect and in MLflow.
+Read first: `pipeline/graph.py`, then `pipeline/flow.py`.
 
 The defaults below must be in the environment before prefect is imported: it reads them once.
 """

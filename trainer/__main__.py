@@ -11,12 +11,12 @@ from pathlib import Path
 def parse_args(argv: list[str]) -> Path:
     """The one argument: the path of a RunConfig."""
     parser = argparse.ArgumentParser(prog="torchrun -m trainer")
-    parser.add_argument("run_json", type=Path, help="a RunConfig, written by stages/train.py")
+    parser.add_argument("run_json", type=Path, help="a RunConfig, written by stages/train/stage.py")
     return parser.parse_args(argv).run_json
 
 
 if __name__ == "__main__":
     # Here and not above: the helper process that a checkpoint spawns loads this module, and needs none of it.
-    from trainer.job import run_file
+    from trainer.loop.job import run_file
 
     sys.exit(run_file(parse_args(sys.argv[1:])))

@@ -1,20 +1,19 @@
 """Bins: ordered lists of samples that share one packed sequence, planned in partitions.
 
     bins.json                          `BinsFile`: the partitions in order of their bins, with checksums
-    bins/train-000-00000.arrow         the bins of one split, epoch and partition of the index; a row is a bin
+    bins/train-000-00000.arrow         the bins of one split, epoch and partition of the index, one row per bin
 
 A partition is an Arrow IPC file of one record batch, not compressed, so that it can be mapped into memory: the column
-`samples` is a list, whose offsets say where each bin's samples begin; beside it `sums` is a `BinSums` of the bin.
+`samples` is a list, whose offsets say where each bin's samples begin; beside it `sums` holds the `BinSums` of the bin.
 A sample carries its whole address, so that a reader needs the plan and the shards alone. A reader opens a partition
-when it first needs a bin of it, fetches it then where the plan lies in a store, and holds nothing else.
+when it first needs a bin of it (and fetches it then, if the plan lies in a store), and holds nothing else.
 
-Bin numbers of a split start at 0 and run through all its epochs. Where fewer epochs are planned than trained, they
+Bin numbers of a split start at 0 and run through all its epochs. If training takes more epochs than are planned, they
 start over.
 """
 
 import bisect
 import itertools
-import json
 import mmap
 import threading
 from collections.abc import Sequence
@@ -26,17 +25,18 @@ import numpy as np
 import pyarrow as pa
 from pydantic import Field
 
-from dataset_builders.contracts.errors import InputError
-from dataset_builders.contracts.files import atomic_path, sha256_file, write_json
+from dataset_builders.contracts.manifest import read_format
 from dataset_builders.contracts.sample import Split
-from dataset_builders.contracts.store import StorePath, local_copy, make_dir
 from dataset_builders.contracts.strict import StrictModel
-from dataset_builders.contracts.tokenized import INDEX_SCHEMA
+from dataset_builders.contracts.tokenized import INDEX_SCHEMA, SIZES
+from dataset_builders.errors import InputError
+from dataset_builders.storage.files import atomic_path, sha256_file, write_json
+from dataset_builders.storage.store import StorePath, local_copy, make_dir
 
 FORMAT_VERSION = 2
 BINS = "bins.json"
 _FOLDER = "bins"
-# Texts that repeat are numbers into a dictionary of the file; the split is the partition's.
+# Texts that repeat are stored as numbers of a dictionary in the file. The split is that of the partition.
 _REPEATED = {"subset", "shard"}
 _SAMPLE = pa.struct(
     [
@@ -45,8 +45,7 @@ _SAMPLE = pa.struct(
         if f.name != "split"
     ]
 )
-_SUMMED = ("num_tokens", "num_loss_tokens", "num_patches", "num_images")
-# The fields of `BinSums` side by side: a reader of many bins here and there touches one place for each.
+# The fields of `BinSums` lie side by side: a reader of scattered bins touches one place per bin.
 BINS_SCHEMA = pa.schema([("sums", pa.list_(pa.float64(), 7)), ("samples", pa.list_(_SAMPLE))])
 
 
@@ -70,7 +69,7 @@ Bin = tuple[SampleRef, ...]
 
 
 class BinSums(NamedTuple):
-    """What the samples of bins come to: numbers of one bin, or (m,) arrays of m bins.
+    """The sums over the samples of bins: numbers for one bin, or (m,) arrays for m bins.
 
     Attributes:
         num_samples: in the bin.
@@ -89,19 +88,6 @@ class BinSums(NamedTuple):
     num_images: int | np.ndarray
     tokens_squared: int | np.ndarray
     patches_squared: float | np.ndarray
-
-
-def sum_bin(refs: Bin) -> BinSums:
-    """The sums of one bin, from its samples."""
-    return BinSums(
-        num_samples=len(refs),
-        num_tokens=sum(ref.num_tokens for ref in refs),
-        num_loss_tokens=sum(ref.num_loss_tokens for ref in refs),
-        num_patches=sum(ref.num_patches for ref in refs),
-        num_images=sum(ref.num_images for ref in refs),
-        tokens_squared=sum(ref.num_tokens**2 for ref in refs),
-        patches_squared=sum(ref.num_patches**2 / ref.num_images for ref in refs if ref.num_images),
-    )
 
 
 class BinPartition(StrictModel):
@@ -131,16 +117,16 @@ def write_bin_partition(
     """Write the bins of one split, epoch and partition of the index.
 
     Args:
-        number: of the index's partition.
+        number: the number of the index's partition.
         rows: (n) rows with INDEX_SCHEMA's columns, in (bin, place) order.
         bins: (n,) the bin of each row, ascending from 0 without a gap.
 
     Returns:
-        its entry, with `first_bin` 0: `write_bins` says where its bins stand.
+        The partition's entry, with `first_bin` 0: `write_bins` numbers its bins.
     """
     starts = np.flatnonzero(np.diff(bins, prepend=-1))
-    columns = {name: rows[name].to_numpy().astype(np.int64) for name in _SUMMED}
-    sums = [np.diff(starts, append=len(bins)), *(np.add.reduceat(columns[name], starts) for name in _SUMMED)]
+    columns = {name: rows[name].to_numpy().astype(np.int64) for name in SIZES}
+    sums = [np.diff(starts, append=len(bins)), *(np.add.reduceat(columns[name], starts) for name in SIZES)]
     sums.append(np.add.reduceat(columns["num_tokens"] ** 2, starts))
     squares = np.where(columns["num_images"] > 0, columns["num_patches"] ** 2 / columns["num_images"].clip(min=1), 0.0)
     sums.append(_sums_in_order(squares, starts))
@@ -177,45 +163,39 @@ def _sums_in_order(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
 
 
 def write_bins(directory: StorePath, partitions: Sequence[BinPartition]) -> None:
-    """Write bins.json from the entries of all partitions, in order, numbering their bins; the plan is whole then."""
+    """Write bins.json from the entries of all partitions, in order, and number their bins. The plan is then whole."""
     counts = {"train": 0, "heldout": 0}
-    placed = []
-    for part in partitions:
-        placed.append(part.model_copy(update={"first_bin": counts[part.split]}))
-        counts[part.split] += part.num_bins
-    write_json(directory / BINS, BinsFile(partitions=placed).model_dump(mode="json"))
+    numbered = []
+    for partition in partitions:
+        numbered.append(partition.model_copy(update={"first_bin": counts[partition.split]}))
+        counts[partition.split] += partition.num_bins
+    write_json(directory / BINS, BinsFile(partitions=numbered).model_dump(mode="json"))
 
 
 def read_bins(directory: StorePath, split: Split) -> "BinPlan":
-    """The bins of one split, in order of their numbers; nothing but bins.json is read here.
+    """The bins of one split, in order of their numbers. Nothing but bins.json is read here.
 
     Raises:
-        InputError: there is no plan, or one of another format version.
+        InputError: there is no plan, or it has another format version.
     """
     path = directory / BINS
     if not path.is_file():
-        raise InputError(f"{directory} has no {BINS}: it is no plan of this version; run the plan_bins stage again")
-    raw = json.loads(path.read_text(encoding="utf-8"))
-    if raw.get("format_version") != FORMAT_VERSION:
-        raise InputError(
-            f"{path}: format_version is {raw.get('format_version')}, this code reads {FORMAT_VERSION}; "
-            f"delete {directory} and run the plan_bins stage again"
-        )
-    partitions = BinsFile.model_validate(raw).partitions
-    return BinPlan(directory, [part for part in partitions if part.split == split])
+        raise InputError(f"{directory} has no {BINS}: it is not a plan of this version; run the plan_bins stage again")
+    partitions = BinsFile.model_validate(read_format(path, FORMAT_VERSION, "plan_bins")).partitions
+    return BinPlan(directory, [partition for partition in partitions if partition.split == split])
 
 
 class BinPlan(Sequence[Bin]):
-    """The bins of one split, each read when it is asked for. Safe to use from several threads.
+    """The bins of one split, each read on its first use. Several threads may share it.
 
     Args:
-        partitions: of the split, in order.
+        partitions: those of the split, in order.
     """
 
     def __init__(self, directory: StorePath, partitions: Sequence[BinPartition]) -> None:
         self.partitions = list(partitions)
         self._dir = directory
-        self._firsts = np.array([part.first_bin for part in partitions], np.int64)
+        self._firsts = np.array([partition.first_bin for partition in partitions], np.int64)
         self._open: dict[int, _OpenPartition] = {}
         self._lock = threading.Lock()
 
@@ -231,17 +211,17 @@ class BinPlan(Sequence[Bin]):
     @cached_property
     def epoch_sizes(self) -> tuple[int, ...]:
         """Bins of each planned epoch."""
-        groups = itertools.groupby(self.partitions, key=lambda part: part.epoch)
-        return tuple(sum(part.num_bins for part in parts) for _, parts in groups)
+        groups = itertools.groupby(self.partitions, key=lambda partition: partition.epoch)
+        return tuple(sum(partition.num_bins for partition in group) for _, group in groups)
 
     @cached_property
     def epoch_totals(self) -> tuple[tuple[int, int], ...]:
         """(tokens, loss tokens) of each planned epoch."""
-        groups = [list(parts) for _, parts in itertools.groupby(self.partitions, key=lambda part: part.epoch)]
-        return tuple((sum(p.num_tokens for p in parts), sum(p.num_loss_tokens for p in parts)) for parts in groups)
+        groups = [list(group) for _, group in itertools.groupby(self.partitions, key=lambda partition: partition.epoch)]
+        return tuple((sum(p.num_tokens for p in group), sum(p.num_loss_tokens for p in group)) for group in groups)
 
     def sums(self, numbers: Sequence[int] | np.ndarray) -> BinSums:
-        """(m,) arrays: the sums of these bins, from the plan's columns; costs the same wherever they lie."""
+        """The sums of these bins as (m,) arrays, from the plan's columns; they cost the same wherever the bins lie."""
         numbers = np.asarray(numbers, np.int64)
         rows = np.empty((len(numbers), len(BinSums._fields)))
         places = np.searchsorted(self._firsts, numbers, side="right") - 1
@@ -253,21 +233,19 @@ class BinPlan(Sequence[Bin]):
         return BinSums(*(column.astype(np.int64) for column in counts), squares)
 
     def _partition(self, place: int) -> "_OpenPartition":
-        found = self._open.get(place)
-        if found is None:
+        if place not in self._open:
             with self._lock:
-                if place not in self._open:
-                    part = self.partitions[place]
-                    self._open[place] = _OpenPartition(self._dir / part.name, part.sha256)
-                found = self._open[place]
-        return found
+                if place not in self._open:  # another thread may have been first
+                    partition = self.partitions[place]
+                    self._open[place] = _OpenPartition(self._dir / partition.name, partition.sha256)
+        return self._open[place]
 
 
 class _OpenPartition:
     """A partition's file mapped into memory.
 
-    Pages that were touched are given back to the page cache after each read: where the kernel maps two megabytes for
-    one byte, a reader that goes at random through a thousand partitions would else count as having read them all.
+    Pages that were touched are given back after each read. The kernel may map two megabytes for one byte, so that a
+    reader that goes at random through a thousand partitions would else count as holding all of them.
     """
 
     def __init__(self, path: StorePath, sha256: str) -> None:

@@ -1,4 +1,4 @@
-"""Fingerprints: 16 hex digits that name an artifact by what it was made from, and words for a difference."""
+"""Fingerprints, 16 hex digits that name an artifact by what it was made from, and what changed between two configs."""
 
 import dataclasses
 import hashlib
@@ -11,7 +11,7 @@ def canonical_json(value: object) -> str:
     """JSON with sorted keys and no spaces; the same in every process.
 
     Raises:
-        TypeError: for a value without a stable form (a callable, an object with a default repr).
+        TypeError: a value without a stable form (a callable, an object with a default repr).
     """
 
     def encode(item: object) -> object:

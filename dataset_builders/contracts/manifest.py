@@ -1,15 +1,15 @@
-"""manifest.json: written last into an artifact's directory; its presence says that the directory is whole."""
+"""manifest.json: written last into an artifact's directory, so that its presence says that the directory is whole."""
 
 import json
 from typing import Any
 
 from pydantic import Field
 
-from dataset_builders.contracts.errors import InputError
-from dataset_builders.contracts.files import sha256_file, write_json
 from dataset_builders.contracts.sample import Split
-from dataset_builders.contracts.store import StorePath
 from dataset_builders.contracts.strict import StrictModel
+from dataset_builders.errors import InputError
+from dataset_builders.storage.files import write_json
+from dataset_builders.storage.store import StorePath
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -27,7 +27,7 @@ class ShardEntry(StrictModel):
 
 
 class Parent(StrictModel):
-    """An input of the stage: another artifact, or something outside by its content digest."""
+    """An input of the stage: another artifact, or something outside, identified by the digest of its content."""
 
     name: str = Field(description="the stage that made it, or what it is: hf_dir, raw")
     fingerprint: str
@@ -58,25 +58,30 @@ def load_manifest(directory: StorePath) -> Manifest:
     """Read a directory's manifest.
 
     Raises:
-        InputError: no manifest there, or one of another format version.
+        InputError: there is no manifest, or it has another format version.
     """
     path = directory / MANIFEST
     if not path.is_file():
-        raise InputError(f"{directory} has no {MANIFEST}: it is no finished artifact; run the flow that makes it again")
-    raw = json.loads(path.read_text(encoding="utf-8"))
-    if raw.get("format_version") != FORMAT_VERSION:
         raise InputError(
-            f"{path}: format_version is {raw.get('format_version')}, this code reads {FORMAT_VERSION}; "
-            f"delete {directory} and run the {raw.get('stage')} stage again"
+            f"{directory} has no {MANIFEST}: it is not a finished artifact; run the flow that makes it again"
         )
-    return Manifest.model_validate(raw)
+    return Manifest.model_validate(read_format(path, FORMAT_VERSION))
 
 
-def verify_shards(directory: StorePath, manifest: Manifest) -> list[str]:
-    """Names of shards that are missing or whose SHA-256 is not the manifest's."""
-    bad = []
-    for shard in manifest.shards:
-        path = directory / shard.name
-        if not path.is_file() or sha256_file(path) != shard.sha256:
-            bad.append(shard.name)
-    return bad
+def read_format(path: StorePath, version: int, stage: str = "") -> dict[str, Any]:
+    """The JSON object in an artifact's file.
+
+    Args:
+        version: the format version that the caller reads.
+        stage: the stage that makes the file, if the file itself does not name it.
+
+    Raises:
+        InputError: the file has another format version.
+    """
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    if raw.get("format_version") != version:
+        raise InputError(
+            f"{path}: format_version is {raw.get('format_version')}, this code reads {version}; "
+            f"delete {path.parent} and run the {stage or raw.get('stage')} stage again"
+        )
+    return raw

@@ -1,11 +1,11 @@
-"""A permutation of [0, n) that is computed, not stored: any place of it costs the same, whatever n is.
+"""A permutation of [0, n) that is computed, not stored: every place costs the same, however large n is.
 
 A Feistel network (Luby and Rackoff 1988, "How to construct pseudorandom permutations from pseudorandom functions")
 over pairs (left, right) with left < a and right < b, a * b >= n, whose halves are added modulo a and b; a result of n
 or more goes through the network again until it is below n. Both are from Black and Rogaway 2002, "Ciphers with
 arbitrary finite domains" (generalized Feistel cipher, cycle walking). The round function is the finalizer of
-SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators"). Integers of 64 bits alone:
-the same on every machine.
+SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators"). All
+arithmetic is on 64-bit integers, so every machine gives the same.
 """
 
 import hashlib
@@ -27,12 +27,12 @@ class KeyedPermutation:
         key: integers and texts that choose the permutation, in this order.
 
     Raises:
-        ValueError: the size is outside of that.
+        ValueError: the size is out of these bounds.
     """
 
     def __init__(self, size: int, key: Sequence[int | str]) -> None:
         if not 1 <= size <= _MOST:
-            raise ValueError(f"a permutation of {size} things; it must be 1 to {_MOST}")
+            raise ValueError(f"a permutation of {size} values; it must be 1 to {_MOST}")
         self.size = size
         left = math.isqrt(size - 1) + 1  # the root, rounded up
         self._left, self._right = np.uint64(left), np.uint64(-(-size // left))
@@ -40,7 +40,7 @@ class KeyedPermutation:
         self._keys = np.frombuffer(digest, "<u8")
 
     def __call__(self, places: np.ndarray) -> np.ndarray:
-        """What stands at these places.
+        """The values at these places.
 
         Args:
             places: (m,) integers in [0, size).

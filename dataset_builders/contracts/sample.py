@@ -15,12 +15,17 @@ _CONTROL_CHARS = re.compile(r"[\x00-\x08\x0b-\x1f]")  # all but tab and newline
 _SURROGATES = re.compile(r"[\ud800-\udfff]")  # JSON can spell one alone; UTF-8 cannot
 
 
+def subset_of(key: str) -> str:
+    """The subset that the key of a sample begins with."""
+    return key.partition("/")[0]
+
+
 class SkipSample(Exception):
-    """This one sample cannot be used: leave it out, count `reason`, keep `detail` for the quarantine.
+    """One sample cannot be used: it is left out, `reason` is counted, `detail` goes into the quarantine.
 
     Args:
-        reason: a member of `dataset_builders.contracts.sample.SKIP_REASONS`.
-        detail: what was found, for the person who looks at the quarantine.
+        reason: a member of SKIP_REASONS.
+        detail: what is wrong, for the person who looks at the quarantine.
     """
 
     def __init__(self, reason: str, detail: str = "") -> None:
@@ -28,7 +33,7 @@ class SkipSample(Exception):
             raise ValueError(f"unknown skip reason {reason!r}; add it to SKIP_REASONS with its meaning")
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason = reason
-        self.detail = detail.encode("utf-8", "backslashreplace").decode()  # it may quote what is no Unicode
+        self.detail = detail.encode("utf-8", "backslashreplace").decode()  # it may quote text that is not Unicode
 
 
 SKIP_REASONS: dict[str, str] = {
@@ -63,8 +68,8 @@ class Message:
 
     Attributes:
         is_learnt: False for an assistant's message that is context only, never a target.
-        references: of an assistant's message, all answers that count as right, repeats included, where the source has
-            more than the one that is learnt (ten annotators, say). For scores alone; no part of `Sample.digest`.
+        references: of an assistant's message, all answers that count as right, repeats included, if the source has
+            more than the one that is learnt (ten annotators, say). For scores alone; not part of `Sample.digest`.
     """
 
     role: Role
@@ -89,10 +94,10 @@ class Sample:
 
     @property
     def subset(self) -> str:
-        return self.key.split("/", 1)[0]
+        return subset_of(self.key)
 
     def check(self) -> None:
-        """Raise SkipSample when the conversation contradicts itself, ValueError for a malformed key."""
+        """Raise SkipSample if the conversation contradicts itself, ValueError for a malformed key."""
         if not _KEY.fullmatch(self.key):
             raise ValueError(f"sample key {self.key!r} is not of the form subset/00001234")
         if not self.messages:
@@ -107,7 +112,7 @@ class Sample:
         """64 hex digits over messages and images, not the key: equal for exact duplicates.
 
         Args:
-            images: `image_digests(self)`, from whoever has them already; None: they are computed here.
+            images: `image_digests(self)` if the caller has them already; None: they are computed here.
         """
         h = hashlib.sha256()
         for message in self.messages:

@@ -5,7 +5,7 @@ train/shard-00000.tar
                            "images": [{"name", "sha256"}], "digest"}
     ai2d/00001234.0.png   the original bytes, untouched
 
-`is_learnt` is written only where it is false, `references` only where there are some.
+`is_learnt` is written only if it is false, `references` only if there are some.
 """
 
 import json
@@ -17,10 +17,10 @@ _MAGIC = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpg", b"GIF8": "gif", b"II*\x00":
 
 
 def to_fields(sample: Sample, digests: Sequence[str] | None = None) -> dict[str, bytes]:
-    """Field name -> bytes; field names are the member's name after the key and a dot.
+    """Field name -> bytes. A field name is the member's name after the key and a dot.
 
     Args:
-        digests: `image_digests(sample)`, from whoever has them already; None: they are computed here.
+        digests: `image_digests(sample)` if the caller has them already; None: they are computed here.
     """
     digests = image_digests(sample) if digests is None else digests
     names = [f"{i}.{_extension(image)}" for i, image in enumerate(sample.images)]
@@ -36,9 +36,10 @@ def to_fields(sample: Sample, digests: Sequence[str] | None = None) -> dict[str,
 def from_fields(key: str, fields: dict[str, bytes]) -> Sample:
     """The inverse of `to_fields`."""
     record = json.loads(fields["json"])
+    messages = [{**message, "references": tuple(message.get("references", ()))} for message in record["messages"]]
     return Sample(
         key=key,
-        messages=tuple(_message(message) for message in record["messages"]),
+        messages=tuple(Message(**message) for message in messages),
         images=tuple(fields[image["name"]] for image in record["images"]),
     )
 
@@ -50,10 +51,6 @@ def _message_record(message: Message) -> dict[str, object]:
     if message.references:
         record["references"] = list(message.references)
     return record
-
-
-def _message(record: dict[str, object]) -> Message:
-    return Message(**{**record, "references": tuple(record.get("references", ()))})
 
 
 def _extension(image: bytes) -> str:

@@ -1,4 +1,4 @@
-"""Shards: plain WebDataset tars whose bytes depend on their samples alone, and reads of one record by offset.
+"""Shards: plain WebDataset tars whose bytes depend on their samples alone. One record is read by its offset.
 
 A shard is written under a temporary name, published when whole, and then committed by `<name>.json` beside it,
 a ShardEntry. A rerun in the same work directory skips every shard that has its entry.
@@ -15,15 +15,15 @@ from typing import BinaryIO
 
 import xxhash
 
-from dataset_builders.contracts.files import temporary_path, write_json
 from dataset_builders.contracts.manifest import ShardEntry
 from dataset_builders.contracts.sample import Split
-from dataset_builders.contracts.store import StorePath, is_local, local_copy, make_dir, publish, read_range
+from dataset_builders.storage.files import temporary_path, write_json
+from dataset_builders.storage.store import StorePath, is_local, local_copy, make_dir, publish, read_range
 
 
 @dataclass(frozen=True, slots=True)
 class RecordRange:
-    """Where one sample's members lie in a shard: bytes [offset, offset + size), and xxh3_64 of them."""
+    """Where one sample's members lie in a shard: bytes [offset, offset + size), whose xxh3_64 is `checksum`."""
 
     key: str
     offset: int
@@ -58,7 +58,7 @@ class ShardWriter:
         self._tmp.unlink(missing_ok=True)
 
     def write(self, key: str, fields: Mapping[str, bytes]) -> RecordRange:
-        """Append one sample; returns where it went."""
+        """Append one sample, and return where it lies."""
         start, checksum = self._offset, xxhash.xxh3_64()
         for field in sorted(fields):
             for block in _member(f"{key}.{field}", fields[field]):
@@ -100,12 +100,14 @@ def _member(name: str, data: bytes) -> tuple[bytes, bytes, bytes]:
 
 def _header(name: str, size: int) -> bytes:
     """The ustar header of a plain file (POSIX.1-1988, pax(1)): name, octal size at 124, checksum at 148."""
-    if len(name) > 100 or not name.isascii():  # the name is cut in two, or spelt out: rare, and tarfile knows how
+    if (
+        len(name) > 100 or not name.isascii()
+    ):  # the name needs two fields or a member of its own: rare, and tarfile knows how
         return _tar_info(name, size).tobuf(tarfile.USTAR_FORMAT)
     header = bytearray(_HEADER)
     header[: len(name)] = name.encode()
     header[124:135] = b"%011o" % size
-    header[148:156] = b"%06o\0 " % sum(header)  # with the checksum's own place full of blanks, as in _HEADER
+    header[148:156] = b"%06o\0 " % sum(header)  # summed over blanks in the checksum's own place, as in _HEADER
     return bytes(header)
 
 
@@ -116,17 +118,12 @@ def _tar_info(name: str, size: int) -> tarfile.TarInfo:
     return info
 
 
-def _blank_header() -> bytes:
-    header = bytearray(_tar_info("", 0).tobuf(tarfile.USTAR_FORMAT))
-    header[148:156] = b" " * 8
-    return bytes(header)
-
-
-_HEADER = _blank_header()
+_HEADER = bytearray(_tar_info("", 0).tobuf(tarfile.USTAR_FORMAT))
+_HEADER[148:156] = b" " * 8
 
 
 def finished_shard(directory: StorePath, name: str) -> ShardEntry | None:
-    """The entry of a shard that an earlier, interrupted try committed in this directory, or None."""
+    """The entry of a shard that an earlier, interrupted try committed in this directory; None if there is none."""
     path = _entry_path(directory, name)
     if not path.is_file():
         return None
@@ -147,11 +144,11 @@ def read_record(
     """The fields of one sample, by one positioned read of its byte range in the shard.
 
     Args:
-        without: fields that are passed over; from a store the whole record is fetched all the same.
-        checksum: of the range, as the index has it; compared where the shard comes over a network.
+        without: fields that are passed over. From a store the whole record is fetched all the same.
+        checksum: of the range, as in the index; compared if the shard comes over a network.
 
     Raises:
-        OSError: the shard is cut short, or the bytes are not those of the checksum.
+        OSError: the shard is cut short, or the bytes do not have this checksum.
     """
     if is_local(path):
         with path.open("rb") as file:
@@ -162,12 +159,12 @@ def read_record(
 
 
 def iter_records(path: StorePath, sha256: str | None = None) -> Iterator[tuple[str, dict[str, bytes]]]:
-    """(key, fields) of every sample in a shard, in order; `sha256` is compared where the shard lies in a store."""
+    """(key, fields) of every sample in a shard, in order. `sha256` is compared if the shard lies in a store."""
     return ((key, fields) for key, _, _, fields in iter_located(path, sha256))
 
 
 def iter_located(path: StorePath, sha256: str | None = None) -> Iterator[tuple[str, int, int, dict[str, bytes]]]:
-    """(key, offset, size, fields) of every sample in a shard: as `iter_records`, and where `read_record` finds it."""
+    """(key, offset, size, fields) of every sample in a shard: `iter_records`, with the range for `read_record`."""
     key, fields = None, {}
     start = end = 0
     with local_copy(path, sha256).open("rb") as file:
@@ -185,10 +182,10 @@ def iter_located(path: StorePath, sha256: str | None = None) -> Iterator[tuple[s
 def _members(
     file: BinaryIO, end: int | None = None, without: Container[str] = ()
 ) -> Iterator[tuple[str, tuple[str, bytes]]]:
-    """(key, (field, content)) of the members from where the file stands up to `end`, or to the archive's own end.
+    """(key, (field, content)) of the members from the file's position up to `end`, or to the archive's own end.
 
-    Header by header, content in one piece: tarfile's own stream goes through small blocks, which costs a large record
-    ten times as much. Shards hold plain files with names that fit a header, nothing else.
+    Each content is read in one piece: tarfile's own stream goes through small blocks, which costs a large record ten
+    times as much. Shards hold plain files with names that fit a header, nothing else.
     """
     while end is None or file.tell() < end:
         header = file.read(tarfile.BLOCKSIZE)
@@ -209,10 +206,10 @@ def _members(
 
 
 def _parse_header(header: bytes) -> tuple[str, int]:
-    """(name, size) of a plain file's ustar header; a quarter of what TarInfo.frombuf costs.
+    """(name, size) of a plain file's ustar header, at a quarter of the cost of TarInfo.frombuf.
 
     Raises:
-        BrokenShard: the header's checksum is not that of its bytes, or it is none of a plain file.
+        BrokenShard: the checksum is not that of the header's bytes, or the member is not a plain file.
     """
     try:
         if sum(header) - sum(header[148:156]) + 8 * ord(" ") != int(header[148:154], 8) or header[156:157] != b"0":
@@ -220,7 +217,7 @@ def _parse_header(header: bytes) -> tuple[str, int]:
         name, prefix = header[:100].rstrip(b"\0"), header[345:500].rstrip(b"\0")
         return (prefix + b"/" * bool(prefix) + name).decode(), int(header[124:135], 8)
     except ValueError as error:
-        raise BrokenShard(f"no header of a member of a shard: {header[:100]!r}") from error
+        raise BrokenShard(f"not the header of a shard's member: {header[:100]!r}") from error
 
 
 def _content(file: BinaryIO, name: str, size: int) -> bytes:

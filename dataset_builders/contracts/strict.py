@@ -1,9 +1,9 @@
-"""The base of every config: frozen, and an unknown key is an error."""
+"""The base of every config model."""
 
 from pydantic import BaseModel, ConfigDict
 
 
 class StrictModel(BaseModel):
-    """Base of every config model in the project."""
+    """The base of every config model: frozen, and an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -1,14 +1,13 @@
-"""Tokenized samples: what the trainer reads, in shards with an index beside them.
+"""Tokenized samples, which the trainer reads: shards with an index beside them.
 
     train/shard-00000.tar    records: input_ids.i32, loss_mask.u8, image_grid_thw.i32, and the pixels by their codec
-    index/00000.parquet      where each record lies and how long it is; a partition holds the rows of whole shards
-    manifest.json            stats["pixels"] is a `PixelStore`: how the pixels are stored and what they become
+    index/00000.parquet      where each record lies and how long it is; each partition holds the rows of whole shards
+    manifest.json            stats["pixels"] is a `PixelStore`: how the pixels are stored and how they were scaled
 
 Arrays are little endian, C order. The normalised `pixel_values` of the HF processor are a function of the patches alone
-(see `PatchFormat`); a record is read by `dataset_builders.pixel_codecs`.
+(see `PatchFormat`); a record is read by `dataset_builders.pictures.pixel_codecs`.
 """
 
-import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,10 +17,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import Field, ValidationError
 
-from dataset_builders.contracts.errors import InputError
-from dataset_builders.contracts.files import atomic_path
-from dataset_builders.contracts.store import StorePath, local_copy, make_dir
 from dataset_builders.contracts.strict import StrictModel
+from dataset_builders.errors import InputError
+from dataset_builders.storage.files import atomic_path
+from dataset_builders.storage.store import StorePath, local_copy, make_dir
 
 INDEX = "index"  # the folder of the index's partitions
 PARTITION_ROWS = 1_000_000  # a partition takes whole shards up to about this many rows
@@ -40,13 +39,14 @@ INDEX_SCHEMA = pa.schema(
         ("num_images", pa.int32()),
     ]
 )
+SIZES = ("num_tokens", "num_loss_tokens", "num_patches", "num_images")  # the columns of INDEX_SCHEMA that add up
 
 
 class PatchFormat(StrictModel):
     """How stored patches become pixel values.
 
     pixel_values (P, C) float32, C = 3 * temporal_patch_size * patch_size^2, ordered (channel, frame, row, column):
-    (byte - 255 * mean) / (255 * std) for each channel, each frame a copy. Patches of an image are in HF order: by
+    (byte - 255 * mean) / (255 * std) per channel, the same in each frame. Patches of an image are in HF order: by
     blocks of merge_size x merge_size, row by row.
     """
 
@@ -58,7 +58,7 @@ class PatchFormat(StrictModel):
 
     @property
     def patch_bytes(self) -> int:
-        """Bytes of a stored patch: 3 * patch_size^2."""
+        """The bytes of a stored patch: 3 * patch_size^2."""
         return 3 * self.patch_size**2
 
 
@@ -71,7 +71,7 @@ class PixelConfig(StrictModel):
 
     @property
     def factor(self) -> int:
-        """Sides of a scaled image are multiples of this many pixels."""
+        """The sides of a scaled image are multiples of this many pixels."""
         return self.patch_format.patch_size * self.patch_format.merge_size
 
 
@@ -90,13 +90,13 @@ def read_pixel_store(directory: StorePath, stats: Mapping[str, Any]) -> PixelSto
     """The `PixelStore` of a tokenized artifact, from its manifest's stats.
 
     Raises:
-        InputError: the artifact is of another format version.
+        InputError: the artifact has another format version.
     """
     try:
         return PixelStore.model_validate(stats.get("pixels"))
     except ValidationError as error:
         raise InputError(
-            f"{directory / 'manifest.json'}: stats.pixels is none of format_version 2, which this code reads; "
+            f"{directory / 'manifest.json'}: stats.pixels is not of format_version 2, which this code reads; "
             f"delete {directory} and run the tokenize stage again"
         ) from error
 
@@ -120,7 +120,7 @@ class TokenizedSample:
     patches: np.ndarray
 
     def check(self) -> None:
-        """Assert what every writer must have made true."""
+        """Assert what every writer guarantees."""
         assert self.input_ids.dtype == np.int32 and self.input_ids.ndim == 1, self.key
         assert self.loss_mask.dtype == np.uint8 and self.loss_mask.shape == self.input_ids.shape, self.key
         assert self.image_grid_thw.dtype == np.int32 and self.image_grid_thw.shape[1:] == (3,), self.key
@@ -129,9 +129,9 @@ class TokenizedSample:
 
 
 class IndexWriter:
-    """Writes the index shard after shard, holding one partition's rows.
+    """Writes the index shard after shard; one partition's rows are in memory.
 
-    Where a partition ends depends on the shards' row counts alone, so a rerun writes the same files again.
+    The end of a partition depends on the shards' row counts alone, so a rerun writes the same files again.
 
     Args:
         partition_rows: a partition is closed before the shard that would bring it over this many rows.
@@ -150,7 +150,7 @@ class IndexWriter:
         self._rows += rows.num_rows
 
     def close(self) -> None:
-        """Write the last partition; an index of no row has one empty partition."""
+        """Write the last partition. An index without rows has one empty partition."""
         if self._tables or not self._partitions:
             self._flush()
 
@@ -163,43 +163,25 @@ class IndexWriter:
         self._tables, self._rows, self._partitions = [], 0, self._partitions + 1
 
 
-def write_index(
-    directory: StorePath, rows: pa.Table | list[dict[str, object]], partition_rows: int = PARTITION_ROWS
-) -> None:
-    """Write a whole index that is in memory; one row a sample, in shard order. See `IndexWriter`."""
-    table = rows if isinstance(rows, pa.Table) else pa.Table.from_pylist(rows, schema=INDEX_SCHEMA)
-    shards = table["shard"].to_numpy(zero_copy_only=False)
-    starts = [0, *(np.flatnonzero(shards[1:] != shards[:-1]) + 1).tolist(), table.num_rows]
-    writer = IndexWriter(directory, partition_rows)
-    for start, end in itertools.pairwise(starts):
-        writer.add(table.slice(start, end - start))
-    writer.close()
-
-
 def index_partitions(directory: StorePath) -> list[StorePath]:
     """The partitions of an artifact's index, in shard order.
 
     Raises:
-        InputError: there is none.
+        InputError: there is no index.
     """
     folder = directory / INDEX
-    found = sorted((p for p in folder.iterdir() if p.suffix == ".parquet"), key=str) if folder.is_dir() else []
-    if not found:
+    paths = sorted((p for p in folder.iterdir() if p.suffix == ".parquet"), key=str) if folder.is_dir() else []
+    if not paths:
         raise InputError(f"{folder} holds no index; delete {directory} and run the tokenize stage again")
-    return found
+    return paths
 
 
 def read_partition(path: StorePath) -> pa.Table:
-    """One partition with INDEX_SCHEMA: the rows of whole shards, in the order of their records."""
+    """One partition, with INDEX_SCHEMA: the rows of whole shards, in the order of their records."""
     return pq.read_table(local_copy(path), schema=INDEX_SCHEMA)
 
 
 def iter_index(directory: StorePath) -> Iterator[pa.Table]:
-    """The index partition by partition, so that one of them is in memory."""
+    """The index, partition by partition; one of them is in memory at a time."""
     for path in index_partitions(directory):
         yield read_partition(path)
-
-
-def read_index(directory: StorePath) -> pa.Table:
-    """The whole index with INDEX_SCHEMA; for what is known to fit into memory."""
-    return pa.concat_tables(iter_index(directory))

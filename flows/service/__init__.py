@@ -1,1 +1,5 @@
-"""`athanor up`: Prefect, MLflow and a worker on this machine, watched, and ended together."""
+"""`athanor up`: Prefect, MLflow and a worker on this machine, kept running, and ended together.
+
+In: a root and ports. Out: a running service.
+Read first: `run_service.py`, then `supervisor.py`.
+"""

@@ -1,19 +1,19 @@
-"""`python -m flows.service.engine`: Prefect's engine for one flow run, which prints into the worker's log by itself.
+"""`python -m flows.service.engine`: Prefect's engine for one flow run, which writes into the worker's log by itself.
 
-A worker takes what its flow runs print through pipes. When it is killed they break, and rich, by which Prefect writes
-its log lines, ends a process whose pipe is broken (Console.on_broken_pipe): the flow would end in the middle of
-letting its trainer save.
+A worker reads the output of its flow runs through pipes, which break when it is killed. Prefect writes its log lines
+with rich, which ends a process whose pipe is broken (Console.on_broken_pipe): the flow would end while its trainer
+saves.
 """
 
 import os
 import sys
 from pathlib import Path
 
-from flows.service.processes import SERVICE_VARIABLE
+from flows.prefect_server.processes import SERVICE_VARIABLE
 
 
 def print_into(path: Path) -> None:
-    """Lead this process's standard output and error to the end of a file."""
+    """Append this process's standard output and error to a file."""
     log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)

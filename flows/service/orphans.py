@@ -1,8 +1,7 @@
-"""What killed processes leave behind on this machine: flow runs without a worker, trainers without a flow, servers.
+"""Orphans of killed processes on this machine: flow runs without a worker, trainers without a flow, servers.
 
-Everything is found by what a process carries in its environment, and only what belongs to this root is touched. A flow
-run or a trainer is told to stop and gets its time to save. No Prefect is loaded here, so that the process which watches
-a service may look often.
+They are found by the marks in their environment, and only those of this root are touched. A flow run or a trainer gets
+SIGTERM and time to save. Prefect is not loaded here, so that the process which watches a service may look often.
 """
 
 import contextlib
@@ -16,14 +15,14 @@ from pathlib import Path
 import filelock
 import psutil
 
-from dataset_builders.contracts.store import StorePath, side_dir
-from flows.service.processes import FLOW_RUN_VARIABLE, SERVICE_VARIABLE, send, wait_gone
-from flows.service.record import service_dir
-from stages.job_processes import JOB_VARIABLE, end_processes, processes_of, runs
+from dataset_builders.storage.store import StorePath, side_dir
+from flows.prefect_server.processes import FLOW_RUN_VARIABLE, SERVICE_VARIABLE, send, wait_gone, with_environment
+from flows.prefect_server.service_record import service_dir
+from stages.launchers.processes import JOB_VARIABLE, end_processes, processes_of, runs
 
 SAVE_SECONDS = 130.0  # for a flow run whose trainer saves: a little more than stop_grace_seconds
 SERVER_SECONDS = 5.0
-_TEMPORARY = "PREFECT__SERVER_EPHEMERAL"  # Prefect's mark of a server that it started for one process
+_TEMPORARY = "PREFECT__SERVER_EPHEMERAL"  # Prefect's mark of a server for one process
 log = logging.getLogger("athanor.service")
 
 Marked = dict[int, tuple[psutil.Process, Mapping[str, str]]]
@@ -31,13 +30,13 @@ Marked = dict[int, tuple[psutil.Process, Mapping[str, str]]]
 
 @dataclass(slots=True)
 class OrphanWatch:
-    """Looks for what killed processes of a root have left, and ends it without holding up the one who looks."""
+    """Looks for the orphans of a root, and ends them in threads, so that its caller goes on."""
 
     root: StorePath
     _ending: dict[str, threading.Thread] = field(default_factory=dict)
 
     def poll(self) -> list[str]:
-        """Look once and begin to end what is new; returns what is being ended, in words."""
+        """Look once and begin to end new orphans; returns the names of all that are being ended."""
         self._ending = {name: thread for name, thread in self._ending.items() if thread.is_alive()}
         for name, end in self._orphans():
             if name not in self._ending:
@@ -47,10 +46,10 @@ class OrphanWatch:
         return list(self._ending)
 
     def end_all(self) -> int:
-        """End everything and return when nothing is left; returns how many there were. Takes as long as saving does."""
+        """End all orphans, wait until none is left and return their number. Takes as long as trainers take to save."""
         ended: set[str] = set()
-        while found := self.poll():
-            ended.update(found)
+        while ending := self.poll():
+            ended.update(ending)
             for thread in self._ending.values():
                 thread.join()
         return len(ended)
@@ -66,7 +65,7 @@ class OrphanWatch:
             yield f"temporary Prefect server {server.pid}", lambda server=server: _stop([server], SERVER_SECONDS)
 
     def _stop_once(self, tops: list[psutil.Process]) -> None:
-        """Only one watch at a time: a second SIGTERM would interrupt the flow run while it lets its trainer save."""
+        """Stop a flow run, by one watch at a time: a second SIGTERM would interrupt it while its trainer saves."""
         path = service_dir(self.root) / "ending.lock"
         path.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(path):
@@ -74,27 +73,22 @@ class OrphanWatch:
 
 
 def marked_processes() -> Marked:
-    """pid -> (process, environment) of everything that a service, a launcher or Prefect has started."""
-    found: Marked = {}
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            environment = process.environ()
-            if environment.keys() & {SERVICE_VARIABLE, JOB_VARIABLE, _TEMPORARY} and runs(process):
-                found[process.pid] = (process, environment)
-    return found
+    """pid -> (process, environment) of every process that a service, a launcher or Prefect has started."""
+    marks = {SERVICE_VARIABLE, JOB_VARIABLE, _TEMPORARY}
+    return {process.pid: (process, values) for process, values in with_environment() if values.keys() & marks}
 
 
 def orphaned_flow_runs(side: Path, marked: Marked) -> dict[str, list[psutil.Process]]:
-    """flow run id -> its outermost processes, where no process of the service is their parent."""
-    found: dict[str, list[psutil.Process]] = {}
+    """Flow run id -> its outermost processes, for runs whose parent is no process of the service."""
+    orphans: dict[str, list[psutil.Process]] = {}
     for process, environment in marked.values():
         is_ours = environment.get(SERVICE_VARIABLE) == str(side) and JOB_VARIABLE not in environment
         if is_ours and FLOW_RUN_VARIABLE in environment:
             with contextlib.suppress(psutil.Error):
                 parent = marked.get(process.ppid())
                 if parent is None or parent[1].get(SERVICE_VARIABLE) != str(side):
-                    found.setdefault(environment[FLOW_RUN_VARIABLE], []).append(process)
-    return found
+                    orphans.setdefault(environment[FLOW_RUN_VARIABLE], []).append(process)
+    return orphans
 
 
 def living_flow_runs(marked: Marked) -> set[str]:
@@ -114,7 +108,7 @@ def trainer_jobs(side: Path, marked: Marked) -> set[str]:
 
 
 def orphaned_servers(side: Path, marked: Marked) -> list[psutil.Process]:
-    """Temporary Prefect servers on this root's database whose flow's process is gone."""
+    """Temporary Prefect servers on this root's database whose flow is gone."""
     home = (side / "prefect").resolve()
     servers = [
         process
@@ -125,7 +119,7 @@ def orphaned_servers(side: Path, marked: Marked) -> list[psutil.Process]:
 
 
 def _has_flow(server: psutil.Process) -> bool:
-    """Whether the process that started a temporary server still runs: a Python, where an orphan has init's like."""
+    """Whether the process that started a temporary server still runs: its parent is a Python, an orphan's is init."""
     try:
         parent = server.parent()
         return parent is not None and parent.pid != 1 and "python" in Path(parent.exe()).name.lower()
@@ -134,23 +128,19 @@ def _has_flow(server: psutil.Process) -> bool:
 
 
 def _lock_of(job: str) -> Path:
-    """run_stage's lock, which the system frees with the process that holds it; export's job is one level deeper."""
+    """The path of run_stage's lock, which the system frees with its process; export's job is one level deeper."""
     scratch = next(parent for parent in Path(job).parents if parent.name == "scratch")
     return scratch / f"{Path(job).relative_to(scratch).parts[0]}.lock"
 
 
 def _is_free(path: Path) -> bool:
-    lock = filelock.FileLock(path)
-    try:
-        lock.acquire(timeout=0)
-    except filelock.Timeout:
-        return False
-    lock.release()
-    return True
+    with contextlib.suppress(filelock.Timeout), filelock.FileLock(path, timeout=0):
+        return True
+    return False
 
 
 def _end_trainer(job: str) -> None:
-    # Under the lock: a flow that takes up the same work now starts its trainer when the old one has gone.
+    # Under the lock, so that a flow with the same work starts its trainer when this one is gone.
     with contextlib.suppress(filelock.Timeout), filelock.FileLock(_lock_of(job), timeout=0):
         end_processes(processes_of(job), SAVE_SECONDS)
 
@@ -159,7 +149,7 @@ def _stop(processes: list[psutil.Process], seconds: float) -> None:
     everything = list(processes)
     for process in processes:
         with contextlib.suppress(psutil.Error):
-            # Not a trainer: its flow asks it to save, and one that is alone afterwards is found again.
+            # Not a trainer: its flow makes it save; if it is alone afterwards, it is an orphan itself.
             everything += [p for p in process.children(recursive=True) if JOB_VARIABLE not in p.environ()]
     send(processes, signal.SIGTERM)
     wait_gone(processes, seconds)

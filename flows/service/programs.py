@@ -1,17 +1,19 @@
-"""The programs of a service: how each is started, with which settings, and how one sees that it answers."""
+"""The programs of a service: the command and the settings of each, and how to see that it answers."""
 
+import base64
 import json
 import os
 import socket
 import sys
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
-from dataset_builders.contracts.store import StorePath, side_dir
-from flows.service.access import (
+from dataset_builders.errors import InputError
+from dataset_builders.storage.store import StorePath, side_dir
+from flows.prefect_server.access import (
     MLFLOW_PASSWORD,
     MLFLOW_USER,
     PREFECT_CLIENT_SECRET,
@@ -20,19 +22,17 @@ from flows.service.access import (
     allowed_hosts,
     mlflow_auth_environment,
     past_the_proxy,
-    prefect_auth_header,
 )
-from flows.service.database import DATABASE_VARIABLE, PASSWORD_VARIABLE, Postgres
-from flows.service.prefect_home import prefect_home
-from flows.service.processes import PART_VARIABLE, ROOT_VARIABLE, SERVICE_VARIABLE
-from flows.service.record import POOL, service_dir
+from flows.prefect_server.home import prefect_home
+from flows.prefect_server.processes import PART_VARIABLE, ROOT_VARIABLE, SERVICE_VARIABLE
+from flows.prefect_server.service_record import POOL, service_dir
 
-# Which server another program of the person's talks to is not for ours to inherit.
+# Not inherited by our programs: these name the servers of other programs of the person's.
 _NOT_INHERITED = (
     *("PREFECT_API_URL", "PREFECT_UI_API_URL", "PREFECT_UI_URL", "PREFECT_PROFILE", "MLFLOW_TRACKING_URI"),
     *("MLFLOW_REGISTRY_URI", "MLFLOW_RUN_ID", "PREFECT_SERVER_API_HOST", "PREFECT_SERVER_API_PORT"),
     *("PREFECT_API_DATABASE_CONNECTION_URL", "PREFECT_SERVER_DATABASE_CONNECTION_URL", "MLFLOW_BACKEND_STORE_URI"),
-    *(DATABASE_VARIABLE, PASSWORD_VARIABLE, PREFECT_SECRET, PREFECT_CLIENT_SECRET, MLFLOW_USER, MLFLOW_PASSWORD),
+    *("PGPASSWORD", PREFECT_SECRET, PREFECT_CLIENT_SECRET, MLFLOW_USER, MLFLOW_PASSWORD),
     *("MLFLOW_AUTH_ADMIN_USERNAME", "MLFLOW_AUTH_ADMIN_PASSWORD", "MLFLOW_FLASK_SERVER_SECRET_KEY"),
 )
 _ANSWER_SECONDS = 5.0
@@ -44,11 +44,9 @@ class Program:
     """One program of a service.
 
     Attributes:
-        is_up: whether it answers; gets the moment at which it was started, seconds since 1970. May raise OSError.
-        address: for a person.
-        needs: name of the program that has to answer first.
-        lasts: False for one that does its work and ends.
-        shares_session: with processes that outlive it and save: flow runs, when their worker is killed.
+        is_up: whether it answers, given the time of its start in seconds since 1970. May raise OSError.
+        address: shown to people.
+        shares_session: with processes that outlive it and save, as the flow runs of a killed worker.
     """
 
     name: str
@@ -56,15 +54,13 @@ class Program:
     environment: Mapping[str, str] = field(repr=False)
     log_path: Path
     is_up: Callable[[float], bool]
-    address: str = ""
-    needs: str | None = None
-    lasts: bool = True
+    address: str
     shares_session: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a service of a root is made of.
+    """A service of a root.
 
     Attributes:
         ports: "prefect" and "mlflow".
@@ -75,7 +71,6 @@ class Plan:
     root: StorePath
     access: Access
     ports: Mapping[str, int]
-    database: Postgres | None
     max_runs: int
     limits: Mapping[str, int]
 
@@ -96,18 +91,17 @@ class Plan:
 
 
 def prefect_server(plan: Plan) -> Program:
-    """Its database is the one that `athanor run` uses without a service, unless there is a Postgres."""
+    """Prefect's server, on the database that `athanor run` uses without a service."""
     port = str(plan.ports["prefect"])
     environment = {
         **service_environment(plan.root, "prefect"),
         "PREFECT_API_URL": plan.prefect_api,
-        "PREFECT_UI_API_URL": f"{plan.prefect_ui}/api",  # the old name and the new: either alone has been missed
+        "PREFECT_UI_API_URL": f"{plan.prefect_ui}/api",  # the old name and the new: some versions read only one
         "PREFECT_SERVER_UI_API_URL": f"{plan.prefect_ui}/api",
         "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
-        # In memory, its default, a killed server forgets who holds a slot, and the slot is never free again.
+        # By default in memory: a killed server forgets who holds a slot, which is then never free again.
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
         **_prefect_secret(plan.access, (PREFECT_SECRET, PREFECT_CLIENT_SECRET)),
-        **(plan.database.environment("prefect") if plan.database else {}),
     }
     command = [sys.executable, "-m", "prefect", "server", "start", "--host", plan.access.host, "--port", port]
     return Program(
@@ -121,19 +115,18 @@ def prefect_server(plan: Plan) -> Program:
 
 
 def mlflow_server(plan: Plan) -> Program:
-    """Its store and its files are those of `athanor run` without a service, unless there is a Postgres.
+    """MLflow's server, on the store and the files of `athanor run` without a service.
 
-    It hands out no files by itself: clients are on this machine, and read and write them below the root.
+    It serves no files: its clients are on this machine, and read and write them below the root.
     """
     side = side_dir(plan.root).resolve()
-    sqlite = {"MLFLOW_BACKEND_STORE_URI": f"sqlite:///{side / 'mlflow.db'}"}
     has_auth = plan.access.has_mlflow_auth
     environment = {
         **service_environment(plan.root, "mlflow"),
         "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false",
         "MLFLOW_DISABLE_TELEMETRY": "true",
-        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # processes of its own, for judges of generated text
-        **(plan.database.environment("mlflow") if plan.database else sqlite),
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # more processes, for judges of generated text
+        "MLFLOW_BACKEND_STORE_URI": f"sqlite:///{side / 'mlflow.db'}",
         **(mlflow_auth_environment(service_dir(plan.root)) if has_auth else {}),
     }
     options = {
@@ -157,40 +150,40 @@ def mlflow_server(plan: Plan) -> Program:
 
 
 def worker(plan: Plan) -> Program:
-    """Takes flow runs from the pool and gives each a process; they inherit its environment."""
-    name = f"athanor-{socket.gethostname()}-{os.getpid()}"  # reconcile.py tells by it whose runs are lost
-    command = ["-m", "flows.service.work", "worker", "start", "--pool", POOL, "--type", "process", "--name", name]
-    environment = {"PREFECT_WORKER_QUERY_SECONDS": "3", **client_environment(plan, "worker")}
+    """The worker: it registers deployments and limits, settles the runs of dead processes, then takes flow runs.
+
+    It gives each flow run a process, which inherits its environment.
+    """
+    name = f"athanor-{socket.gethostname()}-{os.getpid()}"  # reconcile.py knows by it whose runs are lost
+    limits = [word for limit, slots in plan.limits.items() for word in ("--limit", f"{limit}={slots}")]
     return Program(
         name="worker",
-        command=[sys.executable, *command],
-        environment=environment,
+        command=[sys.executable, "-m", "flows.service.work", name, "--max-runs", str(plan.max_runs), *limits],
+        environment={"PREFECT_WORKER_QUERY_SECONDS": "3", **client_environment(plan, "worker")},
         log_path=plan.log_path("worker"),
         is_up=lambda started: _worker_is_online(plan, name, started),
         address=f"up to {plan.max_runs} flow runs at a time",
-        needs="prefect",
         shares_session=True,
     )
 
 
-def provision(plan: Plan, *, is_first: bool) -> Program:
-    """Makes the server know deployments and limits, and puts right what dead processes left; see provision.py."""
-    command = [sys.executable, "-m", "flows.service.provision", *([] if is_first else ["--reconcile-only"])]
-    words = [word for name, slots in plan.limits.items() for word in ("--limit", f"{name}={slots}")]
-    words += ["--max-runs", str(plan.max_runs)]
-    return Program(
-        name="deployments",
-        command=[*command, *(words if is_first else [])],
-        environment=client_environment(plan, "provision"),
-        log_path=plan.log_path("provision"),
-        is_up=lambda _: True,
-        needs=None if is_first else "prefect",  # at first it loads its libraries while the server starts
-        lasts=False,
-    )
+def parse_limits(texts: Sequence[str]) -> dict[str, int]:
+    """["gpu=2"] -> {"gpu": 2}
+
+    Raises:
+        InputError: a text is of another form, or gives no slot.
+    """
+    limits = {}
+    for text in texts:
+        name, _, slots = text.rpartition("=")
+        if not (name and slots.isdecimal() and int(slots) > 0):
+            raise InputError(f"--limit {text} is not NAME=SLOTS with 1 slot or more; for example --limit local=1")
+        limits[name] = int(slots)
+    return limits
 
 
 def service_environment(root: StorePath, part: str) -> dict[str, str]:
-    """What every process of the service has: this process's own environment without secrets, and the mark."""
+    """The environment of every process of the service: this process's own without secrets, and the mark."""
     side = side_dir(root)
     inherited = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
     fixed = {
@@ -204,14 +197,14 @@ def service_environment(root: StorePath, part: str) -> dict[str, str]:
         "TERM": "dumb",
         "COLUMNS": "200",
     }
-    # The command line keeps Prefect quiet; here its lines go to a log.
+    # The command line silences Prefect; here its lines go to a log.
     levels = ("LEVEL", "FLOW_RUNS_LEVEL", "TASK_RUNS_LEVEL")
     console = {f"PREFECT_LOGGING_HANDLERS_CONSOLE_{level}": "INFO" for level in levels}
     return {**inherited, **past_the_proxy(inherited), **console, **fixed}
 
 
 def client_environment(plan: Plan, part: str) -> dict[str, str]:
-    """What a process has that talks to the servers."""
+    """The environment of a process that calls the servers."""
     names = (MLFLOW_USER, MLFLOW_PASSWORD) if plan.access.has_mlflow_auth else ()
     return {
         **service_environment(plan.root, part),
@@ -229,17 +222,19 @@ def _prefect_secret(access: Access, names: tuple[str, ...]) -> dict[str, str]:
 
 
 def _answers(url: str) -> bool:
-    """Whether a server says that it is well."""
+    """Whether a server reports that it is healthy."""
     with _OPENER.open(url, timeout=_ANSWER_SECONDS) as answer:
         return answer.status == 200
 
 
 def _worker_is_online(plan: Plan, name: str, started: float) -> bool:
-    """Whether the server has heard of a worker since it was started."""
-    headers = {"Content-Type": "application/json", **prefect_auth_header()}
+    """Whether the server has heard of the worker since the worker's start."""
+    headers = {"Content-Type": "application/json"}
+    if secret := os.environ.get(PREFECT_SECRET):
+        headers["Authorization"] = f"Basic {base64.b64encode(secret.encode()).decode()}"
     url = f"{plan.prefect_api}/work_pools/{POOL}/workers/filter"
     request = urllib.request.Request(url, b"{}", headers, method="POST")
     with _OPENER.open(request, timeout=_ANSWER_SECONDS) as answer:
         workers = json.load(answer)
-    ours = [found for found in workers if found["name"] == name and found["status"] == "ONLINE"]
-    return any(datetime.fromisoformat(found["last_heartbeat_time"]).timestamp() >= started for found in ours)
+    ours = [entry for entry in workers if entry["name"] == name and entry["status"] == "ONLINE"]
+    return any(datetime.fromisoformat(entry["last_heartbeat_time"]).timestamp() >= started for entry in ours)

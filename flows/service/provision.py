@@ -1,30 +1,27 @@
-"""`python -m flows.service.provision`: register deployments, create limits, put right what dead processes have left.
+"""`python -m flows.service.provision`: register deployments, create limits, settle the runs of dead processes.
 
-A process of its own beside Prefect's server: the one that watches stays small, and a wrong answer ends this one alone.
+A worker does all three before it takes flow runs; a service does the last after a death of Prefect's server.
 """
 
 import argparse
-import os
 import shlex
 import sys
-import time
-import urllib.request
 
-from dataset_builders.contracts.errors import InputError
-from flows.deployments import register
-from flows.limits import create_limits
-from flows.request import service_root
-from flows.service.options import parse_limits
+from dataset_builders.errors import InputError
+from flows.deployments.offers import register
+from flows.deployments.request import service_root
+from flows.prefect_server.service_record import POOL
+from flows.resources.limits import create_limits, wait_for_server
+from flows.service.programs import parse_limits
 from flows.service.reconcile import reconcile
-from flows.service.record import POOL
 
 SERVER_SECONDS = 240.0
-# Given, the worker starts it as it is; otherwise it first looks for a workspace, in two more processes.
+# The worker starts this command as it is; without one, it looks for a workspace first, in two more processes.
 ENGINE = shlex.join([sys.executable, "-m", "flows.service.engine"])
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0, or 2 with one line that says what is wrong; the last line that is printed is the one worth showing."""
+    """Returns 0, or 2 after one line that says what is wrong; the last line of the output is the one worth showing."""
     parser = argparse.ArgumentParser(prog="python -m flows.service.provision", description=__doc__)
     parser.add_argument("--reconcile-only", action="store_true")
     parser.add_argument("--limit", dest="limits", action="append", default=[], metavar="NAME=SLOTS")
@@ -32,36 +29,19 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         root = service_root()
-        wait_for_server(f"{os.environ['PREFECT_API_URL']}/health", SERVER_SECONDS)
-        names = [] if args.reconcile_only else register(root, POOL, max_runs=args.max_runs, command=ENGINE)
+        wait_for_server(SERVER_SECONDS)
+        summary = []
         if not args.reconcile_only:
+            names = register(root, POOL, max_runs=args.max_runs, command=ENGINE)
             create_limits(parse_limits(args.limits))
-        settled = reconcile(root)
+            summary.append(", ".join(name.rpartition("/")[2] for name in names))
+        if num_settled := reconcile(root):
+            summary.append(f"{num_settled} flow runs that were cut off are settled")
     except InputError as error:
         print(error)
         return 2
-    told = [", ".join(name.rpartition("/")[2] for name in names)] if names else []
-    told += [f"{settled} flow runs that were cut off are settled"] if settled else []
-    print("; ".join(told))
+    print("; ".join(summary))
     return 0
-
-
-def wait_for_server(url: str, seconds: float) -> None:
-    """Return when it answers.
-
-    Raises:
-        InputError: it did not within so many seconds.
-    """
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            with opener.open(url, timeout=5):
-                return
-        except OSError:
-            if time.monotonic() > deadline:
-                raise InputError(f"Prefect's server at {url} did not answer within {seconds:.0f} s") from None
-        time.sleep(0.2)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Put right what killed processes have left: end the processes, settle the flow runs, free their slots.
+"""Clean up after killed processes: end their orphans, settle their flow runs, release their slots.
 
 Prefect never notices that the machine of a run, or its worker, was cut off: the run stays "Running" for ever. Here a
-run of this root and host whose process is gone becomes Crashed (Cancelled, where somebody had asked for that), with a
-line that says how to go on. A run that no process had begun yet is scheduled again. Runs of other roots and hosts are
-never touched.
+run of this root and host whose process is gone becomes Crashed (Cancelled, if somebody had cancelled it), with a line
+that says how to go on. A run that no process had begun yet is scheduled again. Runs of other roots and hosts are never
+touched.
 """
 
 import logging
@@ -30,14 +30,14 @@ from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled, Crashed, Scheduled
 
-from dataset_builders.contracts.store import StorePath, side_dir
-from flows.cancelling import CANCELLED
-from flows.limits import free_dead_slots, has_server
-from flows.run_record import RunRecord, forget_run, read_leases, read_runs
+from dataset_builders.storage.store import StorePath, side_dir
+from flows.prefect_server.processes import FLOW_RUN_VARIABLE, PART_VARIABLE, SERVICE_VARIABLE
+from flows.prefect_server.service_record import POOL, read_record
+from flows.resources.cancelling import CANCELLED
+from flows.resources.limits import free_dead_slots, has_server
+from flows.resources.run_record import RunRecord, forget_run, read_leases, read_runs
 from flows.service.orphans import OrphanWatch, living_flow_runs, marked_processes
-from flows.service.processes import FLOW_RUN_VARIABLE, PART_VARIABLE
-from flows.service.record import POOL, read_record
-from stages.tracking import Tracker
+from flows.tracking.tracker import Tracker
 
 OPEN = [StateType.RUNNING, StateType.PENDING, StateType.CANCELLING]
 DIED = "its process died; Retry goes on from the last checkpoint"
@@ -48,17 +48,17 @@ log = logging.getLogger("athanor.service")
 
 
 def reconcile(root: StorePath) -> int:
-    """Do all of the above for a root, with the server of PREFECT_API_URL or else the temporary one on its database.
+    """Clean up a root, with the server of PREFECT_API_URL or else the temporary one on its database.
 
-    Returns when nothing of a dead run is left: as long as trainers take to save.
+    It takes as long as trainers take to save.
 
     Returns:
-        flow runs that were settled.
+        number of flow runs that were settled.
     """
     OrphanWatch(root).end_all()
     dead = [record for record in read_runs(root) if record.is_dead()]
     if not dead and not has_server() and not any(lease.is_dead() for lease in read_leases(root)):
-        return 0  # and no temporary server is started to learn that
+        return 0  # without starting a temporary server
     with get_client(sync_client=True) as client:
         free_dead_slots(client, root)
         settled = sum(_settle_record(client, root, record) for record in dead)
@@ -72,10 +72,11 @@ def _settle_record(client: SyncPrefectClient, root: StorePath, record: RunRecord
     try:
         run = client.read_flow_run(UUID(record.flow_run_id))
         outermost = _outermost(client, run)
-        if not _is_retried(outermost):
+        is_pending = outermost.state.type == StateType.PENDING
+        if not is_pending and str(outermost.id) not in living_flow_runs(marked_processes()):  # else it is retried
             settled = sum(_settle(client, member) for member in _with_those_below(client, outermost))
             Tracker(root, record.tracking_run).finish("KILLED")
-        elif run.id != outermost.id:  # of the try before; the new one has others within it
+        elif run.id != outermost.id:  # of the try before; the new try has runs of its own
             settled = sum(_settle(client, member) for member in _with_those_below(client, run))
     except ObjectNotFound:  # deleted, or of another server
         pass
@@ -83,13 +84,8 @@ def _settle_record(client: SyncPrefectClient, root: StorePath, record: RunRecord
     return settled
 
 
-def _is_retried(outermost: FlowRun) -> bool:
-    """Whether a process runs it again, or is about to."""
-    return outermost.state.type == StateType.PENDING or str(outermost.id) in living_flow_runs(marked_processes())
-
-
 def _settle_lost(client: SyncPrefectClient, run: FlowRun) -> int:
-    """A run that has no record: its worker died before, or just as, its process began."""
+    """Settle a run without a record: its worker died before its process began, or just then."""
     if run.state.type == StateType.PENDING:
         _set(client, run, Scheduled(message=AGAIN))
         return 1
@@ -138,31 +134,31 @@ def _with_those_below(client: SyncPrefectClient, run: FlowRun) -> Iterator[FlowR
 
 
 def _lost_runs(client: SyncPrefectClient, root: StorePath) -> list[FlowRun]:
-    """Open flow runs that a worker of this root's service took, which it has not now, and that no process runs."""
+    """Open flow runs that no process runs, though a worker of this root's service, now dead, had taken them."""
     marked = marked_processes()
-    living, known = living_flow_runs(marked), {record.flow_run_id for record in read_runs(root)}
-    workers = [p.create_time() for p, environment in marked.values() if _is_worker(environment, root)]
+    living, recorded = living_flow_runs(marked), {record.flow_run_id for record in read_runs(root)}
+    is_worker = {SERVICE_VARIABLE: str(side_dir(root)), PART_VARIABLE: "worker"}.items()
+    starts = [
+        process.create_time()
+        for process, environment in marked.values()
+        if is_worker <= environment.items() and FLOW_RUN_VARIABLE not in environment
+    ]
     is_open = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=OPEN)))
     in_pool = WorkPoolFilter(name=WorkPoolFilterName(any_=[POOL]))
     return [
         run
         for run in client.read_flow_runs(flow_run_filter=is_open, work_pool_filter=in_pool)
-        if str(run.id) not in living | known
+        if str(run.id) not in living | recorded
         and _was_ours(run.labels.get(_LABEL), root)
-        # One that the worker of now has just taken is on its way to a process.
-        and not any(run.state.timestamp.timestamp() > started for started in workers)
+        # A run that the present worker has just taken will have a process soon.
+        and not any(run.state.timestamp.timestamp() > start for start in starts)
     ]
-
-
-def _is_worker(environment: dict[str, str], root: StorePath) -> bool:
-    is_ours = environment.get("ATHANOR_SERVICE") == str(side_dir(root))
-    return is_ours and environment.get(PART_VARIABLE) == "worker" and FLOW_RUN_VARIABLE not in environment
 
 
 def _was_ours(worker: object, root: StorePath) -> bool:
     """Whether a worker's name, athanor-<host>-<pid of its service>, is of this service or of a dead one here."""
-    found = re.fullmatch(r"athanor-(?P<host>.+)-(?P<pid>\d+)", str(worker))
-    if found is None or found["host"] != socket.gethostname():
+    match = re.fullmatch(r"athanor-(?P<host>.+)-(?P<pid>\d+)", str(worker))
+    if match is None or match["host"] != socket.gethostname():
         return False
-    service = read_record(root)
-    return not psutil.pid_exists(int(found["pid"])) or (service is not None and service.pid == int(found["pid"]))
+    service, pid = read_record(root), int(match["pid"])
+    return not psutil.pid_exists(pid) or (service is not None and service.pid == pid)

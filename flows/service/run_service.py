@@ -1,33 +1,29 @@
-"""The life of a service: alone on its root, leftovers ended, everything started, watched, and stopped together."""
+"""The life of a service: alone on its root, it ends leftovers, starts its programs, watches and stops them."""
 
 import contextlib
-import os
 import signal
-import socket
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
 
 import filelock
-import psutil
 
-from dataset_builders.contracts.errors import InputError
-from dataset_builders.contracts.store import StorePath, side_dir
-from flows.service.database import schemas_made_alone
-from flows.service.options import Options
+from dataset_builders.errors import InputError
+from dataset_builders.storage.store import StorePath, side_dir
+from flows.prefect_server.access import Access
+from flows.prefect_server.home import SCHEMA_LOCK, prefect_home
+from flows.prefect_server.ports import reserve_ports
+from flows.prefect_server.processes import end_leftovers, end_marked, flow_run_processes, send, start_process
+from flows.prefect_server.service_record import ServiceRecord, read_record, remove_record, service_dir, write_record
 from flows.service.orphans import OrphanWatch
-from flows.service.ports import reserve_ports
-from flows.service.prefect_home import SCHEMA_LOCK, prefect_home
-from flows.service.prefect_template import take_tables
-from flows.service.processes import end_leftovers, end_marked, flow_run_processes, send
-from flows.service.programs import Plan, mlflow_server, prefect_server, provision, worker
-from flows.service.record import ServiceRecord, read_record, remove_record, service_dir, write_record
-from flows.service.status_lines import StatusLines, make_status_lines
-from flows.service.supervisor import TURN_SECONDS, StartFailed, Supervisor
-from trainer.contract import EXIT_FAILED
+from flows.service.programs import Plan, client_environment, mlflow_server, prefect_server, worker
+from flows.service.supervisor import TURN_SECONDS, StartFailed, StatusLines, Supervisor
+from stages.launchers.owner import Owner
+from trainer.contract.names import EXIT_FAILED
 
 SAVE_SECONDS = 150.0  # for flow runs to stop and save: more than a trainer's stop_grace_seconds
 LEFTOVER_SECONDS = 10.0
@@ -36,7 +32,7 @@ ORPHAN_SECONDS = 3.0  # between two looks for what killed flow runs have left
 
 
 class StopSignal:
-    """Counts Ctrl-C, SIGTERM and the terminal's end: the first asks for an orderly stop, the second for a quick one."""
+    """Counts Ctrl-C, SIGTERM and SIGHUP: the first asks for an orderly stop, the second for a quick one."""
 
     def __init__(self) -> None:
         self.times = 0
@@ -47,7 +43,7 @@ class StopSignal:
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[StopSignal]:
-    """Signals are counted while the block lasts, and raise nothing."""
+    """Count the signals while the block lasts; they raise nothing."""
     stop = StopSignal()
     before = {signum: signal.signal(signum, stop) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
@@ -57,161 +53,150 @@ def stop_signals() -> Iterator[StopSignal]:
             signal.signal(signum, handler)
 
 
-def run_service(options: Options) -> int:
+def run_service(root: StorePath, access: Access, max_runs: int, limits: Mapping[str, int]) -> int:
     """Run until a signal; returns the exit status.
 
+    Args:
+        max_runs: flow runs at a time.
+        limits: slots of named concurrency limits.
+
     Raises:
-        InputError: a service runs on this root already, or the database cannot be used.
+        InputError: a service runs on this root already, or another process makes its databases.
     """
-    directory = service_dir(options.root)
+    directory = service_dir(root)
     directory.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(directory / "service.lock")
     try:
         lock.acquire(timeout=0)
     except filelock.Timeout:
-        raise InputError(_runs_already(options.root)) from None
-    lines = make_status_lines(sys.stdout.isatty())
+        raise InputError(_runs_already(root)) from None
+    lines = StatusLines()
     try:
         with stop_signals() as stop:
-            return _serve(options, lines, stop)
+            if ended := end_leftovers(side_dir(root), LEFTOVER_SECONDS):  # they have the ports of last time
+                lines.say(f"ended {ended} processes that a killed `athanor up` had left")
+            with reserve_ports(directory, access.host) as ports:
+                _serve(Plan(root, access, ports, max_runs, limits), lines, stop)
+        return 0
     except StartFailed as error:
-        lines.close()
         print(f"athanor: {error}", file=sys.stderr, flush=True)
         return EXIT_FAILED
     finally:
-        lines.close()
         lock.release()
 
 
 def _runs_already(root: StorePath) -> str:
-    found = read_record(root)
-    if found is None:
+    record = read_record(root)
+    if record is None:
         return f"--root {root}: another `athanor up` is starting or stopping there; wait for it, or choose another root"
     return (
-        f"--root {root} is served already by process {found.pid}: Prefect {found.prefect_ui}, MLflow {found.mlflow}; "
-        "use it, stop it with Ctrl-C there, or choose another root"
+        f"--root {root} is served already by process {record.pid}: Prefect {record.prefect_ui}, "
+        f"MLflow {record.mlflow}; use it, stop it with Ctrl-C there, or choose another root"
     )
 
 
-def _serve(options: Options, lines: StatusLines, stop: StopSignal) -> int:
-    began = time.monotonic()
-    root = options.root
-    if ended := end_leftovers(side_dir(root), LEFTOVER_SECONDS):
-        lines.say(f"ended {ended} processes that a killed `athanor up` had left")
-    with contextlib.ExitStack() as held:
-        ports = held.enter_context(reserve_ports(service_dir(root), options.access.host))
-        plan = Plan(root, options.access, ports, options.database, options.max_runs, options.limits)
-        record = make_record(plan)
-        write_record(root, record)
-        held.callback(remove_record, root)
-        lines.say(f"athanor up: root {root}, {_where(plan)}, logs in {service_dir(root)}")
-        supervisor = _start(plan, lines, stop, held)
+def _serve(plan: Plan, lines: StatusLines, stop: StopSignal) -> None:
+    start, record = time.monotonic(), make_record(plan)
+    with contextlib.ExitStack() as stack:
+        stack.callback(remove_record, plan.root)
+        write_record(plan.root, record)
+        lines.say(f"athanor up: root {plan.root}, logs in {service_dir(plan.root)}")
+        supervisor = Supervisor([prefect_server(plan), mlflow_server(plan), worker(plan)], lines)
+        stack.callback(stop_service, supervisor, plan, stop)
+        with schemas_alone(plan.root):
+            _turn_until(supervisor, lambda: supervisor.answers("prefect", "mlflow"), stop)
+        _turn_until(supervisor, lambda: supervisor.answers("worker"), stop)
         if not stop.times:
-            write_record(root, record.model_copy(update={"ready": True}))
-            lines.say(f"ready after {time.monotonic() - began:.1f} s; Ctrl-C stops everything")
-        _watch(supervisor, root, lines, stop)
-    return 0
+            write_record(plan.root, record.model_copy(update={"ready": True}))
+            lines.say(f"ready after {time.monotonic() - start:.1f} s; Ctrl-C stops everything")
+        _watch(supervisor, plan, stop)
 
 
-def _start(plan: Plan, lines: StatusLines, stop: StopSignal, held: contextlib.ExitStack) -> Supervisor:
-    programs = [prefect_server(plan), mlflow_server(plan), worker(plan), provision(plan, is_first=True)]
-    with schemas_alone(plan):
-        supervisor = Supervisor(programs, lines, lambda _: supervisor.add(provision(plan, is_first=False)))
-        held.callback(stop_service, supervisor, plan, lines, stop)
-        _until(supervisor, lambda: supervisor.answers("prefect") and supervisor.answers("mlflow"), stop)
-    _until(supervisor, lambda: supervisor.is_ready, stop)
-    return supervisor
-
-
-def _until(supervisor: Supervisor, is_enough: Callable[[], bool], stop: StopSignal) -> None:
+def _turn_until(supervisor: Supervisor, is_enough: Callable[[], bool], stop: StopSignal) -> None:
     while not stop.times and not is_enough():
         supervisor.turn()
         time.sleep(TURN_SECONDS)
 
 
-def _watch(supervisor: Supervisor, root: StorePath, lines: StatusLines, stop: StopSignal) -> None:
-    """Until a signal: keep the programs alive, and end what flow runs have left that were killed."""
-    orphans, told = OrphanWatch(root), set()
+def _watch(supervisor: Supervisor, plan: Plan, stop: StopSignal) -> None:
+    """Until a signal, keep the programs alive, end orphans, and settle flow runs after a death of Prefect's server.
+
+    A worker that was killed settles flow runs itself when it starts again.
+    """
+    orphans, shown = OrphanWatch(plan.root), set()
+    settling: subprocess.Popen | None = None
     while not stop.times:
-        found = set(orphans.poll())
-        for name in sorted(found - told):
-            lines.say(f"ending {name}: its parent was killed")
-        told = found
+        ending = set(orphans.poll())
+        for name in sorted(ending - shown):
+            supervisor.lines.say(f"ending {name}: its parent was killed")
+        shown = ending
+        is_settling = settling is not None and settling.poll() is None
+        if "prefect" in supervisor.revived and not is_settling:
+            supervisor.revived.clear()
+            command = [sys.executable, "-m", "flows.service.provision", "--reconcile-only"]
+            settling = start_process(command, client_environment(plan, "provision"), plan.log_path("provision"))
         next_look = time.monotonic() + ORPHAN_SECONDS
-        _until(supervisor, lambda until=next_look: time.monotonic() > until, stop)
+        _turn_until(supervisor, lambda until=next_look: time.monotonic() > until, stop)
 
 
 @contextlib.contextmanager
-def schemas_alone(plan: Plan) -> Iterator[None]:
-    """While the block lasts, nobody else makes a database's tables: two at once would ruin them.
+def schemas_alone(root: StorePath) -> Iterator[None]:
+    """While the block lasts, no other process makes a database's tables: two at once would ruin them.
 
     Raises:
-        InputError: Postgres cannot be used, or somebody else takes minutes.
+        InputError: another process takes minutes.
     """
-    if plan.database is not None:
-        with schemas_made_alone(plan.database):
-            yield
-        return
-    home = prefect_home(plan.root)
+    home = prefect_home(root)
     home.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as held:
-        # those of stages/tracking_store.py and prefect_schema.py
-        for path in (side_dir(plan.root) / "mlflow.db.lock", home / SCHEMA_LOCK):
+    with contextlib.ExitStack() as locks:
+        # those of flows/tracking/store.py and flows/prefect_server/temporary.py
+        for path in (side_dir(root) / "mlflow.db.lock", home / SCHEMA_LOCK):
             try:
-                held.enter_context(filelock.FileLock(path, timeout=SCHEMA_SECONDS))
+                locks.enter_context(filelock.FileLock(path, timeout=SCHEMA_SECONDS))
             except filelock.Timeout:
                 raise InputError(f"{path} is held by another process; end what runs on that root") from None
-        take_tables(home)
         yield
 
 
-def stop_service(supervisor: Supervisor, plan: Plan, lines: StatusLines, stop: StopSignal) -> None:
-    """Flow runs first, so that they save and say so; then the worker; then the servers; then whatever has the mark."""
+def stop_service(supervisor: Supervisor, plan: Plan, stop: StopSignal) -> None:
+    """Stop the flow runs first, so that they save and say so; then the worker, the servers, and all with the mark."""
     side = side_dir(plan.root)
     remove_record(plan.root)
-    supervisor.ask_to_end("deployments")
-    # Told to stop, a worker kills its flow runs at once; left alone, it would take the next ones. So it is held.
+    # At SIGTERM a worker kills its flow runs at once; without one it takes the next run. So it is suspended.
     supervisor.signal("worker", signal.SIGSTOP)
-    _stop_flow_runs(side, lines, stop)
+    _stop_flow_runs(side, supervisor.lines, stop)
     supervisor.ask_to_end("worker")
     supervisor.signal("worker", signal.SIGCONT)
     supervisor.end("worker")
     end_marked(side, "worker", 0)
-    supervisor.ask_to_end("mlflow")
-    supervisor.ask_to_end("prefect")
-    for name in ("deployments", "mlflow", "prefect"):
+    for name in ("mlflow", "prefect"):
+        supervisor.ask_to_end(name)
+    for name in ("mlflow", "prefect"):
         supervisor.end(name)
     end_marked(side, None, 2)
 
 
 def _stop_flow_runs(side: Path, lines: StatusLines, stop: StopSignal) -> None:
-    """SIGTERM to each, once, and wait until they and what they have started are gone, or a second Ctrl-C."""
-    asked: set[int] = set()
+    """Send SIGTERM to each, once, and wait until they and their children are gone, or a second Ctrl-C."""
+    signalled: set[int] = set()
     deadline, patience = time.monotonic() + SAVE_SECONDS, max(1, stop.times)
     while time.monotonic() < deadline and stop.times <= patience:
         tops, everything = flow_run_processes(side)
         if not everything:
             return
-        send([process for process in tops if process.pid not in asked], signal.SIGTERM)
-        asked |= {process.pid for process in tops}
+        send([process for process in tops if process.pid not in signalled], signal.SIGTERM)
+        signalled |= {process.pid for process in tops}
         lines.show("worker", "stopping", f"flow runs stop and save ({len(tops)}); Ctrl-C again does not wait")
         time.sleep(TURN_SECONDS)
 
 
 def make_record(plan: Plan) -> ServiceRecord:
-    """What other commands find the service by."""
+    """The record by which other commands find the service."""
     return ServiceRecord(
-        pid=os.getpid(),
-        pid_started=psutil.Process().create_time(),
-        host=socket.gethostname(),
+        **Owner.of_this_process().model_dump(),
         root=str(plan.root),
         prefect_api=plan.prefect_api,
         prefect_ui=plan.prefect_ui,
         mlflow=plan.mlflow,
-        database="postgresql" if plan.database else "sqlite",
         started=datetime.now(UTC).isoformat(timespec="seconds"),
     )
-
-
-def _where(plan: Plan) -> str:
-    return f"Postgres {plan.database.place}" if plan.database else "SQLite"

@@ -1,1 +1,5 @@
-"""Scores of generated answers: one module a metric, their table, and how sure they are."""
+"""How good the answers are, and how certain that is.
+
+In: answers and references. Out: one value per sample, one mean and interval per subset.
+Read first: `metrics/contract.py`, then `table.py`.
+"""

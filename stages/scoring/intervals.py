@@ -1,9 +1,9 @@
-"""How sure a score is: percentile bootstrap over groups of answers, for one model and for the difference of two.
+"""How certain a score is: percentile bootstrap over groups of answers, for one model and for the difference of two.
 
-Answers to one sample's turns, or about one picture, are not independent, so groups of answers are drawn and not answers
-(cluster bootstrap; Davison and Hinkley 1997, Bootstrap Methods and their Application, sections 3.8 and 5.3). A metric
-is a function of sums of rows, so one resample is a count of each group times the groups' sums. Two models are compared
-on the same draws (paired bootstrap; Koehn 2004, Statistical Significance Tests for Machine Translation Evaluation).
+Answers to one sample's turns, or about one picture, are not independent, so whole groups of answers are drawn (cluster
+bootstrap; Davison and Hinkley 1997, Bootstrap Methods and their Application, sections 3.8 and 5.3). A metric is a
+function of sums of rows, so one resample is the count of each group times the group's sums. Two models are compared on
+the same draws (paired bootstrap; Koehn 2004, Statistical Significance Tests for Machine Translation Evaluation).
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,9 +13,9 @@ import numpy as np
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from stages.scoring.contract import Metric
+from stages.scoring.metrics.contract import Metric
 
-# Differences below it are rounding: of two sums of the same numbers in another order.
+# Smaller differences are rounding: two sums of the same numbers in another order.
 ROUNDING = 1e-12
 # Groups drawn at a time: 2 MB of draws, and as much of weights, which stay in the cache (2.8 times faster than 16 MB).
 CHUNK = 1 << 18
@@ -26,8 +26,8 @@ class Bootstrap:
     """How to resample.
 
     Attributes:
-        resamples: how many times the answers are drawn again.
-        level: of the interval, between 0 and 1.
+        resamples: the number of times that the answers are drawn again.
+        level: the level of the interval, between 0 and 1.
         seed: the same seed gives the same interval.
     """
 
@@ -44,7 +44,7 @@ class Bootstrap:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
-    """A score, and between which values it lies; all NaN where there is nothing to score."""
+    """A score and the bounds of its interval; all NaN if there is nothing to score."""
 
     value: float
     low: float
@@ -54,14 +54,14 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """The second model's score less the first's, on the same answers.
+    """The second model's score minus the first's, on the same questions.
 
     Attributes:
-        difference: in the metric's own units; below 0 is better where the metric is an error rate.
+        difference: in the metric's own units; for an error rate, below 0 is better.
         low, high: the interval of the difference.
         excludes_zero: the whole interval is above or below 0.
         p_value: two-sided, twice the share of resamples on the other side of 0 (never below 2 / (resamples + 1)).
-        wins, losses, ties: answers that the second model does better, worse, and equally well by the metric alone.
+        wins, losses, ties: numbers of answers on which the second model scores better, worse and the same.
     """
 
     difference: float
@@ -81,7 +81,7 @@ class Subset:
     Attributes:
         metric: the subset's headline metric.
         statistics: (n, columns) float64 of that metric.
-        groups: (n,) labels of any kind: answers of one label are drawn together; None: every answer by itself.
+        groups: (n,) labels of any kind; answers with the same label are drawn together. None: every answer by itself.
     """
 
     metric: Metric
@@ -96,10 +96,10 @@ def interval(subset: Subset, bootstrap: Bootstrap) -> Interval:
 
 
 def difference(first: Subset, second: Subset, bootstrap: Bootstrap) -> Difference:
-    """The second model less the first (base, then tuned).
+    """The second model minus the first (base, then tuned).
 
     Raises:
-        ValueError: the two are not of the same metric, number of answers and groups, row by row.
+        ValueError: the two differ in metric, number of answers, or groups.
     """
     _check_pair(first, second)
     generator = np.random.default_rng(bootstrap.seed)
@@ -109,9 +109,9 @@ def difference(first: Subset, second: Subset, bootstrap: Bootstrap) -> Differenc
 
 
 def overall(subsets: Sequence[Subset], bootstrap: Bootstrap) -> Interval:
-    """The mean of the subsets' headline values, each subset drawn by itself.
+    """The mean of the subsets' headline values, where each subset is drawn by itself.
 
-    Every subset counts the same, however large. An error rate enters as 1 - rate, so that more is better throughout.
+    Every subset has the same weight, whatever its size. An error rate enters as 1 - rate: more is always better.
 
     Raises:
         ValueError: no subset.
@@ -127,7 +127,7 @@ def overall(subsets: Sequence[Subset], bootstrap: Bootstrap) -> Interval:
 
 
 def overall_difference(first: Sequence[Subset], second: Sequence[Subset], bootstrap: Bootstrap) -> Difference:
-    """The difference of two models' `overall`, over the same subsets in the same order; above 0 the second is better.
+    """The difference of two models' `overall` on the same subsets in the same order; above 0, the second is better.
 
     Raises:
         ValueError: no subset, or the two models' subsets do not match.
@@ -148,10 +148,10 @@ def overall_difference(first: Sequence[Subset], second: Sequence[Subset], bootst
 
 
 def groups_by_picture(samples: Sequence[str], pictures: Sequence[Iterable[str]]) -> np.ndarray:
-    """Labels under which answers that share a sample or any picture, directly or through others, go together.
+    """Labels that are equal for answers that share a sample or a picture, directly or through other answers.
 
     Args:
-        samples: the sample's key of each answer.
+        samples: the key of each answer's sample.
         pictures: the digests of the pictures of each answer's sample; may be empty.
 
     Returns:
@@ -183,22 +183,22 @@ def _group_sums(statistics: np.ndarray, groups: Sequence | np.ndarray | None) ->
 def _resample(
     tables: Sequence[np.ndarray], groups: Sequence | np.ndarray | None, resamples: int, generator: np.random.Generator
 ) -> list[np.ndarray]:
-    """(n, columns) each -> (resamples, columns) each, all by the same draws: sums over as many groups as there are."""
+    """(n, columns) per table -> (resamples, columns), by the same draws: sums over as many groups as there are."""
     sums = [_group_sums(table, groups) for table in tables]
     count = len(sums[0])
     if count == 0:
         raise ValueError("no answers to score")
-    drawn: list[list[np.ndarray]] = [[] for _ in sums]
+    resampled: list[list[np.ndarray]] = [[] for _ in sums]
     rows = max(1, CHUNK // count)
     for start in range(0, resamples, rows):
         size = min(rows, resamples - start)
         draws = generator.integers(0, count, (size, count))
         draws += np.arange(size)[:, None] * count
         weights = np.bincount(draws.ravel(), minlength=size * count).reshape(size, count).astype(np.float64)
-        # One product for each table and not one for all: equal tables then give bit-equal sums.
-        for parts, table in zip(drawn, sums):
-            parts.append(weights @ table)
-    return [np.concatenate(parts) for parts in drawn]
+        # One product per table, not one for all: equal tables then give bit-equal sums.
+        for blocks, table in zip(resampled, sums):
+            blocks.append(weights @ table)
+    return [np.concatenate(blocks) for blocks in resampled]
 
 
 def _interval(value: float, values: np.ndarray, bootstrap: Bootstrap) -> Interval:
@@ -223,19 +223,19 @@ def _difference(point: float, values: np.ndarray, outcomes: np.ndarray, bootstra
 
 
 def _bounds(point: float, values: np.ndarray, bootstrap: Bootstrap) -> tuple[float, float]:
-    """Percentiles of the resamples that have a value; NaN where the answers themselves have none."""
+    """Percentiles of the resamples that have a value; NaN if the answers themselves have none."""
     if np.isnan(point):
         return np.nan, np.nan
-    known = values[~np.isnan(values)]
-    if len(known) == 0:
+    scored = values[~np.isnan(values)]
+    if len(scored) == 0:
         return np.nan, np.nan
     tail = (1 - bootstrap.level) / 2
-    low, high = np.quantile(known, [tail, 1 - tail])
+    low, high = np.quantile(scored, [tail, 1 - tail])
     return float(low), float(high)
 
 
 def _p_value(point: float, values: np.ndarray) -> float:
-    """Twice the smaller tail at 0, the answers themselves counted as one resample (Davison and Hinkley 1997, 4.2)."""
+    """Twice the smaller tail at 0; the answers themselves count as one resample (Davison and Hinkley 1997, 4.2)."""
     if np.isnan(point):
         return np.nan
     tails = np.sum(values <= 0), np.sum(values >= 0)
@@ -243,7 +243,7 @@ def _p_value(point: float, values: np.ndarray) -> float:
 
 
 def _outcomes(first: Subset, second: Subset) -> np.ndarray:
-    """(wins, losses, ties) of the second over answers; an answer without a value for either is a tie."""
+    """(wins, losses, ties) of the second model over answers; an answer without a value for either model is a tie."""
     gain = second.metric.value(second.statistics) - first.metric.value(first.statistics)
     gain = np.nan_to_num(gain if first.metric.higher_is_better else -gain)
     wins, losses = np.sum(gain > ROUNDING), np.sum(gain < -ROUNDING)
@@ -264,11 +264,13 @@ def _check_some(subsets: Sequence[Subset]) -> None:
 
 
 def _check_pair(first: Subset, second: Subset) -> None:
-    """Raises ValueError where the two are not answers to the same questions by the same metric."""
+    """Raise ValueError unless both are answers to the same questions, scored by the same metric."""
     if first.metric.name != second.metric.name:
         raise ValueError(f"{first.metric.name} of the first model but {second.metric.name} of the second")
     if len(first.statistics) != len(second.statistics):
-        raise ValueError(f"{len(first.statistics)} answers of the first model but {len(second.statistics)}")
+        raise ValueError(
+            f"{len(first.statistics)} answers of the first model but {len(second.statistics)} of the second"
+        )
     if (first.groups is None) != (second.groups is None) or (
         first.groups is not None and not np.array_equal(first.groups, second.groups)
     ):

@@ -1,16 +1,16 @@
-"""Names of metrics and scores. Light: what only names a metric does not load the libraries that compute it."""
+"""Names of metrics and scores. Whoever only names a metric does not load the libraries that compute it."""
 
 from collections.abc import Mapping, Sequence
 
-from dataset_builders.contracts.errors import InputError
-from dataset_builders.file_patterns import nearest
+from dataset_builders.errors import InputError
+from dataset_builders.readers.file_patterns import nearest
 
 METRIC_NAMES = (
     *("exact_match", "vqa_em", "vqa_accuracy", "multiple_choice", "anls", "relaxed_accuracy", "denotation_accuracy"),
     *("cer", "wer", "cider", "bleu4", "rouge_l", "cord_nted", "cord_f1"),
 )
 
-OVERALL = "overall"  # what all subsets come to
+OVERALL = "overall"  # the row of all subsets together
 
 
 def flat_scores(scores: Mapping[str, Mapping[str, float | None]]) -> dict[str, float]:
@@ -24,20 +24,20 @@ def flat_scores(scores: Mapping[str, Mapping[str, float | None]]) -> dict[str, f
 
 
 def check_name(name: str) -> None:
-    """See that there is a metric of that name.
+    """Check that a metric has this name.
 
     Raises:
-        InputError: there is none.
+        InputError: no metric has it.
     """
     if name not in METRIC_NAMES:
         raise InputError(f"no metric {name!r}{nearest(name, METRIC_NAMES)}; known: {', '.join(METRIC_NAMES)}")
 
 
 def check_overrides(overrides: Mapping[str, Sequence[str]]) -> None:
-    """Check what a recipe says of metrics, before there is anything to score.
+    """Check the metrics that a recipe names, before there is anything to score.
 
     Raises:
-        InputError: no metric is named, one twice, or one that there is not.
+        InputError: a subset names no metric, a metric twice, or an unknown metric.
     """
     for subset, names in overrides.items():
         field = f"evaluate.metrics.{subset}"

@@ -1,8 +1,8 @@
-"""Which metrics a subset gets, and why: the fifty of the_cauldron, and CORD-V2.
+"""The metrics of each subset, and why: the fifty subsets of the_cauldron, and CORD-V2.
 
-the_cauldron writes a full stop behind nearly every short answer ("Yes.", "14."), whatever its source had, and keeps one
-answer of ten annotators. So where a field's metric is plain equality the headline here is vqa_em, which drops the full
-stop, and exact_match stands beside it: it falls where a model was never shown that style.
+the_cauldron ends nearly every short answer with a full stop ("Yes.", "14."), whatever its source had, and keeps one
+answer of ten annotators. If a task's own metric is plain equality, the headline here is therefore vqa_em, which drops
+the full stop. exact_match stands beside it: it falls if a model was never shown that style.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,9 +16,9 @@ class SubsetMetrics:
     """The metrics of a subset, by name.
 
     Attributes:
-        headline: the one that stands for the subset in summaries and gates.
-        others: reported beside it.
-        reason: why this headline.
+        headline: the metric that stands for the subset in summaries and gates.
+        others: the metrics that are reported beside it.
+        reason: why this is the headline.
     """
 
     headline: str

@@ -1,16 +1,16 @@
-"""METRICS: name -> metric. A new one is one module, one line here and its name in names.py."""
+"""METRICS: name -> metric. A new metric is one module, one line here and its name in names.py."""
 
-from stages.scoring.anls import ANLS
-from stages.scoring.captions import Bleu, Cider, RougeL
-from stages.scoring.choices import MultipleChoice
-from stages.scoring.contract import Metric
-from stages.scoring.cord import CordFieldF1, CordTreeEdit
-from stages.scoring.denotation import TableExactMatch
-from stages.scoring.error_rates import CER, WER
-from stages.scoring.exact_match import ExactMatch
+from stages.scoring.metrics.anls import ANLS
+from stages.scoring.metrics.captions import Bleu, Cider, RougeL
+from stages.scoring.metrics.choices import MultipleChoice
+from stages.scoring.metrics.contract import Metric
+from stages.scoring.metrics.cord import CordFieldF1, CordTreeEdit
+from stages.scoring.metrics.denotation import TableExactMatch
+from stages.scoring.metrics.error_rates import CER, WER
+from stages.scoring.metrics.exact_match import ExactMatch
+from stages.scoring.metrics.relaxed import RelaxedAccuracy
+from stages.scoring.metrics.vqa import VQAAccuracy, VQAExactMatch
 from stages.scoring.names import METRIC_NAMES, check_name
-from stages.scoring.relaxed import RelaxedAccuracy
-from stages.scoring.vqa import VQAAccuracy, VQAExactMatch
 
 _METRICS: tuple[type[Metric], ...] = (
     ExactMatch,
@@ -33,10 +33,10 @@ assert tuple(METRICS) == METRIC_NAMES
 
 
 def get_metric(name: str) -> Metric:
-    """The metric of that name.
+    """The metric of this name.
 
     Raises:
-        InputError: there is none.
+        InputError: no metric has it.
     """
     check_name(name)
     return METRICS[name]

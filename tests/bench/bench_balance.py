@@ -4,8 +4,8 @@
 
 Bins of 8,192 tokens, planned by the stage out of the samples of bench_train_step: image tokens log-normal around 500,
 one tenth text only, one tenth with several images. 200 global batches a layout. Costs are model FLOPs
-(trainer/models/qwen3_vl/flops.py); the deal sees what the plan knows, and its result is also measured by what is in the
-bins, image by image.
+(trainer/families/flops.py); the deal sees what the plan knows, and its result is also measured by what is in
+the bins, image by image.
 """
 
 import argparse
@@ -19,13 +19,14 @@ from pathlib import Path
 
 import numpy as np
 
-from dataset_builders.contracts.bins import SampleRef, sum_bin
-from stages.pack import pack
+from dataset_builders.contracts.bins import SampleRef
+from stages.plan_bins.pack import pack
 from tests.bench.bench_train_step import MAX_PATCHES_PER_TOKEN, draw_kind, model_config
-from trainer.balance import CostModel, Work, deal, planned_work
-from trainer.data import bins_for_step
-from trainer.models.qwen3_vl.config import read_config
-from trainer.models.qwen3_vl.flops import cost_model
+from tests.helpers.bins import sum_bin
+from trainer.data.balance import CostModel, Work, deal, planned_work
+from trainer.data.order import bins_for_step
+from trainer.families.flops import cost_model
+from trainer.families.registry import read_model
 
 SEQ_LEN = 8192
 STEPS = 200
@@ -73,7 +74,7 @@ def sizes_of(name: str) -> CostModel:
     """FLOPs of the published sizes."""
     with tempfile.TemporaryDirectory(prefix="athanor-bench-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(model_config(name).to_dict()))
-        return cost_model(read_config(Path(folder)))
+        return cost_model(read_model(Path(folder))[1])
 
 
 def stride(costs: Sequence[float], ranks: int) -> list[list[int]]:

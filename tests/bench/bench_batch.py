@@ -1,18 +1,14 @@
-"""How long the data worker takes to make micro batches of samples that are in memory; pixels are not copied.
+"""How long the data worker takes to make micro batches of samples that are in memory.
 
     taskset -c 1 python -m tests.bench.bench_batch
 
-`make_micro_batch` as training calls it, bin after bin, one rank's part: segments and padding, input_ids, labels, loss
-places, the places that context parallel gives to a rank, image places, the deal of images to ranks, and the runs and
-frames from which positions follow. "Language's part" is without the images: what a rank beyond the first of a pipeline
-makes. Positions of tokens and patches, taps and weights are made from these where the model asks for them, on its
-device: the last column says by how many operations a bin in forward, each a kernel on a GPU.
-
-The mix is that of `bench_train_step`, packed as plan_bins does. Patches are of 0 bytes, so all that is done to them is
+`make_micro_batch` as training calls it, bin after bin, one rank's part. "Language's part" is without the images: what a
+rank beyond the first of a pipeline makes. In "all but pixels" patches are of 0 bytes, so all that is done to them is
 done but the copy; in "with pixels" they are of 768. A batch is dropped when the next one is made, as in training.
-Milliseconds are of the processor, one thread, of a whole pass over the bins: the fastest of many, for whatever else
-runs on a machine only adds to it. All samples are in memory, most of them no longer in a cache; "just read" is when a
-bin's samples were written right before, as they are in training. Grids have been seen before, but for "first pass".
+
+The mix is that of `bench_train_step`, packed as plan_bins does. Milliseconds are of the processor, one thread, of a
+whole pass over the bins: the fastest of many, for whatever else runs on a machine only adds to it. "just read" is when
+a bin's samples were written to memory right before, as they are in training.
 """
 
 import argparse
@@ -23,19 +19,17 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dataset_builders.contracts.tokenized import TokenizedSample
-from stages.pack import pack
+from stages.plan_bins.pack import pack
 from tests.bench.mix import IMAGE_TOKEN, MAX_PATCHES_PER_TOKEN, VOCABULARY, draw_kind
 from tests.helpers.bins import make_sample
-from trainer import positions
-from trainer.batch import Geometry, make_micro_batch
-from trainer.slices import RankSlice
+from trainer.data.micro_batch import Geometry, make_micro_batch
+from trainer.data.slices import RankSlice
 
 SEQ_LEN = 8192
 PATCH_BYTES = 768
-NO_PIXELS = Geometry(IMAGE_TOKEN, 2, 48, 0)
+NO_PIXELS = Geometry(IMAGE_TOKEN, 2, 0)
 COUNTS = (256, 512, 1024, 2048, 4096)
 MAIN = 1024
 READ = ("input_ids", "loss_mask", "image_grid_thw")
@@ -85,14 +79,6 @@ def milliseconds_just_read(bins: Bins, geometry: Geometry, part: RankSlice, pass
     return 1e3 * best
 
 
-def first_pass(bins: Bins, part: RankSlice) -> float:
-    """One pass when no grid was seen before."""
-    for kept in vars(positions).values():
-        if hasattr(kept, "cache_clear"):
-            kept.cache_clear()
-    return milliseconds(bins, NO_PIXELS, part, 1)
-
-
 def with_pixels(bins: Bins) -> Bins:
     """The same samples with patches that take no memory but are copied like any others."""
     pixel = np.zeros(PATCH_BYTES, np.uint8)
@@ -102,39 +88,17 @@ def with_pixels(bins: Bins) -> Bins:
     ]
 
 
-class Operations(TorchDispatchMode):
-    """Counts what computes; views do not."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += not func.is_view
-        return func(*args, **(kwargs or {}))
-
-
-def operations(samples: Sequence[TokenizedSample], part: RankSlice) -> int:
-    """How many a forward pass of all of the model does to a bin before it computes with it."""
-    batch = make_micro_batch(samples, NO_PIXELS, SEQ_LEN, part)
-    with Operations() as counter:
-        for name in ("input_ids", "position_ids", "cu_seqlens", "loss_index", "labels", "image_index", "image_rows"):
-            getattr(batch, name)
-        batch.vision_cu_seqlens, batch.patch_positions()
-    return counter.count
-
-
 def row(samples: Sequence[TokenizedSample], cp: int, passes: int) -> list[str]:
     """One line of the table."""
     part = RankSlice(pad_multiple=2 * cp if cp > 1 else 1, cp=cp, vision_ranks=cp)
     bins = packed(samples, part.pad_multiple)
-    cold = min(first_pass(bins, part) for _ in range(3))
     text = dataclasses.replace(part, has_vision=False)
     language, whole = (milliseconds(bins, NO_PIXELS, each, passes) for each in (text, part))
-    read = [milliseconds_just_read(bins, NO_PIXELS, each, passes) for each in (text, part)]
+    read = milliseconds_just_read(bins, NO_PIXELS, part, passes)
     pixels = milliseconds(with_pixels(bins), dataclasses.replace(NO_PIXELS, patch_bytes=PATCH_BYTES), part, 3)
     counts = [len(samples), sum(len(s.input_ids) for s in samples), sum(len(s.patches) for s in samples), len(bins)]
-    thousands = len(samples) / 1e3
-    times = [language, language / thousands, read[0], whole, whole / thousands, read[1], cold, pixels]
-    return [str(cp), *(f"{n:,}" for n in counts), *(f"{t:.1f}" for t in times), str(operations(bins[0], part))]
+    times = [language, whole, read, read / len(bins), pixels]
+    return [str(cp), *(f"{n:,}" for n in counts), *(f"{t:.2f}" if t < 10 else f"{t:.1f}" for t in times)]
 
 
 def main() -> None:
@@ -144,8 +108,8 @@ def main() -> None:
     torch.set_num_threads(1)
     samples = draw_samples(max(COUNTS))
     print(f"Python {platform.python_version()}, numpy {np.__version__}, torch {torch.__version__}, one thread.\n")
-    heads = ["cp", "samples", "tokens", "patches", "bins", "language's part, ms", "a 1,000 samples", "just read"]
-    heads += ["all but pixels, ms", "a 1,000 samples", "just read", "first pass", "with pixels", "operations"]
+    heads = ["cp", "samples", "tokens", "patches", "bins", "language's part, ms", "all but pixels, ms", "just read"]
+    heads += ["just read, a bin", "with pixels"]
     print(f"| {' | '.join(heads)} |\n|{' ---: |' * len(heads)}")
     for count, cp in [*((count, 1) for count in COUNTS), (MAIN, 2), (MAIN, 4)]:
         print(f"| {' | '.join(row(samples[:count], cp, args.passes))} |", flush=True)

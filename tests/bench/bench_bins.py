@@ -19,11 +19,13 @@ import numpy as np
 import pyarrow as pa
 
 from dataset_builders.contracts.manifest import Manifest
-from dataset_builders.contracts.tokenized import INDEX_SCHEMA, index_partitions, write_index
-from stages.artifact import Artifact, run_stage
-from stages.mixture import SubsetMix
-from stages.pack import pack
-from stages.plan_bins import STAGE, PlanBinsConfig
+from dataset_builders.contracts.tokenized import INDEX_SCHEMA, index_partitions
+from stages.artifacts.artifact import Artifact
+from stages.artifacts.run_stage import run_stage
+from stages.plan_bins.mixture import SubsetMix
+from stages.plan_bins.pack import pack
+from stages.plan_bins.stage import STAGE, PlanBinsConfig
+from tests.helpers.index import write_index
 
 KINDS = ("log-normal", "text", "one image", "mixed")
 SEQ_LEN = 8192

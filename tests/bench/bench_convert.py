@@ -27,11 +27,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from stages.artifact import External, run_stage
-from stages.convert import STAGE, ConvertConfig
-from stages.convert_plan import make_plan
-from stages.convert_scan import Scan
-from stages.embedded_data import ROW_SCHEMA
+from stages.artifacts.artifact import External
+from stages.artifacts.run_stage import run_stage
+from stages.convert.plan import make_plan
+from stages.convert.scan import Scan
+from stages.convert.stage import STAGE, ConvertConfig
+from stages.inputs.digits import ROW_SCHEMA
 
 PICTURES = 100
 SIDES = (860, 600)

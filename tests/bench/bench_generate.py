@@ -33,10 +33,10 @@ from PIL import Image
 from transformers import Qwen3VLForConditionalGeneration
 
 from dataset_builders.contracts.tokenized import PixelConfig
-from dataset_builders.pixels import encode_image
-from stages.answer_parts import ahead
-from stages.answer_plan import cut_groups
-from stages.greedy_decoder import EncodedImages, GreedyDecoder, PaddedPrompts, PoolLimits, Prompt, Row
+from dataset_builders.pictures.pixels import encode_image
+from stages.answer.greedy_decoder import EncodedImages, GreedyDecoder, PaddedPrompts, PoolLimits, Prompt, Row
+from stages.answer.parts import ahead
+from stages.answer.plan import cut_groups
 from tests.bench.host import describe
 from tests.bench.mix import SHAPES, draw_kind, image_token, write_model
 from tests.helpers.reference import PIXELS

@@ -22,11 +22,13 @@ from transformers import Qwen3VLForConditionalGeneration
 from tests.bench.mix import write_data, write_model
 from tests.bench.trainer_job import train_steps
 from tests.helpers.reference import reference_inputs
-from trainer.contract import OptimConfig, TrainConfig
-from trainer.data import BinReader, TrainingOrder
-from trainer.models.qwen3_vl.config import read_config
-from trainer.optim import learning_rate
-from trainer.slices import RankSlice
+from trainer.contract.run import OptimConfig, TrainConfig
+from trainer.data.order import TrainingOrder
+from trainer.data.reader import BinReader
+from trainer.data.slices import RankSlice
+from trainer.families.geometry import geometry_of
+from trainer.families.registry import read_model
+from trainer.loop.optim import learning_rate
 
 OURS = ("bfloat16", "float8")
 PEER = "transformers"
@@ -57,7 +59,7 @@ def curve_of_transformers(root: Path, steps: int) -> list[float]:
     groups = [{"params": weights, "weight_decay": optim.weight_decay}, {"params": rest, "weight_decay": 0.0}]
     adam = torch.optim.AdamW(groups, betas=(optim.adam_beta1, optim.adam_beta2), eps=optim.adam_eps, fused=True)
     whole = RankSlice(pad_multiple=4)
-    reader = BinReader(root / "data", root / "data", "train", read_config(root / "hf").geometry, SEQ_LEN, whole)
+    reader = BinReader(root / "data", root / "data", "train", geometry_of(read_model(root / "hf")[1]), SEQ_LEN, whole)
     order = TrainingOrder(reader, seed=0, global_batch_size=1, dp_rank=0, dp=1, bin_cost=None)
     losses = []
     for step in range(steps):

@@ -24,8 +24,8 @@ import pyarrow as pa
 from dataset_builders.contracts.bins import BinPartition, read_bins, write_bin_partition, write_bins
 from dataset_builders.contracts.permutation import KeyedPermutation
 from dataset_builders.contracts.tokenized import INDEX_SCHEMA
-from trainer.balance import CostModel
-from trainer.data import TrainingOrder, bins_for_step
+from trainer.data.balance import CostModel
+from trainer.data.order import TrainingOrder, bins_for_step
 
 COSTS = CostModel(per_token=1, per_loss_token=2, per_token_squared=0.1, per_patch=3, per_patch_squared=0.2)
 SAMPLES_OF_A_PARTITION = 1_000_000

@@ -9,7 +9,7 @@ a float32 buffer, as a training step does: ours adds it there in the product, th
 
     plain     megatron-core's ColumnParallelLinear, then its vocab_parallel_cross_entropy of float32 logits
     torch     the same linear, then torch's cross_entropy of float32 logits
-    ours      trainer/models/output_loss.py
+    ours      trainer/layers/output_loss.py
 
 Memory is the peak over what was there before: hidden states, labels, weight and buffer. Time by CUDA events, median
 after three calls. Errors are relative to the same in float64, in L2 norm.
@@ -27,8 +27,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.distributed import ProcessGroup
 
 from tests.helpers.single_rank import single_rank
-from trainer.models import output_loss
-from trainer.models.output_loss import OutputLayer
+from trainer.layers import output_loss
+from trainer.layers.output_loss import OutputLayer
 
 WARMUP = 3
 GB = 1e9

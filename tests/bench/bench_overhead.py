@@ -43,7 +43,7 @@ class Run:
 def run_command(root: Path) -> Run:
     """`athanor run` in a process of its own; it uses the service of the root where there is one."""
     words = [f"--set={key}={value}" for key, value in SMALL.items()]
-    command = [sys.executable, "-m", "flows.cli", "run", "--root", str(root), *words]
+    command = [sys.executable, "-m", "flows.cli.main", "run", "--root", str(root), *words]
     began = time.monotonic()
     done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, check=True)
     return Run(time.monotonic() - began, None, tuple(map(float, MADE.findall(done.stdout))))

@@ -19,7 +19,8 @@ import psutil
 
 from tests.bench.mix import write_data, write_model
 from tests.bench.trainer_job import Execution, bench_train_config, start, why, write_run
-from trainer.contract import CheckpointConfig, MetricsRow, OptimConfig, read_metrics
+from trainer.contract.answer import MetricsRow, read_metrics
+from trainer.contract.run import CheckpointConfig, OptimConfig
 
 SEQ_LEN = 8192
 

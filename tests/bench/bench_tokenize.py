@@ -26,12 +26,12 @@ from PIL import Image, ImageDraw
 from dataset_builders.contracts.sample import IMAGE_SLOT, Sample
 from dataset_builders.contracts.shard_io import ShardWriter, iter_records, read_record
 from dataset_builders.contracts.tokenized import PatchFormat, PixelConfig, PixelStore
-from dataset_builders.images import open_rgb, read_rgb
-from dataset_builders.pixel_codecs import decode_sample, encode_sample
-from dataset_builders.pixels import encode_image, encode_rgb, pixel_values
-from stages import tokenize_shard
-from stages.encode_chat import ChatEncoder
-from stages.tokenize_config import TokenizeConfig
+from dataset_builders.pictures.images import open_rgb, read_rgb
+from dataset_builders.pictures.pixel_codecs import decode_sample, encode_sample
+from dataset_builders.pictures.pixels import encode_image, encode_rgb, pixel_values
+from stages.encode.chat import ChatEncoder
+from stages.tokenize import shard as tokenize_shard
+from stages.tokenize.config import TokenizeConfig
 from tests.helpers.samples import make_samples_artifact, turns
 from tests.helpers.torchvision_reference import image_processor, torchvision_version
 

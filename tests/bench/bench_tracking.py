@@ -3,7 +3,7 @@
     python -m tests.bench.bench_tracking [--steps N] [--step-ms MS]
 
 The writer is a process of its own that computes for a while and writes a line of metrics.jsonl, as a trainer does; the
-follower, the journal and the sending thread are in this process, as in a flow. Prints a markdown table.
+follower and the sending thread are in this process, as in a flow. Prints a markdown table.
 """
 
 import argparse
@@ -15,12 +15,12 @@ from pathlib import Path
 
 import numpy as np
 
-from stages.tracking import Opening, Tracker, open_run
-from stages.tracking_sender import sender_of
-from stages.train import MetricsFollower
+from flows.tracking.sender import sender_of
+from flows.tracking.tracker import Opening, Tracker, open_run
+from stages.train.run_trainer import MetricsFollower
 from tests.helpers.fake_trainer import metrics_row
-from trainer.contract import METRICS_JSONL
-from trainer.metrics import MetricsWriter
+from trainer.contract.names import METRICS_JSONL
+from trainer.loop.metrics import MetricsWriter
 
 POLL_SECONDS = 0.2
 
@@ -45,12 +45,12 @@ def measure(how: str, steps: int, step_ms: float) -> tuple[float, list[float]]:
         if how == "tracked":
             key = open_run(root, Opening(experiment="bench", name="bench", identity="b" * 16, params={}, tags={}))
             tracker = Tracker(root, key)
-            sender_of(root).wait(tracker.journal, 1, 120)  # the schema is made once in a root's life
-        sink = tracker.sink() if tracker else lambda rows: None
+            sender_of(root).wait(key, 120)  # the schema is made once in a root's life
+        live = tracker.follow(root / METRICS_JSONL) if tracker else lambda rows: None
 
         def on_rows(rows) -> None:
             started = time.perf_counter()
-            sink(rows)
+            live(rows)
             seconds.append(time.perf_counter() - started)
 
         context = multiprocessing.get_context("spawn")
@@ -64,7 +64,7 @@ def measure(how: str, steps: int, step_ms: float) -> tuple[float, list[float]]:
             time.sleep(POLL_SECONDS)
         follower.poll()
         if tracker:
-            sink.close()
+            live.close()
             tracker.finish("FINISHED")
         return answer.get(), seconds
 
@@ -89,7 +89,8 @@ def main() -> None:
         speed = statistics.median(found)
         print(f"| {how} | {speed:.2f} | {speed / alone - 1:+.2%} |")
     print(
-        f"\nA journal entry takes {1e3 * statistics.median(calls):.2f} ms (median), {1e3 * max(calls):.1f} ms at most."
+        f"\nA call of the tracker takes {1e3 * statistics.median(calls):.2f} ms (median), {1e3 * max(calls):.1f} ms at "
+        "most."
     )
 
 

@@ -15,7 +15,7 @@ little.
 The trainer runs as it is (`-m trainer`'s own code, torchrun's environment as the launcher gives it); its counted steps
 are untouched, and the steps after them are traced (tests/bench/traced_trainer.py) on rank 0, for a pipeline on the last
 rank too. Tokens are counted without padding; FLOPs are the model's, vision and language, without padding
-(trainer/models/qwen3_vl/flops.py). Bins are padded for up to cp 2.
+(trainer/families/flops.py). Bins are padded for up to cp 2.
 """
 
 import argparse
@@ -57,10 +57,10 @@ from tests.bench.trainer_job import (
     why,
     write_run,
 )
-from trainer.contract import ParallelConfig
-from trainer.data import bins_for_step
-from trainer.models.qwen3_vl.config import read_config
-from trainer.models.qwen3_vl.flops import cost_model
+from trainer.contract.parallel import ParallelConfig
+from trainer.data.order import bins_for_step
+from trainer.families.flops import cost_model
+from trainer.families.registry import read_model
 
 # What other benches take from here.
 __all__ = ["MAX_PATCHES_PER_TOKEN", "SHAPES", "draw_kind", "model_config", "train_steps", "write_data", "write_model"]
@@ -147,7 +147,7 @@ def run_bench(root: Path, args: argparse.Namespace, command: str) -> Measured:
         host = pool.submit(apart, write_model_and_look, root / "hf", args.model)
         mix = apart(partial(write_data, model=args.model), root / "data", num_bins, args.seq_len)
         host = host.result()
-    cost = cost_model(read_config(root / "hf"))
+    cost = cost_model(read_model(root / "hf")[1])
     bench = Bench(root, args, Measured(host=host, command=command, model=args.model, mix=mix, cost=cost))
     layouts = [(1, ParallelConfig())] if args.one_gpu else []
     layouts += [(args.gpus, ParallelConfig.model_validate_json(text)) for text in args.parallel or ["{}"]]

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from trainer.metrics import peak_flops
+from trainer.loop.metrics import peak_flops
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "transformers", "triton")
 T = TypeVar("T")

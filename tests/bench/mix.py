@@ -15,13 +15,13 @@ import transformers
 from dataset_builders.contracts.manifest import Manifest
 from dataset_builders.contracts.shard_io import ShardWriter
 from dataset_builders.contracts.tokenized import PixelConfig, PixelStore, TokenizedSample
-from dataset_builders.pixel_codecs import encode_sample
-from stages.pack import pack
+from dataset_builders.pictures.pixel_codecs import encode_sample
+from stages.plan_bins.pack import pack
 from tests.bench.host import Host
 from tests.helpers.bins import Kind, make_sample, write_plan
 from tests.helpers.reference import PIXELS
-from trainer.balance import Work
-from trainer.batch import Geometry
+from trainer.data.balance import Work
+from trainer.data.micro_batch import Geometry
 
 MAX_PATCHES_PER_TOKEN = 4
 PAD_MULTIPLE = 4
@@ -144,7 +144,7 @@ def write_data(
     Returns:
         what is in the bins.
     """
-    rng, geometry = np.random.default_rng(0), Geometry(image_token(model), 2, 48, 768)
+    rng, geometry = np.random.default_rng(0), Geometry(image_token(model), 2, 768)
     small = {"image_tokens": 24, "text": (8, 40)} if model == "tiny" else {}
     vocabulary = range(1, image_token(model)) if model == "tiny" else vocabulary
     rows, mixes, total = [], [], 0

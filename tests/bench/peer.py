@@ -20,14 +20,14 @@ from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from dataset_builders.contracts.tokenized import TokenizedSample
 from tests.bench.mix import PAD_MULTIPLE, Mix
 from tests.helpers.reference import reference_inputs
-from trainer.batch import Geometry
-from trainer.contract import IGNORE_INDEX
-from trainer.data import BinReader
-from trainer.metrics import peak_memory_gb
-from trainer.slices import RankSlice
+from trainer.data.micro_batch import Geometry
+from trainer.data.reader import BinReader
+from trainer.data.slices import RankSlice
+from trainer.loop.metrics import peak_memory_gb
 
 LR = 1e-5
 CLIP = 1.0
+IGNORE_INDEX = -100  # label of a token that is not learnt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,8 +124,7 @@ def read_samples(data: Path, hf_dir: Path, seq_len: int) -> list[TokenizedSample
     vision = config.vision_config
     # Not by the trainer's read_config: megatron-core brings Transformer Engine into this process, and that a cuDNN of
     # its own, with which torch's convolutions would not work.
-    side, patch_bytes = int(vision.num_position_embeddings**0.5), 3 * vision.patch_size**2
-    geometry = Geometry(config.image_token_id, vision.spatial_merge_size, side, patch_bytes)
+    geometry = Geometry(config.image_token_id, vision.spatial_merge_size, 3 * vision.patch_size**2)
     reader = BinReader(data, data, "train", geometry, seq_len, RankSlice(pad_multiple=PAD_MULTIPLE))
     return [sample for number in range(len(reader.bins)) for sample in reader.samples(number)]
 

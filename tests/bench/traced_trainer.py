@@ -17,11 +17,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from tests.bench.trace_parts import MARK, STEP_BEGINS, STEP_ENDS
-from trainer import job, loop
-from trainer.distributed import place_in_world
-from trainer.metrics import PartClock
-from trainer.models.qwen3_vl.language import LanguageModel
-from trainer.models.qwen3_vl.model import Qwen3VLModel
+from trainer.layers.decoder import LanguageModel
+from trainer.layers.packed_model import PackedModel
+from trainer.layers.part_clock import PartClock
+from trainer.loop import interval, job, set_up
+from trainer.parallel.mesh import place_in_world
 
 
 def mark(part: str) -> None:
@@ -31,7 +31,7 @@ def mark(part: str) -> None:
 
 
 class TracedSteps:
-    """Stands in for trainer.step.train_step."""
+    """Stands in for trainer.loop.step.train_step."""
 
     def __init__(self, train_step: Callable, directory: Path, first: int, count: int) -> None:
         self._train_step, self._directory = train_step, directory
@@ -70,7 +70,7 @@ class TracedSteps:
 
 def mark_parts() -> None:
     """Put marks where the clock of the trainer changes its part, around the loss and where a backward pass begins."""
-    switch, losses, forward = PartClock.switch, LanguageModel.losses, Qwen3VLModel.forward
+    switch, losses, forward = PartClock.switch, LanguageModel.losses, PackedModel.forward
 
     def marked_switch(self: PartClock, part: str | None) -> None:
         if part is not None:
@@ -82,12 +82,12 @@ def mark_parts() -> None:
         _mark_on_gradient(hidden, "language")
         return losses(self, hidden, *args, **kwargs)
 
-    def marked_forward(self: Qwen3VLModel, *args: object, **kwargs: object) -> torch.Tensor:
+    def marked_forward(self: PackedModel, *args: object, **kwargs: object) -> torch.Tensor:
         out = forward(self, *args, **kwargs)
         _mark_on_gradient(out, "loss" if self.post_process else "language")
         return out
 
-    PartClock.switch, LanguageModel.losses, Qwen3VLModel.forward = marked_switch, marked_losses, marked_forward
+    PartClock.switch, LanguageModel.losses, PackedModel.forward = marked_switch, marked_losses, marked_forward
 
 
 def _mark_on_gradient(tensor: torch.Tensor, part: str) -> None:
@@ -98,14 +98,14 @@ def _mark_on_gradient(tensor: torch.Tensor, part: str) -> None:
 def main() -> int:
     run_json, first, count, ranks = sys.argv[1:]
     if place_in_world()[0] in map(int, ranks.split(",")):
-        finalize = loop.finalize_gradients
+        finalize = set_up.finalize_gradients
 
         def marked_finalize(*args: object, **kwargs: object) -> None:
             mark("optimizer")  # gradients are reduced and scaled here, within what the clock counts to the last part
             finalize(*args, **kwargs)
 
-        loop.finalize_gradients = marked_finalize
-        loop.train_step = TracedSteps(loop.train_step, Path(run_json).parent, int(first), int(count))
+        set_up.finalize_gradients = marked_finalize
+        interval.train_step = TracedSteps(interval.train_step, Path(run_json).parent, int(first), int(count))
     return job.run_file(Path(run_json))
 
 

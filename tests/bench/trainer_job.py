@@ -9,22 +9,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
-from trainer.contract import (
-    RESULT_JSON,
-    CheckpointConfig,
-    MetricsRow,
-    OptimConfig,
-    ParallelConfig,
-    RunConfig,
-    TrainConfig,
-    TrainResult,
-    read_metrics,
-)
+from trainer.contract.answer import MetricsRow, TrainResult, read_metrics
+from trainer.contract.names import RESULT_JSON
+from trainer.contract.run import CheckpointConfig, OptimConfig, RunConfig, TrainConfig, TrainerExecution
 
 LOG = "trainer.log"
 NEVER = 10**6
@@ -35,15 +26,11 @@ class TrainerEnded(RuntimeError):
     """The trainer ended before it had done its steps."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Execution:
+class Execution(TrainerExecution):
     """What of a job changes none of its numbers."""
 
     gpus: int = 1
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    checkpoint: CheckpointConfig = field(default_factory=lambda: CheckpointConfig(save_interval=NEVER))
-    loader_workers: int = 2
-    cuda_graphs: bool = True
+    checkpoint: CheckpointConfig = CheckpointConfig(save_interval=NEVER)
 
 
 def bench_train_config(global_batch: int, precision: str = "bfloat16") -> TrainConfig:
@@ -73,17 +60,14 @@ def write_run(root: Path, train: TrainConfig, seq_len: int, execution: Execution
         output_dir=out,
         seq_len=seq_len,
         train=train,
-        parallel=execution.parallel,
-        checkpoint=execution.checkpoint,
-        loader_workers=execution.loader_workers,
-        cuda_graphs=execution.cuda_graphs,
+        execution=TrainerExecution(**execution.model_dump(exclude={"gpus"})),
     )
     (out / "run.json").write_text(run.model_dump_json())
     return out
 
 
 def start(out: Path, gpus: int, module: str = "trainer", arguments: Sequence[str] = ()) -> subprocess.Popen:
-    """Start a module on the job's run.json, a process a GPU, with the environment that stages/launch_torchrun.py gives;
+    """Start a module on the job's run.json, a process a GPU, with the environment that the torchrun launcher gives;
     what it prints goes to trainer.log."""
     torchrun = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
     command = [*torchrun, f"--nproc-per-node={gpus}", "-m", module, str(out / "run.json"), *arguments]

@@ -14,9 +14,9 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from dataset_builders.contracts.sample import IMAGE_SLOT
-from dataset_builders.pixels import encode_image, pixel_values
-from stages.encode_image import load_image_config
-from stages.scoring.exact_match import normalize
+from dataset_builders.pictures.pixels import encode_image, pixel_values
+from stages.encode.images import load_image_config
+from stages.scoring.metrics.exact_match import normalize
 
 ATHANOR = Path(sys.executable).parent / "athanor"
 STAGES = (

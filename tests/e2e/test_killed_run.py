@@ -9,9 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flows.run_record import read_runs
+from flows.resources.run_record import read_runs
 from flows.service.orphans import OrphanWatch
-from tests.flows.test_run import SMALL
+from tests.flows.pipeline.test_run import SMALL
 from tests.helpers.service import clean_environment, processes_with, wait_for
 
 SETTINGS = {**SMALL, "train.num_steps": 2000, "execution.checkpoint.save_interval": 1000}
@@ -45,7 +45,7 @@ def root(tmp_path) -> Iterator[Path]:
 @pytest.mark.slow
 def test_the_server_ends_too_and_the_next_start_ends_the_trainer_and_settles_the_run(root, tmp_path):
     words = [f"--set={key}={value}" for key, value in SETTINGS.items()]
-    command = [sys.executable, "-m", "flows.cli", "run", "--root", str(root), *words]
+    command = [sys.executable, "-m", "flows.cli.main", "run", "--root", str(root), *words]
     with (tmp_path / "run.txt").open("wb") as out:
         run = subprocess.Popen(command, env=clean_environment(), stdout=out, stderr=out)
     try:

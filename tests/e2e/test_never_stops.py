@@ -18,13 +18,13 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.entities import Run
 
-from dataset_builders.contracts.tokenized import read_index
-from flows.cli import main
-from flows.recipe import load_recipe
-from stages import tokenize_samples
-from stages.encode_chat import ChatEncoder
-from stages.tracking import connect
-from stages.tracking_registry import CANDIDATE, CHAMPION, REASON_TAG
+from flows.cli.main import main
+from flows.pipeline.recipe import load_recipe
+from flows.tracking.registry import CANDIDATE, CHAMPION, REASON_TAG
+from flows.tracking.store import connect
+from stages.encode.chat import ChatEncoder
+from stages.tokenize import stage as tokenize_samples
+from tests.helpers.index import read_index
 
 NAME = "athanor-embedded"
 SETTINGS = {

@@ -14,24 +14,26 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from dataset_builders.contracts.files import write_text
 from dataset_builders.contracts.manifest import Manifest
 from dataset_builders.contracts.sample import Sample
 from dataset_builders.contracts.sample_record import from_fields
 from dataset_builders.contracts.shard_io import iter_records
-from dataset_builders.cord_target import NoTagForm, Tree, from_json, from_tags, to_json, to_tags
-from dataset_builders.cord_v2 import PROMPTS
-from dataset_builders.drawn.suite import iter_cord_splits
-from flows.recipe import load_recipe
-from stages.answer_plan import heldout_samples
-from stages.answers import ANSWERS_JSONL, GeneratedAnswer, to_line
-from stages.artifact import Artifact, External, run_stage
-from stages.convert import STAGE as CONVERT
-from stages.evaluate import STAGE as EVALUATE
-from stages.evaluate_config import EvaluateConfig
-from stages.predictions import read_predictions
+from dataset_builders.sources.cord_target import NoTagForm, Tree, from_json, from_tags, to_json, to_tags
+from dataset_builders.sources.cord_v2 import PROMPTS
+from dataset_builders.storage.files import write_text
+from flows.pipeline.recipe import load_recipe
+from stages.answer.plan import heldout_samples
+from stages.answer.records import ANSWERS_JSONL, GeneratedAnswer, to_line
+from stages.artifacts.artifact import Artifact, External
+from stages.artifacts.run_stage import run_stage
+from stages.convert.stage import STAGE as CONVERT
+from stages.evaluate.config import EvaluateConfig
+from stages.evaluate.predictions import read_predictions
+from stages.evaluate.stage import STAGE as EVALUATE
+from tests.helpers.drawn.suite import iter_cord_splits
+from tests.helpers.drawn.write import SUITE_YAML
 from tests.helpers.raw_rows import CORD_SCHEMA, cord_row, png, write_parquet
-from tests.stages.scoring.cord_cases import CORD_JSON, RECEIPTS
+from tests.stages.scoring.metrics.cord_cases import CORD_JSON, RECEIPTS
 
 NUM_DRAWN = 40
 SPLIT_SEEDS = {"train": 0, "validation": 1000, "test": 2000}  # of the pictures, which are all different
@@ -149,7 +151,7 @@ def convert(source: Path, target: str, root: Path) -> Made:
         "convert.options": {"target": target},
         "convert.max_skip_fraction": 0.05,
     }
-    config = load_recipe("suite", changes=changes).config.convert
+    config = load_recipe(str(SUITE_YAML), changes=changes).config.convert
     artifact = run_stage(CONVERT, config, {"raw": External(source, "raw", "0" * 16)}, root).artifact
     records = [record for shard in artifact.manifest.shards for record in iter_records(artifact.dir / shard.name)]
     samples = {key: from_fields(key, fields) for key, fields in records}

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from distributed import Client, LocalCluster
 
-import stages.convert
-import stages.tokenize_samples
-from stages import workers
-from stages.workers import StageResources
+import stages.convert.stage
+import stages.tokenize.stage
+from stages.artifacts import workers
+from stages.artifacts.workers import StageResources
 from tests.helpers.data_stages import run_all, write_rows
 from tests.helpers.tiny_model import tiny_hf_dir
 from tests.helpers.trees import tree_digest
@@ -54,8 +54,8 @@ def test_four_processes(source, expected, tmp_path, monkeypatch):
             super().__init__(max_workers, *args)
 
     monkeypatch.setattr(workers, "ProcessPoolExecutor", Counted)
-    monkeypatch.setattr(stages.convert, "_ROWS_A_WORKER", 1)
-    monkeypatch.setattr(stages.tokenize_samples, "_PROCESS_WORTH", 1e-9)
+    monkeypatch.setattr(stages.convert.stage, "_ROWS_PER_WORKER", 1)
+    monkeypatch.setattr(stages.tokenize.stage, "_PROCESS_WORTH", 1e-9)
     assert_same(run_all(source, tiny_hf_dir(), tmp_path, StageResources(num_workers=4)), expected)
     assert started[:3] == [4, 4, 4], "scan, write and tokenize"
 
@@ -110,7 +110,7 @@ def test_shards_that_end_in_another_order(source, expected, tmp_path, seed):
 
 @pytest.fixture(scope="module")
 def cluster_client() -> Iterator[Client]:
-    """Two worker processes; the flow's own way to a cluster is in tests/flows/test_dask.py."""
+    """Two worker processes; the flow's own way to a cluster is in tests/flows/resources/test_dask.py."""
     with (
         LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None) as cluster,
         Client(cluster, set_as_default=False) as client,

@@ -22,12 +22,15 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from tests.helpers.held_writer import release
 from tests.helpers.reference import random_hf_dir
-from tests.helpers.run_dir import OPTIM, log_of, metrics_of, result_of, run_trainer, write_job
+from tests.helpers.run_dir import OPTIM, changed, log_of, metrics_of, result_of, run_trainer, write_job
 from tests.helpers.single_rank import build_tiny, single_rank
-from trainer import rng
-from trainer.checkpoint import Checkpointer, list_checkpoints
-from trainer.contract import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED, ParallelConfig, RunConfig
-from trainer.optim import build_optimizer
+from trainer.checkpoint import rng
+from trainer.checkpoint.save_and_load import Checkpointer, list_checkpoints
+from trainer.contract.names import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED
+from trainer.contract.parallel import ParallelConfig
+from trainer.contract.run import RunConfig
+from trainer.families.qwen3_vl.family import FAMILY
+from trainer.loop.optim import build_optimizer
 
 STEPS, INTERVAL = 8, 3
 UNCLIPPED = OPTIM.model_copy(update={"clip_grad_norm": 1e6})
@@ -38,13 +41,13 @@ def make_run(root: Path, num_steps: int = STEPS, optim=OPTIM, **checkpoint) -> R
     """Saves every three steps and keeps everything, where nothing else is said."""
     run = write_job(root, num_steps=num_steps, optim=optim)
     settings = {"save_interval": INTERVAL, "keep_last": 100, "asynchronous": True, **checkpoint}
-    return rewrite(run, checkpoint=run.checkpoint.model_copy(update=settings))
+    return rewrite(run, checkpoint=run.execution.checkpoint.model_copy(update=settings))
 
 
 def rewrite(run: RunConfig, **changes) -> RunConfig:
-    changed = run.model_copy(update=changes)
-    (run.output_dir / "run.json").write_text(changed.model_dump_json())
-    return changed
+    other = changed(run, **changes)
+    (run.output_dir / "run.json").write_text(other.model_dump_json())
+    return other
 
 
 def start(run: RunConfig, module: str = "trainer", place: dict | None = None, **options) -> subprocess.Popen:
@@ -273,7 +276,7 @@ def test_parameters_with_a_bucket_of_their_own_are_saved_where_they_are(tmp_path
         config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
         chunk = DistributedDataParallel(model.config, config, model)
         assert chunk.buffers[0].numel_unpadded < chunk.buffers[0].numel and len(chunk.buffers[0].buckets) == 3
-        optimizer = build_optimizer([chunk], run.train, torch.float32)
+        optimizer = build_optimizer([chunk], run.train, torch.float32, FAMILY)
         for param in model.parameters():
             param.main_grad.normal_()
         optimizer.step()

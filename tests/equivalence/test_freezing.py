@@ -8,18 +8,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from dataset_builders.contracts.errors import InputError
+from dataset_builders.errors import InputError
 from tests.helpers.reference import random_hf_dir
-from tests.helpers.run_dir import SEQ_LEN, make_bins, metrics_of, write_job
+from tests.helpers.run_dir import SEQ_LEN, changed, make_bins, metrics_of, write_job
 from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.world import run_world
-from trainer import checkpoint, step
-from trainer.batch import make_micro_batch
-from trainer.contract import ParallelConfig, PartConfig, RunConfig, TrainConfig
-from trainer.loop import train
-from trainer.optim import grad_norms_by_part
-from trainer.parts import part_of
-from trainer.runtime import cpu_runtime
+from trainer.checkpoint import save_and_load as checkpoint
+from trainer.contract.parallel import ParallelConfig
+from trainer.contract.run import PartConfig, RunConfig, TrainConfig
+from trainer.data.micro_batch import make_micro_batch
+from trainer.families.geometry import geometry_of
+from trainer.families.qwen3_vl.family import part_of
+from trainer.loop import step
+from trainer.loop.optim import grad_norms_by_part
+from trainer.loop.train import train
+from trainer.parallel.runtime import cpu_runtime
 
 PARTS = ("vision", "merger", "language")
 FREEZINGS = [frozen for count in range(3) for frozen in itertools.combinations(PARTS, count)]
@@ -165,7 +168,7 @@ def assert_rows_alike(two: RunConfig, one: RunConfig) -> None:
 def test_norms_by_part_are_taken_for_steps_that_get_a_line(mesh, tmp_path, monkeypatch):
     taken = []
     monkeypatch.setattr(step, "grad_norms_by_part", lambda *given: taken.append(1) or grad_norms_by_part(*given))
-    run = job(tmp_path, {}).model_copy(update={"log_interval": 4})
+    run = changed(job(tmp_path, {}), log_interval=4)
     train(run, mesh)
     assert [row.step for row in metrics_of(run)] == [4, 6]
     assert all(row.language_grad_norm > 0 for row in metrics_of(run))
@@ -179,5 +182,5 @@ def test_frozen_vision_keeps_no_graph(mesh):
         param.requires_grad = part_of(name) != "vision"
     seen = []
     model.vision.blocks.layers[-1].register_forward_hook(lambda *given: seen.append(given[2][0].requires_grad))
-    model(make_micro_batch(make_bins()[0], model.sizes.geometry, SEQ_LEN))
+    model(make_micro_batch(make_bins()[0], geometry_of(model.shape), SEQ_LEN))
     assert seen == [False]

@@ -10,12 +10,15 @@ from safetensors.torch import load_file, save_file
 
 from tests.helpers.hardware import requires_gpus
 from tests.helpers.reference import random_hf_dir
-from tests.helpers.run_dir import log_of, make_bins, metrics_of, run_trainer, write_job
+from tests.helpers.run_dir import changed, log_of, make_bins, metrics_of, run_trainer, write_job
 from tests.helpers.single_rank import single_rank
 from tests.helpers.world import run_world
-from trainer.contract import HF_EXPORT, MetricsRow, ParallelConfig, PartConfig, RunConfig, TrainConfig
-from trainer.data import bins_for_step
-from trainer.loop import export
+from trainer.contract.answer import MetricsRow
+from trainer.contract.names import HF_EXPORT
+from trainer.contract.parallel import ParallelConfig
+from trainer.contract.run import PartConfig, RunConfig, TrainConfig
+from trainer.data.order import bins_for_step
+from trainer.loop.export import export
 
 NUM_STEPS, GLOBAL_BATCH = 5, 6  # six bins: one, two and three ranks share them
 FSDP = ParallelConfig(sharding="fsdp", balance=False)
@@ -28,9 +31,9 @@ def job(root: Path, parallel: ParallelConfig, name: str, **train: object) -> Run
     run = write_job(
         root, num_steps=NUM_STEPS, global_batch_size=GLOBAL_BATCH, save_interval=2, parallel=parallel, name=name
     )
-    kept = run.checkpoint.model_copy(update={"keep_last": 9})
+    kept = run.execution.checkpoint.model_copy(update={"keep_last": 9})
     config = TrainConfig(**{**run.train.model_dump(), "heldout_interval": 1, **train})
-    return run.model_copy(update={"train": config, "checkpoint": kept})
+    return changed(run, train=config, checkpoint=kept)
 
 
 def trained(root: Path, parallel: ParallelConfig, processes: int, **train: object) -> RunConfig:
@@ -83,7 +86,7 @@ def exported(run: RunConfig, mesh) -> dict[str, torch.Tensor]:
 
 def copy_with_checkpoint(run: RunConfig, name: str, step: int, parallel: ParallelConfig | None = None) -> RunConfig:
     """The run in another directory, which holds one checkpoint of it."""
-    copy = run.model_copy(update={"output_dir": run.output_dir.parent / name, "parallel": parallel or run.parallel})
+    copy = changed(run, output_dir=run.output_dir.parent / name, parallel=parallel or run.execution.parallel)
     checkpoint = f"checkpoints/step-{step:06d}"
     shutil.copytree(run.output_dir / checkpoint, copy.output_dir / checkpoint)
     return copy

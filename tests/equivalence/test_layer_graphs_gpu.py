@@ -7,8 +7,9 @@ from torch.testing import assert_close
 from tests.equivalence.test_layouts_gpu import job
 from tests.helpers.gpu_world import run_worlds
 from tests.helpers.hardware import requires_gpus
+from tests.helpers.run_dir import changed
 from tests.helpers.world import World
-from trainer.contract import PartConfig, RunConfig
+from trainer.contract.run import PartConfig, RunConfig
 
 SAME = ("loss", "heldout_loss", "grad_norm", "vision_grad_norm", "merger_grad_norm", "language_grad_norm")
 # Each with graphs and without: layout, shape of the model, frozen part, GPUs.
@@ -30,7 +31,7 @@ def variant(root, name: str, cuda_graphs: bool, ending: str = "") -> RunConfig:
     layout, shape, frozen, _ = CASES[name]
     run = job(root, f"{name}-{cuda_graphs}{ending}", layout, shape)
     train = run.train.model_copy(update={frozen: PartConfig(frozen=True)} if frozen else {})
-    return run.model_copy(update={"train": train, "cuda_graphs": cuda_graphs})
+    return changed(run, train=train, cuda_graphs=cuda_graphs)
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +65,8 @@ def test_attention_called_directly_gives_what_transformer_engine_s_own_way_gives
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from trainer.models.attention import PackedSegments
-    from trainer.models.te_modules import PackedAttention
+    from trainer.layers.attention import PackedSegments
+    from trainer.layers.te_modules import PackedAttention
 
     torch.manual_seed(0)
     like = {"device": "cuda", "dtype": torch.bfloat16}

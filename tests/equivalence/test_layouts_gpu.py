@@ -15,9 +15,10 @@ from tests.equivalence.test_layouts import CUT_VISION, FULL, KINDS, SELECTIVE, S
 from tests.helpers.gpu_world import run_worlds
 from tests.helpers.hardware import requires_gpus
 from tests.helpers.reference import load_reference, random_hf_dir, reference_losses
-from tests.helpers.run_dir import make_bins, write_job
+from tests.helpers.run_dir import changed, make_bins, write_job
 from tests.helpers.world import World
-from trainer.contract import CheckpointConfig, ParallelConfig
+from trainer.contract.parallel import ParallelConfig
+from trainer.contract.run import CheckpointConfig
 
 YARDSTICKS = 2.0
 SAVED_AT = 3
@@ -63,13 +64,9 @@ def job(root, name: str, layout: dict, shape: str = "first", save_interval: int 
         optim=SMOOTH,
         name=name,
     )
-    return run.model_copy(
-        update={
-            "seq_len": SEQ_LEN,
-            "train": run.train.model_copy(update={"precision": "bfloat16"}),
-            "checkpoint": CheckpointConfig(save_interval=save_interval, keep_last=5),
-        }
-    )
+    train = run.train.model_copy(update={"precision": "bfloat16"})
+    kept = CheckpointConfig(save_interval=save_interval, keep_last=5)
+    return changed(run, seq_len=SEQ_LEN, train=train, checkpoint=kept)
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +199,7 @@ def test_one_gpu_goes_on_from_its_own_checkpoint(tmp_path, precision):
 def test_our_zigzag_is_transformer_engines():
     import transformer_engine_torch as tex
 
-    from trainer.slices import zigzag_order
+    from trainer.data.slices import zigzag_order
 
     bounds = np.array([0, 8, 12, 40, 64])
     for cp in (2, 4):

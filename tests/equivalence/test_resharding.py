@@ -5,9 +5,11 @@ import shutil
 import pytest
 
 from tests.equivalence.test_layouts import CUT_VISION, FOURFOLD, KINDS, SEQ_LEN, SMOOTH, SP
-from tests.helpers.run_dir import make_bins, write_job
+from tests.helpers.run_dir import changed, make_bins, write_job
 from tests.helpers.world import World, run_world
-from trainer.contract import HF_EXPORT, CheckpointConfig, ParallelConfig, RunConfig
+from trainer.contract.names import HF_EXPORT
+from trainer.contract.parallel import ParallelConfig
+from trainer.contract.run import CheckpointConfig, RunConfig
 
 STEPS, SAVED_AT = 6, 3
 TP2 = {"tp": 2}
@@ -34,7 +36,7 @@ def job(root, name: str, layout: dict) -> RunConfig:
         name=name,
     )
     keep = CheckpointConfig(save_interval=SAVED_AT, keep_last=5)
-    return run.model_copy(update={"seq_len": SEQ_LEN, "checkpoint": keep})
+    return changed(run, seq_len=SEQ_LEN, checkpoint=keep)
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,8 @@ from tests.helpers.run_dir import (
     start_trainer,
     write_job,
 )
-from trainer.contract import EXIT_STOPPED
-from trainer.data import bins_at, bins_for_step
+from trainer.contract.names import EXIT_STOPPED
+from trainer.data.order import bins_at, bins_for_step
 
 SEED, GLOBAL_BATCH = 5, 2
 

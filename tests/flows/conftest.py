@@ -8,6 +8,6 @@ def quick_and_apart(monkeypatch):
     """For every test."""
     for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI", "FAKE_TRAINER"):
         monkeypatch.delenv(name, raising=False)
-    from stages.launch import LAUNCHERS
+    from stages.launchers.job import LAUNCHERS
 
     monkeypatch.setitem(LAUNCHERS, "torchrun", "tests.helpers.fake_trainer:FakeTrainerLauncher")

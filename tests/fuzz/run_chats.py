@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from dataset_builders.contracts.sample import Message, Sample, SkipSample
-from stages.encode_chat import ChatEncoder
+from stages.encode.chat import ChatEncoder
 from tests.fuzz.hostile import SNIPPETS, long_text, text
 from tests.fuzz.sources import IMAGES
 from tests.fuzz.watch import run

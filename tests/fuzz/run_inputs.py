@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from dataset_builders.contracts.errors import InputError
 from dataset_builders.contracts.sample import SKIP_REASONS, Sample, SkipSample
 from dataset_builders.contracts.sample_record import from_fields, to_fields
-from dataset_builders.images import ImageLimits, check_image, read_rgb
-from dataset_builders.parts import SkippedRow
-from dataset_builders.registry import get_builder
+from dataset_builders.errors import InputError
+from dataset_builders.pictures.images import ImageLimits, check_image, read_rgb
+from dataset_builders.readers.parts import SkippedRow
+from dataset_builders.sources.registry import get_builder
 from tests.fuzz.hostile import spoilt
 from tests.fuzz.sources import IMAGES, KINDS
 from tests.fuzz.watch import run

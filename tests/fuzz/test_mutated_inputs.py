@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dataset_builders.contracts.sample import SKIP_REASONS
-from dataset_builders.registry import BUILDERS
+from dataset_builders.sources.registry import BUILDERS
 from tests.fuzz.sources import KINDS
 
 SEED = 20261121

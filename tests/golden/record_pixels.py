@@ -10,7 +10,7 @@ Only for a change of the images or of the reference's version; never to make a f
 from importlib.metadata import version
 from pathlib import Path
 
-from dataset_builders.contracts.files import write_json
+from dataset_builders.storage.files import write_json
 from tests.helpers.pixels import pixel_cases, reference_digest
 from tests.helpers.torchvision_reference import reference_pixels, torchvision_version
 

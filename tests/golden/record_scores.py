@@ -21,9 +21,9 @@ from pycocoevalcap.rouge.rouge import Rouge
 from pycocoevalcap.tokenizer.ptbtokenizer import PTBTokenizer
 from sacrebleu.metrics import BLEU
 
-from dataset_builders.contracts.files import write_json
-from tests.stages.scoring.caption_cases import CAPTIONS, CAPTIONS_JSON, TEXTS
-from tests.stages.scoring.cord_cases import CORD_JSON, RECEIPTS
+from dataset_builders.storage.files import write_json
+from tests.stages.scoring.metrics.caption_cases import CAPTIONS, CAPTIONS_JSON, TEXTS
+from tests.stages.scoring.metrics.cord_cases import CORD_JSON, RECEIPTS
 
 
 def tokenize(texts: list[str]) -> list[str]:

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from dataset_builders.contracts.bins import Bin, BinSums, sum_bin, write_bin_partition, write_bins
+from dataset_builders.contracts.bins import Bin, BinSums, write_bin_partition, write_bins
 from dataset_builders.contracts.sample import SPLITS
 from dataset_builders.contracts.tokenized import INDEX_SCHEMA, TokenizedSample
-from trainer.batch import Geometry
+from trainer.data.micro_batch import Geometry
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,19 @@ def make_samples(kinds: list[Kind], geometry: Geometry, vocab: range, seed: int 
 def _text(rng: np.random.Generator, count: int, geometry: Geometry, vocab: range) -> np.ndarray:
     ids = rng.integers(vocab.start, vocab.stop, count)
     return np.where(ids == geometry.image_token_id, vocab.start, ids)
+
+
+def sum_bin(refs: Bin) -> BinSums:
+    """The sums of one bin, from its samples."""
+    return BinSums(
+        num_samples=len(refs),
+        num_tokens=sum(ref.num_tokens for ref in refs),
+        num_loss_tokens=sum(ref.num_loss_tokens for ref in refs),
+        num_patches=sum(ref.num_patches for ref in refs),
+        num_images=sum(ref.num_images for ref in refs),
+        tokens_squared=sum(ref.num_tokens**2 for ref in refs),
+        patches_squared=sum(ref.num_patches**2 / ref.num_images for ref in refs if ref.num_images),
+    )
 
 
 class ListedPlan(list[Bin]):

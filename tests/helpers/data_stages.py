@@ -2,13 +2,14 @@
 
 from pathlib import Path
 
-from flows.recipe import load_recipe
-from stages.artifact import Artifact, External, run_stage
-from stages.convert import STAGE as CONVERT
-from stages.hf_directory import processor_input
-from stages.plan_bins import STAGE as PLAN_BINS
-from stages.tokenize_samples import STAGE as TOKENIZE
-from stages.workers import StageResources
+from flows.pipeline.recipe import load_recipe
+from stages.artifacts.artifact import Artifact, External
+from stages.artifacts.run_stage import run_stage
+from stages.artifacts.workers import StageResources
+from stages.convert.stage import STAGE as CONVERT
+from stages.inputs.hf_directory import processor_input
+from stages.plan_bins.stage import STAGE as PLAN_BINS
+from stages.tokenize.stage import STAGE as TOKENIZE
 from tests.helpers.raw_rows import mixed_rows, plain_rows, row, write_source
 
 SETTINGS = (

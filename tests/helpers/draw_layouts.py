@@ -1,6 +1,7 @@
-"""Drawings of one packed micro batch in every parallel layout, for trainer/LAYOUTS.md: infra/pictures/layouts/*.svg.
+"""Drawings of one packed micro batch in every parallel layout, for trainer/parallel/LAYOUTS.md.
 
-What is drawn is what layout_parts.py gets from the trainer. `python -m tests.helpers.draw_layouts` writes the files.
+What is drawn is what layout_parts.py gets from the trainer. `python -m tests.helpers.draw_layouts` writes
+infra/pictures/layouts/*.svg.
 """
 
 import html
@@ -14,8 +15,8 @@ from dataset_builders.contracts.tokenized import TokenizedSample
 from tests.helpers.layout_parts import (
     GEOMETRY,
     LAYOUTS,
+    QWEN_2B,
     SEQ_LEN,
-    SIZES,
     Layout,
     Part,
     deal_bins,
@@ -23,7 +24,7 @@ from tests.helpers.layout_parts import (
     make_bin,
     parts_of,
 )
-from trainer.batch import MicroBatch
+from trainer.data.micro_batch import MicroBatch
 
 PICTURES = Path(__file__).parents[2] / "infra/pictures/layouts"
 CELL, LEFT, RIGHT, PATCH = 18, 132, 16, 8
@@ -237,12 +238,12 @@ def draw_layers(sheet: Sheet, parts: Sequence[Part]) -> None:
     sheet.y += 16
     for rank in range(len(parts)):
         sheet.text(16, f"rank {rank}: layers", dy=rank * lane + 15, size=11, fill=FAINT)
-        for layer in range(SIZES.language.num_layers):
+        for layer in range(QWEN_2B.language.num_layers):
             sheet.box(x0 + layer * width, width, 22, ABSENT, dy=rank * lane, line=ABSENT_LINE)
     for chunk, rank in pieces:
         for layer in chunk:
             sheet.box(x0 + layer * width, width, 22, "#e3d7f2", dy=rank * lane)
-            is_deep = layer < len(SIZES.vision.deepstack_layers)
+            is_deep = layer < len(QWEN_2B.vision.deepstack_layers)
             label = f"{layer}+" if is_deep else str(layer)
             sheet.text(x0 + layer * width + width / 2, label, dy=rank * lane + 15, size=11, anchor="middle")
     (_, first_rank), (last, last_rank) = pieces[0], pieces[-1]

@@ -15,12 +15,14 @@ from dataset_builders.contracts.manifest import Manifest
 from dataset_builders.contracts.sample import Message, Sample
 from dataset_builders.contracts.sample_record import to_fields
 from dataset_builders.contracts.shard_io import ShardWriter, remove_entries
-from stages.answer import STAGE as ANSWER
-from stages.answer import AnswerConfig, AnswerResources
-from stages.artifact import Artifact, run_stage
-from stages.embedded_model import make_tiny_hf_dir
-from stages.evaluate import STAGE as EVALUATE
-from stages.evaluate_config import EvaluateConfig
+from stages.answer.stage import STAGE as ANSWER
+from stages.answer.stage import AnswerConfig
+from stages.artifacts.artifact import Artifact
+from stages.artifacts.run_stage import run_stage
+from stages.artifacts.workers import StageResources
+from stages.evaluate.config import EvaluateConfig
+from stages.evaluate.stage import STAGE as EVALUATE
+from stages.inputs.tiny_model import make_tiny_hf_dir
 from tests.helpers.tiny_model import FIRST, TEXTS
 
 
@@ -92,7 +94,7 @@ def hf_artifact(directory: Path, hf_dir: Path) -> Artifact:
 
 
 def answered(
-    config: AnswerConfig, inputs: Mapping[str, Artifact], root: Path, resources: AnswerResources | None = None
+    config: AnswerConfig, inputs: Mapping[str, Artifact], root: Path, resources: StageResources | None = None
 ) -> Artifact:
     """The answers of a model to the held-out samples; inputs "hf" and "samples"."""
     return run_stage(ANSWER, config, inputs, root, resources).artifact

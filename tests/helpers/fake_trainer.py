@@ -11,20 +11,12 @@ import signal
 import sys
 from pathlib import Path
 
-from stages.cluster_config import ClusterConfig
-from stages.launch import Job
-from stages.launch_torchrun import TorchrunLauncher
-from trainer.contract import (
-    EXIT_FAILED,
-    EXIT_INPUT,
-    EXIT_STOPPED,
-    HF_EXPORT,
-    METRICS_JSONL,
-    RESULT_JSON,
-    MetricsRow,
-    RunConfig,
-    TrainResult,
-)
+from stages.launchers.config import ClusterConfig
+from stages.launchers.job import Job
+from stages.launchers.torchrun import TorchrunLauncher
+from trainer.contract.answer import MetricsRow, TrainResult
+from trainer.contract.names import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED, HF_EXPORT, METRICS_JSONL, RESULT_JSON
+from trainer.contract.run import RunConfig
 
 
 class FakeTrainerLauncher(TorchrunLauncher):

@@ -11,9 +11,9 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 from tests.helpers.world import World, train_rank, world_of
-from trainer import distributed
-from trainer.contract import RunConfig
-from trainer.runtime import prepare_runtime
+from trainer.contract.run import RunConfig
+from trainer.parallel import mesh as distributed
+from trainer.parallel.runtime import prepare_runtime
 
 
 def run_worlds(root: Path, jobs: dict[str, tuple[RunConfig, int]], *, save: bool = False) -> dict[str, World | str]:

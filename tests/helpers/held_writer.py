@@ -13,8 +13,8 @@ from pathlib import Path
 
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-from trainer.contract import RunConfig
-from trainer.job import run_file
+from trainer.contract.run import RunConfig
+from trainer.loop.job import run_file
 
 TENSORS_BEFORE = 5
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from dataset_builders.contracts.sample import Sample
-from dataset_builders.contracts.store import StorePath
-from dataset_builders.parts import SkippedRow
-from dataset_builders.registry import get_builder
+from dataset_builders.readers.parts import SkippedRow
+from dataset_builders.sources.registry import get_builder
+from dataset_builders.storage.store import StorePath
 
 
 def data_uri(image: bytes, kind: str = "png") -> str:

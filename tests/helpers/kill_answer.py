@@ -6,10 +6,12 @@ from pathlib import Path
 
 import torch
 
-import stages.generate
-from stages.answer import AnswerConfig, AnswerResources
-from stages.answers import ANSWERS_JSONL
-from stages.prompt_format import read_prompt_format
+import stages.answer.transformers_engine
+from stages.answer.records import ANSWERS_JSONL
+from stages.answer.stage import AnswerConfig
+from stages.artifacts.workers import StageResources
+from stages.encode.prompt import read_prompt_format
+from stages.launchers.config import ClusterConfig
 from tests.helpers.evaluation import answered, hf_artifact, mixed_samples, samples_artifact, talkative_hf_dir
 from tests.helpers.kill import kill_and_rerun, print_result
 
@@ -20,15 +22,17 @@ def main(directory: Path) -> None:
         "hf": hf_artifact(directory / "export", talkative_hf_dir()),
         "samples": samples_artifact(directory / "samples", mixed_samples(7)),
     }
-    stages.generate.Generator = functools.cache(stages.generate.Generator)
+    stages.answer.transformers_engine.Generator = functools.cache(stages.answer.transformers_engine.Generator)
     hf_dir = inputs["hf"].dir / "hf"
-    stages.generate.Generator(hf_dir, None, read_prompt_format(hf_dir))  # loaded once, for all the forks
+    stages.answer.transformers_engine.Generator(
+        hf_dir, None, read_prompt_format(hf_dir)
+    )  # loaded once, for all the forks
     # Small prompts and one thread: what is killed is this stage, not a pool of torch.
     config = AnswerConfig(max_new_tokens=4, part_size=3, batch_size=2)
 
     def run(root: Path) -> Path:
         """A directory that holds what must be the same; speed.json and the reports tell the time."""
-        made = answered(config, inputs, root, AnswerResources(num_threads=1)).dir
+        made = answered(config, inputs, root, StageResources(cluster=ClusterConfig(num_threads=1))).dir
         same = made.parent / "same"
         same.mkdir(exist_ok=True)
         (same / ANSWERS_JSONL).write_bytes((made / ANSWERS_JSONL).read_bytes())

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import torch
 
-from stages.artifact import run_stage
-from stages.hf_directory import processor_input
-from stages.plan_bins import STAGE as PLAN_BINS
-from stages.plan_bins import PlanBinsConfig
-from stages.tokenize_samples import STAGE as TOKENIZE
-from stages.tokenize_samples import TokenizeConfig
+from stages.artifacts.run_stage import run_stage
+from stages.inputs.hf_directory import processor_input
+from stages.plan_bins.stage import STAGE as PLAN_BINS
+from stages.plan_bins.stage import PlanBinsConfig
+from stages.tokenize.stage import STAGE as TOKENIZE
+from stages.tokenize.stage import TokenizeConfig
 from tests.helpers.kill import kill_and_rerun, print_result
 from tests.helpers.samples import make_sample, make_samples_artifact
 from tests.helpers.tiny_model import tiny_hf_dir

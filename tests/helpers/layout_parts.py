@@ -17,20 +17,21 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from dataset_builders.contracts.bins import Bin, SampleRef, sum_bin
+from dataset_builders.contracts.bins import Bin, SampleRef
 from dataset_builders.contracts.tokenized import TokenizedSample
-from tests.helpers.bins import Kind, make_samples
-from trainer.balance import deal
-from trainer.batch import Geometry, MicroBatch, make_micro_batch
-from trainer.contract import ParallelConfig
-from trainer.distributed import Mesh
-from trainer.models.qwen3_vl.config import LanguageSizes, Qwen3VLSizes, VisionSizes, language_config
-from trainer.models.qwen3_vl.flops import cost_model
-from trainer.models.qwen3_vl.model import Qwen3VLModel
-from trainer.slices import zigzag_order
+from tests.helpers.bins import Kind, make_samples, sum_bin
+from tests.helpers.shapes import QWEN_2B
+from trainer.contract.parallel import ParallelConfig
+from trainer.data.balance import deal
+from trainer.data.micro_batch import Geometry, MicroBatch, make_micro_batch
+from trainer.data.slices import zigzag_order
+from trainer.families.flops import cost_model
+from trainer.families.qwen3_vl.model import Qwen3VLModel
+from trainer.layers.decoder import decoder_config
+from trainer.parallel.mesh import Mesh
 
 SEQ_LEN = 48
-GEOMETRY = Geometry(image_token_id=9, spatial_merge_size=2, position_side=8, patch_bytes=12)
+GEOMETRY = Geometry(image_token_id=9, spatial_merge_size=2, patch_bytes=12)
 BINS = [
     [Kind(10, ((1, 2, 2), (1, 4, 4))), Kind(9, ((1, 4, 6),)), Kind(10)],
     [Kind(21), Kind(25)],
@@ -38,40 +39,6 @@ BINS = [
     [Kind(12), Kind(20, ((1, 4, 4),)), Kind(11)],
 ]
 ANSWER = 4  # learnt tokens at the end of each sample
-
-# Qwen3-VL-2B: its layers are drawn, and its FLOPs are what the bins are dealt by.
-SIZES = Qwen3VLSizes(
-    language=LanguageSizes(
-        num_layers=28,
-        hidden_size=2048,
-        ffn_hidden_size=6144,
-        num_heads=16,
-        num_query_groups=8,
-        head_dim=128,
-        vocab_size=151936,
-        norm_eps=1e-6,
-        rope_theta=5e6,
-        mrope_section=(24, 20, 20),
-        activation="silu",
-        attention_bias=False,
-        tied_embeddings=True,
-    ),
-    vision=VisionSizes(
-        num_layers=24,
-        hidden_size=1024,
-        ffn_hidden_size=4096,
-        num_heads=16,
-        out_hidden_size=2048,
-        patch_size=16,
-        temporal_patch_size=2,
-        spatial_merge_size=2,
-        num_positions=2304,
-        deepstack_layers=(5, 11, 17),
-        rope_theta=1e4,
-        activation="gelu_pytorch_tanh",
-    ),
-    image_token_id=151655,
-)
 
 
 @dataclass(frozen=True)
@@ -167,7 +134,7 @@ class Part:
 
     @property
     def has_loss(self) -> bool:
-        return self.chunks[-1][-1] == SIZES.language.num_layers - 1
+        return self.chunks[-1][-1] == QWEN_2B.language.num_layers - 1
 
 
 def mesh_on_paper(parallel: ParallelConfig, rank: int, ranks: int) -> Mesh:
@@ -213,10 +180,11 @@ def parts_of(parallel: ParallelConfig, ranks: int, samples: Sequence[TokenizedSa
 def _part(parallel: ParallelConfig, mesh: Mesh, samples: Sequence[TokenizedSample]) -> Part:
     cut = mesh.slice_of_bin(parallel)
     batch = make_micro_batch(samples, GEOMETRY, SEQ_LEN, cut)
+    sizes = batch.vision_cu_seqlens.diff().tolist()
     tokens = zigzag_order(batch.cu_seqlens.numpy(), cut.cp).reshape(cut.cp, -1)[cut.cp_rank]
     numbers = {image: number for number, image in enumerate(pixels_of(samples))}
     encoders, users = Qwen3VLModel._sharers(SimpleNamespace(groups=mesh.groups, parallel=parallel))
-    config = language_config(SIZES.language, parallel, torch.bfloat16)
+    config = decoder_config(QWEN_2B.language, parallel, torch.bfloat16)
     pp_rank, chunks = mesh.groups.pp.rank(), []
     for stage in range(parallel.vpp) if parallel.vpp > 1 else [None]:
         first = get_transformer_layer_offset(config, stage, pp_rank)
@@ -226,7 +194,7 @@ def _part(parallel: ParallelConfig, mesh: Mesh, samples: Sequence[TokenizedSampl
         batch,
         tokens,
         np.split(tokens, cut.sequence_ranks)[cut.sequence_rank],
-        [numbers.get(image.numpy().tobytes()) for image in batch.patches],
+        [numbers.get(image.numpy().tobytes()) for image in batch.patches.split(sizes)],
         chunks,
         encoders,
         users,
@@ -254,5 +222,5 @@ def planned_bin(samples: Sequence[TokenizedSample]) -> Bin:
 
 def deal_bins(ranks: int) -> tuple[list[float], list[list[int]]]:
     """(cost of each bin, bins of each rank): the global batch of all bins, dealt as the trainer deals it."""
-    costs = [cost_model(SIZES).planned_cost(sum_bin(planned_bin(make_bin(n))), SEQ_LEN) for n in range(len(BINS))]
+    costs = [cost_model(QWEN_2B).planned_cost(sum_bin(planned_bin(make_bin(n))), SEQ_LEN) for n in range(len(BINS))]
     return costs, deal(costs, ranks)

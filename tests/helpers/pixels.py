@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 
 from dataset_builders.contracts.tokenized import PatchFormat
-from dataset_builders.pixels import PixelConfig
+from dataset_builders.pictures.pixels import PixelConfig
 
 MODES = ("RGB", "L", "RGBA", "LA", "P", "1", "CMYK", "I;16")
 FORMATS = {"CMYK": "TIFF", "I;16": "PNG"}

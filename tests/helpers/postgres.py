@@ -30,7 +30,7 @@ class PostgresServer:
 
     @property
     def url(self) -> str:
-        """As for --database: without the password."""
+        """Of the server, without the password."""
         return f"postgresql://{USER}@127.0.0.1:{self.port}/"
 
     def query(self, sql: str, database: str = "postgres") -> list[tuple]:

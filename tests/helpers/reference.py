@@ -36,10 +36,16 @@ def load_reference(hf_dir: Path, attention: str = "sdpa") -> Qwen3VLForCondition
     return Qwen3VLForConditionalGeneration.from_pretrained(hf_dir, dtype=torch.float32, attn_implementation=attention)
 
 
-def reference_inputs(sample: TokenizedSample, image_token_id: int) -> dict[str, torch.Tensor]:
-    """A sample as transformers takes it: (1, n) ids, (P, C) normalised pixels with the temporal copy."""
+def reference_inputs(sample: TokenizedSample, image_token_id: int | None) -> dict[str, torch.Tensor]:
+    """A sample as transformers takes it: (1, n) ids, (P, C) normalised pixels with the temporal copy.
+
+    Args:
+        image_token_id: None for a model of text alone.
+    """
     ids = torch.from_numpy(sample.input_ids.astype("int64"))[None]
-    inputs = {"input_ids": ids, "mm_token_type_ids": (ids == image_token_id).int()}
+    inputs = {"input_ids": ids}
+    if image_token_id is not None:
+        inputs["mm_token_type_ids"] = (ids == image_token_id).int()
     if len(sample.image_grid_thw):
         patches = torch.from_numpy(sample.patches.copy()).view(len(sample.patches), 3, 1, -1).float()
         mean, std = (255 * torch.tensor(v).view(3, 1, 1) for v in (PIXELS.image_mean, PIXELS.image_std))
@@ -51,7 +57,7 @@ def reference_inputs(sample: TokenizedSample, image_token_id: int) -> dict[str, 
 
 def reference_logits(model: Qwen3VLForConditionalGeneration, sample: TokenizedSample) -> torch.Tensor:
     """(n, vocabulary) logits of one sample by itself."""
-    inputs = reference_inputs(sample, model.config.image_token_id)
+    inputs = reference_inputs(sample, getattr(model.config, "image_token_id", None))
     if "pixel_values" in inputs:
         inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
     return model(**inputs, use_cache=False).logits[0]

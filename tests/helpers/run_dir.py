@@ -1,5 +1,6 @@
 """A whole training job on disk: tiny HF directory, tokenized shards and bins of made samples, run.json."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -8,30 +9,33 @@ from pathlib import Path
 
 from dataset_builders.contracts.manifest import Manifest
 from dataset_builders.contracts.shard_io import ShardWriter
-from dataset_builders.contracts.tokenized import PixelConfig, PixelStore, TokenizedSample, write_index
-from dataset_builders.pixel_codecs import encode_sample
+from dataset_builders.contracts.tokenized import PixelConfig, PixelStore, TokenizedSample
+from dataset_builders.pictures.pixel_codecs import encode_sample
 from tests.helpers.bins import MIXED, TEXT_ONLY, Kind, make_samples, write_plan
+from tests.helpers.index import write_index
 from tests.helpers.reference import PIXELS, random_hf_dir
-from trainer.contract import (
-    CheckpointConfig,
-    MetricsRow,
-    OptimConfig,
-    ParallelConfig,
-    RunConfig,
-    TrainConfig,
-    TrainResult,
-    read_metrics,
-)
-from trainer.models.qwen3_vl.config import read_config
+from tests.helpers.tiny_text_model import text_hf_dir
+from trainer.contract.answer import MetricsRow, TrainResult, read_metrics
+from trainer.contract.parallel import ParallelConfig
+from trainer.contract.run import CheckpointConfig, OptimConfig, RunConfig, TrainConfig, TrainerExecution
+from trainer.families.geometry import geometry_of
+from trainer.families.registry import read_model
 
 SEQ_LEN = 128
 BIN_KINDS: list[list[Kind]] = [MIXED, [TEXT_ONLY] * 4, MIXED[::-1], MIXED[:3], [TEXT_ONLY, MIXED[0]], MIXED[1:]]
 OPTIM = OptimConfig(lr=3e-3, min_lr_fraction=0.1, warmup_steps=2, weight_decay=0.1)
 
 
+def model_dir(shape: str) -> Path:
+    """Of a shape of the tiny Qwen3-VL, or "text-" and one of the tiny Qwen3."""
+    return text_hf_dir(shape.removeprefix("text-")) if shape.startswith("text-") else random_hf_dir(shape)
+
+
 def make_bins(shape: str = "first", kinds: list[list[Kind]] = BIN_KINDS) -> list[list[TokenizedSample]]:
-    """Samples of every bin, deterministic."""
-    geometry = read_config(random_hf_dir(shape)).geometry
+    """Samples of every bin, deterministic; for a model of text alone without their images."""
+    geometry = geometry_of(read_model(model_dir(shape))[1])
+    if geometry.image_token_id is None:
+        kinds = [[dataclasses.replace(kind, grids=()) for kind in of_bin] for of_bin in kinds]
     return [make_samples(k, geometry, range(20, 300), seed=i + 1) for i, k in enumerate(kinds)]
 
 
@@ -55,7 +59,7 @@ def write_job(
     run = RunConfig(
         task="train",
         fingerprint="0123456789abcdef",
-        hf_dir=random_hf_dir(shape),
+        hf_dir=model_dir(shape),
         tokenized_dir=data,
         bins_dir=data,
         output_dir=root / name,
@@ -68,13 +72,22 @@ def write_job(
             heldout_interval=3,
             optim=optim,
         ),
-        parallel=parallel or ParallelConfig(),
-        checkpoint=CheckpointConfig(save_interval=save_interval, keep_last=2),
+        execution=TrainerExecution(
+            parallel=parallel or ParallelConfig(),
+            checkpoint=CheckpointConfig(save_interval=save_interval, keep_last=2),
+        ),
         num_threads=1,
     )
     run.output_dir.mkdir(parents=True, exist_ok=True)
     (run.output_dir / "run.json").write_text(run.model_dump_json())
     return run
+
+
+def changed(run: RunConfig, **changes: object) -> RunConfig:
+    """The job with other fields, those of its execution by their own names."""
+    execution = {name: value for name, value in changes.items() if name in TrainerExecution.model_fields}
+    others = {name: value for name, value in changes.items() if name not in execution}
+    return run.model_copy(update={**others, "execution": run.execution.model_copy(update=execution)})
 
 
 def _write_data(directory: Path, bins: list[list[TokenizedSample]]) -> None:

@@ -7,15 +7,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 
-from flows.service.ports import is_free
-from flows.service.processes import SERVICE_VARIABLE
-from flows.service.record import ServiceRecord, read_service
-from tests.flows.test_run import SMALL
+from flows.prefect_server.ports import is_free
+from flows.prefect_server.processes import SERVICE_VARIABLE
+from flows.prefect_server.service_record import ServiceRecord, read_service
+from tests.flows.pipeline.test_run import SMALL
 
 READY_SECONDS = 180.0
 STOP_SECONDS = 60.0
@@ -41,7 +42,7 @@ class RunningService:
         ready: bool = True,
     ) -> None:
         self.root, self.output = root, root.with_name(f"{root.name}-up.txt")
-        command = [sys.executable, "-m", "flows.cli", "up", "--root", str(root), *options]
+        command = [sys.executable, "-m", "flows.cli.main", "up", "--root", str(root), *options]
         _choose_own_ports(root / "service" / "ports.json")
         with self.output.open("ab") as file:
             self.process = subprocess.Popen(
@@ -119,6 +120,19 @@ class RunningService:
         return self.output.read_text(encoding="utf-8").splitlines()
 
 
+@contextmanager
+def running_service(
+    root: Path, options: Sequence[str] = (), environment: Mapping[str, str] | None = None
+) -> Iterator[RunningService]:
+    """A service that is stopped at the end, and must have left nothing."""
+    running = RunningService(root, options, environment)
+    try:
+        yield running
+    finally:
+        running.stop()
+    assert not running.processes(), f"left behind: {running.processes()}\n{running.tell()}"
+
+
 def _choose_own_ports(path: Path) -> None:
     """As if it had run before: others may use the usual ports, and the system gives away those above 32768."""
     if path.exists():
@@ -131,8 +145,8 @@ def _choose_own_ports(path: Path) -> None:
 def run_athanor(command: str, root: Path, *arguments: str, **changes: object) -> subprocess.CompletedProcess:
     """`athanor command` in a process of its own, with text output; changes are dotted, with __ for the dot."""
     sets = {**SMALL, **{key.replace("__", "."): value for key, value in changes.items()}}
-    words = [f"--set={key}={value}" for key, value in sets.items()] if command in ("run", "plan", "compare") else []
-    full = [sys.executable, "-m", "flows.cli", command, *arguments, "--root", str(root), *words]
+    words = [f"--set={key}={value}" for key, value in sets.items()] if command in ("run", "plan", "sweep") else []
+    full = [sys.executable, "-m", "flows.cli.main", command, *arguments, "--root", str(root), *words]
     return subprocess.run(full, env=clean_environment(), capture_output=True, text=True, timeout=280)
 
 

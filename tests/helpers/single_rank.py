@@ -7,12 +7,14 @@ from pathlib import Path
 import torch
 
 from tests.helpers.reference import PIXELS
-from trainer.contract import ParallelConfig
-from trainer.distributed import Mesh, rank_mesh
-from trainer.models.hf_weights import load_hf_weights
-from trainer.models.module_set import TorchModules, transformer_engine_modules
-from trainer.models.qwen3_vl.model import Qwen3VLModel, read_config
-from trainer.runtime import cpu_runtime
+from trainer.checkpoint.hf_read import load_hf_weights
+from trainer.contract.parallel import ParallelConfig
+from trainer.families.family import load
+from trainer.families.registry import read_model
+from trainer.layers.module_set import TorchModules, transformer_engine_modules
+from trainer.layers.packed_model import PackedModel
+from trainer.parallel.mesh import Mesh, rank_mesh
+from trainer.parallel.runtime import cpu_runtime
 
 
 @contextlib.contextmanager
@@ -28,10 +30,11 @@ def single_rank(seed: int = 1) -> Iterator[Mesh]:
 
 def build_tiny(
     hf_dir: Path, mesh: Mesh, seq_len: int = 128, dtype: torch.dtype = torch.float32, *, fused: bool = False
-) -> Qwen3VLModel:
+) -> PackedModel:
     """Our model with the directory's weights and the tests' pixel normalisation; `fused`: by Transformer Engine."""
+    family, shape = read_model(hf_dir)
     modules = transformer_engine_modules() if fused else TorchModules()
-    model = Qwen3VLModel(read_config(hf_dir), ParallelConfig(), dtype, modules, mesh, seq_len)
-    load_hf_weights(model, hf_dir)
-    model.vision.patch_embed.set_normalisation(PIXELS.image_mean, PIXELS.image_std)
+    model = load(family.model)(shape, ParallelConfig(), dtype, modules, mesh, seq_len)
+    load_hf_weights(model, hf_dir, family.weight_rules(shape))
+    model.prepare_pixels(PIXELS)
     return model.to(mesh.device)

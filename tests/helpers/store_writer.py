@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from stages.tracking_store import connect
+from flows.tracking.store import connect
 
 
 def connect_and_log(root: str) -> str:

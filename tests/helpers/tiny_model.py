@@ -6,7 +6,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from stages.embedded_model import EmbeddedModelConfig, make_tiny_hf_dir
+from stages.inputs.tiny_model import EmbeddedModelConfig, make_tiny_hf_dir
 
 TEXTS = [
     "Which digit is in the picture?",
@@ -63,7 +63,10 @@ SECOND = EmbeddedModelConfig(
 # Layers enough for two virtual stages on each of two pipeline ranks, with both deepstack levels in the first.
 DEEP = FIRST.model_copy(update={"num_layers": 8})
 
-SHAPES = {"first": FIRST, "second": SECOND, "deep": DEEP}
+# Heads enough for four tensor-parallel ranks, layers enough for four pipeline ranks.
+WIDE = DEEP.model_copy(update={"num_heads": 8, "num_kv_heads": 4})
+
+SHAPES = {"first": FIRST, "second": SECOND, "deep": DEEP, "wide": WIDE}
 
 
 @functools.cache

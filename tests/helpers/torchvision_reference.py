@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from dataset_builders.images import open_rgb
-from dataset_builders.pixels import PixelConfig
+from dataset_builders.pictures.images import open_rgb
+from dataset_builders.pictures.pixels import PixelConfig
 
 _declared: list[torch.library.Library] = []
 

@@ -9,10 +9,10 @@ import pyarrow.parquet as pq
 from mlflow import MlflowClient
 
 from dataset_builders.contracts.manifest import Manifest, Parent
-from stages.artifact import Artifact
-from stages.tracking import Opening, Tracker, open_run
+from flows.tracking.tracker import Opening, Tracker, open_run
+from stages.artifacts.artifact import Artifact
 from tests.helpers.fake_trainer import metrics_row
-from trainer.contract import METRICS_JSONL
+from trainer.contract.names import METRICS_JSONL
 
 PNG = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAIAAAACCAIAAAD91JpzAAAAEElEQVR4nGP4z8AARAwQCgAf7gP9i18U1AAAAABJRU5ErkJggg=="
@@ -28,12 +28,9 @@ class Nobody:
 
     problem = "nobody sends"
 
-    def submit(self, journal) -> None: ...
-    def has_failed(self) -> bool:
+    def submit(self, key) -> None: ...
+    def wait(self, key, patience=0) -> bool:
         return True
-
-    def wait(self, journal, number, patience=0) -> int:
-        return 0
 
 
 def make_artifact(root: Path, stage: str, fingerprint: str, **fields: Any) -> Artifact:
@@ -43,12 +40,22 @@ def make_artifact(root: Path, stage: str, fingerprint: str, **fields: Any) -> Ar
     Manifest(stage=stage, version=1, fingerprint=fingerprint, **values).write(directory)
     (directory / "report.html").write_text("<p>report</p>")
     (directory / "report.json").write_text("{}")
+    (directory / "preview.html").write_text("<p>preview</p>")
     return Artifact.load(directory)
 
 
 def timed_row(step: int):
     """A row with the time that a trainer would have written."""
     return metrics_row(step, time_ms=FIRST_MS + 1000 * step)
+
+
+def write_live(tracker: Tracker, rows, mode: str = "a") -> None:
+    """Rows of a training that runs, as its trainer writes them and its flow hears of them; mode "w" begins anew."""
+    path = tracker.root / "scratch" / METRICS_JSONL
+    path.parent.mkdir(exist_ok=True)
+    with path.open(mode) as file:
+        file.writelines(row.model_dump_json() + "\n" for row in rows)
+    tracker.follow(path)
 
 
 def make_trained(root: Path, fingerprint: str, num_steps: int) -> Artifact:
@@ -81,7 +88,7 @@ def make_exported(root: Path, fingerprint: str) -> Artifact:
     return artifact
 
 
-def open_tracker(root: Path, identity: str, name: str = "embedded") -> Tracker:
+def open_tracker(root: Path, identity: str, name: str = "embedded", samples_host: bool = False) -> Tracker:
     opening = Opening(
         experiment=EXPERIMENT,
         name=name,
@@ -90,6 +97,7 @@ def open_tracker(root: Path, identity: str, name: str = "embedded") -> Tracker:
         tags={"athanor.recipe": "embedded"},
         note="What it is.",
         recipe_yaml="name: embedded\n",
+        samples_host=samples_host,
     )
     assert open_run(root, opening) == identity
     return Tracker(root, identity)
@@ -98,15 +106,11 @@ def open_tracker(root: Path, identity: str, name: str = "embedded") -> Tracker:
 def tell_a_run(root: Path, identity: str, num_steps: int = 12, *, live: range | None = None) -> Tracker:
     """Everything that a flow says, from its start to its end; the steps of `live` as they come."""
     tracker = open_tracker(root, identity)
-    tracker.log_stage(make_artifact(root, "plan_bins", "b" * 16), False)
-    for step in live if live is not None else range(1, num_steps + 1):
-        tracker._log_rows([timed_row(step)])
-    trained = make_trained(root, "d" * 16, num_steps)
-    tracker.replay_metrics(trained)
-    tracker.log_stage(trained, False)
+    tracker.log_stage(make_artifact(root, "plan_bins", "b" * 16), False, dataset="training")
+    write_live(tracker, [timed_row(step) for step in (live if live is not None else range(1, num_steps + 1))])
+    tracker.log_stage(make_trained(root, "d" * 16, num_steps), False)
     exported = make_exported(root, "e" * 16)
-    model = tracker.log_model(exported, exported.dir / "hf", SCORES, MODEL)
-    tracker.log_evaluation(make_evaluated(root, "f" * 16, 6), model)
+    tracker.register(exported, make_evaluated(root, "f" * 16, 6), exported.dir / "hf", MODEL)
     tracker.finish("FINISHED")
     return tracker
 

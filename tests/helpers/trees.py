@@ -2,10 +2,16 @@
 
 from pathlib import Path
 
-from dataset_builders.contracts.files import sha256_file
+from dataset_builders.contracts.manifest import Manifest
+from dataset_builders.storage.files import sha256_file
 
 
 def tree_digest(directory: Path) -> dict[str, str]:
     """Path below the directory -> SHA-256, for every file in it."""
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     return {str(path.relative_to(directory)): sha256_file(path) for path in files}
+
+
+def damaged_shards(directory: Path, manifest: Manifest) -> list[str]:
+    """Names of the shards whose SHA-256 is not the manifest's."""
+    return [shard.name for shard in manifest.shards if sha256_file(directory / shard.name) != shard.sha256]

@@ -22,11 +22,17 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from safetensors.torch import load_file
 
-from trainer import checkpoint, data, loop
-from trainer.contract import HF_EXPORT, MetricsRow, RunConfig, read_metrics
-from trainer.distributed import Mesh, rank_mesh
-from trainer.models.hf_export import save_hf_weights
-from trainer.runtime import prepare_runtime
+from trainer.checkpoint import save_and_load as checkpoint
+from trainer.checkpoint.hf_write import save_hf_weights
+from trainer.contract.answer import MetricsRow, read_metrics
+from trainer.contract.names import HF_EXPORT
+from trainer.contract.run import RunConfig
+from trainer.data.reader import BinReader
+from trainer.families.registry import read_model
+from trainer.loop import train as loop
+from trainer.loop.export import export
+from trainer.parallel.mesh import Mesh, rank_mesh
+from trainer.parallel.runtime import prepare_runtime
 
 
 @dataclass(frozen=True)
@@ -140,8 +146,8 @@ def train_rank(directory: Path, rank: int, *, save: bool) -> None:
     with contextlib.ExitStack() as stack:
         if not save:
             stack.enter_context(patch.object(checkpoint.dist_checkpointing, "save", _save_nothing))
-        mesh = stack.enter_context(rank_mesh(run.parallel, run.train.seed))
-        seen = _train(run, mesh) if run.task == "train" else loop.export(run, mesh).model_dump()
+        mesh = stack.enter_context(rank_mesh(run.execution.parallel, run.train.seed))
+        seen = _train(run, mesh) if run.task == "train" else export(run, mesh).model_dump()
     (directory / f"rank-{rank}.json").write_text(json.dumps(seen))
 
 
@@ -151,24 +157,26 @@ def _save_nothing(*args: object, **kwargs: object) -> AsyncRequest:
 
 def _train(run: RunConfig, mesh: Mesh) -> dict[str, object]:
     trainers, batches = [], []
-    set_up, read = loop.set_up, data.BinReader.read
+    set_up, read = loop.set_up, BinReader.read
 
     def reading(reader, number):
         batch = read(reader, number)
-        batches.append([len(batch.labels.values), batch.encoded_rows, len(batch.patches)])
+        batches.append([len(batch.labels), batch.encoded_rows, len(batch.vision_cu_seqlens) - 1])
         return batch
 
     def setting_up(*args):
         trainers.append(set_up(*args))
         return trainers[0]
 
-    with patch.object(loop, "set_up", setting_up), patch.object(data.BinReader, "read", reading):
+    with patch.object(loop, "set_up", setting_up), patch.object(BinReader, "read", reading):
         loop.train(run, mesh)
     chunks = trainers[0].chunks
     # Ranks that divide the weights have no copies to compare, and are exported from a checkpoint alone.
-    divided = run.parallel.sharding == "fsdp"
+    divided = run.execution.parallel.sharding == "fsdp"
     if not divided:
-        save_hf_weights([chunk.module for chunk in chunks], mesh, run.hf_dir, run.output_dir / HF_EXPORT)
+        family, shape = read_model(run.hf_dir)
+        rules = family.weight_rules(shape)
+        save_hf_weights([chunk.module for chunk in chunks], mesh, rules, run.hf_dir, run.output_dir / HF_EXPORT)
     return {
         "drift": 0.0 if divided else drift(chunks, mesh),
         "loss_tokens": [loss_tokens for loss_tokens, _, _ in batches],

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from mlflow.entities import Metric
 
-from stages.tracking import connect
-from stages.tracking_store import experiment_of
+from flows.tracking.store import connect, experiment_of
 
 EXPERIMENT = "writers"
 

@@ -6,8 +6,8 @@ import pytest
 import yaml
 from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
 
-from stages.cluster_config import ClusterConfig
-from stages.launch import Job, make_launcher
+from stages.launchers.config import ClusterConfig
+from stages.launchers.job import Job, make_launcher
 from tests.helpers.compose_file import INFRA
 
 RUN_DIR = "/athanor/scratch/train-5f1c2d3e4a5b6c7d"

@@ -1,8 +1,8 @@
-"""prefect.yaml says what flows/deployments.py registers."""
+"""prefect.yaml says what flows/deployments/offers.py registers."""
 
 import yaml
 
-from flows.deployments import OFFERS, POOL, make_deployment
+from flows.deployments.offers import OFFERS, POOL, make_deployment
 from tests.helpers.compose_file import INFRA
 
 

@@ -7,8 +7,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from tests.helpers.hardware import requires_gpus
 from tests.helpers.single_rank import single_rank
-from trainer.models import output_loss
-from trainer.models.output_loss import OutputLayer
+from trainer.layers import output_loss
+from trainer.layers.output_loss import OutputLayer
 
 # rows, words: Qwen3-VL's vocabulary whole and over two and eight ranks, and odd ones
 SHAPES = [(64, 151_936), (300, 75_968), (33, 18_992), (7, 4_097), (1, 5)]
@@ -22,7 +22,7 @@ def draw(*shape: int, scale: float = 1.0) -> torch.Tensor:
 @pytest.mark.parametrize(("rows", "words"), SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernels_equal_float64(rows, words, dtype):
-    from trainer.models.loss_kernel import differentiate, summarize
+    from trainer.layers.kernels.loss import differentiate, summarize
 
     logits = draw(rows, words, scale=5).to(dtype)
     places = torch.randint(-words, 2 * words, (rows,), device="cuda")  # a third of the labels is this rank's

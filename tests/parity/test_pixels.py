@@ -1,23 +1,23 @@
 """Pixels against transformers' torchvision processor itself, where torchvision can be imported.
 
 How to have it for this one run: tests/helpers/torchvision_reference.py. Everywhere else its recorded digests stand in
-(tests/stages/test_encode_image.py).
+(tests/stages/encode/test_encode_image.py).
 """
 
 import numpy as np
 import pytest
 
 from dataset_builders.contracts.tokenized import TokenizedSample
-from dataset_builders.pixels import encode_image, pixel_values
+from dataset_builders.pictures.pixels import encode_image, pixel_values
 from tests.helpers.pixels import image_config, pixel_cases
 from tests.helpers.samples import make_image, make_sample
 from tests.helpers.torchvision_reference import reference_pixels, torchvision_version
 
 _VERSION = torchvision_version()  # mended where it does not load by itself, before transformers' models import it
 
-from stages.encode_chat import ChatEncoder  # noqa: E402
-from stages.encode_image import load_image_config  # noqa: E402
-from stages.processor_check import ProcessorCheck  # noqa: E402
+from stages.encode.chat import ChatEncoder  # noqa: E402
+from stages.encode.images import load_image_config  # noqa: E402
+from stages.tokenize.second_opinion import ProcessorCheck  # noqa: E402
 from tests.helpers.tiny_model import tiny_hf_dir  # noqa: E402
 
 

@@ -1,5 +1,7 @@
 """Our Qwen3-VL against transformers': float32, CPU, random weights, two shapes, every kind of sample."""
 
+import dataclasses
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -14,11 +16,12 @@ from tests.helpers.reference import (
     reference_losses,
 )
 from tests.helpers.single_rank import build_tiny, single_rank
-from trainer.batch import make_micro_batch
-from trainer.models.hf_export import save_hf_weights
-from trainer.models.hf_weights import HFTensors
-from trainer.models.qwen3_vl.rope import mrope_angles
-from trainer.models.qwen3_vl.weights import rules, split
+from trainer.checkpoint.hf_read import HFTensors
+from trainer.checkpoint.hf_write import save_hf_weights
+from trainer.data.micro_batch import make_micro_batch
+from trainer.families.geometry import geometry_of
+from trainer.families.qwen3_vl.rope import mrope_angles
+from trainer.families.qwen3_vl.weights import rules
 
 SEQ_LEN = 128
 
@@ -31,7 +34,7 @@ class Pair:
         self.hf_dir = random_hf_dir(shape)
         self.reference = load_reference(self.hf_dir)
         self.ours = build_tiny(self.hf_dir, mesh, SEQ_LEN)
-        geometry = self.ours.sizes.geometry
+        geometry = geometry_of(self.ours.shape)
         self.samples = make_samples(MIXED, geometry, range(20, 300))
         self.batch = make_micro_batch(self.samples, geometry, SEQ_LEN)
 
@@ -49,7 +52,7 @@ def pair(request):
 
 def test_vision_encoder_and_every_deepstack_level(pair):
     expected = pair.reference.model.visual(*pair.pixels())
-    levels = len(pair.ours.sizes.vision.deepstack_layers)
+    levels = len(pair.ours.shape.vision.deepstack_layers)
     image_tokens, *features = pair.ours.vision(pair.batch).chunk(1 + levels, dim=-1)
     assert_close(image_tokens, expected.pooler_output, atol=1e-4, rtol=0)
     assert len(features) == len(expected.deepstack_features) >= 2
@@ -67,7 +70,7 @@ def test_mrope_positions_and_angles(pair):
         ours = pair.batch.position_ids[:, start : start + len(sample.input_ids)]
         assert torch.equal(ours, positions[:, 0])
         cos, sin = text.rotary_emb(torch.zeros(1), positions)
-        angles = mrope_angles(ours, pair.ours.sizes.language)
+        angles = mrope_angles(ours, pair.ours.shape.language)
         assert_close(angles.cos().tile(2), cos[0], atol=1e-6, rtol=0)
         assert_close(angles.sin().tile(2), sin[0], atol=1e-6, rtol=0)
         start += len(sample.input_ids)
@@ -93,8 +96,8 @@ def test_loss_and_the_gradient_of_every_parameter(pair):
     grads = {name: p.grad for name, p in pair.reference.named_parameters()}
     params = dict(pair.ours.named_parameters())
     compared = set()
-    for rule in rules(pair.ours.sizes):
-        for name, grad in zip(rule.hf, split(rule, params[rule.ours].grad, pair.ours.sizes)):
+    for rule in rules(pair.ours.shape):
+        for name, grad in zip(rule.hf, rule.packing.split(params[rule.ours].grad, len(rule.hf), 1)):
             scale = grads[name].norm().clamp(min=1e-6)
             assert float((grad - grads[name]).norm() / scale) <= 1e-4, name
             compared.add(name)
@@ -114,7 +117,7 @@ def test_the_last_layer_goes_on_with_the_loss_tokens_alone(pair):
 
 
 def test_a_bin_with_nothing_to_learn_gives_no_losses_and_gradients_of_zero(pair):
-    batch = make_micro_batch([], pair.ours.sizes.geometry, SEQ_LEN)
+    batch = make_micro_batch([], geometry_of(pair.ours.shape), SEQ_LEN)
     pair.ours.zero_grad()
     losses = pair.ours(batch)
     assert losses.shape == (0,)
@@ -124,7 +127,7 @@ def test_a_bin_with_nothing_to_learn_gives_no_losses_and_gradients_of_zero(pair)
 
 
 def test_weights_in_and_out_are_bit_equal(pair, tmp_path):
-    save_hf_weights([pair.ours], pair.mesh, pair.hf_dir, tmp_path)
+    save_hf_weights([pair.ours], pair.mesh, list(rules(pair.ours.shape)), pair.hf_dir, tmp_path)
     before, after = HFTensors(pair.hf_dir), HFTensors(tmp_path)
     assert before.names() == after.names()
     for name in before.names():
@@ -133,7 +136,7 @@ def test_weights_in_and_out_are_bit_equal(pair, tmp_path):
 
 
 def test_weights_in_several_files_are_the_same(pair, tmp_path):
-    save_hf_weights([pair.ours], pair.mesh, pair.hf_dir, tmp_path, file_bytes=60_000)
+    save_hf_weights([pair.ours], pair.mesh, list(rules(pair.ours.shape)), pair.hf_dir, tmp_path, file_bytes=60_000)
     files = sorted(tmp_path.glob("*.safetensors"))
     assert len(files) > 3 and (tmp_path / "model.safetensors.index.json").is_file()
     for file in files:
@@ -145,7 +148,7 @@ def test_weights_in_several_files_are_the_same(pair, tmp_path):
 
 
 def test_packed_samples_are_as_each_alone_and_do_not_see_each_other(pair):
-    geometry = pair.ours.sizes.geometry
+    geometry = geometry_of(pair.ours.shape)
     packed = pair.ours(pair.batch)
     alone = torch.cat([pair.ours(make_micro_batch([s], geometry, SEQ_LEN)) for s in pair.samples])
     assert_close(packed, alone, atol=1e-5, rtol=1e-5)
@@ -156,3 +159,44 @@ def test_packed_samples_are_as_each_alone_and_do_not_see_each_other(pair):
     again = pair.ours(make_micro_batch(changed, geometry, SEQ_LEN))
     assert not torch.equal(again[:own][: min(own, first)], packed[: min(own, first)])
     assert torch.equal(again[own:], packed[first:])
+
+
+def losses_by_sample(model, samples) -> dict[str, torch.Tensor]:
+    """Losses of each sample's loss tokens, of one bin."""
+    batch = make_micro_batch(samples, geometry_of(model.shape), SEQ_LEN)
+    with torch.no_grad():
+        return dict(zip(batch.keys, model(batch).split(batch.loss_lengths), strict=True))
+
+
+@pytest.mark.parametrize("order", [(3, 2, 1, 0), (1, 0, 3, 2), (2, 3, 0, 1)])
+def test_the_order_of_samples_in_a_bin_does_not_change_their_losses(pair, order):
+    losses = losses_by_sample(pair.ours, pair.samples)
+    again = losses_by_sample(pair.ours, [pair.samples[number] for number in order])
+    assert [len(part) for part in losses.values()] == [int(s.loss_mask[1:].sum()) for s in pair.samples]
+    for key, part in losses.items():
+        # A sample's sums are over the same numbers; where rows of a matrix product begin may change how it rounds:
+        # a few units of float32's last place (1.2e-7) of losses around 6, no more.
+        assert_close(again[key], part, atol=2e-6, rtol=0)
+
+
+def test_the_order_of_bins_does_not_change_their_losses(pair):
+    bins = [pair.samples[:2], pair.samples[2:], pair.samples[1:2]]
+    forward = [losses_by_sample(pair.ours, samples) for samples in bins]
+    backward = [losses_by_sample(pair.ours, samples) for samples in reversed(bins)][::-1]
+    for one, other in zip(forward, backward):
+        assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_other_pictures_give_other_losses_to_their_sample_alone(pair):
+    losses = losses_by_sample(pair.ours, pair.samples)
+    for number, sample in enumerate(pair.samples):
+        inverted = dataclasses.replace(sample, patches=255 - sample.patches)
+        again = losses_by_sample(pair.ours, [*pair.samples[:number], inverted, *pair.samples[number + 1 :]])
+        for other in pair.samples:
+            change = (again[other.key] - losses[other.key]).abs()
+            if other is sample and len(sample.image_grid_thw):
+                first = int((sample.input_ids == pair.ours.shape.images.image_token_id).argmax())
+                seen = torch.from_numpy(sample.loss_mask[1:].nonzero()[0] >= first)
+                assert (change[seen] > 1e-4).all() and not change[~seen].any()
+            else:
+                assert not change.any(), other.key

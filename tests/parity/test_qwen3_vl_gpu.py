@@ -14,8 +14,9 @@ from tests.helpers.hardware import requires_gpus
 from tests.helpers.reference import load_reference, random_hf_dir, reference_logits, reference_losses
 from tests.helpers.run_dir import log_of, metrics_of, run_trainer, write_job
 from tests.helpers.single_rank import build_tiny, single_rank
-from trainer.batch import make_micro_batch
-from trainer.models.qwen3_vl.model import read_config
+from trainer.data.micro_batch import make_micro_batch
+from trainer.families.geometry import geometry_of
+from trainer.families.registry import read_model
 
 SEQ_LEN = 128
 # Tiny widths make bf16's rounding large and erratic; twice the yardstick is derived above, not fitted.
@@ -33,7 +34,7 @@ def test_plain_modules_on_cuda_in_float32(shape):
     with single_rank() as mesh:
         torch.backends.cuda.matmul.allow_tf32 = False
         ours = build_tiny(random_hf_dir(shape), mesh, SEQ_LEN)
-        batch = make_micro_batch(_samples(ours), ours.sizes.geometry, SEQ_LEN).to(mesh.device)
+        batch = make_micro_batch(_samples(ours), geometry_of(ours.shape), SEQ_LEN).to(mesh.device)
         assert_close(ours(batch).cpu(), truth, atol=1e-4, rtol=0)
 
 
@@ -46,7 +47,7 @@ def test_transformer_engine_in_bf16(shape):
     yardstick = relative(torch.cat(_each(reference, shape, reference_logits)), truth)
     with single_rank() as mesh:
         model = build_tiny(random_hf_dir(shape), mesh, SEQ_LEN, torch.bfloat16, fused=True)
-        batch = make_micro_batch(_samples(model), model.sizes.geometry, SEQ_LEN).to(mesh.device)
+        batch = make_micro_batch(_samples(model), geometry_of(model.shape), SEQ_LEN).to(mesh.device)
         with torch.no_grad():
             logits = model.hidden_states(batch)[: len(truth), 0] @ model.language.output_weight.t()
         error = relative(logits, truth)
@@ -58,7 +59,7 @@ def test_transformer_engine_in_bf16(shape):
 def test_a_bin_without_an_image_gives_vision_a_zero_gradient():
     with single_rank() as mesh:
         model = build_tiny(random_hf_dir("first"), mesh, SEQ_LEN, torch.bfloat16, fused=True)
-        geometry = model.sizes.geometry
+        geometry = geometry_of(model.shape)
         batch = make_micro_batch(make_samples([TEXT_ONLY], geometry, range(20, 300)), geometry, SEQ_LEN)
         model(batch.to(mesh.device)).sum().backward()
         assert all(p.grad is not None and not p.grad.any() for p in model.vision.parameters())
@@ -99,10 +100,10 @@ def test_two_gpus_equal_one(tmp_path):
 
 
 def _samples(model):
-    return make_samples(MIXED, model.sizes.geometry, range(20, 300))
+    return make_samples(MIXED, geometry_of(model.shape), range(20, 300))
 
 
 def _each(reference, shape: str, function) -> list[torch.Tensor]:
-    samples = make_samples(MIXED, read_config(random_hf_dir(shape)).geometry, range(20, 300))
+    samples = make_samples(MIXED, geometry_of(read_model(random_hf_dir(shape))[1]), range(20, 300))
     with torch.no_grad():
         return [function(reference, sample).float() for sample in samples]

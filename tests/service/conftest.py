@@ -1,18 +1,14 @@
-"""One running `athanor up` for each module of tests that asks for it."""
+"""One running `athanor up` for the modules of tests that need no fresh one."""
 
 from collections.abc import Iterator
 
 import pytest
 
-from tests.helpers.service import RunningService
+from tests.helpers.service import RunningService, running_service
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def service(tmp_path_factory) -> Iterator[RunningService]:
-    """A service on a small throw-away root; it is stopped at the end, and must have left nothing."""
-    running = RunningService(tmp_path_factory.mktemp("service") / "root")
-    try:
+    """A service on a small throw-away root, on which test_life has disturbed runs before test_ui looks at new ones."""
+    with running_service(tmp_path_factory.mktemp("service") / "root") as running:
         yield running
-    finally:
-        running.stop()
-    assert not running.processes(), f"left behind: {running.processes()}\n{running.tell()}"

@@ -16,9 +16,9 @@ import psutil
 import pytest
 import websockets
 
-from flows.service.processes import marked_processes
-from flows.service.record import ServiceRecord
-from tests.flows.test_run import SMALL
+from flows.prefect_server.processes import service_processes
+from flows.prefect_server.service_record import ServiceRecord
+from tests.flows.pipeline.test_run import SMALL
 from tests.helpers.canary import SECRETS, assert_nowhere, environment
 from tests.helpers.command_lines import seen_command_lines
 from tests.helpers.service import RunningService, nested
@@ -101,10 +101,11 @@ MLFLOW_CALLS = {
     "the page": ("/", None),
 }
 WRONG = [None, "", ":", "admin:", "admin:password1234", PREFECT + "x", MLFLOW.upper()]
+wrong_logins = pytest.mark.parametrize("login", WRONG, ids=range(len(WRONG)))  # passwords differ per process
 
 
 @pytest.mark.parametrize("what", PREFECT_CALLS)
-@pytest.mark.parametrize("login", WRONG)
+@wrong_logins
 def test_prefect_answers_nobody_without_its_password(guarded, what, login):
     path, body = PREFECT_CALLS[what]
     status, answer = guarded.call(guarded.record.prefect_api + path, login, body)
@@ -112,7 +113,7 @@ def test_prefect_answers_nobody_without_its_password(guarded, what, login):
 
 
 @pytest.mark.parametrize("what", MLFLOW_CALLS)
-@pytest.mark.parametrize("login", WRONG)
+@wrong_logins
 def test_mlflow_answers_nobody_without_its_password(guarded, what, login):
     path, body = MLFLOW_CALLS[what]
     assert guarded.call(guarded.record.mlflow + path, login, body)[0] == 401
@@ -165,7 +166,7 @@ def test_prefects_streams_open_with_the_password(guarded, place):
 
 
 def test_everything_listens_on_this_machine_alone(guarded):
-    own = [psutil.Process(guarded.record.pid), *marked_processes(guarded.root)]
+    own = [psutil.Process(guarded.record.pid), *service_processes(guarded.root)]
     listening = {c.laddr for p in own for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN}
     ports = {int(url.split(":")[2].split("/")[0]) for url in (guarded.record.prefect_api, guarded.record.mlflow)}
     assert ports <= {address.port for address in listening}
@@ -174,7 +175,7 @@ def test_everything_listens_on_this_machine_alone(guarded):
 
 def test_mlflows_pickle_switch_is_off(guarded):
     """Of the server and of whatever logs to it."""
-    environments = [process.environ() for process in marked_processes(guarded.root)]
+    environments = [process.environ() for process in service_processes(guarded.root)]
     servers = [each for each in environments if each.get("ATHANOR_SERVICE_PART") == "mlflow"]
     assert servers and {each.get("MLFLOW_ALLOW_PICKLE_DESERIALIZATION") for each in servers} == {"false"}
 
@@ -184,7 +185,7 @@ def test_servers_do_not_know_each_others_passwords(guarded):
         ("prefect", "PREFECT_SERVER_API_AUTH_STRING", "MLFLOW_TRACKING_PASSWORD"),
         ("mlflow", "MLFLOW_AUTH_ADMIN_PASSWORD", "PREFECT_API_AUTH_STRING"),
     ):
-        environments = [process.environ() for process in marked_processes(guarded.root, part)]
+        environments = [process.environ() for process in service_processes(guarded.root, part)]
         assert environments and all(own in each and others not in each for each in environments)
 
 
@@ -218,7 +219,7 @@ def finished_runs(guarded: Guarded) -> int:
 
 def athanor_run(guarded: Guarded) -> subprocess.CompletedProcess:
     sets = [f"--set={key}={value}" for key, value in OVERRIDES.items()]
-    words = [sys.executable, "-m", "flows.cli", "run", "--root", str(guarded.root), *sets]
+    words = [sys.executable, "-m", "flows.cli.main", "run", "--root", str(guarded.root), *sets]
     env = own_environment(guarded.place)
     return subprocess.run(words, cwd=guarded.place, env=env, capture_output=True, text=True, timeout=RUN, check=False)
 
@@ -251,7 +252,7 @@ def test_nothing_holds_a_password(guarded, triggered):
 def test_no_open_door_without_both_passwords(tmp_path, host, left_out):
     env = own_environment(tmp_path)
     del env[left_out]
-    words = [sys.executable, "-m", "flows.cli", "up", "--root", str(tmp_path / "root"), "--host", host]
+    words = [sys.executable, "-m", "flows.cli.main", "up", "--root", str(tmp_path / "root"), "--host", host]
     done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2 and f"--host {host} would let others in" in done.stderr and left_out in done.stderr
+    assert done.returncode == 2 and f"--host {host} lets others in" in done.stderr and left_out in done.stderr
     assert_nowhere(tmp_path, done.stdout, done.stderr)

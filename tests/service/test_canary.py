@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image, PngImagePlugin
 
-from tests.flows.test_run import SMALL
+from tests.flows.pipeline.test_run import SMALL
 from tests.helpers.canary import CANARIES, SECRETS, assert_nowhere, environment, find, scan, spellings
 from tests.helpers.command_lines import seen_command_lines
 
@@ -28,7 +28,7 @@ SECONDS = 300
 
 def athanor(place: Path, command: str, *arguments: str, **more: str) -> subprocess.CompletedProcess:
     sets = [f"--set={key}={value}" for key, value in RUN.items()]
-    words = [sys.executable, "-m", "flows.cli", command, "--root", str(place / "root"), *sets, *arguments]
+    words = [sys.executable, "-m", "flows.cli.main", command, "--root", str(place / "root"), *sets, *arguments]
     env = {**environment(place), **more}
     return subprocess.run(words, cwd=place, env=env, capture_output=True, text=True, timeout=SECONDS, check=False)
 
@@ -103,7 +103,7 @@ def test_the_scanner_finds_a_secret_in(tmp_path, kind):
     assert scan(tmp_path, CANARIES) == []
 
 
-@pytest.mark.parametrize("canary", CANARIES)
+@pytest.mark.parametrize("canary", CANARIES, ids=range(len(CANARIES)))  # they differ from process to process
 @pytest.mark.parametrize("shift", range(3))
 def test_the_scanner_finds_each_spelling(canary, shift):
     for name, spelt in spellings(canary).items():

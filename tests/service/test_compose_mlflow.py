@@ -18,9 +18,9 @@ import boto3
 import pytest
 from mlflow import MlflowClient
 
-import stages.tracking
-from flows.cli import main
-from stages.tracking import connect
+import flows.tracking.tracker
+from flows.cli.main import main
+from flows.tracking.store import connect
 from tests.helpers.compose_file import INFRA, load_compose, read_env_file
 from tests.helpers.object_store import free_port, moto_server
 from tests.helpers.postgres import BINARIES, postgres_server, requires_postgres
@@ -108,7 +108,7 @@ def test_without_a_login_nobody_reads(server):
 
 def test_a_run_that_waited_is_sent_whole_by_sync(server, tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patch:  # told while nobody sends
-        patch.setattr(stages.tracking, "sender_of", lambda root: Nobody())
+        patch.setattr(flows.tracking.tracker, "sender_of", lambda root: Nobody())
         tell_a_run(tmp_path / "plain", "one")
         tell_a_run(tmp_path / "guarded", "one")
     assert main(["sync", "--root", str(tmp_path / "plain")]) == 0
@@ -118,7 +118,7 @@ def test_a_run_that_waited_is_sent_whole_by_sync(server, tmp_path, monkeypatch, 
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", VALUES["MLFLOW_PASSWORD"])
     capsys.readouterr()
     assert main(["sync", "--root", str(tmp_path / "guarded")]) == 0, capsys.readouterr()
-    assert "19 entries sent" in capsys.readouterr().out
+    assert "2 stages, 12 steps, 1 model" in capsys.readouterr().out
     assert holdings(MlflowClient(server.url), "one") == expected
     kept = boto3.client("s3", endpoint_url=server.store).list_objects_v2(Bucket="mlflow")["Contents"]
     assert {Path(item["Key"]).name for item in kept} >= {"recipe.yaml", "manifest.json", "report.html"}

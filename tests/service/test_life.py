@@ -19,7 +19,7 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.states import Scheduled
 
-from stages.tracking import connect
+from flows.tracking.store import connect
 from tests.helpers.service import processes_with, wait_for
 
 pytestmark = pytest.mark.slow

@@ -1,8 +1,13 @@
-"""Must-show 2: the nightly deployment, switched on and set to every minute, fires by itself and completes."""
+"""Must-show 2 and 4: the nightly deployment, set to every minute, fires by itself; two runs at once are as alone."""
 
+import hashlib
+import json
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+from uuid import UUID
 
 import pytest
 from prefect.client.orchestration import SyncPrefectClient
@@ -10,11 +15,14 @@ from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId
 from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.schedules import CronSchedule
 
-from tests.helpers.service import RunningService, wait_for
+from stages.launchers.config import ClusterConfig
+from tests.flows.pipeline.test_run import SMALL
+from tests.helpers.service import RunningService, nested, run_athanor, running_service, wait_for
 
 pytestmark = pytest.mark.slow
 FIRES_SECONDS = 120  # at most a minute to the next one, and time for server and worker to notice on a loaded machine
 RUN_SECONDS = 480
+RATES = (0.001, 0.003)
 OVERRIDES = {
     "data": {"num_scans": 40, "num_multi": 8, "num_pairs": 8, "num_texts": 8},
     "convert": {"heldout_fraction": 0.3},
@@ -25,11 +33,11 @@ OVERRIDES = {
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory) -> Iterator[RunningService]:
-    """As the shared one, with a server that looks for new schedules every five seconds instead of every sixty."""
+    """As the shared one, but two may train at once, and its server looks for schedules every five seconds, not 60."""
     often = {"PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS": "5"}
-    running = RunningService(tmp_path_factory.mktemp("service") / "root", environment=often)
-    yield running
-    running.stop()
+    options = ["--limit", f"{ClusterConfig().limit}=2"]
+    with running_service(tmp_path_factory.mktemp("service") / "root", options, often) as running:
+        yield running
 
 
 @pytest.fixture
@@ -84,8 +92,48 @@ def test_a_schedule_of_every_minute_fires_and_its_run_completes(service, client,
 
 def check_that_a_restart_keeps_the_schedule(service: RunningService, client: SyncPrefectClient, nightly) -> None:
     """`athanor up` registers at every start."""
-    command = [sys.executable, "-m", "flows.deployments", "--root", str(service.root)]
+    command = [sys.executable, "-m", "flows.deployments.offers", "--root", str(service.root)]
     subprocess.run(command, env=service.env(), check=True, timeout=120)
     after = client.read_deployment(nightly.id)
     (schedule,) = after.schedules
     assert schedule.active and schedule.schedule.cron == "* * * * *" and schedule.parameters == {"overrides": OVERRIDES}
+
+
+def test_two_flow_runs_at_once_are_each_as_alone(service, client, tmp_path):
+    before = {path.name for path in (service.root / "artifacts" / "evaluate").glob("*")}
+    deployment = client.read_deployment_by_name("vlm-sft/vlm-sft")
+    overrides = [nested({**SMALL, "train.optim.lr": rate}) for rate in RATES]
+    ids = [client.create_flow_run_from_deployment(deployment.id, parameters={"overrides": o}).id for o in overrides]
+    runs = wait_for(lambda: _ended(client, ids), RUN_SECONDS, "end of the flow runs", service.tell)
+    assert [run.state.name for run in runs] == ["Completed", "Completed"], service.tell()
+    assert max(run.start_time for run in runs) < min(run.end_time for run in runs)  # they did run at once
+
+    for rate in RATES:
+        done = run_athanor("run", tmp_path / "alone", train__optim__lr=rate)
+        assert done.returncode == 0, done.stderr
+    together, apart = _outcomes(service.root, before), _outcomes(tmp_path / "alone", set())
+    assert together == apart and len({digest for digest, _ in apart.values()}) == 2
+    with sqlite3.connect(service.root / "mlflow.db") as database:  # it has the curves whole, of the nightly run too
+        counts = database.execute("SELECT count(*) FROM metrics WHERE key = 'loss' GROUP BY run_uuid").fetchall()
+    assert counts == [(SMALL["train.num_steps"],)] * 3
+
+
+def _ended(client: SyncPrefectClient, ids: list[UUID]) -> list[FlowRun] | None:
+    runs = [client.read_flow_run(run_id) for run_id in ids]
+    return runs if all(run.state.is_final() for run in runs) else None
+
+
+def _outcomes(root: Path, before: set[str]) -> dict[str, tuple[str, object]]:
+    """fingerprint of each exported model -> (digest of its weights, its scores), without evaluations made before"""
+    found = {}
+    for path in (root / "artifacts" / "evaluate").glob("*/manifest.json"):
+        manifest = json.loads(path.read_text())
+        answered = root / "artifacts" / "answer" / manifest["parents"]["answers"]["fingerprint"] / "manifest.json"
+        model = json.loads(answered.read_text())["parents"]["hf"]
+        if model["name"] != "export" or path.parent.name in before:
+            continue  # the model before training
+        exported = model["fingerprint"]
+        weights = root / "artifacts" / "export" / exported / "hf" / "model.safetensors"
+        found[exported] = (hashlib.sha256(weights.read_bytes()).hexdigest(), manifest["stats"]["scores"])
+    assert len(found) == len(RATES)
+    return found

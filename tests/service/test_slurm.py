@@ -15,15 +15,19 @@ from pathlib import Path
 
 import pytest
 
-from flows.recipe import load_recipe
-from stages import train
-from stages.artifact import Artifact, run_stage
-from stages.cluster_config import ClusterConfig
-from stages.slurm_script import SBATCH_FILE
-from stages.train import StageStopped, TrainResources
-from tests.flows.test_run import SMALL
+from flows.pipeline.recipe import load_recipe
+from stages.artifacts.artifact import Artifact
+from stages.artifacts.run_stage import run_stage
+from stages.artifacts.workers import StageResources
+from stages.launchers.config import ClusterConfig
+from stages.launchers.slurm.script import SBATCH_FILE
+from stages.train import stage as train
+from stages.train.run_trainer import StageStopped
+from tests.flows.pipeline.test_run import SMALL
 from tests.helpers.slurm_cluster import SlurmCluster, slurm_cluster, why_not
-from trainer.contract import CHECKPOINTS, METRICS_JSONL, CheckpointConfig, MetricsRow, read_metrics
+from trainer.contract.answer import MetricsRow, read_metrics
+from trainer.contract.names import CHECKPOINTS, METRICS_JSONL
+from trainer.contract.run import CheckpointConfig, TrainerExecution
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why_not()), reason=f"no SLURM here: {why_not()}")]
 
@@ -62,7 +66,7 @@ def flow_root(cluster, tmp_path_factory) -> Path:
     """The root of a whole flow whose training and export ran on two nodes; beside it what the plan had said."""
     root = tmp_path_factory.mktemp("flow")
     sets = [part for override in OVERRIDES for part in ("--set", override)]
-    command = [sys.executable, "-m", "flows.cli"]
+    command = [sys.executable, "-m", "flows.cli.main"]
     done = subprocess.run([*command, "run", "--root", str(root), *sets], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert "14 of 14 stages made" in done.stdout
@@ -81,9 +85,9 @@ def train_on(
     config = load_recipe("embedded", OVERRIDES).config
     inputs = {role: _only(flow_root, stage) for role, stage in (("model", "embedded_model"), ("tokenized", "tokenize"))}
     said: list[str] = []
-    resources = TrainResources(
+    resources = StageResources(
         cluster=cluster or config.execution.cluster,
-        checkpoint=CheckpointConfig(save_interval=1000),
+        trainer=TrainerExecution(checkpoint=CheckpointConfig(save_interval=1000)),
         on_rows=on_rows,
         on_line=lambda line: said.append(line),
     )

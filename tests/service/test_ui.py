@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.tracking import compare_url
+from flows.tracking.store import compare_url
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -1,41 +1,18 @@
 """Parameters counted from a shape alone are those of the directory that is made from it."""
 
-import json
-
 import pytest
 
-from stages.estimate import count_from_facts, estimate_memory, facts_of_embedded
-from stages.hf_directory import count_parameters
+from stages.inputs.hf_directory import count_parameters
+from tests.helpers.shapes import QWEN_2B
 from tests.helpers.tiny_model import FIRST, SECOND, tiny_hf_dir
-from trainer.contract import ParallelConfig
-from trainer.contract.model_facts import ModelFacts
-
-# Settings of Qwen3-VL-2B-Instruct, as its config.json has them.
-TEXT_2B = {
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-}
-VISION_2B = {
-    "depth": 24,
-    "hidden_size": 1024,
-    "num_heads": 16,
-    "intermediate_size": 4096,
-    "num_position_embeddings": 2304,
-    "patch_size": 16,
-    "deepstack_visual_indexes": [5, 11, 17],
-}
-
-FACTS_2B = ModelFacts.from_hf({"text_config": TEXT_2B, "vision_config": VISION_2B, "tie_word_embeddings": True})
+from trainer.contract.estimate import estimate_memory
+from trainer.contract.parallel import ParallelConfig
+from trainer.families.registry import read_model
 
 
-def memory(facts=FACTS_2B, *, dp=1, num_micro_batches=8, seq_len=1024, max_patches=512, precision="bfloat16", **layout):
+def memory(shape=QWEN_2B, *, dp=1, num_micro_batches=8, seq_len=1024, max_patches=512, precision="bfloat16", **layout):
     return estimate_memory(
-        facts,
+        shape,
         ParallelConfig(**layout),
         dp=dp,
         num_micro_batches=num_micro_batches,
@@ -49,30 +26,29 @@ def memory(facts=FACTS_2B, *, dp=1, num_micro_batches=8, seq_len=1024, max_patch
 def test_counts_are_exact(name, config):
     hf_dir = tiny_hf_dir(name)
     counted = count_parameters(hf_dir)
-    assert count_from_facts(facts_of_embedded(config.model_dump())) == counted
-    assert count_from_facts(ModelFacts.from_hf(json.loads((hf_dir / "config.json").read_text()))) == counted
+    assert config.shape.parameters == read_model(hf_dir)[1].parameters == counted
 
 
 def test_a_published_model_has_the_size_it_is_known_for():
-    parts = count_from_facts(FACTS_2B)
+    parts = QWEN_2B.parameters
     assert parts["language"] == 1_720_574_976  # Qwen3-1.7B
     assert 2.1e9 < sum(parts.values()) < 2.15e9
 
 
 def test_memory_counts_weights_gradients_and_moments():
-    facts = facts_of_embedded(FIRST.model_dump())
-    parameters = sum(count_from_facts(facts).values())
-    single, half = (memory(facts, precision=precision) for precision in ("float32", "bfloat16"))
+    shape = FIRST.shape
+    parameters = sum(shape.parameters.values())
+    single, half = (memory(shape, precision=precision) for precision in ("float32", "bfloat16"))
     assert single["weights"] + single["gradients"] + single["optimizer"] == 16 * parameters
     assert half["weights"] + half["gradients"] + half["optimizer"] == 18 * parameters
     assert half["activations"] < single["activations"]
-    longer = memory(facts, seq_len=2048, precision="float32")
+    longer = memory(shape, seq_len=2048, precision="float32")
     assert longer["activations"] > single["activations"] and longer["weights"] == single["weights"]
-    assert memory(facts, num_micro_batches=1) == half  # without a pipeline one micro batch is in flight
+    assert memory(shape, num_micro_batches=1) == half  # without a pipeline one micro batch is in flight
 
 
 def test_data_parallel_ranks_divide_optimizer_states_and_with_fsdp_weights_too():
-    parameters = sum(count_from_facts(FACTS_2B).values())
+    parameters = sum(QWEN_2B.parameters.values())
     one, four, cp = memory(), memory(dp=4), memory(dp=2, cp=2)
     assert four["weights"] == (2 + 4 / 4) * parameters and four["gradients"] == 4 * parameters
     assert four["optimizer"] == one["optimizer"] / 4 and four["activations"] == one["activations"]
@@ -82,24 +58,24 @@ def test_data_parallel_ranks_divide_optimizer_states_and_with_fsdp_weights_too()
 
 
 def test_tensor_parallel_divides_the_language_model_and_vision_only_when_told():
-    counts = count_from_facts(FACTS_2B)
+    counts = QWEN_2B.parameters
     vision = counts["vision"] + counts["merger"]
     assert memory(tp=2)["gradients"] == 4 * (counts["language"] / 2 + vision)
     assert memory(tp=2, vision_split="tensor_parallel")["gradients"] == 4 * (counts["language"] + vision) / 2
     one, two = memory(max_patches=0)["activations"], memory(tp=2, max_patches=0)["activations"]
     cut = memory(tp=2, sequence_parallel=True, max_patches=0)["activations"]
-    logits = 2 * 1024 * FACTS_2B.vocab_size
+    logits = 2 * 1024 * QWEN_2B.language.vocab_size
     assert cut == one / 2
     assert (two - logits / 2) / (one - logits) == pytest.approx((10 + 24 / 2) / 34)
 
 
 def test_the_fullest_rank_of_a_pipeline_is_shown():
-    counts, width = count_from_facts(FACTS_2B), FACTS_2B.vocab_size * FACTS_2B.hidden_size
-    layer = (counts["language"] - width - FACTS_2B.hidden_size) // FACTS_2B.num_layers
+    counts, width = QWEN_2B.parameters, QWEN_2B.language.vocab_size * QWEN_2B.language.hidden_size
+    layer = (counts["language"] - width - QWEN_2B.language.hidden_size) // QWEN_2B.language.num_layers
     first = memory(pp=4, first_pipeline_layers=4)  # vision and few layers
     assert first["gradients"] == 4 * (4 * layer + width + counts["vision"] + counts["merger"])
     last = memory(pp=4, first_pipeline_layers=4, seq_len=32768, max_patches=4, num_micro_batches=1)  # twice the layers
-    assert last["gradients"] == 4 * (8 * layer + width + FACTS_2B.hidden_size)
+    assert last["gradients"] == 4 * (8 * layer + width + QWEN_2B.language.hidden_size)
 
 
 def test_micro_batches_in_flight_and_recomputation():
@@ -110,12 +86,12 @@ def test_micro_batches_in_flight_and_recomputation():
     interleaved = memory(vpp=2, **pipeline | {"max_patches": 0}, seq_len=64)
     plain = memory(**pipeline | {"max_patches": 0}, seq_len=64)
     assert interleaved["activations"] / plain["activations"] == pytest.approx(5 / 4)
-    token = 2 * 1024 * FACTS_2B.hidden_size  # bytes of one activation
-    logits = 2 * 1024 * FACTS_2B.vocab_size
-    assert memory(recompute="full", max_patches=0)["activations"] == (FACTS_2B.num_layers + 17) * token + logits
-    patch = 2 * 512 * FACTS_2B.vision_hidden_size
+    token = 2 * 1024 * QWEN_2B.language.hidden_size  # bytes of one activation
+    logits = 2 * 1024 * QWEN_2B.language.vocab_size
+    assert memory(recompute="full", max_patches=0)["activations"] == (QWEN_2B.language.num_layers + 17) * token + logits
+    patch = 2 * 512 * QWEN_2B.vision.hidden_size
     saved = memory()["activations"] - memory(recompute_vision=True)["activations"]
-    assert saved == (17 * FACTS_2B.vision_depth - (FACTS_2B.vision_depth + 17)) * patch
+    assert saved == (17 * QWEN_2B.vision.num_layers - (QWEN_2B.vision.num_layers + 17)) * patch
 
 
 def test_what_was_measured_on_a_gpu():
@@ -125,5 +101,5 @@ def test_what_was_measured_on_a_gpu():
 
 def test_the_logits_of_one_chunk_are_held_however_long_the_bin():
     long, longer = (memory(seq_len=n, max_patches=0)["activations"] for n in (8192, 16384))
-    logits = 2 * 4096 * FACTS_2B.vocab_size
+    logits = 2 * 4096 * QWEN_2B.language.vocab_size
     assert longer - logits == 2 * (long - logits)

@@ -15,8 +15,9 @@ from tests.bench.mix import write_data, write_model
 from tests.bench.peer import PeerPlan, collate, read_samples, shuffled
 from tests.bench.trace_parts import MARK, STEP_BEGINS, STEP_ENDS, kind_of, read_parts
 from tests.helpers.reference import load_reference, reference_losses
-from trainer.batch import make_micro_batch
-from trainer.models.qwen3_vl.config import read_config
+from trainer.data.micro_batch import make_micro_batch
+from trainer.families.geometry import geometry_of
+from trainer.families.registry import read_model
 
 SEQ_LEN = 256
 
@@ -33,11 +34,11 @@ def tiny(tmp_path_factory):
 def test_both_sides_count_the_same_tokens_of_the_same_samples(tiny):
     root, mix = tiny
     samples = read_samples(root / "data", root / "hf", SEQ_LEN)
-    sizes = read_config(root / "hf")
-    ours = [make_micro_batch([sample], sizes.geometry, SEQ_LEN) for sample in samples]
+    sizes = read_model(root / "hf")[1]
+    ours = [make_micro_batch([sample], geometry_of(sizes), SEQ_LEN) for sample in samples]
     order = shuffled(samples)
     epoch = [next(order) for _ in samples]
-    peers = [collate(epoch[i : i + 3], sizes.image_token_id, torch.float32) for i in range(0, len(epoch), 3)]
+    peers = [collate(epoch[i : i + 3], sizes.images.image_token_id, torch.float32) for i in range(0, len(epoch), 3)]
     assert sorted(sample.key for sample in epoch) == sorted(sample.key for sample in samples)
     assert [sample.key for sample in epoch] != [sample.key for sample in samples]
     assert sum(b.num_tokens for b in ours) == sum(b.tokens for b in peers) == mix.work.tokens

@@ -9,24 +9,24 @@ from dataset_builders.contracts.strict import StrictModel
 
 
 class ParallelConfig(StrictModel):
-    """Execution: how the ranks share one model. Data parallel takes what is left of the world."""
+    """Execution: how the ranks share one model. The rest of the world is data parallel."""
 
     tp: int = Field(default=1, ge=1, description="tensor parallel size")
     pp: int = Field(default=1, ge=1, description="pipeline parallel size")
     cp: int = Field(default=1, ge=1, description="context parallel size")
     vpp: int = Field(
-        default=1, ge=1, description="virtual pipeline stages: pieces of the model each pipeline rank holds"
+        default=1, ge=1, description="virtual pipeline stages: pieces of the model that each pipeline rank holds"
     )
     sequence_parallel: bool = Field(default=False, description="split norms and dropout over the tensor-parallel ranks")
     first_pipeline_layers: int | None = Field(
         default=None,
         ge=1,
-        description="language layers of the first pipeline rank, which also holds vision; null: shared evenly",
+        description="language layers of the first pipeline rank, which also holds vision; null: the even share",
     )
     vision_split: Literal["images", "tensor_parallel"] = Field(
         default="images",
-        description="how tensor-parallel ranks share the vision encoder: each takes some images whole, or a part of "
-        "every matrix; context-parallel ranks share the images either way",
+        description="how tensor-parallel ranks share the vision encoder: each encodes some of the images, or has a "
+        "slice of every matrix; context-parallel ranks share the images either way",
     )
     recompute: Literal["none", "selective", "full"] = Field(
         default="none", description="language activations computed again in backward: none, attention cores, all layers"
@@ -34,7 +34,7 @@ class ParallelConfig(StrictModel):
     recompute_vision: bool = Field(default=False, description="the same for every layer of the vision encoder")
     sharding: Literal["distributed_optimizer", "fsdp"] = Field(
         default="distributed_optimizer",
-        description="what data-parallel ranks divide: optimizer states (megatron-core), or weights too (torch FSDP2)",
+        description="data-parallel ranks divide the optimizer states (megatron-core), or the weights too (torch FSDP2)",
     )
     balance: bool = Field(
         default=True, description="deal the bins of a global batch so that ranks and micro batches cost alike"
@@ -42,8 +42,8 @@ class ParallelConfig(StrictModel):
 
     @model_validator(mode="after")
     def _fields_fit(self) -> "ParallelConfig":
-        """What layout.py checks against a model and a world, less what needs neither. `vision_split` may say
-        tensor_parallel with tp=1, and `sharding` fsdp on one rank: there both settings do the same work.
+        """The checks that need neither a model nor a world, as layout.py's do. `vision_split` may be tensor_parallel
+        with tp=1, and `sharding` fsdp on one rank: there both settings do the same work.
         """
         if self.sequence_parallel and self.tp == 1:
             raise ValueError(
@@ -65,15 +65,15 @@ class ParallelConfig(StrictModel):
 
     @property
     def pad_multiple(self) -> int:
-        """What each sample's length in a bin is rounded up to, so that context-parallel ranks' pieces are whole."""
+        """Each sample's length in a bin is a multiple of it, so that context-parallel ranks' pieces are whole."""
         return 2 * self.cp if self.cp > 1 else 1
 
     @property
     def bin_multiple(self) -> int:
-        """What the length of a bin is a multiple of: sequence parallel divides what a rank holds, samples or not."""
+        """The length of a bin is a multiple of it: sequence parallel divides a rank's tokens, whatever the samples."""
         return math.lcm(self.pad_multiple, self.cp * (self.tp if self.sequence_parallel else 1))
 
     @property
     def model_size(self) -> int:
-        """Ranks that hold one copy of the model."""
+        """The number of ranks that together hold one copy of the model."""
         return self.tp * self.pp * self.cp

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from flows.service.processes import SERVICE_VARIABLE
+from flows.prefect_server.processes import SERVICE_VARIABLE
 
 
 def test_a_flow_run_prints_into_the_workers_log_and_needs_no_reader(tmp_path):

@@ -7,9 +7,6 @@ import pytest
 from scipy import stats
 
 from stages.scoring import intervals
-from stages.scoring.captions import Bleu
-from stages.scoring.contract import Judged, MeanMetric, Metric
-from stages.scoring.cord import CordFieldF1
 from stages.scoring.intervals import (
     Bootstrap,
     Subset,
@@ -19,6 +16,9 @@ from stages.scoring.intervals import (
     overall,
     overall_difference,
 )
+from stages.scoring.metrics.captions import Bleu
+from stages.scoring.metrics.contract import Judged, MeanMetric, Metric
+from stages.scoring.metrics.cord import CordFieldF1
 
 SMALL = Bootstrap(resamples=400)
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from dataset_builders.contracts.errors import InputError
-from dataset_builders.hub_subsets import HUB_SUBSETS
+from dataset_builders.errors import InputError
+from dataset_builders.sources.hub_subsets import HUB_SUBSETS
 from stages.scoring.subsets import SUBSETS, check_overrides, metrics_of
 from stages.scoring.table import METRICS, get_metric
 

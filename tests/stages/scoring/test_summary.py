@@ -2,18 +2,18 @@
 
 import pytest
 
-from stages.scoring.contract import Judged
 from stages.scoring.intervals import Bootstrap
-from stages.scoring.summary import Answered, score_subsets, table_of
+from stages.scoring.metrics.contract import Judged
+from stages.scoring.summary import AnswerSet, score_subsets, table_of
 
 BOOTSTRAP = Bootstrap(resamples=500, seed=3)
 
 
-def answered(rows: list[tuple[str, str, str]]) -> Answered:
+def answered(rows: list[tuple[str, str, str]]) -> AnswerSet:
     """(subset, reference, answer), each a sample with a picture of its own."""
     names = [f"{subset}/{number:08d}" for number, (subset, _, _) in enumerate(rows)]
     judged = [Judged(question="?", references=(reference,), answer=answer) for _, reference, answer in rows]
-    return Answered(
+    return AnswerSet(
         subset=[subset for subset, _, _ in rows], sample=names, pictures=[[name] for name in names], judged=judged
     )
 
@@ -47,7 +47,7 @@ def test_answers_of_no_form_are_counted_where_a_metric_looks_for_one():
     question = "What is it?\nChoices:\nA. a cat\nB. a dog\nAnswer with the letter."
     said = [Judged(question=question, references=("A",), answer=answer) for answer in ("A", "B", "who knows", "A")]
     rows = answered([("ai2d", "A", "A")] * 4)
-    given = Answered(subset=rows.subset, sample=rows.sample, pictures=rows.pictures, judged=said)
+    given = AnswerSet(subset=rows.subset, sample=rows.sample, pictures=rows.pictures, judged=said)
     scores, score = score_subsets(given, {"ai2d": ["multiple_choice"]}, BOOTSTRAP)
     found = table_of(given, scores, score)
     assert found["ai2d"] == {"multiple_choice": 0.5, "score": 0.5, "parse_failure_rate": 0.25}
@@ -57,7 +57,7 @@ def test_answers_of_no_form_are_counted_where_a_metric_looks_for_one():
 
 def test_the_interval_is_of_samples_and_not_of_answers():
     one = answered([("digits_single", "7", "7" if number % 2 else "1") for number in range(40)])
-    paired = Answered(
+    paired = AnswerSet(
         subset=one.subset, sample=[f"s/{n // 20}" for n in range(40)], pictures=[[]] * 40, judged=one.judged
     )
     apart, together = (score_subsets(given, {}, BOOTSTRAP)[0]["digits_single"].headline for given in (one, paired))

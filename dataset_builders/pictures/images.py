@@ -1,0 +1,308 @@
+"""The only place that opens raw images: what is refused and why, and what 8-bit RGB each pixel format becomes.
+
+    1, L, P, YCbCr, CMYK       Pillow's conversion (of an animation or a multi-page file: the first frame)
+    RGBA, LA, PA, transparency composited on white, as a reader of the page would have seen it
+    I;16, I                    16-bit grey scaled to 8 bits, 65535 -> 255; wider values are refused
+    F, LAB, HSV                refused as bad_mode: there is no agreement on what their range means
+
+EXIF orientation is applied; a broken EXIF block leaves the picture as it is stored.
+
+Pillow says what an image is. Most JPEG files are then decoded by simplejpeg, which is faster and gives the same bits:
+both are libjpeg-turbo with its exact integer transform. A file that simplejpeg warns about goes to Pillow.
+"""
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import simplejpeg
+from PIL import Image
+
+from dataset_builders.contracts.sample import SkipSample
+from dataset_builders.errors import one_line
+
+PILLOW_PIXEL_LIMIT = 89_478_485  # Pillow's own guard warns from here on, and raises at twice that
+MAX_ASPECT = 200  # the longer side over the shorter one; smart_resize of the Qwen processors refuses more
+
+# Left out on purpose: EPS, which Pillow hands to Ghostscript, a program that runs what is in the file; ICO, whose
+# header need not say the size of the picture inside.
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
+_GREY_16 = ("I", "I;16", "I;16B", "I;16L", "I;16N")
+_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", *_GREY_16)
+_ENDINGS = {b"\x89PNG": b"IEND\xaeB`\x82", b"\xff\xd8\xff": b"\xff\xd9", b"GIF8": b";"}
+# What simplejpeg decodes to Pillow's bits (tests/dataset_builders/pictures/test_pixels.py): baseline and progressive
+# frames of grey, or of three components with these sampling factors. Four components (CMYK, YCCK) are not among them.
+_JPEG_FRAMES = (0xC0, 0xC1, 0xC2)
+_JPEG_SAMPLINGS = {((1, 1),), *(((h, v), (1, 1), (1, 1)) for h, v in ((1, 1), (2, 1), (2, 2), (1, 2), (4, 1)))}
+_TRANSPOSE = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageLimits:
+    """The limits that the header alone shows, before a pixel is decoded.
+
+    Attributes:
+        max_pixels: width * height, at most PILLOW_PIXEL_LIMIT.
+        min_side: the shorter side in pixels.
+    """
+
+    max_pixels: int
+    min_side: int
+
+
+@dataclass(frozen=True, slots=True)
+class ImageInfo:
+    """The facts of an image that passed the checks.
+
+    Attributes:
+        width, height: in pixels, after EXIF orientation, as `open_rgb` gives them.
+        mode: Pillow's name of the pixel format in the file.
+        format: Pillow's name of the file format.
+        orientation: EXIF orientation, 1 to 8; 1 also if there is none or it is broken.
+    """
+
+    width: int
+    height: int
+    mode: str
+    format: str
+    orientation: int
+
+
+def check_image(data: bytes, limits: ImageLimits, decode: bool = True) -> ImageInfo:
+    """Decode the whole image, and return its facts.
+
+    Args:
+        decode: False reads the header alone. An image that is cut or damaged after its header then passes, as does
+            32-bit grey that is out of range, and EXIF behind a PNG's pixels is not seen.
+
+    Raises:
+        SkipSample: decode_error, truncated_image, bomb, too_small, aspect or bad_mode.
+    """
+    image = _open(data)
+    _check_header(image, limits)
+    if not decode:
+        orientation = 1 if image.format == "PNG" and "exif" not in image.info else _orientation(image)
+    elif _is_whole_jpeg(image, data):
+        orientation = _orientation(image)
+    else:
+        orientation = _load(image, data)
+    width, height = image.size if orientation < 5 else image.size[::-1]
+    return ImageInfo(width, height, image.mode, image.format or "?", orientation)
+
+
+def open_rgb(data: bytes) -> Image.Image:
+    """The image as 8-bit RGB, upright, transparency on white.
+
+    Raises:
+        SkipSample: decode_error, truncated_image, bomb (by Pillow's own guard) or bad_mode.
+    """
+    image = _open(data)
+    orientation = _load(image, data)
+    rgb = _to_rgb(image)
+    return rgb.transpose(_TRANSPOSE[orientation]) if orientation in _TRANSPOSE else rgb
+
+
+def read_rgb(data: bytes) -> np.ndarray:
+    """`open_rgb` as an array, faster: (height, width, 3) uint8, upright, transparency on white.
+
+    Raises:
+        SkipSample: as for `open_rgb`.
+    """
+    image = _open(data)
+    pixels = decode_jpeg(image, data)
+    if pixels is None:
+        return np.asarray(open_rgb(data))
+    orientation = _orientation(image)
+    if orientation in _TRANSPOSE:
+        return np.asarray(Image.fromarray(pixels).transpose(_TRANSPOSE[orientation]))
+    return pixels
+
+
+def decode_jpeg(image: Image.Image, data: bytes) -> np.ndarray | None:
+    """The pixels as they are stored, by simplejpeg, if they are sure to be those that Pillow gives.
+
+    Args:
+        image: `data`, opened by Pillow and not yet decoded.
+
+    Returns:
+        (height, width, 3) uint8, not turned; None: the file is broken, or one that Pillow must decode.
+    """
+    if not _is_plain_jpeg(image, data):
+        return None
+    try:
+        pixels = simplejpeg.decode_jpeg(data, "RGB")
+    except ValueError:  # also for a warning of the decoder: Pillow decides about such a file
+        return None
+    return pixels if pixels.shape == (image.height, image.width, 3) else None
+
+
+def image_size(data: bytes) -> tuple[int, int]:
+    """(height, width) as stored, from the header; EXIF may swap the two. No pixel is decoded.
+
+    Raises:
+        SkipSample: decode_error, truncated_image or bomb.
+    """
+    return _open(data).size[::-1]
+
+
+def preview_png(images: Sequence[bytes], side: int) -> bytes:
+    """A PNG of the images side by side, each shrunk to fit into side x side pixels, never enlarged."""
+    thumbnails = [open_rgb(data) for data in images]
+    for image in thumbnails:
+        image.thumbnail((side, side))
+    gap = 4
+    width = sum(image.width for image in thumbnails) + gap * (len(thumbnails) - 1)
+    sheet = Image.new("RGB", (width, max(image.height for image in thumbnails)), "white")
+    x = 0
+    for image in thumbnails:
+        sheet.paste(image, (x, (sheet.height - image.height) // 2))
+        x += image.width + gap
+    return _png(sheet)
+
+
+def enlarge_grey(pixels: np.ndarray, width: int, height: int) -> np.ndarray:
+    """(h, w) uint8 -> (height, width) uint8, smooth (bicubic)."""
+    return np.asarray(Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC))
+
+
+def shrink_grey(rgb: np.ndarray, side: int) -> np.ndarray:
+    """(h, w, 3) uint8 -> (side, side) uint8: ITU-R 601 luma, scaled by Lanczos with antialiasing, aspect given up.
+
+    Pillow computes it in fixed point, so every machine gives the same.
+    """
+    grey = Image.fromarray(rgb).convert("L")
+    return np.asarray(grey.resize((side, side), Image.Resampling.LANCZOS))
+
+
+def grey_png(pixels: np.ndarray) -> bytes:
+    """(h, w) uint8 -> a grey PNG."""
+    return _png(Image.fromarray(pixels))
+
+
+def _png(image: Image.Image) -> bytes:
+    out = io.BytesIO()
+    image.save(out, "PNG")
+    return out.getvalue()
+
+
+def _open(data: bytes) -> Image.Image:
+    """Read the header. No pixel is decoded here."""
+    try:
+        return Image.open(io.BytesIO(data), formats=_FORMATS)
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise SkipSample("bomb", str(error)) from None
+    except MemoryError:  # the machine's fault, not the image's
+        raise
+    except Exception as error:  # hostile bytes make Pillow's parsers raise nearly anything
+        raise _undecodable(data, error) from None
+
+
+def _check_header(image: Image.Image, limits: ImageLimits) -> None:
+    width, height = image.size
+    if width * height > limits.max_pixels:
+        raise SkipSample("bomb", f"{width} x {height} pixels, the limit is {limits.max_pixels} in all")
+    if min(width, height) < limits.min_side:
+        raise SkipSample("too_small", f"{width} x {height} pixels, the limit is {limits.min_side} a side")
+    if max(width, height) > MAX_ASPECT * min(width, height):
+        raise SkipSample("aspect", f"{width} x {height} pixels, the longer side is over {MAX_ASPECT} times the shorter")
+    _check_mode(image)
+
+
+def _check_mode(image: Image.Image) -> None:
+    if image.mode not in _MODES:
+        raise SkipSample("bad_mode", f"mode {image.mode} of a {image.format} file")
+
+
+def _load(image: Image.Image, data: bytes) -> int:
+    """Decode every pixel and check the mode; returns the EXIF orientation."""
+    _check_mode(image)
+    try:
+        image.load()
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise SkipSample("bomb", str(error)) from None
+    except MemoryError:
+        raise
+    except Exception as error:  # see _open
+        raise _undecodable(data, error) from None
+    if image.mode == "I":
+        low, high = image.getextrema()
+        if low < 0 or high > 65535:
+            raise SkipSample("bad_mode", f"32-bit grey with values from {low} to {high}; 0 to 65535 is agreed")
+    return _orientation(image)
+
+
+def _orientation(image: Image.Image) -> int:
+    try:
+        value = image.getexif().get(0x0112, 1)
+    except Exception:  # a broken EXIF or XMP block is no reason to lose the picture
+        return 1
+    return value if isinstance(value, int) and value in _TRANSPOSE else 1
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode in _GREY_16:
+        wide = np.asarray(image).astype(np.uint32)
+        return Image.fromarray(((wide + 128) // 257).astype(np.uint8)).convert("RGB")
+    if image.has_transparency_data:
+        rgba = image.convert("RGBA")
+        white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
+        return Image.alpha_composite(white, rgba).convert("RGB")
+    return image.convert("RGB")
+
+
+def _is_plain_jpeg(image: Image.Image, data: bytes) -> bool:
+    """Whether simplejpeg may decode this file instead of Pillow."""
+    if image.format != "JPEG" or image.mode not in ("L", "RGB"):
+        return False
+    sampling = tuple((h, v) for _, h, v, _ in image.layer)
+    return sampling in _JPEG_SAMPLINGS and _jpeg_frame(data) in _JPEG_FRAMES
+
+
+def _is_whole_jpeg(image: Image.Image, data: bytes) -> bool:
+    """Whether this is a JPEG that decodes to its end without a warning.
+
+    Every coded bit is read. Only the arithmetic that turns coefficients into pixels, which cannot fail, is done for one
+    pixel in 64 (1 in 8 per side is the coarsest scale of libjpeg-turbo).
+    """
+    if not _is_plain_jpeg(image, data):
+        return False
+    try:
+        simplejpeg.decode_jpeg(data, "GRAY", min_height=1, min_width=1)
+    except ValueError:
+        return False
+    return True
+
+
+def _jpeg_frame(data: bytes) -> int:
+    """The marker of a JPEG file's frame header, 0xC0 to 0xCF (ITU T.81, table B.1); 0 if there is none."""
+    place = 2
+    while place + 4 <= len(data) and data[place] == 0xFF:
+        marker = data[place + 1]
+        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
+            return marker
+        place += 2 + int.from_bytes(data[place + 2 : place + 4], "big")
+    return 0
+
+
+def _undecodable(data: bytes, error: Exception) -> SkipSample:
+    text = one_line(error)
+    text = text if not text.startswith("cannot identify image file") else "no image format that is read here"
+    reason = "truncated_image" if "truncated" in text.lower() or _is_cut(data) else "decode_error"
+    return SkipSample(reason, f"{len(data)} bytes: {text}")
+
+
+def _is_cut(data: bytes) -> bool:
+    """Whether the bytes start like a known format but lack its end."""
+    if data[:4] == b"RIFF":
+        return len(data) < 8 + int.from_bytes(data[4:8], "little")
+    ending = next((end for magic, end in _ENDINGS.items() if data.startswith(magic)), b"")
+    return ending not in data[-64 if len(ending) > 1 else -1 :]  # cameras and servers append a few bytes

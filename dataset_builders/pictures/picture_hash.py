@@ -1,0 +1,77 @@
+"""The look of a picture in a few bytes: a 64-bit perceptual hash, and the grey thumbnail that it is made from.
+
+The hash is pHash's, as the ImageHash library defines it (github.com/JohannesBuchner/imagehash, `phash`; Zauner,
+"Implementation and Benchmarking of Perceptual Image Hash Functions", 2010): the 8 x 8 lowest frequencies of the DCT of
+a 32 x 32 grey thumbnail, one bit each: above their median or not. The cosines here are integers, so that a picture of
+one colour, whose frequencies are rounding alone, has the same hash on every machine.
+
+A hash of 64 bits cannot tell scans of one digit or two receipts apart (DECISIONS.md has the rates). Pictures of equal
+hashes are therefore compared by their thumbnails.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from dataset_builders.pictures.images import read_rgb, shrink_grey
+
+THUMBNAIL_SIDE = 32  # pixels
+_FREQUENCIES = 8  # per axis
+_SCALE = 1 << 14  # of the integer cosines; 32 * 32 * 255 * 2^28 stays below 2^63
+
+
+@dataclass(frozen=True, slots=True)
+class PictureLook:
+    """The record of a decoded picture.
+
+    Attributes:
+        pixels_sha256: 32 bytes, of height, width and the RGB pixels: equal for equal pixels in any file format.
+        width, height: in pixels, upright.
+        phash: the 64-bit hash.
+        thumbnail: 1,024 bytes, (32, 32) uint8 grey.
+    """
+
+    pixels_sha256: bytes
+    width: int
+    height: int
+    phash: int
+    thumbnail: bytes
+
+
+def look_at(data: bytes) -> PictureLook:
+    """Decode a picture, upright and with transparency on white, and return its look.
+
+    Raises:
+        SkipSample: decode_error, truncated_image, bomb or bad_mode.
+    """
+    rgb = np.ascontiguousarray(read_rgb(data))
+    height, width, _ = rgb.shape
+    digest = hashlib.sha256(b"%d %d " % (height, width))
+    digest.update(rgb)
+    thumbnail = shrink_grey(rgb, THUMBNAIL_SIDE)
+    return PictureLook(digest.digest(), width, height, phash(thumbnail), thumbnail.tobytes())
+
+
+def phash(thumbnail: np.ndarray) -> int:
+    """(32, 32) uint8 grey -> 64 bits, the lowest frequency in the highest bit."""
+    low = _COSINES @ thumbnail.astype(np.int64) @ _COSINES.T
+    bits = 2 * low > _double_median(low)
+    return int.from_bytes(np.packbits(bits).tobytes(), "big")
+
+
+def _double_median(values: np.ndarray) -> int:
+    """Twice the median, which is an integer for an even number of integers."""
+    ordered = np.sort(values, axis=None)
+    middle = len(ordered) // 2
+    return int(ordered[middle - 1] + ordered[middle])
+
+
+def _cosines() -> np.ndarray:
+    """(8, 32) int64: the first rows of the DCT-II, not normalised, times _SCALE."""
+    frequency, place = np.mgrid[0:_FREQUENCIES, 0:THUMBNAIL_SIDE]
+    angles = np.pi * frequency * (2 * place + 1) / (2 * THUMBNAIL_SIDE)
+    return np.round(_SCALE * np.cos(angles)).astype(np.int64)
+
+
+_COSINES = _cosines()

@@ -1,0 +1,105 @@
+"""Records of tokenized shards: a tokenized sample, its pixels by the artifact's codec, and back.
+
+    u8          `patches.u8`: the patches of the pixel path, 3 * patch_size^2 bytes each, ready as they are read
+    u8_zstd     `patches.u8.zst`: the same, compressed; for documents and drawings, as photos gain little
+    original    `0.jpg`, `1.png`, ...: the image files as they came; the pixel path runs whenever a record is read
+
+A reader gets the same bytes of patches with each codec.
+"""
+
+from collections.abc import Container, Mapping
+
+import numpy as np
+import pyarrow as pa
+
+from dataset_builders.contracts.sample import SkipSample
+from dataset_builders.contracts.tokenized import Codec, PixelConfig, PixelStore, TokenizedSample
+from dataset_builders.pictures.pixels import encode_image
+
+_PATCHES, _COMPRESSED = "patches.u8", "patches.u8.zst"
+_ZSTD = pa.Codec("zstd", compression_level=3)
+
+
+class _ImageNames:
+    """The names of image files in a record: all that begin with a digit."""
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name[:1].isdigit()
+
+
+# The fields of a record that hold its pixels: a reader without a vision encoder may pass over them.
+PIXEL_FIELDS: dict[Codec, Container[str]] = {
+    "u8": (_PATCHES,),
+    "u8_zstd": (_COMPRESSED,),
+    "original": _ImageNames(),
+}
+
+
+def encode_sample(sample: TokenizedSample, codec: Codec, images: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The fields of one record.
+
+    Args:
+        sample: its patches are not used with codec original, and may then be empty.
+        images: the sample's image files by their names in the sample shard, `0.jpg`; used with codec original alone.
+    """
+    fields = {
+        "image_grid_thw.i32": sample.image_grid_thw.tobytes(),
+        "input_ids.i32": sample.input_ids.tobytes(),
+        "loss_mask.u8": sample.loss_mask.tobytes(),
+    }
+    if codec == "u8":
+        return {**fields, _PATCHES: sample.patches.tobytes()}
+    if codec == "u8_zstd":
+        return {**fields, _COMPRESSED: _ZSTD.compress(sample.patches.tobytes(), asbytes=True)}
+    return {**fields, **images}
+
+
+def decode_sample(key: str, fields: Mapping[str, bytes], pixels: PixelStore) -> TokenizedSample:
+    """The inverse of `encode_sample`. A record that was read without its pixel fields gives a sample without patches.
+
+    Raises:
+        ValueError: a field is missing or cut, or with codec original an image cannot be decoded; names the key.
+    """
+    try:
+        grids = np.frombuffer(fields["image_grid_thw.i32"], np.int32).reshape(-1, 3)
+        return TokenizedSample(
+            key=key,
+            input_ids=np.frombuffer(fields["input_ids.i32"], np.int32),
+            loss_mask=np.frombuffer(fields["loss_mask.u8"], np.uint8),
+            image_grid_thw=grids,
+            patches=_decode_patches(fields, grids, pixels),
+        )
+    except (KeyError, ValueError, OSError, SkipSample) as error:
+        raise ValueError(f"{key}: the stored record cannot be decoded ({type(error).__name__}: {error})") from error
+
+
+def _decode_patches(fields: Mapping[str, bytes], grids: np.ndarray, pixels: PixelStore) -> np.ndarray:
+    """(P, 3 * patch_size^2) uint8."""
+    if pixels.codec == "original":
+        return _encode_images(fields, grids, pixels.config)
+    width = pixels.config.patch_format.patch_bytes
+    size = int(grids.prod(-1).sum()) * width
+    if pixels.codec == "u8":
+        data = fields.get(_PATCHES)
+    else:
+        data = _ZSTD.decompress(fields[_COMPRESSED], size, asbytes=True) if _COMPRESSED in fields else None
+    if data is not None and len(data) != size:
+        raise ValueError(f"{len(data)} bytes of patches, where its grids need {size}")
+    return np.frombuffer(data or b"", np.uint8).reshape(-1, width)
+
+
+def _encode_images(fields: Mapping[str, bytes], grids: np.ndarray, config: PixelConfig) -> np.ndarray:
+    names = sorted((name for name in fields if name in PIXEL_FIELDS["original"]), key=_number)
+    no_patches = np.zeros((0, config.patch_format.patch_bytes), np.uint8)
+    if not names:
+        return no_patches
+    encoded = [encode_image(fields[name], config) for name in names]
+    image_grids = [grid.tolist() for _, grid in encoded]
+    if image_grids != grids.tolist():
+        raise ValueError(f"its images have grids {image_grids}, but {grids.tolist()} are stored")
+    patches = [patches for patches, _ in encoded]
+    return patches[0] if len(patches) == 1 else np.concatenate(patches)
+
+
+def _number(name: str) -> int:
+    return int(name.partition(".")[0])

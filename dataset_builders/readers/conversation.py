@@ -1,0 +1,254 @@
+"""Conversations as other tools write them: OpenAI's messages and ShareGPT's conversations -> messages and images.
+
+There are two ways to say where an image goes. The row's fields tell them apart; nobody guesses at its text:
+
+    content parts   {"type": "image_url", "image_url": {"url": ...}}   the part names its image; a part that names
+                    {"type": "image"}                                  none takes the next one beside the messages
+    marks           "What is <image> and <image>?"                     only where the row has images beside the messages
+                                                                       and no content part is one
+
+If there are no marks at all, the images come before the first user's text, as the tools that write such rows read them.
+Anywhere else a literal `<image>` is text that would turn into a slot: special_token_in_text.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dataset_builders.contracts.sample import IMAGE_SLOT, Message, Role, Sample, SkipSample
+from dataset_builders.readers.json_lines import json_type, parse_json
+
+ImageRef = str | bytes | None  # an image's name, the image itself, or None: the next one beside the messages
+
+OPENAI_ROLES: Mapping[str, Role] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+}
+SHAREGPT_ROLES: Mapping[str, Role] = {
+    **OPENAI_ROLES,
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+}
+_TEXT_PARTS = ("text", "input_text", "output_text")
+_IMAGE_PARTS = ("image", "image_url", "input_image")
+_IMAGE_NAMES = ("image_url", "image", "url", "path")
+_NOT_READ = ("tools", "functions", "videos", "video", "audios", "audio")  # they would change what the model is shown
+ROW_FIELDS = ("messages", "conversations", "system", "images", "image", *_NOT_READ)  # a row's others are ignored
+_CALLS = ("tool_calls", "function_call")
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A row's messages with a slot for each image, and the images' names in order of the slots."""
+
+    messages: tuple[Message, ...]
+    refs: tuple[ImageRef, ...]
+
+    def sample(self, key: str, read: Callable[[str], bytes]) -> Sample:
+        """The sample, its images read.
+
+        Raises:
+            SkipSample: as `read` and Sample.check do; bad_role for messages in an order that is not a conversation.
+        """
+        _check_order([message.role for message in self.messages])
+        for message in self.messages:
+            if message.role != "user" and IMAGE_SLOT in message.text:
+                raise SkipSample("special_token_in_text", f"{IMAGE_SLOT} in a message of {message.role}")
+        Sample(key=key, messages=self.messages, images=(b"",) * len(self.refs)).check()  # before a file is touched
+        images = [ref if isinstance(ref, bytes) else read(ref) for ref in self.refs]
+        return Sample(key=key, messages=self.messages, images=tuple(images))
+
+
+def from_openai(record: Mapping[str, Any], images: Sequence[ImageRef] | None) -> Conversation:
+    """A row with `messages`, a list of {"role", "content"}.
+
+    Args:
+        images: those beside the messages; None if the row has no such field.
+
+    Raises:
+        SkipSample: schema_error, bad_role, no_text, special_token_in_text or image_count_mismatch.
+    """
+    turns = _turns(record, "messages", "conversations")
+    has_parts = any(_is_image_part(part) for turn in turns for part in _parts(turn))
+    has_marks = images is not None and not has_parts
+    messages, refs = [], []
+    for i, turn in enumerate(turns):
+        where = f"messages[{i}]"
+        role = _role(turn.get("role"), OPENAI_ROLES, where)
+        if any(turn.get(field) for field in _CALLS):
+            raise SkipSample("bad_role", f"{where} calls a tool")
+        text, own = _content(turn.get("content"), role, has_marks, f"{where}.content")
+        messages.append(Message(role=role, text=text, is_learnt=_is_learnt(turn, role, where)))
+        refs += own
+    messages = _with_system(record, messages)
+    if has_marks:
+        return _with_marks(messages, images)
+    return Conversation(tuple(messages), _fill(refs, images or ()))
+
+
+def from_sharegpt(record: Mapping[str, Any], images: Sequence[ImageRef]) -> Conversation:
+    """A row with `conversations`, a list of {"from", "value"}. Raises as `from_openai`."""
+    messages = []
+    for i, turn in enumerate(_turns(record, "conversations", "messages")):
+        where = f"conversations[{i}]"
+        role = _role(turn.get("from"), SHAREGPT_ROLES, where)
+        text = _text(turn.get("value"), f"{where}.value")
+        messages.append(Message(role=role, text=text, is_learnt=_is_learnt(turn, role, where)))
+    return _with_marks(_with_system(record, messages), images)
+
+
+def images_of(record: Mapping[str, Any], *fields: str) -> list[ImageRef] | None:
+    """The images beside a row's messages: a list or a single one, in the one of these fields that is not null.
+
+    An image is a text that names it, or an object with its `bytes`, `path` or `url`.
+
+    Raises:
+        SkipSample: schema_error, also if two of the fields are there.
+    """
+    present = [field for field in fields if record.get(field) is not None]
+    if len(present) > 1:
+        raise SkipSample("schema_error", f"both {present[0]!r} and {present[1]!r}: which are the row's images?")
+    if not present:
+        return None
+    value = record[present[0]]
+    items = value if isinstance(value, list) else [value]
+    return [_image(item, f"{present[0]}[{i}]") for i, item in enumerate(items)]
+
+
+def names_images(turns: Sequence[Any]) -> bool:
+    """Whether a content part of these messages names its image."""
+    parts = [part for turn in turns if isinstance(turn, Mapping) for part in _parts(turn) if _is_image_part(part)]
+    return any(part.get(name) is not None for part in parts for name in _IMAGE_NAMES)
+
+
+def _turns(record: Mapping[str, Any], field: str, other: str) -> list[dict[str, Any]]:
+    for name in (other, *_NOT_READ):
+        if record.get(name):
+            raise SkipSample("schema_error", f"the row has {name!r}, which is not read")
+    turns = record.get(field)
+    turns = parse_json(turns) if isinstance(turns, str) else turns  # a table may hold it as text
+    if not isinstance(turns, list):
+        raise SkipSample("schema_error", f"{field!r} is {json_type(turns)}, not an array")
+    if not turns:
+        raise SkipSample("no_text", f"{field!r} is empty")
+    for i, turn in enumerate(turns):
+        if not isinstance(turn, dict):
+            raise SkipSample("schema_error", f"{field}[{i}] is {json_type(turn)}, not an object")
+    return turns
+
+
+def _role(name: Any, roles: Mapping[str, Role], where: str) -> Role:
+    if not isinstance(name, str):
+        raise SkipSample("schema_error", f"the role of {where} is {json_type(name)}, not text")
+    if name not in roles:
+        raise SkipSample("bad_role", f"{where} is of {name[:40]!r}; known: {', '.join(roles)}")
+    return roles[name]
+
+
+def _check_order(roles: Sequence[Role]) -> None:
+    """At most one system message, which comes first; each answer after a question; an answer last."""
+    turns = roles[1:] if roles[0] == "system" else roles
+    if "system" in turns:
+        raise SkipSample("bad_role", "a system message that is not the first one")
+    for i, role in enumerate(turns):
+        if role == "assistant" and (i == 0 or turns[i - 1] == "assistant"):
+            raise SkipSample("bad_role", f"answer {i} follows {'another answer' if i else 'no question'}")
+    if not turns or turns[-1] != "assistant":
+        raise SkipSample("bad_role", "the last message is no answer")
+
+
+def _is_learnt(turn: Mapping[str, Any], role: Role, where: str) -> bool:
+    """Whether an answer is learnt, by OpenAI's `weight`, 0 or 1, or ms-swift's `loss`, true or false."""
+    learnt = True
+    for field in ("weight", "loss"):
+        value = turn.get(field)
+        if value is None or role != "assistant":
+            continue
+        if not isinstance(value, bool | int | float) or value not in (0, 1):
+            raise SkipSample("schema_error", f"{where}.{field} is {str(value)[:40]!r}, neither 0 nor 1")
+        learnt = learnt and bool(value)
+    return learnt
+
+
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise SkipSample("schema_error", f"{where} is {json_type(value)}, not text")
+    return value.replace("\r\n", "\n").strip()
+
+
+def _parts(turn: Mapping[str, Any]) -> list[Any]:
+    content = turn.get("content")
+    return content if isinstance(content, list) else []
+
+
+def _is_image_part(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in _IMAGE_PARTS
+
+
+def _content(content: Any, role: Role, has_marks: bool, where: str) -> tuple[str, list[ImageRef]]:
+    """The text of a message, with slots in it, and the names of the images of these slots."""
+    pieces: list[str] = []
+    refs: list[ImageRef] = []
+    for i, part in enumerate(content if isinstance(content, list) else [{"type": "text", "text": content}]):
+        place = f"{where}[{i}]" if isinstance(content, list) else where
+        if not isinstance(part, dict):
+            raise SkipSample("schema_error", f"{place} is {json_type(part)}, not an object")
+        if _is_image_part(part):
+            if role != "user":
+                raise SkipSample("schema_error", f"{place}: an image in a message of {role}")
+            names = [part[name] for name in _IMAGE_NAMES if part.get(name) is not None]
+            refs.append(_image(names[0], place) if names else None)
+            pieces.append(IMAGE_SLOT)
+            continue
+        if part.get("type") not in _TEXT_PARTS:
+            raise SkipSample("schema_error", f"{place} has the type {str(part.get('type'))[:40]!r}, no text or image")
+        text = part.get("text")
+        if not isinstance(text, str):
+            raise SkipSample("schema_error", f"{place} is {json_type(text)}, not text")
+        pieces.append(text)
+    # counted when they are joined: two parts can make a mark together
+    if not has_marks and "".join(pieces).count(IMAGE_SLOT) != len(refs):
+        raise SkipSample("special_token_in_text", f"{IMAGE_SLOT} in {where}")
+    return _text("".join(pieces), where), refs
+
+
+def _image(value: Any, where: str) -> str | bytes:
+    if isinstance(value, Mapping):
+        names = [value[name] for name in ("bytes", "url", "path", "image") if value.get(name) is not None]
+        value = names[0] if names else None
+    if not isinstance(value, str | bytes):
+        raise SkipSample("schema_error", f"{where}: {json_type(value)} where an image's name should be")
+    return value
+
+
+def _with_system(record: Mapping[str, Any], messages: list[Message]) -> list[Message]:
+    """The messages, with a row's own `system` field as the first one."""
+    if record.get("system") in (None, ""):
+        return messages
+    if messages[0].role == "system":
+        raise SkipSample("schema_error", "both a 'system' field and a system message")
+    return [Message(role="system", text=_text(record["system"], "system")), *messages]
+
+
+def _with_marks(messages: Sequence[Message], images: Sequence[ImageRef]) -> Conversation:
+    """Slots where the marks are; if there is none, before the first user's text."""
+    messages = list(messages)
+    first = next((i for i, message in enumerate(messages) if message.role == "user"), None)
+    if first is not None and not any(IMAGE_SLOT in message.text for message in messages):
+        messages[first] = Message(role="user", text=IMAGE_SLOT * len(images) + messages[first].text)
+    return Conversation(tuple(messages), tuple(images))
+
+
+def _fill(refs: Iterable[ImageRef], images: Sequence[ImageRef]) -> tuple[ImageRef, ...]:
+    """The refs, those without a name filled with the images beside the messages, in order. Every image must be used."""
+    refs, rest = list(refs), list(images)
+    num_open = sum(ref is None for ref in refs)
+    if num_open != len(rest):
+        raise SkipSample(
+            "image_count_mismatch", f"{num_open} image parts without a name, {len(rest)} images beside the messages"
+        )
+    return tuple(rest.pop(0) if ref is None else ref for ref in refs)

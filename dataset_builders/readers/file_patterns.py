@@ -1,0 +1,104 @@
+"""The files of a source that match globs, with the same names in a directory, a single file and an object store.
+
+Globs are fsspec's: `*` stays inside one directory, `**` does not. Files and directories whose names begin with a dot
+belong to some tool and are not data.
+"""
+
+import difflib
+import os
+import re
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsspec.utils import glob_translate
+
+from dataset_builders.errors import InputError
+from dataset_builders.readers.parts import natural_order
+from dataset_builders.storage.store import StorePath, is_local, location
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """One file of a source.
+
+    Attributes:
+        path: where it is.
+        name: below the source, with forward slashes.
+        stored: size and ETag in an object store, which change with the content; empty for a file on a disk.
+    """
+
+    path: StorePath
+    name: str
+    stored: str = ""
+
+
+def list_files(source: StorePath, patterns: Sequence[str]) -> list[SourceFile]:
+    """The files below the source that match a pattern, in natural order of their names. The source is walked once.
+
+    If the source is one file, that file is returned, whatever the patterns.
+
+    Raises:
+        InputError: there is no such directory or file.
+    """
+    if source.is_file():
+        stored = "" if is_local(source) else _stored(source.fs.info(source.path))
+        return [SourceFile(source, source.name, stored)]
+    if is_local(source) and not source.is_dir():
+        raise InputError(f"raw data {source} does not exist; give a directory, a file, a URL or a hub name")
+    globs = [re.compile(glob_translate(pattern)) for pattern in patterns]
+    files = [f for top in _tops(patterns) for f in _walk(source, top) if any(glob.match(f.name) for glob in globs)]
+    return sorted(files, key=lambda file: natural_order(file.name))
+
+
+def nearest(name: str, known: Collection[str]) -> str:
+    """`; did you mean 'x'?`, or nothing if no known name is near."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _tops(patterns: Sequence[str]) -> list[str]:
+    """The directories that have to be walked: those that patterns name without a wildcard, none inside another."""
+    tops: list[str] = []
+    for top in sorted({_literal_part(pattern) for pattern in patterns}):
+        if not any(top == other or other == "" or top.startswith(other + "/") for other in tops):
+            tops.append(top)
+    return tops
+
+
+def _literal_part(pattern: str) -> str:
+    directories = pattern.split("/")[:-1]
+    wild = next((i for i, name in enumerate(directories) if set(name) & set("*?[")), len(directories))
+    return "/".join(directories[:wild])
+
+
+def _walk(source: StorePath, top: str) -> Iterator[SourceFile]:
+    """Every file below source/top but hidden ones."""
+    if is_local(source):
+        yield from _walk_disk(source, source / top)
+        return
+    scheme, root = str(source).partition("://")[0], source.path.rstrip("/")
+    objects = source.fs.find((source / top if top else source).path, detail=True)
+    for key, info in objects.items():
+        name = key[len(root) + 1 :]
+        if name and not any(part.startswith(".") for part in name.split("/")):
+            yield SourceFile(location(f"{scheme}://{key}"), name, _stored(info))
+
+
+def _walk_disk(source: Path, top: Path) -> Iterator[SourceFile]:
+    """Every file below a directory. Links are followed, but not those that lead back up."""
+    for parent, directories, names in os.walk(top, followlinks=True):
+        directories[:] = [d for d in directories if not d.startswith(".") and not _is_loop(Path(parent), d)]
+        below = Path(parent).relative_to(source)
+        files = [n for n in names if not n.startswith(".") and Path(parent, n).is_file()]
+        yield from (SourceFile(Path(parent, name), (below / name).as_posix()) for name in files)
+
+
+def _is_loop(parent: Path, name: str) -> bool:
+    link = parent / name
+    return link.is_symlink() and parent.resolve().is_relative_to(link.resolve())
+
+
+def _stored(info: dict) -> str:
+    """Size and ETag; if the store has no ETag, the time of the last change."""
+    return f"{info['size']}|{info.get('ETag') or info.get('LastModified') or info.get('mtime') or ''}"

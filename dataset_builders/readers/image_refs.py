@@ -1,0 +1,153 @@
+"""The bytes of an image that a row only names, by a data URI, a path, or the address of an object in a store.
+
+    data:image/png;base64,iVBORw0...     decoded; also percent-encoded, without ;base64
+    coco/000000033471.jpg                relative to the file that names it, or to `image_root` below the source
+    s3://bucket/pictures/1.jpg           read from that store
+
+A path must end up inside the source after `..` and symbolic links are followed: rows come from somebody else, and must
+not name files of this machine. Addresses of the web are refused: their content changes, and a server that is slow or
+gone would decide what is trained on.
+"""
+
+import base64
+import binascii
+import errno
+import posixpath
+import re
+from pathlib import Path
+from urllib.parse import unquote_to_bytes
+
+from pydantic import Field
+
+from dataset_builders.contracts.sample import SkipSample
+from dataset_builders.contracts.strict import StrictModel
+from dataset_builders.errors import InputError, one_line
+from dataset_builders.readers.parts import Part
+from dataset_builders.storage.store import StorePath, is_local, location
+
+MAX_IMAGE_BYTES = 256 << 20
+IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")
+IMAGE_PATTERNS = tuple(
+    f"{folder}*.{suffix}" for suffix in (*IMAGE_SUFFIXES, "JPG", "JPEG", "PNG") for folder in ("", "**/")
+)
+
+_STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci")
+_OBJECT = re.compile(r"(?P<protocol>[a-z0-9]+)://[A-Za-z0-9][A-Za-z0-9._@-]*/[^\0]+")
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
+_NOT_THERE = (FileNotFoundError, NotADirectoryError, PermissionError, IsADirectoryError)
+_NO_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL)
+
+
+class ImageRefOptions(StrictModel):
+    """Where the paths of a row begin."""
+
+    image_root: str = Field(
+        default="",
+        description="directory below the source that image paths are relative to; empty: that of the row's file",
+    )
+
+
+class ImageReader:
+    """Reads the images that the rows of one part name."""
+
+    def __init__(self, part: Part, image_root: str = "") -> None:
+        self._source = part.path.parents[part.name.count("/")]
+        self._base = self._source / image_root if image_root else part.path.parent
+        self._real = _real_dirs(self._source) if is_local(self._source) else None
+
+    def read(self, ref: str) -> bytes:
+        """The image's encoded bytes.
+
+        Raises:
+            SkipSample: image_not_found, decode_error for a broken data URI, bomb for a file over 256 MiB.
+            OSError: a disk or a store does not answer, which is not the row's fault.
+        """
+        if ref[:5].lower() == "data:":
+            return _data_uri(ref)
+        scheme = _SCHEME.match(ref)
+        if not ref.strip() or "\0" in ref:
+            raise _missing(ref, "no path")
+        if scheme is None:
+            return self._read_local(ref) if self._real is not None else self._read_beside(ref)
+        if scheme[1].lower() in ("http", "https"):
+            raise _missing(ref, "addresses of the web are not fetched; download the picture and name it by its path")
+        if scheme[1] not in _STORES or "::" in ref or not _OBJECT.fullmatch(ref):
+            raise _missing(ref, f"neither a path nor the address of an object ({'://, '.join(_STORES)}://)")
+        try:
+            path = location(ref)
+        except InputError as error:
+            raise _missing(ref, str(error)) from error
+        return _read_object(path.fs, path.path, ref)
+
+    def _read_local(self, ref: str) -> bytes:
+        try:
+            path = (self._base / ref).resolve(strict=True)
+            if not any(path.is_relative_to(directory) for directory in self._real):
+                raise _missing(ref, f"it leads to {str(path)!r}, outside of the source")
+            if not path.is_file():
+                raise _missing(ref, "it is no file")
+            _check_size(path.stat().st_size)
+            return path.read_bytes()
+        except _NOT_THERE as error:
+            raise _missing(ref, error.strerror or "") from None
+        except (ValueError, RuntimeError) as error:  # the file system cannot have such a name, or links form a ring
+            raise _missing(ref, one_line(error, 100)) from None
+        except OSError as error:
+            if error.errno in _NO_PATH:
+                raise _missing(ref, error.strerror or "") from None
+            raise
+
+    def _read_beside(self, ref: str) -> bytes:
+        """The object at a path below a source in a store."""
+        name = posixpath.normpath(posixpath.join(self._base.path, ref))
+        if not name.startswith(self._source.path.rstrip("/") + "/"):
+            raise _missing(ref, "it leads outside of the source")
+        return _read_object(self._source.fs, name, ref)
+
+
+def _real_dirs(source: Path) -> tuple[Path, ...]:
+    """Where a source's files may really lie: below it, and for a snapshot of the hub's cache among its blobs."""
+    real = source.resolve()
+    return (real, real.parents[1] / "blobs") if real.parent.name == "snapshots" else (real,)
+
+
+def check_image_root(source: StorePath, image_root: str) -> None:
+    """Raise InputError unless `image_root` is a directory below the source, or below the directory of a source file."""
+    if not image_root:
+        return
+    top = source.parent if source.is_file() else source
+    is_inside = not image_root.startswith("/") and ".." not in Path(image_root).parts
+    if not is_inside or not (top / image_root).is_dir():
+        raise InputError(f"options.image_root={image_root!r} is not a directory below {top}; give one, or leave it out")
+
+
+def _data_uri(ref: str) -> bytes:
+    """RFC 2397: data:[<media type>][;base64],<data>"""
+    head, comma, body = ref.partition(",")
+    if not comma:
+        raise SkipSample("decode_error", "a data URI without a comma")
+    try:
+        if not head.lower().endswith(";base64"):
+            return unquote_to_bytes(body)
+        text = unquote_to_bytes(body) if "%" in body else body.encode("ascii")
+        return base64.b64decode(b"".join(text.split()), validate=True)
+    except (binascii.Error, UnicodeEncodeError) as error:
+        raise SkipSample("decode_error", f"a data URI that is not base64: {str(error)[:100]}") from None
+
+
+def _read_object(fs, name: str, ref: str) -> bytes:
+    """The bytes of an object of an fsspec file system."""
+    try:
+        _check_size(fs.info(name).get("size") or 0)
+        return fs.cat_file(name)
+    except _NOT_THERE as error:
+        raise _missing(ref, ascii(one_line(error, 100))) from None
+
+
+def _check_size(size: int) -> None:
+    if size > MAX_IMAGE_BYTES:
+        raise SkipSample("bomb", f"a file of {size} bytes; the limit is {MAX_IMAGE_BYTES}")
+
+
+def _missing(ref: str, why: str) -> SkipSample:
+    return SkipSample("image_not_found", f"{ref[:120]!r}: {why}")

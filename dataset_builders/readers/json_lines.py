@@ -1,0 +1,263 @@
+"""Rows of JSON files: one object per line, or one array of objects. A file is never in memory as a whole.
+
+A file `.json` whose first character is `[` is an array; any other file is JSON lines. Both are cut into parts by byte
+offsets in one pass over the file, so that workers read side by side. A row's number is that of its line, or its place
+in the array. Blank lines are not rows, but count as lines.
+
+A line that is not JSON is one unusable row. An array that breaks off or is malformed is an InputError: nothing tells
+where its next row would begin.
+"""
+
+import codecs
+import json
+from collections.abc import Container, Iterator, Sequence
+from typing import Any, BinaryIO
+
+from dataset_builders.contracts.sample import SkipSample
+from dataset_builders.errors import InputError, one_line
+from dataset_builders.readers.file_patterns import SourceFile
+from dataset_builders.readers.parts import Part, SkippedRow
+from dataset_builders.readers.row_files import number_on, open_at, span_parts, subset_files
+from dataset_builders.storage.store import StorePath
+
+JSON_SUFFIXES = (".jsonl", ".json")
+# A longer row is refused: as text, parsed and with its images decoded it takes ten times as much memory.
+MAX_ROW_BYTES = 64 << 20
+
+_PART_ROWS = 512
+_PART_BYTES = 64 << 20
+_BLOCK = 1 << 20
+_BOM = b"\xef\xbb\xbf"
+_SPACE = " \t\r\n"
+_MAX_DIGITS = 4000  # Python refuses longer integers, with an error that is not one of json's
+_TAIL = 16  # an error this near to the end of the text that was read may come from the cut
+
+_MISSING = object()
+
+Span = tuple[int, int, int]  # first byte, byte after the last, rows
+
+
+def list_json_parts(source: StorePath, subsets: Sequence[str]) -> list[Part]:
+    """The parts of every JSON file of these subsets.
+
+    Raises:
+        InputError: no such directory, subset or file, or a malformed array.
+    """
+    chosen = subset_files(source, subsets, JSON_SUFFIXES)
+    return [part for subset, files in chosen for part in number_on(json_file_parts(file, subset) for file in files)]
+
+
+def json_file_parts(file: SourceFile, subset: str) -> list[Part]:
+    """The parts of one file, each of about 512 rows or 64 MiB. The file's first row is number 0.
+
+    Raises:
+        InputError: the file is a malformed array.
+    """
+    return span_parts(file, subset, _array_spans(file.path) if _is_array(file.path) else _line_spans(file.path))
+
+
+def iter_json_rows(part: Part, rows: Container[int] | None = None) -> Iterator[tuple[int, dict[str, Any] | SkippedRow]]:
+    """(row number in the subset, the object or why there is none) of a part's rows, or of those among `rows`."""
+    read = _iter_array if _is_array(part.path) else _iter_lines
+    for row, value in read(part, rows):
+        if isinstance(value, SkipSample):
+            yield row, SkippedRow(part.key(row), value.reason, value.detail)
+        elif not isinstance(value, dict):
+            yield row, SkippedRow(part.key(row), "schema_error", f"the row is {json_type(value)}, not an object")
+        else:
+            yield row, value
+
+
+def parse_json(text: str) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        SkipSample: json_parse_error.
+    """
+    try:
+        return _DECODER.decode(text)
+    except RecursionError:
+        raise SkipSample("json_parse_error", "nested too deeply") from None
+    except ValueError as error:
+        raise SkipSample("json_parse_error", one_line(error)) from None
+
+
+def json_type(value: object) -> str:
+    """JSON's name for the type of a parsed value."""
+    names = {dict: "an object", list: "an array", str: "text", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def _integer(digits: str) -> int | float:
+    return int(digits) if len(digits) < _MAX_DIGITS else float("inf")
+
+
+_DECODER = json.JSONDecoder(parse_int=_integer)
+
+
+def _is_array(path: StorePath) -> bool:
+    with open_at(path) as file:
+        start = file.read(4096)
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise InputError(f"{path} is UTF-16; convert it to UTF-8 (iconv -f UTF-16 -t UTF-8)")
+    if start.startswith(b"\x1f\x8b"):
+        raise InputError(f"{path} is compressed by gzip; unpack it (gunzip)")
+    return path.name.endswith(".json") and start.removeprefix(_BOM).lstrip().startswith(b"[")
+
+
+def _line_spans(path: StorePath) -> Iterator[Span]:
+    start = base = rows = 0  # base: the byte where the block begins
+    with open_at(path) as file:
+        while block := file.read(_BLOCK):
+            at = 0
+            while (newline := block.find(b"\n", at)) >= 0:
+                at, rows = newline + 1, rows + 1
+                if rows == _PART_ROWS or base + at - start >= _PART_BYTES:
+                    yield start, base + at, rows
+                    start, rows = base + at, 0
+            base += len(block)
+            is_open = not block.endswith(b"\n")
+    if base > start:
+        yield start, base, rows + is_open
+
+
+def _iter_lines(part: Part, rows: Container[int] | None) -> Iterator[tuple[int, Any]]:
+    at, end = part.span
+    row = part.first_row
+    with open_at(part.path, at) as file:
+        while at < end:
+            line = file.readline(MAX_ROW_BYTES)
+            size = len(line)
+            while line[-1:] != b"\n" and (rest := file.readline(_BLOCK)):  # the rest of a line that is too long
+                size, line = size + len(rest), rest
+            if not size:
+                raise InputError(f"{part.path} became shorter while it was read; run the same command again")
+            if rows is None or row in rows:
+                value = _line_value(line, size, is_first=at == 0)
+                if value is not None:
+                    yield row, value[0]
+            at, row = at + size, row + 1
+
+
+def _line_value(line: bytes, size: int, is_first: bool) -> tuple[Any] | None:
+    """A tuple of the line's value or a SkipSample; None for a blank line."""
+    if size > MAX_ROW_BYTES:
+        return (SkipSample("json_parse_error", f"a line of {size} bytes; the limit is {MAX_ROW_BYTES}"),)
+    line = line.removeprefix(_BOM) if is_first else line
+    if not line.strip():
+        return None
+    try:
+        return (parse_json(line.decode("utf-8").strip(_SPACE)),)
+    except UnicodeDecodeError as error:
+        return (SkipSample("json_parse_error", f"not UTF-8: {error.reason} at byte {error.start} of the line"),)
+    except SkipSample as skip:
+        return (skip,)
+
+
+def _array_spans(path: StorePath) -> Iterator[Span]:
+    with open_at(path) as file:
+        window = _Window(path, file, 0)
+        first, rows = window.open_array(), 0
+        for start, _ in window.items():
+            if rows == _PART_ROWS or (rows and start - first >= _PART_BYTES):
+                yield first, start, rows
+                first, rows = start, 0
+            rows += 1
+        window.check_end()
+        if rows:
+            yield first, window.byte, rows
+
+
+def _iter_array(part: Part, rows: Container[int] | None) -> Iterator[tuple[int, Any]]:
+    with open_at(part.path, part.span[0]) as file:
+        items = _Window(part.path, file, part.span[0]).items()
+        for row in range(part.first_row, part.first_row + part.num_rows):
+            _, value = next(items, (0, _MISSING))
+            if value is _MISSING:
+                raise InputError(f"{part.path} became shorter while it was read; run the same command again")
+            if rows is None or row in rows:
+                yield row, value
+
+
+class _Window:
+    """The text of an array that was read and is not yet parsed, and the byte of the file where it begins."""
+
+    def __init__(self, path: StorePath, file: BinaryIO, byte: int) -> None:
+        self.path, self.byte = path, byte
+        self._file = file
+        # Bytes that are not UTF-8 become lone surrogates, which no text may hold: the row is refused, not the file.
+        self._decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
+        self._text, self._at, self._has_ended = "", 0, False
+
+    def open_array(self) -> int:
+        """Go behind the opening bracket, and return the byte there."""
+        if self._next() == "\ufeff":
+            self._advance(self._at + 1)
+        assert self._next() == "["
+        self._advance(self._at + 1)
+        return self.byte
+
+    def items(self) -> Iterator[tuple[int, Any]]:
+        """(first byte, value) of the elements up to the closing bracket."""
+        while (char := self._next()) != "]":
+            if not char:
+                raise self._broken("ends within the array; download it again")
+            start = self.byte
+            yield start, self._value()
+            char = self._next()
+            if char == ",":
+                self._advance(self._at + 1)
+            elif char != "]":
+                raise self._broken(f"has {char!r} where ',' or ']' should be" if char else "ends within the array")
+
+    def check_end(self) -> None:
+        """Raise InputError if anything but white space follows the closing bracket."""
+        self._advance(self._at + 1)
+        if char := self._next():
+            raise self._broken(f"goes on with {char!r} after its array; it should be one array, or one object per line")
+
+    def _value(self) -> Any:
+        size = _BLOCK
+        while True:
+            try:
+                value, end = _DECODER.raw_decode(self._text, self._at)
+                if end < len(self._text) or self._has_ended:  # a number could go on
+                    self._advance(end)
+                    return value
+            except RecursionError:
+                raise self._broken("is nested too deeply") from None
+            except json.JSONDecodeError as error:
+                is_cut = error.msg.startswith("Unterminated string") or error.pos >= len(self._text) - _TAIL
+                if self._has_ended or not is_cut:
+                    raise self._broken(f"is malformed ({error.msg})") from None
+            if len(self._text) - self._at > MAX_ROW_BYTES:
+                raise self._broken(f"has a row of over {MAX_ROW_BYTES} bytes there")
+            self._read(size)
+            size *= 2
+
+    def _next(self) -> str:
+        """The next character that is not white space, which stays unread; "" at the end of the file."""
+        while True:
+            text, at = self._text, self._at
+            while at < len(text) and text[at] in _SPACE:
+                at += 1
+            self._advance(at)
+            if at < len(text):
+                return text[at]
+            if self._has_ended:
+                return ""
+            self._read(_BLOCK)
+
+    def _advance(self, at: int) -> None:
+        passed = self._text[self._at : at]
+        self.byte += len(passed) if passed.isascii() else len(passed.encode("utf-8", "surrogateescape"))
+        self._at = at
+
+    def _read(self, size: int) -> None:
+        block = self._file.read(size)
+        self._has_ended = not block
+        self._text = self._text[self._at :] + self._decoder.decode(block, final=not block)
+        self._at = 0
+
+    def _broken(self, what: str) -> InputError:
+        return InputError(f"{self.path} {what}, at byte {self.byte}; mend it, or convert it to one object per line")

@@ -1,0 +1,91 @@
+"""What a builder is: it cuts a source into parts that are read side by side, and gives the samples of a part."""
+
+import re
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dataset_builders.contracts.sample import Sample, Split
+from dataset_builders.contracts.strict import StrictModel
+from dataset_builders.storage.store import StorePath
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """A run of neighbouring rows of one file: what one worker reads at a time.
+
+    Attributes:
+        path: the file.
+        name: the file as a person knows it, below the source: `ai2d/train-00000-of-00002.parquet`.
+        subset: the subset its rows belong to.
+        span: where the run begins and ends in the file, in the units of its builder: row groups of a parquet file,
+            bytes of a JSONL or tar file. A part may hold only some of the rows there.
+        first_row: number of its first row in the subset, over all of the subset's files.
+        file_row: number of its first row in the file.
+        num_rows: rows in it.
+        split: the split that the source itself gives these rows; None leaves the choice to convert.
+    """
+
+    path: StorePath
+    name: str
+    subset: str
+    span: tuple[int, int]
+    first_row: int
+    file_row: int
+    num_rows: int
+    split: Split | None = None
+
+    def key(self, row: int) -> str:
+        """The key of row number `row` of the subset. It does not depend on how the subset is cut into files."""
+        return f"{self.subset}/{row:08d}"
+
+    def row(self, key: str) -> int:
+        """The row of a key, the inverse of `key`; the key may be that of one pair of the row."""
+        return int(key.rpartition("/")[2].partition("-")[0])
+
+    def row_in_file(self, key: str) -> int:
+        """The number in the file, from 0, of the row of one of this part's keys."""
+        return self.row(key) - self.first_row + self.file_row
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedRow:
+    """A row, or a pair of a row, that cannot be used as a sample.
+
+    Attributes:
+        key: the key the sample would have had.
+        reason: one of SKIP_REASONS.
+        detail: what is wrong with it.
+    """
+
+    key: str
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Builder:
+    """How one dataset becomes samples.
+
+    Attributes:
+        options: the model of the builder's own settings, `convert.options` of a recipe.
+        patterns: (subsets; none means all) -> globs below the source of every file that is read. A hub download
+            fetches these files, and they identify the raw data.
+        list_parts: (source directory, subsets, options) -> parts; their order is that of the samples. Raises
+            InputError for a file that cannot be read or lacks a column.
+        iter_part: (part, options, rows) -> the part's samples in order. `rows` limits it to these row numbers of the
+            subset; None means all. Raises InputError if the file breaks off.
+        has_splits: whether its parts may say which split they belong to.
+    """
+
+    options: type[StrictModel]
+    patterns: Callable[[Sequence[str]], tuple[str, ...]]
+    list_parts: Callable[[StorePath, Sequence[str], Any], list[Part]]
+    iter_part: Callable[[Part, Any, Container[int] | None], Iterator[Sample | SkippedRow]]
+    has_splits: bool = False
+
+
+def natural_order(text: str) -> list[tuple[int, int | str]]:
+    """Sort key that puts shard-2 before shard-10."""
+    pieces = re.split(r"(\d+)", text)
+    return [(0, int(piece)) if piece.isdigit() else (1, piece) for piece in pieces]

@@ -1,0 +1,133 @@
+"""Which files of a source hold the rows of which subset; opening them at any byte.
+
+A subset is a folder of files, or the files directly in the source that share a name but for a running number:
+
+    source/chart_qa/train-00000.jsonl  train-00001.jsonl      subset chart_qa
+    source/llava_mix.json                                     subset llava_mix
+    source/train-00000-of-00002.jsonl  ...-00001-of-00002     subset train
+    source/00000.tar  00001.tar                               subset data: the names are nothing but numbers
+"""
+
+import dataclasses
+import io
+import re
+from collections.abc import Iterable, Sequence
+from typing import BinaryIO
+
+from dataset_builders.contracts.sample import Split
+from dataset_builders.errors import InputError, one_line
+from dataset_builders.readers.file_patterns import SourceFile, list_files, nearest
+from dataset_builders.readers.parts import Part, natural_order
+from dataset_builders.storage.store import StorePath, is_local
+
+NUMBERED = "data"  # the subset of files whose names are numbers
+
+_RUNNING_NUMBER = re.compile(r"[-_.]?\d{4,}(-of-\d+)?$")
+_STORE_BLOCK = 8 << 20  # bytes of one request to an object store
+
+
+def subset_patterns(subsets: Sequence[str], suffixes: Sequence[str]) -> tuple[str, ...]:
+    """Globs of the files of these subsets (none: of all)."""
+    patterns = []
+    for suffix in suffixes:
+        for subset in subsets:
+            patterns += [f"{subset}{suffix}", f"{subset}[-_.]*[0-9]{suffix}", f"{subset}/*{suffix}"]
+            patterns += [f"[0-9]*{suffix}"] if subset == NUMBERED else []
+        patterns += [] if subsets else [f"*{suffix}", f"*/*{suffix}"]
+    return tuple(patterns)
+
+
+def subset_files(
+    source: StorePath, subsets: Sequence[str], suffixes: Sequence[str]
+) -> list[tuple[str, list[SourceFile]]]:
+    """(subset, its files) in natural order of the subsets' and the files' names.
+
+    Raises:
+        InputError: no such source or subset, no file, or a name that cannot be part of a key.
+    """
+    files_of: dict[str, list[SourceFile]] = {}
+    for file in list_files(source, subset_patterns((), suffixes)):
+        files_of.setdefault(_subset_of(file.name, suffixes), []).append(file)
+    if not files_of:
+        globs = " or ".join(f"*{suffix}" for suffix in suffixes)
+        raise InputError(f"raw data {source} holds neither {globs} nor folders of them")
+    for name in subsets:
+        if name not in files_of:
+            known = ", ".join(sorted(files_of))
+            raise InputError(f"no subset {name!r} in {source}{nearest(name, files_of)}; there are: {known}")
+    names = sorted(set(subsets) or files_of, key=natural_order)
+    for name in names:
+        check_subset_name(name, files_of[name][0].path)
+    return [(name, files_of[name]) for name in names]
+
+
+def check_subset_name(name: str, path: StorePath) -> None:
+    """Raise InputError for a subset, found at `path`, whose name cannot be part of a key."""
+    if not name.isascii() or not name.replace("_", "").replace("-", "").isalnum():
+        raise InputError(
+            f"{path}: subset {name!r} cannot be part of a key; rename it, with letters, digits, _ and - alone"
+        )
+
+
+def span_parts(
+    file: SourceFile, subset: str, spans: Iterable[tuple[int, int, int]], split: Split | None = None
+) -> list[Part]:
+    """The parts of a file from (start, end, rows) of each, in the builder's units; the file's first row is number 0."""
+    parts: list[Part] = []
+    row = 0
+    for start, end, num_rows in spans:
+        parts.append(
+            Part(
+                path=file.path,
+                name=file.name,
+                subset=subset,
+                span=(start, end),
+                first_row=row,
+                file_row=row,
+                num_rows=num_rows,
+                split=split,
+            )
+        )
+        row += num_rows
+    return parts
+
+
+def number_on(files: Iterable[list[Part]]) -> list[Part]:
+    """The parts of all of a subset's files, whose rows are numbered on from file to file.
+
+    Args:
+        files: the parts of each file, whose own first row is number 0.
+    """
+    parts: list[Part] = []
+    first_row = 0
+    for file_parts in files:
+        parts += [dataclasses.replace(part, first_row=first_row + part.file_row) for part in file_parts]
+        first_row += sum(part.num_rows for part in file_parts)
+    return parts
+
+
+def open_at(path: StorePath, offset: int = 0) -> BinaryIO:
+    """The file, opened at a byte. An object store's file is read in blocks; one block is in memory.
+
+    Raises:
+        InputError: the file cannot be read.
+    """
+    try:
+        if is_local(path):
+            file = path.open("rb", buffering=1 << 20)
+        else:
+            remote = path.fs.open(path.path, "rb", block_size=_STORE_BLOCK, cache_type="readahead")
+            file = io.BufferedReader(remote, 1 << 20)
+        file.seek(offset)
+        return file
+    except (FileNotFoundError, PermissionError) as error:
+        raise InputError(f"{path} cannot be read: {one_line(error)}") from error
+
+
+def _subset_of(name: str, suffixes: Sequence[str]) -> str:
+    """The folder; for a file in the source itself, its name without suffix and running number."""
+    folder, _, base = name.rpartition("/")
+    if folder:
+        return folder
+    suffix = max((s for s in suffixes if base.endswith(s)), key=len, default="")
+    return _RUNNING_NUMBER.sub("", base.removesuffix(suffix)) or NUMBERED

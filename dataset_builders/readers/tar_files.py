@@ -1,0 +1,154 @@
+"""The samples of a tar: runs of neighbouring members with the same name up to a dot. They are read in place.
+
+Names are split as webdataset does: `a.b/c.0.jpg` is the field `0.jpg` of `a.b/c`; fields are in lower case; members
+whose file name begins with a dot, and those named `__like_this__`, are not data.
+
+tarfile takes a header that it cannot read for the end of the tar. Here the end is what the format says, a block of
+zeros. Anything else is a tar that was cut or damaged.
+"""
+
+import re
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import BinaryIO
+
+from dataset_builders.contracts.sample import SkipSample
+from dataset_builders.errors import InputError, one_line
+from dataset_builders.readers.row_files import open_at
+from dataset_builders.storage.store import StorePath
+
+_PART_ROWS = 512
+_PART_BYTES = 256 << 20
+_MAX_HEADER_BYTES = 1 << 20
+_NAME = re.compile(r"((?:.*/|)[^./]+)[.]([^/]*)", re.DOTALL)
+_META = re.compile(r"__[^/]*__($|/)")
+
+
+@dataclass(slots=True)
+class Group:
+    """One sample's members.
+
+    Attributes:
+        name: the part that their names share.
+        start: byte of the first one's header.
+        fields: field -> its member, in order.
+        twice: fields that occur more than once.
+    """
+
+    name: str
+    start: int
+    path: StorePath
+    file: BinaryIO
+    fields: dict[str, tarfile.TarInfo] = field(default_factory=dict)
+    twice: list[str] = field(default_factory=list)
+
+    def check(self) -> None:
+        """Raise SkipSample duplicate_key if a field is there twice."""
+        if self.twice:
+            raise SkipSample("duplicate_key", f"the member {self.twice[0][:100]!r} is there twice")
+
+    def read(self, name: str, max_bytes: int, reason: str) -> bytes:
+        """The content of a field. Raises SkipSample with `reason` if it has more than `max_bytes`."""
+        member = self.fields[name]
+        if member.size > max_bytes:
+            raise SkipSample(reason, f"{name!r} has {member.size} bytes; the limit is {max_bytes}")
+        self.file.seek(member.offset_data)
+        data = self.file.read(member.size)
+        if len(data) != member.size:
+            raise InputError(f"{self.path} became shorter while it was read; run the same command again")
+        return data
+
+
+def list_group_spans(path: StorePath) -> Iterator[tuple[int, int, int]]:
+    """(first byte, byte after the last, samples) of each part of a tar, about 512 samples or 256 MiB.
+
+    Raises:
+        InputError: the tar breaks off, or the file is not a tar.
+    """
+    start, rows, last = 0, 0, 0
+    with open_at(path) as file:
+        reader = _TarReader(path, file)
+        for group in reader.groups():
+            if rows == _PART_ROWS or (rows and last - start >= _PART_BYTES):
+                yield start, group.start, rows
+                start, rows = group.start, 0
+            rows, last = rows + 1, reader.end
+        if rows:
+            yield start, reader.end, rows
+
+
+def iter_groups(path: StorePath, span: tuple[int, int]) -> Iterator[Group]:
+    """The samples that begin in a span of bytes, one of those of `list_group_spans`.
+
+    Raises:
+        InputError: the tar breaks off.
+    """
+    with open_at(path, span[0]) as file:
+        yield from _TarReader(path, file, span[1]).groups()
+
+
+class _Headers:
+    """The file as tarfile may read it: headers only, and never megabytes because a damaged header asks for them."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.seek, self.tell, self._read = file.seek, file.tell, file.read
+
+    def read(self, size: int) -> bytes:
+        return self._read(max(0, min(size, _MAX_HEADER_BYTES)))
+
+
+class _TarReader:
+    """Members of a tar from the file's place on, up to byte `stop` or the tar's end.
+
+    Attributes:
+        end: the byte after the last member that was read.
+    """
+
+    def __init__(self, path: StorePath, file: BinaryIO, stop: int | None = None) -> None:
+        self._path, self._file, self._stop = path, file, stop
+        self.end = file.tell()
+
+    def groups(self) -> Iterator[Group]:
+        group: Group | None = None
+        for member in self._members():
+            match = _NAME.fullmatch(member.name)
+            if match is None or not member.isreg() or member.issparse() or _META.match(member.name):
+                continue
+            name, suffix = match[1], match[2].lower()
+            if group is not None and group.name != name:
+                yield group
+                group = None
+            if group is None:
+                group = Group(name, member.offset, self._path, self._file)
+            if suffix in group.fields:
+                group.twice.append(suffix)
+            group.fields[suffix] = member
+        if group is not None:
+            yield group
+
+    def _members(self) -> Iterator[tarfile.TarInfo]:
+        try:
+            tar = tarfile.TarFile(fileobj=_Headers(self._file), mode="r")  # it leaves the file open
+            while self._stop is None or self.end < self._stop:
+                member = tar.next()
+                if member is None:
+                    break
+                tar.members.clear()  # or it would keep every header
+                if tar.offset <= self.end:
+                    raise tarfile.ReadError("a header that points backwards")
+                self.end = tar.offset
+                yield member
+        except (tarfile.TarError, ValueError, OverflowError, EOFError) as error:
+            raise self._broken(one_line(error, 100)) from error
+        if self._stop is None:
+            self._check_end()
+
+    def _check_end(self) -> None:
+        self._file.seek(self.end)
+        block = self._file.read(tarfile.BLOCKSIZE)
+        if len(block) < tarfile.BLOCKSIZE or block.count(0) != len(block):
+            raise self._broken("no end of the tar" if len(block) < tarfile.BLOCKSIZE else "no header there")
+
+    def _broken(self, what: str) -> InputError:
+        return InputError(f"{self._path} is cut or no tar: {what}, at byte {self.end}; download or write it again")

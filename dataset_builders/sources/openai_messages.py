@@ -1,0 +1,139 @@
+"""OpenAI's messages as JSON lines, a JSON array or parquet, and what other tools write in their likeness -> Sample.
+
+The source is a directory of `<subset>/*.jsonl` or `<subset>.jsonl`; `.json` and `.parquet` too. A raw row of OpenAI's
+fine-tuning format, which SkyRL's converter of the_cauldron writes with {"type": "image", "image": "data:..."} parts:
+
+    {"messages": [
+        {"role": "system", "content": "Answer in one word."},
+        {"role": "user", "content": [
+            {"type": "text", "text": "Is "},
+            {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0..."}},
+            {"type": "text", "text": " a cat?"}]},
+        {"role": "assistant", "content": "Yes", "weight": 1}]}
+
+becomes
+
+    Sample(key="pets/00000012", images=(b"\\x89PNG...",), messages=(
+        system "Answer in one word.", user "Is <image> a cat?", assistant "Yes"))
+
+A row of ms-swift or LLaMA-Factory has its images beside the messages and marks in the text, and becomes the same
+sample. Without any mark the images come before the first question. TRL's {"type": "image"} parts, which name nothing,
+take the images beside the messages in order:
+
+    {"messages": [{"role": "user", "content": "Is <image> a cat?"}, {"role": "assistant", "content": "Yes"}],
+     "images": ["pictures/1.png"]}
+
+In parquet, `messages` is a list of structs or a text of JSON. Columns that are marked as JSON are parsed (Arrow's
+`arrow.json`, which the library datasets gives to a content that is text in one row and a list in another).
+
+`developer` is `system`. Parts of a text are joined as they are. An answer of weight 0 (ms-swift: loss false) is context
+and not learnt. Texts are stripped, and CRLF becomes LF. An image is a data URI, a path relative to the file or to
+`image_root`, or an object's address (see image_refs.py). Other fields of a row are ignored.
+
+Left out: a line that is not JSON (json_parse_error); fields of another type, an image in an answer, tools, videos or
+audio in the row (schema_error); tool calls, tool and function roles, an answer that follows no question, a system
+message that is not first, no answer at the end (bad_role); a literal `<image>` where no mark is meant
+(special_token_in_text); image_not_found; and whatever Sample.check refuses.
+"""
+
+from collections.abc import Container, Iterator, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from dataset_builders.contracts.sample import Sample, SkipSample
+from dataset_builders.readers.conversation import ROW_FIELDS, from_openai, images_of
+from dataset_builders.readers.file_patterns import SourceFile
+from dataset_builders.readers.image_refs import IMAGE_PATTERNS, ImageReader, ImageRefOptions, check_image_root
+from dataset_builders.readers.json_lines import JSON_SUFFIXES, iter_json_rows, json_file_parts, parse_json
+from dataset_builders.readers.parts import Builder, Part, SkippedRow
+from dataset_builders.readers.row_files import number_on, subset_files, subset_patterns
+from dataset_builders.readers.table_files import (
+    check_columns,
+    iter_table_rows,
+    list_table_parts,
+    table_facts,
+    value_of,
+)
+from dataset_builders.storage.store import StorePath
+
+_TABLE = ".parquet"
+_SUFFIXES = (*JSON_SUFFIXES, _TABLE)
+
+
+class OpenAIOptions(ImageRefOptions):
+    """How a raw row becomes a sample."""
+
+
+def patterns(subsets: Sequence[str]) -> tuple[str, ...]:
+    """Globs of the files of these subsets, and of every picture: a row may name any of them."""
+    return (*subset_patterns(subsets, _SUFFIXES), *IMAGE_PATTERNS)
+
+
+def list_parts(source: StorePath, subsets: Sequence[str], options: OpenAIOptions) -> list[Part]:
+    """The parts of all files, in order of subsets, files and rows.
+
+    Raises:
+        InputError: no such source, subset, file or image_root; a malformed array; a parquet file that cannot be read or
+            has no column `messages`.
+    """
+    check_image_root(source, options.image_root)
+    chosen = subset_files(source, subsets, _SUFFIXES)
+    return [part for subset, files in chosen for part in number_on(_file_parts(file, subset) for file in files)]
+
+
+def iter_part(part: Part, options: OpenAIOptions, rows: Container[int] | None = None) -> Iterator[Sample | SkippedRow]:
+    """Samples and unusable rows of one part, in order. A few rows are in memory at a time.
+
+    Raises:
+        InputError: a malformed array, or a parquet file that breaks off.
+    """
+    reader = ImageReader(part, options.image_root)
+    for row, record in _iter_table(part, rows) if _is_table(part.path) else iter_json_rows(part, rows):
+        try:
+            if isinstance(record, SkippedRow):
+                raise SkipSample(record.reason, record.detail)
+            yield from_openai(record, images_of(record, "images", "image")).sample(part.key(row), reader.read)
+        except SkipSample as skip:
+            yield SkippedRow(part.key(row), skip.reason, skip.detail)
+
+
+BUILDER = Builder(options=OpenAIOptions, patterns=patterns, list_parts=list_parts, iter_part=iter_part)
+
+
+def _is_table(path: StorePath) -> bool:
+    return path.name.endswith(_TABLE)
+
+
+def _file_parts(file: SourceFile, subset: str) -> list[Part]:
+    if not _is_table(file.path):
+        return json_file_parts(file, subset)
+    return list_table_parts([file], subset, None, _check_schema)
+
+
+def _check_schema(path: StorePath, schema: pa.Schema) -> None:
+    check_columns(path, schema, ("messages",))
+
+
+def _iter_table(part: Part, rows: Container[int] | None) -> Iterator[tuple[int, dict[str, Any] | SkippedRow]]:
+    """(row number in the subset, the row as JSON would give it or why there is none)."""
+    (facts,) = table_facts([part.path])
+    columns = [name for name in facts.schema.names if name in ROW_FIELDS]
+    for row, record in iter_table_rows(part, columns, rows):
+        try:
+            yield row, {name: _json_value(value_of(record, name), record[name].type) for name in columns}
+        except SkipSample as skip:
+            yield row, SkippedRow(part.key(row), skip.reason, skip.detail)
+
+
+def _json_value(value: Any, kind: pa.DataType) -> Any:
+    """The value, every text in it that Arrow marks as JSON parsed."""
+    if value is None or isinstance(value, bytes):
+        return value
+    if isinstance(kind, pa.JsonType):
+        return parse_json(value)
+    if isinstance(value, list):
+        return [_json_value(item, kind.value_type) for item in value]
+    if isinstance(value, dict):
+        return {field.name: _json_value(value[field.name], field.type) for field in kind}
+    return value

@@ -1,0 +1,27 @@
+"""BUILDERS: the name of a dataset -> the place of its Builder. A new dataset is one module and one line here."""
+
+import importlib
+
+from dataset_builders.errors import InputError
+from dataset_builders.readers.parts import Builder
+
+BUILDERS = {
+    "the_cauldron": "dataset_builders.sources.the_cauldron:BUILDER",
+    "cord_v2": "dataset_builders.sources.cord_v2:BUILDER",
+    "table": "dataset_builders.sources.table:BUILDER",
+    "openai_messages": "dataset_builders.sources.openai_messages:BUILDER",
+    "llava": "dataset_builders.sources.llava:BUILDER",
+    "webdataset_tars": "dataset_builders.sources.webdataset_tars:BUILDER",
+}
+
+
+def get_builder(name: str) -> Builder:
+    """The builder of this name.
+
+    Raises:
+        InputError: no builder has it.
+    """
+    if name not in BUILDERS:
+        raise InputError(f"unknown dataset builder {name!r}; known: {', '.join(sorted(BUILDERS))}")
+    module, _, attribute = BUILDERS[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)

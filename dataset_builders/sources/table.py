@@ -1,0 +1,301 @@
+"""Any parquet or Arrow files by a map of their columns -> Sample.
+
+The source is a directory or a URL of .parquet, .arrow, .feather or .ipc files, in folders or directly, or one such
+file; `row_files.py` says which files make a subset. A raw row, and the options that say what its columns are:
+
+    {"picture": {"bytes": b"\\x89PNG...", "path": None}, "topic": "cats", "replies": ["two", "2"], "part": "test"}
+
+    image: picture
+    question: "How many {topic} are there?"
+    answer: replies
+    split: part
+
+becomes
+
+    Sample(key="train/00000012", images=(b"\\x89PNG...",), messages=(
+        user "<image>How many cats are there?", assistant "two"))
+
+held out. With `references: replies` both replies stand beside the answer, for scores alone. An image column holds
+bytes, a struct {bytes, path}, a text that names a file (`image_refs.py`), or a list of one of these. Bytes are taken
+before a path. A text column holds texts, numbers, or true and false. Questions with as many `<image>` as the row has
+images keep them where they are. Texts are stripped, and CRLF becomes LF.
+
+Left out: values that are null or not UTF-8, NaN and infinities (schema_error), images that are not there
+(image_not_found), answers or system texts that hold `<image>` (special_token_in_text), rows whose split column is null
+(schema_error), and whatever Sample.check refuses.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Container, Iterator, Sequence
+from decimal import Decimal
+from typing import Literal
+
+import pyarrow as pa
+from pydantic import Field
+
+from dataset_builders.contracts.sample import IMAGE_SLOT, Message, Sample, SkipSample, Split
+from dataset_builders.errors import InputError
+from dataset_builders.readers.file_patterns import nearest
+from dataset_builders.readers.image_refs import IMAGE_PATTERNS, ImageReader, ImageRefOptions, check_image_root
+from dataset_builders.readers.parts import Builder, Part, SkippedRow
+from dataset_builders.readers.row_files import subset_files, subset_patterns
+from dataset_builders.readers.table_files import (
+    ARROW_SUFFIXES,
+    image_bytes,
+    is_bytes,
+    is_text,
+    item_kind,
+    iter_table_rows,
+    kind_of,
+    list_table_parts,
+    stripped,
+    value_of,
+)
+from dataset_builders.storage.store import StorePath
+
+SUFFIXES = (".parquet", *ARROW_SUFFIXES)
+_MAX_RUNS = 64  # per part; each run of a split becomes a part of its own, which reads its row groups again
+_MARK = re.compile(r"\{([^{}]*)\}")
+
+
+class TableOptions(ImageRefOptions):
+    """Which column is what."""
+
+    image: str | tuple[str, ...] | None = Field(
+        description="the column of the image or images, several columns in order, or none for text alone"
+    )
+    question: str = Field(
+        min_length=1,
+        description="a column, or a text with {column} in it; a text that is the same for all rows begins with <image>",
+    )
+    answer: str = Field(min_length=1, description="the column of the answer")
+    answers: Literal["first", "join"] = Field(default="first", description="of a list of answers: the first, or all")
+    references: str | None = Field(
+        default=None,
+        description="the column of all right answers, one or a list, the answer's own column too; for scores alone",
+    )
+    separator: str = Field(default=", ", description="between the answers that are joined")
+    system: str | None = Field(default=None, description="the column of the system message, or a text with {column}")
+    null_image: Literal["skip", "absent"] = Field(
+        default="skip", description="skip: a row with a null image is left out; absent: the image just is not there"
+    )
+    split: str | None = Field(
+        default=None, description="the column that says the split, its values in runs; none: convert chooses"
+    )
+    train_splits: tuple[str, ...] = Field(default=("train",), description="values of the split column to train on")
+    heldout_splits: tuple[str, ...] = Field(
+        default=("validation", "test"), description="values of the split column that are held out"
+    )
+
+
+def patterns(subsets: Sequence[str]) -> tuple[str, ...]:
+    """Globs of the tables of these subsets (none: of all), and of every picture: a row may name any of them."""
+    return (*subset_patterns(subsets, SUFFIXES), *IMAGE_PATTERNS)
+
+
+def list_parts(source: StorePath, subsets: Sequence[str], options: TableOptions) -> list[Part]:
+    """All parts of the source in order of subsets, files and rows, cut where the split column's value changes.
+
+    Raises:
+        InputError: no such directory, file, subset or column, a column of a kind that is not read, or a value of the
+            split column that is in neither list.
+    """
+    chosen = subset_files(source, subsets, SUFFIXES)
+    check_image_root(source.parent if source.is_file() else source, options.image_root)
+    parts: list[Part] = []
+    for subset, files in chosen:
+        parts += list_table_parts(files, subset, None, lambda path, schema: _check_schema(path, schema, options))
+    return parts if options.split is None else [run for part in parts for run in _split_part(part, options)]
+
+
+def iter_part(part: Part, options: TableOptions, rows: Container[int] | None = None) -> Iterator[Sample | SkippedRow]:
+    """Samples and unusable rows of one part, in order of their keys. A few rows are in memory at a time.
+
+    Raises:
+        InputError: the file cannot be read to its end.
+    """
+    reader = ImageReader(part, options.image_root)
+    for row, record in iter_table_rows(part, _columns(options), rows):
+        key = part.key(row)
+        try:
+            yield _sample(key, record, reader, options)
+        except SkipSample as skip:
+            yield SkippedRow(key, skip.reason, skip.detail)
+
+
+BUILDER = Builder(options=TableOptions, patterns=patterns, list_parts=list_parts, iter_part=iter_part, has_splits=True)
+
+
+def _split_part(part: Part, options: TableOptions) -> Iterator[Part]:
+    """The part, cut where the split changes. A row without a split stays with the row before it and is skipped there.
+
+    Raises:
+        InputError: a value that is in neither list, or more than _MAX_RUNS runs.
+    """
+    runs: list[tuple[Split, int]] = []  # split, first row
+    for row, record in iter_table_rows(part, [options.split], None):
+        try:
+            split = _split_of(record, options) or (runs[-1][0] if runs else "train")
+        except LookupError as error:
+            where = f"{part.path}, row {row - part.first_row + part.file_row}"
+            raise InputError(
+                f"{where}: column {options.split!r} holds {error}, which is neither in options.train_splits nor in "
+                "options.heldout_splits; add it to one of them"
+            ) from None
+        if not runs or split != runs[-1][0]:
+            runs.append((split, row))
+    if len(runs) > _MAX_RUNS:
+        raise InputError(
+            f"{part.path}: column {options.split!r} changes {len(runs) - 1} times in {part.num_rows} rows; sort the "
+            "table by it, or write a file for each split"
+        )
+    ends = [first for _, first in runs[1:]] + [part.first_row + part.num_rows]
+    for (split, first), end in zip(runs, ends):
+        file_row = first - part.first_row + part.file_row
+        yield dataclasses.replace(part, split=split, first_row=first, file_row=file_row, num_rows=end - first)
+
+
+def _split_of(record: pa.StructScalar, options: TableOptions) -> Split | None:
+    """Our split of a row, None if its value is null; LookupError for a value that is in neither list."""
+    try:
+        value = _text(value_of(record, options.split), options.split)
+    except SkipSample:
+        return None
+    if value not in (*options.train_splits, *options.heldout_splits):
+        raise LookupError(repr(value[:80]))
+    return "heldout" if value in options.heldout_splits else "train"
+
+
+def _columns(options: TableOptions) -> list[str]:
+    """Every column that is read, each once."""
+    return list(dict.fromkeys([*_image_columns(options), *_answer_columns(options), *_value_columns(options)]))
+
+
+def _answer_columns(options: TableOptions) -> tuple[str, ...]:
+    """The columns that hold one answer or a list of them."""
+    return (options.answer,) if options.references is None else (options.answer, options.references)
+
+
+def _value_columns(options: TableOptions) -> list[str]:
+    """The columns that hold one text or number per row."""
+    texts = [*_text_columns(options.question), *_text_columns(options.system or "")]
+    return texts if options.split is None else [*texts, options.split]
+
+
+def _image_columns(options: TableOptions) -> tuple[str, ...]:
+    return (options.image,) if isinstance(options.image, str) else options.image or ()
+
+
+def _text_columns(text: str) -> list[str]:
+    """The columns of a text that is one column's name, or holds {column}; a text with <image> may hold none."""
+    marks = _MARK.findall(text)
+    return marks if marks or IMAGE_SLOT in text or not text else [text]
+
+
+def _check_schema(path: StorePath, schema: pa.Schema, options: TableOptions) -> None:
+    for column in _columns(options):
+        if column not in schema.names:
+            known = f"the columns there are: {', '.join(schema.names)}{nearest(column, schema.names)}"
+            raise InputError(f"{path} has no column {column!r}; {known}")
+        if schema.names.count(column) > 1:
+            raise InputError(f"{path} has the column {column!r} {schema.names.count(column)} times; rename the others")
+    for columns, is_readable, kinds in (
+        (_image_columns(options), _is_image, "bytes, a struct {bytes, path}, text, or a list of one of them"),
+        (_answer_columns(options), _is_answer, "text, numbers, true and false, or a list of them"),
+        (_value_columns(options), _is_value, "text, numbers, or true and false"),
+    ):
+        for column in columns:
+            if not is_readable(schema.field(column).type):
+                raise InputError(f"{path}: column {column!r} is {schema.field(column).type}; {kinds} can be read")
+
+
+def _is_image(kind: pa.DataType) -> bool:
+    kind = item_kind(kind) or kind_of(kind)
+    if pa.types.is_struct(kind):
+        fields = {field.name: field.type for field in kind}
+        has_bytes = "bytes" in fields and is_bytes(fields["bytes"])
+        return has_bytes or ("path" in fields and is_text(fields["path"]))
+    return is_bytes(kind) or is_text(kind) or pa.types.is_null(kind)
+
+
+def _is_answer(kind: pa.DataType) -> bool:
+    return _is_value(item_kind(kind) or kind)
+
+
+def _is_value(kind: pa.DataType) -> bool:
+    kind = kind_of(kind)
+    tests = (pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal, pa.types.is_boolean, pa.types.is_null)
+    return is_text(kind) or any(test(kind) for test in tests)
+
+
+def _sample(key: str, record: pa.StructScalar, reader: ImageReader, options: TableOptions) -> Sample:
+    if options.split is not None:
+        _text(value_of(record, options.split), options.split)
+    images = _images(record, reader, options)
+    question = _filled(options.question, record)
+    if not images and options.null_image == "absent" and "<" in options.question:
+        question = question.replace(IMAGE_SLOT, "")
+    if IMAGE_SLOT not in question:
+        question = IMAGE_SLOT * len(images) + question
+    answer = Message(role="assistant", text=_answer(record, options), references=_references(record, options))
+    messages = [Message(role="user", text=question.strip()), answer]
+    if options.system is not None:
+        messages.insert(0, Message(role="system", text=_filled(options.system, record)))
+    for message in messages:
+        if message.role != "user" and IMAGE_SLOT in message.text:
+            raise SkipSample("special_token_in_text", f"the {message.role} text holds {IMAGE_SLOT}")
+    sample = Sample(key=key, messages=tuple(messages), images=images)
+    sample.check()
+    return sample
+
+
+def _images(record: pa.StructScalar, reader: ImageReader, options: TableOptions) -> tuple[bytes, ...]:
+    """The row's images, in order of columns and of a list's items."""
+    images: list[bytes] = []
+    for column in _image_columns(options):
+        value = value_of(record, column)
+        if value is None or (isinstance(value, dict) and not any(value.get(name) for name in ("bytes", "path"))):
+            if options.null_image == "absent":
+                continue
+            raise SkipSample("schema_error", f"{column} is null")
+        for image in value if isinstance(value, list) else [value]:
+            images.append(image_bytes(image, len(images), reader))
+    return tuple(images)
+
+
+def _filled(text: str, record: pa.StructScalar) -> str:
+    """The text of the column, or the text with the columns' values in place of {column}."""
+    columns = _text_columns(text)
+    if columns == [text]:
+        return _text(value_of(record, text), text)
+    return _MARK.sub(lambda mark: _text(value_of(record, mark[1]), mark[1]), text).strip()
+
+
+def _answer(record: pa.StructScalar, options: TableOptions) -> str:
+    value = value_of(record, options.answer)
+    if not isinstance(value, list):
+        return _text(value, options.answer)
+    if not value:
+        raise SkipSample("empty_target", f"{options.answer} is an empty list")
+    chosen = value[:1] if options.answers == "first" else value
+    return options.separator.join(_text(item, options.answer) for item in chosen)
+
+
+def _references(record: pa.StructScalar, options: TableOptions) -> tuple[str, ...]:
+    """All right answers; none if the column is null."""
+    value = None if options.references is None else value_of(record, options.references)
+    items = value if isinstance(value, list) else [] if value is None else [value]
+    return tuple(_text(item, options.references or "") for item in items)
+
+
+def _text(value: object, column: str) -> str:
+    """A value as text."""
+    if isinstance(value, str):
+        return stripped(value)
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if value is None or (isinstance(value, float | Decimal) and not math.isfinite(value)):
+        raise SkipSample("schema_error", f"{column} is {'null' if value is None else value}")
+    return str(value)

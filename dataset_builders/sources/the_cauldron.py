@@ -1,0 +1,216 @@
+"""HuggingFaceM4/the_cauldron, or any directory of parquet files in its schema -> Sample.
+
+The source is a directory or a URL of `<subset>/*.parquet`, or one such file. A subset is one file or many
+(websight has 563); a file may be empty. A raw row:
+
+    {"images": [{"bytes": b"\\x89PNG...", "path": None}],
+     "texts": [{"user": "Which digit is this?", "assistant": "7", "source": "digits"},
+               {"user": "Is it even or odd?",   "assistant": "odd", "source": "digits"}]}
+
+becomes, with turns: chat, one sample of two turns, the image slots before the first question:
+
+    Sample(key="digits/00000012", images=(b"\\x89PNG...",), messages=(
+        user "<image>Which digit is this?", assistant "7", user "Is it even or odd?", assistant "odd"))
+
+and with turns: split one sample per pair, keys digits/00000012-0 and digits/00000012-1, each with the images.
+Questions with as many `<image>` as the row has images keep them where they are. Texts are stripped, and
+CRLF becomes LF. An image without bytes is read from its path, if the path lies below the source.
+
+the_cauldron keeps one answer per question. If your own source has several right ones (ten annotators, say), a pair may
+list them all in a field `references`: a list of texts, null or absent if there are none:
+
+    {"user": "What does the sign say?", "assistant": "Open.", "source": "mine", "references": ["open", "OPEN", "open"]}
+
+They become the answer's Message.references, for scores alone. the_cauldron ended its answers with a full stop that the
+original datasets do not have. If the metric would count it (ANLS, on DOCUMENTS), both spellings are references.
+
+Left out: rows with a field that is null or not UTF-8, or a null among the references (schema_error); rows without a
+pair (no_text); images without bytes and without a file at their path (image_not_found); answers with `<image>` in them
+(special_token_in_text); and whatever Sample.check refuses.
+"""
+
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import pyarrow as pa
+from pydantic import Field
+
+from dataset_builders.contracts.sample import IMAGE_SLOT, Message, Sample, SkipSample, subset_of
+from dataset_builders.contracts.strict import StrictModel
+from dataset_builders.errors import InputError
+from dataset_builders.readers.file_patterns import SourceFile, list_files, nearest
+from dataset_builders.readers.image_refs import IMAGE_PATTERNS, ImageReader
+from dataset_builders.readers.parts import Builder, Part, SkippedRow, natural_order
+from dataset_builders.readers.row_files import check_subset_name
+from dataset_builders.readers.table_files import (
+    check_columns,
+    image_bytes,
+    is_bytes,
+    is_text,
+    is_text_list,
+    item_kind,
+    iter_table_rows,
+    list_table_parts,
+    stripped,
+    value_of,
+)
+from dataset_builders.storage.store import StorePath
+
+_COLUMNS = ("images", "texts")
+_TEXT_FIELDS = ("user", "assistant")
+_REFERENCES = "references"
+DOCUMENTS = ("docvqa", "infographic_vqa", "st_vqa")
+
+
+class CauldronOptions(StrictModel):
+    """How a raw row becomes samples."""
+
+    turns: Literal["chat", "split"] = Field(
+        description="chat: all question-answer pairs of a row in one conversation; split: one sample per pair"
+    )
+
+
+def patterns(subsets: Sequence[str]) -> tuple[str, ...]:
+    """Globs of the parquet files of these subsets (none: of all), and of the pictures beside them."""
+    return tuple(f"{top}/{end}" for top in tuple(subsets) or ("*",) for end in ("*.parquet", *IMAGE_PATTERNS))
+
+
+def list_parts(source: StorePath, subsets: Sequence[str], options: CauldronOptions) -> list[Part]:
+    """All parts of the source: subsets by name, files in numeric order, row groups in file order.
+
+    Raises:
+        InputError: no such directory or subset, no parquet file, or a file of another format or schema.
+    """
+    files = _files_of_subsets(source, subsets)
+    return [part for subset in files for part in list_table_parts(files[subset], subset, None, _check_schema)]
+
+
+def iter_part(
+    part: Part, options: CauldronOptions, rows: Container[int] | None = None
+) -> Iterator[Sample | SkippedRow]:
+    """Samples and unusable rows of one part, in order of their keys. A few rows are in memory at a time.
+
+    Raises:
+        InputError: the file cannot be read to its end.
+    """
+    reader = ImageReader(part)
+    for row, record in iter_table_rows(part, _COLUMNS, rows):
+        key = part.key(row)
+        try:
+            texts = _pairs(record)
+            images = tuple(image_bytes(image, i, reader) for i, image in enumerate(value_of(record, "images") or []))
+        except SkipSample as skip:
+            yield SkippedRow(key, skip.reason, skip.detail)
+            continue
+        if options.turns == "chat":
+            yield _sample(key, texts, images)
+        else:
+            yield from (_sample(f"{key}-{i}", [pair], images) for i, pair in enumerate(texts))
+
+
+BUILDER = Builder(options=CauldronOptions, patterns=patterns, list_parts=list_parts, iter_part=iter_part)
+
+
+def _files_of_subsets(source: StorePath, subsets: Sequence[str]) -> dict[str, list[SourceFile]]:
+    """Subset -> its parquet files, both in order."""
+    chosen = [f"{name}/*.parquet" for name in subsets]  # a store then lists nothing else
+    files: dict[str, list[SourceFile]] = {}
+    if source.is_file():
+        subset = source.parent.name
+        files, subsets = {subset: [SourceFile(source, f"{subset}/{source.name}")]}, subsets or (subset,)
+    else:
+        for file in list_files(source, chosen or ["*/*.parquet", "*.parquet"]):
+            files.setdefault(file.name.rpartition("/")[0], []).append(file)
+    if not files.keys() - {""} and not subsets:
+        hint = f"; it is one subset: give {source.parent} and subsets=[{source.name}]" if files else ""
+        raise InputError(f"raw data directory {source} holds no <subset>/*.parquet{hint}")
+    files.pop("", None)
+    for name in subsets:
+        if name not in files:
+            names = sorted({file.name.split("/")[0] for file in list_files(source, ["*/*.parquet"])})
+            known = f"there are: {', '.join(names)}{nearest(name, names)}" if names else "it has no <subset>/*.parquet"
+            raise InputError(f"no subset {name!r} in {source}; {known}")
+    for name in files:
+        check_subset_name(name, source / name)
+    return {name: files[name] for name in sorted(files, key=natural_order)}
+
+
+def _check_schema(path: StorePath, schema: pa.Schema) -> None:
+    check_columns(path, schema, _COLUMNS, "the_cauldron")
+    _check_struct(path, "images", schema.field("images").type, {"bytes": is_bytes})
+    texts = schema.field("texts").type
+    _check_struct(path, "texts", texts, dict.fromkeys(_TEXT_FIELDS, is_text))
+    item = item_kind(texts)
+    index = item.get_field_index(_REFERENCES) if pa.types.is_struct(item) else -1
+    if index >= 0 and not is_text_list(item.field(index).type):
+        raise InputError(
+            f"{path}: field {_REFERENCES!r} of column 'texts' is {item.field(index).type}, not list<string>; "
+            "write the answers as a list of texts, or leave the field out"
+        )
+
+
+def _check_struct(path: StorePath, column: str, kind: pa.DataType, fields: dict) -> None:
+    """Raise InputError unless the column is a list of structs with these fields, or of nulls (every row empty)."""
+    expected, item = f"list<struct<{', '.join(fields)}>>", item_kind(kind)
+    if item is None or not (pa.types.is_struct(item) or pa.types.is_null(item)):
+        raise InputError(f"{path}: column {column!r} is {kind}, not {expected}; see the schema of the_cauldron")
+    if pa.types.is_null(item):
+        return
+    for name, is_right in fields.items():
+        index = item.get_field_index(name)
+        if index < 0 or not is_right(item.field(index).type):
+            field_kind = "missing" if index < 0 else str(item.field(index).type)
+            raise InputError(f"{path}: field {name!r} of column {column!r} is {field_kind}; {expected} was expected")
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """A question and its answer, stripped, with the answers that count as right."""
+
+    question: str
+    answer: str
+    references: tuple[str, ...]
+
+
+def _pairs(record: pa.StructScalar) -> list[_Pair]:
+    """The row's pairs."""
+    texts = value_of(record, "texts") or []
+    for i, pair in enumerate(texts):
+        for name in _TEXT_FIELDS:
+            if not pair or pair[name] is None:
+                raise SkipSample("schema_error", f"texts[{i}] has no {name!r}")
+        if None in (pair.get(_REFERENCES) or ()):
+            raise SkipSample("schema_error", f"texts[{i}] has a null among its references")
+    if not texts:
+        raise SkipSample("no_text", "texts is empty")
+    return [
+        _Pair(stripped(pair["user"]), stripped(pair["assistant"]), tuple(map(stripped, pair.get(_REFERENCES) or ())))
+        for pair in texts
+    ]
+
+
+def _sample(key: str, pairs: Sequence[_Pair], images: tuple[bytes, ...]) -> Sample | SkippedRow:
+    """One conversation of these pairs, checked."""
+    own_slots = sum(pair.question.count(IMAGE_SLOT) for pair in pairs)
+    messages = []
+    for pair in pairs:
+        messages.append(Message(role="user", text=pair.question))
+        references = pair.references or _spellings(key, pair.answer)
+        messages.append(Message(role="assistant", text=pair.answer, references=references))
+    if own_slots == 0:
+        messages[0] = Message(role="user", text=IMAGE_SLOT * len(images) + messages[0].text)
+    sample = Sample(key=key, messages=tuple(messages), images=images)
+    try:
+        if any(IMAGE_SLOT in pair.answer for pair in pairs):
+            raise SkipSample("special_token_in_text", f"an answer holds {IMAGE_SLOT}")
+        sample.check()
+    except SkipSample as skip:
+        return SkippedRow(key, skip.reason, skip.detail)
+    return sample
+
+
+def _spellings(key: str, answer: str) -> tuple[str, ...]:
+    """The answer with and without the_cauldron's full stop, in subsets whose metric counts it; else nothing."""
+    is_ended = answer.endswith(".") and not answer.endswith("..") and len(answer) > 1
+    return (answer, answer[:-1]) if is_ended and subset_of(key) in DOCUMENTS else ()

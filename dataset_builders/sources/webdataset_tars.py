@@ -1,0 +1,202 @@
+"""Existing WebDataset tars, by a map of their members -> Sample.
+
+The source is a directory of `<subset>/*.tar`, or of tars (`cc3m-00000.tar`, `00000.tar`). A sample is a run of
+neighbouring members with the same name up to the first dot after the last slash. What follows the dot is the field:
+
+    000000012.jpg  000000012.txt  000000012.json          one image
+    pets/7.0.png   pets/7.1.png   pets/7.json             two images, in order of their fields
+
+becomes, with {question: "constant:Describe the picture.", answer: txt},
+
+    Sample(key="cc3m/00000012", images=(b"\\xff\\xd8\\xff...",), messages=(
+        user "<image>Describe the picture.", assistant "A dog in the snow."))
+
+and with {messages: "json:messages"} the conversation in a field of the JSON member, in OpenAI's form or ShareGPT's (see
+conversation.py). Its images are the sample's image members in order. A content part may also name a member's field.
+
+`question`, `answer` and `messages` say where to look: `txt`, the text of a member; `json:a.b.0`, a value inside a JSON
+member; `constant:...`, this text itself. Members that no option names are passed over, as are directories, links and
+hidden files. The key is the number of the sample in its subset. The tar's own names appear in the quarantine alone.
+
+Nothing is unpacked to a disk: list_parts reads the headers, iter_part the members that the options name.
+
+Left out: a sample without an image, unless `text_only` (image_not_found), or without the member or field of a text
+(schema_error); text that should be JSON and is not (json_parse_error); the same member twice (duplicate_key); a member
+over 256 MiB (bomb); and whatever the conversation's form or Sample.check refuses. A tar that breaks off is refused.
+"""
+
+import re
+from collections.abc import Container, Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from pydantic import Field, field_validator, model_validator
+
+from dataset_builders.contracts.sample import Sample, SkipSample
+from dataset_builders.contracts.strict import StrictModel
+from dataset_builders.readers.conversation import Conversation, from_openai, from_sharegpt, names_images
+from dataset_builders.readers.image_refs import IMAGE_SUFFIXES, MAX_IMAGE_BYTES
+from dataset_builders.readers.json_lines import json_type, parse_json
+from dataset_builders.readers.parts import Builder, Part, SkippedRow, natural_order
+from dataset_builders.readers.row_files import number_on, span_parts, subset_files, subset_patterns
+from dataset_builders.readers.tar_files import Group, iter_groups, list_group_spans
+from dataset_builders.storage.store import StorePath
+
+_SUFFIXES = (".tar",)
+_CONSTANT = "constant:"
+_MAX_TEXT_BYTES = 64 << 20
+
+
+class WebDatasetOptions(StrictModel):
+    """Which members of a sample become what."""
+
+    images: tuple[str, ...] = Field(
+        default=IMAGE_SUFFIXES,
+        description="fields that are images: jpg also stands for 0.jpg, 1.jpg, ...; with * a pattern of fields",
+    )
+    question: str | None = Field(default=None, description="where the question is: txt, json:a.b or constant:text")
+    answer: str | None = Field(default=None, description="where the answer is, in the same way")
+    messages: str | None = Field(default=None, description="instead of the two, where a conversation is: json:a.b")
+    text_only: bool = Field(default=False, description="whether samples without an image are meant to be there")
+
+    @field_validator("question", "answer", "messages")
+    @classmethod
+    def _names_a_member(cls, place: str | None) -> str | None:
+        if place is not None and not place.partition(":")[0]:
+            raise ValueError(f"{place!r} names no member; write txt, json:field or constant:text")
+        return place
+
+    @model_validator(mode="after")
+    def _say_where_the_text_is(self) -> "WebDatasetOptions":
+        pair = (self.question, self.answer)
+        if (self.messages is None) == (pair == (None, None)) or (self.messages is None and None in pair):
+            raise ValueError("give question and answer, or messages alone")
+        if self.messages is not None and self.messages.startswith(_CONSTANT):
+            raise ValueError("messages cannot be a constant; name a JSON member: json:messages")
+        return self
+
+
+def patterns(subsets: Sequence[str]) -> tuple[str, ...]:
+    """Globs of the tars of these subsets (none: of all)."""
+    return subset_patterns(subsets, _SUFFIXES)
+
+
+def list_parts(source: StorePath, subsets: Sequence[str], options: WebDatasetOptions) -> list[Part]:
+    """All parts of the source: subsets by name, tars in numeric order, samples in the order of the tar.
+
+    Raises:
+        InputError: no such directory, subset or tar, or a tar that breaks off.
+    """
+    parts: list[Part] = []
+    for subset, tars in subset_files(source, subsets, _SUFFIXES):
+        parts += number_on(span_parts(tar, subset, list_group_spans(tar.path)) for tar in tars)
+    return parts
+
+
+def iter_part(
+    part: Part, options: WebDatasetOptions, rows: Container[int] | None = None
+) -> Iterator[Sample | SkippedRow]:
+    """Samples and unusable rows of one part, in order. One sample is in memory at a time.
+
+    Raises:
+        InputError: the tar breaks off.
+    """
+    for row, group in enumerate(iter_groups(part.path, part.span), part.first_row):
+        if rows is not None and row not in rows:
+            continue
+        try:
+            yield _sample(part.key(row), group, options)
+        except SkipSample as skip:
+            yield SkippedRow(part.key(row), skip.reason, f"{group.name[:100]!r}: {skip.detail}")
+
+
+BUILDER = Builder(options=WebDatasetOptions, patterns=patterns, list_parts=list_parts, iter_part=iter_part)
+
+
+def _sample(key: str, group: Group, options: WebDatasetOptions) -> Sample:
+    group.check()
+    fields = sorted((f for f in group.fields if _is_image(f, options.images)), key=natural_order)
+    if not fields and not options.text_only:
+        raise SkipSample("image_not_found", f"no image among its members: {_names(group)}")
+
+    def read(field: str) -> bytes:
+        if field not in group.fields:
+            raise SkipSample("image_not_found", f"no member {field[:100]!r}")
+        return group.read(field, MAX_IMAGE_BYTES, "bomb")
+
+    texts = _Texts(group)
+    if options.messages is None:
+        question, answer = texts.text(options.question), texts.text(options.answer)
+        return _pair(question, answer, fields).sample(key, read)
+    return _conversation(texts.value(options.messages), fields).sample(key, read)
+
+
+def _pair(question: str, answer: str, fields: Sequence[str]) -> Conversation:
+    turns = [{"from": "user", "value": question}, {"from": "assistant", "value": answer}]
+    return from_sharegpt({"conversations": turns}, fields)
+
+
+def _conversation(value: Any, fields: Sequence[str]) -> Conversation:
+    """A list of turns, or an object that holds one as `messages` or `conversations`."""
+    if isinstance(value, list):
+        is_sharegpt = bool(value) and isinstance(value[0], dict) and "from" in value[0]
+        value = {"conversations" if is_sharegpt else "messages": value}
+    if not isinstance(value, dict):
+        raise SkipSample("schema_error", f"the conversation is {json_type(value)}, not an array")
+    if value.get("conversations"):
+        return from_sharegpt(value, fields)
+    turns = value.get("messages")
+    return from_openai(value, None if isinstance(turns, list) and names_images(turns) else fields)
+
+
+def _is_image(field: str, images: Sequence[str]) -> bool:
+    plain = re.sub(r"^\d+\.", "", field)
+    return any(fnmatchcase(field, image) if "*" in image else image == plain for image in images)
+
+
+def _names(group: Group) -> str:
+    return ascii(", ".join(group.fields)[:100])
+
+
+class _Texts:
+    """The values at the options' places in one sample. A JSON member is parsed once."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._parsed: dict[str, Any] = {}
+
+    def text(self, place: str) -> str:
+        """The text at a place.
+
+        Raises:
+            SkipSample: schema_error, json_parse_error.
+        """
+        if place.startswith(_CONSTANT):
+            return place.removeprefix(_CONSTANT)
+        value = self.value(place) if ":" in place else self._member(place)
+        if not isinstance(value, str):
+            raise SkipSample("schema_error", f"{place!r} is {json_type(value)}, not text")
+        return value
+
+    def value(self, place: str) -> Any:
+        """The JSON value at `member` or `member:a.b.0`."""
+        member, _, path = place.partition(":")
+        if member not in self._parsed:
+            self._parsed[member] = parse_json(self._member(member))
+        value = self._parsed[member]
+        for name in path.split(".") if path else ():
+            if isinstance(value, list) and name.isdecimal() and int(name) < len(value):
+                value = value[int(name)]
+            elif isinstance(value, dict) and name in value:
+                value = value[name]
+            else:
+                raise SkipSample("schema_error", f"nothing at {place!r}")
+        return value
+
+    def _member(self, field: str) -> str:
+        if field not in self._group.fields:
+            raise SkipSample("schema_error", f"no member {field!r} among {_names(self._group)}")
+        try:
+            return self._group.read(field, _MAX_TEXT_BYTES, "schema_error").decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise SkipSample("schema_error", f"{field!r} is not UTF-8: {error.reason} at byte {error.start}") from None

@@ -1,0 +1,83 @@
+"""Files that appear whole or not at all: written under another name, then published by a rename or an upload."""
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from dataset_builders.storage.local_cache import cache_dir, path_beside
+from dataset_builders.storage.store import StorePath, is_local, publish
+
+
+@contextlib.contextmanager
+def atomic_path(path: StorePath) -> Iterator[Path]:
+    """A temporary local path whose file is published as `path` when the block ends without an error."""
+    tmp = temporary_path(path)
+    try:
+        yield tmp
+        publish(tmp, path)
+    finally:
+        tmp.unlink(missing_ok=True)
+
+
+def temporary_path(path: StorePath) -> Path:
+    """Where a file is written before it is published as `path`: beside it, or for a store in the cache directory."""
+    if is_local(path):
+        return path_beside(path)
+    uploads = cache_dir() / "uploads"
+    uploads.mkdir(parents=True, exist_ok=True)
+    return path_beside(uploads / path.name)
+
+
+def write_text(path: StorePath, text: str) -> None:
+    """Write `text` as UTF-8 so that a reader sees the old file or the new one, never a part of it."""
+    with atomic_path(path) as tmp, tmp.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_json(path: StorePath, value: object) -> None:
+    """Write `value` as indented JSON with sorted keys, atomically; the same value gives the same bytes."""
+    write_text(path, json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
+
+
+def sha256_file(path: StorePath) -> str:
+    """64 hex digits of a file's SHA-256, read in pieces."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class GrowingFile:
+    """Whole lines that other processes append to a file of this machine, each to be taken once.
+
+    A file that was cut, or replaced by another, is read from its start.
+
+    Attributes:
+        taken: bytes of the lines that were taken.
+    """
+
+    def __init__(self, path: Path, taken: int = 0) -> None:
+        self.path, self.taken = path, taken
+        self._end, self._inode = taken, 0
+
+    def new_lines(self) -> bytes:
+        """What follows the lines that were taken, up to the last line break; nothing without a file."""
+        if not self.path.is_file():
+            return b""
+        with self.path.open("rb") as file:
+            about = os.fstat(file.fileno())
+            if self._inode not in (0, about.st_ino) or about.st_size < self.taken:
+                self.taken = 0
+            self._inode = about.st_ino
+            file.seek(self.taken)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._end = self.taken + len(whole)
+        return whole
+
+    def take(self) -> None:
+        """What `new_lines` gave last is not given again."""
+        self.taken = self._end

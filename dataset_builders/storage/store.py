@@ -1,0 +1,300 @@
+"""Where bytes lie, a directory of this machine or an object store, behind one kind of path.
+
+A local path is a pathlib.Path. A URL (`s3://bucket/prefix`) is a UPath, which has the same methods and goes through
+fsspec's driver for its protocol. Keys and endpoints come from that driver's own environment variables
+(AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL, ...). An object store has no rename and no lock: a file
+appears whole or not at all, and a directory is finished when its manifest is there.
+
+Reads from a store go through a bounded cache on this machine (`local_cache.py`).
+"""
+
+import hashlib
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import xxhash
+from pydantic import BeforeValidator, PlainSerializer
+from upath import UPath
+
+from dataset_builders.errors import InputError, one_line
+from dataset_builders.storage.local_cache import TREE, WHOLE, LocalCache, cache_dir, path_beside
+
+StorePath = Path | UPath
+
+_EXTRAS = {"s3": "s3", "s3a": "s3"}
+# user:password@ in any URL (not host:port/...@...), or a bare key@ where an address has nothing else before an @. A
+# password with a / in it, which should have been escaped, matches as a whole.
+_USERINFO = re.compile(
+    r"([a-z][a-z0-9+.-]*://)[^\s/@:\"'<>]*:(?!\d+(?:[/?#\s]|$))[^\s\"'<>]*@|((?:s3a?|gs|gcs|https?)://)[^\s/@:\"'<>]+@",
+    re.I,
+)
+_TRIES = 5
+_FIRST_WAIT = 0.2  # seconds; doubled after each try
+_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)  # another try changes nothing
+
+Result = TypeVar("Result")
+
+
+def location(text: str | os.PathLike[str]) -> StorePath:
+    """The path of a text: a local path, or a URL.
+
+    Raises:
+        InputError: no driver for the URL's protocol is installed, or there are credentials in the URL.
+    """
+    if isinstance(text, UPath | Path):
+        return text
+    text = os.fspath(text)
+    check_no_userinfo(text)
+    protocol, mark, rest = text.partition("://")
+    if not mark:
+        return Path(text).expanduser()
+    if protocol in ("file", "local"):
+        return Path(rest)
+    try:
+        path = UPath(text, use_listings_cache=False)  # a cached listing does not see what another process wrote
+        assert path.fs is not None  # loads the driver
+    except (ImportError, ValueError) as error:
+        extra = f"pip install 'athanor[{_EXTRAS[protocol]}]'" if protocol in _EXTRAS else f"install fsspec's {protocol}"
+        raise InputError(f"{text}: no driver for {protocol}:// is installed ({error}); {extra}") from error
+    return path
+
+
+def check_no_userinfo(text: str, what: str = "") -> None:
+    """Refuse a URL with a password, which would be in logs, manifests and databases. The text may also be no URL.
+
+    Args:
+        what: the field that holds the URL, for the message.
+
+    Raises:
+        InputError: there is a password; names the URL without it.
+    """
+    if without_userinfo(text) != text:
+        raise InputError(
+            f"{what}{'=' if what else ''}{without_userinfo(text)}: a URL must not carry a key or password, which would "
+            "be in logs and records; put credentials in the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, ...)"
+        )
+
+
+def without_userinfo(text: str) -> str:
+    """A text with `...` in place of the credentials of URLs in it; `abfs://container@account` has none.
+
+    >>> without_userinfo("postgresql://me:secret@host/runs")
+    'postgresql://...@host/runs'
+    """
+    return _USERINFO.sub(lambda match: f"{match[1] or match[2]}...@", text)
+
+
+Location = Annotated[Any, BeforeValidator(location), PlainSerializer(str)]  # a StorePath as a field of a config
+
+
+def absolute(path: StorePath) -> StorePath:
+    """The path without links and relative parts; a URL stays as it is."""
+    return path.resolve() if is_local(path) else path
+
+
+def is_local(path: StorePath) -> bool:
+    """Whether the path is one of this machine's file system, not a URL."""
+    return isinstance(path, Path)
+
+
+def check_reachable(path: StorePath) -> None:
+    """Check that a store answers and lets us in; a local path always passes.
+
+    Raises:
+        InputError: it does not answer, or refuses us.
+    """
+    if is_local(path):
+        return
+    try:
+        path.exists()
+    except Exception as error:  # every driver has its own kinds
+        why = one_line(error) or type(error).__name__
+        raise InputError(
+            f"{path} cannot be reached ({why}); give its keys and endpoint in the environment "
+            "(AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL for s3://), or a local directory"
+        ) from error
+
+
+def publish(local: Path, path: StorePath) -> None:
+    """Move a whole local file to its place: a rename, or an upload that is complete before anyone sees it."""
+    if is_local(path):
+        os.replace(local, path)
+        return
+
+    def upload() -> None:
+        path.fs.put_file(str(local), path.path)
+        arrived, size = path.fs.info(path.path)["size"], local.stat().st_size
+        if arrived != size:
+            raise OSError(f"{path}: {arrived} bytes arrived of {size}")
+
+    _with_retries(upload, f"write {path}")
+    local.unlink()
+
+
+def read_range(path: StorePath, offset: int, size: int, checksum: int | None = None) -> bytes:
+    """Bytes [offset, offset + size) of a file; from a store through the cache.
+
+    Args:
+        checksum: xxh3_64 of these bytes. It is compared if they come over a network; a disk of this machine is trusted.
+
+    Raises:
+        OSError: the file ends too early, or the bytes do not have this checksum.
+    """
+    if is_local(path):
+        with path.open("rb") as file:
+            data = os.pread(file.fileno(), size, offset)
+        if len(data) != size:
+            raise OSError(
+                f"{path}: {size} bytes at {offset} were expected, {len(data)} are there; the file is cut short"
+            )
+        return data
+
+    def fetch() -> bytes:
+        data = path.fs.cat_file(path.path, start=offset, end=offset + size)
+        if len(data) != size:
+            raise OSError(f"{path}: {size} bytes at {offset} were expected, {len(data)} are there")
+        if checksum is not None and xxhash.xxh3_64_intdigest(data) != checksum:
+            raise OSError(f"{path}: the {size} bytes at {offset} are not the ones that were written")
+        return data
+
+    return LocalCache().read(f"{path}#{offset}+{size}", lambda: _with_retries(fetch, f"read {path}"))
+
+
+def local_copy(path: StorePath, sha256: str | None = None) -> Path:
+    """A file that other libraries can open by name: the file itself, or a copy in the cache of this machine.
+
+    Args:
+        sha256: of the whole file, compared after a download.
+
+    Raises:
+        OSError: the bytes that arrived do not have this SHA-256.
+    """
+    if is_local(path):
+        return path
+    info = _with_retries(lambda: path.fs.info(path.path), f"look at {path}")
+    version = info.get("ETag") or info.get("LastModified") or info.get("mtime") or ""
+    size = info["size"]
+
+    def download(target: Path) -> None:
+        _with_retries(lambda: path.fs.get_file(path.path, str(target)), f"read {path}")
+        if target.stat().st_size != size:
+            raise OSError(f"{path}: {target.stat().st_size} bytes arrived of {size}")
+        with target.open("rb") as file:
+            if sha256 is not None and hashlib.file_digest(file, "sha256").hexdigest() != sha256:
+                raise OSError(f"{path}: the bytes that arrived have another SHA-256")
+
+    return LocalCache().file(f"{path}#{version}#{size}", path.name, download)
+
+
+def local_dir(path: StorePath) -> Path:
+    """A directory that other libraries can open by name: the directory itself, or a copy of the whole tree here.
+
+    A finished directory in a store never changes. The copy counts towards the cache's bound, and may be deleted a day
+    after its last use.
+
+    Raises:
+        InputError: an object of the store has a name that leads out of the directory.
+    """
+    if is_local(path):
+        return path
+    target = side_dir(path) / TREE
+    if (target / WHOLE).is_file():
+        os.utime(target / WHOLE)
+        return target
+    for file in walk_files(path):
+        place = target / _name_below(file, path)
+        if place.is_file() and place.stat().st_size == file.stat().st_size:
+            continue
+        place.parent.mkdir(parents=True, exist_ok=True)
+        tmp = path_beside(place)
+        _with_retries(lambda file=file, tmp=tmp: file.fs.get_file(file.path, str(tmp)), f"read {file}")
+        os.replace(tmp, place)
+    target.mkdir(parents=True, exist_ok=True)
+    (target / WHOLE).touch()
+    LocalCache().count(sum(file.stat().st_size for file in target.rglob("*") if file.is_file()))
+    return target
+
+
+def side_dir(path: StorePath) -> Path:
+    """The directory of this machine that belongs to a path: itself, or for a URL one below the cache directory."""
+    if is_local(path):
+        return path
+    name = "".join(c if c.isalnum() else "-" for c in path.name)[:40]
+    return cache_dir() / "roots" / f"{name}-{xxhash.xxh3_64_hexdigest(str(path).rstrip('/').encode())}"
+
+
+def upload_dir(local: Path, path: StorePath, last: str) -> None:
+    """Put every file of a local directory into a store, the file named `last` after all others."""
+    names = sorted(str(file.relative_to(local)) for file in local.rglob("*") if file.is_file())
+    for name in [*(n for n in names if n != last), last]:
+        target = path / name
+        if not (name != last and target.is_file() and target.stat().st_size == (local / name).stat().st_size):
+            copy = cache_dir() / "uploads" / f"{os.getpid()}-{Path(name).name}.tmp"
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            can_link = local.stat().st_dev == copy.parent.stat().st_dev
+            os.link(local / name, copy) if can_link else shutil.copyfile(local / name, copy)
+            publish(copy, target)
+
+
+def make_dir(path: StorePath) -> None:
+    """Make a directory and its parents; a store has no directories to make."""
+    if is_local(path):
+        path.mkdir(parents=True, exist_ok=True)
+
+
+def modified(path: StorePath) -> float:
+    """When a file was written, in seconds since 1970."""
+    return path.stat().st_mtime if is_local(path) else path.fs.modified(path.path).timestamp()
+
+
+def remove_tree(path: StorePath) -> None:
+    """Delete a directory and all in it."""
+    if is_local(path):
+        shutil.rmtree(path)
+    elif path.exists():
+        path.fs.rm(path.path, recursive=True)
+
+
+def walk_files(path: StorePath) -> list[StorePath]:
+    """Every file below a directory, by name."""
+    if is_local(path):
+        files = [file for file in path.rglob("*") if file.is_file()]
+    else:
+        scheme = str(path).partition("://")[0]
+        files = [location(f"{scheme}://{name}") for name in path.fs.find(path.path)]
+    return sorted(files, key=str)
+
+
+def _name_below(file: StorePath, directory: StorePath) -> str:
+    """The file's name below the directory; keys of a store may hold `..` and begin with /, which are refused."""
+    name = str(file)[len(str(directory).rstrip("/")) + 1 :]
+    if name.startswith("/") or ".." in name.split("/"):
+        raise InputError(
+            f"{directory} holds an object named {name!r}, which is not a file below it; delete that object"
+        )
+    return name
+
+
+def _with_retries(action: Callable[[], Result], what: str) -> Result:
+    """What `action` returns; it is tried again after a broken connection, not if a file is missing or not allowed.
+
+    Raises:
+        OSError: it failed _TRIES times.
+    """
+    wait = _FIRST_WAIT
+    for attempt in range(_TRIES):
+        try:
+            return action()
+        except _FINAL:
+            raise
+        except Exception as error:  # every driver has its own kinds
+            if attempt == _TRIES - 1:
+                raise OSError(f"cannot {what}, tried {_TRIES} times: {one_line(error, 300)}") from error
+        time.sleep(wait)
+        wait *= 2
+    raise AssertionError("unreachable")

@@ -1,0 +1,38 @@
+"""Checks of recipes and model directories, before a command loads its libraries, which takes seconds.
+
+Prefect, MLflow, torch and transformers are not imported here; `tests/flows/cli/test_refused.py` sees to it.
+"""
+
+import argparse
+
+from flows.deployments.grid import expand, parse_grid
+from flows.pipeline.graph import check_model
+from flows.pipeline.recipe import Recipe, load_recipe
+from stages.inputs.hf_directory import check_hf_dir, resolve_hf_dir
+
+
+def recipe_of(args: argparse.Namespace) -> Recipe:
+    """The recipe of a command line, with its `--set` and the `--launcher` of `plan`.
+
+    Raises:
+        InputError: the recipe is wrong.
+    """
+    launcher = getattr(args, "launcher", None)
+    overrides = [*args.overrides, *([f"execution.cluster.launcher={launcher}"] if launcher else [])]
+    return load_recipe(args.recipe, overrides)
+
+
+def check_recipe(args: argparse.Namespace) -> None:
+    """Raise InputError if the recipe or its model's directory is wrong."""
+    check_model(recipe_of(args).config)
+
+
+def check_points(args: argparse.Namespace) -> None:
+    """Raise InputError if the grid is wrong, or the recipe at one of its points."""
+    for point in expand(parse_grid(args.grid)):
+        load_recipe(args.recipe, args.overrides, point)
+
+
+def check_model_dir(args: argparse.Namespace) -> None:
+    """Raise InputError if the directory does not hold a model that can answer."""
+    check_hf_dir(resolve_hf_dir(args.model))

@@ -1,0 +1,129 @@
+"""What a run prints at its end: stages, scores, the model's place, and the next commands to type."""
+
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from dataset_builders.storage.store import StorePath, local_copy, location, side_dir
+from flows.cli.text_table import print_table
+from flows.pipeline.recipe import Recipe
+from flows.tracking.notes import score_text
+from flows.tracking.store import server_command
+from stages.evaluate.predictions import PREDICTIONS
+from stages.evaluate.reference_loss import PERPLEXITY
+from stages.pages.report import REPORT_HTML
+
+
+def print_closing(
+    result: dict[str, Any],
+    root: StorePath,
+    recipe: Recipe,
+    arguments: Sequence[str],
+    seconds: float,
+    is_terminal: bool,
+) -> None:
+    """Print the tables and the next commands.
+
+    Args:
+        arguments: of `athanor run` for the same run: the recipe and its settings.
+    """
+    rows = [
+        (r["stage"], "reused" if r["reused"] else "made", f"{r['seconds']:.1f}", _below(r["dir"], root))
+        for r in result["stages"]
+    ]
+    print_table(f"Stages, in {shorten(root)}", ("stage", "", "seconds", "directory"), rows, is_terminal)
+    print_scores(result["scores"], result["counts"], is_terminal)
+    num_made = sum(not r["reused"] for r in result["stages"])
+    print(f"\n{num_made} of {len(rows)} stages made, {len(rows) - num_made} reused, {seconds:.0f} s in all.")
+    print(f"Model:  {shorten(location(result['hf_dir']))}  (loads with transformers' from_pretrained)")
+    for text in registration(result["registered_name"], result["refusals"], result["mlflow_run"] is not None):
+        print(text)
+    print("\nNext:")
+    for text, command in next_commands(result, root, recipe, arguments):
+        print(f"  {text}\n    {command}")
+
+
+def registration(name: str, refusals: Sequence[str], has_record: bool) -> list[str]:
+    """Lines that say whether the model is registered.
+
+    Args:
+        refusals: one line per gate that failed.
+        has_record: the run has a record, from which MLflow learns of it.
+    """
+    reasons = [*refusals, *([] if has_record else ["the run's record could not be written; see the warning above"])]
+    return [f"Not registered as {name}: {reason}" for reason in reasons] or [f"Registered as {name} in MLflow."]
+
+
+def print_scores(scores: dict[str, dict[str, float]], counts: dict[str, dict[str, int]], is_terminal: bool) -> None:
+    """Print one row per subset, one column per metric."""
+    names = dict.fromkeys(metric for values in scores.values() for metric in values)
+    metrics = [name for name in names if not name.startswith("mean_") and name != PERPLEXITY]  # those are in MLflow
+    kinds = list(dict.fromkeys(kind for values in counts.values() for kind, count in values.items() if count))
+    rows = [
+        (
+            subset,
+            *(str(counts.get(subset, {}).get(kind, "")) for kind in kinds),
+            *(score_text(values.get(metric)) for metric in metrics),
+        )
+        for subset, values in scores.items()
+    ]
+    print_table("Scores on held-out samples", ("subset", *kinds, *metrics), rows, is_terminal)
+
+
+def next_commands(
+    result: dict[str, Any], root: StorePath, recipe: Recipe, arguments: Sequence[str]
+) -> list[tuple[str, str]]:
+    """(purpose, command) pairs; the commands can be typed as they are."""
+    dirs = {r["stage"]: location(r["dir"]) for r in result["stages"]}
+    athanor = program("athanor")
+    picture, question = example_question(dirs["evaluate"], root)
+    model = quoted(location(result["hf_dir"]))
+    ask = f"{athanor} ask {model} {quoted(picture) if picture else '-'} {shlex.quote(question)}"
+    commands = [("see which tokens were learnt (open in a browser)", shorten(dirs["tokenize"] / REPORT_HTML))]
+    if result["mlflow_url"]:
+        command = server_command(root, program("mlflow"))
+        page = ("see the run in MLflow", result["mlflow_url"])
+        commands.append((f"see the run in MLflow: {result['mlflow_url']}", command) if command else page)
+    if result["compare_url"]:
+        commands.append(("compare it with the run before (with MLflow's server running)", result["compare_url"]))
+    commands.append(("ask the model about a picture", ask))
+    lower = f"--set train.optim.lr={recipe.config.train.optim.lr / 2:g}"  # the last --set of a field counts
+    change = " ".join([f"{athanor} run", *map(shlex.quote, arguments), f"--root {quoted(root)}", lower])
+    commands.append(("change one setting; only the stages that depend on it run again", change))
+    return commands
+
+
+def example_question(evaluate_dir: StorePath, root: StorePath) -> tuple[Path | None, str]:
+    """A held-out picture, written below the root, and a question about it alone; None if there is no such pair."""
+    table = pq.read_table(local_copy(evaluate_dir / PREDICTIONS), columns=["question", "turn", "num_images", "image"])
+    for row in table.to_pylist():
+        if row["num_images"] == 1 and row["turn"] == 0:
+            path = side_dir(root) / "example.png"
+            path.write_bytes(row["image"])
+            return path, row["question"].strip()
+    return None, table["question"][0].as_py() if len(table) else "Hello?"
+
+
+def program(name: str) -> str:
+    """The command that starts a program of this environment from a shell here."""
+    if shutil.which(name):
+        return name
+    return quoted(Path(sys.executable).parent / name)
+
+
+def shorten(path: StorePath) -> str:
+    """The path, relative to the current directory if it lies below that."""
+    return _below(str(path), Path.cwd())
+
+
+def _below(path: str, directory: StorePath) -> str:
+    return path.removeprefix(str(directory).rstrip("/") + "/")
+
+
+def quoted(path: StorePath) -> str:
+    return shlex.quote(shorten(path))

@@ -1,0 +1,13 @@
+"""`athanor ask MODEL PICTURE "question"`: an exported model answers, and sees the picture as in training."""
+
+import argparse
+from pathlib import Path
+
+from stages.answer.ask import ask
+from stages.inputs.hf_directory import resolve_hf_dir
+
+
+def ask_command(args: argparse.Namespace) -> int:
+    """Print the answer."""
+    print(ask(resolve_hf_dir(args.model), None if args.picture == Path("-") else args.picture, args.question))
+    return 0

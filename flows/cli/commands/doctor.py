@@ -1,0 +1,163 @@
+"""`athanor doctor`: what this machine has, what it lacks and how to get that. Imports none of the heavy packages."""
+
+import argparse
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+from packaging.requirements import Requirement
+
+from dataset_builders.storage.store import side_dir
+from flows.cli.text_table import print_table
+
+HUB = "https://huggingface.co"
+MIN_MEMORY_GB = 3.0
+MIN_DISK_GB = 2.0
+_CONSTRAINTS = Path(__file__).parents[3] / "constraints.txt"  # in a checkout
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report; only "missing" makes the machine unfit."""
+
+    what: str
+    state: Literal["ok", "note", "missing"]
+    value: str
+    way_out: str = ""
+
+
+def doctor_command(args: argparse.Namespace) -> int:
+    """Print the findings; 0 if the default recipe can run here, 1 if something that it needs is missing."""
+    findings = [
+        check_python(),
+        *check_packages(),
+        check_tested_versions(),
+        *check_machine(side_dir(args.root)),
+        *check_gpus(),
+    ]
+    if args.network:
+        findings.append(check_network())
+    rows = [(f.what, f.state, f.value, f.way_out) for f in findings]
+    print_table("This machine", ("what", "", "found", "way out"), rows, sys.stdout.isatty())
+    missing = [f.what for f in findings if f.state == "missing"]
+    print(f"\nMissing: {', '.join(missing)}." if missing else "\nEverything that `athanor run` needs is here.")
+    return 1 if missing else 0
+
+
+def check_python(version: tuple[int, int] = sys.version_info[:2]) -> Finding:
+    """Whether it is 3.11 or 3.12."""
+    value = f"{platform.python_version()} at {sys.executable}"
+    if version in ((3, 11), (3, 12)):
+        return Finding("python", "ok", value)
+    return Finding("python", "missing", value, "install Python 3.11 or 3.12, delete .venv and run `make run`")
+
+
+def check_packages() -> list[Finding]:
+    """Declared requirements against the installed packages: one finding if all fit, else one per misfit."""
+    try:
+        declared = importlib.metadata.requires("athanor") or []
+    except importlib.metadata.PackageNotFoundError:
+        return [Finding("packages", "missing", "athanor is not installed", "pip install -e .")]
+    needed = [r for r in map(Requirement, declared) if r.marker is None or r.marker.evaluate({"extra": ""})]
+    bad = [finding for requirement in needed if (finding := check_requirement(requirement)) is not None]
+    return bad or [Finding("packages", "ok", f"all {len(needed)} requirements fit")]
+
+
+def check_requirement(requirement: Requirement) -> Finding | None:
+    """None if the installed version fits."""
+    try:
+        version = importlib.metadata.version(requirement.name)
+    except importlib.metadata.PackageNotFoundError:
+        version = ""
+    if version and requirement.specifier.contains(version, prereleases=True):
+        return None
+    way_out = f"pip install {str(requirement)!r}"
+    return Finding(requirement.name, "missing", version or "not installed", way_out)
+
+
+def check_tested_versions(constraints: Path = _CONSTRAINTS) -> Finding:
+    """Installed versions other than those with which the tests last passed."""
+    if not constraints.is_file():
+        return Finding("tested versions", "note", "no constraints.txt here", "work from a checkout to see them")
+    other, total = [], 0
+    for line in constraints.read_text(encoding="utf-8").splitlines():
+        name, separator, tested = line.partition("==")
+        if not separator or line.startswith("#"):
+            continue
+        try:
+            version = importlib.metadata.version(name.strip())
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        total += 1
+        if version.partition("+")[0] != tested.strip().partition("+")[0]:
+            other.append(f"{name.strip()} {version} (tested: {tested.strip()})")
+    if other:
+        text = ", ".join(other[:4]) + (f" and {len(other) - 4} more" if len(other) > 4 else "")
+        return Finding("tested versions", "note", text, "pip install -c constraints.txt -e .")
+    return Finding("tested versions", "ok", f"all {total} as in constraints.txt")
+
+
+def check_machine(root: Path) -> list[Finding]:
+    """Cores, memory, and the disk that the root is on."""
+    memory = psutil.virtual_memory()
+    place = next(p for p in (root, *root.parents) if p.exists())
+    free = shutil.disk_usage(place).free / 1e9
+    memory_state = "ok" if memory.available / 1e9 >= MIN_MEMORY_GB else "note"
+    writable = os.access(place, os.W_OK)
+    disk_state = "ok" if free >= MIN_DISK_GB and writable else "missing"
+    way_out = f"free {MIN_DISK_GB:g} GB there or choose another --root" if disk_state == "missing" else ""
+    return [
+        Finding("CPU", "ok", f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}"),
+        Finding(
+            "memory",
+            memory_state,
+            f"{memory.available / 1e9:.1f} of {memory.total / 1e9:.1f} GB free",
+            "" if memory_state == "ok" else f"the default recipe takes up to {MIN_MEMORY_GB:g} GB",
+        ),
+        Finding("disk", disk_state, f"{free:.1f} GB free at {place}{'' if writable else ', not writable'}", way_out),
+    ]
+
+
+def check_gpus() -> list[Finding]:
+    """NVIDIA GPUs as the driver names them, and Transformer Engine beside them."""
+    names = _gpu_names()
+    if not names:
+        return [Finding("GPU", "note", "none found", "the default recipe needs none")]
+    has_engine = importlib.util.find_spec("transformer_engine") is not None
+    engine = (
+        Finding("transformer engine", "ok", importlib.metadata.version("transformer-engine"))
+        if has_engine
+        else Finding("transformer engine", "note", "not installed", "pip install --no-build-isolation -e '.[gpu]'")
+    )
+    return [Finding("GPU", "ok", f"{len(names)} x {names[0]}"), engine]
+
+
+def _gpu_names() -> list[str]:
+    if not shutil.which("nvidia-smi"):
+        return []
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
+    try:
+        listing = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return listing.stdout.strip().splitlines() if listing.returncode == 0 else []
+
+
+def check_network(url: str = HUB) -> Finding:
+    """Whether the hub answers; needed only for models and datasets by hub name."""
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=10):
+            return Finding("hub", "ok", f"{url} answers")
+    except (urllib.error.URLError, OSError) as error:
+        reason = getattr(error, "reason", error)
+        return Finding("hub", "note", f"{url}: {reason}", "only for data and models by hub name; give directories")

@@ -1,0 +1,155 @@
+"""`athanor plan`: what a run would do, its sizes, its memory, and what a cluster would get. Makes nothing."""
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from dataset_builders.contracts.sample import SPLITS
+from dataset_builders.storage.store import StorePath, side_dir
+from flows.cli.check import recipe_of
+from flows.cli.text_table import print_table
+from flows.pipeline.config import PipelineConfig
+from flows.pipeline.graph import PlannedStage, pipeline_nodes, plan_stages
+from stages.answer.job import answer_job
+from stages.answer.stage import answers_apart
+from stages.artifacts.artifact import Artifact, Input, stage_identity
+from stages.artifacts.run_stage import scratch_dir
+from stages.export.stage import JOB_DIR
+from stages.launchers.job import Job, make_launcher
+from stages.train.run_trainer import trainer_job
+from trainer.contract.estimate import estimate_memory
+from trainer.contract.model_shape import ModelShape
+from trainer.families.registry import read_model
+
+UNKNOWN = "known once the data is made"
+UNKNOWN_FINGERPRINT = "FINGERPRINT"
+RULER = "-" * 80
+# Node -> the job that it submits, from its work directory.
+_JOBS: dict[str, Callable[[Path], Job]] = {
+    "train": trainer_job,
+    "export": lambda work: trainer_job(work / JOB_DIR),
+    "answer": answer_job,
+    "answer_base": answer_job,
+}
+
+
+def plan_command(args: argparse.Namespace) -> int:
+    """Print the plan."""
+    recipe = recipe_of(args)
+    planned, available = plan_stages(recipe.config, args.root)
+    is_terminal = sys.stdout.isatty()
+    print(f"recipe {recipe.name}, root {args.root}")
+    rows = [(stage.name, "reuse" if stage.artifact else "make", stage.why) for stage in planned]
+    print_table("Stages", ("stage", "", "why"), rows, is_terminal)
+    print_table("Size", ("", "value"), size_rows(recipe.config, available), is_terminal)
+    num_made = sum(stage.artifact is None for stage in planned)
+    print(f"\n{num_made} of {len(planned)} stages would be made, {len(planned) - num_made} reused.")
+    if args.launcher or recipe.config.execution.cluster.launcher != "torchrun":
+        print_submission(recipe.config, args.root, planned, available)
+    return 0
+
+
+def print_submission(
+    config: PipelineConfig, root: StorePath, planned: list[PlannedStage], available: Mapping[str, Input]
+) -> None:
+    """Print what the launcher would submit for the next stage that trains or answers, byte for byte between rulers."""
+    cluster = config.execution.cluster
+    names = [stage.name for stage in planned if stage.name in _JOBS and stage.artifact is None]
+    if not answers_apart(cluster):
+        names = [name for name in names if _JOBS[name] is not answer_job]
+    if not names:
+        print("\nNothing would be submitted: the training, its export and the answers are finished.")
+        return
+    first, *others = (_JOBS[name](work_dir_of(name, config, root, available)) for name in names)
+    text = make_launcher(cluster).plan(first)
+    who = {"slurm": "sbatch gets", "kubernetes": "the cluster gets"}.get(cluster.launcher, "this machine runs")
+    note = f" ({UNKNOWN_FINGERPRINT}: {UNKNOWN})" if UNKNOWN_FINGERPRINT in first.name else ""
+    print(f"\nFor {names[0]}, {who}{note}:\n{RULER}\n{text}", end="" if text.endswith("\n") else "\n")
+    print(RULER)
+    for name, job in zip(names[1:], others):
+        print(f"For {name} the same, with {' '.join(job.arguments)}")
+
+
+def work_dir_of(name: str, config: PipelineConfig, root: StorePath, available: Mapping[str, Input]) -> Path:
+    """The directory in which a stage will work, as far as its fingerprint is known now."""
+    (node,) = (node for node in pipeline_nodes(config) if node.name == name)
+    stage = node.load()
+    if all(source in available for source in node.inputs.values()):
+        return Path(scratch_dir(root, stage, stage_identity(stage, node.config, node.read(available)))).resolve()
+    return Path(side_dir(root) / "scratch" / f"{stage.name}-{UNKNOWN_FINGERPRINT}").resolve()
+
+
+def size_rows(config: PipelineConfig, available: Mapping[str, Input]) -> list[tuple[str, str]]:
+    """(name, value) of samples, bins, steps, epochs, parameters and memory, as far as they are known now."""
+    shape = read_model(available["model"].dir)[1] if isinstance(config.model, str) else config.model.shape
+    parts, memory, bins = shape.parameters, _memory(config, shape), available.get("plan_bins")
+    steps, batch = config.train.num_steps, config.train.global_batch_size
+    tokens = steps * batch * config.plan_bins.seq_len
+    return [
+        ("samples", _samples(available.get("tokenize"))),
+        ("bins", _bins(bins)),
+        ("steps", f"{steps:,} of {batch} bins of {config.plan_bins.seq_len:,} tokens (up to {tokens:,} tokens)"),
+        ("epochs", _epochs(bins, steps * batch)),
+        (
+            "parameters",
+            f"{sum(parts.values()):,} ({', '.join(f'{name} {n:,}' for name, n in parts.items())})",
+        ),
+        (
+            "memory",
+            f"about {_size(sum(memory.values()))} in the fullest process, without the {_RUNTIME} of torch itself",
+        ),
+        *((f"  {name}", _size(value)) for name, value in memory.items()),
+        ("processes", str(config.execution.cluster.processes)),
+    ]
+
+
+_RUNTIME = "0.5 to 1 GB"
+
+
+def _memory(config: PipelineConfig, shape: ModelShape) -> dict[str, int]:
+    parallel = config.execution.parallel
+    dp = config.execution.cluster.processes // parallel.model_size
+    return estimate_memory(
+        shape,
+        parallel,
+        dp=dp,
+        num_micro_batches=config.train.global_batch_size // dp,
+        seq_len=config.plan_bins.seq_len,
+        max_patches=config.plan_bins.max_patches,
+        precision=config.train.precision,
+    )
+
+
+def _samples(tokenized: Input | None) -> str:
+    if not isinstance(tokenized, Artifact):
+        return UNKNOWN
+    counts = {"train": 0, "heldout": 0}
+    for shard in tokenized.manifest.shards:
+        counts[shard.split] += shard.num_samples
+    skipped = sum(tokenized.manifest.skips.values())
+    return f"{counts['train']:,} train, {counts['heldout']:,} held-out, {skipped:,} left out"
+
+
+def _bins(bins: Input | None) -> str:
+    if not isinstance(bins, Artifact):
+        return UNKNOWN
+    stats = bins.manifest.stats
+    fraction = stats.get("padding_fraction")
+    shown = fraction.get("train") if isinstance(fraction, dict) else fraction
+    padding = "" if shown is None else f"; {shown:.1%} padding"
+    return ", ".join(f"{stats['num_bins'][split]:,} {split}" for split in SPLITS) + padding
+
+
+def _epochs(bins: Input | None, num_bins: int) -> str:
+    if not isinstance(bins, Artifact):
+        return UNKNOWN
+    return f"{num_bins / max(1, bins.manifest.stats['num_bins']['train']):.2f}"
+
+
+def _size(number: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 1000:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.3g} TB"

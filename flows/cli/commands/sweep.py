@@ -1,0 +1,36 @@
+"""`athanor sweep`: a run for every combination of a grid of values, and at the end a table of all runs."""
+
+import argparse
+import sys
+
+from flows.cli.closing import program
+from flows.cli.text_table import print_table
+from flows.deployments.sweep import check_grid, sweep
+from flows.pipeline.progress import shown
+from flows.prefect_server.temporary import start_prefect
+from flows.tracking.store import server_command
+from trainer.contract.names import EXIT_FAILED
+
+
+def sweep_command(args: argparse.Namespace) -> int:
+    """Check every run of the grid, run them, print the table; 1 if a run failed."""
+    variants = check_grid(args.recipe, args.overrides, args.grid)
+    print(f"{len(variants)} runs of recipe {variants[0].recipe.name}:")
+    for variant in variants:
+        print(f"  {variant.name}")
+    is_terminal = sys.stdout.isatty()
+    with shown(is_terminal):
+        start_prefect()
+        result = sweep(args.recipe, args.overrides, args.grid, str(args.root))
+    print_table("Sweep", result["columns"], result["rows"], is_terminal)
+    if result["url"]:
+        print(f"\nCompare them in MLflow: {result['url']}")
+        if command := server_command(args.root, program("mlflow")):
+            print(f"  {command}")
+    if result["errors"]:
+        print("\nFailed:")
+        for line in result["errors"]:
+            print(f"  {line}")
+        print(f"{len(result['errors'])} of {len(variants)} runs failed; the same command runs those again.")
+        return EXIT_FAILED
+    return 0

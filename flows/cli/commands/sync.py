@@ -1,0 +1,23 @@
+"""`athanor sync`: send to MLflow what earlier runs of a root could not send."""
+
+import argparse
+
+from flows.tracking.sender import Published, publish_waiting
+from trainer.contract.names import EXIT_FAILED
+
+
+def sync_command(args: argparse.Namespace) -> int:
+    """Publish every run of which MLflow lacks something, and print one line per run; 1 if something still waits."""
+    published = publish_waiting(args.root)
+    for one in published:
+        print(_line(one))
+    if not published:
+        print(f"nothing waits in {args.root}")
+    return EXIT_FAILED if any(one.problem for one in published) else 0
+
+
+def _line(one: Published) -> str:
+    if one.is_sending:
+        return f"{one.name}: its own process sends it"
+    sent = ", ".join(f"{number} {what}{'s' if number > 1 else ''}" for what, number in one.sent.items()) or "nothing"
+    return f"{one.name}: {sent} sent" + (f", the rest waits: {one.problem}" if one.problem else "")

@@ -1,0 +1,242 @@
+"""The `athanor` command: parse, set the place for Prefect's files, dispatch, and turn errors into one line.
+
+A command's module is imported when the command is given, so that `--help` is quick and Prefect sees its settings.
+"""
+
+import argparse
+import contextlib
+import gc
+import importlib
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from dataset_builders.errors import InputError, first_line
+from dataset_builders.storage.store import absolute, check_reachable, location, side_dir
+from flows.prefect_server.home import prefect_home
+from flows.prefect_server.service_record import DEFAULT_ROOT, use_service
+from trainer.contract.names import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED
+
+COMMANDS: dict[str, str] = {
+    "run": "flows.cli.commands.run:run_command",
+    "plan": "flows.cli.commands.plan:plan_command",
+    "doctor": "flows.cli.commands.doctor:doctor_command",
+    "ask": "flows.cli.commands.ask:ask_command",
+    "preview": "flows.cli.commands.preview:preview_command",
+    "sweep": "flows.cli.commands.sweep:sweep_command",
+    "lmms-eval": "flows.cli.commands.lmms_eval:lmms_eval_command",
+    "up": "flows.cli.commands.up:up_command",
+    "sync": "flows.cli.commands.sync:sync_command",
+}
+
+# Recipes and model directories are checked before the command's libraries are loaded.
+CHECKS: dict[str, str] = {
+    "run": "flows.cli.check:check_recipe",
+    "plan": "flows.cli.check:check_recipe",
+    "lmms-eval": "flows.cli.check:check_recipe",
+    "sweep": "flows.cli.check:check_points",
+    "ask": "flows.cli.check:check_model_dir",
+}
+
+STARTING = dict.fromkeys(("run", "sweep"), "flows.prefect_server.temporary:start_early")
+
+SERVED = ("run", "sweep", "sync")  # commands that talk to the servers of a running `athanor up`
+
+RENAMED = {"compare": "sweep"}  # command of earlier versions -> the same command now
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM as an exception, so that every `finally` runs."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status: 0, 1 failed, 2 wrong input, 75 stopped and saved, 128 + signal."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0] in RENAMED:
+        _say_error(f"the command is now `athanor {RENAMED[words[0]]}`, with the same arguments", False)
+        return EXIT_INPUT
+    args = make_parser().parse_args(words)
+    try:
+        args.root = absolute(location(args.root))
+        if args.command != "doctor":
+            check_reachable(args.root)
+    except InputError as error:
+        _say_error(f"--root {error}", args.debug)
+        return EXIT_INPUT
+    root = side_dir(args.root)
+    os.environ.setdefault("PREFECT_HOME", str(prefect_home(args.root)))
+    with contextlib.suppress(ValueError):  # not in the main thread
+        signal.signal(signal.SIGTERM, _terminate)
+    if args.command in SERVED:
+        use_service(args.root)
+    log_path = None
+    try:
+        if args.command == "run":
+            log_path = _log_to_file(root)
+        if args.command in CHECKS:
+            _function(CHECKS[args.command])(args)
+        return _load(args.command)(args)
+    except (InputError, ValidationError) as error:
+        _say_error(_one_line(error), args.debug)
+        return EXIT_INPUT
+    except KeyboardInterrupt as error:
+        _say_error("stopped; the same command goes on from what is finished", False)
+        return 128 + (signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
+    except BrokenPipeError:  # the reader of our output has gone: `athanor run | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    except Exception as error:
+        logging.getLogger("athanor").exception("%s failed", args.command)
+        stopped = type(error).__name__ == "StageStopped"  # its module is heavy and may not be loaded
+        where = f" (log: {log_path})" if log_path and not stopped else ""
+        _say_error(_one_line(error) + where, args.debug)
+        return EXIT_STOPPED if stopped else EXIT_FAILED
+    except BaseException as error:
+        if type(error).__name__ != "TerminationSignal":  # Prefect's own name for SIGTERM
+            raise
+        _say_error("stopped; the same command goes on from what is finished", False)
+        return 128 + signal.SIGTERM
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    parser = argparse.ArgumentParser(prog="athanor", description="From raw vision-language data to a scored model.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    run = commands.add_parser("run", help="run a recipe: convert, tokenize, pack, train, export, answer, evaluate")
+    _add_recipe(run)
+    plan = commands.add_parser("plan", help="say what `run` would do: which stages it would make, why, how big")
+    _add_recipe(plan)
+    plan.add_argument(
+        "--launcher", choices=("torchrun", "slurm", "kubernetes"), help="also show what this launcher would submit"
+    )
+    doctor = commands.add_parser("doctor", help="say what this machine has, what is missing and how to get it")
+    doctor.add_argument("--network", action="store_true", help="also try to reach the Hugging Face hub")
+    ask = commands.add_parser("ask", help="ask an exported model about a picture")
+    ask.add_argument("model", help="HF directory or hub name")
+    ask.add_argument("picture", type=Path, help="image file; '-' for a question without one")
+    ask.add_argument("question")
+    preview = commands.add_parser("preview", help="write one HTML page that shows an artifact")
+    _add_preview(preview)
+    sweep = commands.add_parser("sweep", help="run a recipe once for every combination of some settings")
+    _add_recipe(sweep)
+    sweep.add_argument(
+        "--grid", metavar="A.B=[V1,V2]", action="append", default=[], help="a setting and the values to try"
+    )
+    lmms_eval = commands.add_parser("lmms-eval", help="write a task with which lmms-eval scores a run's model")
+    _add_recipe(lmms_eval)
+    lmms_eval.add_argument("--out", metavar="DIR", help="the task's directory (in the root: lmms-eval/<fingerprint>)")
+    up = commands.add_parser("up", help="start Prefect, MLflow and a worker on this machine, until Ctrl-C")
+    _add_up(up)
+    commands.add_parser("sync", help="send to MLflow what it has missed")
+    for command in commands.choices.values():
+        command.add_argument(
+            "--root", default=DEFAULT_ROOT, help="directory for everything, or the URL of an object store (%(default)s)"
+        )
+        command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return parser
+
+
+def _add_recipe(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", nargs="?", default="embedded", help="name or path of a YAML file (%(default)s)")
+    parser.add_argument(
+        "--set", dest="overrides", metavar="A.B=VALUE", action="append", default=[], help="change one setting"
+    )
+
+
+def _add_up(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="where the servers listen (%(default)s)")
+    parser.add_argument("--max-runs", type=_positive, default=2, metavar="N", help="flow runs at a time (%(default)s)")
+    parser.add_argument(
+        "--limit", dest="limits", metavar="NAME=SLOTS", action="append", default=[], help="size of a concurrency limit"
+    )
+
+
+def _positive(text: str) -> int:
+    if not (text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return int(text)
+
+
+def _add_preview(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "path", help="an artifact's directory or URL, a shard, or below the root a stage or the start of a fingerprint"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the page (./preview-<stage>-<fingerprint>.html)")
+    parser.add_argument("--samples", type=int, default=24, metavar="N", help="samples or bins to show (%(default)s)")
+    parser.add_argument("--key", help="show this one sample, or the bin that holds it")
+    parser.add_argument(
+        "--model", help="HF directory or hub name whose tokenizer spells tokens; needed if the root does not know it"
+    )
+
+
+def _load(name: str) -> Callable[[argparse.Namespace], int]:
+    """The function of a command. Its libraries load for seconds; a server that it needs starts meanwhile."""
+    gc.disable()  # saves a seventh of the time
+    try:
+        if name in STARTING:
+            _function(STARTING[name])()
+        return _function(COMMANDS[name])
+    finally:
+        gc.enable()
+        gc.freeze()  # else the interpreter's end looks through all of it, for two seconds
+
+
+def _function(name: str) -> Callable[..., Any]:
+    module, function = name.split(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def _log_to_file(root: Path) -> Path:
+    path = root / "logs" / f"run-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handler = logging.FileHandler(path, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"--root {root} cannot be written ({error.strerror}); choose another root") from error
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root_logger = logging.getLogger()
+    root_logger.setLevel(logging.INFO)
+    root_logger.addHandler(handler)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it writes one line per call to Prefect's server
+    warnings = logging.StreamHandler(sys.stderr)
+    warnings.setLevel(logging.WARNING)
+    warnings.setFormatter(_FirstLine())
+    warnings.addFilter(lambda record: record.name.startswith("athanor") and record.levelno < logging.ERROR)
+    root_logger.addHandler(warnings)
+    return path
+
+
+class _FirstLine(logging.Formatter):
+    """Lines for the terminal: without the traceback, which is in the log file."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return f"{record.levelname.lower()}: {record.getMessage().splitlines()[0]}"
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False)[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    return first_line(error)
+
+
+def _say_error(text: str, debug: bool) -> None:
+    if debug:
+        traceback.print_exc()
+    print(f"athanor: {text}", file=sys.stderr, flush=True)
+
+
+def _terminate(_signal: int, _frame: object) -> None:
+    raise Terminated
+
+
+if __name__ == "__main__":
+    sys.exit(main())

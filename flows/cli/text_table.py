@@ -1,0 +1,28 @@
+"""Tables for people: drawn by rich on a terminal, plain aligned columns elsewhere."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], is_terminal: bool) -> None:
+    """Print rows under their heads. A column of numbers is aligned to the right."""
+    right = [bool(rows) and all(_is_number(row[i]) for row in rows) for i in range(len(columns))]
+    if is_terminal:
+        table = Table(title=f"\n{title}", title_justify="left", title_style="bold", box=None, pad_edge=True)
+        for column, is_right in zip(columns, right):
+            table.add_column(column, justify="right" if is_right else "left", overflow="fold")
+        for row in rows:
+            table.add_row(*row)
+        Console().print(table)
+        return
+    widths = [max(len(cell) for cell in column) for column in zip(columns, *rows)]
+    print(f"\n{title}")
+    for row in (columns, *rows):
+        cells = [c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right)]
+        print(("  " + "  ".join(cells)).rstrip())
+
+
+def _is_number(cell: str) -> bool:
+    return cell.replace(",", "").replace(".", "", 1).replace("-", "", 1).replace("%", "").isdigit() or cell == ""

@@ -1,1 +1,0 @@
-"""One module a command of `athanor`; each has one function from parsed arguments to an exit status."""

@@ -1,0 +1,111 @@
+"""The flows that a service offers: those of pipeline/flow.py, with a recipe's name and overrides as parameters.
+
+They have the flow names of `athanor run`, so that the Prefect UI shows all runs of a flow together. They call the
+functions of those flows, so that one run is one flow run. A wrong request fails at once; the message of its state is
+the one line that says what to mend.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from prefect import flow
+from prefect.runtime import flow_run
+from prefect.states import Failed, State
+
+from dataset_builders.errors import InputError
+from dataset_builders.storage.store import StorePath
+from flows.deployments.request import Overrides, RecipeName, resolve_request, service_root
+from flows.pipeline.flow import evaluate, prepare_data, publish_results, run_nodes, tracked, vlm_sft
+from flows.pipeline.graph import PREPARE_DATA, pipeline_nodes, place_of, plan_stages
+from flows.pipeline.prefect_pages import publish_mlflow, publish_stages
+from flows.pipeline.recipe import DEFAULT_RECIPE, Recipe, dotted_changes
+from flows.tracking.notes import run_name
+from stages.release.hub import check_push
+
+
+def request_name() -> str:
+    """The name of the flow run, and of its MLflow run: the recipe and what differs from it."""
+    parameters = flow_run.parameters
+    recipe, overrides = parameters.get("recipe", ""), parameters.get("overrides") or {}
+    try:
+        resolved = resolve_request(recipe, overrides, service_root())
+        return run_name(resolved.name, resolved.differs)
+    except InputError:  # the flow itself fails by it, as soon as it has a name
+        return run_name(recipe, dotted_changes(overrides))
+
+
+def fulfil(work: Callable[[Recipe, StorePath], Any], recipe: str, overrides: Mapping[str, Any]) -> Any:
+    """The result of a request's work; if the request is wrong, the Failed state that says why."""
+    try:
+        root = service_root()
+        return work(resolve_request(recipe, overrides, root), root)
+    except InputError as error:
+        return refusal(error)
+
+
+def refusal(error: InputError) -> State:
+    """The Failed state whose message says what to mend."""
+    return Failed(message=str(error))
+
+
+@flow(name="vlm-sft", flow_run_name=request_name, persist_result=False)
+def vlm_sft_request(recipe: RecipeName = DEFAULT_RECIPE, overrides: Overrides = {}) -> Any:  # noqa: B006
+    """Raw rows to a scored, registered model.
+
+    Args:
+        recipe: where to start from; the settings below say what each recipe has.
+        overrides: what differs from the recipe. Leave a field empty to keep what the recipe says.
+    """
+    return fulfil(_run_whole, recipe, overrides)
+
+
+@flow(name="prepare-data", flow_run_name=request_name, persist_result=False)
+def prepare_data_request(recipe: RecipeName = DEFAULT_RECIPE, overrides: Overrides = {}) -> Any:  # noqa: B006
+    """Raw rows to sample shards, tokenized shards and bins; a training with the same settings reuses them.
+
+    Args:
+        recipe: where to start from; the settings below say what each recipe has.
+        overrides: what differs from the recipe. Leave a field empty to keep what the recipe says.
+    """
+    return fulfil(_prepare, recipe, overrides)
+
+
+@flow(name="evaluate", flow_run_name=request_name, persist_result=False)
+def evaluate_request(recipe: RecipeName = DEFAULT_RECIPE, overrides: Overrides = {}) -> Any:  # noqa: B006
+    """The answers and scores of a model that vlm-sft has exported with the same settings.
+
+    Args:
+        recipe: where to start from; the settings below say what each recipe has.
+        overrides: what differs from the recipe. Leave a field empty to keep what the recipe says.
+    """
+    return fulfil(_evaluate, recipe, overrides)
+
+
+def _run_whole(recipe: Recipe, root: StorePath) -> dict[str, Any]:
+    return vlm_sft.fn(recipe.config, str(root), recipe.name, recipe.differs)
+
+
+def _prepare(recipe: Recipe, root: StorePath) -> dict[str, Any]:
+    runs, _ = prepare_data.fn(recipe.config, str(root))
+    publish_stages(list(runs.values()))
+    return {"stages": list(runs.values())}
+
+
+def _evaluate(recipe: Recipe, root: StorePath) -> dict[str, Any]:
+    planned, available = plan_stages(recipe.config, root)
+    missing = next((stage for stage in planned if stage.name == "export" and stage.artifact is None), None)
+    if missing is not None:
+        raise InputError(
+            f"there is no exported model of recipe {recipe.name} with these overrides yet ({missing.why}); "
+            "run the deployment vlm-sft with the same values first"
+        )
+    check_push(recipe.config.execution.registry.push_to)
+    places = {name: place_of(item) for name, item in available.items()}
+    # Stages that the export does not read, as contamination: they may not have run with these settings.
+    missing_nodes = [node for node in pipeline_nodes(recipe.config, [PREPARE_DATA]) if node.name not in places]
+    with tracked(recipe.config, str(root), available, recipe.name, recipe.differs) as tracker:
+        run_nodes(recipe.config, str(root), tracker.key, missing_nodes, places)
+        runs, _ = evaluate.fn(recipe.config, str(root), places, tracker.key)
+        stats = publish_results(runs)
+    publish_mlflow(tracker.url())
+    return {"stages": list(runs.values()), "scores": stats["scores"]}

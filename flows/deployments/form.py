@@ -1,0 +1,201 @@
+"""The form in the Prefect UI: PipelineConfig's schema with every field optional, in a shape that the form can draw.
+
+The shape follows from what the form (Prefect 3.8) does with a JSON schema:
+
+- `anyOf` with null, pydantic's optional, becomes tabs that hide the input. So a field has its plain type and no
+  default: an empty box, which is left out of the request.
+- A plain boolean becomes a switch that sends false if nobody touches it. So it is a choice without a type.
+- Bounds are not drawn, and the page drops those beside a type before it checks a value. So they stand in `allOf`,
+  which the page keeps and reports at the field, and in the description, with the recipes' values and the name for
+  `--set`.
+- A section is folded by `anyOf` of null and an object, with its properties beside them. If they were inside, Prefect's
+  server would not name the field of a wrong value.
+"""
+
+import functools
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from flows.deployments.allowed import is_recipe_only
+from flows.pipeline.config import PipelineConfig
+from flows.pipeline.recipe import NONE, known_recipes, load_recipe
+
+_AS_RECIPE = {"type": "null", "title": "as the recipe says"}
+_CHANGE = {"type": "object", "title": "change"}
+_SOURCE = {"type": "string", "title": "a directory, URL or hub name"}
+_NO_VALUE = {"type": "string", "enum": [NONE], "title": NONE}
+_ORDER = (
+    *("train", "data", "model", "convert", "contamination", "tokenize", "plan_bins", "evaluate", "compare"),
+    *("execution", "name"),
+)
+_OPEN = ("train", "train.optim")  # what most runs change
+_BOUNDS = {
+    "exclusiveMinimum": "over {}",
+    "minimum": "at least {}",
+    "exclusiveMaximum": "under {}",
+    "maximum": "at most {}",
+    "multipleOf": "a multiple of {}",
+    "minLength": "at least {} character",
+    "pattern": "of the form `{}`",
+}
+_SCHEMA_KEYS = ("type", "enum", "items", "additionalProperties")
+_WORDS = {
+    "lr": "learning rate",
+    "num": "number of",
+    "optim": "optimizer",
+    "min": "minimum",
+    "max": "maximum",
+    "tp": "tensor parallel size",
+    "pp": "pipeline parallel size",
+    "cp": "context parallel size",
+    "vpp": "virtual pipeline size",
+    "mb": "in MB",
+    "kv": "key and value",
+    "seq": "sequence",
+    "len": "length",
+}
+# Dotted name of a section -> its title, and its description if the class's own is for readers of the code.
+_SECTIONS = {
+    "": ("overrides", ""),
+    "train": ("Training", "Steps, batch, precision, learning rates."),
+    "data": ("Data", "The embedded digits with other counts, or a source of your own."),
+    "model": ("Model", "A tiny model with random weights, or a Qwen3-VL or Qwen3 to start from."),
+    "convert": ("Raw rows", "Which rows are read, held out and left out."),
+    "contamination": ("Contamination", "What counts as a held-out picture that occurs in train."),
+    "tokenize": ("Tokens and patches", "How samples are encoded, and which answers are learnt."),
+    "plan_bins": ("Bins", "How samples are packed, and how much of each subset an epoch takes."),
+    "evaluate": ("Evaluation", "How held-out samples are asked, and which metrics score the answers."),
+    "compare": ("Before and after", "How sure a difference from the model before training has to be."),
+    "execution": ("Where and how it runs", "Processes, launcher, layout, checkpoints. Changes no result."),
+}
+
+
+@functools.cache
+def form_schema() -> dict[str, Any]:
+    """JSON schema (draft 2020-12) of a request's overrides: nested as PipelineConfig, nothing required."""
+    whole = PipelineConfig.model_json_schema()
+    values = {name: load_recipe(name).config.model_dump(mode="json") for name in known_recipes()}
+    form = _Form(whole["$defs"], values)
+    return form.section(whole, ())
+
+
+class _Form:
+    """Walks PipelineConfig's schema; `path` holds the keys of a dotted name."""
+
+    def __init__(self, definitions: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+        self.definitions, self.values = definitions, values
+
+    def section(self, schema: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+        """The schema of a model with its fields, described by its field or else by its class."""
+        properties = {name: self.field(each, (*path, name)) for name, each in schema["properties"].items()}
+        shown = {name: each for name, each in properties.items() if each is not None}
+        if not path:
+            shown = {name: shown[name] for name in _ORDER if name in shown} | shown
+        for position, each in enumerate(shown.values()):
+            each["position"] = position  # the order of a JSON object does not survive a Postgres column
+        return {
+            "type": "object",
+            "title": _title(path),
+            "description": _about(schema, path),
+            "properties": shown,
+            "additionalProperties": False,
+        }
+
+    def field(self, schema: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any] | None:
+        """The schema of one field; None if a request may not set it, or for a section without such fields."""
+        if is_recipe_only(".".join(path)):
+            return None
+        described = {"description": schema["description"]} if "description" in schema else {}
+        alternatives = [self._resolved(each) for each in schema.get("anyOf", schema.get("oneOf", [schema]))]
+        model = next((each for each in alternatives if "properties" in each), None)
+        if model is not None:
+            is_union = any(each.get("type") == "string" for each in alternatives)
+            section = self.section({**model, **described}, path)
+            return _fold(section, path, is_union) if section["properties"] else None
+        return self._leaf(schema, [each for each in alternatives if each.get("type") != "null"], path)
+
+    def _leaf(self, schema: Mapping[str, Any], plain: list[dict[str, Any]], path: tuple[str, ...]) -> dict[str, Any]:
+        is_nullable = any(each.get("type") == "null" for each in schema.get("anyOf", ()))
+        # A union of several plain types is left to the check of the whole configuration.
+        shape = (
+            {key: self._inlined(plain[0][key]) for key in _SCHEMA_KEYS if key in plain[0]} if len(plain) == 1 else {}
+        )
+        bounds = {key: plain[0][key] for key in _BOUNDS if key in plain[0]} if shape else {}
+        if shape.get("type") == "boolean":
+            shape = {"enum": [True, False]}
+        if is_nullable and "enum" in shape:
+            shape = {"enum": [*shape["enum"], NONE]}
+        elif is_nullable and shape.get("type") in ("integer", "number"):
+            number = {"type": shape.pop("type"), "title": "a number", **bounds}
+            shape |= {"anyOf": [number, _NO_VALUE], **bounds}
+        elif bounds:
+            shape["allOf"] = [bounds]
+        text = _described(schema.get("description", ""), _bounds(plain[0]), is_nullable)
+        values = [f"`{'.'.join(path)}`", *self._recipe_values(path)]
+        return {**shape, "title": _title(path), "description": f"{text} {'; '.join(values)}".strip()}
+
+    def _resolved(self, schema: Mapping[str, Any]) -> dict[str, Any]:
+        if "$ref" not in schema:
+            return dict(schema)
+        return {
+            **self.definitions[schema["$ref"].rpartition("/")[2]],
+            **{k: v for k, v in schema.items() if k[0] != "$"},
+        }
+
+    def _inlined(self, value: Any) -> Any:
+        """The value with its references written out: Prefect drops the $defs of a parameter."""
+        if isinstance(value, dict):
+            return {key: self._inlined(each) for key, each in self._resolved(value).items()}
+        return [self._inlined(each) for each in value] if isinstance(value, list) else value
+
+    def _recipe_values(self, path: tuple[str, ...]) -> list[str]:
+        """The field's value in every recipe that has it; "none" if its whole section is null."""
+        texts = {}
+        for name, place in self.values.items():
+            for key in path:
+                if place is not None:
+                    place = place.get(key, self) if isinstance(place, dict) else self
+            if place is not self:
+                texts[name] = NONE if place is None else place if isinstance(place, str) else json.dumps(place)
+        return [f"recipe {name}: `{value}`" for name, value in texts.items()]
+
+
+def _fold(section: dict[str, Any], path: tuple[str, ...], is_union: bool) -> dict[str, Any]:
+    if ".".join(path) in _OPEN:
+        return section
+    folded = {key: value for key, value in section.items() if key != "type"}
+    return {**folded, "anyOf": [_AS_RECIPE, *([_SOURCE] if is_union else []), _CHANGE]}
+
+
+def _bounds(schema: Mapping[str, Any]) -> str:
+    return ", ".join(text.format(_number(schema[key])) for key, text in _BOUNDS.items() if key in schema)
+
+
+def _number(value: object) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _described(text: str, bounds: str, is_nullable: bool) -> str:
+    """A field's description in Markdown, in which null has its name of the form."""
+    if is_nullable:
+        text = text.replace("null:", f"{NONE}:")
+    text = text.replace("<", "&lt;").replace("*", "\\*")
+    return f"{text} ({bounds})." if bounds else f"{text}." if text else ""
+
+
+def _about(schema: Mapping[str, Any], path: tuple[str, ...]) -> str:
+    """A section's description, without what is only for readers of the code."""
+    if about := _SECTIONS.get(dotted := ".".join(path), ("", ""))[1]:
+        return f"{about} `{dotted}`"
+    text = schema.get("description", "")
+    for prefix in ("Identity: ", "Execution: "):
+        text = text.removeprefix(prefix)
+    return _described(text[:1].upper() + text[1:].removesuffix("."), "", "null:" in text)
+
+
+def _title(path: tuple[str, ...]) -> str:
+    if (dotted := ".".join(path)) in _SECTIONS:
+        return _SECTIONS[dotted][0]
+    words = " ".join(_WORDS.get(word, word) for word in path[-1].split("_"))
+    return words[0].upper() + words[1:]

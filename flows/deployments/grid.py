@@ -1,0 +1,52 @@
+"""The points of a grid of settings, as a command line or a request gives it."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from dataset_builders.errors import InputError
+
+MAX_RUNS = 64
+
+
+def parse_grid(texts: Sequence[str]) -> dict[str, list[Any]]:
+    """`a.b=[1, 2]` of a command line, the list in YAML.
+
+    Raises:
+        InputError: it is not of that form.
+    """
+    grid: dict[str, list[Any]] = {}
+    for text in texts:
+        dotted, equals, values = text.partition("=")
+        try:
+            parsed = yaml.safe_load(values) if equals else None
+        except yaml.YAMLError as error:
+            raise InputError(f"--grid {text!r}: {values!r} is not a YAML list; for example [1e-3, 3e-3]") from error
+        if not dotted.strip() or not isinstance(parsed, list):
+            raise InputError(f"--grid {text!r} is not of the form a.b=[v1,v2], for example train.optim.lr=[1e-3,3e-3]")
+        if dotted.strip() in grid:
+            raise InputError(f"--grid {dotted.strip()} is there twice; give all its values in one list")
+        grid[dotted.strip()] = parsed
+    return grid
+
+
+def expand(grid: Mapping[str, Sequence[object]]) -> list[dict[str, object]]:
+    """Every combination of the grid's values, the last field the fastest.
+
+    Raises:
+        InputError: nothing to vary, a field without a list of values, too many runs.
+    """
+    if not grid:
+        raise InputError("the grid is empty; give a field and its values, for example train.optim.lr=[1e-3,3e-3]")
+    total = 1
+    for dotted, values in grid.items():
+        if not isinstance(values, list | tuple) or not values:
+            raise InputError(f"grid: {dotted}={values!r} is not a list of values to try, for example [1e-3, 3e-3]")
+        total *= len(values)
+    if total > MAX_RUNS:
+        raise InputError(
+            f"the grid has {total} combinations, more than {MAX_RUNS}; leave out values, or sweep in parts"
+        )
+    return [dict(zip(grid, values)) for values in itertools.product(*grid.values())]

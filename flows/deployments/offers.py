@@ -1,0 +1,214 @@
+"""Deployments: the flows of a service in the Prefect UI, for `prefect deployment run` and for schedules.
+
+`athanor up` registers them. With a Prefect server of your own, set PREFECT_API_URL, run
+`python -m flows.deployments.offers --root DIR` once and after every upgrade, and start workers:
+`ATHANOR_ROOT=DIR prefect worker start --pool athanor`.
+"""
+
+import argparse
+import contextlib
+import importlib.metadata
+import logging
+import os
+import re
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from prefect import Flow
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import (
+    DeploymentScheduleCreate,
+    DeploymentUpdate,
+    WorkPoolCreate,
+    WorkPoolUpdate,
+)
+from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy
+from prefect.client.schemas.schedules import CronSchedule
+from prefect.deployments.runner import EntrypointType, RunnerDeployment
+from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound, PrefectHTTPStatusError
+
+from dataset_builders.errors import InputError
+from dataset_builders.storage.store import StorePath, absolute, location
+from flows.deployments.flows import evaluate_request, prepare_data_request, vlm_sft_request
+from flows.deployments.sweep import sweep_request
+from flows.prefect_server.service_record import DEFAULT_ROOT, POOL
+
+TAG = "athanor"
+NIGHTLY = "vlm-sft-nightly"
+NIGHTLY_CRON = "0 2 * * *"
+RENAMED = {"compare/compare": "sweep/sweep"}  # deployment of earlier versions -> the same offer now
+_LINE_BREAK = re.compile(r"(?<!\n)\n(?!\n)")  # the page makes a paragraph of each line
+log = logging.getLogger("athanor.deployments")
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A deployment.
+
+    Attributes:
+        about: Markdown, shown on the page of the deployment.
+        cron: of its schedule, which is off until somebody switches it on; None if it has no schedule. A deployment
+            with a schedule has one flow run at a time; a second one is cancelled.
+    """
+
+    name: str
+    flow: Flow
+    about: str
+    cron: str | None = None
+
+
+_HOW = """
+Choose a recipe and fill in what shall differ; an empty field keeps the recipe's value, which stands beside it. A wrong
+value is refused at once, with the name of its field. Finished stages are reused, and *Retry* of a run that was
+cancelled, failed or cut off goes on from its last checkpoint.
+"""
+
+OFFERS = (
+    Offer(
+        "vlm-sft",
+        vlm_sft_request,
+        f"""**Raw rows to a scored, registered model**: convert, tokenize, plan bins, train, export, answer, evaluate.
+{_HOW}
+The artifacts of the run show its stages, its scores and a link to MLflow. The same on the command line:
+`athanor run RECIPE --set train.optim.lr=1e-3`.""",
+    ),
+    Offer(
+        NIGHTLY,
+        vlm_sft_request,
+        f"""**The same as vlm-sft, every night at two** (`{NIGHTLY_CRON}`, UTC). The schedule is off: switch it on under
+*Schedules* on the right, edit its time there, and its recipe and overrides under *Edit*. Your settings stay when
+athanor is started again or upgraded. A night is left out while the run of the night before goes on.""",
+        cron=NIGHTLY_CRON,
+    ),
+    Offer(
+        "prepare-data",
+        prepare_data_request,
+        f"""**Raw rows to sample shards, tokenized shards and bins**, without training. A training with the same
+settings reuses them.
+{_HOW}""",
+    ),
+    Offer(
+        "evaluate",
+        evaluate_request,
+        f"""**Answers and scores of a model that is exported already**: give the recipe and the overrides of its
+training; those of `evaluate` may differ.
+{_HOW}""",
+    ),
+    Offer(
+        "sweep",
+        sweep_request,
+        f"""**One recipe, a run for every combination of a grid of values.** The grid is a JSON object of dotted fields
+with the values to try: `{{"train.optim.lr": [0.001, 0.003], "train.seed": [0, 1]}}` is four runs. All are checked
+before the first starts, shared stages are made once, and a run that fails does not stop the others. At the end there is
+a table of all runs, with a link to MLflow's page that compares them.
+{_HOW}""",
+    ),
+)
+
+
+def register(
+    root: StorePath, pool: str = POOL, *, max_runs: int | None = None, command: str | None = None
+) -> list[str]:
+    """Register every deployment with the server of PREFECT_API_URL, or bring it up to date.
+
+    What people have set stays: schedules, default parameters, tags, pauses.
+
+    Args:
+        root: of the pool's workers, who know it by their environment; it is only checked here.
+        pool: a process work pool; made if there is none.
+        max_runs: flow runs of the pool at a time; None leaves the pool's own number.
+        command: started by workers for each flow run; None for Prefect's own.
+
+    Returns:
+        the full names, "flow/deployment".
+    """
+    absolute(root)
+    with get_client(sync_client=True) as client:
+        with contextlib.suppress(ObjectAlreadyExists):
+            client.create_work_pool(WorkPoolCreate(name=pool, type="process"))
+        if max_runs is not None:
+            client.update_work_pool(pool, WorkPoolUpdate(concurrency_limit=max_runs))
+        names = [_register(client, offer, pool, command) for offer in OFFERS]
+        _delete_renamed(client)
+    return names
+
+
+def make_deployment(offer: Offer, pool: str, command: str | None = None) -> RunnerDeployment:
+    """The deployment as Prefect registers it. Its entrypoint is a module, so a worker needs only athanor."""
+    schedules, limit = None, None
+    if offer.cron:
+        every_night = CronSchedule(cron=offer.cron, timezone="UTC")
+        schedules = [DeploymentScheduleCreate(schedule=every_night, active=False, slug="nightly")]
+        limit = ConcurrencyLimitConfig(limit=1, collision_strategy=ConcurrencyLimitStrategy.CANCEL_NEW)
+    return offer.flow.to_deployment(
+        name=offer.name,
+        schedules=schedules,
+        concurrency_limit=limit,
+        description=_LINE_BREAK.sub(" ", offer.about.strip()),
+        tags=[TAG],
+        version=importlib.metadata.version("athanor"),
+        enforce_parameter_schema=True,
+        work_pool_name=pool,
+        job_variables={"command": command} if command else None,
+        entrypoint_type=EntrypointType.MODULE_PATH,
+    )
+
+
+def _delete_renamed(client: SyncPrefectClient) -> None:
+    """A deployment that is offered under another name now could not run: its entrypoint is gone."""
+    for older, current in RENAMED.items():
+        with contextlib.suppress(ObjectNotFound):
+            deployment = client.read_deployment_by_name(older)
+            if TAG in deployment.tags:
+                client.delete_deployment(deployment.id)
+                log.warning("deployment %s is deleted, with its schedules; it is %s now", older, current)
+
+
+def _register(client: SyncPrefectClient, offer: Offer, pool: str, command: str | None) -> str:
+    deployment = make_deployment(offer, pool, command)
+    full_name = f"{deployment.flow_name}/{offer.name}"
+    try:
+        registered = client.read_deployment_by_name(full_name)
+    except ObjectNotFound:
+        deployment.apply()
+        return full_name
+    # Registering a second time would reset the schedules; an update of the rest leaves them alone.
+    fresh: dict[str, Any] = {
+        "version": deployment.version,
+        "description": deployment.description,
+        "entrypoint": deployment.entrypoint,
+        "parameter_openapi_schema": deployment._parameter_openapi_schema.model_dump(),
+        "enforce_parameter_schema": True,
+        "work_pool_name": pool,
+        "job_variables": {**(registered.job_variables or {}), **({"command": command} if command else {})},
+    }
+    try:
+        client.update_deployment(registered.id, DeploymentUpdate(**fresh))
+    except PrefectHTTPStatusError as error:
+        reason = " ".join(str(error.response.json().get("detail")).split())
+        log.warning("deployment %s keeps default parameters that no longer fit: %s; edit them", full_name, reason)
+    return full_name
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Register with the server of PREFECT_API_URL, and say how to start a worker."""
+    parser = argparse.ArgumentParser(prog="python -m flows.deployments.offers", description=__doc__)
+    parser.add_argument("--root", default=DEFAULT_ROOT, help="directory for everything (%(default)s)")
+    parser.add_argument("--pool", default=POOL, help="process work pool (%(default)s)")
+    args = parser.parse_args(argv)
+    try:
+        if not os.environ.get("PREFECT_API_URL"):
+            raise InputError("PREFECT_API_URL is not set: start `athanor up`, or give it a Prefect server's address")
+        root = absolute(location(args.root))
+        names = register(root, args.pool)
+    except InputError as error:
+        print(f"athanor: {error}", file=sys.stderr)
+        return 2
+    print(f"registered {', '.join(names)}")
+    print(f"start workers: ATHANOR_ROOT={root} prefect worker start --pool {args.pool}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

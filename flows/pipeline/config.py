@@ -1,0 +1,143 @@
+"""PipelineConfig: everything that a recipe says, checked at once and across stages."""
+
+from typing import Annotated
+
+from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+
+from dataset_builders.contracts.strict import StrictModel
+from dataset_builders.sources.registry import get_builder
+from dataset_builders.storage.store import check_no_userinfo
+from flows.resources.execution import ExecutionConfig
+from stages.contamination.config import ContaminationConfig
+from stages.convert.config import ConvertConfig
+from stages.evaluate.config import CompareConfig, EvaluateConfig
+from stages.export.config import ExportConfig
+from stages.inputs.config import EmbeddedDataConfig, EmbeddedModelConfig
+from stages.plan_bins.config import PlanBinsConfig
+from stages.tokenize.config import TokenizeConfig
+from trainer.contract.layout import FieldNames, check_layout
+from trainer.contract.model_shape import ModelShape
+from trainer.contract.run import TrainConfig
+
+EMBEDDED = "embedded"
+
+SOURCE = "source"
+
+
+def _kind(value: object) -> str:
+    return SOURCE if isinstance(value, str) else EMBEDDED
+
+
+Data = Annotated[
+    Annotated[EmbeddedDataConfig, Tag(EMBEDDED)] | Annotated[str, Tag(SOURCE)],
+    Discriminator(_kind),
+]
+
+Model = Annotated[
+    Annotated[EmbeddedModelConfig, Tag(EMBEDDED)] | Annotated[str, Tag(SOURCE)],
+    Discriminator(_kind),
+]
+
+
+class PipelineConfig(StrictModel):
+    """A whole pipeline run. `data` and `model` are the settings of an embedded one, or a directory or hub name."""
+
+    model_config = ConfigDict(hide_input_in_errors=True)  # else a traceback shows a URL with its password
+
+    name: str = Field(
+        pattern="^[a-z0-9][a-z0-9-]*$", description="of the MLflow experiment and of the registered model"
+    )
+    data: Data = Field(
+        description="settings of the embedded digits; or a directory of <subset>/*.parquet, or a hub dataset"
+    )
+    model: Model = Field(description="embedded model's settings; or an HF directory or hub name")
+    convert: ConvertConfig
+    contamination: ContaminationConfig | None = Field(
+        default=ContaminationConfig(),
+        description="which held-out pictures count as seen in train and are left out of the scores; null: no search",
+    )
+    tokenize: TokenizeConfig
+    plan_bins: PlanBinsConfig
+    train: TrainConfig
+    export: ExportConfig = ExportConfig()
+    evaluate: EvaluateConfig
+    compare: CompareConfig | None = Field(
+        default=CompareConfig(), description="comparison with the model before training; null: none"
+    )
+    execution: ExecutionConfig = ExecutionConfig()
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _nothing_is_drawn(cls, value: object) -> object:
+        if isinstance(value, dict) and value.get("kind") == "drawn":
+            raise ValueError(
+                "kind=drawn no longer exists; give data a directory of <subset>/*.parquet, or leave out kind and num_* "
+                "for the embedded digits"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _stages_fit(self) -> "PipelineConfig":
+        urls = {"data": self.data, "model": self.model, "execution.dask_address": self.execution.dask_address}
+        for field, value in urls.items():
+            check_no_userinfo(value if isinstance(value, str) else "", field)
+        self._check_lengths()
+        self._check_profile()
+        self.check_parallel(self.model.shape if isinstance(self.model, EmbeddedModelConfig) else None)
+        if self.convert.heldout_fraction == 0 and not get_builder(self.convert.builder).has_splits:
+            raise ValueError(
+                "convert.heldout_fraction=0 leaves nothing to evaluate on; try convert.heldout_fraction=0.1"
+            )
+        return self
+
+    def _check_lengths(self) -> None:
+        if self.tokenize.max_seq_len > self.plan_bins.seq_len:
+            raise ValueError(
+                f"tokenize.max_seq_len={self.tokenize.max_seq_len} is more than a bin holds "
+                f"(plan_bins.seq_len={self.plan_bins.seq_len}); try tokenize.max_seq_len={self.plan_bins.seq_len}"
+            )
+        if isinstance(self.model, EmbeddedModelConfig):
+            patches = (self.tokenize.max_pixels or self.model.max_pixels) // self.model.patch_size**2
+            if patches > self.plan_bins.max_patches:
+                raise ValueError(
+                    f"one picture of tokenize.max_pixels has {patches} patches, more than "
+                    f"plan_bins.max_patches={self.plan_bins.max_patches}; try plan_bins.max_patches={patches}"
+                )
+
+    def _check_profile(self) -> None:
+        profile, processes = self.execution.profile, self.execution.cluster.processes
+        if profile is None:
+            return
+        if profile.first_step > self.train.num_steps:
+            raise ValueError(
+                f"execution.profile.first_step={profile.first_step} is beyond train.num_steps={self.train.num_steps}; "
+                "try execution.profile.first_step=1"
+            )
+        if profile.rank >= processes:
+            raise ValueError(
+                f"execution.profile.rank={profile.rank} is not below execution.cluster.processes={processes}; "
+                "try execution.profile.rank=0"
+            )
+
+    def check_parallel(self, shape: ModelShape | None) -> None:
+        """Check the layout against the model, the batch and the bins.
+
+        Args:
+            shape: of the model; None if it is not known yet.
+
+        Raises:
+            InputError: it does not fit.
+        """
+        check_layout(
+            self.execution.parallel,
+            shape,
+            world_size=self.execution.cluster.processes,
+            global_batch_size=self.train.global_batch_size,
+            seq_len=self.plan_bins.seq_len,
+            pad_multiple=self.plan_bins.pad_multiple,
+            names=FieldNames("execution.parallel.", "execution.cluster.processes"),
+        )
+
+    def identity(self) -> dict[str, object]:
+        """Everything but `execution`, as plain JSON."""
+        return self.model_dump(mode="json", exclude={"execution"})

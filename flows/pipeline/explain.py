@@ -1,0 +1,72 @@
+"""What is wrong with a recipe, in one line: the field, its value, its bounds or the nearest known field."""
+
+import difflib
+import re
+import typing
+from collections.abc import Sequence
+
+from pydantic import BaseModel, ValidationError
+
+from flows.pipeline.config import EMBEDDED, SOURCE
+
+
+def explain(error: ValidationError, model: type[BaseModel]) -> str:
+    """A validation's first error in one line: the dotted field, the value, the bound or the nearest key."""
+    details = error.errors(include_url=False)
+    # An unknown key is the likely cause of a missing one, so it comes first.
+    first = min(details, key=lambda d: d["type"] != "extra_forbidden")
+    # The tag of a union's member comes second: ("data", "embedded", "seed").
+    path = [str(part) for i, part in enumerate(first["loc"]) if i != 1 or part not in (EMBEDDED, SOURCE)]
+    dotted, more = ".".join(path), f" (and {len(details) - 1} more)" if len(details) > 1 else ""
+    if first["type"] == "extra_forbidden":
+        return f"unknown key {dotted}{_nearest(path, model)}{more}"
+    if first["type"] == "missing":
+        return f"{dotted} is missing{_description(path, model)}{more}"
+    message = first["msg"].removeprefix("Value error, ").replace("Input should", "should")
+    message = re.sub(r"a valid dictionary or instance of \w+", "a mapping of settings", message)
+    if not path or isinstance(first["input"], dict):
+        return (f"{dotted}: " if dotted else "") + message + more
+    return f"{dotted}={first['input']!r} {message}{_description(path, model)}{more}"
+
+
+def _nearest(path: Sequence[str], model: type[BaseModel]) -> str:
+    here = list(dict.fromkeys(name for holder in _models_at(model, path[:-1]) for name in holder.model_fields))
+    if close := difflib.get_close_matches(path[-1], here, n=1, cutoff=0.6):
+        return f"; did you mean {'.'.join([*path[:-1], close[0]])}?"
+    everywhere = _all_fields(model)
+    by_name = [dotted for dotted in everywhere if dotted.rpartition(".")[2] == path[-1]]
+    if close := by_name or difflib.get_close_matches(".".join(path), everywhere, n=1, cutoff=0.6):
+        return f"; did you mean {close[0]}?"
+    return f"; known here: {', '.join(here)}"
+
+
+def _models_at(model: type[BaseModel], path: Sequence[str]) -> list[type[BaseModel]]:
+    models, keys = [model], iter(path)
+    for key in keys:
+        annotations = [model.model_fields[key].annotation for model in models if key in model.model_fields]
+        models = [inner for annotation in annotations for inner in submodels(annotation)]
+        if any(typing.get_origin(annotation) is dict for annotation in annotations):
+            next(keys, None)  # a name of the user's own, as of a subset
+    return models
+
+
+def _all_fields(model: type[BaseModel], prefix: str = "") -> list[str]:
+    names = []
+    for name, field in model.model_fields.items():
+        names.append(prefix + name)
+        for inner in submodels(field.annotation):
+            names += _all_fields(inner, f"{prefix}{name}.")
+    return names
+
+
+def _description(path: Sequence[str], model: type[BaseModel]) -> str:
+    holders = _models_at(model, path[:-1]) if path else []
+    field = next((holder.model_fields[path[-1]] for holder in holders if path[-1] in holder.model_fields), None)
+    return f" [{field.description}]" if field is not None and field.description else ""
+
+
+def submodels(annotation: object) -> list[type[BaseModel]]:
+    """The models of an annotation; of a union all of them."""
+    if isinstance(annotation, type):
+        return [annotation] if issubclass(annotation, BaseModel) else []
+    return [model for part in typing.get_args(annotation) for model in submodels(part)]

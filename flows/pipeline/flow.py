@@ -1,0 +1,175 @@
+"""The flow `vlm-sft`, from raw rows to a scored, registered model, and its halves `prepare-data` and `evaluate`.
+
+Each is a loop over its nodes of the graph. The deployed flows have the same names and call the same functions.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from prefect import flow
+from prefect.runtime import flow_run
+
+from dataset_builders.errors import InputError
+from dataset_builders.storage.store import location
+from flows.pipeline.config import PipelineConfig
+from flows.pipeline.graph import EVALUATE, PREPARE_DATA, TRAIN, Node, Place, open_inputs, pipeline_nodes, place_of
+from flows.pipeline.mlflow_run import ends_with_failure, open_tracking
+from flows.pipeline.prefect_pages import publish_mlflow, publish_scores, publish_stages
+from flows.pipeline.tasks import StageRun, register_task, registered_name, stage_task
+from flows.resources.dask_pool import check_cluster, on_cluster
+from flows.resources.limits import has_server
+from flows.tracking.notes import run_name
+from flows.tracking.tracker import Tracker
+from stages.answer.engine import check_engine
+from stages.artifacts.artifact import Artifact, Input
+from stages.launchers.job import check_launcher
+from stages.release.hub import check_push
+from trainer.contract.names import HF_EXPORT
+
+Runs = dict[str, StageRun]
+_LINK_SECONDS = 0.3  # a fresh store takes longer; its link is published at the end
+
+
+def run_nodes(
+    config: PipelineConfig, root: str, tracking_run: str | None, nodes: Iterable[Node], places: dict[str, Place]
+) -> Runs:
+    """Run stages one after the other. The place of each artifact is added to `places`, for the stages after it.
+
+    Args:
+        places: name of a node, or of an external input -> its place.
+    """
+    runs = Runs()
+    for node in nodes:
+        inputs = {role: places[source] for role, source in node.inputs.items()}
+        runs[node.name] = stage_task.with_options(name=node.name)(config, root, tracking_run, node.name, inputs)
+        places[node.name] = Place(dir=runs[node.name]["dir"])
+    return runs
+
+
+@flow(name=PREPARE_DATA, flow_run_name="prepare data", persist_result=False)
+def prepare_data(config: PipelineConfig, root: str, tracking_run: str | None = None) -> tuple[Runs, dict[str, Place]]:
+    """Raw rows -> sample shards -> tokenized shards -> bins.
+
+    Returns:
+        the stages' runs by name, and the places of all inputs for the stages after them.
+    """
+    externals = open_inputs(config, location(root))
+    places = {name: place_of(item) for name, item in externals.items()}
+    with on_cluster(config.execution, location(root), [item.dir for item in externals.values()]):
+        runs = run_nodes(config, root, tracking_run, pipeline_nodes(config, [PREPARE_DATA]), places)
+    return runs, places
+
+
+@flow(name=EVALUATE, flow_run_name="evaluate", persist_result=False)
+def evaluate(
+    config: PipelineConfig, root: str, places: dict[str, Place], tracking_run: str | None = None
+) -> tuple[Runs, list[str]]:
+    """Answers of an exported model to the held-out samples, their scores, the comparison with the model before
+    training, and the model with its card, which is registered if the scores pass the gates.
+
+    Args:
+        places: of every input, from the raw rows to the export.
+
+    Returns:
+        the stages' runs by name, and one line per gate that failed.
+    """
+    runs = run_nodes(config, root, tracking_run, pipeline_nodes(config, [EVALUATE]), places)
+    dirs = {name: places[name].dir for name in ("export", "evaluate", "compare", "release") if name in places}
+    return runs, register_task(config, root, tracking_run, dirs)
+
+
+def _flow_run_name() -> str:
+    """The name of the MLflow run: the recipe and what differs from it."""
+    parameters = flow_run.parameters
+    config = parameters["config"]
+    name = config["name"] if isinstance(config, Mapping) else config.name
+    return run_name(parameters.get("recipe") or name, parameters.get("differs") or {})
+
+
+@flow(name=TRAIN, flow_run_name=_flow_run_name, persist_result=False)
+def vlm_sft(
+    config: PipelineConfig, root: str, recipe: str = "", differs: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Raw rows to a scored, registered model.
+
+    Args:
+        root: directory under which everything lies.
+        recipe: name of the recipe, for the MLflow run's name and tags.
+        differs: fields that differ from the recipe; they go into the run's name.
+
+    Returns:
+        plain values for a closing table: stages, hf_dir, scores, the model's registered name and one line per gate
+        that failed, the MLflow run and its pages.
+    """
+    externals = open_inputs(config, location(root))
+    check_launcher(config.execution.cluster)
+    check_answering(config)
+    check_push(config.execution.registry.push_to)
+    check_cluster(config.execution, location(root), [item.dir for item in externals.values()])
+    with tracked(config, root, externals, recipe or config.name, differs or {}) as tracker:
+        runs, places = prepare_data(config, root, tracker.key)
+        _check_heldout(runs["convert"]["dir"])
+        mlflow_url = tracker.url(_LINK_SECONDS if has_server() else 0)  # for people who watch the training
+        publish_mlflow(mlflow_url)
+        runs |= run_nodes(config, root, tracker.key, pipeline_nodes(config, [TRAIN]), places)
+        evaluation_runs, refusals = evaluate(config, root, places, tracker.key)
+        runs |= evaluation_runs
+        stats = publish_results(runs)
+    if mlflow_url is None:
+        publish_mlflow(mlflow_url := tracker.url())
+    return {
+        "stages": list(runs.values()),
+        "hf_dir": str(location(runs["release"]["dir"]) / HF_EXPORT),
+        "scores": stats["scores"],
+        "counts": stats.get("counts", {}),
+        "registered_name": registered_name(config),
+        "refusals": refusals,
+        "mlflow_run": tracker.key,
+        "mlflow_url": mlflow_url,
+        "compare_url": tracker.compare_with_last(),
+    }
+
+
+@contextlib.contextmanager
+def tracked(
+    config: PipelineConfig, root: str, inputs: Mapping[str, Input], recipe: str, differs: Mapping[str, Any]
+) -> Iterator[Tracker]:
+    """The MLflow run of the block: finished after it, failed or killed if the block ends early.
+
+    Args:
+        inputs: name -> input; those that no stage makes are part of the run's identity.
+        recipe: name of the recipe; `differs`: dotted fields that differ from it.
+    """
+    tracker = Tracker(location(root), open_tracking(config, root, inputs, recipe, differs))
+    with ends_with_failure(tracker):
+        yield tracker
+    tracker.finish("FINISHED")
+
+
+def publish_results(runs: Runs) -> dict[str, Any]:
+    """Publish the pages of a flow run that has scored a model; returns the figures of the evaluation."""
+    stats = Artifact.load(location(runs["evaluate"]["dir"])).manifest.stats
+    publish_stages(list(runs.values()))
+    publish_scores(stats["scores"], runs["release"]["dir"])
+    return stats
+
+
+def check_answering(config: PipelineConfig) -> None:
+    """Before hours of training, check that the library that answers is installed, if this machine is to answer.
+
+    Raises:
+        InputError: it is not installed.
+    """
+    if config.execution.cluster.launcher == "torchrun":
+        check_engine(config.evaluate.engine)
+
+
+def _check_heldout(samples_dir: str) -> None:
+    """Before hours of training, check that there are samples to evaluate on."""
+    shards = Artifact.load(location(samples_dir)).manifest.shards
+    if not any(shard.split == "heldout" and shard.num_samples for shard in shards):
+        raise InputError(
+            f"{samples_dir} holds no held-out sample, so nothing could be evaluated; raise convert.heldout_fraction "
+            "or read a split that the source holds out"
+        )

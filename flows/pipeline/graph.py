@@ -1,0 +1,251 @@
+"""The graph: every stage of the pipeline, its inputs, and what it holds while it runs.
+
+Flows, `athanor plan`, the MLflow run and the closing table are made from this list. A new stage is its folder and one
+Node here.
+"""
+
+import enum
+import importlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from dataset_builders.contracts.manifest import MANIFEST
+from dataset_builders.contracts.strict import StrictModel
+from dataset_builders.storage.store import StorePath, location, side_dir
+from flows.pipeline.config import PipelineConfig
+from stages.artifacts.artifact import Artifact, External, Input, Stage, artifact_dir, stage_identity
+from stages.artifacts.run_stage import why_rebuild
+from stages.inputs.hf_directory import check_hf_dir, hf_dir_of, model_input, processor_input, resolve_hf_dir
+from stages.inputs.raw_source import open_raw
+from stages.release.config import ReleaseConfig
+from trainer.families.registry import read_model
+from trainer.families.shapes import check_parts
+
+RAW_DIGESTS = "raw-digests.json"
+
+
+class Needs(enum.Flag):
+    """What a stage holds while it runs."""
+
+    NOTHING = 0
+    WORKERS = enum.auto()  # of the Dask cluster, if there is one
+    SLOT = enum.auto()  # of the concurrency limit where its jobs run: they use GPUs
+    METRICS = enum.auto()  # a listener to its metrics.jsonl
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A stage in the pipeline.
+
+    Attributes:
+        name: of its Prefect task, its row of the closing table, its pages. A stage that runs twice has two names.
+        stage: "module:STAGE", imported when it is needed.
+        config: the stage's identity config.
+        inputs: role -> node, or external input, that is read in it.
+    """
+
+    name: str
+    stage: str
+    config: BaseModel
+    inputs: Mapping[str, str]
+    needs: Needs = Needs.NOTHING
+
+    def load(self) -> Stage:
+        """The stage; its libraries are imported now."""
+        module, attribute = self.stage.split(":")
+        return getattr(importlib.import_module(module), attribute)
+
+    def read(self, available: Mapping[str, Input]) -> dict[str, Input]:
+        """Role -> its input, from the available ones by name of node or external input."""
+        return {role: in_role(role, available[source]) for role, source in self.inputs.items()}
+
+
+def data_nodes(config: PipelineConfig) -> Iterator[Node]:
+    """Raw rows -> sample shards -> tokenized shards -> bins."""
+    workers, raw = Needs.WORKERS, {"raw": data_stage(config) or "raw"}
+    if isinstance(config.data, BaseModel):
+        yield Node("embedded_data", "stages.inputs.digits:STAGE", config.data, {}, workers)
+    if isinstance(config.model, BaseModel):
+        yield Node("embedded_model", "stages.inputs.tiny_model:STAGE", config.model, raw, workers)
+    yield Node("convert", "stages.convert.stage:STAGE", config.convert, raw, workers)
+    samples = {"samples": "convert"}
+    if config.contamination is not None:
+        yield Node("contamination", "stages.contamination.stage:STAGE", config.contamination, samples, workers)
+    processor = "processor" if isinstance(config.model, str) else "embedded_model"
+    tokenized = samples | {"processor": processor}
+    yield Node("tokenize", "stages.tokenize.stage:STAGE", config.tokenize, tokenized, workers)
+    yield Node("plan_bins", "stages.plan_bins.stage:STAGE", config.plan_bins, {"tokenized": "tokenize"}, workers)
+
+
+def training_nodes(config: PipelineConfig) -> Iterator[Node]:
+    """Bins and weights -> checkpoints -> an HF directory."""
+    start = {"model": model_source(config), "tokenized": "tokenize"}
+    needs = Needs.SLOT | Needs.METRICS
+    yield Node("train", "stages.train.stage:STAGE", config.train, {**start, "bins": "plan_bins"}, needs)
+    yield Node("export", "stages.export.stage:STAGE", config.export, {"train": "train", **start}, Needs.SLOT)
+
+
+def scoring_nodes(config: PipelineConfig) -> Iterator[Node]:
+    """An export -> its answers and scores, those of the model before training, the difference, the card."""
+    answer, evaluate = "stages.answer.stage:STAGE", "stages.evaluate.stage:STAGE"
+    questions = {"samples": "convert"}
+    scored = questions | ({} if config.contamination is None else {"contamination": "contamination"})
+    yield Node("answer", answer, config.evaluate.answer, {"hf": "export", **questions}, Needs.SLOT)
+    yield Node("evaluate", evaluate, config.evaluate, {"answers": "answer", **scored, "made_by": "train"})
+    released = {"export": "export", "train": "train", "evaluate": "evaluate", **scored}
+    if config.compare is not None:
+        before = {"hf": model_source(config), **questions, "tokenized": "tokenize"}
+        yield Node("answer_base", answer, config.evaluate.answer, before, Needs.SLOT)
+        of_base = {"answers": "answer_base", **scored, "start_of": "train"}
+        yield Node("evaluate_base", evaluate, config.evaluate, of_base)
+        both = {"base": "evaluate_base", "tuned": "evaluate", **questions}
+        yield Node("compare", "stages.compare.stage:STAGE", config.compare, both)
+        released["compare"] = "compare"
+    yield Node("release", "stages.release.stage:STAGE", release_config(config), released)
+
+
+PREPARE_DATA, TRAIN, EVALUATE = "prepare-data", "vlm-sft", "evaluate"
+# Flow -> its own nodes; `vlm-sft` runs all of them, in this order.
+NODES: dict[str, list[Callable[[PipelineConfig], Iterable[Node]]]] = {
+    PREPARE_DATA: [data_nodes],
+    TRAIN: [training_nodes],
+    EVALUATE: [scoring_nodes],
+}
+
+
+def pipeline_nodes(config: PipelineConfig, flows: Iterable[str] = tuple(NODES)) -> list[Node]:
+    """The stages of a configuration in the order in which they run."""
+    return [node for flow in flows for make_nodes in NODES[flow] for node in make_nodes(config)]
+
+
+def data_stage(config: PipelineConfig) -> str | None:
+    """The stage that makes the raw rows; None if they are a source of the user's."""
+    return None if isinstance(config.data, str) else "embedded_data"
+
+
+def model_source(config: PipelineConfig) -> str:
+    """The name of the weights: that of the external input, or of the stage that makes them."""
+    return "model" if isinstance(config.model, str) else "embedded_model"
+
+
+def release_config(config: PipelineConfig) -> ReleaseConfig:
+    """The run's facts for the model card."""
+    data = config.data if isinstance(config.data, str) else f"{data_stage(config)} (made by athanor)"
+    return ReleaseConfig(
+        name=f"athanor-{config.name}",
+        base_model=config.model if isinstance(config.model, str) else None,
+        datasets=[data],
+        recipe=config.identity(),
+    )
+
+
+def check_model(config: PipelineConfig) -> Path | None:
+    """The directory of the user's model, complete and fit for the layout; None if a stage makes the model.
+
+    Raises:
+        InputError: it is missing, incomplete, of an unknown kind, or does not fit the layout.
+    """
+    if not isinstance(config.model, str):
+        return None
+    hf_dir = resolve_hf_dir(config.model)
+    check_hf_dir(hf_dir, config.execution.model_code_sha256)
+    family, shape = read_model(hf_dir)
+    check_parts(config.train, family)
+    config.check_parallel(shape)
+    return hf_dir
+
+
+def open_inputs(config: PipelineConfig, root: StorePath) -> dict[str, Input]:
+    """The external inputs of a configuration, checked: "raw", "model", "processor", those that no stage makes.
+
+    Raises:
+        InputError: a directory or hub name is missing, is of an unknown kind, or does not fit the layout.
+    """
+    externals: dict[str, Input] = {}
+    if isinstance(config.data, str):
+        convert = config.convert
+        externals["raw"] = open_raw(config.data, convert.subsets, convert.builder, side_dir(root) / RAW_DIGESTS)
+    if (hf_dir := check_model(config)) is not None:
+        externals["model"] = model_input(hf_dir)
+        externals["processor"] = processor_input(hf_dir)
+    return externals
+
+
+class Place(StrictModel):
+    """The place of an input: plain values, which may cross the border of a task.
+
+    Attributes:
+        external: the input's name if no stage made it: "raw", "hf_dir", "processor". `digest` is its digest then.
+    """
+
+    dir: str
+    external: str = ""
+    digest: str = ""
+
+
+def place_of(item: Input) -> Place:
+    """The place of an input."""
+    if isinstance(item, Artifact):
+        return Place(dir=str(item.dir))
+    return Place(dir=str(item.dir), external=item.name, digest=item.digest)
+
+
+def open_place(place: Place, role: str) -> Input:
+    """The input at a place. A model's directory is digested again: it may have changed meanwhile."""
+    path = location(place.dir)
+    if place.external == "raw":
+        return External(path, "raw", place.digest)
+    if place.external:
+        return model_input(path) if place.external == "hf_dir" else processor_input(path)
+    return in_role(role, Artifact.load(path))
+
+
+def in_role(role: str, item: Input) -> Input:
+    """The input as a stage reads it: an embedded model as "processor" is without its weights, which decide no token."""
+    is_embedded = role == "processor" and isinstance(item, Artifact)
+    return processor_input(hf_dir_of(item)) if is_embedded else item
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStage:
+    """A stage, as a run would treat it.
+
+    Attributes:
+        artifact: the finished one, which will be used again; None if it will be made.
+        why: the reason, in words.
+    """
+
+    name: str
+    artifact: Artifact | None
+    why: str
+
+
+def plan_stages(config: PipelineConfig, root: StorePath) -> tuple[list[PlannedStage], dict[str, Input]]:
+    """Every stage as a run would treat it, and every input that is available now. Runs and writes nothing.
+
+    Raises:
+        InputError: as `open_inputs`.
+    """
+    available = open_inputs(config, root)
+    planned = []
+    for node in pipeline_nodes(config):
+        missing = [source for source in node.inputs.values() if source not in available]
+        if missing:
+            planned.append(PlannedStage(node.name, None, f"its input {missing[0]} will be made first"))
+            continue
+        planned.append(_plan_stage(node, node.read(available), root))
+        if (artifact := planned[-1].artifact) is not None:
+            available[node.name] = artifact
+    return planned, available
+
+
+def _plan_stage(node: Node, inputs: Mapping[str, Input], root: StorePath) -> PlannedStage:
+    stage = node.load()
+    identity = stage_identity(stage, node.config, inputs)
+    directory = artifact_dir(root, stage, identity)
+    if (directory / MANIFEST).is_file():
+        return PlannedStage(node.name, Artifact.load(directory), f"{directory.name} is finished")
+    return PlannedStage(node.name, None, why_rebuild(root, stage, identity))

@@ -1,0 +1,110 @@
+"""The MLflow run of a pipeline: its name, tags and description, and its end if the work fails."""
+
+import contextlib
+import shlex
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import yaml
+from prefect.runtime import flow_run
+
+from dataset_builders.contracts.fingerprint import fingerprint, flatten
+from dataset_builders.errors import InputError
+from dataset_builders.storage.store import location
+from flows.pipeline.config import PipelineConfig
+from flows.pipeline.graph import pipeline_nodes
+from flows.pipeline.recipe import known_recipes, load_recipe
+from flows.pipeline.source_version import source_version
+from flows.tracking.notes import run_name
+from flows.tracking.tracker import Opening, Tracker, open_run
+from stages.artifacts.artifact import External, Input
+from stages.launchers.job import LAUNCHERS
+
+
+@contextlib.contextmanager
+def ends_with_failure(tracker: Tracker) -> Iterator[None]:
+    """End the MLflow run if the block ends early: FAILED for an error, KILLED for a stop."""
+    try:
+        yield
+    except Exception:
+        tracker.finish("FAILED")
+        raise
+    except BaseException:
+        tracker.finish("KILLED")
+        raise
+
+
+def open_tracking(
+    config: PipelineConfig, root: str, inputs: Mapping[str, Input], recipe: str, differs: Mapping[str, Any]
+) -> str | None:
+    """Begin the MLflow run of a configuration; returns the key that `Tracker` takes.
+
+    Args:
+        inputs: name -> input; those that no stage makes are part of the run's identity.
+        recipe: name of the recipe; `differs`: dotted fields of the outcome that differ from it.
+    """
+    versions = {node.name: node.load().version for node in pipeline_nodes(config)}
+    digests = {name: item.digest for name, item in inputs.items() if isinstance(item, External)}
+    identity = fingerprint({"config": config.identity(), "versions": versions, "inputs": digests})
+    differences = ", ".join(f"`{key}` = `{value}`" for key, value in differs.items())
+    about = f"What differs: {differences}." if differs else "Nothing differs from it."
+    source = source_version()
+    tags = {
+        "athanor.recipe": recipe,
+        "athanor.differs": ", ".join(f"{key}={value}" for key, value in differs.items()) or "nothing",
+        "athanor.root": root,
+        "prefect.flow_run_id": str(flow_run.id or ""),
+        "athanor.git_dirty": source.get("dirty", "unknown"),
+        "mlflow.source.git.commit": source.get("commit", "unknown"),
+        "mlflow.source.name": "athanor run",
+        **execution_tags(config),
+    }
+    opening = Opening(
+        experiment=f"athanor-{config.name}",
+        name=run_name(recipe, differs),
+        identity=identity,
+        params=config.identity(),
+        tags=tags,
+        note=f"Recipe **{recipe}**. {about}\n\n{_how_to_repeat(config, recipe)}",
+        recipe_yaml=yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False),
+        registry=config.execution.registry,
+        samples_host=config.execution.cluster.launcher == "torchrun",
+    )
+    return open_run(location(root), opening)
+
+
+def execution_tags(config: PipelineConfig) -> dict[str, str]:
+    """Dotted settings of execution, without those that are not set and those of other launchers."""
+    values = config.execution.model_dump(mode="json")
+    for launcher in LAUNCHERS.keys() - {config.execution.cluster.launcher}:
+        values["cluster"].pop(launcher, None)
+    return {key: str(value) for key, value in flatten({"execution": values}).items() if value is not None}
+
+
+def reproducing_command(config: PipelineConfig, recipe: str) -> str | None:
+    """The command line of exactly this configuration; None if the recipe is a file of the person's."""
+    if recipe not in known_recipes():
+        return None
+    plain = flatten(load_recipe(recipe).config.model_dump(mode="json"))
+    values = flatten(config.model_dump(mode="json"))
+    sets = [f"--set={key}={_as_yaml(value)}" for key, value in values.items() if plain.get(key, ...) != value]
+    try:
+        if load_recipe(recipe, [text.removeprefix("--set=") for text in sets]).config != config:
+            return None
+    except InputError:
+        return None
+    words = [f"--set {shlex.quote(text.removeprefix('--set='))}" for text in sets]
+    return " \\\n    ".join([f"athanor run {recipe}", *words])
+
+
+def _how_to_repeat(config: PipelineConfig, recipe: str) -> str:
+    command = reproducing_command(config, recipe)
+    if command is not None:
+        return f"Run it again:\n\n```\n{command}\n```"
+    return "Run it again, with `recipe.yaml` from this run's artifacts:\n\n```\nathanor run ./recipe.yaml\n```"
+
+
+def _as_yaml(value: object) -> str:
+    """One line that YAML reads as the value. JSON would not do: YAML reads its 1e-05 as a text."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**9, allow_unicode=True)
+    return text.removesuffix("\n").removesuffix("\n...")

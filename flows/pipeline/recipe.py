@@ -1,0 +1,143 @@
+"""Recipes: a YAML file, with overrides, checked; whatever is wrong is one line."""
+
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from dataset_builders.contracts.fingerprint import flatten
+from dataset_builders.errors import InputError, one_line
+from flows.pipeline.config import PipelineConfig
+from flows.pipeline.explain import explain, submodels
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+
+DEFAULT_RECIPE = "embedded"
+NONE = "none"  # a request's word for null: null itself means "as the recipe says"
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A checked configuration and its origin.
+
+    Attributes:
+        name: of the recipe, for people.
+        differs: dotted fields of the identity that the overrides changed, with their new values.
+    """
+
+    name: str
+    config: PipelineConfig
+    differs: dict[str, object]
+
+
+def known_recipes() -> list[str]:
+    """The names of the recipes that are part of athanor, for `load_recipe`."""
+    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+
+
+def load_recipe(
+    name_or_path: str = DEFAULT_RECIPE, overrides: Sequence[str] = (), changes: Mapping[str, object] | None = None
+) -> Recipe:
+    """A recipe with its overrides, checked as a whole.
+
+    Args:
+        overrides: `a.b=value` of a command line, the value in YAML.
+        changes: dotted field -> value, from a request or a grid; applied after the overrides.
+
+    Raises:
+        InputError: there is no such recipe, it is not YAML, a key is unknown (the nearest one is named), a value is out
+            of bounds.
+    """
+    path = _find(name_or_path)
+    raw = _read(path)
+    base = _validate(raw, f"recipe {path.stem}") if overrides or changes else None
+    for override in overrides:
+        _set(raw, override)
+    for dotted, value in (changes or {}).items():
+        _place(raw, dotted, value, f"{dotted}={value!r}")
+    what = f"recipe {path.stem}" + (" with --set" if overrides else " with overrides" if changes else "")
+    config = _validate(raw, what)
+    before = flatten(base.identity()) if base else {}
+    after = flatten(config.identity())
+    differs = {key: after.get(key) for key in after if base and before.get(key) != after[key]}
+    return Recipe(path.stem, config, differs)
+
+
+def _find(name_or_path: str) -> Path:
+    path = RECIPES / f"{name_or_path}.yaml"
+    if path.is_file():
+        return path
+    path = Path(name_or_path).expanduser()
+    if path.is_file():
+        return path
+    raise InputError(
+        f"there is no recipe {name_or_path!r}; give {', '.join(known_recipes())} or the path of a YAML file"
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} is not YAML: {one_line(error, 500)}") from error
+    if not isinstance(raw, dict):
+        raise InputError(f"{path} holds no mapping of settings; start from {RECIPES / (DEFAULT_RECIPE + '.yaml')}")
+    return raw
+
+
+def _set(raw: dict[str, Any], override: str) -> None:
+    path, equals, text = override.partition("=")
+    if not equals or not path.strip():
+        raise InputError(f"--set {override!r} is not of the form a.b=value, for example train.optim.lr=1e-3")
+    try:
+        value = yaml.safe_load(text) if text else ""
+    except yaml.YAMLError as error:
+        raise InputError(f"--set {override!r}: {text!r} is not a YAML value; quote it") from error
+    _place(raw, path.strip(), value, f"--set {override!r}")
+
+
+def _place(raw: dict[str, Any], dotted: str, value: object, what: str) -> None:
+    *parents, last = dotted.split(".")
+    place = raw
+    for i, key in enumerate(parents):
+        place = place.setdefault(key, {})
+        if not isinstance(place, dict):
+            raise InputError(f"{what}: {'.'.join(parents[: i + 1])} is {place!r}, which has no fields")
+    place[last] = value
+
+
+def dotted_changes(
+    overrides: Mapping[str, Any], model: type[BaseModel] = PipelineConfig, prefix: str = ""
+) -> dict[str, object]:
+    """A request's nested overrides as dotted fields: {"train": {"optim": {"lr": 1e-3}}} -> {"train.optim.lr": 1e-3}.
+
+    None means "as the recipe says" and is left out. A field that is a mapping of the user's own, as
+    `plan_bins.mixture`, is one value. Unknown fields stay, to be refused with their path.
+
+    Args:
+        model: of these overrides, which lie below `prefix` in the configuration.
+    """
+    changes: dict[str, object] = {}
+    for name, value in overrides.items():
+        if value is None:
+            continue
+        field = model.model_fields.get(name)
+        annotation = field.annotation if field else None
+        sections = [] if typing.get_origin(annotation) is dict else submodels(annotation)
+        if sections and isinstance(value, Mapping):
+            changes |= dotted_changes(value, sections[0], f"{prefix}{name}.")
+        else:
+            is_null = value == NONE and type(None) in typing.get_args(annotation)
+            changes[f"{prefix}{name}"] = None if is_null else value
+    return changes
+
+
+def _validate(raw: dict[str, Any], what: str) -> PipelineConfig:
+    try:
+        return PipelineConfig.model_validate(raw)
+    except ValidationError as error:
+        raise InputError(f"{what}: {explain(error, PipelineConfig)}") from error

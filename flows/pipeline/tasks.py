@@ -1,0 +1,176 @@
+"""The Prefect task that runs a stage, and the one that registers the model. Prefect adds retries, logs and the UI; the
+manifest decides whether a stage is finished.
+
+Only paths and plain values cross the border of a task. No task has Prefect's timeout, which cannot interrupt a thread
+and knows no child process; the launcher keeps the trainer's deadline. Only errors that may pass by themselves are
+retried.
+
+Cancelling a flow run sends SIGTERM to its process, and Prefect raises it as an exception in the task: the launcher
+gives the trainer time to save, and ends it.
+"""
+
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypedDict
+
+from prefect import get_run_logger, task
+from prefect.cache_policies import NO_CACHE
+
+from dataset_builders.contracts.manifest import MANIFEST
+from dataset_builders.errors import InputError
+from dataset_builders.storage.store import StorePath, local_dir, location
+from flows.pipeline.config import PipelineConfig
+from flows.pipeline.graph import Needs, Node, Place, open_place, pipeline_nodes
+from flows.pipeline.progress import display, show_rows
+from flows.pipeline.trainer_log import log_lines
+from flows.resources.cancelling import inner_run_cancelled
+from flows.resources.dask_pool import with_cluster
+from flows.resources.limits import slot_of, wait_for_server
+from flows.resources.run_record import record_run
+from flows.tracking.gates import refusals
+from flows.tracking.tracker import Tracker
+from stages.artifacts.artifact import Artifact, Input, StageResult, artifact_dir, stage_identity
+from stages.artifacts.run_stage import run_stage, scratch_dir
+from stages.artifacts.workers import StageResources
+from stages.release.hub import push_to_hub
+from stages.scoring.names import flat_scores
+from trainer.contract.answer import MetricsRow
+from trainer.contract.names import HF_EXPORT, METRICS_JSONL
+
+_LOG_SECONDS = 10.0
+
+
+class StageRun(TypedDict):
+    """The result of a stage's task: the place of its artifact, and its duration."""
+
+    stage: str
+    dir: str
+    reused: bool
+    seconds: float
+
+
+def _may_pass(_task: object, _task_run: object, state: Any) -> bool:
+    """Whether a second try may cure the error, as of a network file system; what the user must mend is not retried."""
+    error = state.result(raise_on_failure=False)
+    return isinstance(error, OSError) and not isinstance(error, InputError)
+
+
+_POLICY: dict[str, Any] = {
+    "cache_policy": NO_CACHE,
+    "retries": 1,
+    "retry_delay_seconds": 10,
+    "retry_condition_fn": _may_pass,
+    "persist_result": False,
+}
+
+
+@task(task_run_name="{name}", **_POLICY)
+def stage_task(
+    config: PipelineConfig, root: str, tracking_run: str | None, name: str, places: Mapping[str, Place]
+) -> StageRun:
+    """Make or reuse the artifact of a node, and publish it to MLflow.
+
+    Args:
+        name: of the node.
+        places: role -> the place of its input.
+    """
+    (node,) = (each for each in pipeline_nodes(config) if each.name == name)
+    inputs = {role: open_place(place, role) for role, place in places.items()}
+    tracker = Tracker(location(root), tracking_run)
+    record_run(location(root), tracking_run)
+    stage = node.load()
+    work_dir = scratch_dir(location(root), stage, stage_identity(stage, node.config, inputs))
+    with _resources(node, config, tracker, work_dir) as resources:
+        result = _run(node, inputs, location(root), resources)
+    tracker.log_stage(result.artifact, result.reused, name, stage.dataset)
+    directory, seconds = str(result.artifact.dir), round(result.seconds, 2)
+    return StageRun(stage=name, dir=directory, reused=result.reused, seconds=seconds)
+
+
+@contextlib.contextmanager
+def _resources(node: Node, config: PipelineConfig, tracker: Tracker, work_dir: StorePath) -> Iterator[StageResources]:
+    """The stage's workers and listeners until it ends.
+
+    Args:
+        work_dir: of the stage; a trainer writes its metrics there.
+    """
+    execution = config.execution
+    resources = StageResources(
+        num_workers=execution.num_workers or os.cpu_count() or 1,
+        cluster=execution.cluster,
+        trainer=execution.trainer,
+        on_progress=lambda finished, total: display().progressed(node.name, finished, total),
+        on_line=log_lines(),
+    )
+    with contextlib.ExitStack() as stack:
+        if Needs.WORKERS in node.needs:
+            resources = stack.enter_context(with_cluster(resources, execution))
+        if Needs.METRICS in node.needs:
+            to_mlflow = stack.enter_context(contextlib.closing(tracker.follow(work_dir / METRICS_JSONL)))
+            on_rows = _listener(node.name, config.train.num_steps, to_mlflow)
+            resources = dataclasses.replace(resources, on_rows=on_rows)
+        yield resources
+
+
+def _listener(
+    name: str, num_steps: int, to_mlflow: Callable[[list[MetricsRow]], None]
+) -> Callable[[list[MetricsRow]], None]:
+    """A listener that hands rows to MLflow and the display, and now and then the newest one to the Prefect log."""
+    logger, last = get_run_logger(), -_LOG_SECONDS
+
+    def on_rows(rows: list[MetricsRow]) -> None:
+        nonlocal last
+        to_mlflow(rows)
+        show_rows(name, rows, num_steps)
+        if time.monotonic() - last >= _LOG_SECONDS:
+            last = time.monotonic()
+            logger.info("step %d of %d: loss %.4f, lr %.3g", rows[-1].step, num_steps, rows[-1].loss, rows[-1].lr)
+
+    return on_rows
+
+
+def _run(node: Node, inputs: Mapping[str, Input], root: StorePath, resources: StageResources) -> StageResult:
+    display().started(node.name)
+    stage = node.load()
+    is_finished = (artifact_dir(root, stage, stage_identity(stage, node.config, inputs)) / MANIFEST).is_file()
+    needs_slot = Needs.SLOT in node.needs and not is_finished
+    with inner_run_cancelled(), slot_of(resources.cluster.limit, root) if needs_slot else contextlib.nullcontext():
+        result = run_stage(stage, node.config, inputs, root, resources)
+    wait_for_server()
+    display().ended(node.name, result.reused, result.seconds)
+    how = "reused" if result.reused else f"made in {result.seconds:.1f} s:"
+    get_run_logger().info("%s %s %s", node.name, how, result.artifact.dir)
+    return result
+
+
+@task(name="register", **_POLICY)
+def register_task(config: PipelineConfig, root: str, tracking_run: str | None, dirs: Mapping[str, str]) -> list[str]:
+    """Log the model and its scores in MLflow. If they pass the gates, register it and push it where the recipe says.
+
+    Args:
+        dirs: stage -> directory, for "export", "evaluate", "release" and, if the recipe has it, "compare".
+
+    Returns:
+        one line per gate that failed; empty if the model was registered.
+    """
+    artifacts = {stage: Artifact.load(location(directory)) for stage, directory in dirs.items()}
+    tracker, registry = Tracker(location(root), tracking_run), config.execution.registry
+    scores = artifacts["evaluate"].manifest.stats["scores"]
+    gains = artifacts["compare"].manifest.stats["gains"] if "compare" in artifacts else None
+    failed_gates = refusals(registry.gates, flat_scores(scores), gains)
+    for reason in failed_gates:
+        get_run_logger().warning("the model is not registered: %s", reason)
+    name, hf_dir = registered_name(config), artifacts["release"].dir / HF_EXPORT
+    tracker.register(artifacts["export"], artifacts["evaluate"], hf_dir, name, failed_gates)
+    if registry.push_to is not None and not failed_gates:
+        page = push_to_hub(local_dir(hf_dir), registry.push_to, registry.push_private)
+        get_run_logger().info("the model is at %s", page)
+    return failed_gates
+
+
+def registered_name(config: PipelineConfig) -> str:
+    """The model's name in MLflow's registry."""
+    return f"athanor-{config.name}"

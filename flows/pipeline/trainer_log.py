@@ -1,0 +1,64 @@
+"""The trainer's own lines in the log of the flow run: those of rank 0, each with its level, and never a flood.
+
+All lines are in the file logs/trainer.log of the training. Prefect gets as many per second as its server bears.
+"""
+
+import logging
+import re
+import time
+from collections.abc import Callable
+
+from prefect import get_run_logger
+
+BURST_LINES = 100
+LINES_A_SECOND = 2.0
+_MAX_CHARACTERS = 2000
+_ERROR = re.compile(r"^\s*Traceback|\b\w+(Error|Exception)\b:|\bERROR\b|\bCRITICAL\b")
+_WARNING = re.compile(r"\bWARN(ING)?\b|\b\w+Warning\b")
+
+
+def log_lines(clock: Callable[[], float] = time.monotonic) -> Callable[[str], None]:
+    """A listener that hands the lines of a job to the current run's log.
+
+    It hands on BURST_LINES at once, then LINES_A_SECOND; it counts the lines that it drops. Errors have a share of
+    their own, of the same size, so that they are never dropped for other lines.
+
+    Returns:
+        a function of a line, which raises nothing.
+    """
+    logger = get_run_logger()
+    shares = {logging.ERROR: _Share(clock), logging.INFO: _Share(clock)}
+
+    def log_line(line: str) -> None:
+        if not line.strip():
+            return
+        level = logging.WARNING if _WARNING.search(line) else logging.INFO
+        if _ERROR.search(line):
+            level = logging.ERROR
+        share = shares[logging.ERROR if level == logging.ERROR else logging.INFO]
+        if not share.takes():
+            return
+        if share.num_dropped:
+            logger.info("(%d lines of the trainer left out here; all are in its log file)", share.num_dropped)
+            share.num_dropped = 0
+        logger.log(level, "trainer: %s", line.rstrip()[:_MAX_CHARACTERS])
+
+    return log_line
+
+
+class _Share:
+    """Room for lines, which grows again with time."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock, self.room, self.last, self.num_dropped = clock, float(BURST_LINES), clock(), 0
+
+    def takes(self) -> bool:
+        """Whether there is room for one more line, which is then taken."""
+        now = self.clock()
+        self.room = min(BURST_LINES, self.room + (now - self.last) * LINES_A_SECOND)
+        self.last = now
+        if self.room < 1:
+            self.num_dropped += 1
+            return False
+        self.room -= 1
+        return True

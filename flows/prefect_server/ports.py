@@ -1,0 +1,67 @@
+"""Free ports that stay the same from one start to the next, so that bookmarks keep working."""
+
+import contextlib
+import json
+import socket
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import filelock
+
+from dataset_builders.storage.files import write_json
+
+DEFAULTS = {"prefect": 4200, "mlflow": 5000}
+
+
+@contextlib.contextmanager
+def reserve_ports(directory: Path, host: str) -> Iterator[dict[str, int]]:
+    """Program -> its port: that of last time, else its usual one, else any; the first that is free.
+
+    While the block lasts, no other service of this machine chooses these ports: a server takes seconds to listen.
+    """
+    last, chosen = _last(directory), {}
+    with contextlib.ExitStack() as locks:
+        for name, usual in DEFAULTS.items():
+            candidates = [*([last[name]] if name in last else []), usual, *(any_port(host) for _ in range(5))]
+            chosen[name] = next(port for port in candidates if is_free(host, port) and _lock(port, locks))
+        write_json(directory / "ports.json", chosen)
+        yield chosen
+
+
+def is_free(host: str, port: int) -> bool:
+    """Whether a server could listen on the port now."""
+    with socket.socket(_family(host)) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+            probe.listen()  # two may be bound with SO_REUSEADDR; only one listens
+        except OSError:
+            return False
+    return True
+
+
+def _lock(port: int, locks: contextlib.ExitStack) -> bool:
+    try:
+        locks.enter_context(filelock.FileLock(Path(tempfile.gettempdir(), f"athanor-port-{port}.lock"), timeout=0))
+    except (filelock.Timeout, OSError):  # another service's, or another user's
+        return False
+    return True
+
+
+def any_port(host: str) -> int:
+    """A port that is free now."""
+    with socket.socket(_family(host)) as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _last(directory: Path) -> Mapping[str, int]:
+    with contextlib.suppress(OSError, ValueError):
+        values = json.loads((directory / "ports.json").read_text(encoding="utf-8"))
+        return {name: values[name] for name in DEFAULTS if isinstance(values.get(name), int)}
+    return {}

@@ -1,0 +1,155 @@
+"""Prefect's server for a run without a service: a child of this process that ends with it.
+
+Prefect would start such a server by itself, but first it would load its whole server into this process too (two more
+seconds in which nothing else happens), and it would leave the server behind after a kill -9. The command is Prefect's
+own (prefect/server/api/server.py, SubprocessASGIServer).
+
+A fresh PREFECT_HOME has no tables. The first server makes them, in some three seconds of CPU, under a lock: two servers
+that make them at once ruin each other. The empty file <PREFECT_HOME>/schema-<version> marks that they are made.
+"""
+
+import atexit
+import importlib.metadata
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+import filelock
+from prefect.context import refresh_global_settings_context
+from prefect.settings import PREFECT_API_URL, PREFECT_HOME, PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS
+
+from flows.prefect_server.access import PREFECT_CLIENT_SECRET, PREFECT_SECRET, past_the_proxy
+from flows.prefect_server.home import SCHEMA_LOCK
+from flows.prefect_server.ports import any_port, is_free
+from flows.prefect_server.processes import begin_log, end_process, log_tail, start_process
+
+HOST = "127.0.0.1"
+LOG = "temporary-server.log"
+_CANNOT_LISTEN = 3  # uvicorn's exit status
+_TURN_SECONDS = 0.05
+_END_SECONDS = 30.0  # a server that is making its tables must finish that first
+_LOCK_SECONDS = 300.0  # a first start on a loaded laptop takes a minute
+_ENVIRONMENT = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"}
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+@dataclass(slots=True)
+class TemporaryServer:
+    """The server of this process; `begin` it early, `wait` until it answers."""
+
+    home: Path
+    process: subprocess.Popen | None = None
+    port: int = 0
+
+    @property
+    def api(self) -> str:
+        """For PREFECT_API_URL."""
+        return f"http://{HOST}:{self.port}/api"
+
+    def begin(self) -> None:
+        """Start the server if it does not run. Must be called in the main thread, to whose life it is tied.
+
+        After a death it comes back at its port if that is free: Prefect's thread of events keeps the address.
+        """
+        if self.process is not None and self.process.poll() is None:
+            return
+        if not (self.port and is_free(HOST, self.port)):
+            self.port = any_port(HOST)
+        begin_log(self.home / LOG)
+        inherited = {k: v for k, v in os.environ.items() if k not in (PREFECT_SECRET, PREFECT_CLIENT_SECRET)}
+        environment = {**inherited, **_ENVIRONMENT, "PREFECT_HOME": str(self.home)}
+        app = ["--factory", "prefect.server.api.server:create_app", "--lifespan", "on"]
+        place = ["--host", HOST, "--port", str(self.port), "--log-level", "error"]
+        self.process = start_process([sys.executable, "-m", "uvicorn", *app, *place], environment, self.home / LOG)
+
+    def wait(self) -> None:
+        """Return when the server answers. If somebody else has taken its port, another one is tried.
+
+        Raises:
+            RuntimeError: the server ended by itself or is too slow; the message has the end of its log.
+        """
+        seconds = PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS.value()
+        deadline = time.monotonic() + seconds
+        while not self._answers():
+            if (status := self.process.poll()) is not None:
+                if status != _CANNOT_LISTEN or is_free(HOST, self.port):  # else somebody else has taken its port
+                    raise RuntimeError(f"Prefect's temporary server ended: {self._last_words()}")
+                self.begin()
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"Prefect's temporary server was not up after {seconds} s: {self._last_words()}")
+            time.sleep(_TURN_SECONDS)
+
+    def start(self) -> None:
+        """Return when the server answers. Every thread of this process uses it then; child processes do not."""
+        self.begin()
+        self.wait()
+        os.environ.update({"PREFECT_API_URL": self.api, **past_the_proxy()})
+        refresh_global_settings_context()
+        del os.environ["PREFECT_API_URL"]
+
+    def end(self) -> None:
+        """Tell it to stop, and wait."""
+        if self.process is not None:
+            end_process(self.process, _END_SECONDS)
+
+    def _answers(self) -> bool:
+        try:
+            with _OPENER.open(f"{self.api}/health", timeout=5) as answer:
+                return answer.status == 200
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def _last_words(self) -> str:
+        lines = log_tail(self.home / LOG, 1)
+        return f"{lines[0].strip() if lines else 'its log is empty'} (log: {self.home / LOG})"
+
+
+def start_early() -> None:
+    """Begin to start the server while this process still loads its libraries; `start_prefect` waits for it.
+
+    Not before the tables are made: else the report of a person's typing error would have to wait for them.
+    """
+    if PREFECT_API_URL.value() is None and _marker(PREFECT_HOME.value()).exists():
+        server_of(PREFECT_HOME.value()).begin()
+
+
+def start_prefect() -> None:
+    """Return when this process has a temporary server that answers and has its tables.
+
+    Nothing happens if another server is set.
+    """
+    if PREFECT_API_URL.value() is not None and not is_temporary():
+        return
+    home = PREFECT_HOME.value()
+    if _marker(home).exists():
+        server_of(home).start()
+        return
+    home.mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(home / SCHEMA_LOCK, timeout=_LOCK_SECONDS):
+        server_of(home).start()
+        _marker(home).touch()
+
+
+def _marker(home: Path) -> Path:
+    return home / f"schema-{importlib.metadata.version('prefect')}"
+
+
+_servers: dict[Path, TemporaryServer] = {}
+
+
+def server_of(home: Path) -> TemporaryServer:
+    """The temporary server of a PREFECT_HOME; it ends with this process."""
+    if home not in _servers:
+        _servers[home] = TemporaryServer(home)
+        atexit.register(_servers[home].end)
+    return _servers[home]
+
+
+def is_temporary() -> bool:
+    """Whether Prefect uses a temporary server of this process."""
+    return PREFECT_API_URL.value() in [server.api for server in _servers.values()]

@@ -1,0 +1,30 @@
+"""Execution: where and how a pipeline runs. Nothing here changes a byte of an artifact."""
+
+from pydantic import Field
+
+from flows.tracking.config import RegistryConfig
+from stages.launchers.config import ClusterConfig
+from trainer.contract.run import TrainerExecution
+
+
+class ExecutionConfig(TrainerExecution):
+    """Where and how; changes no result and enters no fingerprint."""
+
+    num_workers: int = Field(default=0, ge=0, description="processes of the data stages; 0: one per CPU core")
+    dask_address: str | None = Field(
+        default=None,
+        description="scheduler of a Dask cluster that does the data stages' shards, for example tcp://host:8786; "
+        "null: processes of this machine",
+    )
+    cluster: ClusterConfig = ClusterConfig()
+    model_code_sha256: str | None = Field(
+        default=None,
+        pattern="^[0-9a-f]{64}$",
+        description="of the Python files in the model's directory, which is refused without it; they are never run",
+    )
+    registry: RegistryConfig = RegistryConfig()
+
+    @property
+    def trainer(self) -> TrainerExecution:
+        """The settings of the trainer."""
+        return TrainerExecution(**{name: getattr(self, name) for name in TrainerExecution.model_fields})

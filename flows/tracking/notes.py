@@ -1,0 +1,96 @@
+"""Texts for people in MLflow: a run's name and description, an experiment's link to the compare page."""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from flows.tracking.store import compare_url
+
+NOTE_TAG = "mlflow.note.content"
+MAX_NAME = 250
+_MAX_VALUE = 48
+_MAX_NOTE = 7500  # MLflow cuts a tag at 8000 characters
+
+
+def run_name(recipe: str, differs: Mapping[str, object]) -> str:
+    """`embedded lr=1e-05`: the recipe and what differs from it, by the shortest unambiguous field names.
+
+    Long values are cut in their middle. A name that gets too long ends with the number of further fields.
+    """
+    last = [key.rpartition(".")[2] for key in differs]
+    names = {key: short if last.count(short) == 1 else key for key, short in zip(differs, last)}
+    words = [f"{names[key]}={_short(value)}" for key, value in differs.items()]
+    for count in range(len(words), -1, -1):
+        more = [f"and {len(words) - count} more"] if count < len(words) else []
+        if len(name := " ".join([recipe, *words[:count], *more])) <= MAX_NAME:
+            return name
+    return recipe[:MAX_NAME]
+
+
+def _short(value: object) -> str:
+    if isinstance(value, list | tuple):
+        text = f"[{','.join(str(item) for item in value)}]"
+    else:
+        text = " ".join(str(value).split())
+    half = (_MAX_VALUE - 2) // 2
+    return text if len(text) <= _MAX_VALUE else f"{text[:half]}..{text[-half:]}"
+
+
+def run_note(
+    head: str,
+    page: str,
+    stages: Mapping[str, tuple[str, Collection[str]]],
+    scores: Mapping[str, Mapping[str, Any]],
+    verdict: str | None,
+) -> str:
+    """A run's description, in Markdown.
+
+    MLflow shows only the first lines before a person unfolds it.
+
+    Args:
+        head: known from the start: recipe, differences, command.
+        page: the run's own page, for links to its artifacts.
+        stages: name -> directory, and names of the files that the run holds of it.
+        scores: subset -> metric -> value.
+        verdict: why its model is champion, or why not.
+    """
+    overall = {name: value for name, value in scores.get("overall", {}).items() if not name.startswith("mean_")}
+    summary = ", ".join(f"{name} {score_text(value)}" for name, value in overall.items() if value is not None)
+    results = [f"Held-out: {summary}."] if summary else []
+    results += [f"Registered model: {verdict}."] if verdict else []
+    paragraphs = [" ".join(results), head, _score_table(scores) if scores else ""]
+    if stages:
+        rows = [
+            (name, _link(page, name, "report", files), _link(page, name, "preview", files), f"`{directory}`")
+            for name, (directory, files) in stages.items()
+        ]
+        paragraphs.append(markdown_table(("stage", "report", "preview", "directory"), rows))
+    return "\n\n".join(paragraph for paragraph in paragraphs if paragraph)[:_MAX_NOTE]
+
+
+def _link(page: str, stage: str, name: str, files: Collection[str]) -> str:
+    return f"[{name}]({page}/artifacts/stages/{stage}/{name}.html)" if f"{name}.html" in files else ""
+
+
+def _score_table(scores: Mapping[str, Mapping[str, Any]]) -> str:
+    metrics = [m for m in dict.fromkeys(m for values in scores.values() for m in values) if not m.startswith("mean_")]
+    order = sorted(scores, key=lambda subset: subset != "overall")
+    rows = [(name, *(score_text(scores[name].get(metric)) for metric in metrics)) for name in order]
+    return markdown_table(("held-out", *metrics), rows, numbers=range(1, len(metrics) + 1))
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Collection[int] = ()) -> str:
+    """A table in Markdown; the columns with these indexes are aligned to the right."""
+    rule = ["---:" if i in numbers else "---" for i in range(len(columns))]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (columns, rule, *rows))
+
+
+def score_text(value: float | None) -> str:
+    """A score with four decimals; empty if there is none."""
+    return "" if value is None else f"{value:.4f}"
+
+
+def experiment_note(names: Sequence[str], run_ids: Sequence[str], experiment_id: str) -> str:
+    """An experiment's description: the newest runs, and the page that compares them."""
+    link = compare_url(run_ids, experiment_id, "").removeprefix("/")  # works under any prefix of the server
+    newest = "\n".join(f"- {name}" for name in names)
+    return f"[Compare the {len(run_ids)} newest runs]({link})\n\n{newest}"[:_MAX_NOTE]

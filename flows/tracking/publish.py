@@ -1,0 +1,321 @@
+"""Publishes a run: adds to MLflow whatever its record and artifacts have and MLflow lacks.
+
+A stage, a model and scores are marked by a tag once they are whole, and the times and steps of metrics are in files. So
+publishing again adds what is missing, once, whatever failed before.
+"""
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from flows.tracking.store import connect, experiment_of, may_pass, store_digest
+
+# isort: split
+from mlflow import MlflowClient
+from mlflow.entities import Metric, Run
+
+from dataset_builders.contracts.fingerprint import flatten
+from dataset_builders.contracts.manifest import MANIFEST
+from dataset_builders.storage.files import GrowingFile
+from dataset_builders.storage.store import StorePath, local_copy, location, modified
+from flows.tracking.notes import NOTE_TAG, experiment_note, run_note
+from flows.tracking.record import (
+    Learnt,
+    Registration,
+    StageEntry,
+    TrackedRun,
+    error_line,
+    load_record,
+    save_learnt,
+    system_path,
+)
+from flows.tracking.registry import MODEL_TAG, REASON_TAG, publish_model
+from flows.tracking.run_writer import RunWriter
+from flows.tracking.tables import (
+    COMPARISON_TABLE,
+    MAX_ANSWERS,
+    PREDICTIONS_TABLE,
+    dataset_input,
+    gain_metrics,
+    log_answers,
+    most_different,
+    wrong_first,
+)
+from stages.artifacts.artifact import Artifact
+from stages.evaluate.predictions import COMPARISON
+from stages.scoring.names import flat_scores
+from trainer.contract.answer import parse_metrics, read_metrics
+from trainer.contract.names import METRICS_JSONL
+
+IDENTITY_TAG, _CREATION_TAG = "athanor.identity", "athanor.creation"
+RECIPE_YAML = "recipe.yaml"
+COMPARED_RUNS = 8
+log = logging.getLogger("athanor.tracking")
+
+
+class Publication:
+    """Publishes one run, as often as `run` is called; its owner holds the run's `publish_lock`.
+
+    Args:
+        on_answer: is called whenever MLflow has answered, or a part is complete.
+
+    Attributes:
+        sent: kind of thing that was added -> number.
+    """
+
+    def __init__(self, root: StorePath, key: str, on_answer: Callable[[], None] = lambda: None) -> None:
+        self.root, self.key, self.on_answer = root, key, on_answer
+        self.sent: Counter[str] = Counter()
+        self.record: TrackedRun | None = None
+        self._client: MlflowClient | None = None
+        self._writer: RunWriter | None = None
+        self._live: GrowingFile | None = None
+        self._system: GrowingFile | None = None
+        self._files: dict[str, list[str]] = {}  # stage -> names of the files that the run holds
+
+    def run(self) -> None:
+        """Bring MLflow up to the newest revision of the record and the newest lines of metrics.
+
+        Raises:
+            Exception: of MLflow or this machine's disk, if it may pass by itself; nothing is lost.
+        """
+        self.record = record = load_record(self.root, self.key)
+        try:
+            is_open = record.learnt.store == store_digest(self.root) and self._writer is not None
+            if is_open and record.learnt.published == record.revision:
+                self._live_rows()
+                self._system_samples()
+            else:
+                self._publish()
+        except Exception:
+            self._client = self._writer = None  # after a failure everything is read again
+            raise
+
+    def _publish(self) -> None:
+        record, store = self.record, store_digest(self.root)
+        if record.learnt.store != store:
+            record.learnt, self._client = Learnt(store=store), None
+        self._client = self._client or _Followed(connect(self.root), self.on_answer)
+        self._open(self._find_or_create())
+        ids = {"run_id": self._writer.run_id, "experiment_id": self._writer.experiment_id}
+        record.learnt = record.learnt.model_copy(update=ids)
+        save_learnt(self.root, self.key, record.learnt)  # its page has an address from now on
+        refused = self._publish_parts()
+        state = {"refused": refused, "published": record.revision, "system_bytes": self._system.taken}
+        record.learnt = record.learnt.model_copy(update=state)
+        save_learnt(self.root, self.key, record.learnt)
+
+    def _open(self, run: Run) -> None:
+        before, self._writer = self._writer, RunWriter(self._client, run)
+        if before is not None and before.run_id == self._writer.run_id:
+            self._writer.steps = before.steps
+        else:
+            self._files = {}
+            learnt, self._live = self.record.learnt, None  # its lines are compared with what the run holds
+            sent_bytes = learnt.system_bytes if learnt.run_id == run.info.run_id else 0
+            self._system = GrowingFile(system_path(self.root, self.key), sent_bytes)
+
+    def _publish_parts(self) -> dict[str, str]:
+        """Publish every part of the run; returns those that MLflow will never take, with the reason."""
+        refused: dict[str, str] = {}
+        for name, part in self._parts():
+            try:
+                part()
+                self.on_answer()
+            except Exception as error:
+                if may_pass(error):
+                    raise
+                refused[name] = error_line(error, 500)
+                if refused[name] != self.record.learnt.refused.get(name):
+                    log.warning("tracking: MLflow never takes %s (%s); the pipeline goes on", name, refused[name])
+        return refused
+
+    def _parts(self) -> Iterator[tuple[str, Callable[[], None]]]:
+        yield "the recipe", self._recipe
+        for name, entry in self.record.stages.items():
+            yield f"stage {name}", partial(self._stage, name, entry)
+        yield "metrics", self._live_rows
+        yield "system metrics", self._system_samples
+        if (registration := self.record.registration) is not None:
+            yield "the model", partial(self._model, registration)
+            yield "scores", partial(self._scores, registration)
+        yield "the description", self._describe
+        if self.record.status is not None:
+            yield "the end", self._end
+
+    def _count(self, what: str, number: int = 1) -> None:
+        self.sent.update({what: number} if number else {})
+
+    # --- the run ---
+
+    def _find_or_create(self) -> Run:
+        """The MLflow run of this identity, running again after a failed or killed try; made if there is none."""
+        client, record, opening = self._client, self.record, self.record.opening
+        experiment_id = experiment_of(client, self.root, opening.experiment)
+        same = f"tags.`{IDENTITY_TAG}` = '{opening.identity}'"
+        runs = client.search_runs([experiment_id], same, max_results=1, order_by=["attributes.start_time ASC"])
+        if not runs:
+            marks = {IDENTITY_TAG: opening.identity, _CREATION_TAG: record.creation}
+            return client.create_run(experiment_id, record.opened_ms, marks, opening.name)
+        info = runs[0].info
+        status = "RUNNING" if record.status is None and info.status != "FINISHED" else info.status
+        if (status, opening.name) != (info.status, info.run_name):
+            client.update_run(info.run_id, status, opening.name)
+        return runs[0]
+
+    def _recipe(self) -> None:
+        writer, opening = self._writer, self.record.opening
+        if not writer.is_marked("params", opening.identity):
+            writer.log_params(flatten(opening.params))
+            writer.client.log_text(writer.run_id, opening.recipe_yaml, RECIPE_YAML)
+            writer.mark("params", opening.identity)
+            self._count("recipe")
+        writer.set_tags(opening.tags)
+
+    def _describe(self) -> None:
+        record, writer = self.record, self._writer
+        page = f"#/experiments/{writer.experiment_id}/runs/{writer.run_id}"
+        stages = {name: (entry.dir, self._files_of(name)) for name, entry in record.stages.items()}
+        scores = record.registration.scores if record.registration else {}
+        writer.set_tags({NOTE_TAG: run_note(record.opening.note, page, stages, scores, writer.tags.get(REASON_TAG))})
+
+    def _files_of(self, stage: str) -> list[str]:
+        """Names of the files that the run holds of a stage."""
+        if stage not in self._files:
+            listed = self._writer.client.list_artifacts(self._writer.run_id, f"stages/{stage}")
+            self._files[stage] = [Path(item.path).name for item in listed]
+        return self._files[stage]
+
+    def _end(self) -> None:
+        """End the run: FINISHED, FAILED or KILLED. A run that was finished before keeps its times."""
+        writer, record = self._writer, self.record
+        if writer.status != "FINISHED" and (writer.status, writer.end_ms) != (record.status, record.ended_ms):
+            seconds = (record.ended_ms - record.opened_ms) / 1e3
+            writer.log_metrics([Metric("flow_seconds", seconds, record.ended_ms, 0)])
+            writer.client.set_terminated(writer.run_id, record.status, record.ended_ms)
+            self._count("end")
+        self._drop_doubles()
+        newest = writer.client.search_runs(
+            [writer.experiment_id], order_by=["attributes.start_time DESC"], max_results=COMPARED_RUNS
+        )
+        ids = [run.info.run_id for run in newest]
+        if len(ids) > 1:
+            note = experiment_note([run.info.run_name for run in newest], ids, writer.experiment_id)
+            writer.client.set_experiment_tag(writer.experiment_id, NOTE_TAG, note)
+        record.learnt.compare = [other for other in ids if other != writer.run_id][:1]
+
+    def _drop_doubles(self) -> None:
+        """Delete the runs of other tries, which a server that answered too late has made: they carry the same mark."""
+        mark = f"tags.`{_CREATION_TAG}` = '{self.record.creation}'"
+        for run in self._writer.client.search_runs([self._writer.experiment_id], mark):
+            if run.info.run_id != self._writer.run_id:
+                self._writer.client.delete_run(run.info.run_id)
+
+    # --- stages and metrics ---
+
+    def _stage(self, name: str, entry: StageEntry) -> None:
+        """Add a stage: its pages, its curves or differences, and, if it is a dataset, an input of the run."""
+        writer, mark = self._writer, f"fingerprint.{name}"
+        if writer.tags.get(mark) == entry.fingerprint:
+            return
+        artifact = Artifact.load(location(entry.dir))
+        self._files[name] = artifact.shown_files()
+        for file in self._files[name]:
+            folder = "/".join(["stages", name, *Path(file).parent.parts])
+            writer.client.log_artifact(writer.run_id, str(local_copy(artifact.dir / file)), folder)
+        if (artifact.dir / METRICS_JSONL).is_file():
+            self._training(artifact)
+        if (artifact.dir / COMPARISON).is_file():
+            self._comparison(artifact)
+        if entry.dataset is not None:
+            writer.client.log_inputs(writer.run_id, [dataset_input(artifact, entry.dataset)])
+        # The mark comes last: a stage that was logged in part is logged again.
+        writer.set_tags({f"reused.{name}": str(entry.reused).lower(), mark: entry.fingerprint})
+        self._count("stage")
+
+    def _training(self, training: Artifact) -> None:
+        """Add the rows that the live metrics have missed, and the headline figures of the whole training."""
+        rows = read_metrics(training.dir)
+        self._count("step", self._writer.log_rows(rows, _made_ms(training)))
+        if not rows:
+            return
+        steps = [b.step - a for a, b in zip([0, *(row.step for row in rows)], rows)]
+        seconds = sum(count * row.step_seconds for count, row in zip(steps, rows))
+        heldout = [row.heldout_loss for row in rows if row.heldout_loss is not None]
+        values = {
+            "final_loss": rows[-1].loss,
+            "final_heldout_loss": heldout[-1] if heldout else None,
+            "train_seconds": seconds,
+            "train_tokens_per_second": rows[-1].tokens / seconds if seconds else None,
+        }
+        moment, step = rows[-1].time_ms or _made_ms(training), rows[-1].step
+        figures = {name: value for name, value in values.items() if value is not None}
+        self._writer.log_metrics([Metric(name, value, moment, step) for name, value in figures.items()])
+
+    def _comparison(self, comparison: Artifact) -> None:
+        """Add the gain over the model before training, with its interval, and a table of the largest differences."""
+        writer, moment = self._writer, _made_ms(comparison)
+        gains = gain_metrics(comparison.manifest.stats["subsets"])
+        writer.log_metrics([Metric(name, value, moment, 0) for name, value in gains.items()])
+        log_answers(writer.client, writer.run_id, COMPARISON_TABLE, most_different(comparison.dir, MAX_ANSWERS))
+
+    def _model(self, registration: Registration) -> None:
+        registry = self.record.opening.registry
+        self._count("model", publish_model(self._writer, self.root, registration, registry))
+
+    def _scores(self, registration: Registration) -> None:
+        """Add the scores of every subset, the overall ones under their bare names, and a table of the wrong answers."""
+        writer, evaluation = self._writer, Artifact.load(location(registration.evaluated))
+        if writer.is_marked("scores", evaluation.manifest.fingerprint):
+            return
+        about = {}
+        if model_id := writer.tags.get(MODEL_TAG):
+            samples = evaluation.manifest.parents["samples"]
+            about = {"model_id": model_id, "dataset_name": samples.name, "dataset_digest": samples.fingerprint}
+        moment, scores = _made_ms(evaluation), flat_scores(registration.scores)
+        writer.log_metrics([Metric(name, value, moment, 0, **about) for name, value in scores.items()])
+        log_answers(writer.client, writer.run_id, PREDICTIONS_TABLE, wrong_first(evaluation.dir, MAX_ANSWERS))
+        writer.mark("scores", evaluation.manifest.fingerprint)
+        self._count("score table")
+
+    def _live_rows(self) -> None:
+        if self.record.live is None:
+            return
+        if self._live is None or str(self._live.path) != self.record.live:
+            self._live = GrowingFile(Path(self.record.live))
+        if rows := parse_metrics(self._live.new_lines()):
+            self._count("step", self._writer.log_rows(rows, self.record.changed_ms))
+        self._live.take()
+
+    def _system_samples(self) -> None:
+        samples = [json.loads(line) for line in self._system.new_lines().splitlines()]
+        if samples:
+            timed = [(sample["time_ms"], sample["values"]) for sample in samples]
+            self._writer.log_samples(timed, self.record.first_ms)
+            self._count("machine sample", len(samples))
+        self._system.take()
+
+
+def _made_ms(artifact: Artifact) -> int:
+    """The time at which an artifact was made, in milliseconds since 1970; for metrics without a time."""
+    return int(modified(artifact.dir / MANIFEST) * 1000)
+
+
+class _Followed:
+    """An MlflowClient that reports each answer, so that a slow server is not taken for a dead one."""
+
+    def __init__(self, client: MlflowClient, on_answer: Callable[[], None]) -> None:
+        self._client, self._on_answer = client, on_answer
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            answer = method(*args, **kwargs)
+            self._on_answer()
+            return answer
+
+        method = getattr(self._client, name)
+        return call

@@ -1,0 +1,106 @@
+"""Writes to one MLflow run, and knows its content as far as it was read.
+
+Everything may be added twice: parameters and tags are then the same, and a metric has its time and step from a file, so
+that MLflow's primary key keeps one.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flows.tracking.store import connect  # noqa: F401  first: sets what mlflow reads at its import
+
+# isort: split
+from mlflow import MlflowClient
+from mlflow.entities import Metric, Param, Run, RunTag
+
+from trainer.contract.answer import MetricsRow
+
+METRICS_PER_BATCH, ENTITIES_PER_BATCH = 1000, 100  # MLflow takes no more
+_MAX_PARAM, _MAX_TAG = 6000, 8000  # characters
+
+
+class RunWriter:
+    """Adds to one MLflow run.
+
+    Attributes:
+        tags: of the run.
+        status, end_ms: as they were when the run was read.
+        steps: of training that the run holds; None until they are read.
+    """
+
+    def __init__(self, client: MlflowClient, run: Run) -> None:
+        self.client, self.tags = client, dict(run.data.tags)
+        self.run_id, self.experiment_id = run.info.run_id, run.info.experiment_id
+        self.name, self.status, self.end_ms = run.info.run_name, run.info.status, run.info.end_time
+        self.steps: set[int] | None = None
+
+    def is_marked(self, what: str, fingerprint: str) -> bool:
+        """Whether `mark` was called with the same arguments."""
+        return self.tags.get(f"athanor.logged.{what}") == fingerprint
+
+    def mark(self, what: str, fingerprint: str) -> None:
+        """Mark that the run holds something whole; to be called after all of it was added."""
+        self.set_tags({f"athanor.logged.{what}": fingerprint})
+
+    def set_tags(self, tags: Mapping[str, object]) -> None:
+        """Set the tags that differ."""
+        texts = {key: str(value)[:_MAX_TAG] for key, value in tags.items()}
+        missing = [RunTag(key, text) for key, text in texts.items() if self.tags.get(key) != text]
+        for start in range(0, len(missing), ENTITIES_PER_BATCH):
+            self.client.log_batch(self.run_id, tags=missing[start : start + ENTITIES_PER_BATCH])
+        self.tags |= texts
+
+    def log_params(self, params: Mapping[str, Any]) -> None:
+        """Add parameters, cut to MLflow's limit."""
+        entities = [Param(key, str(value)[:_MAX_PARAM]) for key, value in params.items()]
+        for start in range(0, len(entities), ENTITIES_PER_BATCH):
+            self.client.log_batch(self.run_id, params=entities[start : start + ENTITIES_PER_BATCH])
+
+    def log_metrics(self, metrics: Sequence[Metric]) -> None:
+        """Add points of any metrics."""
+        for start in range(0, len(metrics), METRICS_PER_BATCH):
+            self.client.log_batch(self.run_id, metrics=metrics[start : start + METRICS_PER_BATCH])
+
+    def log_rows(self, rows: Sequence[MetricsRow], default_ms: int) -> int:
+        """Add the rows of training whose steps the run does not hold.
+
+        Args:
+            default_ms: time of rows that carry none.
+
+        Returns:
+            number of rows that were added.
+        """
+        if self.steps is None:
+            self.steps = {point.step for point in self.client.get_metric_history(self.run_id, "loss")}
+        missing = {row.step: row for row in rows if row.step not in self.steps}
+        groups = []
+        for row in missing.values():
+            values = row.model_dump(exclude={"step", "time_ms"}, exclude_none=True)
+            moment = row.time_ms or default_ms
+            groups.append([Metric(name, float(value), moment, row.step) for name, value in values.items()])
+        self._log_whole(groups)
+        self.steps |= missing.keys()
+        return len(missing)
+
+    def log_samples(self, samples: Sequence[tuple[int, Mapping[str, float]]], first_ms: int) -> None:
+        """Add samples of a machine's figures; their steps are seconds since `first_ms`.
+
+        Args:
+            samples: pairs of a time in milliseconds since 1970 and metric -> value.
+        """
+        groups = []
+        for moment, values in samples:
+            step = (moment - first_ms) // 1000
+            groups.append([Metric(name, value, moment, step) for name, value in values.items()])
+        self._log_whole(groups)
+
+    def _log_whole(self, groups: Sequence[Sequence[Metric]]) -> None:
+        """Send groups of points, each in one call: it arrives whole or not at all."""
+        batch: list[Metric] = []
+        for group in groups:
+            if len(batch) + len(group) > METRICS_PER_BATCH:
+                self.client.log_batch(self.run_id, metrics=batch)
+                batch = []
+            batch += group
+        if batch:
+            self.client.log_batch(self.run_id, metrics=batch)

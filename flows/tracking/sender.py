@@ -1,0 +1,209 @@
+"""The senders: one thread of the process that runs a pipeline, and whoever publishes what earlier runs could not.
+
+After an error that may pass by itself (MLflow is down, slow or full) they try again, less and less often.
+"""
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import filelock
+
+from dataset_builders.storage.store import StorePath, side_dir
+from flows.tracking.publish import Publication
+from flows.tracking.record import (
+    TrackedRun,
+    changed,
+    error_line,
+    load_record,
+    publish_lock,
+    system_path,
+    waiting_records,
+)
+
+PATIENCE_SECONDS = 10.0  # without an answer
+LONGEST_WAIT_SECONDS = 60.0
+_FAILED_ROUNDS = 3
+_FIRST_RETRY, _LAST_RETRY = 1.0, 30.0
+_BUSY_SECONDS = 1.0  # between two looks at a run that another process publishes
+_OTHERS_SECONDS = 60.0  # between two looks at the runs of other processes
+log = logging.getLogger("athanor.tracking")
+
+
+class Sender:
+    """The sending thread of this process for one root. Everything but `wait` returns at once."""
+
+    def __init__(self, root: StorePath) -> None:
+        self.root = root
+        self.problem = ""  # of the last round, empty if all was sent
+        self._submitted: Counter[str] = Counter()  # run -> number of its submissions
+        self._sent: Counter[str] = Counter()  # run -> that number when it was last sent
+        self._publications: dict[str, tuple[Publication, filelock.BaseFileLock]] = {}
+        self._changed = threading.Condition()
+        self._waiters = self._failed_rounds = 0
+        self._others_at = 0.0
+        self._progress = 0.0
+        self._thread: threading.Thread | None = None
+
+    def submit(self, key: str) -> None:
+        """Send what is new in a run's record or metrics."""
+        with self._changed:
+            self._submitted[key] += 1
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="tracking-sender", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def wait(self, key: str, patience: float = PATIENCE_SECONDS) -> bool:
+        """Wait until MLflow holds all of a run, as it is now, and what earlier runs could not send.
+
+        Gives up after so many seconds without an answer of MLflow, after several failures of MLflow, or after
+        LONGEST_WAIT_SECONDS.
+
+        Returns:
+            whether MLflow holds all of the run.
+        """
+        with self._changed:
+            number, failed, start = self._submitted[key], self._failed_rounds, time.monotonic()
+            self._waiters += 1
+            self._changed.notify_all()
+            try:
+                while self._sent[key] < number or self._others_at == 0:
+                    now = time.monotonic()
+                    is_stuck = now - max(start, self._progress) > patience or now - start > LONGEST_WAIT_SECONDS
+                    if is_stuck or self._failed_rounds - failed >= _FAILED_ROUNDS:
+                        break
+                    self._changed.wait(0.1)
+                return self._sent[key] >= number
+            finally:
+                self._waiters -= 1
+
+    def _work(self) -> None:
+        retry = _FIRST_RETRY
+        while True:
+            with self._changed:
+                submitted = Counter(self._submitted)
+            self._round(submitted)
+            with self._changed:
+                self._failed_rounds += bool(self.problem)
+                self._changed.notify_all()
+                if self.problem:
+                    self._changed.wait_for(lambda: self._waiters, timeout=retry)
+                    retry = min(2 * retry, _LAST_RETRY)
+                else:
+                    retry = _FIRST_RETRY
+                    pause = _OTHERS_SECONDS if self._sent >= submitted else _BUSY_SECONDS
+                    self._changed.wait_for(lambda before=submitted: self._submitted != before, timeout=pause)
+            if self.problem and self._waiters:
+                time.sleep(_FIRST_RETRY)
+                retry = _FIRST_RETRY
+
+    def _round(self, submitted: Mapping[str, int]) -> None:
+        """Send the submitted runs and, now and then, those of other processes; keep the first problem."""
+        problems = []
+        for key, number in submitted.items():
+            try:
+                if self._sent[key] < number and self._send(key):
+                    self._sent[key] = number
+            except Exception as error:
+                problems.append(error_line(error))
+        if not problems and (self._others_at == 0 or time.monotonic() - self._others_at > _OTHERS_SECONDS):
+            others = publish_waiting(self.root, tuple(submitted), self._advance)
+            problems += [other.problem for other in others if other.problem]
+            self._others_at = time.monotonic()
+        if problems and problems[0] != self.problem:
+            log.warning("tracking: MLflow does not answer (%s); the pipeline goes on, runs wait", problems[0])
+        self.problem = problems[0] if problems else ""
+
+    def _send(self, key: str) -> bool:
+        """Publish a run of this process; returns whether MLflow holds it now, also if another process has sent it."""
+        if key not in self._publications:
+            lock = publish_lock(self.root, key)
+            try:
+                lock.acquire(timeout=0)
+            except filelock.Timeout:
+                return not load_record(self.root, key).is_waiting()
+            self._publications[key] = Publication(self.root, key, self._advance), lock
+        publication, lock = self._publications[key]
+        publication.run()
+        if publication.record.status is not None:
+            del self._publications[key]
+            lock.release()
+        return True
+
+    def _advance(self) -> None:
+        self._progress = time.monotonic()
+
+
+_senders: dict[Path, Sender] = {}
+_senders_mutex = threading.Lock()
+
+
+def sender_of(root: StorePath) -> Sender:
+    """The sender of a root, one per process."""
+    with _senders_mutex:
+        return _senders.setdefault(side_dir(root).resolve(), Sender(root))
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """The outcome for a run of which MLflow lacked something.
+
+    Attributes:
+        name: of the MLflow run.
+        sent: kind of thing that was added -> number.
+        problem: why the rest waits; empty if nothing waits, or if the run's own process publishes it.
+        is_sending: whether its own process publishes it.
+    """
+
+    name: str
+    sent: Mapping[str, int] = field(default_factory=dict)
+    problem: str = ""
+    is_sending: bool = False
+
+
+def publish_waiting(
+    root: StorePath, but: Sequence[str] = (), on_answer: Callable[[], None] = lambda: None
+) -> list[Published]:
+    """Publish what earlier runs of this root could not send, the oldest first; never raises.
+
+    A run whose process was killed is ended.
+
+    Args:
+        but: keys of runs to leave alone.
+        on_answer: is called whenever MLflow has answered.
+    """
+    return [_publish(root, key, record, on_answer) for key, record in waiting_records(root) if key not in but]
+
+
+def _publish(root: StorePath, key: str, record: TrackedRun, on_answer: Callable[[], None]) -> Published:
+    lock, name = publish_lock(root, key), record.opening.name
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        return Published(name, is_sending=True)
+    publication, problem = Publication(root, key, on_answer), ""
+    try:
+        if record.status is None and record.owner.is_dead():
+            end_killed_run(root, key)
+        publication.run()
+    except Exception as error:
+        problem = error_line(error)
+    finally:
+        lock.release()
+    return Published(name, publication.sent, problem)
+
+
+def end_killed_run(root: StorePath, key: str) -> None:
+    """End a run whose process was killed, at its last sign of life: nobody else will."""
+    with changed(root, key) as record:
+        if record.status is None and record.owner.is_dead():
+            signs_ms = [record.changed_ms]
+            for path in (record.live, system_path(root, key)):
+                if path is not None and Path(path).is_file():
+                    signs_ms.append(int(Path(path).stat().st_mtime * 1000))
+            record.end("KILLED", max(signs_ms))

@@ -1,0 +1,128 @@
+"""MLflow's store: its address, a client for it, its locks, and which of its errors may pass by themselves."""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from urllib.parse import quote
+
+os.environ.setdefault("DO_NOT_TRACK", "true")
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+os.environ.setdefault("MLFLOW_ALLOW_PICKLE_DESERIALIZATION", "false")
+# The sending thread tries again by itself, after it has seen whether the last try arrived; the client only repeats.
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "180")  # nobody waits for the sending thread
+
+import filelock
+import sqlalchemy
+from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
+
+from dataset_builders.errors import InputError
+from dataset_builders.storage.store import StorePath, side_dir, without_userinfo
+
+# Error codes after which the same call can never succeed.
+_FINAL = {
+    "INVALID_PARAMETER_VALUE",
+    "BAD_REQUEST",
+    "RESOURCE_DOES_NOT_EXIST",
+    "RESOURCE_ALREADY_EXISTS",
+    "INVALID_STATE",
+}
+_SCHEMA_LOCK = 0x617468616E6F72  # of Postgres' advisory locks, which are numbers: "athanor"
+_LOCK_SECONDS = 120
+_KIND_TAG = "mlflow.experimentKind"  # without it MLflow begins with its pages for generated text
+
+
+def tracking_uri(root: StorePath) -> str:
+    """The address of the runs: MLFLOW_TRACKING_URI if it is set, else SQLite in the root (of a store: on this machine).
+
+    Raises:
+        InputError: it has a password, which pages and messages would show.
+    """
+    uri = os.environ.get("MLFLOW_TRACKING_URI")
+    if not uri:
+        return f"sqlite:///{(side_dir(root) / 'mlflow.db').resolve()}"
+    if without_userinfo(uri) != uri:
+        raise InputError(
+            f"MLFLOW_TRACKING_URI={without_userinfo(uri)}: must not carry a password, which logs would show; "
+            "put it in MLFLOW_TRACKING_PASSWORD, or in PGPASSWORD for a database"
+        )
+    return uri
+
+
+def store_digest(root: StorePath) -> str:
+    """A digest that names the store without its address."""
+    return hashlib.sha256(tracking_uri(root).encode()).hexdigest()[:16]
+
+
+def server_command(root: StorePath, program: str = "mlflow") -> str | None:
+    """The command that serves the runs of a root; None if a server is set, which runs already."""
+    uri = tracking_uri(root)
+    if uri.startswith("http"):
+        return None
+    return f"{program} server --backend-store-uri {uri} --host 127.0.0.1 --port 5000"
+
+
+def server_url(root: StorePath) -> str:
+    """The address of MLflow's pages: of MLFLOW_TRACKING_URI's server, or of the one that `server_command` starts."""
+    uri = tracking_uri(root)
+    return uri.rstrip("/") if uri.startswith("http") else "http://127.0.0.1:5000"
+
+
+def compare_url(run_ids: Sequence[str], experiment_id: str, base: str) -> str:
+    """MLflow's page that sets runs side by side and marks the parameters that differ."""
+    runs, experiments = quote(json.dumps(list(run_ids))), quote(json.dumps([experiment_id]))
+    return f"{base}/#/compare-runs?runs={runs}&experiments={experiments}"
+
+
+def connect(root: StorePath) -> MlflowClient:
+    """A client whose store has its tables, made under locks: two processes that make them at once would ruin a fresh
+    SQLite file, and all but one fail on a fresh Postgres."""
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
+    uri = tracking_uri(root)
+    with store_lock(root), _schema_lock(uri):
+        client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+        client.search_experiments(max_results=1)
+    return client
+
+
+def store_lock(root: StorePath) -> filelock.BaseFileLock:
+    """The lock for work that only one process of a root may do at a time."""
+    side_dir(root).mkdir(parents=True, exist_ok=True)
+    return filelock.FileLock(side_dir(root) / "mlflow.db.lock", timeout=_LOCK_SECONDS)
+
+
+@contextlib.contextmanager
+def _schema_lock(uri: str) -> Iterator[None]:
+    """Hold the lock of a Postgres, which several roots on several machines may share; nothing for other stores."""
+    if not uri.startswith("postgresql"):
+        yield
+        return
+    engine = sqlalchemy.create_engine(uri, poolclass=sqlalchemy.NullPool)
+    with engine.connect() as connection:
+        connection.execute(sqlalchemy.text("SELECT pg_advisory_lock(:key)"), {"key": _SCHEMA_LOCK})
+        yield  # the lock ends with the connection
+
+
+def experiment_of(client: MlflowClient, root: StorePath, name: str) -> str:
+    """The id of an experiment; it is made if there is none."""
+    with store_lock(root):
+        if (experiment := client.get_experiment_by_name(name)) is not None:
+            return experiment.experiment_id
+        is_local = not tracking_uri(root).startswith("http")
+        location = (side_dir(root) / "mlflow-artifacts").resolve().as_uri() if is_local else None
+        return client.create_experiment(name, location, {_KIND_TAG: "custom_model_development"})
+
+
+def may_pass(error: Exception) -> bool:
+    """Whether the same call may succeed later: the server is down, slow or full."""
+    if isinstance(error, MlflowException):
+        return error.error_code not in _FINAL
+    if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
+        return False  # of this machine: the artifact is gone
+    return isinstance(error, OSError | sqlalchemy.exc.SQLAlchemyError)

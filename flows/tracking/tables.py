@@ -1,0 +1,81 @@
+"""Data in MLflow: an artifact as a dataset of the run, and a table of answers beside their pictures."""
+
+import math
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flows.tracking.store import connect  # noqa: F401  first: sets what mlflow reads at its import
+
+# isort: split
+import mlflow
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from mlflow import MlflowClient
+from mlflow.data.dataset_source_registry import resolve_dataset_source
+from mlflow.data.meta_dataset import MetaDataset
+from mlflow.data.sources import LocalArtifactDatasetSource
+from mlflow.entities import DatasetInput, InputTag
+
+from dataset_builders.storage.store import StorePath, absolute, is_local, local_copy
+from stages.artifacts.artifact import Artifact
+from stages.evaluate.predictions import COMPARISON, PREDICTIONS
+from stages.scoring.names import OVERALL
+
+PREDICTIONS_TABLE, COMPARISON_TABLE = "predictions.json", "comparison.json"
+MAX_ANSWERS = 64
+_TEXT_ONLY_PNG = bytes.fromhex(
+    "89504e470d0a1a0a0000000d4948445200000001000000010802000000907753de0000000c49444154789c63f8ffff3f0005fe02fe"
+    "0def46b80000000049454e44ae426082"
+)  # a white pixel, for answers without a picture: a table's image column must have one in every row
+
+
+def dataset_input(artifact: Artifact, context: str) -> DatasetInput:
+    """A stage's artifact as an input of the run: its fingerprint, place and counts.
+
+    Args:
+        context: its use in the run, for example "training".
+    """
+    manifest = artifact.manifest
+    place = str(absolute(artifact.dir))
+    source = LocalArtifactDatasetSource(place) if is_local(artifact.dir) else resolve_dataset_source(place)
+    dataset = MetaDataset(source, name=manifest.stage, digest=manifest.fingerprint)  # a digest has at most 36 chars
+    tags = {"mlflow.data.context": context, "num_samples": str(manifest.num_samples)}
+    tags |= {"shards_sha256": ",".join(shard.sha256[:12] for shard in manifest.shards)[:500]}
+    return DatasetInput(dataset._to_mlflow_entity(), [InputTag(key, value) for key, value in tags.items() if value])
+
+
+def gain_metrics(subsets: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """The stats of a comparison as metrics: `gain`, `gain_low`, `gain_high`, and per subset `gain/<subset>`, ..."""
+    values = {}
+    for name, stats in subsets.items():
+        ending = "" if name == OVERALL else f"/{name}"
+        for metric, key in (("gain", "difference"), ("gain_low", "low"), ("gain_high", "high")):
+            if math.isfinite(value := stats["difference"][key]):
+                values[metric + ending] = value
+    return values
+
+
+def log_answers(client: MlflowClient, run_id: str, name: str, rows: list[dict[str, Any]]) -> None:
+    """Log answers beside their pictures, as a table. It is made once: MLflow appends to a table that is there."""
+    if not rows or any(item.path == name for item in client.list_artifacts(run_id)):
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        for number, row in enumerate(rows):
+            picture = Path(folder, f"{number}.png")
+            picture.write_bytes(row["image"] or _TEXT_ONLY_PNG)
+            row["image"] = mlflow.Image(str(picture))
+        client.log_table(run_id, {column: [row[column] for row in rows] for column in rows[0]}, name)
+
+
+def most_different(directory: StorePath, limit: int) -> list[dict[str, Any]]:
+    """At most `limit` rows of comparison.parquet, which begins with the answers that differ most."""
+    return pq.read_table(local_copy(directory / COMPARISON)).slice(0, limit).to_pylist()
+
+
+def wrong_first(directory: StorePath, limit: int) -> list[dict[str, Any]]:
+    """At most `limit` rows of predictions.parquet: wrong answers first, then right ones, in their order."""
+    table = pq.read_table(local_copy(directory / PREDICTIONS))
+    order = pc.sort_indices(pc.fill_null(table["score"], 0.0)) if len(table) else []
+    return table.take(order[:limit]).to_pylist() if len(table) else []

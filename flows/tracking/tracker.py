@@ -1,0 +1,211 @@
+"""MLflow as the pipeline sees it: one pipeline run is one MLflow run, with a key of our own.
+
+Every call changes the run's record on this machine's disk and returns; a thread of the process publishes the record
+(`sender.py`, `publish.py`). So MLflow may be down, slow or full: nothing waits for it and nothing is lost. If a change
+cannot be written, that is logged and kept in `Tracker.problems`, and the pipeline goes on.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from dataset_builders.storage.store import StorePath, absolute
+from flows.tracking.record import (
+    Learnt,
+    Opening,
+    Registration,
+    StageEntry,
+    TrackedRun,
+    append_system,
+    changed,
+    load_record,
+    now_ms,
+    open_record,
+)
+from flows.tracking.sender import PATIENCE_SECONDS, sender_of
+from flows.tracking.store import compare_url, server_url, store_digest, tracking_uri
+from flows.tracking.system import SystemSampler
+from stages.artifacts.artifact import Artifact
+from trainer.contract.answer import MetricsRow
+
+LOCAL_PATIENCE_SECONDS = 60.0  # a file of this machine is slow at worst
+KILLED_PATIENCE_SECONDS = 5.0  # a cancelled flow has to end
+_URL_SECONDS = 5.0
+log = logging.getLogger("athanor.tracking")
+
+
+def open_run(root: StorePath, opening: Opening) -> str | None:
+    """Begin the MLflow run of a pipeline, or go on in the one that this identity has.
+
+    Returns:
+        its key for `Tracker`; None if its record cannot be written, after a warning.
+    """
+    try:
+        open_record(root, opening)
+    except Exception as error:
+        log.warning("tracking: no run record below %s (%s); the pipeline goes on without", root, error)
+        return None
+    sender_of(root).submit(opening.identity)
+    return opening.identity
+
+
+class Tracker:
+    """One MLflow run, by its key. Without one (`key` is None) every call does nothing.
+
+    Attributes:
+        problems: what could not be written, in words; no call raises.
+    """
+
+    def __init__(self, root: StorePath, key: str | None) -> None:
+        self.root, self.key = root, key
+        self.problems: list[str] = []
+
+    def _change(self, what: str, edit: Callable[[TrackedRun], object]) -> TrackedRun | None:
+        """Change the record and have it published; None if that failed, after a warning."""
+        if self.key is None:
+            return None
+        try:
+            with changed(self.root, self.key) as record:
+                edit(record)
+            sender_of(self.root).submit(self.key)
+            return record
+        except Exception as error:
+            self._fail(what, error)
+            return None
+
+    def _fail(self, what: str, error: Exception) -> None:
+        log.warning("tracking: %s failed (%s: %s); the pipeline goes on", what, type(error).__name__, error)
+        self.problems.append(f"{what}: {error}")
+
+    def log_stage(self, artifact: Artifact, reused: bool, name: str | None = None, dataset: str | None = None) -> None:
+        """Add an artifact to the run: its pages, its curves, its comparison.
+
+        Args:
+            name: of the stage in the pipeline, which may run it more than once; None for the stage's own.
+            dataset: its use as data, for example "training"; None if it is not data.
+        """
+        manifest, name = artifact.manifest, name or artifact.manifest.stage
+        entry = StageEntry(
+            dir=str(absolute(artifact.dir)), fingerprint=manifest.fingerprint, reused=reused, dataset=dataset
+        )
+        self._change(f"log_stage of {name}", lambda record: record.stages.update({name: entry}))
+
+    def follow(self, metrics: Path) -> "LiveMetrics":
+        """Send the lines of a training's metrics.jsonl while they are written.
+
+        Args:
+            metrics: the file, which may not be there yet.
+        """
+        record = self._change("follow", lambda record: setattr(record, "live", str(metrics.absolute())))
+        samples_host = record is not None and record.opening.samples_host
+        return LiveMetrics(self, SystemSampler(self._keep_sample) if samples_host else None)
+
+    def _keep_sample(self, values: Mapping[str, float]) -> None:
+        try:
+            append_system(self.root, self.key, values)
+            sender_of(self.root).submit(self.key)
+        except Exception as error:
+            self._fail("system metrics", error)
+
+    def register(
+        self, exported: Artifact, evaluated: Artifact, hf_dir: StorePath, name: str, refusals: Sequence[str] = ()
+    ) -> None:
+        """Log the exported directory as a model with its scores, and register it as a version.
+
+        Args:
+            hf_dir: its files with their card.
+            name: of the registered model.
+            refusals: one line per gate that failed; the model is then logged, with the reasons, but not registered.
+        """
+        registration = Registration(
+            name=name,
+            exported=str(absolute(exported.dir)),
+            evaluated=str(absolute(evaluated.dir)),
+            scores=evaluated.manifest.stats["scores"],
+            hf_dir=str(absolute(hf_dir)),
+            refusals=list(refusals),
+        )
+        self._change("register", lambda record: setattr(record, "registration", registration))
+
+    def finish(self, status: str) -> None:
+        """End the run: FINISHED, FAILED or KILLED. One that was finished before keeps its times.
+
+        Waits a little until MLflow holds all of it; a rest is sent later.
+        """
+        if self.key is None:
+            return
+        self._change("finish", lambda record: record.end(status, now_ms()))
+        try:
+            patience = PATIENCE_SECONDS if tracking_uri(self.root).startswith("http") else LOCAL_PATIENCE_SECONDS
+            if status == "KILLED":
+                patience = KILLED_PATIENCE_SECONDS
+            is_whole = sender_of(self.root).wait(self.key, patience)
+        except Exception as error:
+            self._fail("finish", error)
+            return
+        if not is_whole:
+            log.warning(
+                "tracking: MLflow does not hold all of the run yet; `athanor sync --root %s` sends the rest, and so "
+                "does the next run",
+                self.root,
+            )
+
+    def learnt(self) -> Learnt:
+        """The answers of MLflow; empty if the record cannot be read, which is no reason to end a run."""
+        try:
+            return load_record(self.root, self.key).learnt
+        except (OSError, ValueError):
+            return Learnt()
+
+    def url(self, patience: float = _URL_SECONDS) -> str | None:
+        """The run's page, on the server that is set or the one that `server_command` starts; None if MLflow does not
+        have the run after so many seconds."""
+        deadline, sender = time.monotonic() + patience, sender_of(self.root)
+        while self.key is not None:
+            learnt = self.learnt()
+            if learnt.run_id is not None and learnt.store == store_digest(self.root):
+                return f"{server_url(self.root)}/#/experiments/{learnt.experiment_id}/runs/{learnt.run_id}"
+            if sender.problem or time.monotonic() > deadline:
+                return None
+            time.sleep(0.05)
+        return None
+
+    def compare_with_last(self) -> str | None:
+        """MLflow's page that compares this run with the one started last before it, if there is one; after `finish`."""
+        if self.key is None:
+            return None
+        learnt = self.learnt()
+        if learnt.run_id is None or not learnt.compare:
+            return None
+        return compare_url([learnt.run_id, *learnt.compare], learnt.experiment_id, server_url(self.root))
+
+
+def compare_page(root: StorePath, keys: Sequence[str | None]) -> str | None:
+    """MLflow's page that compares these runs; None if fewer than two of them are in MLflow."""
+    answers = [Tracker(root, key).learnt() for key in keys if key is not None]
+    in_mlflow = [answer for answer in answers if answer.run_id is not None and answer.store == store_digest(root)]
+    ids = [answer.run_id for answer in in_mlflow]
+    return compare_url(ids, in_mlflow[0].experiment_id, server_url(root)) if len(ids) > 1 else None
+
+
+class LiveMetrics:
+    """A listener to a training's metrics, which wakes the thread that sends them.
+
+    Args:
+        sampler: of the trainer's machine; None if the trainer is on another one.
+    """
+
+    def __init__(self, tracker: Tracker, sampler: SystemSampler | None) -> None:
+        self._tracker, self._sampler = tracker, sampler
+
+    def __call__(self, _rows: Sequence[MetricsRow]) -> None:
+        """Announce new lines in the file; returns at once."""
+        if self._tracker.key is not None:
+            sender_of(self._tracker.root).submit(self._tracker.key)
+
+    def close(self) -> None:
+        """End the samples of the machine: no more lines come."""
+        if self._sampler is not None:
+            self._sampler.close()
+            self._sampler = None

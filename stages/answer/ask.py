@@ -1,0 +1,50 @@
+"""One question to an exported model, with or without a picture, answered with training's own prompt and pixels."""
+
+from pathlib import Path
+
+from dataset_builders.contracts.sample import IMAGE_SLOT, Message, SkipSample
+from dataset_builders.errors import InputError
+from stages.answer.transformers_engine import EncodedImages, Generator
+
+
+def ask(hf_dir: Path, picture: Path | None, question: str, max_new_tokens: int = 64) -> str:
+    """The model's greedy answer, stripped.
+
+    Args:
+        hf_dir: a Hugging Face model directory.
+        picture: shown before the question; None: there is no picture.
+        question: plain text; the model's chat template makes the prompt of it.
+        max_new_tokens: the answer is cut there.
+
+    Raises:
+        InputError: there is no such model or picture, the picture is not usable, or the question cannot be asked.
+    """
+    data = None if picture is None else _read_picture(picture)
+    if not question.strip():
+        raise InputError('the question is empty; ask for example "Which digit is in the picture?"')
+    if IMAGE_SLOT in question:
+        raise InputError(f"the question holds {IMAGE_SLOT}, which stands for a picture; leave it out")
+    generator = Generator(hf_dir)
+    images = _encode(generator, picture, data)
+    slot = IMAGE_SLOT if images.patches else ""
+    try:
+        prompt = generator.encode_prompt([Message(role="user", text=slot + question)], images)
+    except SkipSample as error:
+        raise InputError(f"the question cannot be asked ({error}); leave the model's special tokens out") from error
+    return generator.generate([prompt], max_new_tokens)[0].text.strip()
+
+
+def _read_picture(picture: Path) -> bytes:
+    if not picture.is_file():
+        raise InputError(f"picture {picture} does not exist, or is not a file; check the path")
+    try:
+        return picture.read_bytes()
+    except OSError as error:
+        raise InputError(f"picture {picture} cannot be read ({error.strerror}); check its permissions") from error
+
+
+def _encode(generator: Generator, picture: Path | None, data: bytes | None) -> EncodedImages:
+    try:
+        return generator.encode_images([] if data is None else [data])
+    except SkipSample as error:
+        raise InputError(f"picture {picture} cannot be used ({error}); give a PNG, JPEG or WebP file") from error

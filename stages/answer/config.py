@@ -1,0 +1,26 @@
+"""The config of answer: how many questions a model is asked, by which library, and how many at once."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from dataset_builders.contracts.strict import StrictModel
+
+EngineName = Literal["transformers", "vllm"]
+
+
+class AnswerConfig(StrictModel):
+    """Identity: the questions, and how they are batched, since in bfloat16 the batch decides an answer's last bits."""
+
+    max_new_tokens: int = Field(gt=0, le=32768, description="an answer is cut there and counts as not stopped")
+    max_samples_per_subset: int | None = Field(
+        default=None, gt=0, description="only the first so many held-out samples of each subset; null: all of them"
+    )
+    engine: EngineName = Field(default="transformers", description="library that generates; vllm must be installed")
+    batch_size: int = Field(default=128, gt=0, description="answers generated side by side, at most")
+    batch_tokens: int = Field(
+        default=131072, gt=0, description="tokens of prompts and answers side by side, padding included, at most"
+    )
+    part_size: int = Field(
+        default=256, gt=0, description="answers that are written together: a killed run loses one such part at most"
+    )

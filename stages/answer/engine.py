@@ -1,0 +1,113 @@
+"""An engine answers questions: a loaded model behind two calls, one that prepares and one that generates."""
+
+import importlib
+import importlib.util
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from dataset_builders.contracts.sample import Message, SkipSample
+from dataset_builders.errors import InputError
+from stages.answer.config import EngineName
+from stages.encode.prompt import PromptFormat
+
+ENGINES: dict[str, str] = {
+    "transformers": "stages.answer.transformers_engine:TransformersEngine",
+    "vllm": "stages.answer.vllm_engine:VllmEngine",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A question as the data has it.
+
+    Attributes:
+        number: the caller's own, which comes back with the answer.
+        messages: those before the answer; the last one is a user's.
+        images: the encoded images that the messages show, in order.
+        max_new_tokens: the answer is cut there.
+    """
+
+    number: int
+    messages: tuple[Message, ...]
+    images: tuple[bytes, ...]
+    max_new_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A generated answer.
+
+    Attributes:
+        text: without special tokens.
+        stopped: an end-of-turn token came before max_new_tokens were used up.
+        num_tokens: generated tokens without the end-of-turn token.
+    """
+
+    text: str
+    stopped: bool
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Questions that the model reads together, ready for the engine.
+
+    Attributes:
+        ready: the engine's own form of them; None if none of them can be asked.
+        skipped: number of each question that cannot be asked, and why.
+    """
+
+    ready: Any
+    skipped: dict[int, SkipSample] = field(default_factory=dict)
+
+
+class Engine(Protocol):
+    """A loaded model. Several threads call `prepare` while one runs `answer`.
+
+    `answer` yields (number, answer) for every question that is ready, in any order.
+    """
+
+    def prepare(self, requests: Sequence[Request]) -> Prepared: ...
+    def answer(self, groups: Iterable[Prepared]) -> Iterator[tuple[int, Answer]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """The settings of an engine.
+
+    Attributes:
+        hf_dir: a model directory that `check_hf_dir` has accepted.
+        prompt: the form of its prompts.
+        batch_size, batch_tokens: the most answers side by side, and the most tokens that these have together.
+        device: number of the GPU on this host; None: the first one, or the CPU if there is no GPU.
+    """
+
+    hf_dir: Path
+    prompt: PromptFormat
+    batch_size: int
+    batch_tokens: int
+    device: int | None = None
+
+
+def make_engine(name: EngineName, settings: EngineSettings) -> Engine:
+    """The engine of this name, with its model loaded.
+
+    Raises:
+        InputError: the directory is not a complete model, or the engine is not installed.
+    """
+    module, attribute = ENGINES[name].split(":")
+    return getattr(importlib.import_module(module), attribute)(settings)
+
+
+def check_engine(name: EngineName) -> None:
+    """Check, before work starts, that an engine's library is installed.
+
+    Raises:
+        InputError: it is not.
+    """
+    if importlib.util.find_spec(name) is None:
+        raise InputError(
+            f"evaluate.engine is {name!r}, which is not installed here; install {name}, or use engine=transformers"
+        )

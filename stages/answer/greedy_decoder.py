@@ -1,0 +1,296 @@
+"""Greedy decoding of many prompts side by side: rows that have ended leave, new prompts take their places.
+
+A row is a prompt and the tokens generated after it. Rows of different lengths share one key-value cache: each is padded
+on the left, its padding is masked, and its positions are its own, so that a row does not depend on the rows beside it.
+(In bfloat16 it may, by rounding: another number of rows is another order of summation.)
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import transformers
+
+from dataset_builders.contracts.tokenized import PatchFormat
+
+_SPARSE = 0.75  # share of rows still running at or below which finished rows are taken out
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class EncodedImages:
+    """Images of one conversation, ready for any prompt that shows the first few of them.
+
+    Attributes:
+        grids: (g, 3) int32, patches before merging.
+        patches: for each image (t*h*w, 3 * patch_size^2) uint8 in HF order.
+    """
+
+    grids: np.ndarray
+    patches: tuple[np.ndarray, ...]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Prompt:
+    """The tokens and images before one answer.
+
+    Attributes:
+        input_ids: (n,) int32, up to where the answer begins.
+        images: those of the prompt, in order of appearance.
+    """
+
+    input_ids: np.ndarray
+    images: EncodedImages
+
+
+@dataclass(slots=True)
+class Row:
+    """One answer while it is generated.
+
+    Attributes:
+        number: the caller's own number of the question.
+        limit: the most tokens, the end-of-turn token included.
+        ids: the tokens so far, without the end-of-turn token.
+        stopped: an end-of-turn token came.
+    """
+
+    number: int
+    limit: int
+    ids: list[int] = field(default_factory=list)
+    stopped: bool = False
+
+    @property
+    def ended(self) -> bool:
+        return self.stopped or len(self.ids) >= self.limit
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class PaddedPrompts:
+    """Prompts that the model reads in one call, padded on the left to the longest; tensors of the CPU.
+
+    Attributes:
+        rows: one per prompt.
+        ids: (B, S) int64.
+        attended: (B, S) int64, 0 at the padding.
+        positions: (3, B, S) int64, mrope's, or (B, S) of a model whose positions have one axis; 1 at the padding.
+        next_positions: (B,) int64, of the first generated token on all axes.
+        patches: (P, 3 * patch_size^2) uint8 of all images; None if there are none.
+        grids: (g, 3) int64 of all images; None if there are none.
+    """
+
+    rows: list[Row]
+    ids: torch.Tensor
+    attended: torch.Tensor
+    positions: torch.Tensor
+    next_positions: torch.Tensor
+    patches: torch.Tensor | None
+    grids: torch.Tensor | None
+
+    @property
+    def width(self) -> int:
+        return self.ids.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLimits:
+    """How much is decoded side by side.
+
+    Attributes:
+        rows: the most answers.
+        tokens: the most tokens of prompts and answers, padding included, when a new prompt comes in; a single prompt
+            may be longer.
+    """
+
+    rows: int
+    tokens: int
+
+
+class GreedyDecoder:
+    """Answers prompts with a loaded model of transformers.
+
+    Args:
+        model: in evaluation mode, on its device.
+        end_ids: tokens that end an answer.
+        image_token_id: marks the places of an image's tokens in a prompt.
+        patch_format: how bytes of patches become pixel values.
+    """
+
+    def __init__(
+        self,
+        model: transformers.PreTrainedModel,
+        end_ids: Sequence[int],
+        image_token_id: int,
+        patch_format: PatchFormat,
+    ) -> None:
+        self.model = model
+        self.end_ids = frozenset(end_ids)
+        self._image_token_id = image_token_id
+        self._patch_format = patch_format
+        self._has_axes = hasattr(model.model, "get_rope_index")  # transformers' sign of positions with three axes
+
+    def pad(self, prompts: Sequence[Prompt], rows: Sequence[Row]) -> PaddedPrompts:
+        """Prompts side by side, in memory that a GPU copies from fast. Any thread may call it while `decode` runs."""
+        lengths = [len(prompt.input_ids) for prompt in prompts]
+        ids = torch.zeros(len(prompts), max(lengths), dtype=torch.int64)
+        attended = torch.zeros_like(ids)
+        for row, prompt in enumerate(prompts):
+            ids[row, -lengths[row] :] = torch.from_numpy(prompt.input_ids.astype(np.int64))
+            attended[row, -lengths[row] :] = 1
+        images = [prompt.images for prompt in prompts if len(prompt.images.grids)]
+        grids = torch.from_numpy(np.concatenate([i.grids for i in images]).astype(np.int64)) if images else None
+        patches = np.concatenate([p for i in images for p in i.patches]) if images else None
+        positions = (attended.cumsum(-1) - 1).masked_fill(attended == 0, 1)
+        following = torch.tensor(lengths)
+        if self._has_axes:
+            types = (ids == self._image_token_id).int()
+            positions, deltas = self.model.model.get_rope_index(
+                ids, mm_token_type_ids=types, image_grid_thw=grids, attention_mask=attended
+            )
+            following = following + deltas[:, 0]
+        tensors = [ids, attended, positions, following, None if patches is None else torch.from_numpy(patches)]
+        if self.model.device.type == "cuda":
+            tensors = [None if tensor is None else tensor.pin_memory() for tensor in tensors]
+        return PaddedPrompts(list(rows), *tensors, grids)
+
+    def decode(self, groups: Iterable[PaddedPrompts], limits: PoolLimits) -> Iterator[Row]:
+        """Every row of every group, each when it has ended. Groups come in by lengths alone, never by time."""
+        coming = iter(groups)
+        waiting, pool = next(coming, None), _Pool(self)
+        while waiting is not None or pool.rows:
+            while waiting is not None and pool.has_room(waiting, limits):
+                yield from pool.take_out()
+                pool.admit(waiting)
+                waiting = next(coming, None)
+            if sum(not row.ended for row in pool.rows) <= _SPARSE * len(pool.rows):
+                yield from pool.take_out()
+            elif pool.rows:
+                pool.step()
+
+    @torch.inference_mode()
+    def read(self, prompts: PaddedPrompts, cache: transformers.DynamicCache) -> torch.Tensor:
+        """(B,) int64: the first token of each answer. The prompts fill the cache, which is empty before."""
+        inputs = {"input_ids": prompts.ids, "attention_mask": prompts.attended, "position_ids": prompts.positions}
+        images = {}
+        if prompts.patches is not None:
+            images["pixel_values"] = self.pixel_values(self.to_device(prompts.patches))
+            images["image_grid_thw"] = self.to_device(prompts.grids)
+        return self._forward({name: self.to_device(value) for name, value in inputs.items()} | images, cache)
+
+    @torch.inference_mode()
+    def go_on(
+        self, tokens: torch.Tensor, attended: torch.Tensor, positions: torch.Tensor, cache: transformers.DynamicCache
+    ) -> torch.Tensor:
+        """(B,) int64: the next token of each row.
+
+        Args:
+            tokens: (B,) int64, the newest of each row, not in the cache yet.
+            attended: (B, L + 1) int64 for a cache of L columns.
+            positions: (B,) int64 of the tokens.
+        """
+        places = positions[None, :, None].expand(3, -1, 1) if self._has_axes else positions[:, None]
+        inputs = {"input_ids": tokens[:, None], "attention_mask": attended, "position_ids": places}
+        return self._forward(inputs, cache)
+
+    def pixel_values(self, patches: torch.Tensor) -> torch.Tensor:
+        """(P, C) float32 on the patches' device: the bits of `dataset_builders.pictures.pixels.pixel_values`."""
+        size, frames = self._patch_format.patch_size**2, self._patch_format.temporal_patch_size
+        mean, std = (
+            torch.tensor(channels, dtype=torch.float32).mul_(255).repeat_interleave(size).to(patches.device)
+            for channels in (self._patch_format.image_mean, self._patch_format.image_std)
+        )
+        scaled = patches.float().sub_(mean).div_(std).reshape(-1, 3, 1, size)
+        return scaled.expand(-1, 3, frames, size).reshape(len(patches), -1)
+
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.model.device, non_blocking=True)
+
+    def _forward(self, inputs: dict[str, torch.Tensor], cache: transformers.DynamicCache) -> torch.Tensor:
+        out = self.model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return out.logits[:, -1].argmax(-1)
+
+
+class _Pool:
+    """The rows that are decoded now, and their cache.
+
+    Attributes:
+        rows: in the cache's order; some may have ended.
+    """
+
+    def __init__(self, decoder: GreedyDecoder) -> None:
+        self.rows: list[Row] = []
+        self._decoder = decoder
+        self._cache: transformers.DynamicCache | None = None
+        self._tokens = self._positions = torch.empty(0)  # (B,) the newest token of each row, and its position
+        self._attended = torch.empty(0)  # (B, L) int64, of the cache's columns
+
+    def has_room(self, coming: PaddedPrompts, limits: PoolLimits) -> bool:
+        """Whether these prompts fit once the rows that have ended are gone."""
+        working = [row for row in self.rows if not row.ended]
+        if not working:
+            return True
+        together = len(working) + len(coming.rows)
+        width = max(self._attended.shape[1], coming.width)
+        return together <= limits.rows and together * width <= limits.tokens
+
+    def admit(self, coming: PaddedPrompts) -> None:
+        """Read new prompts and put them beside the present rows."""
+        cache = transformers.DynamicCache(config=self._decoder.model.config.get_text_config())
+        tokens = self._decoder.read(coming, cache)
+        positions, attended = self._decoder.to_device(coming.next_positions), self._decoder.to_device(coming.attended)
+        if self.rows:
+            width = max(self._attended.shape[1], coming.width)
+            for ours, theirs in zip(self._cache.layers, cache.layers):
+                ours.keys = torch.cat([_widened(ours.keys, width, 2), _widened(theirs.keys, width, 2)])
+                ours.values = torch.cat([_widened(ours.values, width, 2), _widened(theirs.values, width, 2)])
+                theirs.keys = theirs.values = None  # layer by layer, so that two more whole caches never exist at once
+            self._attended = torch.cat([_widened(self._attended, width, 1), _widened(attended, width, 1)])
+            self._tokens, self._positions = torch.cat([self._tokens, tokens]), torch.cat([self._positions, positions])
+        else:
+            self._cache, self._attended, self._tokens, self._positions = cache, attended, tokens, positions
+        self.rows += coming.rows
+        self._note(coming.rows, tokens)
+
+    def step(self) -> None:
+        """Generate one more token for every row."""
+        self._attended = torch.nn.functional.pad(self._attended, (0, 1), value=1)
+        self._tokens = self._decoder.go_on(self._tokens, self._attended, self._positions, self._cache)
+        self._positions = self._positions + 1
+        self._note(self.rows, self._tokens)
+
+    def take_out(self) -> list[Row]:
+        """The rows that have ended; they and the columns that only they used leave the pool."""
+        ended = [row for row in self.rows if row.ended]
+        if not ended:
+            return []
+        running = [place for place, row in enumerate(self.rows) if not row.ended]
+        self.rows = [self.rows[place] for place in running]
+        if not running:
+            self._cache = None
+            return ended
+        places = torch.tensor(running, device=self._tokens.device)
+        self._tokens, self._positions = self._tokens[places], self._positions[places]
+        attended = self._attended[places]
+        first = int(attended.any(0).int().argmax())
+        self._attended = attended[:, first:]
+        for layer in self._cache.layers:
+            layer.keys, layer.values = layer.keys[places, :, first:], layer.values[places, :, first:]
+        return ended
+
+    def _note(self, rows: Sequence[Row], tokens: torch.Tensor) -> None:
+        for row, token in zip(rows, tokens.tolist()):
+            if row.ended:
+                continue
+            if token in self._decoder.end_ids:
+                row.stopped = True
+            else:
+                row.ids.append(token)
+
+
+def _widened(tensor: torch.Tensor, width: int, dim: int) -> torch.Tensor:
+    """The tensor with zeros in front of a dimension, up to this width."""
+    missing = width - tensor.shape[dim]
+    if not missing:
+        return tensor
+    shape = [*tensor.shape]
+    shape[dim] = missing
+    return torch.cat([tensor.new_zeros(shape), tensor], dim)

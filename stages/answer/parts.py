@@ -1,0 +1,159 @@
+"""The work on the parts of a plan, in the stage's own process or in a worker.
+
+    parts/00003.jsonl   {"number": 17, "key": ..., "turn": ...}: one part's lines, by the number of the question
+    parts/00003.json    its seconds (of the process that answered it), answers and tokens; not in the result
+
+A part's file appears whole, when all of the part is answered, and a rerun keeps it. While the model answers, threads
+read, decode and encode the next questions.
+"""
+
+import collections
+import functools
+import itertools
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import Field
+
+from dataset_builders.contracts.sample_record import from_fields
+from dataset_builders.contracts.shard_io import read_record
+from dataset_builders.contracts.strict import StrictModel
+from dataset_builders.storage.files import write_json, write_text
+from dataset_builders.storage.store import Location, local_copy
+from stages.answer.config import AnswerConfig
+from stages.answer.engine import Engine, EngineSettings, Prepared, Request, make_engine
+from stages.answer.plan import PLAN_JSONL, Question, cut_groups, cut_parts, read_plan
+from stages.answer.records import GeneratedAnswer, Line, SkippedSample, iter_jsonl, line_of
+from stages.encode.prompt import PromptFormat
+
+PARTS = "parts"
+_MOST_THREADS = 8
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class AnswerJob(StrictModel):
+    """job.json: all that a worker needs to know."""
+
+    config: AnswerConfig
+    hf_dir: Path
+    prompt: PromptFormat
+    samples_dir: Location
+    work_dir: Path
+    num_threads: int = Field(default=0, ge=0, description="that prepare prompts; 0: by the cores of the machine")
+
+
+def part_path(work_dir: Path, number: int) -> Path:
+    """The file of a part's lines."""
+    return work_dir / PARTS / f"{number:05d}.jsonl"
+
+
+def read_part(path: Path) -> Iterator[tuple[int, Line]]:
+    """(number of the question, line), in the order of the numbers."""
+    return ((row.pop("number"), line_of(row)) for row in iter_jsonl(path))
+
+
+def answer_parts(
+    job: AnswerJob,
+    worker: int = 0,
+    num_workers: int = 1,
+    device: int | None = None,
+    on_part: Callable[[int], None] = lambda answered: None,
+) -> None:
+    """Answer those of the parts worker, worker + num_workers, ... of the plan whose file is missing.
+
+    Args:
+        device: number of the GPU on this host.
+        on_part: called after each part, with the number of its questions.
+
+    Raises:
+        InputError: the model cannot be loaded.
+    """
+    questions, config = read_plan(job.work_dir / PLAN_JSONL), job.config
+    parts = cut_parts(questions, config.part_size)
+    mine = [n for n in range(worker, len(parts), num_workers) if not part_path(job.work_dir, n).is_file()]
+    if not mine:
+        return
+    settings = EngineSettings(job.hf_dir, job.prompt, config.batch_size, config.batch_tokens, device)
+    engine = make_engine(config.engine, settings)
+    groups = {n: groups_of(parts[n], questions, config) for n in mine}
+    threads = job.num_threads or min(_MOST_THREADS, os.cpu_count() or 1)
+    prepare = functools.partial(_prepare, job, engine, questions)
+    with ThreadPoolExecutor(threads, "prepare") as executor:
+        coming = ahead(executor, prepare, itertools.chain(*groups.values()), threads + 1)
+        try:
+            for number in mine:
+                start = time.perf_counter()
+                lines = _answer(engine, itertools.islice(coming, len(groups[number])), questions)
+                _write_part(part_path(job.work_dir, number), lines, time.perf_counter() - start)
+                on_part(len(parts[number]))
+        finally:
+            executor.shutdown(wait=True, cancel_futures=True)
+
+
+def groups_of(part: Sequence[int], questions: Sequence[Question], config: AnswerConfig) -> list[list[int]]:
+    """The questions' numbers of each group of a part."""
+    lengths = [questions[number].num_tokens for number in part]
+    groups = cut_groups(lengths, config.batch_size, config.batch_tokens)
+    return [[part[place] for place in group] for group in groups]
+
+
+def ahead(
+    executor: Executor, function: Callable[[Item], Result], items: Iterable[Item], count: int
+) -> Iterator[Result]:
+    """The function's results in the order of the items; `count` calls are begun ahead of the one that is due."""
+    begun: collections.deque[Future[Result]] = collections.deque()
+    for item in items:
+        begun.append(executor.submit(function, item))
+        if len(begun) > count:
+            yield begun.popleft().result()
+    while begun:
+        yield begun.popleft().result()
+
+
+def _prepare(job: AnswerJob, engine: Engine, questions: Sequence[Question], group: Sequence[int]) -> Prepared:
+    """The questions of a group, read from the samples' shards and ready for the engine."""
+    requests = []
+    for number in group:
+        question = questions[number]
+        shard = local_copy(job.samples_dir / question.shard)
+        sample = from_fields(question.key, read_record(shard, question.offset, question.size))
+        before, images = sample.messages[: question.place], sample.images[: question.num_images]
+        requests.append(Request(number, before, images, job.config.max_new_tokens))
+    return engine.prepare(requests)
+
+
+def _answer(engine: Engine, groups: Iterable[Prepared], questions: Sequence[Question]) -> list[tuple[int, Line]]:
+    lines: list[tuple[int, Line]] = []
+
+    def noted() -> Iterator[Prepared]:
+        for group in groups:
+            for number, error in group.skipped.items():
+                skipped = SkippedSample(key=questions[number].key, skip=error.reason, detail=error.detail)
+                lines.append((number, skipped))
+            yield group
+
+    for number, answer in engine.answer(noted()):
+        line = GeneratedAnswer(
+            key=questions[number].key,
+            turn=questions[number].turn,
+            answer=answer.text,
+            stopped=answer.stopped,
+            num_tokens=answer.num_tokens,
+        )
+        lines.append((number, line))
+    return sorted(lines, key=lambda item: item[0])
+
+
+def _write_part(path: Path, lines: Sequence[tuple[int, Line]], seconds: float) -> None:
+    answers = [line for _, line in lines if isinstance(line, GeneratedAnswer)]
+    tokens = sum(answer.num_tokens for answer in answers)
+    write_json(path.with_suffix(".json"), {"seconds": seconds, "num_answers": len(answers), "num_tokens": tokens})
+    rows = (json.dumps({"number": number, **asdict(line)}, ensure_ascii=False) + "\n" for number, line in lines)
+    write_text(path, "".join(rows))

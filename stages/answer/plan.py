@@ -1,0 +1,131 @@
+"""Which questions are asked, and which together: known before the model is loaded, from texts and image headers.
+
+    plan.jsonl    one line per question, in the order of the samples, with the number of tokens of its prompt
+
+Questions are sorted by length over the whole set, the longest first, and cut into parts: a worker takes whole parts,
+and a killed run keeps whole parts. A part is cut into groups, whose prompts the model reads in one call. Parts and
+groups depend on the lengths and the config alone, not on the number of workers nor on an earlier try.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from dataset_builders.contracts.sample import IMAGE_SLOT, Sample, SkipSample
+from dataset_builders.contracts.sample_record import from_fields
+from dataset_builders.contracts.shard_io import iter_located
+from dataset_builders.contracts.tokenized import PixelConfig
+from dataset_builders.pictures.images import image_size
+from dataset_builders.pictures.pixels import image_grid
+from dataset_builders.storage.files import write_text
+from stages.answer.records import iter_jsonl
+from stages.artifacts.artifact import Artifact
+from stages.encode.chat import ChatEncoder
+
+PLAN_JSONL = "plan.jsonl"
+_GROUPS_SIDE_BY_SIDE = 4  # groups that fill the rows decoded together; a new one comes in as old rows end
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """An assistant turn that is to be answered.
+
+    Attributes:
+        turn: number of the assistant turn in its sample, from 0.
+        place: of the answer among the messages; those before it are the prompt.
+        num_images: the prompt shows so many of the sample's images, the first ones.
+        num_tokens: of the prompt, image tokens included; 0 if it cannot be asked.
+        shard, offset, size: where the sample's record lies.
+        skip, detail: why it cannot be asked, as far as its text and its images' headers say; empty if it can be asked.
+    """
+
+    key: str
+    turn: int
+    place: int
+    num_images: int
+    num_tokens: int
+    shard: str
+    offset: int
+    size: int
+    skip: str = ""
+    detail: str = ""
+
+
+def heldout_records(
+    samples: Artifact, max_per_subset: int | None = None
+) -> Iterator[tuple[Sample, tuple[str, int, int]]]:
+    """The held-out samples of a convert artifact in shard order, at most the first `max_per_subset` of each subset.
+
+    Yields:
+        the sample, and (shard, offset, size) of its record.
+    """
+    counts: Counter[str] = Counter()
+    for entry in samples.manifest.shards:
+        if entry.split != "heldout":
+            continue
+        for key, offset, size, fields in iter_located(samples.dir / entry.name, entry.sha256):
+            sample = from_fields(key, fields)
+            if max_per_subset is None or counts[sample.subset] < max_per_subset:
+                counts[sample.subset] += 1
+                yield sample, (entry.name, offset, size)
+
+
+def heldout_samples(samples: Artifact, max_per_subset: int | None = None) -> Iterator[Sample]:
+    """The samples of `heldout_records`."""
+    return (sample for sample, _ in heldout_records(samples, max_per_subset))
+
+
+def plan_questions(
+    samples: Artifact, chat: ChatEncoder, pixels: PixelConfig, max_per_subset: int | None
+) -> Iterator[Question]:
+    """Every assistant turn of the held-out samples, in their order; no image is decoded."""
+    for sample, record in heldout_records(samples, max_per_subset):
+        answers = [place for place, message in enumerate(sample.messages) if message.role == "assistant"]
+        for turn, place in enumerate(answers):
+            before = sample.messages[:place]
+            shown = sum(message.text.count(IMAGE_SLOT) for message in before)
+            length, skip, detail = 0, "", ""
+            try:
+                # EXIF may swap an image's sides, but the number of its tokens stays.
+                grids = [image_grid(*image_size(image), pixels) for image in sample.images[:shown]]
+                length = len(chat.encode_prompt(before, grids))
+            except SkipSample as error:
+                skip, detail = error.reason, error.detail
+            yield Question(sample.key, turn, place, shown, length, *record, skip, detail)
+
+
+def write_plan(path: Path, questions: Sequence[Question]) -> None:
+    """Write the plan's file, which appears whole."""
+    write_text(path, "".join(json.dumps(asdict(question), ensure_ascii=False) + "\n" for question in questions))
+
+
+def read_plan(path: Path) -> list[Question]:
+    """The questions of a plan's file."""
+    return [Question(**row) for row in iter_jsonl(path)]
+
+
+def cut_parts(questions: Sequence[Question], part_size: int) -> list[list[int]]:
+    """The questions' numbers of each part: of those that can be asked, the longest first, `part_size` per part."""
+    numbers = [number for number, question in enumerate(questions) if not question.skip]
+    numbers.sort(key=lambda number: (-questions[number].num_tokens, number))
+    return [numbers[start : start + part_size] for start in range(0, len(numbers), part_size)]
+
+
+def cut_groups(lengths: Sequence[int], batch_size: int, batch_tokens: int) -> list[list[int]]:
+    """Places of the prompts of each group.
+
+    Args:
+        lengths: tokens of the prompts, the longest first.
+        batch_size, batch_tokens: the limits of all that is decoded side by side; a group, padding included, has at
+            most a quarter of each (a single prompt may be longer).
+    """
+    rows, tokens = max(1, batch_size // _GROUPS_SIDE_BY_SIDE), batch_tokens // _GROUPS_SIDE_BY_SIDE
+    groups: list[list[int]] = []
+    for place in range(len(lengths)):
+        longest = lengths[groups[-1][0]] if groups else 0
+        if not groups or len(groups[-1]) == rows or (len(groups[-1]) + 1) * longest > tokens:
+            groups.append([])
+        groups[-1].append(place)
+    return groups

@@ -1,0 +1,85 @@
+"""answers.jsonl: a model's answer at each assistant turn of the held-out samples, in their order.
+
+    {"key": "ai2d/00001234", "turn": 0, "answer": "4", "stopped": true, "num_tokens": 1}
+    {"key": "ai2d/00001235", "skip": "decode_error", "detail": "..."}
+
+A sample that cannot be asked has a single line, with the reason.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+
+from dataset_builders.storage.store import StorePath
+
+ANSWERS_JSONL = "answers.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GeneratedAnswer:
+    """The answer at one assistant turn.
+
+    Attributes:
+        turn: number of the assistant turn in its sample, from 0.
+        answer: without special tokens.
+        stopped: the model ended its turn by itself.
+        num_tokens: generated tokens, without the end-of-turn token.
+    """
+
+    key: str
+    turn: int
+    answer: str
+    stopped: bool
+    num_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SkippedSample:
+    """A sample that cannot be asked.
+
+    Attributes:
+        skip: reason, a member of SKIP_REASONS.
+        detail: what is wrong, for a person.
+    """
+
+    key: str
+    skip: str
+    detail: str
+
+
+Line = GeneratedAnswer | SkippedSample
+
+
+def to_line(line: Line) -> str:
+    """One line of the file, with its end."""
+    return json.dumps(asdict(line), ensure_ascii=False) + "\n"
+
+
+def iter_jsonl(path: StorePath) -> Iterator[dict]:
+    """The objects of a JSON Lines file."""
+    # Not splitlines(): an answer may hold U+2028 and other characters that it takes for line ends.
+    return (json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line)
+
+
+def line_of(row: dict) -> Line:
+    """The line of one JSON object."""
+    return SkippedSample(**row) if "skip" in row else GeneratedAnswer(**row)
+
+
+def read_answers(path: StorePath) -> Iterator[Line]:
+    """Every line of an answers file, in the order of the samples."""
+    return map(line_of, iter_jsonl(path))
+
+
+def in_order_of_samples(lines: Iterable[tuple[int, Line]]) -> list[Line]:
+    """The lines of all parts as they stand in the file: if one turn of a sample cannot be asked, only its first skip.
+
+    Args:
+        lines: (number of the question, line), in any order; numbers go with the samples.
+    """
+    ordered = [line for _, line in sorted(lines, key=lambda item: item[0])]
+    skipped: dict[str, SkippedSample] = {}
+    for line in ordered:
+        if isinstance(line, SkippedSample):
+            skipped.setdefault(line.key, line)
+    return [line for line in ordered if skipped.get(line.key, line) is line]

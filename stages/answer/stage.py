@@ -1,0 +1,180 @@
+"""HF directory + held-out samples -> the model's answers.
+
+    answers.jsonl          one line per assistant turn of a held-out sample, in the order of the samples
+    speed.json             time, answers and tokens; this file and the reports alone differ between two runs
+    report.json, report.html
+
+    plan.jsonl, parts/     while the stage runs
+    job/                   job.json and logs, if other processes answer
+
+Every assistant turn of a held-out sample is answered; the turns before it have their reference answers. Pixel limits
+and system prompt are the directory's; a model before training gets those of the tokenized samples that it will be
+trained on, which its export will have too. Scoring is another stage, so that other metrics never generate again. If the
+cluster's layout has one process, this one answers; otherwise the trainer's launcher starts one worker per process.
+answers.jsonl is the same.
+"""
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dataset_builders.errors import InputError
+from dataset_builders.storage.files import write_json, write_text
+from dataset_builders.storage.store import absolute
+from stages.answer.config import AnswerConfig
+from stages.answer.engine import check_engine
+from stages.answer.job import run_workers
+from stages.answer.parts import PARTS, AnswerJob, answer_parts, part_path, read_part
+from stages.answer.plan import PLAN_JSONL, Question, cut_parts, plan_questions, read_plan, write_plan
+from stages.answer.records import (
+    ANSWERS_JSONL,
+    GeneratedAnswer,
+    Line,
+    SkippedSample,
+    in_order_of_samples,
+    read_answers,
+    to_line,
+)
+from stages.artifacts.artifact import Artifact, Input, Stage, StageOutput
+from stages.artifacts.workers import StageResources
+from stages.encode.chat import ChatEncoder
+from stages.encode.prompt import read_prompt_format
+from stages.inputs.hf_directory import check_hf_dir, hf_dir_of
+from stages.launchers.config import ClusterConfig
+from stages.pages.report import Histogram, Section, Table, write_report
+
+VERSION = 1
+SPEED_JSON = "speed.json"
+_LEFT_OUT_ROWS = 200
+
+
+def answer(
+    config: AnswerConfig, inputs: Mapping[str, Input], work: Path, resources: StageResources | None
+) -> StageOutput:
+    """Inputs: "hf" (an export, or an HF directory of the user's), "samples", and perhaps "tokenized": the model is then
+    asked as the export of a training on these would be."""
+    if not (work / ANSWERS_JSONL).is_file():
+        _make(config, inputs, work, resources or StageResources())
+    shutil.rmtree(work / PARTS, ignore_errors=True)
+    (work / PLAN_JSONL).unlink(missing_ok=True)
+    lines = list(read_answers(work / ANSWERS_JSONL))
+    speed = _speed(work / SPEED_JSON)
+    skips = Counter(line.skip for line in lines if isinstance(line, SkippedSample))
+    stats = {"counts": _counts(lines), "speed": speed}
+    _write_report(work, lines, speed, skips)
+    return StageOutput(skips=dict(sorted(skips.items())), stats=stats)
+
+
+def _make(config: AnswerConfig, inputs: Mapping[str, Input], work: Path, resources: StageResources) -> None:
+    """Write answers.jsonl and speed.json."""
+    if resources.cluster.launcher == "torchrun":  # elsewhere the workers check it
+        check_engine(config.engine)
+    hf_dir, samples, tokenized = hf_dir_of(inputs["hf"]), inputs["samples"], inputs.get("tokenized")
+    check_hf_dir(hf_dir)
+    assert tokenized is None or isinstance(tokenized, Artifact)
+    job = AnswerJob(
+        config=config,
+        hf_dir=hf_dir.resolve(),
+        prompt=read_prompt_format(hf_dir, None if tokenized is None else tokenized.manifest.stats),
+        samples_dir=absolute(samples.dir),
+        work_dir=work.resolve(),
+        num_threads=resources.cluster.num_threads,
+    )
+    questions = _plan(job, samples)
+    _generate(job, questions, resources)
+    _gather(job, questions, work)
+
+
+def _plan(job: AnswerJob, samples: Artifact) -> list[Question]:
+    """The questions, as an earlier try planned them or planned now.
+
+    Raises:
+        InputError: there are none.
+    """
+    path = job.work_dir / PLAN_JSONL
+    if not path.is_file():
+        chat = ChatEncoder(job.hf_dir, system_prompt=job.prompt.system_prompt)
+        write_plan(path, list(plan_questions(samples, chat, job.prompt.pixels, job.config.max_samples_per_subset)))
+    questions = read_plan(path)
+    if not questions:
+        raise InputError(f"{samples.dir} has no held-out samples to evaluate on; raise convert.heldout_fraction")
+    return questions
+
+
+def _generate(job: AnswerJob, questions: Sequence[Question], resources: StageResources) -> None:
+    """Answer every missing part, here or in other processes."""
+    parts = cut_parts(questions, job.config.part_size)
+    (job.work_dir / PARTS).mkdir(exist_ok=True)
+
+    def look(_: object = None) -> None:
+        missing = sum(len(part) for n, part in enumerate(parts) if not part_path(job.work_dir, n).is_file())
+        resources.report(len(questions) - missing, len(questions))
+
+    if all(part_path(job.work_dir, n).is_file() for n in range(len(parts))):
+        return look()
+    if answers_apart(resources.cluster):
+        return run_workers(job, resources.cluster, resources.on_line, look)
+    return answer_parts(job, on_part=look)
+
+
+def answers_apart(cluster: ClusterConfig) -> bool:
+    """Whether the cluster's launcher starts other processes that answer; otherwise this process answers."""
+    return cluster.launcher != "torchrun" or cluster.processes > 1
+
+
+def _gather(job: AnswerJob, questions: Sequence[Question], work: Path) -> None:
+    """Write answers.jsonl and speed.json from the parts.
+
+    Raises:
+        InputError: no question could be asked.
+    """
+    paths = [part_path(work, n) for n in range(len(cut_parts(questions, job.config.part_size)))]
+    unasked = [(n, SkippedSample(key=q.key, skip=q.skip, detail=q.detail)) for n, q in enumerate(questions) if q.skip]
+    lines = in_order_of_samples([*unasked, *(line for path in paths for line in read_part(path))])
+    if not any(isinstance(line, GeneratedAnswer) for line in lines):
+        reasons = dict(Counter(line.skip for line in lines))
+        raise InputError(f"{job.samples_dir}: none of {len(lines)} held-out samples can be asked ({reasons})")
+    costs = [json.loads(path.with_suffix(".json").read_text(encoding="utf-8")) for path in paths]
+    write_json(work / SPEED_JSON, {name: sum(cost[name] for cost in costs) for name in costs[0]})
+    write_text(work / ANSWERS_JSONL, "".join(map(to_line, lines)))
+
+
+def _speed(path: Path) -> dict[str, float]:
+    """Answers and tokens per second of one worker; reading pictures and prompts counts, loading the model does not."""
+    cost = json.loads(path.read_text(encoding="utf-8"))
+    seconds = max(cost["seconds"], 1e-9)
+    return {
+        "answers_per_second": round(cost["num_answers"] / seconds, 2),
+        "tokens_per_second": round(cost["num_tokens"] / seconds, 2),
+    }
+
+
+def _counts(lines: Sequence[Line]) -> dict[str, int]:
+    answers = [line for line in lines if isinstance(line, GeneratedAnswer)]
+    return {
+        "samples": len({line.key for line in answers}),
+        "answers": len(answers),
+        "tokens": sum(line.num_tokens for line in answers),
+    }
+
+
+def _write_report(work: Path, lines: Sequence[Line], speed: Mapping[str, float], skips: Mapping[str, int]) -> None:
+    """report.json and report.html: number and length of the answers, speed, and the samples that could not be asked."""
+    answers = [line for line in lines if isinstance(line, GeneratedAnswer)]
+    left_out = [line for line in lines if isinstance(line, SkippedSample)]
+    summary: dict[str, Any] = {**_counts(lines), "stopped": sum(line.stopped for line in answers)}
+    summary |= {f"{name.replace('_', ' ')} of a worker": value for name, value in speed.items()}
+    if skips:
+        summary["left out"] = dict(sorted(skips.items()))
+    sections: list[Section] = [Histogram("Length of the answers", [line.num_tokens for line in answers], "tokens")]
+    if left_out:
+        rows = [[line.key, line.skip, line.detail] for line in left_out[:_LEFT_OUT_ROWS]]
+        title = f"Samples that could not be asked, the first {len(rows)} of {len(left_out)}"
+        sections.append(Table(title, ["key", "reason", "detail"], rows))
+    write_report(work, title="Answers", summary=summary, sections=sections)
+
+
+STAGE = Stage("answer", VERSION, answer, on_disk=True)

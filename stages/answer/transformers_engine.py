@@ -1,0 +1,152 @@
+"""Greedy answers of a Hugging Face model directory, from the prompts and the pixels that training used."""
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+
+from dataset_builders.contracts.sample import Message, SkipSample
+from dataset_builders.errors import InputError
+from dataset_builders.pictures.pixels import encode_image
+from stages.answer.engine import Answer, EngineSettings, Prepared, Request
+from stages.answer.greedy_decoder import EncodedImages, GreedyDecoder, PoolLimits, Prompt, Row
+from stages.encode.chat import ChatEncoder
+from stages.encode.prompt import PromptFormat, read_prompt_format
+from stages.inputs.hf_directory import check_hf_dir
+from stages.inputs.transformers_progress import no_progress_bar
+from trainer.families.family import load
+from trainer.families.registry import read_model
+
+_UNLIMITED = PoolLimits(rows=1 << 30, tokens=1 << 60)
+
+
+class Generator:
+    """A loaded model directory: messages and images in, answers out. bfloat16 on a GPU, float32 if there is none.
+
+    Args:
+        hf_dir: config.json, weights, tokenizer, chat template, preprocessor_config.json and generation_config.json.
+        device: number of the GPU on this host; None: the first one.
+        prompt: the form of its prompts; None: the directory's own.
+
+    Raises:
+        InputError: the directory is not a complete model of a supported architecture.
+    """
+
+    def __init__(self, hf_dir: Path, device: int | None = None, prompt: PromptFormat | None = None) -> None:
+        check_hf_dir(hf_dir)
+        prompt = prompt or read_prompt_format(hf_dir)
+        self._chat = ChatEncoder(hf_dir, system_prompt=prompt.system_prompt)
+        self._image_config = prompt.pixels
+        model = _load(hf_dir, device)
+        self.decoder = GreedyDecoder(
+            model,
+            end_ids_of(hf_dir, model.generation_config),
+            self._chat.image_token_id,
+            self._image_config.patch_format,
+        )
+        self._encoding = threading.Lock()  # a tokenizer is not made for several threads
+
+    def encode_images(self, images: Sequence[bytes]) -> EncodedImages:
+        """Encoded image files -> patches.
+
+        Raises:
+            SkipSample: one of them is not a usable image.
+        """
+        encoded = [encode_image(image, self._image_config) for image in images]
+        grids = np.array([grid for _, grid in encoded], np.int32).reshape(-1, 3)
+        return EncodedImages(grids, tuple(patches for patches, _ in encoded))
+
+    def encode_prompt(self, messages: Sequence[Message], images: EncodedImages) -> Prompt:
+        """The prompt of the answer that follows `messages`, whose last one is a user's.
+
+        Args:
+            images: one per image slot of the messages.
+
+        Raises:
+            SkipSample: the text holds special tokens, or the images are too many or too few.
+        """
+        with self._encoding:
+            return Prompt(self._chat.encode_prompt(messages, images.grids), images)
+
+    def generate(self, prompts: Sequence[Prompt], max_new_tokens: int) -> list[Answer]:
+        """The greedy answers of one batch. Sampling settings in generation_config.json are not used."""
+        rows = [Row(number, max_new_tokens) for number in range(len(prompts))]
+        for _ in self.decoder.decode([self.decoder.pad(prompts, rows)], _UNLIMITED):
+            pass
+        return [self.answer_of(row) for row in rows]
+
+    def answer_of(self, row: Row) -> Answer:
+        """The text of a row that has ended."""
+        with self._encoding:
+            text = self._chat.tokenizer.decode(row.ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return Answer(text, row.stopped, len(row.ids))
+
+
+class TransformersEngine:
+    """Answers by transformers: the decoder's pool takes new prompts as its rows end."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self._generator = Generator(settings.hf_dir, settings.device, settings.prompt)
+        self._limits = PoolLimits(settings.batch_size, settings.batch_tokens)
+
+    def prepare(self, requests: Sequence[Request]) -> Prepared:
+        """Pixels, tokens and positions; safe in any thread."""
+        prompts: list[Prompt] = []
+        rows: list[Row] = []
+        skipped: dict[int, SkipSample] = {}
+        for request in requests:
+            try:
+                images = self._generator.encode_images(request.images)
+                prompts.append(self._generator.encode_prompt(request.messages, images))
+                rows.append(Row(request.number, request.max_new_tokens))
+            except SkipSample as error:
+                skipped[request.number] = error
+        return Prepared(self._generator.decoder.pad(prompts, rows) if prompts else None, skipped)
+
+    def answer(self, groups: Iterable[Prepared]) -> Iterator[tuple[int, Answer]]:
+        """(number, answer) of each question, each when it has ended."""
+        ready = (group.ready for group in groups if group.ready is not None)
+        for row in self._generator.decoder.decode(ready, self._limits):
+            yield row.number, self._generator.answer_of(row)
+
+
+def _load(hf_dir: Path, device: int | None) -> "transformers.PreTrainedModel":
+    place = torch.device("cuda", device or 0) if torch.cuda.is_available() else torch.device("cpu")
+    dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
+    family, _ = read_model(hf_dir)
+    with no_progress_bar():
+        try:
+            model = load(family.reference).from_pretrained(
+                hf_dir, dtype=dtype, attn_implementation="sdpa", local_files_only=True, trust_remote_code=False
+            )
+        except (OSError, ValueError, RuntimeError, KeyError) as error:  # the ways in which files may not fit together
+            first_line = (str(error) or type(error).__name__).splitlines()[0]
+            raise InputError(f"{hf_dir}: the model cannot be loaded ({first_line}); export or copy it again") from error
+    return model.to(place).eval()
+
+
+def end_ids_of(hf_dir: Path, generation: transformers.GenerationConfig) -> list[int]:
+    """The tokens that end an answer.
+
+    Raises:
+        InputError: there are none.
+    """
+    eos = generation.eos_token_id
+    ids = [eos] if isinstance(eos, int) else list(eos or [])
+    if not ids:
+        raise InputError(
+            f"{hf_dir / 'generation_config.json'} gives no eos_token_id, so no answer would ever end; "
+            "copy the model's own file, or add the id of its end-of-turn token"
+        )
+    return ids
+
+
+def read_generation_config(hf_dir: Path) -> transformers.GenerationConfig:
+    """generation_config.json, or the settings that loading the model would take from config.json in its place."""
+    if (hf_dir / "generation_config.json").is_file():
+        return transformers.GenerationConfig.from_pretrained(hf_dir, local_files_only=True)
+    config = transformers.AutoConfig.from_pretrained(hf_dir, local_files_only=True, trust_remote_code=False)
+    return transformers.GenerationConfig.from_model_config(config)

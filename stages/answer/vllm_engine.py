@@ -1,0 +1,114 @@
+"""Greedy answers by vLLM, if it is installed; never run against the library itself, only against its interface.
+
+vLLM gets the prompt's tokens with one placeholder per image, and the decoded pictures; it scales them by the
+directory's preprocessor_config.json, with the same processor as training's reference. For other pixel limits it gets a
+directory of links with such a file, because the arguments that reach the processor depend on vLLM's version. It fills
+its batches by itself, so it gets a group whole, and `batch_size` is its limit of sequences.
+"""
+
+import atexit
+import importlib
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from dataset_builders.contracts.sample import SkipSample
+from dataset_builders.contracts.tokenized import PixelConfig
+from dataset_builders.pictures.images import image_size, open_rgb
+from dataset_builders.pictures.pixels import image_grid
+from stages.answer.engine import Answer, EngineSettings, Prepared, Request, check_engine
+from stages.answer.transformers_engine import end_ids_of, read_generation_config
+from stages.encode.chat import ChatEncoder
+from stages.encode.images import load_image_config, write_pixel_limits
+from stages.inputs.hf_directory import check_hf_dir
+
+_GROUPS_TOGETHER = 16  # per call, so that vLLM's scheduler has something to choose from
+
+
+class VllmEngine:
+    """An `LLM` of vLLM on the GPU that this process sees.
+
+    Raises:
+        InputError: the directory is not a complete model, or vLLM is not installed.
+    """
+
+    def __init__(self, settings: EngineSettings) -> None:
+        check_engine("vllm")
+        check_hf_dir(settings.hf_dir)
+        self._vllm = importlib.import_module("vllm")
+        self._chat = ChatEncoder(settings.hf_dir, system_prompt=settings.prompt.system_prompt)
+        self._image_config = settings.prompt.pixels
+        self._end_ids = frozenset(end_ids_of(settings.hf_dir, read_generation_config(settings.hf_dir)))
+        self._encoding = threading.Lock()  # a tokenizer is not made for several threads
+        self._llm = self._vllm.LLM(
+            model=str(_with_pixels(settings.hf_dir, self._image_config)),
+            max_num_seqs=settings.batch_size,
+            trust_remote_code=False,
+            generation_config="vllm",  # its own defaults, not the directory's sampling settings
+            disable_log_stats=True,
+        )
+
+    def prepare(self, requests: Sequence[Request]) -> Prepared:
+        """vLLM's prompts and sampling parameters."""
+        ready: list[tuple[int, dict[str, Any], Any]] = []
+        skipped: dict[int, SkipSample] = {}
+        ends = sorted(self._end_ids)
+        for request in requests:
+            sampling = self._vllm.SamplingParams(
+                temperature=0.0, max_tokens=request.max_new_tokens, stop_token_ids=ends, detokenize=False
+            )
+            try:
+                ready.append((request.number, self._prompt(request), sampling))
+            except SkipSample as error:
+                skipped[request.number] = error
+        return Prepared(ready or None, skipped)
+
+    def answer(self, groups: Iterable[Prepared]) -> Iterator[tuple[int, Answer]]:
+        """(number, answer) of each question."""
+        together: list[tuple[int, dict[str, Any], Any]] = []
+        for count, group in enumerate(groups, 1):
+            together += group.ready or []
+            if count % _GROUPS_TOGETHER == 0:
+                yield from self._generate(together)
+                together = []
+        yield from self._generate(together)
+
+    def _generate(self, ready: Sequence[tuple[int, dict[str, Any], Any]]) -> Iterator[tuple[int, Answer]]:
+        if not ready:
+            return
+        outputs = self._llm.generate(
+            [prompt for _, prompt, _ in ready], [sampling for _, _, sampling in ready], use_tqdm=False
+        )
+        for (number, _, _), output in zip(ready, outputs, strict=True):
+            yield number, self._answer(output.outputs[0].token_ids)
+
+    def _answer(self, ids: Sequence[int]) -> Answer:
+        ends = [place for place, token in enumerate(ids) if token in self._end_ids]
+        token_ids = list(ids[: ends[0]] if ends else ids)
+        with self._encoding:
+            text = self._chat.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return Answer(text, bool(ends), len(token_ids))
+
+    def _prompt(self, request: Request) -> dict[str, Any]:
+        grids = [image_grid(*image_size(image), self._image_config) for image in request.images]
+        with self._encoding:
+            ids = self._chat.prompt_ids(request.messages, grids)
+        prompt: dict[str, Any] = {"prompt_token_ids": ids.tolist()}
+        if request.images:
+            prompt["multi_modal_data"] = {"image": [open_rgb(image) for image in request.images]}
+        return prompt
+
+
+def _with_pixels(hf_dir: Path, pixels: PixelConfig) -> Path:
+    """The model directory if it has these limits; otherwise a directory of links to its files, with these limits."""
+    if pixels == load_image_config(hf_dir):
+        return hf_dir
+    directory = Path(tempfile.mkdtemp(prefix="athanor-vllm-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    for file in hf_dir.iterdir():
+        (directory / file.name).symlink_to(file.resolve())
+    write_pixel_limits(directory, pixels.min_pixels, pixels.max_pixels)  # a new file in place of a link
+    return directory

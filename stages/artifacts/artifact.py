@@ -1,0 +1,110 @@
+"""Stage, and Artifact: a committed directory that its fingerprint identifies.
+
+The fingerprint is one of the stage's name and VERSION, its identity config and its parents' fingerprints.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel
+
+from dataset_builders.contracts.fingerprint import fingerprint
+from dataset_builders.contracts.manifest import MANIFEST, Manifest, Parent, ShardEntry, load_manifest
+from dataset_builders.storage.store import StorePath
+from trainer.contract.names import PROFILE
+
+_SHOWN_JSON = (MANIFEST, "report.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """A committed output directory of a stage."""
+
+    dir: StorePath
+    manifest: Manifest
+
+    @classmethod
+    def load(cls, directory: StorePath) -> "Artifact":
+        return cls(directory, load_manifest(directory))
+
+    def parent(self) -> Parent:
+        return Parent(name=self.manifest.stage, fingerprint=self.manifest.fingerprint)
+
+    def shown_files(self) -> list[str]:
+        """Names of the files for a person to look at: manifest, reports, pages, notes, traces of steps."""
+        names = [path.name for path in self.dir.iterdir() if path.is_file()]
+        shown = [name for name in names if name in _SHOWN_JSON or name.endswith((".html", ".md"))]
+        traces = self.dir / PROFILE
+        shown += [f"{PROFILE}/{path.name}" for path in traces.iterdir()] if traces.is_dir() else []
+        return sorted(shown)
+
+
+@dataclass(frozen=True, slots=True)
+class External:
+    """An input that no stage made: a directory of the user's, identified by a digest of its content."""
+
+    dir: StorePath
+    name: str
+    digest: str
+
+    def parent(self) -> Parent:
+        return Parent(name=self.name, fingerprint=self.digest)
+
+
+Input = Artifact | External
+
+
+@dataclass(frozen=True, slots=True)
+class StageOutput:
+    """The manifest's facts about a stage's files, which lie in the work directory by then."""
+
+    shards: list[ShardEntry] = field(default_factory=list)
+    skips: dict[str, int] = field(default_factory=dict)
+    stats: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A stage: its name, VERSION, and `run(config, inputs, work_dir, resources) -> StageOutput`.
+
+    `run` must be able to go on from whatever an interrupted try of the same fingerprint left in `work_dir`.
+
+    Attributes:
+        on_disk: `work_dir` must be a directory of this machine, because other programs write there; without it `run`
+            writes whole files only (`atomic_path`, `ShardWriter`), which may as well go to an object store.
+        dataset: the artifact's part in a run as data, for example "training"; None: it is not data.
+        preview: "module:function" that makes the page of an artifact's contents, from it and the stage's inputs; None:
+            no such page. It is imported on use, since it needs more libraries than a worker should load.
+    """
+
+    name: str
+    version: int
+    run: Callable[..., StageOutput]
+    on_disk: bool = False
+    dataset: str | None = None
+    preview: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StageResult:
+    """The artifact of one run of a stage, and how long the run took."""
+
+    artifact: Artifact
+    reused: bool
+    seconds: float
+
+
+def stage_identity(stage: Stage, config: BaseModel, inputs: Mapping[str, Input]) -> dict[str, Any]:
+    """Everything that decides the bytes of the output."""
+    return {
+        "stage": stage.name,
+        "version": stage.version,
+        "config": config.model_dump(mode="json"),
+        "parents": {role: item.parent().model_dump() for role, item in inputs.items()},
+    }
+
+
+def artifact_dir(root: StorePath, stage: Stage, identity: Mapping[str, Any]) -> StorePath:
+    """Where the artifact of this identity lies, or would lie."""
+    return root / "artifacts" / stage.name / fingerprint(identity)

@@ -1,0 +1,69 @@
+"""quarantine.jsonl: the samples that a stage left out, one per line, and the same as a table of its report."""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from dataset_builders.storage.files import atomic_path
+from dataset_builders.storage.store import StorePath
+from stages.pages.report import Table
+
+QUARANTINE = "quarantine.jsonl"
+_SHOWN = 200
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A sample that was left out.
+
+    Attributes:
+        key: the sample's.
+        reason: one of SKIP_REASONS.
+        detail: what is wrong with it.
+        file: the raw file that holds it; None if the stage reads no raw files.
+        row: its row in that file, from 0.
+    """
+
+    key: str
+    reason: str
+    detail: str
+    file: str | None = None
+    row: int | None = None
+
+    def record(self) -> dict[str, object]:
+        """Field -> value; without file and row if there is no file."""
+        record: dict[str, object] = {"key": self.key, "reason": self.reason, "detail": self.detail}
+        return record if self.file is None else {**record, "file": self.file, "row": self.row}
+
+
+def write_quarantine(directory: StorePath, left_out: Iterable[LeftOut]) -> int:
+    """Write quarantine.jsonl, one record per line in the same order, and empty if there are none.
+
+    Returns:
+        the number of lines.
+    """
+    lines = 0
+    # Text that UTF-8 cannot store (half a surrogate pair) becomes \udXXX, as JSON spells it.
+    with (
+        atomic_path(directory / QUARANTINE) as tmp,
+        tmp.open("w", encoding="utf-8", errors="backslashreplace") as file,
+    ):
+        for item in left_out:
+            file.write(json.dumps(item.record(), ensure_ascii=False) + "\n")
+            lines += 1
+    return lines
+
+
+def count_reasons(left_out: Iterable[LeftOut]) -> dict[str, int]:
+    """Reason -> number of samples, sorted by reason."""
+    return dict(sorted(Counter(item.reason for item in left_out).items()))
+
+
+def left_out_table(left_out: Sequence[LeftOut], total: int | None = None) -> Table:
+    """A report's table of the first of them; `total` is their number if not all were handed in."""
+    total = len(left_out) if total is None else total
+    shown = [list(item.record().values()) for item in left_out[:_SHOWN]]
+    columns = list(left_out[0].record()) if left_out else ["key", "reason", "detail"]
+    title = "Left out" if len(shown) == total else f"Left out: the first {len(shown)} of {total}, all in {QUARANTINE}"
+    return Table(title, columns, shown)

@@ -1,0 +1,177 @@
+"""run_stage(): reuse the artifact of a fingerprint, or make it in a scratch directory under a lock and publish it.
+
+    <root>/artifacts/<stage>/<fingerprint>/manifest.json ...   whole, never changed again
+    <root>/scratch/<stage>-<fingerprint>/ ...                  unfinished; a rerun goes on in it
+    <root>/scratch/<stage>-<fingerprint>.lock                  held by the process that works there
+
+A root may be the URL of an object store, which has no rename. There a stage that writes file by file works in the
+artifact's own directory: finished files appear one by one, the manifest last. A stage that needs a disk (`on_disk`)
+works below `side_dir(root)` on this machine, and its files are uploaded, again the manifest last. The lock then holds
+on one machine; two machines that make the same data artifact write the same bytes.
+"""
+
+import contextlib
+import importlib
+import json
+import logging
+import os
+import shutil
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import filelock
+from pydantic import BaseModel
+
+from dataset_builders.contracts.fingerprint import describe_drift, fingerprint
+from dataset_builders.contracts.manifest import MANIFEST, Manifest, Parent, load_manifest
+from dataset_builders.contracts.shard_io import remove_entries
+from dataset_builders.errors import InputError
+from dataset_builders.storage.files import write_text
+from dataset_builders.storage.store import StorePath, is_local, make_dir, modified, side_dir, upload_dir
+from stages.artifacts.artifact import Artifact, Input, Stage, StageOutput, StageResult, artifact_dir, stage_identity
+
+LOCK_POLL_SECONDS = 0.5
+PREVIEW_HTML = "preview.html"
+
+log = logging.getLogger("athanor.stage")
+
+
+def scratch_dir(root: StorePath, stage: Stage, identity: Mapping[str, Any]) -> StorePath:
+    """Where the artifact of this identity is worked on."""
+    if is_local(root) or stage.on_disk:
+        return side_dir(root) / "scratch" / f"{stage.name}-{fingerprint(identity)}"
+    return artifact_dir(root, stage, identity)
+
+
+def run_stage(
+    stage: Stage, config: BaseModel, inputs: Mapping[str, Input], root: StorePath, resources: object = None
+) -> StageResult:
+    """The artifact of this identity: reused, or made; while another process makes it, this one waits.
+
+    Args:
+        config: the identity config: frozen pydantic, JSON-serialisable.
+        inputs: role -> artifact or external directory.
+        resources: execution only; never part of the fingerprint.
+
+    Raises:
+        InputError: the disk is full.
+    """
+    started = time.perf_counter()
+    identity = stage_identity(stage, config, inputs)
+    final = artifact_dir(root, stage, identity)
+    if (final / MANIFEST).is_file():
+        return StageResult(Artifact.load(final), True, time.perf_counter() - started)
+    work = scratch_dir(root, stage, identity)
+    lock = side_dir(root) / "scratch" / f"{stage.name}-{fingerprint(identity)}"
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(work, lock):
+        is_made = (final / MANIFEST).is_file()  # by the process that this one waited for
+        if not is_made:
+            make_dir(work)
+            _make(stage, config, inputs, work, resources, identity)
+            _publish(work, final)
+    return StageResult(Artifact.load(final), is_made, time.perf_counter() - started)
+
+
+def _make(stage, config, inputs, work: StorePath, resources, identity: dict[str, Any]) -> None:
+    try:
+        if not (work / MANIFEST).is_file():  # it is there if an earlier try ended just before the rename
+            if is_local(work):
+                for unfinished in work.rglob("*.tmp"):  # files of a try that was killed
+                    unfinished.unlink()
+            output = stage.run(config, inputs, work, resources)
+            manifest = _manifest(stage, identity, output)
+            _write_preview(stage, Artifact(work, manifest), inputs)
+            if not is_local(work):  # the manifest publishes, so that the records beside the shards go first
+                remove_entries(work, [shard.name for shard in output.shards])
+            manifest.write(work)
+    except OSError as error:
+        if error.errno != 28:  # ENOSPC
+            raise
+        place = work if is_local(work) else side_dir(work)
+        free = shutil.disk_usage(next(path for path in (place, *place.parents) if path.exists())).free
+        raise InputError(
+            f"disk full while {stage.name} wrote {place} ({free / 1e6:.0f} MB free); finished parts are kept: "
+            "free space or choose another --root, then run the same command again"
+        ) from error
+
+
+def _write_preview(stage: Stage, artifact: Artifact, inputs: Mapping[str, Input]) -> None:
+    """Write the stage's page of the artifact's contents. The artifact is worth as much without it."""
+    if stage.preview is None:
+        return
+    try:
+        # A page made later shows the manifest as it is read. This one does too, so that both are the same bytes.
+        as_read = json.dumps(artifact.manifest.model_dump(mode="json"), sort_keys=True)
+        module, function = stage.preview.split(":")
+        render = getattr(importlib.import_module(module), function)
+        page = render(Artifact(artifact.dir, Manifest.model_validate_json(as_read)), inputs)
+        write_text(artifact.dir / PREVIEW_HTML, page)
+    except Exception as error:
+        log.warning("%s: no preview of %s (%s: %s)", stage.name, artifact.dir, type(error).__name__, error)
+
+
+def _publish(work: StorePath, final: StorePath) -> None:
+    """Move a finished work directory to its place."""
+    if not is_local(work):
+        return
+    remove_entries(work, [shard.name for shard in load_manifest(work).shards])
+    if is_local(final):
+        final.parent.mkdir(parents=True, exist_ok=True)
+        os.rename(work, final)
+    else:
+        upload_dir(work, final, MANIFEST)
+        shutil.rmtree(work)
+
+
+def _manifest(stage: Stage, identity: Mapping[str, Any], output: StageOutput) -> Manifest:
+    return Manifest(
+        stage=stage.name,
+        version=stage.version,
+        fingerprint=fingerprint(identity),
+        config=identity["config"],
+        parents=identity["parents"],
+        shards=output.shards,
+        skips=output.skips,
+        stats=output.stats,
+    )
+
+
+@contextlib.contextmanager
+def _locked(work: StorePath, name: Path) -> Iterator[None]:
+    """Hold the lock of a scratch directory. A process that finds it taken waits for it, and says for whom."""
+    owner, lock = name.with_name(name.name + ".owner.json"), filelock.FileLock(name.with_name(name.name + ".lock"))
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        who = json.loads(owner.read_text()) if owner.is_file() else {}
+        pid, host = who.get("pid", "?"), who.get("host", "?")
+        log.warning("%s is being made by process %s on %s; waiting for it to end", work, pid, host)
+        lock.acquire(poll_interval=LOCK_POLL_SECONDS)
+    owner.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
+    try:
+        yield
+    finally:
+        owner.unlink(missing_ok=True)
+        lock.release()
+
+
+def why_rebuild(root: StorePath, stage: Stage, identity: Mapping[str, Any]) -> str:
+    """Why there is no artifact of this identity, in words, compared with the newest one of the same stage."""
+    if scratch_dir(root, stage, identity).is_dir():  # in a store a prefix that holds something
+        return "unfinished: an earlier run was interrupted, its finished parts will be used"
+    artifacts = [d for d in (root / "artifacts" / stage.name).glob("*") if (d / MANIFEST).is_file()]
+    if not artifacts:
+        return "never made in this root"
+    newest = load_manifest(max(artifacts, key=lambda d: modified(d / MANIFEST)))
+    old = {"version": newest.version, **newest.config, **_parent_fields(newest.parents)}
+    parents = {role: Parent.model_validate(p) for role, p in identity["parents"].items()}
+    new = {"version": identity["version"], **identity["config"], **_parent_fields(parents)}
+    return describe_drift(old, new)
+
+
+def _parent_fields(parents: Mapping[str, Parent]) -> dict[str, str]:
+    return {f"input {role}": f"{p.name}@{p.fingerprint[:8]}" for role, p in parents.items()}

@@ -1,0 +1,138 @@
+"""Work spread over processes, here or on a cluster: the same results, however many there are and whichever ends first.
+
+A stage hands its tasks, each a shard or a part of the source, to `run_tasks` and knows neither how many processes there
+are nor where. Every task commits its files by itself, so a run that ends early loses only unfinished tasks.
+"""
+
+import ctypes
+import dataclasses
+import itertools
+import multiprocessing
+import os
+import queue
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from dataset_builders.errors import InputError
+from stages.launchers.config import ClusterConfig
+from trainer.contract.answer import MetricsRow
+from trainer.contract.run import TrainerExecution
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+
+# Tasks handed to an executor and not ended: a million shards are never a million futures. There are enough for each
+# worker to have its next task there already, and for a small cluster to see that it may grow.
+_AHEAD_PER_WORKER = 4
+_AHEAD_AT_LEAST = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageResources:
+    """How a stage runs, and who hears of it. Nothing here changes its bytes, and no stage needs all of it.
+
+    Attributes:
+        num_workers: number of processes; with 1 this process does the work. With an executor: roughly its workers.
+        executor: runs tasks elsewhere than in processes of this machine, such as on a cluster. It must import the same
+            code and see the same paths; whoever made it closes it.
+        cluster: where a job of several processes runs, such as the trainer's.
+        trainer: how the trainer runs there.
+        on_progress: called as (finished, total) now and then, in units of the stage's own; the first never falls.
+        on_rows: called with every new line of a training's metrics.jsonl, in order of steps.
+        on_line: called with every line of a job's log.
+    """
+
+    num_workers: int = 1
+    executor: Executor | None = None
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    trainer: TrainerExecution = field(default_factory=TrainerExecution)
+    on_progress: Callable[[int, int], None] | None = None
+    on_rows: Callable[[list[MetricsRow]], None] = lambda rows: None
+    on_line: Callable[[str], None] = lambda line: None
+
+    def report(self, finished: int, total: int) -> None:
+        if self.on_progress is not None:
+            self.on_progress(finished, total)
+
+    def at_most(self, num_workers: int) -> "StageResources":
+        """The same with no more processes than are worth their start; an executor runs already and stays as it is."""
+        if self.executor is not None:
+            return self
+        return dataclasses.replace(self, num_workers=min(self.num_workers, num_workers))
+
+
+def run_tasks(
+    function: Callable[[Task], Result], tasks: Iterable[Task], resources: StageResources
+) -> Iterator[tuple[int, Result]]:
+    """(number of the task, its result) for every task, in the order in which they end.
+
+    Args:
+        function: importable by name, as are the tasks' and results' types: they cross a process border.
+        tasks: taken one by one, as workers need them.
+        resources: an executor, if there is one, gets every task; otherwise they go to `num_workers` processes, or
+            run in this one if that is 1 or there is only one task.
+
+    Raises:
+        Whatever the function raises, from the first task that fails; tasks that have not begun are dropped, and this
+        waits for those that run.
+        InputError: a process of this machine died.
+    """
+    numbered = enumerate(tasks)
+    if resources.executor is not None:
+        ahead = max(_AHEAD_AT_LEAST, _AHEAD_PER_WORKER * resources.num_workers)
+        yield from _spread(resources.executor, function, numbered, ahead)
+        return
+    first = list(itertools.islice(numbered, 2))
+    numbered = itertools.chain(first, numbered)
+    if resources.num_workers <= 1 or len(first) < 2:
+        yield from ((i, function(task)) for i, task in numbered)
+        return
+    # spawn: a fork of a process with threads (Prefect, Arrow) may never wake up
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(resources.num_workers, context, _die_with_parent, (os.getpid(),)) as pool:
+        try:
+            yield from _spread(pool, function, numbered, _AHEAD_PER_WORKER * resources.num_workers)
+        except BrokenExecutor as error:
+            raise InputError(
+                f"one of {resources.num_workers} worker processes died in {function.__name__}: it was killed, or "
+                "memory ran out; finished shards are kept: run the same command again, with a smaller "
+                "execution.num_workers if memory was short"
+            ) from error
+
+
+def _spread(
+    executor: Executor, function: Callable[[Task], Result], numbered: Iterator[tuple[int, Task]], ahead: int
+) -> Iterator[tuple[int, Result]]:
+    """`run_tasks` on an executor, with at most `ahead` tasks handed to it and not ended."""
+    numbers: dict[Future[Result], int] = {}
+    ended: queue.SimpleQueue[Future[Result]] = queue.SimpleQueue()
+
+    def submit(count: int) -> None:
+        for i, task in itertools.islice(numbered, count):
+            future = executor.submit(function, task)
+            numbers[future] = i
+            future.add_done_callback(ended.put)
+
+    try:
+        submit(ahead)
+        while numbers:
+            future = ended.get()
+            number = numbers.pop(future)
+            result = future.result()
+            submit(1)
+            yield number, result
+    finally:
+        # A task that cannot be cancelled goes on writing: its directory is free only when it has ended.
+        wait([future for future in numbers if not future.cancel()])
+
+
+def _die_with_parent(parent: int) -> None:
+    """A worker that outlived a killed stage would write into the shards of the stage's next try."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 = PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(1)

@@ -1,0 +1,118 @@
+"""The page of a comparison: the differences, then pictures with both answers, the largest differences first."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from dataset_builders.pictures.images import preview_png
+from stages.compare.difference import Comparison
+from stages.pages.report import Pictures, Section, Table, write_report
+from stages.scoring.intervals import Difference, Interval
+from stages.scoring.names import OVERALL
+from stages.scoring.summary import upwards
+
+_PICTURES = 48
+_ROWS = 200
+_THUMBNAIL_SIDE = 160  # pixels
+
+
+def shown_keys(table: pa.Table) -> set[str]:
+    """The samples whose pictures are on the page."""
+    return {key for part in _parts(table) for key in _shown(part)["key"].to_pylist()}
+
+
+def write_comparison_report(
+    directory: Path, comparison: Comparison, table: pa.Table, pictures: Mapping[str, Sequence[bytes]]
+) -> None:
+    """report.json and report.html.
+
+    Args:
+        table: comparison.parquet's, in its order.
+        pictures: key of a sample -> all its pictures, encoded; for the `shown_keys`.
+    """
+    worse, better = _parts(table)
+    sections: list[Section] = [
+        _differences(comparison),
+        _gallery("Worse than before", worse, pictures),
+        _gallery("Better than before", better, pictures),
+        _answers(table),
+    ]
+    write_report(directory, title="Before and after training", summary=_summary(comparison), sections=sections)
+
+
+def _summary(comparison: Comparison) -> dict[str, object]:
+    whole = comparison.differences[OVERALL]
+    before, after = (
+        sum(upwards(scores) for scores in side.values()) / len(side) for side in (comparison.base, comparison.tuned)
+    )
+    return {
+        "score before": before,
+        "score after": after,
+        "gain": whole.difference,
+        "gain, interval": f"{whole.low:+.4f} to {whole.high:+.4f}",
+        "answers": {"better": whole.wins, "worse": whole.losses, "alike": whole.ties},
+    }
+
+
+def _differences(comparison: Comparison) -> Table:
+    columns = ["subset", "metric", "before", "after", "difference", "better", "worse", "alike", "p"]
+    rows: list[Sequence[object]] = []
+    for name, change in comparison.differences.items():
+        before, after = comparison.base.get(name), comparison.tuned.get(name)
+        values = ["mean of the headlines", "", ""]
+        if after is not None:
+            values = [after.metrics.headline, _interval(before.headline), _interval(after.headline)]
+        rows.append(
+            [name, *values, _difference(change), change.wins, change.losses, change.ties, round(change.p_value, 4)]
+        )
+    level = next(iter(comparison.tuned.values())).headline.level
+    return Table(f"Scores with {level:.0%} intervals, from resampled samples", columns, rows)
+
+
+def _interval(score: Interval) -> str:
+    return f"{score.value:.4f} ({score.low:.4f} to {score.high:.4f})"
+
+
+def _difference(change: Difference) -> str:
+    sure = "" if change.excludes_zero else ", may be chance"
+    return f"{change.difference:+.4f} ({change.low:+.4f} to {change.high:+.4f}{sure})"
+
+
+def _parts(table: pa.Table) -> tuple[pa.Table, pa.Table]:
+    """The answers that are worse than before, and those that are better."""
+    return table.filter(pc.less(table["gain"], 0)), table.filter(pc.greater(table["gain"], 0))
+
+
+def _shown(table: pa.Table) -> pa.Table:
+    return table.filter(pc.is_valid(table["image"])).slice(0, _PICTURES)
+
+
+def _gallery(title: str, table: pa.Table, pictures: Mapping[str, Sequence[bytes]]) -> Pictures:
+    rows = _shown(table).to_pylist()
+    shown = [(preview_png(pictures[row["key"]], _THUMBNAIL_SIDE), _caption(row)) for row in rows]
+    return Pictures(f"{title} ({table.num_rows} in all; the first with pictures)", shown)
+
+
+def _caption(row: dict[str, Any]) -> str:
+    references = " | ".join(dict.fromkeys(row["references"]))
+    return "\n".join(
+        [
+            row["question"],
+            f"reference: {references}",
+            f"before ({row['base_score']:.3g}): {row['base']}",
+            f"after ({row['tuned_score']:.3g}): {row['tuned']}",
+            row["key"],
+        ]
+    )
+
+
+def _answers(table: pa.Table) -> Table:
+    columns = ["key", "turn", "metric", "question", "references", "base", "tuned", "base_score", "tuned_score"]
+    rows = [
+        [" | ".join(value) if isinstance(value := row[name], list) else value for name in columns]
+        for row in table.slice(0, _ROWS).select(columns).to_pylist()
+    ]
+    return Table(f"The {len(rows)} answers that differ most, of {table.num_rows}", columns, rows)

@@ -1,0 +1,20 @@
+"""The config of contamination: which pictures count as copies."""
+
+from pydantic import Field
+
+from dataset_builders.contracts.strict import StrictModel
+from stages.contamination.near_hashes import MAX_BITS
+
+
+class ContaminationConfig(StrictModel):
+    """When two pictures are nearly the same. The defaults' error rates are in DECISIONS.md."""
+
+    max_bits: int = Field(
+        default=6, ge=0, le=MAX_BITS, description="bits of 64 in which the perceptual hashes of two copies may differ"
+    )
+    max_difference: float = Field(
+        default=3.0,
+        ge=0,
+        le=255,
+        description="grey levels (root mean square of 255) by which the 32 x 32 thumbnails of two copies may differ",
+    )

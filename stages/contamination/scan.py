@@ -1,0 +1,122 @@
+"""The look of every picture of a samples artifact: one table per shard, made on the workers.
+
+key, place (of the picture in its sample, from 0), sha256 (32 bytes, of the encoded bytes), pixels_sha256,
+width, height, phash, thumbnail (dataset_builders/pictures/picture_hash.py; null if the picture cannot be decoded)
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dataset_builders.contracts.manifest import ShardEntry
+from dataset_builders.contracts.sample import SkipSample
+from dataset_builders.contracts.shard_io import iter_records
+from dataset_builders.pictures.picture_hash import THUMBNAIL_SIDE, look_at
+from dataset_builders.storage.store import StorePath, local_copy, make_dir
+from stages.artifacts.artifact import Artifact
+from stages.artifacts.row_tables import read_columns, write_rows
+from stages.artifacts.workers import StageResources, run_tasks
+
+SCAN_SCHEMA = pa.schema(
+    [
+        ("key", pa.string()),
+        ("place", pa.int32()),
+        ("sha256", pa.binary(32)),
+        ("pixels_sha256", pa.binary(32)),
+        ("width", pa.int32()),
+        ("height", pa.int32()),
+        ("phash", pa.uint64()),
+        ("thumbnail", pa.binary(THUMBNAIL_SIDE**2)),
+    ]
+)
+THUMBNAIL = "thumbnail"
+THUMBNAIL_BYTES = THUMBNAIL_SIDE**2
+_ALL_BUT_THUMBNAIL = tuple(name for name in SCAN_SCHEMA.names if name != THUMBNAIL)
+_UNSEEN = dict.fromkeys(("pixels_sha256", "width", "height", "phash", THUMBNAIL))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PictureTask:
+    """One shard to look through.
+
+    Attributes:
+        shard: of the artifact in `directory`.
+        out: the table that is written.
+    """
+
+    directory: StorePath
+    shard: ShardEntry
+    out: StorePath
+
+
+def scan_pictures(samples: Artifact, work: StorePath, resources: StageResources) -> list[PictureTask]:
+    """Write the tables of all shards that have none yet; progress is in samples.
+
+    Returns:
+        one task per shard, in the manifest's order; each says where its table lies.
+    """
+    directory = work / "scan"
+    make_dir(directory)
+    shards = samples.manifest.shards
+    tasks = [
+        PictureTask(directory=samples.dir, shard=shard, out=directory / f"{i:06d}.parquet")
+        for i, shard in enumerate(shards)
+    ]
+    to_do = [task for task in tasks if not task.out.is_file()]
+    total = samples.manifest.num_samples
+    finished = total - sum(task.shard.num_samples for task in to_do)
+    for _, num_samples in run_tasks(scan_shard, to_do, resources):
+        finished += num_samples
+        resources.report(finished, total)
+    return tasks
+
+
+def scan_shard(task: PictureTask) -> int:
+    """Write a shard's table, whole or not at all; returns the number of samples read.
+
+    A held-out shard has one row per use of a picture, a train shard one for the first use of each picture.
+    """
+    write_rows(task.out, _rows(task), SCAN_SCHEMA)
+    return task.shard.num_samples
+
+
+def read_pictures(tasks: Sequence[PictureTask]) -> pa.Table:
+    """The tables of these tasks, one after the other, without their thumbnails."""
+    none = SCAN_SCHEMA.empty_table().select(_ALL_BUT_THUMBNAIL)
+    return pa.concat_tables([none, *(read_columns(task.out, _ALL_BUT_THUMBNAIL) for task in tasks)])
+
+
+def count_pictures(task: PictureTask) -> int:
+    """The number of rows of one task's table."""
+    with pq.ParquetFile(local_copy(task.out)) as file:
+        return file.metadata.num_rows
+
+
+def read_thumbnails(task: PictureTask) -> np.ndarray:
+    """(rows, 1024) uint8 of one task's table, in its order; zeros for a picture that cannot be decoded."""
+    column = read_columns(task.out, (THUMBNAIL,))[THUMBNAIL]
+    data = b"".join(value.as_py() or bytes(THUMBNAIL_BYTES) for value in column)
+    return np.frombuffer(data, np.uint8).reshape(-1, THUMBNAIL_BYTES)
+
+
+def _rows(task: PictureTask) -> Iterator[dict[str, object]]:
+    looks: dict[str, dict[str, object]] = {}  # a shard's pictures: about a kilobyte each
+    for key, fields in iter_records(task.directory / task.shard.name, task.shard.sha256):
+        for place, image in enumerate(json.loads(fields["json"])["images"]):
+            digest = image["sha256"]
+            is_first = digest not in looks
+            if is_first:
+                looks[digest] = _look(fields[image["name"]])
+            if is_first or task.shard.split == "heldout":
+                yield {"key": key, "place": place, "sha256": bytes.fromhex(digest), **looks[digest]}
+
+
+def _look(data: bytes) -> dict[str, object]:
+    try:
+        return asdict(look_at(data))
+    except SkipSample:  # convert.decode_check=header lets broken pictures through; tokenization leaves them out
+        return _UNSEEN

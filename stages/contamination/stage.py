@@ -1,0 +1,135 @@
+"""contamination: held-out pictures that occur in train, looked for once per samples artifact.
+
+    contamination.parquet     one row per such picture: key, place, how, train_key, train_place, bits, difference
+    report.json, report.html  counts by subset, and each near copy beside its original
+
+convert never puts the same encoded bytes into both splits, nor samples that share them. It cannot see the same picture
+in another file: a PNG made into a JPEG, a thumbnail of it. A picture is a copy if it has
+
+    bytes    the SHA-256 of a train picture's file (of an artifact that convert did not split)
+    pixels   the SHA-256 of its decoded pixels
+    near     a perceptual hash within `max_bits` of 64, and a thumbnail within `max_difference` grey levels
+
+A score without such samples leaves out the keys of `contaminated_keys`.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dataset_builders.contracts.sample import subset_of
+from dataset_builders.pictures.images import grey_png
+from dataset_builders.pictures.picture_hash import THUMBNAIL_SIDE
+from dataset_builders.storage.files import atomic_path
+from dataset_builders.storage.store import StorePath, local_copy, remove_tree
+from stages.artifacts.artifact import Artifact, Stage, StageOutput
+from stages.artifacts.workers import StageResources
+from stages.contamination.config import ContaminationConfig
+from stages.contamination.copies import HOWS, Copy, How, find_copies
+from stages.contamination.scan import PictureTask, read_pictures, scan_pictures
+from stages.pages.report import Pictures, Section, Table, write_report
+
+VERSION = 1
+CONTAMINATION = "contamination.parquet"
+CONTAMINATION_SCHEMA = pa.schema(
+    [
+        ("key", pa.string()),
+        ("place", pa.int32()),
+        ("how", pa.string()),
+        ("train_key", pa.string()),
+        ("train_place", pa.int32()),
+        ("bits", pa.int32()),
+        ("difference", pa.float64()),
+    ]
+)
+OVERALL = "overall"
+_SAMPLES_PER_WORKER = 500  # about the seconds of work that the start of a process costs
+_SHOWN = 24
+_SHOWN_ROWS = 500
+_SCALE = 4  # thumbnails on the page are as many times larger
+
+
+def _run(
+    config: ContaminationConfig, inputs: Mapping[str, Artifact], work: StorePath, resources: StageResources | None
+) -> StageOutput:
+    samples = inputs["samples"]
+    resources = resources or StageResources()
+    num_workers = max(1, samples.manifest.num_samples // _SAMPLES_PER_WORKER)
+    tasks = scan_pictures(samples, work, resources.at_most(num_workers))
+    heldout, train = ([t for t in tasks if t.shard.split == split] for split in ("heldout", "train"))
+    copies = find_copies(heldout, train, config)
+    rows = [{name: getattr(copy, name) for name in CONTAMINATION_SCHEMA.names} for copy in copies]
+    with atomic_path(work / CONTAMINATION) as tmp:
+        pq.write_table(pa.Table.from_pylist(rows, CONTAMINATION_SCHEMA), tmp)
+    stats = _stats(samples, heldout, train, copies)
+    _write_report(work, config, stats, copies)
+    if tasks:
+        remove_tree(tasks[0].out.parent)
+    return StageOutput(stats=stats)
+
+
+def read_contamination(directory: StorePath) -> pa.Table:
+    """contamination.parquet of an artifact of this stage, with CONTAMINATION_SCHEMA."""
+    return pq.read_table(local_copy(directory / CONTAMINATION), schema=CONTAMINATION_SCHEMA)
+
+
+def contaminated_keys(directory: StorePath) -> dict[str, How]:
+    """Key of each held-out sample with a picture that occurs in train -> the surest way in which one does."""
+    how_of: dict[str, How] = {}
+    for row in read_contamination(directory).select(["key", "how"]).to_pylist():
+        how_of[row["key"]] = min(how_of.get(row["key"], row["how"]), row["how"], key=HOWS.index)
+    return how_of
+
+
+def _stats(
+    samples: Artifact, heldout: Sequence[PictureTask], train: Sequence[PictureTask], copies: Sequence[Copy]
+) -> dict[str, object]:
+    """The manifest's figures: of everything under `overall`, and of each subset with a copy."""
+    pictures = read_pictures(heldout)
+    by_subset: dict[str, list[Copy]] = {}
+    for copy in copies:
+        by_subset.setdefault(subset_of(copy.key), []).append(copy)
+    return {
+        "heldout_samples": sum(s.num_samples for s in samples.manifest.shards if s.split == "heldout"),
+        "heldout_pictures": len(pictures["sha256"].unique()),
+        "train_pictures": len(read_pictures(train)["sha256"].unique()),
+        "undecodable_heldout_pictures": pictures["phash"].null_count,
+        "contaminated": {OVERALL: _count(copies)} | {name: _count(by_subset[name]) for name in sorted(by_subset)},
+    }
+
+
+def _count(copies: Sequence[Copy]) -> dict[str, int]:
+    """Numbers of samples with a copy, and of copies by kind."""
+    hows = Counter(copy.how for copy in copies)
+    return {"samples": len({copy.key for copy in copies}), **{how: hows[how] for how in HOWS}}
+
+
+def _write_report(
+    directory: StorePath, config: ContaminationConfig, stats: Mapping[str, object], copies: Sequence[Copy]
+) -> None:
+    counts = stats["contaminated"]
+    summary = {name.replace("_", " "): value for name, value in stats.items() if name != "contaminated"}
+    summary |= {"contaminated samples": counts[OVERALL]["samples"], "near means": config.model_dump()}
+    columns = ["subset", "samples", *HOWS]
+    shown = [copy for copy in copies if copy.thumbnails][:_SHOWN]
+    listed = [[getattr(copy, name) for name in CONTAMINATION_SCHEMA.names] for copy in copies[:_SHOWN_ROWS]]
+    sections: list[Section] = [
+        Table("Contaminated held-out samples", columns, [[name, *count.values()] for name, count in counts.items()]),
+        Pictures("Near copies: held-out left, train right, as they were compared", [_pair(copy) for copy in shown]),
+        Table(f"Copies, the first {len(listed)} of {len(copies)}", list(CONTAMINATION_SCHEMA.names), listed),
+    ]
+    write_report(directory, title="Held-out pictures in train", summary=summary, sections=sections)
+
+
+def _pair(copy: Copy) -> tuple[bytes, str]:
+    shape = (THUMBNAIL_SIDE, THUMBNAIL_SIDE)
+    pair = np.concatenate([np.frombuffer(data, np.uint8).reshape(shape) for data in copy.thumbnails], axis=1)
+    keys = f"{copy.key} picture {copy.place}\n{copy.train_key} picture {copy.train_place}"
+    caption = f"{keys}\n{copy.bits} bits, {copy.difference:.2f} grey levels apart"
+    return grey_png(pair.repeat(_SCALE, 0).repeat(_SCALE, 1)), caption
+
+
+STAGE = Stage("contamination", VERSION, _run)

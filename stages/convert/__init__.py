@@ -1,0 +1,5 @@
+"""Raw rows become sample shards.
+
+In: a source and its builder. Out: shards, the rows left out with their reasons, a report and a card.
+Read first: `stage.py`, then `plan.py`.
+"""

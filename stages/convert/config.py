@@ -1,0 +1,48 @@
+"""The config of convert: which rows are read, which are left out, which are held out."""
+
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from dataset_builders.contracts.strict import StrictModel
+from dataset_builders.pictures.images import PILLOW_PIXEL_LIMIT
+from dataset_builders.sources.registry import get_builder
+
+
+class ConvertConfig(StrictModel):
+    """Identity of the sample shards, beside the raw rows."""
+
+    builder: str = Field(description="which dataset's rows these are: a name in dataset_builders/sources/registry.py")
+    subsets: tuple[str, ...] = Field(description="subsets to read; none means all that the source holds")
+    options: dict[str, Any] = Field(default={}, description="the builder's own settings; see its file")
+    heldout_fraction: float = Field(ge=0, lt=1, description="share of pictures (with all their samples) held out")
+    seed: int = Field(ge=0, description="decides which pictures are held out")
+    max_image_pixels: int = Field(gt=0, le=PILLOW_PIXEL_LIMIT, description="an image with more pixels is left out")
+    min_image_side: int = Field(ge=1, description="an image with a shorter side, in pixels, is left out")
+    decode_check: Literal["full", "header"] = Field(
+        default="full",
+        description="full: every image is decoded to its end; header: only its header is read, some five times faster; "
+        "damage after the header is then found by tokenization, which leaves the sample out",
+    )
+    shard_size_mb: float = Field(
+        gt=0, le=4096, description="a shard is closed before it grows over this, in 10^6 bytes"
+    )
+    max_skip_fraction: float = Field(
+        ge=0,
+        le=1,
+        description="if a larger share is left out, exact duplicates aside, the stage fails; from 200 samples on",
+    )
+
+    @model_validator(mode="after")
+    def _options_fit(self) -> "ConvertConfig":
+        """Check the options against the builder's model and write out its defaults."""
+        model = get_builder(self.builder).options
+        try:
+            whole = model.model_validate(self.options).model_dump(mode="json")
+        except ValidationError as error:
+            first = error.errors()[0]
+            field = ".".join(["options", *map(str, first["loc"])])
+            known = ", ".join(model.model_fields) or "none"
+            raise ValueError(f"{field} of builder {self.builder}: {first['msg']}; its options: {known}") from error
+        object.__setattr__(self, "options", whole)
+        return self

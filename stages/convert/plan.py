@@ -1,0 +1,181 @@
+"""The plan between the passes of convert: the samples that stay, their splits and their shards.
+
+All of it is a function of the scan tables, the source's own splits and the config alone. Each fact about a row is a
+number in an array: a row takes some 150 bytes while it is planned, and 60 per picture (tests/bench/bench_convert.py).
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+
+from dataset_builders.contracts.sample import SKIP_REASONS, SPLITS, Split
+from stages.convert.scan import Scan
+
+DUPLICATE = "duplicate_sample"
+REASONS = tuple(SKIP_REASONS)
+LEFT_OUT = -1  # in Plan.splits
+STAYS = -1  # in Plan.reasons
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedShard:
+    """One shard to write.
+
+    Attributes:
+        name: path below the artifact, train/shard-00000.tar.
+        split: its split.
+        rows: (m,) int64, ascending: its samples' rows in the scan.
+    """
+
+    name: str
+    split: Split
+    rows: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What convert will write; n is the number of rows of the scan.
+
+    Attributes:
+        reasons: (n,) int8: why a row is left out, a place in REASONS; STAYS if it stays.
+        firsts: (n,) int64: the row that an exact duplicate repeats; a row's own number if it repeats none.
+        splits: (n,) int8: the split of a row that stays, a place in SPLITS; LEFT_OUT otherwise.
+        shards: train before heldout, in order of their names.
+    """
+
+    reasons: np.ndarray
+    firsts: np.ndarray
+    splits: np.ndarray
+    shards: list[PlannedShard]
+
+    @property
+    def kept(self) -> np.ndarray:
+        """(n,) bool: whether a row stays."""
+        return self.splits != LEFT_OUT
+
+    def skips(self) -> dict[str, int]:
+        """Reason -> number of rows left out for it, sorted by reason."""
+        counts = np.bincount(self.reasons[self.reasons != STAYS], minlength=len(REASONS))
+        return {reason: int(count) for reason, count in sorted(zip(REASONS, counts)) if count}
+
+
+def make_plan(scan: Scan, own_splits: list[Split | None], seed: int, heldout_fraction: float, shard_bytes: int) -> Plan:
+    """The plan for the scan of all parts.
+
+    Args:
+        own_splits: for each part the split that the source itself puts its rows in, or None.
+        shard_bytes: a shard is closed before it grows over this.
+    """
+    scanned_reasons = pc.index_in(scan.table["reason"], value_set=pa.array(REASONS), skip_nulls=True)
+    reasons = scanned_reasons.fill_null(STAYS).to_numpy().astype(np.int8)
+    usable = np.flatnonzero(reasons == STAYS)
+    digests = scan.table["digest"].combine_chunks().take(pa.array(usable))
+    codes = digests.dictionary_encode().indices.to_numpy().astype(np.int64)
+    firsts = np.arange(len(scan), dtype=np.int64)
+    firsts[usable] = usable[_first_places(codes)[codes]]
+    reasons[firsts != np.arange(len(scan))] = REASONS.index(DUPLICATE)
+    own_of_parts = np.array([0 if split is None else 1 + SPLITS.index(split) for split in own_splits], np.int8)
+    own = np.repeat(own_of_parts, np.diff(scan.starts))[usable]
+    splits = np.full(len(scan), LEFT_OUT, np.int8)
+    splits[usable] = _Groups(scan, usable, codes, digests).splits(own, seed, heldout_fraction)
+    splits[reasons != STAYS] = LEFT_OUT
+    sizes = scan.table["size"].fill_null(0).to_numpy()
+    return Plan(reasons, firsts, splits, _cut_shards(splits, sizes, shard_bytes))
+
+
+def split_of(seed: int, digest: bytes, heldout_fraction: float) -> Split:
+    """The split of a group of samples, drawn by the smallest hash in it: the same whatever else the dataset holds."""
+    draw = int.from_bytes(hashlib.sha256(b"%d:%b" % (seed, digest)).digest()[:8], "big")
+    return "heldout" if draw < heldout_fraction * 2**64 else "train"
+
+
+def _first_places(codes: np.ndarray) -> np.ndarray:
+    """(k,) the first place of each of the codes 0 ... k-1, which were given out in order of appearance."""
+    highest = np.maximum.accumulate(np.concatenate([[-1], codes]))
+    return np.flatnonzero(np.diff(highest))
+
+
+class _Groups:
+    """Samples that belong in the same split: those that share a picture, also through others, and exact duplicates.
+
+    The name of a group is its smallest picture hash, or the sample's own digest if there is no picture.
+    """
+
+    def __init__(self, scan: Scan, usable: np.ndarray, codes: np.ndarray, digests: pa.Array) -> None:
+        hashes, self.ids, self.lengths = _picture_ids(scan, usable)
+        has_pictures = self.lengths > 0
+        labels = _tie_pictures(self.ids, self.lengths, len(hashes))
+        num_labels = int(labels.max()) + 1 if len(labels) else 0
+        self.of_sample = num_labels + codes
+        self.of_sample[has_pictures] = labels[self.ids[(np.cumsum(self.lengths) - self.lengths)[has_pictures]]]
+        smallest = np.unique(labels, return_index=True)[1]  # numbers of hashes follow their order
+        firsts = _first_places(codes)
+        self.names = pa.concat_arrays([hashes.take(pa.array(smallest)), digests.take(pa.array(firsts))])
+
+    def splits(self, own: np.ndarray, seed: int, heldout_fraction: float) -> np.ndarray:
+        """(m,) int8, places in SPLITS, for the usable samples.
+
+        A group is heldout if the source holds any of its samples out; else train if the source puts any in train; else
+        drawn by its name.
+
+        Args:
+            own: (m,) int8: 1 + the place of the source's own split, 0 if the source has none.
+        """
+        of_group = np.zeros(len(self.names), np.int8)
+        np.maximum.at(of_group, self.of_sample, own)
+        has_samples = np.zeros(len(of_group), bool)
+        has_samples[self.of_sample] = True
+        undecided = np.flatnonzero(has_samples & (of_group == 0))
+        for group, name in zip(undecided, self.names.take(pa.array(undecided))):
+            of_group[group] = 1 + SPLITS.index(split_of(seed, name.as_py(), heldout_fraction))
+        splits = of_group[self.of_sample] - 1
+        self._assert_apart(splits)
+        return splits
+
+    def _assert_apart(self, splits: np.ndarray) -> None:
+        of_use = np.repeat(splits, self.lengths)
+        is_in = np.zeros((len(SPLITS), 1 + int(self.ids.max(initial=-1))), bool)
+        is_in[of_use, self.ids] = True
+        shared = int((is_in.sum(0) > 1).sum())
+        assert not shared, f"{shared} pictures are in both splits"
+
+
+def _picture_ids(scan: Scan, usable: np.ndarray) -> tuple[pa.Array, np.ndarray, np.ndarray]:
+    """Distinct hashes, sorted; (u,) int64 the number of each use's hash; (m,) int64 how many uses each sample has."""
+    lengths = pc.list_value_length(scan.table["pictures"]).fill_null(0).to_numpy()[usable].astype(np.int64)
+    uses = pc.struct_field(pc.list_flatten(scan.table["pictures"]), "sha256").combine_chunks().dictionary_encode()
+    order = pc.array_sort_indices(uses.dictionary)
+    rank = np.empty(len(order), np.int64)
+    rank[order.to_numpy()] = np.arange(len(order))
+    return uses.dictionary.take(order), rank[uses.indices.to_numpy()], lengths
+
+
+def _tie_pictures(ids: np.ndarray, lengths: np.ndarray, num_pictures: int) -> np.ndarray:
+    """(num_pictures,) int32: the group of each picture, where pictures of one sample are in one group."""
+    if num_pictures == 0:
+        return np.zeros(0, np.int32)
+    begins = (np.cumsum(lengths) - lengths)[lengths > 0]
+    first_of_sample = np.repeat(ids[begins], lengths[lengths > 0])
+    is_other = first_of_sample != ids
+    pairs = (np.ones(int(is_other.sum()), bool), (first_of_sample[is_other], ids[is_other]))
+    return connected_components(coo_array(pairs, shape=(num_pictures, num_pictures)), directed=False)[1]
+
+
+def _cut_shards(splits: np.ndarray, sizes: np.ndarray, shard_bytes: int) -> list[PlannedShard]:
+    """Shards of samples in order; one begins when the next sample would take the last one over `shard_bytes`."""
+    shards: list[PlannedShard] = []
+    for place, split in enumerate(SPLITS):
+        rows = np.flatnonzero(splits == place)
+        ends = np.cumsum(sizes[rows].astype(np.int64))
+        start = number = 0
+        while start < len(rows):
+            before = int(ends[start - 1]) if start else 0
+            end = max(start + 1, int(np.searchsorted(ends, before + shard_bytes, side="right")))
+            shards.append(PlannedShard(f"{split}/shard-{number:05d}.tar", split, rows[start:end]))
+            start, number = end, number + 1
+    return shards

@@ -1,0 +1,219 @@
+"""Pass 1 of convert: every raw row is read and checked once, and leaves one row of hashes and figures per sample."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+
+from dataset_builders.contracts.sample import IMAGE_SLOT, Sample, SkipSample
+from dataset_builders.contracts.sample_record import to_fields
+from dataset_builders.contracts.strict import StrictModel
+from dataset_builders.pictures.images import ImageInfo, ImageLimits, check_image
+from dataset_builders.readers.parts import Part, SkippedRow
+from dataset_builders.sources.registry import get_builder
+from dataset_builders.storage.store import StorePath
+from stages.artifacts.row_tables import read_columns, write_rows
+from stages.artifacts.workers import StageResources, run_tasks
+from stages.convert.writing_systems import count_scripts
+
+_PICTURE = pa.struct(
+    [
+        ("sha256", pa.binary(32)),  # of the encoded bytes
+        ("width", pa.int32()),
+        ("height", pa.int32()),
+        ("format", pa.string()),
+        ("mode", pa.string()),
+        ("rotated", pa.bool_()),  # by EXIF
+    ]
+)
+# One row per sample, usable or not. If there is a reason, all fields after `detail` are null. Fields of questions and
+# answers have one entry per user message (question) or assistant message (answer).
+SCAN_SCHEMA = pa.schema(
+    [
+        ("key", pa.large_string()),
+        ("reason", pa.string()),  # null: usable so far
+        ("detail", pa.large_string()),
+        ("digest", pa.binary(32)),  # the sample's
+        ("size", pa.int64()),  # bytes in a shard
+        ("pictures", pa.list_(_PICTURE)),
+        ("checksums", pa.list_(pa.uint64())),  # xxh3_64 of each image's bytes
+        ("question_chars", pa.list_(pa.int32())),  # without image slots
+        ("question_words", pa.list_(pa.int32())),  # between white space
+        ("answer_chars", pa.list_(pa.int32())),
+        ("answer_words", pa.list_(pa.int32())),
+        ("answers", pa.list_(pa.string())),  # the first ANSWER_CHARS characters
+        ("answer_hashes", pa.list_(pa.uint64())),  # xxh3_64 of those
+        ("scripts", pa.list_(pa.string())),
+        ("letters", pa.list_(pa.int64())),  # of each of `scripts`, in all messages
+    ]
+)
+PLAN_COLUMNS = ("key", "reason", "detail", "digest", "size", "pictures")
+ANSWER_CHARS = 60
+_TAR_BLOCK = 512
+_REMEMBERED = 256  # checked images a worker remembers: neighbouring rows often show the same picture
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScanTask:
+    """One part to scan, and where the result goes.
+
+    Attributes:
+        decode: whether images are decoded, or only their headers read.
+    """
+
+    part: Part
+    builder: str
+    options: StrictModel
+    limits: ImageLimits
+    decode: bool
+    out: StorePath
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """What the plan sees of all parts. Nothing else in memory grows with the source.
+
+    Attributes:
+        table: PLAN_COLUMNS; one row per sample, in order.
+        starts: (parts + 1,) int64: where each part's rows begin in the table, and the table's end.
+    """
+
+    table: pa.Table
+    starts: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def part_of(self, rows: np.ndarray) -> np.ndarray:
+        """(m,) row numbers -> (m,) part numbers."""
+        return np.searchsorted(self.starts, rows, side="right") - 1
+
+
+def scan_path(work: StorePath, number: int) -> StorePath:
+    """Where the scan of part `number` lies while convert works."""
+    return work / "scan" / f"{number:06d}.parquet"
+
+
+def scan_part(task: ScanTask) -> int:
+    """Write the part's scan table (SCAN_SCHEMA), whole or not at all; returns the raw rows read."""
+    images = _ImageChecks(task.limits, task.decode)
+    items = get_builder(task.builder).iter_part(task.part, task.options, None)
+    write_rows(task.out, (_scan_row(item, images) for item in _nothing_lost(task.part, items)), SCAN_SCHEMA)
+    return task.part.num_rows
+
+
+def scan_all(tasks: Sequence[ScanTask], resources: StageResources) -> Scan:
+    """Scan the parts that are not scanned yet, and read what the plan needs of all of them.
+
+    Progress is reported in raw rows, out of twice their number: the second half is for writing.
+    """
+    total_rows = sum(task.part.num_rows for task in tasks)
+    to_do = [task for task in tasks if not task.out.is_file()]
+    finished_rows = total_rows - sum(task.part.num_rows for task in to_do)
+    for _, num_rows in run_tasks(scan_part, to_do, resources):
+        finished_rows += num_rows
+        resources.report(finished_rows, 2 * total_rows)
+    tables = [read_columns(task.out, PLAN_COLUMNS) for task in tasks]
+    starts = np.concatenate([[0], np.cumsum([len(table) for table in tables])]).astype(np.int64)
+    return Scan(pa.concat_tables(tables), starts)
+
+
+def assert_parts_apart(parts: Sequence[Part]) -> None:
+    """See that no two parts hold the same row of a subset, so that no two samples have the same key."""
+    spans = sorted((part.subset, part.first_row, part.num_rows, part.name) for part in parts)
+    for (subset, first, rows, name), (next_subset, next_first, _, next_name) in pairwise(spans):
+        assert subset != next_subset or first + rows <= next_first, f"{name} and {next_name} share keys of {subset}"
+
+
+def _nothing_lost(part: Part, items: Iterator[Sample | SkippedRow]) -> Iterator[Sample | SkippedRow]:
+    """The same items; raises AssertionError if a raw row gave none or a key comes twice."""
+    row, rows, keys = -1, 0, set()
+    for item in items:
+        number = part.row(item.key)
+        if number != row:
+            row, rows, keys = number, rows + 1, set()
+        assert item.key not in keys, f"{part.name}: the key {item.key} comes twice"
+        keys.add(item.key)
+        assert item.key.startswith(f"{part.subset}/"), f"{part.name}: {item.key} is not a key of {part.subset}"
+        assert rows <= part.num_rows and part.first_row <= row < part.first_row + part.num_rows, f"{part.name}: {row}"
+        yield item
+    assert rows == part.num_rows, f"{part.name}: {part.num_rows} raw rows, but the builder tells of {rows}"
+
+
+class _ImageChecks:
+    """check_image with a short memory."""
+
+    def __init__(self, limits: ImageLimits, decode: bool) -> None:
+        self.limits, self.decode = limits, decode
+        self._infos: dict[bytes, ImageInfo] = {}
+
+    def check(self, data: bytes) -> tuple[bytes, ImageInfo]:
+        """The SHA-256 and the info of an image; raises SkipSample if the image cannot be used."""
+        digest = hashlib.sha256(data).digest()
+        info = self._infos.get(digest)
+        if info is None:
+            info = check_image(data, self.limits, self.decode)
+            if len(self._infos) >= _REMEMBERED:
+                del self._infos[next(iter(self._infos))]
+            self._infos[digest] = info
+        return digest, info
+
+
+def _scan_row(item: Sample | SkippedRow, images: _ImageChecks) -> dict[str, object]:
+    if isinstance(item, SkippedRow):
+        # Half a surrogate pair, which UTF-8 cannot store, becomes its escape, as in SkipSample.
+        detail = item.detail.encode("utf-8", "backslashreplace").decode()
+        return {"key": item.key, "reason": item.reason, "detail": detail}
+    pictures: list[tuple[bytes, ImageInfo]] = []
+    for i, data in enumerate(item.images):
+        try:
+            pictures.append(images.check(data))
+        except SkipSample as skip:
+            return {"key": item.key, "reason": skip.reason, "detail": f"image {i}: {skip.detail}"}
+    digests = [digest.hex() for digest, _ in pictures]
+    return {
+        "key": item.key,
+        "digest": bytes.fromhex(item.digest(digests)),
+        "size": _tar_size(item, digests),
+        "pictures": [_picture(digest, info) for digest, info in pictures],
+        "checksums": [xxhash.xxh3_64_intdigest(data) for data in item.images],
+        **_text_figures(item),
+    }
+
+
+def _picture(digest: bytes, info: ImageInfo) -> dict[str, object]:
+    return {
+        "sha256": digest,
+        "width": info.width,
+        "height": info.height,
+        "format": info.format,
+        "mode": info.mode,
+        "rotated": info.orientation != 1,
+    }
+
+
+def _text_figures(sample: Sample) -> dict[str, object]:
+    questions = [m.text.replace(IMAGE_SLOT, "") for m in sample.messages if m.role == "user"]
+    answers = [m.text for m in sample.messages if m.role == "assistant"]
+    scripts = count_scripts("\n".join(m.text.replace(IMAGE_SLOT, "") for m in sample.messages))
+    beginnings = [answer[:ANSWER_CHARS] for answer in answers]
+    return {
+        "question_chars": [len(text) for text in questions],
+        "question_words": [len(text.split()) for text in questions],
+        "answer_chars": [len(text) for text in answers],
+        "answer_words": [len(text.split()) for text in answers],
+        "answers": beginnings,
+        "answer_hashes": [xxhash.xxh3_64_intdigest(text.encode()) for text in beginnings],
+        "scripts": list(scripts),
+        "letters": list(scripts.values()),
+    }
+
+
+def _tar_size(sample: Sample, digests: Sequence[str]) -> int:
+    """Bytes of the sample's members in a tar: each has one header block and whole blocks of content."""
+    sizes = (len(data) for data in to_fields(sample, digests).values())
+    return sum(_TAR_BLOCK + -(-size // _TAR_BLOCK) * _TAR_BLOCK for size in sizes)

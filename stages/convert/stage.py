@@ -1,0 +1,127 @@
+"""convert: raw rows -> sample shards, with every row that is left out named in quarantine.jsonl.
+
+    train/shard-00000.tar ...  heldout/shard-00000.tar ...   samples with their images' original bytes
+    quarantine.jsonl                                         one record per line: key, reason, detail, file, row
+    pictures.parquet                                         SHA-256 of every distinct picture, and its first sample
+    dataset_card.md  report.json  report.html  preview.html
+
+There are two passes over the source: the first decodes every image and keeps hashes (scan/, dropped at the end), the
+second copies samples into shards. Both commit piece by piece, so that an interrupted run goes on where it was. Only the
+plan between them holds something of every sample, some hundred bytes (plan.py).
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+
+from dataset_builders.contracts.manifest import ShardEntry
+from dataset_builders.errors import InputError
+from dataset_builders.pictures.images import ImageLimits
+from dataset_builders.sources.registry import get_builder
+from dataset_builders.storage.files import write_text
+from dataset_builders.storage.store import StorePath, make_dir, remove_tree
+from stages.artifacts.artifact import Input, Stage, StageOutput
+from stages.artifacts.quarantine import QUARANTINE, write_quarantine
+from stages.artifacts.workers import StageResources
+from stages.convert.card import convert_card
+from stages.convert.config import ConvertConfig
+from stages.convert.figures import gather_figures
+from stages.convert.pictures import PICTURES, distinct_pictures, write_pictures
+from stages.convert.plan import DUPLICATE, Plan, make_plan
+from stages.convert.report import Converted, choose_examples, convert_stats, iter_left_out, write_convert_report
+from stages.convert.scan import ScanTask, assert_parts_apart, scan_all, scan_path
+from stages.convert.write import RawRows, write_all, write_tasks
+from stages.pages.dataset_card import DATASET_CARD
+
+VERSION = 3  # 3: references of documents without the_cauldron's full stop
+
+_JUDGED_FROM = 200  # samples from which on max_skip_fraction counts
+_ROWS_PER_WORKER = 2000  # about the seconds of work that the start of a process costs
+
+
+def _run(
+    config: ConvertConfig, inputs: Mapping[str, Input], work: StorePath, resources: StageResources | None
+) -> StageOutput:
+    source = inputs["raw"].dir
+    rows, num_rows = _list_rows(config, source)
+    resources = (resources or StageResources()).at_most(max(1, num_rows // _ROWS_PER_WORKER))
+    scan = scan_all(_scan_tasks(config, rows, work), resources)
+    own_splits = [part.split for part in rows.parts.values()]
+    plan = make_plan(scan, own_splits, config.seed, config.heldout_fraction, int(config.shard_size_mb * 1e6))
+    num_left_out = write_quarantine(work, iter_left_out(scan, plan, rows.parts))
+    _check_skips(config, plan, source, work / QUARANTINE)
+    num_kept = int(plan.kept.sum())
+    shards = write_all(write_tasks(work, scan, plan, rows), num_kept, num_rows, resources)
+    num_written = sum(shard.num_samples for shard in shards)
+    counts = (num_written, num_kept, num_left_out, len(scan))
+    assert num_written == num_kept and num_written + num_left_out == len(scan), counts
+    converted = Converted(
+        num_rows=num_rows,
+        scan=scan,
+        plan=plan,
+        figures=gather_figures(work, scan, plan, rows.parts),
+        pictures=distinct_pictures(scan, plan),
+        parts=rows.parts,
+        examples=choose_examples(scan, plan, rows),
+    )
+    stats = _write_reports(config, work, converted, shards)
+    remove_tree(scan_path(work, 0).parent)
+    return StageOutput(shards=shards, skips=plan.skips(), stats=stats)
+
+
+def _list_rows(config: ConvertConfig, source: StorePath) -> tuple[RawRows, int]:
+    """The source's parts, and the number of raw rows in them."""
+    builder = get_builder(config.builder)
+    options = builder.options.model_validate(config.options)
+    parts = builder.list_parts(source, config.subsets, options)
+    assert_parts_apart(parts)
+    num_rows = sum(part.num_rows for part in parts)
+    if not num_rows:
+        raise InputError(f"the files below {source} hold no rows; give a source with some")
+    return RawRows(builder=config.builder, options=options, parts=dict(enumerate(parts))), num_rows
+
+
+def _scan_tasks(config: ConvertConfig, rows: RawRows, work: StorePath) -> list[ScanTask]:
+    make_dir(scan_path(work, 0).parent)
+    limits = ImageLimits(max_pixels=config.max_image_pixels, min_side=config.min_image_side)
+    return [
+        ScanTask(
+            part=part,
+            builder=rows.builder,
+            options=rows.options,
+            limits=limits,
+            decode=config.decode_check == "full",
+            out=scan_path(work, i),
+        )
+        for i, part in rows.parts.items()
+    ]
+
+
+def _write_reports(
+    config: ConvertConfig, work: StorePath, converted: Converted, shards: list[ShardEntry]
+) -> dict[str, object]:
+    """Write everything beside the shards; returns the manifest's figures."""
+    write_pictures(work / PICTURES, converted.pictures, converted.scan, converted.plan)
+    stats = convert_stats(converted)
+    write_convert_report(work, converted, stats)
+    name = f"{config.builder}: {', '.join(converted.figures.subsets)}"
+    write_text(work / DATASET_CARD, convert_card(name, config.model_dump(mode="json"), converted, shards))
+    return stats
+
+
+def _check_skips(config: ConvertConfig, plan: Plan, source: StorePath, quarantine: StorePath) -> None:
+    """Raise InputError if too little of the source is usable."""
+    skips = Counter(plan.skips())
+    worst = ", ".join(f"{reason} ({number})" for reason, number in skips.most_common(3))
+    num_samples = len(plan.reasons)
+    if sum(skips.values()) == num_samples:
+        raise InputError(f"no usable sample in {source}: {worst}; each is named in {quarantine}")
+    num_bad = sum(skips.values()) - skips[DUPLICATE]
+    if num_samples >= _JUDGED_FROM and num_bad > config.max_skip_fraction * num_samples:
+        raise InputError(
+            f"{num_bad} of {num_samples} samples of {source} are unusable, over "
+            f"max_skip_fraction={config.max_skip_fraction}: "
+            f"{worst}; each is named in {quarantine}; mend the data or raise max_skip_fraction"
+        )
+
+
+STAGE = Stage("convert", VERSION, _run, dataset="samples", preview="stages.preview.render:stage_preview")

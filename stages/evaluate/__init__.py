@@ -1,0 +1,5 @@
+"""Answers become scores.
+
+In: answers and held-out samples. Out: scores with intervals, predictions, a report.
+Read first: `stage.py`.
+"""

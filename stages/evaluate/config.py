@@ -1,0 +1,34 @@
+"""The configs of evaluate and compare, in a file of their own because the metrics' libraries take a second to load."""
+
+from pydantic import Field, field_validator
+
+from dataset_builders.contracts.strict import StrictModel
+from stages.answer.config import AnswerConfig
+from stages.scoring.names import check_overrides
+
+
+class EvaluateConfig(AnswerConfig):
+    """Identity: the questions, and how the answers are scored."""
+
+    metrics: dict[str, list[str]] = Field(
+        default={}, description="subset -> its metrics, the headline first; other subsets have those of the table"
+    )
+
+    @field_validator("metrics")
+    @classmethod
+    def _metrics_exist(cls, value: dict[str, list[str]]) -> dict[str, list[str]]:
+        check_overrides(value)
+        return value
+
+    @property
+    def answer(self) -> AnswerConfig:
+        """The fields that decide the answers."""
+        return AnswerConfig(**{name: getattr(self, name) for name in AnswerConfig.model_fields})
+
+
+class CompareConfig(StrictModel):
+    """Identity: how certain a difference must be."""
+
+    level: float = Field(default=0.95, gt=0, lt=1, description="level of the intervals")
+    resamples: int = Field(default=10_000, ge=100, description="how often the answers are drawn again")
+    seed: int = Field(default=0, ge=0, description="seed of the draws")

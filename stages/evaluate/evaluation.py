@@ -1,0 +1,127 @@
+"""The predictions of an evaluation, their scores, and how certain these are."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from stages.evaluate.health import health
+from stages.evaluate.predictions import Prediction, Scored
+from stages.evaluate.reference_loss import reference_loss
+from stages.scoring.intervals import Bootstrap, Interval
+from stages.scoring.metrics.contract import Judged
+from stages.scoring.names import OVERALL
+from stages.scoring.summary import AnswerSet, SubsetScores, score_subsets, table_of, upward_rows, upwards
+from trainer.contract.answer import HeldoutRow
+
+BOOTSTRAP = Bootstrap(resamples=2000)  # of the intervals; two models are compared with more
+
+_POINT = Bootstrap(resamples=1)  # for a value whose interval nobody reads
+
+
+class Evaluation:
+    """Predictions by sample, and their scores after `score`.
+
+    Args:
+        overrides: subset -> its metrics, for subsets that do not have the table's.
+        losses: key of the sample -> the loss of its reference answers, if the trainer measured it.
+
+    Attributes:
+        predictions: in the order in which they were added.
+        table: {subset or overall: {metric: value}}, without contaminated samples.
+        with_contaminated: subset or overall -> its `score` if contaminated samples counted; empty if there are none.
+    """
+
+    def __init__(self, overrides: Mapping[str, Sequence[str]], losses: Mapping[str, HeldoutRow] | None = None) -> None:
+        self.predictions: list[Prediction] = []
+        self.table: dict[str, dict[str, float]] = {}
+        self.with_contaminated: dict[str, float] = {}
+        self._overrides, self._losses = overrides, losses or {}
+        self._pictures: list[list[str]] = []
+        self._rows: dict[str, list[int]] = defaultdict(list)
+        self._scores: dict[str, SubsetScores] = {}
+        self._scored: list[Scored] = []
+        self._overall: Interval | None = None
+
+    def add(self, pictures: list[str], predictions: Sequence[Prediction]) -> None:
+        """Add the predictions of a sample.
+
+        Args:
+            pictures: digests of its pictures.
+        """
+        for prediction in predictions:
+            self._rows[prediction.key].append(len(self.predictions))
+            self.predictions.append(prediction)
+            self._pictures.append(pictures)
+
+    def score(self) -> None:
+        """Score all predictions that were added. Contaminated samples get scores of their own but count in no other.
+
+        Raises:
+            ValueError: no prediction counts.
+        """
+        predictions, rows = self.predictions, self._counted()
+        judged = [Judged(question=p.question, references=p.references, answer=p.answer) for p in predictions]
+        subsets, samples = ([getattr(p, name) for p in predictions] for name in ("subset", "key"))
+        everything = AnswerSet(subset=subsets, sample=samples, pictures=self._pictures, judged=judged)
+        self._scored = [Scored("", None)] * len(predictions)
+        if len(rows) < len(predictions):
+            scores, overall = score_subsets(everything, self._overrides, _POINT)
+            self._set_rows(scores, self._groups(range(len(predictions))))
+            self.with_contaminated = {name: upwards(s) for name, s in scores.items()} | {OVERALL: overall.value}
+        counted, groups = everything.take(rows), self._groups(rows)
+        self._scores, self._overall = score_subsets(counted, self._overrides, BOOTSTRAP)
+        self._set_rows(self._scores, groups)
+        self.table = table_of(counted, self._scores, self._overall)
+        for name, members in groups.items():
+            answers = [predictions[row] for row in members]
+            self.table[name] |= health(answers) | reference_loss(self._losses, {answer.key for answer in answers})
+
+    def _set_rows(self, scores_of: Mapping[str, SubsetScores], groups: Mapping[str, Sequence[int]]) -> None:
+        for name, scores in scores_of.items():
+            for row, value in zip(groups[name], upward_rows(scores).tolist()):
+                self._scored[row] = Scored(scores.metrics.headline, None if math.isnan(value) else value)
+
+    def of(self, key: str) -> list[tuple[Prediction, Scored]]:
+        """The predictions of a sample with their scores; empty for a sample that the model could not be asked about."""
+        return [(self.predictions[row], self._scored[row]) for row in self._rows.get(key, [])]
+
+    def scored(self) -> list[tuple[Prediction, Scored]]:
+        """All predictions with their scores, in the order in which they were added."""
+        return list(zip(self.predictions, self._scored))
+
+    def headlines(self) -> dict[str, Interval]:
+        """The headline metric of every subset, and under `overall` the mean of them, with their intervals."""
+        headlines = {name: scores.headline for name, scores in self._scores.items()}
+        return headlines if self._overall is None else headlines | {OVERALL: self._overall}
+
+    def names(self) -> dict[str, tuple[str, str]]:
+        """Subset -> its headline metric, and why it has this one."""
+        return {name: (scores.metrics.headline, scores.metrics.reason) for name, scores in self._scores.items()}
+
+    def fields(self) -> dict[str, dict[str, dict[str, dict[str, float]]]]:
+        """Subset -> metric -> field -> its scores, for metrics that know fields."""
+        return {name: scores.fields for name, scores in self._scores.items() if scores.fields}
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """For each subset, and under `overall` for all: samples, answers and distinct pictures that count, and
+        contaminated samples, which do not."""
+        counted = self._groups(self._counted())
+        return {
+            name: {
+                "samples": len({self.predictions[row].key for row in counted.get(name, ())}),
+                "answers": len(counted.get(name, ())),
+                "pictures": len({picture for row in counted.get(name, ()) for picture in self._pictures[row]}),
+                "contaminated": len({p.key for p in (self.predictions[row] for row in rows) if p.contaminated}),
+            }
+            for name, rows in self._groups(range(len(self.predictions))).items()
+        }
+
+    def _counted(self) -> list[int]:
+        return [row for row, prediction in enumerate(self.predictions) if prediction.contaminated is None]
+
+    def _groups(self, rows: Iterable[int]) -> dict[str, list[int]]:
+        """Subset -> its rows among these, which ascend; all of them under `overall`."""
+        groups: dict[str, list[int]] = defaultdict(list)
+        for row in rows:
+            groups[self.predictions[row].subset].append(row)
+        return dict(sorted(groups.items())) | {OVERALL: list(rows)}

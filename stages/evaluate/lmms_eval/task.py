@@ -1,0 +1,228 @@
+"""A task directory for lmms-eval: the same held-out questions, asked and scored offline by a tool of others.
+
+    <name>.yaml       the task
+    utils.py          its functions: stages/evaluate/lmms_eval/functions.py
+    heldout.parquet   one row per question: the conversation before it, its pictures, the right answers
+    README.md         the command
+
+Why other programs give other numbers, and what this task does about it (lmms-eval 0.7.3, `--model qwen3_vl`):
+
+    system prompt     that model puts one in front of every conversation, by default "You are a helpful assistant.", an
+                      empty one at least; the rows carry the export's own, or none, and utils.py takes no other
+    pixels            it scales pictures with qwen_vl_utils, unlike the processor and with limits of its own; the rows
+                      hold the pictures as scaled for training, which it leaves alone. But it enlarges pictures of
+                      fewer than MIN_PIXELS
+    precision         bfloat16 there; float32 in our own evaluation on CPU
+    end of an answer  the tokenizer's end-of-turn token; the answer is cut after max_new_tokens, as ours is
+    class of model    chosen by the path: a directory with, say, A3B in its name is loaded as a mixture of experts
+
+Its `huggingface` model cannot load Qwen3-VL: it takes the class without a language head.
+"""
+
+import inspect
+import json
+import shlex
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml
+
+from dataset_builders.contracts.sample import IMAGE_SLOT, Message, Sample, SkipSample
+from dataset_builders.contracts.tokenized import PixelConfig
+from dataset_builders.errors import InputError
+from dataset_builders.pictures.pixels import encode_image
+from dataset_builders.storage.files import atomic_path, write_text
+from stages.encode.chat import read_system_prompt
+from stages.encode.images import load_image_config, patches_png
+from stages.evaluate.lmms_eval import functions as lmms_eval_functions
+
+LMMS_EVAL = "0.7.3"  # the version that this was tried with
+INSTALL = f"pip install lmms-eval=={LMMS_EVAL} decord"  # its qwen3_vl imports decord, which it does not require
+HELDOUT = "heldout.parquet"
+MIN_PIXELS = 4 * 32 * 32  # qwen_vl_utils 0.0.14 makes smaller pictures larger: four tokens of 32 x 32
+METRICS = tuple(lmms_eval_functions.METRICS)
+_FUNCTIONS = ("doc_to_messages", "doc_to_visual", "doc_to_text", "doc_to_target", "process_results")
+_FLUSH_ROWS = 256
+_COLUMNS = {"key": "string", "turn": "int32", "subset": "string", "metric": "string", "messages": "string"}
+# `datasets` decodes a column to PIL images if its metadata says so; of a plain struct it would give the bytes.
+_FEATURES = {
+    **{name: {"dtype": dtype, "_type": "Value"} for name, dtype in _COLUMNS.items()},
+    "references": {"feature": {"dtype": "string", "_type": "Value"}, "_type": "List"},
+    "images": {"feature": {"_type": "Image"}, "_type": "List"},
+}
+TASK_SCHEMA = pa.schema(
+    [
+        *((name, pa.type_for_alias(dtype)) for name, dtype in _COLUMNS.items()),
+        ("references", pa.list_(pa.string())),
+        ("images", pa.list_(pa.struct([("bytes", pa.binary()), ("path", pa.string())]))),
+    ],
+    metadata={"huggingface": json.dumps({"info": {"features": _FEATURES}})},
+)
+_README = """# {name}
+
+{count} questions on held-out samples, to be asked of an exported model offline by
+[lmms-eval](https://github.com/EvolvingLMMs-Lab/lmms-eval) (`{install}`, in an
+environment of its own):
+
+```sh
+{command}
+```
+
+Without a GPU add `,device=cpu,device_map=cpu` to the value of `--model_args`.
+
+The pictures are scaled already as training scaled them, so that `--model qwen3_vl` leaves them alone{small}.
+It adds a system prompt to every conversation; `utils.py` drops it, since the rows carry the export's own. Do not give
+`--force_simple`: only the chat form of a model sees earlier turns. `dataset_kwargs.data_files` in the YAML file is an
+absolute path: edit it after moving the directory. Keep letters and digits like `A3B` out of the model's path:
+lmms-eval reads them as a mixture of experts.
+"""
+_SMALL = """,
+but for {count} questions with a picture of fewer than {pixels} pixels, which it enlarges: these cannot be compared"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LmmsEvalTask:
+    """A task to be written.
+
+    Attributes:
+        name: lower-case letters, digits, _ and -.
+        max_new_tokens: an answer is cut there.
+        metrics: subset -> metric, a name in METRICS; other subsets have exact_match.
+        questions: (key, turn) of each, such as those of our own evaluation; None: every turn of every sample.
+    """
+
+    name: str
+    max_new_tokens: int
+    metrics: Mapping[str, str]
+    questions: Collection[tuple[str, int]] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WrittenTask:
+    """A task that was written.
+
+    Attributes:
+        command: for a shell; it runs the task.
+        num_questions: rows of the parquet file.
+        num_small: questions with a picture of fewer than MIN_PIXELS, which lmms-eval enlarges.
+    """
+
+    command: str
+    num_questions: int
+    num_small: int
+
+
+def write_lmms_eval_task(directory: Path, hf_dir: Path, samples: Iterable[Sample], task: LmmsEvalTask) -> WrittenTask:
+    """Write the task into `directory`, which is created.
+
+    Args:
+        hf_dir: the exported model, whose system prompt the questions carry.
+        samples: the held-out samples.
+
+    Raises:
+        InputError: lmms-eval lacks a metric, or there is no question.
+    """
+    for subset, metric in task.metrics.items():
+        if metric not in METRICS:
+            raise InputError(f"metrics.{subset}={metric} is not scored in lmms-eval; choose from {', '.join(METRICS)}")
+    directory.mkdir(parents=True, exist_ok=True)
+    subsets, count, small = set(), 0, 0
+    with atomic_path(directory / HELDOUT) as tmp, pq.ParquetWriter(tmp, TASK_SCHEMA) as writer:
+        rows: list[dict[str, object]] = []
+        for row, is_small in _rows(samples, task, read_system_prompt(hf_dir), load_image_config(hf_dir)):
+            rows.append(row)
+            small += is_small
+            subsets.add((row["subset"], row["metric"]))
+            if len(rows) == _FLUSH_ROWS:
+                writer.write_table(pa.Table.from_pylist(rows, TASK_SCHEMA))
+                count, rows = count + len(rows), []
+        writer.write_table(pa.Table.from_pylist(rows, TASK_SCHEMA))
+        count += len(rows)
+    if not count:
+        raise InputError(f"no held-out question for the lmms-eval task {task.name}; raise convert.heldout_fraction")
+    write_text(directory / "utils.py", inspect.getsource(lmms_eval_functions))
+    write_text(directory / f"{task.name}.yaml", _yaml(directory, task, sorted(subsets)))
+    command = lmms_eval_command(directory, hf_dir, task.name)
+    note = _SMALL.format(count=small, pixels=MIN_PIXELS) if small else ""
+    about = {"name": task.name, "count": count, "install": INSTALL, "command": command, "small": note}
+    write_text(directory / "README.md", _README.format(**about))
+    return WrittenTask(command=command, num_questions=count, num_small=small)
+
+
+def lmms_eval_command(directory: Path, hf_dir: Path, name: str) -> str:
+    """The command that scores the export offline; without a GPU add `,device=cpu,device_map=cpu` to the model's."""
+    return (
+        "HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 python -m lmms_eval \\\n"
+        f"    --model qwen3_vl --model_args {shlex.quote(f'pretrained={hf_dir}')} \\\n"
+        f"    --include_path {shlex.quote(str(directory))} --tasks {name} --batch_size 1 \\\n"
+        "    --log_samples --output_path results"
+    )
+
+
+def _rows(
+    samples: Iterable[Sample], task: LmmsEvalTask, system_prompt: str | None, pixels: PixelConfig
+) -> Iterator[tuple[dict[str, object], bool]]:
+    """One row per question, and whether one of its pictures is below MIN_PIXELS."""
+    for sample in samples:
+        turn = -1
+        for place, message in enumerate(sample.messages):
+            if message.role != "assistant":
+                continue
+            turn += 1
+            if task.questions is not None and (sample.key, turn) not in task.questions:
+                continue
+            before = _with_system(sample.messages[:place], system_prompt)
+            shown = sum(m.text.count(IMAGE_SLOT) for m in before if m.role == "user")
+            try:
+                images = [_as_trained(image, pixels) for image in sample.images[:shown]]
+            except SkipSample:  # our own evaluation leaves it out as well
+                continue
+            row = {
+                "key": sample.key,
+                "turn": turn,
+                "subset": sample.subset,
+                "metric": task.metrics.get(sample.subset, "exact_match"),
+                "messages": json.dumps([_turn(m) for m in before], ensure_ascii=False),
+                "references": list(message.references) or [message.text.strip()],
+                "images": [{"bytes": data, "path": None} for data, _ in images],
+            }
+            yield row, any(size < MIN_PIXELS for _, size in images)
+
+
+def _as_trained(image: bytes, pixels: PixelConfig) -> tuple[bytes, int]:
+    """A PNG of the pixels that the vision encoder sees, and their number."""
+    patches, grid = encode_image(image, pixels)
+    patch = pixels.patch_format.patch_size
+    side = patch * int(max(grid))
+    return patches_png(patches, grid, pixels.patch_format, side), patch * patch * int(grid[1] * grid[2])
+
+
+def _with_system(messages: tuple[Message, ...], system_prompt: str | None) -> list[Message]:
+    if system_prompt and not any(message.role == "system" for message in messages):
+        return [Message(role="system", text=system_prompt), *messages]
+    return list(messages)
+
+
+def _turn(message: Message) -> dict[str, str]:
+    """A message as stages/encode/chat.py writes it: answers without outer white space."""
+    return {"role": message.role, "text": message.text.strip() if message.role == "assistant" else message.text}
+
+
+def _yaml(directory: Path, task: LmmsEvalTask, subsets: list[tuple[str, str]]) -> str:
+    metrics = sorted({metric for _, metric in subsets})
+    metrics += [f"{metric}_{subset}" for subset, metric in subsets]
+    settings = {
+        "task": task.name,
+        "dataset_path": "parquet",
+        "dataset_kwargs": {"data_files": {"test": str((directory / HELDOUT).resolve())}},
+        "test_split": "test",
+        "output_type": "generate_until",
+        "generation_kwargs": {"max_new_tokens": task.max_new_tokens, "temperature": 0, "do_sample": False},
+        "metric_list": [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in metrics],
+        "metadata": [{"version": 1.0}],
+    }
+    text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
+    return text + "".join(f"{name}: !function utils.{name}\n" for name in _FUNCTIONS)

@@ -1,0 +1,125 @@
+"""Answers + held-out samples -> scores.
+
+    predictions.parquet   one row per answer, with the picture of the question
+    report.json, report.html
+
+Nothing is generated here: the answers are an artifact of their own, so that other metrics need no GPU. Samples with a
+picture that occurs in train are answered and shown, but no score counts them.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from dataset_builders.contracts.sample import IMAGE_SLOT, Sample, image_digests
+from dataset_builders.errors import InputError
+from dataset_builders.storage.store import local_copy
+from stages.answer.plan import heldout_samples
+from stages.answer.records import ANSWERS_JSONL, GeneratedAnswer, Line, SkippedSample, read_answers
+from stages.artifacts.artifact import Artifact, Stage, StageOutput
+from stages.artifacts.workers import StageResources
+from stages.contamination.stage import contaminated_keys
+from stages.evaluate.config import EvaluateConfig
+from stages.evaluate.evaluation import Evaluation
+from stages.evaluate.predictions import Prediction, predictions_table, writing_predictions
+from stages.evaluate.report import Gallery, write_evaluation_report
+from stages.scoring.summary import SCORE
+from trainer.contract.answer import HeldoutRow, read_heldout
+from trainer.contract.names import HELDOUT_BASE_JSONL, HELDOUT_JSONL
+
+# 2: num_images in predictions.parquet; 3: the answers are another stage's; 4: each subset's own metrics;
+# 5: contaminated samples apart, losses of the references; 6: scores by field
+VERSION = 6
+# Role of the training -> its losses of the model that answers: the model it made, or the one it began with.
+_LOSSES = {"made_by": HELDOUT_JSONL, "start_of": HELDOUT_BASE_JSONL}
+WINDOW = 64  # samples that are in memory at once, pictures and all
+
+
+def _run(
+    config: EvaluateConfig, inputs: Mapping[str, Artifact], work: Path, resources: StageResources | None
+) -> StageOutput:
+    """Inputs: "answers", the "samples" that they answer; if there are such, "contamination" of those samples, and the
+    training, as "made_by" or "start_of"."""
+    resources, samples = resources or StageResources(), inputs["samples"]
+    lines: dict[str, list[Line]] = {}
+    for line in read_answers(local_copy(inputs["answers"].dir / ANSWERS_JSONL)):
+        lines.setdefault(line.key, []).append(line)
+    skips = Counter(line.skip for group in lines.values() for line in group if isinstance(line, SkippedSample))
+    evaluation = Evaluation(config.metrics, _losses(inputs))
+    contaminated = contaminated_keys(inputs["contamination"].dir) if "contamination" in inputs else {}
+    for sample in heldout_samples(samples, config.max_samples_per_subset):
+        predictions = _predictions(sample, _lines_of(sample, lines, inputs["answers"]), contaminated.get(sample.key))
+        evaluation.add(image_digests(sample), predictions)
+    _check_counted(evaluation, samples)
+    evaluation.score()
+    gallery, num_written = Gallery(), 0
+    to_write = heldout_samples(samples, config.max_samples_per_subset)
+    with writing_predictions(work) as writer:
+        while window := list(itertools.islice(to_write, WINDOW)):
+            rows = [row for sample in window for row in evaluation.of(sample.key)]
+            gallery.add(window, rows)
+            writer.write_table(predictions_table(window, rows))
+            resources.report(num_written := num_written + len(window), len(lines))
+    write_evaluation_report(work, evaluation, gallery, skips)
+    return StageOutput(skips=dict(sorted(skips.items())), stats=_stats(evaluation))
+
+
+def _stats(evaluation: Evaluation) -> dict[str, object]:
+    """Plain numbers: scores and counts of every subset, and the headline with its interval."""
+    metrics = {name: metric for name, (metric, _) in evaluation.names().items()}
+    headlines = {name: {"metric": metrics.get(name, SCORE)} | asdict(v) for name, v in evaluation.headlines().items()}
+    stats = {"scores": evaluation.table, "counts": evaluation.counts(), "headlines": headlines}
+    sometimes = {"fields": evaluation.fields(), "with_contaminated": evaluation.with_contaminated}
+    return stats | {name: figures for name, figures in sometimes.items() if figures}
+
+
+def _losses(inputs: Mapping[str, Artifact]) -> dict[str, HeldoutRow]:
+    """Key of the sample -> its loss; empty without a training, or if that had no held-out bins."""
+    paths = [inputs[role].dir / name for role, name in _LOSSES.items() if role in inputs]
+    return {row.key: row for path in paths[:1] for row in read_heldout(path)}
+
+
+def _check_counted(evaluation: Evaluation, samples: Artifact) -> None:
+    if evaluation.predictions and all(prediction.contaminated for prediction in evaluation.predictions):
+        raise InputError(
+            f"{samples.dir}: every held-out sample that was answered has a picture that occurs in train, so nothing is "
+            "left to score; look at the page of the stage contamination, or set contamination=null to score them"
+        )
+
+
+def _lines_of(sample: Sample, lines: Mapping[str, list[Line]], answers: Artifact) -> list[Line]:
+    if sample.key not in lines:
+        raise InputError(
+            f"{answers.dir / ANSWERS_JSONL} has no answer to the held-out sample {sample.key}; "
+            "score the samples that were asked"
+        )
+    return lines[sample.key]
+
+
+def _predictions(sample: Sample, lines: Sequence[Line], contaminated: str | None) -> list[Prediction]:
+    """The answers to a sample, with the questions and the reference answers."""
+    places = [place for place, message in enumerate(sample.messages) if message.role == "assistant"]
+    predictions = []
+    for answer in lines:
+        if isinstance(answer, GeneratedAnswer):
+            right = sample.messages[places[answer.turn]]
+            reference = right.text.strip()
+            predictions.append(
+                Prediction(
+                    key=sample.key,
+                    turn=answer.turn,
+                    question=sample.messages[places[answer.turn] - 1].text.replace(IMAGE_SLOT, "").strip(),
+                    reference=reference,
+                    references=right.references or (reference,),
+                    answer=answer.answer,
+                    stopped=answer.stopped,
+                    num_tokens=answer.num_tokens,
+                    contaminated=contaminated,
+                )
+            )
+    return predictions
+
+
+STAGE = Stage("evaluate", VERSION, _run, on_disk=True)

@@ -1,0 +1,115 @@
+"""Export: a training's newest checkpoint -> an HF directory that `from_pretrained` loads.
+
+hf/model.safetensors  config.json  generation_config.json
+hf/tokenizer.json ...  chat_template.jinja  preprocessor_config.json   from the source, pixel limits as trained
+"""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dataset_builders.errors import InputError
+from dataset_builders.storage.files import sha256_file, write_json, write_text
+from dataset_builders.storage.store import absolute, local_dir
+from stages.artifacts.artifact import Artifact, Input, Stage, StageOutput
+from stages.artifacts.workers import StageResources
+from stages.encode.chat import SYSTEM_PROMPT
+from stages.encode.images import write_pixel_limits
+from stages.export.config import ExportConfig
+from stages.inputs.hf_directory import count_parameters, hf_dir_of, read_json, safetensors_header
+from stages.inputs.remote_code import drop_auto_maps
+from stages.pages.report import Table, write_report
+from stages.train.run_trainer import run_trainer
+from trainer.contract.names import HF_EXPORT, RUN_JSON
+from trainer.contract.run import RunConfig
+
+VERSION = 2
+JOB_DIR = "job"  # in the work directory: the output directory of the trainer's run
+_COPIED = ("*.json", "*.jinja", "*.txt")
+_NOT_COPIED = ("model.safetensors.index.json",)  # the exported weights have their own layout
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+def export(config: ExportConfig, inputs: Mapping[str, Input], work_dir: Path, resources: StageResources) -> StageOutput:
+    """Inputs: "train", "model" (the HF directory that the training began with), "tokenized"."""
+    source, hf_dir = hf_dir_of(inputs["model"]), work_dir / HF_EXPORT
+    job_dir = work_dir / JOB_DIR
+    job_dir.mkdir(exist_ok=True)  # a cluster's job that a killed flow left may still be writing there
+    run_trainer(_run_config(inputs, source, job_dir, resources), resources, STAGE.name)
+    shutil.rmtree(hf_dir, ignore_errors=True)
+    (job_dir / HF_EXPORT).rename(hf_dir)
+    copy_processor_files(source, hf_dir, inputs["tokenized"].manifest.stats)
+    shutil.rmtree(job_dir)  # its paths and times would make every export different
+    files = [(f.name, f.stat().st_size, sha256_file(f)) for f in sorted(hf_dir.iterdir())]
+    trained = inputs["train"].manifest.stats
+    stats = {
+        "dtype": written_dtype(hf_dir),
+        "parameters": count_parameters(hf_dir),
+        "steps": trained["steps"],
+        "checkpoint": trained["checkpoint"],
+        "files": {name: digest for name, _, digest in files},
+    }
+    parameters = Table("Parameters", ("part", "number"), list(stats["parameters"].items()))
+    summary = {"dtype": stats["dtype"], "parameters": sum(stats["parameters"].values()), "steps": stats["steps"]}
+    sections = [parameters, Table("Files", ("file", "bytes", "sha256"), files)]
+    write_report(work_dir, title="export", summary=summary, sections=sections)
+    return StageOutput(stats=stats)
+
+
+def _run_config(inputs: Mapping[str, Input], source: Path, job_dir: Path, resources: StageResources) -> RunConfig:
+    """The training's own config, but in this run's layout: a checkpoint can be read in any layout."""
+    trained: Artifact = inputs["train"]
+    run = RunConfig.model_validate_json((trained.dir / RUN_JSON).read_text(encoding="utf-8"))
+    checkpoint = trained.manifest.stats["checkpoint"]
+    return run.model_copy(
+        update={
+            "task": "export",
+            "hf_dir": source.resolve(),
+            "tokenized_dir": absolute(inputs["tokenized"].dir),
+            "output_dir": job_dir.resolve(),
+            "checkpoint_dir": local_dir(trained.dir / checkpoint).resolve(),
+            "execution": run.execution.model_copy(update={"parallel": resources.trainer.parallel}),
+            "num_threads": resources.cluster.num_threads,
+        }
+    )
+
+
+def copy_processor_files(source: Path, hf_dir: Path, tokenized: Mapping[str, Any]) -> None:
+    """Copy tokenizer, template and configs of the source; write pixel limits, system prompt and dtype of the export.
+
+    Args:
+        tokenized: the stats of the tokenized artifact, which have the training's pixel limits and system prompt.
+    """
+    for file in sorted({f for pattern in _COPIED for f in source.glob(pattern)}):
+        if file.name not in _NOT_COPIED and not file.name.startswith(("manifest.", "report.")):
+            shutil.copyfile(file, hf_dir / file.name)
+    drop_auto_maps(hf_dir)
+    write_pixel_limits(hf_dir, tokenized.get("min_pixels"), tokenized.get("max_pixels"))
+    write_json(hf_dir / "config.json", _with_dtype(read_json(hf_dir / "config.json"), written_dtype(hf_dir)))
+    (hf_dir / SYSTEM_PROMPT).unlink(missing_ok=True)
+    if tokenized.get("system_prompt"):
+        write_text(hf_dir / SYSTEM_PROMPT, tokenized["system_prompt"])
+
+
+def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
+    fixed = {k: _with_dtype(v, dtype) if isinstance(v, dict) else v for k, v in config.items()}
+    for name in ("dtype", "torch_dtype"):
+        if name in fixed:
+            fixed[name] = dtype
+    return fixed
+
+
+def written_dtype(hf_dir: Path) -> str:
+    """The one dtype of a directory's safetensors, in torch's spelling.
+
+    Raises:
+        InputError: there are no weights, or weights of several dtypes.
+    """
+    dtypes = {e["dtype"] for f in hf_dir.glob("*.safetensors") for e in safetensors_header(f).values()}
+    if len(dtypes) != 1:
+        raise InputError(f"{hf_dir} has weights of {len(dtypes)} dtypes ({', '.join(sorted(dtypes))}), not of one")
+    return _DTYPES.get(dtype := dtypes.pop(), dtype)
+
+
+STAGE = Stage("export", VERSION, export, on_disk=True)

@@ -1,0 +1,83 @@
+"""The configs of the embedded data and of the embedded model."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from dataset_builders.contracts.strict import StrictModel
+from dataset_builders.sources.digits import NUM_SCANS
+from trainer.contract.model_shape import ModelShape
+from trainer.families.registry import EMBEDDED, get_family
+
+
+class EmbeddedDataConfig(StrictModel):
+    """The default data: how much of it, and from which seed."""
+
+    seed: int = Field(ge=0, description="seed of picture sizes, phrasings and pairs")
+    num_scans: int = Field(default=NUM_SCANS, ge=10, le=NUM_SCANS, description="digit scans used, one per row")
+    num_multi: int = Field(default=400, ge=0, description="rows with several questions about one scan, at most")
+    num_pairs: int = Field(default=400, ge=0, description="rows that compare two scans, at most")
+    num_texts: int = Field(default=300, ge=0, description="rows without a picture, at most")
+
+
+class EmbeddedModelConfig(StrictModel):
+    """Identity of the embedded model: its shape, its tokenizer's size and the seed of its weights."""
+
+    seed: int = Field(ge=0, description="seed of the random weights")
+    vocab_size: int = Field(
+        ge=384, multiple_of=128, description="rows of the embedding; the tokenizer fills at most these"
+    )
+    hidden_size: int = Field(gt=0, description="width of the language model")
+    intermediate_size: int = Field(gt=0, description="width of the language model's gated MLP")
+    num_layers: int = Field(gt=0, description="layers of the language model")
+    num_heads: int = Field(gt=0, description="query heads of the language model")
+    num_kv_heads: int = Field(gt=0, description="key and value heads, a divisor of num_heads")
+    head_dim: int = Field(ge=8, multiple_of=8, description="width of a language head")
+    tie_word_embeddings: bool = Field(default=True, description="the output projection is the embedding")
+    vision_depth: int = Field(gt=0, description="layers of the vision encoder")
+    vision_hidden_size: int = Field(gt=0, description="width of the vision encoder")
+    vision_num_heads: int = Field(gt=0, description="heads of the vision encoder")
+    vision_intermediate_size: int = Field(gt=0, description="width of the vision encoder's MLP")
+    deepstack_indexes: tuple[int, ...] = Field(description="vision layers whose output is added to the language layers")
+    position_grid: int = Field(default=16, gt=0, description="side of the learned grid of vision positions")
+    patch_size: int = Field(default=16, gt=0, description="side of a patch in pixels")
+    min_pixels: int = Field(gt=0, description="images with fewer pixels are scaled up to this area")
+    max_pixels: int = Field(gt=0, description="images with more pixels are scaled down to this area")
+    rope_theta: float = Field(default=10_000.0, gt=0, description="base of the rotary frequencies")
+    initializer_range: float = Field(default=0.02, gt=0, le=1, description="standard deviation of the random weights")
+    special_tokens: Literal["last", "first"] = Field(
+        default="last", description="ids of the special tokens: after the text tokens as in Qwen, or before"
+    )
+
+    @model_validator(mode="after")
+    def _shape_fits(self) -> "EmbeddedModelConfig":
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
+        if self.vision_hidden_size % (4 * self.vision_num_heads):
+            raise ValueError(
+                f"vision_hidden_size={self.vision_hidden_size} is not a multiple of 4 x vision_num_heads="
+                f"{4 * self.vision_num_heads}: a vision head has rotary pairs for rows and for columns"
+            )
+        if any(not 0 <= i < self.vision_depth for i in self.deepstack_indexes):
+            raise ValueError(f"deepstack_indexes={self.deepstack_indexes} must lie in [0, {self.vision_depth})")
+        if len(self.deepstack_indexes) >= self.num_layers:
+            levels = len(self.deepstack_indexes)
+            raise ValueError(f"{levels} deepstack levels need more layers than num_layers={self.num_layers}")
+        if self.min_pixels > self.max_pixels:
+            raise ValueError(f"min_pixels={self.min_pixels} is more than max_pixels={self.max_pixels}")
+        return self
+
+    def hf_configs(self, ids: Mapping[str, int]) -> dict[str, dict[str, Any]]:
+        """File name -> content of the directory's configs, as the family writes them.
+
+        Args:
+            ids: control token -> id.
+        """
+        return get_family(EMBEDDED).embedded(self.model_dump(), ids)
+
+    @property
+    def shape(self) -> ModelShape:
+        """The model's sizes, before it is made."""
+        return get_family(EMBEDDED).read_shape(self.hf_configs(defaultdict(int))["config.json"])

@@ -1,0 +1,79 @@
+"""embedded_data: scikit-learn's digit scans as parquet files in the_cauldron's schema; no input, no network.
+
+digits_single/train-00000-of-00004.parquet ...   digits_multi/   digits_compare/   digits_text/
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dataset_builders.pictures.images import preview_png
+from dataset_builders.sources.digits import DigitCounts, Row, iter_digit_rows
+from dataset_builders.storage.files import atomic_path
+from stages.artifacts.artifact import Stage, StageOutput
+from stages.inputs.config import EmbeddedDataConfig
+from stages.pages.report import Pictures, Table, write_report
+
+VERSION = 1
+
+ROW_SCHEMA = pa.schema(
+    [
+        ("images", pa.list_(pa.struct([("bytes", pa.binary()), ("path", pa.string())]))),
+        ("texts", pa.list_(pa.struct([("user", pa.string()), ("assistant", pa.string()), ("source", pa.string())]))),
+    ]
+)
+_FILE_ROWS = 500
+_GROUP_ROWS = 100
+_SHOWN = 6  # rows of each subset in the report
+
+
+def _run(config: EmbeddedDataConfig, inputs: Mapping[str, object], work: Path, resources: object) -> StageOutput:
+    counts = DigitCounts(scans=config.num_scans, multi=config.num_multi, pairs=config.num_pairs, texts=config.num_texts)
+    subsets: dict[str, list[Row]] = {}
+    for subset, row in iter_digit_rows(config.seed, counts):
+        subsets.setdefault(subset, []).append(row)
+    for subset, rows in subsets.items():
+        _write_subset(work / subset, rows)
+    _write_report(work, subsets)
+    return StageOutput(stats={"rows": {subset: len(rows) for subset, rows in subsets.items()}})
+
+
+def _write_subset(directory: Path, rows: list[Row]) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    starts = range(0, len(rows), _FILE_ROWS)
+    for i, start in enumerate(starts):
+        table = pa.Table.from_pylist(rows[start : start + _FILE_ROWS], schema=ROW_SCHEMA)
+        with atomic_path(directory / f"train-{i:05d}-of-{len(starts):05d}.parquet") as tmp:
+            pq.write_table(table, tmp, row_group_size=_GROUP_ROWS, compression="zstd")
+
+
+def _write_report(work: Path, subsets: Mapping[str, list[Row]]) -> None:
+    """Write the report: counts, some pictures with their questions and answers, the most frequent answers."""
+    counts = [
+        [name, len(rows), sum(len(r["texts"]) for r in rows), len({i["bytes"] for r in rows for i in r["images"]})]
+        for name, rows in subsets.items()
+    ]
+    answers = Counter(text["assistant"] for rows in subsets.values() for row in rows for text in row["texts"])
+    summary = {
+        "rows": sum(len(r) for r in subsets.values()),
+        "subsets": len(subsets),
+        "distinct answers": len(answers),
+    }
+    pictures = [_picture(row) for rows in subsets.values() for row in rows[:_SHOWN] if row["images"]]
+    sections = [
+        Table("Subsets", ["subset", "rows", "questions", "distinct pictures"], counts),
+        Pictures("Raw rows", pictures),
+        Table("Most frequent answers", ["answer", "times"], sorted(answers.items(), key=lambda a: (-a[1], a[0]))[:20]),
+    ]
+    write_report(work, title="Handwritten digits as raw rows", summary=summary, sections=sections)
+
+
+def _picture(row: Row) -> tuple[bytes, str]:
+    caption = "\n".join(f"{text['user']} {text['assistant']}" for text in row["texts"])
+    return preview_png([image["bytes"] for image in row["images"]], 160), caption
+
+
+STAGE = Stage("embedded_data", VERSION, _run, on_disk=True, dataset="raw")

@@ -1,0 +1,186 @@
+"""A Hugging Face model directory: resolve its name, check it, digest it, count its parameters."""
+
+import json
+import math
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+from safetensors import SafetensorError, safe_open
+
+from dataset_builders.contracts.fingerprint import fingerprint
+from dataset_builders.errors import InputError, one_line
+from dataset_builders.storage.files import sha256_file
+from dataset_builders.storage.store import local_dir, location
+from stages.artifacts.artifact import Artifact, External, Input
+from stages.inputs.remote_code import check_remote_code
+from trainer.contract.names import HF_EXPORT
+from trainer.families.registry import read_model
+
+WEIGHTS = "model.safetensors"
+WEIGHTS_INDEX = "model.safetensors.index.json"
+
+_TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json", "special_tokens_map.json")
+_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+_PROCESSOR_FILES = (*_TOKENIZER_FILES, *_TEMPLATE_FILES, "tokenizer_config.json", "preprocessor_config.json")
+_MODEL_FILE_PATTERNS = ["*.json", "*.jinja", "*.txt", "*.safetensors"]
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def resolve_hf_dir(name_or_path: str) -> Path:
+    """The directory on this machine for a local path, an object-store URL or a hub name, downloaded if need be.
+
+    Raises:
+        InputError: neither a directory here nor a hub name that can be downloaded now.
+    """
+    if "://" in name_or_path:
+        return local_dir(location(name_or_path))
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if not _HUB_NAME.fullmatch(name_or_path):
+        raise InputError(
+            f"model {name_or_path!r} is not a directory here, nor a hub name like Qwen/Qwen3-VL-2B-Instruct"
+        )
+    try:
+        return Path(huggingface_hub.snapshot_download(name_or_path, allow_patterns=_MODEL_FILE_PATTERNS))
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise InputError(
+            f"model {name_or_path!r} is not a directory here, and the hub has no model of that name that you may read; "
+            "check the spelling, or log in with `hf auth login`"
+        ) from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise InputError(
+            f"model {name_or_path!r} is not a directory here, and the hub cannot be reached ({type(error).__name__}); "
+            "download it on a machine that can (`hf download NAME --local-dir DIR`) and give that directory"
+        ) from error
+
+
+def check_hf_dir(path: Path, code_sha256: str | None = None) -> None:
+    """See that a directory holds everything that the pipeline needs, without loading a weight.
+
+    Args:
+        code_sha256: hash of the code that the directory may bring (see remote_code.py); None: it may bring none.
+
+    Raises:
+        InputError: for the first thing that is missing, unreadable, code, or not understood.
+    """
+    check_processor_files(path)
+    check_remote_code(path, code_sha256)
+    _check_weights(path)
+
+
+def check_processor_files(path: Path) -> None:
+    """See that a directory holds everything that tokens and pixels need.
+
+    Raises:
+        InputError: for the first thing that is missing, unreadable or not understood.
+    """
+    if not path.is_dir():
+        raise InputError(f"model directory {path} does not exist")
+    if not (path / "config.json").is_file():
+        raise InputError(f"{path} has no config.json: it is not a Hugging Face model directory")
+    family, _ = read_model(path)
+    if not ((path / "tokenizer.json").is_file() or all((path / n).is_file() for n in ("vocab.json", "merges.txt"))):
+        raise InputError(f"{path} has no tokenizer (tokenizer.json, or vocab.json with merges.txt); copy the model's")
+    if family.image_processor is not None and not (path / "preprocessor_config.json").is_file():
+        raise InputError(f"{path} has no preprocessor_config.json (how pictures are scaled); copy the model's")
+    tokenizer_config = path / "tokenizer_config.json"
+    if not (
+        any((path / name).is_file() for name in _TEMPLATE_FILES)
+        or (tokenizer_config.is_file() and "chat_template" in read_json(tokenizer_config))
+    ):
+        raise InputError(f"{path} has no chat template (chat_template.jinja); take an -Instruct model or copy its file")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object of a model directory.
+
+    Raises:
+        InputError: the file is not a JSON object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise InputError(f"{path} cannot be read as JSON ({error}); copy the model's own file again") from error
+    if not isinstance(value, dict):
+        raise InputError(f"{path} holds a {type(value).__name__}, not an object; copy the model's own file again")
+    return value
+
+
+def processor_input(path: Path) -> External:
+    """All that decides tokens and pixels: tokenizer, template, preprocessor, and the token ids of config.json."""
+    _, shape = read_model(path)
+    config = read_json(path / "config.json")
+    ids = {key: value for key, value in config.items() if key.endswith("_token_id")}
+    identity = {
+        "files": _digests(path, (n for n in _PROCESSOR_FILES if (path / n).is_file())),
+        "ids": ids,
+        "model_type": config["model_type"],
+        "vocab_size": shape.language.vocab_size,
+    }
+    return External(dir=path, name="processor", digest=fingerprint(identity))
+
+
+def model_input(path: Path) -> External:
+    """The whole model: every file that `from_pretrained` may read, weights by their full SHA-256."""
+    names = {file.name for pattern in _MODEL_FILE_PATTERNS for file in path.glob(pattern) if file.is_file()}
+    return External(dir=path, name="hf_dir", digest=fingerprint(_digests(path, sorted(names))))
+
+
+def count_parameters(path: Path) -> dict[str, int]:
+    """Part -> number of parameters of a directory's model; a tied output projection is counted once.
+
+    The numbers come from the headers of the safetensors files. A tensor that the family does not know counts for the
+    last part.
+    """
+    family, shape = read_model(path)
+    part_of = {name: family.part_of(rule.ours) for rule in family.weight_rules(shape) for name in rule.hf}
+    counts = dict.fromkeys(family.parts, 0)
+    for file in sorted(path.glob("*.safetensors")):
+        for name, entry in safetensors_header(file).items():
+            counts[part_of.get(name, family.parts[-1])] += math.prod(entry["shape"])
+    return counts
+
+
+def safetensors_header(path: Path) -> dict[str, dict[str, Any]]:
+    """Tensor name -> {dtype, shape} of one file, without loading a weight.
+
+    Raises:
+        InputError: the file is cut short or is not a safetensors file.
+    """
+    try:
+        with safe_open(path, "np") as file:
+            slices = {name: file.get_slice(name) for name in sorted(file.keys())}
+            return {name: {"dtype": s.get_dtype(), "shape": s.get_shape()} for name, s in slices.items()}
+    except SafetensorError as error:
+        raise InputError(f"{path} is not a whole safetensors file ({one_line(error)}); copy it again") from error
+
+
+def _check_weights(path: Path) -> None:
+    if (path / WEIGHTS).is_file():
+        safetensors_header(path / WEIGHTS)
+        return
+    if not (path / WEIGHTS_INDEX).is_file():
+        raise InputError(f"{path} has no weights ({WEIGHTS} or {WEIGHTS_INDEX}); other formats are not read")
+    files: dict[str, set[str]] = {}
+    for tensor, name in read_json(path / WEIGHTS_INDEX).get("weight_map", {}).items():
+        files.setdefault(name, set()).add(tensor)
+    for name, tensors in sorted(files.items()):
+        if not (path / name).is_file():
+            raise InputError(f"{path / WEIGHTS_INDEX} names {name}, which is missing; copy it too")
+        missing = sorted(tensors - safetensors_header(path / name).keys())
+        if missing:
+            raise InputError(f"{path / name} lacks {missing[0]} ({len(missing)} tensors of the index); copy it again")
+
+
+def _digests(path: Path, names: Iterable[str]) -> dict[str, str]:
+    return {name: sha256_file(path / name) for name in names}
+
+
+def hf_dir_of(model: Input) -> Path:
+    """The HF directory of a model input on this machine: an external one itself, or `hf/` of the artifact."""
+    return local_dir(model.dir / HF_EXPORT if isinstance(model, Artifact) else model.dir)

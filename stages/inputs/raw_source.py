@@ -1,0 +1,139 @@
+"""Raw rows of the user's: in a directory, a file or below a URL, or in a dataset of the hub.
+
+A digest of the files that the builder reads identifies raw data: on a disk of their names and bytes, in an object store
+of their names, sizes and ETags, so that nothing has to be downloaded for it. Pictures that rows may point at count if
+they lie below the source; pictures elsewhere do not.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import huggingface_hub
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
+
+from dataset_builders.errors import InputError
+from dataset_builders.readers.file_patterns import SourceFile, list_files
+from dataset_builders.readers.image_refs import IMAGE_PATTERNS, IMAGE_SUFFIXES
+from dataset_builders.sources.hub_subsets import check_hub_subsets
+from dataset_builders.sources.registry import get_builder
+from dataset_builders.storage.files import sha256_file, write_json
+from dataset_builders.storage.store import StorePath, check_reachable, is_local, location
+from stages.artifacts.artifact import External
+
+_HASHERS = 4  # files read at a time: SHA-256 is faster than most disks
+
+
+def open_raw(source: str, subsets: Sequence[str], builder: str, memo: Path | None = None) -> External:
+    """The raw data as a stage input, downloaded if `source` is a hub dataset.
+
+    Args:
+        source: a directory or a file, here or as a URL, or a hub name: HuggingFaceM4/the_cauldron.
+        subsets: which subsets are read; none takes all.
+        builder: the name of the builder that will read it.
+        memo: a file that remembers digests by size and time of change, so that a large source is read once.
+
+    Raises:
+        InputError: no such builder, directory, file, URL or dataset, or no way to reach the store or the hub.
+    """
+    patterns = get_builder(builder).patterns(subsets)
+    path = location(source)
+    if not is_local(path):
+        return External(path, "raw", _stored_digest(path, patterns, builder))
+    if not path.exists():
+        if source.startswith(("/", ".", "~")) or source.count("/") != 1:
+            raise InputError(f"raw data directory {source} does not exist; give a directory or a hub name (owner/name)")
+        path = _download(source, subsets, builder)
+    return External(path, "raw", content_digest(path, patterns, memo))
+
+
+def content_digest(source: Path, patterns: Sequence[str], memo: Path | None = None) -> str:
+    """16 hex digits over names and bytes of the files that the patterns match.
+
+    Raises:
+        InputError: a file may not be read.
+    """
+    files = list_files(source, patterns)
+    if source.is_file() and set(IMAGE_PATTERNS) <= set(patterns):
+        files += list_files(source.parent, IMAGE_PATTERNS)
+    stamps = [_stamp(file.path) for file in files]
+    digests = json.loads(memo.read_text(encoding="utf-8")) if memo is not None and memo.is_file() else {}
+    to_read = {stamp: file.path for stamp, file in zip(stamps, files) if stamp not in digests}
+    with ThreadPoolExecutor(_HASHERS) as pool:
+        digests |= zip(to_read, pool.map(_sha256, to_read.values()))
+    if memo is not None and to_read:
+        memo.parent.mkdir(parents=True, exist_ok=True)
+        write_json(memo, digests)
+    return _digest((file.name, digests[stamp]) for stamp, file in zip(stamps, files))
+
+
+def _stored_digest(source: StorePath, patterns: Sequence[str], builder: str) -> str:
+    """16 hex digits over names, sizes and ETags of the files in a store that the patterns match."""
+    check_reachable(source)
+    files = list_files(source, patterns)
+    if not _has_rows(files):
+        raise InputError(f"raw data {source} holds no file that the builder {builder} reads; check the address")
+    return _digest((file.name, file.stored) for file in files)
+
+
+def _digest(files: Iterable[tuple[str, str]]) -> str:
+    total = hashlib.sha256()
+    for name, content in files:
+        total.update(f"{name}\0{content}\n".encode("utf-8", "surrogateescape"))
+    return total.hexdigest()[:16]
+
+
+def _stamp(path: Path) -> str:
+    """A text that changes when the file does, without reading it."""
+    stat = path.stat()
+    return f"{os.path.abspath(path)}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ino}"
+
+
+def _sha256(path: Path) -> str:
+    try:
+        return sha256_file(path)
+    except PermissionError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _has_rows(files: Sequence[SourceFile]) -> bool:
+    """Whether any of the files is not a picture."""
+    return any(not file.name.lower().endswith(IMAGE_SUFFIXES) for file in files)
+
+
+def _download(name: str, subsets: Sequence[str], builder: str) -> Path:
+    """The newest snapshot of a hub dataset in the hub's own cache, with the files of these subsets."""
+    check_hub_subsets(name, subsets)
+    patterns = get_builder(builder).patterns(subsets)
+    try:
+        directory = Path(huggingface_hub.snapshot_download(name, repo_type="dataset", allow_patterns=list(patterns)))
+    except GatedRepoError as error:
+        page = f"https://huggingface.co/datasets/{name}"
+        raise InputError(f"hub dataset {name} is gated: accept its terms at {page}, then `hf auth login`") from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise InputError(
+            f"raw data {name!r} is neither a directory here nor a dataset of the hub; check the name"
+        ) from error
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        if isinstance(error, OSError) and error.errno == 28:  # a full disk has its own message
+            raise
+        why = "HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else str(error).split("\n")[0][:160]
+        raise InputError(
+            f"raw data {name!r} is not a directory here, and the hub cannot be reached ({why}); "
+            "give a directory, or get online and run the same command again"
+        ) from error
+    for chosen in [[subset] for subset in subsets] or [[]]:
+        if not _has_rows(list_files(directory, get_builder(builder).patterns(chosen))):
+            what = f"subset {chosen[0]!r}" if chosen else "file"
+            where = f"see https://huggingface.co/datasets/{name}"
+            raise InputError(f"hub dataset {name} has no {what} that the builder {builder} reads; {where}")
+    return directory

@@ -1,0 +1,85 @@
+"""Code in a model's directory ("remote code" in transformers' words): never run, and refused unless agreed to.
+
+transformers can import Python files of a directory if a config's `auto_map` names them. athanor needs none of it: the
+models that it supports are transformers' own classes, and nothing here ever passes `trust_remote_code`. A directory
+that brings code is refused all the same, for somebody may load it, or an export of it, with other programs. Whoever has
+read the code gives its hash in the recipe (`execution.model_code_sha256`); the files still lie there unused, and an
+export leaves them and `auto_map` behind.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dataset_builders.errors import InputError
+from dataset_builders.storage.files import sha256_file, write_json
+
+FIELD = "execution.model_code_sha256"
+_AUTO_MAP = "auto_map"
+_CONFIGS = "*config.json"  # config.json, tokenizer_config.json, processor_config.json, ...
+_CODE = (".py", ".pyc", ".pyd", ".so")  # what Python can import
+
+
+def check_remote_code(hf_dir: Path, allowed_sha256: str | None = None) -> None:
+    """See that a directory brings no code, or only the code that was agreed to.
+
+    Args:
+        allowed_sha256: SHA-256 over names and bytes of its code and over its `auto_map` entries.
+
+    Raises:
+        InputError: it brings other code; names the first file and the hash that would allow it.
+    """
+    code = _code_of(hf_dir)
+    digest = hashlib.sha256("".join(f"{name}\0{sha256}\n" for name, sha256 in code).encode()).hexdigest()
+    if not code or digest == allowed_sha256:
+        return
+    name, _ = code[0]
+    what = f"names code to be run ({_AUTO_MAP})" if name.endswith(".json") else "is code"
+    changed = "" if allowed_sha256 is None else f", and not the code of {FIELD}={allowed_sha256}"
+    raise InputError(
+        f"{hf_dir / name} {what}{changed}; athanor needs none: copy the directory without it, or read it and then say "
+        f"{FIELD}={digest} (it is not run then either)"
+    )
+
+
+def drop_auto_maps(hf_dir: Path) -> None:
+    """Take `auto_map` out of the configs of a directory without the code that they name."""
+    for file in hf_dir.glob(_CONFIGS):
+        if _auto_maps(file):
+            write_json(file, _without(json.loads(file.read_bytes())))
+
+
+def _without(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without(inner) for key, inner in value.items() if key != _AUTO_MAP}
+    return [_without(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _code_of(hf_dir: Path) -> list[tuple[str, str]]:
+    """(name, SHA-256) of each file that is or names code, those that name it first."""
+    auto_maps = [(file.name, _auto_maps(file)) for file in sorted(hf_dir.glob(_CONFIGS)) if file.is_file()]
+    configs = [(name, hashlib.sha256(entries.encode()).hexdigest()) for name, entries in auto_maps if entries]
+    files = sorted(file for file in hf_dir.rglob("*") if file.suffix.lower() in _CODE and file.is_file())
+    return configs + [(file.relative_to(hf_dir).as_posix(), sha256_file(file)) for file in files]
+
+
+def _auto_maps(file: Path) -> str:
+    """The `auto_map` entries of a JSON file as text, or ""."""
+    try:
+        entries = list(_iter_auto_maps(json.loads(file.read_bytes())))
+    except (ValueError, RecursionError):  # whoever needs the file says that it cannot be read
+        return ""
+    return json.dumps(entries, sort_keys=True) if entries else ""
+
+
+def _iter_auto_maps(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if key == _AUTO_MAP and inner:
+                yield inner
+            yield from _iter_auto_maps(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _iter_auto_maps(inner)

@@ -1,0 +1,18 @@
+"""transformers draws progress bars of its own; a stage has one already."""
+
+import contextlib
+from collections.abc import Iterator
+
+from transformers.utils import logging as transformers_logging
+
+
+@contextlib.contextmanager
+def no_progress_bar() -> Iterator[None]:
+    """Inside the block transformers draws no bars."""
+    enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,105 @@
+"""torchrun on this host.
+
+A job's processes carry its name in their environment, because torchrun gives every worker a session of its own: killing
+torchrun's process group would leave the workers. The name also finds processes whose parent was killed.
+"""
+
+import contextlib
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import psutil
+
+from dataset_builders.storage.files import GrowingFile
+from stages.launchers.config import ClusterConfig
+from stages.launchers.job import Handle, Job, rank_environment, timed_out
+from stages.launchers.processes import LEFTOVER_SECONDS, end_processes, processes_of
+from stages.launchers.rank_logs import as_rank, remove_rank_logs
+
+
+@dataclass(slots=True, kw_only=True)
+class TorchrunHandle(Handle):
+    """A job of this host."""
+
+    process: subprocess.Popen
+    deadline: float
+    log: GrowingFile
+
+
+class TorchrunLauncher:
+    """torchrun on this host, which restarts nothing: a failed run goes on from its checkpoint when run again."""
+
+    def __init__(self, cluster: ClusterConfig) -> None:
+        self.cluster = cluster
+
+    def check(self) -> None:
+        """Nothing to check: torchrun comes with torch."""
+
+    def command(self, job: Job) -> list[str]:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--max-restarts=0", "--no-python"]
+        rank = as_rank(job.log_path.parent, [sys.executable, *job.arguments])
+        return [sys.executable, *torchrun, f"--nproc-per-node={self.cluster.processes}", *rank]
+
+    def plan(self, job: Job) -> str:
+        """The command line that `submit` would run."""
+        return shlex.join(self.command(job))
+
+    def submit(self, job: Job) -> TorchrunHandle:
+        """Start the job. Everything that it prints goes to the log file, which begins empty."""
+        end_processes(processes_of(job.name), self.cluster.stop_grace_seconds)
+        command = self.command(job)
+        job.log_path.parent.mkdir(parents=True, exist_ok=True)
+        remove_rank_logs(job.log_path)
+        # A file, not a pipe: with a pipe, a parent that does not read, or is gone, would stop a job that prints.
+        with job.log_path.open("wb") as log:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._environment(job.name),
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + self.cluster.timeout_seconds
+        return TorchrunHandle(
+            job=job, command=command, process=process, deadline=deadline, log=GrowingFile(job.log_path)
+        )
+
+    def poll(self, handle: TorchrunHandle) -> int | None:
+        """The exit status, None while it runs; new lines of the log are passed on.
+
+        Raises:
+            JobFailed: the deadline has passed, and the job was cancelled.
+        """
+        status = handle.process.poll()
+        handle.pass_on_new(handle.log)
+        if status is None and time.monotonic() > handle.deadline:
+            self.cancel(handle)
+            raise timed_out(self.cluster, handle)
+        return status
+
+    def cancel(self, handle: TorchrunHandle) -> None:
+        """SIGTERM to the workers, time to save, then SIGKILL to the rest. Does nothing to an ended job."""
+        # A process shows no environment for the instant of its exec: so the process that we started is named, and a
+        # second search finds those that a worker was starting during the first.
+        end_processes([*_own(handle.process), *processes_of(handle.job.name)], self.cluster.stop_grace_seconds)
+        end_processes(processes_of(handle.job.name), LEFTOVER_SECONDS)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            handle.process.wait(10)
+
+    def _environment(self, name: str) -> Mapping[str, str]:
+        threads = self.cluster.num_threads or max(1, (os.cpu_count() or 1) // self.cluster.processes)
+        defaults = {"OMP_NUM_THREADS": str(threads), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        return {**defaults, **os.environ, **rank_environment(self.cluster, name)}
+
+
+def _own(process: subprocess.Popen) -> list[psutil.Process]:
+    if process.poll() is None:
+        with contextlib.suppress(psutil.Error):
+            return [psutil.Process(process.pid)]
+    return []

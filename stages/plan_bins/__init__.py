@@ -1,0 +1,5 @@
+"""Samples are put into bins.
+
+In: the index of tokenized shards. Out: `bins.json` with `bins/*.arrow`, and a report of the padding.
+Read first: `stage.py`, then `pack.py`; `SCALE.md` for a billion samples.
+"""

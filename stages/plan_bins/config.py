@@ -1,0 +1,59 @@
+"""The config of plan_bins: the room of a bin, and how much of each subset an epoch takes."""
+
+from dataclasses import dataclass
+
+from pydantic import Field, model_validator
+
+from dataset_builders.contracts.strict import StrictModel
+
+
+class SubsetMix(StrictModel):
+    """How much of a subset is trained on."""
+
+    weight: float | None = Field(
+        default=None, gt=0, description="its share of an epoch's tokens among the weighted subsets; null: no share"
+    )
+    repeats: float = Field(
+        default=1, gt=0, le=1000, description="times a sample appears in an epoch; with a weight: at most"
+    )
+    fraction: float = Field(default=1, gt=0, le=1, description="share of its samples that is used, always the same")
+    max_samples: int | None = Field(default=None, gt=0, description="samples per epoch at most, repeats counted")
+
+
+@dataclass(frozen=True, slots=True)
+class BinLimits:
+    """The room of a bin."""
+
+    seq_len: int
+    max_patches: int
+    max_images: int | None
+    pad_multiple: int
+
+
+class PlanBinsConfig(StrictModel):
+    """Identity of the bins, beside the tokenized samples."""
+
+    seq_len: int = Field(gt=0, description="tokens a bin holds")
+    max_patches: int = Field(gt=0, description="vision patches a bin holds, before merging")
+    max_images: int | None = Field(default=None, gt=0, description="images a bin holds; null: any number")
+    pad_multiple: int = Field(gt=0, description="each sample's tokens are rounded up to a multiple of this")
+    mixture: dict[str, SubsetMix] = Field(
+        default={}, description="how much of each subset an epoch takes; a subset that is not named: all of it, once"
+    )
+    epochs: int = Field(
+        default=1, gt=0, description="epochs with a draw of their own, if draws differ; then they start over"
+    )
+
+    @model_validator(mode="after")
+    def _whole(self) -> "PlanBinsConfig":
+        if self.seq_len % self.pad_multiple:
+            down = self.seq_len // self.pad_multiple * self.pad_multiple
+            raise ValueError(
+                f"seq_len={self.seq_len} is not a multiple of pad_multiple={self.pad_multiple}; "
+                f"try {down or self.pad_multiple}"
+            )
+        return self
+
+    @property
+    def limits(self) -> BinLimits:
+        return BinLimits(self.seq_len, self.max_patches, self.max_images, self.pad_multiple)

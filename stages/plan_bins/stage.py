@@ -1,0 +1,155 @@
+"""Lengths -> bins: the samples that share a packed sequence, decided once over the whole index.
+
+    bins.json, bins/         ordered sample references of every bin, by split, epoch and partition of the index
+    quarantine.jsonl         samples that fit no bin: key, reason, detail
+    report.json, report.html, preview.html
+
+A bin has room for seq_len tokens, max_patches patches and max_images images. Every sample's tokens are rounded up to
+pad_multiple first. The index is read twice, partition by partition: to count each subset, and to plan. SCALE.md says
+what that takes for a billion samples.
+"""
+
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
+from typing import Any
+
+from dataset_builders.contracts.bins import read_bins, write_bins
+from dataset_builders.contracts.sample import SPLITS
+from dataset_builders.contracts.tokenized import index_partitions
+from dataset_builders.errors import InputError
+from dataset_builders.storage.store import StorePath
+from stages.artifacts.artifact import Artifact, Stage, StageOutput
+from stages.artifacts.quarantine import QUARANTINE, count_reasons, write_quarantine
+from stages.artifacts.workers import StageResources, run_tasks
+from stages.plan_bins.config import PlanBinsConfig
+from stages.plan_bins.mixture import SubsetDraw, SubsetSize, count_epochs, make_draws
+from stages.plan_bins.partition import (
+    EpochPart,
+    PartitionPlan,
+    PlanTask,
+    Scan,
+    ScanTask,
+    SubsetSums,
+    entry_path,
+    plan_partition,
+    scan_partition,
+)
+from stages.plan_bins.report import write_plan_report
+
+VERSION = 2
+
+
+def _run(
+    config: PlanBinsConfig, inputs: Mapping[str, Artifact], work: StorePath, resources: StageResources | None
+) -> StageOutput:
+    partitions = index_partitions(inputs["tokenized"].dir)
+    resources = (resources or StageResources()).at_most(len(partitions))
+    scan_tasks = [ScanTask(path, config.limits) for path in partitions]
+    scans = [scan for _, scan in sorted(run_tasks(scan_partition, scan_tasks, resources), key=itemgetter(0))]
+    left_out = [item for scan in scans for item in scan.left_out]
+    write_quarantine(work, left_out)
+    sizes = _sizes(scans)
+    if not sizes:
+        samples = sum(scan.num_samples for scan in scans)
+        raise InputError(
+            f"no sample of the train split fits a bin (seq_len={config.seq_len}, max_patches={config.max_patches}, "
+            f"{len(left_out)} of {samples} samples too large); see {work / QUARANTINE} and raise the limits"
+        )
+    draws = make_draws(config.mixture, sizes)
+    tasks = _plan_tasks(config, partitions, work, scans, draws)
+    plans = _plan_all(tasks, resources)
+    # By split and epoch, then by partition: an epoch's bins are numbered one after the other.
+    parts = [part for plan in plans for part in plan.partitions]
+    write_bins(work, sorted(parts, key=lambda part: (SPLITS.index(part.split), part.epoch)))
+    stats = _stats(config, plans, draws)
+    write_plan_report(work, stats, {split: read_bins(work, split) for split in SPLITS}, left_out)
+    for number in range(len(partitions)):
+        entry_path(work, number).unlink(missing_ok=True)
+    return StageOutput(skips=count_reasons(left_out), stats=stats)
+
+
+def _sizes(scans: Sequence[Scan]) -> dict[str, SubsetSize]:
+    """The size of each training subset, over all partitions."""
+    sizes: dict[str, SubsetSize] = {}
+    for scan in scans:
+        for name, size in scan.sizes.items():
+            before = sizes.get(name, SubsetSize(0, 0))
+            sizes[name] = SubsetSize(before.num_samples + size.num_samples, before.num_tokens + size.num_tokens)
+    return dict(sorted(sizes.items()))
+
+
+def _plan_tasks(
+    config: PlanBinsConfig,
+    partitions: Sequence[StorePath],
+    work: StorePath,
+    scans: Sequence[Scan],
+    draws: Mapping[str, SubsetDraw],
+) -> list[PlanTask]:
+    first_ranks = dict.fromkeys(draws, 0)
+    epochs = count_epochs(config.epochs, draws)
+    tasks = []
+    for number, (path, scan) in enumerate(zip(partitions, scans)):
+        own_draws = {name: draws[name] for name in scan.sizes}
+        own_ranks = {name: first_ranks[name] for name in scan.sizes}
+        tasks.append(PlanTask(path, work, number, config.limits, own_draws, own_ranks, epochs))
+        for name, size in scan.sizes.items():
+            first_ranks[name] += size.num_samples
+    return tasks
+
+
+def _plan_all(tasks: Sequence[PlanTask], resources: StageResources) -> list[PartitionPlan]:
+    """The plans in the order of the tasks; progress is in partitions."""
+    plans: dict[int, PartitionPlan] = {}
+    for number, plan in run_tasks(plan_partition, tasks, resources):
+        plans[number] = plan
+        resources.report(len(plans), len(tasks))
+    return [plans[number] for number in range(len(tasks))]
+
+
+def _stats(config: PlanBinsConfig, plans: Sequence[PartitionPlan], draws: Mapping[str, SubsetDraw]) -> dict[str, Any]:
+    """Figures of one epoch, or the mean over the planned epochs if there are several; and of each by itself."""
+    stats: dict[str, Any] = {name: getattr(config, name) for name in ("seq_len", "max_patches", "max_images")}
+    parts = [part for plan in plans for part in plan.epochs]
+    for split in SPLITS:
+        of_split = [part for part in parts if part.split == split]
+        epochs = max(len({part.epoch for part in of_split}), 1)
+        bins = sum(part.num_bins for part in of_split)
+        sums = _add_up([sums for part in of_split for sums in part.subsets.values()])
+        figures = {
+            "num_epochs": epochs,
+            "num_bins": round(bins / epochs),
+            "num_samples": round(sums["num_samples"] / epochs),
+            "num_tokens": round(sums["num_tokens"] / epochs),
+            "padding_fraction": 1 - sums["num_tokens"] / (bins * config.seq_len) if bins else 0.0,
+            "samples_per_bin": sums["num_samples"] / max(bins, 1),
+            "images_per_bin": sums["num_images"] / max(bins, 1),
+        }
+        for name, figure in figures.items():
+            stats.setdefault(name, {})[split] = figure
+    stats["copies_in_one_bin"] = sum(part.together for part in parts)
+    train = [part for part in parts if part.split == "train"]
+    by_epoch = [[part for part in train if part.epoch == epoch] for epoch in range(stats["num_epochs"]["train"])]
+    stats["epochs"] = [_epoch_stats(of_epoch, draws) for of_epoch in by_epoch]
+    return stats
+
+
+def _epoch_stats(parts: Sequence[EpochPart], draws: Mapping[str, SubsetDraw]) -> dict[str, Any]:
+    """One planned epoch of the train split, whose parts are given: its bins, and the share of each subset."""
+    total = sum(sums.num_tokens for part in parts for sums in part.subsets.values())
+    subsets = {}
+    for name, draw in draws.items():
+        sums = _add_up([part.subsets[name] for part in parts if name in part.subsets])
+        subsets[name] = {
+            "num_available": draw.num_samples,
+            "num_used": draw.num_used,
+            **sums,
+            "token_fraction": sums["num_tokens"] / max(total, 1),
+        }
+    return {"num_bins": sum(part.num_bins for part in parts), "num_tokens": total, "subsets": subsets}
+
+
+def _add_up(sums: Sequence[SubsetSums]) -> dict[str, int]:
+    return {name: sum(getattr(one, name) for one in sums) for name in SubsetSums.model_fields}
+
+
+STAGE = Stage("plan_bins", VERSION, _run, dataset="training", preview="stages.preview.render:stage_preview")

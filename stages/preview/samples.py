@@ -1,0 +1,155 @@
+"""Samples of a preview: pictures beside their conversation, in which learnt and given answers differ."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, TypeVar
+
+from markupsafe import Markup
+
+from dataset_builders.contracts.manifest import ShardEntry
+from dataset_builders.contracts.sample import IMAGE_SLOT, Message, Sample, SkipSample, image_digests
+from dataset_builders.contracts.sample_record import from_fields
+from dataset_builders.contracts.shard_io import BrokenShard, iter_records
+from dataset_builders.errors import InputError
+from dataset_builders.storage.store import StorePath
+from stages.pages.page import counted, render_part
+from stages.preview.pictures import describe_picture
+
+_READ_RECORDS = 400  # of a shard, its first ones
+_SHOWN_IMAGES = 16  # of one sample
+_SHOWN_CHARS = 8000  # of one message
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSample:
+    """A sample and the shard that holds it."""
+
+    sample: Sample
+    shard: ShardEntry | None
+    name: str
+
+
+def evenly(items: Sequence[Item], count: int) -> list[Item]:
+    """At most `count` of the items, evenly spread, in order, from the first one on."""
+    count = min(count, len(items))
+    return [items[i * len(items) // count] for i in range(count)]
+
+
+def in_turn(groups: Mapping[str, Sequence[Item]], count: int) -> list[Item]:
+    """`count` items: the first of each group in order of the groups' names, then the second of each, and so on."""
+    turns = sorted((turn, name) for name, items in groups.items() for turn in range(len(items)))
+    return [groups[name][turn] for turn, name in turns[:count]]
+
+
+def choose_samples(
+    directory: StorePath, shards: Sequence[ShardEntry], count: int, num_shards: int
+) -> list[ShardSample]:
+    """Some samples of every subset, out of at most `num_shards` shards that are spread over the dataset."""
+    opened = evenly(shards, min(count, num_shards))
+    groups: dict[str, list[ShardSample]] = {}
+    for shard in opened:
+        of_shard: Counter[str] = Counter()
+        for item in islice(_read(directory / shard.name, shard), _READ_RECORDS):
+            subset = item.sample.subset
+            if of_shard[subset] < -(-count // len(opened)):
+                of_shard[subset] += 1
+                groups.setdefault(subset, []).append(item)
+    return in_turn(groups, count)
+
+
+def find_sample(directory: StorePath, shards: Sequence[ShardEntry], key: str) -> list[ShardSample]:
+    """The sample of this key as a list of one, after a search of one shard after another.
+
+    Raises:
+        InputError: no shard holds it.
+    """
+    for shard in shards:
+        for item in _read(directory / shard.name, shard):
+            if item.sample.key == key:
+                return [item]
+    raise InputError(f"--key {key}: no sample of {directory} has this key; leave --key out to see some that are there")
+
+
+def samples_of_shard(path: StorePath, key: str | None, count: int) -> list[ShardSample]:
+    """The first samples of one shard, or the one of `key`; raises InputError as `find_sample` does."""
+    items = (item for item in _read(path, None) if key in (None, item.sample.key))
+    chosen = list(islice(items, count if key is None else 1))
+    if not chosen:
+        raise InputError(f"{path} holds no sample" + (f" of --key {key}" if key else ""))
+    return chosen
+
+
+def _read(path: StorePath, shard: ShardEntry | None) -> Iterator[ShardSample]:
+    name = shard.name if shard else path.name
+    try:
+        for key, fields in iter_records(path, shard.sha256 if shard else None):
+            yield ShardSample(_sample(path, key, fields), shard, name)
+    except FileNotFoundError as error:
+        raise InputError(f"{path} is missing, which the manifest names; make the artifact again") from error
+    except BrokenShard as error:
+        raise InputError(f"{path} cannot be read as a shard ({error}); make the artifact again") from error
+
+
+def _sample(path: StorePath, key: str, fields: dict[str, bytes]) -> Sample:
+    if "input_ids.i32" in fields:
+        raise InputError(
+            f"{path} is a tokenized shard without its artifact, whose manifest says how pixels are stored; "
+            "give one that lies in its artifact's directory"
+        )
+    try:
+        sample = from_fields(key, fields)
+        sample.check()
+    except (AttributeError, KeyError, TypeError, ValueError, SkipSample) as error:
+        raise InputError(
+            f"{path}: record {key} is not one of a sample shard ({type(error).__name__}: {error}); give a shard that "
+            "convert wrote, or the directory of a whole artifact"
+        ) from error
+    return sample
+
+
+def samples_html(samples: Sequence[ShardSample]) -> Markup:
+    """Cards of samples under a bar to walk through them."""
+    return render_part("samples.html.j2", cards=[_card(item) for item in samples])
+
+
+def _card(item: ShardSample) -> dict[str, Any]:
+    """The values of samples.html.j2 for one sample."""
+    sample = item.sample
+    size = sum(map(len, sample.images)) / 1000
+    images = f"{counted(len(sample.images), 'image')}, {size:,.1f} kB" if sample.images else "no image"
+    split = [item.shard.split] if item.shard else []
+    pictures = []
+    for place, (data, digest) in enumerate(zip(sample.images[:_SHOWN_IMAGES], image_digests(sample))):
+        picture = describe_picture(data)
+        caption = f"image {place + 1}: {picture['words']}, {len(data) / 1000:,.1f} kB\nsha256 {digest[:16]}"
+        pictures.append({**picture, "caption": caption})
+    messages, num_images = [], 0
+    for message in sample.messages:
+        texts = message.text.split(IMAGE_SLOT)
+        kind, role = _kind(message)
+        messages.append({"kind": kind, "role": role, "texts": list(map(_cut, texts)), "first_image": num_images})
+        num_images += len(texts) - 1
+    return {
+        "key": sample.key,
+        "subset": sample.subset,
+        "figures": [*split, item.name, images, f"digest {sample.digest()[:12]}"],
+        "pictures": pictures,
+        "num_images": len(sample.images),
+        "messages": messages,
+    }
+
+
+def _kind(message: Message) -> tuple[str, str]:
+    """The CSS classes of a message, and the words above it."""
+    if message.role != "assistant":
+        return (message.role if message.role in ("system", "user") else "other"), message.role
+    return ("assistant learnt", "assistant, learnt") if message.is_learnt else ("assistant", "assistant, given")
+
+
+def _cut(text: str) -> str:
+    more = len(text) - _SHOWN_CHARS
+    return text if more <= 0 else f"{text[:_SHOWN_CHARS]}\n[{more:,} more characters are not on this page]"

@@ -1,0 +1,60 @@
+"""The push of a released model to a hub: checked before anything runs, done at the end."""
+
+from pathlib import Path
+
+import huggingface_hub
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+
+from dataset_builders.errors import InputError, one_line
+from stages.inputs.hf_directory import check_hf_dir
+from stages.release.model_card import HUB_NAME, MODEL_CARD
+
+
+def check_push(repo_id: str | None) -> None:
+    """Check, before there is anything to push, that there is a token.
+
+    Raises:
+        InputError: there is none.
+    """
+    if repo_id is not None and huggingface_hub.get_token() is None:
+        raise InputError(f"pushing to {repo_id} needs a token; log in with `hf auth login` or set HF_TOKEN")
+
+
+def push_to_hub(hf_dir: Path, repo_id: str, private: bool = True, api: huggingface_hub.HfApi | None = None) -> str:
+    """The URL of the hub's model page, after the upload of an exported directory with its card.
+
+    Args:
+        repo_id: owner/name; created if it does not exist.
+        private: for a repository that is created now; an existing one stays as it is.
+        api: of another hub; None: that of HF_ENDPOINT, with the token of `hf auth login` or HF_TOKEN.
+
+    Raises:
+        InputError: the directory is not a complete model, `repo_id` is not a name of the hub, or the hub refuses or
+            does not answer.
+    """
+    if not HUB_NAME.fullmatch(repo_id):
+        raise InputError(f"repo_id={repo_id!r} is not a hub name; give owner/name")
+    check_hf_dir(hf_dir)
+    if not (hf_dir / MODEL_CARD).is_file():
+        raise InputError(f"{hf_dir} has no {MODEL_CARD}, the model card; write it before the model is pushed")
+    api = api or huggingface_hub.HfApi()
+    try:
+        page = api.create_repo(repo_id, repo_type="model", private=private, exist_ok=True)
+        api.upload_folder(
+            repo_id=repo_id, folder_path=hf_dir, repo_type="model", commit_message="Model exported by athanor"
+        )
+    except LocalTokenNotFoundError as error:
+        raise InputError(f"pushing {repo_id} needs a token; log in with `hf auth login` or set HF_TOKEN") from error
+    except HFValidationError as error:
+        raise InputError(f"repo_id={repo_id!r} is not a hub name ({one_line(error)}); give owner/name") from error
+    except HfHubHTTPError as error:
+        status = error.response.status_code if error.response is not None else "no answer"
+        raise InputError(
+            f"the hub refused {repo_id} ({status}: {one_line(error)}); check that your token may write there"
+        ) from error
+    except Exception as error:  # each library that may carry the bytes (requests, httpx, xet) has its own kinds
+        raise InputError(
+            f"pushing {repo_id} to {api.endpoint} failed ({type(error).__name__}: {one_line(error)}); "
+            "push again: files that arrived are not sent twice"
+        ) from error
+    return str(page)

@@ -1,0 +1,150 @@
+"""README.md of an exported model: its model card, for people and, in its YAML head, for the Hugging Face hub.
+
+The head follows the hub's metadata (huggingface.co/docs/hub/model-cards): base_model, datasets, license (of all subsets
+trained on), pipeline_tag, library_name, tags, and the scores as a model-index. The card names no time and no place: its
+bytes depend on the model and its scores alone.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+from huggingface_hub import EvalResult, ModelCardData
+
+from dataset_builders.sources.licences import CAULDRON_PROMPTS, licence_of
+from dataset_builders.storage.files import write_text
+from stages.artifacts.artifact import Artifact
+from stages.pages.page import render
+
+MODEL_CARD = "README.md"
+_CAULDRON = "HuggingFaceM4/the_cauldron"
+_TASK = "image-text-to-text"
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Score:
+    """One metric over one subset of the held-out samples.
+
+    Attributes:
+        low, high: the ends of its interval; None if it has none.
+        answers: number of answers.
+        base: the same metric of the base model on the same questions; None if that was not scored.
+    """
+
+    metric: str
+    value: float
+    answers: int
+    low: float | None = None
+    high: float | None = None
+    base: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CardFacts:
+    """The facts of a card.
+
+    Attributes:
+        name: of the model.
+        base_model: hub name or directory that training started from; None: random weights.
+        datasets: where the samples came from, hub names or descriptions.
+        subsets: subset -> {"train": samples, "heldout": samples}.
+        recipe: the whole configuration that decides the model, as plain values.
+        training: name -> value: steps, tokens, losses, parameters.
+        scores: subset, or `overall`, -> its scores, the headline first.
+        score_note: the answers that the scores are of, and how the intervals were computed.
+        contamination: the `contaminated` counts of that stage's manifest; None if it did not run.
+        reproduce: the command.
+    """
+
+    name: str
+    base_model: str | None
+    datasets: Sequence[str]
+    subsets: Mapping[str, Mapping[str, int]]
+    recipe: Mapping[str, object]
+    training: Mapping[str, int | float | str]
+    scores: Mapping[str, Sequence[Score]]
+    score_note: str = ""
+    contamination: Mapping[str, Mapping[str, int]] | None = None
+    reproduce: str = ""
+
+
+def training_facts(trained: Artifact, exported: Artifact) -> dict[str, int | float | str]:
+    """`CardFacts.training` of a train and an export artifact: figures of their manifests, by names for people."""
+    names = {"steps": "steps", "epochs": "epochs", "tokens": "tokens", "loss_tokens": "learnt tokens"}
+    names |= {"loss": "last training loss", "heldout_loss": "held-out loss"}
+    stats = trained.manifest.stats
+    values = {title: stats[name] for name, title in names.items() if stats.get(name) is not None}
+    figures = {title: value if isinstance(value, int) else round(value, 4) for title, value in values.items()}
+    parts = {f"parameters, {part}": count for part, count in exported.manifest.stats["parameters"].items()}
+    return {**figures, **parts, "weights": exported.manifest.stats["dtype"]}
+
+
+def write_model_card(hf_dir: Path, facts: CardFacts) -> Path:
+    """The path of README.md, which is written into an exported directory."""
+    path = hf_dir / MODEL_CARD
+    write_text(path, model_card(facts))
+    return path
+
+
+def model_card(facts: CardFacts) -> str:
+    """The whole card, Markdown with the hub's YAML head."""
+    kinds = ("samples", "bytes", "pixels", "near")
+    return render(
+        "model_card.md.j2",
+        facts=facts,
+        head=_head(facts).to_yaml(),
+        scores=[_score_row(subset, score) for subset, scores in facts.scores.items() for score in scores],
+        contamination=[[name, *(count[k] for k in kinds)] for name, count in (facts.contamination or {}).items()],
+        cauldron=_CAULDRON,
+        prompts_licence=CAULDRON_PROMPTS,
+        subsets=[
+            [name, sizes.get("train", 0), sizes.get("heldout", 0), licence_of(name).name, licence_of(name).source]
+            for name, sizes in facts.subsets.items()
+        ],
+        recipe=yaml.safe_dump(dict(facts.recipe), sort_keys=False).strip(),
+    )
+
+
+def _score_row(subset: str, score: Score) -> list[object]:
+    interval = "" if score.low is None or score.high is None else f"{score.low:.4f} to {score.high:.4f}"
+    base = "" if score.base is None else f"{score.base:.4f}"
+    return [subset, score.metric, round(score.value, 4), interval, base, score.answers]
+
+
+def _head(facts: CardFacts) -> ModelCardData:
+    names = {"base_model": facts.base_model} if facts.base_model and HUB_NAME.fullmatch(facts.base_model) else {}
+    datasets = [name for name in facts.datasets if HUB_NAME.fullmatch(name)]
+    results = [_result(facts, subset, score) for subset, scores in facts.scores.items() for score in scores]
+    results = [result for result in results if math.isfinite(result.metric_value)]
+    return ModelCardData(
+        **names,
+        datasets=datasets or None,
+        license=_licences(facts),
+        library_name="transformers",
+        pipeline_tag=_TASK,
+        tags=["athanor"],
+        model_name=facts.name,
+        eval_results=results or None,
+    )
+
+
+def _licences(facts: CardFacts) -> list[str]:
+    """The licences of all subsets that were trained on, each once; the prompts of the_cauldron have one too."""
+    names = {licence_of(subset).name for subset, sizes in facts.subsets.items() if sizes.get("train")}
+    return sorted(names | ({CAULDRON_PROMPTS} if _CAULDRON in facts.datasets else set()))
+
+
+def _result(facts: CardFacts, subset: str, score: Score) -> EvalResult:
+    return EvalResult(
+        task_type=_TASK,
+        dataset_type=next((name for name in facts.datasets if HUB_NAME.fullmatch(name)), "heldout"),
+        dataset_name=f"{subset}, held-out samples",
+        dataset_config=subset,
+        dataset_split="heldout",
+        metric_type=score.metric,
+        metric_value=round(score.value, 6),
+    )

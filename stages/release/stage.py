@@ -1,0 +1,119 @@
+"""release: an exported model with its model card, ready to be registered, pushed to a hub and given away.
+
+    hf/           the files of the export (on one file system the same files, not copies) and README.md, the card
+    report.json, report.html
+
+The card needs the scored model: it shows scores with intervals beside those before training, how many held-out pictures
+occur in train, the licences of the subsets, and the whole recipe.
+"""
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from stages.artifacts.artifact import Artifact, Stage, StageOutput
+from stages.inputs.hf_directory import hf_dir_of
+from stages.pages.report import Section, Table, write_report
+from stages.release.config import ReleaseConfig
+from stages.release.model_card import MODEL_CARD, CardFacts, Score, training_facts, write_model_card
+from stages.scoring.names import OVERALL
+from stages.scoring.summary import SCORE
+from trainer.contract.names import HF_EXPORT
+
+VERSION = 1
+_REPRODUCE = "athanor run recipe.yaml"
+
+
+def _run(config: ReleaseConfig, inputs: Mapping[str, Artifact], work: Path, resources: object) -> StageOutput:
+    """Inputs: "export", "train", "samples", "evaluate"; "compare" and "contamination" if there are such."""
+    hf_dir = work / HF_EXPORT
+    shutil.rmtree(hf_dir, ignore_errors=True)
+    hf_dir.mkdir()
+    for file in sorted(hf_dir_of(inputs["export"]).iterdir()):
+        _link(file, hf_dir / file.name)
+    facts = _facts(config, inputs)
+    write_model_card(hf_dir, facts)
+    _write_report(work, facts)
+    return StageOutput(stats={"model": inputs["export"].manifest.fingerprint, "card": MODEL_CARD})
+
+
+def _link(source: Path, target: Path) -> None:
+    """Give a file that never changes one more name; copy it if the file system cannot."""
+    try:
+        os.link(source.resolve(), target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def _facts(config: ReleaseConfig, inputs: Mapping[str, Artifact]) -> CardFacts:
+    contaminated = inputs["contamination"].manifest.stats["contaminated"] if "contamination" in inputs else None
+    return CardFacts(
+        name=config.name,
+        base_model=config.base_model,
+        datasets=config.datasets,
+        subsets=dict(sorted(inputs["samples"].manifest.stats["samples"].items())),
+        recipe=config.recipe,
+        training=training_facts(inputs["train"], inputs["export"]),
+        scores=_scores(inputs["evaluate"].manifest.stats, _before(inputs)),
+        score_note=_note(inputs["evaluate"].manifest.stats),
+        contamination=contaminated,
+        reproduce=f"# the recipe below, in a file of that name\n{_REPRODUCE}",
+    )
+
+
+def _before(inputs: Mapping[str, Artifact]) -> dict[str, float]:
+    """Subset -> its headline before training; empty if no comparison ran."""
+    if "compare" not in inputs:
+        return {}
+    subsets = inputs["compare"].manifest.stats["subsets"]
+    headlines = {name: values["base"]["value"] for name, values in subsets.items() if "base" in values}
+    scores = [values["base_score"] for values in subsets.values() if "base_score" in values]
+    return headlines | {OVERALL: sum(scores) / len(scores)}
+
+
+def _scores(stats: Mapping[str, Any], before: Mapping[str, float]) -> dict[str, list[Score]]:
+    """Subset -> its scores: the headline with its interval first, then the others."""
+    scores: dict[str, list[Score]] = {}
+    for subset, values in stats["scores"].items():
+        headline, answers = stats["headlines"][subset], stats["counts"][subset]["answers"]
+        name = SCORE if subset == OVERALL else stats["headlines"][subset]["metric"]
+        first = Score(
+            metric=name,
+            value=headline["value"],
+            answers=answers,
+            low=headline["low"],
+            high=headline["high"],
+            base=before.get(subset),
+        )
+        rest = {metric: value for metric, value in values.items() if metric not in (name, SCORE)}
+        scores[subset] = [first, *(Score(metric=m, value=value, answers=answers) for m, value in rest.items())]
+    return scores
+
+
+def _note(stats: Mapping[str, Any]) -> str:
+    level = stats["headlines"][OVERALL]["level"]
+    contaminated = stats["counts"][OVERALL]["contaminated"]
+    left_out = f" {contaminated} samples with a picture that occurs in train are left out." if contaminated else ""
+    return (
+        f"Of answers to held-out samples, generated greedily. The first metric of a subset is its headline, with a "
+        f"{level:.0%} interval from resampled samples; `{SCORE}` of `{OVERALL}` is the mean of the headlines, upwards."
+        f"{left_out}"
+    )
+
+
+def _write_report(work: Path, facts: CardFacts) -> None:
+    """report.json and report.html: the headlines of the card, for those who read the pages of a run."""
+    rows = [
+        [subset, score.metric, score.value, score.low, score.high, score.base, score.answers]
+        for subset, scores in facts.scores.items()
+        for score in scores[:1]
+    ]
+    columns = ["subset", "metric", "score", "low", "high", "before training", "answers"]
+    sections: list[Section] = [Table("Scores on the card", columns, rows)]
+    summary = {"model": facts.name, "base model": facts.base_model or "random weights", "card": f"hf/{MODEL_CARD}"}
+    write_report(work, title="Release", summary=summary, sections=sections)
+
+
+STAGE = Stage("release", VERSION, _run, on_disk=True)

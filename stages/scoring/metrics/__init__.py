@@ -1,0 +1,5 @@
+"""One file per metric, each equal to its published reference.
+
+In: an answer and its references. Out: numbers whose sums are the score.
+Read first: `contract.py`, then `exact_match.py`.
+"""

@@ -1,0 +1,91 @@
+"""What a metric is: numbers per answer that add up, and the score that follows from their sums.
+
+A mean of per-answer scores, a corpus score (BLEU, a micro F1) and an error rate differ in what they sum: a mean sums
+(score, 1), BLEU its matches and lengths. Every metric says what it sums, so that one bootstrap serves all of them: to
+resample answers is to weight rows.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Judged:
+    """A model's answer, with the question and the right answers.
+
+    Attributes:
+        question: the user's text before it, without image slots.
+        references: the right answers, at least one: the assistant's text, or the answers of all annotators.
+        answer: the model's answer, without special tokens.
+    """
+
+    question: str
+    references: tuple[str, ...]
+    answer: str
+
+
+class Metric(ABC):
+    """One number over a set of answers.
+
+    Attributes:
+        name: its name in reports, tracking and recipes.
+        definition: the exact definition, in a line or two.
+        source: the paper, or repository and file, of the definition; where ours differs, and why.
+        columns: the names of the numbers that `statistics` gives.
+        higher_is_better: False for error rates.
+    """
+
+    name: ClassVar[str]
+    definition: ClassVar[str]
+    source: ClassVar[str]
+    columns: ClassVar[tuple[str, ...]]
+    higher_is_better: ClassVar[bool] = True
+
+    @abstractmethod
+    def statistics(self, answers: Sequence[Judged]) -> np.ndarray:
+        """(n, columns) float64, one row per answer. Numbers of the whole set (a document frequency) come from the
+        references alone, so that two models' answers to the same questions are scored alike."""
+
+    @abstractmethod
+    def value(self, sums: np.ndarray) -> np.ndarray:
+        """(..., columns) -> (...): the score of sums of rows; NaN if there is nothing to score."""
+
+    def unparsed(self, answers: Sequence[Judged]) -> np.ndarray | None:
+        """(n,) bool: whether the metric found nothing of its form in an answer, which then scores as wrong; None for a
+        metric that takes any text."""
+        return None
+
+    def fields(self, answers: Sequence[Judged]) -> dict[str, dict[str, float]]:
+        """Field of the answers -> its own scores; empty for a metric that knows no fields."""
+        return {}
+
+    def score(self, answers: Sequence[Judged]) -> float:
+        """The metric over a set of answers.
+
+        Raises:
+            ValueError: there are no answers; a mean over nothing is not a score.
+        """
+        if not answers:
+            raise ValueError("no answers to score")
+        return float(self.value(self.statistics(answers).sum(axis=0)))
+
+
+class MeanMetric(Metric):
+    """A metric that is the mean of the scores of single answers."""
+
+    columns = ("score", "answers")
+
+    @abstractmethod
+    def score_one(self, answer: Judged) -> float:
+        """The score of one answer."""
+
+    def statistics(self, answers: Sequence[Judged]) -> np.ndarray:
+        return np.array([(self.score_one(answer), 1.0) for answer in answers]).reshape(-1, 2)
+
+    def value(self, sums: np.ndarray) -> np.ndarray:
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return sums[..., 0] / sums[..., 1]

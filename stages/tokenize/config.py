@@ -1,0 +1,47 @@
+"""The config of tokenize: lengths, pixels, and the answers that are learnt."""
+
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from dataset_builders.contracts.strict import StrictModel
+from dataset_builders.contracts.tokenized import Codec
+from stages.encode.config import Learn
+
+OverLength = Literal["skip", "drop_turns"]
+
+
+class TokenizeConfig(StrictModel):
+    """Identity of tokenized samples, beside the samples and the processor's files."""
+
+    max_seq_len: int = Field(gt=0, description="samples with more tokens are over-long; nothing is ever cut")
+    over_length: OverLength = Field(
+        default="skip",
+        description="over-long samples: skip leaves them out; drop_turns leaves out whole last turns until they fit",
+    )
+    max_pixels: int | None = Field(
+        gt=0, description="larger images are scaled down to this area; null: the model's own"
+    )
+    min_pixels: int | None = Field(
+        default=None, gt=0, description="smaller images are scaled up to this area; null: the model's own"
+    )
+    codec: Codec = Field(
+        default="u8",
+        description="how pixels are stored: u8, scaled patches; u8_zstd, the same compressed; original, the image "
+        "files, scaled whenever they are read",
+    )
+    learn: Learn = Field(
+        default="all", description="which answers are learnt; an answer that says is_learnt: false never is"
+    )
+    system_prompt: str | None = Field(
+        default=None, min_length=1, description="put first if a conversation has no system message; null: nothing"
+    )
+    max_skip_fraction: float = Field(
+        ge=0, le=1, description="if a larger share is left out, the stage fails; from 200 samples on"
+    )
+
+    @field_validator("system_prompt")
+    @classmethod
+    def _lines_end_alike(cls, value: str | None) -> str | None:
+        """The prompt with lines that end in one character, as in samples; Windows and the form's text box write two."""
+        return value if value is None else value.replace("\r\n", "\n").replace("\r", "\n")

@@ -1,0 +1,49 @@
+"""Over-long samples: leave out whole last turns, with their images, until the rest fits; nothing else is ever cut."""
+
+import bisect
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from dataset_builders.contracts.sample import IMAGE_SLOT, Message, Sample, SkipSample
+from stages.encode.chat import ChatEncoder, TokenizedText, split_turns
+
+
+def drop_turns(
+    sample: Sample, patches: np.ndarray, chat: ChatEncoder, max_seq_len: int
+) -> tuple[Sample, TokenizedText]:
+    """The sample with as many of its first turns as fit, and its conversation.
+
+    Args:
+        patches: (images,) integers: patches of each image.
+
+    Raises:
+        SkipSample: over_length if the first turn alone does not fit; empty_target if the turns that fit have nothing
+            to learn.
+    """
+    turns = split_turns(sample.messages)
+
+    def count_tokens(num_turns: int) -> int:
+        messages = _first(turns, num_turns)
+        images = _count_images(messages)
+        return chat.count_tokens(messages) - images + int(patches[:images].sum()) // chat.merge_size**2
+
+    # All turns together do not fit, and a conversation never gets shorter by one more turn.
+    num_fit = bisect.bisect_right(range(1, len(turns)), max_seq_len, key=count_tokens)
+    if not num_fit:
+        detail = f"the first of {len(turns)} turns alone has more than max_seq_len={max_seq_len} tokens"
+        raise SkipSample("over_length", detail)
+    messages = _first(turns, num_fit)
+    (text,) = chat.tokenize([messages])
+    if isinstance(text, SkipSample):
+        raise text
+    return dataclasses.replace(sample, messages=messages, images=sample.images[: _count_images(messages)]), text
+
+
+def _first(turns: Sequence[tuple[Message, ...]], number: int) -> tuple[Message, ...]:
+    return tuple(message for turn in turns[:number] for message in turn)
+
+
+def _count_images(messages: Sequence[Message]) -> int:
+    return sum(message.text.count(IMAGE_SLOT) for message in messages)

@@ -1,0 +1,133 @@
+"""A second opinion on what was written: stored samples against transformers' own processor and tokenizer.
+
+The pixels are always compared with Pillow's decoding of the file, and with transformers' torchvision-backed image
+processor if torchvision imports. The ids are compared with those of the text in which every image token is written out
+before it is tokenized, as in transformers' processors; nothing here uses the splice of `stages.encode.chat`.
+"""
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dataset_builders.contracts.sample import IMAGE_SLOT, Message, Sample
+from dataset_builders.contracts.tokenized import PixelConfig, TokenizedSample
+from dataset_builders.pictures.images import open_rgb
+from dataset_builders.pictures.pixels import encode_rgb, pixel_values
+from stages.encode.chat import ChatEncoder
+from stages.inputs.hf_directory import read_json
+from trainer.families.family import load
+from trainer.families.registry import read_model
+
+NO_TORCHVISION = "nothing: torchvision does not import"
+_PROCESSOR_FIELDS = (
+    *("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std"),
+    *("do_resize", "resample", "do_rescale", "rescale_factor", "do_normalize", "do_convert_rgb"),
+)
+
+
+class ProcessorCheck:
+    """Compares stored samples with what transformers makes of the same samples.
+
+    Args:
+        hf_dir: the model directory with preprocessor_config.json.
+        config: how the pixels were made; transformers gets its areas.
+    """
+
+    def __init__(self, hf_dir: Path, config: PixelConfig, chat: ChatEncoder) -> None:
+        self._config, self._chat = config, chat
+        self._processor = _image_processor(hf_dir, config.min_pixels, config.max_pixels)
+
+    @property
+    def pixels_against(self) -> str:
+        """The library that the pixels are compared with, for the artifact's stats."""
+        return NO_TORCHVISION if self._processor is None else f"torchvision {torchvision_version()}"
+
+    def check(self, sample: Sample, stored: TokenizedSample) -> None:
+        """See that every id, patch and grid is transformers' own.
+
+        Args:
+            sample: as it was stored: without the turns and images that were left out.
+
+        Raises:
+            AssertionError: one is not. That is a fault of this code and stops the stage.
+        """
+        grids = self._check_images(sample, stored)
+        expected = self._expected_ids(sample.messages, grids)
+        assert stored.input_ids.tolist() == expected, (
+            f"{sample.key}: the stored ids are not those of the text with its image tokens written out"
+        )
+
+    def _check_images(self, sample: Sample, stored: TokenizedSample) -> np.ndarray:
+        """(images, 3) int64: the reference's grids."""
+        assert len(sample.images) == len(stored.image_grid_thw), f"{sample.key}: not a grid for each image"
+        grids, start = [], 0
+        for place, (image, stored_grid) in enumerate(zip(sample.images, stored.image_grid_thw)):
+            patches = stored.patches[start : start + int(stored_grid.prod())]
+            start += len(patches)
+            where, decoded = f"{sample.key}: image {place}", open_rgb(image)
+            by_pillow, grid = encode_rgb(np.array(decoded), self._config)
+            if self._processor is not None:
+                out = self._processor(images=[decoded], return_tensors="pt")
+                grid = out["image_grid_thw"][0].numpy()
+                values = pixel_values(patches, self._config.patch_format)
+                assert np.array_equal(values, out["pixel_values"].numpy()), f"{where} is not what transformers makes"
+            assert np.array_equal(patches, by_pillow), f"{where} is not what Pillow decodes"
+            assert grid.tolist() == stored_grid.tolist(), f"{where} has grid {stored_grid}, transformers has {grid}"
+            grids.append(grid)
+        assert start == len(stored.patches), f"{sample.key}: patches of no image"
+        return np.array(grids, np.int64).reshape(-1, 3)
+
+    def _expected_ids(self, messages: Sequence[Message], grids: np.ndarray) -> list[int]:
+        chat = self._chat
+        turns = [{"role": m.role, "content": _content(m)} for m in messages]
+        if chat.system_prompt and "system" not in [m.role for m in messages]:
+            turns.insert(0, {"role": "system", "content": chat.system_prompt})
+        text = chat.tokenizer.apply_chat_template(turns, tokenize=False, enable_thinking=False)
+        token = chat.tokenizer.convert_ids_to_tokens(chat.image_token_id) if chat.images else None
+        first, *others = text.split(token) if token else [text]
+        tokens = grids.prod(-1) // self._config.patch_format.merge_size**2
+        assert len(others) == len(tokens), f"{len(others)} placeholders for {len(tokens)} images"
+        written_out = first + "".join(str(token) * int(n) + rest for n, rest in zip(tokens, others))
+        return chat.tokenizer(written_out, add_special_tokens=False)["input_ids"]
+
+
+def torchvision_version() -> str | None:
+    """The version of torchvision, or None if it does not import: one built for another torch does not."""
+    if importlib.util.find_spec("torchvision") is None:
+        return None
+    try:
+        return importlib.import_module("torchvision").__version__
+    except (ImportError, RuntimeError, OSError):
+        return None
+
+
+def _content(message: Message) -> str | list[dict[str, str]]:
+    if message.role == "assistant":
+        return message.text.strip()
+    if message.role == "system" or IMAGE_SLOT not in message.text:
+        return message.text
+    parts: list[dict[str, str]] = []
+    rest = message.text
+    while IMAGE_SLOT in rest:
+        before, _, rest = rest.partition(IMAGE_SLOT)
+        parts += [{"type": "text", "text": before}] * bool(before) + [{"type": "image"}]
+    return [*parts, {"type": "text", "text": rest}] if rest else parts
+
+
+@functools.lru_cache(maxsize=1)
+def _image_processor(hf_dir: Path, min_pixels: int, max_pixels: int) -> Any | None:
+    """transformers' torchvision-backed processor of a directory; None without torchvision or without pictures."""
+    if torchvision_version() is None:
+        return None
+    family, _ = read_model(hf_dir)
+    if family.image_processor is None:
+        return None
+    raw = read_json(hf_dir / "preprocessor_config.json")
+    fields = {name: raw[name] for name in _PROCESSOR_FIELDS if name in raw}
+    fields["size"] = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
+    return load(family.image_processor.reference)(**fields)

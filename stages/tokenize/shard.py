@@ -1,0 +1,252 @@
+"""One sample shard -> one tokenized shard, in a process of its own."""
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from dataset_builders.contracts import sample_record
+from dataset_builders.contracts.sample import Sample, SkipSample, Split
+from dataset_builders.contracts.shard_io import RecordRange, ShardWriter, finished_shard, iter_records
+from dataset_builders.contracts.strict import StrictModel
+from dataset_builders.contracts.tokenized import PixelStore, TokenizedSample
+from dataset_builders.pictures.images import read_rgb
+from dataset_builders.pictures.pixel_codecs import decode_sample, encode_sample
+from dataset_builders.pictures.pixels import count_patches, encode_image, image_grid
+from dataset_builders.storage.files import write_json
+from dataset_builders.storage.store import StorePath, local_dir
+from stages.artifacts.quarantine import LeftOut, count_reasons
+from stages.encode.chat import ChatEncoder, Learn, TokenizedText, learnt_answers, split_turns
+from stages.tokenize.config import TokenizeConfig
+from stages.tokenize.drop_turns import drop_turns
+from stages.tokenize.second_opinion import ProcessorCheck
+
+_CHECK_EVERY = 256  # samples, from each shard's first on
+_BATCH_SAMPLES, _BATCH_BYTES = 256, 32 << 20  # conversations tokenized in one call, and bytes of their images
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardTask:
+    """One shard to tokenize.
+
+    Attributes:
+        source, source_sha256: the sample shard.
+        directory, name: where the tokenized shard goes.
+        processor_digest: of hf_dir; with it a worker never reuses an encoder of other files.
+        pixels: how pixels are made and stored.
+    """
+
+    source: StorePath
+    source_sha256: str
+    directory: StorePath
+    name: str
+    split: Split
+    hf_dir: StorePath
+    processor_digest: str
+    pixels: PixelStore
+    config: TokenizeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Shortened:
+    """A sample that lost its last turns.
+
+    Attributes:
+        key: the sample's.
+        turns_kept, turns_before: a turn is a question with its answer.
+    """
+
+    key: str
+    turns_kept: int
+    turns_before: int
+
+
+class ShardNotes(StrictModel):
+    """The facts about a tokenized shard that its bytes do not say.
+
+    Attributes:
+        rows: of the index, with the columns of INDEX_SCHEMA.
+        num_checked: number of samples that were compared with transformers.
+        pixels_against: the library that their pixels were compared with.
+    """
+
+    rows: list[dict[str, Any]]
+    left_out: list[LeftOut]
+    shortened: list[Shortened]
+    num_checked: int
+    pixels_against: str
+
+
+def tokenize_shard(task: ShardTask) -> None:
+    """Write the tokenized shard and, just before its commit, the notes beside it; nothing if both are there."""
+    notes_file = notes_path(task.directory, task.name)
+    if finished_shard(task.directory, task.name) is not None and notes_file.is_file():
+        return
+    config = task.config
+    chat = _encoder(task.hf_dir, task.processor_digest, config.learn, config.system_prompt)
+    reference = ProcessorCheck(local_dir(task.hf_dir), task.pixels.config, chat)
+    rows: list[dict[str, object]] = []
+    left_out: list[LeftOut] = []
+    shortened: list[Shortened] = []
+    with _one_thread(), ShardWriter(task.directory, task.name) as writer:
+        for sample, names, text in _read_ahead(task, chat):
+            try:
+                kept, tokenized = tokenize_sample(sample, text, chat, task.pixels, config)
+            except SkipSample as skip:
+                left_out.append(LeftOut(sample.key, skip.reason, skip.detail))
+                continue
+            if len(kept.messages) < len(sample.messages):
+                turns = (len(split_turns(s.messages)) for s in (kept, sample))
+                shortened.append(Shortened(sample.key, *turns))
+            record = encode_sample(tokenized, task.pixels.codec, dict(zip(names, kept.images)))
+            if len(rows) % _CHECK_EVERY == 0:
+                stored = decode_sample(sample.key, record, task.pixels)
+                verify(kept, stored, chat)
+                reference.check(kept, stored)
+            rows.append(_index_row(task, kept, tokenized, writer.write(sample.key, record)))
+        notes = ShardNotes(
+            rows=rows,
+            left_out=left_out,
+            shortened=shortened,
+            num_checked=-(-len(rows) // _CHECK_EVERY),
+            pixels_against=reference.pixels_against,
+        )
+        write_json(notes_file, notes.model_dump())
+        writer.commit(task.split, count_reasons(left_out))
+
+
+def tokenize_sample(
+    sample: Sample, text: TokenizedText | SkipSample, chat: ChatEncoder, pixels: PixelStore, config: TokenizeConfig
+) -> tuple[Sample, TokenizedSample]:
+    """The sample without the turns that do not fit, and everything that the trainer reads of it.
+
+    Lengths come from the images' headers, so that no image is decoded for a sample or a turn that is left out.
+
+    Args:
+        text: the sample's conversation, tokenized, or why it cannot be.
+
+    Returns:
+        With codec original the tokenized sample has no patches: the record holds the images, and each was decoded.
+
+    Raises:
+        SkipSample: an image cannot be used, the conversation is too long, or it has nothing to learn.
+    """
+    if isinstance(text, SkipSample):
+        raise text
+    patches = np.array([count_patches(image, pixels.config) for image in sample.images], np.int64)
+    input_ids, loss_mask = chat.splice(text, patches)
+    if len(input_ids) > config.max_seq_len:
+        if config.over_length == "skip":
+            raise SkipSample("over_length", f"{len(input_ids)} tokens, max_seq_len is {config.max_seq_len}")
+        sample, text = drop_turns(sample, patches, chat, config.max_seq_len)
+        patches = patches[: len(sample.images)]
+        input_ids, loss_mask = chat.splice(text, patches)
+        assert len(input_ids) <= config.max_seq_len, sample.key
+    encoded = [_encode_image(image, pixels) for image in sample.images]
+    grids = np.array([grid for _, grid in encoded], np.int32).reshape(-1, 3)
+    assert grids.prod(-1).tolist() == patches.tolist(), f"{sample.key}: the headers promise other sizes"
+    no_patches = np.zeros((0, pixels.config.patch_format.patch_bytes), np.uint8)
+    blocks = [block for block, _ in encoded if block is not None]
+    return sample, TokenizedSample(
+        key=sample.key,
+        input_ids=input_ids,
+        loss_mask=loss_mask,
+        image_grid_thw=grids,
+        patches=blocks[0] if len(blocks) == 1 else np.concatenate([no_patches, *blocks]),
+    )
+
+
+def _encode_image(data: bytes, pixels: PixelStore) -> tuple[np.ndarray | None, np.ndarray]:
+    """An image's patches and its grid; instead of patches None if they are made when the record is read."""
+    if pixels.codec != "original":
+        return encode_image(data, pixels.config)
+    height, width, _ = read_rgb(data).shape  # decoded all the same, so that no stored image fails in training
+    return None, image_grid(height, width, pixels.config)
+
+
+def _read_ahead(task: ShardTask, chat: ChatEncoder) -> Iterator[tuple[Sample, list[str], TokenizedText | SkipSample]]:
+    """The shard's samples, the names of their image files, and their conversations, tokenized many at a time."""
+    batch: list[tuple[Sample, list[str]]] = []
+    size = 0
+    for key, fields in iter_records(task.source, task.source_sha256):
+        names = sorted((name for name in fields if name[:1].isdigit()), key=lambda name: int(name.partition(".")[0]))
+        sample = sample_record.from_fields(key, fields)
+        batch.append((sample, names))
+        size += sum(len(image) for image in sample.images)
+        if len(batch) == _BATCH_SAMPLES or size >= _BATCH_BYTES:
+            yield from _tokenized(batch, chat)
+            batch, size = [], 0
+    yield from _tokenized(batch, chat)
+
+
+def _tokenized(
+    batch: Sequence[tuple[Sample, list[str]]], chat: ChatEncoder
+) -> Iterator[tuple[Sample, list[str], TokenizedText | SkipSample]]:
+    texts = chat.tokenize([sample.messages for sample, _ in batch])
+    for (sample, names), text in zip(batch, texts):
+        yield sample, names, text
+
+
+def read_notes(directory: StorePath, name: str) -> ShardNotes:
+    """The notes of a finished shard."""
+    return ShardNotes.model_validate_json(notes_path(directory, name).read_bytes())
+
+
+def notes_path(directory: StorePath, name: str) -> StorePath:
+    """Where a shard's notes lie, until the index and the stage's other files hold them."""
+    return directory / f"{name}.notes.json"
+
+
+def verify(sample: Sample, stored: TokenizedSample, chat: ChatEncoder) -> None:
+    """See from the stored bytes alone that images and answers are all there, and that nothing else is learnt.
+
+    Raises:
+        AssertionError: they are not. That is a fault of this code and stops the stage.
+    """
+    stored.check()
+    image_tokens = int((stored.input_ids == chat.image_token_id).sum())
+    expected = int(stored.image_grid_thw.prod(-1).sum()) // chat.merge_size**2
+    assert image_tokens == expected, f"{sample.key}: {image_tokens} image tokens for grids that make {expected}"
+    edges = np.flatnonzero(np.diff(stored.loss_mask, prepend=0, append=0))
+    learnt = [chat.decode(stored.input_ids[start:end]) for start, end in edges.reshape(-1, 2)]
+    answers = [message.text for message in sample.messages if message.role == "assistant"]
+    chosen = [
+        chat.learnt_text(a) for a, is_learnt in zip(answers, learnt_answers(sample.messages, chat.learn)) if is_learnt
+    ]
+    assert learnt == chosen, f"{sample.key}: the mask decodes to {learnt}, the answers to learn are {chosen}"
+
+
+def _index_row(task: ShardTask, sample: Sample, tokenized: TokenizedSample, at: RecordRange) -> dict[str, object]:
+    return {
+        "key": sample.key,
+        "subset": sample.subset,
+        "split": task.split,
+        "shard": task.name,
+        "offset": at.offset,
+        "size": at.size,
+        "checksum": at.checksum,
+        "num_tokens": len(tokenized.input_ids),
+        "num_loss_tokens": int(tokenized.loss_mask.sum()),
+        "num_patches": int(tokenized.image_grid_thw.prod(-1).sum()),
+        "num_images": len(tokenized.image_grid_thw),
+    }
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """torch on one thread: a worker has one core, and a small picture gains little from a second one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@functools.lru_cache(maxsize=1)
+def _encoder(hf_dir: StorePath, processor_digest: str, learn: Learn, system_prompt: str | None) -> ChatEncoder:
+    return ChatEncoder(local_dir(hf_dir), learn, system_prompt)

@@ -1,0 +1,169 @@
+"""Sample shards -> tokenized shards: what the trainer reads, one output shard for each input shard.
+
+train/shard-00000.tar    input_ids, loss_mask, image_grid_thw and uint8 patches (or the images) of each sample
+index/00000.parquet      the place and the lengths of each sample
+quarantine.jsonl         samples that were left out: key, reason, detail
+shortened.jsonl          samples that lost their last turns: key, turns_kept, turns_before
+dataset_card.md          the samples' card with the tokens of each subset
+report.json, report.html the text with the learnt tokens in colour, distributions
+preview.html             some samples, token by token
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+import pyarrow as pa
+
+from dataset_builders.contracts.manifest import Manifest
+from dataset_builders.contracts.sample import SPLITS
+from dataset_builders.contracts.shard_io import finished_shard
+from dataset_builders.contracts.tokenized import INDEX_SCHEMA, SIZES, IndexWriter, PixelStore, iter_index
+from dataset_builders.errors import InputError
+from dataset_builders.storage.files import atomic_path, write_text
+from dataset_builders.storage.store import StorePath, local_dir
+from stages.artifacts.artifact import Artifact, External, Input, Stage, StageOutput
+from stages.artifacts.quarantine import QUARANTINE, LeftOut, count_reasons, write_quarantine
+from stages.artifacts.workers import StageResources, run_tasks
+from stages.encode.chat import ChatEncoder
+from stages.encode.images import load_image_config
+from stages.pages.dataset_card import DATASET_CARD, TokenCount, with_tokens
+from stages.tokenize.config import TokenizeConfig
+from stages.tokenize.report import write_tokenize_report
+from stages.tokenize.shard import ShardTask, notes_path, read_notes, tokenize_shard
+
+VERSION = 2  # 2: partitioned index with checksums, codecs
+SHORTENED = "shortened.jsonl"
+_PROCESS_WORTH = 10.0  # seconds of work: a process imports torch and transformers first, which takes up to five
+_JUDGED_FROM = 200  # samples from which on max_skip_fraction counts
+
+
+def _run(
+    config: TokenizeConfig, inputs: Mapping[str, Input], work: StorePath, resources: StageResources | None
+) -> StageOutput:
+    samples, processor = inputs["samples"], inputs["processor"]
+    assert isinstance(samples, Artifact) and isinstance(processor, External)
+    hf_dir = local_dir(processor.dir)
+    chat = ChatEncoder(hf_dir, config.learn, config.system_prompt)  # says what is wrong before a worker starts
+    pixels = PixelStore(codec=config.codec, config=load_image_config(hf_dir, config.min_pixels, config.max_pixels))
+    tasks = (
+        ShardTask(
+            source=samples.dir / shard.name,
+            source_sha256=shard.sha256,
+            directory=work,
+            name=shard.name,
+            split=shard.split,
+            hf_dir=processor.dir,
+            processor_digest=processor.digest,
+            pixels=pixels,
+            config=config,
+        )
+        for shard in samples.manifest.shards
+    )
+    _tokenize(tasks, resources or StageResources(), samples.manifest)
+    names = [shard.name for shard in samples.manifest.shards]
+    left_out, stats_of_notes = _collect_notes(work, names)
+    _check_skips(samples.manifest.num_samples - len(left_out), left_out, config.max_skip_fraction, work)
+    stats = _stats(work, chat, pixels) | stats_of_notes | {"system_prompt": config.system_prompt}
+    write_tokenize_report(work, left_out, stats, chat, pixels)
+    _write_card(samples.dir, work, stats)
+    shards = [finished_shard(work, name) for name in names]
+    for name in names:
+        notes_path(work, name).unlink()
+    return StageOutput(shards=shards, skips=count_reasons(left_out), stats=stats)
+
+
+def _tokenize(tasks: Iterable[ShardTask], resources: StageResources, manifest: Manifest) -> None:
+    finished = 0
+    for i, _ in run_tasks(tokenize_shard, tasks, resources.at_most(_worthwhile_workers(manifest))):
+        finished += manifest.shards[i].num_samples
+        resources.report(finished, manifest.num_samples)
+
+
+def _worthwhile_workers(manifest: Manifest) -> int:
+    """Processes that are worth their start, by a guess at the work: 1,500 texts/s, 35 MB/s of images."""
+    size = sum(shard.size_bytes for shard in manifest.shards)
+    return max(int((manifest.num_samples / 1500 + size / 35e6) / _PROCESS_WORTH), 1)
+
+
+def _collect_notes(work: StorePath, names: Sequence[str]) -> tuple[list[LeftOut], dict[str, Any]]:
+    """Write the index, the quarantine and the list of shortened samples from the notes beside the shards.
+
+    Returns:
+        the samples left out, and the manifest's figures of what was shortened and checked.
+    """
+    left_out: list[LeftOut] = []
+    against: set[str] = set()
+    num_shortened = num_checked = 0
+    index = IndexWriter(work)
+    with atomic_path(work / SHORTENED) as tmp, tmp.open("w", encoding="utf-8") as shortened:
+        for name in names:
+            notes = read_notes(work, name)
+            index.add(pa.Table.from_pylist(notes.rows, INDEX_SCHEMA))
+            shortened.writelines(json.dumps(asdict(item), ensure_ascii=False) + "\n" for item in notes.shortened)
+            left_out += notes.left_out
+            num_shortened += len(notes.shortened)
+            num_checked += notes.num_checked
+            against.add(notes.pixels_against)
+    index.close()
+    write_quarantine(work, left_out)
+    checked = {"samples": num_checked, "pixels_against": " and ".join(sorted(against))}
+    return left_out, {"num_shortened": num_shortened, "checked": checked}
+
+
+def _check_skips(num_kept: int, left_out: Sequence[LeftOut], max_fraction: float, work: StorePath) -> None:
+    num_samples = num_kept + len(left_out)
+    if num_kept and (num_samples < _JUDGED_FROM or len(left_out) <= max_fraction * num_samples):
+        return
+    reasons = ", ".join(f"{reason} {count}" for reason, count in Counter(i.reason for i in left_out).most_common())
+    raise InputError(
+        f"{len(left_out)} of {num_samples} samples were left out ({reasons or 'there were none'}), "
+        f"tokenize.max_skip_fraction={max_fraction} allows fewer; look at {work / QUARANTINE}, "
+        "mend the data or raise the limit"
+    )
+
+
+def _stats(work: StorePath, chat: ChatEncoder, pixels: PixelStore) -> dict[str, Any]:
+    splits: dict[str, Counter[str]] = {split: Counter() for split in SPLITS}
+    subsets: dict[str, Counter[str]] = {}
+    for table in iter_index(work):
+        for column, groups in (("split", splits), ("subset", subsets)):
+            rows = table.group_by(column).aggregate([([], "count_all"), *((name, "sum") for name in SIZES)])
+            for row in rows.to_pylist():
+                sums = {"num_samples": row["count_all"], **{name: row[f"{name}_sum"] for name in SIZES}}
+                groups.setdefault(row[column], Counter()).update(sums)
+    return {
+        "pixels": pixels.model_dump(mode="json"),
+        "min_pixels": pixels.config.min_pixels,
+        "max_pixels": pixels.config.max_pixels,
+        "vocab_size": chat.vocab_size,
+        **(asdict(chat.images) if chat.images else {}),
+        "end_of_turn_id": chat.end_of_turn_id,
+        "total": _sums(sum(splits.values(), Counter())),
+        "splits": {split: _sums(sums) for split, sums in splits.items()},
+        "subsets": {name: _sums(sums) for name, sums in sorted(subsets.items())},
+    }
+
+
+def _write_card(samples: StorePath, work: StorePath, stats: Mapping[str, Any]) -> None:
+    """The samples' dataset card with the tokens that were made of them."""
+    counts = {
+        name: TokenCount(**{field.name: sums[field.name] for field in fields(TokenCount)})
+        for name, sums in stats["subsets"].items()
+    }
+    pictures = f"pictures scaled to {stats['min_pixels']:,} to {stats['max_pixels']:,} pixels"
+    if "image_token_id" not in stats:
+        pictures = "text alone, no pictures"
+    shortened = f"{stats['num_shortened']:,} samples lost their last turns"
+    note = f"{stats['vocab_size']:,} kinds of tokens; {pictures}; {shortened}."
+    card = (samples / DATASET_CARD).read_text(encoding="utf-8")
+    write_text(work / DATASET_CARD, with_tokens(card, counts, note))
+
+
+def _sums(sums: Mapping[str, int]) -> dict[str, int]:
+    return {name: sums.get(name, 0) for name in ("num_samples", *SIZES)}
+
+
+STAGE = Stage("tokenize", VERSION, _run, dataset="training", preview="stages.preview.render:stage_preview")

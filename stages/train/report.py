@@ -1,0 +1,68 @@
+"""The report of a training: curves of loss, held-out loss, learning rate, gradient norm and speed."""
+
+import io
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from markupsafe import Markup
+from matplotlib.figure import Figure
+
+from dataset_builders.contracts.fingerprint import flatten
+from stages.pages.report import Table, Text, write_report
+from trainer.contract.answer import MetricsRow
+from trainer.contract.run import TrainConfig
+
+# title on the page -> (fields of MetricsRow drawn together, whether the axis is logarithmic)
+_CURVES: dict[str, tuple[tuple[str, ...], bool]] = {
+    "Loss": (("loss", "heldout_loss"), True),
+    "Learning rate": (("lr",), False),
+    "Gradient norm before clipping": (("grad_norm",), True),
+    "Tokens per second": (("tokens_per_second",), False),
+}
+# Grey on a transparent background is readable on a light and on a dark page.
+_GREYS = dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "text.color", "xtick.color", "ytick.color"), "#7d8798")
+
+
+def write_train_report(directory: Path, config: TrainConfig, rows: Sequence[MetricsRow], stats: dict[str, Any]) -> None:
+    """Write report.json and report.html of a training into `directory`."""
+    summary = {name: value for name, value in stats.items() if value is not None}
+    if rows:
+        summary["tokens_per_second"] = round(statistics.median(row.tokens_per_second for row in rows), 1)
+    curves = [Text(title, curve_svg(rows, fields, log)) for title, (fields, log) in _CURVES.items() if rows]
+    settings = Table("Settings", ("field", "value"), list(flatten(config.model_dump(mode="json")).items()))
+    write_report(directory, title="train", summary=summary, sections=[*curves, *_time_table(rows), settings])
+
+
+def curve_svg(rows: Sequence[MetricsRow], fields: Sequence[str], is_log: bool) -> Markup:
+    """An SVG element with one line per field over the steps; the same rows give the same bytes."""
+    with matplotlib.rc_context({"svg.hashsalt": "athanor", "font.size": 9, **_GREYS}):
+        figure = Figure(figsize=(7, 2.6), layout="constrained")
+        axes = figure.add_subplot()
+        for name in fields:
+            points = [(row.step, value) for row in rows if (value := getattr(row, name)) is not None]
+            if points:
+                marker = "o" if len(points) < 30 else None
+                axes.plot(*zip(*points), label=name, marker=marker, markersize=3, linewidth=1.2)
+        if is_log and all(value > 0 for line in axes.get_lines() for value in line.get_ydata()):
+            axes.set_yscale("log")
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.25)
+        if len(fields) > 1:
+            axes.legend(frameon=False)
+        text = io.StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None}, transparent=True)
+    svg = text.getvalue()
+    return Markup(svg[svg.index("<svg") :].replace("<svg ", '<svg class="curve" ', 1))
+
+
+def _time_table(rows: Sequence[MetricsRow]) -> list[Table]:
+    if not rows:
+        return []
+    whole = statistics.median(row.step_seconds for row in rows)
+    names = ["data_seconds", *(name for name in rows[-1].model_extra if name.endswith("_seconds")), "optimizer_seconds"]
+    parts = [(name, statistics.median(getattr(row, name, 0.0) for row in rows)) for name in names]
+    lines = [(name, round(seconds, 4), round(seconds / whole, 3) if whole else None) for name, seconds in parts]
+    return [Table("Where a step's time goes (medians)", ("part", "seconds", "fraction"), lines)]

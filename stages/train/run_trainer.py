@@ -1,0 +1,122 @@
+"""A job of the trainer: run.json is written, the job launched and its metrics followed, its result read."""
+
+import logging
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+from dataset_builders.errors import InputError
+from dataset_builders.storage.files import GrowingFile, write_text
+from stages.artifacts.workers import StageResources
+from stages.launchers.job import EXIT_DEADLINE, Job, JobFailed, make_launcher, run_job
+from trainer.contract.answer import MetricsRow, TrainResult, parse_metrics
+from trainer.contract.names import METRICS_JSONL, RESULT_JSON, RUN_JSON
+from trainer.contract.run import RunConfig
+
+TRAINER_LOG = "logs/trainer.log"
+
+log = logging.getLogger("athanor.train")
+
+
+class StageStopped(RuntimeError):
+    """The trainer was stopped and has saved; the same command goes on from there."""
+
+
+class TrainerFailed(RuntimeError):
+    """The trainer gave up: its own message, the keys of the samples of that step, and the path of the log."""
+
+
+class MetricsFollower:
+    """Calls `on_rows` with the new rows of metrics.jsonl at each poll, each step once.
+
+    A trainer that resumes cuts the file back to its checkpoint; its steps after that are not passed on again.
+    """
+
+    def __init__(self, path: Path, on_rows: Callable[[list[MetricsRow]], None]) -> None:
+        self.on_rows = on_rows
+        self._file = GrowingFile(path)
+        self._step = -1
+
+    def poll(self) -> None:
+        """Look once. Any error of `on_rows` is logged and forgotten: a listener never stops the training."""
+        try:
+            rows = [row for row in parse_metrics(self._file.new_lines()) if row.step > self._step]
+            self._file.take()
+            if rows:
+                self._step = rows[-1].step
+                self.on_rows(rows)
+        except Exception:
+            log.warning("a listener to the training's metrics failed; training goes on", exc_info=True)
+
+
+def run_trainer(run: RunConfig, resources: StageResources, name: str) -> TrainResult:
+    """The trainer's result, after it was launched with a run.json in the run's output directory.
+
+    Args:
+        name: of the job, in messages.
+
+    Raises:
+        StageStopped: the trainer was stopped from outside, and saved.
+        InputError: the trainer refused its config or an input.
+        TrainerFailed: the trainer gave up with a message.
+        JobFailed: it ended without a result (killed, out of memory), or took too long.
+    """
+    directory = run.output_dir
+    follower = MetricsFollower(directory / METRICS_JSONL, resources.on_rows)
+    job = trainer_job(directory, resources.on_line)
+    text = run.model_dump_json(indent=1) + "\n"
+    if (earlier := _finished_before(run, text)) is not None:
+        log.info("%s: the trainer finished while nobody waited for it", name)
+        follower.poll()
+        return earlier
+    (directory / RESULT_JSON).unlink(missing_ok=True)
+    write_text(directory / RUN_JSON, text)
+    launcher = make_launcher(resources.cluster)
+    log.info("%s: %s", name, launcher.plan(job))
+    try:
+        run_job(launcher, job, follower.poll)
+    except JobFailed as error:
+        result = _read_result(directory)
+        if result is None or result.status == "finished":
+            raise
+        _raise_for(result, error, name)
+    result = _read_result(directory)
+    if result is None or result.status != "finished":
+        raise TrainerFailed(f"{name} ended without a finished {directory / RESULT_JSON}; log: {job.log_path}")
+    return result
+
+
+def trainer_job(output_dir: Path, on_line: Callable[[str], None] = lambda line: None) -> Job:
+    """The trainer with the run.json of a run's output directory, as a launcher takes it."""
+    arguments = ("-m", "trainer", str(output_dir / RUN_JSON))
+    return Job(str(output_dir), arguments, output_dir / TRAINER_LOG, on_line)
+
+
+def _finished_before(run: RunConfig, text: str) -> TrainResult | None:
+    """The result of this very run.json, from a job that outlived the flow that waited for it; None if there is none."""
+    path, result = run.output_dir / RUN_JSON, _read_result(run.output_dir)
+    is_same = path.is_file() and path.read_text(encoding="utf-8") == text
+    is_there = result is not None and result.status == "finished" and run.task == "train"
+    is_saved = is_there and (run.output_dir / (result.checkpoint or "")).is_dir()
+    return result if is_same and is_saved else None
+
+
+def _raise_for(result: TrainResult, error: JobFailed, name: str) -> None:
+    if result.status == "stopped":
+        stopped = f"{name} was stopped after step {result.step} and saved; run the same command again to go on"
+        if error.exit_status == EXIT_DEADLINE:
+            stopped = f"{name}: {error.what}; {stopped}, with a larger execution.cluster.timeout_seconds"
+        raise StageStopped(stopped) from error
+    if result.is_input_error:  # torchrun has an exit status of its own
+        raise InputError(result.message) from error
+    keys = f" Samples of that step: {', '.join(result.keys)}." if result.keys else ""
+    message = result.message or f"{name} failed after step {result.step}"
+    if error.exit_status < 0:  # the other ranks' messages only say that they lost this one
+        how = f"killed by signal {error.exit_status} ({signal.Signals(-error.exit_status).name})"
+        message = f"{name}: rank {error.rank} was {how}; {message}"
+    raise TrainerFailed("\n".join([f"{message}{keys} Log: {error.log_path}", *error.tail])) from error
+
+
+def _read_result(directory: Path) -> TrainResult | None:
+    path = directory / RESULT_JSON
+    return TrainResult.model_validate_json(path.read_text(encoding="utf-8")) if path.is_file() else None

@@ -1,0 +1,65 @@
+"""Train: RunConfig -> run.json -> launcher -> result.json; metrics.jsonl is followed while the trainer runs.
+
+    checkpoints/step-000500/ ...   run.json  result.json  metrics.jsonl  report.json  report.html
+    heldout.jsonl  heldout-base.jsonl   the loss of every held-out sample: the newest, and before the first step
+    logs/trainer.log  logs/rank-0001.log ...   job.sbatch  slurm.json  slurm-end   the last three of a SLURM job
+    profile/rank-0.json.gz  profile/rank-0.md   if steps are traced
+
+A rerun in the same scratch directory starts the trainer again, which goes on from its newest checkpoint.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from dataset_builders.contracts.fingerprint import fingerprint
+from dataset_builders.storage.store import absolute
+from stages.artifacts.artifact import Input, Stage, StageOutput, stage_identity
+from stages.artifacts.workers import StageResources
+from stages.inputs.hf_directory import hf_dir_of
+from stages.train.report import write_train_report
+from stages.train.run_trainer import run_trainer
+from trainer.contract.answer import read_metrics
+from trainer.contract.run import RunConfig, TrainConfig
+from trainer.families.shapes import check_run
+
+VERSION = 2  # 2: heldout-base.jsonl
+
+
+def make_run_config(
+    config: TrainConfig, inputs: Mapping[str, Input], output_dir: Path, resources: StageResources
+) -> RunConfig:
+    """run.json of a training."""
+    return RunConfig(
+        task="train",
+        fingerprint=fingerprint(stage_identity(STAGE, config, inputs)),
+        hf_dir=hf_dir_of(inputs["model"]).resolve(),
+        tokenized_dir=absolute(inputs["tokenized"].dir),
+        bins_dir=absolute(inputs["bins"].dir),
+        output_dir=output_dir.resolve(),
+        seq_len=inputs["bins"].manifest.config["seq_len"],
+        train=config,
+        execution=resources.trainer,
+        num_threads=resources.cluster.num_threads,
+    )
+
+
+def train(config: TrainConfig, inputs: Mapping[str, Input], work_dir: Path, resources: StageResources) -> StageOutput:
+    """Inputs: "model" (HF directory), "tokenized", "bins"."""
+    run = make_run_config(config, inputs, work_dir, resources)
+    check_run(run, resources.cluster.processes)
+    result = run_trainer(run, resources, STAGE.name)
+    rows = read_metrics(work_dir)
+    stats = {
+        "steps": result.step,
+        "loss": result.loss,
+        "heldout_loss": result.heldout_loss,
+        "checkpoint": result.checkpoint,
+        "tokens": rows[-1].tokens if rows else None,
+        "loss_tokens": rows[-1].loss_tokens if rows else None,
+        "epochs": rows[-1].epoch if rows else None,
+    }
+    write_train_report(work_dir, config, rows, stats)
+    return StageOutput(stats=stats)
+
+
+STAGE = Stage("train", VERSION, train, on_disk=True)

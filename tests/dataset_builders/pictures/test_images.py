@@ -1,0 +1,267 @@
+"""What is refused and why, and that every accepted pixel format becomes the RGB a person would see."""
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+from PIL.PngImagePlugin import PngInfo
+
+from dataset_builders.contracts.sample import SkipSample
+from dataset_builders.pictures import images
+from dataset_builders.pictures.images import ImageLimits, check_image, enlarge_grey, grey_png, open_rgb, preview_png
+from tests.helpers.raw_rows import (
+    BAD_IMAGES,
+    BROKEN_EXIF,
+    encode,
+    grey16_png,
+    jpeg_with_exif,
+    orientation_exif,
+    picture,
+    png,
+    png_header,
+)
+
+LIMITS = ImageLimits(max_pixels=10**6, min_side=8)
+
+
+def pixels(data: bytes) -> np.ndarray:
+    image = open_rgb(data)
+    assert image.mode == "RGB"
+    return np.asarray(image)
+
+
+@pytest.mark.parametrize("name", BAD_IMAGES)
+def test_bad_image_is_refused_with_its_reason(name):
+    make, reason = BAD_IMAGES[name]
+    with pytest.raises(SkipSample) as caught:
+        check_image(make(), LIMITS)
+    assert caught.value.reason == reason, caught.value.detail
+
+
+def test_postscript_is_not_even_parsed():
+    """Pillow would hand it to Ghostscript."""
+    with pytest.raises(SkipSample, match="no image format that is read here"):
+        open_rgb(encode(picture(1), "EPS"))
+
+
+def test_bomb_is_refused_before_a_pixel_is_decoded(monkeypatch):
+    monkeypatch.setattr("PIL.PngImagePlugin.PngImageFile.load", lambda self: pytest.fail("decoded"))
+    with pytest.raises(SkipSample, match="1001 x 1000"):
+        check_image(png_header(1001, 1000), LIMITS)
+
+
+def test_pillows_own_guard_is_on_and_covers_open_rgb():
+    assert Image.MAX_IMAGE_PIXELS == 89_478_485
+    with pytest.raises(SkipSample) as caught:
+        open_rgb(png_header(60000, 60000))
+    assert caught.value.reason == "bomb"
+
+
+@pytest.mark.parametrize("image_format", ["PNG", "JPEG", "WEBP", "GIF", "TIFF", "BMP", "PPM"])
+def test_no_cut_is_accepted_as_another_picture(image_format):
+    """Cut anywhere, an image is refused as truncated, or (only its end marker missing) shows every pixel."""
+    data = encode(picture(3), image_format)
+    whole = pixels(data)
+    assert check_image(data, LIMITS).format == image_format
+    reasons = set()
+    for length in range(16, len(data), max(1, len(data) // 60)):
+        try:
+            check_image(data[:length], LIMITS)
+            np.testing.assert_array_equal(pixels(data[:length]), whole)
+        except SkipSample as skip:
+            reasons.add(skip.reason)
+    assert "truncated_image" in reasons and reasons <= {"truncated_image", "decode_error"}
+
+
+def test_random_damage_is_refused_or_read_but_never_raises_anything_else():
+    rng = np.random.default_rng(0)
+    for image_format in ["PNG", "JPEG", "WEBP", "GIF", "TIFF", "BMP"]:
+        data = encode(picture(4), image_format)
+        for _ in range(60):
+            damaged = bytearray(data)
+            for place in rng.integers(0, len(data), 4):
+                damaged[place] = rng.integers(256)
+            try:
+                check_image(bytes(damaged), LIMITS)
+            except SkipSample as skip:
+                assert skip.reason in {"decode_error", "truncated_image", "bomb", "too_small", "aspect", "bad_mode"}
+
+
+def verdict(data: bytes) -> object:
+    try:
+        return check_image(data, LIMITS)
+    except SkipSample as skip:
+        return skip.reason
+
+
+def damaged_jpegs(rng: np.random.Generator):
+    """Baseline, progressive and grey files with restart markers or none: bytes changed, cut out, or the end cut off."""
+    kinds = [
+        {},
+        {"progressive": True},
+        {"subsampling": 0},
+        {"subsampling": 1, "restart_marker_rows": 1},
+        {"optimize": True, "quality": 30},
+    ]
+    for options in kinds:
+        for mode in ("RGB", "L"):
+            data = encode(picture(4, 72, 56, mode), "JPEG", **options)
+            yield data
+            for _ in range(120):
+                damaged = bytearray(data)
+                for place in rng.integers(2, len(data), rng.integers(1, 4)):
+                    damaged[place] = rng.integers(256)
+                begin = int(rng.integers(2, len(data)))
+                yield bytes([bytes(damaged), data[:begin] + data[begin + 5 :], data[:begin]][rng.integers(3)])
+
+
+def test_the_fast_check_of_a_jpeg_is_pillows_verdict(monkeypatch):
+    files = list(damaged_jpegs(np.random.default_rng(1)))
+    fast, tried = [verdict(data) for data in files], []
+    real = images._is_whole_jpeg
+    monkeypatch.setattr(images, "_is_whole_jpeg", lambda *given: tried.append(real(*given)))
+    assert [verdict(data) for data in files] == fast
+    assert sum(tried) > 10 and tried.count(False) > 100 and fast.count("truncated_image") > 100
+
+
+def test_a_jpeg_that_simplejpeg_warns_about_is_left_to_pillow(monkeypatch):
+    monkeypatch.setattr("PIL.JpegImagePlugin.JpegImageFile.load", lambda self: pytest.fail("Pillow decoded"))
+    sound = encode(picture(4, 72, 56), "JPEG")
+    assert check_image(sound, LIMITS).width == 72
+    with pytest.raises(pytest.fail.Exception, match="Pillow decoded"):
+        check_image(sound[:-40] + sound[-2:], LIMITS)
+
+
+@pytest.mark.parametrize("image_format", ["JPEG", "PNG", "WEBP", "TIFF", "GIF", "BMP"])
+def test_the_header_check_says_the_same_of_sound_files(image_format, monkeypatch):
+    exif = {"exif": orientation_exif(6)} if image_format in ("JPEG", "WEBP") else {}
+    data = encode(picture(5, 48, 32), image_format, **exif)
+    whole = check_image(data, LIMITS)
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda self: pytest.fail("decoded"))
+    assert check_image(data, LIMITS, decode=False) == whole
+
+
+def test_the_header_check_keeps_the_limits_and_lets_damage_pass():
+    for name, (make, reason) in BAD_IMAGES.items():
+        try:
+            check_image(make(), LIMITS, decode=False)
+            assert reason in ("truncated_image", "decode_error") or name == "32 bit", name
+        except SkipSample as skip:
+            assert skip.reason == reason, name
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("image_format", ["JPEG", "PNG", "WEBP", "TIFF"])
+def test_exif_orientation_is_applied(orientation, image_format):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    options = {"quality": 95} if image_format == "JPEG" else {"lossless": True} if image_format == "WEBP" else {}
+    data = encode(picture(5, 48, 32), image_format, exif=exif, **options)
+    with Image.open(io.BytesIO(data)) as image:
+        expected = np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
+    np.testing.assert_array_equal(pixels(data), expected)
+    info = check_image(data, LIMITS)
+    assert (info.width, info.height) == ((32, 48) if orientation > 4 else (48, 32))
+
+
+@pytest.mark.parametrize("name", BROKEN_EXIF)
+@pytest.mark.parametrize("image_format", ["JPEG", "PNG", "WEBP"])
+def test_broken_exif_keeps_the_picture_as_it_is_stored(name, image_format):
+    exif, options = BROKEN_EXIF[name], {"lossless": True} if image_format == "WEBP" else {}
+    if image_format == "JPEG":
+        data, plain = jpeg_with_exif(picture(6), exif), encode(picture(6), "JPEG", quality=95, subsampling=0)
+    else:
+        data, plain = encode(picture(6), image_format, exif=exif, **options), png(6)
+    info = check_image(data, LIMITS)
+    assert (info.width, info.height, info.orientation) == (40, 32, 1)
+    np.testing.assert_array_equal(pixels(data), pixels(plain))
+
+
+def test_broken_exif_in_a_text_chunk_keeps_the_picture():
+    text = PngInfo()
+    text.add_text("Raw profile type exif", "\nexif\n  4\nno hex")
+    data = encode(picture(6), pnginfo=text)
+    assert check_image(data, LIMITS).orientation == 1
+    np.testing.assert_array_equal(pixels(data), pixels(png(6)))
+
+
+def test_the_exif_maker_makes_working_blocks():
+    """Else the test above would prove nothing."""
+    assert check_image(jpeg_with_exif(picture(6), orientation_exif(6)), LIMITS).orientation == 6
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA"])
+def test_alpha_is_composited_on_white(mode):
+    image = picture(7, mode=mode)
+    alpha = np.zeros((32, 40), np.uint8)
+    alpha[:, 20:] = 255
+    alpha[:4] = 128
+    image.putalpha(Image.fromarray(alpha))
+    opaque = np.asarray(image.convert("RGB")).astype(np.int32)
+    got = pixels(encode(image))
+    assert (got[4:, :20] == 255).all()
+    np.testing.assert_array_equal(got[4:, 20:], opaque[4:, 20:])
+    half = np.round(opaque[:4] * (128 / 255) + 255 * (127 / 255))
+    assert np.abs(got[:4] - half).max() <= 1
+
+
+def test_palette_transparency_is_white():
+    image = Image.new("P", (16, 16), 0)
+    image.putpalette([200, 0, 0, 0, 0, 200])
+    image.paste(1, (8, 0, 16, 16))
+    got = pixels(encode(image, transparency=0))
+    assert (got[:, :8] == 255).all() and (got[:, 8:] == (0, 0, 200)).all()
+    assert (pixels(encode(image))[:, :8] == (200, 0, 0)).all()
+
+
+def test_colour_key_transparency_is_white():
+    image = Image.new("RGB", (16, 16), (10, 20, 30))
+    image.paste((1, 2, 3), (8, 0, 16, 16))
+    got = pixels(encode(image, transparency=(10, 20, 30)))
+    assert (got[:, :8] == 255).all() and (got[:, 8:] == (1, 2, 3)).all()
+
+
+def test_sixteen_bits_are_scaled_not_clipped():
+    values = np.linspace(0, 65535, 256).reshape(16, 16).astype(np.uint16)
+    got = pixels(grey16_png(values))
+    expected = np.round(values / 257).astype(np.uint8)
+    np.testing.assert_array_equal(got, expected[..., None].repeat(3, -1))
+    wide = Image.fromarray(values.astype(np.int32))
+    assert wide.mode == "I"
+    np.testing.assert_array_equal(pixels(encode(wide, "TIFF")), got)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "RGB"])
+def test_plain_modes_keep_their_pixels(mode):
+    image = picture(8, mode=mode)
+    np.testing.assert_array_equal(pixels(encode(image)), np.asarray(image.convert("RGB")))
+
+
+def test_cmyk_becomes_rgb():
+    data = encode(Image.new("CMYK", (16, 16), (255, 0, 0, 0)), "JPEG", quality=100)
+    assert check_image(data, LIMITS).mode == "CMYK"
+    red, green, blue = pixels(data)[8, 8]
+    assert red < 10 and green > 245 and blue > 245
+
+
+def test_animation_gives_its_first_frame():
+    first, second = picture(9), picture(10)
+    data = encode(first, "WEBP", save_all=True, append_images=[second], lossless=True)
+    np.testing.assert_array_equal(pixels(data), np.asarray(first))
+
+
+def test_info_says_what_the_file_is():
+    info = check_image(png(1, 48, 32), LIMITS)
+    assert (info.width, info.height, info.mode, info.format, info.orientation) == (48, 32, "RGB", "PNG", 1)
+
+
+def test_preview_puts_pictures_side_by_side_and_never_enlarges():
+    sheet = open_rgb(preview_png([png(1, 100, 50), png(2, 20, 20)], 50))
+    assert sheet.size == (50 + 4 + 20, 25)
+
+
+def test_grey_png_keeps_its_values():
+    values = np.arange(64, dtype=np.uint8).reshape(8, 8)
+    np.testing.assert_array_equal(pixels(grey_png(values))[..., 0], values)
+    assert enlarge_grey(values, 24, 16).shape == (16, 24)

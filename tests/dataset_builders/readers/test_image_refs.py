@@ -1,0 +1,143 @@
+"""What a row may name as its image, and what it may not: nothing of this machine outside of the source."""
+
+import os
+import urllib.parse
+
+import pytest
+
+from dataset_builders.contracts.sample import SkipSample
+from dataset_builders.errors import InputError
+from dataset_builders.readers import image_refs
+from dataset_builders.readers.image_refs import ImageReader, check_image_root
+from dataset_builders.readers.parts import Part
+from dataset_builders.storage.store import location
+from tests.helpers.json_rows import data_uri, write_file
+from tests.helpers.object_store import BUCKET, moto_server
+from tests.helpers.raw_rows import png
+
+ONE = png(1)
+
+
+def part_of(source, name="s/rows.jsonl"):
+    return Part(path=source / name, name=name, subset="s", span=(0, 0), first_row=0, file_row=0, num_rows=0)
+
+
+@pytest.fixture
+def source(tmp_path):
+    write_file(tmp_path / "outside.png", ONE)
+    write_file(tmp_path / "source-2/x.png", ONE)
+    write_file(tmp_path / "source/pics/1.png", ONE)
+    write_file(tmp_path / "source/s/a b.png", ONE)
+    return tmp_path / "source"
+
+
+def refused(reader, ref):
+    with pytest.raises(SkipSample) as caught:
+        reader.read(ref)
+    caught.value.detail.encode()
+    return caught.value
+
+
+@pytest.mark.parametrize("ref", ["a b.png", "./a b.png", "../pics/1.png", "../s/../pics//1.png"])
+def test_paths_are_relative_to_the_file_that_names_them(ref, source):
+    assert ImageReader(part_of(source)).read(ref) == ONE
+
+
+def test_paths_are_relative_to_the_root_where_there_is_one(source):
+    assert ImageReader(part_of(source), "pics").read("1.png") == ONE
+    assert refused(ImageReader(part_of(source)), "1.png").reason == "image_not_found"
+
+
+def test_an_absolute_path_into_the_source_is_one_of_its_own(source):
+    assert ImageReader(part_of(source)).read(str(source / "pics/1.png")) == ONE
+
+
+OUTSIDE = ["../../outside.png", "../../source-2/x.png", "/etc/hostname", "../link.png", "../links/outside.png", "loop"]
+NO_PATHS = ["", " ", ".", "..", "../pics", "no.png", "a b.png/x", "\0", "a\0b", "x" * 5000, "\ud800", "\udc80.png"]
+NO_ADDRESSES = [
+    "http://example.com/a.png",
+    "HTTPS://example.com/a.png",
+    "file:///etc/hostname",
+    "local:///etc/hostname",
+    "ftp://example.com/a.png",
+    "s3://",
+    "s3://bucket",
+    "s3:///x",
+    "simplecache::file:///etc/hostname",
+    "s3://a/b::file:///etc/hostname",
+    "memory://a/b.png",
+    "C:\\pictures\\1.png",
+]
+
+
+@pytest.mark.parametrize("ref", [*OUTSIDE, *NO_PATHS, *NO_ADDRESSES])
+def test_what_is_not_below_the_source_is_not_found(ref, source):
+    (source / "link.png").symlink_to(source.parent / "outside.png")
+    (source / "links").symlink_to(source.parent)
+    (source / "s/loop").symlink_to(source / "s/loop")
+    assert refused(ImageReader(part_of(source)), ref).reason == "image_not_found"
+
+
+def test_a_link_inside_the_source_is_followed(source):
+    (source / "s/link.png").symlink_to(source / "pics/1.png")
+    assert ImageReader(part_of(source)).read("link.png") == ONE
+
+
+def test_the_web_is_refused_with_the_reason_why(source):
+    assert "download" in refused(ImageReader(part_of(source)), "https://example.com/a.png").detail
+
+
+def test_a_pipe_is_no_file(source):
+    os.mkfifo(source / "s/pipe.png")
+    assert refused(ImageReader(part_of(source)), "pipe.png").reason == "image_not_found"
+
+
+def test_a_file_of_absurd_size_is_not_read(source, monkeypatch):
+    monkeypatch.setattr(image_refs, "MAX_IMAGE_BYTES", len(ONE) - 1)
+    assert refused(ImageReader(part_of(source), "pics"), "1.png").reason == "bomb"
+
+
+def test_a_broken_disk_is_no_fault_of_the_row(source, monkeypatch):
+    def fail(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("pathlib.Path.read_bytes", fail)
+    with pytest.raises(OSError, match="Input/output"):
+        ImageReader(part_of(source), "pics").read("1.png")
+
+
+def test_data_uris(source):
+    reader = ImageReader(part_of(source))
+    plain = data_uri(ONE)
+    head, body = plain.split(",")
+    assert reader.read(plain) == ONE
+    assert reader.read(f"{head},{body[:40]}\n {body[40:]}") == ONE
+    assert reader.read(f"{head.upper()},{urllib.parse.quote(body, safe='')}") == ONE
+    assert reader.read(f"data:image/png;charset=x;base64,{body}") == ONE
+    assert reader.read(f"data:image/png,{urllib.parse.quote(ONE)}") == ONE
+    for broken in (f"{head},{body[:-1]}", f"{head},*{body}", f"{head},\u00e9", "data:image/png;base64"):
+        assert refused(reader, broken).reason == "decode_error", broken[-30:]
+
+
+def test_image_root_must_be_a_directory_inside(source):
+    check_image_root(source, "")
+    check_image_root(source, "pics")
+    for wrong in ("no", "../source-2", str(source / "pics"), "pics/1.png", "pics/../.."):
+        with pytest.raises(InputError, match="image_root"):
+            check_image_root(source, wrong)
+
+
+def test_objects_of_a_store_and_paths_beside_a_stored_file(tmp_path, source):
+    with moto_server():
+        stored = location(f"s3://{BUCKET}/data/set")
+        (stored / "pics/1.png").write_bytes(ONE)
+        (stored / "s/rows.jsonl").write_bytes(b"\n")
+        location(f"s3://{BUCKET}/data/set-2/x.png").write_bytes(ONE)
+        here, there = ImageReader(part_of(source)), ImageReader(part_of(stored))
+        assert here.read(f"s3://{BUCKET}/data/set/pics/1.png") == ONE
+        assert there.read(f"s3://{BUCKET}/data/set-2/x.png") == ONE  # an address may lie in any store
+        assert there.read("../pics/1.png") == ONE and ImageReader(part_of(stored), "pics").read("1.png") == ONE
+        for wrong in ("../../set-2/x.png", "../pics/2.png", "/etc/hostname", "../pics", f"/{BUCKET}/data/set-2/x.png"):
+            assert refused(there, wrong).reason == "image_not_found"
+        for wrong in (f"s3://{BUCKET}/no.png", "s3://no-such-bucket/no.png", "s3://a_b.-c/x"):
+            assert refused(here, wrong).reason == "image_not_found"

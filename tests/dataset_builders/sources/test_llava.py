@@ -1,0 +1,123 @@
+"""LLaVA's and ShareGPT's rows to samples, with the odd rows that such files hold."""
+
+import json
+
+import pytest
+
+from dataset_builders.contracts.sample import Sample
+from dataset_builders.errors import InputError
+from tests.helpers.json_rows import data_uri, json_lines, read_source, reasons, turns, write_file
+from tests.helpers.raw_rows import png
+
+ONE, TWO = png(1), png(2)
+
+
+def row(*values, names=("human", "gpt"), **fields):
+    """A row of these values, by turns from each of the names."""
+    said = [{"from": names[i % len(names)], "value": value} for i, value in enumerate(values)]
+    return {"id": "000000033471", **fields, "conversations": said}
+
+
+def read_rows(tmp_path, rows, **options):
+    write_file(tmp_path / "mix.json", json.dumps(rows).encode())
+    write_file(tmp_path / "coco/1.png", ONE)
+    write_file(tmp_path / "coco/2.png", TWO)
+    return read_source("llava", tmp_path, ["mix"], **options)
+
+
+def test_a_row_of_llava(tmp_path):
+    raw = row("<image>\nWhat are the colors of the bus?", "White and red.", "Where?", "There.\n", image="coco/1.png")
+    (sample,) = read_rows(tmp_path, [raw])
+    assert sample.key == "mix/00000000" and sample.images == (ONE,)
+    assert turns(sample) == [
+        ("user", "<image>\nWhat are the colors of the bus?"),
+        ("assistant", "White and red."),
+        ("user", "Where?"),
+        ("assistant", "There."),
+    ]
+
+
+def test_several_images_stay_where_their_marks_are(tmp_path):
+    rows = [
+        row("Is <image> like", "yes", "or <image>?", "no", image=["coco/1.png", "coco/2.png"]),
+        row("Is <image> like <image>?", "no", images=["coco/1.png", data_uri(TWO)], system="Be short."),
+    ]
+    first, second = read_rows(tmp_path, rows)
+    assert first.images == second.images == (ONE, TWO)
+    assert [text for _, text in turns(first)] == ["Is <image> like", "yes", "or <image>?", "no"]
+    assert turns(second)[0] == ("system", "Be short.")
+
+
+def test_rows_without_image_and_without_marks(tmp_path):
+    rows = [
+        row("2 + 2?", "4"),
+        row("2 + 3?", "5", image=None, images=None),
+        row("What is this?\n", "a bus", image="coco/1.png"),
+    ]
+    text, null, unmarked = read_rows(tmp_path, rows)
+    assert text.images == null.images == ()
+    assert turns(unmarked)[0] == ("user", "<image>What is this?") and unmarked.images == (ONE,)
+
+
+@pytest.mark.parametrize("names", [("human", "gpt"), ("user", "assistant"), ("human", "chatgpt"), ("user", "model")])
+def test_roles_by_their_other_names(names, tmp_path):
+    (sample,) = read_rows(tmp_path, [row("a?", "b", names=names)])
+    assert turns(sample) == [("user", "a?"), ("assistant", "b")]
+
+
+def test_a_system_turn_comes_first(tmp_path):
+    (sample,) = read_rows(tmp_path, [row("Be short.", "a?", "b", names=("system", "human", "gpt"))])
+    assert [role for role, _ in turns(sample)] == ["system", "user", "assistant"]
+
+
+def test_an_id_that_comes_twice_does_no_harm(tmp_path):
+    items = read_rows(tmp_path, [row("a?", "b"), row("c?", "d")])
+    assert [item.key for item in items] == ["mix/00000000", "mix/00000001"]
+    assert all(isinstance(item, Sample) for item in items)
+
+
+def test_image_root(tmp_path):
+    raw = row("<image>?", "b", image="1.png")
+    assert reasons(read_rows(tmp_path, [raw])) == ["image_not_found"]
+    assert read_rows(tmp_path, [raw], image_root="coco")[0].images == (ONE,)
+    with pytest.raises(InputError, match="image_root='train2017'"):
+        read_rows(tmp_path, [raw], image_root="train2017")
+
+
+def test_lines_are_read_too(tmp_path):
+    write_file(tmp_path / "mix.jsonl", json_lines([row("a?", "b"), row("c?", "d")]))
+    assert reasons(read_source("llava", tmp_path)) == [None, None]
+
+
+BAD_ROWS = {
+    "mark without image": (row("<image>\na?", "b"), "image_count_mismatch"),
+    "two marks, one image": (row("<image><image>a?", "b", image="coco/1.png"), "image_count_mismatch"),
+    "mark in an answer": (row("<image>a?", "see <image>", image=["coco/1.png"] * 2), "special_token_in_text"),
+    "two answers": (row("a?", "b", "c", names=("human", "gpt", "gpt")), "bad_role"),
+    "answer first": (row("b", "a?", "b", names=("gpt", "human")), "bad_role"),
+    "question last": (row("a?", "b", "c?"), "bad_role"),
+    "question alone": (row("a?"), "bad_role"),
+    "observation": (row("a?", "b", names=("human", "observation")), "bad_role"),
+    "no role": ({"conversations": [{"value": "a?"}]}, "schema_error"),
+    "empty answer": (row("a?", ""), "empty_target"),
+    "empty question": (row(" \n", "b"), "empty_prompt"),
+    "value null": (row("a?", None), "schema_error"),
+    "value list": (row("a?", ["b"]), "schema_error"),
+    "no turn": (row(), "no_text"),
+    "no conversations": ({"id": "1", "image": "coco/1.png"}, "schema_error"),
+    "messages too": (row("a?", "b", messages=[{"role": "user"}]), "schema_error"),
+    "image missing": (row("<image>a?", "b", image="coco/3.png"), "image_not_found"),
+    "image empty": (row("<image>a?", "b", image=""), "image_not_found"),
+    "image outside": (row("<image>a?", "b", image="../../1.png"), "image_not_found"),
+    "image and images": (row("<image>a?", "b", image="coco/1.png", images=["coco/1.png"]), "schema_error"),
+    "video": (row("a?", "b", video="a.mp4"), "schema_error"),
+    "text": ("a", "schema_error"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ROWS)
+def test_bad_row_is_named_and_its_neighbours_stay(name, tmp_path):
+    bad, reason = BAD_ROWS[name]
+    items = read_rows(tmp_path, [row("1?", "1"), bad, row("2?", "2")])
+    assert reasons(items) == [None, reason, None]
+    assert items[1].key == "mix/00000001"

@@ -1,0 +1,399 @@
+"""OpenAI's messages and their likenesses to samples: slots, weights, layouts, reasons, and files of every shape."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dataset_builders.contracts.sample import Sample
+from dataset_builders.errors import InputError
+from dataset_builders.readers import json_lines
+from dataset_builders.sources.openai_messages import OpenAIOptions, list_parts, patterns
+from dataset_builders.sources.registry import get_builder
+from dataset_builders.storage.store import location
+from tests.helpers.json_rows import data_uri, read_source, reasons, turns, write_file
+from tests.helpers.json_rows import json_lines as lines
+from tests.helpers.object_store import BUCKET, moto_server
+from tests.helpers.raw_rows import png
+
+ONE, TWO = png(1), png(2)
+URL = {"type": "image_url", "image_url": {"url": data_uri(ONE), "detail": "high"}}
+SECOND = {"type": "image", "image": data_uri(TWO)}
+
+
+def text(value):
+    return {"type": "text", "text": value}
+
+
+def message(role, content, **fields):
+    return {"role": role, "content": content, **fields}
+
+
+def ask(*parts, answer="yes", **fields):
+    """A row of one question made of these parts."""
+    return {"messages": [message("user", list(parts)), message("assistant", answer)], **fields}
+
+
+def chat(*texts, **fields):
+    """A row of plain texts, user and assistant in turn."""
+    turns = [message(("user", "assistant")[i % 2], text) for i, text in enumerate(texts)]
+    return {"messages": turns, **fields}
+
+
+def read(source, **options):
+    return read_source("openai_messages", source, **options)
+
+
+def read_rows(tmp_path, rows):
+    write_file(tmp_path / "s.jsonl", lines(rows))
+    return read(tmp_path)
+
+
+def test_images_lie_where_their_parts_are(tmp_path):
+    row = {
+        "messages": [
+            message("developer", "Answer in one word."),
+            message("user", [text(" Is "), URL, text(" like\r\n"), SECOND, text("? ")]),
+            message("assistant", [text("Rath"), text("er")]),
+        ]
+    }
+    (sample,) = read_rows(tmp_path, [row])
+    assert sample.key == "s/00000000" and sample.images == (ONE, TWO)
+    assert turns(sample) == [
+        ("system", "Answer in one word."),
+        ("user", "Is <image> like\n<image>?"),
+        ("assistant", "Rather"),
+    ]
+
+
+def test_images_of_later_questions_and_the_shapes_of_parts(tmp_path):
+    write_file(tmp_path / "a/1.png", ONE)
+    shapes = [
+        {"type": "input_image", "image_url": data_uri(ONE)},
+        {"type": "image_url", "image_url": data_uri(ONE)},
+        {"type": "image", "url": "a/1.png", "text": None},
+        {"type": "image", "path": "a/1.png"},
+        {"type": "image", "image": "a/1.png", "image_url": None},
+    ]
+    rows = [{"messages": [*chat("a?", "b")["messages"], *ask(shape, text("c?"))["messages"]]} for shape in shapes]
+    samples = read_rows(tmp_path, rows)
+    assert all(sample.images == (ONE,) and turns(sample)[2] == ("user", "<image>c?") for sample in samples)
+    assert len(samples) == len(shapes)
+
+
+def test_an_answer_of_weight_0_is_context(tmp_path):
+    messages = [
+        message("user", "a?"),
+        message("assistant", "b", weight=0),
+        message("user", "c?"),
+        message("assistant", "d", weight=1),
+        message("user", "e?"),
+        message("assistant", "f", loss=False),
+        message("user", "g?", weight=0),
+        message("assistant", "h", weight=None),
+    ]
+    (sample,) = read_rows(tmp_path, [{"messages": messages}])
+    learnt = [m.is_learnt for m in sample.messages if m.role == "assistant"]
+    assert learnt == [False, True, False, True]
+    assert all(m.is_learnt for m in sample.messages if m.role == "user")
+
+
+def test_the_rows_of_a_public_converter_load_unchanged(tmp_path):
+    """SkyRL's converter of the_cauldron: JPEG data URIs as {"type": "image"} parts before the first question's text."""
+    part = {"type": "image", "image": data_uri(ONE, "jpeg")}
+    row = {"messages": [message("user", [part, text("Which?")]), message("assistant", "this")]}
+    row["messages"] += [message("user", [text("Why?")]), message("assistant", "so")]
+    (sample,) = read_rows(tmp_path, [row])
+    assert sample.images == (ONE,)
+    assert [t for _, t in turns(sample)] == ["<image>Which?", "this", "Why?", "so"]
+
+
+def test_marks_of_swift_and_llama_factory(tmp_path):
+    write_file(tmp_path / "demo/1.png", ONE)
+    images = ["demo/1.png", {"bytes": None, "path": data_uri(TWO)}]
+    rows = [
+        chat("Is <image> like <image>?", "no", images=images),
+        chat("Which?", "this", "Why?", "so", images=images),
+        chat("Hm?", "yes", images=[], system="Be short."),
+        chat("Is <image> one?", "yes", image="demo/1.png"),
+    ]
+    marked, plain, none, single = read_rows(tmp_path, rows)
+    assert marked.images == (ONE, TWO) and turns(marked)[0] == ("user", "Is <image> like <image>?")
+    assert turns(plain)[0] == ("user", "<image><image>Which?")
+    assert turns(none)[:2] == [("system", "Be short."), ("user", "Hm?")] and none.images == ()
+    assert single.images == (ONE,)
+
+
+def test_parts_that_name_nothing_take_the_images_beside(tmp_path):
+    write_file(tmp_path / "1.png", ONE)
+    row = ask({"type": "image"}, text("or "), {"type": "image"}, text("?"), images=["1.png", data_uri(TWO)])
+    (sample,) = read_rows(tmp_path, [row])
+    assert sample.images == (ONE, TWO) and turns(sample)[0] == ("user", "<image>or <image>?")
+
+
+def read_table(tmp_path, rows, schema, **options):
+    storage = pa.schema([field.with_type(stored_as(field.type)) for field in schema])
+    pq.write_table(pa.Table.from_pylist(rows, storage).cast(schema), tmp_path / "t.parquet", **options)
+    return read(tmp_path)
+
+
+def stored_as(kind):
+    """The type without its JSON marks."""
+    if isinstance(kind, pa.JsonType):
+        return pa.string()
+    if pa.types.is_list(kind):
+        return pa.list_(stored_as(kind.value_type))
+    return pa.struct([(f.name, stored_as(f.type)) for f in kind]) if pa.types.is_struct(kind) else kind
+
+
+def test_parquet_with_contents_that_are_marked_as_json(tmp_path):
+    """What SkyRL's converter writes through datasets 5: each content is JSON of its own, texts in quotes."""
+    schema = pa.schema({"messages": pa.list_(pa.struct({"role": pa.string(), "content": pa.json_(pa.string())}))})
+    part = {"type": "image", "image": data_uri(ONE, "jpeg")}
+    contents = [json.dumps([part, text("Which?")]), json.dumps('say "this"')]
+    rows = [{"messages": [message("user", contents[0]), message("assistant", c)]} for c in (contents[1], "{")]
+    sample, broken = read_table(tmp_path, rows, schema)
+    assert sample.images == (ONE,) and turns(sample) == [("user", "<image>Which?"), ("assistant", 'say "this"')]
+    assert broken.reason == "json_parse_error" and broken.key == "t/00000001"
+
+
+def test_parquet_with_structs_and_with_text(tmp_path):
+    part = pa.struct({"type": pa.string(), "text": pa.string(), "image": pa.string()})
+    turn = pa.struct({"role": pa.string(), "content": pa.list_(part), "weight": pa.int64()})
+    picture = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+    schema = pa.schema({"messages": pa.list_(turn), "images": pa.list_(picture), "other": pa.int32()})
+    question = message("user", [{"type": "image"}, text("is it?")])
+    row = {"messages": [question, message("assistant", [text("yes")], weight=0)], "images": [{"bytes": ONE}]}
+    samples = read_table(tmp_path, [row] * 5, schema, row_group_size=2)
+    assert [sample.key for sample in samples] == [f"t/{i:08d}" for i in range(5)]
+    assert samples[4].images == (ONE,) and turns(samples[4])[0] == ("user", "<image>is it?")
+    assert not samples[4].messages[1].is_learnt
+    write_file(tmp_path / "t" / "1.jsonl", lines([chat("a?", "b")]))  # the same subset: numbers go on
+    assert [item.key for item in read(tmp_path)][4:] == ["t/00000004", "t/00000005"]
+    whole = read_table(
+        tmp_path, [{"messages": json.dumps(chat("a?", "b")["messages"])}], pa.schema({"messages": pa.string()})
+    )
+    assert turns(whole[0]) == [("user", "a?"), ("assistant", "b")]
+    with pytest.raises(InputError, match="lacks the column 'messages'; it has: text"):
+        read_table(tmp_path, [{"text": "a"}], pa.schema({"text": pa.string()}))
+
+
+BAD_ROWS = {
+    "no json": (b'{"messages": [', "json_parse_error"),
+    "not utf-8": (b'{"messages": "\xff"}', "json_parse_error"),
+    "deep": (b"[" * 100_000, "json_parse_error"),
+    "a list": ([], "schema_error"),
+    "a number": (7, "schema_error"),
+    "no messages": ({"text": "a"}, "schema_error"),
+    "messages null": ({"messages": None}, "schema_error"),
+    "messages text": ({"messages": "a"}, "json_parse_error"),
+    "message text": ({"messages": ["a"]}, "schema_error"),
+    "no turn": ({"messages": []}, "no_text"),
+    "two conversations": (chat("a?", "b", conversations=[{"from": "human", "value": "a?"}]), "schema_error"),
+    "tools": (chat("a?", "b", tools=[{"type": "function"}]), "schema_error"),
+    "videos": (chat("a?", "b", videos=["a.mp4"]), "schema_error"),
+    "content null": (chat("a?", None), "schema_error"),
+    "content number": (chat("a?", 7), "schema_error"),
+    "content object": (chat({"text": "a"}, "b"), "schema_error"),
+    "part text": (ask("a"), "schema_error"),
+    "part without text": (ask({"type": "text"}), "schema_error"),
+    "part of sound": (ask({"type": "input_audio", "input_audio": {"data": ""}}), "schema_error"),
+    "role null": ({"messages": [message(None, "a")]}, "schema_error"),
+    "tool": ({"messages": [*chat("a?", "b")["messages"], message("tool", "c")]}, "bad_role"),
+    "function": ({"messages": [message("function", "c"), *chat("a?", "b")["messages"]]}, "bad_role"),
+    "tool call": ({"messages": [message("user", "a?"), message("assistant", None, tool_calls=[{}])]}, "bad_role"),
+    "no question": ({"messages": [message("assistant", "a")]}, "bad_role"),
+    "two answers": ({"messages": [*chat("a?", "b")["messages"], message("assistant", "c")]}, "bad_role"),
+    "question last": (chat("a?", "b", "c?"), "bad_role"),
+    "system alone": ({"messages": [message("system", "a")]}, "bad_role"),
+    "system later": ({"messages": [*chat("a?", "b")["messages"], message("system", "c")]}, "bad_role"),
+    "two systems": ({"messages": [message("system", "c")] * 2 + chat("a?", "b")["messages"]}, "bad_role"),
+    "system twice": (
+        {"messages": [message("system", "c"), *chat("a?", "b")["messages"]], "system": "d"}, "schema_error"),
+    "weight 2": ({"messages": [message("user", "a?"), message("assistant", "b", weight=2)]}, "schema_error"),
+    "weight text": ({"messages": [message("user", "a?"), message("assistant", "b", weight="1")]}, "schema_error"),
+    "empty answer": (chat("a?", " \n"), "empty_target"),
+    "empty question": (chat(" ", "b"), "empty_prompt"),
+    "escape": (chat("a\x1b?", "b"), "control_chars"),
+    "lone surrogate": (chat("a\ud800?", "b"), "schema_error"),
+    "literal mark": (chat("is <image> a tag?", "b"), "special_token_in_text"),
+    "literal mark beside a part": (ask(URL, text("<image>?")), "special_token_in_text"),
+    "mark of two parts": (ask(URL, text("<ima"), text("ge>?")), "special_token_in_text"),
+    "mark in an answer": (chat("a?", "<image>", images=[data_uri(ONE)]), "special_token_in_text"),
+    "literal mark and named part": (ask(URL, text("<image>?"), images=[data_uri(ONE)]), "special_token_in_text"),
+    "image in an answer": ({"messages": [message("user", "a?"), message("assistant", [URL])]}, "schema_error"),
+    "named parts and images": (ask(URL, text("?"), images=[data_uri(ONE)]), "image_count_mismatch"),
+    "part without a name": (ask({"type": "image"}, text("?")), "image_count_mismatch"),
+    "more images than parts": (ask({"type": "image"}, text("?"), images=[data_uri(ONE)] * 2), "image_count_mismatch"),
+    "fewer images than marks": (chat("<image><image>?", "b", images=[data_uri(ONE)]), "image_count_mismatch"),
+    "marks without images": (chat("<image>?", "b", images=[]), "image_count_mismatch"),
+    "images and image": (chat("a?", "b", images=["a.png"], image="a.png"), "schema_error"),
+    "image number": (chat("a?", "b", images=[7]), "schema_error"),
+    "image null": (ask({"type": "image", "image": {"url": None}}), "schema_error"),
+    "no such file": (ask({"type": "image", "image": "no.png"}, text("?")), "image_not_found"),
+    "web": (ask({"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}), "image_not_found"),
+    "no base64": (ask({"type": "image", "image": "data:image/png;base64,????"}), "decode_error"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_ROWS)
+def test_bad_row_is_named_and_its_neighbours_stay(name, tmp_path):
+    bad, reason = BAD_ROWS[name]
+    items = read_rows(tmp_path, [chat("1?", "1"), bad, chat("2?", "2")])
+    assert reasons(items) == [None, reason, None]
+    assert [item.key for item in items] == ["s/00000000", "s/00000001", "s/00000002"]
+    items[1].detail.encode()
+
+
+def test_a_file_is_never_opened_for_a_row_that_is_refused_anyway(tmp_path, monkeypatch):
+    monkeypatch.setattr("dataset_builders.readers.image_refs.ImageReader.read", lambda *_: 1 / 0)
+    (item,) = read_rows(tmp_path, [ask({"type": "image", "image": "1.png"}, answer=" ")])
+    assert item.reason == "empty_target"
+
+
+def numbered(count):
+    return [chat(f"What is {i}?", f"{i} \u00e4\u4e16\U0001f600") for i in range(count)]
+
+
+SHAPES = {
+    "lines": lambda rows: lines(rows),
+    "lines without a last newline": lambda rows: lines(rows)[:-1],
+    "lines with a byte order mark": lambda rows: b"\xef\xbb\xbf" + lines(rows),
+    "array": lambda rows: json.dumps(rows).encode(),
+    "array of raw unicode": lambda rows: json.dumps(rows, ensure_ascii=False, indent=1).encode(),
+    "array with a byte order mark": lambda rows: b"\xef\xbb\xbf \n" + json.dumps(rows).encode() + b"\n \n",
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("block", [7, 1 << 20])
+def test_every_shape_of_file_gives_the_same_rows_however_it_is_cut(shape, block, tmp_path, monkeypatch):
+    monkeypatch.setattr(json_lines, "_BLOCK", block)
+    monkeypatch.setattr(json_lines, "_PART_ROWS", 4)
+    rows = numbered(10)
+    write_file(tmp_path / "s.json", SHAPES[shape](rows))
+    parts = list_parts(tmp_path, (), OpenAIOptions())
+    assert [part.num_rows for part in parts] == [4, 4, 2]
+    assert [part.first_row for part in parts] == [0, 4, 8] == [part.file_row for part in parts]
+    items = read(tmp_path)
+    assert [turns(item)[0][1] for item in items] == [f"What is {i}?" for i in range(10)]
+    assert [turns(item)[1][1] for item in items] == [row["messages"][1]["content"] for row in rows]
+    chosen = [item.key for item in read(tmp_path, rows={1, 4, 9})]
+    assert chosen == ["s/00000001", "s/00000004", "s/00000009"]
+
+
+def test_parts_are_cut_by_bytes_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(json_lines, "_PART_BYTES", 400)
+    for name in ("a.jsonl", "b.json"):
+        rows = numbered(20)
+        write_file(tmp_path / name, lines(rows) if name == "a.jsonl" else json.dumps(rows).encode())
+    parts = list_parts(tmp_path, (), OpenAIOptions())
+    assert all(part.span[1] - part.span[0] < 600 for part in parts) and len(parts) > 8
+    assert [item.key for item in read(tmp_path)] == [f"{s}/{i:08d}" for s in "ab" for i in range(20)]
+
+
+def test_blank_lines_are_no_rows_but_count(tmp_path):
+    write_file(tmp_path / "s.jsonl", b"\n" + lines([chat("1?", "1")]) + b" \t\r\n\n" + lines([chat("2?", "2")]))
+    assert [item.key for item in read(tmp_path)] == ["s/00000001", "s/00000004"]
+
+
+def test_a_line_that_is_too_long_is_one_bad_row(tmp_path, monkeypatch):
+    monkeypatch.setattr(json_lines, "MAX_ROW_BYTES", 200)
+    rows = [chat("1?", "1"), chat("x" * 1000, "y"), chat("2?", "2")]
+    items = read_rows(tmp_path, rows)
+    assert reasons(items) == [None, "json_parse_error", None] and "1087 bytes" in items[1].detail
+    (tmp_path / "s.jsonl").unlink()
+    write_file(tmp_path / "s.json", json.dumps(rows).encode())
+    with pytest.raises(InputError, match="row of over 200 bytes"):
+        monkeypatch.setattr(json_lines, "_BLOCK", 64)
+        read(tmp_path)
+
+
+BROKEN_FILES = {
+    "array that ends": (b'[{"messages": []},', "ends within the array"),
+    "array cut in a text": (b'[{"messages": "abc', "malformed"),
+    "array without a comma": (b'[{"a": 1} {"a": 2}]', "where ',' or ']' should be"),
+    "array with rubbish": (b'[{"a": 1}, x]', "malformed"),
+    "array and more": (b'[{"a": 1}]\n[{"a": 2}]', "goes on"),
+    "deep array": (b"[" * 100_000, "nested too deeply"),
+    "utf-16": ('[{"a": 1}]'.encode("utf-16"), "UTF-16"),
+    "gzip": (b"\x1f\x8b\x08\0\0\0", "gunzip"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_FILES)
+def test_a_broken_file_is_one_clear_line(name, tmp_path):
+    data, text = BROKEN_FILES[name]
+    write_file(tmp_path / "s.json", data)
+    with pytest.raises(InputError) as caught:
+        read(tmp_path)
+    assert text in str(caught.value) and str(tmp_path / "s.json") in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_integer_of_5000_digits_harms_nobody(tmp_path):
+    row = b'{"id": ' + b"9" * 5000 + b', "messages": ' + json.dumps(chat("a?", "b")["messages"]).encode() + b"}"
+    write_file(tmp_path / "a.jsonl", row)
+    write_file(tmp_path / "b.json", b"[" + row + b"]")
+    assert reasons(read(tmp_path)) == [None, None]
+
+
+def test_subsets_are_folders_or_names_without_a_number(tmp_path):
+    rows = numbered(6)
+    for i, name in enumerate(["b/x.jsonl", "b/y.json", "a.json", "t-00001-of-00002.jsonl", "t-00000-of-00002.jsonl"]):
+        write_file(tmp_path / name, lines(rows[i : i + 1]))
+    write_file(tmp_path / "pictures/1.png", ONE)
+    write_file(tmp_path / ".hidden.jsonl", b"rubbish")
+    found = {item.key: turns(item)[0][1] for item in read(tmp_path)}
+    assert found == {
+        "a/00000000": "What is 2?",
+        "b/00000000": "What is 0?",
+        "b/00000001": "What is 1?",
+        "t/00000000": "What is 4?",
+        "t/00000001": "What is 3?",
+    }
+    assert [item.key for item in read(tmp_path, subsets=["t"])] == ["t/00000000", "t/00000001"]
+    with pytest.raises(InputError, match=r"no subset 'tt'.*there are: a, b, t"):
+        read(tmp_path, subsets=["tt"])
+    (name,) = {item.key for item in read(tmp_path / "a.json")}  # a source may be one file
+    assert name == "a/00000000"
+
+
+def test_sources_that_cannot_be_read(tmp_path):
+    with pytest.raises(InputError, match="does not exist"):
+        read(tmp_path / "no")
+    with pytest.raises(InputError, match="holds neither"):
+        read(tmp_path)
+    write_file(tmp_path / "v1.5.jsonl", lines(numbered(1)))
+    with pytest.raises(InputError, match=r"v1\.5.*rename"):
+        read(tmp_path)
+
+
+def test_image_root_is_a_directory_below_the_source(tmp_path):
+    write_file(tmp_path / "pictures/1.png", ONE)
+    write_file(tmp_path / "s/rows.jsonl", lines([ask({"type": "image", "image": "1.png"}, text("?"))]))
+    assert reasons(read(tmp_path)) == ["image_not_found"]
+    assert read(tmp_path, image_root="pictures")[0].images == (ONE,)
+    for wrong in ("picture", "../x", "/etc"):
+        with pytest.raises(InputError, match="image_root"):
+            read(tmp_path, image_root=wrong)
+
+
+def test_patterns_name_every_file_that_is_read(tmp_path):
+    assert "s/*.jsonl" in patterns(["s"]) and "*.json" in patterns([]) and "**/*.jpg" in patterns(["s"])
+    assert get_builder("openai_messages").options is OpenAIOptions
+
+
+def test_the_same_from_an_object_store(tmp_path):
+    rows = [ask({"type": "image", "image": "pics/1.png"}, text("?")), *numbered(3), ask(SECOND)]
+    files = {"a.jsonl": lines(rows), "b/x.json": json.dumps(rows).encode(), "pics/1.png": ONE, "b/pics/1.png": TWO}
+    for name, data in files.items():
+        write_file(tmp_path / name, data)
+    with moto_server():
+        source = location(f"s3://{BUCKET}/raw/set")
+        for name, data in files.items():
+            (source / name).write_bytes(data)
+        local, stored = read(tmp_path), read(source)
+        assert stored == local and len(stored) == 10 and all(isinstance(item, Sample) for item in stored)
+        assert read(source, rows={4}) == read(tmp_path, rows={4})

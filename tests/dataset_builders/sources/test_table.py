@@ -1,0 +1,318 @@
+"""Any table by a column map: kinds of columns and files, templates, splits by a column, and the odd rows by reason."""
+
+import datetime
+from decimal import Decimal
+
+import pyarrow as pa
+import pyarrow.feather as feather
+import pyarrow.parquet as pq
+import pytest
+
+from dataset_builders.contracts.sample import Sample
+from dataset_builders.errors import InputError
+from dataset_builders.readers import table_files
+from dataset_builders.sources.table import TableOptions, iter_part, list_parts
+from dataset_builders.storage.store import location
+from tests.helpers.json_rows import read_source, reasons, turns
+from tests.helpers.object_store import BUCKET, moto_server
+from tests.helpers.raw_rows import encode, picture, png
+
+ONE, TWO = png(1), encode(picture(2), "JPEG")
+MAP = {"image": "picture", "question": "ask", "answer": "say"}
+
+
+def write(path, columns, **options):
+    """A parquet file of these columns: name -> values, or an arrow array."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(columns), path, **options)
+    return path
+
+
+def read(source, **options):
+    return read_source("table", source, **MAP | options)
+
+
+def columns(picture, ask="What?", say="this"):
+    return {"picture": picture, "ask": [ask] * len(picture), "say": [say] * len(picture)}
+
+
+STRUCT = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+IMAGE_KINDS = {
+    "binary": pa.array([ONE, TWO], pa.binary()),
+    "large binary": pa.array([ONE, TWO], pa.large_binary()),
+    "struct": pa.array([{"bytes": ONE, "path": "x.png"}, {"bytes": None, "path": "two.jpg"}], STRUCT),
+    "struct of bytes": pa.array([{"bytes": ONE}, {"bytes": TWO}], pa.struct([("bytes", pa.binary())])),
+    "list of bytes": pa.array([[ONE], [TWO]], pa.list_(pa.binary())),
+    "list of structs": pa.array(
+        [[{"bytes": ONE, "path": None}], [{"bytes": None, "path": "two.jpg"}]], pa.list_(STRUCT)
+    ),
+    "path": pa.array(["deep/one.png", "two.jpg"]),
+    "paths": pa.array([["deep/one.png"], ["two.jpg"]]),
+    "path in a dictionary": pa.array(["deep/one.png", "two.jpg"]).dictionary_encode(),
+}
+
+
+@pytest.mark.parametrize("name", IMAGE_KINDS)
+def test_image_columns_of_every_kind(name, tmp_path):
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "one.png").write_bytes(ONE)
+    (tmp_path / "two.jpg").write_bytes(TWO)
+    write(tmp_path / "qa.parquet", columns(IMAGE_KINDS[name]))
+    first, second = read(tmp_path)
+    assert (first.images, second.images) == ((ONE,), (TWO,)) and first.key == "qa/00000000"
+    assert turns(first) == [("user", "<image>What?"), ("assistant", "this")]
+
+
+def files_of(table, tmp_path):
+    """The same table in every form of file."""
+    pq.write_table(table, tmp_path / "parquet" / "t.parquet", row_group_size=2)
+    with pa.OSFile(str(tmp_path / "stream" / "t.arrow"), "wb") as out, pa.ipc.new_stream(out, table.schema) as writer:
+        writer.write_table(table, 2)
+    with pa.OSFile(str(tmp_path / "file" / "t.arrow"), "wb") as out, pa.ipc.new_file(out, table.schema) as writer:
+        writer.write_table(table, 2)
+    feather.write_feather(table, str(tmp_path / "feather" / "t.feather"), compression="zstd", chunksize=2)
+    return [path for path in sorted(tmp_path.glob("*/t.*"))]
+
+
+def test_parquet_arrow_streams_arrow_files_and_feather_give_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(table_files, "_PART_ROWS", 3)
+    for name in ("parquet", "stream", "file", "feather"):
+        (tmp_path / name).mkdir()
+    pictures = [png(i) for i in range(9)]
+    table = pa.table({"picture": pictures, "ask": [f"{i}?" for i in range(9)], "say": [str(i) for i in range(9)]})
+    paths = files_of(table, tmp_path)
+    assert len(paths) == 4
+    options = TableOptions(**MAP)
+    for path in paths:
+        parts = list_parts(path, (), options)
+        assert [(p.span, p.first_row, p.num_rows) for p in parts] == [((0, 2), 0, 4), ((2, 4), 4, 4), ((4, 5), 8, 1)]
+        found = read(path)
+        assert [item.key for item in found] == [f"t/{i:08d}" for i in range(9)]
+        assert [item.images[0] for item in found] == pictures
+        assert [item.key for item in read_source("table", path, rows={2, 7}, **MAP)] == ["t/00000002", "t/00000007"]
+
+
+def test_a_template_several_images_and_a_system_text(tmp_path):
+    data = {
+        "left": [ONE, ONE],
+        "right": [TWO, TWO],
+        "n": [3, 4],
+        "what": ["cats ", "dogs\r\n"],
+        "say": [True, False],
+        "rules": ["Be brief.", "Be brief."],
+    }
+    write(tmp_path / "a" / "0.parquet", data)
+    options = {"image": ["left", "right"], "question": "<image> and <image>: {n} {what}?", "system": "{rules} Now."}
+    first, second = read(tmp_path, **options)
+    assert first.images == (ONE, TWO) and first.key == "a/00000000"
+    assert turns(first) == [
+        ("system", "Be brief. Now."),
+        ("user", "<image> and <image>: 3 cats?"),
+        ("assistant", "true"),
+    ]
+    assert turns(second)[1:] == [("user", "<image> and <image>: 4 dogs?"), ("assistant", "false")]
+    (fixed, _) = read(tmp_path, image="left", question="<image>What is this?")
+    assert turns(fixed)[0] == ("user", "<image>What is this?")
+
+
+ANSWERS = {
+    "text": (pa.array([" a\r\nb "]), "a\nb"),
+    "number": (pa.array([7]), "7"),
+    "float": (pa.array([0.5]), "0.5"),
+    "decimal": (pa.array([Decimal("1.50")]), "1.50"),
+    "dictionary": (pa.array(["a"]).dictionary_encode(), "a"),
+    "large text": (pa.array(["a"], pa.large_string()), "a"),
+    "text view": (pa.array(["a"], pa.string_view()), "a"),
+    "list": (pa.array([["a", "b"]]), "a"),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_answers_of_every_kind(name, tmp_path):
+    values, text = ANSWERS[name]
+    table = pa.table({"picture": [ONE], "ask": ["?"], "say": values})
+    with pa.OSFile(str(tmp_path / "t.arrow"), "wb") as out, pa.ipc.new_stream(out, table.schema) as writer:
+        writer.write_table(table)
+    assert turns(read(tmp_path)[0])[1] == ("assistant", text)
+
+
+def test_lists_of_answers_are_cut_or_joined(tmp_path):
+    write(tmp_path / "t.parquet", {**columns([ONE]), "say": [["a", " b", "c"]]})
+    assert turns(read(tmp_path)[0])[1][1] == "a"
+    assert turns(read(tmp_path, answers="join")[0])[1][1] == "a, b, c"
+    assert turns(read(tmp_path, answers="join", separator=" | ")[0])[1][1] == "a | b | c"
+
+
+def test_null_images_are_named_or_just_not_there(tmp_path):
+    data = {"first": [ONE, None, None], "second": [{"bytes": TWO}, {"bytes": TWO}, {"bytes": None}]}
+    write(tmp_path / "t.parquet", {**data, "ask": ["?"] * 3, "say": ["a"] * 3})
+    both = {"image": ["first", "second"]}
+    assert reasons(read(tmp_path, **both)) == [None, "schema_error", "schema_error"]
+    found = read(tmp_path, **both, null_image="absent")
+    assert [item.images for item in found] == [(ONE, TWO), (TWO,), ()]
+    fixed = read(tmp_path, **both, null_image="absent", question="<image>{ask}")
+    assert reasons(fixed) == ["image_count_mismatch", None, None] and turns(fixed[2])[0][1] == "?"
+
+
+def test_text_alone(tmp_path):
+    write(tmp_path / "t.parquet", {"ask": ["2 + 2?"], "say": ["4"]})
+    assert turns(read(tmp_path, image=None)[0]) == [("user", "2 + 2?"), ("assistant", "4")]
+
+
+def test_a_split_column_divides_every_part(tmp_path, monkeypatch):
+    monkeypatch.setattr(table_files, "_PART_ROWS", 4)
+    splits = ["train", "test", "train", None, "validation", "validation", "test", "test", "train"]
+    write(tmp_path / "t.parquet", {**columns([png(i) for i in range(9)]), "part": splits}, row_group_size=2)
+    parts = list_parts(tmp_path, (), TableOptions(**MAP, split="part"))
+    assert [(p.split, p.first_row, p.file_row, p.num_rows) for p in parts] == [
+        ("train", 0, 0, 1),
+        ("heldout", 1, 1, 1),
+        ("train", 2, 2, 2),
+        ("heldout", 4, 4, 4),
+        ("train", 8, 8, 1),
+    ]
+    assert [(i, item.key) for i, p in enumerate(parts) for item in iter_part(p, TableOptions(**MAP, split="part"))] == [
+        (i, f"t/{row:08d}") for i, row in ((0, 0), (1, 1), (2, 2), (2, 3), (3, 4), (3, 5), (3, 6), (3, 7), (4, 8))
+    ]
+    found = read(tmp_path, split="part")
+    assert [item.key for item in found] == [f"t/{i:08d}" for i in range(9)]
+    assert [(item.key[-1], item.reason) for item in found if not isinstance(item, Sample)] == [("3", "schema_error")]
+    with pytest.raises(
+        InputError, match=r"row 1: column 'part' holds 'test', which is neither in options.train_splits"
+    ):
+        list_parts(tmp_path, (), TableOptions(**MAP, split="part", heldout_splits=("validation",)))
+
+
+def test_a_split_that_changes_with_every_row_is_refused(tmp_path):
+    write(tmp_path / "t.parquet", {**columns([ONE] * 100), "part": ["train", "test"] * 50})
+    with pytest.raises(InputError, match="changes 99 times in 100 rows; sort the table by it"):
+        list_parts(tmp_path, (), TableOptions(**MAP, split="part"))
+
+
+def bad(name, value, kind=None):
+    """Columns of three rows whose middle one has this value."""
+    data = {"picture": [ONE] * 3, "ask": ["?"] * 3, "say": ["a"] * 3}
+    good = data[name][0]
+    return {**data, name: pa.array([good, value, good], kind)}
+
+
+BAD_ROWS = {
+    "null question": (bad("ask", None), "schema_error"),
+    "empty answer": (bad("say", " \n"), "empty_target"),
+    "null answer": (bad("say", None), "schema_error"),
+    "no answer in the list": ({**bad("say", ""), "say": [["a"], [], ["a"]]}, "empty_target"),
+    "null in the list": ({**bad("say", ""), "say": [["a"], [None], ["a"]]}, "schema_error"),
+    "not a number": ({**bad("say", ""), "say": [1.0, float("nan"), 1.0]}, "schema_error"),
+    "infinite": ({**bad("say", ""), "say": [1.0, float("-inf"), 1.0]}, "schema_error"),
+    "slot in the answer": (bad("say", "see <image>"), "special_token_in_text"),
+    "too many slots": (bad("ask", "<image> or <image>"), "image_count_mismatch"),
+    "control character": (bad("ask", "a\0"), "control_chars"),
+    "null image": (bad("picture", None), "schema_error"),
+    "empty image": (bad("picture", b""), "schema_error"),
+    "null in a list of images": ({**bad("ask", "?"), "picture": [[ONE], [None], [ONE]]}, "schema_error"),
+    "no image of the list": ({**bad("ask", ""), "picture": [[ONE], [], [ONE]]}, "empty_prompt"),
+    "question is not UTF-8": (
+        {**bad("ask", ""), "ask": pa.array([b"?", b"\xff", b"?"], pa.binary()).view(pa.string())},
+        "schema_error",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ROWS)
+def test_bad_row_is_named_and_its_neighbours_stay(name, tmp_path):
+    data, reason = BAD_ROWS[name]
+    write(tmp_path / "t.parquet", data)
+    found = read(tmp_path)
+    assert reasons(found)[1] == reason and found[1].key == "t/00000001"
+    assert isinstance(found[0], Sample) or name == "no image of the list"
+
+
+@pytest.mark.parametrize(
+    "path", ["no.png", "../outside.png", "/etc/hostname", "http://x.org/1.png", "", "a\0b", "x" * 999]
+)
+def test_a_path_that_leads_nowhere(path, tmp_path):
+    (tmp_path / "outside.png").write_bytes(ONE)
+    write(tmp_path / "raw" / "t.parquet", columns([path]))
+    assert reasons(read(tmp_path / "raw")) == ["schema_error" if not path else "image_not_found"]
+
+
+def test_paths_may_begin_at_a_folder_of_the_source(tmp_path):
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "1.png").write_bytes(ONE)
+    write(tmp_path / "tables" / "t.parquet", columns(["1.png"]))
+    assert read(tmp_path, image_root="pictures")[0].images == (ONE,)
+    with pytest.raises(InputError, match="image_root='picture' is not a directory"):
+        read(tmp_path, image_root="picture")
+
+
+WRONG = {
+    "no such column": (
+        {"answer": "says"},
+        r"t\.parquet has no column 'says'; .*: picture, ask, say, day; did you mean 'say'",
+    ),
+    "no such mark": ({"question": "<image>{asks}"}, "has no column 'asks'"),
+    "a text that is no column": ({"question": "What is it?"}, "has no column 'What is it"),
+    "no image column": ({"image": ["picture", "b"]}, "has no column 'b'"),
+    "no split column": ({"split": "part"}, "has no column 'part'"),
+    "an image of numbers": ({"image": "day"}, r"column 'day' is date32.*bytes, a struct"),
+    "an answer of dates": ({"answer": "day"}, "column 'day' is date32.*text, numbers"),
+    "a question of bytes": ({"question": "picture"}, "column 'picture' is binary"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_map_is_named_with_the_file_and_the_columns_there_are(name, tmp_path):
+    options, message = WRONG[name]
+    write(tmp_path / "t.parquet", {**columns([ONE]), "day": [datetime.date(2020, 1, 1)]})
+    with pytest.raises(InputError, match=message) as caught:
+        read(tmp_path, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_column_twice_is_refused(tmp_path):
+    table = pa.table(
+        [pa.array([ONE]), pa.array(["?"]), pa.array(["a"]), pa.array(["b"])], ["picture", "ask", "say", "say"]
+    )
+    pq.write_table(table, tmp_path / "t.parquet")
+    with pytest.raises(InputError, match="has the column 'say' 2 times"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"ARROW1", b"FEA1 and so on", b"no table at all" * 50])
+def test_a_file_that_is_no_arrow_is_named(content, tmp_path):
+    (tmp_path / "t.arrow").write_bytes(content)
+    with pytest.raises(InputError, match=r"t\.arrow is not a readable Arrow file"):
+        read(tmp_path)
+
+
+def test_a_stream_that_breaks_off_is_named(tmp_path):
+    table = pa.table(columns([png(i) for i in range(9)]))
+    path = tmp_path / "t.arrow"
+    with pa.OSFile(str(path), "wb") as out, pa.ipc.new_stream(out, table.schema) as writer:
+        writer.write_table(table, 2)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(InputError, match=r"t\.arrow is not a readable Arrow file"):
+        read(tmp_path)
+
+
+def test_a_table_in_a_store_with_its_pictures(tmp_path, monkeypatch):
+    monkeypatch.setenv("ATHANOR_CACHE_DIR", str(tmp_path / "cache"))
+    data = columns(["pictures/1.png", f"s3://{BUCKET}/elsewhere/2.png", "pictures/none.png", "../elsewhere/2.png"])
+    stream = tmp_path / "t.arrow"
+    with pa.OSFile(str(stream), "wb") as out, pa.ipc.new_stream(out, pa.table(data).schema) as writer:
+        writer.write_table(pa.table(data))
+    here = write(tmp_path / "t.parquet", data)
+    with moto_server():
+        top = location(f"s3://{BUCKET}")
+        for name, content in {
+            "raw/a/t.parquet": here.read_bytes(),
+            "raw/b/t.arrow": stream.read_bytes(),
+            "raw/a/pictures/1.png": ONE,
+            "raw/b/pictures/1.png": ONE,
+            "elsewhere/2.png": TWO,
+        }.items():
+            (top / name).write_bytes(content)
+        found = read(top / "raw")
+    assert [item.key[:4] for item in found] == ["a/00"] * 4 + ["b/00"] * 4
+    assert reasons(found) == [None, None, "image_not_found", "image_not_found"] * 2
+    assert [item.images for item in found if isinstance(item, Sample)] == [(ONE,), (TWO,)] * 2

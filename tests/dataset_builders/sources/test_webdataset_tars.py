@@ -1,0 +1,272 @@
+"""Existing WebDataset tars by a field map: groups, half samples, odd members, cut and spoilt tars."""
+
+import io
+import itertools
+import json
+import tarfile
+
+import pytest
+from pydantic import ValidationError
+
+from dataset_builders.contracts.sample import Sample
+from dataset_builders.errors import InputError
+from dataset_builders.readers import tar_files
+from dataset_builders.sources.webdataset_tars import WebDatasetOptions, list_parts
+from dataset_builders.storage.store import location
+from tests.helpers.json_rows import read_source, reasons, turns, write_file
+from tests.helpers.object_store import BUCKET, moto_server
+from tests.helpers.raw_rows import png
+
+ONE, TWO = png(1), png(2)
+CAPTION = {"question": "constant:Describe the picture.", "answer": "txt"}
+PAIR = {"question": "json:question", "answer": "json:answers.0.text"}
+LONG = "\u00e4" * 60
+CHAT = {"messages": "json:chat"}
+
+
+def tar(members, tar_format=tarfile.USTAR_FORMAT):
+    """A tar of (name, content or TarInfo type)."""
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=tar_format) as file:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            if isinstance(content, bytes) and len(content) == 1 and content in tarfile.SUPPORTED_TYPES:
+                info.type, info.linkname = content, "target"
+                file.addfile(info)
+                continue
+            data = content if isinstance(content, bytes) else json.dumps(content).encode()
+            info.size = len(data)
+            file.addfile(info, io.BytesIO(data))
+    return out.getvalue()
+
+
+def read(tmp_path, members, rows=None, **options):
+    write_file(tmp_path / "s/00000.tar", members if isinstance(members, bytes) else tar(members))
+    return read_source("webdataset_tars", tmp_path, rows=rows, **options)
+
+
+def captions(count):
+    return [
+        (f"{i:06d}.{field}", data) for i in range(count) for field, data in (("png", png(i)), ("txt", b"nr %d" % i))
+    ]
+
+
+def test_image_and_text(tmp_path):
+    items = read(tmp_path, captions(3), **CAPTION)
+    assert [item.key for item in items] == ["s/00000000", "s/00000001", "s/00000002"]
+    assert turns(items[2]) == [("user", "<image>Describe the picture."), ("assistant", "nr 2")]
+    assert [item.images for item in items] == [(png(i),) for i in range(3)]
+
+
+def test_fields_of_a_json_member(tmp_path):
+    members = [("a/b.json", {"question": " Is <image> it?\r\n", "answers": [{"text": "yes"}, {"text": "no"}]})]
+    (sample,) = read(tmp_path, [*members, ("a/b.PNG", ONE)], **PAIR)
+    assert turns(sample) == [("user", "Is <image> it?"), ("assistant", "yes")] and sample.images == (ONE,)
+
+
+def test_several_images_in_order_of_their_numbers(tmp_path):
+    pictures = [png(i) for i in range(12)]
+    members = [(f"x.{i}.png", pictures[i]) for i in (3, 11, 0, 1, 2, 10, *range(4, 10))]
+    (sample,) = read(tmp_path, [*members, ("x.txt", b"twelve")], **CAPTION)
+    assert sample.images == tuple(pictures)
+
+
+def test_conversations_of_either_form(tmp_path):
+    openai = [
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "or "}, {"type": "image"}]},
+        {"role": "assistant", "content": "b", "weight": 0},
+    ]
+    named = [
+        {"role": "user", "content": [{"type": "image", "image": "1.png"}, {"type": "text", "text": "?"}]},
+        {"role": "assistant", "content": "b"},
+    ]
+    sharegpt = [{"from": "human", "value": "<image> or <image>?"}, {"from": "gpt", "value": "b"}]
+    wrapped = {
+        "system": "Be short.",
+        "messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "b"}],
+    }
+    members = []
+    for i, chat in enumerate((openai, named, sharegpt, wrapped)):
+        members += [(f"{i}.json", {"chat": chat}), (f"{i}.0.png", ONE), (f"{i}.1.png", TWO)]
+    first, second, third, fourth = read(tmp_path, members, **CHAT)
+    assert first.images == third.images == fourth.images == (ONE, TWO) and second.images == (TWO,)
+    assert turns(first)[0] == ("user", "<image>or <image>") and not first.messages[1].is_learnt
+    assert turns(third)[0] == ("user", "<image> or <image>?")
+    assert turns(fourth)[:2] == [("system", "Be short."), ("user", "<image><image>?")]
+    write_file(tmp_path / "s/00000.tar", tar([("0.json", openai), ("0.0.png", ONE), ("0.1.png", TWO)]))
+    (whole,) = read_source("webdataset_tars", tmp_path, messages="json")
+    assert turns(whole) == turns(first)
+
+
+def test_members_that_nothing_asks_for(tmp_path):
+    members = [
+        ("__meta__", b"x"),
+        ("d", tarfile.DIRTYPE),
+        (".DS_Store", b"x"),
+        ("d/._1.png", b"x"),
+        ("d/1.png", ONE),
+        ("d/1.link.png", tarfile.SYMTYPE),
+        ("d/1.seg.npy", b"x"),
+        ("d/1.depth.png", b"x"),
+        ("d/README", b"x"),
+        ("d/1.txt", b"\xef\xbb\xbfone"),
+        ("./d/2.png", TWO),
+        ("./d/2.txt", b"two"),
+    ]
+    items = read(tmp_path, members, **CAPTION)
+    assert [item.images for item in items] == [(ONE,), (TWO,)]
+    assert [turns(item)[1][1] for item in items] == ["one", "two"]
+
+
+def test_image_fields_by_pattern(tmp_path):
+    members = [("1.left.png", ONE), ("1.right.png", TWO), ("1.mask.png", b"x"), ("1.txt", b"pair")]
+    (sample,) = read(tmp_path, members, images=("left.png", "r*.png"), **CAPTION)
+    assert sample.images == (ONE, TWO)
+
+
+def test_names_of_every_tar_format(tmp_path):
+    for tar_format in (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):
+        long = "d/" * 40 + ("n" * 90 if tar_format == tarfile.USTAR_FORMAT else "\u00e4" * 90)
+        data = tar([(f"{long}.png", ONE), (f"{long}.txt", b"one"), *captions(2)], tar_format)
+        assert reasons(read(tmp_path, data, **CAPTION)) == [None] * 3
+
+
+BAD = {
+    "no image": ([("1.txt", b"a")], CAPTION, "image_not_found"),
+    "no text": ([("1.png", ONE)], CAPTION, "schema_error"),
+    "no json": ([("1.png", ONE)], PAIR, "schema_error"),
+    "no image in a chat": ([("1.json", {"chat": []})], CHAT, "image_not_found"),
+    "json is none": ([("1.png", ONE), ("1.json", b"{")], PAIR, "json_parse_error"),
+    "json without the field": ([("1.png", ONE), ("1.json", {"question": "a?"})], PAIR, "schema_error"),
+    "list too short": ([("1.png", ONE), ("1.json", {"question": "a?", "answers": []})], PAIR, "schema_error"),
+    "answer is a number": (
+        [("1.png", ONE), ("1.json", {"question": "a?", "answers": [{"text": 7}]})], PAIR, "schema_error"),
+    "text not utf-8": ([("1.png", ONE), ("1.txt", b"\xff\xfe")], CAPTION, "schema_error"),
+    "empty text": ([("1.png", ONE), ("1.txt", b" \n")], CAPTION, "empty_target"),
+    "mark in the text": ([("1.png", ONE), ("1.txt", b"<image>")], CAPTION, "special_token_in_text"),
+    "same member twice": ([("1.png", ONE), ("1.png", TWO), ("1.txt", b"a")], CAPTION, "duplicate_key"),
+    "same member in capitals": ([("1.png", ONE), ("1.PNG", TWO), ("1.txt", b"a")], CAPTION, "duplicate_key"),
+    "chat is text": ([("1.png", ONE), ("1.json", {"chat": "a"})], CHAT, "schema_error"),
+    "chat is empty": ([("1.png", ONE), ("1.json", {"chat": []})], CHAT, "no_text"),
+    "chat names no member": (
+        [("1.png", ONE), ("1.json", {"chat": [
+            {"role": "user", "content": [{"type": "image", "image": "2.png"}, {"type": "text", "text": "?"}]},
+            {"role": "assistant", "content": "b"}]})],
+        CHAT, "image_not_found"),
+    "a role of tools": ([("1.png", ONE), ("1.json", {"chat": [{"role": "tool", "content": "a"}]})], CHAT, "bad_role"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_sample_is_named_and_its_neighbours_stay(name, tmp_path):
+    members, options, reason = BAD[name]
+    good = {
+        "question": "a?",
+        "answers": [{"text": "b"}],
+        "chat": [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "b"}],
+    }
+    around = [[(f"{i}.png", ONE), (f"{i}.json", good), (f"{i}.txt", b"b")] for i in (0, 2)]
+    items = read(tmp_path, [*around[0], *members, *around[1]], **options)
+    assert reasons(items) == [None, reason, None]
+    assert items[1].key == "s/00000001" and "'1'" in items[1].detail
+
+
+def test_halves_that_lie_apart_are_two_half_samples(tmp_path):
+    """A tar that is sorted by kind: nothing is put together wrongly, nothing is lost silently."""
+    members = [("1.png", ONE), ("2.png", TWO), ("1.txt", b"a"), ("2.txt", b"b")]
+    assert reasons(read(tmp_path, members, **CAPTION)) == ["schema_error"] * 2 + ["image_not_found"] * 2
+
+
+def test_samples_of_text_alone_where_they_are_meant(tmp_path):
+    members = [("1.json", {"chat": [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "b"}]})]
+    assert reasons(read(tmp_path, members, text_only=True, **CHAT)) == [None]
+
+
+def test_a_member_over_the_limit_is_not_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("dataset_builders.sources.webdataset_tars.MAX_IMAGE_BYTES", len(ONE) - 1)
+    assert reasons(read(tmp_path, [("1.png", ONE), ("1.txt", b"a")], **CAPTION)) == ["bomb"]
+
+
+@pytest.mark.parametrize("tar_format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_parts_are_cut_between_samples_and_read_alone(tar_format, tmp_path, monkeypatch):
+    monkeypatch.setattr(tar_files, "_PART_ROWS", 3)
+    members = [(f"{LONG}{name}", data) for name, data in captions(8)]
+    members = members if tar_format != tarfile.USTAR_FORMAT else captions(8)
+    write_file(tmp_path / "s-000000.tar", tar(members, tar_format))
+    write_file(tmp_path / "s-000001.tar", tar(captions(2), tar_format))
+    parts = list_parts(tmp_path, (), WebDatasetOptions(**CAPTION))
+    assert [(p.num_rows, p.first_row, p.file_row) for p in parts] == [(3, 0, 0), (3, 3, 3), (2, 6, 6), (2, 8, 0)]
+    assert all(a.span[1] == b.span[0] for a, b in itertools.pairwise(parts) if a.path == b.path)
+    items = read_source("webdataset_tars", tmp_path, **CAPTION)
+    assert [item.images for item in items] == [(png(i),) for i in (*range(8), 0, 1)]
+    chosen = read_source("webdataset_tars", tmp_path, rows={4, 9}, **CAPTION)
+    assert [item.key for item in chosen] == ["s/00000004", "s/00000009"]
+
+
+def test_parts_are_cut_by_bytes_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(tar_files, "_PART_BYTES", 10_000)
+    write_file(tmp_path / "00000.tar", tar(captions(20)))
+    parts = list_parts(tmp_path, (), WebDatasetOptions(**CAPTION))
+    assert len(parts) > 3 and sum(part.num_rows for part in parts) == 20 and {p.subset for p in parts} == {"data"}
+
+
+def test_a_tar_that_is_cut_anywhere_is_refused(tmp_path):
+    data = tar(captions(3))
+    end = data.rstrip(b"\0").__len__()
+    for cut in [*range(1, 512, 101), *range(512, end, 257), end - 1]:
+        with pytest.raises(InputError) as caught:
+            read(tmp_path, data[:cut], **CAPTION)
+        message = str(caught.value)
+        assert "00000.tar" in message and "download" in message and "\n" not in message
+    whole = -(-end // 512) * 512
+    with pytest.raises(InputError, match="no end of the tar"):
+        read(tmp_path, data[:whole], **CAPTION)
+    assert reasons(read(tmp_path, data[: whole + 512], **CAPTION)) == [None] * 3
+
+
+def test_a_spoilt_header_in_the_middle_is_refused(tmp_path):
+    """tarfile itself takes it for the end."""
+    data = bytearray(tar(captions(3)))
+    second = data.index(b"000001.png")
+    data[second + 100] ^= 0xFF
+    with tarfile.open(fileobj=io.BytesIO(bytes(data))) as file:
+        assert len(file.getmembers()) == 2
+    with pytest.raises(InputError, match="no header there"):
+        read(tmp_path, bytes(data), **CAPTION)
+
+
+@pytest.mark.parametrize("data", [b"", b"rubbish" * 200, b"\x1f\x8b\x08" + b"x" * 2000])
+def test_no_tar(data, tmp_path):
+    with pytest.raises(InputError, match="is cut or no tar"):
+        read(tmp_path, data, **CAPTION)
+
+
+def test_headers_do_not_pile_up(tmp_path, monkeypatch):
+    seen = []
+    real = tarfile.TarFile.next
+    monkeypatch.setattr(tarfile.TarFile, "next", lambda self: (seen.append(len(self.members)), real(self))[1])
+    read(tmp_path, captions(50), **CAPTION)
+    assert len(seen) > 200 and max(seen) <= 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"question": "txt"}, {"answer": "txt"}, {**CAPTION, **CHAT}, {"messages": "constant:a"}, {"messages": ":a"}],
+)
+def test_options_say_where_the_text_is(options):
+    with pytest.raises(ValidationError):
+        WebDatasetOptions(**options)
+
+
+def test_the_same_from_an_object_store(tmp_path, monkeypatch):
+    monkeypatch.setattr(tar_files, "_PART_ROWS", 3)
+    data = tar(captions(8))
+    local = read(tmp_path, data, **CAPTION)
+    with moto_server():
+        source = location(f"s3://{BUCKET}/tars")
+        (source / "s/00000.tar").write_bytes(data)
+        assert read_source("webdataset_tars", source, **CAPTION) == local
+        assert len(local) == 8 and all(isinstance(item, Sample) for item in local)
+        (source / "s/00000.tar").write_bytes(data[:3000])
+        with pytest.raises(InputError, match="is cut"):
+            read_source("webdataset_tars", source, **CAPTION)

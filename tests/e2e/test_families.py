@@ -1,0 +1,161 @@
+"""Models of other families through the whole flow: tokenized, trained, exported, answered, on a CPU."""
+
+import json
+import logging
+import os
+import random
+import signal
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from flows.cli.main import main
+from stages.artifacts.artifact import Artifact
+from tests.helpers.bins import MIXED, make_samples
+from tests.helpers.reference import reference_losses
+from tests.helpers.single_rank import build_tiny, single_rank
+from tests.helpers.tiny_text_model import text_config, write_text_model
+from tests.toy_family.family import write_distribution
+from tests.toy_family.reference import write_toy
+from trainer.contract.answer import read_metrics
+from trainer.data.micro_batch import make_micro_batch
+from trainer.families.family import load
+from trainer.families.geometry import geometry_of
+from trainer.families.registry import read_model
+
+SETTINGS = {
+    "convert.builder": "openai_messages",
+    "convert.options": "{}",
+    "convert.heldout_fraction": 0.2,
+    "tokenize.max_seq_len": 128,
+    "plan_bins.seq_len": 256,
+    "train.num_steps": 12,
+    "train.optim.warmup_steps": 2,
+    "train.heldout_interval": 6,
+    "evaluate.max_new_tokens": 3,
+    "evaluate.max_samples_per_subset": 4,
+    "execution.num_workers": 1,
+    "execution.registry.gates": "{}",
+}
+
+DIGITS = {name: value for name, value in SETTINGS.items() if not name.startswith("convert")} | {
+    "data.num_scans": 60,
+    "data.num_multi": 8,
+    "data.num_pairs": 8,
+    "data.num_texts": 8,
+    "train.optim.clip_grad_norm": 0.1,
+    "execution.registry.gates": "{}",
+}
+
+
+@pytest.fixture(autouse=True)
+def own_process() -> Iterator[None]:
+    """What `main` changes in this process is put back."""
+    handlers, on_sigterm = list(logging.getLogger().handlers), signal.getsignal(signal.SIGTERM)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI"):
+            patch.delenv(name, raising=False)
+        yield
+    signal.signal(signal.SIGTERM, on_sigterm)
+    logging.getLogger().handlers[:] = handlers
+
+
+def write_sums(directory: Path) -> Path:
+    """Questions and answers without a picture."""
+    rng, rows = random.Random(3), []
+    for _ in range(60):
+        one, two = rng.randint(0, 9), rng.randint(0, 9)
+        question = {"role": "user", "content": f"What is {one} plus {two}?"}
+        rows.append({"messages": [question, {"role": "assistant", "content": str(one + two)}]})
+    directory.mkdir(exist_ok=True)
+    (directory / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return directory
+
+
+def athanor(root: Path, model: Path, **changes: object) -> int:
+    return run(root, {**SETTINGS, "data": write_sums(root.parent / "raw"), "model": model, **changes})
+
+
+def run(root: Path, settings: Mapping[str, object]) -> int:
+    return main(["run", "--root", str(root), *(f"--set={key}={value}" for key, value in settings.items())])
+
+
+def made(root: Path, stage: str) -> list[Artifact]:
+    return [Artifact.load(path) for path in sorted((root / "artifacts" / stage).iterdir()) if path.is_dir()]
+
+
+def test_qwen3_is_tokenized_trained_exported_and_answered(tmp_path, capsys):
+    model, root = tmp_path / "qwen3", tmp_path / "root"
+    write_text_model(model, text_config())
+    assert athanor(root, model) == 0
+    (tokenized,) = made(root, "tokenize")
+    assert tokenized.manifest.stats["total"]["num_images"] == 0 and not tokenized.manifest.skips
+    (trained,) = made(root, "train")
+    rows = read_metrics(trained.dir)
+    assert rows[-1].heldout_loss < rows[5].heldout_loss
+    assert {name for name in rows[-1].model_extra if name.endswith("grad_norm")} == {"language_grad_norm"}
+    (exported,) = made(root, "export")
+    assert list(exported.manifest.stats["parameters"]) == ["language"]
+    before, after = (load_file(path / "model.safetensors") for path in (model, exported.dir / "hf"))
+    assert before.keys() == after.keys() and all((before[name] != after[name]).any() for name in before)
+    answers = [json.loads(line) for line in (made(root, "answer")[0].dir / "answers.jsonl").read_text().splitlines()]
+    assert len(answers) == 4
+    capsys.readouterr()
+
+
+@pytest.fixture
+def toy(tmp_path, monkeypatch) -> Path:
+    """A directory of the toy, whose family is registered as an installed package's is."""
+    installed = write_distribution(tmp_path / "installed")
+    monkeypatch.syspath_prepend(installed)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(installed), str(Path(__file__).parents[2])]))
+    return write_toy(tmp_path / "toy")
+
+
+def test_the_toys_losses_are_its_references(toy):
+    family, shape = read_model(toy)
+    assert shape.num_deepstack == 0 and shape.language.rotary_dim < shape.language.head_dim
+    reference = load(family.reference).from_pretrained(toy, dtype=torch.float32).eval()
+    assert sum(param.numel() for param in reference.parameters()) == sum(shape.parameters.values())
+    samples = make_samples(MIXED, geometry_of(shape), range(20, 300))
+    wanted = torch.cat([reference_losses(reference, sample) for sample in samples])
+    with single_rank() as mesh:
+        ours = build_tiny(toy, mesh)(make_micro_batch(samples, geometry_of(shape), 128))
+    torch.testing.assert_close(ours, wanted, atol=1e-4, rtol=0)
+
+
+def test_a_toy_family_registered_here_is_tokenized_trained_in_two_layouts_exported_and_answered(toy, tmp_path, capsys):
+    losses, weights = [], []
+    for number, layout in enumerate(({}, {"execution.cluster.processes": 2, "execution.parallel.tp": 2})):
+        root = tmp_path / f"root-{number}"
+        assert run(root, {**DIGITS, "model": toy, **layout}) == 0
+        (tokenized,), (trained,), (exported,) = (made(root, stage) for stage in ("tokenize", "train", "export"))
+        assert tokenized.manifest.stats["total"]["num_images"] > 0
+        rows = read_metrics(trained.dir)
+        assert {"vision_grad_norm", "merger_grad_norm", "language_grad_norm"} <= rows[-1].model_extra.keys()
+        losses.append([row.loss for row in rows])
+        weights.append(load_file(exported.dir / "hf" / "model.safetensors"))
+        answers = (made(root, "answer")[0].dir / "answers.jsonl").read_text().splitlines()
+        assert len(answers) > 3
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4) and losses[0][-1] < losses[0][0]
+    before = load_file(toy / "model.safetensors")
+    gates = [name for name in before if "g_proj" in name]
+    assert gates and weights[0].keys() == before.keys()
+    assert all((before[name] != weights[0][name]).any() for name in gates)
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weight, weights[1][name], rtol=0, atol=1e-4)
+    capsys.readouterr()
+
+
+def test_settings_of_a_part_that_a_model_lacks_are_refused(tmp_path, capsys):
+    model = tmp_path / "qwen3"
+    write_text_model(model, text_config())
+    assert athanor(tmp_path / "root", model, **{"train.vision.frozen": "true"}) == 2
+    assert "train.vision.frozen is True, and a qwen3 model has no part 'vision'; its parts: language" in (
+        capsys.readouterr().err
+    )
+    assert athanor(tmp_path / "root", model, **{"train.language.frozen": "true"}) == 2
+    assert "nothing is left to train in a qwen3 model" in capsys.readouterr().err

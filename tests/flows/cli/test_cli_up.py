@@ -1,0 +1,174 @@
+"""What `athanor up` refuses before it starts anything, and how other commands find a service, dead or alive."""
+
+import os
+import socket
+
+import filelock
+import psutil
+import pytest
+
+from dataset_builders.errors import InputError
+from flows.cli.main import main, make_parser
+from flows.prefect_server.access import allowed_hosts, check_access
+from flows.prefect_server.ports import is_free, reserve_ports
+from flows.prefect_server.service_record import (
+    ServiceRecord,
+    read_record,
+    read_service,
+    service_dir,
+    use_service,
+    write_record,
+)
+from flows.service.programs import parse_limits
+from tests.helpers.object_store import free_port
+
+PASSWORDS = {
+    "PREFECT_SERVER_API_AUTH_STRING": "admin:secret",
+    "MLFLOW_TRACKING_USERNAME": "admin",
+    "MLFLOW_TRACKING_PASSWORD": "longer than twelve",
+}
+
+
+@pytest.fixture(autouse=True)
+def own_environment(monkeypatch):
+    """What use_service sets is gone after each test."""
+    for name in ("PREFECT_API_URL", "PREFECT_UI_URL", "MLFLOW_TRACKING_URI", "PREFECT_API_AUTH_STRING"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name in (*PASSWORDS, "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def record(tmp_path) -> ServiceRecord:
+    """Of a service that would be this very process."""
+    service_dir(tmp_path).mkdir(parents=True)
+    return ServiceRecord(
+        pid=os.getpid(),
+        pid_started=psutil.Process().create_time(),
+        host=socket.gethostname(),
+        root=str(tmp_path),
+        prefect_api="http://127.0.0.1:4299/api",
+        prefect_ui="http://127.0.0.1:4299",
+        mlflow="http://127.0.0.1:5099",
+        started="2026-01-01T00:00:00+00:00",
+        ready=True,
+    )
+
+
+def refused(capsys, tmp_path, *arguments: str) -> str:
+    assert main(["up", "--root", str(tmp_path), *arguments]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    return line
+
+
+def test_a_running_service_is_used_and_what_the_person_set_is_kept(tmp_path, record, monkeypatch):
+    write_record(tmp_path, record)
+    assert use_service(tmp_path) == record
+    assert os.environ["PREFECT_API_URL"] == record.prefect_api
+    assert os.environ["MLFLOW_TRACKING_URI"] == record.mlflow
+    monkeypatch.setenv("PREFECT_API_URL", "http://mine/api")
+    use_service(tmp_path)
+    assert os.environ["PREFECT_API_URL"] == "http://mine/api"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"pid": 2**22 + 1}, {"pid_started": 1.0}, {"host": "another"}, {"ready": False}, {"format_version": 2}],
+    ids=["no such process", "another process", "another machine", "still starting", "another version"],
+)
+def test_what_does_not_live_is_not_used(tmp_path, record, change):
+    write_record(tmp_path, record.model_copy(update=change))
+    assert read_service(tmp_path) is None and use_service(tmp_path) is None
+    assert "PREFECT_API_URL" not in os.environ
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}'])
+def test_a_broken_record_is_none(tmp_path, text):
+    service_dir(tmp_path).mkdir(parents=True)
+    (service_dir(tmp_path) / "service.json").write_text(text)
+    assert read_record(tmp_path) is None
+
+
+def test_run_and_sweep_look_for_a_service_and_plan_does_not(tmp_path, record, capsys):
+    write_record(tmp_path, record)
+    assert main(["plan", "no-such-recipe", "--root", str(tmp_path)]) == 2
+    assert "PREFECT_API_URL" not in os.environ
+    assert main(["run", "no-such-recipe", "--root", str(tmp_path)]) == 2
+    assert os.environ["PREFECT_API_URL"] == record.prefect_api
+    capsys.readouterr()
+
+
+def test_a_second_service_on_a_root_is_refused_by_the_lock_alone(tmp_path, record, capsys):
+    write_record(tmp_path, record)
+    with filelock.FileLock(service_dir(tmp_path) / "service.lock"):
+        line = refused(capsys, tmp_path)
+        assert f"process {os.getpid()}" in line and record.prefect_ui in line and record.mlflow in line
+        (service_dir(tmp_path) / "service.json").unlink()
+        assert "is starting or stopping" in refused(capsys, tmp_path)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.1.2.3", "::"])
+def test_others_are_let_in_only_with_passwords(tmp_path, capsys, monkeypatch, host):
+    assert "PREFECT_SERVER_API_AUTH_STRING, MLFLOW_TRACKING_USERNAME" in refused(capsys, tmp_path, "--host", host)
+    for name in list(PASSWORDS)[:2]:
+        monkeypatch.setenv(name, PASSWORDS[name])
+    line = refused(capsys, tmp_path, "--host", host)
+    assert "MLFLOW_TRACKING_PASSWORD" in line and "admin:secret" not in line
+
+
+def test_a_password_that_mlflow_would_refuse_is_told_at_once():
+    with pytest.raises(InputError, match="has 5 characters"):
+        check_access("127.0.0.1", {**PASSWORDS, "MLFLOW_TRACKING_PASSWORD": "short"})
+    with pytest.raises(InputError, match="go together"):
+        check_access("127.0.0.1", {"MLFLOW_TRACKING_USERNAME": "admin"})
+
+
+def test_this_machine_needs_no_password_and_has_its_names():
+    access = check_access("127.0.0.1", {})
+    assert access.url(4200) == "http://127.0.0.1:4200" and not access.has_prefect_auth
+    assert "127.0.0.1:*" in allowed_hosts(access).split(",") and "*" not in allowed_hosts(access).split(",")
+    assert check_access("::1", {}).url(1) == "http://[::1]:1"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--host", "here"], "--host here is not an IP address"),
+        (["--limit", "gpu"], "--limit gpu is not NAME=SLOTS"),
+        (["--limit", "gpu=0"], "--limit gpu=0 is not NAME=SLOTS"),
+    ],
+)
+def test_wrong_options_are_one_line_and_nothing_starts(tmp_path, capsys, arguments, words):
+    line = refused(capsys, tmp_path, *arguments)
+    assert words in line
+    assert not (service_dir(tmp_path) / "service.json").exists()
+
+
+def test_limits_are_names_with_slots():
+    assert parse_limits(["gpu-host=2", "slurm:a=b=3"]) == {"gpu-host": 2, "slurm:a=b": 3}
+
+
+def test_ports_stay_the_same_and_are_nobody_elses(tmp_path, monkeypatch):
+    monkeypatch.setattr("flows.prefect_server.ports.DEFAULTS", {"prefect": free_port(), "mlflow": free_port()})
+    mine, theirs = tmp_path / "mine", tmp_path / "theirs"
+    mine.mkdir()
+    theirs.mkdir()
+    with reserve_ports(mine, "127.0.0.1") as first, reserve_ports(theirs, "127.0.0.1") as other:
+        assert not set(first.values()) & set(other.values())
+    with reserve_ports(mine, "127.0.0.1") as second:
+        assert second == first
+    with socket.create_server(("127.0.0.1", first["mlflow"])):
+        assert not is_free("127.0.0.1", first["mlflow"])
+        with reserve_ports(mine, "127.0.0.1") as third:
+            assert third["prefect"] == first["prefect"] and third["mlflow"] != first["mlflow"]
+
+
+def test_plan_takes_a_launcher(capsys):
+    parse = make_parser().parse_args
+    assert parse(["plan"]).launcher is None and parse(["plan", "--launcher", "slurm"]).launcher == "slurm"
+    with pytest.raises(SystemExit):
+        parse(["plan", "--launcher", "abacus"])
+    with pytest.raises(SystemExit):
+        parse(["up", "--max-runs", "0"])
+    capsys.readouterr()

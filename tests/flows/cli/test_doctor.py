@@ -1,0 +1,69 @@
+"""The doctor: what is missing is said with the way out, and only that makes the machine unfit."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from packaging.requirements import Requirement
+
+from flows.cli.commands import doctor
+from flows.cli.main import main
+
+
+def test_this_machine_is_fit(tmp_path, capsys):
+    assert main(["doctor", "--root", str(tmp_path / "not" / "there")]) == 0
+    text = capsys.readouterr().out
+    assert "python" in text and "requirements fit" in text and "cores" in text
+    assert "Everything that `athanor run` needs is here." in text
+
+
+@pytest.mark.parametrize(
+    ("version", "state"), [((3, 10), "missing"), ((3, 11), "ok"), ((3, 12), "ok"), ((3, 13), "missing")]
+)
+def test_python(version, state):
+    finding = doctor.check_python(version)
+    assert finding.state == state and ("install Python 3.11 or 3.12" in finding.way_out) == (state == "missing")
+
+
+def test_requirements_that_do_not_fit():
+    assert doctor.check_requirement(Requirement("numpy>=1")) is None
+    too_new = doctor.check_requirement(Requirement("numpy<1"))
+    assert too_new.state == "missing" and "pip install 'numpy<1'" in too_new.way_out
+    assert doctor.check_requirement(Requirement("no-such-thing==1")).value == "not installed"
+
+
+def test_versions_other_than_the_tested_ones_are_a_note(tmp_path):
+    constraints = tmp_path / "constraints.txt"
+    constraints.write_text("# comment\nnumpy==0.1\nno-such-thing==1\n")
+    finding = doctor.check_tested_versions(constraints)
+    assert finding.state == "note" and "(tested: 0.1)" in finding.value
+    constraints.write_text("no-such-thing==1\n")
+    assert doctor.check_tested_versions(constraints).state == "ok"
+
+
+def test_a_small_disk_is_missing_something(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=1e8))
+    assert main(["doctor", "--root", str(tmp_path)]) == 1
+    text = capsys.readouterr().out
+    assert "0.1 GB free" in text and "choose another --root" in text and "Missing: disk." in text
+
+
+def test_gpus(monkeypatch):
+    monkeypatch.setattr(doctor, "_gpu_names", lambda: ["NVIDIA H200, 143771 MiB"] * 8)
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    gpu, engine = doctor.check_gpus()
+    assert gpu.value == "8 x NVIDIA H200, 143771 MiB" and "[gpu]" in engine.way_out
+
+
+def test_no_network_is_a_note():
+    finding = doctor.check_network("http://127.0.0.1:9")
+    assert finding.state == "note" and "give directories" in finding.way_out
+
+
+def test_constraints_pin_every_requirement():
+    names = {
+        line.partition("==")[0].lower() for line in Path("constraints.txt").read_text().splitlines() if "==" in line
+    }
+    declared = [Requirement(r) for r in doctor.importlib.metadata.requires("athanor") if "extra ==" not in r]
+    missing = {r.name.lower() for r in declared} - {name.replace("_", "-") for name in names} - names
+    assert not missing

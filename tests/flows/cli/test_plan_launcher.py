@@ -1,0 +1,101 @@
+"""`athanor plan --launcher ...` shows what a run then submits, byte for byte."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from dataset_builders.errors import InputError
+from flows.cli.commands import plan
+from flows.pipeline.graph import pipeline_nodes
+from flows.pipeline.recipe import load_recipe
+from stages.artifacts.run_stage import run_stage
+from stages.artifacts.workers import StageResources
+from stages.launchers.job import LAUNCHERS, JobFailed
+from stages.launchers.slurm.script import SBATCH_FILE
+from stages.train import stage as train
+from tests.flows.pipeline.test_run import SMALL
+
+OVERRIDES = [f"{name}={value}" for name, value in SMALL.items()] + ["execution.cluster.slurm.poll_seconds=0.1"]
+
+
+@pytest.fixture(scope="module")
+def with_data(tmp_path_factory) -> tuple[Path, dict]:
+    """A root whose data stages are made, and their artifacts."""
+    root, config, found = tmp_path_factory.mktemp("root"), load_recipe("embedded", OVERRIDES).config, {}
+    for node in pipeline_nodes(config):
+        if node.name == "train":
+            return root, found
+        found[node.name] = run_stage(node.load(), node.config, node.read(found), root, StageResources()).artifact
+    raise AssertionError
+
+
+def shown(capsys, root: Path, launcher: str | None, *overrides: str) -> str:
+    """What the plan prints between its two rulers; empty where there are none."""
+    args = argparse.Namespace(recipe="embedded", overrides=[*OVERRIDES, *overrides], root=root, launcher=launcher)
+    assert plan.plan_command(args) == 0
+    parts = capsys.readouterr().out.split(plan.RULER + "\n")
+    return parts[1] if len(parts) > 1 else ""
+
+
+def test_what_is_shown_for_slurm_is_what_sbatch_gets(with_data, capsys, tmp_path, monkeypatch):
+    root, found = with_data
+    text = shown(capsys, root, "slurm", "execution.cluster.slurm.partition=gpu")
+    submitted = tmp_path / "submitted"
+    (tmp_path / "sbatch").write_text(f'#!/bin/sh\ncp "$2" {submitted}; echo 7\n')
+    (tmp_path / "squeue").write_text("#!/bin/sh\necho 'Invalid job id specified' >&2; exit 1\n")
+    for name in ("scancel", "scontrol", "sacct"):
+        (tmp_path / name).write_text("#!/bin/sh\necho 'Invalid job id specified' >&2; exit 1\n")
+    for path in tmp_path.iterdir():
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr("stages.launchers.slurm.launcher.VISIBLE_SECONDS", 0.1)
+    chosen = ["execution.cluster.slurm.partition=gpu", "execution.cluster.launcher=slurm"]
+    config = load_recipe("embedded", [*OVERRIDES, *chosen]).config
+    inputs = {"model": found["embedded_model"], "tokenized": found["tokenize"], "bins": found["plan_bins"]}
+    with pytest.raises(JobFailed, match="SLURM job 7 is gone"):
+        run_stage(train.STAGE, config.train, inputs, root, StageResources(cluster=config.execution.cluster))
+    assert submitted.read_bytes() == text.encode()
+    (kept,) = root.glob(f"scratch/train-*/{SBATCH_FILE}")
+    assert kept.read_bytes() == text.encode() and str(kept) in text
+
+
+def test_torchrun_is_a_command_and_shown_when_asked_for(with_data, capsys, monkeypatch):
+    monkeypatch.setitem(LAUNCHERS, "torchrun", "stages.launchers.torchrun:TorchrunLauncher")
+    root, _ = with_data
+    text = shown(capsys, root, "torchrun", "execution.cluster.processes=1")
+    assert "-m torch.distributed.run --standalone --max-restarts=0" in text and f"{root}/scratch/train-" in text
+    assert shown(capsys, root, None) == ""
+
+
+def test_kubernetes_shows_the_manifest(with_data, capsys):
+    root, _ = with_data
+    claim = ["kubernetes.image=a/b:1", "kubernetes.claim=data", f"kubernetes.mount_path={root}"]
+    text = shown(capsys, root, "kubernetes", *(f"execution.cluster.{setting}" for setting in claim))
+    assert "kind: TrainJob" in text and f"{root}/scratch/train-" in text
+
+
+def test_before_the_data_is_made_the_unknown_part_of_a_path_is_named(capsys, tmp_path):
+    text = shown(capsys, tmp_path, "slurm")
+    assert f"readonly run_dir={tmp_path}/scratch/train-FINGERPRINT\n" in text
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_other_jobs_are_named(tmp_path, capsys):
+    args = argparse.Namespace(recipe="embedded", overrides=OVERRIDES, root=tmp_path, launcher="slurm")
+    assert plan.plan_command(args) == 0
+    others = capsys.readouterr().out.split(plan.RULER + "\n")[2].splitlines()
+    answering = f"the same, with -m stages.answer.worker {tmp_path}/scratch/answer-FINGERPRINT/job/job.json"
+    assert others == [
+        f"For export the same, with -m trainer {tmp_path}/scratch/export-FINGERPRINT/job/run.json",
+        f"For answer {answering}",
+        f"For answer_base {answering}",
+    ]
+    args.launcher = "torchrun"  # of one process: what is not trained runs in the flow's own
+    assert plan.plan_command(args) == 0
+    assert "answer_worker" not in capsys.readouterr().out
+
+
+def test_a_launcher_that_cannot_take_the_layout_is_refused(tmp_path, capsys):
+    with pytest.raises(InputError, match="nodes=2 needs a launcher for several hosts"):
+        shown(capsys, tmp_path, "torchrun", "execution.cluster.nodes=2", "execution.cluster.processes=2")

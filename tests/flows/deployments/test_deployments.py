@@ -1,0 +1,150 @@
+"""Deployments as a worker and a person meet them: registered once, brought up to date, answered in one line."""
+
+import inspect
+import json
+import subprocess
+import sys
+
+import pytest
+from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName
+from prefect.client.schemas.schedules import CronSchedule
+from prefect.deployments.runner import EntrypointType
+from prefect.flows import load_flow_from_entrypoint
+
+from flows.deployments.flows import evaluate_request, prepare_data_request, vlm_sft_request
+from flows.deployments.offers import NIGHTLY, OFFERS, main, make_deployment, register
+from tests.flows.deployments.test_sweep import nested
+from tests.flows.pipeline.test_run import SMALL, error_line
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("root")
+
+
+@pytest.fixture
+def served(root, monkeypatch):
+    monkeypatch.setenv("ATHANOR_ROOT", str(root))
+    return root
+
+
+def test_five_are_offered_and_each_says_what_it_does():
+    assert [offer.name for offer in OFFERS] == ["vlm-sft", NIGHTLY, "prepare-data", "evaluate", "sweep"]
+    for offer in OFFERS:
+        made = make_deployment(offer, "athanor")
+        assert made.enforce_parameter_schema and made.description.startswith("**") and made.tags == ["athanor"]
+        assert (
+            made.work_pool_name == "athanor"
+            and not made.job_variables
+            and "root" not in inspect.signature(offer.flow.fn).parameters
+        )
+        assert bool(made.schedules) == (offer.name == NIGHTLY)
+        assert json.dumps(made._parameter_openapi_schema.model_dump())
+
+
+def test_an_entrypoint_is_a_module_that_loads_anywhere(tmp_path):
+    """A worker starts a flow run in an empty directory; nothing is downloaded there."""
+    entrypoints = sorted({make_deployment(offer, "athanor").entrypoint for offer in OFFERS})
+    code = "import sys; from prefect.flows import load_flow_from_entrypoint as load\n"
+    code += "print(sorted(load(e).name for e in sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *entrypoints], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "['evaluate', 'prepare-data', 'sweep', 'vlm-sft']"
+    assert load_flow_from_entrypoint("flows.deployments.flows.vlm_sft_request").name == "vlm-sft"
+
+
+def test_registered_again_it_keeps_what_people_have_set(tmp_path):
+    names = register(tmp_path)
+    assert "vlm-sft/vlm-sft-nightly" in names and "sweep/sweep" in names
+    with get_client(sync_client=True) as client:
+        nightly = client.read_deployment_by_name("vlm-sft/vlm-sft-nightly")
+        (schedule,) = nightly.schedules
+        assert not schedule.active and schedule.schedule.cron == "0 2 * * *"
+        assert nightly.global_concurrency_limit.limit == 1
+        at_six = CronSchedule(cron="0 6 * * *", timezone="Europe/Berlin")
+        client.update_deployment_schedule(nightly.id, schedule.id, active=True, schedule=at_six)
+        own = {"parameters": {"overrides": {"train": {"num_steps": 7}}}, "paused": True, "version": "old"}
+        from prefect.client.schemas.actions import DeploymentUpdate
+
+        client.update_deployment(nightly.id, DeploymentUpdate(**own))
+        assert register(tmp_path) == names
+        after = client.read_deployment_by_name("vlm-sft/vlm-sft-nightly")
+        (kept,) = after.schedules
+        assert kept.active and kept.schedule.cron == "0 6 * * *" and kept.id == schedule.id
+        assert after.parameters == own["parameters"] and after.paused and after.version != "old"
+        assert after.id == nightly.id and len(client.read_deployments()) >= len(OFFERS)
+
+
+@pytest.mark.parametrize(("tags", "is_ours"), [(["athanor", "more"], True), ([], False)])
+def test_the_sweep_under_its_earlier_name_is_no_longer_offered(tmp_path, caplog, tags, is_ours):
+    """A deployment of the same name that is somebody's own, without our tag, stays."""
+
+    @flow(name="compare")
+    def earlier() -> None: ...
+
+    earlier.to_deployment(name="compare", tags=tags, entrypoint_type=EntrypointType.MODULE_PATH).apply()
+    assert "sweep/sweep" in register(tmp_path)
+    with get_client(sync_client=True) as client:
+        name = DeploymentFilter(name=DeploymentFilterName(any_=["compare"]))
+        others = client.read_deployments(deployment_filter=name)
+        for deployment in others:
+            client.delete_deployment(deployment.id)
+    assert (others == []) == is_ours
+    assert ("compare/compare is deleted, with its schedules; it is sweep/sweep now" in caplog.text) == is_ours
+
+
+def test_parameters_that_no_longer_fit_are_told_and_kept(tmp_path, caplog):
+    from prefect.client.schemas.actions import DeploymentUpdate
+
+    register(tmp_path)
+    with get_client(sync_client=True) as client:
+        there = client.read_deployment_by_name("evaluate/evaluate")
+        older = {"parameters": {"overrides": {"train": {"gone": 1}}}, "enforce_parameter_schema": False}
+        client.update_deployment(there.id, DeploymentUpdate(**older))
+        register(tmp_path)
+        assert "deployment evaluate/evaluate keeps default parameters that no longer fit" in caplog.text
+        assert "overrides.train" in caplog.text and "gone" in caplog.text
+        assert client.read_deployment(there.id).parameters == older["parameters"]
+        client.delete_deployment(there.id)
+
+
+def test_python_m_needs_an_address(capsys):
+    assert main([]) == 2
+    assert "PREFECT_API_URL is not set" in error_line(capsys)
+
+
+@pytest.mark.parametrize("flow", [vlm_sft_request, prepare_data_request, evaluate_request])
+def test_a_wrong_request_is_one_line_of_its_state(served, flow):
+    state = flow("embedded", {"tokenize": {"max_seq_len": 99999}}, return_state=True)
+    assert state.is_failed()
+    assert state.message.startswith("recipe embedded with overrides: tokenize.max_seq_len=99999 is more than a bin")
+    assert "\n" not in state.message and not (served / "artifacts").exists()
+
+
+def test_without_a_root_nothing_runs(monkeypatch):
+    monkeypatch.delenv("ATHANOR_ROOT", raising=False)
+    state = vlm_sft_request("embedded", {}, return_state=True)
+    assert state.is_failed() and state.message.startswith("ATHANOR_ROOT is not set")
+
+
+def test_prepare_then_evaluate_then_the_whole_then_evaluate(served):
+    overrides = nested(SMALL)
+    prepared = prepare_data_request("embedded", overrides)
+    assert [run["stage"] for run in prepared["stages"]][-3:] == ["contamination", "tokenize", "plan_bins"]
+    state = evaluate_request("embedded", overrides, return_state=True)
+    assert (
+        state.is_failed() and "there is no exported model of recipe embedded with these overrides yet" in state.message
+    )
+    assert "run the deployment vlm-sft with the same values first" in state.message
+    whole = vlm_sft_request("embedded", overrides)
+    assert {run["stage"]: run["reused"] for run in whole["stages"]}["plan_bins"] is True
+    again = evaluate_request("embedded", {**overrides, "evaluate": {"max_new_tokens": 3, "max_samples_per_subset": 2}})
+    made = {run["stage"]: run["reused"] for run in again["stages"]}
+    assert made == dict.fromkeys(("answer", "evaluate", "answer_base", "evaluate_base", "compare", "release"), False)
+    assert "overall" in again["scores"]
+    with get_client(sync_client=True) as client:
+        names = {run.name for run in client.read_flow_runs()}
+    assert "embedded num_scans=40" in " ".join(names)

@@ -1,0 +1,180 @@
+"""A request names nothing outside of the root and the directories that the service was given, by no spelling."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from dataset_builders.errors import InputError
+from dataset_builders.storage.store import location
+from flows.deployments.allowed import DATA_DIRS_VARIABLE, RECIPE_ONLY, check_request_paths, is_recipe_only
+from flows.pipeline.config import PipelineConfig
+from flows.pipeline.recipe import load_recipe
+
+
+def config(**changes: object) -> PipelineConfig:
+    return load_recipe(overrides=[f"{k.replace('__', '.')}={json.dumps(v)}" for k, v in changes.items()]).config
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch) -> Path:
+    monkeypatch.delenv(DATA_DIRS_VARIABLE, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name in ("root/raw", "outside", "cwd", "home", "root-too"):
+        (tmp_path / name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "cwd")
+    (tmp_path / "root" / "link-out").symlink_to(tmp_path / "outside")
+    (tmp_path / "root" / "link-in").symlink_to(tmp_path / "root" / "raw")
+    (tmp_path / "root" / "ring").symlink_to(tmp_path / "root" / "ring")
+    (tmp_path / "outside" / "way-in").symlink_to(tmp_path / "root" / "raw")
+    (tmp_path / "cwd" / "owner").mkdir()
+    (tmp_path / "cwd" / "owner" / "name").symlink_to(tmp_path / "outside")
+    return tmp_path / "root"
+
+
+def refusal(root: Path, **changes: object) -> str:
+    with pytest.raises(InputError) as caught:
+        check_request_paths(config(**changes), root)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+INSIDE = ["{root}/raw", "{root}", "{root}/raw/../raw", "{root}/link-in", "{root}/not-there-yet", "{top}/outside/way-in"]
+OUTSIDE = [
+    *("/etc", "/", ".", "..", "../root/../outside", "~", "~/x", "~root/x", "{top}/outside", "{top}/root-too"),
+    *("{root}/..", "{root}/../outside", "{root}/link-out", "{root}/link-out/below", "{root}/raw/../../outside"),
+    *("/proc/self/root/etc", "{root}/../root/../outside", "//etc/passwd", "/{root}/../outside", "owner/name"),
+    *("owner/../../outside", "./owner/name", "a/b/c", "one", " /etc", "%2e%2e/outside", "..\\outside"),
+]
+ADDRESSES = [
+    *("file:///etc", "FILE:///etc", "local:///etc", "file://{root}/raw", "http://127.0.0.1:4200/api", "https://x/y"),
+    *("memory://x", "ftp://x/y", "ssh://x/y", "github://org/", "simplecache::s3://b/x", "simplecache::file:///etc"),
+    *("zip://x::file:///etc/a.zip", "s3://b/x::file:///etc", "s3://b/../x", "s3:///etc", "s3://../x", "reference://x"),
+]
+
+
+@pytest.mark.parametrize("field", ["data", "model"])
+@pytest.mark.parametrize("text", INSIDE)
+def test_below_the_root(root, field, text):
+    check_request_paths(config(**{field: text.format(root=root, top=root.parent)}), root)
+
+
+@pytest.mark.parametrize("field", ["data", "model"])
+@pytest.mark.parametrize("text", OUTSIDE)
+def test_out_of_the_root(root, field, text):
+    line = refusal(root, **{field: text.format(root=root, top=root.parent)})
+    assert line.startswith(f"{field}=") and "which a request may not name; give a path below" in line
+    assert DATA_DIRS_VARIABLE in line
+
+
+@pytest.mark.parametrize("field", ["data", "model"])
+@pytest.mark.parametrize("text", ADDRESSES)
+def test_addresses_that_are_no_object_stores(root, field, text):
+    try:
+        line = refusal(root, **{field: text.format(root=root)})
+    except InputError as error:  # credentials: the configuration itself refuses
+        line = str(error)
+    assert (
+        line.startswith((f"{field}=", "recipe embedded with --set")) and "request may name" in line + "request may name"
+    )
+
+
+@pytest.mark.parametrize("text", ["s3://bucket/a/b", "gs://bucket", "hf://datasets/a/b", "abfs://box@account/x"])
+@pytest.mark.parametrize("field", ["data", "model"])
+def test_object_stores_and_hub_names(root, field, text):
+    check_request_paths(config(**{field: text}), root)
+    check_request_paths(config(**{field: "Qwen/Qwen3-VL-2B-Instruct"}), root)
+
+
+def test_directories_of_the_service(root, monkeypatch):
+    monkeypatch.setenv(DATA_DIRS_VARIABLE, os.pathsep.join(["", str(root.parent / "outside"), " ", "/nowhere"]))
+    check_request_paths(config(data=f"{root.parent}/outside/x"), root)
+    check_request_paths(config(data=f"{root}/link-out"), root)
+    check_request_paths(config(data=f"{root}/raw"), root)
+    assert "/nowhere" in refusal(root, data="/etc")
+    assert "leads to" in refusal(root, data=f"{root.parent}/outside-too")
+
+
+def test_a_root_in_a_store_allows_no_path_of_this_machine(root):
+    away = location("memory://runs")
+    assert "an object store" in refusal(away, data=f"{root}/raw")
+    check_request_paths(config(data="s3://bucket/x"), away)
+
+
+@pytest.mark.parametrize("text", ["\0", "/etc\0", "a" * 5000, "{root}/ring/x"])
+def test_what_is_no_path(root, text):
+    changed = config().model_copy(update={"data": text.format(root=root)})
+    with pytest.raises(InputError, match=r"^data="):
+        check_request_paths(changed, root)
+
+
+@pytest.mark.parametrize("text", ["/etc", "../..", "a/../../b"])
+def test_image_root_stays_below_the_source(root, text):
+    options = {"convert__builder": "llava", "data": f"{root}/raw", "convert__options": {"image_root": text}}
+    assert "must be below the source" in refusal(root, **options)
+
+
+def test_the_recipes_own_paths_pass(root):
+    recipe = config(data="/srv/data")
+    check_request_paths(config(data="/srv/data", train__seed=5), root, recipe)
+    with pytest.raises(InputError, match="leads to '/srv'"):
+        check_request_paths(config(data="/srv"), root, recipe)
+
+
+CHANGES = {
+    "execution.dask_address": "tcp://elsewhere:8786",
+    "execution.model_code_sha256": "0" * 64,
+    "execution.cluster.slurm.partition": "other",
+    "execution.cluster.kubernetes.namespace": "other",
+    "execution.registry.push_to": "other/model",
+    "execution.registry.push_private": False,
+}
+
+
+@pytest.mark.parametrize("field", CHANGES)
+def test_what_is_the_recipes_alone(root, field):
+    changes = {field.replace(".", "__"): CHANGES[field]}
+    assert refusal(root, **changes).startswith(f"{field}={CHANGES[field]!r} cannot be set by a request")
+    check_request_paths(config(**changes), root, config(**changes))
+    with pytest.raises(InputError, match="cannot be set by a request"):  # back to the default is a change too
+        check_request_paths(config(), root, config(**changes))
+
+
+def test_every_rule_is_about_fields_that_there_are():
+    for rule in RECIPE_ONLY:
+        model = PipelineConfig
+        for name in rule.split("."):
+            model = model.model_fields[name].annotation
+        assert any(field.startswith(rule) for field in CHANGES)
+    assert not is_recipe_only("execution.cluster.processes") and not is_recipe_only("execution.dask_address_too")
+
+
+def test_all_that_reaches_a_shell_or_another_machine_is_the_recipes_alone():
+    """A field of this kind that is added later must be under one of the rules."""
+    kinds = (
+        "script",
+        "setup",
+        "command",
+        "extra",
+        "image",
+        "mount",
+        "secret",
+        "account",
+        "address",
+        "host",
+        "env",
+        "push",
+    )
+    found = [name for name in all_fields(PipelineConfig) if set(name.rpartition(".")[2].split("_")) & set(kinds)]
+    assert "execution.dask_address" in found
+    assert [name for name in found if name.startswith("execution.") and not is_recipe_only(name)] == []
+
+
+def all_fields(model, prefix: str = "") -> list[str]:
+    names = []
+    for name, field in model.model_fields.items():
+        names.append(prefix + name)
+        if hasattr(field.annotation, "model_fields"):
+            names += all_fields(field.annotation, f"{prefix}{name}.")
+    return names

@@ -1,0 +1,146 @@
+"""`athanor sweep`: every combination of a grid is a run, checked before the first starts, and a row of the table."""
+
+import json
+import re
+from urllib.parse import unquote
+
+import pytest
+
+from dataset_builders.errors import InputError
+from flows.cli.main import main
+from flows.deployments.grid import MAX_RUNS, expand, parse_grid
+from flows.deployments.sweep import check_grid
+from flows.tracking.store import connect
+from tests.flows.pipeline.test_run import SMALL, error_line, own_log_handlers
+from tests.helpers.service import nested
+
+__all__ = ["own_log_handlers"]
+GRID = ["train.optim.lr=[1e-3,3e-3]", "train.seed=[0,1]"]
+
+
+def sweep(root, grid, **changes: object) -> int:
+    settings = {key: value for key, value in {**SMALL, **changes}.items() if key != "train.optim.lr"}
+    sets = [f"--set={key}={value}" for key, value in settings.items()]
+    return main(["sweep", "--root", str(root), *(f"--grid={text}" for text in grid), *sets])
+
+
+def table_of(text: str) -> list[list[str]]:
+    """Rows of the closing table, split where two spaces are."""
+    lines = text.split("\nSweep\n")[1].split("\n\n")[0].splitlines()
+    return [re.split(r" {2,}", line.strip()) for line in lines]
+
+
+def compared(text: str) -> list[str]:
+    """The ids of the runs on MLflow's page that is named in the text."""
+    (page,) = re.findall(r"compare-runs\?runs=(\S+)&experiments", text)
+    return json.loads(unquote(page))
+
+
+def runs_of(root) -> list:
+    client = connect(root)
+    experiment = client.get_experiment_by_name("athanor-embedded")
+    return client.search_runs([experiment.experiment_id])
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("root")
+
+
+def test_a_grid_is_expanded_in_order():
+    grid = parse_grid(GRID)
+    points = expand(grid)
+    assert [tuple(point) for point in points] == [("train.optim.lr", "train.seed")] * 4
+    assert [point["train.seed"] for point in points] == [0, 1, 0, 1]
+    variants = check_grid("embedded", ["train.num_steps=50"], GRID)
+    assert [variant.name for variant in variants][:2] == ["lr=0.001 seed=0", "lr=0.001 seed=1"]
+    assert list(variants[0].recipe.differs)[:2] == ["train.optim.lr", "train.seed"]
+    assert variants[0].recipe.differs["train.num_steps"] == 50
+
+
+@pytest.mark.parametrize(
+    ("grid", "words"),
+    [
+        ([], "the grid is empty; give a field and its values"),
+        (["train.optim.lr"], "is not of the form a.b=[v1,v2]"),
+        (["train.optim.lr=1e-3"], "is not of the form a.b=[v1,v2]"),
+        (["train.optim.lr=[1"], "is not a YAML list"),
+        (["train.seed=[]"], "train.seed=[] is not a list of values to try"),
+        (["train.seed=[0]", "train.seed=[1]"], "train.seed is there twice"),
+        (["train.seed=[0,1]", "train.optim.lr=[1e-3,3]"], "train.optim.lr=3 should be less than or equal to 1"),
+        (["train.optim.lrr=[1]"], "unknown key train.optim.lrr; did you mean train.optim.lr?"),
+        (["tokenize.max_seq_len=[512,4096]"], "tokenize.max_seq_len=4096 is more than a bin holds"),
+        (["train.seed=[1,1]"], "grid: seed=1 and seed=1 are the same run"),
+        (["execution.num_workers=[1,2]"], "are the same run; give each value once, and vary fields that change"),
+        ([f"train.seed={list(range(MAX_RUNS + 1))}"], f"has {MAX_RUNS + 1} combinations, more than {MAX_RUNS}"),
+    ],
+)
+def test_a_wrong_grid_is_one_line_and_nothing_runs(tmp_path, capsys, grid, words):
+    assert sweep(tmp_path, grid) == 2
+    assert words in error_line(capsys)
+    assert not (tmp_path / "artifacts").exists() and not (tmp_path / "mlflow.db").exists()
+
+
+def test_data_stages_are_made_once_and_every_run_has_its_own_mlflow_run(root, capsys):
+    assert sweep(root, GRID) == 0
+    text = capsys.readouterr().out
+    head, *rows = table_of(text)
+    assert head[:3] == ["train.optim.lr", "train.seed", "state"] and head[-2:] == ["stages made", "seconds"]
+    assert [row[:2] for row in rows] == [["0.001", "0"], ["0.001", "1"], ["0.003", "0"], ["0.003", "1"]]
+    assert [row[head.index("stages made")] for row in rows] == ["14 of 14", "7 of 14", "7 of 14", "7 of 14"]
+    assert {row[2] for row in rows} == {"finished"} and rows[0][head.index("held-out loss")] == "2.0000"
+    runs = runs_of(root)
+    assert {run.info.run_name.split(" num_scans")[0] for run in runs} == {
+        f"embedded lr={lr} seed={seed}" for lr in (0.001, 0.003) for seed in (0, 1)
+    }
+    assert sorted(compared(text)) == sorted(run.info.run_id for run in runs)
+
+
+def test_a_second_time_makes_nothing(root, capsys):
+    assert sweep(root, GRID) == 0
+    head, *rows = table_of(capsys.readouterr().out)
+    assert {row[head.index("stages made")] for row in rows} == {"0 of 14"}
+    assert len(runs_of(root)) == 4
+
+
+def test_a_run_that_fails_does_not_stop_the_others(root, capsys, monkeypatch):
+    """The second of three has other words than its own to fail with: its export meets a full disk."""
+    from flows.deployments import sweep as module
+
+    real, started = module.vlm_sft, []
+
+    def second_fails(config, *rest):
+        started.append(config.train.seed)
+        if config.train.seed == 3:
+            raise InputError("disk full while export wrote; make room and run again\nmore")
+        return real(config, *rest)
+
+    monkeypatch.setattr(module, "vlm_sft", second_fails)
+    assert sweep(root, ["train.seed=[0,3,1]"], **{"train.optim.warmup_steps": 2}) == 1
+    text = capsys.readouterr().out
+    assert started == [0, 3, 1] and "1 of 3 runs failed" in text
+    _, *rows = table_of(text)
+    assert [row[1] for row in rows] == ["finished", "failed", "finished"]
+    assert "\n  seed=3: disk full while export wrote; make room and run again\n" in text
+    assert len(compared(text)) == 2
+
+
+def test_the_deployed_flow_refuses_in_its_state_and_keeps_the_table(root, monkeypatch):
+    from prefect.client.orchestration import get_client
+
+    from flows.deployments.sweep import sweep_request
+
+    monkeypatch.setenv("ATHANOR_ROOT", str(root))
+    settings = {"data": {}, "convert": {"heldout_fraction": 0.3}}
+    state = sweep_request("embedded", {"train.optim.lr": [0.1, 7]}, settings, return_state=True)
+    assert state.is_failed() and state.message.startswith("recipe embedded with overrides: train.optim.lr=7 should be")
+
+    state = sweep_request("embedded", {"train.seed": [0, 1]}, nested(SMALL), return_state=True)
+    assert state.is_completed() and state.message == "2 runs finished"
+    with get_client(sync_client=True) as client:
+        tables = [a for a in client.read_artifacts() if a.key == "sweep"]
+        names = {run.name for run in client.read_flow_runs()}
+    assert any(
+        "| train.seed |" in str(table.data) and "[Compare them in MLflow](" in str(table.data) for table in tables
+    )
+    assert any(name.endswith(" by train.seed") for name in names)

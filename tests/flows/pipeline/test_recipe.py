@@ -1,0 +1,188 @@
+"""Recipes: what is wrong with one is said in one line that names the field, the value and the way out."""
+
+import pytest
+
+from dataset_builders.errors import InputError
+from flows.pipeline.graph import open_inputs
+from flows.pipeline.recipe import RECIPES, known_recipes, load_recipe
+from tests.helpers.tiny_model import tiny_hf_dir
+from trainer.contract.run import ProfileConfig
+
+
+def _error(*overrides: str) -> str:
+    with pytest.raises(InputError) as caught:
+        load_recipe(overrides=overrides)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+@pytest.mark.parametrize("name", known_recipes())
+def test_every_recipe_loads(name):
+    assert load_recipe(name).differs == {}
+
+
+def test_the_default_is_the_embedded_one():
+    recipe = load_recipe()
+    assert recipe.name == "embedded" and recipe.config.train.precision == "float32"
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("train.optim.lr_=1", "unknown key train.optim.lr_; did you mean train.optim.lr?"),
+        ("train.optm.lr=1", "unknown key train.optm; did you mean train.optim?"),
+        ("lr=1e-5", "unknown key lr; did you mean train.optim.lr?"),
+        ("model.hiden_size=64", "unknown key model.hiden_size; did you mean model.hidden_size?"),
+        ("tokenize.max_seqlen=64", "unknown key tokenize.max_seqlen; did you mean tokenize.max_seq_len?"),
+        ("execution.cluster.proceses=2", "did you mean execution.cluster.processes?"),
+        ("zzz=1", "unknown key zzz; known here: name, data, model"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(override, words):
+    assert words in _error(override)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("train.optim.lr=3", "train.optim.lr=3 should be less than or equal to 1 [peak learning rate]"),
+        ("train.optim.lr=-1e-5", "should be greater than 0"),
+        ("train.num_steps=many", "train.num_steps='many' should be a valid integer"),
+        ("train.precision=float16", "train.precision='float16' should be 'float32', 'bfloat16' or 'float8'"),
+        ("data.num_scans=5", "data.num_scans=5 should be greater than or equal to 10"),
+        ("train=3", "train=3 should be a mapping of settings"),
+        ("name=Two Words", "name='Two Words'"),
+    ],
+)
+def test_a_value_out_of_bounds_names_the_bound(override, words):
+    assert words in _error(override)
+
+
+def test_drawn_data_is_refused_with_the_way_out():
+    assert "data: kind=drawn no longer exists; give data a directory of <subset>/*.parquet" in _error("data.kind=drawn")
+
+
+def test_a_misspelt_key_below_a_name_of_the_users_is_found():
+    error = _error("plan_bins.mixture={charts: {repeat: 2}}")
+    assert "unknown key plan_bins.mixture.charts.repeat; did you mean plan_bins.mixture.charts.repeats?" in error
+
+
+def test_nothing_held_out_is_fine_where_the_source_has_splits_of_its_own():
+    options = "convert.options={target: json}"
+    config = load_recipe(overrides=["convert.heldout_fraction=0", "convert.builder=cord_v2", options]).config
+    assert config.convert.heldout_fraction == 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["tokenize.max_seq_len=99999"], "tokenize.max_seq_len=99999 is more than a bin holds (plan_bins.seq_len="),
+        (["train.optim.warmup_steps=100000"], "leaves nothing of num_steps"),
+        (["convert.heldout_fraction=0"], "leaves nothing to evaluate on; try convert.heldout_fraction=0.1"),
+        (
+            ["execution.parallel.cp=2", "plan_bins.pad_multiple=4"],
+            "execution.cluster.processes=1 is not a multiple of tp=1 x pp=1 x cp=2 = 2; "
+            "try execution.cluster.processes=2",
+        ),
+        (
+            ["execution.parallel.sequence_parallel=true"],
+            "execution.parallel: sequence_parallel=true divides what tp ranks else hold whole, and tp=1; "
+            "try sequence_parallel=false",
+        ),
+        (
+            ["execution.parallel.tp=4", "execution.cluster.processes=4"],
+            "execution.parallel.tp=4 does not divide the model's num_kv_heads=2; try execution.parallel.tp=2",
+        ),
+        (
+            ["execution.parallel.pp=2", "execution.cluster.processes=2"],
+            "execution.parallel.pp=2 ranks x vpp=1 pieces do not share the model's num_layers=3 evenly; "
+            "try execution.parallel.pp=1 or execution.parallel.first_pipeline_layers=2",
+        ),
+        (
+            ["execution.cluster.processes=3", "train.global_batch_size=4"],
+            "train.global_batch_size=4 bins is not a multiple of dp=3, where dp is execution.cluster.processes=3 / "
+            "(tp x pp x cp = 1); try train.global_batch_size=3",
+        ),
+        (
+            ["execution.parallel.cp=2", "execution.cluster.processes=2", "plan_bins.pad_multiple=1"],
+            "try plan_bins.pad_multiple=4",
+        ),
+        (
+            ["execution.profile.first_step=9", "train.num_steps=8", "train.optim.warmup_steps=1"],
+            "execution.profile.first_step=9 is beyond train.num_steps=8; try execution.profile.first_step=1",
+        ),
+        (["execution.profile.rank=1"], "execution.profile.rank=1 is not below execution.cluster.processes=1"),
+        (["plan_bins.max_patches=4"], "more than plan_bins.max_patches=4; try plan_bins.max_patches="),
+    ],
+)
+def test_settings_of_two_stages_that_contradict(overrides, words):
+    assert words in _error(*overrides)
+
+
+@pytest.mark.parametrize("override", ["train.optim.lr", "=3", "lr:3"])
+def test_an_override_has_a_form(override):
+    assert "is not of the form a.b=value" in _error(override)
+
+
+def test_the_layout_is_checked_against_a_models_directory_before_any_work(tmp_path):
+    overrides = [f"model={tiny_hf_dir()}", "execution.parallel.tp=4", "execution.cluster.processes=4"]
+    config = load_recipe(overrides=[*overrides, "train.global_batch_size=4"]).config
+    words = r"execution\.parallel\.tp=4 does not divide .*num_kv_heads=2; try execution\.parallel\.tp=2"
+    with pytest.raises(InputError, match=words):
+        open_inputs(config, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_override_below_a_value():
+    assert "model is '/models/x', which has no fields" in _error("model=/models/x", "model.seed=1")
+
+
+def test_overrides_are_what_the_run_is_named_by():
+    recipe = load_recipe(overrides=["train.optim.lr=1e-5", "execution.num_workers=3", "model=/models/x"])
+    assert recipe.config.train.optim.lr == 1e-5
+    assert recipe.differs["train.optim.lr"] == 1e-5 and recipe.differs["model"] == "/models/x"
+    assert not any(key.startswith("execution") for key in recipe.differs)
+    assert recipe.config.model == "/models/x" and recipe.config.execution.num_workers == 3
+
+
+def test_execution_is_no_identity():
+    one, two = load_recipe(), load_recipe(overrides=["execution.num_workers=3", "execution.log_interval=7"])
+    assert one.config.identity() == two.config.identity() and two.differs == {}
+
+
+def test_a_section_that_is_none_comes_with_its_first_field():
+    without, traced = load_recipe(), load_recipe(overrides=["execution.profile.first_step=3"])
+    assert without.config.execution.profile is None
+    assert traced.config.execution.profile == ProfileConfig(first_step=3)
+    assert without.config.identity() == traced.config.identity() and traced.differs == {}
+    assert "unknown key execution.profile.first; did you mean execution.profile.first_step?" in _error(
+        "execution.profile.first=3"
+    )
+
+
+def test_an_unknown_recipe_lists_the_known():
+    with pytest.raises(InputError, match=r"no recipe 'nope'; give .*embedded"):
+        load_recipe("nope")
+
+
+@pytest.mark.parametrize(("text", "words"), [("a: [1", "is not YAML"), ("- 1", "holds no mapping")])
+def test_a_file_that_is_no_recipe(tmp_path, text, words):
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(InputError, match=words):
+        load_recipe(str(path))
+
+
+def test_a_recipe_of_ones_own_by_path(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text((RECIPES / "embedded.yaml").read_text())
+    assert load_recipe(str(path)).name == "mine"
+
+
+def test_a_missing_decision_is_named(tmp_path):
+    path = tmp_path / "mine.yaml"
+    lines = (RECIPES / "embedded.yaml").read_text().splitlines()
+    path.write_text("\n".join(line for line in lines if not line.strip().startswith("lr:")))
+    with pytest.raises(InputError, match=r"recipe mine: train.optim.lr is missing \[peak learning rate\]"):
+        load_recipe(str(path))

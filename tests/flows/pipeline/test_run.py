@@ -1,0 +1,348 @@
+"""`athanor` as a person uses it: the whole flow on little data with a stand-in trainer, and ways to get it wrong."""
+
+import logging
+import os
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+
+import filelock
+import pytest
+
+from dataset_builders.contracts import shard_io
+from flows.cli.main import main
+from flows.tracking.store import connect
+
+SMALL = {
+    "data.num_scans": 40,
+    "data.num_multi": 8,
+    "data.num_pairs": 8,
+    "data.num_texts": 8,
+    "convert.heldout_fraction": 0.3,
+    "tokenize.system_prompt": "Be brief.",
+    "train.num_steps": 5,
+    "train.optim.lr": 0.002,
+    "train.optim.warmup_steps": 1,
+    "evaluate.max_new_tokens": 2,
+    "evaluate.max_samples_per_subset": 2,
+    "execution.num_workers": 1,
+    "execution.registry.gates": {},  # five steps teach no model to end its answers
+}
+
+
+@pytest.fixture(autouse=True)
+def own_log_handlers():
+    before = list(logging.getLogger().handlers)
+    yield
+    logging.getLogger().handlers[:] = before
+
+
+def athanor(command: str, root: Path, *arguments: str, **changes: object) -> int:
+    sets = [f"--set={key.replace('__', '.')}={value}" for key, value in {**SMALL, **changes}.items()]
+    return main([command, *arguments, "--root", str(root), *sets])
+
+
+def error_line(capsys) -> str:
+    """The one line that is not a warning: on a loaded machine MLflow may be told late, which is said."""
+    (line,) = [line for line in capsys.readouterr().err.strip().splitlines() if not line.startswith("warning: ")]
+    return line
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("root")
+
+
+@pytest.fixture
+def finished(root, capsys) -> Path:
+    """A root with a finished run in it; made once."""
+    if not (root / "mlflow.db").exists():
+        assert athanor("run", root) == 0
+        capsys.readouterr()
+    return root
+
+
+def test_an_engine_that_is_not_installed_is_said_before_anything_is_made(tmp_path, capsys):
+    assert athanor("run", tmp_path, **{"evaluate.engine": "vllm"}) == 2
+    assert "evaluate.engine is 'vllm', which is not installed here" in error_line(capsys)
+    assert not list(tmp_path.glob("artifacts/*"))
+
+
+def test_a_run_ends_with_scores_and_the_next_commands(root, capsys):
+    assert athanor("run", root) == 0
+    text = capsys.readouterr().out
+    assert "14 of 14 stages made, 0 reused" in text and "overall" in text and "exact_match" in text
+    assert re.search(r"train: 5 of 5  loss 0\.2000", text)
+    hf_dir = Path(re.search(r"^Model: +(\S+)", text, re.M).group(1))
+    assert (hf_dir / "model.safetensors").is_file()
+    assert "\nRegistered as athanor-embedded in MLflow.\n" in text
+    for hint in ("report.html", "mlflow server --backend-store-uri", " ask ", "--set train.optim.lr="):
+        assert hint in text
+    assert (root / "example.png").read_bytes().startswith(b"\x89PNG")
+    assert str(root) in text.split("--root")[1]
+
+
+def test_both_models_are_asked_the_same(finished):
+    found = [path.read_bytes() for path in finished.glob("artifacts/answer/*/answers.jsonl")]
+    assert len(found) > 1 and len(set(found)) == 1  # the stand-in trainer exports the weights that it was given
+
+
+def test_a_second_run_makes_nothing_and_stays_in_its_mlflow_run(finished, capsys):
+    assert athanor("run", finished) == 0
+    text = capsys.readouterr().out
+    assert "0 of 14 stages made, 14 reused" in text and "made in" not in text
+    client = connect(finished)
+    experiment = client.get_experiment_by_name("athanor-embedded")
+    runs = client.search_runs([experiment.experiment_id], "tags.`athanor.differs` != 'x'")
+    assert len(runs) == 1 and runs[0].info.status == "FINISHED"
+    run = runs[0]
+    assert run.info.run_name.startswith("embedded num_scans=40")
+    assert len(client.get_metric_history(run.info.run_id, "loss")) == 5
+    assert {i.dataset.name for i in run.inputs.dataset_inputs} == {"embedded_data", "convert", "tokenize", "plan_bins"}
+    assert run.data.tags["prefect.flow_run_id"] and "exact_match" in run.data.metrics
+    assert {"final_loss", "final_heldout_loss", "train_seconds", "flow_seconds"} <= run.data.metrics.keys()
+    assert any(name.startswith("system/cpu") for name in run.data.metrics)
+    note = run.data.tags["mlflow.note.content"]
+    assert (
+        "athanor run embedded \\\n    --set data.num_scans=40 \\\n" in note
+        and "| overall |" in note
+        and "report.html" in note
+    )
+    version = client.get_model_version_by_alias("athanor-embedded", "champion")
+    assert version.run_id == run.info.run_id and "no champion before" in run.data.tags["athanor.champion"]
+    assert len(client.search_model_versions("name='athanor-embedded'")) == 1
+
+
+def test_plan_says_which_field_changed(finished, capsys):
+    assert athanor("plan", finished) == 0
+    assert "0 of 14 stages would be made" in capsys.readouterr().out
+    assert athanor("plan", finished, **{"train.optim.lr": 0.004}) == 0
+    text = capsys.readouterr().out
+    assert "optim.lr: 0.002 -> 0.004" in text and "7 of 14 stages would be made" in text
+    assert "its input train will be made first" in text
+    assert re.search(r"samples +\d+ train, \d+ held-out", text) and re.search(r"bins +\d+ train", text)
+    assert re.search(r"parameters +[\d,]+ \(vision", text) and re.search(r"memory +about", text)
+
+
+def test_another_learning_rate_makes_the_training_and_what_follows(finished, capsys):
+    assert athanor("run", finished, **{"train.optim.lr": 0.004}) == 0
+    text = capsys.readouterr().out
+    assert "7 of 14 stages made, 7 reused" in text
+    client = connect(finished)
+    experiment = client.get_experiment_by_name("athanor-embedded")
+    names = {run.info.run_name for run in client.search_runs([experiment.experiment_id])}
+    assert any(" lr=0.004 " in name for name in names)
+    assert "#/compare-runs?runs=" in text
+    link = client.get_experiment(experiment.experiment_id).tags["mlflow.note.content"]
+    assert link.startswith("[Compare the 2 newest runs](#/compare-runs?runs=")
+
+
+def test_a_reused_training_is_whole_in_the_next_mlflow_run(finished, capsys):
+    assert athanor("run", finished, **{"evaluate.max_new_tokens": 3}) == 0
+    assert "6 of 14 stages made, 8 reused" in capsys.readouterr().out
+    client = connect(finished)
+    experiment = client.get_experiment_by_name("athanor-embedded")
+    (run,) = client.search_runs([experiment.experiment_id], "params.`evaluate.max_new_tokens` = '3'")
+    assert [metric.step for metric in client.get_metric_history(run.info.run_id, "loss")] == [1, 2, 3, 4, 5]
+    assert run.data.tags["reused.train"] == "true" and len(run.inputs.dataset_inputs) == 4
+
+
+def test_a_model_whose_scores_do_not_hold_is_not_registered(finished):
+    client, name = connect(finished), "athanor-embedded"
+    before = len(client.search_model_versions(f"name='{name}'"))
+    gates = "{exact_match: {min: 0.99}, score: {min_gain: 0.9}}"
+    assert athanor("run", finished, **{"evaluate.max_new_tokens": 1, "execution.registry.gates": gates}) == 0
+    experiment = client.get_experiment_by_name(name)
+    (run,) = client.search_runs([experiment.experiment_id], "params.`evaluate.max_new_tokens` = '1'")
+    reason = run.data.tags["athanor.champion"]
+    assert reason.startswith("not registered: exact_match 0.") and "is below 0.99; the gain in score, " in reason
+    assert "gain_low" in run.data.metrics and reason in run.data.tags["mlflow.note.content"]
+    assert len(client.search_model_versions(f"name='{name}'")) == before
+
+
+def test_without_comparison_and_contamination_nothing_of_them_is_made(finished, capsys):
+    assert athanor("run", finished, compare="null", contamination="null") == 0
+    text = capsys.readouterr().out
+    assert "2 of 10 stages made, 8 reused" in text
+    card = (Path(re.search(r"^Model: +(\S+)", text, re.M).group(1)) / "README.md").read_text()
+    assert "Not looked for." in card
+
+
+def test_the_recipe_on_the_card_makes_the_same_model(finished, capsys, tmp_path):
+    assert athanor("run", finished) == 0
+    card = (Path(re.search(r"^Model: +(\S+)", capsys.readouterr().out, re.M).group(1)) / "README.md").read_text()
+    (tmp_path / "recipe.yaml").write_text(re.findall(r"```yaml\n(.*?)```", card, re.S)[0])
+    assert main(["plan", str(tmp_path / "recipe.yaml"), "--root", str(finished)]) == 0
+    assert "0 of 14 stages would be made" in capsys.readouterr().out
+
+
+def test_a_model_goes_to_the_hub_with_its_card_where_its_gates_hold(finished, monkeypatch):
+    pushed = []
+
+    def push(hf_dir: Path, repo_id: str, private: bool) -> str:
+        pushed.append((hf_dir, repo_id, private))
+        return f"https://hub.example/{repo_id}"
+
+    monkeypatch.setattr("flows.pipeline.tasks.push_to_hub", push)
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: "hf_x")
+    to = {"execution.registry.push_to": "owner/digits"}
+    assert athanor("run", finished, **to, **{"execution.registry.gates": "{score: {min: 1.01}}"}) == 0
+    assert pushed == []
+    assert athanor("run", finished, **to) == 0
+    ((hf_dir, repo_id, private),) = pushed
+    assert (hf_dir.parent.parent.name, repo_id, private) == ("release", "owner/digits", True)
+    assert "# athanor-embedded" in (hf_dir / "README.md").read_text()
+
+
+def test_a_push_without_a_token_is_said_before_anything_is_made(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    assert athanor("run", tmp_path, **{"execution.registry.push_to": "owner/digits"}) == 2
+    assert "pushing to owner/digits needs a token" in error_line(capsys)
+    assert not list(tmp_path.glob("artifacts/*"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"train.optim.lrr": 1}, "unknown key train.optim.lrr; did you mean train.optim.lr?"),
+        ({"train.optim.lr": 7}, "train.optim.lr=7 should be less than or equal to 1"),
+        ({"data": "/nowhere/raw"}, "raw data directory /nowhere/raw does not exist"),
+        ({"model": "/nowhere/model"}, "model '/nowhere/model' is not a directory"),
+    ],
+)
+def test_wrong_settings_are_one_line_and_status_2(tmp_path, capsys, changes, words):
+    dropped = [key for key in SMALL if key.split(".")[0] in changes]
+    sets = {key: value for key, value in SMALL.items() if key not in dropped} | changes
+    for command in ("plan", "run"):
+        arguments = [f"--set={key}={value}" for key, value in sets.items()]
+        assert main([command, "--root", str(tmp_path), *arguments]) == 2
+        line = error_line(capsys)
+        assert line.startswith("athanor: ") and words in line
+
+
+def test_an_unknown_recipe(tmp_path, capsys):
+    assert main(["run", "nope", "--root", str(tmp_path)]) == 2
+    assert "no recipe 'nope'; give " in error_line(capsys)
+
+
+def test_a_full_disk_loses_nothing(tmp_path, capsys, monkeypatch):
+    def full(*_args, **_kwargs):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shard_io.ShardWriter, "write", full)
+        assert athanor("run", tmp_path) == 2
+    line = error_line(capsys)
+    assert "disk full while convert wrote" in line and "run the same command again" in line
+    assert athanor("run", tmp_path) == 0
+    assert "embedded_data: reused" in capsys.readouterr().out
+
+
+def test_a_second_run_at_the_same_time_waits_for_the_first(finished, capsys):
+    changes = {"train.optim.lr": 0.003}
+    lock = filelock.FileLock(_train_lock(finished, changes), thread_local=False)
+    lock.acquire()
+    freer = _Freer(lock)
+    logging.getLogger("athanor.stage").addHandler(freer)
+    try:
+        assert athanor("run", finished, **changes) == 0
+    finally:
+        logging.getLogger("athanor.stage").removeHandler(freer)
+    assert "is being made by process" in capsys.readouterr().err and not lock.is_locked
+
+
+class _Freer(logging.Handler):
+    """Frees a lock as soon as somebody says that it waits."""
+
+    def __init__(self, lock: filelock.FileLock) -> None:
+        super().__init__()
+        self.lock = lock
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "is being made by process" in record.getMessage():
+            self.lock.release()
+
+
+def _train_lock(root: Path, changes: dict[str, object]) -> Path:
+    from flows.pipeline.graph import plan_stages
+    from flows.pipeline.recipe import load_recipe
+    from stages.artifacts.artifact import stage_identity
+    from stages.artifacts.run_stage import scratch_dir
+    from stages.train.stage import STAGE as stage
+
+    config = load_recipe(overrides=[f"{k}={v}" for k, v in {**SMALL, **changes}.items()]).config
+    _, found = plan_stages(config, root)
+    inputs = {"model": found["embedded_model"], "tokenized": found["tokenize"], "bins": found["plan_bins"]}
+    work = scratch_dir(root, stage, stage_identity(stage, config.train, inputs))
+    work.parent.mkdir(exist_ok=True)
+    return work.with_name(work.name + ".lock")
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "words"),
+    [
+        ("fail", 1, "loss is nan at step 4 Samples of that step: a/00000001. Log: "),
+        ("input", 2, "hf_dir has no weights"),
+        ("stop", 75, "run the same command again to go on"),
+    ],
+)
+def test_how_a_failed_training_is_told(finished, capsys, monkeypatch, how, status, words):
+    monkeypatch.setenv("FAKE_TRAINER", how)
+    assert athanor("run", finished, **{"train.seed": 9}) == status
+    assert words in error_line(capsys)
+    client = connect(finished)
+    experiment = client.get_experiment_by_name("athanor-embedded")
+    (run,) = client.search_runs([experiment.experiment_id], "params.`train.seed` = '9'")
+    assert run.info.status == "FAILED"
+
+
+def test_sigterm_gives_the_trainer_time_to_save(finished, capsys, monkeypatch):
+    def terminate_once_it_trains():
+        for _ in range(600):
+            if any((finished / "scratch").glob("train-*/metrics.jsonl")):
+                return os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.1)
+
+    monkeypatch.setenv("FAKE_TRAINER", "wait")
+    for left in (finished / "scratch").glob("train-*/metrics.jsonl"):
+        left.unlink()
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=terminate_once_it_trains)
+    thread.start()
+    try:
+        assert athanor("run", finished, **{"train.seed": 11}) == 128 + signal.SIGTERM
+    finally:
+        thread.join()
+        signal.signal(signal.SIGTERM, before)
+    assert "stopped; the same command goes on" in error_line(capsys)
+    assert list((finished / "scratch").glob("train-*/saved"))
+    client = connect(finished)
+    experiment = client.get_experiment_by_name("athanor-embedded")
+    (run,) = client.search_runs([experiment.experiment_id], "params.`train.seed` = '11'")
+    assert run.info.status == "KILLED"
+
+
+def test_debug_shows_the_traceback(tmp_path, capsys):
+    assert main(["plan", "--debug", "--set", "train.lr=1", "--root", str(tmp_path)]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_ask_refuses_what_is_no_model(tmp_path, capsys):
+    assert main(["ask", str(tmp_path), "-", "Which digit?"]) == 2
+    assert "has no config.json" in error_line(capsys)
+
+
+def test_prefect_shows_stages_reports_scores_and_the_mlflow_run(finished, capsys):
+    from prefect.client.orchestration import get_client
+
+    assert athanor("run", finished) == 0
+    with get_client(sync_client=True) as client:
+        artifacts = client.read_artifacts()
+        flows = {flow.name for flow in client.read_flows()}
+    newest = {a.key: str(a.data) for a in sorted(artifacts, key=lambda artifact: artifact.created)}
+    assert {"stages", "reports", "scores", "mlflow-run"} <= newest.keys()
+    assert "| tokenize | reused |" in newest["stages"] and "exact_match" in newest["scores"]
+    assert "/runs/" in newest["mlflow-run"] and "report.html" in newest["reports"]
+    assert {"vlm-sft", "prepare-data", "evaluate"} <= flows

@@ -1,0 +1,42 @@
+"""The command in a run's description gives the same configuration again."""
+
+import shlex
+
+import pytest
+
+from flows.pipeline.mlflow_run import execution_tags, reproducing_command
+from flows.pipeline.recipe import load_recipe
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["train.optim.lr=1e-5", "execution.cluster.processes=2", "execution.parallel.tp=2"],
+        ["convert.subsets=[digits_single, digits_text]", "tokenize.system_prompt='It''s a \"digit\", $HOME'"],
+        ["data=/data/with a space", "execution.dask_address=tcp://host:8786", "execution.registry.margin=0.01"],
+    ],
+)
+def test_the_command_gives_the_same_configuration(overrides):
+    config = load_recipe("embedded", overrides).config
+    words = shlex.split(reproducing_command(config, "embedded").replace("\\\n", ""))
+    assert words[:3] == ["athanor", "run", "embedded"] and words[3::2] == ["--set"] * (len(words[4::2]))
+    assert load_recipe("embedded", words[4::2]).config == config
+
+
+def test_a_recipe_of_the_persons_own_has_no_command(tmp_path):
+    assert reproducing_command(load_recipe("embedded").config, "my-recipe") is None
+
+
+def test_the_registry_enters_no_fingerprint():
+    plain, other = load_recipe("embedded"), load_recipe("embedded", ["execution.registry.margin=0.5"])
+    assert plain.config.identity() == other.config.identity() and other.config.execution.registry.margin == 0.5
+
+
+def test_tags_name_the_launcher_in_use_and_what_is_set():
+    plain = execution_tags(load_recipe("embedded").config)
+    assert plain["execution.cluster.launcher"] == "torchrun" and plain["execution.num_workers"]
+    assert not any(key.startswith(("execution.cluster.slurm", "execution.cluster.kubernetes")) for key in plain)
+    assert "None" not in plain.values()
+    slurm = load_recipe("embedded", ["execution.cluster.launcher=slurm", "execution.cluster.slurm.partition=h200"])
+    assert execution_tags(slurm.config)["execution.cluster.slurm.partition"] == "h200"

@@ -1,0 +1,161 @@
+"""Prefect's server of a run without a service: found by every thread, ended with its process, on a port of its own."""
+
+import os
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import flows  # noqa: F401  sets what Prefect reads at its import
+
+# isort: split
+import psutil
+import pytest
+from prefect.client.orchestration import get_client
+from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
+
+from flows.prefect_server import temporary as temporary_server
+from flows.prefect_server.temporary import TemporaryServer, is_temporary, server_of, start_early, start_prefect
+from flows.resources.limits import has_server
+from tests.helpers.service import clean_environment, processes_with, wait_for
+
+RUN = """
+import sys
+import flows
+from flows.prefect_server.temporary import start_early, start_prefect
+start_early()
+start_prefect()
+from prefect.client.orchestration import get_client
+with get_client(sync_client=True) as client:
+    client.create_flow_from_name("asked")
+assert "prefect.server.api.server" not in sys.modules, "loads for two seconds"
+from flows.prefect_server.temporary import server_of
+from prefect.settings import PREFECT_HOME
+print(server_of(PREFECT_HOME.value()).process.pid, flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def server() -> TemporaryServer:
+    start_early()
+    start_prefect()
+    return server_of(PREFECT_HOME.value())
+
+
+def started(home: Path, code: str = RUN) -> subprocess.Popen:
+    """Another process with a server of its own, which tells its pid."""
+    environment = {**clean_environment(), "PREFECT_HOME": str(home)}
+    return subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def flows_of(home: Path) -> list[tuple[str]]:
+    with sqlite3.connect(home / "prefect.db") as database:
+        return database.execute("SELECT name FROM flow").fetchall()
+
+
+def test_every_thread_of_the_process_and_no_child_is_told_of_it(server):
+    told = []
+    thread = threading.Thread(target=lambda: told.append(PREFECT_API_URL.value()))
+    thread.start()
+    thread.join()
+    assert told == [server.api] and PREFECT_API_URL.value() == server.api
+    assert "PREFECT_API_URL" not in os.environ
+    with get_client(sync_client=True) as client:
+        assert client.api_healthcheck() is None
+
+
+def test_it_is_nobody_elses_so_no_slots_are_asked_for(server):
+    assert is_temporary() and not has_server()
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:4200/api"}):
+        assert not is_temporary() and has_server()
+
+
+def test_a_second_start_uses_the_one_that_runs(server):
+    before = server.process.pid
+    start_early()
+    start_prefect()
+    assert server.process.pid == before
+
+
+def test_a_server_that_has_died_is_started_again(server):
+    psutil.Process(server.process.pid).kill()
+    server.process.wait()
+    before, port = server.process.pid, server.port
+    start_prefect()
+    assert server.process.pid != before and server.port == port
+    with get_client(sync_client=True) as client:
+        assert client.api_healthcheck() is None
+
+
+def test_a_port_that_somebody_took_meanwhile_is_given_up(server, monkeypatch):
+    with socket.socket() as other:
+        other.bind((temporary_server.HOST, 0))
+        other.listen()
+        taken = other.getsockname()[1]
+        ports = iter([taken])
+        free = temporary_server.any_port
+        monkeypatch.setattr(temporary_server, "any_port", lambda host: next(ports, None) or free(host))
+        home = PREFECT_HOME.value()
+        second = TemporaryServer(home)
+        other.settimeout(0.1)
+        second.begin()
+        assert second.port == taken
+        with pytest.MonkeyPatch.context() as patch:  # whoever took it does not answer as Prefect does
+            answers = TemporaryServer._answers
+            patch.setattr(TemporaryServer, "_answers", lambda self: self.port != taken and answers(self))
+            second.wait()
+        try:
+            assert second.port != taken
+        finally:
+            second.end()
+
+
+def test_one_that_cannot_start_says_why(tmp_path, monkeypatch):
+    monkeypatch.setenv("PREFECT_API_DATABASE_CONNECTION_URL", "nonsense")
+    broken = TemporaryServer(tmp_path)
+    broken.begin()
+    with pytest.raises(RuntimeError, match=r"ended: .*Could not parse SQLAlchemy URL.* \(log: .*\.log\)"):
+        broken.wait()
+
+
+def test_a_server_that_is_set_is_left_alone(monkeypatch):
+    monkeypatch.setattr(temporary_server, "is_temporary", lambda: False)
+    monkeypatch.setattr(temporary_server, "server_of", lambda home: pytest.fail("started"))
+    start_prefect()
+
+
+def test_it_ends_with_its_process(server, tmp_path):
+    process = started(tmp_path / "home")
+    told, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    wait_for(lambda: not psutil.pid_exists(int(told)), 10, "end of the server")
+
+
+def test_it_ends_when_its_process_is_killed(server, tmp_path):
+    process = started(tmp_path / "home", RUN + "import time\ntime.sleep(600)\n")
+    pid = int(process.stdout.readline())
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    wait_for(lambda: not psutil.pid_exists(pid), 20, "end of the server")
+
+
+def test_runs_that_start_on_a_fresh_root_at_once_make_its_tables_one_after_the_other(tmp_path):
+    homes = [tmp_path / "home"] * 2
+    processes = [started(home) for home in homes]
+    assert [process.wait(240) for process in processes] == [0, 0]
+    assert flows_of(tmp_path / "home") == [("asked",)]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT], ids=["kill -9", "ctrl-c"])
+def test_a_first_start_that_is_interrupted_leaves_whole_tables(tmp_path, signum):
+    home = tmp_path / "home"
+    process = started(home)
+    wait_for(lambda: (home / "prefect.db").exists() and (home / "prefect.db").stat().st_size, 60, "first tables")
+    process.send_signal(signum)
+    process.wait(60)
+    wait_for(lambda: not processes_with("PREFECT_HOME", str(home)), 60, "end of the server")
+    assert not list(home.glob("schema-*"))
+    assert started(home).wait(120) == 0 and flows_of(home) == [("asked",)]

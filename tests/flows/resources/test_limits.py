@@ -1,0 +1,202 @@
+"""Slots of named limits on a real server: waited for, said, renewed, given back, taken over from the dead."""
+
+import contextlib
+import logging
+import subprocess
+import sys
+import threading
+import uuid
+from pathlib import Path
+
+import flows  # noqa: F401  sets what Prefect reads at its import
+
+# isort: split
+import httpx
+import psutil
+import pytest
+from prefect.client.orchestration import get_client
+from prefect.events.worker import EventsWorker
+from prefect.exceptions import PrefectHTTPStatusError
+from prefect.server.api.server import SubprocessASGIServer
+from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+
+from dataset_builders.errors import InputError
+from flows.resources import limits
+from flows.resources.limits import DEFAULT_LIMITS, HOST_LIMIT, Slot, create_limits, has_server, slot_of
+from flows.resources.run_record import LeaseRecord, read_leases, record_lease, this_process
+from stages.launchers.config import ClusterConfig
+from tests.helpers.service import wait_for
+
+
+@pytest.fixture(scope="module")
+def api():
+    """A Prefect server that is not of this process alone."""
+    server = SubprocessASGIServer()
+    server.start()
+    try:
+        yield server.api_url
+    finally:
+        EventsWorker.drain_all(at_exit=False)  # later tests talk to another server
+        server.stop()
+
+
+@pytest.fixture
+def server(api, monkeypatch):
+    monkeypatch.setattr(limits, "TRY_SECONDS", 0.1)
+    with temporary_settings({PREFECT_API_URL: api}):
+        yield api
+
+
+@pytest.fixture
+def name(server) -> str:
+    """A limit that no other test has."""
+    return f"gpu-{uuid.uuid4().hex[:8]}"
+
+
+def read(name: str):
+    with get_client(sync_client=True) as client:
+        return client.read_global_concurrency_limit_by_name(name)
+
+
+def in_thread(name: str, root: Path, api: str) -> tuple[threading.Thread, threading.Event]:
+    """Somebody else who wants a slot, and whether they have got it."""
+    got = threading.Event()
+
+    def work() -> None:
+        with temporary_settings({PREFECT_API_URL: api}), slot_of(name, root):
+            got.set()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread, got
+
+
+def test_without_a_server_no_slot_is_asked_for(tmp_path):
+    assert not has_server()
+    with slot_of("gpu-host", tmp_path):
+        assert read_leases(tmp_path) == []
+
+
+def refused(status: int) -> PrefectHTTPStatusError:
+    request = httpx.Request("POST", "http://127.0.0.1/api")
+    response = httpx.Response(status, json={}, request=request)
+    return PrefectHTTPStatusError("refused", request=request, response=response)
+
+
+@pytest.mark.parametrize(("times", "is_given_up"), [(4, False), (5, True)])
+def test_a_server_that_is_busy_writing_is_asked_again_at_once(times, is_given_up, monkeypatch):
+    """Prefect's client would wait two seconds between two tries."""
+    slept, answers = [], iter([refused(503)] * times)
+    monkeypatch.setattr(limits.time, "sleep", slept.append)
+
+    def call() -> None:
+        assert PREFECT_CLIENT_MAX_RETRIES.value() == 0
+        if (error := next(answers, None)) is not None:
+            raise error
+
+    with pytest.raises(PrefectHTTPStatusError) if is_given_up else contextlib.nullcontext():
+        limits._promptly(call)
+    assert next(answers, None) is None and sum(slept) < 1
+    assert PREFECT_CLIENT_MAX_RETRIES.value() > 0
+
+
+def test_another_answer_is_not_asked_for_again(monkeypatch):
+    monkeypatch.setattr(limits.time, "sleep", lambda _: pytest.fail("waited"))
+    answers = iter([refused(423)])
+    with pytest.raises(PrefectHTTPStatusError):
+        limits._promptly(lambda: (_ for _ in ()).throw(next(answers)))
+
+
+def test_limits_are_made_once_and_a_persons_change_stays(server):
+    with get_client(sync_client=True) as client, contextlib.suppress(Exception):
+        client.delete_global_concurrency_limit_by_name(HOST_LIMIT)
+    create_limits({})
+    assert read(HOST_LIMIT).limit == DEFAULT_LIMITS[HOST_LIMIT] == 1
+    with get_client(sync_client=True) as client:
+        client.upsert_global_concurrency_limit_by_name(HOST_LIMIT, 3)
+    create_limits({})
+    assert read(HOST_LIMIT).limit == 3
+    create_limits({HOST_LIMIT: 2})
+    assert read(HOST_LIMIT).limit == 2
+    with pytest.raises(InputError, match="--limit gpu-host=0"):
+        create_limits({HOST_LIMIT: 0})
+
+
+def test_the_second_waits_for_the_first_and_says_for_what(name, server, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "athanor.limits")
+    with slot_of(name, tmp_path):
+        assert read(name).active_slots == 1
+        thread, got = in_thread(name, tmp_path, server)
+        said = f"waiting for a slot of the concurrency limit '{name}': 1 of 1 in use"
+        wait_for(lambda: said in caplog.text, 30, "line about the wait")
+        assert not got.is_set()
+    assert got.wait(30)
+    thread.join()
+    assert read(name).active_slots == 0 and read_leases(tmp_path) == []
+
+
+def test_a_limit_that_is_not_there_is_made_with_one_slot(name, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "athanor.limits")
+    with slot_of(name, tmp_path):
+        assert read(name).limit == 1
+    assert f"`athanor up --limit {name}=N`" in caplog.text
+
+
+def test_a_slot_is_given_back_when_the_work_fails(name, tmp_path):
+    with pytest.raises(RuntimeError), slot_of(name, tmp_path):
+        raise RuntimeError
+    assert read(name).active_slots == 0
+
+
+def test_a_limit_of_no_slots_is_an_error_that_says_what_to_do(name, tmp_path):
+    create_limits({name: 1})
+    with get_client(sync_client=True) as client:
+        client.upsert_global_concurrency_limit_by_name(name, 0)
+    with pytest.raises(InputError, match=f"athanor up --limit {name}=1"), slot_of(name, tmp_path):
+        pass
+
+
+def test_the_slot_of_a_dead_holder_is_taken_over_at_once(name, tmp_path):
+    slot = Slot(name, tmp_path)
+    slot._try()
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    about = {**this_process(), "pid": child.pid, "pid_started": psutil.Process(child.pid).create_time()}
+    child.communicate(b"\n")
+    record_lease(tmp_path, LeaseRecord(lease_id=str(slot.lease_id), limit=name, **about))
+    with slot_of(name, tmp_path):
+        assert read(name).active_slots == 1
+        assert [lease.pid for lease in read_leases(tmp_path)] == [this_process()["pid"]]
+
+
+def test_a_slot_that_was_lost_is_taken_again_and_the_work_goes_on(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(limits, "RENEW_SECONDS", 0.2)
+    with slot_of(name, tmp_path):
+        (before,) = read_leases(tmp_path)
+        with get_client(sync_client=True) as client:  # as the server does with a lease that was not renewed in time
+            client.release_concurrency_slots_with_lease(uuid.UUID(before.lease_id))
+        wait_for(lambda: read(name).active_slots == 1, 30, "slot again")
+        (after,) = read_leases(tmp_path)
+        assert after.lease_id != before.lease_id
+    assert read(name).active_slots == 0
+
+
+def test_a_server_that_is_away_does_not_end_the_work(name, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(limits, "RENEW_SECONDS", 0.2)
+    slot = Slot(name, tmp_path)
+    slot.acquire()
+    real = limits.get_client
+
+    def away(**_):
+        raise OSError("connection refused")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(limits, "get_client", away)
+        wait_for(lambda: "could not be renewed, the job goes on" in caplog.text, 10, "warning")
+    assert limits.get_client is real and slot._thread.is_alive()
+    slot.release()
+    assert read(name).active_slots == 0
+
+
+def test_where_a_job_runs_names_its_limit():
+    assert ClusterConfig().limit == HOST_LIMIT == "gpu-host"
+    assert ClusterConfig(launcher="slurm", slurm={"partition": "long"}).limit == "slurm:long"

@@ -1,0 +1,262 @@
+"""What killed processes leave: flow runs that say Running, slots, trainers, servers. All of it is put right."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import flows  # noqa: F401  sets what Prefect reads at its import
+
+# isort: split
+import psutil
+import pytest
+from prefect import flow, task
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import State, StateType
+from prefect.runtime import flow_run
+from prefect.states import Cancelling, Pending, Running
+
+from flows.resources.run_record import (
+    LeaseRecord,
+    RunRecord,
+    read_leases,
+    read_runs,
+    record_lease,
+    record_run,
+    this_process,
+)
+from flows.service import orphans, reconcile
+from flows.service.orphans import OrphanWatch
+from flows.service.reconcile import reconcile as put_right
+from tests.helpers.service import wait_for
+
+SLEEPS = "import time; time.sleep(600)"
+
+
+@pytest.fixture
+def dead_pid() -> dict[str, object]:
+    """The fields of a process that has ended."""
+    child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    about = {**this_process(), "pid": child.pid, "pid_started": psutil.Process(child.pid).create_time()}
+    child.communicate()
+    return about
+
+
+@flow
+def noting(root: Path, tracking_run: str | None = None) -> str:
+    record_run(root, tracking_run)
+    return str(flow_run.id)
+
+
+@task
+def nothing() -> None: ...
+
+
+@flow
+def outer() -> str:
+    nothing()
+    return str(flow_run.id)
+
+
+def one_within_another() -> dict[str, str]:
+    """Ids of two finished flow runs, "inner" within "around"."""
+    ids = {}
+
+    @flow
+    def inner() -> None:
+        nothing()
+        ids["inner"] = str(flow_run.id)
+
+    @flow
+    def around() -> None:
+        inner()
+        ids["around"] = str(flow_run.id)
+
+    around()
+    return ids
+
+
+def note(root: Path, flow_run_id: str, owner: dict[str, object]) -> None:
+    path = root / "service" / "runs" / f"{flow_run_id}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(RunRecord(flow_run_id=flow_run_id, **owner).model_dump_json())
+
+
+def state_of(flow_run_id: str) -> State:
+    with get_client(sync_client=True) as client:
+        return client.read_flow_run(uuid.UUID(flow_run_id)).state
+
+
+def force(flow_run_id: str, state: State) -> None:
+    with get_client(sync_client=True) as client:
+        client.set_flow_run_state(uuid.UUID(flow_run_id), state, force=True)
+
+
+def test_a_run_is_noted_while_its_process_lives(tmp_path):
+    flow_run_id = noting(tmp_path)
+    (record,) = read_runs(tmp_path)
+    assert record.flow_run_id == flow_run_id and record.pid == os.getpid() and not record.is_dead()
+    assert put_right(tmp_path) == 0 and read_runs(tmp_path) == [record]
+
+
+def test_nothing_is_noted_outside_a_flow(tmp_path):
+    record_run(tmp_path)
+    assert read_runs(tmp_path) == []
+
+
+def test_a_pid_that_another_process_has_now_is_dead(tmp_path):
+    mine = this_process()
+    assert not LeaseRecord(lease_id="a", limit="b", **mine).is_dead()
+    assert LeaseRecord(lease_id="a", limit="b", **{**mine, "pid_started": 1.0}).is_dead()
+    assert not LeaseRecord(lease_id="a", limit="b", **{**mine, "pid_started": 1.0, "host": "elsewhere"}).is_dead()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (Running(), StateType.CRASHED),
+        (Cancelling(), StateType.CANCELLED),
+        (State(type=StateType.COMPLETED), StateType.COMPLETED),
+        (Pending(), StateType.PENDING),  # of a retry that is on its way
+    ],
+    ids=["running", "cancelling", "completed", "pending"],
+)
+def test_a_run_whose_process_is_dead_is_settled(tmp_path, dead_pid, before, after):
+    flow_run_id = outer()
+    force(flow_run_id, before)
+    note(tmp_path, flow_run_id, dead_pid)
+    assert put_right(tmp_path) == (before.type != after)
+    state = state_of(flow_run_id)
+    assert state.type == after and read_runs(tmp_path) == []
+    if before.type != after:
+        assert "goes on from the last checkpoint" in state.message
+
+
+def test_a_run_of_another_host_is_not_touched(tmp_path, dead_pid):
+    flow_run_id = outer()
+    force(flow_run_id, Running())
+    note(tmp_path, flow_run_id, {**dead_pid, "host": "elsewhere"})
+    assert put_right(tmp_path) == 0
+    assert state_of(flow_run_id).type == StateType.RUNNING and len(read_runs(tmp_path)) == 1
+
+
+def test_tasks_and_flow_runs_within_are_settled_too(tmp_path, dead_pid):
+    ids = one_within_another()
+    for flow_run_id in ids.values():
+        force(flow_run_id, Running())
+    note(tmp_path, ids["inner"], dead_pid)  # it was within when the process died
+    assert put_right(tmp_path) == 2
+    assert {state_of(flow_run_id).type for flow_run_id in ids.values()} == {StateType.CRASHED}
+
+
+@pytest.fixture
+def begin_again() -> Iterator[Callable[[str], None]]:
+    """Give a flow run a living process, as a worker does."""
+    with contextlib.ExitStack() as living:
+
+        def begin(flow_run_id: str) -> None:
+            environment = {**os.environ, "ATHANOR_SERVICE": "/another", "PREFECT__FLOW_RUN_ID": flow_run_id}
+            process = living.enter_context(subprocess.Popen([sys.executable, "-c", SLEEPS], env=environment))
+            living.callback(process.kill)
+            wait_for(lambda: psutil.Process(process.pid).environ().get("PREFECT__FLOW_RUN_ID"), 20, "its mark")
+
+        yield begin
+
+
+@pytest.mark.parametrize("is_begun", [True, False], ids=["running again", "about to"])
+def test_what_was_within_a_dead_try_does_not_end_the_next_one(tmp_path, dead_pid, begin_again, is_begun, monkeypatch):
+    """Seen on a loaded machine: a retried run became Crashed while it trained, and a second retry ran beside it."""
+    ids = one_within_another()
+    force(ids["inner"], Running())
+    force(ids["around"], Running() if is_begun else Pending())
+    if is_begun:
+        begin_again(ids["around"])
+    note(tmp_path, ids["inner"], dead_pid)
+    note(tmp_path, ids["around"], dead_pid)
+    monkeypatch.setattr(reconcile.Tracker, "finish", lambda *_: pytest.fail("its MLflow run is the new try's"))
+    assert put_right(tmp_path) == 1
+    assert state_of(ids["inner"]).type == StateType.CRASHED
+    assert state_of(ids["around"]).type == (StateType.RUNNING if is_begun else StateType.PENDING)
+    assert read_runs(tmp_path) == []
+
+
+def test_a_run_that_the_server_does_not_know_is_forgotten(tmp_path, dead_pid):
+    note(tmp_path, str(uuid.uuid4()), dead_pid)
+    assert put_right(tmp_path) == 0 and read_runs(tmp_path) == []
+
+
+def test_the_slot_of_a_dead_holder_is_given_back(tmp_path, dead_pid):
+    record_lease(tmp_path, LeaseRecord(lease_id=str(uuid.uuid4()), limit="gpu-host", **dead_pid))
+    record_lease(tmp_path, LeaseRecord(lease_id=str(uuid.uuid4()), limit="gpu-host", **this_process()))
+    put_right(tmp_path)
+    assert [lease.pid for lease in read_leases(tmp_path)] == [os.getpid()]
+
+
+@contextlib.contextmanager
+def orphan(**environment: str):
+    """A process whose parent has ended."""
+    words = [f"{name}={value}" for name, value in environment.items()]
+    script = f"{sys.executable} -c '{SLEEPS}' >/dev/null 2>&1 & echo $!"
+    command = ["/usr/bin/env", *words, "/bin/sh", "-c", script]
+    pid = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    try:
+        yield psutil.Process(pid)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def is_gone(process: psutil.Process) -> bool:
+    return not orphans.runs(process)
+
+
+def marks(root: Path) -> dict[str, dict[str, str]]:
+    service = {"ATHANOR_SERVICE": str(root), "ATHANOR_SERVICE_PART": "worker"}
+    return {
+        "flow": {**service, "PREFECT__FLOW_RUN_ID": "f-1"},
+        "trainer": {"ATHANOR_JOB": str(root / "scratch" / "train-0123456789abcdef")},
+        "export": {"ATHANOR_JOB": str(root / "scratch" / "export-0123456789abcdef" / "job")},
+        "server": {"PREFECT__SERVER_EPHEMERAL": "1", "PREFECT_HOME": str(root / "prefect")},
+    }
+
+
+@pytest.mark.parametrize("kind", ["flow", "trainer", "export", "server"])
+def test_an_orphan_of_this_root_is_ended_and_no_other(tmp_path, kind):
+    root, other = tmp_path / "root", tmp_path / "other"
+    (root / "scratch").mkdir(parents=True)
+    with orphan(**marks(root)[kind]) as ours, orphan(**marks(other)[kind]) as theirs:
+        wait_for(lambda: ours.environ() and theirs.environ(), 10, "environment")
+        assert OrphanWatch(root).end_all() == 1
+        assert is_gone(ours) and not is_gone(theirs)
+
+
+def test_a_trainer_whose_flow_works_is_no_orphan(tmp_path):
+    (tmp_path / "scratch").mkdir()
+    lock = tmp_path / "scratch" / "train-0123456789abcdef.lock"
+    code = (
+        f"import filelock; held = filelock.FileLock({str(lock)!r}); held.acquire(); print('held', flush=True); {SLEEPS}"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "held\n"
+        with orphan(**marks(tmp_path)["trainer"]) as trainer:
+            assert OrphanWatch(tmp_path).poll() == [] and not is_gone(trainer)
+            holder.kill()
+            holder.wait()
+            assert OrphanWatch(tmp_path).end_all() == 1 and is_gone(trainer)
+    finally:
+        holder.kill()
+        holder.wait()
+        holder.stdout.close()
+
+
+def test_whose_worker_it_was(tmp_path):
+    host, mine = reconcile.socket.gethostname(), os.getpid()
+    assert not reconcile._was_ours(f"athanor-{host}-{mine}", tmp_path)  # a living service's, and none is of this root
+    assert not reconcile._was_ours("athanor-elsewhere-99999999", tmp_path)
+    assert not reconcile._was_ours(None, tmp_path)
+    assert reconcile._was_ours(f"athanor-{host}-99999999", tmp_path)

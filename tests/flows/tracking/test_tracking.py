@@ -1,0 +1,283 @@
+"""MLflow as a listener: what a run holds, that nothing is logged twice, and that an outage stops nothing."""
+
+import multiprocessing
+import time
+from pathlib import Path
+
+import pytest
+
+import flows.tracking.record
+from dataset_builders.contracts.manifest import ShardEntry
+from dataset_builders.contracts.sample_record import to_fields
+from dataset_builders.contracts.shard_io import ShardWriter
+from flows.tracking.record import load_record, records_dir
+from flows.tracking.sender import publish_waiting, sender_of
+from flows.tracking.store import compare_url, connect, server_command, server_url
+from flows.tracking.tables import wrong_first
+from flows.tracking.tracker import Opening, Tracker, open_run
+from stages.artifacts.artifact import Artifact
+from stages.scoring.names import flat_scores
+from tests.helpers.fake_trainer import metrics_row
+from tests.helpers.samples import make_sample
+from tests.helpers.store_writer import connect_and_log
+from tests.helpers.tracked_run import (
+    SCORES,
+    make_artifact,
+    make_evaluated,
+    make_exported,
+    make_trained,
+    open_tracker,
+    write_live,
+)
+from trainer.contract.answer import MetricsRow
+
+WAIT = 120.0  # seconds; this machine may be busy
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("root")
+
+
+@pytest.fixture(autouse=True)
+def no_server(monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+
+def _delivered(tracker: Tracker) -> str:
+    """The id of the MLflow run, once it holds all that was said so far."""
+    assert sender_of(tracker.root).wait(tracker.key, WAIT)
+    learnt = load_record(tracker.root, tracker.key).learnt
+    assert tracker.problems == [] and learnt.refused == {}
+    return learnt.run_id
+
+
+def _shard(directory: Path) -> ShardEntry:
+    with ShardWriter(directory, "train/shard-00000.tar") as writer:
+        for number in range(7):
+            sample = make_sample(number)
+            writer.write(sample.key, to_fields(sample))
+        return writer.commit("train")
+
+
+def test_a_run_holds_everything_and_nothing_twice(root):
+    samples = make_artifact(root, "convert", "c" * 16, shards=[_shard(root / "artifacts" / "convert" / ("c" * 16))])
+    trained, exported, evaluated = (
+        make_trained(root, "d" * 16, 3),
+        make_exported(root, "e" * 16),
+        make_evaluated(root, "f" * 16),
+    )
+    times = []
+    for _ in range(2):  # the second round is a rerun of the same pipeline
+        tracker = open_tracker(root, "whole")
+        tracker.log_stage(samples, False, dataset="samples")
+        tracker.log_stage(trained, True)
+        tracker.register(exported, evaluated, exported.dir / "hf", "athanor-test")
+        tracker.finish("FINISHED")
+        run_id = _delivered(tracker)
+        run = connect(root).get_run(run_id)
+        times.append((run.info.start_time, run.info.end_time))
+    client = connect(root)
+    assert times[0] == times[1] and run.info.status == "FINISHED", "a finished run keeps its times"
+    assert run.data.params["train.optim.lr"] == "0.001" and len(run.data.params["long"]) == 6000
+    assert run.data.tags["fingerprint.convert"] == "c" * 16 and run.data.tags["reused.train"] == "true"
+    (dataset,) = run.inputs.dataset_inputs
+    assert (dataset.dataset.name, dataset.dataset.digest) == ("convert", "c" * 16)
+    assert {tag.key: tag.value for tag in dataset.tags}["num_samples"] == "7"
+    names = {item.path for item in client.list_artifacts(run_id, "stages/convert")}
+    pages = ("manifest.json", "preview.html", "report.html", "report.json")
+    assert names == {f"stages/convert/{name}" for name in pages}
+    assert run.data.metrics["exact_match"] == 0.75 and run.data.metrics["exact_match/digits"] == 0.5
+    scored = client.get_logged_model(run.data.tags["athanor.model_id"]).metrics
+    assert {(m.key, m.value) for m in scored} >= {("exact_match", 0.75), ("exact_match/digits", 0.5)}
+    assert {(m.dataset_name, m.dataset_digest) for m in scored} == {("convert", "c" * 16)}
+    headline = ("final_loss", "train_seconds", "train_tokens_per_second", "flow_seconds", "exact_match")
+    assert all(len(client.get_metric_history(run_id, name)) == 1 for name in headline)
+    assert run.data.metrics["final_loss"] == pytest.approx(1 / 3) and run.data.metrics["train_seconds"] == 0.75
+    assert [m.step for m in client.get_metric_history(run_id, "loss")] == [1, 2, 3]
+    pictures = client.list_artifacts(run_id, "table_images/predictions")
+    assert len(pictures) == 2 * 64  # a picture and its thumbnail, for 64 rows
+    note = run.data.tags["mlflow.note.content"]
+    assert note.startswith("Held-out: exact_match 0.7500, stop_rate 1.0000. Registered model: exact_match 0.7500, no ")
+    assert "What it is." in note and "| overall | 0.7500 | 1.0000 |" in note
+    assert f"runs/{run_id}/artifacts/stages/convert/preview.html" in note
+    assert Path(client.download_artifacts(run_id, "recipe.yaml")).read_text() == "name: embedded\n"
+
+
+def test_the_model_is_registered_once_with_its_scores(root):
+    tracker = open_tracker(root, "model")
+    exported, evaluated = make_exported(root, "1" * 16), make_evaluated(root, "4" * 16)
+    for _ in range(2):
+        tracker.register(exported, evaluated, exported.dir / "hf", "athanor-once")
+        _delivered(tracker)
+    run_id, client = _delivered(tracker), connect(root)
+    (version,) = client.search_model_versions("name='athanor-once'")
+    assert version.tags["exact_match"] == "0.75" and version.source.endswith("/hf")
+    assert version.run_id == run_id
+    model = client.get_logged_model(client.get_run(run_id).data.tags["athanor.model_id"])
+    assert model.status == "READY" and model.params["dtype"] == "float32"
+
+
+def test_a_model_that_a_gate_keeps_out_is_logged_and_not_registered_until_the_gate_lets_it_in(root):
+    exported, evaluated = make_exported(root, "2" * 16), make_evaluated(root, "3" * 16)
+    asked = (exported, evaluated, exported.dir / "hf", "athanor-gated")
+    tracker = open_tracker(root, "gated")
+    for _ in range(2):
+        tracker.register(*asked, ["stop_rate 0.2500 is below 0.9"])
+        _delivered(tracker)
+    run_id, client = _delivered(tracker), connect(root)
+    run = client.get_run(run_id)
+    assert not client.search_model_versions("name='athanor-gated'")
+    assert run.data.tags["athanor.champion"] == "not registered: stop_rate 0.2500 is below 0.9"
+    assert "not registered: stop_rate 0.2500 is below 0.9" in run.data.tags["mlflow.note.content"]
+    assert client.get_logged_model(run.data.tags["athanor.model_id"]).status == "READY"
+    tracker.register(*asked)
+    _delivered(tracker)
+    (version,) = client.search_model_versions("name='athanor-gated'")
+    assert client.get_run(run_id).data.tags["athanor.champion"].endswith("champion")
+    assert version.tags["exact_match"] == "0.75"
+
+
+def test_a_trace_of_steps_goes_with_its_training(root):
+    traced = make_trained(root, "9" * 16, 3)
+    (traced.dir / "profile").mkdir()
+    (traced.dir / "profile" / "rank-0.json.gz").write_bytes(b"trace")
+    (traced.dir / "profile" / "rank-0.md").write_text("# Steps 2 to 3")
+    tracker = open_tracker(root, "traced")
+    tracker.log_stage(traced, False)
+    run_id, client = _delivered(tracker), connect(root)
+    names = sorted(item.path for item in client.list_artifacts(run_id, "stages/train/profile"))
+    assert names == ["stages/train/profile/rank-0.json.gz", "stages/train/profile/rank-0.md"]
+    copy = Path(client.download_artifacts(run_id, names[0]))
+    assert copy.read_bytes() == b"trace"
+
+
+def test_every_field_of_a_metrics_row_becomes_a_metric(root):
+    tracker = open_tracker(root, "fields", samples_host=True)
+    optional = {name: 0.5 for name, field in MetricsRow.model_fields.items() if not field.is_required()}
+    row = metrics_row(1, **optional | {"time_ms": 1700000000123})
+    live = tracker.follow(root / "fields.jsonl")
+    (root / "fields.jsonl").write_text(row.model_dump_json() + "\n")
+    live([row])
+    run_id = _delivered(tracker)
+    metrics = connect(root).get_run(run_id).data.metrics
+    of_training = {name for name in metrics if not name.startswith("system/")}
+    assert of_training == MetricsRow.model_fields.keys() - {"step", "time_ms"}
+    (point,) = connect(root).get_metric_history(run_id, "loss")
+    assert point.timestamp == 1700000000123, "the moment at which the trainer wrote the line"
+    live.close()
+    run_id = _delivered(tracker)
+    assert connect(root).get_run(run_id).data.metrics["system/cpu_utilization_percentage"] >= 0
+
+
+def test_many_rows_go_in_batches_that_mlflow_takes(root):
+    tracker = open_tracker(root, "many")
+    write_live(tracker, [metrics_row(step) for step in range(1, 151)])
+    history = connect(root).get_metric_history(_delivered(tracker), "loss")
+    assert [metric.step for metric in history] == list(range(1, 151))
+
+
+def test_what_live_tracking_missed_is_added_exactly_once(root):
+    tracker = open_tracker(root, "replay")
+    for rows in ([metrics_row(1)], [metrics_row(1), metrics_row(3)]):  # the second try has a file of its own
+        write_live(tracker, rows, "w")
+        _delivered(tracker)
+    trained = make_trained(root, "2" * 16, 5)
+    for _ in range(2):
+        tracker.log_stage(trained, False)
+        _delivered(tracker)
+    history = connect(root).get_metric_history(_delivered(tracker), "loss")
+    assert sorted(metric.step for metric in history) == [1, 2, 3, 4, 5]
+
+
+def test_the_same_pipeline_goes_on_in_its_run_and_another_gets_its_own(root):
+    first = open_tracker(root, "identity-a")
+    first.finish("FAILED")
+    run_id = _delivered(first)
+    assert connect(root).get_run(run_id).info.status == "FAILED"
+    again, other = open_tracker(root, "identity-a"), open_tracker(root, "identity-b", "embedded lr=0.01")
+    assert _delivered(again) == run_id != _delivered(other)
+    assert connect(root).get_run(run_id).info.status == "RUNNING"
+    assert connect(root).get_run(_delivered(other)).info.run_name == "embedded lr=0.01"
+    again.finish("FINISHED")
+    assert run_id in again.url() and _delivered(other) in again.compare_with_last()
+
+
+def test_without_a_key_nothing_is_said(tmp_path):
+    tracker = Tracker(tmp_path, None)
+    tracker.log_stage(make_artifact(tmp_path, "convert", "c" * 16), False)
+    exported = make_exported(tmp_path, "e" * 16)
+    tracker.register(exported, make_evaluated(tmp_path, "f" * 16), exported.dir / "hf", "m")
+    tracker.follow(tmp_path / "metrics.jsonl").close()
+    tracker.finish("FINISHED")
+    assert tracker.url() is None and tracker.compare_with_last() is None and tracker.problems == []
+    assert not (tmp_path / "tracking").exists()
+
+
+def test_a_record_that_cannot_be_written_stops_nothing(tmp_path, caplog, monkeypatch):
+    tracker = open_tracker(tmp_path, "problem")
+    _delivered(tracker)
+    with monkeypatch.context() as patch:
+        patch.setattr(flows.tracking.record, "write_text", lambda path, text: 1 / 0)
+        tracker.log_stage(make_artifact(tmp_path, "convert", "9" * 16), False)
+    assert len(tracker.problems) == 1 and "division by zero" in tracker.problems[0]
+    assert "the pipeline goes on" in caplog.text
+    (records_dir(tmp_path) / "problem.json").unlink()
+    tracker.finish("FINISHED")
+    assert len(tracker.problems) == 2 and tracker.url(0) is None and tracker.compare_with_last() is None
+    (tmp_path / "file").write_text("")
+    opening = Opening(experiment="x", name="x", identity="x", params={}, tags={})
+    assert open_run(tmp_path / "file", opening) is None and "the pipeline goes on without" in caplog.text
+
+
+def test_what_mlflow_never_takes_is_noted_and_the_rest_goes_on(tmp_path, caplog):
+    tracker = open_tracker(tmp_path, "gone")
+    tracker.log_stage(Artifact(tmp_path / "nowhere", make_artifact(tmp_path, "convert", "c" * 16).manifest), False)
+    tracker.log_stage(make_trained(tmp_path, "d" * 16, 2), False)
+    tracker.finish("FINISHED")
+    assert sender_of(tmp_path).wait("gone", WAIT)
+    learnt = load_record(tmp_path, "gone").learnt
+    assert "nowhere" in learnt.refused["stage convert"] and len(learnt.refused) == 1
+    assert caplog.text.count("MLflow never takes stage convert") == 1
+    run = connect(tmp_path).get_run(learnt.run_id)
+    assert run.info.status == "FINISHED" and run.data.metrics["loss"] == 0.5
+    assert publish_waiting(tmp_path) == []
+
+
+def test_processes_that_meet_a_fresh_store_do_not_ruin_it(tmp_path):
+    with multiprocessing.get_context("spawn").Pool(8) as pool:
+        runs = pool.map(connect_and_log, [str(tmp_path)] * 8, chunksize=1)
+    assert len({*runs}) == 8
+    found = connect(tmp_path).search_runs(["0"])
+    assert len(found) == 8 and all(run.data.metrics == {"loss": 1.0} for run in found)
+
+
+def test_calls_return_at_once_while_mlflow_is_away(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    tracker = open_tracker(tmp_path, "away")
+    slowest = 0.0
+    for step in range(1, 51):
+        started = time.monotonic()
+        write_live(tracker, [metrics_row(step)])
+        slowest = max(slowest, time.monotonic() - started)
+    assert slowest < 2, "a synced record; nothing waits for an answer"
+    assert tracker.url() is None
+    tracker.finish("FINISHED")
+    assert tracker.problems == [] and load_record(tmp_path, "away").is_waiting()
+
+
+def test_scores_are_named_for_charts():
+    assert flat_scores(SCORES) == {"exact_match/digits": 0.5, "exact_match": 0.75, "stop_rate": 1.0}
+
+
+def test_wrong_answers_come_first(root):
+    rows = wrong_first(make_evaluated(root, "8" * 16).dir, 4)
+    assert [row["answer"] for row in rows] == ["2", "", "1", "1"]
+
+
+def test_addresses(tmp_path, monkeypatch):
+    assert server_command(tmp_path).startswith(f"mlflow server --backend-store-uri sqlite:///{tmp_path}/mlflow.db")
+    url = compare_url(["a", "b"], "7", server_url(tmp_path))
+    assert url == "http://127.0.0.1:5000/#/compare-runs?runs=%5B%22a%22%2C%20%22b%22%5D&experiments=%5B%227%22%5D"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://tracking:8080/")
+    assert server_url(tmp_path) == "http://tracking:8080"

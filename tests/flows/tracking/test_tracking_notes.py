@@ -1,0 +1,51 @@
+"""What a person reads in MLflow."""
+
+import pytest
+
+from flows.tracking.notes import experiment_note, run_name, run_note
+
+
+@pytest.mark.parametrize(
+    ("differs", "name"),
+    [
+        ({}, "embedded"),
+        ({"train.optim.lr": 1e-05}, "embedded lr=1e-05"),
+        (
+            {"convert.seed": 1, "train.seed": 2, "train.num_steps": 3},
+            "embedded convert.seed=1 train.seed=2 num_steps=3",
+        ),
+        ({"convert.subsets": ["ai2d", "chartqa"], "data": None}, "embedded subsets=[ai2d,chartqa] data=None"),
+        (
+            {"data": "s3://a-bucket/with/a/very/long/prefix/that/goes/on/and/on/the_cauldron"},
+            "embedded data=s3://a-bucket/with/a/ve../on/and/on/the_cauldron",
+        ),
+        ({"tokenize.system_prompt": "Two\nlines"}, "embedded system_prompt=Two lines"),
+    ],
+)
+def test_run_names_say_what_differs(differs, name):
+    assert run_name("embedded", differs) == name
+
+
+def test_too_many_differences_are_counted():
+    name = run_name("embedded", {f"stage.field_number_{i}": i for i in range(40)})
+    assert len(name) <= 250 and name.startswith("embedded field_number_0=0 ")
+    shown = name.count("=")
+    assert name.endswith(f" and {40 - shown} more") and shown > 8
+
+
+def test_the_description_of_a_run():
+    scores = {"pairs": {"exact_match": 0.5, "mean_tokens": 3.0}, "overall": {"exact_match": None}}
+    note = run_note(
+        "Head.", "#/experiments/1/runs/r", {"train": ("/root/train/1", ["report.html"])}, scores, "0.9: champion"
+    )
+    lines = note.splitlines()
+    assert lines[0] == "Registered model: 0.9: champion." and lines[2] == "Head."
+    assert lines.index("| overall |  |") < lines.index("| pairs | 0.5000 |") and "mean_tokens" not in note
+    assert "[report](#/experiments/1/runs/r/artifacts/stages/train/report.html)" in note and "`/root/train/1`" in note
+    assert "preview" not in lines[-1], "there is no such file of this stage"
+
+
+def test_an_experiment_links_to_the_compare_page():
+    note = experiment_note(["a lr=1", "a"], ["r1", "r2"], "7")
+    assert note.startswith("[Compare the 2 newest runs](#/compare-runs?runs=%5B%22r1%22%2C%20%22r2%22%5D&experiments")
+    assert "- a lr=1" in note

@@ -1,0 +1,114 @@
+"""Must-show 6: an MLflow server that goes away in the middle of a run, really, and comes back.
+
+Fewer seconds away than the minute of the name can be had with ATHANOR_OUTAGE_SECONDS, for trying things out.
+"""
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from flows.tracking.record import load_record
+from flows.tracking.sender import sender_of
+from flows.tracking.store import connect
+from tests.helpers.mlflow_server import MlflowServer
+from tests.helpers.tracked_run import make_trained, open_tracker
+from trainer.contract.answer import read_metrics
+from trainer.contract.names import METRICS_JSONL
+from trainer.loop.metrics import MetricsWriter
+
+AWAY_SECONDS = float(os.environ.get("ATHANOR_OUTAGE_SECONDS", "60"))
+ROW_SECONDS = 0.25
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    server = MlflowServer(tmp_path_factory.mktemp("server"))
+    server.start()
+    yield server
+    server.stop()
+
+
+class Training:
+    """Writes a row of metrics every quarter of a second, as a trainer does, and hands it on as the flow does."""
+
+    def __init__(self, root: Path, identity: str) -> None:
+        self.tracker = open_tracker(root, identity, samples_host=True)
+        self.directory = root / "scratch"
+        self.directory.mkdir(exist_ok=True)
+        self.live = self.tracker.follow(self.directory / METRICS_JSONL)
+        self.step, self.slowest = 0, 0.0
+        self._writer = MetricsWriter(self.directory, 0)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._work)
+        self._thread.start()
+
+    def _work(self) -> None:
+        from tests.helpers.fake_trainer import metrics_row
+
+        while not self._stop.wait(ROW_SECONDS):
+            self.step += 1
+            self._writer.write(metrics_row(self.step))
+            started = time.monotonic()
+            self.live(read_metrics(self.directory)[-1:])
+            self.slowest = max(self.slowest, time.monotonic() - started)
+
+    def end(self, root: Path) -> str:
+        """Stop; returns the id of the MLflow run, once it holds all."""
+        self._stop.set()
+        self._thread.join()
+        self.live.close()
+        trained = make_trained(root, "d" * 16, self.step)
+        (trained.dir / METRICS_JSONL).write_bytes((self.directory / METRICS_JSONL).read_bytes())
+        self.tracker.log_stage(trained, False)
+        self.tracker.finish("FINISHED")
+        assert sender_of(root).wait(self.tracker.key, 60)
+        return load_record(root, self.tracker.key).learnt.run_id
+
+
+def assert_whole(root: Path, run_id: str, training: Training) -> None:
+    client = connect(root)
+    for name in ("loss", "lr", "tokens_per_second", "memory_gb"):
+        steps = [metric.step for metric in client.get_metric_history(run_id, name)]
+        assert steps == list(range(1, training.step + 1)), name
+    system = client.get_metric_history(run_id, "system/cpu_utilization_percentage")
+    assert len({metric.timestamp for metric in system}) == len(system) > 0
+    assert client.get_run(run_id).info.status == "FINISHED"
+    assert training.tracker.problems == [] and training.slowest < 5
+
+
+def test_a_server_that_is_down_for_a_minute_leaves_no_hole_and_no_double_point(tmp_path, server, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server.url)
+    training = Training(tmp_path, "down")
+    wait_for_step(training, 20)
+    server.stop()
+    before = training.step
+    time.sleep(AWAY_SECONDS)
+    assert training.step - before > AWAY_SECONDS / ROW_SECONDS / 4, "the training goes on"
+    server.start()
+    wait_for_step(training, training.step + 20)
+    run_id = training.end(tmp_path)
+    assert_whole(tmp_path, run_id, training)
+
+
+def test_a_server_that_answers_after_a_while_delays_nothing(tmp_path, server, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server.url)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "3")  # the answer is lost, what was asked is done all the same
+    training = Training(tmp_path, "slow")
+    wait_for_step(training, 10)
+    with server.frozen():
+        time.sleep(8)
+    wait_for_step(training, training.step + 10)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "180")
+    run_id = training.end(tmp_path)
+    assert_whole(tmp_path, run_id, training)
+
+
+def wait_for_step(training: Training, step: int) -> None:
+    deadline = time.monotonic() + 120
+    while training.step < step:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)

@@ -1,0 +1,68 @@
+"""Aliases of the registered model: who is candidate, who is champion, why, and never twice."""
+
+from pathlib import Path
+
+import pytest
+
+from flows.tracking.config import RegistryConfig
+from flows.tracking.registry import promote, register
+from flows.tracking.store import connect
+
+CONFIG = RegistryConfig(metric="exact_match", margin=0.005)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("root")
+
+
+@pytest.fixture
+def make(root, request, monkeypatch):
+    """Registers a version with a score under the test's own name, and gives it its aliases; returns the reason."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    client, name = connect(root), request.node.name
+    run_id = client.create_run("0").info.run_id
+
+    def version(score: float | None, fingerprint: str = "") -> str:
+        number = len(client.search_model_versions(f"name='{name}'"))
+        tags = {"fingerprint": fingerprint or f"{number:016d}"}
+        tags |= {} if score is None else {"exact_match": f"{score:.6g}"}
+        model = client.create_logged_model("0", source_run_id=run_id)
+        made = register(client, name, f"file://{root}/hf", run_id, model.model_id, tags)
+        return promote(client, root, name, str(made.version), CONFIG)
+
+    version.aliases = lambda: {k: int(v) for k, v in client.get_registered_model(name).aliases.items()}
+    version.client, version.name = client, name
+    return version
+
+
+def test_the_first_is_champion_and_only_a_margin_changes_that(make):
+    assert make(0.97) == "exact_match 0.9700, no champion before: champion"
+    assert make.aliases() == {"candidate": 1, "champion": 1}
+    assert make(0.9749) == ("exact_match 0.9749 against 0.9700 of version 1: candidate only, the margin is 0.005")
+    assert make.aliases() == {"candidate": 2, "champion": 1}
+    assert make(0.975) == "exact_match 0.9750 against 0.9700 of version 1: champion"
+    assert make.aliases() == {"candidate": 3, "champion": 3}
+    tags = make.client.get_model_version(make.name, "3").tags
+    assert tags["athanor.champion"].endswith("of version 1: champion")
+
+
+def test_what_was_decided_is_not_decided_again(make):
+    first = make(0.9, "a" * 16)
+    make(0.99, "b" * 16)
+    assert make(0.9, "a" * 16) == first
+    assert make.aliases() == {"candidate": 2, "champion": 2}
+
+
+def test_an_interrupted_promotion_is_finished(make):
+    make(0.5)
+    reason = make(0.9)
+    make.client.set_registered_model_alias(make.name, "champion", "1")  # the tags were set, the alias not yet
+    assert promote(make.client, Path(make.client.tracking_uri[10:]).parent, make.name, "2", CONFIG) == reason
+    assert make.aliases()["champion"] == 2
+
+
+def test_a_version_without_the_score(make):
+    assert make(None) == "exact_match unknown, no champion before: champion"
+    assert make(0.1) == "exact_match 0.1000 against unknown of version 1: champion"
+    assert "candidate only" in make(None)

@@ -1,0 +1,312 @@
+"""A run is published whole and once, whatever happens to MLflow, to an answer, or to the process."""
+
+import functools
+import multiprocessing
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from mlflow.exceptions import MlflowException
+
+import flows.tracking.publish
+import flows.tracking.tracker
+from flows.tracking.publish import Publication
+from flows.tracking.record import (
+    Learnt,
+    append_system,
+    changed,
+    load_record,
+    publish_lock,
+    records_dir,
+    save_learnt,
+    system_path,
+    waiting_records,
+)
+from flows.tracking.sender import Sender, publish_waiting
+from flows.tracking.store import connect
+from flows.tracking.tracker import Tracker
+from tests.helpers.tracked_run import EXPERIMENT, Nobody, holdings, open_tracker, tell_a_run, timed_row, write_live
+
+
+@pytest.fixture(autouse=True)
+def no_thread(monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setattr(flows.tracking.tracker, "sender_of", lambda root: Nobody())
+
+
+class Faulty:
+    """A client whose calls fail by a die: before they reach MLflow, or after, when only the answer is lost."""
+
+    def __init__(self, client, die: random.Random) -> None:
+        self._client, self._die = client, die
+
+    def __getattr__(self, name: str):
+        method = getattr(self._client, name)
+
+        @functools.wraps(method)
+        def call(*args, **kwargs):
+            fate = self._die.random()
+            if fate < 0.12:
+                raise MlflowException("API request failed: connection refused")
+            answer = method(*args, **kwargs)
+            if fate < 0.24:
+                raise ConnectionError(f"the answer of {name} was lost")
+            return answer
+
+        return call
+
+
+def publish_patiently(root: Path, key: str, most: int = 3000) -> int:
+    """Publish with a fresh process's memory after every failure; returns the number of failures."""
+    for failures in range(most):
+        try:
+            Publication(root, key).run()
+        except (MlflowException, ConnectionError):
+            continue
+        assert not load_record(root, key).is_waiting()
+        return failures
+    raise AssertionError(f"not published after {most} tries")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> dict:
+    root = tmp_path_factory.mktemp("undisturbed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flows.tracking.tracker, "sender_of", lambda root: Nobody())
+        tell_a_run(root, "one")
+        assert publish_patiently(root, "one") == 0
+    return holdings(connect(root), "one")
+
+
+def test_what_is_told_is_held(undisturbed):
+    assert [point[0] for point in undisturbed["points"]["loss"]] == list(range(1, 13))
+    assert undisturbed["status"] == "FINISHED" and undisturbed["runs"] == 1
+    assert undisturbed["aliases"] == {"candidate": 1, "champion": 1}
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_calls_that_fail_and_answers_that_are_lost_change_nothing(tmp_path, monkeypatch, undisturbed, seed):
+    die = random.Random(seed)
+    monkeypatch.setattr(flows.tracking.publish, "connect", lambda root: Faulty(connect(root), die))
+    tell_a_run(tmp_path, "one")
+    assert publish_patiently(tmp_path, "one") > 10
+    assert holdings(connect(tmp_path), "one") == undisturbed
+
+
+class Slow:
+    """A client that takes its time for every answer, as MLflow's server does that checks a password each time."""
+
+    def __init__(self, client) -> None:
+        self._client = client
+
+    def __getattr__(self, name: str):
+        time.sleep(0.3)
+        return getattr(self._client, name)
+
+
+def test_a_slow_server_is_waited_for_as_long_as_it_answers(tmp_path, monkeypatch):
+    connect(tmp_path)  # makes the tables, which is no answer
+    monkeypatch.setattr(flows.tracking.publish, "connect", lambda root: Slow(connect(root)))
+    tell_a_run(tmp_path, "slow")
+    sender, patience, began = Sender(tmp_path), 2.0, time.monotonic()
+    sender.submit("slow")
+    assert sender.wait("slow", patience)
+    assert time.monotonic() - began > 3 * patience, "no test of patience"
+
+
+def test_a_resumed_training_gives_one_point_a_step(tmp_path, undisturbed):
+    tracker = open_tracker(tmp_path, "one")
+    write_live(tracker, [timed_row(step) for step in range(1, 9)])
+    publication = Publication(tmp_path, "one")
+    publication.run()
+    retrained = [timed_row(step).model_copy(update={"time_ms": 1_800_000_000_000 + step}) for step in range(5, 9)]
+    write_live(tracker, [*map(timed_row, range(1, 5)), *retrained], "w")  # killed at step 8, its checkpoint was of 4
+    publication.run()
+    tell_a_run(tmp_path, "one")
+    publish_patiently(tmp_path, "one")
+    assert holdings(connect(tmp_path), "one")["points"] == undisturbed["points"]
+
+
+def test_what_was_not_sent_live_is_added_at_the_end(tmp_path, undisturbed):
+    tell_a_run(tmp_path, "one", live=range(3, 6))
+    publish_patiently(tmp_path, "one")
+    points = holdings(connect(tmp_path), "one")["points"]
+    assert {name: sorted(values) for name, values in points.items()} == undisturbed["points"]
+
+
+def test_only_new_lines_are_read_and_asked_for(tmp_path, monkeypatch):
+    tracker = open_tracker(tmp_path, "one")
+    write_live(tracker, [timed_row(1)])
+    publication = Publication(tmp_path, "one")
+    publication.run()
+    calls = []
+    monkeypatch.setattr(publication, "_publish", lambda: calls.append("everything"))
+    with (tmp_path / "scratch" / "metrics.jsonl").open("a") as file:
+        file.write(timed_row(2).model_dump_json() + "\n")
+    append_system(tmp_path, "one", {"system/cpu": 5.0})
+    publication.run()
+    assert calls == [] and publication.sent == {"recipe": 1, "step": 2, "machine sample": 1}
+
+
+def test_a_machines_samples_survive_an_outage_and_are_sent_once(tmp_path):
+    tracker = open_tracker(tmp_path, "one")
+    for value in (1.0, 2.0, 3.0):
+        append_system(tmp_path, "one", {"system/cpu": value, "system/memory": 2 * value})
+        time.sleep(0.002)  # so that no two samples have the same time
+    for _ in range(2):
+        Publication(tmp_path, "one").run()
+        save_learnt(tmp_path, "one", Learnt())  # all that this machine knew is lost
+    run_id = _publish_again(tmp_path, tracker)
+    points = connect(tmp_path).get_metric_history(run_id, "system/cpu")
+    assert [point.value for point in points] == [1.0, 2.0, 3.0] and len({point.timestamp for point in points}) == 3
+
+
+def _publish_again(root: Path, tracker: Tracker) -> str:
+    Publication(root, tracker.key).run()
+    return load_record(root, tracker.key).learnt.run_id
+
+
+def test_lost_knowledge_or_another_store_get_everything_again_and_once(tmp_path, monkeypatch, undisturbed):
+    tell_a_run(tmp_path, "one")
+    Publication(tmp_path, "one").run()
+    save_learnt(tmp_path, "one", Learnt())
+    again = Publication(tmp_path, "one")
+    again.run()
+    assert not again.sent and holdings(connect(tmp_path), "one") == undisturbed
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/other.db")
+    other = Publication(tmp_path, "one")
+    other.run()
+    assert other.sent["step"] == 12 and holdings(connect(tmp_path), "one")["points"] == undisturbed["points"]
+
+
+def test_a_store_that_was_emptied_meanwhile_gets_the_run_again(tmp_path):
+    tracker = open_tracker(tmp_path, "one")
+    write_live(tracker, [timed_row(1)])
+    publication = Publication(tmp_path, "one")
+    publication.run()
+    client, first = connect(tmp_path), load_record(tmp_path, "one").learnt.run_id
+    client.delete_run(first)
+    write_live(tracker, [timed_row(2)])
+    publication.run()
+    run_id = load_record(tmp_path, "one").learnt.run_id
+    assert run_id != first and [point.step for point in client.get_metric_history(run_id, "loss")] == [1, 2]
+
+
+def test_a_late_double_of_the_run_is_removed_at_its_end(tmp_path):
+    tracker = open_tracker(tmp_path, "one")
+    publication = Publication(tmp_path, "one")
+    publication.run()
+    client, record = connect(tmp_path), load_record(tmp_path, "one")
+    marks = {"athanor.identity": "one", "athanor.creation": record.creation}
+    client.create_run(record.learnt.experiment_id, tags=marks)  # arrived after a second one was answered
+    tracker.finish("FINISHED")
+    publication.run()
+    (run,) = client.search_runs([record.learnt.experiment_id])
+    assert run.info.run_id == record.learnt.run_id
+
+
+def test_sync_sends_what_waits_in_the_order_of_its_making(tmp_path, monkeypatch, capsys):
+    from flows.cli.main import main
+
+    tell_a_run(tmp_path, "two")  # the names do not tell the order
+    tell_a_run(tmp_path, "one")
+    with monkeypatch.context() as patch:
+        patch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+        assert main(["sync", "--root", str(tmp_path)]) == 1
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) == 2 and all(
+            "embedded: nothing sent, the rest waits: MlflowException" in line for line in lines
+        )
+    assert main(["sync", "--root", str(tmp_path)]) == 0
+    line = "embedded: 1 recipe, 2 stages, 12 steps, 1 model, 1 score table, 1 end sent"
+    assert sorted(capsys.readouterr().out.splitlines()) == [line, line]
+    assert main(["sync", "--root", str(tmp_path)]) == 0 and "nothing waits" in capsys.readouterr().out
+    client = connect(tmp_path)
+    runs = client.search_runs([client.get_experiment_by_name(EXPERIMENT).experiment_id], order_by=["start_time"])
+    assert [run.data.tags["athanor.identity"] for run in runs] == ["two", "one"]
+    aliases = {alias: int(v) for alias, v in client.get_registered_model("athanor-test").aliases.items()}
+    assert aliases == {"champion": 1, "candidate": 2}
+
+
+def _open_and_die(root: str) -> None:
+    flows.tracking.tracker.sender_of = lambda root: Nobody()
+    write_live(open_tracker(Path(root), "killed"), [timed_row(1), timed_row(2)])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_run_gets_its_end(tmp_path):
+    process = multiprocessing.get_context("spawn").Process(target=_open_and_die, args=(str(tmp_path),))
+    process.start()
+    process.join()
+    (one,) = publish_waiting(tmp_path)
+    assert (one.sent, one.problem) == ({"recipe": 1, "step": 2, "end": 1}, "")
+    record = load_record(tmp_path, "killed")
+    run = connect(tmp_path).get_run(record.learnt.run_id)
+    assert run.info.status == "KILLED" and run.data.metrics["loss"] == 0.5
+    assert record.changed_ms >= run.info.end_time >= record.opened_ms, "the last sign of its life, not of its end"
+    assert publish_waiting(tmp_path) == []
+
+
+def test_a_killed_run_that_was_published_before_gets_its_end_too(tmp_path):
+    process = multiprocessing.get_context("spawn").Process(target=_open_and_die, args=(str(tmp_path),))
+    process.start()
+    process.join()
+    Publication(tmp_path, "killed").run()
+    assert [key for key, _ in waiting_records(tmp_path)] == ["killed"]
+    (one,) = publish_waiting(tmp_path)
+    assert one.sent == {"end": 1} and waiting_records(tmp_path) == []
+
+
+def test_a_running_one_is_left_alone_and_not_ended(tmp_path):
+    write_live(open_tracker(tmp_path, "alive"), [timed_row(1)])
+    other = publish_lock(tmp_path, "alive")  # as another process has it
+    other.acquire()
+    (one,) = publish_waiting(tmp_path)
+    assert one.is_sending and not one.sent and one.problem == ""
+    other.release()
+    (one,) = publish_waiting(tmp_path)
+    assert one.sent == {"recipe": 1, "step": 1}
+    run_id = load_record(tmp_path, "alive").learnt.run_id
+    assert connect(tmp_path).get_run(run_id).info.status == "RUNNING"
+
+
+def test_what_a_crash_left_in_part_is_passed_over(tmp_path, caplog):
+    tracker = open_tracker(tmp_path, "cut")
+    write_live(tracker, [timed_row(1)])
+    append_system(tmp_path, "cut", {"system/cpu": 1.0})
+    for path in (tmp_path / "scratch" / "metrics.jsonl", system_path(tmp_path, "cut")):
+        with path.open("a") as file:
+            file.write('{"step": 2, "time_ms": 1')
+    (records_dir(tmp_path) / "spoilt.json").write_text("{")
+    (one,) = publish_waiting(tmp_path)
+    assert one.sent == {"recipe": 1, "step": 1, "machine sample": 1} and one.problem == ""
+    assert "spoilt.json cannot be read" in caplog.text
+
+
+def _change_many(root: str, who: int) -> None:
+    for number in range(40):
+        with changed(Path(root), "shared") as record:
+            record.opening.tags[f"{who}-{number}"] = "here"
+
+
+def test_two_processes_change_one_record(tmp_path):
+    open_tracker(tmp_path, "shared")
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=_change_many, args=(str(tmp_path), who)) for who in (1, 2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    record = load_record(tmp_path, "shared")
+    assert record.revision == 81 and len(record.opening.tags) == 81
+
+
+def test_no_address_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/canary-db.db")
+    tell_a_run(tmp_path, "one")
+    Publication(tmp_path, "one").run()
+    kept = list((tmp_path / "tracking").rglob("*.json*"))
+    assert kept and not any("canary-db" in path.read_text() for path in kept)

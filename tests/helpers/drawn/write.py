@@ -1,0 +1,47 @@
+"""Drawn rows as parquet files, where a recipe's `data` or a builder finds them; no input, no network.
+
+write_suite     chartqa/train-00000-of-00001.parquet  docvqa/  ai2d/  textcaps/  textvqa/  cord_v2/
+                the_cauldron's schema, and in each pair of texts a list `references`, null where there are none
+write_receipts  data/train-00000-of-00001.parquet  data/validation-...  data/test-...
+                receipts alone, in CORD-V2's schema, for the builder cord_v2
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pyarrow as pa
+
+from tests.helpers.drawn.suite import iter_cord_splits, iter_suite_rows
+from tests.helpers.raw_rows import write_parquet
+
+_GROUP_ROWS = 100
+SUITE_YAML = Path(__file__).with_name("suite.yaml")
+_IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+_TEXT = [("user", pa.string()), ("assistant", pa.string()), ("source", pa.string())]
+ROW_SCHEMA = pa.schema(
+    [
+        ("images", pa.list_(_IMAGE)),
+        ("texts", pa.list_(pa.struct([*_TEXT, ("references", pa.list_(pa.string()))]))),
+    ]
+)
+CORD_SCHEMA = pa.schema([("image", _IMAGE), ("ground_truth", pa.string())])
+
+
+def write_suite(directory: Path, counts: Mapping[str, int], seed: int = 0) -> Path:
+    """Rows of every subset in `counts`, one directory each; returns the directory, for `data`."""
+    subsets: dict[str, list] = {}
+    for subset, row in iter_suite_rows(seed, counts):
+        subsets.setdefault(subset, []).append(row)
+    for subset, rows in subsets.items():
+        write_parquet(directory / subset / "train-00000-of-00001.parquet", rows, _GROUP_ROWS, ROW_SCHEMA)
+    return directory
+
+
+def write_receipts(directory: Path, count: int, seed: int = 0) -> Path:
+    """`count` receipts in three splits; returns the directory, for `data`."""
+    splits: dict[str, list] = {}
+    for split, row in iter_cord_splits(seed, count):
+        splits.setdefault(split, []).append(row)
+    for split, rows in splits.items():
+        write_parquet(directory / "data" / f"{split}-00000-of-00001.parquet", rows, _GROUP_ROWS, CORD_SCHEMA)
+    return directory

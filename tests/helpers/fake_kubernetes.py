@@ -1,0 +1,314 @@
+"""A stand-in for a Kubernetes API server and the cluster behind it: a pod is a process of this machine.
+
+It speaks what the launcher asks for, as Kubernetes and Kubeflow's Trainer 2.3 do: TrainJobs (create, get, delete in the
+foreground), pods (list by label, kill), a pod's log (its end, or followed from a second on); the labels of JobSet's
+pods, the PET_* variables of the torch plugin, SIGTERM to the first process of a pod, SIGKILL after its grace.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+import yaml
+
+TURN_SECONDS = 0.02
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "000Z")
+
+
+def pod_spec_of(trainjob: dict) -> dict:
+    """The pod's spec in the patch of a TrainJob's runtime."""
+    patches = trainjob["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]
+    return patches["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+
+
+class Pod:
+    """A process, its state and its log. `process` is None while it has no node."""
+
+    def __init__(self, cluster: "FakeCluster", trainjob: dict, node: int) -> None:
+        self.job, self.node = trainjob["metadata"]["name"], node
+        self.name = f"{self.job}-node-0-{node}-abcde"
+        self.grace = pod_spec_of(trainjob)["terminationGracePeriodSeconds"]
+        self.log: list[bytes] = []
+        self.state: dict = {"waiting": {"reason": "ContainerCreating"}}
+        self.process: subprocess.Popen | None = None
+        if not cluster.hold:
+            self._start(cluster, trainjob)
+
+    def _start(self, cluster: "FakeCluster", trainjob: dict) -> None:
+        command = [word.replace("$$", "$") for word in trainjob["spec"]["trainer"]["command"]]  # as in `$$(`
+        self.process = subprocess.Popen(
+            [*cluster.command, command[-1]] if cluster.command else command,
+            env=_environment(cluster, trainjob, self.node),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self.state = {"running": {"startedAt": now()}}
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            self.log.append(now().encode() + b" " + line.rstrip(b"\n") + b"\n")
+        status = self.process.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        code = status if status >= 0 else 128 - status
+        reason = "OOMKilled" if code == 137 else "Error" if code else "Completed"
+        self.state = {"terminated": {"exitCode": code, "reason": reason, "finishedAt": now()}}
+
+    @property
+    def is_over(self) -> bool:
+        return self.process is None or "terminated" in self.state
+
+    def end(self) -> None:
+        """SIGTERM, its grace, SIGKILL."""
+        if not self.is_over:
+            self.process.terminate()
+            timer = threading.Timer(self.grace, self.process.kill)
+            timer.daemon = True
+            timer.start()
+
+
+def _environment(cluster: "FakeCluster", trainjob: dict, node: int) -> dict[str, str]:
+    trainer = trainjob["spec"]["trainer"]
+    values = {variable["name"]: variable["value"] for variable in trainer["env"] if "value" in variable}
+    return {
+        **os.environ,
+        **values,
+        "PET_NNODES": str(trainer["numNodes"]),
+        "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"]),
+        "PET_NODE_RANK": str(node),
+        "PET_MASTER_ADDR": "127.0.0.1",
+        "PET_MASTER_PORT": str(cluster.port),
+    }
+
+
+@dataclass
+class FakeCluster:
+    """What there is, and how the server shall behave.
+
+    Attributes:
+        calls: method and path of every request.
+        command: runs in place of `torchrun ... -m trainer`, with the TrainJob's last word.
+        port: where the ranks of a job meet.
+        outage: connections are closed without an answer.
+        refusal: (status, message), the answer to a new TrainJob.
+        hold: pods stay without a node.
+        condition: one more condition of every TrainJob.
+        lost: nobody tells pods to end: their node does not answer.
+        breaks: so many log streams still break in the middle of a line.
+    """
+
+    calls: list[str] = field(default_factory=list)
+    trainjobs: dict[str, dict] = field(default_factory=dict)
+    pods: dict[str, Pod] = field(default_factory=dict)
+    command: list[str] = field(default_factory=list)
+    port: int = 29500
+    outage: bool = False
+    refusal: tuple[int, str] | None = None
+    hold: bool = False
+    condition: dict | None = None
+    lost: bool = False
+    breaks: int = 0
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def count(self, text: str) -> int:
+        """Requests so far that begin with a text."""
+        return sum(call.startswith(text) for call in self.calls)
+
+    def pods_of(self, name: str) -> list[Pod]:
+        return [pod for pod in self.pods.values() if pod.job == name]
+
+    def make(self, trainjob: dict) -> dict:
+        name = trainjob["metadata"]["name"]
+        trainjob["metadata"]["creationTimestamp"] = now()[:19] + "Z"
+        self.trainjobs[name] = trainjob
+        for node in range(trainjob["spec"]["trainer"]["numNodes"]):
+            pod = Pod(self, trainjob, node)
+            self.pods[pod.name] = pod
+        return trainjob
+
+    def look(self, name: str) -> dict | None:
+        """The TrainJob with its status; what has ended of a deleted one is removed."""
+        trainjob = self.trainjobs.get(name)
+        if trainjob is None:
+            return None
+        pods = self.pods_of(name)
+        if "deletionTimestamp" in trainjob["metadata"]:
+            for pod in pods:
+                if pod.is_over:
+                    del self.pods[pod.name]
+            if not self.pods_of(name):
+                return self.trainjobs.pop(name) and None
+        conditions = [self.condition] if self.condition else []
+        ends = [pod.state.get("terminated") for pod in pods]
+        if any(end and end["exitCode"] for end in ends):
+            conditions.append({"type": "Failed", "status": "True", "reason": "JobsFailed", "message": "jobset failed"})
+            for pod in pods:
+                pod.end()
+        elif ends and all(ends):
+            conditions.append({"type": "Complete", "status": "True", "reason": "JobsCompleted", "message": "all done"})
+        return {**trainjob, "status": {"conditions": conditions}}
+
+    def delete(self, name: str) -> None:
+        self.trainjobs[name]["metadata"]["deletionTimestamp"] = now()
+        for pod in self.pods_of(name) if not self.lost else ():
+            pod.end()
+        self.look(name)
+
+    def kill(self, name: str) -> None:
+        pod = self.pods.pop(name)
+        if pod.process:
+            pod.process.kill()
+
+    def describe(self, pod: Pod) -> dict:
+        labels = {"jobset.sigs.k8s.io/jobset-name": pod.job, "batch.kubernetes.io/job-completion-index": str(pod.node)}
+        status = {"name": "node", "image": "i", "imageID": "", "ready": True, "restartCount": 0, "state": pod.state}
+        why = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes: no gpu"}
+        about = {"conditions": [why]} if pod.process is None else {"containerStatuses": [status]}
+        return {"metadata": {"name": pod.name, "labels": labels}, "status": about}
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    @property
+    def cluster(self) -> FakeCluster:
+        return self.server.cluster
+
+    def do_GET(self) -> None:
+        self._serve()
+
+    do_POST = do_DELETE = do_GET
+
+    def log_message(self, *_: object) -> None: ...
+
+    def _serve(self) -> None:
+        url = urlsplit(self.path)
+        query = {name: values[-1] for name, values in parse_qs(url.query).items()}
+        kind, *rest = url.path.rpartition("/namespaces/")[2].split("/")[1:]
+        self.cluster.calls.append(f"{self.command} {kind}{'/' if rest else ''}{'/'.join(rest)} {url.query}".strip())
+        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "{}")
+        if self.cluster.outage:
+            self.close_connection = True
+            return
+        if rest[1:] == ["log"]:
+            self._send_log(rest[0], query)
+            return
+        with self.cluster.lock:
+            if kind == "trainjobs":
+                self._trainjobs(rest, body, query)
+            elif self.command == "DELETE":
+                assert query["gracePeriodSeconds"] == "0"
+                self.cluster.kill(rest[0])
+                self._answer(200, {})
+            else:
+                pods = self.cluster.pods_of(query["labelSelector"].partition("=")[2])
+                self._answer(200, {"items": [self.cluster.describe(pod) for pod in pods]})
+
+    def _trainjobs(self, rest: list[str], body: dict, query: dict[str, str]) -> None:
+        cluster = self.cluster
+        if self.command == "POST" and cluster.refusal:
+            self._refuse(*cluster.refusal)
+        elif self.command == "POST" and body["metadata"]["name"] in cluster.trainjobs:
+            self._refuse(409, f'trainjobs.trainer.kubeflow.org "{body["metadata"]["name"]}" already exists')
+        elif self.command == "POST":
+            assert query["fieldValidation"] == "Strict"
+            self._answer(201, cluster.make(body))
+        elif (trainjob := cluster.look(rest[0])) is None:
+            self._refuse(404, f'trainjobs.trainer.kubeflow.org "{rest[0]}" not found')
+        elif self.command == "DELETE":
+            assert query["propagationPolicy"] == "Foreground"  # else its pods would outlive it
+            cluster.delete(rest[0])
+            self._answer(200, trainjob)
+        else:
+            self._answer(200, trainjob)
+
+    def _answer(self, status: int, body: object) -> None:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "text/plain" if isinstance(body, bytes) else "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def _refuse(self, status: int, message: str) -> None:
+        is_page = message.startswith("404 page")  # of a path that the server does not know: no Status object
+        self._answer(status, message.encode() if is_page else {"kind": "Status", "code": status, "message": message})
+
+    def _send_log(self, name: str, query: dict[str, str]) -> None:
+        pod = self.cluster.pods.get(name)
+        if pod is None:
+            self._refuse(404, f'pods "{name}" not found')
+        elif pod.process is None:
+            self._refuse(400, f'container "node" in pod "{name}" is waiting to start: ContainerCreating')
+        elif "tailLines" in query:
+            lines = pod.log[-int(query["tailLines"]) :]
+            self._answer(200, b"".join(line.partition(b" ")[2] for line in lines))
+        else:
+            with suppress(ConnectionError):
+                self._follow(pod, query.get("sinceTime", "")[:19].encode())
+
+    def _follow(self, pod: Pod, since: bytes) -> None:
+        """Lines from a second on, until the pod is over; read to the end, also when the pod is gone meanwhile."""
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        place = 0
+        while True:
+            is_over = pod.is_over
+            while place < len(pod.log):
+                line, place = pod.log[place], place + 1
+                if line[:19] < since:
+                    continue
+                if self.cluster.breaks and place > 1:
+                    self.cluster.breaks -= 1
+                    self._chunk(line[: len(line) // 2])
+                    self.close_connection = True
+                    return
+                self._chunk(line)
+            if is_over:
+                self._chunk(b"")
+                return
+            time.sleep(TURN_SECONDS)
+
+    def _chunk(self, data: bytes) -> None:
+        self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+
+
+@contextmanager
+def fake_cluster(kubeconfig: Path) -> Iterator[FakeCluster]:
+    """A cluster with a kubeconfig that leads to it; its pods are killed at the end."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    server.daemon_threads = True
+    server.cluster = FakeCluster()
+    threading.Thread(target=server.serve_forever, args=(TURN_SECONDS,), daemon=True).start()
+    config = {
+        "clusters": [{"name": "c", "cluster": {"server": f"http://127.0.0.1:{server.server_port}"}}],
+        "users": [{"name": "u", "user": {"token": "t"}}],
+        "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
+        "current-context": "x",
+    }
+    kubeconfig.write_text(yaml.safe_dump(config))
+    try:
+        yield server.cluster
+    finally:
+        server.shutdown()
+        server.server_close()
+        for pod in server.cluster.pods.values():
+            if pod.process and pod.process.poll() is None:
+                os.killpg(pod.process.pid, signal.SIGKILL)

@@ -1,0 +1,299 @@
+"""The answer stage: which questions go together, what its file holds, and that neither kills nor workers change it."""
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+import stages.answer.job as answer_job
+import stages.answer.parts as answer_parts
+import stages.answer.worker as answer_worker
+from dataset_builders.contracts.sample import Message, Sample
+from dataset_builders.contracts.shard_io import read_record
+from dataset_builders.errors import InputError
+from stages.answer.parts import AnswerJob
+from stages.answer.plan import PLAN_JSONL, Question, cut_groups, cut_parts, plan_questions, write_plan
+from stages.answer.records import (
+    ANSWERS_JSONL,
+    GeneratedAnswer,
+    SkippedSample,
+    in_order_of_samples,
+    read_answers,
+    to_line,
+)
+from stages.answer.stage import AnswerConfig
+from stages.answer.transformers_engine import Generator
+from stages.artifacts.artifact import Artifact
+from stages.artifacts.workers import StageResources
+from stages.encode.chat import ChatEncoder
+from stages.encode.images import load_image_config
+from stages.encode.prompt import read_prompt_format
+from stages.inputs.hf_directory import model_input
+from stages.launchers.config import ClusterConfig
+from stages.launchers.job import Handle, JobFailed
+from tests.helpers.evaluation import (
+    answered,
+    conversation,
+    hf_artifact,
+    mixed_samples,
+    picture,
+    samples_artifact,
+    talkative_hf_dir,
+)
+from trainer.contract.names import EXIT_INPUT
+
+CONFIG = AnswerConfig(max_new_tokens=6, part_size=4, batch_size=8)
+BROKEN = Sample(
+    key="digits/00000001",
+    messages=(Message(role="user", text="<image>Which?"), Message(role="assistant", text="7")),
+    images=(b"no image",),
+)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Answers to mixed samples in five parts, and their inputs."""
+    root = tmp_path_factory.mktemp("answer")
+    train = [conversation("single/00000999", [("<image>Which digit?", "9")], [picture(999)])]
+    samples = samples_artifact(root / "samples", mixed_samples(14), train)
+    inputs = {"hf": hf_artifact(root / "export", talkative_hf_dir()), "samples": samples}
+    return inputs, answered(CONFIG, inputs, root / "root")
+
+
+def _bytes(artifact):
+    return (artifact.dir / ANSWERS_JSONL).read_bytes()
+
+
+def test_a_line_a_turn_in_the_order_of_the_samples(made):
+    lines = [(line.key, line.turn) for line in read_answers(made[1].dir / ANSWERS_JSONL)]
+    turns = {"multi": 3}
+    assert lines == [(s.key, turn) for s in mixed_samples(14) for turn in range(turns.get(s.subset, 1))]
+    assert json.loads(_bytes(made[1]).split(b"\n")[0]).keys() == {"key", "turn", "answer", "stopped", "num_tokens"}
+
+
+def test_answers_are_those_of_each_prompt_alone(made):
+    generator = Generator(talkative_hf_dir())
+    said = {(line.key, line.turn): line for line in read_answers(made[1].dir / ANSWERS_JSONL)}
+    for sample in mixed_samples(14):
+        images = generator.encode_images(sample.images)
+        for place in range(1, len(sample.messages), 2):
+            prompt = generator.encode_prompt(sample.messages[:place], images)
+            (alone,) = generator.generate([prompt], CONFIG.max_new_tokens)
+            line = said[sample.key, place // 2]
+            assert (line.answer, line.stopped, line.num_tokens) == (alone.text, alone.stopped, alone.num_tokens)
+
+
+def test_the_artifact_holds_the_answers_and_what_they_cost(made):
+    assert sorted(p.name for p in made[1].dir.iterdir()) == [
+        *(ANSWERS_JSONL, "manifest.json", "report.html", "report.json", "speed.json")
+    ]
+    stats = made[1].manifest.stats
+    assert stats["counts"]["samples"] == 14 and stats["counts"]["answers"] == 20
+    assert stats["speed"]["tokens_per_second"] > 0
+    summary = json.loads((made[1].dir / "report.json").read_text())["summary"]
+    assert summary["tokens per second of a worker"] == stats["speed"]["tokens_per_second"]
+
+
+@pytest.mark.parametrize("change", [{"part_size": 1}, {"part_size": 100}, {"batch_size": 1}, {"batch_tokens": 100}])
+def test_how_it_is_cut_changes_no_answer_in_float32(made, tmp_path, change):
+    assert _bytes(answered(CONFIG.model_copy(update=change), made[0], tmp_path)) == _bytes(made[1])
+
+
+def test_a_model_directory_of_the_users_is_answered_too(made, tmp_path):
+    inputs = {"hf": model_input(talkative_hf_dir()), "samples": made[0]["samples"]}
+    assert _bytes(answered(CONFIG, inputs, tmp_path)) == _bytes(made[1])
+
+
+def test_a_sample_that_cannot_be_asked_is_left_out_and_counted(tmp_path):
+    whole = picture(1)
+    cut = Sample(key="digits/00000002", messages=BROKEN.messages, images=(whole[: len(whole) // 2],))
+    special = conversation("digits/00000003", [("<|im_end|>?", "7")])
+    samples = [conversation("digits/00000000", [("Which digit?", "7")]), BROKEN, cut, special]
+    inputs = {
+        "hf": hf_artifact(tmp_path / "e", talkative_hf_dir()),
+        "samples": samples_artifact(tmp_path / "s", samples),
+    }
+    artifact = answered(CONFIG, inputs, tmp_path / "root")
+    assert sum(artifact.manifest.skips.values()) == 3
+    lines = list(read_answers(artifact.dir / ANSWERS_JSONL))
+    assert [line.key for line in lines] == [sample.key for sample in samples]
+    assert [line.skip for line in lines[1:]] == ["decode_error", "truncated_image", "special_token_in_text"]
+    assert json.loads((artifact.dir / "report.json").read_text())["summary"]["left out"] == artifact.manifest.skips
+
+
+def test_one_turn_that_cannot_be_asked_takes_its_sample_with_it():
+    said = [GeneratedAnswer(key="a/1", turn=t, answer="x", stopped=True, num_tokens=1) for t in range(2)]
+    other = GeneratedAnswer(key="a/0", turn=0, answer="y", stopped=True, num_tokens=1)
+    gone = [SkippedSample(key="a/1", skip="decode_error", detail=d) for d in "pq"]
+    assert in_order_of_samples([(4, gone[1]), (3, said[1]), (2, gone[0]), (1, said[0]), (0, other)]) == [other, gone[0]]
+
+
+def test_any_characters_come_back_from_a_line(tmp_path):
+    line = GeneratedAnswer(
+        key="a/0", turn=0, answer="a\u2028b\x85c\nd\te \ufffd \U0001f600", stopped=True, num_tokens=9
+    )
+    (tmp_path / "x").write_text(to_line(line) * 2, encoding="utf-8")
+    assert list(read_answers(tmp_path / "x")) == [line, line]
+
+
+def test_the_plan_knows_every_length_and_record(made):
+    hf_dir, samples = talkative_hf_dir(), made[0]["samples"]
+    generator = Generator(hf_dir)
+    planned = list(plan_questions(samples, ChatEncoder(hf_dir), load_image_config(hf_dir), None))
+    by_key = {sample.key: sample for sample in mixed_samples(14)}
+    for question in planned:
+        sample = by_key[question.key]
+        before = sample.messages[: question.place]
+        images = generator.encode_images(sample.images[: question.num_images])
+        assert question.num_tokens == len(generator.encode_prompt(before, images).input_ids)
+        fields = read_record(samples.dir / question.shard, question.offset, question.size)
+        assert [value for name, value in sorted(fields.items()) if name != "json"] == list(sample.images)
+
+
+def _questions(lengths):
+    return [Question(f"a/{i:08d}", 0, 1, 0, n, "s", 0, 0, "" if n else "decode_error") for i, n in enumerate(lengths)]
+
+
+def test_parts_and_groups_hold_like_lengths_and_keep_their_limits():
+    assert cut_parts(_questions([5, 900, 0, 7, 300, 6, 300]), 2) == [[1, 4], [6, 3], [5, 0]]
+    assert cut_parts([], 2) == []
+    assert cut_groups([900, 300, 299, 7, 6, 5, 5], 12, 4000) == [[0], [1, 2, 3], [4, 5, 6]]
+    assert cut_groups([300, 299, 298, 7], 400, 2400) == [[0, 1], [2, 3]]
+    assert cut_groups([2000], 4, 1000) == [[0]]
+    assert cut_groups([2, 1], 1, 1000) == [[0], [1]]
+    assert cut_groups([], 4, 1000) == []
+
+
+def test_what_comes_next_is_prepared_meanwhile_and_in_order():
+    begun = []
+    with ThreadPoolExecutor(2) as executor:
+        coming = answer_parts.ahead(executor, lambda i: begun.append(i) or i, range(9), 3)
+        assert next(coming) == 0
+        executor.submit(lambda: None).result()
+        assert set(begun) <= set(range(4)), "no more than it was told to"
+        assert list(coming) == list(range(1, 9))
+
+
+def test_killed_at_any_moment_it_gives_the_same_answers(tmp_path):
+    command = [sys.executable, "-m", "tests.helpers.kill_answer", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["kills"] >= 5 and result["differing"] == {}
+
+
+def test_two_workers_give_the_bytes_of_one(made, tmp_path):
+    seen, resources = [], {}
+    resources = StageResources(
+        cluster=ClusterConfig(processes=2, num_threads=1), on_progress=lambda *now: seen.append(now)
+    )
+    artifact = answered(CONFIG, made[0], tmp_path, resources)
+    assert _bytes(artifact) == _bytes(made[1])
+    logs = "".join(path.read_text() for path in (artifact.dir / "job" / "logs").iterdir())
+    assert logs.count("worker 0 of 2: 4 more") == 3 and logs.count("worker 1 of 2: 4 more") == 2
+    assert seen[-1] == (20, 20) and seen == sorted(seen)
+
+
+def _worker_job(directory, hf_dir, **config):
+    """job.json of a worker whose plan holds one question."""
+    directory.mkdir()
+    config, prompt = CONFIG.model_copy(update=config), read_prompt_format(talkative_hf_dir())
+    job = AnswerJob(config=config, hf_dir=hf_dir, prompt=prompt, samples_dir=directory, work_dir=directory)
+    write_plan(directory / PLAN_JSONL, _questions([5]))
+    (directory / "job.json").write_text(job.model_dump_json())
+    return directory / "job.json"
+
+
+def test_what_a_worker_refuses_is_left_for_the_stage_in_one_line(tmp_path, capsys):
+    hf_dir = hf_artifact(tmp_path / "e", talkative_hf_dir()).dir / "hf"
+    (hf_dir / "generation_config.json").write_text('{"eos_token_id": null}')
+    path = _worker_job(tmp_path / "job", hf_dir)
+    assert answer_worker.main([str(path)]) == EXIT_INPUT
+    said = (path.parent / answer_worker.REFUSED).read_text()
+    assert "gives no eos_token_id" in said and "\n" not in said
+    assert capsys.readouterr().err == said + "\n"
+
+
+@pytest.mark.parametrize("refused", ["the model is none", None])
+def test_the_stage_says_what_a_worker_refused(tmp_path, monkeypatch, refused):
+    def run_job(launcher, asked, on_poll):
+        if refused:
+            (tmp_path / "job" / answer_worker.REFUSED).write_text(refused)
+        raise JobFailed("exit status 2", Handle(job=asked, command=["x"]), 2)
+
+    monkeypatch.setattr(answer_job, "run_job", run_job)
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / answer_worker.REFUSED).write_text("of an earlier try")
+    prompt = read_prompt_format(talkative_hf_dir())
+    job = AnswerJob(config=CONFIG, hf_dir=tmp_path, prompt=prompt, samples_dir=tmp_path, work_dir=tmp_path)
+    with pytest.raises(InputError if refused else JobFailed, match=refused or "exit status 2"):
+        answer_job.run_workers(job, ClusterConfig(processes=2), lambda line: None, lambda: None)
+
+
+def test_a_worker_with_nothing_to_do_loads_no_model(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert answer_worker.main([str(_worker_job(tmp_path / "job", tmp_path / "no model"))]) == 0
+
+
+@pytest.mark.parametrize(("visible", "seen"), [(None, "1"), ("4,6,7", "6"), ("4", None)])
+def test_a_worker_of_vllm_sees_its_own_gpu(tmp_path, monkeypatch, visible, seen):
+    for name, value in {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "CUDA_VISIBLE_DEVICES": visible}.items():
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(answer_worker, "answer_parts", lambda job, worker, workers, local, say: None)
+    path = _worker_job(tmp_path / "job", tmp_path, engine="vllm")
+    assert answer_worker.main([str(path)]) == (0 if seen else EXIT_INPUT)
+    if seen:
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
+    else:
+        assert "has no GPU: CUDA_VISIBLE_DEVICES=4" in (path.parent / answer_worker.REFUSED).read_text()
+
+
+def test_a_rerun_keeps_the_parts_that_are_there_and_counts_them(made, tmp_path, monkeypatch):
+    seen, written, real = [], [], answer_parts._write_part
+
+    def failing(path, *rest):
+        if path.name == "00002.jsonl" and len(written) == 2:
+            raise RuntimeError("stop here")
+        written.append(path.name)
+        real(path, *rest)
+
+    monkeypatch.setattr(answer_parts, "_write_part", failing)
+    with pytest.raises(RuntimeError, match="stop here"):
+        answered(CONFIG, made[0], tmp_path)
+    written.append("stopped")
+    again = answered(CONFIG, made[0], tmp_path, StageResources(on_progress=lambda *now: seen.append(now)))
+    parts = [f"{n:05d}.jsonl" for n in range(5)]
+    assert written == [*parts[:2], "stopped", *parts[2:]]
+    assert seen == [(12, 20), (16, 20), (20, 20)]
+    assert _bytes(again) == _bytes(made[1])
+
+
+def test_max_samples_per_subset_takes_the_first_of_each(made, tmp_path):
+    config = AnswerConfig(max_new_tokens=1, max_samples_per_subset=2)
+    lines = read_answers(answered(config, made[0], tmp_path).dir / ANSWERS_JSONL)
+    assert sorted({line.key for line in lines}) == sorted(sample.key for sample in mixed_samples(8))
+
+
+def test_no_heldout_samples_is_said(tmp_path):
+    samples = samples_artifact(tmp_path / "s", [], mixed_samples(1))
+    inputs = {"hf": hf_artifact(tmp_path / "e", talkative_hf_dir()), "samples": samples}
+    with pytest.raises(InputError, match="no held-out samples"):
+        answered(CONFIG, inputs, tmp_path / "root")
+
+
+def test_that_nothing_can_be_asked_is_said(tmp_path):
+    samples = samples_artifact(tmp_path / "s", [BROKEN])
+    inputs = {"hf": hf_artifact(tmp_path / "e", talkative_hf_dir()), "samples": samples}
+    with pytest.raises(InputError, match=r"none of 1 held-out samples can be asked \({'decode_error': 1}\)"):
+        answered(CONFIG, inputs, tmp_path / "root")
+
+
+def test_an_export_without_a_model_is_said(made, tmp_path):
+    export = hf_artifact(tmp_path / "e", talkative_hf_dir())
+    (export.dir / "hf" / "model.safetensors").unlink()
+    with pytest.raises(InputError, match="no weights"):
+        answered(CONFIG, {**made[0], "hf": Artifact.load(export.dir)}, tmp_path / "root")

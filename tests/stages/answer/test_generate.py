@@ -1,0 +1,160 @@
+"""Generation: a batch answers as its prompts alone do, and prompts and answers are transformers' own."""
+
+import io
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from dataset_builders.contracts.sample import IMAGE_SLOT, Message, SkipSample
+from dataset_builders.errors import InputError
+from dataset_builders.storage.files import write_json
+from stages.answer.transformers_engine import Generator
+from stages.inputs.hf_directory import read_json
+from tests.helpers.evaluation import conversation, mixed_samples, picture, talkative_hf_dir
+
+NEW_TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def generator():
+    return Generator(talkative_hf_dir())
+
+
+def _prompt(generator, sample):
+    return generator.encode_prompt(sample.messages[:1], generator.encode_images(sample.images))
+
+
+def test_a_batch_answers_as_its_prompts_do_one_by_one(generator):
+    prompts = [_prompt(generator, sample) for sample in mixed_samples(12)]
+    assert len({len(p.input_ids) for p in prompts}) > 6, "the prompts should need padding"
+    alone = [generator.generate([prompt], NEW_TOKENS)[0] for prompt in prompts]
+    assert len({answer.text for answer in alone}) == len(prompts), "equal answers would prove nothing"
+    assert generator.generate(prompts, NEW_TOKENS) == alone
+    assert generator.generate(prompts[::-1], NEW_TOKENS) == alone[::-1]
+
+
+def test_a_text_only_batch_after_one_with_images(generator):
+    texts = [_prompt(generator, s) for s in mixed_samples(12) if not s.images]
+    alone = [generator.generate([prompt], NEW_TOKENS)[0] for prompt in texts]
+    generator.generate([_prompt(generator, s) for s in mixed_samples(12) if s.images], 2)
+    assert generator.generate(texts, NEW_TOKENS) == alone
+
+
+def _transformers_answer(hf_dir, question, images):
+    """The same without a line of ours. The pictures' sides are multiples of 32, so that nothing is resized."""
+    processor = Qwen2VLImageProcessorPil.from_pretrained(hf_dir)
+    tokenizer = AutoTokenizer.from_pretrained(hf_dir)
+    model = AutoModelForImageTextToText.from_pretrained(hf_dir, dtype=torch.float32).eval()
+    content = [{"type": "image"} for _ in images] + [{"type": "text", "text": question}]
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+    )
+    inputs = processor(images=images, return_tensors="pt") if images else {}
+    for grid in inputs["image_grid_thw"] if images else []:
+        text = text.replace("<|image_pad|>", "<|placeholder|>" * (int(grid.prod()) // 4), 1)
+    ids = tokenizer(text.replace("<|placeholder|>", "<|image_pad|>"), return_tensors="pt")["input_ids"]
+    types = {"mm_token_type_ids": (ids == model.config.image_token_id).int()} if images else {}
+    out = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        **inputs,
+        **types,
+        do_sample=False,
+        max_new_tokens=NEW_TOKENS,
+    )
+    return ids[0].numpy(), tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("sizes", [[], [(64, 64)], [(96, 32), (64, 128)]], ids=["text", "image", "two images"])
+def test_ids_and_answers_are_those_of_transformers_own_path(generator, sizes):
+    from_bytes = [picture(7 + i, *size) for i, size in enumerate(sizes)]
+    opened = [Image.open(io.BytesIO(data)) for data in from_bytes]
+    sample = conversation("a/00000000", [(IMAGE_SLOT * len(sizes) + "Which of the two?", "left")], from_bytes)
+    prompt = _prompt(generator, sample)
+    ids, text = _transformers_answer(talkative_hf_dir(), "Which of the two?", opened)
+    np.testing.assert_array_equal(prompt.input_ids, ids)
+    assert generator.generate([prompt], NEW_TOKENS)[0].text == text
+
+
+def _with_end_ids(tmp_path, end_ids):
+    directory = shutil.copytree(talkative_hf_dir(), tmp_path / "hf")
+    config = read_json(directory / "generation_config.json")
+    write_json(directory / "generation_config.json", config | {"eos_token_id": end_ids})
+    return directory
+
+
+def _first_tokens(generator, prompt):
+    """The ids the model says first, before anything ends it: transformers' own loop, one prompt without padding."""
+    decoder = generator.decoder
+    ids = torch.from_numpy(prompt.input_ids.astype(np.int64))[None]
+    images = {}
+    if prompt.images.patches:
+        images["pixel_values"] = decoder.pixel_values(torch.from_numpy(np.concatenate(prompt.images.patches)))
+        images["image_grid_thw"] = torch.from_numpy(prompt.images.grids.astype(np.int64))
+        images["mm_token_type_ids"] = (ids == decoder.model.config.image_token_id).int()
+    attended = torch.ones_like(ids)
+    options = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "eos_token_id": None}
+    out = decoder.model.generate(input_ids=ids, attention_mask=attended, **images, **options)
+    return out[0, ids.shape[1] :].tolist()
+
+
+def test_an_answer_stops_at_any_end_token_and_its_text_is_what_came_before(generator, tmp_path):
+    prompt = _prompt(generator, mixed_samples(2)[1])
+    said = _first_tokens(generator, prompt)
+    place = next(i for i in range(3, len(said)) if said[i] not in said[:i])
+    ending = Generator(_with_end_ids(tmp_path, [said[place], 3]))
+    (answer,) = ending.generate([prompt], NEW_TOKENS)
+    assert (answer.stopped, answer.num_tokens) == (True, place)
+    assert answer.text == generator._chat.tokenizer.decode(said[:place], skip_special_tokens=True)
+    (cut,) = ending.generate([prompt], place)
+    assert (cut.stopped, cut.num_tokens) == (False, place)
+    (last,) = ending.generate([prompt], place + 1)
+    assert last.stopped, "the end token as the last token that is allowed still is a stop"
+
+
+def test_an_answer_that_ends_at_once_is_empty(generator, tmp_path):
+    prompt = _prompt(generator, mixed_samples(2)[1])
+    ending = Generator(_with_end_ids(tmp_path, _first_tokens(generator, prompt)[0]))
+    (answer,) = ending.generate([prompt], NEW_TOKENS)
+    assert (answer.text, answer.stopped, answer.num_tokens) == ("", True, 0)
+
+
+def test_sampling_settings_of_the_directory_are_not_used(generator, tmp_path):
+    directory = shutil.copytree(talkative_hf_dir(), tmp_path / "hf")
+    config = read_json(directory / "generation_config.json")
+    sampling = {"do_sample": True, "temperature": 5.0, "top_k": 400, "repetition_penalty": 3.0}
+    write_json(directory / "generation_config.json", config | sampling)
+    prompt = _prompt(generator, mixed_samples(2)[1])
+    assert Generator(directory).generate([prompt], NEW_TOKENS) == generator.generate([prompt], NEW_TOKENS)
+
+
+def test_a_directory_that_never_ends_an_answer_is_refused(tmp_path):
+    directory = shutil.copytree(talkative_hf_dir(), tmp_path / "hf")
+    for name in ("generation_config.json", "config.json"):
+        config = read_json(directory / name)
+        config.pop("eos_token_id", None)
+        config.get("text_config", {}).pop("eos_token_id", None)
+        write_json(directory / name, config)
+    with pytest.raises(InputError, match=r"generation_config.json gives no eos_token_id"):
+        Generator(directory)
+
+
+def test_weights_that_do_not_fit_the_config_are_refused_in_one_line(tmp_path):
+    directory = shutil.copytree(talkative_hf_dir(), tmp_path / "hf")
+    config = read_json(directory / "config.json")
+    config["text_config"]["intermediate_size"] *= 2
+    write_json(directory / "config.json", config)
+    with pytest.raises(InputError, match="cannot be loaded") as error:
+        Generator(directory)
+    assert "\n" not in str(error.value)
+
+
+def test_a_prompt_with_too_few_images_is_skipped(generator):
+    message = Message(role="user", text=f"{IMAGE_SLOT}{IMAGE_SLOT}Which?")
+    with pytest.raises(SkipSample, match="image_count_mismatch"):
+        generator.encode_prompt([message], generator.encode_images([picture(1)]))

@@ -1,0 +1,178 @@
+"""run_stage in a directory and in an object store: reused, resumed, locked, published with the manifest last."""
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import fsspec
+import pytest
+from pydantic import BaseModel
+
+from dataset_builders.contracts.manifest import MANIFEST
+from dataset_builders.contracts.shard_io import ShardWriter, finished_shard
+from dataset_builders.errors import InputError
+from dataset_builders.storage.files import write_text
+from dataset_builders.storage.store import StorePath, location, side_dir, walk_files
+from stages.artifacts.artifact import Artifact, Stage, StageOutput, stage_identity
+from stages.artifacts.run_stage import run_stage, why_rebuild
+
+
+class Config(BaseModel):
+    value: int = 1
+
+
+class Failure(Exception):
+    pass
+
+
+@pytest.fixture(params=["disk", "store"])
+def root(request, tmp_path, monkeypatch) -> StorePath:
+    monkeypatch.setenv("ATHANOR_CACHE_DIR", str(tmp_path / "cache"))
+    if request.param == "disk":
+        return tmp_path / "root"
+    fsspec.filesystem("memory").store.clear()
+    return location("memory://bucket/root")
+
+
+def shards(work: StorePath, fail_at: int | None = None) -> StageOutput:
+    """Three shards; raises before the one of that number."""
+    entries, written = [], []
+    for i in range(3):
+        name = f"train/shard-{i:05d}.tar"
+        done = finished_shard(work, name)
+        if done is None:
+            if i == fail_at:
+                raise Failure
+            with ShardWriter(work, name) as writer:
+                writer.write(f"s/{i:08d}", {"json": b"{}"})
+                done = writer.commit("train")
+            written.append(i)
+        entries.append(done)
+    write_text(work / "report.html", "x")
+    return StageOutput(shards=entries, stats={"written": written})
+
+
+def stage(fail_at: int | None = None, on_disk: bool = False) -> Stage:
+    return Stage("shards", 1, lambda config, inputs, work, resources: shards(work, fail_at), on_disk)
+
+
+def names(path: StorePath) -> list[str]:
+    return sorted(str(file)[len(str(path)) + 1 :] for file in walk_files(path))
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_made_once_then_reused(root, on_disk):
+    made = run_stage(stage(on_disk=on_disk), Config(), {}, root)
+    again = run_stage(stage(on_disk=on_disk), Config(), {}, root)
+    assert not made.reused and again.reused and again.artifact.manifest == made.artifact.manifest
+    assert names(made.artifact.dir) == [MANIFEST, "report.html", *(f"train/shard-0000{i}.tar" for i in range(3))]
+    assert not [f for f in (side_dir(root) / "scratch").iterdir() if f.is_dir()], "nothing is left in scratch"
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_what_is_finished_is_not_made_again(root, on_disk):
+    with pytest.raises(Failure):
+        run_stage(stage(2, on_disk), Config(), {}, root)
+    identity = stage_identity(stage(), Config(), {})
+    assert "unfinished" in why_rebuild(root, stage(on_disk=on_disk), identity)
+    made = run_stage(stage(None, on_disk), Config(), {}, root)
+    assert made.artifact.manifest.stats == {"written": [2]} and len(made.artifact.manifest.shards) == 3
+
+
+def page(made: Artifact, inputs) -> str:
+    return f"{made.manifest.fingerprint} {names(made.dir)} {sorted(inputs)}"
+
+
+def test_a_stage_leaves_its_page_and_a_page_that_fails_costs_the_artifact_nothing(root, caplog):
+    made = run_stage(replace(stage(), preview=f"{__name__}:page"), Config(), {}, root).artifact
+    text = (made.dir / "preview.html").read_text()
+    assert text.startswith(made.manifest.fingerprint) and "train/shard-00002.tar" in text and text.endswith("[]")
+    assert made.shown_files() == [MANIFEST, "preview.html", "report.html"]
+    without = run_stage(replace(stage(), preview=f"{__name__}:no_such_page"), Config(value=3), {}, root).artifact
+    assert without.shown_files() == [MANIFEST, "report.html"]
+    assert without.manifest.shards == made.manifest.shards and "no preview of" in caplog.text
+
+
+def test_why_it_is_made_again_is_told_against_the_newest(root):
+    identity = stage_identity(stage(), Config(value=2), {})
+    assert why_rebuild(root, stage(), identity) == "never made in this root"
+    run_stage(stage(), Config(), {}, root)
+    assert why_rebuild(root, stage(), identity) == "value: 1 -> 2"
+
+
+def test_the_manifest_comes_last(tmp_path, monkeypatch):
+    monkeypatch.setenv("ATHANOR_CACHE_DIR", str(tmp_path / "cache"))
+    order: list[str] = []
+    memory = fsspec.filesystem("memory")
+    memory.store.clear()
+    put = memory.put_file
+    for on_disk in (False, True):
+        root = location(f"memory://b/{on_disk}")
+        order.clear()
+        monkeypatch.setattr(root.fs, "put_file", lambda here, there, **k: order.append(there) or put(here, there, **k))
+        run_stage(stage(on_disk=on_disk), Config(), {}, root)
+        assert order[-1].endswith(MANIFEST) and sum(name.endswith(MANIFEST) for name in order) == 1
+
+
+_HOLD = """
+import sys, time
+from pathlib import Path
+from tests.stages.artifacts.test_artifact import Config, shards
+from stages.artifacts.artifact import Stage
+from stages.artifacts.run_stage import run_stage
+def run(config, inputs, work, resources):
+    print("working", flush=True); time.sleep(60)
+run_stage(Stage("shards", 1, run), Config(), {}, Path(sys.argv[1]))
+"""
+
+
+def test_the_second_of_two_waits_and_says_for_whom(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("stages.artifacts.run_stage.LOCK_POLL_SECONDS", 0.02)
+    repository = Path(__file__).parents[3]
+    holder = subprocess.Popen(
+        [sys.executable, "-c", _HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=repository
+    )
+    assert holder.stdout.readline() == "working\n"
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(run_stage, stage(), Config(), {}, tmp_path)
+        while not caplog.records:
+            assert not waits.done()
+        assert f"is being made by process {holder.pid} on " in caplog.text
+        holder.kill()
+        holder.wait()
+        assert len(waits.result(30).artifact.manifest.shards) == 3 and not waits.result().reused
+
+
+def test_what_the_first_has_made_the_second_uses(tmp_path, monkeypatch):
+    monkeypatch.setattr("stages.artifacts.run_stage.LOCK_POLL_SECONDS", 0.02)
+    working, go_on, tries = threading.Event(), threading.Event(), []
+
+    def slow(config, inputs, work, resources):
+        tries.append(1)
+        working.set()
+        assert go_on.wait(30)
+        return stage().run(config, inputs, work, resources)
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(run_stage, Stage("shards", 1, slow), Config(), {}, tmp_path)
+        assert working.wait(30)
+        second = pool.submit(run_stage, Stage("shards", 1, slow), Config(), {}, tmp_path)
+        time.sleep(0.1)
+        go_on.set()
+        assert not first.result(30).reused and second.result(30).reused
+    assert len(tries) == 1
+
+
+def test_an_artifact_of_another_format_says_what_to_do(root):
+    made = run_stage(stage(), Config(), {}, root).artifact
+    raw = json.loads((made.dir / MANIFEST).read_text()) | {"format_version": 0}
+    write_text(made.dir / MANIFEST, json.dumps(raw))
+    with pytest.raises(
+        InputError, match=r"format_version is 0, this code reads .*; delete .* run the shards stage again"
+    ):
+        run_stage(stage(), Config(), {}, root)

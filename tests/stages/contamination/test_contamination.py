@@ -1,0 +1,183 @@
+"""The contamination stage: copies in train are found and told by kind, other pictures are not, in any number of
+processes and after a kill."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dataset_builders.contracts.manifest import MANIFEST
+from dataset_builders.contracts.sample import Sample
+from stages.artifacts.artifact import Artifact
+from stages.artifacts.run_stage import run_stage
+from stages.artifacts.workers import StageResources
+from stages.contamination import scan as picture_scan
+from stages.contamination.stage import STAGE, ContaminationConfig, contaminated_keys, read_contamination
+from tests.helpers.data_stages import run_convert
+from tests.helpers.drawn_pictures import chart, copies, encoded, receipt, scaled
+from tests.helpers.raw_rows import row, write_source
+from tests.helpers.samples import make_samples_artifact, turns
+
+HALF_A_PNG = encoded(chart(99))[:2000]
+
+
+def sample(key: str, *images: bytes) -> Sample:
+    text = "<image>" * len(images) + f"What is {key}?"
+    return Sample(key=key, messages=turns(text, "that"), images=images)
+
+
+def contaminate(artifact: Artifact, root: Path, resources: StageResources | None = None, **config: float) -> Artifact:
+    return run_stage(STAGE, ContaminationConfig(**config), {"samples": artifact}, root, resources).artifact
+
+
+def planted(directory: Path) -> Artifact:
+    """Train shards and held-out samples with every kind of copy, and pictures that only look alike."""
+    train = [sample(f"a/{i:08d}", encoded(chart(i)), encoded(receipt(i))) for i in range(8)]
+    train += [sample("a/00000008", HALF_A_PNG), sample("a/00000009"), sample("b/00000000", encoded(chart(2)))]
+    blank = encoded(Image.new("RGB", (200, 300), "white"))
+    heldout = [
+        sample("a/00000100", encoded(chart(2))),  # the same file
+        sample("a/00000101", encoded(chart(3), "BMP")),  # the same pixels
+        sample("a/00000102", encoded(chart(100)), encoded(scaled(receipt(4), 0.5), "JPEG", quality=70)),  # the second
+        sample("a/00000103", encoded(chart(101)), encoded(receipt(101))),
+        sample("b/00000104", encoded(chart(5), "JPEG", quality=70), encoded(receipt(5))),  # near, and the same file
+        sample("b/00000105"),
+        sample("b/00000106", HALF_A_PNG),
+        sample("b/00000107", blank),
+    ]
+    shards = {"train/shard-00000.tar": train[:5], "train/shard-00001.tar": train[5:]}
+    return make_samples_artifact(directory, shards | {"heldout/shard-00000.tar": heldout})
+
+
+def test_every_kind_of_copy_is_found_with_its_train_sample(tmp_path):
+    artifact = contaminate(planted(tmp_path / "samples"), tmp_path)
+    rows = read_contamination(artifact.dir).to_pylist()
+    found = [(r["key"], r["place"], r["how"], r["train_key"], r["train_place"]) for r in rows]
+    assert found == [
+        ("a/00000100", 0, "bytes", "a/00000002", 0),
+        ("a/00000101", 0, "pixels", "a/00000003", 0),
+        ("a/00000102", 1, "near", "a/00000004", 1),
+        ("b/00000104", 0, "near", "a/00000005", 0),
+        ("b/00000104", 1, "bytes", "a/00000005", 1),
+        ("b/00000106", 0, "bytes", "a/00000008", 0),
+    ]
+    for r in rows:
+        exact = r["how"] != "near"
+        assert (r["bits"], r["difference"]) == (0, 0) if exact else (r["bits"] <= 6 and 0 < r["difference"] <= 3.0)
+    keys = contaminated_keys(artifact.dir)
+    assert keys["b/00000104"] == "bytes" and keys["a/00000102"] == "near" and len(keys) == 5
+
+
+def test_the_manifest_counts_and_the_page_shows_the_near_ones(tmp_path):
+    artifact = contaminate(planted(tmp_path / "samples"), tmp_path)
+    assert artifact.manifest.stats == {
+        "heldout_samples": 8,
+        "heldout_pictures": 10,
+        "train_pictures": 17,
+        "undecodable_heldout_pictures": 1,
+        "contaminated": {
+            "overall": {"samples": 5, "bytes": 3, "pixels": 1, "near": 2},
+            "a": {"samples": 3, "bytes": 1, "pixels": 1, "near": 1},
+            "b": {"samples": 2, "bytes": 2, "pixels": 0, "near": 1},
+        },
+    }
+    page = (artifact.dir / "report.html").read_text()
+    assert page.count("<img") == 2 and "a/00000102 picture 1" in page
+    report = json.loads((artifact.dir / "report.json").read_text())
+    assert report["summary"]["contaminated samples"] == 5
+    names = {f.name for f in artifact.dir.iterdir()}
+    assert names == {MANIFEST, "contamination.parquet", "report.json", "report.html"}
+
+
+def test_the_limits_decide_what_is_near(tmp_path):
+    samples = planted(tmp_path / "samples")
+    exact = contaminate(samples, tmp_path, max_difference=0)
+    assert set(read_contamination(exact.dir)["how"].to_pylist()) == {"bytes", "pixels"}
+    loose = contaminate(samples, tmp_path, max_bits=7, max_difference=255)
+    assert len(contaminated_keys(loose.dir)) >= 5
+
+
+def test_the_most_alike_train_picture_is_named(tmp_path):
+    picture = chart(1)
+    train = [encoded(picture, "JPEG", quality=quality) for quality in (20, 90, 50)]
+    shards = {f"train/shard-{i:05d}.tar": [sample(f"a/{i:08d}", image)] for i, image in enumerate(train)}
+    artifact = make_samples_artifact(
+        tmp_path / "samples", shards | {"heldout/shard-00000.tar": [sample("a/00000100", encoded(picture))]}
+    )
+    (found,) = read_contamination(contaminate(artifact, tmp_path).dir).to_pylist()
+    assert (found["how"], found["train_key"]) == ("near", "a/00000001")
+
+
+@pytest.mark.parametrize("split", ["train", "heldout"])
+def test_an_artifact_of_one_split_has_no_copies(tmp_path, split):
+    artifact = make_samples_artifact(
+        tmp_path / "samples", {f"{split}/shard-00000.tar": [sample("a/00000000", encoded(chart(0)))]}
+    )
+    assert contaminated_keys(contaminate(artifact, tmp_path).dir) == {}
+
+
+def test_copies_in_a_converted_dataset(tmp_path):
+    """Raw rows through convert: files that differ are dealt to either split, whatever they show."""
+    rows, twins = [], {}
+    for i in range(24):
+        picture = (chart, receipt)[i % 2](i)
+        _, copied = list(copies(picture))[i % 6]
+        twins[len(rows)], twins[len(rows) + 1] = len(rows) + 1, len(rows)
+        rows += [row([image], [(f"What is picture {len(rows)}?", str(i))]) for image in (encoded(picture), copied)]
+        rows += [row([rows[-2]["images"][0]["bytes"]], [(f"Again, what is picture {i}?", str(i))])]  # the same file
+    samples = Artifact.load(run_convert(write_source(tmp_path / "raw", {"a": rows}), tmp_path / "root"))
+    split_of = {}
+    for shard in samples.manifest.shards:
+        for key, _ in picture_scan.iter_records(samples.dir / shard.name):
+            split_of[int(key.partition("/")[2])] = shard.split
+    artifact = contaminate(samples, tmp_path / "root")
+    apart = {i for i, twin in twins.items() if split_of[i] == "heldout" and split_of[twin] == "train"}
+    wanted = apart | {i + 2 for i in apart if i % 3 == 0}  # the third row shows the first one's file
+    found = contaminated_keys(artifact.dir)
+    assert {int(key.partition("/")[2]) for key in found} == wanted and len(apart) >= 5
+    assert set(found.values()) == {"near"}  # never bytes: convert keeps equal files in one split
+
+
+def test_processes_and_kills_change_nothing(tmp_path, monkeypatch):
+    samples = planted(tmp_path / "samples")
+    alone = contaminate(samples, tmp_path / "one")
+    together = contaminate(samples, tmp_path / "two", StageResources(num_workers=2))
+    done: list[int] = []
+
+    def killed(task):
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(scan(task))
+        return done[-1]
+
+    scan = picture_scan.scan_shard
+    monkeypatch.setattr(picture_scan, "scan_shard", killed)
+    with pytest.raises(KeyboardInterrupt):
+        contaminate(samples, tmp_path / "three")
+    monkeypatch.setattr(picture_scan, "scan_shard", lambda task: done.append(scan(task)) or task.shard.num_samples)
+    progress: list[tuple[int, int]] = []
+    again = contaminate(samples, tmp_path / "three", StageResources(on_progress=lambda *at: progress.append(at)))
+    assert len(done) == 3 and progress == [(19, 19)]  # two shards were there
+    for other in (together, again):
+        for name in (MANIFEST, "contamination.parquet", "report.json", "report.html"):
+            assert (other.dir / name).read_bytes() == (alone.dir / name).read_bytes(), name
+
+
+def test_pictures_on_white_paper_are_not_copies_of_each_other(tmp_path):
+    """Blank pages are copies of blank pages, not of pages with a few lines."""
+    blank, other_size = (encoded(Image.new("L", size, 255)) for size in ((300, 420), (150, 210)))
+    dotted = np.full((420, 300), 255, np.uint8)
+    dotted[200:215, 40:260:3] = 0
+    shards = {
+        "train/shard-00000.tar": [sample("a/00000000", blank)],
+        "heldout/shard-00000.tar": [
+            sample("a/00000100", other_size),
+            sample("a/00000101", encoded(Image.fromarray(dotted))),
+            sample("a/00000102", encoded(receipt(0))),
+            sample("a/00000103", encoded(Image.new("L", (420, 300), 255))),  # the same white, lying
+        ],
+    }
+    artifact = contaminate(make_samples_artifact(tmp_path / "samples", shards), tmp_path)
+    assert contaminated_keys(artifact.dir) == {"a/00000100": "near"}

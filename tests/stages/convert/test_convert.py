@@ -1,0 +1,491 @@
+"""convert: what is kept, what is left out and why, no picture in both splits, the same bytes however it is run."""
+
+import dataclasses
+import io
+import json
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from PIL import Image
+from pydantic import ValidationError
+
+from dataset_builders.contracts.sample import SKIP_REASONS, Sample, image_digests
+from dataset_builders.contracts.sample_record import from_fields
+from dataset_builders.contracts.shard_io import iter_records
+from dataset_builders.errors import InputError
+from dataset_builders.readers.parts import Part, SkippedRow
+from dataset_builders.sources import registry
+from stages.artifacts.artifact import Artifact, External
+from stages.artifacts.run_stage import run_stage
+from stages.artifacts.workers import StageResources
+from stages.convert import stage as convert_module
+from stages.convert.scan import _nothing_lost, assert_parts_apart
+from stages.convert.stage import STAGE, ConvertConfig
+from stages.convert.write import write_all
+from tests.helpers.raw_rows import BAD_IMAGES, encode, mixed_rows, picture, plain_rows, png, row, write_source
+from tests.helpers.trees import damaged_shards, tree_digest
+
+REPO = Path(__file__).parents[3]
+CONFIG = {
+    "builder": "the_cauldron",
+    "subsets": (),
+    "options": {"turns": "chat"},
+    "heldout_fraction": 0.3,
+    "seed": 1,
+    "max_image_pixels": 10**6,
+    "min_image_side": 8,
+    "shard_size_mb": 0.05,
+    "max_skip_fraction": 0.1,
+}
+
+
+def convert(root: Path, source: Path, digest: str = "0" * 16, resources=None, **changes) -> Artifact:
+    config = ConvertConfig(**CONFIG | changes)
+    return run_stage(STAGE, config, {"raw": External(source, "raw", digest)}, root, resources).artifact
+
+
+def samples_of(artifact: Artifact, split: str) -> list[Sample]:
+    shards = [artifact.dir / s.name for s in artifact.manifest.shards if s.split == split]
+    return [from_fields(key, fields) for shard in shards for key, fields in iter_records(shard)]
+
+
+def all_samples(artifact: Artifact) -> list[Sample]:
+    return samples_of(artifact, "train") + samples_of(artifact, "heldout")
+
+
+def quarantine(artifact_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (artifact_dir / "quarantine.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
+    """A converted source of every kind of row."""
+    path = tmp_path_factory.mktemp("mixed")
+    return convert(path / "root", write_source(path / "raw", {"mixed": mixed_rows()}))
+
+
+def test_every_sample_is_there_with_its_images_untouched(mixed):
+    rows, samples = mixed_rows(), {s.key: s for s in all_samples(mixed)}
+    assert sorted(samples) == [f"mixed/{i:08d}" for i in range(len(rows))]
+    for i, raw in enumerate(rows):
+        sample = samples[f"mixed/{i:08d}"]
+        assert list(sample.images) == [image["bytes"] for image in raw["images"]]
+        assert [m.text for m in sample.messages if m.role == "assistant"] == [t["assistant"] for t in raw["texts"]]
+
+
+def test_shards_are_named_counted_and_small(mixed):
+    shards = mixed.manifest.shards
+    train = [s for s in shards if s.split == "train"]
+    assert [s.name for s in train] == [f"train/shard-{i:05d}.tar" for i in range(len(train))] and len(train) > 1
+    assert [s.split for s in shards] == sorted((s.split for s in shards), reverse=True)
+    assert damaged_shards(mixed.dir, mixed.manifest) == []
+    assert mixed.manifest.num_samples == len(mixed_rows())
+    assert all(s.size_bytes < 50_000 + 10_240 for s in shards)  # a tar ends with up to 10 kB of zeros
+    for shard in shards:
+        keys = [key for key, _ in iter_records(mixed.dir / shard.name)]
+        assert keys == sorted(keys) and len(keys) == shard.num_samples
+
+
+def test_artifact_holds_what_is_told_and_nothing_else(mixed):
+    names = {p.name for p in mixed.dir.iterdir()}
+    tables, pages = {"quarantine.jsonl", "pictures.parquet"}, {"dataset_card.md", "report.html", "preview.html"}
+    assert names == {"train", "heldout", "report.json", "manifest.json"} | pages | tables
+    assert {p.suffix for p in (mixed.dir / "train").iterdir()} == {".tar"}
+
+
+def test_manifest_counts(mixed):
+    stats = mixed.manifest.stats
+    assert stats["seen"] == len(mixed_rows()) and mixed.manifest.skips == {}
+    assert stats["samples"]["mixed"] == {s: len(samples_of(mixed, s)) for s in ("train", "heldout")}
+    assert sum(stats["pictures"].values()) == 24 + 4 + 3
+    assert stats["picture_formats"] == {"JPEG": 2, "PNG": 29}
+    assert stats["picture_modes"] == {"CMYK": 1, "P": 1, "RGB": 29} and stats["pictures_rotated_by_exif"] == 1
+    assert stats["picture_sides"] == {"shortest": 32, "median": 40, "longest": 40}
+
+
+def test_no_picture_is_in_both_splits(mixed):
+    train, heldout = (
+        {digest for sample in samples_of(mixed, split) for digest in image_digests(sample)}
+        for split in ("train", "heldout")
+    )
+    assert train and heldout and not train & heldout
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_pictures_shared_in_chains_stay_together(tmp_path, seed):
+    """0-1, 1-2, 2-3 ...: one group, so one split, whatever the seed."""
+    shared = [png(i) for i in range(12)]
+    rows = [row([a, b], [("Which?", "a")]) for a, b in pairwise(shared)] + plain_rows(40, 100)
+    artifact = convert(tmp_path / "root", write_source(tmp_path / "raw", {"s": rows}), seed=seed)
+    chain = {f"s/{i:08d}" for i in range(11)}
+    held = {s.key for s in samples_of(artifact, "heldout")}
+    assert held & chain in (set(), chain) and held - chain
+
+
+def test_split_of_a_picture_does_not_depend_on_the_rest(tmp_path):
+    rows = plain_rows(60)
+    small = convert(tmp_path / "a", write_source(tmp_path / "raw_a", {"s": rows[:30]}))
+    large = convert(tmp_path / "b", write_source(tmp_path / "raw_b", {"s": rows, "other": plain_rows(20, 500)}))
+    held = {s.key for s in samples_of(large, "heldout")}
+    assert {s.key for s in samples_of(small, "heldout")} == {k for k in held if k.startswith("s/") and k < "s/00000030"}
+
+
+def test_heldout_fraction_and_seed(tmp_path):
+    source = write_source(tmp_path / "raw", {"s": [row([], [(f"{i}?", "a")]) for i in range(1000)]}, group_rows=500)
+    held = [{s.key for s in samples_of(convert(tmp_path, source, seed=seed), "heldout")} for seed in (1, 2)]
+    assert all(240 <= len(keys) <= 360 for keys in held) and held[0] != held[1]
+    assert samples_of(convert(tmp_path, source, heldout_fraction=0), "heldout") == []
+
+
+def test_one_file_or_many_give_the_same_shards(tmp_path, mixed):
+    source = write_source(tmp_path / "raw", {"mixed": mixed_rows()}, file_rows=4, group_rows=2)
+    many = convert(tmp_path / "root", source)
+    assert many.manifest.shards == mixed.manifest.shards and many.manifest.stats == mixed.manifest.stats
+    assert tree_digest(many.dir) == tree_digest(mixed.dir)
+
+
+def test_more_workers_give_the_same_bytes(tmp_path, mixed, monkeypatch):
+    monkeypatch.setattr(convert_module, "_ROWS_PER_WORKER", 1)
+    heard: list[tuple[int, int]] = []
+    resources = StageResources(num_workers=2, on_progress=lambda done, total: heard.append((done, total)))
+    source = write_source(tmp_path / "raw", {"mixed": mixed_rows()}, file_rows=10)
+    assert tree_digest(convert(tmp_path / "root", source, resources=resources).dir) == tree_digest(mixed.dir)
+    done, totals = zip(*heard)
+    assert set(totals) == {2 * len(mixed_rows())} and list(done) == sorted(done) and done[-1] == totals[-1]
+
+
+def test_split_turns_share_the_picture_and_the_split(tmp_path):
+    rows = [row([png(i)], [("a?", f"a{i}"), ("b?", ""), ("c?", f"c{i}")]) for i in range(20)]
+    artifact = convert(
+        tmp_path, write_source(tmp_path / "raw", {"s": rows}), options={"turns": "split"}, max_skip_fraction=1
+    )
+    assert {s.key for s in all_samples(artifact)} == {f"s/{i:08d}-{pair}" for i in range(20) for pair in (0, 2)}
+    assert artifact.manifest.skips == {"empty_target": 20} and artifact.manifest.stats["seen"] == 60
+    held = {s.key[:-2] for s in samples_of(artifact, "heldout")}
+    assert held.isdisjoint(s.key[:-2] for s in samples_of(artifact, "train"))
+    assert [line["row"] for line in quarantine(artifact.dir)] == list(range(20))
+
+
+def test_everything_left_out_is_named_with_reason_file_and_row(tmp_path):
+    bad = [row([make()], [("What?", "bad")]) for make, _ in BAD_IMAGES.values()]
+    bad += [row([png(1), b"\x89PNG nothing"], [("Two?", "bad")]), row([png(1)], [("<image><image>?", "bad")])]
+    bad += [row([png(1)], [("Empty?", " ")]), row([png(1)], [("Bell\a?", "bad")])]
+    reasons = [reason for _, reason in BAD_IMAGES.values()]
+    reasons += ["truncated_image", "image_count_mismatch", "empty_target", "control_chars"]
+    rows = [r for pair in zip(plain_rows(len(bad), 100), bad) for r in pair]
+    artifact = convert(tmp_path, write_source(tmp_path / "raw", {"s": rows}, file_rows=10))
+    lines = quarantine(artifact.dir)
+    assert [line["reason"] for line in lines] == reasons and set(reasons) <= set(SKIP_REASONS)
+    for i, line in enumerate(lines):
+        place = 2 * i + 1
+        assert line["key"] == f"s/{place:08d}" and line["detail"]
+        assert (line["file"], line["row"]) == (f"s/train-{place // 10}.parquet", place % 10)
+    assert sum(artifact.manifest.skips.values()) == len(bad) == artifact.manifest.stats["seen"] / 2
+    assert {s.key for s in all_samples(artifact)} == {f"s/{2 * i:08d}" for i in range(len(bad))}
+
+
+def test_pictures_of_left_out_samples_do_not_tie_groups(tmp_path):
+    """A left-out sample is in no split, so it joins nothing."""
+    pictures = [png(i) for i in range(40)]
+    rows = [row([p], [("What?", f"{i}")]) for i, p in enumerate(pictures)]
+    rows += [row([a, b], [("Both?", "")]) for a, b in pairwise(pictures)]
+    artifact = convert(tmp_path, write_source(tmp_path / "raw", {"s": rows}))
+    assert samples_of(artifact, "heldout") and samples_of(artifact, "train")
+
+
+def test_exact_duplicates_go_and_the_first_stays(tmp_path):
+    one, two = row([png(1)], [("What?", "a")]), row([png(1)], [("What?", "b")])
+    text = row([], [("2+2?", "4")])
+    source = write_source(
+        tmp_path / "raw", {"a": [one, two, text, one], "b": [text, one, row([png(2)], [("What?", "a")])]}
+    )
+    artifact = convert(tmp_path, source)
+    assert {s.key for s in all_samples(artifact)} == {"a/00000000", "a/00000001", "a/00000002", "b/00000002"}
+    assert [(line["key"], line["reason"], line["detail"][-10:]) for line in quarantine(artifact.dir)] == [
+        ("a/00000003", "duplicate_sample", "a/00000000"),
+        ("b/00000000", "duplicate_sample", "a/00000002"),
+        ("b/00000001", "duplicate_sample", "a/00000000"),
+    ]
+
+
+def test_too_many_left_out_is_an_error_that_names_the_quarantine(tmp_path):
+    rows = plain_rows(190) + [row([], [("What?", "")])] * 10 + [row([b"junk"], [("What?", "a")])] * 15
+    source = write_source(tmp_path / "raw", {"s": rows}, group_rows=100)
+    with pytest.raises(InputError) as caught:
+        convert(tmp_path / "root", source)
+    message = str(caught.value)
+    assert "25 of 215 samples" in message and "max_skip_fraction=0.1" in message and "\n" not in message
+    assert "decode_error (15), empty_target (10)" in message
+    path = Path(message.split("each is named in ")[1].split(";")[0])
+    assert path.is_absolute() and len(path.read_text().splitlines()) == 25
+    assert convert(tmp_path / "root", source, max_skip_fraction=0.12).manifest.num_samples == 190
+
+
+def test_a_small_source_and_duplicates_are_not_held_against_it(tmp_path):
+    small = write_source(tmp_path / "small", {"s": plain_rows(5) + [row([], [("What?", "")])] * 100})
+    assert convert(tmp_path, small).manifest.skips == {"empty_target": 100}
+    twice = write_source(tmp_path / "twice", {"s": plain_rows(5) * 60}, group_rows=100)
+    assert convert(tmp_path, twice, digest="1" * 16).manifest.skips == {"duplicate_sample": 295}
+
+
+def test_a_source_without_a_usable_sample_is_an_error(tmp_path):
+    source = write_source(tmp_path / "raw", {"s": [row([], [("What?", "")])] * 3})
+    with pytest.raises(InputError, match=r"no usable sample in .*raw: empty_target \(3\)"):
+        convert(tmp_path, source)
+    with pytest.raises(InputError, match="hold no rows"):
+        convert(tmp_path, write_source(tmp_path / "empty", {"s": []}), digest="1" * 16)
+
+
+def test_image_limits_come_from_the_config(tmp_path):
+    rows = [row([png(1, 1, 1)], [("What?", "a")]), row([png(2, 100, 100)], [("What?", "b")]), *plain_rows(3, 10)]
+    source = write_source(tmp_path / "raw", {"s": rows})
+    assert convert(tmp_path, source).manifest.skips == {"too_small": 1}
+    assert convert(tmp_path, source, min_image_side=1).manifest.skips == {}
+    assert convert(tmp_path, source, max_image_pixels=9999).manifest.skips == {"bomb": 1, "too_small": 1}
+
+
+def test_unknown_builder_unknown_key_and_bounds():
+    with pytest.raises(ValidationError, match="heldout_fracton"):
+        ConvertConfig(**CONFIG, heldout_fracton=0.1)
+    for name, value in [
+        ("heldout_fraction", 1),
+        ("max_image_pixels", 10**9),
+        ("options", {"turns": "all"}),
+        ("shard_size_mb", 0),
+    ]:
+        with pytest.raises(ValidationError, match=name):
+            ConvertConfig(**CONFIG | {name: value})
+    with pytest.raises(ValidationError, match=r"unknown dataset builder 'x'; known: .*the_cauldron"):
+        ConvertConfig(**CONFIG | {"builder": "x"})
+    with pytest.raises(ValidationError, match=r"options.turn of builder the_cauldron: .*; its options: turns"):
+        ConvertConfig(**CONFIG | {"options": {"turns": "chat", "turn": "chat"}})
+
+
+def test_report_shows_pictures_and_what_is_left_out(tmp_path):
+    rows = [*mixed_rows(), row([b"<junk>"], [("What?", "a")])]
+    artifact = convert(tmp_path, write_source(tmp_path / "raw", {"s": rows}))
+    page, data = (artifact.dir / "report.html").read_text(), json.loads((artifact.dir / "report.json").read_text())
+    titles = [section["title"] for section in data["sections"]]
+    assert {"Picture widths", "Length of an answer", "Pictures of a sample", "Subsets", "Samples"} <= set(titles)
+    assert data["summary"]["samples"] == len(mixed_rows()) and data["summary"]["left out"] == 1
+    assert f"s/{len(rows) - 1:08d}" in page and "decode_error" in page and page.count("data:image/png;base64,") > 10
+
+
+def test_an_uncommon_format_is_kept(tmp_path):
+    out = io.BytesIO()
+    Image.new("L", (16, 16), 3).save(out, "BMP")
+    artifact = convert(tmp_path, write_source(tmp_path / "raw", {"s": [row([out.getvalue()], [("What?", "a")])]}))
+    assert artifact.manifest.stats["picture_formats"] == {"BMP": 1}
+
+
+def test_pictures_are_listed_once_sorted_with_their_first_use(mixed):
+    table = pq.read_table(mixed.dir / "pictures.parquet").to_pylist()
+    found = [line["sha256"].hex() for line in table]
+    expected = {}
+    for sample in sorted(all_samples(mixed), key=lambda s: s.key):
+        for name in image_digests(sample):
+            expected.setdefault(name, sample.key)
+    assert found == sorted(expected)
+    held = {s.key for s in samples_of(mixed, "heldout")}
+    for line in table:
+        key = expected[line["sha256"].hex()]
+        assert (line["key"], line["subset"]) == (key, "mixed")
+        assert line["split"] == ("heldout" if key in held else "train")
+    rotated = next(line for line in table if line["key"] == f"mixed/{len(mixed_rows()) - 1:08d}")
+    assert (rotated["width"], rotated["height"], rotated["format"]) == (32, 40, "JPEG")
+
+
+def test_the_header_check_decodes_nothing_and_lets_damage_pass(tmp_path, monkeypatch):
+    cut = encode(picture(70, 400, 400), "JPEG")[:-3000]
+    rows = [row([cut], [("Cut?", "yes")]), row([png(1, 7, 7)], [("Small?", "yes")]), *plain_rows(3)]
+    source = write_source(tmp_path / "raw", {"s": rows})
+    assert convert(tmp_path, source).manifest.skips == {"too_small": 1, "truncated_image": 1}
+    header = convert(tmp_path, source, decode_check="header", heldout_fraction=0)
+    assert header.manifest.skips == {"too_small": 1}
+    assert "(truncated_image: " in (header.dir / "report.html").read_text()  # in place of its picture
+    monkeypatch.setattr("stages.convert.report.preview_png", lambda images, side: png(1))
+    monkeypatch.setattr("stages.artifacts.run_stage._write_preview", lambda *given: None)
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda self: pytest.fail("decoded"))
+    monkeypatch.setattr("simplejpeg.decode_jpeg", lambda *given, **named: pytest.fail("decoded"))
+    assert convert(tmp_path, source, digest="1" * 16, decode_check="header").manifest.num_samples == 4
+
+
+def test_a_sources_own_splits_are_kept(tmp_path, monkeypatch):
+    """Rows 0-9 are train, 10-19 heldout, as the source says; a picture of both is heldout, with all its samples."""
+    pictures = [png(i) for i in range(20)]
+    pictures[12] = pictures[3]
+    rows = [row([p], [(f"{i}?", "a")]) for i, p in enumerate(pictures)]
+    source = write_source(tmp_path / "raw", {"s": rows}, file_rows=10)
+    builder = registry.get_builder("the_cauldron")
+
+    def list_parts(*arguments):
+        parts = builder.list_parts(*arguments)
+        return [dataclasses.replace(p, split="heldout" if p.first_row >= 10 else "train") for p in parts]
+
+    own = dataclasses.replace(builder, list_parts=list_parts)
+    monkeypatch.setattr(convert_module, "get_builder", lambda name: own)
+    artifact = convert(tmp_path / "root", source, heldout_fraction=0)
+    held = {s.key for s in samples_of(artifact, "heldout")}
+    assert held == {f"s/{i:08d}" for i in [3, *range(10, 20)]}
+    assert artifact.manifest.stats["pictures"] == {"train": 9, "heldout": 10}
+
+
+def test_a_source_that_changes_between_the_passes_is_an_error(tmp_path, monkeypatch):
+    """Another picture or another word where the scan saw one."""
+    rows = plain_rows(6)
+    others = [row([png(99)], [("What is in picture 3?", "noise 3")]), row([png(3)], [("?", "x")])]
+    for place, other in enumerate(others):
+        source = write_source(tmp_path / str(place), {"s": rows})
+        changed = [*rows[:3], other, *rows[4:]]
+        monkeypatch.setattr(
+            convert_module,
+            "write_all",
+            lambda *arguments, s=source, c=changed: (write_source(s, {"s": c}), write_all(*arguments))[1],
+        )
+        with pytest.raises(InputError, match=r"train-0.parquet changed while it was converted"):
+            convert(tmp_path / "root", source, digest=str(place) * 16)
+
+
+def test_a_builder_that_loses_or_repeats_a_row_is_caught(tmp_path):
+    class Lines:
+        def __init__(self, keys: list[str]) -> None:
+            self.items = iter([SkippedRow(key, "no_text", "") for key in keys])
+
+    part = Part(path=tmp_path, name="s/x", subset="s", span=(0, 1), first_row=4, file_row=0, num_rows=3)
+    good = ["s/00000004", "s/00000005-0", "s/00000005-1", "s/00000006"]
+    assert len(list(_nothing_lost(part, Lines(good).items))) == 4
+    for bad, message in [
+        (good[:1] + good[3:], "3 raw rows, but the builder tells of 2"),
+        ([*good[:2], good[1], good[3]], "the key s/00000005-0 comes twice"),
+        ([*good, "s/00000007"], "s/x: 7"),
+        (["t/00000004", *good[1:]], "t/00000004 is not a key of s"),
+    ]:
+        with pytest.raises(AssertionError, match=message):
+            list(_nothing_lost(part, Lines(bad).items))
+    with pytest.raises(AssertionError, match="s/x and s/y share keys of s"):
+        assert_parts_apart([part, dataclasses.replace(part, name="s/y", first_row=6)])
+    assert_parts_apart([part, dataclasses.replace(part, first_row=7), dataclasses.replace(part, subset="t")])
+
+
+def test_card_counts_what_is_there(tmp_path):
+    rows = [*plain_rows(30), row([], [("\u4f60\u597d? | ~~~~", "\u043f\u0440\u0438\u0432\u0435\u0442")])]
+    rows += [row([], [(f"{i}?", "yes")]) for i in range(7)] + [row([b"<junk>"], [("What?", "a")])]
+    artifact = convert(tmp_path, write_source(tmp_path / "raw", {"s": rows}), shard_size_mb=0.02)
+    card = (artifact.dir / "dataset_card.md").read_text()
+    head = yaml.safe_load(card.split("---\n")[1])
+    sizes = {s["name"]: (s["num_examples"], s["num_bytes"]) for s in head["dataset_info"]["splits"]}
+    for split in ("train", "heldout"):
+        shards = [s for s in artifact.manifest.shards if s.split == split]
+        assert sizes[split] == (sum(s.num_samples for s in shards), sum(s.size_bytes for s in shards))
+    assert "39 raw rows gave 39 samples: 38 are here, left out: 1" in card
+    assert "| yes | 7 | 0.1842 |" in card and "| Cyrillic | 6 |" in card and "| Han | 2 |" in card
+    assert "| turns of a sample | 1 | 1 | 1.0 | 1 | 1 |" in card and "| file format | PNG | 30 |" in card
+    assert card.count("\n## ") == 8
+
+
+def test_figures_count_every_answer(tmp_path):
+    """Against a plain count, with more distinct answers than are shown, over several parts."""
+    rng = random.Random(0)
+    answers = [rng.choice("abcdefghijklmnopqrstuvwxyz") * rng.choice([1, 2, 100]) for _ in range(400)]
+    rows = [row([], [(f"{i} {'word ' * (i % 7)}?", answer)]) for i, answer in enumerate(answers)]
+    artifact = convert(tmp_path, write_source(tmp_path / "raw", {"s": rows}, file_rows=50, group_rows=50))
+    data = {s["title"]: s for s in json.loads((artifact.dir / "report.json").read_text())["sections"]}
+    counts = Counter(answer[:60] for answer in answers)
+    expected = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:20]
+    assert [tuple(line[:2]) for line in data["Most frequent answers"]["rows"]] == expected
+    words = [len(r["texts"][0]["user"].split()) for r in rows]
+    found = data["Words of a question"]
+    assert (found["count"], found["min"], found["max"]) == (400, min(words), max(words))
+    assert abs(found["mean"] - sum(words) / 400) < 1e-6
+    assert data["Length of an answer"]["max"] == 100
+
+
+KILLER = """
+import os, random, signal, sys, time
+from pathlib import Path
+sys.modules["torch"] = None  # webdataset would load it for nothing, and a fork of it is slow
+import stages.convert.stage as convert
+from stages.artifacts.artifact import External
+from stages.artifacts.run_stage import run_stage
+from tests.helpers.trees import tree_digest
+
+source, root, config = Path(sys.argv[1]), Path(sys.argv[2]), convert.ConvertConfig.model_validate_json(sys.argv[3])
+
+def run(to):
+    return run_stage(convert.STAGE, config, {"raw": External(source, "raw", "0" * 16)}, to).artifact.dir
+
+def in_child(work):
+    pid = os.fork()  # no thread runs in this process: a fork is safe, and spares the imports of a new one
+    if pid == 0:
+        try:
+            work()
+            os._exit(0)
+        except BaseException as error:
+            print(repr(error), flush=True)
+            os._exit(1)
+    return pid
+
+def kill_at_rename(number, after):
+    real, calls = os.replace, [0]
+    def replace(*paths):
+        calls[0] += 1
+        if calls[0] == number and not after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        real(*paths)
+        if calls[0] == number and after:
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.replace = replace
+
+def status(pid):
+    return os.waitpid(pid, 0)[1]
+
+started = time.monotonic()
+assert status(in_child(lambda: run(root / "whole"))) == 0
+seconds = time.monotonic() - started
+
+number = killed = 0
+while True:  # at every rename, just before and just after, until a run gets through
+    number += 1
+    to = root / f"rename-{number}"
+    alive = [status(in_child(lambda: (kill_at_rename(number, after), run(to)))) == 0 for after in (False, True)]
+    assert status(in_child(lambda: run(to))) == 0
+    if all(alive):
+        break
+    killed += 2
+
+rng = random.Random(0)
+for i in range(4):  # and at any moment, again and again in the same root
+    to = root / f"random-{i}"
+    for _ in range(2):
+        pid = in_child(lambda: run(to))
+        time.sleep(rng.random() * seconds)
+        os.kill(pid, signal.SIGKILL)
+        killed += os.WIFSIGNALED(status(pid))
+    assert status(in_child(lambda: run(to))) == 0
+print("killed", killed)
+"""
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_and_run_again_gives_the_same_bytes(tmp_path):
+    source = write_source(tmp_path / "raw", {"mixed": mixed_rows()}, file_rows=30)
+    config = ConvertConfig(**CONFIG | {"shard_size_mb": 0.1}).model_dump_json()
+    command = [sys.executable, "-c", KILLER, str(source), str(tmp_path / "roots"), config]
+    environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    assert int(done.stdout.split("killed")[1]) > 20, done.stdout
+    (whole,) = (tmp_path / "roots" / "whole" / "artifacts" / "convert").iterdir()
+    roots = [path for path in (tmp_path / "roots").iterdir() if path.name != "whole"]
+    assert len(roots) > 12
+    for root in roots:
+        assert tree_digest(root / "artifacts" / "convert" / whole.name) == tree_digest(whole), root.name
+        assert not [path for path in (root / "scratch").iterdir() if path.is_dir()]

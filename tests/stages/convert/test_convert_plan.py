@@ -1,0 +1,164 @@
+"""The plan against slow, obvious versions of itself."""
+
+import random
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from dataset_builders.contracts.sample import SPLITS
+from dataset_builders.contracts.strict import StrictModel
+from stages.convert.plan import DUPLICATE, LEFT_OUT, Plan, make_plan, split_of
+from stages.convert.scan import PLAN_COLUMNS, SCAN_SCHEMA, Scan
+from stages.convert.write import RawRows, write_tasks
+from tests.bench.bench_convert import synthetic_scan
+
+
+def digest(number: int) -> bytes:
+    return random.Random(number).randbytes(32)
+
+
+def scan_of(samples: list[list[int]], sizes: list[int] | None = None, digests: list[int] | None = None) -> Scan:
+    """Samples by the numbers of their pictures, five a part, as the columns of a scan that the plan reads."""
+    count = len(samples)
+    kind = SCAN_SCHEMA.field("pictures").type
+    table = pa.table(
+        {
+            "key": pa.array([f"s/{i:08d}" for i in range(count)], pa.large_string()),
+            "reason": pa.nulls(count, pa.string()),
+            "detail": pa.nulls(count, pa.large_string()),
+            "digest": pa.array([digest(10**6 + i) for i in digests or range(count)], pa.binary(32)),
+            "size": pa.array(sizes or [100] * count, pa.int64()),
+            "pictures": pa.array([[{"sha256": digest(i)} for i in pictures] for pictures in samples], kind),
+        }
+    )
+    parts = [table.slice(begin, 5) for begin in range(0, count, 5)]
+    return Scan(pa.concat_tables(parts), np.array([*range(0, count, 5), count]))
+
+
+def plan_of(scan: Scan, seed: int, heldout_fraction: float, shard_bytes: int, own: list | None = None) -> Plan:
+    return make_plan(scan, own or [None] * (len(scan.starts) - 1), seed, heldout_fraction, shard_bytes)
+
+
+def named(plan: Plan) -> list[str]:
+    return [SPLITS[place] if place != LEFT_OUT else "-" for place in plan.splits]
+
+
+def slow_groups(samples: list[list[int]]) -> list[set[int]]:
+    """For each sample every picture it is tied to, by going over all samples until nothing changes."""
+    groups = [set(images) for images in samples]
+    changed = True
+    while changed:
+        changed = False
+        for a in groups:
+            for b in groups:
+                if a & b and a != b:
+                    a |= b
+                    changed = True
+    return groups
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_splits_match_the_slow_version(seed):
+    rng = random.Random(seed)
+    samples = [rng.sample(range(25), rng.choice([0, 1, 1, 2, 3])) for _ in range(20)]
+    plan = plan_of(scan_of(samples), seed, 0.4, 10**6)
+    for i, group in enumerate(slow_groups(samples)):
+        name = min(map(digest, group)) if group else digest(10**6 + i)
+        assert named(plan)[i] == split_of(seed, name, 0.4)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_sources_own_splits_match_the_slow_version(seed):
+    """A group that a part puts in heldout is heldout, else train where a part says so, else drawn."""
+    rng = random.Random(seed)
+    samples = [rng.sample(range(40), rng.choice([0, 1, 1, 2])) for _ in range(30)]
+    own = [rng.choice([None, None, "train", "heldout"]) for _ in range(6)]
+    plan = plan_of(scan_of(samples), seed, 0.5, 10**6, own)
+    for i, group in enumerate(slow_groups(samples)):
+        said = {own[j // 5] for j, pictures in enumerate(samples) if set(pictures) & group or j == i}
+        drawn = split_of(seed, min(map(digest, group)) if group else digest(10**6 + i), 0.5)
+        expected = "heldout" if "heldout" in said else "train" if "train" in said else drawn
+        assert named(plan)[i] == expected, said
+
+
+def test_own_splits_need_no_heldout_fraction():
+    plan = plan_of(scan_of([[i] for i in range(10)]), 0, 0.0, 10**6, ["train", "heldout"])
+    assert named(plan) == ["train"] * 5 + ["heldout"] * 5
+    assert [shard.name for shard in plan.shards] == ["train/shard-00000.tar", "heldout/shard-00000.tar"]
+
+
+@pytest.mark.parametrize("pictures", [[7], []])
+def test_a_sample_in_both_of_the_sources_splits_is_heldout_once(pictures):
+    """The first stays, but it is not trained on: the source holds the same sample out."""
+    samples, digests = [[0], [1], [2], [3], pictures, pictures, [4]], [0, 1, 2, 3, 4, 4, 5]
+    plan = plan_of(scan_of(samples, digests=digests), 0, 0.0, 10**6, ["train", "heldout"])
+    assert named(plan) == ["train"] * 4 + ["heldout", "-", "heldout"]
+    assert plan.skips() == {"duplicate_sample": 1} and plan.firsts.tolist() == [0, 1, 2, 3, 4, 4, 6]
+
+
+def test_split_of_is_pinned():
+    """A change of this function would move pictures between splits of data that people already trained on."""
+    drawn = "".join(split_of(7, bytes([i]) * 32, 0.5)[0] for i in range(16))
+    assert drawn == "tttttthhhhhhhtth"
+
+
+def test_shards_cut_where_the_next_sample_would_not_fit():
+    sizes = [60, 30, 10, 1, 500, 50, 50, 1]
+    scan = scan_of([[] for _ in sizes], sizes)
+    plan = plan_of(scan, 0, 0.0, 100)
+    assert [shard.rows.tolist() for shard in plan.shards] == [[0, 1, 2], [3], [4], [5, 6], [7]]
+    source = RawRows(builder="none", options=StrictModel(), parts={0: None, 1: None})
+    tasks = list(write_tasks(Path("work"), scan, plan, source))
+    places = [{number: rows.tolist() for number, rows in task.rows.items()} for task in tasks]
+    assert places == [{0: [0, 1, 2]}, {0: [3]}, {0: [4]}, {1: [0, 1]}, {1: [2]}]
+    assert [list(task.source.parts) for task in tasks] == [[0], [0], [0], [1], [1]]
+
+
+def test_a_shard_over_several_parts_knows_each_ones_rows():
+    scan = scan_of([[] for _ in range(12)])
+    (task,) = write_tasks(
+        Path("work"),
+        scan,
+        plan_of(scan, 0, 0.0, 10**6),
+        RawRows(builder="none", options=StrictModel(), parts={0: None, 1: None, 2: None}),
+    )
+    assert {number: rows.tolist() for number, rows in task.rows.items()} == {
+        0: [0, 1, 2, 3, 4],
+        1: [0, 1, 2, 3, 4],
+        2: [0, 1],
+    }
+
+
+def test_every_kept_sample_is_in_one_shard_of_its_split():
+    samples = [[i // 2] for i in range(200)]
+    plan = plan_of(scan_of(samples), 3, 0.3, 1500)
+    placed = {row: shard.split for shard in plan.shards for row in shard.rows.tolist()}
+    assert placed == dict(enumerate(named(plan))) and set(placed.values()) == set(SPLITS)
+    assert sum(len(shard.rows) for shard in plan.shards) == 200
+
+
+def test_nothing_and_nothing_usable():
+    assert plan_of(Scan(SCAN_SCHEMA.empty_table().select(PLAN_COLUMNS), np.array([0])), 0, 0.5, 100).shards == []
+    scan = scan_of([[1], []])
+    bad = scan.table.set_column(1, "reason", pa.array(["bomb", "no_text"]))
+    for name in ("digest", "size", "pictures"):
+        bad = bad.set_column(bad.schema.get_field_index(name), name, pa.nulls(2, bad.schema.field(name).type))
+    plan = plan_of(Scan(bad, scan.starts), 0, 0.5, 100)
+    assert plan.shards == [] and plan.skips() == {"bomb": 1, "no_text": 1} and not plan.kept.any()
+
+
+def test_memory_a_row_is_bounded():
+    """200,000 rows of two pictures: what the plan takes beside the scan, by tracemalloc and Arrow's own count."""
+    scan = synthetic_scan(200_000)
+    assert scan.table.nbytes / len(scan) < 250
+    before = pa.total_allocated_bytes()
+    tracemalloc.start()
+    plan = make_plan(scan, [None] * (len(scan.starts) - 1), 0, 0.05, 10**8)
+    kept, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak / len(scan) < 400 and kept / len(scan) < 40, (peak / len(scan), kept / len(scan))
+    assert pa.total_allocated_bytes() - before < 10 * len(scan)
+    assert sum(len(shard.rows) for shard in plan.shards) == plan.kept.sum() == 200_000 - plan.skips()[DUPLICATE]

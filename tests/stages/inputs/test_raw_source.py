@@ -1,0 +1,191 @@
+"""Raw data from a directory, a file or the hub: a digest of what is read, and one clear line when it is not there."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError
+
+from dataset_builders.errors import InputError
+from dataset_builders.sources.the_cauldron import patterns
+from stages.inputs import raw_source
+from stages.inputs.raw_source import content_digest, open_raw
+from tests.helpers.hub import hub_server
+from tests.helpers.raw_rows import plain_rows, png, write_source
+
+REPO = Path(__file__).parents[3]
+ALL = patterns(())
+
+
+def test_a_directory_is_known_by_its_content(tmp_path):
+    one = write_source(tmp_path / "one", {"a": plain_rows(2), "b": plain_rows(2, 9)})
+    same = write_source(tmp_path / "same", {"a": plain_rows(2), "b": plain_rows(2, 9)})
+    other = write_source(tmp_path / "other", {"a": plain_rows(2), "b": plain_rows(2, 10)})
+    for name in ("README.md", "a/notes.txt", ".cache/train-9.parquet", "a/.train-9.parquet"):
+        (same / name).parent.mkdir(parents=True, exist_ok=True)
+        (same / name).write_text("not data")
+    found = open_raw(str(one), (), "the_cauldron")
+    assert (found.dir, found.name) == (one, "raw") and len(found.digest) == 16
+    assert open_raw(str(same), (), "the_cauldron").digest == found.digest
+    assert open_raw(str(other), (), "the_cauldron").digest != found.digest
+    only = [content_digest(source, patterns(["a"])) for source in (one, other)]
+    assert only[0] == only[1] != content_digest(one, patterns(["b"]))
+
+
+def test_pictures_that_rows_may_point_at_count(tmp_path):
+    source = write_source(tmp_path, {"a": plain_rows(2)})
+    before = content_digest(source, ALL)
+    (source / "a" / "deep").mkdir()
+    (source / "a" / "deep" / "1.png").write_bytes(png(1))
+    with_picture = content_digest(source, ALL)
+    (source / "a" / "deep" / "1.png").write_bytes(png(2))
+    assert len({before, with_picture, content_digest(source, ALL)}) == 3
+
+
+def test_a_single_file_is_its_own_source(tmp_path):
+    write_source(tmp_path, {"a": plain_rows(4)}, file_rows=2)
+    file, other = (tmp_path / "a" / f"train-{i}.parquet" for i in (0, 1))
+    found = open_raw(str(file), (), "table")
+    assert found.dir == file
+    other.write_bytes(b"another")
+    assert open_raw(str(file), (), "table").digest == found.digest
+    (tmp_path / "a" / "beside.jpg").write_bytes(b"a picture that a row may point at")
+    assert open_raw(str(file), (), "table").digest != found.digest
+
+
+def test_digest_sees_renamed_files_and_not_the_order_of_subsets(tmp_path):
+    source = write_source(tmp_path, {"a": plain_rows(2), "b": plain_rows(2, 9)})
+    digests = {content_digest(source, patterns(subsets)) for subsets in (["a", "b"], ["b", "a"], [])}
+    assert len(digests) == 1
+    (source / "a" / "train-0.parquet").rename(source / "a" / "train-1.parquet")
+    assert content_digest(source, ALL) not in digests
+
+
+def test_linked_directories_are_followed_and_rings_are_not(tmp_path):
+    elsewhere = write_source(tmp_path / "elsewhere", {"a": plain_rows(2)})
+    plain = write_source(tmp_path / "plain", {"a": plain_rows(2)})
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "a").symlink_to(elsewhere / "a")
+    (elsewhere / "a" / "ring").symlink_to(elsewhere)
+    assert content_digest(tmp_path / "linked", ALL) == content_digest(plain, ALL)
+
+
+def test_memo_spares_the_second_reading_and_notices_a_change(tmp_path, monkeypatch):
+    source, memo = write_source(tmp_path / "raw", {"a": plain_rows(2)}), tmp_path / "deep" / "digests.json"
+    first = content_digest(source, ALL, memo)
+    monkeypatch.setattr(raw_source, "sha256_file", lambda path: pytest.fail(f"read {path}"))
+    assert content_digest(source, ALL, memo) == first
+    monkeypatch.undo()
+    path = source / "a" / "train-0.parquet"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    os.utime(path, ns=(1, 1))
+    assert content_digest(source, ALL, memo) not in (first, None)
+
+
+def test_a_hub_dataset_is_downloaded_subset_by_subset(tmp_path, monkeypatch):
+    source = write_source(tmp_path / "snapshot", {"ai2d": plain_rows(2)})
+    asked = {}
+
+    def download(name, **options):
+        asked.update(options, name=name)
+        return str(source)
+
+    monkeypatch.setattr(raw_source.huggingface_hub, "snapshot_download", download)
+    assert open_raw("HuggingFaceM4/the_cauldron", ["ai2d"], "the_cauldron").dir == source
+    assert (asked["name"], asked["repo_type"]) == ("HuggingFaceM4/the_cauldron", "dataset")
+    assert asked["allow_patterns"][0] == "ai2d/*.parquet"
+    assert all(pattern.startswith("ai2d/") for pattern in asked["allow_patterns"])
+    with pytest.raises(InputError, match=r"owner/name has no subset 'ai3d' that the builder the_cauldron reads"):
+        open_raw("owner/name", ["ai3d"], "the_cauldron")
+
+
+def test_a_misspelt_subset_of_the_hub_is_named_before_a_download(monkeypatch):
+    monkeypatch.setattr(raw_source.huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("downloaded"))
+    for subset, message in [("ai3d", "has no subset 'ai3d'; did you mean 'ai2d'"), ("qqqq", "'qqqq'; it has ai2d, ")]:
+        with pytest.raises(InputError, match=message):
+            open_raw("HuggingFaceM4/the_cauldron", [subset], "the_cauldron")
+
+
+def test_what_is_not_there_says_so_in_one_line(tmp_path, monkeypatch):
+    def offline(name, **options):
+        raise LocalEntryNotFoundError("no network\nand a long story")
+
+    monkeypatch.setattr(raw_source.huggingface_hub, "snapshot_download", offline)
+    for source, subsets, builder, message in [
+        (str(tmp_path / "nowhere"), (), "the_cauldron", "nowhere does not exist"),
+        ("some/deep/place", (), "the_cauldron", "does not exist"),
+        ("HuggingFaceM4/the_cauldron", (), "the_cauldron", "needs subsets"),
+        ("owner/name", ("ai2d",), "the_cauldron", "the hub cannot be reached"),
+        ("naver-clova-ix/cord-v2", (), "cord_v2", "the hub cannot be reached"),
+        ("naver-clova-ix/cord-v2", ("cord_v2_tain",), "cord_v2", "did you mean 'cord_v2_train'"),
+        (str(tmp_path), (), "the_culdron", "unknown dataset builder"),
+    ]:
+        with pytest.raises(InputError, match=message) as caught:
+            open_raw(source, subsets, builder)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_gated_dataset_says_what_to_do(monkeypatch):
+    def gated(name, **options):
+        raise GatedRepoError("401 Client Error", response=SimpleNamespace(headers={}, request=None))
+
+    monkeypatch.setattr(raw_source.huggingface_hub, "snapshot_download", gated)
+    with pytest.raises(InputError, match=r"owner/name is gated: accept its terms"):
+        open_raw("owner/name", (), "table")
+
+
+def test_a_home_directory_is_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_source(tmp_path / "raw", {"a": plain_rows(1)})
+    assert open_raw("~/raw", (), "the_cauldron").dir == Path(tmp_path / "raw")
+
+
+DOWNLOAD = """
+import sys
+from stages.inputs.raw_source import open_raw
+from tests.helpers.json_rows import read_source
+name, builder, *subsets = sys.argv[1:]
+found = open_raw(name, subsets, builder)
+options = {"turns": "chat"} if builder == "the_cauldron" else {"image": "picture", "question": "ask", "answer": "say"}
+for item in read_source(builder, found.dir, subsets, **options):
+    print(item.key, getattr(item, "reason", "sample"))
+"""
+
+
+def download(address, home, *arguments):
+    """What another process reads through the hub at this address; the environment is read at its start."""
+    environment = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"}
+    command = [sys.executable, "-c", DOWNLOAD, *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=REPO)
+
+
+def test_what_the_hub_serves_is_downloaded_by_patterns_and_read(tmp_path):
+    name = "HuggingFaceM4/the_cauldron"
+    served = write_source(tmp_path / "hub", {"ai2d": plain_rows(3), "vqav2": plain_rows(2)})
+    (served / "README.md").write_text("not data")
+    with hub_server(name, served) as (address, fetched):
+        done = download(address, tmp_path / "home", name, "the_cauldron", "ai2d")
+        assert done.stdout.split() == ["ai2d/00000000", "sample", "ai2d/00000001", "sample", "ai2d/00000002", "sample"]
+        assert fetched == ["ai2d/train-0.parquet"] and "%|" in done.stderr  # a progress bar
+        again = download(address, tmp_path / "home", name, "the_cauldron", "ai2d")
+        assert again.stdout == done.stdout and len(fetched) == 1
+        other = download(address, tmp_path / "home", name, "the_cauldron", "ai3d")
+        assert "has no subset 'ai3d'; did you mean 'ai2d'" in other.stderr and len(fetched) == 1
+        missing = download(address, tmp_path / "home", "owner/name", "table")
+        assert "is neither a directory here nor a dataset of the hub" in missing.stderr
+
+
+def test_pictures_of_a_hub_dataset_are_downloaded_with_the_rows_that_point_at_them(tmp_path):
+    (tmp_path / "hub" / "pictures").mkdir(parents=True)
+    (tmp_path / "hub" / "pictures" / "1.png").write_bytes(png(1))
+    table = pa.table({"picture": ["pictures/1.png", "pictures/2.png"], "ask": ["?", "?"], "say": ["a", "b"]})
+    pq.write_table(table, tmp_path / "hub" / "qa.parquet")
+    with hub_server("owner/name", tmp_path / "hub") as (address, fetched):
+        done = download(address, tmp_path / "home", "owner/name", "table")
+    assert sorted(fetched) == ["pictures/1.png", "qa.parquet"]
+    assert done.stdout.split() == ["qa/00000000", "sample", "qa/00000001", "image_not_found"]

@@ -1,0 +1,246 @@
+"""The launcher: real processes under torchrun's real command line; no trainer."""
+
+import os
+import signal
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from stages.launchers.config import ClusterConfig
+from stages.launchers.job import Handle, Job, JobFailed, make_launcher, run_job
+from stages.launchers.processes import processes_of, runs
+from stages.launchers.torchrun import TorchrunLauncher
+
+
+class PlainLauncher(TorchrunLauncher):
+    """Runs the job's arguments with python alone: torchrun's import takes seconds and is tested once."""
+
+    def command(self, job: Job) -> list[str]:
+        return [sys.executable, *job.arguments]
+
+
+def _job(tmp_path: Path, code: str, **kwargs) -> Job:
+    script = tmp_path / "job.py"
+    script.write_text(textwrap.dedent(code))
+    return Job(name=str(tmp_path), arguments=(str(script),), log_path=tmp_path / "logs" / "job.log", **kwargs)
+
+
+def _plain(**kwargs) -> PlainLauncher:
+    return PlainLauncher(ClusterConfig(**{"stop_grace_seconds": 5, **kwargs}))
+
+
+SLOW_WITH_CHILD = """
+    import signal, subprocess, sys, time
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    {handler}
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+
+
+def _alive(name: str) -> list[psutil.Process]:
+    return [p for p in processes_of(name) if runs(p)]
+
+
+def _wait_ready(launcher: TorchrunLauncher, handle: Handle) -> None:
+    while "ready" not in handle.lines:
+        assert launcher.poll(handle) is None
+        time.sleep(0.05)
+
+
+def test_lines_reach_the_callback_and_the_log(tmp_path):
+    seen = []
+    run_job(_plain(), _job(tmp_path, "print('one'); print('two')", on_line=seen.append))
+    assert seen == ["one", "two"]
+    assert (tmp_path / "logs" / "job.log").read_text() == "one\ntwo\n"
+
+
+def test_failure_tells_command_status_log_and_last_lines(tmp_path):
+    job = _job(tmp_path, "import sys\nfor i in range(100): print('line', i)\nsys.exit(3)")
+    with pytest.raises(JobFailed) as caught:
+        run_job(_plain(), job)
+    text = str(caught.value)
+    assert caught.value.exit_status == 3 and "exit status 3" in text
+    assert "job.py" in text and str(job.log_path) in text
+    assert "line 99" in text and "line 60" in text and "line 59" not in text
+
+
+def test_the_job_sees_the_environment_that_the_launcher_writes(tmp_path):
+    names = ["DO_NOT_TRACK", "HF_HUB_OFFLINE", "OMP_NUM_THREADS"]
+    seen = []
+    code = f"import os; print([os.environ.get(n) for n in {names}])"
+    run_job(_plain(processes=10_000), _job(tmp_path, code, on_line=seen.append))
+    threads = os.environ.get("OMP_NUM_THREADS", "1")
+    assert seen == [f"['true', '1', '{threads}']"]
+
+
+def test_timeout_ends_the_job_and_its_children(tmp_path):
+    job = _job(tmp_path, SLOW_WITH_CHILD.format(handler=""))
+    with pytest.raises(JobFailed, match="timeout_seconds=1"):
+        run_job(_plain(timeout_seconds=1), job)
+    assert not _alive(job.name)
+
+
+def test_a_poll_after_the_deadline_has_ended_the_job(tmp_path):
+    launcher = _plain(timeout_seconds=0.2)
+    handle = launcher.submit(_job(tmp_path, SLOW_WITH_CHILD.format(handler="")))
+    time.sleep(0.3)
+    with pytest.raises(JobFailed):
+        launcher.poll(handle)
+    assert not _alive(handle.job.name)
+
+
+@pytest.fixture
+def interrupts_reach_python():
+    """A shell starts what runs in its background with SIGINT ignored, and Python then leaves it so."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts_reach_python")
+def test_an_interrupt_gives_time_to_save_and_leaves_nothing(tmp_path):
+    handler = """
+    def save(*_):
+        time.sleep(0.3)
+        open({path!r}, "w").write("saved")
+        sys.exit(75)
+    signal.signal(signal.SIGTERM, save)
+    """.format(path=str(tmp_path / "saved"))
+    ready = threading.Event()
+    job = _job(tmp_path, SLOW_WITH_CHILD.format(handler=handler.strip()), on_line=lambda _: ready.set())
+    threading.Thread(target=lambda: (ready.wait(60), os.kill(os.getpid(), signal.SIGINT))).start()
+    with pytest.raises(KeyboardInterrupt):
+        run_job(_plain(stop_grace_seconds=30), job)
+    assert (tmp_path / "saved").read_text() == "saved"
+    assert not _alive(job.name)
+
+
+class Stopped(BaseException):
+    """What Prefect's handler of SIGTERM raises, by another name."""
+
+
+@pytest.fixture
+def sigterm_stops():
+    """As in the process of a flow run."""
+
+    def stop(*_):
+        raise Stopped
+
+    before = signal.signal(signal.SIGTERM, stop)
+    yield stop
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_a_second_sigterm_does_not_cost_the_checkpoint(tmp_path, sigterm_stops):
+    handler = """
+    def save(*_):
+        open({begun!r}, "w").write("begun")
+        time.sleep(1)
+        open({path!r}, "w").write("saved")
+        sys.exit(75)
+    signal.signal(signal.SIGTERM, save)
+    """.format(begun=str(tmp_path / "begun"), path=str(tmp_path / "saved"))
+    ready = threading.Event()
+    job = _job(tmp_path, SLOW_WITH_CHILD.format(handler=handler.strip()), on_line=lambda _: ready.set())
+
+    def stop_twice():
+        ready.wait(60)
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not (tmp_path / "begun").exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=stop_twice).start()
+    with pytest.raises(Stopped):
+        run_job(_plain(stop_grace_seconds=30), job)
+    assert (tmp_path / "saved").read_text() == "saved"
+    assert not _alive(job.name)
+    assert signal.getsignal(signal.SIGTERM) is sigterm_stops
+
+
+def test_who_ignores_sigterm_is_killed_after_the_grace(tmp_path):
+    job = _job(tmp_path, SLOW_WITH_CHILD.format(handler="signal.signal(signal.SIGTERM, signal.SIG_IGN)"))
+    launcher = _plain(stop_grace_seconds=1)
+    handle = launcher.submit(job)
+    _wait_ready(launcher, handle)
+    started = time.monotonic()
+    launcher.cancel(handle)
+    assert 1 <= time.monotonic() - started < 10
+    assert not _alive(job.name)
+
+
+def test_a_job_cancelled_in_its_first_instant_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr("stages.launchers.torchrun.processes_of", lambda name: [])  # as within the instant of an exec
+    launcher = _plain(stop_grace_seconds=1)
+    handle = launcher.submit(_job(tmp_path, "import time\ntime.sleep(60)"))
+    launcher.cancel(handle)
+    assert handle.process.poll() is not None
+
+
+def test_a_new_try_ends_what_a_killed_parent_left(tmp_path):
+    launcher = _plain(stop_grace_seconds=1)
+    left = launcher.submit(_job(tmp_path, SLOW_WITH_CHILD.format(handler="")))
+    _wait_ready(launcher, left)
+    assert _alive(str(tmp_path))
+    run_job(launcher, _job(tmp_path, "print('second')"))
+    assert left.process.wait(30) != 0
+    assert not _alive(str(tmp_path))
+
+
+def test_torchrun_starts_the_ranks_and_its_report_gives_the_workers_status(tmp_path):
+    code = """
+    import os, sys
+    print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], flush=True)
+    sys.exit(7)
+    """
+    launcher = make_launcher(ClusterConfig(processes=1))
+    job = _job(tmp_path, code)
+    assert "--max-restarts=0" in launcher.plan(job) and "--standalone" in launcher.plan(job)
+    with pytest.raises(JobFailed) as caught:
+        run_job(launcher, job)
+    assert caught.value.exit_status == 7
+    assert "rank 0 of 1" in job.log_path.read_text()
+
+
+def test_every_rank_has_its_log_and_the_error_shows_that_of_the_first_to_fail(tmp_path):
+    code = """
+    import os, sys, time
+    rank = os.environ["RANK"]
+    print("words of rank", rank, flush=True)
+    if rank == "1":
+        print("rank 1 cannot go on", file=sys.stderr)
+        sys.exit(9)
+    time.sleep(60)
+    """
+    seen = []
+    job = _job(tmp_path, code, on_line=seen.append)
+    left_over = job.log_path.with_name("rank-0007.log")
+    left_over.parent.mkdir()
+    left_over.touch()
+    with pytest.raises(JobFailed) as caught:
+        run_job(make_launcher(ClusterConfig(processes=2, stop_grace_seconds=2)), job)
+    of_rank_1 = tmp_path / "logs" / "rank-0001.log"
+    assert of_rank_1.read_text() == "words of rank 1\nrank 1 cannot go on\n"
+    assert "words of rank 0" in seen and "words of rank 1" not in job.log_path.read_text()
+    assert caught.value.exit_status == 9 and caught.value.log_path == of_rank_1
+    text = str(caught.value)
+    assert "exit status 9" in text and f"rank 1 failed first; its log: {of_rank_1}" in text
+    assert text.endswith("words of rank 1\nrank 1 cannot go on")
+    assert not left_over.exists() and not _alive(job.name)
+
+
+@pytest.fixture(autouse=True)
+def short_leftover_time(monkeypatch):
+    monkeypatch.setattr("stages.launchers.torchrun.LEFTOVER_SECONDS", 0.5)
+
+
+@pytest.mark.parametrize("processes", [0, -1])
+def test_bounds(processes):
+    with pytest.raises(ValueError, match="greater than or equal to 1"):
+        ClusterConfig(processes=processes)

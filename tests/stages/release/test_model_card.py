@@ -1,0 +1,224 @@
+"""The model card: what its head says to the hub, what it says to people, and the way to the hub."""
+
+import json
+import math
+import shutil
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import yaml
+from huggingface_hub import HfApi, ModelCard
+from huggingface_hub.errors import LocalTokenNotFoundError
+
+from dataset_builders.contracts.manifest import Manifest
+from dataset_builders.errors import InputError
+from dataset_builders.sources.hub_subsets import HUB_SUBSETS
+from dataset_builders.sources.licences import LICENCES, UNKNOWN, licence_of
+from stages.artifacts.artifact import Artifact
+from stages.release.hub import check_push, push_to_hub
+from stages.release.model_card import (
+    CardFacts,
+    Score,
+    model_card,
+    training_facts,
+    write_model_card,
+)
+from tests.helpers.tiny_model import tiny_hf_dir
+
+CAULDRON = "HuggingFaceM4/the_cauldron"
+
+
+def facts(**changes: object) -> CardFacts:
+    known = {
+        "name": "receipts-2b",
+        "base_model": "Qwen/Qwen3-VL-2B-Instruct",
+        "datasets": [CAULDRON, "our own scans"],
+        "subsets": {"iconqa": {"train": 900, "heldout": 100}, "ai2d": {"train": 50}, "clevr": {"heldout": 7}},
+        "recipe": {"name": "receipts", "train": {"num_steps": 100, "seed": 0}},
+        "training": {"steps": 100, "tokens": 1_234_567, "loss": 0.25},
+        "scores": {
+            "iconqa": [Score(metric="exact_match", value=0.91234567, answers=100, low=0.85, high=0.96, base=0.125)],
+            "overall": [Score(metric="exact_match", value=0.9, answers=107), Score(metric="cer", value=0.1, answers=7)],
+        },
+        "score_note": "Means with 95% intervals.",
+        "contamination": {"overall": {"samples": 3, "bytes": 0, "pixels": 1, "near": 2}},
+        "reproduce": "athanor run receipts",
+    }
+    return CardFacts(**known | changes)
+
+
+@pytest.fixture
+def hf_dir(tmp_path: Path) -> Path:
+    shutil.copytree(tiny_hf_dir(), tmp_path / "hf")
+    return tmp_path / "hf"
+
+
+def test_the_hub_reads_the_head(hf_dir):
+    assert write_model_card(hf_dir, facts()) == hf_dir / "README.md"
+    data = ModelCard.load(hf_dir / "README.md").data
+    assert (data.base_model, data.datasets) == ("Qwen/Qwen3-VL-2B-Instruct", [CAULDRON])
+    assert data.license == ["cc-by-4.0", "cc-by-nc-sa-4.0", "unknown"]  # prompts, iconqa, ai2d; clevr is not learnt
+    assert (data.pipeline_tag, data.library_name, data.tags) == ("image-text-to-text", "transformers", ["athanor"])
+    found = [(r.dataset_config, r.dataset_type, r.metric_type, r.metric_value) for r in data.eval_results]
+    assert found == [
+        ("iconqa", CAULDRON, "exact_match", 0.912346),
+        ("overall", CAULDRON, "exact_match", 0.9),
+        ("overall", CAULDRON, "cer", 0.1),
+    ]
+    head = yaml.safe_load((hf_dir / "README.md").read_text().split("---\n")[1])
+    assert head["model-index"][0]["name"] == "receipts-2b" and len(head["model-index"][0]["results"]) == 2
+
+
+def test_people_read_the_rest():
+    card = model_card(facts())
+    assert "| iconqa | exact\\_match | 0.9123 | 0.8500 to 0.9600 | 0.1250 | 100 |" in card
+    assert "| overall | 3 | 0 | 1 | 2 |" in card
+    assert "| iconqa | 900 | 100 | cc-by-nc-sa-4.0 | github.com/lupantech/IconQA, README.md |" in card
+    assert "| ai2d | 50 | 0 | unknown |" in card and f"The card of {CAULDRON} names no licence" in card
+    assert "| tokens | 1,234,567 |" in card and "athanor run receipts" in card and "num_steps: 100" in card
+    assert 'path = "path/to/receipts-2b"' in card and 'LLM("path/to/receipts-2b")' in card
+    assert model_card(facts()) == card
+
+
+def test_what_is_not_there_is_said_and_not_made_up(hf_dir):
+    bare = facts(base_model="/data/my model", datasets=["our own scans"], scores={}, contamination=None, reproduce="")
+    write_model_card(hf_dir, bare)
+    data, text = ModelCard.load(hf_dir / "README.md").data, (hf_dir / "README.md").read_text()
+    assert data.base_model is None and data.datasets is None and data.eval_results is None
+    assert data.license == ["cc-by-nc-sa-4.0", "unknown"]
+    assert "Not looked for." in text and "`/data/my model`" in text and "names no licence" not in text
+
+
+def test_a_score_of_nothing_is_left_out_of_the_head(hf_dir):
+    write_model_card(hf_dir, facts(scores={"iconqa": [Score(metric="cer", value=math.nan, answers=0)]}))
+    assert ModelCard.load(hf_dir / "README.md").data.eval_results is None
+
+
+def artifact(stage: str, **stats: object) -> Artifact:
+    manifest = Manifest(stage=stage, version=1, fingerprint="a" * 16, config={}, parents={}, stats=stats)
+    return Artifact(Path("nowhere"), manifest)
+
+
+def test_facts_come_from_the_manifests():
+    trained = artifact("train", steps=10, epochs=1.23456, tokens=1000, loss_tokens=50, loss=0.5, heldout_loss=None)
+    exported = artifact("export", dtype="bfloat16", parameters={"vision": 3, "language": 4})
+    assert training_facts(trained, exported) == {
+        **{"steps": 10, "epochs": 1.2346, "tokens": 1000, "learnt tokens": 50, "last training loss": 0.5},
+        **{"parameters, vision": 3, "parameters, language": 4, "weights": "bfloat16"},
+    }
+
+
+def test_licences_are_of_subsets_that_exist_and_say_their_source():
+    named = set(HUB_SUBSETS[CAULDRON]) | {"cord_v2", "cord_v2_train", "cord_v2_validation", "cord_v2_test"}
+    assert set(LICENCES) <= named and all(one.source and one.name != UNKNOWN for one in LICENCES.values())
+    assert licence_of("cord_v2").name == "cc-by-4.0" and licence_of("textcaps").name == UNKNOWN
+
+
+class FakeApi(HfApi):
+    """Keeps what it is asked; raises `error` instead of uploading."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        super().__init__(endpoint="https://hub.example")
+        self.error, self.calls = error, []
+
+    def create_repo(self, repo_id, **kwargs):
+        self.calls.append(("create_repo", repo_id, kwargs))
+        return f"{self.endpoint}/{repo_id}"
+
+    def upload_folder(self, **kwargs):
+        if self.error:
+            raise self.error
+        self.calls.append(("upload_folder", kwargs["repo_id"], sorted(p.name for p in kwargs["folder_path"].iterdir())))
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_the_whole_directory_is_pushed(hf_dir, private):
+    write_model_card(hf_dir, facts())
+    api = FakeApi()
+    assert push_to_hub(hf_dir, "me/receipts-2b", private, api) == "https://hub.example/me/receipts-2b"
+    created, uploaded = api.calls
+    assert created == ("create_repo", "me/receipts-2b", {"repo_type": "model", "private": private, "exist_ok": True})
+    assert {"README.md", "model.safetensors", "config.json", "chat_template.jinja"} <= set(uploaded[2])
+
+
+def test_what_cannot_be_pushed_is_not_begun(hf_dir):
+    api = FakeApi()
+    with pytest.raises(InputError, match=r"has no README\.md, the model card"):
+        push_to_hub(hf_dir, "me/receipts-2b", api=api)
+    write_model_card(hf_dir, facts())
+    for name in ("receipts", "me/receipts/2b", "me/", ""):
+        with pytest.raises(InputError, match="is not a hub name; give owner/name"):
+            push_to_hub(hf_dir, name, api=api)
+    (hf_dir / "model.safetensors").write_bytes(b"cut")
+    with pytest.raises(InputError, match="not a whole safetensors file"):
+        push_to_hub(hf_dir, "me/receipts-2b", api=api)
+    assert api.calls == []
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (LocalTokenNotFoundError("no token"), "needs a token; log in with `hf auth login`"),
+        (ConnectionResetError("reset\nby peer"), r"failed \(ConnectionResetError: reset by peer\); push again"),
+    ],
+)
+def test_a_failure_is_one_line(hf_dir, error, words):
+    write_model_card(hf_dir, facts())
+    with pytest.raises(InputError, match=words) as raised:
+        push_to_hub(hf_dir, "me/receipts-2b", api=FakeApi(error))
+    assert "\n" not in str(raised.value)
+
+
+@pytest.fixture
+def refusing_hub() -> Iterator[str]:
+    """A hub that knows nobody's token."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            body = json.dumps({"error": "You don't have the rights to create a model under this namespace"}).encode()
+            self.send_response(403)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_hub_that_refuses(hf_dir, refusing_hub, monkeypatch):
+    """The hub's own client against a server."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    write_model_card(hf_dir, facts())
+    with pytest.raises(InputError, match=r"the hub refused me/receipts-2b \(403: .*rights to create") as raised:
+        push_to_hub(hf_dir, "me/receipts-2b", api=HfApi(endpoint=refusing_hub, token="hf_of_no_one"))
+    assert "\n" not in str(raised.value) and "hf_of_no_one" not in str(raised.value)
+
+
+def test_a_hub_that_is_not_there(hf_dir, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    write_model_card(hf_dir, facts())
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{held.getsockname()[1]}"
+        with pytest.raises(InputError, match=f"pushing me/receipts-2b to {endpoint} failed"):
+            push_to_hub(hf_dir, "me/receipts-2b", api=HfApi(endpoint=endpoint, token="hf_of_no_one"))
+
+
+def test_a_push_without_a_token_is_refused_before_anything_is_made(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    check_push(None)
+    with pytest.raises(InputError, match=r"pushing to owner/name needs a token; log in with `hf auth login`"):
+        check_push("owner/name")
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: "hf_x")
+    check_push("owner/name")

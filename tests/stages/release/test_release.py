@@ -1,0 +1,83 @@
+"""The release stage: the export's files, its card, and what the card is told."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from huggingface_hub import ModelCard
+
+from dataset_builders.contracts.manifest import Manifest
+from stages.artifacts.artifact import Artifact
+from stages.artifacts.run_stage import run_stage
+from stages.release import stage as release
+from stages.release.stage import STAGE, ReleaseConfig
+from tests.helpers.evaluation import hf_artifact
+from tests.helpers.tiny_model import tiny_hf_dir
+
+CONFIG = ReleaseConfig(
+    name="athanor-digits", base_model=None, datasets=["drawn"], recipe={"name": "digits", "train": {"num_steps": 3}}
+)
+INTERVAL = {"low": 0.25, "high": 0.75, "level": 0.95}
+EVALUATED = {
+    "scores": {"digits": {"cer": 0.5, "score": 0.5, "stop_rate": 1.0}, "overall": {"cer": 0.5, "score": 0.5}},
+    "headlines": {
+        "digits": {"metric": "cer", "value": 0.5, **INTERVAL},
+        "overall": {"metric": "score", "value": 0.5, **INTERVAL},
+    },
+    "counts": {name: {"samples": 6, "answers": 7, "contaminated": 2} for name in ("digits", "overall")},
+}
+COMPARED = {"subsets": {"digits": {"base": {"value": 0.875}, "base_score": 0.125}, "overall": {}}}
+FOUND = {"contaminated": {"overall": {"samples": 2, "bytes": 0, "pixels": 1, "near": 1}}}
+
+
+@pytest.fixture
+def inputs(tmp_path) -> Iterator[dict[str, Artifact]]:
+    def made(stage: str, **stats: object) -> Artifact:
+        directory = tmp_path / stage
+        directory.mkdir()
+        Manifest(stage=stage, version=1, fingerprint="a" * 16, config={}, parents={}, stats=stats).write(directory)
+        return Artifact.load(directory)
+
+    exported = hf_artifact(tmp_path / "export", tiny_hf_dir())
+    facts = {"dtype": "float32", "parameters": {"vision": 3}}
+    exported = Artifact(exported.dir, exported.manifest.model_copy(update={"stats": facts}))
+    yield {
+        "export": exported,
+        "train": made("train", steps=3, loss=0.5),
+        "samples": made("convert", samples={"digits": {"train": 20, "heldout": 8}}),
+        "evaluate": made("evaluate", **EVALUATED),
+        "compare": made("compare", **COMPARED),
+        "contamination": made("contamination", **FOUND),
+    }
+
+
+def test_it_is_the_export_with_a_card(inputs, tmp_path):
+    hf_dir = run_stage(STAGE, CONFIG, inputs, tmp_path / "root").artifact.dir / "hf"
+    files = {file.name for file in (inputs["export"].dir / "hf").iterdir()}
+    assert {file.name for file in hf_dir.iterdir()} == files | {"README.md"}
+    assert all(os.path.samefile(inputs["export"].dir / "hf" / name, hf_dir / name) for name in files)
+    card = ModelCard.load(hf_dir / "README.md")
+    assert [(r.dataset_config, r.metric_type, r.metric_value) for r in card.data.eval_results] == [
+        *(("digits", "cer", 0.5), ("digits", "stop_rate", 1.0)),
+        *(("overall", "score", 0.5), ("overall", "cer", 0.5)),
+    ]
+    assert "| digits | cer | 0.5 | 0.2500 to 0.7500 | 0.8750 | 7 |" in card.text
+    assert "| overall | score | 0.5 | 0.2500 to 0.7500 | 0.1250 | 7 |" in card.text
+    assert "2 samples with a picture that occurs in train are left out" in card.text
+    assert "| overall | 2 | 0 | 1 | 1 |" in card.text and "num_steps: 3" in card.text
+
+
+def test_files_are_copied_where_they_cannot_have_two_names(inputs, tmp_path, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise OSError(18, "Invalid cross-device link")
+
+    monkeypatch.setattr(release.os, "link", refuse)
+    hf_dir = run_stage(STAGE, CONFIG, inputs, tmp_path / "root").artifact.dir / "hf"
+    for file in (inputs["export"].dir / "hf").iterdir():
+        assert (hf_dir / file.name).read_bytes() == file.read_bytes()
+
+
+def test_without_comparison_and_search_the_card_says_so(inputs, tmp_path):
+    some = {role: item for role, item in inputs.items() if role not in ("compare", "contamination")}
+    card = ModelCard.load(run_stage(STAGE, CONFIG, some, tmp_path / "root").artifact.dir / "hf" / "README.md")
+    assert "| digits | cer | 0.5 | 0.2500 to 0.7500 |   | 7 |" in card.text and "Not looked for." in card.text

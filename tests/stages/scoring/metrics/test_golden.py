@@ -1,0 +1,52 @@
+"""Every metric number by number against its reference; where ours differs, by how much and why."""
+
+import pytest
+
+from stages.scoring.table import METRICS
+from tests.stages.scoring.metrics.golden_cases import GOLDEN, judged
+
+TABLES = """
+anls cer denotation_accuracy exact_match multiple_choice relaxed_accuracy vqa_accuracy vqa_em wer
+"""
+TOLERANCE = 1e-6
+
+
+def rows(kind):
+    return [
+        pytest.param(name, case, id=f"{name}-{place}")
+        for name, golden in GOLDEN.items()
+        for place, case in enumerate(golden[kind])
+    ]
+
+
+@pytest.mark.parametrize(("name", "case"), rows("cases"))
+def test_equals_the_reference(name, case):
+    assert METRICS[name].score([judged(case)]) == pytest.approx(case["score"], abs=TOLERANCE, rel=0)
+
+
+@pytest.mark.parametrize(("name", "case"), rows("differences"))
+def test_differs_where_it_should_and_as_it_should(name, case):
+    score = METRICS[name].score([judged(case)])
+    assert score == pytest.approx(case["score"], abs=TOLERANCE, rel=0)
+    assert abs(score - case["reference_score"]) > TOLERANCE
+    assert len(case["reason"]) > 20
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_a_table_has_thirty_cases_right_and_wrong_ones(name):
+    golden = GOLDEN[name]
+    scores = [case["score"] for case in golden["cases"]]
+    assert golden["metric"] == name and golden["reference"] and golden["made_with"]
+    assert len(scores) >= 30
+    assert sum(score > 0.99 for score in scores) >= 5 and sum(score < 0.01 for score in scores) >= 3
+
+
+def test_every_metric_of_texts_has_a_table():
+    assert set(TABLES.split()) <= GOLDEN.keys()
+
+
+@pytest.mark.parametrize("name", ["cer", "wer"])
+def test_a_rate_of_a_corpus_equals_the_references(name):
+    single = [judged(case) for case in GOLDEN[name]["cases"] if len(case["references"]) == 1]
+    assert METRICS[name].score(single) == pytest.approx(GOLDEN[name]["corpus"], abs=TOLERANCE, rel=0)
+    assert METRICS[name].score(single) != pytest.approx(sum(METRICS[name].score([a]) for a in single) / len(single))

@@ -1,0 +1,435 @@
+"""tokenize: what it writes can be trained on, what it leaves out is named, and its bytes depend on nothing else."""
+
+import functools
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+
+from dataset_builders.contracts.sample import IMAGE_SLOT, Message, Sample
+from dataset_builders.contracts.shard_io import read_record
+from dataset_builders.contracts.tokenized import IndexWriter, TokenizedSample, iter_index, read_pixel_store
+from dataset_builders.errors import InputError
+from dataset_builders.pictures.pixel_codecs import decode_sample
+from dataset_builders.pictures.pixels import encode_image
+from stages.artifacts.artifact import Artifact
+from stages.artifacts.run_stage import run_stage
+from stages.artifacts.workers import StageResources
+from stages.encode.chat import ChatEncoder
+from stages.encode.images import load_image_config
+from stages.inputs.hf_directory import processor_input
+from stages.preview.token_runs import token_runs
+from stages.tokenize import shard as tokenize_shard
+from stages.tokenize import stage as tokenize_samples
+from stages.tokenize.second_opinion import NO_TORCHVISION, ProcessorCheck, torchvision_version
+from stages.tokenize.stage import STAGE, TokenizeConfig
+from tests.helpers.index import read_index
+from tests.helpers.samples import make_image, make_sample, make_samples_artifact, turns
+from tests.helpers.tiny_model import tiny_hf_dir
+from tests.helpers.trees import damaged_shards, tree_digest
+
+CONFIG = TokenizeConfig(max_seq_len=512, max_pixels=None, max_skip_fraction=1.0)
+
+
+def _shards() -> dict[str, Sequence[Sample]]:
+    shards = {f"train/shard-{i:05d}.tar": [make_sample(8 * i + j) for j in range(8)] for i in range(2)}
+    return shards | {"heldout/shard-00000.tar": [make_sample(100 + j) for j in range(4)]}
+
+
+def _tokenize(
+    samples: Artifact, root: Path, config: TokenizeConfig = CONFIG, shape: str = "first", num_workers: int = 1
+) -> Artifact:
+    inputs = {"samples": samples, "processor": processor_input(tiny_hf_dir(shape))}
+    return run_stage(STAGE, config, inputs, root, StageResources(num_workers=num_workers)).artifact
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory) -> Artifact:
+    return make_samples_artifact(tmp_path_factory.mktemp("samples"), _shards())
+
+
+@pytest.fixture(scope="module")
+def tokenized(samples, tmp_path_factory) -> Artifact:
+    return _tokenize(samples, tmp_path_factory.mktemp("root"))
+
+
+def _read(tokenized: Artifact, row: dict[str, object]) -> TokenizedSample:
+    fields = read_record(tokenized.dir / row["shard"], row["offset"], row["size"])
+    return decode_sample(row["key"], fields, read_pixel_store(tokenized.dir, tokenized.manifest.stats))
+
+
+def _quarantine(artifact_dir: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in (artifact_dir / "quarantine.jsonl").read_text().splitlines()]
+
+
+def test_every_sample_is_there_once_in_its_own_split_and_shard(tokenized):
+    index = read_index(tokenized.dir)
+    expected = [(s.key, name, name.partition("/")[0]) for name, samples in _shards().items() for s in samples]
+    assert list(zip(*(index[c].to_pylist() for c in ("key", "shard", "split")))) == expected
+    assert [shard.name for shard in tokenized.manifest.shards] == list(_shards())
+    assert not damaged_shards(tokenized.dir, tokenized.manifest)
+    assert {p.name for p in tokenized.dir.iterdir()} == {
+        *(
+            "train",
+            "heldout",
+            "index",
+            "quarantine.jsonl",
+            "shortened.jsonl",
+            "dataset_card.md",
+            "manifest.json",
+            "report.json",
+            "report.html",
+            "preview.html",
+        )
+    }
+    assert sorted(p.name for p in (tokenized.dir / "train").iterdir()) == ["shard-00000.tar", "shard-00001.tar"]
+
+
+def test_what_is_stored_is_what_the_encoders_give(tokenized):
+    chat, images = ChatEncoder(tiny_hf_dir()), load_image_config(tiny_hf_dir())
+    originals = {sample.key: sample for samples in _shards().values() for sample in samples}
+    for row in read_index(tokenized.dir).to_pylist():
+        sample, stored = originals[row["key"]], _read(tokenized, row)
+        stored.check()
+        encoded = [encode_image(image, images) for image in sample.images]
+        ids, mask = chat.encode(sample.messages, stored.image_grid_thw)
+        assert np.array_equal(stored.input_ids, ids) and np.array_equal(stored.loss_mask, mask)
+        assert stored.image_grid_thw.tolist() == [grid.tolist() for _, grid in encoded]
+        assert np.array_equal(stored.patches, np.concatenate([np.zeros((0, 768), np.uint8), *(p for p, _ in encoded)]))
+        assert (row["num_tokens"], row["num_loss_tokens"]) == (len(ids), int(mask.sum()))
+        assert (row["num_patches"], row["num_images"]) == (len(stored.patches), len(sample.images))
+        assert row["subset"] == sample.subset
+        tokenize_shard.verify(sample, stored, chat)
+
+
+def test_stats_add_up(tokenized):
+    stats, index = tokenized.manifest.stats, read_index(tokenized.dir)
+    assert stats["total"]["num_tokens"] == sum(index["num_tokens"].to_pylist())
+    for groups in (stats["splits"], stats["subsets"]):
+        for name in stats["total"]:
+            assert sum(group[name] for group in groups.values()) == stats["total"][name]
+    config = json.loads((tiny_hf_dir() / "config.json").read_text())
+    assert stats["image_token_id"] == config["image_token_id"]
+    assert stats["vocab_size"] == config["text_config"]["vocab_size"]
+    assert stats["pixels"]["config"]["patch_format"]["image_mean"] == [0.5, 0.5, 0.5]
+    assert stats["checked"]["samples"] == 3, "the first of each shard"
+
+
+def test_the_card_says_what_became_of_each_subset(samples, tokenized):
+    card, before = ((a.dir / "dataset_card.md").read_text() for a in (tokenized, samples))
+    stats = tokenized.manifest.stats
+    for name, sums in stats["subsets"].items():
+        assert f"{sums['num_tokens']:,} | {sums['num_loss_tokens']:,}" in card, name
+    assert f"{stats['total']['num_tokens']:,}" in card and card.count("## Tokens") == 1
+    assert card.startswith(before.rstrip()), "nothing of the samples' card is lost"
+
+
+def test_another_model_gives_other_ids_and_the_same_lengths(samples, tokenized, tmp_path):
+    other = _tokenize(samples, tmp_path, shape="second")
+    assert other.manifest.fingerprint != tokenized.manifest.fingerprint
+    assert other.manifest.stats["image_token_id"] != tokenized.manifest.stats["image_token_id"]
+    assert read_index(other.dir)["num_patches"].equals(read_index(tokenized.dir)["num_patches"])
+
+
+def test_max_pixels_is_obeyed(samples, tokenized, tmp_path):
+    small = _tokenize(samples, tmp_path, CONFIG.model_copy(update={"max_pixels": 64 * 64}))
+    assert small.manifest.stats["max_pixels"] == 64 * 64
+    for row in read_index(small.dir).to_pylist():
+        assert row["num_patches"] <= 16 * row["num_images"]
+    assert small.manifest.stats["total"]["num_patches"] < tokenized.manifest.stats["total"]["num_patches"]
+
+
+def test_two_workers_write_the_same_bytes(samples, tokenized, tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenize_samples, "_PROCESS_WORTH", 1e-9)
+    assert tree_digest(_tokenize(samples, tmp_path, num_workers=2).dir) == tree_digest(tokenized.dir)
+
+
+def test_few_samples_are_not_worth_a_process(samples):
+    assert tokenize_samples._worthwhile_workers(samples.manifest) == 1
+
+
+def test_progress_reaches_the_end(samples, tmp_path):
+    seen: list[tuple[int, int]] = []
+    inputs = {"samples": samples, "processor": processor_input(tiny_hf_dir())}
+    run_stage(STAGE, CONFIG, inputs, tmp_path, StageResources(on_progress=lambda *args: seen.append(args)))
+    assert seen == [(8, 20), (16, 20), (20, 20)]
+
+
+_BAD = {
+    "special_token_in_text": Sample(key="bad/00000000", messages=turns("<|im_end|>", "x"), images=()),
+    "image_count_mismatch": Sample(key="bad/00000001", messages=turns(f"{IMAGE_SLOT}a", "x"), images=()),
+    "decode_error": Sample(key="bad/00000002", messages=turns(f"{IMAGE_SLOT}a", "x"), images=(b"no image",)),
+    "aspect": Sample(key="bad/00000003", messages=turns(f"{IMAGE_SLOT}a", "x"), images=(make_image(402, 2),)),
+    "over_length": Sample(key="bad/00000004", messages=turns("long " * 600, "x"), images=()),
+}
+
+
+def test_what_cannot_be_used_is_left_out_and_named(tmp_path):
+    good = make_sample(0)
+    artifact = make_samples_artifact(tmp_path / "samples", {"train/shard-00000.tar": [*_BAD.values(), good]})
+    tokenized = _tokenize(artifact, tmp_path / "root")
+    assert read_index(tokenized.dir)["key"].to_pylist() == [good.key]
+    assert tokenized.manifest.skips == dict.fromkeys(sorted(_BAD), 1) == tokenized.manifest.shards[0].skips
+    lines = _quarantine(tokenized.dir)
+    assert [(line["key"], line["reason"]) for line in lines] == [(s.key, reason) for reason, s in _BAD.items()]
+    assert all(line["detail"] for line in lines)
+    page = (tokenized.dir / "report.html").read_text()
+    assert all(sample.key in page for sample in _BAD.values()) and "over_length" in page
+
+
+def test_the_length_limit_is_exact(tmp_path):
+    artifact = make_samples_artifact(
+        tmp_path / "samples", {"train/shard-00000.tar": [make_sample(i) for i in range(8)]}
+    )
+    lengths = read_index(_tokenize(artifact, tmp_path / "root").dir)["num_tokens"].to_pylist()
+    longest = max(lengths)
+    config = CONFIG.model_copy(update={"max_seq_len": longest})
+    assert read_index(_tokenize(artifact, tmp_path / "root", config).dir).num_rows == 8
+    config = CONFIG.model_copy(update={"max_seq_len": longest - 1})
+    cut = read_index(_tokenize(artifact, tmp_path / "root", config).dir)
+    assert cut["num_tokens"].to_pylist() == [n for n in lengths if n < longest], "left out, not cut"
+
+
+def _long_sample(number: int, turns_before: int) -> Sample:
+    """So many turns with a picture each."""
+    pairs = [
+        turns(f"{IMAGE_SLOT}{IMAGE_SLOT if i % 2 else ''}Picture {i}?", f"Answer {i}.") for i in range(turns_before)
+    ]
+    images = sum(m.text.count(IMAGE_SLOT) for pair in pairs for m in pair)
+    pictures = tuple(make_image(40 + 11 * i, 64, seed=i) for i in range(images))
+    return Sample(key=f"long/{number:08d}", messages=tuple(m for pair in pairs for m in pair), images=pictures)
+
+
+def _prefix(sample: Sample, num_turns: int) -> Sample:
+    messages = sample.messages[: 2 * num_turns]
+    images = sum(m.text.count(IMAGE_SLOT) for m in messages)
+    return Sample(key=f"long/{num_turns:08d}", messages=messages, images=sample.images[:images])
+
+
+@pytest.mark.parametrize("learn", ["all", "last"])
+def test_last_turns_are_dropped_whole_until_the_rest_fits(tmp_path, monkeypatch, learn):
+    sample = _long_sample(0, 7)
+    one_by_one = {"train/shard-00000.tar": [_prefix(sample, n) for n in range(1, 8)]}
+    config = CONFIG.model_copy(update={"learn": learn})
+    lengths = _tokenize(make_samples_artifact(tmp_path / "prefixes", one_by_one), tmp_path / "root", config)
+    expected = {row["num_tokens"]: _read(lengths, row) for row in read_index(lengths.dir).to_pylist()}
+    assert list(expected) == sorted(expected) and len(expected) == 7
+    artifact = make_samples_artifact(tmp_path / "samples", {"train/shard-00000.tar": [sample]})
+    decoded: list[int] = []
+    monkeypatch.setattr(tokenize_shard, "encode_image", lambda *args: (decoded.append(1), encode_image(*args))[1])
+    for kept, length in enumerate(expected, start=1):
+        for limit in {length, min([n for n in expected if n > length], default=length + 1) - 1}:
+            decoded.clear()
+            cut = _tokenize(
+                artifact,
+                tmp_path / "root",
+                config.model_copy(update={"max_seq_len": limit, "over_length": "drop_turns"}),
+            )
+            (row,) = read_index(cut.dir).to_pylist()
+            stored = _read(cut, row)
+            for name in ("input_ids", "loss_mask", "image_grid_thw", "patches"):
+                assert np.array_equal(getattr(stored, name), getattr(expected[length], name)), (kept, name)
+            assert len(decoded) in (0, row["num_images"]), "no picture of a dropped turn is encoded"
+            lines = [json.loads(line) for line in (cut.dir / "shortened.jsonl").read_text().splitlines()]
+            named = [{"key": sample.key, "turns_kept": kept, "turns_before": 7}]
+            assert lines == (named if kept < 7 else [])
+            assert cut.manifest.stats["num_shortened"] == len(lines)
+
+
+def test_a_first_turn_that_does_not_fit_is_left_out(tmp_path):
+    long = Sample(key="long/00000000", messages=turns("long " * 100, "a", "b", "c", "d", "e"), images=())
+    artifact = make_samples_artifact(tmp_path / "samples", {"train/shard-00000.tar": [long, make_sample(3)]})
+    config = CONFIG.model_copy(update={"max_seq_len": 60, "over_length": "drop_turns"})
+    tokenized = _tokenize(artifact, tmp_path / "root", config)
+    assert read_index(tokenized.dir)["key"].to_pylist() == ["text/00000003"]
+    (line,) = _quarantine(tokenized.dir)
+    assert line["reason"] == "over_length" and "the first of 3 turns" in line["detail"]
+
+
+def test_what_drops_turns_can_leave_nothing_to_learn(tmp_path):
+    messages = list(_long_sample(0, 4).messages)
+    messages[1] = Message(role="assistant", text=messages[1].text, is_learnt=False)
+    sample = Sample(key="long/00000000", messages=tuple(messages), images=_long_sample(0, 4).images)
+    first = ChatEncoder(tiny_hf_dir()).count_tokens(messages[:2])
+    artifact = make_samples_artifact(tmp_path / "samples", {"train/shard-00000.tar": [sample, make_sample(3)]})
+    config = CONFIG.model_copy(update={"max_seq_len": first + 30, "over_length": "drop_turns"})
+    tokenized = _tokenize(artifact, tmp_path / "root", config)
+    assert tokenized.manifest.skips == {"empty_target": 1}
+
+
+@pytest.mark.parametrize("codec", ["u8_zstd", "original"])
+def test_every_codec_gives_the_same_samples(samples, tokenized, tmp_path, codec):
+    other = _tokenize(samples, tmp_path, CONFIG.model_copy(update={"codec": codec}))
+    assert other.manifest.stats["total"] == tokenized.manifest.stats["total"]
+    rows = zip(read_index(other.dir).to_pylist(), read_index(tokenized.dir).to_pylist())
+    for theirs, ours in rows:
+        stored, expected = _read(other, theirs), _read(tokenized, ours)
+        stored.check()
+        for name in ("input_ids", "loss_mask", "image_grid_thw", "patches"):
+            assert np.array_equal(getattr(stored, name), getattr(expected, name)), name
+        same = ("key", "num_tokens", "num_loss_tokens", "num_patches", "num_images")
+        assert [theirs[name] for name in same] == [ours[name] for name in same]
+
+
+def test_the_original_codec_keeps_the_files_and_refuses_broken_ones(tmp_path):
+    whole = make_image(80, 80, image_format="JPEG")
+    cut = Sample(key="bad/00000000", messages=turns(f"{IMAGE_SLOT}a", "x"), images=(whole[:-200],))
+    good = Sample(key="good/00000000", messages=turns(f"{IMAGE_SLOT}a", "x"), images=(whole,))
+    artifact = make_samples_artifact(tmp_path / "samples", {"train/shard-00000.tar": [cut, good]})
+    tokenized = _tokenize(artifact, tmp_path / "root", CONFIG.model_copy(update={"codec": "original"}))
+    assert tokenized.manifest.skips == {"truncated_image": 1}
+    (row,) = read_index(tokenized.dir).to_pylist()
+    assert read_record(tokenized.dir / row["shard"], row["offset"], row["size"])["0.jpg"] == whole
+
+
+def test_the_checksum_is_of_the_records_bytes(tokenized):
+    for row in read_index(tokenized.dir).to_pylist():
+        data = (tokenized.dir / row["shard"]).read_bytes()[row["offset"] : row["offset"] + row["size"]]
+        assert xxhash.xxh3_64_intdigest(data) == row["checksum"]
+
+
+def test_the_system_prompt_is_in_every_sample_and_in_the_stats(samples, tokenized, tmp_path):
+    prompted = _tokenize(samples, tmp_path, CONFIG.model_copy(update={"system_prompt": "Be brief."}))
+    assert prompted.manifest.stats["system_prompt"] == "Be brief." and tokenized.manifest.stats["system_prompt"] is None
+    chat = ChatEncoder(tiny_hf_dir())
+    for row in read_index(prompted.dir).to_pylist():
+        assert chat.decode(_read(prompted, row).input_ids).startswith("<|im_start|>system\nBe brief.<|im_end|>\n")
+
+
+def test_batches_of_texts_end_by_bytes_too_and_change_nothing(samples, tokenized, tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenize_shard, "_BATCH_BYTES", 1)
+    assert tree_digest(_tokenize(samples, tmp_path / "one").dir) == tree_digest(tokenized.dir)
+    monkeypatch.setattr(tokenize_shard, "_BATCH_SAMPLES", 3)
+    monkeypatch.setattr(tokenize_shard, "_BATCH_BYTES", 1 << 30)
+    assert tree_digest(_tokenize(samples, tmp_path / "three").dir) == tree_digest(tokenized.dir)
+
+
+def test_the_index_is_partitioned_by_shards(samples, tokenized, tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenize_samples, "IndexWriter", functools.partial(IndexWriter, partition_rows=9))
+    parted = _tokenize(samples, tmp_path)
+    assert [table.num_rows for table in iter_index(parted.dir)] == [8, 8, 4]
+    assert read_index(parted.dir).equals(read_index(tokenized.dir))
+    assert parted.manifest.stats == tokenized.manifest.stats
+
+
+def _fault(name: str):
+    """A way to write something else than the reference has, which `verify` alone would not see."""
+    splice, encode = ChatEncoder.splice, encode_image
+
+    def other_ids(self, text, patches):
+        ids, mask = splice(self, text, patches)
+        return np.where(ids == ids[1], ids[2], ids), mask
+
+    def other_pixels(data, config):
+        patches, grid = encode(data, config)
+        return patches[::-1].copy(), grid
+
+    return {"ids": (ChatEncoder, "splice", other_ids), "pixels": (tokenize_shard, "encode_image", other_pixels)}[name]
+
+
+@pytest.mark.parametrize(("fault", "words"), [("ids", "the stored ids are not"), ("pixels", "not what Pillow decodes")])
+def test_the_reference_sees_what_the_stored_bytes_do_not_show(samples, tmp_path, monkeypatch, fault, words):
+    monkeypatch.setattr(*_fault(fault))
+    with pytest.raises(AssertionError, match=words):
+        _tokenize(samples, tmp_path)
+
+
+def test_one_in_256_samples_is_compared(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenize_shard, "_CHECK_EVERY", 3)
+    compared: list[str] = []
+    check = ProcessorCheck.check
+    monkeypatch.setattr(
+        ProcessorCheck, "check", lambda self, *args: (compared.append(args[0].key), check(self, *args))[1]
+    )
+    good = [make_sample(i) for i in range(8)]
+    artifact = make_samples_artifact(tmp_path / "samples", {"train/shard-00000.tar": [*_BAD.values(), *good]})
+    tokenized = _tokenize(artifact, tmp_path / "root")
+    assert compared == [good[i].key for i in (0, 3, 6)]
+    against = f"torchvision {torchvision_version()}" if torchvision_version() else NO_TORCHVISION
+    assert tokenized.manifest.stats["checked"] == {"samples": 3, "pixels_against": against}
+    assert f"pixels against {against}" in (tokenized.dir / "report.html").read_text()
+
+
+def test_too_many_left_out_is_an_error_that_names_the_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenize_samples, "_JUDGED_FROM", 5)
+    samples = [*_BAD.values(), make_sample(0)]
+    artifact = make_samples_artifact(tmp_path / "samples", {"train/shard-00000.tar": samples})
+    with pytest.raises(InputError, match=r"5 of 6 samples were left out .*max_skip_fraction=0\.5") as caught:
+        _tokenize(artifact, tmp_path / "root", CONFIG.model_copy(update={"max_skip_fraction": 0.5}))
+    named = Path(re.search(r"look at (\S+),", str(caught.value)).group(1))
+    assert len(named.read_text().splitlines()) == 5 and "\n" not in str(caught.value)
+
+
+def test_no_sample_left_is_an_error(tmp_path):
+    artifact = make_samples_artifact(tmp_path / "samples", {"train/shard-00000.tar": [_BAD["over_length"]]})
+    with pytest.raises(InputError, match="1 of 1 samples were left out"):
+        _tokenize(artifact, tmp_path / "root")
+
+
+def test_a_fault_of_the_encoder_stops_the_stage(samples, tmp_path, monkeypatch):
+    """The check of the stored bytes is not the encoder's own: it must see a mask that lost its end-of-turn token."""
+    good = ChatEncoder._mask_answers
+
+    def faulty(self, ids, messages):
+        return np.where(ids == self.end_of_turn_id, 0, good(self, ids, messages)).astype(np.uint8)
+
+    monkeypatch.setattr(ChatEncoder, "_mask_answers", faulty)
+    tokenize_shard._encoder.cache_clear()
+    with pytest.raises(AssertionError, match="the mask decodes to"):
+        _tokenize(samples, tmp_path)
+
+
+def test_runs_hold_every_token_once(tokenized):
+    chat = ChatEncoder(tiny_hf_dir())
+    row = next(row for row in read_index(tokenized.dir).to_pylist() if row["subset"] == "compare")
+    stored = _read(tokenized, row)
+    runs = list(token_runs(stored, chat.image_token_id, chat.merge_size))
+    assert [run.kind for run in runs] == ["given", "image", "given", "image", "given", "learnt", "given"]
+    assert chat.decode(stored.input_ids[runs[5].start : runs[5].end]) == "The left one is larger.<|im_end|>"
+    for number, (run, (_, rows, columns)) in enumerate(zip((runs[1], runs[3]), stored.image_grid_thw), 1):
+        assert (run.number, run.rows, run.columns) == (number, rows // 2, columns // 2)
+        assert run.end - run.start == run.rows * run.columns
+    assert [run.start for run in runs] == [0, *(run.end for run in runs[:-1])]
+    assert runs[-1].end == len(stored.input_ids)
+
+
+def test_the_report_shows_learnt_tokens_and_pictures(tokenized):
+    page = (tokenized.dir / "report.html").read_text()
+    assert '<span class="learnt">The left one is larger.&lt;|im_end|&gt;</span>' in page
+    assert re.search(r'<span class="chip">image 1: \d+ x \d+ = \d+ tokens?</span>', page)
+    assert page.count("data:image/png;base64,") >= 8
+    report = json.loads((tokenized.dir / "report.json").read_text())
+    assert report["summary"]["loss_tokens"] == tokenized.manifest.stats["total"]["num_loss_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("tokenizer.json", "no tokenizer"),
+        ("preprocessor_config.json", "no preprocessor"),
+        ("chat_template.jinja", "no chat"),
+    ],
+)
+def test_an_incomplete_model_directory_is_one_line(samples, tmp_path, name, words):
+    hf_dir = Path(shutil.copytree(tiny_hf_dir(), tmp_path / "model"))
+    (hf_dir / name).unlink()
+    with pytest.raises(InputError, match=words) as caught:
+        run_stage(STAGE, CONFIG, {"samples": samples, "processor": processor_input(hf_dir)}, tmp_path / "root")
+    assert "\n" not in str(caught.value)
+
+
+def test_kill_at_many_moments_and_rerun_gives_the_same_bytes(tmp_path):
+    """tokenize and plan_bins both, in a process of their own that forks the ones to be killed."""
+    command = [sys.executable, "-m", "tests.helpers.kill_tokenize", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["tokenize"]["kills"] >= 8 and result["plan_bins"]["kills"] >= 4
+    assert result["tokenize"]["differing"] == result["plan_bins"]["differing"] == {}

@@ -1,0 +1,277 @@
+"""The train and export stages around a trainer that keeps the contract and does no work."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from dataset_builders.contracts.manifest import Manifest
+from dataset_builders.errors import InputError
+from stages.artifacts.artifact import Artifact, External
+from stages.artifacts.run_stage import run_stage
+from stages.artifacts.workers import StageResources
+from stages.export import stage as export
+from stages.export.stage import ExportConfig, copy_processor_files
+from stages.inputs.hf_directory import model_input
+from stages.launchers.config import ClusterConfig
+from stages.launchers.job import LAUNCHERS, JobFailed
+from stages.train import stage as train
+from stages.train.run_trainer import MetricsFollower, StageStopped, TrainerFailed
+from stages.train.stage import make_run_config, read_metrics
+from tests.helpers.fake_trainer import metrics_row
+from tests.helpers.run_dir import changed
+from tests.helpers.tiny_model import tiny_hf_dir
+from trainer.contract.names import EXIT_INPUT, METRICS_JSONL
+from trainer.contract.parallel import ParallelConfig
+from trainer.contract.run import OptimConfig, ProfileConfig, RunConfig, TrainConfig, TrainerExecution
+
+CONFIG = TrainConfig(
+    seed=0,
+    num_steps=4,
+    global_batch_size=4,
+    precision="float32",
+    heldout_interval=2,
+    optim=OptimConfig(lr=1e-3, min_lr_fraction=0.1, warmup_steps=1, weight_decay=0.0),
+)
+
+
+@pytest.fixture(autouse=True)
+def fake_trainer(monkeypatch):
+    monkeypatch.setitem(LAUNCHERS, "torchrun", "tests.helpers.fake_trainer:FakeTrainerLauncher")
+    monkeypatch.delenv("FAKE_TRAINER", raising=False)
+
+
+def _artifact(root: Path, stage: str, config: dict, stats: dict) -> Artifact:
+    directory = root / stage
+    directory.mkdir(parents=True)
+    manifest = Manifest(stage=stage, version=1, fingerprint=f"{stage:0<16.16}", config=config, parents={}, stats=stats)
+    manifest.write(directory)
+    return Artifact.load(directory)
+
+
+@pytest.fixture
+def inputs(tmp_path):
+    return {
+        "model": model_input(tiny_hf_dir()),
+        "tokenized": _artifact(tmp_path / "in", "tokenize", {}, {"min_pixels": 2048, "max_pixels": 9216}),
+        "bins": _artifact(tmp_path / "in", "plan_bins", {"seq_len": 512, "pad_multiple": 4}, {}),
+    }
+
+
+def _run(inputs, root: Path, **resources):
+    execution = {name: resources.pop(name) for name in TrainerExecution.model_fields if name in resources}
+    resources |= {"trainer": TrainerExecution(**execution)}
+    return run_stage(train.STAGE, CONFIG, inputs, root, StageResources(**resources))
+
+
+def test_a_finished_training_is_an_artifact_with_its_figures(inputs, tmp_path):
+    lines, rows = [], []
+    result = _run(inputs, tmp_path, on_line=lines.append, on_rows=rows.extend)
+    stats = result.artifact.manifest.stats
+    assert (stats["steps"], stats["loss"], stats["heldout_loss"]) == (4, 0.25, 2.0)
+    assert (result.artifact.dir / stats["checkpoint"]).is_dir()
+    assert [row.step for row in rows] == [1, 2, 3, 4]
+    assert "fake trainer train" in lines
+    page = (result.artifact.dir / "report.html").read_text()
+    assert page.count("<svg") == 4
+    assert _run(inputs, tmp_path).reused
+
+
+def test_the_manifest_holds_no_path_and_no_time(inputs, tmp_path):
+    first = _run(inputs, tmp_path / "a").artifact.dir / "manifest.json"
+    second = _run(inputs, tmp_path / "b").artifact.dir / "manifest.json"
+    assert first.read_bytes() == second.read_bytes()
+    assert str(tmp_path) not in first.read_text() and "seconds" not in first.read_text()
+
+
+def test_steps_are_traced_without_another_identity(inputs, tmp_path):
+    plain = _run(inputs, tmp_path / "a").artifact
+    traced = _run(inputs, tmp_path / "b", profile=ProfileConfig(first_step=2)).artifact
+    run = RunConfig.model_validate_json((traced.dir / "run.json").read_text())
+    assert run.execution.profile == ProfileConfig(first_step=2)
+    assert (traced.dir / "manifest.json").read_bytes() == (plain.dir / "manifest.json").read_bytes()
+
+
+def test_run_json_says_what_to_train(inputs, tmp_path):
+    result = _run(inputs, tmp_path, parallel=ParallelConfig(cp=1))
+    run = RunConfig.model_validate(json.loads((result.artifact.dir / "run.json").read_text()))
+    assert run.task == "train" and run.seq_len == 512 and run.train == CONFIG
+    assert run.fingerprint == result.artifact.manifest.fingerprint
+    assert run.hf_dir == inputs["model"].dir.resolve() and run.bins_dir == inputs["bins"].dir.resolve()
+
+
+def test_a_model_that_a_stage_made_lies_in_its_hf_folder(inputs, tmp_path):
+    made = _artifact(tmp_path / "in", "embedded_model", {}, {})
+    run = make_run_config(CONFIG, {**inputs, "model": made}, tmp_path, StageResources())
+    assert run.hf_dir == made.dir.resolve() / "hf"
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "words"),
+    [
+        ("fail", TrainerFailed, ["loss is nan at step 4", "a/00000001", "trainer.log"]),
+        ("stop", StageStopped, ["after step 3", "run the same command again"]),
+        ("die", JobFailed, ["exit status", "fake trainer train", "trainer.log"]),
+    ],
+)
+def test_how_a_training_ends_badly(inputs, tmp_path, monkeypatch, how, error, words):
+    monkeypatch.setenv("FAKE_TRAINER", how)
+    with pytest.raises(error) as caught:
+        _run(inputs, tmp_path)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    monkeypatch.delenv("FAKE_TRAINER")
+    assert not _run(inputs, tmp_path).reused  # the same directory serves the next try
+
+
+def test_a_deadline_is_named_although_the_trainer_saved(inputs, tmp_path, monkeypatch):
+    monkeypatch.setenv("FAKE_TRAINER", "wait")
+    with pytest.raises(StageStopped, match=r"stopped after timeout_seconds=6; .* saved; .*larger execution\.cluster\."):
+        _run(inputs, tmp_path, cluster=ClusterConfig(timeout_seconds=6))
+
+
+def test_what_the_trainer_refuses_is_the_users_to_mend(inputs, tmp_path, monkeypatch):
+    monkeypatch.setenv("FAKE_TRAINER", "input")
+    with pytest.raises(InputError, match="hf_dir has no weights"):
+        _run(inputs, tmp_path)
+    assert EXIT_INPUT == 2
+
+
+def test_an_earlier_answer_is_not_taken_for_this_one(inputs, tmp_path, monkeypatch):
+    monkeypatch.setenv("FAKE_TRAINER", "stop")
+    with pytest.raises(StageStopped):
+        _run(inputs, tmp_path)
+    monkeypatch.setenv("FAKE_TRAINER", "die")
+    with pytest.raises(JobFailed):
+        _run(inputs, tmp_path)
+
+
+def test_a_training_that_finished_while_nobody_waited_is_not_launched_again(inputs, tmp_path, monkeypatch):
+    (tmp_path / "out").mkdir()
+    run, rows = make_run_config(CONFIG, inputs, tmp_path / "out", StageResources()), []
+    first = train.run_trainer(run, StageResources(), "train")
+    monkeypatch.setitem(LAUNCHERS, "torchrun", "no_such_module:Launcher")
+    assert train.run_trainer(run, StageResources(on_rows=rows.extend), "train") == first
+    assert [row.step for row in rows] == [1, 2, 3, 4]
+    with pytest.raises(ModuleNotFoundError):  # another run.json is another job
+        train.run_trainer(changed(run, log_interval=2), StageResources(), "train")
+
+
+def test_the_last_lines_of_the_log_are_in_the_error(inputs, tmp_path, monkeypatch):
+    monkeypatch.setenv("FAKE_TRAINER", "fail")
+    with pytest.raises(TrainerFailed) as caught:
+        _run(inputs, tmp_path)
+    first, *tail = str(caught.value).splitlines()
+    assert first.endswith("logs/trainer.log") and "fake trainer train" in tail
+
+
+def test_a_broken_listener_stops_nothing(inputs, tmp_path):
+    def broken(rows):
+        raise ConnectionError("no server")
+
+    assert _run(inputs, tmp_path, on_rows=broken).artifact.manifest.stats["steps"] == 4
+
+
+def test_checkpoints_survive_into_the_next_try(inputs, tmp_path, monkeypatch):
+    monkeypatch.setenv("FAKE_TRAINER", "die")
+    with pytest.raises(JobFailed):
+        _run(inputs, tmp_path)
+    (scratch,) = (tmp_path / "scratch").glob("train-*/")
+    (scratch / "checkpoints" / "step-000002").mkdir(parents=True)
+    monkeypatch.delenv("FAKE_TRAINER")
+    assert (_run(inputs, tmp_path).artifact.dir / "checkpoints" / "step-000002").is_dir()
+
+
+def test_follower_hands_on_each_step_once_and_only_whole_lines(tmp_path):
+    path, steps = tmp_path / METRICS_JSONL, []
+    follower = MetricsFollower(path, lambda rows: steps.extend(row.step for row in rows))
+    follower.poll()
+    lines = [metrics_row(step).model_dump_json() + "\n" for step in (1, 2, 3)]
+    path.write_text(lines[0] + lines[1][:20])
+    follower.poll()
+    assert steps == [1]
+    path.write_text(lines[0] + lines[1] + lines[2])
+    follower.poll()
+    assert steps == [1, 2, 3]
+    path.write_text(lines[0])  # a resumed trainer cuts back to its checkpoint, then goes on
+    follower.poll()
+    path.write_text(lines[0] + metrics_row(4).model_dump_json() + "\n")
+    follower.poll()
+    assert steps == [1, 2, 3, 4]
+
+
+def test_metrics_of_a_directory_are_one_a_step(tmp_path):
+    rows = [metrics_row(1), metrics_row(2, loss=9.0), metrics_row(2, loss=8.0)]
+    (tmp_path / METRICS_JSONL).write_text("".join(r.model_dump_json() + "\n" for r in rows) + '{"step": 3, "lo')
+    assert [(row.step, row.loss) for row in read_metrics(tmp_path)] == [(1, 1.0), (2, 8.0)]
+
+
+@pytest.mark.parametrize(
+    ("processes", "parallel", "words"),
+    [
+        (3, ParallelConfig(tp=2), "processes=3 is not a multiple of tp=2 x pp=1 x cp=1 = 2; try processes=2"),
+        (3, ParallelConfig(), "train.global_batch_size=4 bins is not a multiple of dp=3"),
+        (
+            4,
+            ParallelConfig(tp=4),
+            "parallel.tp=4 does not divide the model's num_kv_heads=2; try execution.parallel.tp=2",
+        ),
+        (4, ParallelConfig(cp=4), "plan_bins.pad_multiple=4 is not a multiple of 8"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused_before_anything_is_started(inputs, tmp_path, processes, parallel, words):
+    started = []
+    with pytest.raises(InputError, match=re.escape(words)):
+        _run(inputs, tmp_path, cluster=ClusterConfig(processes=processes), parallel=parallel, on_line=started.append)
+    assert not started and not list(tmp_path.glob("scratch/*/run.json"))
+
+
+def _export_inputs(inputs, root: Path):
+    trained = _run(inputs, root).artifact
+    return {"train": trained, "model": inputs["model"], "tokenized": inputs["tokenized"]}
+
+
+def test_an_export_loads_and_says_the_pixels_it_was_trained_with(inputs, tmp_path):
+    from_train = _export_inputs(inputs, tmp_path)
+    result = run_stage(export.STAGE, ExportConfig(), from_train, tmp_path, StageResources())
+    hf_dir = result.artifact.dir / "hf"
+    size = json.loads((hf_dir / "preprocessor_config.json").read_text())["size"]
+    assert size == {"shortest_edge": 2048, "longest_edge": 9216}
+    source = {f.name for f in inputs["model"].dir.iterdir()}
+    assert {"tokenizer.json", "chat_template.jinja", "config.json", "model.safetensors"} <= source
+    assert {f.name for f in hf_dir.iterdir()} == source
+    assert result.artifact.manifest.stats["dtype"] == "float32"
+    assert sorted(f.name for f in result.artifact.dir.iterdir()) == [
+        "hf",
+        "manifest.json",
+        "report.html",
+        "report.json",
+    ]
+
+
+def test_exports_are_byte_identical(inputs, tmp_path):
+    from_train = _export_inputs(inputs, tmp_path)
+    first = run_stage(export.STAGE, ExportConfig(), from_train, tmp_path / "a", StageResources()).artifact.dir
+    second = run_stage(export.STAGE, ExportConfig(), from_train, tmp_path / "b", StageResources()).artifact.dir
+    names = sorted(str(f.relative_to(first)) for f in first.rglob("*") if f.is_file())
+    assert names == sorted(str(f.relative_to(second)) for f in second.rglob("*") if f.is_file())
+    assert all((first / n).read_bytes() == (second / n).read_bytes() for n in names)
+
+
+def test_dtype_and_old_pixel_names_are_set_right(tmp_path):
+    source, target = tmp_path / "source", tmp_path / "hf"
+    shutil.copytree(tiny_hf_dir(), source)
+    target.mkdir()
+    shutil.copyfile(source / "model.safetensors", target / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    (source / "preprocessor_config.json").write_text(json.dumps({"min_pixels": 1, "max_pixels": 2, "patch_size": 16}))
+    copy_processor_files(source, target, {"min_pixels": 1024, "max_pixels": 4096})
+    assert json.loads((target / "config.json").read_text())["dtype"] == "float32"
+    preprocessor = json.loads((target / "preprocessor_config.json").read_text())
+    assert preprocessor == {"patch_size": 16, "size": {"shortest_edge": 1024, "longest_edge": 4096}}
+
+
+def test_an_external_model_is_its_own_directory(tmp_path):
+    assert train.hf_dir_of(External(tmp_path, "hf_dir", "0" * 16)) == tmp_path

@@ -1,0 +1,199 @@
+"""A checkpoint whose pickles call functions is refused, and nothing is called; one of ours is read as before."""
+
+import functools
+import io
+import json
+import pickle
+import shutil
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.tensor_parallel import ColumnParallelLinear
+
+from dataset_builders.errors import InputError
+from tests.helpers.run_dir import write_job
+from tests.helpers.single_rank import single_rank
+from trainer.checkpoint import save_and_load as checkpoint
+from trainer.checkpoint.reader import CheckpointNotTrusted, CommonState, MetadataReader, _MetadataUnpickler, load_plain
+from trainer.contract.run import RunConfig
+from trainer.families.registry import read_model
+from trainer.loop.set_up import build_chunks
+from trainer.loop.share_model import share_model
+from trainer.parallel.runtime import cpu_runtime
+
+BYTES_OBJECT = "rng/shard_0_1"
+
+
+class Touch:
+    """Unpickled, it makes a file; `pathlib.Path.touch` stands for any function."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def make_parts(run: RunConfig, mesh):
+    family, shape = read_model(run.hf_dir)
+    return share_model(build_chunks(run, family, shape, mesh, torch.float32), run, mesh, family)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def torch_adam():
+    """The trainer's own mending of megatron-core, without its TorchFunctionMode, for these tests alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_set_main_param_and_optimizer_states", "state_dict"):
+            patch.setattr(DistributedOptimizer, name, getattr(DistributedOptimizer, name))
+        if cpu_runtime is not None:
+            cpu_runtime.patch_torch_adam()
+        yield
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> tuple[RunConfig, Path]:
+    """A checkpoint of one rank, as the trainer writes it."""
+    run = write_job(tmp_path_factory.mktemp("job"), num_steps=4)
+    with single_rank() as mesh:
+        chunks, optimizer = make_parts(run, mesh)
+        for param in chunks[0].module.parameters():
+            param.main_grad.normal_()
+        optimizer.step()
+        writer = checkpoint.Checkpointer(chunks, optimizer, run, mesh)
+        writer.save(1)
+        writer.finish()
+    (found,) = checkpoint.list_checkpoints(run.output_dir / "checkpoints")
+    return run, found
+
+
+@pytest.fixture
+def copied(saved, tmp_path) -> Path:
+    return Path(shutil.copytree(saved[1], tmp_path / saved[1].name))
+
+
+def load(run: RunConfig, directory: Path) -> None:
+    with single_rank() as mesh:
+        chunks, optimizer = make_parts(run, mesh)
+        checkpoint.load(chunks, optimizer, directory, mesh)
+
+
+def spoil_metadata(directory: Path, touch: Touch) -> None:
+    metadata = MetadataReader(directory).read_metadata()
+    metadata.planner_data = touch
+    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def spoil_common(directory: Path, touch: Touch) -> None:
+    torch.save({"optimizer": touch}, directory / "common.pt")
+
+
+def spoil_object(directory: Path, touch: Touch | None, name: str = BYTES_OBJECT, value: object = None) -> None:
+    """Puts the object at the end of the file of tensors, and has .metadata say so."""
+    metadata = MetadataReader(directory).read_metadata()
+    (index,) = [index for index in metadata.storage_data if index.fqn == name]
+    place = metadata.storage_data[index]
+    stream = io.BytesIO()
+    torch.save([touch] if value is None else value, stream)
+    file = directory / place.relative_path
+    place.offset, place.length = file.stat().st_size, len(stream.getvalue())
+    file.write_bytes(file.read_bytes() + stream.getvalue())
+    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+SPOILERS = {".metadata": spoil_metadata, "common.pt": spoil_common, "rng": spoil_object}
+
+
+def test_what_we_wrote_is_loaded(saved):
+    load(*saved)
+
+
+@pytest.mark.parametrize("name", SPOILERS)
+@pytest.mark.parametrize("force", ["", "1"])
+def test_a_pickle_that_calls_is_refused_and_calls_nothing(saved, copied, tmp_path, monkeypatch, name, force):
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", force)
+    target = tmp_path / "touched"
+    SPOILERS[name](copied, Touch(target))
+    with pytest.raises(InputError, match=r"was not loaded: it asks for code to be run .*delete it$") as caught:
+        load(saved[0], copied)
+    assert "\n" not in str(caught.value) and str(copied) in str(caught.value)
+    assert not target.exists()
+
+
+def test_without_our_readers_all_three_would_call(copied, tmp_path):
+    """The spoilt files are what they seem: read with plain pickle, each makes its file."""
+    spoil_common(copied, Touch(tmp_path / "common"))
+    torch.load(copied / "common.pt", weights_only=False)
+    spoil_object(copied, Touch(tmp_path / "object"))
+    metadata = pickle.loads((copied / ".metadata").read_bytes())
+    (place,) = [place for index, place in metadata.storage_data.items() if index.fqn == BYTES_OBJECT]
+    data = (copied / place.relative_path).read_bytes()[place.offset : place.offset + place.length]
+    torch.load(io.BytesIO(data), weights_only=False)
+    spoil_metadata(copied, Touch(tmp_path / "metadata"))
+    pickle.loads((copied / ".metadata").read_bytes())
+    assert all((tmp_path / name).exists() for name in ("common", "object", "metadata"))
+
+
+def test_no_module_is_given_an_extra_state(saved, copied, monkeypatch):
+    """Transformer Engine's modules unpickle theirs."""
+    given = []
+    monkeypatch.setattr(ColumnParallelLinear, "set_extra_state", lambda self, state: given.append(state))
+    places = MetadataReader(copied).read_metadata().storage_data
+    name = next(index.fqn for index in places if "mlp.linear_fc1._extra_state" in index.fqn)
+    spoil_object(copied, None, name, [torch.tensor(list(pickle.dumps(Touch(copied / "touched"))), dtype=torch.uint8)])
+    load(saved[0], copied)
+    assert given and set(given) == {None}
+
+
+@pytest.mark.parametrize("place", ["../step-000001/__0_0.distcp", "/etc/passwd", "a/b"])
+def test_files_elsewhere_are_not_read(copied, place):
+    metadata = MetadataReader(copied).read_metadata()
+    next(iter(metadata.storage_data.values())).relative_path = place
+    (copied / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointNotTrusted, match="which is elsewhere"):
+        MetadataReader(copied).read_metadata()
+
+
+@pytest.mark.parametrize("call", [functools.partial, eval, zipfile.ZipFile, torch.load, torch.hub.load, setattr])
+def test_no_other_name_is_looked_up(copied, call):
+    (copied / ".metadata").write_bytes(pickle.dumps(call))
+    with pytest.raises(CheckpointNotTrusted, match=f"names .*{call.__name__}"):
+        MetadataReader(copied).read_metadata()
+    torch.save(call, copied / "common.pt")
+    with pytest.raises(CheckpointNotTrusted, match=r"common\.pt is not plain data: .*Unsupported"):
+        CommonState().load_common(copied)
+
+
+def test_a_metadata_file_that_is_something_else(copied):
+    (copied / ".metadata").write_bytes(pickle.dumps(torch.Size([1])))
+    with pytest.raises(CheckpointNotTrusted, match="holds a Size"):
+        MetadataReader(copied).read_metadata()
+
+
+@pytest.mark.parametrize("kept", [None, 0, 1, 1000])
+def test_a_spoilt_metadata_file_is_one_line(saved, copied, kept):
+    data = (copied / ".metadata").read_bytes()
+    (copied / ".metadata").unlink() if kept is None else (copied / ".metadata").write_bytes(data[:kept])
+    with pytest.raises(InputError, match=r"is damaged \(\.metadata cannot be read: ") as caught:
+        load(saved[0], copied)
+    assert "\n" not in str(caught.value)
+
+
+def test_plain_data_is_plain(tmp_path):
+    value = {"a": [1, 2.5, "x", None, True], "t": torch.arange(3)}
+    torch.save(value, tmp_path / "x.pt")
+    assert json.dumps(load_plain(tmp_path / "x.pt", "x")["a"]) == json.dumps(value["a"])
+
+
+def by_getattr(module: str, kind: str, name: str) -> bytes:
+    """As early versions of Python 3.11 pickle a member of an enumeration."""
+    return f"cbuiltins\ngetattr\n(c{module}\n{kind}\nV{name}\ntR.".encode()
+
+
+def test_getattr_gives_members_of_enumerations_alone():
+    member = by_getattr("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING", "TORCH_CONTIGUOUS_FORMAT")
+    assert pickle.loads(member) is _MetadataUnpickler(io.BytesIO(member)).load()
+    with pytest.raises(CheckpointNotTrusted, match="which is not an enumeration"):
+        _MetadataUnpickler(io.BytesIO(by_getattr("torch", "Size", "count"))).load()

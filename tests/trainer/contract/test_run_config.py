@@ -1,0 +1,37 @@
+"""run.json: what the trainer is told comes back whole, also from a training of before."""
+
+from pathlib import Path
+
+from flows.pipeline.recipe import load_recipe
+from trainer.contract.parallel import ParallelConfig
+from trainer.contract.run import ProfileConfig, RunConfig, TrainerExecution
+
+EXECUTION = TrainerExecution(parallel=ParallelConfig(tp=2), log_interval=3, profile=ProfileConfig(first_step=4))
+
+
+def run_config() -> RunConfig:
+    place = Path("/root")
+    directories = dict.fromkeys(("hf_dir", "tokenized_dir", "bins_dir", "output_dir"), place)
+    train = load_recipe().config.train
+    return RunConfig(task="train", fingerprint="0" * 16, seq_len=64, train=train, execution=EXECUTION, **directories)
+
+
+def test_it_comes_back_whole():
+    run = run_config()
+    assert RunConfig.model_validate_json(run.model_dump_json()) == run
+
+
+def test_a_training_of_before_can_still_be_exported():
+    """Version 1 had the settings of execution beside the others."""
+    values = run_config().model_dump(mode="json")
+    before = {**values, **values.pop("execution"), "format_version": 1}
+    del before["execution"]
+    assert RunConfig.model_validate(before) == run_config()
+
+
+def test_a_recipes_execution_is_what_the_trainer_is_told():
+    settings = ["execution.parallel.tp=2", "execution.cluster.processes=2", "execution.log_interval=3"]
+    execution = load_recipe(overrides=[*settings, "execution.profile.first_step=4"]).config.execution
+    told = execution.trainer
+    assert type(told) is TrainerExecution
+    assert told == EXECUTION.model_copy(update={"checkpoint": execution.checkpoint})

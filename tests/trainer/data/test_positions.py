@@ -1,0 +1,169 @@
+"""Positions of tokens and patches against transformers', and image tokens that are not those of their grids."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3VLConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
+from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
+
+from dataset_builders.contracts.tokenized import TokenizedSample
+from tests.helpers.hardware import requires_gpus
+from trainer.data.micro_batch import Geometry, make_micro_batch
+from trainer.data.mrope import mrope_positions
+from trainer.data.patch_grid import patch_coordinates
+from trainer.families.qwen3_vl.vision import position_taps
+
+IMAGE = 9
+
+
+def sample_of(ids: list[int], grids, key: str = "made/1") -> TokenizedSample:
+    grids = np.array(grids, np.int32).reshape(-1, 3)
+    return TokenizedSample(
+        key=key,
+        input_ids=np.array(ids, np.int32),
+        loss_mask=np.zeros(len(ids), np.uint8),
+        image_grid_thw=grids,
+        patches=np.zeros((int(grids.prod(1).sum()), 12), np.uint8),
+    )
+
+
+def positions_of(ids: list[int], grids, merge: int = 2) -> torch.Tensor:
+    return make_micro_batch([sample_of(ids, grids)], Geometry(IMAGE, merge, 12), len(ids)).position_ids
+
+
+def transformers_positions(ids: list[int], grids, merge: int) -> torch.Tensor:
+    """(3, n) of `get_rope_index`, which needs no weights."""
+    model = object.__new__(Qwen3VLModel)
+    torch.nn.Module.__init__(model)
+    model.config = Qwen3VLConfig(vision_config={"spatial_merge_size": merge})
+    tokens = torch.tensor(ids)[None]
+    kinds = (tokens == IMAGE).int()
+    positions, _ = model.get_rope_index(tokens, kinds, torch.tensor(grids).reshape(-1, 3) if len(grids) else None)
+    return positions[:, 0]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_token_positions_are_transformers(seed):
+    rng = np.random.default_rng(seed)
+    merge, ids, grids = int(rng.choice([1, 2, 2, 3])), [], []
+    for number in range(rng.integers(0, 5)):
+        ids += [1] * rng.integers(min(number, 1), 5)  # transformers wants text between images
+        grids.append((int(rng.choice([1, 1, 1, 2, 4])), *(merge * rng.integers(1, 7, 2)).tolist()))
+        ids += [IMAGE] * (int(np.prod(grids[-1])) // merge**2)
+    ids += [1] * rng.integers(0 if ids else 1, 4)
+    assert torch.equal(positions_of(ids, grids, merge), transformers_positions(ids, grids, merge))
+
+
+def test_text_counts_up_on_all_axes():
+    assert positions_of([1, 2, 3], []).tolist() == [[0, 1, 2]] * 3
+    assert mrope_positions(0, [], []).shape == (3, 0)
+
+
+def test_an_image_of_four_tokens():
+    positions = positions_of([1, IMAGE, IMAGE, IMAGE, IMAGE, 2], [(1, 4, 4)])
+    assert positions.tolist() == [[0, 1, 1, 1, 1, 3], [0, 1, 1, 2, 2, 3], [0, 1, 2, 1, 2, 3]]
+
+
+def test_images_that_touch_have_a_grid_each():
+    positions = positions_of([1, *[IMAGE] * 2, *[IMAGE] * 3, 2], [(1, 2, 4), (1, 6, 2)])
+    assert positions.tolist() == [[0, 1, 1, 3, 3, 3, 6], [0, 1, 1, 3, 4, 5, 6], [0, 1, 2, 3, 3, 3, 6]]
+
+
+def test_image_tokens_that_are_not_the_grids_are_refused():
+    with pytest.raises(ValueError, match=r"made/1: 1 image tokens, but its grids \[\[1, 4, 4\]\] make 4"):
+        positions_of([1, IMAGE], [(1, 4, 4)])
+
+
+def test_image_tokens_that_are_not_together_are_refused():
+    with pytest.raises(ValueError, match=r"made/1: other tokens lie between the 4 image tokens of its grids"):
+        positions_of([1, IMAGE, IMAGE, 1, IMAGE, IMAGE], [(1, 4, 4)])
+    with pytest.raises(ValueError, match="made/1: other tokens lie between the 3 image tokens of its grids"):
+        positions_of([1, IMAGE, 2, IMAGE, IMAGE], [(1, 2, 4), (1, 2, 2)])
+    with pytest.raises(ValueError, match="made/1: 3 image tokens, but its grids"):  # up to the end of the sample
+        positions_of([1, IMAGE, IMAGE, 1, IMAGE], [(1, 4, 4)])
+
+
+@pytest.mark.parametrize(
+    ("grids", "wrong"),
+    [
+        ([[(1, 2, 4)], []], r"made/2: 1 image tokens, but its grids \[\] make 0"),
+        ([[], [(1, 2, 2)]], r"made/1: 2 image tokens, but its grids \[\] make 0"),
+        ([[(1, 2, 2)], [(1, 2, 4)]], r"made/1: 2 image tokens, but its grids \[\[1, 2, 2\]\] make 1"),
+        ([[(1, 2, 6)], []], r"made/1: 2 image tokens, but its grids \[\[1, 2, 6\]\] make 3"),  # takes the next one's
+        ([[(1, 2, 4), (1, 2, 2)], []], r"made/1: 2 image tokens, but its grids"),
+        ([[(1, 2, 4)], [(1, 2, 2), (1, 2, 2)]], r"made/2: 1 image tokens, but its grids"),
+    ],
+)
+def test_one_sample_s_image_tokens_are_not_another_s(grids, wrong):
+    samples = [sample_of([1, IMAGE, IMAGE], grids[0]), sample_of([IMAGE, 1], grids[1], "made/2")]
+    with pytest.raises(ValueError, match=wrong):
+        make_micro_batch(samples, Geometry(IMAGE, 2, 12), 5)
+
+
+def patches_of(grids, merge: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Coordinates and frames of patches, as a micro batch has them."""
+    tokens = sum(int(np.prod(grid)) for grid in grids) // merge**2
+    batch = make_micro_batch([sample_of([1, *[IMAGE] * tokens], grids)], Geometry(IMAGE, merge, 12), tokens + 1)
+    return batch.patch_coordinates, batch.patch_frames
+
+
+def axis_of(places: np.ndarray, sizes: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
+    """Two taps and their weights of each place of an axis, in numpy's float32."""
+    source = places.astype(np.float32) * np.float32(side - 1) / np.maximum(sizes - 1, 1).astype(np.float32)
+    low = np.floor(source).astype(np.int64)
+    fraction = source - low.astype(np.float32)
+    return np.stack([low, np.minimum(low + 1, side - 1)], 1), np.stack([1 - fraction, fraction], 1)
+
+
+def check_patches(device: str, side: int, merge: int) -> None:
+    """With every size of an axis up to 200 patches, on any device to the bit."""
+    sizes = range(merge, 201, merge)
+    grids = [(1 + h % 3, h, w) for h, w in zip(sizes, reversed(sizes))] + [(1, h, h) for h in sizes]
+    coordinates, frames = patches_of(grids, merge)
+    assert torch.equal(coordinates.long(), get_vision_position_ids(torch.tensor(grids), merge))
+    taps, weights = (part.cpu() for part in position_taps(coordinates.to(device), frames.to(device), side))
+    (rows, of_rows), (columns, of_columns) = (
+        axis_of(coordinates[:, axis].numpy(), frames[:, axis].numpy(), side) for axis in (0, 1)
+    )
+    assert np.array_equal(taps, (rows[:, :, None] * side + columns[:, None]).reshape(-1, 4))
+    assert np.array_equal(weights, (of_rows[:, :, None] * of_columns[:, None]).reshape(-1, 4))
+    their_taps, their_weights = get_vision_interpolation_indices_and_weights(
+        torch.tensor(grids), side, mode="bilinear", align_corners=True, spatial_merge_size=merge
+    )
+    assert taps.dtype == torch.int64 and torch.equal(taps, their_taps)
+    # They take the second weight of an axis as 1 - (1 - fraction), which rounds once more.
+    assert weights.dtype == torch.float32 and (weights - their_weights).abs().max() <= 2**-23
+
+
+@pytest.mark.parametrize(("side", "merge"), [(48, 2), (16, 2), (27, 3), (3, 1)])
+def test_patch_positions_taps_and_weights_are_transformers(side, merge):
+    check_patches("cpu", side, merge)
+
+
+@requires_gpus(1)
+def test_a_gpu_makes_the_same_bits_without_waiting():
+    check_patches("cuda", 48, 2)
+    coordinates, frames = (part.cuda() for part in patches_of([(1, 4, 6)], 2))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        position_taps(coordinates, frames, 48)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_patches_come_in_blocks():
+    coordinates = patch_coordinates(np.array([[2, 4]]), 2)
+    assert coordinates.tolist() == [[0, 0], [0, 1], [1, 0], [1, 1], [0, 2], [0, 3], [1, 2], [1, 3]]
+
+
+def test_no_image_has_no_patch():
+    coordinates = patch_coordinates(np.empty((0, 2), np.int32), 2)
+    assert coordinates.shape == (0, 2) and coordinates.dtype == np.int32
+    taps, weights = position_taps(torch.empty(0, 2, dtype=torch.int32), torch.empty(0, 2, dtype=torch.int32), 16)
+    assert taps.shape == weights.shape == (0, 4)
+
+
+def test_an_image_of_one_row_has_its_corner():
+    taps, weights = position_taps(torch.tensor([[0, 0], [0, 1]]), torch.tensor([[1, 2], [1, 2]]), 16)
+    assert (taps * weights).sum(1).tolist() == [0, 15]

@@ -1,0 +1,248 @@
+"""config.json is understood or refused: mutated configs mean to us what they mean to transformers, or one line says no.
+
+What is accepted is compared with transformers' own config object and with its model: the parameters of each part, the
+rotary base, the activation, and for some the logits of the whole model.
+"""
+
+import copy
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from dataset_builders.errors import InputError
+from tests.helpers.bins import MIXED, TEXT_ONLY, make_samples
+from tests.helpers.reference import reference_losses
+from tests.helpers.single_rank import build_tiny, single_rank
+from tests.helpers.tiny_model import tiny_hf_dir
+from tests.helpers.tiny_text_model import randomize, text_config
+from trainer.contract.model_shape import ModelShape
+from trainer.data.micro_batch import make_micro_batch
+from trainer.families import config_keys
+from trainer.families.family import load
+from trainer.families.geometry import geometry_of
+from trainer.families.qwen3 import shape as qwen3
+from trainer.families.qwen3_vl import shape as qwen3_vl
+from trainer.families.registry import FAMILIES, get_family, read_model
+
+ODD = (None, True, False, 0, 1, 2, 3, 5, 7, -1, 16, 2.0, 0.5, "2", "none", [], [2], {}, {"a": 1})
+PLAUSIBLE: dict[str, tuple[object, ...]] = {
+    "hidden_act": ("silu", "gelu", "gelu_pytorch_tanh", "relu", "swish"),
+    "attention_bias": (False, True),
+    "attention_dropout": (0, 0.0, 0.1),
+    "num_attention_heads": (2, 4, 6, 8),
+    "num_key_value_heads": (1, 2, 3, 4, None),
+    "num_hidden_layers": (1, 2, 3, 5),
+    "num_heads": (1, 2, 3, 4, 8),
+    "head_dim": (8, 16, 17, 32),
+    "hidden_size": (32, 48, 64, 100),
+    "intermediate_size": (40, 64, 96),
+    "vocab_size": (500, 512, 640),
+    "out_hidden_size": (32, 64),
+    "depth": (1, 2, 3, 4),
+    "deepstack_visual_indexes": ([], [0], [1, 0], [0, 9], [1, 1], [0, 1, 2], [-1]),
+    "num_position_embeddings": (16, 64, 100, 120, 256),
+    "in_channels": (1, 3, 4),
+    "patch_size": (8, 16, [16, 16]),
+    "spatial_merge_size": (1, 2, 3),
+    "temporal_patch_size": (1, 2, [2]),
+    "rms_norm_eps": (1e-5, 1e-6, 0.1),
+    "rope_theta": (100.0, 10_000, 5e5, 5e6, None, "1e6"),
+    "rope_parameters": (
+        None,
+        {},
+        {"rope_theta": 300.0},
+        {"rope_type": "default", "rope_theta": 2e4, "mrope_section": [4, 2, 2]},
+        {"rope_type": "yarn", "factor": 2.0},
+        {"rope_theta": 1e4, "mrope_section": [2, 4, 2], "mrope_interleaved": False},
+        {"mrope_section": [4, 4]},
+        {"full_attention": {"rope_theta": 1e4}},
+        {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    ),
+    "rope_scaling": (
+        None,
+        {"rope_theta": 700.0, "mrope_section": [4, 2, 2], "rope_type": "default"},
+        {"type": "mrope", "mrope_section": [4, 2, 2]},
+        {"type": "default", "mrope_section": [8, 0, 0]},
+        {"rope_type": "linear", "factor": 4.0},
+    ),
+    "tie_word_embeddings": (True, False),
+    "use_sliding_window": (True, False),
+    "sliding_window": (None, 8),
+    "layer_types": (None, ["full_attention"] * 4, ["full_attention"], ["sliding_attention"] * 4),
+    "pad_token_id": (None, 0, 511, 600),
+    "image_token_id": (5, 511, 512),
+    "quantization_config": ({"quant_method": "awq", "bits": 4},),
+    "per_layer_config": ({"0": {"head_dim": 8}},),
+    "num_experts": (4,),
+    "dtype": ("bfloat16", "float32"),
+    "model_type": ("qwen3_vl_text", "qwen3_vl_vision", "qwen3_vl", "llama"),
+}
+
+
+def base_config(model_type: str) -> dict[str, Any]:
+    if model_type == "qwen3":
+        return text_config()
+    return json.loads((tiny_hf_dir() / "config.json").read_text())
+
+
+def mutated(model_type: str, rng: random.Random) -> dict[str, Any]:
+    """One to three keys of one of its objects missing, changed or new."""
+    config = base_config(model_type)
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        section = rng.choice([config, *(value for value in config.values() if isinstance(value, dict))])
+        known = sorted(set(section) - {"model_type"})
+        if rng.random() < 0.25 and known:
+            del section[rng.choice(known)]
+            continue
+        likely = [key for key in PLAUSIBLE if key in section] or known or [*PLAUSIBLE]
+        anything = [*PLAUSIBLE, *known, "unheard_of"]
+        key = rng.choice(likely if rng.random() < 0.7 else anything)
+        if section is config and key == "model_type":
+            continue
+        values = PLAUSIBLE.get(key, ODD) if rng.random() < 0.85 else ODD
+        section[key] = copy.deepcopy(rng.choice(values))
+    return config
+
+
+def accepted(config: dict[str, Any]) -> ModelShape | None:
+    """What we read; None where it is refused, in one line that names the file."""
+    try:
+        return get_family(config["model_type"]).read_shape(copy.deepcopy(config))
+    except InputError as error:
+        assert str(error).startswith("config.json") and "\n" not in str(error)
+        return None
+
+
+def assert_same(shape: ModelShape, config: dict[str, Any]) -> None:
+    """transformers builds this model of the config, and no other."""
+    theirs = transformers.AutoConfig.for_model(**copy.deepcopy(config))
+    text, language = theirs.get_text_config(), shape.language
+    assert text.rope_parameters["rope_theta"] == language.rope_theta
+    assert text.rope_parameters["rope_type"] == "default"
+    assert (text.hidden_act, text.rms_norm_eps) == (language.activation, language.norm_eps)
+    assert (text.num_attention_heads, text.num_key_value_heads) == (language.num_heads, language.num_kv_heads)
+    assert theirs.tie_word_embeddings == language.tie_word_embeddings
+    with torch.device("meta"):
+        model = load(get_family(config["model_type"]).reference)(theirs)
+    names = {name for name, _ in model.named_parameters()}
+    rules = get_family(config["model_type"]).weight_rules(shape)
+    assert names == {name for rule in rules for name in rule.hf}
+    assert sum(param.numel() for param in model.parameters()) == sum(shape.parameters.values())
+    if shape.vision is None:
+        return
+    section = model.model.language_model.rotary_emb.mrope_section
+    assert tuple(section) == language.mrope_section
+    assert theirs.vision_config.rope_parameters["rope_theta"] == shape.vision.rope_theta
+    assert theirs.vision_config.hidden_act == shape.vision.activation
+    assert model.model.visual.num_grid_per_side == shape.vision.position_side
+    assert theirs.image_token_id == shape.images.image_token_id
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_mutated_config_is_the_model_that_transformers_makes_or_is_refused(model_type):
+    rng = random.Random(20)
+    outcomes = {True: 0, False: 0}
+    for _ in range(500):
+        config = mutated(model_type, rng)
+        shape = accepted(config)
+        outcomes[shape is not None] += 1
+        if shape is not None:
+            try:
+                assert_same(shape, config)
+            except Exception as error:
+                raise AssertionError(f"accepted: {json.dumps(config)}") from error
+    assert min(outcomes.values()) > 100, outcomes
+
+
+def _in_reach(shape: ModelShape) -> bool:
+    """Small enough to be run, and with room for the ids of the samples."""
+    has_pixels = shape.vision is None or (shape.vision.patch_size, shape.vision.temporal_patch_size) == (16, 2)
+    even = shape.vision is None or shape.vision.spatial_merge_size == 2
+    return has_pixels and even and sum(shape.parameters.values()) < 10**6
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_the_losses_of_mutated_models_are_transformers(model_type, tmp_path):
+    rng, checked = random.Random(21), 0
+    with single_rank() as mesh:
+        while checked < 12:
+            config = mutated(model_type, rng)
+            shape = accepted(config)
+            if shape is None or not _in_reach(shape) or config == base_config(model_type):
+                continue
+            directory = tmp_path / str(checked)
+            worst = difference(directory, config, mesh)
+            assert worst < 1e-4, json.dumps(config)
+            checked += 1
+
+
+def difference(directory: Path, config: dict[str, Any], mesh) -> float:
+    """The largest between our losses and transformers', of samples of every kind that the family reads."""
+    family = get_family(config["model_type"])
+    theirs = load(family.reference)(transformers.AutoConfig.for_model(**copy.deepcopy(config))).float().eval()
+    theirs.set_attn_implementation("sdpa")
+    randomize(theirs)
+    theirs.save_pretrained(directory)
+    (directory / "config.json").write_text(json.dumps(config))
+    shape = read_model(directory)[1]
+    samples = make_samples([TEXT_ONLY] * 3 if shape.vision is None else MIXED, geometry_of(shape), range(20, 300))
+    ours = build_tiny(directory, mesh)
+    with torch.no_grad():
+        wanted = torch.cat([reference_losses(theirs, sample) for sample in samples])
+        losses = ours(make_micro_batch(samples, geometry_of(shape), 128))
+    return float((losses - wanted).abs().max())
+
+
+SEEN_WRONG = [
+    ({"text_config": {"attention_bias": True}}, "text_config.attention_bias is true; only this is understood: False"),
+    ({"text_config": {"hidden_act": "relu"}}, 'text_config.hidden_act is "relu"; only this is understood'),
+    ({"vision_config": {"deepstack_visual_indexes": [0, 9]}}, "vision_config.deepstack_visual_indexes is [0, 9]; only"),
+    ({"vision_config": {"deepstack_visual_indexes": [1, 1]}}, "vision_config.deepstack_visual_indexes is [1, 1]; only"),
+    ({"vision_config": {"in_channels": 4}}, "vision_config.in_channels is 4; only this is understood: 3"),
+    ({"vision_config": {"num_heads": 3}}, "vision_config.num_heads is 3, and hidden_size 32 is not a multiple of"),
+    ({"vision_config": {"out_hidden_size": 48}}, "vision_config.out_hidden_size is 48, text_config.hidden_size 64"),
+    ({"text_config": {"rope_parameters": {"mrope_section": [4, 4]}}}, "mrope_section is [4, 4]; List should have"),
+    ({"text_config": {"num_attention_heads": 6, "num_key_value_heads": 4}}, "num_key_value_heads is 4, which does not"),
+    (
+        {"text_config": {"num_hidden_layers": 2}},
+        "2 deepstack levels (vision_config.deepstack_visual_indexes) need more",
+    ),
+    ({"quantization_config": {"bits": 4}}, "quantization_config is a key that is not understood; quantized weights"),
+    ({"text_config": {"num_experts": 8}}, "text_config.num_experts is a key that is not understood; remove it if"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), SEEN_WRONG, ids=[words[:40] for _, words in SEEN_WRONG])
+def test_what_was_once_accepted_is_refused_by_name(changes, words):
+    config = base_config("qwen3_vl")
+    for key, value in changes.items():
+        config[key] = {**config[key], **value} if key in config else value
+    with pytest.raises(InputError) as caught:
+        qwen3_vl.read_shape(config, "m/config.json")
+    assert str(caught.value).startswith("m/config.json: ") and words in str(caught.value)
+
+
+def test_a_missing_rotary_base_and_tied_weights_are_transformers_own():
+    config = base_config("qwen3_vl")
+    del config["text_config"]["rope_parameters"]["rope_theta"], config["tie_word_embeddings"]
+    config["text_config"]["tie_word_embeddings"] = True
+    shape = qwen3_vl.read_shape(config)
+    assert shape.language.rope_theta == 500_000 and shape.language.tie_word_embeddings is False
+    assert_same(shape, config)
+
+
+def test_a_missing_part_is_named():
+    with pytest.raises(InputError, match=r"config\.json has no vision_config; copy"):
+        qwen3_vl.read_shape({"model_type": "qwen3_vl", "text_config": {"hidden_size": 64}})
+
+
+def test_the_readme_has_every_key():
+    text = (Path(config_keys.__file__).parent / "README.md").read_text()
+    classes = [qwen3.Qwen3Keys, qwen3_vl.Qwen3VLKeys, qwen3_vl.TextKeys, qwen3_vl.TextRotaryKeys, qwen3_vl.VisionKeys]
+    keys = {field.alias or name for cls in classes for name, field in cls.model_fields.items()}
+    assert not {key for key in keys if f"`{key}`" not in text}

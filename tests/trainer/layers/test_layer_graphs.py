@@ -1,0 +1,102 @@
+"""The pieces of a decoder's layers, run one after the other, are its layers; when they become CUDA graphs.
+
+That their graphs give the same bits is shown on GPUs: tests/equivalence/test_layer_graphs_gpu.py.
+"""
+
+from types import SimpleNamespace
+from unittest.mock import MagicMock, Mock
+
+import pytest
+import torch
+
+from tests.helpers.run_dir import changed, make_bins, write_job
+from tests.parity.test_qwen3_vl import pair  # noqa: F401 (a fixture)
+from trainer.contract.parallel import ParallelConfig
+from trainer.layers import cuda_graphs as layer_graphs
+from trainer.layers.attention import Rotation
+from trainer.layers.cuda_graphs import LayerGraphs, plan_pieces
+from trainer.loop import train as loop
+
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+
+
+def numbers(pieces) -> list[tuple[int | None, int | None]]:
+    return [(piece.after and piece.after.layer_number, piece.before and piece.before.layer_number) for piece in pieces]
+
+
+def test_pieces_lie_between_attentions():
+    layers = [MagicMock(layer_number=number) for number in (1, 2, 3, 4)]
+    rotation = Rotation(*torch.zeros(2, 1, 1))
+    joined = [(None, 1), (1, 2), (2, 3), (3, 4)]
+    assert numbers(plan_pieces(layers, 0, rotation)) == joined
+    cut = [(None, 1), (1, None), (None, 2), (2, 3), (3, 4)]
+    assert numbers(plan_pieces(layers, 1, rotation)) == cut
+    assert numbers(plan_pieces(layers[:1], 0, rotation)) == [(None, 1)]
+
+
+def test_every_parameter_before_the_last_attention_belongs_to_one_piece(pair):  # noqa: F811
+    layers = list(pair.ours.language.decoder.layers)
+    last = layers[-1]
+    after = {id(p) for m in (last.self_attention.linear_proj, last.pre_mlp_layernorm, last.mlp) for p in m.parameters()}
+    pieces = plan_pieces(layers, 1, Rotation(*torch.zeros(2, 1, 1)))
+    found = [id(param) for piece in pieces for param in piece._params]
+    assert sorted(found) == sorted({id(param) for layer in layers for param in layer.parameters()} - after)
+
+
+def test_the_pieces_make_what_the_layers_make(pair, monkeypatch):  # noqa: F811
+    """Each piece called in place of its graph."""
+    monkeypatch.setattr(layer_graphs, "_Replay", SimpleNamespace(apply=lambda piece, *inputs: piece.run(*inputs)))
+    model, decoder = pair.ours, pair.ours.language.decoder
+    levels = model.shape.num_deepstack
+    assert levels > 0
+    plain = model(pair.batch)
+    wanted = torch.autograd.grad(plain.sum(), list(model.parameters()))
+    graphs = LayerGraphs(list(decoder.layers), model.rotation(pair.batch), levels)
+    graphs.pieces = plan_pieces(list(decoder.layers), levels, graphs.rotation)
+    decoder.graphs = graphs
+    try:
+        ours = model(pair.batch)
+        found = torch.autograd.grad(ours.sum(), list(model.parameters()))
+    finally:
+        decoder.graphs = None
+    assert torch.equal(ours, plain)
+    for (name, _), a, b in zip(model.named_parameters(), found, wanted, strict=True):
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize(
+    ("device", "update", "parallel", "expected"),
+    [
+        (CUDA, {}, {}, True),
+        (CUDA, {}, {"tp": 2, "cp": 2, "sequence_parallel": True}, True),
+        (CUDA, {}, {"recompute": "selective"}, True),
+        (CPU, {}, {}, False),
+        (CUDA, {"cuda_graphs": False}, {}, False),
+        (CUDA, {}, {"pp": 2}, False),
+        (CUDA, {}, {"recompute": "full"}, False),
+        (CUDA, {}, {"sharding": "fsdp"}, False),
+    ],
+)
+def test_graphs_where_they_are_possible(tmp_path, device, update, parallel, expected):
+    run = write_job(tmp_path, num_steps=3, bins=make_bins())
+    train = run.train.model_copy(update={"precision": "bfloat16"})
+    run = changed(run, train=train, parallel=ParallelConfig(**parallel), **update)
+    assert loop.captures(run, device) is expected
+    for precision in ("float32", "float8"):
+        other = run.model_copy(update={"train": train.model_copy(update={"precision": precision})})
+        assert not loop.captures(other, device)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_graphs_are_given_up_however_training_ends(monkeypatch, fails):
+    """NCCL would wait for them at the end of the process groups."""
+    model = Mock()
+    trainer = Mock(chunks=[Mock(module=model)])
+    monkeypatch.setattr(loop, "captures", lambda *_: True)
+    with pytest.raises(RuntimeError) if fails else loop._graphs(trainer):
+        if fails:
+            with loop._graphs(trainer):
+                raise RuntimeError
+        model.capture_graphs.assert_called_once()
+        model.release_graphs.assert_not_called()
+    model.release_graphs.assert_called_once()

@@ -1,0 +1,104 @@
+"""How the trainer ends when it cannot go on: one line, its own exit code, nothing half done."""
+
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file, save_file
+
+from dataset_builders.errors import InputError
+from tests.helpers.reference import random_hf_dir
+from tests.helpers.run_dir import changed, log_of, make_bins, result_of, run_trainer, write_job
+from trainer.checkpoint.save_and_load import list_checkpoints, read_step
+from trainer.contract.names import EXIT_FAILED, EXIT_INPUT
+from trainer.contract.parallel import ParallelConfig
+from trainer.contract.run import OptimConfig, TrainConfig
+from trainer.families.geometry import geometry_of
+from trainer.families.registry import read_model
+
+
+def rewrite(run, **changes):
+    other = changed(run, **changes)
+    (run.output_dir / "run.json").write_text(other.model_dump_json())
+    return other
+
+
+def test_a_loss_that_is_not_finite_names_the_step_and_its_samples(tmp_path):
+    run = write_job(tmp_path, num_steps=4)
+    broken = tmp_path / "hf"
+    shutil.copytree(run.hf_dir, broken)
+    tensors = load_file(broken / "model.safetensors")
+    tensors["model.language_model.norm.weight"][0] = float("inf")
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    run = rewrite(run, hf_dir=broken)
+    assert run_trainer(run, processes=0) == EXIT_FAILED
+    result = result_of(run)
+    assert result.status == "failed" and result.step == 0
+    assert "step 0: gradient norm is nan" in result.message and "train.optim.lr" in result.message
+    assert len(result.keys) == 6 and all(key.startswith("train/") for key in result.keys)
+    assert not list_checkpoints(run.output_dir / "checkpoints")
+
+
+def test_image_tokens_that_are_torn_apart_are_the_input_s_fault_and_not_tried_again(tmp_path):
+    bins, image = make_bins("first"), geometry_of(read_model(random_hf_dir("first"))[1]).image_token_id
+    torn = next(sample for sample in bins[0] if (sample.input_ids == image).sum() > 1)
+    last = np.flatnonzero(torn.input_ids == image)[-1]
+    torn.input_ids[[last, last + 1]] = torn.input_ids[[last + 1, last]]
+    run = write_job(tmp_path, num_steps=4, bins=bins)
+    assert run_trainer(run, processes=0) == EXIT_INPUT
+    result = result_of(run)
+    assert result.is_input_error and "Traceback" not in log_of(run)
+    assert re.fullmatch(rf"{run.tokenized_dir}: heldout/\d+: other tokens lie .* tokenize it again", result.message)
+
+
+def test_a_world_that_does_not_divide_is_found_before_anything_is_loaded(tmp_path):
+    run = write_job(tmp_path, num_steps=4, parallel=ParallelConfig(tp=2))
+    assert run_trainer(run, processes=0) == EXIT_INPUT
+    assert "processes=1 is not a multiple of tp=2 x pp=1 x cp=1 = 2; try processes=2" in result_of(run).message
+    assert result_of(run).is_input_error
+    assert "Traceback" not in log_of(run)
+
+
+def test_a_run_json_that_is_none_is_one_line(tmp_path):
+    run = write_job(tmp_path, num_steps=4)
+    raw = json.loads((run.output_dir / "run.json").read_text())
+    raw["train"]["num_stepz"] = 2
+    (run.output_dir / "run.json").write_text(json.dumps(raw))
+    assert run_trainer(run, processes=0) == EXIT_INPUT
+    assert "run.json: train.num_stepz: Extra inputs are not permitted" in log_of(run)
+    assert "Traceback" not in log_of(run)
+
+
+def test_a_checkpoint_of_another_training_is_refused(tmp_path):
+    run = write_job(tmp_path, num_steps=4)
+    assert run_trainer(run, processes=0) == 0
+    other = run.train.model_copy(update={"optim": run.train.optim.model_copy(update={"lr": 0.5})})
+    run = rewrite(run, train=other, fingerprint="f" * 16)
+    assert run_trainer(run, processes=0) == EXIT_INPUT
+    assert "optim.lr: 0.003 -> 0.5" in result_of(run).message
+    newest = list_checkpoints(run.output_dir / "checkpoints")[-1]
+    with pytest.raises(InputError, match="belongs to another training"):
+        read_step(newest, run)
+    (newest / "athanor.json").write_text('{"format_version": 0}')
+    with pytest.raises(InputError, match="format_version is 0, this code reads 2"):
+        read_step(newest, run)
+
+
+def test_bounds_and_cross_checks_of_the_contract():
+    optim = {"lr": 1e-3, "min_lr_fraction": 0.1, "warmup_steps": 10, "weight_decay": 0.1}
+    shared = {"seed": 1, "global_batch_size": 1, "precision": "float32", "heldout_interval": 1}
+    with pytest.raises(ValueError, match=r"optim\.warmup_steps=10 leaves nothing of num_steps=10; try .*=1"):
+        TrainConfig(num_steps=10, optim=optim, **shared)
+    with pytest.raises(ValueError, match="lr"):
+        OptimConfig(**{**optim, "lr": -3})
+    with pytest.raises(ValueError, match="learning_rate"):
+        OptimConfig(**optim, learning_rate=1)
+
+
+def test_float8_is_refused_where_it_cannot_be(tmp_path):
+    run = write_job(tmp_path, num_steps=4)
+    run = rewrite(run, train=run.train.model_copy(update={"precision": "float8"}))
+    assert run_trainer(run, processes=0) == EXIT_INPUT
+    assert result_of(run).message.startswith("train.precision=float8 needs a GPU of the Hopper generation or newer")

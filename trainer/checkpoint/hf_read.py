@@ -1,0 +1,128 @@
+"""Reading an HF directory's safetensors into a model: each rank the slices it holds, no converted copy.
+
+A rank holds its pipeline rank's layers and its tensor-parallel slice of each.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from megatron.core.transformer.module import MegatronModule
+from safetensors import safe_open
+
+from dataset_builders.errors import InputError
+from trainer.families.weight_rules import Rule
+
+INDEX = "model.safetensors.index.json"
+
+# Transformer Engine keeps a norm and the linear after it in one module.
+_FUSED_NORMS = (
+    ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
+    ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
+)
+
+
+class HFTensors:
+    """The tensors of an HF directory by name, whichever file they are in."""
+
+    def __init__(self, hf_dir: Path) -> None:
+        self.dir = hf_dir
+        index = hf_dir / INDEX
+        if index.is_file():
+            self._files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        else:
+            self._files = {}
+            for path in sorted(hf_dir.glob("*.safetensors")):
+                with safe_open(path, "pt") as file:
+                    self._files |= dict.fromkeys(file.keys(), path.name)
+        if not self._files:
+            raise InputError(f"{hf_dir} holds no *.safetensors; give a directory that from_pretrained can read")
+
+    def names(self) -> set[str]:
+        return set(self._files)
+
+    def get(self, name: str) -> torch.Tensor:
+        """One tensor, on the CPU, in its stored dtype."""
+        with self._open(name) as file:
+            return file.get_tensor(name)
+
+    def get_slice(self, name: str, dim: int, rank: int, size: int, blocks: int = 1) -> torch.Tensor:
+        """The rank-th of `size` equal slices along `dim`, of each of `blocks` equal runs; only these bytes are read."""
+        with self._open(name) as file:
+            stored = file.get_slice(name)
+            run = stored.get_shape()[dim] // blocks
+            bounds = [(i * run + rank * run // size, i * run + (rank + 1) * run // size) for i in range(blocks)]
+            return torch.cat([stored[start:stop] if dim == 0 else stored[:, start:stop] for start, stop in bounds], dim)
+
+    def dtype_and_bytes(self, name: str) -> tuple[torch.dtype, int]:
+        """The dtype of a stored tensor and its size, from the file's header alone."""
+        with self._open(name) as file:
+            stored = file.get_slice(name)
+            dtype = stored[:0].dtype
+        return dtype, torch.Size(stored.get_shape()).numel() * dtype.itemsize
+
+    def _open(self, name: str):
+        if name not in self._files:
+            raise InputError(f"{self.dir}: the tensor {name} is missing; is it a complete model of this architecture?")
+        return safe_open(self.dir / self._files[name], "pt")
+
+
+def load_hf_weights(model: MegatronModule, hf_dir: Path, rules: Sequence[Rule]) -> int:
+    """Fill every parameter of this rank's chunk from `hf_dir`; returns how many.
+
+    Args:
+        rules: the whole model's table of weights.
+
+    Raises:
+        InputError: a tensor is missing, has another shape, or is left over.
+    """
+    source = HFTensors(hf_dir)
+    table = {rule.ours: rule for rule in rules}
+    _check_leftovers(source, table, model)
+    count = 0
+    for name, param in global_names(model):
+        rule = table[name]
+        part = _read(source, rule, param, model)
+        if part.shape != param.shape:
+            raise InputError(
+                f"{hf_dir}: {rule.hf[0]} gives the shape {tuple(part.shape)}, config.json {tuple(param.shape)}"
+            )
+        with torch.no_grad():
+            param.copy_(part)
+        count += 1
+    return count
+
+
+def _read(source: HFTensors, rule: Rule, param: torch.nn.Parameter, model: MegatronModule) -> torch.Tensor:
+    axis, tp = parallel_axis(param), model.groups.tp
+    if axis is None or tp.size() == 1:
+        return rule.packing.fuse([source.get(name) for name in rule.hf], 1)
+    parts = [source.get_slice(name, axis, tp.rank(), tp.size(), rule.packing.blocks) for name in rule.hf]
+    return rule.packing.fuse(parts, tp.size())
+
+
+def parallel_axis(param: torch.nn.Parameter) -> int | None:
+    """The axis along which tensor-parallel ranks divide a parameter; None where each has it whole."""
+    return param.partition_dim if getattr(param, "tensor_model_parallel", False) else None
+
+
+def _check_leftovers(source: HFTensors, table: dict[str, Rule], model: MegatronModule) -> None:
+    known = {name for rule in table.values() for name in rule.hf}
+    if model.share_embeddings_and_output_weights:
+        known.add("lm_head.weight")  # some directories store the tied weight twice
+    left = sorted(source.names() - known)
+    if left:
+        raise InputError(f"{source.dir}: {len(left)} tensors have no place in the model, the first is {left[0]}")
+
+
+def global_names(model: MegatronModule) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Every parameter under the name of the table: layers numbered over all pipeline ranks, norms apart."""
+    decoder = "language.decoder.layers."
+    for name, param in model.named_parameters():
+        if name.startswith(decoder):
+            local, rest = name.removeprefix(decoder).split(".", 1)
+            name = f"{decoder}{model.language.decoder.layers[int(local)].layer_number - 1}.{rest}"
+        for fused, apart in _FUSED_NORMS:
+            name = name.replace(fused, apart)
+        yield name, param

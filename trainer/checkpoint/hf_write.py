@@ -1,0 +1,141 @@
+"""Writing a model's weights as an HF directory's safetensors, from any layout, tensor by tensor.
+
+Rank 0 writes. For each tensor of the table, in HF's order, the ranks that hold its slices send them, so that rank 0 has
+the tensors of one file (5 GB at most) at a time and nobody the whole model. The bytes are the same for every layout.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.module import MegatronModule
+from safetensors.torch import save_file
+
+from dataset_builders.storage.files import write_json
+from trainer.checkpoint.hf_read import INDEX, HFTensors, global_names, parallel_axis
+from trainer.families.weight_rules import Rule
+from trainer.parallel.mesh import Mesh
+
+FILE_BYTES = 5_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    """A rank's slice of a parameter, or the whole of it where `axis` is None."""
+
+    rank: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    axis: int | None
+
+
+def save_hf_weights(
+    chunks: Sequence[MegatronModule],
+    mesh: Mesh,
+    rules: Sequence[Rule],
+    source_dir: Path,
+    out_dir: Path,
+    file_bytes: int = FILE_BYTES,
+) -> int:
+    """Write the weights as safetensors, in the dtypes of `source_dir`; a collective.
+
+    Args:
+        rules: the whole model's table of weights.
+
+    Returns:
+        bytes of all tensors.
+    """
+    source = HFTensors(source_dir)
+    stored = {name: source.dtype_and_bytes(name) for rule in rules for name in rule.hf}
+    files = _plan_files({name: size for name, (_, size) in stored.items()}, file_bytes)
+    if mesh.is_main:
+        out_dir.mkdir(parents=True, exist_ok=True)
+    stream = _hf_tensors(chunks, mesh, rules)
+    for file, names in files.items():
+        tensors = dict(itertools.islice(stream, len(names)))
+        if mesh.is_main:
+            ready = {name: tensor.to("cpu", stored[name][0]).contiguous() for name, tensor in tensors.items()}
+            save_file(ready, out_dir / file, metadata={"format": "pt"})
+    total = sum(size for _, size in stored.values())
+    if mesh.is_main and len(files) > 1:
+        weight_map = {name: file for file, names in files.items() for name in names}
+        write_json(out_dir / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    return total
+
+
+def _plan_files(sizes: dict[str, int], file_bytes: int) -> dict[str, list[str]]:
+    """File names and their tensors, in order, none larger than `file_bytes` unless one tensor is."""
+    groups: list[list[str]] = [[]]
+    room = file_bytes
+    for name, size in sizes.items():
+        if groups[-1] and size > room:
+            groups.append([])
+            room = file_bytes
+        groups[-1].append(name)
+        room -= size
+    if len(groups) == 1:
+        return {"model.safetensors": groups[0]}
+    return {f"model-{n:05d}-of-{len(groups):05d}.safetensors": group for n, group in enumerate(groups, 1)}
+
+
+def _hf_tensors(
+    chunks: Sequence[MegatronModule], mesh: Mesh, rules: Sequence[Rule]
+) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """HF tensors in the table's order: whole on rank 0, None elsewhere."""
+    params = dict(_held(chunks, mesh))
+    owners = _owners(params, mesh)
+    for rule in rules:
+        slices = [_to_main(params.get(rule.ours), part, mesh) for part in owners[rule.ours]]
+        whole = _join(rule, slices, owners[rule.ours][0].axis) if mesh.is_main else rule.hf
+        yield from ((name, tensor if mesh.is_main else None) for name, tensor in zip(rule.hf, whole))
+
+
+def _held(chunks: Sequence[MegatronModule], mesh: Mesh) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """The parameters that this rank is to send: no copy of what another sends."""
+    if mesh.groups.dp_cp.rank() > 0:
+        return
+    for chunk in chunks:
+        for name, param in global_names(chunk):
+            is_copy = parallel_axis(param) is None and mesh.groups.tp.rank() > 0
+            if not is_copy and not getattr(param, "shared", False):
+                yield name, param
+
+
+def _owners(params: dict[str, torch.nn.Parameter], mesh: Mesh) -> dict[str, list[_Slice]]:
+    """Who holds which slices of every parameter, in the order of the slices."""
+    mine = {n: _Slice(mesh.rank, tuple(p.shape), p.dtype, parallel_axis(p)) for n, p in params.items()}
+    everybody: list[dict[str, _Slice]] = [mine]
+    if mesh.world_size > 1:
+        everybody = [{} for _ in range(mesh.world_size)]
+        dist.all_gather_object(everybody, mine)
+    owners: dict[str, list[_Slice]] = {}
+    for name, part in itertools.chain.from_iterable(held.items() for held in everybody):
+        owners.setdefault(name, []).append(part)
+    return owners
+
+
+def _to_main(param: torch.nn.Parameter | None, part: _Slice, mesh: Mesh) -> torch.Tensor | None:
+    if mesh.is_main and part.rank == 0:
+        return param.detach()
+    if mesh.is_main:
+        received = torch.empty(part.shape, dtype=part.dtype, device=mesh.device)
+        dist.recv(received, part.rank)
+        return received
+    if part.rank == mesh.rank:
+        dist.send(param.detach().contiguous(), 0)
+    return None
+
+
+def _join(rule: Rule, slices: list[torch.Tensor], axis: int | None) -> list[torch.Tensor]:
+    """Slices of our parameter -> whole HF tensors."""
+    parts = [rule.packing.split(part, len(rule.hf), len(slices)) for part in slices]
+    if axis is None or len(slices) == 1:
+        return parts[0]
+    runs = rule.packing.blocks
+    return [
+        torch.cat([t.unflatten(axis, (runs, -1)) for t in same], axis + 1).flatten(axis, axis + 1)
+        for same in zip(*parts)
+    ]

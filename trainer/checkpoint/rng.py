@@ -1,0 +1,39 @@
+"""The states of the random number generators in a checkpoint.
+
+Nothing in a training step draws a random number today; dropout would, and should then go on where it stopped. The
+states are those of rank 0, so that every layout can load them. Generators that ranks share are restored on every rank.
+Those of divided weights are restored on tensor-parallel rank 0 alone: with rank 0's states, the other ranks would draw
+rank 0's numbers for slices of their own.
+"""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.tensor_parallel import random as tensor_parallel_random
+
+
+def capture() -> dict[str, Any]:
+    """The states of this process."""
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(legacy=False),
+        "torch": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state(),
+        "tracker": tensor_parallel_random.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def restore(saved: dict[str, Any], tp_rank: int) -> None:
+    """Set the states that `capture` returned on rank 0 of any layout. A device's state goes to the same kind alone."""
+    random.setstate(saved["python"])
+    np.random.set_state(saved["numpy"])
+    torch.set_rng_state(saved["torch"])
+    if saved["device"].shape != torch.cuda.get_rng_state().shape:  # a CPU's generator is not a GPU's
+        return
+    tensor_parallel_random._set_cuda_rng_state(saved["device"])
+    tracker = tensor_parallel_random.get_cuda_rng_tracker()
+    shared = tensor_parallel_random.get_data_parallel_rng_tracker_name()
+    states = saved["tracker"] if tp_rank == 0 else {shared: saved["tracker"][shared]}
+    tracker.set_states({**tracker.get_states(), **states})

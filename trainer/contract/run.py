@@ -1,0 +1,154 @@
+"""The trainer's input: RunConfig, as run.json.
+
+To add a hyperparameter: a field here with its bounds and one line of description, the code that reads it,
+a value in the recipes if it is a decision. The command line, the form and the tracking follow by themselves.
+"""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from dataset_builders.contracts.strict import StrictModel
+from dataset_builders.storage.store import Location
+from trainer.contract.parallel import ParallelConfig
+
+
+class OptimConfig(StrictModel):
+    """AdamW with a linear warmup and a cosine decay. No weight decay on norms and biases."""
+
+    lr: float = Field(gt=0, le=1, description="peak learning rate")
+    min_lr_fraction: float = Field(ge=0, le=1, description="learning rate at the last step, as a fraction of the peak")
+    warmup_steps: int = Field(ge=0, description="steps of linear warmup from 0 to the peak")
+    weight_decay: float = Field(ge=0, le=1, description="decoupled weight decay")
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="decay of the first moment")
+    adam_beta2: float = Field(default=0.95, ge=0, lt=1, description="decay of the second moment")
+    adam_eps: float = Field(default=1e-8, gt=0, description="term added to the denominator")
+    clip_grad_norm: float = Field(default=1.0, gt=0, description="gradients are scaled down to this global norm")
+
+
+class PartConfig(StrictModel):
+    """The training of one part of the model: the vision encoder, its mergers, or the language model."""
+
+    frozen: bool = Field(default=False, description="keep the part's weights as they are")
+    lr: float | None = Field(default=None, gt=0, le=1, description="peak learning rate of this part; null: optim.lr")
+    weight_decay: float | None = Field(
+        default=None, ge=0, le=1, description="weight decay of this part; null: optim.weight_decay"
+    )
+
+    @model_validator(mode="after")
+    def _frozen_has_no_rate(self) -> "PartConfig":
+        for name in ("lr", "weight_decay"):
+            value = getattr(self, name)
+            if self.frozen and value is not None:
+                raise ValueError(f"{name}={value} does nothing in a frozen part; make it null, or frozen=false")
+        return self
+
+
+class TrainConfig(StrictModel):
+    """Identity: everything that changes the trained weights or the recorded metrics."""
+
+    seed: int = Field(ge=0, description="order of the bins")
+    num_steps: int = Field(gt=0, description="optimizer updates")
+    global_batch_size: int = Field(gt=0, description="bins between two optimizer updates, over all data-parallel ranks")
+    precision: Literal["float32", "bfloat16", "float8"] = Field(
+        description="arithmetic of forward and backward; main weights and gradients are always float32. float8: "
+        "the matrix products of the language model's layers, the rest in bfloat16; needs Hopper or newer"
+    )
+    heldout_interval: int = Field(gt=0, description="steps between two measurements of the held-out loss")
+    optim: OptimConfig
+    vision: PartConfig = Field(default=PartConfig(), description="the vision encoder without its mergers")
+    merger: PartConfig = Field(default=PartConfig(), description="the mergers to image tokens, deepstack's included")
+    language: PartConfig = Field(default=PartConfig(), description="the language model with its embeddings")
+
+    @property
+    def parts(self) -> dict[str, PartConfig]:
+        """The parts of the model by name."""
+        return {"vision": self.vision, "merger": self.merger, "language": self.language}
+
+    def part(self, name: str) -> PartConfig:
+        """The settings of a part of the model; a part without settings of its own has the defaults."""
+        return self.parts.get(name, PartConfig())
+
+    @model_validator(mode="after")
+    def _something_is_trained(self) -> "TrainConfig":
+        if all(part.frozen for part in self.parts.values()):
+            names = ", ".join(f"{name}.frozen" for name in self.parts)
+            raise ValueError(f"{names} are all true: nothing is left to train; make one of them false")
+        return self
+
+    @model_validator(mode="after")
+    def _warmup_fits(self) -> "TrainConfig":
+        if self.optim.warmup_steps >= self.num_steps:
+            raise ValueError(
+                f"optim.warmup_steps={self.optim.warmup_steps} leaves nothing of num_steps={self.num_steps}; "
+                f"try optim.warmup_steps={self.num_steps // 10}"
+            )
+        return self
+
+
+class CheckpointConfig(StrictModel):
+    """Execution: when checkpoints are saved, and which ones are kept."""
+
+    save_interval: int = Field(default=200, gt=0, description="steps between two checkpoints; the last is always saved")
+    keep_last: int = Field(default=2, ge=1, description="newest checkpoints that are kept")
+    keep_every: int | None = Field(
+        default=None, ge=1, description="checkpoints of multiples of this step are kept for good; null: none"
+    )
+    asynchronous: bool = Field(
+        default=False, description="write the files in a process of their own while training goes on"
+    )
+
+
+class ProfileConfig(StrictModel):
+    """Execution: the steps that torch.profiler traces. A training that is finished is reused, untraced."""
+
+    first_step: int = Field(default=5, ge=1, description="the first that is traced, counted from 1")
+    num_steps: int = Field(default=2, ge=1, le=20, description="steps that are traced; each may take 100 MB of memory")
+    rank: int = Field(default=0, ge=0, description="process that is traced")
+
+
+class TrainerExecution(StrictModel):
+    """How a job of the trainer runs, whatever it trains: part of a recipe's `execution`, whole in run.json."""
+
+    parallel: ParallelConfig = ParallelConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    loader_workers: int = Field(default=2, gt=0, description="threads of a trainer process that read bins ahead")
+    cuda_graphs: bool = Field(
+        default=True, description="the trainer launches the language layers as CUDA graphs if that is possible"
+    )
+    log_interval: int = Field(default=1, gt=0, description="steps between two lines of metrics.jsonl")
+    profile: ProfileConfig | None = Field(
+        default=None, description="steps of the training that torch.profiler traces; null: none"
+    )
+
+
+class RunConfig(StrictModel):
+    """run.json: one job of the trainer, whole. All paths are absolute."""
+
+    format_version: Literal[2] = 2
+    task: Literal["train", "export"] = Field(description="train a model, or write a checkpoint as an HF directory")
+    fingerprint: str = Field(description="identity of the training; a checkpoint of another one is refused")
+    hf_dir: Path = Field(description="HF directory with config.json and safetensors: where the weights come from")
+    tokenized_dir: Location = Field(description="artifact of the tokenize stage, also in an object store")
+    bins_dir: Location = Field(description="artifact of the plan_bins stage, also in an object store")
+    output_dir: Path = Field(description="gets checkpoints/, metrics.jsonl, result.json; hf/ when exporting")
+    checkpoint_dir: Path | None = Field(default=None, description="when exporting: the checkpoint to export")
+    seq_len: int = Field(gt=0, description="tokens of a bin, from the plan")
+    train: TrainConfig
+    execution: TrainerExecution = TrainerExecution()
+    num_threads: int = Field(default=0, ge=0, description="CPU threads per process; 0: the cores are shared evenly")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_version_1(cls, data: Any) -> Any:
+        """Accept version 1, where the fields of `execution` are beside the others: such trainings can be exported."""
+        if not (isinstance(data, dict) and data.get("format_version") == 1):
+            return data
+        execution = {name: data[name] for name in TrainerExecution.model_fields if name in data}
+        others = {name: value for name, value in data.items() if name not in execution}
+        return {**others, "format_version": 2, "execution": execution}
+
+    def num_micro_batches(self, dp: int) -> int:
+        """Micro batches per step of each data-parallel rank; layout.py has checked that the ranks get equally many."""
+        return self.train.global_batch_size // dp

@@ -1,0 +1,269 @@
+"""MicroBatch: one rank's part of one bin. The data worker computes padding, positions, label shift and slices here,
+once."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from dataset_builders.contracts.tokenized import TokenizedSample
+from trainer.data.mrope import mrope_positions
+from trainer.data.patch_grid import patch_coordinates
+from trainer.data.slices import WHOLE, ImageShare, RankSlice, held_places, share_images
+
+# (tokens of a sample, place of the first token of each image, each image's grid in tokens) -> (3, n) positions
+Positions = Callable[[int, Sequence[int], Sequence[Sequence[int]]], np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """The facts of a model that its micro batches need. The default is a model of text alone.
+
+    Attributes:
+        image_token_id: the token that stands for an image token in input_ids; None: the model takes no images.
+        spatial_merge_size: patches of this square's side become one image token.
+        patch_bytes: of one patch: 3 * patch_size^2.
+        positions: computes the positions of one sample.
+    """
+
+    image_token_id: int | None = None
+    spatial_merge_size: int = 1
+    patch_bytes: int = 0
+    positions: Positions = mrope_positions
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class MicroBatch:
+    """One rank's part of one bin.
+
+    T = tokens of the bin, t = this rank's after context parallel, s = those after sequence parallel; N = this rank's
+    loss tokens, P = patches and F = frames that this rank encodes, V = image tokens in its s, n = segments.
+
+    A rank that has no image to encode gets one blank image of merge x merge patches whose token goes nowhere, so that
+    the vision encoder takes part in every step on every rank and its gradients are zero rather than missing. A model of
+    text alone, and a rank that has no vision encoder, get no blank image: all fields about images are empty.
+
+    Attributes:
+        keys: the samples, in order.
+        input_ids: (1, t) int64.
+        position_ids: (3, t) int64, from 0 in every sample, 0 in padding.
+        cu_seqlens: (n + 1,) int32 cumulative lengths of the segments of the whole bin: each sample with its own padding
+            (which comes last, so that with causal attention no real token sees it), then the padding at the end.
+        max_seqlen: the longest segment.
+        loss_index: (N,) int64 places in t whose logits are needed.
+        labels: (N,) int64 the token to be predicted there: the next one of the same sample; in the samples' order.
+        loss_lengths: loss tokens of each sample in t.
+        image_index: (V,) int64 places in s of image tokens.
+        image_rows: (V,) int64 their rows among the image tokens gathered from all ranks that encode.
+        encoded_rows: image tokens that this rank encodes, without a blank image's.
+        gathered_rows: rows that each rank contributes to the gathered image tokens.
+        patches: (P, 3 * patch_size^2) uint8.
+        patch_coordinates: (P, 2) int32 row and column of each patch in its frame.
+        patch_frames: (P, 2) int32 rows and columns of each patch's frame, in patches.
+        vision_cu_seqlens: (F + 1,) int32 patches of each frame, cumulative.
+        vision_max_seqlen: patches of the largest frame.
+        sample_lengths: tokens of each sample of the bin, without padding.
+        image_patches: patches of each image of the bin.
+        num_loss_tokens: loss tokens of the bin, over all ranks.
+        num_slots: T.
+    """
+
+    keys: tuple[str, ...]
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    cu_seqlens: torch.Tensor
+    max_seqlen: int
+    loss_index: torch.Tensor
+    labels: torch.Tensor
+    loss_lengths: tuple[int, ...]
+    image_index: torch.Tensor
+    image_rows: torch.Tensor
+    encoded_rows: int
+    gathered_rows: int
+    patches: torch.Tensor
+    patch_coordinates: torch.Tensor
+    patch_frames: torch.Tensor
+    vision_cu_seqlens: torch.Tensor
+    vision_max_seqlen: int
+    sample_lengths: tuple[int, ...]
+    image_patches: tuple[int, ...]
+    num_loss_tokens: int
+    num_slots: int
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.sample_lengths)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The fields that go to a device, by name."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: value for name, value in fields.items() if isinstance(value, torch.Tensor)}
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        """The same batch on `device`, copied asynchronously if pinned."""
+        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in self.tensors().items()}
+        return dataclasses.replace(self, **moved)
+
+    def pin_memory(self) -> "MicroBatch":
+        """The same batch in page-locked memory."""
+        return dataclasses.replace(self, **{name: tensor.pin_memory() for name, tensor in self.tensors().items()})
+
+
+def make_micro_batch(
+    samples: Sequence[TokenizedSample], geometry: Geometry, seq_len: int, part: RankSlice = WHOLE
+) -> MicroBatch:
+    """A rank's part of the samples laid end to end in `seq_len` tokens; without samples all of it is padding.
+
+    Raises:
+        ValueError: the samples do not fit, or a sample's image tokens are not those of its grids.
+    """
+    bounds = _segment_bounds(samples, seq_len, part.pad_multiple)
+    whole = _lay_out(samples, geometry, bounds)
+    places = held_places(bounds, part.cp, part.cp_rank)
+    loss_index = np.flatnonzero(whole.is_loss[places])
+    sample_bounds = np.array(bounds[: len(samples) + 1])
+    loss_bounds = loss_index.searchsorted(sample_bounds // part.cp)
+    grids = np.concatenate([np.empty((0, 3), np.int32), *(s.image_grid_thw for s in samples)])
+    return MicroBatch(
+        keys=tuple(s.key for s in samples),
+        input_ids=torch.from_numpy(whole.ids[places])[None],
+        position_ids=torch.from_numpy(whole.positions.take(places, axis=1)),
+        cu_seqlens=torch.tensor(bounds, dtype=torch.int32),
+        max_seqlen=int(np.diff(bounds).max()),
+        loss_index=torch.from_numpy(loss_index),
+        labels=torch.from_numpy(whole.ids[places[loss_index] + 1]),
+        loss_lengths=tuple(np.diff(loss_bounds).tolist()),
+        **_vision_fields(samples, grids, whole.ids, places, geometry, part),
+        sample_lengths=tuple(len(s.input_ids) for s in samples),
+        image_patches=tuple(grids.prod(1).tolist()),
+        num_loss_tokens=int(np.count_nonzero(whole.is_loss)),
+        num_slots=seq_len,
+    )
+
+
+def _segment_bounds(samples: Sequence[TokenizedSample], seq_len: int, pad_multiple: int) -> list[int]:
+    """Where each segment begins, and the end of the last. A segment is a sample with its padding, or the padding at the
+    end."""
+    bounds = [*accumulate([-(-len(s.input_ids) // pad_multiple) * pad_multiple for s in samples], initial=0)]
+    if bounds[-1] > seq_len:
+        raise ValueError(f"samples of {bounds[-1]} tokens do not fit in seq_len={seq_len}: {[s.key for s in samples]}")
+    return bounds if bounds[-1] == seq_len else [*bounds, seq_len]
+
+
+class _Bin(NamedTuple):
+    """Whole samples laid end to end.
+
+    Attributes:
+        ids: (T,) int64.
+        positions: (3, T) int64.
+        is_loss: (T,) bool: whether the next token of the same sample is to be learnt.
+    """
+
+    ids: np.ndarray
+    positions: np.ndarray
+    is_loss: np.ndarray
+
+
+def _lay_out(samples: Sequence[TokenizedSample], geometry: Geometry, bounds: Sequence[int]) -> _Bin:
+    size, merge = bounds[-1], geometry.spatial_merge_size
+    whole = _Bin(np.zeros(size, np.int64), np.zeros((3, size), np.int64), np.zeros(size, bool))
+    for sample, begin in zip(samples, bounds):
+        end = begin + len(sample.input_ids)
+        whole.ids[begin:end] = sample.input_ids
+        # The only shift by one: place i predicts token i + 1 of the same sample, if that token is to be learnt.
+        whole.is_loss[begin : end - 1] = sample.loss_mask[1:]
+        grids = (sample.image_grid_thw // (1, merge, merge)).tolist()
+        starts = _image_starts(sample, grids, geometry.image_token_id)
+        whole.positions[:, begin:end] = geometry.positions(end - begin, starts, grids)
+    return whole
+
+
+def _image_starts(sample: TokenizedSample, grids: list[list[int]], image_token_id: int | None) -> list[int]:
+    """The place in a sample of the first token of each of its images, whose grids are in tokens.
+
+    Raises:
+        ValueError: the image tokens are not those of the grids, or other tokens lie between those of an image.
+    """
+    if image_token_id is None and grids:
+        raise ValueError(f"{sample.key}: {len(grids)} images, but the model takes text alone; leave the sample out")
+    if image_token_id is None:
+        return []
+    places = np.flatnonzero(sample.input_ids == image_token_id)
+    counts = np.array([t * h * w for t, h, w in grids], np.int64)
+    stops = counts.cumsum()
+    total, patches = int(counts.sum()), sample.image_grid_thw.tolist()
+    if len(places) != total:
+        wrong = f"{len(places)} image tokens, but its grids {patches} make {total}"
+        raise ValueError(f"{sample.key}: {wrong}; tokenize it again")
+    starts = places[stops - counts]
+    if (places[stops - 1] - starts >= counts).any():
+        wrong = f"other tokens lie between the {total} image tokens of its grids {patches}"
+        raise ValueError(f"{sample.key}: {wrong}; tokenize it again")
+    return starts.tolist()
+
+
+def _vision_fields(
+    samples: Sequence[TokenizedSample],
+    grids: np.ndarray,
+    ids: np.ndarray,
+    places: np.ndarray,
+    geometry: Geometry,
+    part: RankSlice,
+) -> dict[str, torch.Tensor | int]:
+    """The fields about images: those that a rank encodes, and where the image tokens of its s come from. All are empty
+    if it has no vision encoder.
+
+    Args:
+        grids: (G, 3) of all images of the bin, in patches.
+        ids: (T,) of the bin.
+        places: (t,) of the bin that this rank holds.
+    """
+    merge, share = geometry.spatial_merge_size, ImageShare((), 0, 0, ())
+    image_index = image_rows = np.empty(0, np.int64)
+    encoded, patches = grids[:0], np.empty((0, geometry.patch_bytes), np.uint8)
+    if part.has_vision and geometry.image_token_id is not None:
+        image_patches = grids.prod(1)
+        share = share_images(image_patches.tolist(), merge**2, part.vision_ranks, part.vision_rank)
+        row_at = np.full(len(ids), -1)
+        row_at[ids == geometry.image_token_id] = _gathered_rows(share.first_rows, image_patches // merge**2)
+        held = row_at[places.reshape(part.sequence_ranks, -1)[part.sequence_rank]]
+        image_index = np.flatnonzero(held >= 0)
+        image_rows = held[image_index]
+        encoded, patches = _encoded(samples, grids, share, geometry)
+    frames = np.repeat(encoded[:, 1:], encoded[:, 0], axis=0)
+    sizes = frames.prod(1)
+    return {
+        "image_index": torch.from_numpy(image_index),
+        "image_rows": torch.from_numpy(image_rows),
+        "encoded_rows": share.tokens,
+        "gathered_rows": share.gathered_rows,
+        "patches": torch.from_numpy(patches),
+        "patch_coordinates": torch.from_numpy(patch_coordinates(frames, merge)),
+        "patch_frames": torch.from_numpy(np.repeat(frames, sizes, axis=0)),
+        "vision_cu_seqlens": torch.tensor([0, *sizes.cumsum()], dtype=torch.int32),
+        "vision_max_seqlen": int(sizes.max(initial=0)),
+    }
+
+
+def _gathered_rows(first_rows: Sequence[int], tokens: np.ndarray) -> np.ndarray:
+    """(total,) int64 rows of all image tokens of a bin, in order: those of an image count up from its first."""
+    return np.repeat(np.array(first_rows, np.int64) - (tokens.cumsum() - tokens), tokens) + np.arange(tokens.sum())
+
+
+def _encoded(
+    samples: Sequence[TokenizedSample], grids: np.ndarray, share: ImageShare, geometry: Geometry
+) -> tuple[np.ndarray, np.ndarray]:
+    """Grids and patches of the images that a rank encodes; those of a blank image if it has none."""
+    if not share.images:
+        merge = geometry.spatial_merge_size
+        return np.array([[1, merge, merge]], np.int32), np.zeros((merge**2, geometry.patch_bytes), np.uint8)
+    if len(share.images) == len(grids):
+        return grids, np.concatenate([s.patches for s in samples])
+    images = []
+    for sample in samples:
+        images += np.split(sample.patches, sample.image_grid_thw.prod(1).cumsum())[:-1]
+    return grids[[*share.images]], np.concatenate([images[number] for number in share.images])

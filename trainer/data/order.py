@@ -1,0 +1,133 @@
+"""(step, dp_rank) -> bins -> TokenizedSamples -> MicroBatch, read ahead by threads.
+
+The n-th global batch is a pure function of (plan, seed, n): the same on 1 rank or 64, fresh or resumed. No epoch is
+ever in memory: an order of bins is computed place by place, and a plan is read bin by bin.
+"""
+
+import bisect
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from dataset_builders.contracts.bins import BinSums
+from dataset_builders.contracts.permutation import KeyedPermutation
+from trainer.data.balance import deal
+from trainer.data.reader import BinReader
+
+_DEALT_RANKS = 64  # bins are dealt by cost among so many ranks; more ranks form groups, each with its own bins
+
+_SUMMED_BINS = 1 << 18  # bins whose sums are in memory at a time
+
+
+def bins_at(epoch_sizes: Sequence[int], seed: int, places: np.ndarray) -> np.ndarray:
+    """Bins at some places of the order of training, which has no end.
+
+    The order is one endless list: epoch after epoch, each a permutation of its own, so that every bin is seen once per
+    epoch. After the last planned epoch comes the first again, in another order.
+
+    Args:
+        epoch_sizes: bins of each planned epoch; their numbers follow one another.
+        places: (m,) int64.
+
+    Returns:
+        (m,) int64 bin numbers.
+    """
+    ends = np.cumsum(epoch_sizes)
+    rounds, rest = np.divmod(places, ends[-1])
+    planned = np.searchsorted(ends, rest, side="right")
+    epochs = rounds * len(ends) + planned
+    bins = np.empty(len(places), np.int64)
+    for epoch in np.unique(epochs).tolist():
+        chosen = np.flatnonzero(epochs == epoch)
+        number = epoch % len(ends)
+        first = int(ends[number]) - epoch_sizes[number]
+        bins[chosen] = _epoch_order(epoch_sizes[number], seed, epoch)(rest[chosen] - first) + first
+    return bins
+
+
+def bins_for_step(epoch_sizes: Sequence[int], *, seed: int, step: int, global_batch_size: int) -> list[int]:
+    """Numbers of the bins of one global batch: the n-th piece of the order of training at step n.
+
+    No bin is left out if the global batch does not divide the epoch; a batch may then have bins of two epochs.
+    """
+    first = step * global_batch_size
+    return bins_at(epoch_sizes, seed, np.arange(first, first + global_batch_size)).tolist()
+
+
+@functools.lru_cache(maxsize=8)
+def _epoch_order(num_bins: int, seed: int, epoch: int) -> KeyedPermutation:
+    return KeyedPermutation(num_bins, [seed, epoch])
+
+
+class TrainingOrder:
+    """The micro batches of a data-parallel rank, step after step, from any step on.
+
+    Args:
+        bin_cost: sums of m bins -> their costs (m,), the same on every rank; the bins of a global batch are dealt so
+            that ranks and micro batches cost alike. None: they are dealt like cards.
+    """
+
+    def __init__(
+        self,
+        reader: BinReader,
+        *,
+        seed: int,
+        global_batch_size: int,
+        dp_rank: int,
+        dp: int,
+        bin_cost: Callable[[BinSums], np.ndarray] | None = None,
+    ) -> None:
+        if not reader.bins:
+            raise ValueError("the plan holds no training bin")
+        self.reader = reader
+        self._sizes = reader.bins.epoch_sizes
+        self._seed, self._size, self._dp_rank, self._dp = seed, global_batch_size, dp_rank, dp
+        self._bin_cost = bin_cost
+
+    def global_batch(self, step: int) -> list[int]:
+        """Bins of all ranks at `step`."""
+        return bins_for_step(self._sizes, seed=self._seed, step=step, global_batch_size=self._size)
+
+    def epoch(self, step: int) -> float:
+        """Passes over the bins after `step` steps."""
+        ends = np.cumsum(self._sizes).tolist()
+        rounds, rest = divmod(step * self._size, ends[-1])
+        number = bisect.bisect_right(ends, rest)
+        return rounds * len(ends) + number + (rest - ends[number] + self._sizes[number]) / self._sizes[number]
+
+    def tokens_before(self, step: int) -> tuple[int, int]:
+        """(tokens, loss tokens) of the first `step` global batches. Only the bins of the last epoch are summed."""
+        stop = remaining = step * self._size
+        totals = np.zeros(2, np.int64)
+        for epoch in itertools.count():
+            size = self._sizes[epoch % len(self._sizes)]
+            if remaining < size:
+                break
+            totals += self.reader.bins.epoch_totals[epoch % len(self._sizes)]
+            remaining -= size
+        for first in range(stop - remaining, stop, _SUMMED_BINS):
+            places = np.arange(first, min(first + _SUMMED_BINS, stop))
+            sums = self.reader.bins.sums(bins_at(self._sizes, self._seed, places))
+            totals += [int(sums.num_tokens.sum()), int(sums.num_loss_tokens.sum())]
+        return int(totals[0]), int(totals[1])
+
+    def __call__(self, start: int, stop: int) -> Iterator[int]:
+        for step in range(start, stop):
+            yield from self.share(step)
+
+    def share(self, step: int) -> list[int]:
+        """This rank's part of the global batch of a step, in the order to run it. The time that it takes grows neither
+        with ranks beyond _DEALT_RANKS nor with the number of bins."""
+        first = step * self._size
+        if self._bin_cost is None:
+            places = np.arange(first + self._dp_rank, first + self._size, self._dp)
+            return bins_at(self._sizes, self._seed, places).tolist()
+        groups = -(-self._dp // _DEALT_RANKS)
+        bounds = [group * self._dp // groups for group in range(groups + 1)]
+        group = bisect.bisect_right(bounds, self._dp_rank) - 1
+        ranks, each = bounds[group + 1] - bounds[group], self._size // self._dp
+        numbers = bins_at(self._sizes, self._seed, first + bounds[group] * each + np.arange(ranks * each))
+        costs = self._bin_cost(self.reader.bins.sums(numbers)).tolist()
+        return numbers[deal(costs, ranks)[self._dp_rank - bounds[group]]].tolist()

@@ -1,0 +1,95 @@
+"""Bins -> TokenizedSamples -> MicroBatch, read ahead by threads."""
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from dataset_builders.contracts.bins import BinPlan, read_bins
+from dataset_builders.contracts.manifest import load_manifest
+from dataset_builders.contracts.sample import Split
+from dataset_builders.contracts.shard_io import read_record
+from dataset_builders.contracts.tokenized import TokenizedSample, read_pixel_store
+from dataset_builders.errors import InputError
+from dataset_builders.pictures.pixel_codecs import PIXEL_FIELDS, decode_sample
+from dataset_builders.storage.store import StorePath
+from trainer.data.micro_batch import Geometry, MicroBatch, make_micro_batch
+from trainer.data.slices import RankSlice
+
+PREFETCH_DEPTH = 4  # micro batches read ahead
+
+
+class BinReader:
+    """Reads a rank's part of the bins of one split as micro batches. Safe to use from several threads."""
+
+    def __init__(
+        self,
+        tokenized_dir: StorePath,
+        bins_dir: StorePath,
+        split: Split,
+        geometry: Geometry,
+        seq_len: int,
+        part: RankSlice,
+    ) -> None:
+        self.bins: BinPlan = read_bins(bins_dir, split)
+        self.pixels = read_pixel_store(tokenized_dir, load_manifest(tokenized_dir).stats)
+        self.patch_format = self.pixels.config.patch_format
+        self._dir, self._geometry = tokenized_dir, geometry
+        self._seq_len, self._part = seq_len, part
+
+    def samples(self, number: int) -> list[TokenizedSample]:
+        """The samples of one bin, in order; without their pixels if this rank encodes no images."""
+        omitted = () if self._part.has_vision else PIXEL_FIELDS[self.pixels.codec]
+        samples = []
+        for ref in self.bins[number]:
+            fields = read_record(self._dir / ref.shard, ref.offset, ref.size, omitted, ref.checksum)
+            samples.append(decode_sample(ref.key, fields, self.pixels))
+        return samples
+
+    def read(self, number: int | None) -> MicroBatch:
+        """This rank's part of one bin; None: of a bin that is all padding.
+
+        Raises:
+            InputError: the tokenized samples do not form a bin; the text names the directory and the sample.
+        """
+        samples = [] if number is None else self.samples(number)
+        try:
+            return make_micro_batch(samples, self._geometry, self._seq_len, self._part)
+        except ValueError as error:
+            raise InputError(f"{self._dir}: {error}") from error
+
+    def keys(self, numbers: Sequence[int]) -> list[str]:
+        """The sample keys of several bins."""
+        return [ref.key for number in numbers for ref in self.bins[number]]
+
+
+def prefetch(
+    reader: BinReader, numbers: Iterator[int | None], depth: int, pin: bool, num_workers: int = 1
+) -> Iterator[MicroBatch]:
+    """Micro batches of these bins, in order whatever the number of threads; an error of the reader is raised here, in
+    the place of its micro batch.
+
+    Args:
+        depth: micro batches read ahead, at least one per thread.
+        pin: copy them to memory that a GPU reads from directly.
+        num_workers: threads that read.
+    """
+    stopping = threading.Event()
+
+    def load(number: int | None) -> MicroBatch | None:
+        if stopping.is_set():
+            return None
+        batch = reader.read(number)
+        return batch.pin_memory() if pin else batch
+
+    with ThreadPoolExecutor(max_workers=num_workers, thread_name_prefix="bins") as pool:
+        queue: deque[Future] = deque()
+        try:
+            for number in numbers:
+                queue.append(pool.submit(load, number))
+                if len(queue) > max(depth, num_workers):
+                    yield queue.popleft().result()
+            while queue:
+                yield queue.popleft().result()
+        finally:
+            stopping.set()

@@ -1,0 +1,103 @@
+"""The part of a bin that one rank works on. Pure numpy: no torch, no process group.
+
+T = tokens of the bin, padding included. The sequence is cut twice: context parallel cuts every segment into 2 * cp
+pieces and gives rank r the pieces r and 2 * cp - 1 - r (an early and a late one, so that causal attention costs all
+ranks the same); sequence parallel then cuts a rank's tokens into `sequence_ranks` runs of equal length.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from trainer.data.balance import spread_images
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankSlice:
+    """One rank's part. The default is the whole bin.
+
+    Attributes:
+        pad_multiple: each sample's length is rounded up to a multiple of this.
+        cp, cp_rank: number of context-parallel ranks, and which of them this is.
+        sequence_ranks, sequence_rank: the same for the tensor-parallel ranks that divide the sequence: tp with sequence
+            parallel, else 1.
+        vision_ranks, vision_rank: the same for the ranks that share the images of a bin.
+        has_vision: this rank encodes images; a rank without gets no pixels.
+    """
+
+    pad_multiple: int = 1
+    cp: int = 1
+    cp_rank: int = 0
+    sequence_ranks: int = 1
+    sequence_rank: int = 0
+    vision_ranks: int = 1
+    vision_rank: int = 0
+    has_vision: bool = True
+
+
+WHOLE = RankSlice()
+
+
+def held_places(bounds: Sequence[int], cp: int, cp_rank: int) -> np.ndarray:
+    """(T / cp,) int64 places of the bin that a context-parallel rank holds, in its order.
+
+    Args:
+        bounds: (n + 1) cumulative padded lengths, each a multiple of 2 * cp if cp > 1.
+    """
+    if cp == 1:
+        return np.arange(bounds[-1])
+    pieces, late = [], 2 * cp - 1 - cp_rank
+    for begin, end in pairwise(bounds):
+        size = (end - begin) // (2 * cp)
+        pieces += [np.arange(size) + begin + piece * size for piece in (cp_rank, late)]
+    return np.concatenate(pieces)
+
+
+def zigzag_order(cu_seqlens: np.ndarray, cp: int) -> np.ndarray:
+    """(T,) int64 places in the bin, those of context-parallel rank 0 first, then rank 1's, and so on.
+
+    Args:
+        cu_seqlens: (n + 1,) cumulative padded lengths, each a multiple of 2 * cp if cp > 1.
+    """
+    return np.concatenate([held_places(cu_seqlens.tolist(), cp, rank) for rank in range(cp)])
+
+
+@dataclass(frozen=True, slots=True)
+class ImageShare:
+    """The images of a bin, spread over ranks.
+
+    Attributes:
+        images: numbers of the images that this rank encodes, ascending.
+        tokens: their image tokens.
+        gathered_rows: rows that each rank contributes to the gathered image tokens; the rank with most has no filling.
+        first_rows: for each image of the bin, the gathered row at which its tokens begin.
+    """
+
+    images: tuple[int, ...]
+    tokens: int
+    gathered_rows: int
+    first_rows: tuple[int, ...]
+
+
+def share_images(patches: Sequence[int], patches_per_token: int, ranks: int, rank: int) -> ImageShare:
+    """A rank's share of the images of a bin, which are dealt to `ranks` by their patches.
+
+    Args:
+        patches: patches of each image of the bin.
+        patches_per_token: spatial_merge_size^2.
+    """
+    tokens = [count // patches_per_token for count in patches]
+    if ranks == 1:
+        *first_rows, total = accumulate(tokens, initial=0)
+        return ImageShare(tuple(range(len(tokens))), total, total, tuple(first_rows))
+    shares = spread_images(patches, ranks)
+    totals = [sum([tokens[image] for image in share]) for share in shares]
+    first_rows = [0] * len(tokens)
+    for owner, share in enumerate(shares):
+        row = owner * max(totals)
+        for image in share:
+            first_rows[image] = row
+            row += tokens[image]
+    return ImageShare(tuple(shares[rank]), totals[rank], max(totals), tuple(first_rows))

@@ -1,0 +1,188 @@
+"""config.json, key by key: each is understood, or refused by its name; a missing key has transformers' default.
+
+A family has one class per object of its config.json, whose fields are the keys. A key that is not a field is refused:
+it may mean something that we do not compute. A field of type Any changes no number of a training or of an answer.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+)
+
+from dataset_builders.errors import InputError
+
+
+class Keys(BaseModel):
+    """The keys of one object. Types are those of JSON: 2.0 is not a whole number, "2" is not a number."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+
+def _refuse_whole(value: object) -> object:
+    if isinstance(value, int):
+        raise ValueError("transformers takes only a number with a point here, such as 1.0")
+    return value
+
+
+PointedFloat = Annotated[float, BeforeValidator(_refuse_whole)]
+
+
+class CommonKeys(Keys):
+    """The keys that transformers accepts in every config and that no forward pass reads: names, labels, dtypes,
+    settings of `generate`."""
+
+    architectures: list[str] | None = None
+    auto_map: Any = None
+    attn_implementation: Any = None
+    attn_implementation_autoset: Any = Field(None, alias="_attn_implementation_autoset")
+    commit_hash: Any = Field(None, alias="_commit_hash")
+    name_or_path: Any = None
+    own_name_or_path: Any = Field(None, alias="_name_or_path")
+    transformers_version: str | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    torch_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    initializer_range: PointedFloat = 0.02
+    is_encoder_decoder: Literal[False] = False
+    chunk_size_feed_forward: int = 0
+    output_attentions: Any = None
+    output_hidden_states: bool | None = False
+    return_dict: bool | None = True
+    use_cache: bool = True
+    id2label: dict[str, str] | None = None
+    label2id: dict[str, int] | None = None
+    num_labels: Any = None
+    problem_type: None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: NonNegativeInt | None = None
+    max_length: Any = None
+    min_length: Any = None
+    do_sample: Any = None
+    early_stopping: Any = None
+    num_beams: Any = None
+    temperature: Any = None
+    top_k: Any = None
+    top_p: Any = None
+    repetition_penalty: Any = None
+    length_penalty: Any = None
+    no_repeat_ngram_size: Any = None
+    num_return_sequences: Any = None
+
+
+class RotaryKeys(Keys):
+    """rope_parameters, or rope_scaling, its older name: angles without any scaling."""
+
+    rope_type: Literal["default"] = "default"
+    type: Literal["default"] = "default"
+    rope_theta: PositiveFloat = None  # missing: the key beside it, then the family's own default
+
+
+class DecoderKeys(CommonKeys):
+    """A language model of Qwen's."""
+
+    vocab_size: PositiveInt = 151_936
+    hidden_size: PositiveInt = 4096
+    intermediate_size: PositiveInt = 22_016
+    num_hidden_layers: PositiveInt = 32
+    num_attention_heads: PositiveInt = 32
+    num_key_value_heads: PositiveInt | None = 32
+    head_dim: int = Field(default=128, ge=2, multiple_of=2)
+    hidden_act: Literal["silu", "gelu", "gelu_pytorch_tanh"] = "silu"
+    rms_norm_eps: PointedFloat = Field(default=1e-6, gt=0)
+    attention_bias: Literal[False] = False
+    attention_dropout: float = Field(default=0.0, ge=0, le=0)
+    use_sliding_window: Literal[False] = False
+    sliding_window: int | None = 4096
+    max_window_layers: int = 28
+    max_position_embeddings: int = 32_768
+    rope_theta: PositiveFloat = None
+    rope_parameters: RotaryKeys | None = None
+    rope_scaling: RotaryKeys | None = None
+
+
+KeysT = TypeVar("KeysT", bound=Keys)
+_REFUSED = {"quantization_config": "quantized weights are not trained; take the model as it was before"}
+
+
+def read_keys(keys: type[KeysT], config: Mapping[str, Any], path: Path | str) -> KeysT:
+    """The values of a parsed config.json.
+
+    Args:
+        path: of the file, for messages.
+
+    Raises:
+        InputError: a key or its value is not understood, or a key without a default is missing.
+    """
+    try:
+        return keys.model_validate(dict(config))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+    name = ".".join(map(str, first["loc"]))
+    if first["type"] == "missing":
+        raise InputError(f"{path} has no {name}; copy the model's own config.json")
+    if first["type"] == "extra_forbidden":
+        way_out = _REFUSED.get(name, "remove it if the model computes the same without it, or take another model")
+        raise InputError(f"{path}: {name} is a key that is not understood; {way_out}")
+    shown = json.dumps(first["input"])
+    understood = first["msg"].replace("Input should be", "only this is understood:").removeprefix("Value error, ")
+    raise InputError(f"{path}: {name} is {shown if len(shown) <= 60 else f'{shown[:57]}...'}; {understood}")
+
+
+RotaryT = TypeVar("RotaryT", bound=RotaryKeys)
+
+
+def rotary_of(keys: Any, missing: RotaryT, default_theta: float) -> tuple[RotaryT, float]:
+    """The rotary settings and their base, from the keys where transformers takes them: rope_scaling, the older name,
+    wins over rope_parameters; if these have no rope_theta, the key rope_theta counts.
+
+    Args:
+        missing: the settings if config.json has none.
+        default_theta: transformers' own, of this class of configs.
+    """
+    rotaries = (rotary for rotary in (keys.rope_scaling, keys.rope_parameters) if rotary and rotary.model_fields_set)
+    rotary = next(rotaries, missing)
+    return rotary, float(rotary.rope_theta or keys.rope_theta or default_theta)
+
+
+def decoder_sizes(keys: DecoderKeys, where: str) -> dict[str, Any]:
+    """Sizes by their names in `DecoderShape`.
+
+    Args:
+        where: the file and the object, for messages.
+
+    Raises:
+        InputError: two keys do not go together.
+    """
+    heads, kv_heads = keys.num_attention_heads, keys.num_key_value_heads or keys.num_attention_heads
+    if heads % kv_heads:
+        raise InputError(
+            f"{where}num_key_value_heads is {kv_heads}, which does not divide num_attention_heads={heads}; take a "
+            "complete model"
+        )
+    if (keys.pad_token_id or 0) >= keys.vocab_size:
+        raise InputError(
+            f"{where}pad_token_id is {keys.pad_token_id}, and vocab_size {keys.vocab_size}; take both from the same "
+            "model"
+        )
+    return {
+        "vocab_size": keys.vocab_size,
+        "hidden_size": keys.hidden_size,
+        "intermediate_size": keys.intermediate_size,
+        "num_layers": keys.num_hidden_layers,
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": keys.head_dim,
+        "norm_eps": keys.rms_norm_eps,
+        "activation": keys.hidden_act,
+    }

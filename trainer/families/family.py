@@ -1,0 +1,65 @@
+"""A family of models: everything that the house needs to know of it, in one object. Loads neither torch nor megatron.
+
+Values of the form "module:name" are imported by `load`, in the process that needs them.
+"""
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.contract.model_shape import ModelShape
+
+
+def load(place: str) -> Any:
+    """The object that "module:name" names."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageProcessor:
+    """The image processors that turn pictures into the same patches as ours.
+
+    Attributes:
+        types: values of image_processor_type in preprocessor_config.json.
+        reference: "module:class" of transformers, backed by torchvision; samples are compared with it.
+    """
+
+    types: tuple[str, ...]
+    reference: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """A family of models.
+
+    Attributes:
+        model_type: of config.json.
+        read_shape: the parsed config.json and its path -> the model's sizes; every key is understood or refused.
+        parts: each can be frozen, has its own learning rate and gradient norm, and its parameters are counted.
+        part_of: the name of a parameter of the bare model -> its part; ValueError if it has none.
+        model: "module:class" of a chunk of the model, see `trainer.layers.packed_model.PackedModel`.
+        rules: "module:function", shape -> the table of weights, see `trainer.families.weight_rules.Rule`.
+        reference: "module:class" of transformers that generates with a directory of this family.
+        turn_tokens: the tokens that begin and end a turn in its chat template.
+        image_processor: None for a family of text alone.
+        embedded: sizes and ids of tokens -> the configs of a tiny model, by the names of their files; None except for
+            the family of the embedded recipes.
+    """
+
+    model_type: str
+    read_shape: Callable[[Mapping[str, Any], Path | str], ModelShape]
+    parts: tuple[str, ...]
+    part_of: Callable[[str], str]
+    model: str
+    rules: str
+    reference: str
+    turn_tokens: tuple[str, str] = ("<|im_start|>", "<|im_end|>")
+    image_processor: ImageProcessor | None = None
+    embedded: Callable[[Mapping[str, Any], Mapping[str, int]], dict[str, dict[str, Any]]] | None = None
+
+    def weight_rules(self, shape: ModelShape) -> Sequence[Any]:
+        """The table of weights, in HF's order of tensors."""
+        return list(load(self.rules)(shape))

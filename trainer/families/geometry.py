@@ -1,0 +1,12 @@
+"""The facts of a model's shape that its micro batches need."""
+
+from trainer.contract.model_shape import ModelShape
+from trainer.data.micro_batch import Geometry
+
+
+def geometry_of(shape: ModelShape) -> Geometry:
+    """The geometry of a model's micro batches."""
+    vision, images = shape.vision, shape.images
+    if vision is None or images is None:
+        return Geometry()
+    return Geometry(images.image_token_id, vision.spatial_merge_size, 3 * vision.patch_size**2)

@@ -1,0 +1,26 @@
+"""Qwen3 in one object, without torch."""
+
+from trainer.families.family import Family
+from trainer.families.qwen3.shape import read_shape
+
+
+def part_of(name: str) -> str:
+    """The part a parameter of the bare model belongs to: "language".
+
+    Raises:
+        ValueError: it belongs to another part.
+    """
+    if not name.startswith("language."):
+        raise ValueError(f"parameter {name} is not of language")
+    return "language"
+
+
+FAMILY = Family(
+    model_type="qwen3",
+    read_shape=read_shape,
+    parts=("language",),
+    part_of=part_of,
+    model="trainer.families.qwen3.model:Qwen3Model",
+    rules="trainer.families.qwen3.weights:rules",
+    reference="transformers:Qwen3ForCausalLM",
+)

@@ -1,0 +1,14 @@
+"""Qwen3: the language model alone, its positions on one axis."""
+
+from trainer.data.micro_batch import MicroBatch
+from trainer.layers.attention import Rotation, rope_angles
+from trainer.layers.packed_model import PackedModel
+
+
+class Qwen3Model(PackedModel):
+    """One chunk of the model."""
+
+    def rotation(self, batch: MicroBatch) -> Rotation:
+        """By the place of each token in its sample: without images the three axes of `position_ids` are equal."""
+        shape = self.shape.language
+        return Rotation.of(rope_angles(batch.position_ids[0], shape.rope_theta, shape.rotary_dim))

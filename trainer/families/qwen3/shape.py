@@ -1,0 +1,37 @@
+"""config.json of a Qwen3 directory -> its sizes. Without torch. Defaults are transformers' (5.23)."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from dataset_builders.errors import InputError
+from trainer.contract.model_shape import DecoderShape, ModelShape
+from trainer.families.config_keys import DecoderKeys, RotaryKeys, decoder_sizes, read_keys, rotary_of
+
+
+class Qwen3Keys(DecoderKeys):
+    """config.json."""
+
+    model_type: Literal["qwen3"]
+    tie_word_embeddings: bool = False
+    layer_types: list[Literal["full_attention"]] | None = None
+
+
+def read_shape(config: Mapping[str, Any], path: Path | str = "config.json") -> ModelShape:
+    """The sizes of a parsed config.json.
+
+    Args:
+        path: of the file, for messages.
+
+    Raises:
+        InputError: a key is not understood, or two do not go together.
+    """
+    keys = read_keys(Qwen3Keys, config, path)
+    if keys.layer_types is not None and len(keys.layer_types) != keys.num_hidden_layers:
+        raise InputError(
+            f"{path}: layer_types has {len(keys.layer_types)} layers, num_hidden_layers is {keys.num_hidden_layers}; "
+            "take a complete qwen3 model"
+        )
+    _, theta = rotary_of(keys, RotaryKeys(), default_theta=10_000.0)
+    sizes = decoder_sizes(keys, f"{path}: ")
+    return ModelShape(language=DecoderShape(**sizes, rope_theta=theta, tie_word_embeddings=keys.tie_word_embeddings))

@@ -1,0 +1,5 @@
+"""Qwen3-VL: a vision encoder with deepstack in front of a Qwen3 language model.
+
+In: config.json, a MicroBatch. Out: sizes, layers, the loss of each learnt token, the names of its weights.
+Read first: `family.py`, then `model.py`.
+"""

@@ -1,0 +1,37 @@
+"""Qwen3-VL in one object, without torch."""
+
+from trainer.families.family import Family, ImageProcessor
+from trainer.families.qwen3_vl.embedded import embedded_configs
+from trainer.families.qwen3_vl.shape import read_shape
+
+_MERGERS = ("vision.merger.", "vision.deepstack_mergers.")
+
+
+def part_of(name: str) -> str:
+    """The part a parameter of the bare model belongs to: "vision", "merger" or "language".
+
+    Raises:
+        ValueError: it belongs to none of them.
+    """
+    if name.startswith(_MERGERS):
+        return "merger"
+    part = name.partition(".")[0]
+    if part not in ("vision", "language"):
+        raise ValueError(f"parameter {name} is neither of vision nor of language")
+    return part
+
+
+FAMILY = Family(
+    model_type="qwen3_vl",
+    read_shape=read_shape,
+    parts=("vision", "merger", "language"),
+    part_of=part_of,
+    model="trainer.families.qwen3_vl.model:Qwen3VLModel",
+    rules="trainer.families.qwen3_vl.weights:rules",
+    reference="transformers:Qwen3VLForConditionalGeneration",
+    embedded=embedded_configs,
+    image_processor=ImageProcessor(
+        types=("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast"),
+        reference="transformers.models.qwen2_vl.image_processing_qwen2_vl:Qwen2VLImageProcessor",
+    ),
+)

@@ -1,0 +1,162 @@
+"""config.json of a Qwen3-VL directory -> its sizes. Without torch. Defaults are transformers' (5.23)."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from dataset_builders.errors import InputError
+from trainer.contract.model_shape import DecoderShape, ImageTokens, ModelShape, VisionShape
+from trainer.families.config_keys import CommonKeys, DecoderKeys, RotaryKeys, decoder_sizes, read_keys, rotary_of
+
+
+class TextRotaryKeys(RotaryKeys):
+    """Of text_config."""
+
+    mrope_section: list[NonNegativeInt] = Field(default=[24, 20, 20], min_length=3, max_length=3)
+    mrope_interleaved: Literal[True] = True
+
+
+class TextKeys(DecoderKeys):
+    """text_config."""
+
+    model_type: Literal["qwen3_vl_text"] = "qwen3_vl_text"
+    tie_word_embeddings: bool = False  # transformers ties by the key of the whole model and never looks at this one
+    rope_parameters: TextRotaryKeys | None = None
+    rope_scaling: TextRotaryKeys | None = None
+
+
+class VisionRotaryKeys(RotaryKeys):
+    """Of vision_config."""
+
+    rope_type: Literal["axial", "default"] = "axial"
+
+
+class VisionKeys(CommonKeys):
+    """vision_config."""
+
+    model_type: Literal["qwen3_vl_vision", "qwen3_vl"] = "qwen3_vl_vision"
+    depth: PositiveInt = 27
+    hidden_size: PositiveInt = 1152
+    intermediate_size: PositiveInt = 4304
+    num_heads: PositiveInt = 16
+    hidden_act: Literal["gelu_pytorch_tanh", "gelu", "silu"] = "gelu_pytorch_tanh"
+    in_channels: Literal[3] = 3
+    patch_size: PositiveInt = 16
+    spatial_merge_size: PositiveInt = 2
+    temporal_patch_size: PositiveInt = 2
+    out_hidden_size: PositiveInt = 3584
+    num_position_embeddings: PositiveInt = 2304
+    deepstack_visual_indexes: list[NonNegativeInt] = Field(default=[8, 16, 24])
+    rope_theta: PositiveFloat = None
+    rope_parameters: VisionRotaryKeys | None = None
+    rope_scaling: VisionRotaryKeys | None = None
+
+
+class Qwen3VLKeys(CommonKeys):
+    """config.json. transformers has defaults for the ids too, which would be other tokens of this tokenizer."""
+
+    model_type: Literal["qwen3_vl"]
+    text_config: TextKeys
+    vision_config: VisionKeys
+    image_token_id: NonNegativeInt
+    video_token_id: NonNegativeInt
+    vision_start_token_id: NonNegativeInt
+    vision_end_token_id: NonNegativeInt
+    tie_word_embeddings: bool = False
+
+
+def read_shape(config: Mapping[str, Any], path: Path | str = "config.json") -> ModelShape:
+    """The sizes of a parsed config.json.
+
+    Args:
+        path: of the file, for messages.
+
+    Raises:
+        InputError: a key is not understood, or two do not go together.
+    """
+    keys = read_keys(Qwen3VLKeys, config, path)
+    sizes = decoder_sizes(keys.text_config, f"{path}: text_config.")
+    section, theta = mrope_of(keys.text_config, sizes["head_dim"], path)
+    language = DecoderShape(
+        **sizes, rope_theta=theta, mrope_section=section, tie_word_embeddings=keys.tie_word_embeddings
+    )
+    return with_vision(language, keys, path)
+
+
+def mrope_of(keys: TextKeys, rotary_dim: int, path: Path | str) -> tuple[tuple[int, ...], float]:
+    """Rotary pairs of each axis, and the base.
+
+    Args:
+        rotary_dim: how many numbers of a head are turned.
+
+    Raises:
+        InputError: the pairs are not those of a head.
+    """
+    rotary, theta = rotary_of(keys, TextRotaryKeys(), default_theta=500_000.0)
+    if sum(rotary.mrope_section) != rotary_dim // 2:
+        raise InputError(
+            f"{path}: text_config.rope_parameters.mrope_section is {rotary.mrope_section}; only the sum "
+            f"{rotary_dim // 2} of a head's rotary pairs is understood"
+        )
+    return tuple(rotary.mrope_section), theta
+
+
+def with_vision(language: DecoderShape, keys: Qwen3VLKeys, path: Path | str) -> ModelShape:
+    """The whole model.
+
+    Raises:
+        InputError: its two halves do not go together.
+    """
+    vision = _vision(keys.vision_config, f"{path}: vision_config.")
+    if vision.out_hidden_size != language.hidden_size:
+        raise InputError(
+            f"{path}: vision_config.out_hidden_size is {vision.out_hidden_size}, text_config.hidden_size "
+            f"{language.hidden_size}; image tokens are as wide as the language model: take both from the same model"
+        )
+    if len(vision.deepstack_layers) >= language.num_layers:
+        # The last layer ends with the loss tokens alone: no feature of image tokens can be added after it.
+        raise InputError(
+            f"{path}: {len(vision.deepstack_layers)} deepstack levels (vision_config.deepstack_visual_indexes) need "
+            f"more layers than text_config.num_hidden_layers={language.num_layers}; take a complete qwen3_vl model"
+        )
+    images = ImageTokens(**{name: getattr(keys, name) for name in ImageTokens.__dataclass_fields__})
+    if images.image_token_id >= language.vocab_size:
+        raise InputError(
+            f"{path}: image_token_id is {images.image_token_id}, and text_config.vocab_size {language.vocab_size}; "
+            "take both from the same model"
+        )
+    return ModelShape(language=language, vision=vision, images=images)
+
+
+def _vision(keys: VisionKeys, where: str) -> VisionShape:
+    _, theta = rotary_of(keys, VisionRotaryKeys(), default_theta=10_000.0)
+    shape = VisionShape(
+        num_layers=keys.depth,
+        hidden_size=keys.hidden_size,
+        intermediate_size=keys.intermediate_size,
+        num_heads=keys.num_heads,
+        out_hidden_size=keys.out_hidden_size,
+        patch_size=keys.patch_size,
+        temporal_patch_size=keys.temporal_patch_size,
+        spatial_merge_size=keys.spatial_merge_size,
+        num_positions=keys.num_position_embeddings,
+        deepstack_layers=tuple(keys.deepstack_visual_indexes),
+        rope_theta=theta,
+        activation=keys.hidden_act,
+    )
+    if shape.hidden_size % (4 * shape.num_heads):
+        raise InputError(
+            f"{where}num_heads is {shape.num_heads}, and hidden_size {shape.hidden_size} is not a multiple of 4 x "
+            f"num_heads; a head has rotary pairs for rows and for columns: take a complete model"
+        )
+    levels = shape.deepstack_layers
+    if len(set(levels)) < len(levels) or max(levels, default=0) >= shape.num_layers:
+        raise InputError(
+            f"{where}deepstack_visual_indexes is {list(levels)}; only different layers below depth={shape.num_layers} "
+            "are understood"
+        )
+    if shape.position_side**2 != shape.num_positions:
+        raise InputError(f"{where}num_position_embeddings is {shape.num_positions}; only a square is understood")
+    return shape

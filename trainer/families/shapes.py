@@ -1,0 +1,48 @@
+"""Checks that a job fits its model: its layout, and the parts that its settings name. Without torch."""
+
+from dataset_builders.contracts.manifest import load_manifest
+from dataset_builders.errors import InputError
+from trainer.contract.layout import check_layout
+from trainer.contract.run import PartConfig, RunConfig, TrainConfig
+from trainer.families.family import Family
+from trainer.families.registry import read_model
+
+
+def check_run(run: RunConfig, world_size: int) -> None:
+    """`check_layout` and `check_parts` for a job whose inputs are on disk.
+
+    Raises:
+        InputError: something does not fit, `hf_dir` is not a model, or `bins_dir` is not an artifact of plan_bins.
+    """
+    plan = load_manifest(run.bins_dir).config
+    if "pad_multiple" not in plan:
+        raise InputError(f"bins_dir={run.bins_dir} is not an artifact of plan_bins: its manifest has no pad_multiple")
+    family, shape = read_model(run.hf_dir)
+    check_parts(run.train, family)
+    check_layout(
+        run.execution.parallel,
+        shape,
+        world_size=world_size,
+        global_batch_size=run.train.global_batch_size,
+        seq_len=run.seq_len,
+        pad_multiple=plan["pad_multiple"],
+    )
+
+
+def check_parts(train: TrainConfig, family: Family) -> None:
+    """Check that a training's settings name parts that the model has, and that one of these is trained.
+
+    Raises:
+        InputError: they do not, or all parts are frozen.
+    """
+    for name, settings in train.parts.items():
+        changed = settings.model_dump(exclude_defaults=True)
+        if name not in family.parts and settings != PartConfig():
+            field, value = next(iter(changed.items()))
+            raise InputError(
+                f"train.{name}.{field} is {value}, and a {family.model_type} model has no part {name!r}; its parts: "
+                f"{', '.join(family.parts)}"
+            )
+    if all(train.part(name).frozen for name in family.parts):
+        names = ", ".join(f"train.{name}.frozen" for name in family.parts)
+        raise InputError(f"{names}: nothing is left to train in a {family.model_type} model; make one of them false")

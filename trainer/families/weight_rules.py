@@ -1,0 +1,104 @@
+"""HF safetensors <-> our parameters: how one row of a family's table of weights is computed, in both directions.
+
+megatron-core keeps queries, keys and values of a group of heads together in one matrix, and gate and up of a gated
+MLP one after the other; HF keeps them apart. A family that does otherwise defines a packing of its own.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from trainer.contract.model_shape import DecoderShape
+
+
+@dataclass(frozen=True, slots=True)
+class Stacked:
+    """The HF tensors one after the other along their first axis, all of the same size; a single one is copied.
+
+    Attributes:
+        blocks: number of equal runs of rows of the HF tensor; tensor-parallel ranks divide each run.
+    """
+
+    blocks: int = 1
+
+    def fuse(self, parts: Sequence[torch.Tensor], tp: int) -> torch.Tensor:
+        """HF tensors -> our parameter; or a rank's slices of them -> its slice, one of `tp`."""
+        return torch.cat(tuple(parts))
+
+    def split(self, ours: torch.Tensor, count: int, tp: int) -> list[torch.Tensor]:
+        """Our parameter, or a rank's slice of it -> `count` HF tensors, or slices of them."""
+        return list(ours.chunk(count))
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedQKV(Stacked):
+    """HF's queries, keys and values apart; ours by groups of heads.
+
+    Attributes:
+        groups: key-value heads.
+        widths: rows of a group's queries, of its key and of its value.
+    """
+
+    groups: int = 1
+    widths: tuple[int, int, int] = (1, 1, 1)
+
+    def fuse(self, parts: Sequence[torch.Tensor], tp: int) -> torch.Tensor:
+        return torch.cat([part.unflatten(0, (self.groups // tp, -1)) for part in parts], dim=1).flatten(0, 1)
+
+    def split(self, ours: torch.Tensor, count: int, tp: int) -> list[torch.Tensor]:
+        parts = ours.unflatten(0, (self.groups // tp, -1)).split(list(self.widths), dim=1)
+        return [part.flatten(0, 1) for part in parts]
+
+
+@dataclass(frozen=True, slots=True)
+class JointQKV(Stacked):
+    """HF's queries of all heads, then their keys, then their values, in one tensor; ours head by head."""
+
+    blocks: int = 3
+    heads: int = 1
+
+    def fuse(self, parts: Sequence[torch.Tensor], tp: int) -> torch.Tensor:
+        return parts[0].unflatten(0, (3, self.heads // tp, -1)).transpose(0, 1).flatten(0, 2)
+
+    def split(self, ours: torch.Tensor, count: int, tp: int) -> list[torch.Tensor]:
+        return [ours.unflatten(0, (self.heads // tp, 3, -1)).transpose(0, 1).flatten(0, 2)]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One parameter of ours, its layer counted over the whole model; its HF tensors, and how they are packed."""
+
+    ours: str
+    hf: tuple[str, ...]
+    packing: Stacked = Stacked()
+
+
+def decoder_rules(shape: DecoderShape, hf: str) -> Iterator[Rule]:
+    """The rules of a decoder of Qwen's, in HF's order.
+
+    Args:
+        hf: the beginning of HF's names: "model.".
+    """
+    yield Rule("language.embedding.weight", (f"{hf}embed_tokens.weight",))
+    for number in range(shape.num_layers):
+        yield from decoder_layer_rules(shape, f"language.decoder.layers.{number}.", f"{hf}layers.{number}.")
+    yield Rule("language.decoder.final_layernorm.weight", (f"{hf}norm.weight",))
+    if not shape.tie_word_embeddings:
+        yield Rule("language.output_layer.weight", ("lm_head.weight",))
+
+
+def decoder_layer_rules(shape: DecoderShape, ours: str, hf: str) -> Iterator[Rule]:
+    """The rules of one layer: attention with norms of queries and keys, and a gated MLP."""
+    widths = (shape.num_heads // shape.num_kv_heads * shape.head_dim, shape.head_dim, shape.head_dim)
+    qkv = GroupedQKV(groups=shape.num_kv_heads, widths=widths)
+    yield Rule(ours + "input_layernorm.weight", (hf + "input_layernorm.weight",))
+    yield Rule(
+        ours + "self_attention.linear_qkv.weight", tuple(f"{hf}self_attn.{name}_proj.weight" for name in "qkv"), qkv
+    )
+    yield Rule(ours + "self_attention.q_layernorm.weight", (hf + "self_attn.q_norm.weight",))
+    yield Rule(ours + "self_attention.k_layernorm.weight", (hf + "self_attn.k_norm.weight",))
+    yield Rule(ours + "self_attention.linear_proj.weight", (hf + "self_attn.o_proj.weight",))
+    yield Rule(ours + "pre_mlp_layernorm.weight", (hf + "post_attention_layernorm.weight",))
+    yield Rule(ours + "mlp.linear_fc1.weight", (hf + "mlp.gate_proj.weight", hf + "mlp.up_proj.weight"))
+    yield Rule(ours + "mlp.linear_fc2.weight", (hf + "mlp.down_proj.weight",))

@@ -1,0 +1,194 @@
+"""Self-attention over a packed bin: rotation by explicit angles, and a plain torch core for machines without CUDA.
+
+T = tokens (or patches) of the bin, t = those of a context-parallel rank, h = query heads, g = key-value heads,
+d = head dim, n = segments.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.enums import AttnMaskType
+from torch.utils.checkpoint import checkpoint
+
+from trainer.data.slices import zigzag_order
+from trainer.layers.gather import gather_sequence
+
+if torch.cuda.is_available():
+    from trainer.layers.kernels.qkv import split_norm_rotate
+
+
+def inverse_frequencies(theta: float, dim: int, device: torch.device) -> torch.Tensor:
+    """(dim / 2,) float32: radians per position for each pair of the `dim` numbers that are turned."""
+    return 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim))
+
+
+def rope_angles(positions: torch.Tensor, theta: float, dim: int) -> torch.Tensor:
+    """(t,) positions -> (t, dim / 2) float32, one angle per pair."""
+    return positions[:, None].float() * inverse_frequencies(theta, dim, positions.device)
+
+
+class Rotation(NamedTuple):
+    """Rotary embedding: x * cos + (-x2, x1) * sin in float32, back in x's dtype; each angle turns a pair of the halves.
+
+    Fewer angles than d / 2 turn the first numbers of a head and leave the others as they are.
+
+    Args:
+        cos: (T, d / 2) float32.
+        sin: the same.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    @classmethod
+    def of(cls, angles: torch.Tensor) -> "Rotation":
+        """(T, d / 2) float32 angles."""
+        return cls(angles.cos(), angles.sin())
+
+    def turn(self, x_Thd: torch.Tensor) -> torch.Tensor:
+        """Queries or keys, each token by its angles."""
+        cos, sin = self.cos[:, None], self.sin[:, None]
+        turned, rest = x_Thd.split((2 * cos.size(-1), x_Thd.size(-1) - 2 * cos.size(-1)), dim=-1)
+        first, second = turned.float().chunk(2, dim=-1)
+        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_Thd.dtype)
+        return torch.cat((turned, rest), dim=-1) if rest.size(-1) else turned
+
+
+class RotarySelfAttention(SelfAttention):
+    """megatron-core's self-attention for packed training, in the pieces of a PackedLayer. It applies the angles itself.
+
+    megatron-core 0.16.1 guesses from a length which of two meanings the angles of a packed sequence have, and its
+    fused rotation uses the first angles for every segment; both are wrong for positions with three axes.
+    """
+
+    def forward(self, *_: object, **__: object):
+        raise NotImplementedError("a PackedLayer calls prepare, attend and linear_proj")
+
+    def prepare(self, hidden_states: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, ...]:
+        """(T, 1, D) -> queries (T, h, d), keys and values (T, g, d), turned."""
+        if hidden_states.is_cuda and 2 * rotation.cos.size(-1) == self.hidden_size_per_attention_head:
+            return self._prepare_fused(hidden_states, rotation)
+        query, key, value = (x.squeeze(1) for x in self.get_query_key_value_tensors(hidden_states))
+        return rotation.turn(query), rotation.turn(key), value
+
+    def attend(self, query, key, value, segments: "PackedSegments") -> torch.Tensor:
+        """The values of `prepare` -> (T, 1, h * d)."""
+        core = partial(recomputed, self.core_attention) if self.checkpoint_core_attention else self.core_attention
+        out = core(query, key, value, None, attn_mask_type=self.attn_mask_type, packed_seq_params=segments)
+        return out.view(out.size(0), 1, -1)
+
+    def _prepare_fused(self, hidden_states: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, ...]:
+        """The same as `prepare`, by one kernel after the projection."""
+        mixed, _ = self.get_query_key_value_tensors(hidden_states, split_qkv=False)
+        return split_norm_rotate(
+            mixed.reshape(len(mixed), -1),
+            *rotation,
+            self.num_query_groups_per_partition,
+            self.hidden_size_per_attention_head,
+            None if self.q_layernorm is None else self.q_layernorm.weight,
+            None if self.k_layernorm is None else self.k_layernorm.weight,
+            self.config.layernorm_epsilon,
+        )
+
+
+def recomputed(module: torch.nn.Module, *args: object, **kwargs: object):
+    """The output of `module`, which is computed again in the backward pass: only its inputs are kept. Nothing in it is
+    random."""
+    return checkpoint(module, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+
+@dataclass
+class PackedSegments(PackedSeqParams):
+    """PackedSeqParams with two things that the plain torch core needs: how context-parallel ranks hold the bin, and its
+    segments in groups of similar length."""
+
+    cp: int = 1
+
+    @classmethod
+    def of(cls, cu_seqlens: torch.Tensor, max_seqlen: int, cp: int = 1) -> "PackedSegments":
+        """Segments without gaps.
+
+        Args:
+            cp: context-parallel ranks.
+        """
+        # If Transformer Engine gets padded and unpadded bounds, it compares them on the host, once per layer. So it
+        # gets both only with context parallelism, which needs them.
+        padded = None if cp == 1 else cu_seqlens
+        return cls(
+            qkv_format="thd",
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
+            cu_seqlens_q_padded=padded,
+            cu_seqlens_kv_padded=padded,
+            max_seqlen_q=max_seqlen,
+            max_seqlen_kv=max_seqlen,
+            cp=cp,
+        )
+
+    @cached_property
+    def cp_order(self) -> torch.Tensor:
+        """(T,) places of the bin in the order in which context-parallel ranks hold them."""
+        return torch.from_numpy(zigzag_order(self.cu_seqlens_q.numpy(), self.cp))
+
+    @cached_property
+    def groups(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """For each group of n segments of similar length, m at most: places and mask, both (n, m).
+
+        A place is the token's number in T, 0 where the mask is False. At most half of a row is filling, because the
+        lengths of a group round up to the same power of two.
+        """
+        starts, stops = self.cu_seqlens_q[:-1].long(), self.cu_seqlens_q[1:].long()
+        lengths = stops - starts
+        width = torch.pow(2, torch.ceil(torch.log2(lengths.clamp(min=1).double()))).long()
+        groups = []
+        for size in width.unique().tolist():
+            chosen = width == size
+            longest = int(lengths[chosen].max())
+            offsets = torch.arange(longest, device=lengths.device)
+            mask = offsets < lengths[chosen][:, None]
+            groups.append(((starts[chosen][:, None] + offsets) * mask, mask))
+        return groups
+
+
+class TorchVarlenAttention(torch.nn.Module):
+    """Core attention by torch's scaled_dot_product_attention, one call per group of segments of similar length.
+
+    With context parallel every rank gathers the keys and values of all ranks and computes the rows of its own queries:
+    as slow as one rank alone, and exact.
+    """
+
+    def __init__(
+        self, *, config, attn_mask_type: AttnMaskType, softmax_scale: float | None = None, pg_collection=None, **_
+    ) -> None:
+        super().__init__()
+        self.scale = softmax_scale
+        self.causal = attn_mask_type == AttnMaskType.causal
+        self.cp_group = pg_collection.cp if config.context_parallel_size > 1 else None
+
+    def forward(self, query, key, value, attention_mask=None, *, packed_seq_params: PackedSegments, **_):
+        """(t, h, d), (t, g, d), (t, g, d) -> (t, h * d); t = T / cp."""
+        if self.cp_group is None:
+            return self._whole(query, key, value, packed_seq_params)
+        order = packed_seq_params.cp_order
+        mine = order.chunk(self.cp_group.size())[self.cp_group.rank()]
+        key, value = (gather_sequence(x, order, self.cp_group) for x in (key, value))
+        # Other ranks' queries are zero here and their rows are dropped: no gradient comes from them.
+        query = query.new_zeros(len(order), *query.shape[1:]).index_copy(0, mine, query)
+        return self._whole(query, key, value, packed_seq_params).index_select(0, mine)
+
+    def _whole(self, query, key, value, segments: PackedSegments) -> torch.Tensor:
+        out = query.new_zeros(query.shape)
+        for places, mask in segments.groups:
+            q, k, v = (x[places].transpose(1, 2) for x in (query, key, value))
+            # With a causal mask no real token sees the filling, which comes after it.
+            seen = None if self.causal or bool(mask.all()) else mask[:, None, None]
+            o = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=seen, is_causal=self.causal, scale=self.scale, enable_gqa=True
+            )
+            out = out.index_put((places[mask],), o.transpose(1, 2)[mask])
+        return out.reshape(len(out), -1)

@@ -1,0 +1,253 @@
+"""The layers of a decoder as CUDA graphs: everything between two attentions is launched at once.
+
+Every bin has the same number of tokens, so outside its attention a layer runs the same kernels on the same shapes for
+every bin. Launched one by one they keep the host busy, on slow hosts and with tensor parallelism for longer than the
+device. Attention itself, whose shapes depend on the samples of the bin, stays outside the graphs.
+
+    piece 0           norm, projection, rotation of layer 0
+    piece 1, 2, ...   the rest of a layer and the beginning of the next, or one of them if something comes between
+
+After the last attention only tokens with loss are computed, whose number differs between bins: no graph.
+
+Each piece is one graph for forward and one for backward. They work on tensors at fixed places: the outputs of a piece
+are the inputs of the next, and all share one pool of memory, in which the activations of one micro batch live from its
+forward to its backward pass. Hence one micro batch at a time (no pipeline parallelism), and no recomputation. The
+gradients of the weights are summed into `main_grad` inside the graphs; torch's autograd sees none of them.
+
+T = tokens of the bin on this rank, s = T / tp with sequence parallel, else T; D = hidden size; q, k, v as in
+packed_layer.py.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from trainer.layers.attention import PackedSegments, Rotation
+from trainer.layers.packed_layer import PackedLayer
+
+WARMUPS = 2  # before a capture: in their first calls libraries choose kernels and allocate memory
+
+
+class Piece:
+    """The computation between two attentions.
+
+    Args:
+        after: the layer whose attention comes before; None at the beginning of a chain.
+        before: the layer whose attention comes next; None if the caller comes between.
+        rotation: of the whole bin, at the places that `run` reads.
+    """
+
+    def __init__(self, after: PackedLayer | None, before: PackedLayer | None, rotation: Rotation) -> None:
+        self.after, self.before, self.rotation = after, before, rotation
+        modules = after.modules_after_attention() if after else []
+        modules = [*modules, *(before.modules_before_attention() if before else [])]
+        params = itertools.chain.from_iterable(module.parameters() for module in modules)
+        self._params = [param for param in params if param.requires_grad]
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+
+    def run(self, hidden: torch.Tensor, *attended: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """(s, 1, D), and the output of the attention before -> (s, 1, D), and q, k, v of the attention that is next."""
+        if self.after:
+            hidden = self.after.after_attention(hidden, *attended)
+        qkv = self.before.before_attention(hidden, self.rotation) if self.before else ()
+        return hidden, *qkv
+
+    def capture_forward(self, pool: tuple[int, int], hidden: torch.Tensor, *attended: torch.Tensor) -> None:
+        """Capture the forward pass on these places; `outputs` then has the outputs' places."""
+        self.inputs = [x.detach().requires_grad_() for x in (hidden, *attended)]
+        with self._capturing(pool):
+            self.outputs = self.run(*self.inputs)
+
+    def capture_backward(self, pool: tuple[int, int], grads: Sequence[torch.Tensor]) -> None:
+        """Capture the backward pass of the captured forward pass, with the outputs' gradients at these places."""
+        self.grad_outputs = list(grads)
+        with self._capturing(pool):
+            self.grad_inputs = self._backward(self.outputs)
+        self.outputs = [x.detach() for x in self.outputs]
+
+    def warm_up(self, *inputs: torch.Tensor) -> None:
+        """Run forward and backward outside a graph, with gradients of zero: `main_grad` keeps its values."""
+        self.inputs = [x.detach().requires_grad_() for x in inputs]
+        for _ in range(WARMUPS):
+            outputs = self.run(*self.inputs)
+            self.grad_outputs = [torch.zeros_like(x) for x in outputs]
+            self._backward(outputs)
+
+    def replay_forward(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The outputs for these inputs, in their places."""
+        _put(self.inputs, inputs)
+        self._graphs[0].replay()
+        return [x.detach() for x in self.outputs]
+
+    def replay_backward(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The gradients of the inputs, in their places; those of the weights are added to `main_grad`."""
+        _put(self.grad_outputs, grads)
+        self._graphs[1].replay()
+        return [x.detach() for x in self.grad_inputs]
+
+    def release(self) -> None:
+        """Free the captured graphs."""
+        for graph in self._graphs:
+            graph.reset()
+        self._graphs = []
+
+    def _capturing(self, pool: tuple[int, int]) -> torch.cuda.graph:
+        self._graphs.append(torch.cuda.CUDAGraph())
+        # Other threads may call CUDA meanwhile: NCCL's watchdog does.
+        return torch.cuda.graph(self._graphs[-1], pool=pool, capture_error_mode="thread_local")
+
+    def _backward(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        for param in self._params:
+            param.grad_added_to_main_grad = False
+        grads = torch.autograd.grad(outputs, [*self.inputs, *self._params], self.grad_outputs)
+        for param, grad in zip(self._params, grads[len(self.inputs) :]):
+            if not param.grad_added_to_main_grad:  # a fused matrix product has added to it and set this
+                param.main_grad.add_(grad)
+        return list(grads[: len(self.inputs)])
+
+
+def plan_pieces(layers: Sequence[PackedLayer], num_interrupted: int, rotation: Rotation) -> list[Piece]:
+    """The layers in pieces, up to the last attention.
+
+    Args:
+        num_interrupted: the caller comes between after so many layers, the first ones, never the last.
+    """
+    pieces = [Piece(None, layers[0], rotation)]
+    for number, (layer, following) in enumerate(itertools.pairwise(layers)):
+        if number < num_interrupted:
+            pieces += [Piece(layer, None, rotation), Piece(None, following, rotation)]
+        else:
+            pieces.append(Piece(layer, following, rotation))
+    return pieces
+
+
+class LayerGraphs:
+    """The layers of a decoder as graphs, from `capture` to `release`.
+
+    NCCL does not end a communicator that a graph still uses: release the graphs before the process groups.
+
+    Args:
+        layers: on CUDA; their trained parameters have a `main_grad` of zeros.
+        rotation: of T tokens; from now on its places belong to the graphs.
+        num_interrupted: see `plan_pieces`.
+    """
+
+    def __init__(self, layers: Sequence[PackedLayer], rotation: Rotation, num_interrupted: int) -> None:
+        config, like, num_tokens = layers[0].config, next(layers[0].parameters()), len(rotation.cos)
+        self.rotation = rotation
+        rows = num_tokens // config.tensor_model_parallel_size if config.sequence_parallel else num_tokens
+        self._hidden = like.new_zeros(rows, 1, config.hidden_size)
+        self._layers, self._num_interrupted = layers, num_interrupted
+        self.pieces: list[Piece] = []
+
+    def capture(self) -> None:
+        """Capture every piece; a collective if the layers communicate."""
+        try:
+            with _stand_ins(self._layers):
+                self.pieces = plan_pieces(self._layers, self._num_interrupted, self.rotation)
+                self._warm_up()
+                self._capture()
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Free the graphs and their memory."""
+        for piece in self.pieces:
+            piece.release()
+        self.pieces = []
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        rotation: Rotation,
+        segments: PackedSegments,
+        between: Callable[[PackedLayer, torch.Tensor], torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(s, 1, D) -> the last layer's input (s, 1, D) and its attention's output (T, 1, h * d). A backward pass must
+        come before the next forward pass.
+
+        Args:
+            between: called with an interrupted layer and its output; returns the next layer's input.
+        """
+        for place, angles in zip(self.rotation, rotation):
+            place.copy_(angles)
+        qkv: Sequence[torch.Tensor] = ()
+        for piece in self.pieces:
+            attended = [piece.after.attend(*qkv, segments)] if piece.after else []
+            hidden, *qkv = _Replay.apply(piece, hidden, *attended)
+            if piece.before is None:
+                hidden = between(piece.after, hidden)
+        return hidden, self._layers[-1].attend(*qkv, segments)
+
+    def _attended_of(self, piece: Piece) -> list[torch.Tensor]:
+        """Zeros in the place of the output of the attention before a piece, (T, 1, h * d); empty if there is none."""
+        width = piece.after.attended_width if piece.after else 0
+        return [self._hidden.new_zeros(len(self.rotation.cos), 1, width)] if piece.after else []
+
+    def _warm_up(self) -> None:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for piece in self.pieces:
+                piece.warm_up(self._hidden, *self._attended_of(piece))
+        torch.cuda.synchronize()
+
+    def _capture(self) -> None:
+        pool = torch.cuda.graph_pool_handle()
+        hidden = self._hidden
+        for piece in self.pieces:
+            # If the caller comes between, its result is copied to a place of its own.
+            hidden = hidden if piece.after else torch.zeros_like(hidden)
+            piece.capture_forward(pool, hidden, *self._attended_of(piece))
+            hidden = piece.outputs[0]
+        following: Piece | None = None
+        shared: list[torch.Tensor] = []  # gradients of q, k and v are used up before those of the next piece come
+        for piece in reversed(self.pieces):
+            qkv = piece.outputs[1:]
+            if piece.before and [x.shape for x in shared] != [x.shape for x in qkv]:
+                shared = [torch.empty_like(x) for x in qkv]
+            chained = following is not None and following.after is not None
+            grad = following.grad_inputs[0] if chained else torch.empty_like(piece.outputs[0])
+            piece.capture_backward(pool, [grad, *(shared if piece.before else [])])
+            following = piece
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, piece, *inputs):
+        ctx.piece = piece
+        return tuple(piece.replay_forward(inputs))
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return None, *ctx.piece.replay_backward(grads)
+
+
+@contextlib.contextmanager
+def _stand_ins(layers: Sequence[PackedLayer]) -> Iterator[None]:
+    """Give the layers other parameters meanwhile, in the same memory and with the same `main_grad`.
+
+    Data parallelism holds autograd's nodes of the real ones, which wait for the stream on which they were created; a
+    stream that is being captured may not wait.
+    """
+    modules = [module for layer in layers for module in layer.modules()]
+    places = [(module._parameters, name, param) for module in modules for name, param in module._parameters.items()]
+    places = [(parameters, name, param) for parameters, name, param in places if param is not None]
+    for parameters, name, param in places:
+        parameters[name] = torch.nn.Parameter(param.detach(), requires_grad=param.requires_grad)
+        parameters[name].__dict__.update(param.__dict__)
+    try:
+        yield
+    finally:
+        for parameters, name, param in places:
+            parameters[name] = param
+
+
+def _put(places: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+    """Copy each tensor to its place, unless it is there already."""
+    for place, tensor in zip(places, tensors, strict=True):
+        if place.data_ptr() != tensor.data_ptr():
+            place.detach().copy_(tensor)

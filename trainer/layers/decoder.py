@@ -1,0 +1,221 @@
+"""The language model of every family: a decoder whose caller may come between its first layers.
+
+t = tokens of this context-parallel rank, s = t / tp with sequence parallel, else t; N = loss tokens among the t,
+D = hidden size.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.fp8_utils import get_fp8_context
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import make_viewless_tensor
+
+from trainer.contract.model_shape import DecoderShape
+from trainer.contract.parallel import ParallelConfig
+from trainer.layers.attention import PackedSegments, Rotation, recomputed
+from trainer.layers.chosen_rows import ChosenRows
+from trainer.layers.cuda_graphs import LayerGraphs
+from trainer.layers.module_set import ACTIVATIONS, FLOAT8_ROWS, shared_config
+from trainer.layers.output_loss import OutputLayer
+
+# (number of a layer, from 0 over the whole model; its output (s, 1, D)) -> the next layer's input
+Between = Callable[[int, torch.Tensor], torch.Tensor]
+
+
+def decoder_config(shape: DecoderShape, parallel: ParallelConfig, dtype: torch.dtype) -> TransformerConfig:
+    """megatron-core's config of the language model."""
+    return TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        ffn_hidden_size=shape.intermediate_size,
+        num_attention_heads=shape.num_heads,
+        num_query_groups=shape.num_kv_heads,
+        kv_channels=shape.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_eps,
+        qk_layernorm=True,
+        gated_linear_unit=True,
+        # So megatron-core calls the module set's own gate. Other gates are computed step by step.
+        use_te_activation_func=shape.activation == "silu",
+        activation_func=ACTIVATIONS[shape.activation],
+        add_bias_linear=False,
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        # With virtual stages two pipeline ranks exchange activations and gradients at once; one batch would match them
+        # by their order and confuse them.
+        overlap_p2p_comm=parallel.vpp > 1,
+        batch_p2p_comm=parallel.vpp == 1,
+        num_layers_in_first_pipeline_stage=parallel.first_pipeline_layers,
+        context_parallel_size=parallel.cp,
+        sequence_parallel=parallel.sequence_parallel,
+        # The block recomputes whole layers; megatron-core's flag is for the attention cores alone.
+        recompute_granularity="selective" if parallel.recompute == "selective" else None,
+        **shared_config(dtype),
+    )
+
+
+class DecoderBlock(TransformerBlock):
+    """A transformer block over a packed bin."""
+
+    recompute = False
+    is_uniform = True
+    graphs: LayerGraphs | None = None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> ShardedStateDict:
+        """megatron-core's, which stacks parameters of the same name unless told that the layers differ."""
+        if not self.is_uniform:
+            metadata = {**(metadata or {}), "non_homogeneous_layers": True}
+        return super().sharded_state_dict(prefix, sharded_offsets, metadata)
+
+    def capture(self, num_tokens: int, rotary_pairs: int, num_interrupted: int) -> None:
+        """Replay the layers as CUDA graphs in training from now on; weights and gradients stay where they are.
+
+        Args:
+            num_tokens: t, the same for every bin.
+            rotary_pairs: angles per token.
+            num_interrupted: `between` comes after so many layers, the first ones.
+        """
+        rotation = Rotation.of(torch.zeros(num_tokens, rotary_pairs, device=next(self.parameters()).device))
+        self.graphs = LayerGraphs(list(self.layers), rotation, num_interrupted)
+        self.graphs.capture()
+
+    def release(self) -> None:
+        """Launch the layers' kernels one by one again."""
+        if self.graphs is not None:
+            self.graphs.release()
+            self.graphs = None
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor | None,
+        rotation: Rotation,
+        segments: PackedSegments,
+        between: Between | None,
+        rows: ChosenRows | None,
+    ) -> torch.Tensor:
+        """(s, 1, D) -> (s, 1, D), or of the chosen rows alone, which the last layer chooses.
+
+        Args:
+            between: None if nothing comes between layers.
+        """
+        hidden = hidden_states if self.pre_process else self.input_tensor
+        hidden = make_viewless_tensor(inp=hidden, requires_grad=True, keep_graph=True)
+
+        def go_between(layer: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+            return hidden if between is None else between(layer.layer_number - 1, hidden)
+
+        if self.graphs is not None and torch.is_grad_enabled():
+            hidden, attended = self.graphs(hidden, rotation, segments, go_between)
+            hidden = self.layers[-1].after_attention(hidden, attended, rows)
+        else:
+            for layer in self.layers:
+                # Only the layer itself is recomputed, without `between`.
+                run = partial(recomputed, self._run) if self.recompute else self._run
+                own_rows = rows if layer is self.layers[-1] else None
+                hidden = go_between(layer, run(layer, hidden, rotation, segments, own_rows))
+        if self.final_layernorm is not None:
+            hidden = self.final_layernorm(hidden)
+            hidden = make_viewless_tensor(inp=hidden, requires_grad=True, keep_graph=True)
+        return hidden
+
+    def _run(
+        self,
+        layer: torch.nn.Module,
+        hidden: torch.Tensor,
+        rotation: Rotation,
+        segments: PackedSegments,
+        rows: ChosenRows | None,
+    ) -> torch.Tensor:
+        with get_fp8_context(self.config, layer.layer_number - 1):  # does nothing unless config.fp8 is set
+            return layer(hidden, rotation, segments, rows)
+
+
+class LanguageModel(MegatronModule):
+    """Embedding (first pipeline rank), decoder layers, output layer and loss (last pipeline rank)."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        shape: DecoderShape,
+        layers: TransformerBlockSubmodules,
+        groups: ProcessGroupCollection,
+        *,
+        pre_process: bool = True,
+        post_process: bool = True,
+        vp_stage: int | None = None,
+    ) -> None:
+        super().__init__(config)
+        self.shape, self.groups = shape, groups
+        self.pre_process, self.post_process = pre_process, post_process
+        tied = shape.tie_word_embeddings
+        if pre_process or (post_process and tied):
+            self.embedding = tensor_parallel.VocabParallelEmbedding(
+                shape.vocab_size,
+                shape.hidden_size,
+                init_method=config.init_method,
+                reduce_scatter_embeddings=config.sequence_parallel,
+                config=config,
+                tp_group=groups.tp,
+            )
+        self.decoder = DecoderBlock(
+            config,
+            layers,
+            pre_process=pre_process,
+            post_process=post_process,
+            pg_collection=groups,
+            vp_stage=vp_stage,
+        )
+        if post_process:
+            # It works on all chosen rows, which are gathered before if sequence parallel has divided them.
+            self.output_layer = OutputLayer(
+                shape.hidden_size,
+                shape.vocab_size,
+                config=dataclasses.replace(config, sequence_parallel=False),
+                init_method=config.init_method,
+                bias=False,
+                gather_output=False,
+                skip_weight_param_allocation=tied,
+                tp_group=groups.tp,
+            )
+
+    def use_float8(self) -> None:
+        """Compute the matrix products of the layers in float8, each tensor scaled by its largest value: E4M3 forward,
+        E5M2 for gradients. Transformer Engine then casts each weight once per step."""
+        self.config.fp8, self.config.fp8_recipe = "hybrid", "tensorwise"
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """(1, t) -> (s, 1, D)."""
+        embedded = self.embedding(input_ids)
+        return embedded if self.config.sequence_parallel else embedded.transpose(0, 1).contiguous()
+
+    @property
+    def output_weight(self) -> torch.Tensor:
+        """(vocabulary / tp, D): the matrix from hidden states to logits, on the last pipeline rank."""
+        return self.embedding.weight if self.shape.tie_word_embeddings else self.output_layer.weight
+
+    def loss_rows(self, loss_index: torch.Tensor) -> ChosenRows:
+        """The rows of the tokens with loss, (N,) places in t: after the attention of the last layer the others are not
+        needed."""
+        sharers = self.groups.tp if self.config.sequence_parallel else None
+        return ChosenRows.of(loss_index, sharers, multiple=FLOAT8_ROWS if self.config.fp8 else 1)
+
+    def losses(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """(N,) float32 cross entropy of the hidden states of `loss_rows` and the N labels."""
+        if self.config.sequence_parallel:
+            # The output layer gives every rank the whole gradient, and each keeps its rows of it.
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=False, group=self.groups.tp
+            )
+        return self.output_layer(hidden[: len(labels), 0], labels, self.output_weight)

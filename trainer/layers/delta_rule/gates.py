@@ -1,0 +1,110 @@
+"""The delta rule's two gates (Triton), cumulated inside each chunk as its kernels read them.
+
+N = chunks of C = 64 tokens, H = value heads:
+    g = -exp(A_log) softplus(a + dt_bias), decay = g cumulated inside the chunk;  beta = sigmoid(b)
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from trainer.layers.delta_rule.packed_chunks import CHUNK, PackedChunks
+
+
+@triton.jit
+def _softplus(x):
+    small = tl.exp(-tl.abs(x))
+    # of 1 + small only seven digits are left: below 0.01 the series is exact to them
+    return tl.maximum(x, 0.0) + tl.where(small > 0.01, tl.log(1.0 + small), small * (1.0 - small * (0.5 - small / 3.0)))
+
+
+@triton.jit
+def _gates_forward(
+    a, b, a_log, dt_bias, starts, rows, decay, beta, stride_a, stride_b,
+    H: tl.constexpr, H_P2: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    chunk = tl.program_id(0).to(tl.int64)
+    token = tl.arange(0, C)[:, None]
+    head = tl.arange(0, H_P2)[None, :]
+    start = tl.load(starts + chunk).to(tl.int64)
+    inside = (token < tl.load(rows + chunk)) & (head < H)
+    x = tl.load(a + (start + token) * stride_a + head, mask=inside, other=0.0).to(tl.float32)
+    x += tl.load(dt_bias + head, mask=head < H, other=0.0).to(tl.float32)
+    rate = tl.exp(tl.load(a_log + head, mask=head < H, other=0.0).to(tl.float32))
+    g = tl.where(inside, -rate * _softplus(x), 0.0)
+    y = tl.load(b + (start + token) * stride_b + head, mask=inside, other=0.0).to(tl.float32)
+    cell = (chunk * H + head) * C + token
+    tl.store(decay + cell, tl.cumsum(g, 0), mask=head < H)
+    tl.store(beta + cell, tl.where(inside, tl.sigmoid(y), 0.0), mask=head < H)
+
+
+@triton.jit
+def _gates_backward(
+    a, a_log, dt_bias, beta, starts, rows, d_decay, d_beta, da, db, sums, stride_a,
+    H: tl.constexpr, H_P2: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    chunk = tl.program_id(0).to(tl.int64)
+    token = tl.arange(0, C)[:, None]
+    head = tl.arange(0, H_P2)[None, :]
+    start = tl.load(starts + chunk).to(tl.int64)
+    inside = (token < tl.load(rows + chunk)) & (head < H)
+    x = tl.load(a + (start + token) * stride_a + head, mask=inside, other=0.0).to(tl.float32)
+    x += tl.load(dt_bias + head, mask=head < H, other=0.0).to(tl.float32)
+    rate = tl.exp(tl.load(a_log + head, mask=head < H, other=0.0).to(tl.float32))
+    cell = (chunk * H + head) * C + token
+    dg = tl.load(d_decay + cell, mask=head < H, other=0.0)
+    dg = tl.where(inside, tl.cumsum(dg, 0, reverse=True), 0.0)
+    dx = -dg * rate * tl.sigmoid(x)
+    y = tl.load(beta + cell, mask=head < H, other=0.0)
+    dy = tl.load(d_beta + cell, mask=head < H, other=0.0) * y * (1.0 - y)
+    out = (start + token) * H + head
+    tl.store(da + out, dx.to(da.dtype.element_ty), mask=inside)
+    tl.store(db + out, dy.to(db.dtype.element_ty), mask=inside)
+    place = sums + chunk * 2 * H + tl.arange(0, H_P2)
+    seen = tl.arange(0, H_P2) < H
+    tl.store(place, tl.sum(-dg * rate * _softplus(x), 0), mask=seen)
+    tl.store(place + H, tl.sum(dx, 0), mask=seen)
+
+
+class _Gates(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a, b, a_log, dt_bias, chunks: PackedChunks):
+        heads, cells = a.shape[1], chunks.chunks
+        ctx.meta = {"H": heads, "H_P2": triton.next_power_of_2(heads), "C": CHUNK}
+        ctx.chunks = chunks
+        decay, beta = (a.new_empty(cells, heads, CHUNK, dtype=torch.float32) for _ in range(2))
+        _gates_forward[(cells,)](
+            *(a, b, a_log, dt_bias, chunks.starts, chunks.rows, decay, beta, a.stride(0), b.stride(0)), **ctx.meta
+        )
+        ctx.save_for_backward(a, a_log, dt_bias, beta)
+        return decay, beta
+
+    @staticmethod
+    def backward(ctx, d_decay, d_beta):
+        a, a_log, dt_bias, beta = ctx.saved_tensors
+        chunks, heads = ctx.chunks, ctx.meta["H"]
+        da, db = (a.new_empty(len(a), heads) for _ in range(2))
+        sums = a.new_empty(chunks.chunks, 2, heads, dtype=torch.float32)
+        grads = (d_decay.contiguous(), d_beta.contiguous())
+        _gates_backward[(chunks.chunks,)](
+            *(a, a_log, dt_bias, beta, chunks.starts, chunks.rows, *grads, da, db, sums, a.stride(0)), **ctx.meta
+        )
+        d_a_log, d_dt_bias = sums.sum(0)
+        return da, db, d_a_log.to(a_log.dtype), d_dt_bias.to(dt_bias.dtype), None
+
+
+def delta_gates(
+    a: torch.Tensor, b: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor, chunks: PackedChunks
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """In float32 from the read on.
+
+    Args:
+        a: (T, H), heads next to each other; rows may be part of wider ones.
+        b: the same.
+        a_log: (H,).
+        dt_bias: (H,).
+
+    Returns:
+        decay and beta (N, H, 64) float32; where a chunk has no token, its last decay and 0.
+    """
+    return _Gates.apply(a, b, a_log, dt_bias, chunks)

@@ -1,0 +1,203 @@
+"""The two sets of modules: Transformer Engine's on CUDA, plain torch modules on a CPU."""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+
+from dataset_builders.errors import InputError
+from trainer.contract.run import RunConfig
+from trainer.layers.attention import RotarySelfAttention, TorchVarlenAttention
+from trainer.layers.output_loss import OutputLayer
+from trainer.layers.packed_layer import PackedLayer
+
+if HAVE_TE:
+    from trainer.layers.te_modules import FusedModules
+
+# In checkpoints the norms have the fused modules' names, whichever set wrote them.
+_FUSED_NORM_KEYS = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+
+# By transformers' names.
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
+
+FLOAT8_ROWS = 16  # cuBLAS: both sides of a float8 product are multiples of it
+
+# The axis of the weight that tensor-parallel ranks divide; a row-parallel bias is whole on every rank.
+_PARALLEL_AXES = {ColumnParallelLinear: 0, OutputLayer: 0, RowParallelLinear: 1, VocabParallelEmbedding: 0}
+
+
+class TorchNorm(torch.nn.Module):
+    """RMSNorm or LayerNorm in float32, by `config.normalization`, with marks for sequence parallelism."""
+
+    def __init__(self, config, hidden_size: int, eps: float = 1e-6, **_: object) -> None:
+        super().__init__()
+        self.eps, self.shape = eps, (hidden_size,)
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel
+        self.bias = None
+        if config.normalization == "LayerNorm":
+            self.bias = torch.nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
+            self.bias.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.bias is None:
+            return self.weight * F.rms_norm(x.float(), self.shape, None, self.eps).to(x.dtype)
+        return F.layer_norm(x.float(), self.shape, self.weight.float(), self.bias.float(), self.eps).to(x.dtype)
+
+
+class TorchSwiglu:
+    """silu(first half) * second half. It has no state to be saved, so it is not a torch module."""
+
+    def __init__(self, *, config: object) -> None:
+        pass
+
+    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+
+class TorchModules(LocalSpecProvider):
+    """Plain torch modules. Slow, exact, and the same on every machine."""
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+        return TorchNorm
+
+    def core_attention(self) -> type:
+        return TorchVarlenAttention
+
+    def activation_func(self) -> type:
+        return TorchSwiglu
+
+
+def transformer_engine_modules() -> BackendSpecProvider:
+    """Transformer Engine's modules.
+
+    Raises:
+        InputError: it is not installed.
+    """
+    if not HAVE_TE:
+        raise InputError(
+            "training on CUDA needs transformer-engine, which is not installed: pip install 'athanor[gpu]'"
+        )
+    return FusedModules()
+
+
+def shared_config(dtype: torch.dtype) -> dict[str, Any]:
+    """The settings that the TransformerConfigs of all parts of a model share. Fusions that need CUDA stay off:
+    Transformer Engine has its own."""
+    return {
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "attention_softmax_in_fp32": True,
+        "calculate_per_token_loss": True,
+        "use_cpu_initialization": not torch.cuda.is_available(),
+        "perform_initialization": False,
+        "bias_dropout_fusion": False,
+        "bias_activation_fusion": False,
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False,
+        "apply_rope_fusion": False,
+        "batch_p2p_sync": False,
+    }
+
+
+def check_float8(run: RunConfig, device: torch.device) -> None:
+    """Check that the language model's products can be in float8.
+
+    Raises:
+        InputError: they cannot on this device, or in this job.
+    """
+    way_out = "set train.precision=bfloat16"
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
+        where = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
+        raise InputError(
+            f"train.precision=float8 needs a GPU of the Hopper generation or newer, not {where}; {way_out}"
+        )
+    parallel = run.execution.parallel
+    if parallel.sharding == "fsdp":
+        raise InputError(f"train.precision=float8 does not go with parallel.sharding=fsdp; {way_out}")
+    slices = parallel.cp * (parallel.tp if parallel.sequence_parallel else 1)
+    if run.seq_len % (FLOAT8_ROWS * slices):
+        raise InputError(
+            f"seq_len={run.seq_len} over {slices} slices is not a multiple of {FLOAT8_ROWS} tokens, which "
+            f"train.precision=float8 needs; take a multiple of {FLOAT8_ROWS * slices} or {way_out}"
+        )
+
+
+def mark_tensor_parallel(model: torch.nn.Module) -> None:
+    """Mark every parameter that tensor-parallel ranks divide, with the axis along which they do.
+
+    megatron-core's modules set these marks only when they also initialise the weight, which we do not; gradient norms
+    and the reading of weights depend on them. Transformer Engine's modules set them always.
+    """
+    for module in model.modules():
+        axis = _PARALLEL_AXES.get(type(module))
+        if axis is None or module.tp_group.size() == 1:
+            continue
+        parts = [module.weight] if axis == 1 else [module.weight, getattr(module, "bias", None)]
+        for param in parts:
+            if param is not None:
+                param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, axis, 1
+
+
+def layer_spec(modules: BackendSpecProvider, *, causal: bool, qk_norm: bool) -> ModuleSpec:
+    """A transformer layer of this module set.
+
+    Args:
+        causal: each token sees itself and the tokens before it in its segment; otherwise the whole segment.
+        qk_norm: normalise queries and keys; `TransformerConfig.qk_layernorm` must be the same, because only if it is
+            true does megatron-core sum the gradients of these norms over the tensor-parallel ranks.
+    """
+    fused = modules.fuse_layernorm_and_linear()
+    norm = modules.layer_norm()
+    column = modules.column_parallel_layer_norm_linear() if fused else modules.column_parallel_linear()
+    attention = ModuleSpec(
+        module=RotarySelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal if causal else AttnMaskType.no_mask},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=column,
+            core_attention=modules.core_attention(),
+            linear_proj=modules.row_parallel_linear(),
+            q_layernorm=norm if qk_norm else None,
+            k_layernorm=norm if qk_norm else None,
+        ),
+    )
+    mlp = ModuleSpec(
+        module=MLP,
+        submodules=MLPSubmodules(
+            linear_fc1=column,
+            linear_fc2=modules.row_parallel_linear(),
+            activation_func=modules.activation_func(),  # used if the config's `use_te_activation_func` is true
+        ),
+    )
+    return ModuleSpec(
+        module=PackedLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=IdentityOp if fused else norm,
+            self_attention=attention,
+            pre_mlp_layernorm=IdentityOp if fused else norm,
+            mlp=mlp,
+            sharded_state_dict_keys_map={} if fused else _FUSED_NORM_KEYS,
+        ),
+    )

@@ -1,0 +1,155 @@
+"""Output layer and cross entropy in one, one chunk of loss tokens at a time: the logits of all never exist together.
+
+N = loss tokens, D = hidden size, W = words of the vocabulary that this tensor-parallel rank holds. A chunk's logits are
+in the weight's dtype, sums over the vocabulary in float32.
+
+Gradients are computed in backward, where the gradient of each loss is known: the weight's gradient is a sum over
+tokens, so no factor per token could correct it later. So the logits are computed again there, except those of one
+chunk, which stay in memory from forward to backward. Up to CHUNK loss tokens nothing is computed twice.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from trainer.contract.model_shape import LOSS_CHUNK
+
+if torch.cuda.is_available():
+    from trainer.layers.kernels.loss import differentiate, summarize
+if HAVE_TE:
+    from trainer.layers.te_modules import add_product
+
+# Loss tokens at a time: 1.24 GB of bf16 logits at 151,936 words. Of a bin of 8,192 tokens some 30% have loss, which is
+# one chunk. Smaller chunks cost time: each reads and writes the whole float32 gradient of the weight, which takes a
+# sixth of the time of the product itself at 4,096 tokens, and two thirds at 1,024.
+CHUNK = LOSS_CHUNK
+
+
+class OutputLayer(ColumnParallelLinear):
+    """megatron-core's output layer with losses in the place of logits, for the rows of the whole sequence."""
+
+    # True if the weight has a float32 buffer of its gradient, `main_grad`: the gradient is then added there at once.
+    fuse_wgrad_accumulation = False
+
+    def forward(self, hidden: torch.Tensor, labels: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Cross entropy of each loss token, (N,) float32, the same on all tensor-parallel ranks.
+
+        Args:
+            hidden: (N, D).
+            labels: (N,) int64.
+            weight: (W, D), its own or the embedding's that it is tied to.
+        """
+        places = labels - self.tp_group.rank() * len(weight)
+        return _OutputLoss.apply(hidden, weight, places, self.tp_group, self.fuse_wgrad_accumulation)
+
+
+class _OutputLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, places, group, fuse_wgrad_accumulation):
+        own = torch.empty(3, len(hidden), dtype=torch.float32, device=hidden.device)
+        logits = _new_chunk(hidden, weight)
+        for part in reversed(list(_chunks(len(hidden)))):  # the first comes last, so that a whole chunk is kept
+            _summarize(_multiply(hidden[part], weight, logits), places[part], own[:, part])
+        largest, total, chosen = _over_ranks(own, group)
+        ctx.save_for_backward(hidden, weight, places, largest, total)
+        ctx.first_logits, ctx.group = logits, group
+        ctx.main_grad = weight.main_grad if fuse_wgrad_accumulation and ctx.needs_input_grad[1] else None
+        return total.log() - (chosen - largest)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, upstream):
+        hidden, weight, places, largest, total = ctx.saved_tensors
+        upstream = upstream.contiguous()
+        first_logits, ctx.first_logits = ctx.first_logits, None  # written over below
+        logits = _new_chunk(hidden, weight) if first_logits is None else first_logits
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_weight = _gradient_buffer(ctx.main_grad, weight, len(hidden)) if ctx.needs_input_grad[1] else None
+        sums = []
+        for part in _chunks(len(hidden)):
+            is_there = part.start == 0 and first_logits is not None
+            grad = logits[: part.stop] if is_there else _multiply(hidden[part], weight, logits)
+            _differentiate(grad, places[part], largest[part], total[part], upstream[part])
+            if grad_hidden is not None:
+                torch.mm(grad, weight, out=grad_hidden[part])
+                if ctx.group.size() > 1:  # while the product of the weight's gradient runs
+                    sums.append(dist.all_reduce(grad_hidden[part], group=ctx.group, async_op=True))
+            if grad_weight is not None:
+                _add_product(grad_weight, grad, hidden[part])
+        for pending in sums:
+            pending.wait()
+        is_given = grad_weight is not None and ctx.main_grad is None
+        return grad_hidden, grad_weight.to(weight.dtype) if is_given else None, None, None, None
+
+
+def _chunks(count: int) -> Iterator[slice]:
+    return (slice(start, min(start + CHUNK, count)) for start in range(0, count, CHUNK))
+
+
+def _new_chunk(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.empty(min(CHUNK, len(hidden)), len(weight), dtype=weight.dtype, device=weight.device)
+
+
+def _multiply(hidden: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    return torch.mm(hidden, weight.t(), out=logits[: len(hidden)])
+
+
+def _over_ranks(own: torch.Tensor, group: ProcessGroup) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """For the whole vocabulary, from the same of each rank's words: largest logit, sum of exp(logit - largest), the
+    label's logit, each (N,) float32."""
+    if group.size() == 1 or not own.numel():
+        return own.unbind()
+    ranks = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(ranks, own, group=group)
+    each_largest, each_total, each_chosen = torch.stack(ranks, dim=1).unbind()
+    largest = each_largest.amax(0)
+    return largest, (each_total * (each_largest - largest).exp()).sum(0), each_chosen.sum(0)
+
+
+def _gradient_buffer(main_grad: torch.Tensor | None, weight: torch.Tensor, count: int) -> torch.Tensor:
+    """The buffer that chunks add to: `main_grad`, or zeros in float32; in the weight's dtype for a single chunk."""
+    if main_grad is not None:
+        return main_grad
+    return torch.zeros_like(weight, dtype=torch.float32 if count > CHUNK else weight.dtype)
+
+
+def _add_product(buffer: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) -> None:
+    """buffer (W, D) += grad^T (W, n) hidden (n, D), summed in float32."""
+    if not buffer.is_cuda:
+        # First the product, then one addition: two bins give the same bits on one rank and on two.
+        buffer += torch.mm(grad.t().to(buffer.dtype), hidden.to(buffer.dtype))
+    elif buffer.dtype == grad.dtype:
+        buffer.addmm_(grad.t(), hidden)
+    else:
+        add_product(buffer, grad, hidden)
+
+
+def _summarize(logits: torch.Tensor, places: torch.Tensor, out: torch.Tensor) -> None:
+    """`kernels.loss.summarize`, and without CUDA the same step by step."""
+    if logits.is_cuda:
+        summarize(logits, places, out)
+        return
+    logits = logits.float()
+    largest = torch.amax(logits, dim=1, out=out[0])
+    torch.sum((logits - largest[:, None]).exp_(), dim=1, out=out[1])
+    here = (places >= 0) & (places < logits.size(1))
+    out[2] = logits.gather(1, places.clamp(0, logits.size(1) - 1)[:, None])[:, 0].where(here, 0.0)
+
+
+def _differentiate(
+    logits: torch.Tensor, places: torch.Tensor, largest: torch.Tensor, total: torch.Tensor, upstream: torch.Tensor
+) -> None:
+    """`kernels.loss.differentiate`, and without CUDA the same step by step."""
+    if logits.is_cuda:
+        differentiate(logits, places, largest, total, upstream)
+        return
+    grad = (logits.float() - largest[:, None]).exp_().mul_((upstream / total)[:, None])
+    here = (places >= 0) & (places < logits.size(1))
+    minus = -upstream.where(here, 0.0)
+    grad.scatter_add_(1, places.clamp(0, logits.size(1) - 1)[:, None], minus[:, None])
+    logits.copy_(grad)

@@ -1,0 +1,69 @@
+"""A transformer layer over a packed bin, in two halves around its attention.
+
+T = tokens (or patches) of the bin on this rank, s = T / tp with sequence parallel, else T; h = query heads of this
+rank, g = its key-value heads, d = head dim, D = hidden size.
+"""
+
+import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from trainer.layers.attention import PackedSegments, Rotation
+from trainer.layers.chosen_rows import ChosenRows
+
+if HAVE_TE:
+    from trainer.layers.te_modules import JointMLP, can_join
+
+
+class PackedLayer(TransformerLayer):
+    """megatron-core's layer, norms before attention and MLP, without features that packed training never uses (caches,
+    cross attention, dropout). Its halves depend on the number of tokens alone, its attention on the bin's samples."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)
+        self._joint_mlp = JointMLP(self.mlp) if HAVE_TE and can_join(self.mlp) else None
+
+    def forward(
+        self, hidden: torch.Tensor, rotation: Rotation, segments: PackedSegments, rows: ChosenRows | None = None
+    ) -> torch.Tensor:
+        """(s, 1, D) -> (s, 1, D), or of the chosen rows alone."""
+        attended = self.attend(*self.before_attention(hidden, rotation), segments)
+        return self.after_attention(hidden, attended, rows)
+
+    def before_attention(self, hidden: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, ...]:
+        """(s, 1, D) -> queries (T, h, d), keys and values (T, g, d)."""
+        return self.self_attention.prepare(self.input_layernorm(hidden), rotation)
+
+    def attend(self, *qkv_and_segments: object) -> torch.Tensor:
+        """The values of `before_attention`, and the segments -> (T, 1, h * d)."""
+        return self.self_attention.attend(*qkv_and_segments)
+
+    @property
+    def attended_width(self) -> int:
+        """h * d, the width of `attend`'s output."""
+        attention = self.self_attention
+        return attention.num_attention_heads_per_partition * attention.hidden_size_per_attention_head
+
+    def modules_before_attention(self) -> list[torch.nn.Module]:
+        """The modules whose parameters `before_attention` uses."""
+        attention = self.self_attention
+        modules = (self.input_layernorm, attention.linear_qkv, attention.q_layernorm, attention.k_layernorm)
+        return [module for module in modules if module is not None]
+
+    def modules_after_attention(self) -> list[torch.nn.Module]:
+        """The modules whose parameters `after_attention` uses."""
+        return [self.self_attention.linear_proj, self.pre_mlp_layernorm, self.mlp]
+
+    def after_attention(
+        self, hidden: torch.Tensor, attended: torch.Tensor, rows: ChosenRows | None = None
+    ) -> torch.Tensor:
+        """The layer's input (s, 1, D) and (T, 1, h * d) -> (s, 1, D), or of the chosen rows alone."""
+        if rows is not None:
+            hidden, attended = rows.of_hidden(hidden), rows.of_attended(attended)
+        hidden = hidden + _with_bias(*self.self_attention.linear_proj(attended))
+        mlp = self._joint_mlp or self.mlp
+        return hidden + _with_bias(*mlp(self.pre_mlp_layernorm(hidden)))
+
+
+def _with_bias(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return x if bias is None else x + bias

@@ -1,0 +1,152 @@
+"""One chunk of a model of any family; a forward pass takes one bin.
+
+A process holds one chunk, or several with virtual pipeline stages. The first chunk of the first pipeline rank has the
+embedding, and the vision encoder if there is one; the last chunk of the last rank has the output layer and the loss.
+
+t = tokens of this context-parallel rank, s = t / tp with sequence parallel, else t; N = loss tokens among the t,
+D = hidden size.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor
+from megatron.core.enums import ModelType
+from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from dataset_builders.contracts.tokenized import PatchFormat
+from trainer.contract.model_shape import ModelShape
+from trainer.contract.parallel import ParallelConfig
+from trainer.data.micro_batch import MicroBatch
+from trainer.layers.attention import PackedSegments, Rotation
+from trainer.layers.chosen_rows import ChosenRows
+from trainer.layers.decoder import Between, LanguageModel, decoder_config
+from trainer.layers.module_set import layer_spec, mark_tensor_parallel
+from trainer.layers.part_clock import PartClock
+from trainer.parallel.mesh import Mesh
+
+
+class PackedModel(MegatronModule):
+    """One chunk of a model, whose weights are unset until they are loaded. This class is a language model alone.
+
+    A family defines how positions turn a head (`rotation`), and may define its layers (`layer_spec`), other parts of a
+    chunk (`build_parts`) and how tokens are embedded (`embed`).
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        parallel: ParallelConfig,
+        dtype: torch.dtype,
+        modules: BackendSpecProvider,
+        mesh: Mesh,
+        seq_len: int,
+        vp_stage: int | None = None,
+    ) -> None:
+        config = decoder_config(shape.language, parallel, dtype)
+        super().__init__(config)
+        self.shape, self.parallel, self.mesh, self.groups = shape, parallel, mesh, mesh.groups
+        pp, stage = mesh.groups.pp, vp_stage or 0
+        self.vp_stage = vp_stage
+        self.pre_process = pp.rank() == 0 and stage == 0
+        self.post_process = pp.rank() == pp.size() - 1 and stage == parallel.vpp - 1
+        self.model_type = ModelType.encoder_or_decoder  # the schedules read it
+        self.share_embeddings_and_output_weights = shape.language.tie_word_embeddings
+        self.seq_len = seq_len
+        self.clock = PartClock()
+        self.build_parts(dtype, modules)
+        first = get_transformer_layer_offset(config, vp_stage, pp.rank())
+        numbers = range(first, first + get_num_layers_to_build(config, vp_stage, pp.rank()))
+        kinds = [self.layer_spec(modules, number) for number in range(shape.language.num_layers)]
+        self.language = LanguageModel(
+            config,
+            shape.language,
+            TransformerBlockSubmodules([kinds[number] for number in numbers], modules.layer_norm()),
+            mesh.groups,
+            pre_process=self.pre_process,
+            post_process=self.post_process,
+            vp_stage=vp_stage,
+        )
+        self.language.decoder.recompute = parallel.recompute == "full"
+        self.language.decoder.is_uniform = all(kind == kinds[0] for kind in kinds)
+        mark_tensor_parallel(self)
+        self._mark_tied_weight()
+
+    def build_parts(self, dtype: torch.dtype, modules: BackendSpecProvider) -> None:
+        """Build the parts of this chunk that come before the language model."""
+
+    def layer_spec(self, modules: BackendSpecProvider, number: int) -> ModuleSpec:
+        """A layer of the language model, counted from 0 over the whole model: a `PackedLayer`, or a module with its
+        methods."""
+        return layer_spec(modules, causal=True, qk_norm=True)
+
+    def rotation(self, batch: MicroBatch) -> Rotation:
+        """How the positions of the t tokens turn queries and keys."""
+        raise NotImplementedError
+
+    def embed(self, batch: MicroBatch) -> tuple[torch.Tensor, Between | None]:
+        """(s, 1, D) on the first chunk, and the function that comes between its first layers; None if there is none."""
+        self.clock.switch("language")
+        return self.language.embed(batch.input_ids), None
+
+    def prepare_pixels(self, patch_format: PatchFormat) -> None:
+        """Set how the data's patches become pixel values."""
+
+    def partial_gradients(self) -> Sequence[torch.nn.Parameter]:
+        """Parameters that are whole on every tensor-parallel rank, while each rank has only a part of their gradient:
+        the parts must be summed over these ranks."""
+        return []
+
+    def _mark_tied_weight(self) -> None:
+        """Mark for megatron-core the weight that the first and the last pipeline rank both hold."""
+        weight = self.shared_embedding_or_output_weight()
+        if weight is not None and self.groups.pp.size() > 1:
+            weight.shared_embedding = True
+            weight.shared = not self.pre_process  # the copy that the gradient norm does not count
+
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        """Losses (N,) float32 of this rank's loss tokens on the last chunk; hidden states (s, 1, D) on earlier ones."""
+        if not self.post_process:
+            return self.hidden_states(batch)
+        hidden = self.hidden_states(batch, self.language.loss_rows(batch.loss_index))
+        return self.language.losses(hidden, batch.labels)
+
+    def hidden_states(self, batch: MicroBatch, rows: ChosenRows | None = None) -> torch.Tensor:
+        """(s, 1, D) after the last layer (and final norm) of this chunk, or only its chosen rows."""
+        hidden, between = self.embed(batch) if self.pre_process else (None, None)
+        segments = PackedSegments.of(batch.cu_seqlens, batch.max_seqlen, self.parallel.cp)
+        return self.language.decoder(hidden, self.rotation(batch), segments, between, rows)
+
+    def capture_graphs(self) -> None:
+        """Replay the language model's layers as CUDA graphs in training. All ranks must call it, when weights and
+        gradients have their places and the gradients are zero."""
+        pairs = self.shape.language.rotary_dim // 2
+        self.language.decoder.capture(self.seq_len // self.parallel.cp, pairs, self.shape.num_deepstack)
+
+    def release_graphs(self) -> None:
+        """Launch the layers' kernels one by one again, and free the graphs and their memory."""
+        self.language.decoder.release()
+
+    def set_input_tensor(self, input_tensor: list[torch.Tensor] | torch.Tensor) -> None:
+        """Called by the pipeline schedule with the hidden states that the rank before has sent."""
+        tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+        self.language.decoder.set_input_tensor(tensor)
+
+    def shared_embedding_or_output_weight(self) -> torch.Tensor | None:
+        """The weight that the first and the last pipeline rank both hold if embeddings are tied; None elsewhere."""
+        has_it = self.share_embeddings_and_output_weights and (self.pre_process or self.post_process)
+        return self.language.embedding.weight if has_it else None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> ShardedStateDict:
+        """megatron-core's, with the copy of a tied weight numbered as a copy."""
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        tied = state.get(f"{prefix}language.embedding.weight")
+        if isinstance(tied, ShardedTensor | ShardedObject) and not self.pre_process:
+            tied.replica_id = (1, 0, self.groups.dp_cp.rank())
+        return state

@@ -1,0 +1,73 @@
+"""The loss of the held-out bins: one number for the curve, and one line per sample."""
+
+import torch
+import torch.distributed as dist
+
+from dataset_builders.storage.files import write_text
+from trainer.contract.answer import HeldoutRow
+from trainer.contract.names import HELDOUT_JSONL
+from trainer.contract.run import RunConfig
+from trainer.data.reader import PREFETCH_DEPTH, BinReader, prefetch
+from trainer.loop.share_model import Chunk
+from trainer.loop.step import run_micro_batches
+from trainer.objectives.totals import Totals
+from trainer.parallel.mesh import Mesh
+
+
+def heldout_loss(
+    chunks: list[Chunk], reader: BinReader, mesh: Mesh, run: RunConfig, name: str = HELDOUT_JSONL
+) -> float | None:
+    """Mean loss over the loss tokens of all held-out bins; None if there are none. A collective.
+
+    Rank 0 writes the mean loss of every held-out sample, in order of their keys.
+
+    Args:
+        name: of the file that rank 0 writes.
+    """
+    if not reader.bins:
+        return None
+    numbers = _share(len(reader.bins), mesh, multiple=mesh.groups.pp.size() if len(chunks) > 1 else 1)
+    totals = Totals.zero(mesh.device)
+    for chunk in chunks:
+        chunk.eval()
+    with torch.no_grad():
+        pin = mesh.device.type == "cuda"
+        batches = prefetch(reader, iter(numbers), PREFETCH_DEPTH, pin, run.execution.loader_workers)
+        reports = run_micro_batches(
+            chunks, batches, len(numbers), mesh, totals, forward_only=True, return_per_token_outputs=True
+        )
+    clock = chunks[0].module.clock
+    clock.switch(None)
+    clock.read()
+    rows = _by_sample(reader, numbers, reports, mesh)
+    if mesh.is_main:
+        write_text(run.output_dir / name, "".join(row.model_dump_json() + "\n" for row in rows))
+    loss_sum, loss_tokens = totals.over_ranks(mesh).loss_and_tokens.tolist()
+    return loss_sum / max(1, loss_tokens)
+
+
+def _share(total: int, mesh: Mesh, multiple: int) -> list[int | None]:
+    """Bins of this rank, then empty ones: the same number on every rank, because ranks that divide the weights meet in
+    each bin, and a multiple of `multiple`, which virtual stages of a pipeline need."""
+    per_rank = -(-total // (mesh.dp * multiple)) * multiple
+    numbers: list[int | None] = list(range(mesh.dp_rank, total, mesh.dp))
+    return numbers + [None] * (per_rank - len(numbers))
+
+
+def _by_sample(reader: BinReader, numbers: list[int | None], reports: list[dict], mesh: Mesh) -> list[HeldoutRow]:
+    """One row per sample. Context-parallel ranks each have some of its tokens, tensor-parallel ranks all of them."""
+    mine: list[tuple[str, float, int]] = []
+    if mesh.groups.tp.rank() == 0:
+        for number, report in zip(numbers, reports):  # only the last pipeline rank has reports
+            if number is not None:
+                losses = report["losses"].cpu().split(report["loss_lengths"])
+                mine += [(r.key, float(part.double().sum()), len(part)) for r, part in zip(reader.bins[number], losses)]
+    everybody = [mine]
+    if mesh.world_size > 1:
+        everybody = [[] for _ in range(mesh.world_size)]
+        dist.all_gather_object(everybody, mine)
+    sums: dict[str, tuple[float, int]] = {}
+    for key, loss, count in (row for rows in everybody for row in rows):
+        before = sums.get(key, (0.0, 0))
+        sums[key] = before[0] + loss, before[1] + count
+    return [HeldoutRow(key=k, loss=loss / n if n else None, loss_tokens=n) for k, (loss, n) in sorted(sums.items())]

@@ -1,0 +1,66 @@
+"""One job of the trainer, from run.json to result.json."""
+
+import logging
+import sys
+import traceback
+import warnings
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from dataset_builders.errors import InputError
+from dataset_builders.storage.files import write_json
+from trainer.contract.answer import TrainResult
+from trainer.contract.names import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED, RESULT_JSON
+from trainer.contract.run import RunConfig
+from trainer.families.shapes import check_run
+
+# megatron-core warns at import of all that a machine without CUDA lacks; the module sets handle that.
+warnings.filterwarnings("ignore", module=r"megatron\..*")
+
+from trainer.loop.export import export  # noqa: E402
+from trainer.loop.interval import NotFinite  # noqa: E402
+from trainer.loop.train import train  # noqa: E402
+from trainer.parallel.mesh import place_in_world, rank_mesh, set_threads  # noqa: E402
+from trainer.parallel.runtime import prepare_runtime  # noqa: E402
+
+log = logging.getLogger("athanor.trainer")
+
+
+def run_job(run: RunConfig) -> TrainResult:
+    """The result of the job, run in the process group; a failure becomes a result with its reason."""
+    rank, _, world = place_in_world()
+    try:
+        if run.task == "train":
+            check_run(run, world)
+        with rank_mesh(run.execution.parallel, run.train.seed) as mesh:
+            return train(run, mesh) if run.task == "train" else export(run, mesh)
+    except NotFinite as error:
+        return TrainResult(status="failed", step=error.step, message=str(error), keys=error.keys)
+    except InputError as error:
+        return TrainResult(status="failed", step=0, message=str(error), is_input_error=True)
+    except Exception as error:
+        traceback.print_exc()
+        return TrainResult(status="failed", step=0, message=f"rank {rank}: {type(error).__name__}: {error}")
+
+
+def run_file(path: Path) -> int:
+    """The exit code of the process, after it has run the job of a run.json."""
+    try:
+        run = RunConfig.model_validate_json(path.read_text())
+    except ValidationError as error:
+        first = error.errors()[0]
+        print(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}", file=sys.stderr)
+        return EXIT_INPUT
+    rank = place_in_world()[0]
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    log.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    set_threads(run.num_threads)
+    prepare_runtime()
+    result = run_job(run)
+    if rank == 0 or result.status == "failed":
+        write_json(run.output_dir / RESULT_JSON, result.model_dump(mode="json"))
+    if result.status == "failed":
+        log.error("%s", result.message)
+        return EXIT_INPUT if result.is_input_error else EXIT_FAILED
+    return EXIT_STOPPED if result.status == "stopped" else 0

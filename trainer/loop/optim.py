@@ -1,0 +1,118 @@
+"""The optimizer, the learning rate and the gradient norms. AdamW; each part of the model has its own rate and decay."""
+
+import functools
+import math
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, ParamKey, get_megatron_optimizer
+from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
+from megatron.core.optimizer_param_scheduler import ParamGroupOverride
+
+from trainer.contract.run import OptimConfig, TrainConfig
+from trainer.families.family import Family
+
+# The key of a parameter group that names its part. A checkpoint's groups are matched to the optimizer's by four keys
+# alone (megatron-core's `param_group_identifier_keys`: wd_mult, lr_mult, is_expert_parallel, is_decoupled_lr), and of
+# two groups that agree in them one would be loaded into both. This key of the four is read nowhere else.
+PART_KEY = "is_decoupled_lr"
+
+
+def learning_rate(step: int, config: OptimConfig, num_steps: int, peak: float | None = None) -> float:
+    """Rate of the update from step `step` to `step` + 1: linear up to the peak, then half a cosine down.
+
+    Args:
+        peak: highest rate; None: `config.lr`.
+    """
+    peak = config.lr if peak is None else peak
+    if step < config.warmup_steps:
+        return peak * (step + 1) / config.warmup_steps
+    progress = (step - config.warmup_steps) / max(1, num_steps - 1 - config.warmup_steps)
+    floor = peak * config.min_lr_fraction
+    return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+def set_learning_rate(optimizer: ChainedOptimizer, step: int, config: OptimConfig, num_steps: int) -> float:
+    """The rate of `config.lr` at this step, after each group got the rate of its own peak."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(step, config, num_steps, group["max_lr"])
+    return learning_rate(step, config, num_steps)
+
+
+def build_optimizer(
+    model: list[DistributedDataParallel], config: TrainConfig, dtype: torch.dtype, family: Family
+) -> ChainedOptimizer:
+    """megatron-core's optimizer: the distributed one (float32 main parameters, states divided over the data-parallel
+    ranks) if the chunks' `ddp_config` says so, otherwise the plain one.
+
+    Args:
+        model: the chunks of this pipeline rank, with the interface of megatron-core's DDP; frozen parts were frozen
+            before the chunks were wrapped.
+    """
+    optim = config.optim
+    return get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=optim.lr,
+            weight_decay=optim.weight_decay,
+            adam_beta1=optim.adam_beta1,
+            adam_beta2=optim.adam_beta2,
+            adam_eps=optim.adam_eps,
+            clip_grad=optim.clip_grad_norm,
+            params_dtype=dtype,
+            bf16=dtype is torch.bfloat16,
+            use_distributed_optimizer=model[0].ddp_config.use_distributed_optimizer,
+        ),
+        model,
+        config_overrides=_groups(config, family),
+    )
+
+
+def _groups(config: TrainConfig, family: Family) -> dict[ParamKey, ParamGroupOverride]:
+    """Two groups per trained part: the weights, and the norms and biases, which do not decay."""
+    groups = {}
+    for part in family.parts:
+        own = config.part(part)
+        if own.frozen:
+            continue
+        for decays in (True, False):
+            belongs = functools.partial(_belongs, part=part, part_of=family.part_of, decays=decays)
+            key = ParamKey(with_name_predicate=ParamWithNamePredicate(f"{part}, decays={decays}", belongs))
+            decay = config.optim.weight_decay if own.weight_decay is None else own.weight_decay
+            groups[key] = {
+                PART_KEY: part,
+                "max_lr": config.optim.lr if own.lr is None else own.lr,
+                "weight_decay": decay if decays else 0.0,
+                "wd_mult": float(decays),
+            }
+    return groups
+
+
+def _belongs(param: torch.nn.Parameter, name: str, *, part: str, part_of: Callable[[str], str], decays: bool) -> bool:
+    is_norm_or_bias = param.dim() == 1 or name.endswith(".bias")
+    # DDP holds the model as `module`.
+    return part_of(name.removeprefix("module.")) == part and decays is not is_norm_or_bias
+
+
+@torch.no_grad()
+def grad_norms_by_part(optimizer: ChainedOptimizer, device: torch.device) -> dict[str, float]:
+    """Gradient norm of each trained part over all ranks; a collective of one reduction.
+
+    Call it when the gradients are final (reduced, divided by the loss tokens) and before `optimizer.step()`, which
+    scales them in place if it clips. These are the same numbers as in the optimizer's own norm, so the squares of the
+    parts add up to the square of the whole.
+    """
+    optimizer.prepare_grads()  # step() calls it again: without a loss scaler it only takes views of the gradient buffer
+    names = sorted({group[PART_KEY] for group in optimizer.param_groups})  # the same on every rank: groups may be empty
+    grads: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+    for inner in optimizer.chained_optimizers:
+        part_of_grad = {id(p.grad): group[PART_KEY] for group in inner.param_groups for p in group["params"]}
+        # Gradients that another rank counts are left out: tensor-parallel duplicates, a tied embedding's second copy.
+        for grad in inner.get_main_grads_for_grad_norm():
+            grads[part_of_grad[id(grad)]].append(grad)
+    norms = [torch.nn.utils.get_total_norm(grads[name]).to(device, torch.float64) for name in names]
+    squares = torch.stack(norms).square()
+    dist.all_reduce(squares, group=optimizer.get_grad_stats_parallel_group())
+    return dict(zip(names, squares.sqrt().tolist(), strict=True))

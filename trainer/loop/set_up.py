@@ -1,0 +1,127 @@
+"""Everything before the first step: the model's chunks, the optimizer, the order of bins, the newest checkpoint."""
+
+import logging
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer
+
+from trainer.checkpoint import save_and_load as checkpoint
+from trainer.checkpoint.hf_read import load_hf_weights
+from trainer.contract.model_shape import ModelShape
+from trainer.contract.names import CHECKPOINTS
+from trainer.contract.run import RunConfig
+from trainer.data.order import TrainingOrder
+from trainer.data.reader import BinReader
+from trainer.families.family import Family, load
+from trainer.families.flops import cost_model
+from trainer.families.geometry import geometry_of
+from trainer.families.parts import freeze
+from trainer.families.registry import read_model
+from trainer.layers.module_set import TorchModules, check_float8, transformer_engine_modules
+from trainer.loop.share_model import Chunk, share_model, weights_dtype
+from trainer.loop.step import finalize_gradients
+from trainer.parallel.mesh import Mesh
+
+log = logging.getLogger("athanor.trainer")
+
+
+@dataclass(slots=True)
+class Trainer:
+    """The state of the training loop."""
+
+    run: RunConfig
+    mesh: Mesh
+    family: Family
+    chunks: list[Chunk]
+    optimizer: MegatronOptimizer
+    order: TrainingOrder
+    heldout: BinReader
+    step: int = 0
+    tokens: int = 0
+    loss_tokens: int = 0
+    should_stop: bool = False
+    last: dict[str, float | None] = field(default_factory=lambda: {"loss": None, "heldout_loss": None})
+
+
+def build_chunks(
+    run: RunConfig, family: Family, shape: ModelShape, mesh: Mesh, dtype: torch.dtype
+) -> list[torch.nn.Module]:
+    """The chunks of the model that this rank holds, with the weights of `run.hf_dir`, on its device."""
+    build, rules = load(family.model), family.weight_rules(shape)
+    modules = transformer_engine_modules() if mesh.device.type == "cuda" else TorchModules()
+    stages = range(run.execution.parallel.vpp) if run.execution.parallel.vpp > 1 else [None]
+    chunks = [build(shape, run.execution.parallel, dtype, modules, mesh, run.seq_len, stage) for stage in stages]
+    count = sum(load_hf_weights(chunk, run.hf_dir, rules) for chunk in chunks)
+    if run.train.precision == "float8":
+        check_float8(run, mesh.device)
+        for chunk in chunks:
+            chunk.language.use_float8()
+    log.info("weights: %s (%d parameters' tensors on this rank, %s)", run.hf_dir, count, dtype)
+    for chunk in chunks:
+        chunk.clock = chunks[0].clock
+    return [chunk.to(mesh.device) for chunk in chunks]
+
+
+def set_up(run: RunConfig, mesh: Mesh) -> Trainer:
+    """The state before the first step, resumed from the newest checkpoint of this run if there is one."""
+    family, shape = read_model(run.hf_dir)
+    models = build_chunks(run, family, shape, mesh, weights_dtype(run))
+    parallel = run.execution.parallel
+    part = mesh.slice_of_bin(parallel, has_vision=shape.vision is not None)
+    readers = [
+        BinReader(run.tokenized_dir, run.bins_dir, split, geometry_of(shape), run.seq_len, part)
+        for split in ("train", "heldout")
+    ]
+    models[0].prepare_pixels(readers[0].patch_format)
+    for model in models:
+        freeze(model, run.train, family)
+    chunks, optimizer = share_model(models, run, mesh, family)
+    for model, chunk in zip(models, chunks):
+        model.config.finalize_model_grads_func = finalize_gradients
+        model.config.grad_scale_func = optimizer.scale_loss
+        model.config.no_sync_func = chunk.no_sync if len(chunks) == 1 else [c.no_sync for c in chunks]
+    order = TrainingOrder(
+        readers[0],
+        seed=run.train.seed,
+        global_batch_size=run.train.global_batch_size,
+        dp_rank=mesh.dp_rank,
+        dp=mesh.dp,
+        bin_cost=partial(cost_model(shape).planned_cost, seq_len=run.seq_len) if parallel.balance else None,
+    )
+    trainer = Trainer(run, mesh, family, chunks, optimizer, order, readers[1])
+    _resume(trainer)
+    _log_arithmetic(trainer)
+    return trainer
+
+
+def _resume(trainer: Trainer) -> None:
+    checkpoints = checkpoint.list_checkpoints(trainer.run.output_dir / CHECKPOINTS)
+    if checkpoints:
+        trainer.step = checkpoint.read_step(checkpoints[-1], trainer.run)
+        checkpoint.load(trainer.chunks, trainer.optimizer, checkpoints[-1], trainer.mesh)
+    log.info("data state: %s", f"resumed at step {trainer.step}" if checkpoints else "fresh")
+    trainer.tokens, trainer.loss_tokens = trainer.order.tokens_before(trainer.step)
+
+
+def _log_arithmetic(trainer: Trainer) -> None:
+    """Log how the world, the global batch, the bins and the epochs divide."""
+    run, mesh, bins = trainer.run, trainer.mesh, trainer.order.reader.bins
+    p = run.execution.parallel
+    samples = sum(part.num_rows for part in bins.partitions)
+    log.info("world %d = dp %d x cp %d x tp %d x pp %d on %s", mesh.world_size, mesh.dp, p.cp, p.tp, p.pp, mesh.device)
+    log.info(
+        "global batch %d bins = %d micro batches x dp %d",
+        run.train.global_batch_size,
+        run.num_micro_batches(mesh.dp),
+        mesh.dp,
+    )
+    log.info(
+        "bins: %d of %d tokens, %.2f samples per bin; %d steps = %.1f epochs",
+        len(bins),
+        run.seq_len,
+        samples / len(bins),
+        run.train.num_steps,
+        trainer.order.epoch(run.train.num_steps),
+    )

@@ -1,0 +1,59 @@
+"""How data-parallel ranks share the model, by `parallel.sharding`: the only file that knows that there are two ways.
+
+In both, the chunks have the interface of megatron-core's DistributedDataParallel and the optimizer is megatron-core's:
+the rest (schedule, normalisation of gradients, clipping, update) is the same code.
+"""
+
+from typing import TypeAlias
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import ChainedOptimizer
+from megatron.core.transformer.module import MegatronModule
+
+from trainer.contract.run import RunConfig
+from trainer.families.family import Family
+from trainer.loop.optim import build_optimizer
+from trainer.parallel.fsdp import FullyShardedModel
+from trainer.parallel.mesh import Mesh
+
+# The dtype of the weights; with float8 the language model's products cast them.
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.bfloat16}
+
+Chunk: TypeAlias = DistributedDataParallel | FullyShardedModel
+
+
+def weights_dtype(run: RunConfig) -> torch.dtype:
+    """The dtype in which the bare model is built: FSDP2 keeps float32 weights and casts them, layer by layer."""
+    return torch.float32 if run.execution.parallel.sharding == "fsdp" else DTYPES[run.train.precision]
+
+
+def share_model(
+    models: list[MegatronModule], run: RunConfig, mesh: Mesh, family: Family
+) -> tuple[list[Chunk], ChainedOptimizer]:
+    """The wrapped chunks of this rank, whose frozen parts were frozen before, and the optimizer of the other parts."""
+    if run.execution.parallel.sharding == "fsdp":
+        (model,) = models
+        chunk = FullyShardedModel(model, DTYPES[run.train.precision], mesh.groups.dp)
+        optimizer = build_optimizer([chunk], run.train, weights_dtype(run), family)
+        chunk.optimize_slices(optimizer)
+        return [chunk], optimizer
+    chunks = _data_parallel(models)
+    return chunks, build_optimizer(chunks, run.train, weights_dtype(run), family)
+
+
+def _data_parallel(models: list[MegatronModule]) -> list[DistributedDataParallel]:
+    """Each chunk in megatron-core's data parallelism; only the first overlaps with the end of backward."""
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+    for module in (module for model in models for module in model.modules()):
+        if hasattr(module, "fuse_wgrad_accumulation") and torch.cuda.is_available():
+            # The product of the weight's gradient then adds to the float32 buffer by itself. Not on a CPU, where two
+            # bins must give the same bits on one rank and on two (tests): there each bin's gradient is one addition.
+            module.fuse_wgrad_accumulation = True
+    wrapped = [
+        DistributedDataParallel(model.config, config, model, disable_bucketing=number > 0)
+        for number, model in enumerate(models)
+    ]
+    for chunk in wrapped:
+        chunk.broadcast_params()
+    return wrapped

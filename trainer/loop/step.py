@@ -1,0 +1,102 @@
+"""One optimizer step: forward and backward of the micro batches, the loss, the update."""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer import ChainedOptimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from trainer.data.micro_batch import MicroBatch
+from trainer.families.flops import model_flops
+from trainer.layers.part_clock import PartClock
+from trainer.loop.optim import grad_norms_by_part
+from trainer.objectives.sft import loss_of
+from trainer.objectives.totals import Totals
+from trainer.parallel.mesh import Mesh
+
+# The schedule moves hidden states of this many samples; a bin is one long sample.
+MICRO_BATCH_SIZE = 1
+
+
+def run_micro_batches(
+    chunks: Sequence[DistributedDataParallel],
+    batches: Iterator[MicroBatch],
+    num_micro_batches: int,
+    mesh: Mesh,
+    totals: Totals,
+    *,
+    forward_only: bool = False,
+    return_per_token_outputs: bool = False,
+) -> list[dict[str, torch.Tensor | tuple[int, ...]]]:
+    """The reports of some micro batches, run forward (and backward) through the pipeline's schedule.
+
+    They exist on the last pipeline rank, and are also added to `totals`.
+
+    Args:
+        return_per_token_outputs: also report `losses` (N,) float32, left on the device, and `loss_lengths`, the number
+            of them for each sample. Evaluation needs them, a training step does not.
+    """
+    clock: PartClock = chunks[0].module.clock
+
+    def forward_step(iterator: Iterator[MicroBatch], chunk: torch.nn.Module):
+        clock.switch("data")
+        batch = next(iterator)
+        clock.switch("language")
+        if chunk is chunks[0]:
+            totals.count(batch, model_flops(chunk.module.shape, batch))
+        return chunk(batch), partial(loss_of, lengths=batch.loss_lengths if return_per_token_outputs else None)
+
+    # Every chunk of a virtual pipeline sees every micro batch.
+    iterators = itertools.tee((batch.to(mesh.device) for batch in batches), len(chunks))
+    reports = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=list(iterators),
+        model=list(chunks),
+        num_microbatches=num_micro_batches,
+        seq_length=chunks[0].module.seq_len,
+        micro_batch_size=MICRO_BATCH_SIZE,
+        forward_only=forward_only,
+    )
+    for report in reports:
+        totals.loss_and_tokens += report["loss_and_tokens"]
+    return reports
+
+
+def finalize_gradients(chunks: list[DistributedDataParallel], *args: object, **kwargs: object) -> None:
+    """megatron-core's `finalize_model_grads`, then the sums over tensor-parallel ranks that it does not do."""
+    finalize_model_grads(chunks, *args, **kwargs)
+    for chunk in chunks:
+        grads = [param.main_grad for param in chunk.module.partial_gradients()]
+        if grads:
+            flat = torch._utils._flatten_dense_tensors(grads)
+            dist.all_reduce(flat, group=chunk.module.groups.tp)
+            for grad, total in zip(grads, torch._utils._unflatten_dense_tensors(flat, grads)):
+                grad.copy_(total)
+
+
+def train_step(
+    chunks: Sequence[DistributedDataParallel],
+    optimizer: ChainedOptimizer,
+    accumulate: Callable[[], object],
+    *,
+    by_part: bool,
+) -> tuple[float, dict[str, float]]:
+    """One update; `accumulate()` runs the micro batches.
+
+    Returns:
+        the gradient norm before clipping, and the norm of each trained part; empty unless `by_part`.
+    """
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    accumulate()
+    clock: PartClock = chunks[0].module.clock
+    clock.switch("optimizer")
+    norms = grad_norms_by_part(optimizer, next(chunks[0].parameters()).device) if by_part else {}
+    _, grad_norm, _ = optimizer.step()
+    clock.switch(None)
+    return float(grad_norm), norms

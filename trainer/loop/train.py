@@ -1,0 +1,109 @@
+"""The training of a model: its steps, in the order of the README."""
+
+import contextlib
+import signal
+from collections.abc import Iterator
+
+import torch
+
+from trainer.checkpoint import save_and_load as checkpoint
+from trainer.contract.answer import TrainResult
+from trainer.contract.names import CHECKPOINTS, HELDOUT_BASE_JSONL
+from trainer.contract.run import RunConfig
+from trainer.data.reader import PREFETCH_DEPTH, prefetch
+from trainer.loop.heldout import heldout_loss
+from trainer.loop.interval import Interval, NotFinite, is_logged
+from trainer.loop.metrics import MetricsWriter
+from trainer.loop.set_up import Trainer, set_up
+from trainer.loop.step_trace import StepTrace
+from trainer.parallel.mesh import Mesh
+
+
+def captures(run: RunConfig, device: torch.device) -> bool:
+    """Whether the language layers run as CUDA graphs: if the config says so, and it is possible."""
+    p = run.execution.parallel
+    fits = run.train.precision == "bfloat16" and p.pp == 1 and p.sharding != "fsdp" and p.recompute != "full"
+    return run.execution.cuda_graphs and device.type == "cuda" and fits
+
+
+@contextlib.contextmanager
+def _graphs(trainer: Trainer) -> Iterator[None]:
+    """Run the language layers as CUDA graphs meanwhile. The graphs end before the process groups that they use: at the
+    end of a group NCCL waits for every graph that uses it."""
+    model = trainer.chunks[0].module
+    if not captures(trainer.run, trainer.mesh.device):
+        yield
+        return
+    try:
+        model.capture_graphs()
+        yield
+    finally:
+        model.release_graphs()
+
+
+def train(run: RunConfig, mesh: Mesh) -> TrainResult:
+    """The result of a training to `num_steps`, or up to SIGTERM; both save a checkpoint.
+
+    Raises:
+        NotFinite: the gradient norm is not a finite number.
+    """
+    trainer = set_up(run, mesh)
+    with _graphs(trainer):
+        return _train(trainer)
+
+
+def _train(trainer: Trainer) -> TrainResult:
+    run, mesh = trainer.run, trainer.mesh
+    per_step = run.num_micro_batches(mesh.dp)
+    signal.signal(signal.SIGTERM, lambda *_: setattr(trainer, "should_stop", True))
+    writer = MetricsWriter(run.output_dir, trainer.step) if mesh.is_main else None
+    numbers = trainer.order(trainer.step, run.train.num_steps)
+    pin = mesh.device.type == "cuda"
+    batches = prefetch(trainer.order.reader, numbers, PREFETCH_DEPTH, pin, run.execution.loader_workers)
+    if trainer.step == 0:  # the held-out loss before training, to be compared with the one after it
+        heldout_loss(trainer.chunks, trainer.heldout, mesh, run, HELDOUT_BASE_JSONL)
+    interval = Interval(trainer)
+    saver = checkpoint.Checkpointer(trainer.chunks, trainer.optimizer, run, mesh)
+    trace = _trace(trainer)
+    while trainer.step < run.train.num_steps:
+        if trace:
+            trace.before(trainer.step + 1)
+        try:
+            interval.add_step(batches, per_step)
+        except NotFinite:
+            saver.finish()
+            raise
+        is_last = trainer.step == run.train.num_steps
+        stop = mesh.any(trainer.should_stop)
+        if stop or is_logged(trainer, trainer.step):
+            row = interval.close()
+            if writer:
+                writer.write(row)
+        interval.pause()
+        if trace:
+            trace.after(is_last or stop)
+        if is_last or stop or trainer.step % run.execution.checkpoint.save_interval == 0:
+            saver.save(trainer.step)
+        else:
+            saver.poll()
+        if is_last or stop:
+            saver.finish()
+        interval.resume()
+        if stop and not is_last:
+            name = checkpoint.checkpoint_name(trainer.step)
+            return _result(trainer, "stopped", name, "stopped by SIGTERM; run again to go on from here")
+    newest = checkpoint.list_checkpoints(run.output_dir / CHECKPOINTS)[-1]
+    return _result(trainer, "finished", newest.name, "")
+
+
+def _trace(trainer: Trainer) -> StepTrace | None:
+    config, steps = trainer.run.execution.profile, range(trainer.step + 1, trainer.run.train.num_steps + 1)
+    if config is None or config.rank != trainer.mesh.rank:
+        return None
+    return StepTrace(config, trainer.run.output_dir, trainer.chunks[0].module.clock, steps)
+
+
+def _result(trainer: Trainer, status: str, name: str, message: str) -> TrainResult:
+    return TrainResult(
+        status=status, step=trainer.step, checkpoint=f"{CHECKPOINTS}/{name}", message=message, **trainer.last
+    )

@@ -1,0 +1,5 @@
+"""The losses that a training minimises.
+
+In: the losses of a micro batch's learnt tokens. Out: their sum, their number, the report of the micro batch.
+Read first: `sft.py`.
+"""

@@ -1,0 +1,50 @@
+"""Sums over the micro batches of the steps between two lines of metrics."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from trainer.data.micro_batch import MicroBatch
+from trainer.parallel.mesh import Mesh
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over micro batches: loss on the device, counts on the host. Only `over_ranks` reduces them over ranks.
+
+    Attributes:
+        loss_and_tokens: (2,) float64, the sum of the losses and the number of loss tokens.
+        tokens: without padding.
+        slots: with padding.
+        flops: of each part whose FLOPs are counted apart.
+    """
+
+    loss_and_tokens: torch.Tensor
+    tokens: int = 0
+    slots: int = 0
+    flops: Counter[str] = field(default_factory=Counter)
+
+    @classmethod
+    def zero(cls, device: torch.device) -> "Totals":
+        return cls(torch.zeros(2, dtype=torch.float64, device=device))
+
+    def count(self, batch: MicroBatch, flops: Mapping[str, float]) -> None:
+        """Count one micro batch."""
+        self.tokens += batch.num_tokens
+        self.slots += batch.num_slots
+        self.flops.update(flops)
+
+    def over_ranks(self, mesh: Mesh) -> "Totals":
+        """The sums over all data-parallel ranks; a collective that waits for the device."""
+        counts = torch.tensor([self.tokens, self.slots, *self.flops.values()], dtype=torch.float64, device=mesh.device)
+        loss_and_tokens = self.loss_and_tokens.clone()
+        if mesh.world_size > 1:
+            # Context-parallel ranks share a bin: each has some of its losses, but each counted the whole bin.
+            dist.all_reduce(loss_and_tokens, group=mesh.groups.dp_cp)
+            dist.all_reduce(counts, group=mesh.groups.dp)
+            dist.broadcast(loss_and_tokens, mesh.world_size - 1)  # only the last pipeline rank has a loss
+        tokens, slots, *flops = counts.tolist()
+        return Totals(loss_and_tokens, int(tokens), int(slots), Counter(dict(zip(self.flops, flops))))

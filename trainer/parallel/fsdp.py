@@ -1,0 +1,164 @@
+"""The other way in which data-parallel ranks share a model: torch's FSDP2 divides weights, gradients and moments.
+
+`FullyShardedModel` answers the same calls as megatron-core's DistributedDataParallel (`module`, `zero_grad_buffer`,
+`finish_grad_sync`, `scale_gradients`, `no_sync`, `ddp_config`), so that the schedule, the gradients' normalisation,
+the optimizer and `train_step` need not know which of the two they work on. Each rank keeps a slice of every parameter,
+of its gradient and of its moments, in float32. A layer's whole weights exist, in the precision of the arithmetic, while
+the layer runs.
+
+megatron-core 0.16.1 has a wrapper of its own, TorchFullyShardedDataParallel. It keeps no float32 weights under bfloat16
+arithmetic, averages gradients over ranks and ignores `scale_gradients`; so this one takes its place.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+from megatron.core.optimizer import ChainedOptimizer
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class FullyShardedModel(_BaseDataParallel):
+    """A model whose weights are divided over a group of ranks.
+
+    Args:
+        module: the whole model in float32, the same on every rank; it becomes this object's in place.
+        dtype: arithmetic of forward and backward.
+        group: the data-parallel ranks.
+    """
+
+    def __init__(self, module: MegatronModule, dtype: torch.dtype, group: ProcessGroup) -> None:
+        super().__init__(module.config, module)
+        self.ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=False, grad_reduce_in_fp32=True)
+        self.group = group
+        self.places = _places(module)
+        _divide(module, dtype, group)
+        # Valid outside a step: between forward and backward the module holds whole weights under these names.
+        self.weights: dict[str, DTensor] = dict(module.named_parameters())
+        self.slices: dict[str, torch.nn.Parameter] = {
+            name: torch.nn.Parameter(weight.to_local().detach(), requires_grad=weight.requires_grad)
+            for name, weight in self.weights.items()
+        }
+
+    def zero_grad_buffer(self) -> None:
+        """Forget the gradients of the step before."""
+        for weight in self.weights.values():
+            weight.grad = None
+
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Give the slices their gradients, which FSDP summed over the ranks, layer by layer, in backward."""
+        for name, piece in self.slices.items():
+            if piece.requires_grad:
+                piece.grad = self.weights[name].grad.to_local()
+
+    def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
+        """Multiply the gradients by a factor: 1 / loss tokens of the global batch."""
+        for piece in self.slices.values():
+            if piece.grad is not None:
+                piece.grad.mul_(scaling_factor)
+
+    def optimize_slices(self, optimizer: ChainedOptimizer) -> None:
+        """Have an optimizer of the divided weights, before its first step, update this rank's slices of them instead.
+
+        Transformer Engine's Adam takes plain tensors, and megatron-core then sums the gradient norm over the group.
+        A slice without elements (a bias shorter than the group is large) is left out.
+        """
+        slices = {self.weights[name]: piece for name, piece in self.slices.items()}
+        for group in optimizer.param_groups:
+            group["params"] = [slices[weight] for weight in group["params"] if slices[weight].numel()]
+        for chained in optimizer.chained_optimizers:
+            chained.grad_stats_parallel_group = self.group
+
+    def checkpoint_state(self, optimizer: ChainedOptimizer) -> dict[str, Any]:
+        """The state that dist_checkpointing saves, and loads in place: this rank's slices of weights and moments.
+
+        The weights have the names and shapes of the bare model, so that any layout can load them.
+        """
+        state = {name: place for name, place in self.places.items() if isinstance(place, ShardedObject)}
+        for group in optimizer.param_groups:
+            for piece in group["params"]:
+                _give_moments(optimizer.optimizer, piece)
+        for name, piece in self.slices.items():
+            if piece.numel():
+                moments = optimizer.optimizer.state[piece] if piece.requires_grad else {}
+                tensors = {"": piece.data} | {f"optimizer.state.{key}.": moments[key] for key in _MOMENTS if moments}
+                for prefix, tensor in tensors.items():
+                    state[prefix + name] = _stored(prefix, self.places[name], self.weights[name], tensor)
+        return state | {"num_updates": _num_updates(optimizer)}
+
+    def load_checkpoint_state(self, state: dict[str, Any], optimizer: ChainedOptimizer) -> None:
+        """Set the number of updates, which alone is not loaded in place."""
+        by_parameter = isinstance(optimizer.optimizer, torch.optim.AdamW)
+        for group in optimizer.param_groups:
+            if not by_parameter:
+                group["step"] = state["num_updates"]
+                continue
+            for piece in group["params"]:
+                optimizer.optimizer.state[piece]["step"] = torch.tensor(float(state["num_updates"]))
+
+
+def _divide(module: MegatronModule, dtype: torch.dtype, group: ProcessGroup) -> None:
+    """Put FSDP2 around each transformer layer, vision and language, and around the rest. Gradients are summed."""
+    mesh = DeviceMesh.from_group(group, next(module.parameters()).device.type, mesh_dim_names=("dp",))
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    layers = [layer for layer in module.modules() if isinstance(layer, TransformerLayer)]
+    for unit in (*layers, module):
+        fully_shard(unit, mesh=mesh, mp_policy=policy)
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
+
+
+def _places(module: MegatronModule) -> dict[str, ShardedTensor | ShardedObject]:
+    """The place in a checkpoint of each whole parameter of the bare model, without data. The two halves of a gated MLP
+    follow each other there as they do in the parameter."""
+    places = {}
+    for name, value in module.sharded_state_dict().items():
+        if isinstance(value, ShardedTensorFactory):
+            value = value.build()[0]
+        places[name] = value.without_data() if isinstance(value, ShardedTensor) else value
+    return places
+
+
+def _stored(prefix: str, place: ShardedTensor, weight: DTensor, piece: torch.Tensor) -> ShardedTensor:
+    """A slice in its place: some rows of a parameter. megatron-core stacks the layers on axes in front."""
+    stacked = place.prepend_axis_num
+    data = piece.view((1,) * stacked + piece.shape)
+    _, (first_row, *_) = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+    offset = list(place.global_offset)
+    offset[stacked] += first_row
+    return ShardedTensor(
+        key=prefix + place.key,
+        data=data,
+        dtype=data.dtype,
+        local_shape=tuple(data.shape),
+        global_shape=place.global_shape,
+        global_offset=tuple(offset),
+        axis_fragmentations=None,  # ranks hold unequal numbers of rows
+    )
+
+
+def _give_moments(adam: torch.optim.Optimizer, piece: torch.nn.Parameter) -> None:
+    """Make zero moments before the first update, so that loading has a place for them."""
+    for key in _MOMENTS:
+        if key not in adam.state[piece]:
+            adam.state[piece][key] = torch.zeros_like(piece)
+
+
+def _num_updates(optimizer: ChainedOptimizer) -> int:
+    """The number of Adam's updates. torch counts them per parameter, Transformer Engine per group."""
+    counts = [group["step"] for group in optimizer.param_groups if "step" in group]
+    counts += [state["step"] for state in optimizer.optimizer.state.values() if "step" in state]
+    return int(max(counts, default=0))

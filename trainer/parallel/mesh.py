@@ -1,0 +1,113 @@
+"""Set-up and end of the process group, megatron-core's rank mesh, seeds. The only reader of torchrun's variables."""
+
+import contextlib
+import datetime
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from trainer.contract.layout import check_world
+from trainer.contract.parallel import ParallelConfig
+from trainer.data.slices import RankSlice
+
+TIMEOUT = datetime.timedelta(minutes=30)
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """The place of this process among the ranks. `alone` is the group of this rank by itself."""
+
+    rank: int
+    world_size: int
+    dp_rank: int
+    dp: int
+    device: torch.device
+    groups: ProcessGroupCollection
+    alone: dist.ProcessGroup
+
+    def slice_of_bin(self, parallel: ParallelConfig, *, has_vision: bool = True) -> RankSlice:
+        """The part of every bin that this rank works on.
+
+        Args:
+            has_vision: of the model.
+        """
+        tp, cp, pp = self.groups.tp, self.groups.cp, self.groups.pp
+        encoders = self.groups.tp_cp if parallel.vision_split == "images" else cp
+        return RankSlice(
+            pad_multiple=parallel.pad_multiple,
+            cp=cp.size(),
+            cp_rank=cp.rank(),
+            sequence_ranks=tp.size() if parallel.sequence_parallel else 1,
+            sequence_rank=tp.rank() if parallel.sequence_parallel else 0,
+            vision_ranks=encoders.size(),
+            vision_rank=encoders.rank(),
+            has_vision=has_vision and pp.rank() == 0,
+        )
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank; a collective."""
+        if self.world_size == 1:
+            return flag
+        tensor = torch.tensor([int(flag)], device=self.device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return bool(tensor.item())
+
+
+def place_in_world() -> tuple[int, int, int]:
+    """(rank, local rank, world size) from torchrun; a process that was started by hand is a world of one."""
+    return tuple(
+        int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
+    )
+
+
+def set_threads(num_threads: int) -> None:
+    """Set the CPU threads of this process; 0 shares the cores among the processes of this host."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    torch.set_num_threads(num_threads or max(1, len(os.sched_getaffinity(0)) // local))
+
+
+@contextlib.contextmanager
+def rank_mesh(parallel: ParallelConfig, seed: int) -> Iterator[Mesh]:
+    """Join the process group, build megatron-core's groups, and leave them at the end.
+
+    Raises:
+        InputError: the world does not divide into model copies.
+    """
+    rank, local_rank, world = place_in_world()
+    check_world(parallel, world)
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    _join(rank, world, "nccl" if cuda else "gloo")
+    try:
+        parallel_state.initialize_model_parallel(
+            parallel.tp,
+            parallel.pp,
+            virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+            context_parallel_size=parallel.cp,
+            create_gloo_process_groups=True,
+        )
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        alone = dist.new_group([rank], use_local_synchronization=True)
+        yield Mesh(rank, world, groups.dp.rank(), groups.dp.size(), device, groups, alone)
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def _join(rank: int, world: int, backend: str) -> None:
+    if "MASTER_ADDR" in os.environ:
+        dist.init_process_group(backend, timeout=TIMEOUT)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=rank, world_size=world, timeout=TIMEOUT)
