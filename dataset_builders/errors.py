@@ -1,4 +1,8 @@
-"""The one error class whose text is meant for the person at the keyboard, and any error in one line."""
+"""The errors whose text is meant for the person at the keyboard, and any error in one line."""
+
+from pathlib import PurePath
+
+MANIFEST = "manifest.json"  # in the directory of every finished artifact
 
 
 class InputError(ValueError):
@@ -7,6 +11,22 @@ class InputError(ValueError):
     The text is one line: the file, key or field, the value, and the way out.
     The command line prints it without a traceback and exits with 2.
     """
+
+
+class DamagedFile(InputError):
+    """A file of ours is missing, cut, or not what was written."""
+
+
+def damaged(path: PurePath, what: str) -> DamagedFile:
+    """The error for a file of an artifact; its text names the directory to delete, so that it is made again.
+
+    Args:
+        path: the file, or a URL.
+        what: is wrong with it, after the file's name: "is missing".
+    """
+    made = next((folder for folder in path.parents if (folder / MANIFEST).is_file()), None)
+    way_out = "delete it" if made is None else f"delete {made}"
+    return DamagedFile(f"{path} {what}; {way_out} and run the same command again, which makes it anew")
 
 
 def one_line(error: Exception, limit: int = 200) -> str:
