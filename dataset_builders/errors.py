@@ -34,6 +34,11 @@ def one_line(error: Exception, limit: int = 200) -> str:
     return " ".join(str(error).split())[:limit]
 
 
+def shown(text: object, limit: int = 100) -> str:
+    """A text out of a file as a message shows it: on one line, in ASCII, cut to `limit` characters."""
+    return ascii(str(text))[1:-1][:limit]
+
+
 def first_line(error: Exception) -> str:
     """The first line of an error's text; the name of its class if it has no text."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

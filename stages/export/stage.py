@@ -17,7 +17,7 @@ from stages.artifacts.workers import StageResources
 from stages.encode.chat import SYSTEM_PROMPT
 from stages.encode.images import write_pixel_limits
 from stages.export.config import ExportConfig
-from stages.inputs.hf_directory import count_parameters, hf_dir_of, read_json, safetensors_header
+from stages.inputs.hf_directory import count_parameters, hf_dir_of, read_json, safetensors_header, weight_files
 from stages.inputs.remote_code import drop_auto_maps
 from stages.pages.report import Table, write_report
 from stages.train.run_trainer import run_trainer
@@ -106,7 +106,7 @@ def written_dtype(hf_dir: Path) -> str:
     Raises:
         InputError: there are no weights, or weights of several dtypes.
     """
-    dtypes = {e["dtype"] for f in hf_dir.glob("*.safetensors") for e in safetensors_header(f).values()}
+    dtypes = {e["dtype"] for f in weight_files(hf_dir) for e in safetensors_header(hf_dir / f).values()}
     if len(dtypes) != 1:
         raise InputError(f"{hf_dir} has weights of {len(dtypes)} dtypes ({', '.join(sorted(dtypes))}), not of one")
     return _DTYPES.get(dtype := dtypes.pop(), dtype)

@@ -149,12 +149,15 @@ def test_the_plan_knows_every_length_and_record(made):
         before = sample.messages[: question.place]
         images = generator.encode_images(sample.images[: question.num_images])
         assert question.num_tokens == len(generator.encode_prompt(before, images).input_ids)
-        fields = read_record(samples.dir / question.shard, question.offset, question.size)
+        place = (question.offset, question.size)
+        fields = read_record(samples.dir / question.shard, *place, checksum=question.checksum)
         assert [value for name, value in sorted(fields.items()) if name != "json"] == list(sample.images)
 
 
 def _questions(lengths):
-    return [Question(f"a/{i:08d}", 0, 1, 0, n, "s", 0, 0, "" if n else "decode_error") for i, n in enumerate(lengths)]
+    return [
+        Question(f"a/{i:08d}", 0, 1, 0, n, "s", 0, 0, 0, "" if n else "decode_error") for i, n in enumerate(lengths)
+    ]
 
 
 def test_parts_and_groups_hold_like_lengths_and_keep_their_limits():
