@@ -9,8 +9,8 @@ from pydantic import Field, ValidationError
 from dataset_builders.contracts.sample import Split
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.errors import MANIFEST, InputError, damaged
-from dataset_builders.storage.files import read_object, write_json
-from dataset_builders.storage.store import StorePath
+from dataset_builders.storage.files import read_object, sha256_file, write_json
+from dataset_builders.storage.store import StorePath, local_copy
 
 FORMAT_VERSION = 1
 _DIGEST = "digest"  # of manifest.json: SHA-256 of its other fields; manifests of before 2026-11-23 have none
@@ -33,6 +33,12 @@ class FileEntry(StrictModel):
     name: str = Field(description="path below the artifact's directory, index/00000.parquet")
     size_bytes: int = Field(ge=0)
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
+
+
+def file_entry(directory: StorePath, name: str) -> FileEntry:
+    """The entry of a file below a directory; the file is read whole."""
+    path = directory / name
+    return FileEntry(name=name, size_bytes=path.stat().st_size, sha256=sha256_file(local_copy(path)))
 
 
 class Parent(StrictModel):

@@ -10,7 +10,7 @@ So nothing is read twice but index, plan and weights, and a million shards are o
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from dataset_builders.contracts.manifest import FileEntry
+from dataset_builders.contracts.manifest import FileEntry, file_entry
 from dataset_builders.errors import damaged
 from dataset_builders.storage.files import sha256_file
 from dataset_builders.storage.store import StorePath, is_local, local_copy, local_dir
@@ -30,9 +30,7 @@ def file_entries(directory: StorePath, patterns: Sequence[str], known: Iterable[
     paths = {str(path)[len(str(directory)) + 1 :]: path for pattern in patterns for path in directory.glob(pattern)}
     unknown = sorted(name for name in paths.keys() - entries.keys() if paths[name].is_file())
     with ThreadPoolExecutor(_HASHERS) as pool:
-        digests = pool.map(lambda name: sha256_file(local_copy(paths[name])), unknown)
-        for name, digest in zip(unknown, digests):
-            entries[name] = FileEntry(name=name, size_bytes=paths[name].stat().st_size, sha256=digest)
+        entries |= {entry.name: entry for entry in pool.map(lambda name: file_entry(directory, name), unknown)}
     return [entries[name] for name in sorted(entries)]
 
 

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "added_tokens.
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 _PROCESSOR_FILES = (*_TOKENIZER_FILES, *_TEMPLATE_FILES, "tokenizer_config.json", "preprocessor_config.json")
 _MODEL_FILE_PATTERNS = ["*.json", "*.jinja", "*.txt", "*.safetensors"]
+_HASHERS = 4  # files read at a time
 _DTYPES = ("F32", "BF16", "F16")  # of weights that are trained
 _TIED = "lm_head.weight"  # some directories store the tied weight twice
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -232,7 +234,9 @@ def _check_weights(path: Path, shape: ModelShape) -> None:
 
 
 def _digests(path: Path, names: Iterable[str]) -> dict[str, str]:
-    return {name: sha256_file(path / name) for name in names}
+    names = list(names)
+    with ThreadPoolExecutor(_HASHERS) as pool:
+        return dict(zip(names, pool.map(lambda name: sha256_file(path / name), names)))
 
 
 def hf_dir_of(model: Input) -> Path:
