@@ -68,7 +68,7 @@ class Manifest(StrictModel):
 
     def write(self, directory: StorePath) -> None:
         fields = self.model_dump(mode="json")
-        write_json(directory / MANIFEST, {**fields, _DIGEST: _digest(fields)})
+        write_json(directory / MANIFEST, {**fields, _DIGEST: _digest(json.loads(json.dumps(fields)))})
 
 
 def load_manifest(directory: StorePath) -> Manifest:

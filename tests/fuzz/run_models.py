@@ -117,4 +117,5 @@ def _spoil_file(rng: random.Random, file: Path) -> None:
 
 
 if __name__ == "__main__":
+    tiny_hf_dir()  # made once, and not in the time of the first input
     run(model_inputs, *sys.argv[1:])

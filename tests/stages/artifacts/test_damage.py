@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from dataset_builders.contracts.bins import read_bins
+from dataset_builders.contracts.manifest import Manifest, load_manifest
 from dataset_builders.contracts.shard_io import iter_records
 from dataset_builders.errors import InputError
 from stages.answer.plan import heldout_samples
@@ -295,6 +296,13 @@ def test_a_damaged_plan_is_one_line(root, name):
         read_bins(directory, "train")
     line = str(error.value)
     assert line.startswith(str(directory / "bins.json")) and f"delete {directory}" in line and "\n" not in line
+
+
+def test_a_manifest_of_any_stats_is_read_as_it_was_written(tmp_path):
+    stats = {"by length": {9: 1, 10: 2, 100: float("inf")}, "text": "\u00e4\n", "pair": (1, 2.5), "none": float("nan")}
+    manifest = Manifest(stage="s", version=1, fingerprint="0" * 16, config={}, parents={}, stats=stats)
+    manifest.write(tmp_path)
+    assert load_manifest(tmp_path).stats["pair"] == [1, 2.5]
 
 
 def first_partition(directory: Path) -> str:
