@@ -1,4 +1,8 @@
-"""The one error class whose text is meant for the person at the keyboard, and any error in one line."""
+"""The errors whose text is meant for the person at the keyboard, and any error in one line."""
+
+from pathlib import PurePath
+
+MANIFEST = "manifest.json"  # in the directory of every finished artifact
 
 LONGEST_LINE = 1500  # characters of an error's text, which may end in a command to paste
 
@@ -28,9 +32,30 @@ def shown(value: object) -> str:
     return without_middle(repr(value), 200)
 
 
+class DamagedFile(InputError):
+    """A file of ours is missing, cut, or not what was written."""
+
+
+def damaged(path: PurePath, what: str) -> DamagedFile:
+    """The error for a file of an artifact; its text names the directory to delete, so that it is made again.
+
+    Args:
+        path: the file, or a URL.
+        what: is wrong with it, after the file's name: "is missing".
+    """
+    made = next((folder for folder in path.parents if (folder / MANIFEST).is_file()), None)
+    way_out = "delete it" if made is None else f"delete {made}"
+    return DamagedFile(f"{path} {what}; {way_out} and run the same command again, which makes it anew")
+
+
 def one_line(error: Exception, limit: int = 200) -> str:
     """An error's text without line breaks, cut to `limit` characters."""
     return " ".join(str(error).split())[:limit]
+
+
+def shown(text: object, limit: int = 100) -> str:
+    """A text out of a file as a message shows it: on one line, in ASCII, cut to `limit` characters."""
+    return ascii(str(text))[1:-1][:limit]
 
 
 def first_line(error: Exception) -> str:

@@ -26,10 +26,10 @@ import pyarrow as pa
 from pydantic import Field
 
 from dataset_builders.contracts.manifest import read_format
-from dataset_builders.contracts.sample import Split
+from dataset_builders.contracts.sample import SPLITS, Split
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.contracts.tokenized import INDEX_SCHEMA, SIZES
-from dataset_builders.errors import InputError
+from dataset_builders.errors import InputError, damaged
 from dataset_builders.storage.files import atomic_path, sha256_file, write_json
 from dataset_builders.storage.store import StorePath, local_copy, make_dir
 
@@ -176,13 +176,23 @@ def read_bins(directory: StorePath, split: Split) -> "BinPlan":
     """The bins of one split, in order of their numbers. Nothing but bins.json is read here.
 
     Raises:
-        InputError: there is no plan, or it has another format version.
+        InputError: there is no plan, it has another format version, or is damaged.
     """
     path = directory / BINS
     if not path.is_file():
         raise InputError(f"{directory} has no {BINS}: it is not a plan of this version; run the plan_bins stage again")
-    partitions = BinsFile.model_validate(read_format(path, FORMAT_VERSION, "plan_bins")).partitions
+    partitions = read_format(path, BinsFile, FORMAT_VERSION, "plan_bins").partitions
+    _check_numbers(path, partitions)
     return BinPlan(directory, [partition for partition in partitions if partition.split == split])
+
+
+def _check_numbers(path: StorePath, partitions: Sequence[BinPartition]) -> None:
+    """Check that the bins of each split are numbered without a gap: an entry that is gone or changed leaves one."""
+    counts = dict.fromkeys(SPLITS, 0)
+    for partition in partitions:
+        if partition.first_bin != counts[partition.split]:
+            raise damaged(path, f"is damaged: {partition.name} does not begin with bin {counts[partition.split]}")
+        counts[partition.split] += partition.num_bins
 
 
 class BinPlan(Sequence[Bin]):
@@ -237,7 +247,7 @@ class BinPlan(Sequence[Bin]):
             with self._lock:
                 if place not in self._open:  # another thread may have been first
                     partition = self.partitions[place]
-                    self._open[place] = _OpenPartition(self._dir / partition.name, partition.sha256)
+                    self._open[place] = _OpenPartition(self._dir / partition.name, partition.sha256, partition.num_bins)
         return self._open[place]
 
 
@@ -248,11 +258,13 @@ class _OpenPartition:
     reader that goes at random through a thousand partitions would else count as holding all of them.
     """
 
-    def __init__(self, path: StorePath, sha256: str) -> None:
+    def __init__(self, path: StorePath, sha256: str, num_bins: int) -> None:
         with local_copy(path, sha256).open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
         batch = pa.ipc.open_file(pa.py_buffer(self._map)).get_batch(0)
         samples = batch["samples"]
+        if len(samples) != num_bins:
+            raise damaged(path, f"holds {len(samples)} bins, and {BINS} says {num_bins}")
         self._offsets = samples.offsets.to_numpy()
         self._fields = [samples.values.field(name) for name in _REF_FIELDS]
         self._sums = batch["sums"].flatten().to_numpy().reshape(-1, len(BinSums._fields))

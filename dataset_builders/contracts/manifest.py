@@ -1,18 +1,19 @@
 """manifest.json: written last into an artifact's directory, so that its presence says that the directory is whole."""
 
+import hashlib
 import json
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from dataset_builders.contracts.sample import Split
 from dataset_builders.contracts.strict import StrictModel
-from dataset_builders.errors import InputError
-from dataset_builders.storage.files import write_json
-from dataset_builders.storage.store import StorePath
+from dataset_builders.errors import MANIFEST, InputError, damaged
+from dataset_builders.storage.files import read_object, sha256_file, write_json
+from dataset_builders.storage.store import StorePath, local_copy
 
 FORMAT_VERSION = 1
-MANIFEST = "manifest.json"
+_DIGEST = "digest"  # of manifest.json: SHA-256 of its other fields; manifests of before 2026-11-23 have none
 
 
 class ShardEntry(StrictModel):
@@ -24,6 +25,20 @@ class ShardEntry(StrictModel):
     size_bytes: int = Field(ge=0)
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
     skips: dict[str, int] = Field(default={}, description="samples left out while this shard was written, by reason")
+
+
+class FileEntry(StrictModel):
+    """A file beside the shards that a later stage reads."""
+
+    name: str = Field(description="path below the artifact's directory, index/00000.parquet")
+    size_bytes: int = Field(ge=0)
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+
+
+def file_entry(directory: StorePath, name: str) -> FileEntry:
+    """The entry of a file below a directory; the file is read whole."""
+    path = directory / name
+    return FileEntry(name=name, size_bytes=path.stat().st_size, sha256=sha256_file(local_copy(path)))
 
 
 class Parent(StrictModel):
@@ -43,6 +58,7 @@ class Manifest(StrictModel):
     config: dict[str, Any] = Field(description="the stage's identity config, whole")
     parents: dict[str, Parent] = Field(description="role -> input")
     shards: list[ShardEntry] = Field(default=[], description="in order of their names, train before heldout")
+    files: list[FileEntry] = Field(default=[], description="by name; none in manifests of before 2026-11-23")
     skips: dict[str, int] = Field(default={}, description="samples left out, by reason")
     stats: dict[str, Any] = Field(default={}, description="counts and figures a person or a later stage reads")
 
@@ -51,37 +67,52 @@ class Manifest(StrictModel):
         return sum(shard.num_samples for shard in self.shards)
 
     def write(self, directory: StorePath) -> None:
-        write_json(directory / MANIFEST, self.model_dump(mode="json"))
+        fields = self.model_dump(mode="json")
+        write_json(directory / MANIFEST, {**fields, _DIGEST: _digest(json.loads(json.dumps(fields)))})
 
 
 def load_manifest(directory: StorePath) -> Manifest:
     """Read a directory's manifest.
 
     Raises:
-        InputError: there is no manifest, or it has another format version.
+        InputError: there is no manifest, it has another format version, or it is damaged.
     """
     path = directory / MANIFEST
     if not path.is_file():
         raise InputError(
             f"{directory} has no {MANIFEST}: it is not a finished artifact; run the flow that makes it again"
         )
-    return Manifest.model_validate(read_format(path, FORMAT_VERSION))
+    return read_format(path, Manifest, FORMAT_VERSION)
 
 
-def read_format(path: StorePath, version: int, stage: str = "") -> dict[str, Any]:
-    """The JSON object in an artifact's file.
+Schema = TypeVar("Schema", bound=StrictModel)
+
+
+def read_format(path: StorePath, schema: type[Schema], version: int, stage: str = "") -> Schema:
+    """The content of an artifact's JSON file.
 
     Args:
         version: the format version that the caller reads.
         stage: the stage that makes the file, if the file itself does not name it.
 
     Raises:
-        InputError: the file has another format version.
+        InputError: the file has another format version, or is damaged.
     """
-    raw = json.loads(path.read_text(encoding="utf-8"))
+    raw = read_object(path, f"delete {path.parent} and run the same command again, which makes it anew")
     if raw.get("format_version") != version:
         raise InputError(
-            f"{path}: format_version is {raw.get('format_version')}, this code reads {version}; "
+            f"{path}: format_version is {str(raw.get('format_version'))[:40]}, this code reads {version}; "
             f"delete {path.parent} and run the {stage or raw.get('stage')} stage again"
         )
-    return raw
+    digest = raw.pop(_DIGEST, None)
+    if digest is not None and digest != _digest(raw):
+        raise damaged(path, "is damaged: it is not as it was written")
+    try:
+        return schema.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise damaged(path, f"is damaged: {'.'.join(map(str, first['loc']))}: {first['msg']}"[:300]) from error
+
+
+def _digest(fields: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()

@@ -59,6 +59,8 @@ SKIP_REASONS: dict[str, str] = {
     "over_length": "more tokens than max_seq_len",
     "duplicate_sample": "the same images and messages were seen before",
     "mask_span_mismatch": "the assistant spans found in the token ids are not the answers that were rendered",
+    "empty": "the image or the JSON of the row has zero bytes",
+    "no_name": "a member of a tar with nothing before its field, such as .txt, which belongs to no sample",
 }
 
 

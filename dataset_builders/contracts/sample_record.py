@@ -9,7 +9,7 @@ train/shard-00000.tar
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from dataset_builders.contracts.sample import Message, Sample, image_digests
 
@@ -33,14 +33,14 @@ def to_fields(sample: Sample, digests: Sequence[str] | None = None) -> dict[str,
     return {"json": text.encode(), **dict(zip(names, sample.images))}
 
 
-def from_fields(key: str, fields: dict[str, bytes]) -> Sample:
+def from_fields(key: str, fields: Mapping[str, bytes | memoryview]) -> Sample:
     """The inverse of `to_fields`."""
-    record = json.loads(fields["json"])
+    record = json.loads(bytes(fields["json"]))
     messages = [{**message, "references": tuple(message.get("references", ()))} for message in record["messages"]]
     return Sample(
         key=key,
         messages=tuple(Message(**message) for message in messages),
-        images=tuple(fields[image["name"]] for image in record["images"]),
+        images=tuple(bytes(fields[image["name"]]) for image in record["images"]),
     )
 
 

@@ -5,20 +5,21 @@ a ShardEntry. A rerun in the same work directory skips every shard that has its 
 """
 
 import hashlib
-import io
 import json
 import os
 import tarfile
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import BinaryIO
 
 import xxhash
 
 from dataset_builders.contracts.manifest import ShardEntry
 from dataset_builders.contracts.sample import Split
+from dataset_builders.errors import MANIFEST, DamagedFile, damaged
 from dataset_builders.storage.files import temporary_path, write_json
-from dataset_builders.storage.store import StorePath, is_local, local_copy, make_dir, publish, read_range
+from dataset_builders.storage.store import StorePath, local_copy, make_dir, publish, read_range
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +30,6 @@ class RecordRange:
     offset: int
     size: int
     checksum: int
-
-
-class BrokenShard(OSError):
-    """A shard's bytes are not what a ShardWriter wrote: cut short, damaged, or another kind of file."""
 
 
 class ShardWriter:
@@ -139,77 +136,132 @@ def remove_entries(directory: StorePath, names: list[str]) -> None:
 
 
 def read_record(
-    path: StorePath, offset: int, size: int, without: Container[str] = (), checksum: int | None = None
-) -> dict[str, bytes]:
+    path: StorePath, offset: int, size: int, without: Container[str] = (), checksum: int | None = None, key: str = ""
+) -> dict[str, memoryview]:
     """The fields of one sample, by one positioned read of its byte range in the shard.
 
+    The range is read whole, also for a caller that passes over fields, for its checksum is one of the whole.
+
     Args:
-        without: fields that are passed over. From a store the whole record is fetched all the same.
-        checksum: of the range, as in the index; compared if the shard comes over a network.
+        without: fields that are passed over.
+        checksum: of the range, as in the index; None: an old record of places has none.
+        key: the sample's, for messages.
 
     Raises:
-        OSError: the shard is cut short, or the bytes do not have this checksum.
+        DamagedFile: the shard is missing or cut short, or the bytes are not those of a record with this checksum.
     """
-    if is_local(path):
-        with path.open("rb") as file:
-            file.seek(offset)
-            return dict(field for _, field in _members(file, offset + size, without))
-    data = read_range(path, offset, size, checksum)
-    return dict(field for _, field in _members(io.BytesIO(data), size, without))
+    try:
+        data = _InMemory(read_range(path, offset, size, checksum))
+        return dict(field for _, field in _members(path, data, size, without))
+    except DamagedFile as error:
+        if key:
+            raise DamagedFile(f"sample {key}: {error}") from error
+        raise
 
 
-def iter_records(path: StorePath, sha256: str | None = None) -> Iterator[tuple[str, dict[str, bytes]]]:
-    """(key, fields) of every sample in a shard, in order. `sha256` is compared if the shard lies in a store."""
-    return ((key, fields) for key, _, _, fields in iter_located(path, sha256))
+def iter_records(path: StorePath, entry: ShardEntry | None = None) -> Iterator[tuple[str, dict[str, bytes]]]:
+    """(key, fields) of every sample in a shard, in order.
+
+    Args:
+        entry: of the manifest. The shard's SHA-256 is compared before the first sample is given, the number of its
+            samples after the last.
+
+    Raises:
+        DamagedFile: the shard is missing, cut short or damaged, or is not the one of the entry.
+    """
+    return ((key, fields) for key, _, _, fields in _iter_shard(path, _checked_copy(path, entry), entry))
 
 
-def iter_located(path: StorePath, sha256: str | None = None) -> Iterator[tuple[str, int, int, dict[str, bytes]]]:
-    """(key, offset, size, fields) of every sample in a shard: `iter_records`, with the range for `read_record`."""
+def iter_located(path: StorePath, entry: ShardEntry) -> Iterator[tuple[RecordRange, dict[str, bytes]]]:
+    """Every sample in a shard, in order: its place for `read_record`, and its fields; else as `iter_records`."""
+    copy = _checked_copy(path, entry)
+    for key, offset, size, fields in _iter_shard(path, copy, entry):
+        yield RecordRange(key, offset, size, xxhash.xxh3_64_intdigest(read_range(copy, offset, size))), fields
+
+
+def _checked_copy(path: StorePath, entry: ShardEntry | None) -> Path:
+    return local_copy(path, None if entry is None else entry.sha256)
+
+
+def _opened(path: StorePath, copy: Path) -> BinaryIO:
+    try:
+        return copy.open("rb")
+    except FileNotFoundError as error:
+        raise damaged(path, "is missing") from error
+
+
+def _iter_shard(
+    path: StorePath, copy: Path, entry: ShardEntry | None
+) -> Iterator[tuple[str, int, int, dict[str, bytes]]]:
+    """(key, offset, size, fields) of every sample in the shard `path`, whose bytes lie in `copy`."""
     key, fields = None, {}
-    start = end = 0
-    with local_copy(path, sha256).open("rb") as file:
-        for member_key, (field, data) in _members(file):
+    start = end = num_samples = 0
+    with _opened(path, copy) as file:
+        for member_key, (field, data) in _members(path, file):
             if key is not None and member_key != key:
                 yield key, start, end - start, fields
-                fields, start = {}, end
+                fields, start, num_samples = {}, end, num_samples + 1
             key = member_key
             fields[field] = data
             end = file.tell()
     if key is not None:
         yield key, start, end - start, fields
+        num_samples += 1
+    if entry is not None and num_samples != entry.num_samples:
+        raise damaged(path, f"holds {num_samples} samples, and {MANIFEST} says {entry.num_samples}")
+
+
+class _InMemory:
+    """Bytes in memory with the methods of a file that `_members` uses; what it reads is not copied."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self._place = memoryview(data), 0
+
+    def read(self, size: int) -> memoryview:
+        self._place += size
+        return self._data[self._place - size : self._place]
+
+    def seek(self, size: int, whence: int) -> None:
+        assert whence == os.SEEK_CUR
+        self._place += size
+
+    def tell(self) -> int:
+        return self._place
 
 
 def _members(
-    file: BinaryIO, end: int | None = None, without: Container[str] = ()
-) -> Iterator[tuple[str, tuple[str, bytes]]]:
+    path: StorePath, file: BinaryIO | _InMemory, end: int | None = None, without: Container[str] = ()
+) -> Iterator[tuple[str, tuple[str, bytes | memoryview]]]:
     """(key, (field, content)) of the members from the file's position up to `end`, or to the archive's own end.
 
     Each content is read in one piece: tarfile's own stream goes through small blocks, which costs a large record ten
     times as much. Shards hold plain files with names that fit a header, nothing else.
     """
     while end is None or file.tell() < end:
-        header = file.read(tarfile.BLOCKSIZE)
+        header = bytes(file.read(tarfile.BLOCKSIZE))
         if header == bytes(len(header)):  # the two empty blocks of the end
             if end is not None or len(header) < tarfile.BLOCKSIZE:
-                raise BrokenShard(f"{getattr(file, 'name', 'a shard')} is cut short")
+                raise damaged(path, f"is cut short at byte {file.tell()}")
             return
-        name, size = _parse_header(header)
+        name, size = _parse_header(path, header)
         folder, _, base = name.rpartition("/")
         stem, _, field = base.partition(".")
         filling = -size % tarfile.BLOCKSIZE
         if field in without:
             file.seek(size + filling, os.SEEK_CUR)
             continue
-        content = _content(file, name, size)
+        content = file.read(size)
+        if len(content) < size:
+            raise damaged(path, f"is cut short in {name}")
         file.seek(filling, os.SEEK_CUR)
         yield (f"{folder}/{stem}" if folder else stem), (field, content)
 
 
-def _parse_header(header: bytes) -> tuple[str, int]:
+def _parse_header(path: StorePath, header: bytes) -> tuple[str, int]:
     """(name, size) of a plain file's ustar header, at a quarter of the cost of TarInfo.frombuf.
 
     Raises:
-        BrokenShard: the checksum is not that of the header's bytes, or the member is not a plain file.
+        DamagedFile: the checksum is not that of the header's bytes, or the member is not a plain file.
     """
     try:
         if sum(header) - sum(header[148:156]) + 8 * ord(" ") != int(header[148:154], 8) or header[156:157] != b"0":
@@ -217,14 +269,7 @@ def _parse_header(header: bytes) -> tuple[str, int]:
         name, prefix = header[:100].rstrip(b"\0"), header[345:500].rstrip(b"\0")
         return (prefix + b"/" * bool(prefix) + name).decode(), int(header[124:135], 8)
     except ValueError as error:
-        raise BrokenShard(f"not the header of a shard's member: {header[:100]!r}") from error
-
-
-def _content(file: BinaryIO, name: str, size: int) -> bytes:
-    data = file.read(size)
-    if len(data) < size:
-        raise BrokenShard(f"{name} of {getattr(file, 'name', 'a shard')} is cut short")
-    return data
+        raise damaged(path, f"is damaged: {header[:60]!a} is not the header of a member") from error
 
 
 def _entry_path(directory: StorePath, name: str) -> StorePath:

@@ -196,6 +196,8 @@ def _png(image: Image.Image) -> bytes:
 
 def _open(data: bytes) -> Image.Image:
     """Read the header. No pixel is decoded here."""
+    if not data:
+        raise SkipSample("empty", "the image has zero bytes")
     try:
         return Image.open(io.BytesIO(data), formats=_FORMATS)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:

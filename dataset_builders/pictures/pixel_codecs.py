@@ -54,7 +54,7 @@ def encode_sample(sample: TokenizedSample, codec: Codec, images: Mapping[str, by
     return {**fields, **images}
 
 
-def decode_sample(key: str, fields: Mapping[str, bytes], pixels: PixelStore) -> TokenizedSample:
+def decode_sample(key: str, fields: Mapping[str, bytes | memoryview], pixels: PixelStore) -> TokenizedSample:
     """The inverse of `encode_sample`. A record that was read without its pixel fields gives a sample without patches.
 
     Raises:
@@ -73,7 +73,7 @@ def decode_sample(key: str, fields: Mapping[str, bytes], pixels: PixelStore) -> 
         raise ValueError(f"{key}: the stored record cannot be decoded ({type(error).__name__}: {error})") from error
 
 
-def _decode_patches(fields: Mapping[str, bytes], grids: np.ndarray, pixels: PixelStore) -> np.ndarray:
+def _decode_patches(fields: Mapping[str, bytes | memoryview], grids: np.ndarray, pixels: PixelStore) -> np.ndarray:
     """(P, 3 * patch_size^2) uint8."""
     if pixels.codec == "original":
         return _encode_images(fields, grids, pixels.config)
@@ -88,12 +88,12 @@ def _decode_patches(fields: Mapping[str, bytes], grids: np.ndarray, pixels: Pixe
     return np.frombuffer(data or b"", np.uint8).reshape(-1, width)
 
 
-def _encode_images(fields: Mapping[str, bytes], grids: np.ndarray, config: PixelConfig) -> np.ndarray:
+def _encode_images(fields: Mapping[str, bytes | memoryview], grids: np.ndarray, config: PixelConfig) -> np.ndarray:
     names = sorted((name for name in fields if name in PIXEL_FIELDS["original"]), key=_number)
     no_patches = np.zeros((0, config.patch_format.patch_bytes), np.uint8)
     if not names:
         return no_patches
-    encoded = [encode_image(fields[name], config) for name in names]
+    encoded = [encode_image(bytes(fields[name]), config) for name in names]
     image_grids = [grid.tolist() for _, grid in encoded]
     if image_grids != grids.tolist():
         raise ValueError(f"its images have grids {image_grids}, but {grids.tolist()} are stored")

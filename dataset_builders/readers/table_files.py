@@ -131,14 +131,16 @@ def image_bytes(image: object, number: int, reader: ImageReader) -> bytes:
         number: of the image in its row, for the message.
 
     Raises:
-        SkipSample: schema_error if there is neither; else as ImageReader.read.
+        SkipSample: schema_error if there is neither, empty for zero bytes; else as ImageReader.read.
     """
     data, path = (image.get("bytes"), image.get("path")) if isinstance(image, dict) else (image, image)
     if isinstance(data, bytes) and data:
         return data
     if isinstance(path, str) and path:
         return reader.read(path)
-    raise SkipSample("schema_error", f"image {number} has no bytes")
+    if data == b"":
+        raise SkipSample("empty", f"image {number} has zero bytes")
+    raise SkipSample("schema_error", f"image {number} is null, and names no file")
 
 
 def kind_of(kind: pa.DataType) -> pa.DataType:

@@ -7,6 +7,7 @@ tarfile takes a header that it cannot read for the end of the tar. Here the end 
 zeros. Anything else is a tar that was cut or damaged.
 """
 
+import errno
 import re
 import tarfile
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ _PART_ROWS = 512
 _PART_BYTES = 256 << 20
 _MAX_HEADER_BYTES = 1 << 20
 _NAME = re.compile(r"((?:.*/|)[^./]+)[.]([^/]*)", re.DOTALL)
+_NAMELESS = re.compile(r"(?:.*/|)[.]([a-z0-9]+|[A-Z0-9]+)", re.DOTALL)  # .txt; but not .DS_Store, nor ._a.jpg
 _META = re.compile(r"__[^/]*__($|/)")
 
 
@@ -30,7 +32,7 @@ class Group:
     """One sample's members.
 
     Attributes:
-        name: the part that their names share.
+        name: the part that their names share; "" for a member whose name is nothing but a field, a group by itself.
         start: byte of the first one's header.
         fields: field -> its member, in order.
         twice: fields that occur more than once.
@@ -44,7 +46,9 @@ class Group:
     twice: list[str] = field(default_factory=list)
 
     def check(self) -> None:
-        """Raise SkipSample duplicate_key if a field is there twice."""
+        """Raise SkipSample: no_name, or duplicate_key if a field is there twice."""
+        if not self.name:
+            raise SkipSample("no_name", f"the member {next(iter(self.fields))[:100]!r} has no name before its field")
         if self.twice:
             raise SkipSample("duplicate_key", f"the member {self.twice[0][:100]!r} is there twice")
 
@@ -70,7 +74,8 @@ def list_group_spans(path: StorePath) -> Iterator[tuple[int, int, int]]:
     with open_at(path) as file:
         reader = _TarReader(path, file)
         for group in reader.groups():
-            if rows == _PART_ROWS or (rows and last - start >= _PART_BYTES):
+            # Not at a member without a name: it may lie among the members of the sample before it.
+            if group.name and (rows >= _PART_ROWS or (rows and last - start >= _PART_BYTES)):
                 yield start, group.start, rows
                 start, rows = group.start, 0
             rows, last = rows + 1, reader.end
@@ -111,21 +116,29 @@ class _TarReader:
 
     def groups(self) -> Iterator[Group]:
         group: Group | None = None
+        nameless: list[Group] = []  # those among the members of `group`, which come after it
         for member in self._members():
             match = _NAME.fullmatch(member.name)
-            if match is None or not member.isreg() or member.issparse() or _META.match(member.name):
+            if not member.isreg() or member.issparse() or _META.match(member.name):
+                continue
+            if match is None:
+                if _NAMELESS.fullmatch(member.name):
+                    nameless.append(Group("", member.offset, self._path, self._file, {member.name: member}))
+                if group is None:
+                    yield from nameless
+                    nameless = []
                 continue
             name, suffix = match[1], match[2].lower()
             if group is not None and group.name != name:
-                yield group
-                group = None
+                yield from (group, *nameless)
+                group, nameless = None, []
             if group is None:
                 group = Group(name, member.offset, self._path, self._file)
             if suffix in group.fields:
                 group.twice.append(suffix)
             group.fields[suffix] = member
         if group is not None:
-            yield group
+            yield from (group, *nameless)
 
     def _members(self) -> Iterator[tarfile.TarInfo]:
         try:
@@ -139,10 +152,16 @@ class _TarReader:
                     raise tarfile.ReadError("a header that points backwards")
                 self.end = tar.offset
                 yield member
+            if self._stop is None:
+                self._check_end()
         except (tarfile.TarError, ValueError, OverflowError, EOFError) as error:
+            if isinstance(error, InputError):
+                raise
             raise self._broken(one_line(error, 100)) from error
-        if self._stop is None:
-            self._check_end()
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            raise self._broken("a header that points to where no file reaches") from error
 
     def _check_end(self) -> None:
         self._file.seek(self.end)

@@ -21,8 +21,9 @@ hidden files. The key is the number of the sample in its subset. The tar's own n
 Nothing is unpacked to a disk: list_parts reads the headers, iter_part the members that the options name.
 
 Left out: a sample without an image, unless `text_only` (image_not_found), or without the member or field of a text
-(schema_error); text that should be JSON and is not (json_parse_error); the same member twice (duplicate_key); a member
-over 256 MiB (bomb); and whatever the conversation's form or Sample.check refuses. A tar that breaks off is refused.
+(schema_error); text that should be JSON and is not (json_parse_error) or has zero bytes, as an image has (empty); the
+same member twice (duplicate_key); a member whose name is nothing but a field, `.txt` (no_name); a member over 256 MiB
+(bomb); and whatever the conversation's form or Sample.check refuses. A tar that breaks off is refused.
 """
 
 import re
@@ -107,7 +108,8 @@ def iter_part(
         try:
             yield _sample(part.key(row), group, options)
         except SkipSample as skip:
-            yield SkippedRow(part.key(row), skip.reason, f"{group.name[:100]!r}: {skip.detail}")
+            named = f"{group.name[:100]!r}: " if group.name else ""
+            yield SkippedRow(part.key(row), skip.reason, f"{named}{skip.detail}")
 
 
 BUILDER = Builder(options=WebDatasetOptions, patterns=patterns, list_parts=list_parts, iter_part=iter_part)
@@ -182,7 +184,10 @@ class _Texts:
         """The JSON value at `member` or `member:a.b.0`."""
         member, _, path = place.partition(":")
         if member not in self._parsed:
-            self._parsed[member] = parse_json(self._member(member))
+            text = self._member(member)
+            if not text:
+                raise SkipSample("empty", f"the member {member!r} has zero bytes")
+            self._parsed[member] = parse_json(text)
         value = self._parsed[member]
         for name in path.split(".") if path else ():
             if isinstance(value, list) and name.isdecimal() and int(name) < len(value):

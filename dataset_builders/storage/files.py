@@ -6,7 +6,9 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from dataset_builders.errors import InputError, one_line
 from dataset_builders.storage.local_cache import cache_dir, path_beside
 from dataset_builders.storage.store import StorePath, is_local, publish
 
@@ -42,6 +44,27 @@ def write_text(path: StorePath, text: str) -> None:
 def write_json(path: StorePath, value: object) -> None:
     """Write `value` as indented JSON with sorted keys, atomically; the same value gives the same bytes."""
     write_text(path, json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
+
+
+def read_object(path: StorePath, way_out: str) -> dict[str, Any]:
+    """The object of a JSON file that somebody else may have written, or that may be damaged.
+
+    Args:
+        way_out: what a person does about a file that cannot be read, for the message.
+
+    Raises:
+        InputError: the file cannot be read, or its text is not a JSON object that Python can hold.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise InputError(f"{path} cannot be read as JSON (nested too deeply); {way_out}") from error
+    except (OSError, ValueError) as error:  # also text that is not UTF-8, and integers of thousands of digits
+        why = "it is empty" if path.is_file() and not path.stat().st_size else one_line(error)
+        raise InputError(f"{path} cannot be read as JSON ({why}); {way_out}") from error
+    if not isinstance(value, dict):
+        raise InputError(f"{path} holds a {type(value).__name__}, not an object; {way_out}")
+    return value
 
 
 def sha256_file(path: StorePath) -> str:

@@ -8,6 +8,7 @@ appears whole or not at all, and a directory is finished when its manifest is th
 Reads from a store go through a bounded cache on this machine (`local_cache.py`).
 """
 
+import functools
 import hashlib
 import os
 import re
@@ -21,7 +22,7 @@ import xxhash
 from pydantic import BeforeValidator, PlainSerializer
 from upath import UPath
 
-from dataset_builders.errors import InputError, one_line
+from dataset_builders.errors import DamagedFile, InputError, damaged, one_line
 from dataset_builders.storage.local_cache import TREE, WHOLE, LocalCache, cache_dir, path_beside
 
 StorePath = Path | UPath
@@ -161,44 +162,46 @@ def publish(local: Path, path: StorePath) -> None:
 
 
 def read_range(path: StorePath, offset: int, size: int, checksum: int | None = None) -> bytes:
-    """Bytes [offset, offset + size) of a file; from a store through the cache.
+    """Bytes [offset, offset + size) of a file; from a store through the cache, which compares what it gives back.
 
     Args:
-        checksum: xxh3_64 of these bytes. It is compared if they come over a network; a disk of this machine is trusted.
+        checksum: xxh3_64 of these bytes.
 
     Raises:
-        OSError: the file ends too early, or the bytes do not have this checksum.
+        DamagedFile: there is no such file, it ends too early, or the bytes do not have this checksum.
     """
-    if is_local(path):
-        with path.open("rb") as file:
-            data = os.pread(file.fileno(), size, offset)
-        if len(data) != size:
-            raise OSError(
-                f"{path}: {size} bytes at {offset} were expected, {len(data)} are there; the file is cut short"
-            )
-        return data
 
-    def fetch() -> bytes:
-        data = path.fs.cat_file(path.path, start=offset, end=offset + size)
+    def checked(data: bytes) -> bytes:
         if len(data) != size:
-            raise OSError(f"{path}: {size} bytes at {offset} were expected, {len(data)} are there")
+            raise damaged(path, f"is cut short: {len(data)} of {size} bytes are left at byte {offset}")
         if checksum is not None and xxhash.xxh3_64_intdigest(data) != checksum:
-            raise OSError(f"{path}: the {size} bytes at {offset} are not the ones that were written")
+            raise damaged(path, f"is damaged: the {size} bytes at byte {offset} are not the ones that were written")
         return data
 
-    return LocalCache().read(f"{path}#{offset}+{size}", lambda: _with_retries(fetch, f"read {path}"))
+    try:
+        if is_local(path):
+            with path.open("rb", buffering=0) as file:
+                return checked(os.pread(file.fileno(), size, offset))
+        fetch = functools.partial(path.fs.cat_file, path.path, start=offset, end=offset + size)
+        return LocalCache().read(
+            f"{path}#{offset}+{size}", lambda: _with_retries(lambda: checked(fetch()), f"read {path}")
+        )
+    except FileNotFoundError as error:
+        raise damaged(path, "is missing") from error
 
 
 def local_copy(path: StorePath, sha256: str | None = None) -> Path:
     """A file that other libraries can open by name: the file itself, or a copy in the cache of this machine.
 
     Args:
-        sha256: of the whole file, compared after a download.
+        sha256: of the whole file, compared after a download, and whenever the file lies on this machine.
 
     Raises:
-        OSError: the bytes that arrived do not have this SHA-256.
+        DamagedFile: the file does not have this SHA-256.
     """
     if is_local(path):
+        if sha256 is not None:
+            _check_sha256(path, path, sha256)
         return path
     info = _with_retries(lambda: path.fs.info(path.path), f"look at {path}")
     version = info.get("ETag") or info.get("LastModified") or info.get("mtime") or ""
@@ -208,11 +211,21 @@ def local_copy(path: StorePath, sha256: str | None = None) -> Path:
         _with_retries(lambda: path.fs.get_file(path.path, str(target)), f"read {path}")
         if target.stat().st_size != size:
             raise OSError(f"{path}: {target.stat().st_size} bytes arrived of {size}")
-        with target.open("rb") as file:
-            if sha256 is not None and hashlib.file_digest(file, "sha256").hexdigest() != sha256:
-                raise OSError(f"{path}: the bytes that arrived have another SHA-256")
+        if sha256 is not None:
+            _check_sha256(target, path, sha256)
 
     return LocalCache().file(f"{path}#{version}#{size}", path.name, download)
+
+
+def _check_sha256(copy: Path, path: StorePath, sha256: str) -> None:
+    """Raise DamagedFile if the file `path`, whose bytes are those of `copy`, has another SHA-256 or is missing."""
+    try:
+        with copy.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except FileNotFoundError as error:
+        raise damaged(path, "is missing") from error
+    if digest != sha256:
+        raise damaged(path, f"is damaged: its SHA-256 is {digest[:12]}..., and {sha256[:12]}... was written")
 
 
 def local_dir(path: StorePath) -> Path:
@@ -317,6 +330,8 @@ def _with_retries(action: Callable[[], Result], what: str) -> Result:
         except _FINAL:
             raise
         except Exception as error:  # every driver has its own kinds
+            if attempt == _TRIES - 1 and isinstance(error, DamagedFile):  # it is so in the store itself
+                raise
             if attempt == _TRIES - 1:
                 raise OSError(f"cannot {what}, tried {_TRIES} times: {one_line(error, 300)}") from error
         time.sleep(wait)

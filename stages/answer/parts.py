@@ -123,7 +123,10 @@ def _prepare(job: AnswerJob, engine: Engine, questions: Sequence[Question], grou
     for number in group:
         question = questions[number]
         shard = local_copy(job.samples_dir / question.shard)
-        sample = from_fields(question.key, read_record(shard, question.offset, question.size))
+        sample = from_fields(
+            question.key,
+            read_record(shard, question.offset, question.size, checksum=question.checksum, key=question.key),
+        )
         before, images = sample.messages[: question.place], sample.images[: question.num_images]
         requests.append(Request(number, before, images, job.config.max_new_tokens))
     return engine.prepare(requests)

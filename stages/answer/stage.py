@@ -177,4 +177,4 @@ def _write_report(work: Path, lines: Sequence[Line], speed: Mapping[str, float],
     write_report(work, title="Answers", summary=summary, sections=sections)
 
 
-STAGE = Stage("answer", VERSION, answer, on_disk=True)
+STAGE = Stage("answer", VERSION, answer, on_disk=True, digested=(ANSWERS_JSONL,))

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from dataset_builders.contracts.fingerprint import fingerprint
-from dataset_builders.contracts.manifest import MANIFEST, Manifest, Parent, ShardEntry, load_manifest
+from dataset_builders.contracts.manifest import MANIFEST, FileEntry, Manifest, Parent, ShardEntry, load_manifest
 from dataset_builders.storage.store import StorePath
 from trainer.contract.names import PROFILE
 
@@ -60,6 +60,7 @@ class StageOutput:
     """The manifest's facts about a stage's files, which lie in the work directory by then."""
 
     shards: list[ShardEntry] = field(default_factory=list)
+    files: list[FileEntry] = field(default_factory=list)  # of the stage's `digested` those that it knows already
     skips: dict[str, int] = field(default_factory=dict)
     stats: dict[str, Any] = field(default_factory=dict)
 
@@ -74,6 +75,7 @@ class Stage:
         on_disk: `work_dir` must be a directory of this machine, because other programs write there; without it `run`
             writes whole files only (`atomic_path`, `ShardWriter`), which may as well go to an object store.
         dataset: the artifact's part in a run as data, for example "training"; None: it is not data.
+        digested: globs of the files, beside the shards, that other stages read: the manifest has their SHA-256.
         preview: "module:function" that makes the page of an artifact's contents, from it and the stage's inputs; None:
             no such page. It is imported on use, since it needs more libraries than a worker should load.
     """
@@ -83,6 +85,7 @@ class Stage:
     run: Callable[..., StageOutput]
     on_disk: bool = False
     dataset: str | None = None
+    digested: tuple[str, ...] = ()
     preview: str | None = None
 
 

@@ -11,6 +11,7 @@ on one machine; two machines that make the same data artifact write the same byt
 """
 
 import contextlib
+import dataclasses
 import importlib
 import json
 import logging
@@ -32,6 +33,7 @@ from dataset_builders.errors import InputError
 from dataset_builders.storage.files import write_text
 from dataset_builders.storage.store import StorePath, is_local, make_dir, modified, side_dir, upload_dir
 from stages.artifacts.artifact import Artifact, Input, Stage, StageOutput, StageResult, artifact_dir, stage_identity
+from stages.artifacts.intact import check_inputs, check_sizes, file_entries
 
 LOCK_POLL_SECONDS = 0.5
 PREVIEW_HTML = "preview.html"
@@ -57,23 +59,30 @@ def run_stage(
         resources: execution only; never part of the fingerprint.
 
     Raises:
-        InputError: the disk is full.
+        InputError: the disk is full, or a file of an input or of the reused artifact is not what was written.
     """
     started = time.perf_counter()
     identity = stage_identity(stage, config, inputs)
     final = artifact_dir(root, stage, identity)
     if (final / MANIFEST).is_file():
-        return StageResult(Artifact.load(final), True, time.perf_counter() - started)
+        return StageResult(_reused(final), True, time.perf_counter() - started)
     work = scratch_dir(root, stage, identity)
     lock = side_dir(root) / "scratch" / f"{stage.name}-{fingerprint(identity)}"
     lock.parent.mkdir(parents=True, exist_ok=True)
     with _locked(work, lock):
         is_made = (final / MANIFEST).is_file()  # by the process that this one waited for
         if not is_made:
+            check_inputs(inputs)
             make_dir(work)
             _make(stage, config, inputs, work, resources, identity)
             _publish(work, final)
     return StageResult(Artifact.load(final), is_made, time.perf_counter() - started)
+
+
+def _reused(directory: StorePath) -> Artifact:
+    artifact = Artifact.load(directory)
+    check_sizes(artifact)
+    return artifact
 
 
 def _make(stage, config, inputs, work: StorePath, resources, identity: dict[str, Any]) -> None:
@@ -83,7 +92,8 @@ def _make(stage, config, inputs, work: StorePath, resources, identity: dict[str,
                 for unfinished in work.rglob("*.tmp"):  # files of a try that was killed
                     unfinished.unlink()
             output = stage.run(config, inputs, work, resources)
-            manifest = _manifest(stage, identity, output)
+            files = file_entries(work, stage.digested, output.files)
+            manifest = _manifest(stage, identity, dataclasses.replace(output, files=files))
             _write_preview(stage, Artifact(work, manifest), inputs)
             if not is_local(work):  # the manifest publishes, so that the records beside the shards go first
                 remove_entries(work, [shard.name for shard in output.shards])
@@ -135,6 +145,7 @@ def _manifest(stage: Stage, identity: Mapping[str, Any], output: StageOutput) ->
         config=identity["config"],
         parents=identity["parents"],
         shards=output.shards,
+        files=output.files,
         skips=output.skips,
         stats=output.stats,
     )

@@ -110,4 +110,4 @@ def _stats(comparison: Comparison) -> dict[str, object]:
     return {"subsets": stats, "gains": gains}
 
 
-STAGE = Stage("compare", VERSION, _run, on_disk=True)
+STAGE = Stage("compare", VERSION, _run, on_disk=True, digested=(COMPARISON,))

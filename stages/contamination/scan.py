@@ -105,7 +105,7 @@ def read_thumbnails(task: PictureTask) -> np.ndarray:
 
 def _rows(task: PictureTask) -> Iterator[dict[str, object]]:
     looks: dict[str, dict[str, object]] = {}  # a shard's pictures: about a kilobyte each
-    for key, fields in iter_records(task.directory / task.shard.name, task.shard.sha256):
+    for key, fields in iter_records(task.directory / task.shard.name, task.shard):
         for place, image in enumerate(json.loads(fields["json"])["images"]):
             digest = image["sha256"]
             is_first = digest not in looks

@@ -132,4 +132,4 @@ def _pair(copy: Copy) -> tuple[bytes, str]:
     return grey_png(pair.repeat(_SCALE, 0).repeat(_SCALE, 1)), caption
 
 
-STAGE = Stage("contamination", VERSION, _run)
+STAGE = Stage("contamination", VERSION, _run, digested=(CONTAMINATION,))

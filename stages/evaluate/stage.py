@@ -23,7 +23,7 @@ from stages.artifacts.workers import StageResources
 from stages.contamination.stage import contaminated_keys
 from stages.evaluate.config import EvaluateConfig
 from stages.evaluate.evaluation import Evaluation
-from stages.evaluate.predictions import Prediction, predictions_table, writing_predictions
+from stages.evaluate.predictions import PREDICTIONS, Prediction, predictions_table, writing_predictions
 from stages.evaluate.report import Gallery, write_evaluation_report
 from stages.scoring.summary import SCORE
 from trainer.contract.answer import HeldoutRow, read_heldout
@@ -122,4 +122,4 @@ def _predictions(sample: Sample, lines: Sequence[Line], contaminated: str | None
     return predictions
 
 
-STAGE = Stage("evaluate", VERSION, _run, on_disk=True)
+STAGE = Stage("evaluate", VERSION, _run, on_disk=True, digested=(PREDICTIONS,))

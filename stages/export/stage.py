@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from dataset_builders.errors import InputError
-from dataset_builders.storage.files import sha256_file, write_json, write_text
+from dataset_builders.storage.files import write_json, write_text
 from dataset_builders.storage.store import absolute, local_dir
 from stages.artifacts.artifact import Artifact, Input, Stage, StageOutput
+from stages.artifacts.intact import file_entries
 from stages.artifacts.workers import StageResources
 from stages.encode.chat import SYSTEM_PROMPT
 from stages.encode.images import write_pixel_limits
 from stages.export.config import ExportConfig
-from stages.inputs.hf_directory import count_parameters, hf_dir_of, read_json, safetensors_header
+from stages.inputs.hf_directory import count_parameters, hf_dir_of, read_json, safetensors_header, weight_files
 from stages.inputs.remote_code import drop_auto_maps
 from stages.pages.report import Table, write_report
 from stages.train.run_trainer import run_trainer
@@ -36,25 +37,26 @@ def export(config: ExportConfig, inputs: Mapping[str, Input], work_dir: Path, re
     source, hf_dir = hf_dir_of(inputs["model"]), work_dir / HF_EXPORT
     job_dir = work_dir / JOB_DIR
     job_dir.mkdir(exist_ok=True)  # a cluster's job that a killed flow left may still be writing there
-    run_trainer(_run_config(inputs, source, job_dir, resources), resources, STAGE.name)
+    result = run_trainer(_run_config(inputs, source, job_dir, resources), resources, STAGE.name)
     shutil.rmtree(hf_dir, ignore_errors=True)
     (job_dir / HF_EXPORT).rename(hf_dir)
     copy_processor_files(source, hf_dir, inputs["tokenized"].manifest.stats)
     shutil.rmtree(job_dir)  # its paths and times would make every export different
-    files = [(f.name, f.stat().st_size, sha256_file(f)) for f in sorted(hf_dir.iterdir())]
+    weights = [file.model_copy(update={"name": f"{HF_EXPORT}/{file.name}"}) for file in result.files]
+    files = file_entries(work_dir, STAGE.digested, weights)
     trained = inputs["train"].manifest.stats
     stats = {
         "dtype": written_dtype(hf_dir),
         "parameters": count_parameters(hf_dir),
         "steps": trained["steps"],
         "checkpoint": trained["checkpoint"],
-        "files": {name: digest for name, _, digest in files},
     }
     parameters = Table("Parameters", ("part", "number"), list(stats["parameters"].items()))
+    rows = [(file.name.removeprefix(f"{HF_EXPORT}/"), file.size_bytes, file.sha256) for file in files]
     summary = {"dtype": stats["dtype"], "parameters": sum(stats["parameters"].values()), "steps": stats["steps"]}
-    sections = [parameters, Table("Files", ("file", "bytes", "sha256"), files)]
+    sections = [parameters, Table("Files", ("file", "bytes", "sha256"), rows)]
     write_report(work_dir, title="export", summary=summary, sections=sections)
-    return StageOutput(stats=stats)
+    return StageOutput(files=files, stats=stats)
 
 
 def _run_config(inputs: Mapping[str, Input], source: Path, job_dir: Path, resources: StageResources) -> RunConfig:
@@ -106,10 +108,10 @@ def written_dtype(hf_dir: Path) -> str:
     Raises:
         InputError: there are no weights, or weights of several dtypes.
     """
-    dtypes = {e["dtype"] for f in hf_dir.glob("*.safetensors") for e in safetensors_header(f).values()}
+    dtypes = {e["dtype"] for f in weight_files(hf_dir) for e in safetensors_header(hf_dir / f).values()}
     if len(dtypes) != 1:
         raise InputError(f"{hf_dir} has weights of {len(dtypes)} dtypes ({', '.join(sorted(dtypes))}), not of one")
     return _DTYPES.get(dtype := dtypes.pop(), dtype)
 
 
-STAGE = Stage("export", VERSION, export, on_disk=True)
+STAGE = Stage("export", VERSION, export, on_disk=True, digested=(f"{HF_EXPORT}/*",))

@@ -76,4 +76,4 @@ def _picture(row: Row) -> tuple[bytes, str]:
     return preview_png([image["bytes"] for image in row["images"]], 160), caption
 
 
-STAGE = Stage("embedded_data", VERSION, _run, on_disk=True, dataset="raw")
+STAGE = Stage("embedded_data", VERSION, _run, on_disk=True, dataset="raw", digested=("*/*.parquet",))

@@ -1,9 +1,9 @@
 """A Hugging Face model directory: resolve its name, check it, digest it, count its parameters."""
 
-import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,13 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from safetensors import SafetensorError, safe_open
 
 from dataset_builders.contracts.fingerprint import fingerprint
-from dataset_builders.errors import InputError, one_line
-from dataset_builders.storage.files import sha256_file
+from dataset_builders.contracts.manifest import load_manifest
+from dataset_builders.errors import MANIFEST, InputError, damaged, one_line, shown
+from dataset_builders.storage.files import read_object, sha256_file
 from dataset_builders.storage.store import home_expanded, local_dir, location
 from stages.artifacts.artifact import Artifact, External, Input
 from stages.inputs.remote_code import check_remote_code
+from trainer.contract.model_shape import ModelShape
 from trainer.contract.names import HF_EXPORT
 from trainer.families.registry import read_model
 
@@ -27,6 +29,9 @@ _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "added_tokens.
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 _PROCESSOR_FILES = (*_TOKENIZER_FILES, *_TEMPLATE_FILES, "tokenizer_config.json", "preprocessor_config.json")
 _MODEL_FILE_PATTERNS = ["*.json", "*.jinja", "*.txt", "*.safetensors"]
+_HASHERS = 4  # files read at a time
+_DTYPES = ("F32", "BF16", "F16")  # of weights that are trained
+_TIED = "lm_head.weight"  # some directories store the tied weight twice
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -70,7 +75,7 @@ def check_hf_dir(path: Path, code_sha256: str | None = None) -> None:
     """
     check_processor_files(path)
     check_remote_code(path, code_sha256)
-    _check_weights(path)
+    _check_weights(path, read_model(path)[1])
 
 
 def check_processor_files(path: Path) -> None:
@@ -102,13 +107,7 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         InputError: the file is not a JSON object.
     """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise InputError(f"{path} cannot be read as JSON ({error}); copy the model's own file again") from error
-    if not isinstance(value, dict):
-        raise InputError(f"{path} holds a {type(value).__name__}, not an object; copy the model's own file again")
-    return value
+    return read_object(path, "copy the model's own file again")
 
 
 def processor_input(path: Path) -> External:
@@ -126,9 +125,25 @@ def processor_input(path: Path) -> External:
 
 
 def model_input(path: Path) -> External:
-    """The whole model: every file that `from_pretrained` may read, weights by their full SHA-256."""
+    """The whole model: every file that `from_pretrained` may read, weights by their full SHA-256.
+
+    Raises:
+        DamagedFile: it is the model of an artifact, and a file is not what was written.
+    """
     names = {file.name for pattern in _MODEL_FILE_PATTERNS for file in path.glob(pattern) if file.is_file()}
-    return External(dir=path, name="hf_dir", digest=fingerprint(_digests(path, sorted(names))))
+    digests = _digests(path, sorted(names))
+    _check_written(path, digests)
+    return External(dir=path, name="hf_dir", digest=fingerprint(digests))
+
+
+def _check_written(path: Path, digests: Mapping[str, str]) -> None:
+    """Compare the files of a directory with the manifest beside it, if it is an artifact's."""
+    if not (path.parent / MANIFEST).is_file():
+        return
+    for entry in load_manifest(path.parent).files:
+        folder, _, name = entry.name.partition("/")
+        if folder == path.name and digests.get(name, entry.sha256) != entry.sha256:
+            raise damaged(path / name, "is not as it was written (to change it, copy the directory elsewhere)")
 
 
 def count_parameters(path: Path) -> dict[str, int]:
@@ -140,8 +155,8 @@ def count_parameters(path: Path) -> dict[str, int]:
     family, shape = read_model(path)
     part_of = {name: family.part_of(rule.ours) for rule in family.weight_rules(shape) for name in rule.hf}
     counts = dict.fromkeys(family.parts, 0)
-    for file in sorted(path.glob("*.safetensors")):
-        for name, entry in safetensors_header(file).items():
+    for file in weight_files(path):
+        for name, entry in safetensors_header(path / file).items():
             counts[part_of.get(name, family.parts[-1])] += math.prod(entry["shape"])
     return counts
 
@@ -150,35 +165,78 @@ def safetensors_header(path: Path) -> dict[str, dict[str, Any]]:
     """Tensor name -> {dtype, shape} of one file, without loading a weight.
 
     Raises:
-        InputError: the file is cut short or is not a safetensors file.
+        InputError: the file is missing, cut short or not a safetensors file.
     """
     try:
         with safe_open(path, "np") as file:
             slices = {name: file.get_slice(name) for name in sorted(file.keys())}
             return {name: {"dtype": s.get_dtype(), "shape": s.get_shape()} for name, s in slices.items()}
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise InputError(f"{path} is not a whole safetensors file ({one_line(error)}); copy it again") from error
 
 
-def _check_weights(path: Path) -> None:
+def weight_files(path: Path) -> list[str]:
+    """The names of the files that hold the weights, in order: the files that `from_pretrained` takes.
+
+    Raises:
+        InputError: there are none, or the index names a file that is no plain file of this directory.
+    """
+    return sorted(_tensors_of(path))
+
+
+def _tensors_of(path: Path) -> dict[str, set[str]]:
+    """File -> the tensors that the index says are in it; none are said of a single file."""
+    index = path / WEIGHTS_INDEX
     if (path / WEIGHTS).is_file():
-        safetensors_header(path / WEIGHTS)
-        return
-    if not (path / WEIGHTS_INDEX).is_file():
+        return {WEIGHTS: set()}
+    if not index.is_file():
         raise InputError(f"{path} has no weights ({WEIGHTS} or {WEIGHTS_INDEX}); other formats are not read")
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise InputError(f"{index}: weight_map is not an object of tensors; copy the model's own file again")
     files: dict[str, set[str]] = {}
-    for tensor, name in read_json(path / WEIGHTS_INDEX).get("weight_map", {}).items():
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise InputError(
+                f"{index} says that {shown(tensor)} is in '{shown(name)}'; only *.safetensors beside the index are "
+                "read: put the file there and name it so"
+            )
         files.setdefault(name, set()).add(tensor)
-    for name, tensors in sorted(files.items()):
+    return files
+
+
+def _check_weights(path: Path, shape: ModelShape) -> None:
+    """See from the headers that all tensors are there, of a dtype that is trained, and as large as config.json says."""
+    numbers = 0
+    for name, tensors in sorted(_tensors_of(path).items()):
         if not (path / name).is_file():
-            raise InputError(f"{path / WEIGHTS_INDEX} names {name}, which is missing; copy it too")
-        missing = sorted(tensors - safetensors_header(path / name).keys())
+            raise InputError(f"{path / WEIGHTS_INDEX} names {shown(name)}, which is missing; copy it too")
+        header = safetensors_header(path / name)
+        missing = sorted(tensors - header.keys())
         if missing:
-            raise InputError(f"{path / name} lacks {missing[0]} ({len(missing)} tensors of the index); copy it again")
+            raise InputError(
+                f"{path / name} lacks {shown(missing[0])} ({len(missing)} tensors of the index); copy it again"
+            )
+        for tensor, entry in header.items():
+            if entry["dtype"] not in _DTYPES:
+                known = ", ".join(_DTYPES)
+                raise InputError(
+                    f"{path / name}: {shown(tensor)} is of dtype {entry['dtype']}; only {known} are trained"
+                )
+            is_twice = tensor == _TIED and shape.language.tie_word_embeddings
+            numbers += 0 if is_twice else math.prod(entry["shape"])
+    expected = sum(shape.parameters.values())
+    if numbers != expected:
+        raise InputError(
+            f"{path}: its weights are {numbers:,} numbers, and the sizes in config.json make {expected:,}; take both "
+            "from the same model, whole"
+        )
 
 
 def _digests(path: Path, names: Iterable[str]) -> dict[str, str]:
-    return {name: sha256_file(path / name) for name in names}
+    names = list(names)
+    with ThreadPoolExecutor(_HASHERS) as pool:
+        return dict(zip(names, pool.map(lambda name: sha256_file(path / name), names)))
 
 
 def hf_dir_of(model: Input) -> Path:

@@ -9,7 +9,6 @@ export leaves them and `auto_map` behind.
 
 import hashlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from dataset_builders.storage.files import sha256_file, write_json
 
 FIELD = "execution.model_code_sha256"
 _AUTO_MAP = "auto_map"
-_CONFIGS = "*config.json"  # config.json, tokenizer_config.json, processor_config.json, ...
+_CONFIGS = "*config*.json"  # config.json, tokenizer_config.json, config.4.0.0.json, ...
 _CODE = (".py", ".pyc", ".pyd", ".so")  # what Python can import
 
 
@@ -66,20 +65,15 @@ def _code_of(hf_dir: Path) -> list[tuple[str, str]]:
 
 
 def _auto_maps(file: Path) -> str:
-    """The `auto_map` entries of a JSON file as text, or ""."""
+    """The `auto_map` entries of a JSON file as text, or ""; of a key that is there twice both."""
+    entries: list[Any] = []
+
+    def look(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        entries.extend(value for key, value in pairs if key == _AUTO_MAP and value)
+        return dict(pairs)
+
     try:
-        entries = list(_iter_auto_maps(json.loads(file.read_bytes())))
+        json.loads(file.read_bytes(), object_pairs_hook=look)
     except (ValueError, RecursionError):  # whoever needs the file says that it cannot be read
         return ""
     return json.dumps(entries, sort_keys=True) if entries else ""
-
-
-def _iter_auto_maps(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            if key == _AUTO_MAP and inner:
-                yield inner
-            yield from _iter_auto_maps(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _iter_auto_maps(inner)

@@ -194,4 +194,4 @@ def _run(config: EmbeddedModelConfig, inputs: Mapping[str, Artifact], work: Path
     return StageOutput(stats={"texts": len(texts), "text_tokens": len(vocab), "vocab_size": config.vocab_size})
 
 
-STAGE = Stage("embedded_model", VERSION, _run, on_disk=True)
+STAGE = Stage("embedded_model", VERSION, _run, on_disk=True, digested=(f"{HF_EXPORT}/*",))

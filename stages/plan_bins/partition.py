@@ -35,9 +35,11 @@ class ScanTask:
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """A partition, counted: its rows, its training samples that fit a bin, by subset, and the samples that fit none."""
+    """A partition, counted: its rows, those of each shard, its training samples that fit a bin, by subset, and the
+    samples that fit none."""
 
     num_samples: int
+    shards: dict[str, int]
     sizes: dict[str, SubsetSize]
     left_out: list[LeftOut]
 
@@ -112,7 +114,8 @@ def scan_partition(task: ScanTask) -> Scan:
     tokens = np.zeros(len(rows.names), np.int64)
     np.add.at(tokens, rows.subsets[chosen], rows.columns["num_tokens"][chosen])
     sizes = {n: SubsetSize(c, t) for n, c, t in zip(rows.names, counts, tokens.tolist()) if c}
-    return Scan(rows.table.num_rows, sizes, _left_out(rows, task.limits))
+    shards = {item["values"]: item["counts"] for item in pc.value_counts(rows.table["shard"]).to_pylist()}
+    return Scan(rows.table.num_rows, shards, sizes, _left_out(rows, task.limits))
 
 
 def _left_out(rows: _Rows, limits: BinLimits) -> list[LeftOut]:

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
-from dataset_builders.contracts.bins import read_bins, write_bins
+from dataset_builders.contracts.bins import BINS, read_bins, write_bins
 from dataset_builders.contracts.sample import SPLITS
 from dataset_builders.contracts.tokenized import index_partitions
-from dataset_builders.errors import InputError
+from dataset_builders.errors import MANIFEST, InputError, damaged
 from dataset_builders.storage.store import StorePath
 from stages.artifacts.artifact import Artifact, Stage, StageOutput
 from stages.artifacts.quarantine import QUARANTINE, count_reasons, write_quarantine
@@ -46,6 +46,7 @@ def _run(
     resources = (resources or StageResources()).at_most(len(partitions))
     scan_tasks = [ScanTask(path, config.limits) for path in partitions]
     scans = [scan for _, scan in sorted(run_tasks(scan_partition, scan_tasks, resources), key=itemgetter(0))]
+    _check_counts(inputs["tokenized"], scans)
     left_out = [item for scan in scans for item in scan.left_out]
     write_quarantine(work, left_out)
     sizes = _sizes(scans)
@@ -66,6 +67,19 @@ def _run(
     for number in range(len(partitions)):
         entry_path(work, number).unlink(missing_ok=True)
     return StageOutput(skips=count_reasons(left_out), stats=stats)
+
+
+def _check_counts(tokenized: Artifact, scans: Sequence[Scan]) -> None:
+    """Check that the index has as many rows of each shard as the manifest says.
+
+    Raises:
+        DamagedFile: it has not.
+    """
+    rows = {name: count for scan in scans for name, count in scan.shards.items()}
+    for shard in tokenized.manifest.shards:
+        if shard.num_samples != rows.get(shard.name, 0):
+            says = f"says {shard.num_samples} samples in {shard.name}, and its index {rows.get(shard.name, 0)}"
+            raise damaged(tokenized.dir / MANIFEST, says)
 
 
 def _sizes(scans: Sequence[Scan]) -> dict[str, SubsetSize]:
@@ -152,4 +166,11 @@ def _add_up(sums: Sequence[SubsetSums]) -> dict[str, int]:
     return {name: sum(getattr(one, name) for one in sums) for name in SubsetSums.model_fields}
 
 
-STAGE = Stage("plan_bins", VERSION, _run, dataset="training", preview="stages.preview.render:stage_preview")
+STAGE = Stage(
+    "plan_bins",
+    VERSION,
+    _run,
+    dataset="training",
+    digested=(BINS, "bins/*.arrow"),
+    preview="stages.preview.render:stage_preview",
+)

@@ -31,20 +31,26 @@ def _run(config: ReleaseConfig, inputs: Mapping[str, Artifact], work: Path, reso
     hf_dir = work / HF_EXPORT
     shutil.rmtree(hf_dir, ignore_errors=True)
     hf_dir.mkdir()
-    for file in sorted(hf_dir_of(inputs["export"]).iterdir()):
-        _link(file, hf_dir / file.name)
+    linked = {
+        f"{HF_EXPORT}/{file.name}"
+        for file in sorted(hf_dir_of(inputs["export"]).iterdir())
+        if _link(file, hf_dir / file.name)
+    }
+    known = [entry for entry in inputs["export"].manifest.files if entry.name in linked]  # compared a moment ago
     facts = _facts(config, inputs)
     write_model_card(hf_dir, facts)
     _write_report(work, facts)
-    return StageOutput(stats={"model": inputs["export"].manifest.fingerprint, "card": MODEL_CARD})
+    return StageOutput(files=known, stats={"model": inputs["export"].manifest.fingerprint, "card": MODEL_CARD})
 
 
-def _link(source: Path, target: Path) -> None:
-    """Give a file that never changes one more name; copy it if the file system cannot."""
+def _link(source: Path, target: Path) -> bool:
+    """Give a file that never changes one more name; copy it if the file system cannot, and return False."""
     try:
         os.link(source.resolve(), target)
     except OSError:
         shutil.copyfile(source, target)
+        return False
+    return True
 
 
 def _facts(config: ReleaseConfig, inputs: Mapping[str, Artifact]) -> CardFacts:
@@ -116,4 +122,4 @@ def _write_report(work: Path, facts: CardFacts) -> None:
     write_report(work, title="Release", summary=summary, sections=sections)
 
 
-STAGE = Stage("release", VERSION, _run, on_disk=True)
+STAGE = Stage("release", VERSION, _run, on_disk=True, digested=(f"{HF_EXPORT}/*",))

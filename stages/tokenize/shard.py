@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from dataset_builders.contracts import sample_record
-from dataset_builders.contracts.sample import Sample, SkipSample, Split
+from dataset_builders.contracts.manifest import ShardEntry
+from dataset_builders.contracts.sample import Sample, SkipSample
 from dataset_builders.contracts.shard_io import RecordRange, ShardWriter, finished_shard, iter_records
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.contracts.tokenized import PixelStore, TokenizedSample
@@ -34,17 +35,15 @@ class ShardTask:
     """One shard to tokenize.
 
     Attributes:
-        source, source_sha256: the sample shard.
-        directory, name: where the tokenized shard goes.
+        samples, shard: the sample shard.
+        directory: where the tokenized shard of the same name goes.
         processor_digest: of hf_dir; with it a worker never reuses an encoder of other files.
         pixels: how pixels are made and stored.
     """
 
-    source: StorePath
-    source_sha256: str
+    samples: StorePath
+    shard: ShardEntry
     directory: StorePath
-    name: str
-    split: Split
     hf_dir: StorePath
     processor_digest: str
     pixels: PixelStore
@@ -83,8 +82,8 @@ class ShardNotes(StrictModel):
 
 def tokenize_shard(task: ShardTask) -> None:
     """Write the tokenized shard and, just before its commit, the notes beside it; nothing if both are there."""
-    notes_file = notes_path(task.directory, task.name)
-    if finished_shard(task.directory, task.name) is not None and notes_file.is_file():
+    notes_file = notes_path(task.directory, task.shard.name)
+    if finished_shard(task.directory, task.shard.name) is not None and notes_file.is_file():
         return
     config = task.config
     chat = _encoder(task.hf_dir, task.processor_digest, config.learn, config.system_prompt)
@@ -92,7 +91,7 @@ def tokenize_shard(task: ShardTask) -> None:
     rows: list[dict[str, object]] = []
     left_out: list[LeftOut] = []
     shortened: list[Shortened] = []
-    with _one_thread(), ShardWriter(task.directory, task.name) as writer:
+    with _one_thread(), ShardWriter(task.directory, task.shard.name) as writer:
         for sample, names, text in _read_ahead(task, chat):
             try:
                 kept, tokenized = tokenize_sample(sample, text, chat, task.pixels, config)
@@ -116,7 +115,7 @@ def tokenize_shard(task: ShardTask) -> None:
             pixels_against=reference.pixels_against,
         )
         write_json(notes_file, notes.model_dump())
-        writer.commit(task.split, count_reasons(left_out))
+        writer.commit(task.shard.split, count_reasons(left_out))
 
 
 def tokenize_sample(
@@ -172,7 +171,7 @@ def _read_ahead(task: ShardTask, chat: ChatEncoder) -> Iterator[tuple[Sample, li
     """The shard's samples, the names of their image files, and their conversations, tokenized many at a time."""
     batch: list[tuple[Sample, list[str]]] = []
     size = 0
-    for key, fields in iter_records(task.source, task.source_sha256):
+    for key, fields in iter_records(task.samples / task.shard.name, task.shard):
         names = sorted((name for name in fields if name[:1].isdigit()), key=lambda name: int(name.partition(".")[0]))
         sample = sample_record.from_fields(key, fields)
         batch.append((sample, names))
@@ -224,8 +223,8 @@ def _index_row(task: ShardTask, sample: Sample, tokenized: TokenizedSample, at: 
     return {
         "key": sample.key,
         "subset": sample.subset,
-        "split": task.split,
-        "shard": task.name,
+        "split": task.shard.split,
+        "shard": task.shard.name,
         "offset": at.offset,
         "size": at.size,
         "checksum": at.checksum,

@@ -20,7 +20,7 @@ import pyarrow as pa
 from dataset_builders.contracts.manifest import Manifest
 from dataset_builders.contracts.sample import SPLITS
 from dataset_builders.contracts.shard_io import finished_shard
-from dataset_builders.contracts.tokenized import INDEX_SCHEMA, SIZES, IndexWriter, PixelStore, iter_index
+from dataset_builders.contracts.tokenized import INDEX, INDEX_SCHEMA, SIZES, IndexWriter, PixelStore, iter_index
 from dataset_builders.errors import InputError
 from dataset_builders.storage.files import atomic_path, write_text
 from dataset_builders.storage.store import StorePath, local_dir
@@ -50,11 +50,9 @@ def _run(
     pixels = PixelStore(codec=config.codec, config=load_image_config(hf_dir, config.min_pixels, config.max_pixels))
     tasks = (
         ShardTask(
-            source=samples.dir / shard.name,
-            source_sha256=shard.sha256,
+            samples=samples.dir,
+            shard=shard,
             directory=work,
-            name=shard.name,
-            split=shard.split,
             hf_dir=processor.dir,
             processor_digest=processor.digest,
             pixels=pixels,
@@ -166,4 +164,11 @@ def _sums(sums: Mapping[str, int]) -> dict[str, int]:
     return {name: sums.get(name, 0) for name in ("num_samples", *SIZES)}
 
 
-STAGE = Stage("tokenize", VERSION, _run, dataset="training", preview="stages.preview.render:stage_preview")
+STAGE = Stage(
+    "tokenize",
+    VERSION,
+    _run,
+    dataset="training",
+    digested=(f"{INDEX}/*.parquet",),
+    preview="stages.preview.render:stage_preview",
+)

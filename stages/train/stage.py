@@ -19,6 +19,7 @@ from stages.inputs.hf_directory import hf_dir_of
 from stages.train.report import write_train_report
 from stages.train.run_trainer import run_trainer
 from trainer.contract.answer import read_metrics
+from trainer.contract.names import HELDOUT_BASE_JSONL, HELDOUT_JSONL
 from trainer.contract.run import RunConfig, TrainConfig
 from trainer.families.shapes import check_run
 
@@ -62,4 +63,4 @@ def train(config: TrainConfig, inputs: Mapping[str, Input], work_dir: Path, reso
     return StageOutput(stats=stats)
 
 
-STAGE = Stage("train", VERSION, train, on_disk=True)
+STAGE = Stage("train", VERSION, train, on_disk=True, digested=(HELDOUT_JSONL, HELDOUT_BASE_JSONL))

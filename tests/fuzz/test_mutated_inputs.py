@@ -1,4 +1,7 @@
-"""10,000 spoilt inputs, by a seeded generator: each ends as a sample or with a reason from the list, none does harm."""
+"""10,000 spoilt inputs, by a seeded generator: each ends as a sample or with a reason from the list, none does harm.
+
+And 900 spoilt model directories: each is taken, and can be read whole, or refused in one line.
+"""
 
 import json
 import subprocess
@@ -9,6 +12,7 @@ import pytest
 
 from dataset_builders.contracts.sample import SKIP_REASONS
 from dataset_builders.sources.registry import BUILDERS
+from tests.fuzz.run_models import OUTCOMES
 from tests.fuzz.sources import KINDS
 
 SEED = 20261121
@@ -22,6 +26,7 @@ COUNTS = {
     "llava": 1000,
     "webdataset_tars": 1000,
 }
+MODELS = 900
 MAX_GROWTH = 1 << 30
 # A spoilt file gives its rows, or one InputError that names it.
 OF_FILES = {"file: rows", "file: no row", "file: InputError"}
@@ -50,6 +55,14 @@ def test_every_input_has_a_known_end(kind, tmp_path):
     assert result["grown_bytes"] < MAX_GROWTH
     assert outcomes["sample"] > COUNTS[kind] // 50, outcomes  # else only the first check was ever reached
     assert len(outcomes) > 3
+
+
+def test_every_model_directory_is_taken_or_refused_in_one_line(tmp_path):
+    done = run("model", MODELS, tmp_path, module="tests.fuzz.run_models")
+    assert done.returncode == 0, done.stderr[-4000:]
+    result = json.loads(done.stdout)
+    assert sum(result["outcomes"].values()) == MODELS and set(result["outcomes"]) == OUTCOMES
+    assert result["grown_bytes"] < MAX_GROWTH
 
 
 def test_the_watch_sees_what_it_looks_for(tmp_path):

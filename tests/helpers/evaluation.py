@@ -18,6 +18,7 @@ from dataset_builders.contracts.shard_io import ShardWriter, remove_entries
 from stages.answer.stage import STAGE as ANSWER
 from stages.answer.stage import AnswerConfig
 from stages.artifacts.artifact import Artifact
+from stages.artifacts.intact import file_entries
 from stages.artifacts.run_stage import run_stage
 from stages.artifacts.workers import StageResources
 from stages.evaluate.config import EvaluateConfig
@@ -89,7 +90,8 @@ def samples_artifact(directory: Path, heldout: Sequence[Sample], train: Sequence
 def hf_artifact(directory: Path, hf_dir: Path) -> Artifact:
     """An export artifact that holds a copy of a model directory."""
     shutil.copytree(hf_dir, directory / "hf")
-    Manifest(stage="export", version=1, fingerprint="e" * 16, config={}, parents={}).write(directory)
+    files = file_entries(directory, ("hf/*",))
+    Manifest(stage="export", version=1, fingerprint="e" * 16, config={}, parents={}, files=files).write(directory)
     return Artifact.load(directory)
 
 

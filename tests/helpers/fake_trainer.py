@@ -11,6 +11,7 @@ import signal
 import sys
 from pathlib import Path
 
+from dataset_builders.contracts.manifest import file_entry
 from stages.launchers.config import ClusterConfig
 from stages.launchers.job import Job
 from stages.launchers.torchrun import TorchrunLauncher
@@ -52,7 +53,8 @@ def _export(run: RunConfig) -> TrainResult:
     assert run.checkpoint_dir is not None and run.checkpoint_dir.is_dir()
     (run.output_dir / HF_EXPORT).mkdir(exist_ok=True)
     shutil.copyfile(run.hf_dir / "model.safetensors", run.output_dir / HF_EXPORT / "model.safetensors")
-    return TrainResult(status="finished", step=1)
+    files = [file_entry(run.output_dir / HF_EXPORT, "model.safetensors")]
+    return TrainResult(status="finished", step=1, files=files)
 
 
 def _wait_for_sigterm(run: RunConfig) -> None:

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
+from dataset_builders.contracts.manifest import file_entry
 from tests.helpers.bins import MIXED, make_samples
 from tests.helpers.reference import (
     load_reference,
@@ -136,8 +137,10 @@ def test_weights_in_and_out_are_bit_equal(pair, tmp_path):
 
 
 def test_weights_in_several_files_are_the_same(pair, tmp_path):
-    save_hf_weights([pair.ours], pair.mesh, list(rules(pair.ours.shape)), pair.hf_dir, tmp_path, file_bytes=60_000)
+    table = list(rules(pair.ours.shape))
+    entries = save_hf_weights([pair.ours], pair.mesh, table, pair.hf_dir, tmp_path, file_bytes=60_000)
     files = sorted(tmp_path.glob("*.safetensors"))
+    assert entries == [file_entry(tmp_path, file.name) for file in files]
     assert len(files) > 3 and (tmp_path / "model.safetensors.index.json").is_file()
     for file in files:
         sizes = [tensor.nbytes for tensor in load_file(file).values()]

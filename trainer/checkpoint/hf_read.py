@@ -3,15 +3,15 @@
 A rank holds its pipeline rank's layers and its tensor-parallel slice of each.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 from megatron.core.transformer.module import MegatronModule
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
-from dataset_builders.errors import InputError
+from dataset_builders.errors import InputError, one_line
+from dataset_builders.storage.files import read_object
 from trainer.families.weight_rules import Rule
 
 INDEX = "model.safetensors.index.json"
@@ -28,13 +28,13 @@ class HFTensors:
 
     def __init__(self, hf_dir: Path) -> None:
         self.dir = hf_dir
-        index = hf_dir / INDEX
-        if index.is_file():
-            self._files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        index, single = hf_dir / INDEX, hf_dir / "model.safetensors"
+        self._files: dict[str, str] = {}
+        if index.is_file() and not single.is_file():  # from_pretrained looks for the single file first
+            self._files = read_object(index, "copy the model's own file again").get("weight_map") or {}
         else:
-            self._files = {}
-            for path in sorted(hf_dir.glob("*.safetensors")):
-                with safe_open(path, "pt") as file:
+            for path in [single] if single.is_file() else sorted(hf_dir.glob("*.safetensors")):
+                with _opened(path) as file:
                     self._files |= dict.fromkeys(file.keys(), path.name)
         if not self._files:
             raise InputError(f"{hf_dir} holds no *.safetensors; give a directory that from_pretrained can read")
@@ -65,7 +65,14 @@ class HFTensors:
     def _open(self, name: str):
         if name not in self._files:
             raise InputError(f"{self.dir}: the tensor {name} is missing; is it a complete model of this architecture?")
-        return safe_open(self.dir / self._files[name], "pt")
+        return _opened(self.dir / self._files[name])
+
+
+def _opened(path: Path):
+    try:
+        return safe_open(path, "pt")
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{path} is not a whole safetensors file ({one_line(error)}); copy it again") from error
 
 
 def load_hf_weights(model: MegatronModule, hf_dir: Path, rules: Sequence[Rule]) -> int:

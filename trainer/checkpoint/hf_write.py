@@ -6,6 +6,7 @@ the tensors of one file (5 GB at most) at a time and nobody the whole model. The
 
 import itertools
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
 from safetensors.torch import save_file
 
+from dataset_builders.contracts.manifest import FileEntry, file_entry
 from dataset_builders.storage.files import write_json
 from trainer.checkpoint.hf_read import INDEX, HFTensors, global_names, parallel_axis
 from trainer.families.weight_rules import Rule
@@ -39,14 +41,16 @@ def save_hf_weights(
     source_dir: Path,
     out_dir: Path,
     file_bytes: int = FILE_BYTES,
-) -> int:
+) -> list[FileEntry]:
     """Write the weights as safetensors, in the dtypes of `source_dir`; a collective.
+
+    A file is digested while the tensors of the next one are gathered; its bytes still lie in the page cache.
 
     Args:
         rules: the whole model's table of weights.
 
     Returns:
-        bytes of all tensors.
+        the entry of each file of weights; on other ranks than the main one none.
     """
     source = HFTensors(source_dir)
     stored = {name: source.dtype_and_bytes(name) for rule in rules for name in rule.hf}
@@ -54,16 +58,19 @@ def save_hf_weights(
     if mesh.is_main:
         out_dir.mkdir(parents=True, exist_ok=True)
     stream = _hf_tensors(chunks, mesh, rules)
-    for file, names in files.items():
-        tensors = dict(itertools.islice(stream, len(names)))
-        if mesh.is_main:
-            ready = {name: tensor.to("cpu", stored[name][0]).contiguous() for name, tensor in tensors.items()}
-            save_file(ready, out_dir / file, metadata={"format": "pt"})
+    entries: list[Future[FileEntry]] = []
+    with ThreadPoolExecutor(1, "digest") as pool:
+        for file, names in files.items():
+            tensors = dict(itertools.islice(stream, len(names)))
+            if mesh.is_main:
+                ready = {name: tensor.to("cpu", stored[name][0]).contiguous() for name, tensor in tensors.items()}
+                save_file(ready, out_dir / file, metadata={"format": "pt"})
+                entries.append(pool.submit(file_entry, out_dir, file))
     total = sum(size for _, size in stored.values())
     if mesh.is_main and len(files) > 1:
         weight_map = {name: file for file, names in files.items() for name in names}
         write_json(out_dir / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-    return total
+    return [entry.result() for entry in entries]
 
 
 def _plan_files(sizes: dict[str, int], file_bytes: int) -> dict[str, list[str]]:

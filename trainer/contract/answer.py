@@ -5,6 +5,7 @@ from typing import Literal
 
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
+from dataset_builders.contracts.manifest import FileEntry
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.storage.store import StorePath
 from trainer.contract.names import METRICS_JSONL
@@ -88,3 +89,4 @@ class TrainResult(StrictModel):
     is_input_error: bool = Field(default=False, description="failed because of the config or an input: do not retry")
     loss: float | None = None
     heldout_loss: float | None = None
+    files: list[FileEntry] = Field(default=[], description="of an export: its files of weights")

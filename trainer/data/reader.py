@@ -38,11 +38,15 @@ class BinReader:
         self._seq_len, self._part = seq_len, part
 
     def samples(self, number: int) -> list[TokenizedSample]:
-        """The samples of one bin, in order; without their pixels if this rank encodes no images."""
+        """The samples of one bin, in order; without their pixels if this rank encodes no images.
+
+        Raises:
+            DamagedFile: a record is not the one that was written; the text names the shard and the sample.
+        """
         omitted = () if self._part.has_vision else PIXEL_FIELDS[self.pixels.codec]
         samples = []
         for ref in self.bins[number]:
-            fields = read_record(self._dir / ref.shard, ref.offset, ref.size, omitted, ref.checksum)
+            fields = read_record(self._dir / ref.shard, ref.offset, ref.size, omitted, ref.checksum, ref.key)
             samples.append(decode_sample(ref.key, fields, self.pixels))
         return samples
 

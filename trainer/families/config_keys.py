@@ -20,7 +20,7 @@ from pydantic import (
     ValidationError,
 )
 
-from dataset_builders.errors import InputError
+from dataset_builders.errors import InputError, shown
 
 
 class Keys(BaseModel):
@@ -128,15 +128,15 @@ def read_keys(keys: type[KeysT], config: Mapping[str, Any], path: Path | str) ->
         return keys.model_validate(dict(config))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-    name = ".".join(map(str, first["loc"]))
+    name = shown(".".join(map(str, first["loc"])), 200)
     if first["type"] == "missing":
         raise InputError(f"{path} has no {name}; copy the model's own config.json")
     if first["type"] == "extra_forbidden":
         way_out = _REFUSED.get(name, "remove it if the model computes the same without it, or take another model")
         raise InputError(f"{path}: {name} is a key that is not understood; {way_out}")
-    shown = json.dumps(first["input"])
+    given = json.dumps(first["input"])
     understood = first["msg"].replace("Input should be", "only this is understood:").removeprefix("Value error, ")
-    raise InputError(f"{path}: {name} is {shown if len(shown) <= 60 else f'{shown[:57]}...'}; {understood}")
+    raise InputError(f"{path}: {name} is {given if len(given) <= 60 else f'{given[:57]}...'}; {understood}")
 
 
 RotaryT = TypeVar("RotaryT", bound=RotaryKeys)

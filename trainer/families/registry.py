@@ -4,11 +4,11 @@ Another package adds a family by an entry point of the group "athanor.families",
 value is the place of its `Family`: see README.md.
 """
 
-import json
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from dataset_builders.errors import InputError
+from dataset_builders.errors import InputError, shown
+from dataset_builders.storage.files import read_object
 from trainer.contract.model_shape import ModelShape
 from trainer.families.family import Family, load
 
@@ -33,7 +33,7 @@ def get_family(model_type: object, path: Path | str = "config.json") -> Family:
     if str(model_type) not in places:  # a search through the installed packages takes a while
         places = {point.name: point.value for point in entry_points(group=ENTRY_POINTS)} | FAMILIES
     if not isinstance(model_type, str) or model_type not in places:
-        raise InputError(f"{path}: model_type is {model_type!r}; supported: {', '.join(sorted(places))}")
+        raise InputError(f"{path}: model_type is {shown(repr(model_type))}; supported: {', '.join(sorted(places))}")
     return load(places[model_type])
 
 
@@ -46,11 +46,6 @@ def read_model(hf_dir: Path) -> tuple[Family, ModelShape]:
     path = hf_dir / "config.json"
     if not path.is_file():
         raise InputError(f"{path} does not exist; give the HF directory of a model")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise InputError(f"{path} cannot be read as JSON ({error}); copy the model's own file again") from error
-    if not isinstance(config, dict):
-        raise InputError(f"{path} holds a {type(config).__name__}, not an object; copy the model's own file again")
+    config = read_object(path, "copy the model's own file again")
     family = get_family(config.get("model_type"), path)
     return family, family.read_shape(config, path)

@@ -8,7 +8,7 @@ import pytest
 
 from dataset_builders.contracts.bins import BINS, read_bins, write_bin_partition, write_bins
 from dataset_builders.contracts.tokenized import INDEX_SCHEMA
-from dataset_builders.errors import InputError
+from dataset_builders.errors import DamagedFile, InputError
 from tests.helpers.bins import sum_bin
 
 
@@ -66,7 +66,7 @@ def test_only_the_partitions_that_are_asked_are_opened(plan):
     (plan / "bins/train-000-00000.arrow").unlink()
     bins = read_bins(plan, "train")
     assert len(bins) == 7 and len(bins[2]) == 1 and bins.sums([2, 6]).num_samples.tolist() == [1, 1]
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(DamagedFile, match="is missing"):
         bins[0]
 
 

@@ -112,7 +112,7 @@ BAD_ROWS = {
     "half a character": (cord_row(JPEG, '{"gt_parse": {"nm": "\\ud83d"}}'), "schema_error"),
     "no image": ({"image": None, "ground_truth": json.dumps(truth(MANY))}, "schema_error"),
     "no bytes": (cord_row(None, truth(MANY)), "schema_error"),
-    "empty bytes": (cord_row(b"", truth(MANY)), "schema_error"),
+    "empty bytes": (cord_row(b"", truth(MANY)), "empty"),
     "a path to nothing": (cord_row(None, truth(MANY), "receipt_00000.png"), "image_not_found"),
     "a path to elsewhere": (cord_row(None, truth(MANY), "/etc/hostname"), "image_not_found"),
 }

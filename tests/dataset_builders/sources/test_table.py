@@ -208,7 +208,7 @@ BAD_ROWS = {
     "too many slots": (bad("ask", "<image> or <image>"), "image_count_mismatch"),
     "control character": (bad("ask", "a\0"), "control_chars"),
     "null image": (bad("picture", None), "schema_error"),
-    "empty image": (bad("picture", b""), "schema_error"),
+    "empty image": (bad("picture", b""), "empty"),
     "null in a list of images": ({**bad("ask", "?"), "picture": [[ONE], [None], [ONE]]}, "schema_error"),
     "no image of the list": ({**bad("ask", ""), "picture": [[ONE], [], [ONE]]}, "empty_prompt"),
     "question is not UTF-8": (

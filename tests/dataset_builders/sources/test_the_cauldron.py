@@ -99,7 +99,7 @@ BAD_ROWS = {
         {"images": [{"bytes": None, "path": "/etc/hostname"}], "texts": row([], [("a", "b")])["texts"]},
         "image_not_found",
     ),
-    "empty bytes": (row([b""], [("this?", "a")]), "schema_error"),
+    "empty bytes": (row([b""], [("this?", "a")]), "empty"),
     "null image": ({"images": [None], "texts": row([], [("a", "b")])["texts"]}, "schema_error"),
 }
 

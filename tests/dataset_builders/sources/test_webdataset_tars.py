@@ -8,8 +8,9 @@ import tarfile
 import pytest
 from pydantic import ValidationError
 
-from dataset_builders.contracts.sample import Sample
+from dataset_builders.contracts.sample import Sample, SkipSample
 from dataset_builders.errors import InputError
+from dataset_builders.pictures.images import ImageLimits, check_image
 from dataset_builders.readers import tar_files
 from dataset_builders.sources.webdataset_tars import WebDatasetOptions, list_parts
 from dataset_builders.storage.store import location
@@ -62,6 +63,42 @@ def test_fields_of_a_json_member(tmp_path):
     members = [("a/b.json", {"question": " Is <image> it?\r\n", "answers": [{"text": "yes"}, {"text": "no"}]})]
     (sample,) = read(tmp_path, [*members, ("a/b.PNG", ONE)], **PAIR)
     assert turns(sample) == [("user", "Is <image> it?"), ("assistant", "yes")] and sample.images == (ONE,)
+
+
+def test_members_without_a_name_are_rows_with_a_reason(tmp_path):
+    """Alone, in a folder, and among the members of a sample, which stays whole; but not what macOS adds."""
+    members = [(".txt", b"a"), ("x/.png", ONE), ("a.png", ONE), (".json", b"{}"), ("._a.txt", b"m"), ("a.txt", b"one")]
+    found = read(tmp_path, [*members, (".txt", b"b")], **CAPTION)
+    assert reasons(found) == ["no_name", "no_name", None, "no_name", "no_name"]
+    assert [item.key for item in found] == [f"s/{number:08d}" for number in range(5)]
+    assert found[1].detail == "the member 'x/.png' has no name before its field"
+    many = read(tmp_path, [(".txt", b"t")] * 5000, **CAPTION)
+    assert reasons(many) == ["no_name"] * 5000
+
+
+def test_members_without_a_name_move_no_part(tmp_path, monkeypatch):
+    monkeypatch.setattr(tar_files, "_PART_ROWS", 2)
+    members = [member for name, data in captions(9) for member in ((name, data), (".txt", b"t"))]
+    found = read(tmp_path, members, **CAPTION)
+    assert [turns(item)[1][1] for item in found if isinstance(item, Sample)] == [f"nr {i}" for i in range(9)]
+    assert len(found) == 9 + 18
+
+
+def test_zero_bytes_are_called_empty(tmp_path):
+    members = [("a.png", b""), ("a.json", {"question": "a?", "answers": [{"text": "b"}]})]
+    found = read(tmp_path, [*members, ("b.png", ONE), ("b.json", b"")], **PAIR)
+    assert reasons(found) == [None, "empty"]
+    with pytest.raises(SkipSample, match="empty: the image has zero bytes"):
+        check_image(found[0].images[0], ImageLimits(max_pixels=100, min_side=1))
+
+
+def test_a_size_that_no_file_has_is_one_line(tmp_path):
+    data = bytearray(tar([("a.png", ONE), ("a.txt", b"x" * 10)], tarfile.PAX_FORMAT))
+    info = tarfile.TarInfo("b.txt")
+    info.pax_headers = {"size": str(10**14)}
+    end = -(-(data.rindex(b"x" * 10) + 10) // 512) * 512
+    with pytest.raises(InputError, match="is cut or no tar: a header that points to where no file reaches"):
+        read(tmp_path, bytes(data[:end]) + info.tobuf(tarfile.PAX_FORMAT), **CAPTION)
 
 
 def test_several_images_in_order_of_their_numbers(tmp_path):

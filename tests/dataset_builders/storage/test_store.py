@@ -14,8 +14,8 @@ import s3fs
 import xxhash
 from upath import UPath
 
-from dataset_builders.contracts.shard_io import BrokenShard, ShardWriter, finished_shard, iter_records, read_record
-from dataset_builders.errors import InputError
+from dataset_builders.contracts.shard_io import ShardWriter, finished_shard, iter_records, read_record
+from dataset_builders.errors import DamagedFile, InputError
 from dataset_builders.storage import store
 from dataset_builders.storage.files import atomic_path, sha256_file, write_json
 from dataset_builders.storage.local_cache import LocalCache, cache_bound
@@ -105,7 +105,7 @@ def test_shards_and_records(place, tmp_path):
             entry = writer.commit("train")
         assert finished_shard(directory, entry.name) == entry
         shard = directory / entry.name
-        assert [k for k, _ in iter_records(shard, entry.sha256)] == [r.key for r in ranges]
+        assert [k for k, _ in iter_records(shard, entry)] == [r.key for r in ranges]
         for i, r in enumerate(ranges):
             assert read_record(shard, r.offset, r.size, checksum=r.checksum)["0.png"] == content(3000, i)
             assert read_record(shard, r.offset, r.size, ("0.png",), r.checksum) == {"json": b"{}"}
@@ -132,17 +132,18 @@ def test_a_range_is_fetched_once_and_a_spoilt_copy_again(place, cache, monkeypat
 
 def test_wrong_bytes_are_noticed(place, tmp_path):
     path = put(place / "a", content(1000))
-    with pytest.raises(OSError, match="are not the ones that were written"):
-        read_range(path, 0, 10, checksum=1)
-    with pytest.raises(OSError, match="another SHA-256"):
-        local_copy(path, "0" * 64)
-    with pytest.raises(OSError, match="50 bytes at 990 were expected, 10 are there"):
-        read_range(path, 990, 50)
-    (tmp_path / "local").write_bytes(b"abc")
-    with pytest.raises(OSError, match="cut short"):
-        read_range(tmp_path / "local", 1, 5)
-    with pytest.raises(FileNotFoundError):
-        read_range(place / "nowhere", 0, 1)
+    here = tmp_path / "local"
+    here.write_bytes(content(1000))
+    for file in (path, here):
+        assert read_range(file, 0, 10, xxhash.xxh3_64_intdigest(content(1000)[:10])) == content(1000)[:10]
+        with pytest.raises(DamagedFile, match="the 11 bytes at byte 0 are not the ones that were written; delete it"):
+            read_range(file, 0, 11, checksum=1)
+        with pytest.raises(DamagedFile, match=r"its SHA-256 is [0-9a-f]{12}\.\.\., and 000000000000\.\.\. was written"):
+            local_copy(file, "0" * 64)
+        with pytest.raises(DamagedFile, match="cut short: 10 of 50 bytes are left at byte 990"):
+            read_range(file, 990, 50)
+        with pytest.raises(DamagedFile, match="nowhere is missing"):
+            read_range(file.parent / "nowhere", 0, 1)
 
 
 def test_a_copy_of_a_file_is_made_again_when_it_changed_or_is_spoilt(place):
@@ -269,14 +270,14 @@ def test_a_shard_that_is_cut_or_damaged_is_not_read_as_less(tmp_path):
     last, end = ranges[-1], ranges[-1].offset + ranges[-1].size
     for size in (end - 1, last.offset + 600, last.offset + 100, end):  # the end has two empty blocks, or it is none
         (tmp_path / "cut.tar").write_bytes(whole[:size])
-        with pytest.raises(BrokenShard):
+        with pytest.raises(DamagedFile):
             list(iter_records(tmp_path / "cut.tar"))
         if size < end - 512:  # what only lacks filling is whole
-            with pytest.raises(BrokenShard):
+            with pytest.raises(DamagedFile):
                 read_record(tmp_path / "cut.tar", last.offset, last.size)
     for place in (0, 130, 150, 156, 300):  # name, size, checksum, kind, filling of a header
         (tmp_path / "bad.tar").write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-        with pytest.raises(BrokenShard):
+        with pytest.raises(DamagedFile):
             read_record(tmp_path / "bad.tar", ranges[0].offset, ranges[0].size)
 
 

@@ -149,12 +149,15 @@ def test_the_plan_knows_every_length_and_record(made):
         before = sample.messages[: question.place]
         images = generator.encode_images(sample.images[: question.num_images])
         assert question.num_tokens == len(generator.encode_prompt(before, images).input_ids)
-        fields = read_record(samples.dir / question.shard, question.offset, question.size)
+        place = (question.offset, question.size)
+        fields = read_record(samples.dir / question.shard, *place, checksum=question.checksum)
         assert [value for name, value in sorted(fields.items()) if name != "json"] == list(sample.images)
 
 
 def _questions(lengths):
-    return [Question(f"a/{i:08d}", 0, 1, 0, n, "s", 0, 0, "" if n else "decode_error") for i, n in enumerate(lengths)]
+    return [
+        Question(f"a/{i:08d}", 0, 1, 0, n, "s", 0, 0, 0, "" if n else "decode_error") for i, n in enumerate(lengths)
+    ]
 
 
 def test_parts_and_groups_hold_like_lengths_and_keep_their_limits():
@@ -295,5 +298,14 @@ def test_that_nothing_can_be_asked_is_said(tmp_path):
 def test_an_export_without_a_model_is_said(made, tmp_path):
     export = hf_artifact(tmp_path / "e", talkative_hf_dir())
     (export.dir / "hf" / "model.safetensors").unlink()
-    with pytest.raises(InputError, match="no weights"):
+    with pytest.raises(InputError, match=r"model\.safetensors is missing; delete"):
         answered(CONFIG, {**made[0], "hf": Artifact.load(export.dir)}, tmp_path / "root")
+
+
+def test_a_bit_of_an_export_is_noticed_before_it_answers(made, tmp_path):
+    export = hf_artifact(tmp_path / "e", talkative_hf_dir())
+    data = bytearray((export.dir / "hf" / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (export.dir / "hf" / "model.safetensors").write_bytes(data)
+    with pytest.raises(InputError, match=f"model.safetensors is damaged: .*; delete {export.dir} and run the same"):
+        answered(CONFIG, {**made[0], "hf": export}, tmp_path / "root")

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
+from dataset_builders.contracts.manifest import Manifest
 from dataset_builders.errors import InputError
+from stages.artifacts.intact import file_entries
 from stages.inputs.hf_directory import check_hf_dir, count_parameters, model_input, processor_input, resolve_hf_dir
 from tests.helpers.tiny_model import SHAPES, tiny_hf_dir
+from trainer.checkpoint.hf_read import HFTensors
 
 
 @pytest.fixture
@@ -105,6 +109,141 @@ def test_parameters_are_counted_by_part(shape):
     vision = sum(p.numel() for p in visual.parameters()) - merger
     language = sum(p.numel() for p in model.parameters()) - vision - merger
     assert count_parameters(tiny_hf_dir(shape)) == {"vision": vision, "merger": merger, "language": language}
+
+
+TEXTS = {
+    "empty": "",
+    "cut": '{"model_type": "qwen3',
+    "a list": "[]",
+    "null": "null",
+    "text": '"text"',
+    "deep": '{"a":' * 100_000,
+    "a long number": '{"model_type": ' + "1" * 5000 + "}",
+}
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "model.safetensors.index.json"])
+def test_json_of_another_shape_is_one_line(hf_dir, name, text):
+    if name == "model.safetensors.index.json":
+        _shard(hf_dir)
+    if name == "tokenizer_config.json":
+        (hf_dir / "chat_template.jinja").unlink()
+    (hf_dir / name).write_text(text)
+    line = _refusal(hf_dir)
+    assert line.startswith(str(hf_dir / name)) and "copy the model's own file again" in line and len(line) < 400
+
+
+@pytest.mark.parametrize("text_config", [None, [], 7, "text", {}])
+def test_a_text_config_that_is_none_is_one_line(hf_dir, text_config):
+    _edit(hf_dir / "config.json", text_config=text_config)
+    assert "config" in _refusal(hf_dir)
+    config = json.loads((hf_dir / "config.json").read_text())
+    del config["text_config"]
+    (hf_dir / "config.json").write_text(json.dumps(config))
+    assert "has no text_config; copy the model's own config.json" in _refusal(hf_dir)
+
+
+@pytest.mark.parametrize("weight_map", [None, [], {}, 7, "text"])
+def test_an_index_without_a_map_is_one_line(hf_dir, weight_map):
+    _shard(hf_dir)
+    (hf_dir / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert "weight_map is not an object of tensors" in _refusal(hf_dir)
+
+
+@pytest.mark.parametrize(
+    "name", ["../outside.safetensors", "sub/w.safetensors", "/etc/passwd", "", ".", "..", 7, [], None, "weights.bin"]
+)
+def test_an_index_names_files_beside_it_alone(hf_dir, name):
+    """Others would be in no digest: a change of theirs would go unseen."""
+    tensors = _shard(hf_dir)
+    index = hf_dir / "model.safetensors.index.json"
+    weight_map = {**json.loads(index.read_text())["weight_map"], sorted(tensors)[0]: name}
+    for outside in (hf_dir.parent / "outside.safetensors", hf_dir / "sub" / "w.safetensors"):
+        outside.parent.mkdir(exist_ok=True)
+        shutil.copyfile(hf_dir / "model-00001-of-00002.safetensors", outside)
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    assert "only *.safetensors beside the index are read: put the file there and name it so" in _refusal(hf_dir)
+
+
+def test_the_single_file_is_taken_where_there_is_an_index_too(hf_dir):
+    """As from_pretrained does, so that the file that is checked is the one that is trained."""
+    single = (hf_dir / "model.safetensors").read_bytes()
+    _shard(hf_dir)
+    (hf_dir / "model-00001-of-00002.safetensors").write_bytes(b"")
+    (hf_dir / "model.safetensors").write_bytes(single)
+    check_hf_dir(hf_dir)
+    source = HFTensors(hf_dir)
+    assert all(source.get(name).numel() for name in source.names())
+
+
+def _with_header(hf_dir: Path, change: Callable[[dict], object]) -> None:
+    """Other JSON in front of the same tensors; `change` may give other bytes."""
+    file = hf_dir / "model.safetensors"
+    data = file.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    entries = json.loads(data[8:end])
+    entries.pop("__metadata__", None)
+    changed = change(entries)
+    header = changed if isinstance(changed, bytes) else json.dumps(entries).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + data[end:])
+
+
+def _entry(entries: dict, **values: object) -> None:
+    first = min(entries, key=lambda name: entries[name]["data_offsets"][0])
+    for name, value in values.items():
+        entries[first][name] = value(entries[first]) if callable(value) else value
+        if entries[first][name] is None:
+            del entries[first][name]
+
+
+HEADERS: dict[str, Callable[[dict], object]] = {
+    "a list": lambda entries: b"[]",
+    "null": lambda entries: b"null",
+    "deep": lambda entries: b'{"a":' * 50_000,
+    "a long number": lambda entries: b'{"a": ' + b"1" * 5000 + b"}",
+    "not JSON": lambda entries: b"{{{{",
+    "an entry is text": lambda entries: entries.update({min(entries): "text"}),
+    "an entry is null": lambda entries: entries.update({min(entries): None}),
+    "no offsets": lambda entries: _entry(entries, data_offsets=None),
+    "no shape": lambda entries: _entry(entries, shape=None),
+    "a shape of texts": lambda entries: _entry(entries, shape=lambda entry: [str(side) for side in entry["shape"]]),
+    "a negative shape": lambda entries: _entry(entries, shape=lambda entry: [-side for side in entry["shape"]]),
+    "a wrong shape": lambda entries: _entry(entries, shape=lambda entry: [*entry["shape"], 2]),
+    "an unknown dtype": lambda entries: _entry(entries, dtype="X1"),
+    "a dtype that is not trained": lambda entries: _entry(entries, dtype="I32"),
+    "an overlap": lambda entries: [entry.update(data_offsets=[0, 4]) for entry in entries.values()],
+    "offsets past the end": lambda entries: _entry(entries, data_offsets=[0, 2**63]),
+    "a tensor less": lambda entries: entries.pop(max(entries, key=lambda name: entries[name]["data_offsets"][1])),
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_a_header_of_another_shape_is_one_line(hf_dir, name):
+    _with_header(hf_dir, HEADERS[name])
+    assert str(hf_dir / "model.safetensors") in _refusal(hf_dir)
+
+
+def test_weights_of_another_size_are_named(hf_dir):
+    tensors = load_file(hf_dir / "model.safetensors")
+    tensors.popitem()
+    save_file(tensors, hf_dir / "model.safetensors")
+    assert "and the sizes in config.json make" in _refusal(hf_dir)
+
+
+def test_a_model_of_an_artifact_is_what_was_written(hf_dir, tmp_path):
+    """model=.../artifacts/release/0123456789abcdef/hf: its manifest lies beside it."""
+    files = file_entries(tmp_path, ("model/*",))
+    Manifest(stage="release", version=1, fingerprint="a" * 16, config={}, parents={}, files=files).write(tmp_path)
+    assert len(files) > 5
+    model_input(hf_dir)
+    data = bytearray((hf_dir / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (hf_dir / "model.safetensors").write_bytes(data)
+    with pytest.raises(InputError, match=r"safetensors is not as it was written .*; delete") as error:
+        model_input(hf_dir)
+    assert str(hf_dir / "model.safetensors") in str(error.value) and f"delete {tmp_path}" in str(error.value)
+    model_input(Path(shutil.copytree(hf_dir, tmp_path / "elsewhere" / "model")))  # meant
 
 
 def test_digests_follow_content_not_place(hf_dir):

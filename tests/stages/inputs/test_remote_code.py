@@ -80,6 +80,22 @@ def test_an_inner_auto_map_is_found(hf_dir):
     assert "config.json names code" in refusal(hf_dir)
 
 
+@pytest.mark.parametrize("name", ["config2.json", "config.4.0.0.json", "my_config_old.json"])
+def test_an_auto_map_of_another_config_is_refused(hf_dir, name):
+    add(hf_dir / name, auto_map=AUTO_MAPS["config.json"])
+    assert f"{name} names code to be run" in refusal(hf_dir)
+
+
+def test_an_auto_map_that_is_there_twice_is_refused(hf_dir):
+    """Python's json takes the last one, another reader perhaps the first."""
+    text = (hf_dir / "tokenizer_config.json").read_text().rstrip().removesuffix("}")
+    code = '"auto_map": {"AutoTokenizer": "code.Tokenizer"}'
+    (hf_dir / "tokenizer_config.json").write_text(f'{text}, {code}, "auto_map": {{}}}}')
+    assert "tokenizer_config.json names code to be run" in refusal(hf_dir)
+    drop_auto_maps(hf_dir)
+    check_hf_dir(hf_dir)
+
+
 @pytest.mark.parametrize("name", ["code.py", "custom_generate/generate.py", "deep/er/fast.so", "code.PY"])
 def test_a_file_of_code_is_refused(hf_dir, name):
     (hf_dir / name).parent.mkdir(parents=True, exist_ok=True)

@@ -339,7 +339,7 @@ def test_a_shard_by_itself(made, tmp_path):
     with pytest.raises(InputError, match="tokenized shard without its artifact"):
         render_preview(find_target(str(lone), tmp_path), PreviewOptions())
     lone.write_bytes(b"no tar at all" * 100)
-    with pytest.raises(InputError, match="cannot be read as a shard"):
+    with pytest.raises(InputError, match=r"lone.tar is damaged: .* is not the header of a member"):
         render_preview(find_target(str(lone), tmp_path), PreviewOptions())
 
 

@@ -1,15 +1,19 @@
 """The release stage: the export's files, its card, and what the card is told."""
 
 import os
+import shutil
 from collections.abc import Iterator
 
 import pytest
 from huggingface_hub import ModelCard
 
 from dataset_builders.contracts.manifest import Manifest
+from dataset_builders.errors import InputError
 from stages.artifacts.artifact import Artifact
+from stages.artifacts.intact import check_inputs
 from stages.artifacts.run_stage import run_stage
 from stages.release import stage as release
+from stages.release.hub import push_to_hub
 from stages.release.stage import STAGE, ReleaseConfig
 from tests.helpers.evaluation import hf_artifact
 from tests.helpers.tiny_model import tiny_hf_dir
@@ -65,6 +69,26 @@ def test_it_is_the_export_with_a_card(inputs, tmp_path):
     assert "| overall | score | 0.5 | 0.2500 to 0.7500 | 0.1250 | 7 |" in card.text
     assert "2 samples with a picture that occurs in train are left out" in card.text
     assert "| overall | 2 | 0 | 1 | 1 |" in card.text and "num_steps: 3" in card.text
+
+
+def test_a_bit_of_the_one_file_with_two_names_is_noticed_under_both(inputs, tmp_path):
+    """And the way back is two steps: the export is made again first, then the release of it."""
+    released = run_stage(STAGE, CONFIG, inputs, tmp_path / "root").artifact
+    names = {entry.name for entry in inputs["export"].manifest.files}
+    assert {entry.name for entry in released.manifest.files} == {*names, "hf/README.md"} and len(names) > 5
+    check_inputs({"hf": released})
+    data = bytearray((released.dir / "hf" / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    with (released.dir / "hf" / "model.safetensors").open("r+b") as file:
+        file.write(data)
+    for artifact in (released, inputs["export"]):
+        with pytest.raises(InputError, match=f"model.safetensors is damaged: .*; delete {artifact.dir} and run"):
+            check_inputs({"hf": artifact})
+    with pytest.raises(InputError, match=r"model\.safetensors is not as it was written"):
+        push_to_hub(released.dir / "hf", "somebody/model")
+    shutil.rmtree(released.dir)
+    with pytest.raises(InputError, match=f"delete {inputs['export'].dir} and run"):
+        run_stage(STAGE, CONFIG, inputs, tmp_path / "root")
 
 
 def test_files_are_copied_where_they_cannot_have_two_names(inputs, tmp_path, monkeypatch):

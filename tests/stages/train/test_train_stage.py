@@ -9,6 +9,8 @@ import pytest
 
 from dataset_builders.contracts.manifest import Manifest
 from dataset_builders.errors import InputError
+from dataset_builders.storage.files import sha256_file
+from stages.artifacts import intact
 from stages.artifacts.artifact import Artifact, External
 from stages.artifacts.run_stage import run_stage
 from stages.artifacts.workers import StageResources
@@ -242,6 +244,8 @@ def test_an_export_loads_and_says_the_pixels_it_was_trained_with(inputs, tmp_pat
     assert {"tokenizer.json", "chat_template.jinja", "config.json", "model.safetensors"} <= source
     assert {f.name for f in hf_dir.iterdir()} == source
     assert result.artifact.manifest.stats["dtype"] == "float32"
+    written = {file.name: (file.size_bytes, file.sha256) for file in result.artifact.manifest.files}
+    assert written == {f"hf/{f.name}": (f.stat().st_size, sha256_file(f)) for f in hf_dir.iterdir()}
     assert sorted(f.name for f in result.artifact.dir.iterdir()) == [
         "hf",
         "manifest.json",
@@ -257,6 +261,16 @@ def test_exports_are_byte_identical(inputs, tmp_path):
     names = sorted(str(f.relative_to(first)) for f in first.rglob("*") if f.is_file())
     assert names == sorted(str(f.relative_to(second)) for f in second.rglob("*") if f.is_file())
     assert all((first / n).read_bytes() == (second / n).read_bytes() for n in names)
+
+
+def test_weights_are_digested_while_they_are_written(inputs, tmp_path, monkeypatch):
+    """By the trainer, in its own process; the stage reads only the small files again."""
+    from_train = _export_inputs(inputs, tmp_path)
+    read = []
+    original = intact.file_entry
+    monkeypatch.setattr(intact, "file_entry", lambda folder, name: read.append(name) or original(folder, name))
+    files = run_stage(export.STAGE, ExportConfig(), from_train, tmp_path, StageResources()).artifact.manifest.files
+    assert {file.name for file in files} - set(read) == {"hf/model.safetensors"} and len(read) > 4
 
 
 def test_dtype_and_old_pixel_names_are_set_right(tmp_path):

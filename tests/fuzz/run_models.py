@@ -1,0 +1,121 @@
+"""Mutated model directories, their config.json, index and safetensors headers: see watch.py."""
+
+import json
+import random
+import shutil
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from safetensors import safe_open
+
+from dataset_builders.errors import InputError
+from stages.inputs.hf_directory import WEIGHTS, WEIGHTS_INDEX, check_hf_dir, count_parameters, model_input, weight_files
+from tests.fuzz.hostile import changed, spoilt, value
+from tests.fuzz.watch import run
+from tests.helpers.tiny_model import tiny_hf_dir
+
+SHARD = "model-00001-of-00001.safetensors"
+OUTCOMES = {f"{kind}: {end}" for kind in ("config", "index", "header") for end in ("taken", "refused")}
+
+
+def spoilt_json(rng: random.Random, data: bytes) -> bytes:
+    """A JSON object as other JSON, as JSON that Python cannot hold, or as spoilt text."""
+    kind = rng.random()
+    if kind < 0.6:
+        return json.dumps(changed(rng, json.loads(data)), ensure_ascii=rng.random() < 0.5).encode(errors="replace")
+    if kind < 0.7:
+        return json.dumps(value(rng)).encode()
+    if kind < 0.75:
+        return rng.choice((b"[", b'{"a":')) * rng.choice((100, 1000, 100_000))
+    if kind < 0.8:
+        return data.replace(b": ", b": " + b"9" * 5000 + b" ", 1) if rng.random() < 0.5 else b"9" * 5000
+    return spoilt(rng, data)
+
+
+def spoil_header(rng: random.Random, file: Path) -> None:
+    """Other JSON before the same tensors, or a spoilt beginning."""
+    data = file.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    header, tensors = data[8 : 8 + length], data[8 + length :]
+    if rng.random() < 0.7:
+        entries = json.loads(header)
+        name = rng.choice([name for name in entries if name != "__metadata__"])
+        if rng.random() < 0.6:
+            _spoil_entry(rng, entries, name)
+            header = json.dumps(entries).encode()
+        else:
+            header = spoilt_json(rng, header)
+        file.write_bytes(struct.pack("<Q", len(header)) + header + tensors)
+    else:
+        file.write_bytes(spoilt(rng, data[: 8 + length]) + tensors)
+
+
+def _spoil_entry(rng: random.Random, entries: dict, name: str) -> None:
+    entry = entries[name]
+    rng.choice(
+        (
+            lambda: entry.pop("data_offsets"),
+            lambda: entry.update(shape=[-side for side in entry["shape"]]),
+            lambda: entry.update(shape=[str(side) for side in entry["shape"]]),
+            lambda: entry.update(shape=[*entry["shape"], 2]),
+            lambda: entry.update(shape=entry["shape"][::-1]),
+            lambda: entry.update(dtype=rng.choice(("F8_E4M3", "I32", "F64", "X", 7, None))),
+            lambda: entry.update(data_offsets=[0, entry["data_offsets"][1] - entry["data_offsets"][0]]),
+            lambda: entry.update(data_offsets=[-1, 2**64]),
+            lambda: entries.pop(name),
+            lambda: entries.update({name: "text"}),
+            lambda: entries.update({name: None}),
+            lambda: entries.update({name + "x": entries.pop(name)}),
+        )
+    )()
+
+
+def shard(hf_dir: Path) -> None:
+    """One weight file with an index."""
+    with safe_open(hf_dir / WEIGHTS, "np") as file:
+        weight_map = dict.fromkeys(file.keys(), SHARD)
+    (hf_dir / WEIGHTS).rename(hf_dir / SHARD)
+    (hf_dir / WEIGHTS_INDEX).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}))
+
+
+def outcome(hf_dir: Path) -> str:
+    """What becomes of a directory; one that is taken can be read whole."""
+    try:
+        check_hf_dir(hf_dir)
+    except InputError as error:
+        line = str(error)
+        assert "\n" not in line and str(hf_dir) in line and len(line) < 1500, line[:3000]
+        return "refused"
+    assert len(model_input(hf_dir).digest) == 16
+    assert sum(count_parameters(hf_dir).values()) > 0
+    for name in weight_files(hf_dir):
+        with safe_open(hf_dir / name, "np") as file:
+            names = file.keys()
+            assert all(file.get_tensor(tensor).size >= 0 for tensor in names)
+    return "taken"
+
+
+def model_inputs(kind: str, rng: random.Random, count: int, directory: Path) -> Iterator[str]:
+    whole, hf_dir = tiny_hf_dir(), directory / "model"
+    spoil: dict[str, Callable[[Path], None]] = {
+        "config": lambda path: _spoil_file(rng, path / "config.json"),
+        "index": lambda path: (shard(path), _spoil_file(rng, path / WEIGHTS_INDEX)),
+        "header": lambda path: spoil_header(rng, path / WEIGHTS),
+    }
+    for number in range(count):
+        shutil.rmtree(hf_dir, ignore_errors=True)
+        shutil.copytree(whole, hf_dir)
+        name = list(spoil)[number % len(spoil)]
+        spoil[name](hf_dir)
+        yield f"{name}: {outcome(hf_dir)}"
+
+
+def _spoil_file(rng: random.Random, file: Path) -> None:
+    file.write_bytes(spoilt_json(rng, file.read_bytes()))
+
+
+if __name__ == "__main__":
+    tiny_hf_dir()  # made once, and not in the time of the first input
+    run(model_inputs, *sys.argv[1:])
