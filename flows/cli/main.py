@@ -10,6 +10,7 @@ import gc
 import importlib
 import logging
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -243,6 +244,10 @@ def _why(error: Exception, root: Path, log_path: Path | None) -> tuple[int, str]
             EXIT_FAILED,
             f"the disk of --root {root} is full ({free / 1e6:.1f} MB are free); {room} ({first_line(error)})",
         )
+    if os.strerror(errno.EMFILE) in str(error):
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        room = f"{soft} are too few; `ulimit -n 4096`, and the same command goes on"
+        return EXIT_FAILED, f"a process ran out of open files: {room} ({first_line(error)})"
     where = f"log: {log_path}" if log_path else "--debug shows where in the code"
     return EXIT_FAILED, f"{first_line(error)} ({where})"
 
