@@ -10,6 +10,8 @@ import gc
 import importlib
 import logging
 import os
+import resource
+import shutil
 import signal
 import sys
 import time
@@ -54,6 +56,9 @@ SERVED = ("run", "sweep", "sync")  # commands that talk to the servers of a runn
 RENAMED = {"compare": "sweep"}  # command of earlier versions -> the same command now
 
 
+_SPACE_LEFT = 2_000_000  # bytes; a disk with less is full to whatever writes more than a line
+
+
 class Terminated(KeyboardInterrupt):
     """SIGTERM as an exception, so that every `finally` runs."""
 
@@ -95,15 +100,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
-            _say_error(f"{shown(error.filename)}: {error.strerror}", args.debug)
-            return EXIT_INPUT
         if log_path:
             logging.getLogger("athanor").exception("%s failed", args.command)
-        stopped = type(error).__name__ == "StageStopped"  # its module is heavy and may not be loaded
-        where = f" (log: {log_path})" if log_path else " (--debug shows where in the code)"
-        _say_error(_one_line(error) + ("" if stopped else where), args.debug)
-        return EXIT_STOPPED if stopped else EXIT_FAILED
+        status, line = _why(error, root, log_path)
+        _say_error(line, args.debug)
+        return status
     except BaseException as error:
         if type(error).__name__ != "TerminationSignal":  # Prefect's own name for SIGTERM
             raise
@@ -207,6 +208,7 @@ def _log_to_file(root: Path) -> Path:
     except OSError as error:
         raise InputError(f"--root {root} cannot be written ({error.strerror}); choose another root") from error
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.raiseExceptions = False  # on a full disk every line of the log would print a traceback
     root_logger = logging.getLogger()
     root_logger.setLevel(logging.INFO)
     root_logger.addHandler(handler)
@@ -224,6 +226,30 @@ class _FirstLine(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return f"{record.levelname.lower()}: {record.getMessage().splitlines()[0]}"
+
+
+def _why(error: Exception, root: Path, log_path: Path | None) -> tuple[int, str]:
+    """The exit status and the line of an error that nobody foresaw."""
+    if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+        return EXIT_INPUT, f"{shown(error.filename)}: {error.strerror}"
+    if type(error).__name__ == "StageStopped":  # its module is heavy and may not be loaded
+        return EXIT_STOPPED, first_line(error)
+    if log_path and not log_path.exists():
+        return EXIT_FAILED, f"--root {root} was deleted while the run went on; the same command begins anew"
+    # What fails first on a full disk may be Prefect's database or the trainer, which say so in their own ways or not.
+    free = shutil.disk_usage(root).free if root.exists() else _SPACE_LEFT
+    if free < _SPACE_LEFT or os.strerror(errno.ENOSPC) in str(error):
+        room = "make room, and the same command goes on from what is finished"
+        return (
+            EXIT_FAILED,
+            f"the disk of --root {root} is full ({free / 1e6:.1f} MB are free); {room} ({first_line(error)})",
+        )
+    if os.strerror(errno.EMFILE) in str(error):
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        room = f"{soft} are too few; `ulimit -n 4096`, and the same command goes on"
+        return EXIT_FAILED, f"a process ran out of open files: {room} ({first_line(error)})"
+    where = f"log: {log_path}" if log_path else "--debug shows where in the code"
+    return EXIT_FAILED, f"{first_line(error)} ({where})"
 
 
 def _one_line(error: Exception) -> str:

@@ -1,6 +1,7 @@
 """One job of the trainer, from run.json to result.json."""
 
 import logging
+import platform
 import sys
 import traceback
 import warnings
@@ -41,7 +42,9 @@ def run_job(run: RunConfig) -> TrainResult:
         return TrainResult(status="failed", step=0, message=str(error), is_input_error=True)
     except Exception as error:
         traceback.print_exc()
-        return TrainResult(status="failed", step=0, message=f"rank {rank}: {type(error).__name__}: {error}")
+        return TrainResult(
+            status="failed", step=0, message=f"rank {rank} on {platform.node()}: {type(error).__name__}: {error}"
+        )
 
 
 def run_file(path: Path) -> int:

@@ -11,9 +11,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from dataset_builders.errors import one_line
 from trainer.contract.layout import check_world
 from trainer.contract.parallel import ParallelConfig
 from trainer.data.slices import RankSlice
+from trainer.parallel.hosts import LostRank, gather_hosts
 
 TIMEOUT = datetime.timedelta(minutes=30)
 
@@ -81,6 +83,7 @@ def rank_mesh(parallel: ParallelConfig, seed: int) -> Iterator[Mesh]:
 
     Raises:
         InputError: the world does not divide into model copies.
+        LostRank: the work in the mesh failed because another rank is gone.
     """
     rank, local_rank, world = place_in_world()
     check_world(parallel, world)
@@ -89,6 +92,7 @@ def rank_mesh(parallel: ParallelConfig, seed: int) -> Iterator[Mesh]:
     if cuda:
         torch.cuda.set_device(device)
     _join(rank, world, "nccl" if cuda else "gloo")
+    hosts = gather_hosts()
     try:
         parallel_state.initialize_model_parallel(
             parallel.tp,
@@ -101,6 +105,10 @@ def rank_mesh(parallel: ParallelConfig, seed: int) -> Iterator[Mesh]:
         groups = ProcessGroupCollection.use_mpu_process_groups()
         alone = dist.new_group([rank], use_local_synchronization=True)
         yield Mesh(rank, world, groups.dp.rank(), groups.dp.size(), device, groups, alone)
+    except RuntimeError as error:
+        if lost := hosts.lost_by(error):
+            raise LostRank(f"lost {lost}, whose log says why if it could: {one_line(error)}") from error
+        raise
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

@@ -1,0 +1,44 @@
+"""Two hosts, one torchrun agent each: the same numbers as on one host, and what happens when one of them is gone."""
+
+import time
+
+import pytest
+
+from tests.helpers.run_dir import metrics_of, result_of, run_trainer, write_job
+from tests.helpers.two_hosts import start_agents, two_hosts, why_not
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why_not()), reason=why_not())]
+
+STEPS = 12
+
+
+def _wait_for_step(run, step):
+    deadline = time.monotonic() + 120
+    while not any(row.step >= step for row in metrics_of(run)):
+        assert time.monotonic() < deadline, (run.output_dir / "logs/trainer.log").read_text()
+        time.sleep(0.2)
+
+
+def test_two_hosts_learn_what_one_host_with_two_ranks_learns(tmp_path):
+    one = write_job(tmp_path, num_steps=STEPS, name="one-host")
+    assert run_trainer(one, processes=2) == 0
+    two = write_job(tmp_path, num_steps=STEPS, name="two-hosts")
+    with two_hosts() as hosts:
+        statuses = [agent.wait(240) for agent in start_agents(two, hosts)]
+    assert statuses == [0, 0]
+    of_one, of_two = ([(row.loss, row.grad_norm) for row in metrics_of(run)] for run in (one, two))
+    assert of_one == of_two and len(of_two) == STEPS
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_host_that_is_gone_ends_the_other_and_is_named(tmp_path, lost):
+    run = write_job(tmp_path, num_steps=10_000)
+    with two_hosts() as hosts:
+        agents = start_agents(run, hosts)
+        _wait_for_step(run, 3)
+        hosts[lost].kill()
+        gone = time.monotonic()
+        assert agents[1 - lost].wait(30) != 0
+        print(f"ended after {time.monotonic() - gone:.1f} s")
+    who = f"rank {1 - lost} on {hosts[1 - lost].name}: LostRank: lost rank {lost} on {hosts[lost].name}"
+    assert result_of(run).message.startswith(who)
