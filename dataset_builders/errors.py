@@ -53,7 +53,7 @@ def one_line(error: Exception, limit: int = 200) -> str:
     return " ".join(str(error).split())[:limit]
 
 
-def shown(text: object, limit: int = 100) -> str:
+def in_ascii(text: object, limit: int = 100) -> str:
     """A text out of a file as a message shows it: on one line, in ASCII, cut to `limit` characters."""
     return ascii(str(text))[1:-1][:limit]
 

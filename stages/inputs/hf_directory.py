@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from dataset_builders.contracts.fingerprint import fingerprint
 from dataset_builders.contracts.manifest import load_manifest
-from dataset_builders.errors import MANIFEST, InputError, damaged, one_line, shown
+from dataset_builders.errors import MANIFEST, InputError, damaged, in_ascii, one_line
 from dataset_builders.storage.files import read_object, sha256_file
 from dataset_builders.storage.store import home_expanded, local_dir, location
 from stages.artifacts.artifact import Artifact, External, Input
@@ -198,8 +198,8 @@ def _tensors_of(path: Path) -> dict[str, set[str]]:
     for tensor, name in weight_map.items():
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
             raise InputError(
-                f"{index} says that {shown(tensor)} is in '{shown(name)}'; only *.safetensors beside the index are "
-                "read: put the file there and name it so"
+                f"{index} says that {in_ascii(tensor)} is in '{in_ascii(name)}'; only *.safetensors beside the index "
+                "are read: put the file there and name it so"
             )
         files.setdefault(name, set()).add(tensor)
     return files
@@ -210,18 +210,18 @@ def _check_weights(path: Path, shape: ModelShape) -> None:
     numbers = 0
     for name, tensors in sorted(_tensors_of(path).items()):
         if not (path / name).is_file():
-            raise InputError(f"{path / WEIGHTS_INDEX} names {shown(name)}, which is missing; copy it too")
+            raise InputError(f"{path / WEIGHTS_INDEX} names {in_ascii(name)}, which is missing; copy it too")
         header = safetensors_header(path / name)
         missing = sorted(tensors - header.keys())
         if missing:
             raise InputError(
-                f"{path / name} lacks {shown(missing[0])} ({len(missing)} tensors of the index); copy it again"
+                f"{path / name} lacks {in_ascii(missing[0])} ({len(missing)} tensors of the index); copy it again"
             )
         for tensor, entry in header.items():
             if entry["dtype"] not in _DTYPES:
                 known = ", ".join(_DTYPES)
                 raise InputError(
-                    f"{path / name}: {shown(tensor)} is of dtype {entry['dtype']}; only {known} are trained"
+                    f"{path / name}: {in_ascii(tensor)} is of dtype {entry['dtype']}; only {known} are trained"
                 )
             is_twice = tensor == _TIED and shape.language.tie_word_embeddings
             numbers += 0 if is_twice else math.prod(entry["shape"])

@@ -20,7 +20,7 @@ from pydantic import (
     ValidationError,
 )
 
-from dataset_builders.errors import InputError, shown
+from dataset_builders.errors import InputError, in_ascii
 
 
 class Keys(BaseModel):
@@ -128,7 +128,7 @@ def read_keys(keys: type[KeysT], config: Mapping[str, Any], path: Path | str) ->
         return keys.model_validate(dict(config))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-    name = shown(".".join(map(str, first["loc"])), 200)
+    name = in_ascii(".".join(map(str, first["loc"])), 200)
     if first["type"] == "missing":
         raise InputError(f"{path} has no {name}; copy the model's own config.json")
     if first["type"] == "extra_forbidden":

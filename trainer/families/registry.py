@@ -33,7 +33,7 @@ def get_family(model_type: object, path: Path | str = "config.json") -> Family:
     if str(model_type) not in places:  # a search through the installed packages takes a while
         places = {point.name: point.value for point in entry_points(group=ENTRY_POINTS)} | FAMILIES
     if not isinstance(model_type, str) or model_type not in places:
-        raise InputError(f"{path}: model_type is {shown(repr(model_type))}; supported: {', '.join(sorted(places))}")
+        raise InputError(f"{path}: model_type is {shown(model_type)}; supported: {', '.join(sorted(places))}")
     return load(places[model_type])
 
 
