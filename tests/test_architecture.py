@@ -38,6 +38,7 @@ IMPORTERS = {
     "mlflow": (
         *("flows.tracking.store", "flows.tracking.publish", "flows.tracking.run_writer"),
         *("flows.tracking.registry", "flows.tracking.system", "flows.tracking.tables"),
+        "flows.service.mlflow_app",  # the server's own process
     ),
     "megatron": ("trainer.",),
     "transformer_engine": ("trainer.",),

@@ -81,10 +81,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("PREFECT_HOME", str(prefect_home(args.root)))
     with contextlib.suppress(ValueError):  # not in the main thread
         signal.signal(signal.SIGTERM, _terminate)
-    if args.command in SERVED:
-        use_service(args.root)
     log_path = None
     try:
+        if args.command in SERVED:
+            use_service(args.root)
         if args.command == "run":
             log_path = _log_to_file(root)
         if args.command in CHECKS:

@@ -1,11 +1,13 @@
-"""What a request may not change: paths that lead out of the root, and settings that only a recipe may have.
+"""What a request may not change: paths and URLs elsewhere, how much of the machine runs, settings of recipes alone.
 
-A request comes from anybody who sees the form of the Prefect UI. A recipe, as the worker's environment, comes from
-whoever set the service up. So
+A request comes from anybody who may fill in the form of the Prefect UI. A recipe, as the worker's environment, comes
+from whoever set the service up. So
 
 - local paths (`data`, `model`) must end up, links followed, below the root or below a directory of ATHANOR_DATA_DIRS
   (separated as in PATH), which whoever starts `athanor up` sets;
-- URLs must be of an object store; hub names are allowed;
+- URLs must lie below one of ATHANOR_DATA_STORES (separated by spaces or commas), below one that the recipe names, or
+  below the root; hub names are allowed;
+- processes and threads are at most this machine's cores, or the recipe's number where that is more;
 - RECIPE_ONLY settings, which are code, or let other machines run or send code, must be as in the recipe.
 
 A value that equals the recipe's passes: the recipe itself is not checked.
@@ -13,7 +15,7 @@ A value that equals the recipe's passes: the recipe itself is not checked.
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dataset_builders.contracts.fingerprint import flatten
@@ -22,14 +24,24 @@ from dataset_builders.storage.store import StorePath, is_local
 from flows.pipeline.config import PipelineConfig
 
 DATA_DIRS_VARIABLE = "ATHANOR_DATA_DIRS"
+DATA_STORES_VARIABLE = "ATHANOR_DATA_STORES"
 # Dotted settings that a request cannot change, each with everything below it; the form leaves them out.
 RECIPE_ONLY = (
     "execution.cluster.kubernetes",  # images, mounts and accounts of pods
+    "execution.cluster.launcher",  # on whose machines
+    "execution.cluster.nodes",
     "execution.cluster.slurm",  # lines of a shell script
     "execution.dask_address",  # unpickles what the scheduler sends
     "execution.model_code_sha256",  # agrees to code
     "execution.registry.push_private",
     "execution.registry.push_to",  # gives the model away
+)
+# Processes and threads of this machine.
+CORES_AT_MOST = (
+    "execution.cluster.num_threads",
+    "execution.cluster.processes",
+    "execution.loader_workers",
+    "execution.num_workers",
 )
 _PATHS = ("data", "model", "convert.options.image_root")
 _STORE_URL = re.compile(r"(s3a?|gs|gcs|hf|az|abfss?|oss|oci)://[A-Za-z0-9][A-Za-z0-9._@-]*(/[^\0]*)?")
@@ -42,7 +54,7 @@ def is_recipe_only(dotted: str) -> bool:
 
 
 def check_request_paths(config: PipelineConfig, root: StorePath, recipe: PipelineConfig | None = None) -> None:
-    """Check that a request changes only what it may change.
+    """Check that a request changes only what it may.
 
     Args:
         config: the recipe with the request's overrides.
@@ -57,21 +69,28 @@ def check_request_paths(config: PipelineConfig, root: StorePath, recipe: Pipelin
     for field in sorted(values.keys() | usual.keys()):
         if is_recipe_only(field) and values.get(field) != usual.get(field):
             raise InputError(f"{field}={values.get(field)!r} cannot be set by a request; put it in a recipe")
+    cores = os.cpu_count() or 1
+    for field in CORES_AT_MOST:
+        if values[field] > (most := max(cores, base.get(field, 0))):
+            raise InputError(f"{field}={values[field]} is more than a request may ask for here; give {most} or less")
     for field in _PATHS:
         if isinstance(value := values.get(field), str) and value != base.get(field):
-            _check_path(field, value, root)
+            _check_path(field, value, root, [str(base[name]) for name in ("data", "model") if name in base])
 
 
-def _check_path(field: str, text: str, root: StorePath) -> None:
+def _check_path(field: str, text: str, root: StorePath, of_recipe: Sequence[str]) -> None:
     if field.endswith("image_root"):
         if text.startswith("/") or ".." in Path(text).parts:
             raise InputError(f"{field}={text!r} must be below the source; give a relative path without ..")
         return
     if "://" in text or "::" in text:
-        if not _STORE_URL.fullmatch(text) or "::" in text or ".." in text.split("/"):
+        stores = [*allowed_stores(), *filter(_STORE_URL.fullmatch, [*of_recipe, str(root)])]
+        is_plain = "::" not in text and ".." not in text.split("/")
+        if not (is_plain and any(text == store or text.startswith(store.rstrip("/") + "/") for store in stores)):
             raise InputError(
-                f"{field}={text!r} is not an address that a request may name; give one of an object store "
-                "(s3://, gs://, hf://, az://, abfs://), or put it in a recipe"
+                f"{field}={text!r} is not an address that a request may name; give one below "
+                f"{' or '.join(stores) or 'a store of the service, which has none'}, add its store to "
+                f"{DATA_STORES_VARIABLE} where the service is started, or put it in a recipe"
             )
         return
     if _HUB_NAME.fullmatch(text) and not os.path.lexists(text):
@@ -83,6 +102,21 @@ def _check_path(field: str, text: str, root: StorePath) -> None:
             f"{' or '.join(map(str, allowed)) or 'an object store'}, add its directory to {DATA_DIRS_VARIABLE} where "
             "the service is started, or put it in a recipe"
         )
+
+
+def allowed_stores() -> list[str]:
+    """The stores of ATHANOR_DATA_STORES.
+
+    Raises:
+        InputError: one is not the URL of an object store.
+    """
+    stores = os.environ.get(DATA_STORES_VARIABLE, "").replace(",", " ").split()
+    for store in stores:
+        if not _STORE_URL.fullmatch(store) or ".." in store.split("/"):
+            raise InputError(
+                f"{DATA_STORES_VARIABLE}: {store!r} is not the URL of an object store, as s3://bucket/sets"
+            )
+    return stores
 
 
 def _resolve(field: str, text: str) -> Path:

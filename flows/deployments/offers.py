@@ -2,7 +2,10 @@
 
 `athanor up` registers them. With a Prefect server of your own, set PREFECT_API_URL, run
 `python -m flows.deployments.offers --root DIR` once and after every upgrade, and start workers:
-`ATHANOR_ROOT=DIR prefect worker start --pool athanor`.
+`ATHANOR_ROOT=DIR python -m flows.service.work`.
+
+The pool's job template has no variables, so that no request can set the command of a flow run, its environment or its
+directory; a worker of ours (service/closed_worker.py) does not even look.
 """
 
 import argparse
@@ -37,6 +40,10 @@ from flows.prefect_server.service_record import DEFAULT_ROOT, POOL
 TAG = "athanor"
 NIGHTLY = "vlm-sft-nightly"
 NIGHTLY_CRON = "0 2 * * *"
+JOB_TEMPLATE = {
+    "job_configuration": {"env": {}, "labels": {}, "stream_output": True},
+    "variables": {"type": "object", "properties": {}, "additionalProperties": False},
+}
 RENAMED = {"compare/compare": "sweep/sweep"}  # deployment of earlier versions -> the same offer now
 _LINE_BREAK = re.compile(r"(?<!\n)\n(?!\n)")  # the page makes a paragraph of each line
 log = logging.getLogger("athanor.deployments")
@@ -107,18 +114,16 @@ a table of all runs, with a link to MLflow's page that compares them.
 )
 
 
-def register(
-    root: StorePath, pool: str = POOL, *, max_runs: int | None = None, command: str | None = None
-) -> list[str]:
+def register(root: StorePath, pool: str = POOL, *, max_runs: int | None = None) -> list[str]:
     """Register every deployment with the server of PREFECT_API_URL, or bring it up to date.
 
-    What people have set stays: schedules, default parameters, tags, pauses.
+    What people have set stays: schedules, default parameters, tags, pauses. Job variables and another job template of
+    the pool do not.
 
     Args:
         root: of the pool's workers, who know it by their environment; it is only checked here.
         pool: a process work pool; made if there is none.
         max_runs: flow runs of the pool at a time; None leaves the pool's own number.
-        command: started by workers for each flow run; None for Prefect's own.
 
     Returns:
         the full names, "flow/deployment".
@@ -126,15 +131,15 @@ def register(
     absolute(root)
     with get_client(sync_client=True) as client:
         with contextlib.suppress(ObjectAlreadyExists):
-            client.create_work_pool(WorkPoolCreate(name=pool, type="process"))
-        if max_runs is not None:
-            client.update_work_pool(pool, WorkPoolUpdate(concurrency_limit=max_runs))
-        names = [_register(client, offer, pool, command) for offer in OFFERS]
+            client.create_work_pool(WorkPoolCreate(name=pool, type="process", base_job_template=JOB_TEMPLATE))
+        limit = {} if max_runs is None else {"concurrency_limit": max_runs}
+        client.update_work_pool(pool, WorkPoolUpdate(base_job_template=JOB_TEMPLATE, **limit))
+        names = [_register(client, offer, pool) for offer in OFFERS]
         _delete_renamed(client)
     return names
 
 
-def make_deployment(offer: Offer, pool: str, command: str | None = None) -> RunnerDeployment:
+def make_deployment(offer: Offer, pool: str) -> RunnerDeployment:
     """The deployment as Prefect registers it. Its entrypoint is a module, so a worker needs only athanor."""
     schedules, limit = None, None
     if offer.cron:
@@ -150,7 +155,6 @@ def make_deployment(offer: Offer, pool: str, command: str | None = None) -> Runn
         version=importlib.metadata.version("athanor"),
         enforce_parameter_schema=True,
         work_pool_name=pool,
-        job_variables={"command": command} if command else None,
         entrypoint_type=EntrypointType.MODULE_PATH,
     )
 
@@ -165,8 +169,8 @@ def _delete_renamed(client: SyncPrefectClient) -> None:
                 log.warning("deployment %s is deleted, with its schedules; it is %s now", older, current)
 
 
-def _register(client: SyncPrefectClient, offer: Offer, pool: str, command: str | None) -> str:
-    deployment = make_deployment(offer, pool, command)
+def _register(client: SyncPrefectClient, offer: Offer, pool: str) -> str:
+    deployment = make_deployment(offer, pool)
     full_name = f"{deployment.flow_name}/{offer.name}"
     try:
         registered = client.read_deployment_by_name(full_name)
@@ -181,7 +185,8 @@ def _register(client: SyncPrefectClient, offer: Offer, pool: str, command: str |
         "parameter_openapi_schema": deployment._parameter_openapi_schema.model_dump(),
         "enforce_parameter_schema": True,
         "work_pool_name": pool,
-        "job_variables": {**(registered.job_variables or {}), **({"command": command} if command else {})},
+        "job_variables": {},
+        "pull_steps": [],
     }
     try:
         client.update_deployment(registered.id, DeploymentUpdate(**fresh))
@@ -206,7 +211,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"athanor: {error}", file=sys.stderr)
         return 2
     print(f"registered {', '.join(names)}")
-    print(f"start workers: ATHANOR_ROOT={root} prefect worker start --pool {args.pool}")
+    print(f"start workers: ATHANOR_ROOT={root} python -m flows.service.work --pool {args.pool}")
     return 0
 
 

@@ -17,6 +17,7 @@ from flows.pipeline.graph import EVALUATE, PREPARE_DATA, TRAIN, Node, Place, ope
 from flows.pipeline.mlflow_run import ends_with_failure, open_tracking
 from flows.pipeline.prefect_pages import publish_mlflow, publish_scores, publish_stages
 from flows.pipeline.tasks import StageRun, register_task, registered_name, stage_task
+from flows.prefect_server.stored_results import refuse_stored_results
 from flows.resources.dask_pool import check_cluster, on_cluster
 from flows.resources.limits import has_server
 from flows.tracking.notes import run_name
@@ -29,6 +30,7 @@ from trainer.contract.names import HF_EXPORT
 
 Runs = dict[str, StageRun]
 _LINK_SECONDS = 0.3  # a fresh store takes longer; its link is published at the end
+refuse_stored_results()
 
 
 def run_nodes(

@@ -1,13 +1,20 @@
-"""Who may reach the servers: this machine alone, unless both ask for a password."""
+"""Who may reach the servers: whoever knows the password, by this machine's names, on pages of the servers themselves.
 
-import importlib.util
+`athanor up` makes a password at its first start and keeps it in the root, in a file that only its user may read. It is
+asked for on loopback too, which every user of a machine and every page in a browser can reach. A login that stands in
+the environment of `athanor up` goes before the made one, and is written nowhere.
+"""
+
 import ipaddress
 import os
 import secrets
 import socket
+import stat
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+import psutil
 
 from dataset_builders.errors import InputError
 
@@ -15,22 +22,26 @@ PREFECT_SECRET = "PREFECT_SERVER_API_AUTH_STRING"
 PREFECT_CLIENT_SECRET = "PREFECT_API_AUTH_STRING"
 MLFLOW_USER = "MLFLOW_TRACKING_USERNAME"
 MLFLOW_PASSWORD = "MLFLOW_TRACKING_PASSWORD"
-_MIN_PASSWORD = 12  # characters; MLflow's own bound
+NAMES_VARIABLE = "ATHANOR_HOST_NAMES"
+PASSWORD_FILE = "password"
+USER = "athanor"
 _EVERYWHERE = ("0.0.0.0", "::")
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """The address on which the servers listen, and which of them ask for a password.
+    """The address on which the servers listen, and what they ask for.
 
     Attributes:
         host: address to bind.
-        has_prefect_auth, has_mlflow_auth: that server asks for a password; the secrets stay in the environment.
+        prefect, mlflow: `user:password`.
+        password_path: file of the made password; None if the environment has both logins.
     """
 
     host: str
-    has_prefect_auth: bool
-    has_mlflow_auth: bool
+    prefect: str = field(repr=False)
+    mlflow: str = field(repr=False)
+    password_path: Path | None = None
 
     @property
     def name(self) -> str:
@@ -44,47 +55,113 @@ class Access:
 
     def url(self, port: int, *, local: bool = False) -> str:
         """http://name:port"""
-        name = self.local_name if local else self.name
-        return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
+        return f"http://{_in_url(self.local_name if local else self.name)}:{port}"
+
+    def names(self, environment: Mapping[str, str] = os.environ) -> list[str]:
+        """The names and addresses by which a browser may call the servers, as they stand in a URL.
+
+        Any other comes from a foreign page (DNS rebinding). ATHANOR_HOST_NAMES adds those of a proxy.
+        """
+        names = {"localhost", "127.0.0.1", "::1", self.name, self.local_name}
+        if self.host in _EVERYWHERE:
+            names |= {socket.gethostname(), *_own_addresses()}
+        further = environment.get(NAMES_VARIABLE, "").replace(",", " ").split()
+        return sorted({_in_url(name).lower() for name in (*names, *further)})
 
 
-def check_access(host: str, environment: Mapping[str, str] = os.environ) -> Access:
-    """The access that the host and the environment give.
+def make_access(host: str, directory: Path, environment: Mapping[str, str] = os.environ) -> Access:
+    """The access that the host and the environment give; makes the password if there is none yet.
+
+    Args:
+        directory: of the service's files; the password lies there.
 
     Raises:
-        InputError: others reach the host but a password is missing, or one is incomplete.
+        InputError: half of a login is set, or the password's file is not this user's alone.
     """
-    missing = [name for name in (PREFECT_SECRET, MLFLOW_USER, MLFLOW_PASSWORD) if not environment.get(name)]
-    if not is_loopback(host) and missing:
-        raise InputError(
-            f"--host {host} lets others in, so both servers need a password; set {', '.join(missing)} in the "
-            "environment, or leave --host out and use an ssh tunnel"
-        )
-    if (MLFLOW_USER in missing) != (MLFLOW_PASSWORD in missing):
+    user, word = environment.get(MLFLOW_USER), environment.get(MLFLOW_PASSWORD)
+    if bool(user) != bool(word):
         raise InputError(f"{MLFLOW_USER} and {MLFLOW_PASSWORD} go together; set both or neither")
-    has_mlflow_auth = MLFLOW_PASSWORD not in missing
-    length = len(environment.get(MLFLOW_PASSWORD, ""))
-    if has_mlflow_auth and length < _MIN_PASSWORD:
-        raise InputError(f"{MLFLOW_PASSWORD} has {length} characters; MLflow wants {_MIN_PASSWORD} or more")
-    if has_mlflow_auth and importlib.util.find_spec("flask_wtf") is None:
-        raise InputError(f"{MLFLOW_PASSWORD} is set, but MLflow's login is not installed; pip install 'athanor[auth]'")
-    return Access(host, PREFECT_SECRET not in missing, has_mlflow_auth)
+    prefect, mlflow = environment.get(PREFECT_SECRET), f"{user}:{word}" if word else None
+    if prefect and mlflow:
+        return Access(host, prefect, mlflow)
+    path = directory / PASSWORD_FILE
+    made = _own_password(path)
+    return Access(host, prefect or made, mlflow or made, path)
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches the host."""
-    if host == "localhost":
-        return True
+def check_host(host: str) -> None:
+    """Check an address to listen on.
+
+    Raises:
+        InputError: it is none.
+    """
     try:
-        return ipaddress.ip_address(host).is_loopback
+        ipaddress.ip_address(host)
     except ValueError:
-        raise InputError(f"--host {host} is not an IP address; give one, for example 127.0.0.1 or 0.0.0.0") from None
+        if host != "localhost":
+            raise InputError(
+                f"--host {host} is not an IP address; give one, for example 127.0.0.1 or 0.0.0.0"
+            ) from None
 
 
-def allowed_hosts(access: Access) -> str:
-    """The names by which MLflow may be called. Any other comes from a foreign page (DNS rebinding)."""
-    names = {"localhost", "127.0.0.1", "[::1]", access.name, access.local_name}
-    return ",".join(sorted(pattern for name in names for pattern in (name, f"{name}:*")))
+def client_logins(directory: Path, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables, not set yet, by which a client of this machine logs in to a service's servers.
+
+    Raises:
+        InputError: the password is another user's.
+    """
+    logins = {PREFECT_CLIENT_SECRET: environment.get(PREFECT_CLIENT_SECRET) or environment.get(PREFECT_SECRET)}
+    logins |= {name: environment.get(name) for name in (MLFLOW_USER, MLFLOW_PASSWORD)}
+    path = directory / PASSWORD_FILE
+    if not all(logins.values()) and (made := _read_password(path)):
+        logins[PREFECT_CLIENT_SECRET] = logins[PREFECT_CLIENT_SECRET] or made
+        if not logins[MLFLOW_PASSWORD]:
+            logins |= mlflow_login(made)
+    return {name: value for name, value in logins.items() if value and not environment.get(name)}
+
+
+def mlflow_login(login: str) -> dict[str, str]:
+    """The variables by which MLflow's clients log in."""
+    user, _, password = login.partition(":")
+    return {MLFLOW_USER: user, MLFLOW_PASSWORD: password}
+
+
+def _own_password(path: Path) -> str:
+    if (made := _read_password(path)) is None:
+        made = f"{USER}:{secrets.token_urlsafe(24)}"
+        path.unlink(missing_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            file.write(made + "\n")
+    status = path.lstat()
+    if status.st_uid != os.getuid() or not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077:
+        raise InputError(
+            f"{path} can be read or was written by others (mode {stat.S_IMODE(status.st_mode):o}, "
+            f"user {status.st_uid}); delete it, and a new password is made"
+        )
+    return made
+
+
+def _read_password(path: Path) -> str | None:
+    """`user:password`; None if there is no file, or an empty one, which a kill has left."""
+    try:
+        return path.read_text(encoding="utf-8").strip() or None
+    except FileNotFoundError:
+        return None
+    except PermissionError:
+        raise InputError(
+            f"{path} may be read by user {path.lstat().st_uid} alone, and the service of this root asks for the "
+            f"password in it; run as that user, or set {PREFECT_CLIENT_SECRET} (user:password), {MLFLOW_USER} and "
+            f"{MLFLOW_PASSWORD}"
+        ) from None
+
+
+def _own_addresses() -> set[str]:
+    addresses = (address for of_one in psutil.net_if_addrs().values() for address in of_one)
+    return {a.address for a in addresses if a.family in (socket.AF_INET, socket.AF_INET6) and "%" not in a.address}
+
+
+def _in_url(name: str) -> str:
+    return f"[{name}]" if ":" in name else name
 
 
 def past_the_proxy(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -95,16 +172,3 @@ def past_the_proxy(environment: Mapping[str, str] = os.environ) -> dict[str, str
     exceptions = environment.get("no_proxy") or environment.get("NO_PROXY")
     names = ",".join([*([exceptions] if exceptions else []), "127.0.0.1", "localhost", "::1"])
     return {"NO_PROXY": names, "no_proxy": names}
-
-
-def mlflow_auth_environment(directory: Path) -> dict[str, str]:
-    """Variables with which MLflow's server asks for a password. The first user and the cookies' key are in no file."""
-    config = directory / "mlflow-auth.ini"
-    database = f"sqlite:///{directory / 'mlflow-auth.db'}"
-    config.write_text(f"[mlflow]\ndefault_permission = READ\ndatabase_uri = {database}\n", encoding="utf-8")
-    return {
-        "MLFLOW_AUTH_CONFIG_PATH": str(config),
-        "MLFLOW_AUTH_ADMIN_USERNAME": os.environ[MLFLOW_USER],
-        "MLFLOW_AUTH_ADMIN_PASSWORD": os.environ[MLFLOW_PASSWORD],
-        "MLFLOW_FLASK_SERVER_SECRET_KEY": os.environ.get("MLFLOW_FLASK_SERVER_SECRET_KEY") or secrets.token_hex(32),
-    }

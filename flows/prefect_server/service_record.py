@@ -9,7 +9,13 @@ from pydantic import ValidationError
 
 from dataset_builders.storage.files import write_json
 from dataset_builders.storage.store import StorePath, side_dir
-from flows.prefect_server.access import PREFECT_CLIENT_SECRET, PREFECT_SECRET, past_the_proxy
+from flows.prefect_server.access import (
+    MLFLOW_PASSWORD,
+    MLFLOW_USER,
+    PREFECT_CLIENT_SECRET,
+    client_logins,
+    past_the_proxy,
+)
 from stages.launchers.owner import Owner
 
 FORMAT_VERSION = 1
@@ -72,18 +78,25 @@ def read_record(root: StorePath) -> ServiceRecord | None:
 def use_service(root: StorePath) -> ServiceRecord | None:
     """Let this process and its children talk to the service of the root, unless the person has set another one.
 
-    Must be called before Prefect is imported: it reads its address once.
+    Must be called before Prefect is imported: it reads its address once. The service's password goes to the service
+    alone.
 
     Returns:
         the record of the service; None if there is none.
+
+    Raises:
+        InputError: the service is another user's, who has not shared its password.
     """
     service = read_service(root)
     if service is not None:
+        logins = client_logins(service_dir(root))
         os.environ.setdefault("PREFECT_API_URL", service.prefect_api)
         os.environ.setdefault("PREFECT_UI_URL", service.prefect_ui)
         os.environ.setdefault("MLFLOW_TRACKING_URI", service.mlflow)
         os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
         os.environ.update(past_the_proxy())
-        if secret := os.environ.get(PREFECT_SECRET):  # in the shell that started the service
-            os.environ.setdefault(PREFECT_CLIENT_SECRET, secret)
+        asked = {PREFECT_CLIENT_SECRET} if os.environ["PREFECT_API_URL"] == service.prefect_api else set()
+        if os.environ["MLFLOW_TRACKING_URI"] == service.mlflow:
+            asked |= {MLFLOW_USER, MLFLOW_PASSWORD}
+        os.environ.update({name: value for name, value in logins.items() if name in asked})
     return service

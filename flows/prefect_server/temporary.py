@@ -2,7 +2,8 @@
 
 Prefect would start such a server by itself, but first it would load its whole server into this process too (two more
 seconds in which nothing else happens), and it would leave the server behind after a kill -9. The command is Prefect's
-own (prefect/server/api/server.py, SubprocessASGIServer).
+own (prefect/server/api/server.py, SubprocessASGIServer), but for the guard before it and a password of its own:
+loopback is everybody's of this machine.
 
 A fresh PREFECT_HOME has no tables. The first server makes them, in some three seconds of CPU, under a lock: two servers
 that make them at once ruin each other. The empty file <PREFECT_HOME>/schema-<version> marks that they are made.
@@ -11,19 +12,20 @@ that make them at once ruin each other. The empty file <PREFECT_HOME>/schema-<ve
 import atexit
 import importlib.metadata
 import os
+import secrets
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import filelock
 from prefect.context import refresh_global_settings_context
 from prefect.settings import PREFECT_API_URL, PREFECT_HOME, PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS
 
-from flows.prefect_server.access import PREFECT_CLIENT_SECRET, PREFECT_SECRET, past_the_proxy
+from flows.prefect_server.access import NAMES_VARIABLE, PREFECT_CLIENT_SECRET, PREFECT_SECRET, past_the_proxy
 from flows.prefect_server.home import SCHEMA_LOCK
 from flows.prefect_server.ports import any_port, is_free
 from flows.prefect_server.processes import begin_log, end_process, log_tail, start_process
@@ -45,6 +47,7 @@ class TemporaryServer:
     home: Path
     process: subprocess.Popen | None = None
     port: int = 0
+    login: str = field(default_factory=lambda: f"athanor:{secrets.token_urlsafe(24)}", repr=False)
 
     @property
     def api(self) -> str:
@@ -61,9 +64,10 @@ class TemporaryServer:
         if not (self.port and is_free(HOST, self.port)):
             self.port = any_port(HOST)
         begin_log(self.home / LOG)
-        inherited = {k: v for k, v in os.environ.items() if k not in (PREFECT_SECRET, PREFECT_CLIENT_SECRET)}
-        environment = {**inherited, **_ENVIRONMENT, "PREFECT_HOME": str(self.home)}
-        app = ["--factory", "prefect.server.api.server:create_app", "--lifespan", "on"]
+        inherited = {name: value for name, value in os.environ.items() if name != PREFECT_CLIENT_SECRET}
+        own = {"PREFECT_HOME": str(self.home), PREFECT_SECRET: self.login, NAMES_VARIABLE: HOST}
+        environment = {**inherited, **_ENVIRONMENT, **own}
+        app = ["--factory", "flows.prefect_server.prefect_app:make_app", "--lifespan", "on"]
         place = ["--host", HOST, "--port", str(self.port), "--log-level", "error"]
         self.process = start_process([sys.executable, "-m", "uvicorn", *app, *place], environment, self.home / LOG)
 
@@ -88,9 +92,15 @@ class TemporaryServer:
         """Return when the server answers. Every thread of this process uses it then; child processes do not."""
         self.begin()
         self.wait()
-        os.environ.update({"PREFECT_API_URL": self.api, **past_the_proxy()})
+        os.environ.update(past_the_proxy())
+        before = {name: os.environ.get(name) for name in ("PREFECT_API_URL", PREFECT_CLIENT_SECRET)}
+        os.environ.update({"PREFECT_API_URL": self.api, PREFECT_CLIENT_SECRET: self.login})
         refresh_global_settings_context()
-        del os.environ["PREFECT_API_URL"]
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
     def end(self) -> None:
         """Tell it to stop, and wait."""

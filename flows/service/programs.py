@@ -16,11 +16,11 @@ from dataset_builders.storage.store import StorePath, side_dir
 from flows.prefect_server.access import (
     MLFLOW_PASSWORD,
     MLFLOW_USER,
+    NAMES_VARIABLE,
     PREFECT_CLIENT_SECRET,
     PREFECT_SECRET,
     Access,
-    allowed_hosts,
-    mlflow_auth_environment,
+    mlflow_login,
     past_the_proxy,
 )
 from flows.prefect_server.home import prefect_home
@@ -34,6 +34,7 @@ _NOT_INHERITED = (
     *("PREFECT_API_DATABASE_CONNECTION_URL", "PREFECT_SERVER_DATABASE_CONNECTION_URL", "MLFLOW_BACKEND_STORE_URI"),
     *("PGPASSWORD", PREFECT_SECRET, PREFECT_CLIENT_SECRET, MLFLOW_USER, MLFLOW_PASSWORD),
     *("MLFLOW_AUTH_ADMIN_USERNAME", "MLFLOW_AUTH_ADMIN_PASSWORD", "MLFLOW_FLASK_SERVER_SECRET_KEY"),
+    *("MLFLOW_SERVER_DISABLE_SECURITY_MIDDLEWARE", "PREFECT_SERVER_CORS_ALLOWED_ORIGINS"),
 )
 _ANSWER_SECONDS = 5.0
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy on the way to this machine
@@ -92,21 +93,24 @@ class Plan:
 
 def prefect_server(plan: Plan) -> Program:
     """Prefect's server, on the database that `athanor run` uses without a service."""
-    port = str(plan.ports["prefect"])
+    port = plan.ports["prefect"]
     environment = {
         **service_environment(plan.root, "prefect"),
         "PREFECT_API_URL": plan.prefect_api,
         "PREFECT_UI_API_URL": f"{plan.prefect_ui}/api",  # the old name and the new: some versions read only one
         "PREFECT_SERVER_UI_API_URL": f"{plan.prefect_ui}/api",
         "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
+        "PREFECT__SERVER_FINAL": "1",  # as `prefect server start`: less memory
         # By default in memory: a killed server forgets who holds a slot, which is then never free again.
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
-        **_prefect_secret(plan.access, (PREFECT_SECRET, PREFECT_CLIENT_SECRET)),
+        "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": ",".join(f"http://{name}:{port}" for name in plan.access.names()),
+        NAMES_VARIABLE: ",".join(plan.access.names()),
+        PREFECT_SECRET: plan.access.prefect,
+        PREFECT_CLIENT_SECRET: plan.access.prefect,
     }
-    command = [sys.executable, "-m", "prefect", "server", "start", "--host", plan.access.host, "--port", port]
     return Program(
         name="prefect",
-        command=command,
+        command=_uvicorn(plan, "prefect", "flows.prefect_server.prefect_app:make_app", "warning"),
         environment=environment,
         log_path=plan.log_path("prefect"),
         is_up=lambda _: _answers(f"{plan.prefect_api}/health"),
@@ -120,33 +124,33 @@ def mlflow_server(plan: Plan) -> Program:
     It serves no files: its clients are on this machine, and read and write them below the root.
     """
     side = side_dir(plan.root).resolve()
-    has_auth = plan.access.has_mlflow_auth
     environment = {
         **service_environment(plan.root, "mlflow"),
         "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false",
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # more processes, for judges of generated text
-        "MLFLOW_BACKEND_STORE_URI": f"sqlite:///{side / 'mlflow.db'}",
-        **(mlflow_auth_environment(service_dir(plan.root)) if has_auth else {}),
+        # as `mlflow server` sets them for its application
+        "_MLFLOW_SERVER_FILE_STORE": f"sqlite:///{side / 'mlflow.db'}",
+        "_MLFLOW_SERVER_ARTIFACT_ROOT": (side / "mlflow-artifacts").as_uri(),
+        "_MLFLOW_SGI_NAME": "uvicorn",
+        "MLFLOW_SERVER_ALLOWED_HOSTS": "*",  # the guard, which stands before it, knows them
+        "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS": plan.access.url(plan.ports["mlflow"]),
+        NAMES_VARIABLE: ",".join(plan.access.names()),
+        **mlflow_login(plan.access.mlflow),
     }
-    options = {
-        "--host": plan.access.host,
-        "--port": str(plan.ports["mlflow"]),
-        "--workers": "1",
-        "--default-artifact-root": (side / "mlflow-artifacts").as_uri(),
-        "--allowed-hosts": allowed_hosts(plan.access),
-        "--cors-allowed-origins": plan.access.url(plan.ports["mlflow"]),
-        **({"--app-name": "basic-auth"} if has_auth else {}),
-    }
-    words = [word for option in options.items() for word in option]
     return Program(
         name="mlflow",
-        command=[sys.executable, "-m", "mlflow", "server", *words, "--no-serve-artifacts"],
+        command=_uvicorn(plan, "mlflow", "flows.service.mlflow_app:make_app", "info"),
         environment=environment,
         log_path=plan.log_path("mlflow"),
         is_up=lambda _: _answers(f"{plan.mlflow}/health"),
         address=plan.access.url(plan.ports["mlflow"]),
     )
+
+
+def _uvicorn(plan: Plan, part: str, factory: str, log_level: str) -> list[str]:
+    place = ["--host", plan.access.host, "--port", str(plan.ports[part]), "--log-level", log_level]
+    return [sys.executable, "-m", "uvicorn", "--factory", factory, *place]
 
 
 def worker(plan: Plan) -> Program:
@@ -158,7 +162,7 @@ def worker(plan: Plan) -> Program:
     limits = [word for limit, slots in plan.limits.items() for word in ("--limit", f"{limit}={slots}")]
     return Program(
         name="worker",
-        command=[sys.executable, "-m", "flows.service.work", name, "--max-runs", str(plan.max_runs), *limits],
+        command=[sys.executable, "-m", "flows.service.work", "--name", name, "--max-runs", str(plan.max_runs), *limits],
         environment={"PREFECT_WORKER_QUERY_SECONDS": "3", **client_environment(plan, "worker")},
         log_path=plan.log_path("worker"),
         is_up=lambda started: _worker_is_online(plan, name, started),
@@ -205,20 +209,15 @@ def service_environment(root: StorePath, part: str) -> dict[str, str]:
 
 def client_environment(plan: Plan, part: str) -> dict[str, str]:
     """The environment of a process that calls the servers."""
-    names = (MLFLOW_USER, MLFLOW_PASSWORD) if plan.access.has_mlflow_auth else ()
     return {
         **service_environment(plan.root, part),
         "PREFECT_API_URL": plan.prefect_api,
         "PREFECT_UI_URL": plan.prefect_ui,
         "MLFLOW_TRACKING_URI": plan.mlflow,
         "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
-        **_prefect_secret(plan.access, (PREFECT_CLIENT_SECRET,)),
-        **{name: os.environ[name] for name in names},
+        PREFECT_CLIENT_SECRET: plan.access.prefect,
+        **mlflow_login(plan.access.mlflow),
     }
-
-
-def _prefect_secret(access: Access, names: tuple[str, ...]) -> dict[str, str]:
-    return {name: os.environ[PREFECT_SECRET] for name in names} if access.has_prefect_auth else {}
 
 
 def _answers(url: str) -> bool:
@@ -229,9 +228,8 @@ def _answers(url: str) -> bool:
 
 def _worker_is_online(plan: Plan, name: str, started: float) -> bool:
     """Whether the server has heard of the worker since the worker's start."""
-    headers = {"Content-Type": "application/json"}
-    if secret := os.environ.get(PREFECT_SECRET):
-        headers["Authorization"] = f"Basic {base64.b64encode(secret.encode()).decode()}"
+    login = base64.b64encode(plan.access.prefect.encode()).decode()
+    headers = {"Content-Type": "application/json", "Authorization": f"Basic {login}"}
     url = f"{plan.prefect_api}/work_pools/{POOL}/workers/filter"
     request = urllib.request.Request(url, b"{}", headers, method="POST")
     with _OPENER.open(request, timeout=_ANSWER_SECONDS) as answer:

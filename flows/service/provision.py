@@ -4,10 +4,10 @@ A worker does all three before it takes flow runs; a service does the last after
 """
 
 import argparse
-import shlex
 import sys
 
 from dataset_builders.errors import InputError
+from flows.deployments.allowed import allowed_stores
 from flows.deployments.offers import register
 from flows.deployments.request import service_root
 from flows.prefect_server.service_record import POOL
@@ -16,23 +16,23 @@ from flows.service.programs import parse_limits
 from flows.service.reconcile import reconcile
 
 SERVER_SECONDS = 240.0
-# The worker starts this command as it is; without one, it looks for a workspace first, in two more processes.
-ENGINE = shlex.join([sys.executable, "-m", "flows.service.engine"])
 
 
 def main(argv: list[str] | None = None) -> int:
     """Returns 0, or 2 after one line that says what is wrong; the last line of the output is the one worth showing."""
     parser = argparse.ArgumentParser(prog="python -m flows.service.provision", description=__doc__)
+    parser.add_argument("--pool", default=POOL)
     parser.add_argument("--reconcile-only", action="store_true")
     parser.add_argument("--limit", dest="limits", action="append", default=[], metavar="NAME=SLOTS")
     parser.add_argument("--max-runs", type=int, default=2)
     args = parser.parse_args(argv)
     try:
         root = service_root()
+        allowed_stores()  # a wrong one is told now, not to the first who asks
         wait_for_server(SERVER_SECONDS)
         summary = []
         if not args.reconcile_only:
-            names = register(root, POOL, max_runs=args.max_runs, command=ENGINE)
+            names = register(root, args.pool, max_runs=args.max_runs)
             create_limits(parse_limits(args.limits))
             summary.append(", ".join(name.rpartition("/")[2] for name in names))
         if num_settled := reconcile(root):

@@ -14,7 +14,15 @@ import filelock
 
 from dataset_builders.errors import InputError
 from dataset_builders.storage.store import StorePath, side_dir
-from flows.prefect_server.access import Access
+from flows.prefect_server.access import (
+    MLFLOW_PASSWORD,
+    MLFLOW_USER,
+    PREFECT_SECRET,
+    USER,
+    Access,
+    check_host,
+    make_access,
+)
 from flows.prefect_server.home import SCHEMA_LOCK, prefect_home
 from flows.prefect_server.ports import reserve_ports
 from flows.prefect_server.processes import end_leftovers, end_marked, flow_run_processes, send, start_process
@@ -53,16 +61,19 @@ def stop_signals() -> Iterator[StopSignal]:
             signal.signal(signum, handler)
 
 
-def run_service(root: StorePath, access: Access, max_runs: int, limits: Mapping[str, int]) -> int:
+def run_service(root: StorePath, host: str, max_runs: int, limits: Mapping[str, int]) -> int:
     """Run until a signal; returns the exit status.
 
     Args:
+        host: address on which the servers listen.
         max_runs: flow runs at a time.
         limits: slots of named concurrency limits.
 
     Raises:
-        InputError: a service runs on this root already, or another process makes its databases.
+        InputError: a service runs on this root already, another process makes its databases, or the host or a login is
+            wrong.
     """
+    check_host(host)
     directory = service_dir(root)
     directory.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(directory / "service.lock")
@@ -72,10 +83,11 @@ def run_service(root: StorePath, access: Access, max_runs: int, limits: Mapping[
         raise InputError(_runs_already(root)) from None
     lines = StatusLines()
     try:
+        access = make_access(host, directory)
         with stop_signals() as stop:
             if ended := end_leftovers(side_dir(root), LEFTOVER_SECONDS):  # they have the ports of last time
                 lines.say(f"ended {ended} processes that a killed `athanor up` had left")
-            with reserve_ports(directory, access.host) as ports:
+            with reserve_ports(directory, host) as ports:
                 _serve(Plan(root, access, ports, max_runs, limits), lines, stop)
         return 0
     except StartFailed as error:
@@ -101,6 +113,7 @@ def _serve(plan: Plan, lines: StatusLines, stop: StopSignal) -> None:
         stack.callback(remove_record, plan.root)
         write_record(plan.root, record)
         lines.say(f"athanor up: root {plan.root}, logs in {service_dir(plan.root)}")
+        lines.say(tell_password(plan.access, sys.stdout.isatty()))
         supervisor = Supervisor([prefect_server(plan), mlflow_server(plan), worker(plan)], lines)
         stack.callback(stop_service, supervisor, plan, stop)
         with schemas_alone(plan.root):
@@ -188,6 +201,16 @@ def _stop_flow_runs(side: Path, lines: StatusLines, stop: StopSignal) -> None:
         signalled |= {process.pid for process in tops}
         lines.show("worker", "stopping", f"flow runs stop and save ({len(tops)}); Ctrl-C again does not wait")
         time.sleep(TURN_SECONDS)
+
+
+def tell_password(access: Access, is_terminal: bool) -> str:
+    """What the servers' pages ask for. The password itself is for a terminal: a log may have other readers."""
+    path = access.password_path
+    made = path.read_text(encoding="utf-8").strip() if path else ""
+    line, word = (made, made.partition(":")[2]) if is_terminal else (f"the line in {path}", "what follows its colon")
+    prefect = line if access.prefect == made else f"${PREFECT_SECRET}"
+    mlflow = f"the user {USER} with {word}" if access.mlflow == made else f"${MLFLOW_USER} with ${MLFLOW_PASSWORD}"
+    return f"log in: Prefect's page takes {prefect}, MLflow's {mlflow}" + (f" (kept in {path})" if is_terminal else "")
 
 
 def make_record(plan: Plan) -> ServiceRecord:

@@ -9,7 +9,6 @@ markdown table.
 """
 
 import argparse
-import json
 import platform
 import re
 import statistics
@@ -17,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -51,11 +49,7 @@ def run_command(root: Path) -> Run:
 
 def ask(service: RunningService, path: str, body: object = None) -> object:
     """An answer of Prefect's API."""
-    data = None if body is None else json.dumps(body).encode()
-    headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(service.record.prefect_api + path, data, headers)
-    with urllib.request.urlopen(request, timeout=30) as answer:
-        return json.load(answer)
+    return service.ask(service.record.prefect_api + path, body)
 
 
 def seconds_of(run: dict) -> float:

@@ -1,5 +1,6 @@
 """A running `athanor up` for tests: a process of its own on a throw-away root."""
 
+import base64
 import json
 import os
 import random
@@ -7,15 +8,17 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 
+from flows.prefect_server.access import PREFECT_CLIENT_SECRET, client_logins
 from flows.prefect_server.ports import is_free
 from flows.prefect_server.processes import SERVICE_VARIABLE
-from flows.prefect_server.service_record import ServiceRecord, read_service
+from flows.prefect_server.service_record import ServiceRecord, read_service, service_dir
 from tests.flows.pipeline.test_run import SMALL
 
 READY_SECONDS = 180.0
@@ -79,7 +82,21 @@ class RunningService:
             "PREFECT_API_URL": self.record.prefect_api,
             "MLFLOW_TRACKING_URI": self.record.mlflow,
             "ATHANOR_ROOT": str(self.root),
+            **client_logins(service_dir(self.root), {}),
         }
+
+    @property
+    def login(self) -> str:
+        """`user:password`, as our own commands find it."""
+        return client_logins(service_dir(self.root), {})[PREFECT_CLIENT_SECRET]
+
+    def ask(self, url: str, body: object = None, **headers: str) -> object:
+        """A server's answer, as JSON, to somebody who knows the password."""
+        login = base64.b64encode(self.login.encode()).decode()
+        data = None if body is None else json.dumps(body).encode()
+        sent = {"Content-Type": "application/json", "Authorization": f"Basic {login}", **headers}
+        with urllib.request.urlopen(urllib.request.Request(url, data, sent), timeout=30) as answer:
+            return json.load(answer)
 
     def athanor(self, command: str, *arguments: str, **changes: object) -> subprocess.CompletedProcess:
         """Run an athanor command on the root; a recipe gets the quick settings."""

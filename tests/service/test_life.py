@@ -51,7 +51,7 @@ class Life:
 
     def __init__(self, service) -> None:
         self.service, self.root = service, service.root
-        self.client = SyncPrefectClient(service.record.prefect_api)
+        self.client = SyncPrefectClient(service.record.prefect_api, auth_string=service.login)
         self.deployment = self.client.read_deployment_by_name("vlm-sft/vlm-sft")
         self.run_id: UUID | None = None
         self.began = 0.0

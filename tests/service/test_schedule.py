@@ -42,7 +42,7 @@ def service(tmp_path_factory) -> Iterator[RunningService]:
 
 @pytest.fixture
 def client(service):
-    with SyncPrefectClient(service.record.prefect_api) as client:
+    with SyncPrefectClient(service.record.prefect_api, auth_string=service.login) as client:
         yield client
 
 

@@ -3,25 +3,18 @@
 Pictures of every page lie in ATHANOR_PICTURES, or in the test's own directory.
 """
 
-import json
 import os
 import re
-import shutil
 import time
 import urllib.error
-import urllib.request
 from pathlib import Path
 
 import pytest
 
 from flows.tracking.store import compare_url
+from tests.helpers.browser import chromium, logged_in, requires_chromium
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium"),
-]
+pytestmark = [pytest.mark.slow, requires_chromium]
 WIDTH, HEIGHT = 1400, 1000
 RUN_SECONDS = 480
 DATA = {"num_scans": 40, "num_multi": 8, "num_pairs": 8, "num_texts": 8}
@@ -30,13 +23,10 @@ STEPS = 12
 
 def api(service, path: str, body: object = None) -> object:
     """An answer of Prefect's server; asked again while its database is busy (503), as its own client does."""
-    data = None if body is None else json.dumps(body).encode()
     url, deadline = f"{service.record.prefect_api}{path}", time.monotonic() + 60
     while True:
-        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
         try:
-            with urllib.request.urlopen(request, timeout=30) as answer:
-                return json.load(answer)
+            return service.ask(url, body)
         except urllib.error.HTTPError as error:
             if error.code != 503 or time.monotonic() > deadline:
                 raise
@@ -73,16 +63,15 @@ def pictures(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def browser():
-    with sync_api.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
+def browser(service):
+    """Of somebody who has entered the password."""
+    with chromium() as browser:
+        yield logged_in(browser, service, viewport={"width": WIDTH, "height": HEIGHT})
 
 
 @pytest.fixture
 def page(browser):
-    page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
+    page = browser.new_page()
     page.set_default_timeout(30_000)
     yield page
     page.close()
@@ -152,7 +141,7 @@ def form_run(service, browser, pictures) -> dict:
     """A run that was asked for in the form: refused once, then right; watched to its end."""
     deployment = deployment_id(service, "vlm-sft")
     before = {run["id"] for run in runs_of(service, deployment)}
-    page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
+    page = browser.new_page()
     form = Form(page, service, deployment)
     snap(page, pictures / "form.png")
     fill_small(form)

@@ -1,10 +1,8 @@
 """`athanor up` as a person has it: everything answers, a run finds it, deaths are mended, nothing is left behind."""
 
-import json
 import re
 import signal
 import sqlite3
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 
@@ -28,27 +26,16 @@ def service(tmp_path_factory) -> Iterator[RunningService]:
         yield running
 
 
-def get(url: str) -> object:
-    with urllib.request.urlopen(url, timeout=20) as answer:
-        return json.load(answer)
-
-
-def post(url: str, body: object) -> object:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=20) as answer:
-        return json.load(answer)
-
-
 def flow_runs(service: RunningService) -> list[dict]:
     """Those that a person has started; the flows inside them left out."""
-    found = post(f"{service.record.prefect_api}/flow_runs/filter", {"sort": "START_TIME_DESC"})
+    found = service.ask(f"{service.record.prefect_api}/flow_runs/filter", {"sort": "START_TIME_DESC"})
     return [run for run in found if run["parent_task_run_id"] is None]
 
 
 def mlflow_runs(service: RunningService, experiment: str = "athanor-embedded") -> list[dict]:
     url = f"{service.record.mlflow}/api/2.0/mlflow"
-    found = get(f"{url}/experiments/get-by-name?experiment_name={experiment}")["experiment"]
-    return post(f"{url}/runs/search", {"experiment_ids": [found["experiment_id"]]}).get("runs", [])
+    found = service.ask(f"{url}/experiments/get-by-name?experiment_name={experiment}")["experiment"]
+    return service.ask(f"{url}/runs/search", {"experiment_ids": [found["experiment_id"]]}).get("runs", [])
 
 
 def program(service: RunningService, part: str) -> psutil.Process | None:
@@ -81,24 +68,18 @@ def test_everything_listens_on_this_machine_alone(service):
 
 
 def test_the_ui_is_told_the_right_address_of_the_server(service):
-    assert get(f"{service.record.prefect_ui}/ui-settings")["api_url"] == service.record.prefect_api
+    assert service.ask(f"{service.record.prefect_ui}/ui-settings")["api_url"] == service.record.prefect_api
 
 
 def test_deployments_pool_worker_and_limits_are_there(service):
     api = service.record.prefect_api
-    names = {found["name"] for found in post(f"{api}/deployments/filter", {})}
+    names = {found["name"] for found in service.ask(f"{api}/deployments/filter", {})}
     assert names == {"vlm-sft", "vlm-sft-nightly", "prepare-data", "evaluate", "sweep"}
-    assert get(f"{api}/work_pools/athanor")["type"] == "process"
-    (worker,) = post(f"{api}/work_pools/athanor/workers/filter", {})
+    assert service.ask(f"{api}/work_pools/athanor")["type"] == "process"
+    (worker,) = service.ask(f"{api}/work_pools/athanor/workers/filter", {})
     assert worker["status"] == "ONLINE"
-    limits = {limit["name"]: limit["limit"] for limit in post(f"{api}/v2/concurrency_limits/filter", {})}
+    limits = {limit["name"]: limit["limit"] for limit in service.ask(f"{api}/v2/concurrency_limits/filter", {})}
     assert limits[ClusterConfig().limit] == 1
-
-
-def test_mlflow_answers_to_its_own_names_alone(service):
-    request = urllib.request.Request(f"{service.record.mlflow}/", headers={"Host": "evil.example"})
-    with pytest.raises(urllib.error.HTTPError, match="403"):
-        urllib.request.urlopen(request, timeout=20)
 
 
 def test_a_run_finds_it_and_shows_up_in_both(service):
@@ -135,7 +116,7 @@ def test_a_killed_program_is_started_again_in_its_place(service, part):
     )
     assert any(f"{part} " in line and "died (signal 9)" in line for line in service.printed())
     assert read_record(service.root) == service.record  # the same ports
-    addresses = {"prefect": f"{service.record.prefect_api}/health", "mlflow": f"{service.record.mlflow}/version"}
+    addresses = {"prefect": f"{service.record.prefect_api}/health", "mlflow": f"{service.record.mlflow}/health"}
     if part in addresses:
         with urllib.request.urlopen(addresses[part], timeout=20) as answer:
             assert answer.status == 200
@@ -179,9 +160,9 @@ def test_killed_itself_the_next_one_cleans_up_on_the_same_ports_and_ctrl_c_leave
 def start_training(service: RunningService) -> str:
     """Trigger a flow run as the UI does, and wait until it trains; returns its id."""
     api = service.record.prefect_api
-    (found,) = post(f"{api}/deployments/filter", {"deployments": {"name": {"any_": ["vlm-sft"]}}})
+    (found,) = service.ask(f"{api}/deployments/filter", {"deployments": {"name": {"any_": ["vlm-sft"]}}})
     overrides = nested({**SMALL, "train.num_steps": 5000})
-    run = post(f"{api}/deployments/{found['id']}/create_flow_run", {"parameters": {"overrides": overrides}})
+    run = service.ask(f"{api}/deployments/{found['id']}/create_flow_run", {"parameters": {"overrides": overrides}})
     trains = "scratch/train-*/metrics.jsonl"
     wait_for(lambda: list(service.root.glob(trains)), AGAIN_SECONDS, "training", service.tell)
     return run["id"]

@@ -2,11 +2,10 @@
 
 import argparse
 
-from flows.prefect_server.access import check_access
 from flows.service.programs import parse_limits
 from flows.service.run_service import run_service
 
 
 def up_command(args: argparse.Namespace) -> int:
     """Run the service until a signal stops it: 0, or 1 if it could not start."""
-    return run_service(args.root, check_access(args.host), args.max_runs, parse_limits(args.limits))
+    return run_service(args.root, args.host, args.max_runs, parse_limits(args.limits))

@@ -2,14 +2,13 @@
 
 import os
 import socket
+from pathlib import Path
 
 import filelock
 import psutil
 import pytest
 
-from dataset_builders.errors import InputError
 from flows.cli.main import main, make_parser
-from flows.prefect_server.access import allowed_hosts, check_access
 from flows.prefect_server.ports import is_free, reserve_ports
 from flows.prefect_server.service_record import (
     ServiceRecord,
@@ -22,21 +21,19 @@ from flows.prefect_server.service_record import (
 from flows.service.programs import parse_limits
 from tests.helpers.object_store import free_port
 
-PASSWORDS = {
-    "PREFECT_SERVER_API_AUTH_STRING": "admin:secret",
-    "MLFLOW_TRACKING_USERNAME": "admin",
-    "MLFLOW_TRACKING_PASSWORD": "longer than twelve",
-}
+LOGINS = (
+    *("PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_AUTH_STRING"),
+    *("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"),
+)
 
 
 @pytest.fixture(autouse=True)
 def own_environment(monkeypatch):
     """What use_service sets is gone after each test."""
-    for name in ("PREFECT_API_URL", "PREFECT_UI_URL", "MLFLOW_TRACKING_URI", "PREFECT_API_AUTH_STRING"):
+    for name in ("PREFECT_API_URL", "PREFECT_UI_URL", "MLFLOW_TRACKING_URI", *LOGINS):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    for name in (*PASSWORDS, "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", raising=False)
 
 
 @pytest.fixture
@@ -70,6 +67,36 @@ def test_a_running_service_is_used_and_what_the_person_set_is_kept(tmp_path, rec
     monkeypatch.setenv("PREFECT_API_URL", "http://mine/api")
     use_service(tmp_path)
     assert os.environ["PREFECT_API_URL"] == "http://mine/api"
+
+
+def test_commands_know_the_password_by_themselves_and_tell_it_to_nobody_else(tmp_path, record, monkeypatch):
+    (service_dir(tmp_path) / "password").write_text("athanor:made\n")
+    write_record(tmp_path, record)
+    monkeypatch.setenv("PREFECT_API_URL", "http://mine/api")
+    use_service(tmp_path)
+    assert "PREFECT_API_AUTH_STRING" not in os.environ, "another server's business"
+    assert os.environ["MLFLOW_TRACKING_USERNAME"] == "athanor" and os.environ["MLFLOW_TRACKING_PASSWORD"] == "made"
+    monkeypatch.delenv("PREFECT_API_URL")
+    use_service(tmp_path)
+    assert os.environ["PREFECT_API_AUTH_STRING"] == "athanor:made"
+
+
+@pytest.mark.parametrize("command", ["run", "sweep", "sync"])
+def test_who_may_not_read_the_password_gets_one_line(tmp_path, record, capsys, monkeypatch, command):
+    write_record(tmp_path, record)
+    password = service_dir(tmp_path) / "password"
+    password.write_text("athanor:made\n")
+
+    def unreadable(path, *arguments, **options):
+        if path == password:
+            raise PermissionError(13, "Permission denied", str(path))
+        return read_text(path, *arguments, **options)
+
+    read_text = Path.read_text  # root may read everything, so that a mode would show nothing
+    monkeypatch.setattr(Path, "read_text", unreadable)
+    assert main([command, "--root", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert f"{password} may be read by user {os.getuid()} alone" in line and "set PREFECT_API_AUTH_STRING" in line
 
 
 @pytest.mark.parametrize(
@@ -106,29 +133,6 @@ def test_a_second_service_on_a_root_is_refused_by_the_lock_alone(tmp_path, recor
         assert f"process {os.getpid()}" in line and record.prefect_ui in line and record.mlflow in line
         (service_dir(tmp_path) / "service.json").unlink()
         assert "is starting or stopping" in refused(capsys, tmp_path)
-
-
-@pytest.mark.parametrize("host", ["0.0.0.0", "10.1.2.3", "::"])
-def test_others_are_let_in_only_with_passwords(tmp_path, capsys, monkeypatch, host):
-    assert "PREFECT_SERVER_API_AUTH_STRING, MLFLOW_TRACKING_USERNAME" in refused(capsys, tmp_path, "--host", host)
-    for name in list(PASSWORDS)[:2]:
-        monkeypatch.setenv(name, PASSWORDS[name])
-    line = refused(capsys, tmp_path, "--host", host)
-    assert "MLFLOW_TRACKING_PASSWORD" in line and "admin:secret" not in line
-
-
-def test_a_password_that_mlflow_would_refuse_is_told_at_once():
-    with pytest.raises(InputError, match="has 5 characters"):
-        check_access("127.0.0.1", {**PASSWORDS, "MLFLOW_TRACKING_PASSWORD": "short"})
-    with pytest.raises(InputError, match="go together"):
-        check_access("127.0.0.1", {"MLFLOW_TRACKING_USERNAME": "admin"})
-
-
-def test_this_machine_needs_no_password_and_has_its_names():
-    access = check_access("127.0.0.1", {})
-    assert access.url(4200) == "http://127.0.0.1:4200" and not access.has_prefect_auth
-    assert "127.0.0.1:*" in allowed_hosts(access).split(",") and "*" not in allowed_hosts(access).split(",")
-    assert check_access("::1", {}).url(1) == "http://[::1]:1"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,15 @@ import pytest
 
 from dataset_builders.errors import InputError
 from dataset_builders.storage.store import location
-from flows.deployments.allowed import DATA_DIRS_VARIABLE, RECIPE_ONLY, check_request_paths, is_recipe_only
+from flows.deployments.allowed import (
+    CORES_AT_MOST,
+    DATA_DIRS_VARIABLE,
+    DATA_STORES_VARIABLE,
+    RECIPE_ONLY,
+    allowed_stores,
+    check_request_paths,
+    is_recipe_only,
+)
 from flows.pipeline.config import PipelineConfig
 from flows.pipeline.recipe import load_recipe
 
@@ -20,6 +28,7 @@ def config(**changes: object) -> PipelineConfig:
 @pytest.fixture
 def root(tmp_path, monkeypatch) -> Path:
     monkeypatch.delenv(DATA_DIRS_VARIABLE, raising=False)
+    monkeypatch.delenv(DATA_STORES_VARIABLE, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for name in ("root/raw", "outside", "cwd", "home", "root-too"):
         (tmp_path / name).mkdir(parents=True)
@@ -80,11 +89,52 @@ def test_addresses_that_are_no_object_stores(root, field, text):
     )
 
 
-@pytest.mark.parametrize("text", ["s3://bucket/a/b", "gs://bucket", "hf://datasets/a/b", "abfs://box@account/x"])
 @pytest.mark.parametrize("field", ["data", "model"])
-def test_object_stores_and_hub_names(root, field, text):
-    check_request_paths(config(**{field: text}), root)
+def test_hub_names(root, field):
     check_request_paths(config(**{field: "Qwen/Qwen3-VL-2B-Instruct"}), root)
+
+
+STORES = [
+    *("s3://169.254.169.254", "s3://169.254.169.254/latest/meta-data", "abfs://c@127.0.0.1", "az://x@evil.example/y"),
+    *("s3://bucket/a/b", "gs://bucket", "hf://datasets/a/b", "abfs://box@account/x"),
+]
+
+
+@pytest.mark.parametrize("text", STORES)
+@pytest.mark.parametrize("field", ["data", "model"])
+def test_no_store_unless_the_service_names_it(root, monkeypatch, field, text):
+    line = refusal(root, **{field: text})
+    assert line.startswith(f"{field}=") and "a store of the service, which has none" in line
+    assert DATA_STORES_VARIABLE in line
+    monkeypatch.setenv(DATA_STORES_VARIABLE, f"gs://other, {text}/ s3://third/x")
+    check_request_paths(config(**{field: f"{text}/below"}), root)
+    for other in (f"{text}-too/below", f"{text}/../x", f"{text}/x::file:///etc", "gs://oth", "s3://third"):
+        assert "not an address that a request may name" in refusal(root, **{field: other})
+
+
+def test_stores_of_the_recipe_and_the_root(root):
+    recipe = config(data="s3://bucket/sets", model="hf://models/one")
+    for field, text in (("data", "s3://bucket/sets/a"), ("model", "s3://bucket/sets/m"), ("data", "s3://runs/x/y")):
+        check_request_paths(config(**{"data": "s3://bucket/sets", field: text}), location("s3://runs/x"), recipe)
+    with pytest.raises(InputError, match="s3://bucket/sets or hf://models/one or s3://runs/x"):
+        check_request_paths(config(data="s3://bucket/set"), location("s3://runs/x"), recipe)
+
+
+@pytest.mark.parametrize("text", ["bucket/sets", "file:///etc", "http://127.0.0.1", "s3://a/../b", "/data"])
+def test_a_wrong_list_of_stores_is_told(monkeypatch, text):
+    monkeypatch.setenv(DATA_STORES_VARIABLE, f"s3://right {text}")
+    with pytest.raises(InputError, match=f"{DATA_STORES_VARIABLE}: .* is not the URL of an object store"):
+        allowed_stores()
+
+
+@pytest.mark.parametrize("field", CORES_AT_MOST)
+def test_a_request_takes_no_more_than_the_machine_has(root, monkeypatch, field):
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    name = field.replace(".", "__")
+    batch = {"train__global_batch_size": 12}
+    check_request_paths(config(**{name: 3}, **batch), root)
+    assert refusal(root, **{name: 4}, **batch) == f"{field}=4 is more than a request may ask for here; give 3 or less"
+    check_request_paths(config(**{name: 4}, **batch), root, config(**{name: 4}, **batch))
 
 
 def test_directories_of_the_service(root, monkeypatch):
@@ -99,7 +149,6 @@ def test_directories_of_the_service(root, monkeypatch):
 def test_a_root_in_a_store_allows_no_path_of_this_machine(root):
     away = location("memory://runs")
     assert "an object store" in refusal(away, data=f"{root}/raw")
-    check_request_paths(config(data="s3://bucket/x"), away)
 
 
 @pytest.mark.parametrize("text", ["\0", "/etc\0", "a" * 5000, "{root}/ring/x"])
@@ -125,6 +174,8 @@ def test_the_recipes_own_paths_pass(root):
 CHANGES = {
     "execution.dask_address": "tcp://elsewhere:8786",
     "execution.model_code_sha256": "0" * 64,
+    "execution.cluster.launcher": "slurm",
+    "execution.cluster.nodes": 2,
     "execution.cluster.slurm.partition": "other",
     "execution.cluster.kubernetes.namespace": "other",
     "execution.registry.push_to": "other/model",
@@ -134,11 +185,16 @@ CHANGES = {
 
 @pytest.mark.parametrize("field", CHANGES)
 def test_what_is_the_recipes_alone(root, field):
-    changes = {field.replace(".", "__"): CHANGES[field]}
-    assert refusal(root, **changes).startswith(f"{field}={CHANGES[field]!r} cannot be set by a request")
-    check_request_paths(config(**changes), root, config(**changes))
+    on_slurm = {"execution.cluster.launcher": "slurm", "execution.cluster.processes": 2, "train.global_batch_size": 2}
+    beside = {name.replace(".", "__"): value for name, value in on_slurm.items()} if "nodes" in field else {}
+    usual, changed = config(**beside), config(**beside, **{field.replace(".", "__"): CHANGES[field]})
+    for recipe in [usual] if beside else [usual, None]:
+        with pytest.raises(InputError) as caught:
+            check_request_paths(changed, root, recipe)
+        assert str(caught.value).startswith(f"{field}={CHANGES[field]!r} cannot be set by a request")
+    check_request_paths(changed, root, changed)
     with pytest.raises(InputError, match="cannot be set by a request"):  # back to the default is a change too
-        check_request_paths(config(), root, config(**changes))
+        check_request_paths(usual, root, changed)
 
 
 def test_every_rule_is_about_fields_that_there_are():

@@ -7,6 +7,8 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import flows  # noqa: F401  sets what Prefect reads at its import
@@ -71,6 +73,23 @@ def test_it_is_nobody_elses_so_no_slots_are_asked_for(server):
     assert is_temporary() and not has_server()
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:4200/api"}):
         assert not is_temporary() and has_server()
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "status"),
+    [
+        ("/admin/version", {}, 401),
+        ("/admin/version", {"Authorization": "Basic YXRoYW5vcjp4"}, 401),
+        ("/health", {"Origin": "http://evil.example"}, 403),
+        ("/health", {"Origin": "http://127.0.0.1:1"}, 403),
+        ("/health", {"Host": "evil.example"}, 400),
+    ],
+)
+def test_it_answers_its_process_alone(server, path, headers, status):
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(urllib.request.Request(server.api + path, headers=headers), timeout=30)
+    assert refused.value.code == status
+    assert "PREFECT_API_AUTH_STRING" not in os.environ and server.login not in repr(server)
 
 
 def test_a_second_start_uses_the_one_that_runs(server):

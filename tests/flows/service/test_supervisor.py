@@ -11,7 +11,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flows.prefect_server.access import check_access
 from flows.prefect_server.ports import is_free
 from flows.prefect_server.processes import (
     PART_VARIABLE,
@@ -176,7 +175,7 @@ def test_what_a_killed_service_left_is_ended_before_its_ports_are_taken(tmp_path
     monkeypatch.setattr(run_service, "_serve", lambda plan, *_: plans.append(plan))
     try:
         wait_for(lambda: not is_free("127.0.0.1", ports["prefect"]), 20, "server")
-        assert run_service.run_service(tmp_path, check_access("127.0.0.1", {}), 2, {}) == 0
+        assert run_service.run_service(tmp_path, "127.0.0.1", 2, {}) == 0
         assert plans[0].ports == ports and left.wait(10) == -signal.SIGTERM
     finally:
         left.kill()

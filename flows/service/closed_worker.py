@@ -1,0 +1,89 @@
+"""The worker of a service: Prefect's process worker, which runs what this service offers and nothing else.
+
+Whoever may call Prefect's API may create deployments with code of their own, give a run a command or variables of the
+environment, and change the work pool. Of all that this worker takes the deployment's name. Command and entrypoint are
+written here; what else differs from what `offers.py` registers is refused, with a line in the run's state.
+"""
+
+import os
+import shlex
+import sys
+from typing import Any, Self
+
+from prefect import Flow
+from prefect.client.schemas.objects import FlowRun, WorkPool
+from prefect.client.schemas.responses import DeploymentResponse
+from prefect.workers import process
+
+from dataset_builders.errors import InputError
+from flows.deployments.offers import JOB_TEMPLATE, OFFERS
+from flows.prefect_server.processes import SERVICE_VARIABLE
+
+TYPE = "athanor"  # for `prefect worker start --type`; the pool's type is Prefect's `process`
+_ENTRYPOINT = "PREFECT__FLOW_ENTRYPOINT"  # Prefect's engine loads this flow, and asks no deployment
+_WAY_OUT = "restart athanor's worker, which registers everything again"
+
+
+class ClosedConfiguration(process.ProcessJobConfiguration):
+    """The job of a flow run, whatever the pool's template, the deployment and the run say."""
+
+    @classmethod
+    async def from_template_and_values(cls, *_args: Any, **_values: Any) -> Self:
+        """Prefect's name for the place where all three are merged."""
+        # Prefect's own engine would look for a workspace first, in two more processes.
+        module = "flows.service.engine" if SERVICE_VARIABLE in os.environ else "prefect.engine"
+        return cls(command=shlex.join([sys.executable, "-m", module]))
+
+
+class ClosedWorker(process.ProcessWorker):
+    """Runs the flows of `OFFERS`."""
+
+    job_configuration = ClosedConfiguration
+
+    @classmethod
+    def __dispatch_key__(cls) -> str:
+        return TYPE
+
+    async def run(self, flow_run: FlowRun, configuration: ClosedConfiguration, task_status: Any = None) -> Any:
+        """As Prefect's.
+
+        Raises:
+            InputError: the run, its deployment or the pool differs from what was registered.
+        """
+        deployment = None
+        if flow_run.deployment_id:
+            deployment = await self.client.read_deployment(flow_run.deployment_id)
+        configuration.env[_ENTRYPOINT] = entrypoint_to_run(flow_run, deployment, self.work_pool)
+        return await super().run(flow_run, configuration, task_status)
+
+
+def entrypoint_to_run(flow_run: FlowRun, deployment: DeploymentResponse | None, pool: WorkPool) -> str:
+    """The module path of the flow that a run asks for.
+
+    Raises:
+        InputError: the run, its deployment or the pool differs from what was registered.
+    """
+    entrypoints = {offer.name: f"{offer.flow.fn.__module__}.{offer.flow.fn.__name__}" for offer in OFFERS}
+    if deployment is None or deployment.name not in entrypoints:
+        name = deployment.name if deployment else "none"
+        raise InputError(f"deployment {name} is not athanor's, nothing was run; one of {', '.join(entrypoints)}")
+    if flow_run.job_variables:
+        names = ", ".join(sorted(flow_run.job_variables))
+        raise InputError(f"the run sets job variables ({names}), which no request may; leave them out")
+    entrypoint = entrypoints[deployment.name]
+    registered = {"entrypoint": entrypoint, "pull_steps": None, "storage_document_id": None, "job_variables": None}
+    for field, value in registered.items():
+        if (found := getattr(deployment, field) or None) != value:
+            raise InputError(f"deployment {deployment.name}: {field}={found!r} is not as registered; {_WAY_OUT}")
+    if pool.base_job_template != JOB_TEMPLATE:
+        raise InputError(f"work pool {pool.name}: its job template is not as registered; {_WAY_OUT}")
+    return entrypoint
+
+
+async def _without_hooks(_flow_run: FlowRun) -> Flow:
+    return OFFERS[0].flow
+
+
+# At the end of a run, Prefect's worker loads the flow that the deployment names by then into its own process, and runs
+# its hooks. No flow of ours has any.
+process.load_flow_from_flow_run = _without_hooks

@@ -1,0 +1,147 @@
+"""A worker takes a deployment's name from Prefect, and nothing that would be run."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+from uuid import uuid4
+
+import flows  # noqa: F401  sets what Prefect reads at its import
+
+# isort: split
+import pytest
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import DeploymentUpdate, WorkPoolUpdate
+from prefect.exceptions import PrefectHTTPStatusError
+from prefect.results import ResultRecord, ResultRecordMetadata
+from prefect.serializers import PickleSerializer
+from prefect.states import Completed
+from prefect.utilities.dispatch import lookup_type
+from prefect.workers import process
+from prefect.workers.base import BaseWorker
+
+from dataset_builders.errors import InputError
+from flows.deployments.offers import JOB_TEMPLATE, OFFERS, make_deployment, register
+from flows.prefect_server.stored_results import refuse_stored_results
+from flows.service.closed_worker import TYPE, ClosedConfiguration, ClosedWorker, entrypoint_to_run
+from flows.service.provision import POOL
+
+
+def run(**changes: object) -> SimpleNamespace:
+    return SimpleNamespace(**{"id": uuid4(), "deployment_id": uuid4(), "job_variables": {}, **changes})
+
+
+def deployment(offer=OFFERS[0], **changes: object) -> SimpleNamespace:
+    """As the server gives one that was registered."""
+    made = make_deployment(offer, POOL)
+    same = {"name": offer.name, "entrypoint": made.entrypoint, "job_variables": {}, "pull_steps": None}
+    return SimpleNamespace(**{**same, "storage_document_id": None, **changes})
+
+
+def pool(template: object = JOB_TEMPLATE) -> SimpleNamespace:
+    return SimpleNamespace(name=POOL, base_job_template=template)
+
+
+@pytest.mark.parametrize("offer", OFFERS, ids=lambda offer: offer.name)
+def test_what_is_offered_is_run_by_the_entrypoint_that_is_registered(offer):
+    assert entrypoint_to_run(run(), deployment(offer), pool()) == make_deployment(offer, POOL).entrypoint
+
+
+REFUSED = {
+    "no deployment": ({}, None, pool(), "deployment none is not athanor's"),
+    "another name": (
+        {},
+        {"name": "evil"},
+        pool(),
+        "deployment evil is not athanor's, nothing was run",
+    ),
+    "an entrypoint": ({}, {"entrypoint": "os.system"}, pool(), "entrypoint='os.system' is not as registered"),
+    "a file": ({}, {"entrypoint": "/tmp/x.py:f"}, pool(), "entrypoint='/tmp/x.py:f' is not as registered"),
+    "pull steps": ({}, {"pull_steps": [{"run": "x"}]}, pool(), "pull_steps=[{'run': 'x'}] is not as registered"),
+    "storage": ({}, {"storage_document_id": "1"}, pool(), "storage_document_id='1' is not as registered"),
+    "its variables": ({}, {"job_variables": {"env": {}}}, pool(), "job_variables={'env': {}} is not as registered"),
+    "the run's": ({"job_variables": {"command": "x", "env": {}}}, {}, pool(), "job variables (command, env), which"),
+    "the pool": (
+        {},
+        {},
+        pool({**JOB_TEMPLATE, "job_configuration": {"command": "x"}}),
+        "template is not as registered",
+    ),
+    "no template": ({}, {}, pool({}), "its job template is not as registered"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_differs_is_refused_in_one_line(what):
+    of_run, of_deployment, of_pool, words = REFUSED[what]
+    with pytest.raises(InputError) as caught:
+        entrypoint_to_run(run(**of_run), None if of_deployment is None else deployment(**of_deployment), of_pool)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_job_is_the_same_whatever_template_and_values_say():
+    template = {
+        "job_configuration": {"command": "{{ command }}", "env": {"A": "1"}, "working_dir": "/"},
+        "variables": {},
+    }
+    values = {"command": "touch /tmp/x", "env": {"ATHANOR_DATA_DIRS": "/"}, "env.B": "2", "working_dir": "/"}
+    made = asyncio.run(ClosedConfiguration.from_template_and_values(template, values))
+    assert made == ClosedConfiguration(command=f"{sys.executable} -m prefect.engine")
+    assert made.env == {} and made.working_dir is None
+
+
+def test_the_worker_is_found_by_its_type_and_looks_for_hooks_in_our_flows_alone():
+    assert lookup_type(BaseWorker, TYPE) is ClosedWorker and lookup_type(BaseWorker, "process") is process.ProcessWorker
+    found = asyncio.run(process.load_flow_from_flow_run(run()))
+    assert found in [offer.flow for offer in OFFERS]
+    assert not any(offer.flow.on_crashed_hooks or offer.flow.on_cancellation_hooks for offer in OFFERS)
+
+
+def test_a_pool_and_deployments_of_before_are_put_right(tmp_path):
+    """As a version without a template of its own has left them, and as somebody with the password may."""
+    register(tmp_path)
+    open_template = process.ProcessWorker.get_default_base_job_template()
+    with get_client(sync_client=True) as client:
+        there = client.read_deployment_by_name("prepare-data/prepare-data")
+        client.update_work_pool(POOL, WorkPoolUpdate(base_job_template=open_template, concurrency_limit=5))
+        wrong = {"job_variables": {"command": "x"}, "pull_steps": [{"run": {}}], "entrypoint": "os.system"}
+        client.update_deployment(there.id, DeploymentUpdate(**wrong))
+        register(tmp_path)
+        after, own = client.read_deployment(there.id), client.read_work_pool(POOL)
+        assert own.base_job_template == JOB_TEMPLATE and own.concurrency_limit == 5
+        assert entrypoint_to_run(run(), after, own) == "flows.deployments.flows.prepare_data_request"
+        for values in ({"command": "x"}, {"env": {"A": "1"}}, {"working_dir": "/"}, {"image": "x"}, {"env.A": "1"}):
+            with pytest.raises(PrefectHTTPStatusError, match="422"):
+                client.create_flow_run_from_deployment(there.id, job_variables=values)
+        client.update_deployment(there.id, DeploymentUpdate(job_variables={"command": "x"}))  # it lets this pass
+        with pytest.raises(InputError, match="is not as registered"):
+            entrypoint_to_run(run(), client.read_deployment(there.id), own)
+        register(tmp_path)
+
+
+class Bomb:
+    def __reduce__(self):
+        return exec, ("raise SystemExit('a stored result was unpickled')",)
+
+
+def test_no_stored_result_is_read(tmp_path):
+    """Whoever may call Prefect's API can set a state whose result lies anywhere; it would be a pickle."""
+    refuse_stored_results()
+    serializer = PickleSerializer()
+    metadata = ResultRecordMetadata(storage_key=str(tmp_path / "record"), serializer=serializer)
+    record = {"metadata": json.loads(metadata.dump_bytes()), "result": serializer.dumps(Bomb()).decode()}
+    (tmp_path / "record").write_text(json.dumps(record))
+    with pytest.raises(InputError, match="names a stored result"):
+        Completed(data=metadata).result(_sync=True)
+    with pytest.raises(InputError, match="names a stored result"):
+        ResultRecord.deserialize_from_result_and_metadata(serializer.dumps(Bomb()), metadata.dump_bytes())
+
+
+def test_every_process_that_runs_a_flow_refuses_them():
+    """The engine loads the flow by its module; `athanor run` and `sweep` by theirs."""
+    modules = sorted({make_deployment(offer, POOL).entrypoint.rpartition(".")[0] for offer in OFFERS})
+    for module in (*modules, "flows.cli.commands.run", "flows.cli.commands.sweep"):
+        code = f"import {module}\nfrom prefect.results import ResultRecord\nprint(ResultRecord.deserialize.__module__)"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == "flows.prefect_server.stored_results"

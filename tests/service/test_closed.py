@@ -1,0 +1,268 @@
+"""A service as `athanor up` starts it, asked by whoever is no friend: other users, pages of other origins in a browser,
+and somebody who has the password but no right to run commands."""
+
+import base64
+import http.server
+import json
+import re
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prefect.serializers import PickleSerializer
+
+from tests.flows.pipeline.test_run import SMALL
+from tests.helpers.browser import chromium, logged_in, requires_chromium
+from tests.helpers.service import RunningService, nested, running_service, wait_for
+
+pytestmark = pytest.mark.slow
+END_SECONDS = 120
+EVIL = "http://evil.example"
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory) -> Iterator[RunningService]:
+    """A fresh one, on which the tests of this module do harm."""
+    with running_service(tmp_path_factory.mktemp("closed") / "root") as running:
+        yield running
+
+
+@pytest.fixture
+def mark(tmp_path) -> Path:
+    """A file that is there if somebody's command was run."""
+    return tmp_path / "mark"
+
+
+def status(url: str, body: object = None, **headers: str) -> int:
+    """Of the answer to somebody without the password."""
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=30) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def known(service: RunningService) -> dict[str, str]:
+    login = base64.b64encode(service.login.encode()).decode()
+    return {"Authorization": f"Basic {login}", "Content-Type": "application/json"}
+
+
+def create_run(service: RunningService, name: str = "prepare-data", **body: object) -> str:
+    """Ask for a run of a deployment; returns its id."""
+    api = service.record.prefect_api
+    (found,) = service.ask(f"{api}/deployments/filter", {"deployments": {"name": {"any_": [name]}}})
+    parameters = {"recipe": "embedded", "overrides": nested(SMALL)}
+    return service.ask(f"{api}/deployments/{found['id']}/create_flow_run", {"parameters": parameters, **body})["id"]
+
+
+def end_of(service: RunningService, run_id: str) -> dict:
+    def ended() -> dict | None:
+        run = service.ask(f"{service.record.prefect_api}/flow_runs/{run_id}")
+        return run if run["state_type"] in ("COMPLETED", "FAILED", "CRASHED", "CANCELLED") else None
+
+    return wait_for(ended, END_SECONDS, "end of the run", service.tell)
+
+
+def num_runs(service: RunningService) -> int:
+    return service.ask(f"{service.record.prefect_api}/flow_runs/count", {})
+
+
+# Other users of the machine
+
+
+def test_the_password_is_in_a_file_of_its_user_alone_and_in_no_log(service):
+    path = service.root / "service" / "password"
+    assert path.stat().st_mode & 0o777 == 0o600
+    (line,) = [line for line in service.printed() if line.startswith("log in: ")]
+    assert f"the line in {path}" in line and "the user athanor" in line
+    word = service.login.partition(":")[2]
+    logs = [other.read_text(errors="replace") for other in (service.root / "service").glob("*.log*")]
+    assert len(logs) >= 3 and not [text for text in [*logs, service.output.read_text()] if word in text]
+
+
+@pytest.mark.parametrize("path", ["/", "/version", "/get-artifact?run_uuid=1&path=x", "/graphql", "/static-files/x.js"])
+def test_mlflow_answers_nobody_without_it(service, path):
+    assert status(service.record.mlflow + path) == 401
+
+
+@pytest.mark.parametrize("path", ["/admin/version", "/flow_runs/1", "/work_pools/athanor", "/variables/name/x"])
+def test_prefect_answers_nobody_without_it(service, path):
+    assert status(service.record.prefect_api + path) == 401
+
+
+# Pages of others
+
+
+@pytest.mark.parametrize("headers", [{"Host": "evil.example"}, {"Origin": EVIL}, {"Origin": "http://127.0.0.1:9"}])
+def test_another_host_or_page_is_refused_even_with_the_password(service, headers):
+    expected = 400 if "Host" in headers else 403
+    for url in (f"{service.record.prefect_api}/health", service.record.prefect_ui, f"{service.record.mlflow}/health"):
+        assert status(url, **headers) == expected
+    for url in (f"{service.record.prefect_api}/flow_runs/filter", f"{service.record.mlflow}/graphql"):
+        assert status(url, {}, **known(service), **headers) == expected
+
+
+def test_a_preflight_allows_its_own_page_alone(service):
+    for page, is_own in ((service.record.prefect_ui, True), (EVIL, False)):
+        asks = {"Origin": page, "Access-Control-Request-Method": "POST"}
+        url = f"{service.record.prefect_api}/deployments/filter"
+        request = urllib.request.Request(url, headers=asks, method="OPTIONS")
+        try:
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                assert is_own and answer.headers["Access-Control-Allow-Origin"] == page
+        except urllib.error.HTTPError as error:
+            assert not is_own and error.headers["Access-Control-Allow-Origin"] is None
+
+
+FETCH = """async ([url, options]) => {
+    try { const answer = await fetch(url, options); return [answer.type, answer.status]; }
+    catch (error) { return ["failed", 0]; }
+}"""
+
+
+@pytest.fixture(scope="module")
+def foreign() -> Iterator[int]:
+    """The port of a server of somebody else on this machine."""
+
+    class Page(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"<title>a page</title>")
+
+        def log_message(self, *_: object) -> None: ...
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_port
+        server.shutdown()
+
+
+@requires_chromium
+def test_a_page_of_another_origin_in_a_browser_that_knows_the_password_does_nothing(service, foreign):
+    api, mlflow = service.record.prefect_api, service.record.mlflow
+    runs_url, search = f"{api}/flow_runs/count", f"{mlflow}/ajax-api/2.0/mlflow/experiments/search"
+    (deployment,) = service.ask(f"{api}/deployments/filter", {"deployments": {"name": {"any_": ["evaluate"]}}})
+    create = f"{api}/deployments/{deployment['id']}/create_flow_run"
+    make = f"{mlflow}/api/2.0/mlflow/experiments/create"
+    before = num_runs(service)
+    with chromium("--host-resolver-rules=MAP *.example 127.0.0.1") as browser:
+        page = logged_in(browser, service).new_page()
+        page.goto(service.record.prefect_ui)  # its own page may
+        ask = {"method": "POST", "headers": known(service), "body": "{}"}
+        assert page.evaluate(FETCH, [runs_url, ask]) == ["basic", 200]
+        page.goto(mlflow)
+        ask = {"method": "POST", "headers": {"Content-Type": "application/json"}, "body": '{"max_results": 5}'}
+        assert page.evaluate(FETCH, [search, ask]) == ["basic", 200], "the browser logs in by itself"
+        for origin in (f"http://evil.example:{foreign}", f"http://127.0.0.1:{foreign}"):
+            page.goto(origin)
+            for url, body in ((create, "{}"), (make, '{"name": "evil"}')):
+                told = {"method": "POST", "headers": known(service), "body": body}
+                assert page.evaluate(FETCH, [url, told]) == ["failed", 0]
+                simple = {"method": "POST", "mode": "no-cors", "credentials": "include", "body": body}
+                assert page.evaluate(FETCH, [url, simple])[0] in ("opaque", "failed")  # sent, and its answer unseen
+            for url in (runs_url, search, f"{mlflow}/version", f"{api}/health"):
+                assert page.evaluate(FETCH, [url, {"credentials": "include"}]) == ["failed", 0]
+        for url in (service.record.prefect_ui, mlflow):  # a name that was made to be ours
+            port = url.rpartition(":")[2]
+            page.goto(f"http://rebound.example:{port}/health")
+            assert page.locator("body").inner_text() == "Invalid host header"
+    assert num_runs(service) == before
+    experiments = service.ask(search, {"max_results": 100})["experiments"]
+    assert "evil" not in {experiment["name"] for experiment in experiments}
+
+
+# Somebody who has the password
+
+
+@pytest.mark.parametrize("variable", ["command", "env", "working_dir", "image", "env.ATHANOR_DATA_DIRS"])
+def test_no_request_sets_a_job_variable(service, mark, variable):
+    before = num_runs(service)
+    with pytest.raises(urllib.error.HTTPError, match="422"):
+        create_run(service, job_variables={variable: f"touch {mark}"})
+    assert num_runs(service) == before
+
+
+def test_a_deployment_of_somebody_is_not_run(service, mark):
+    api = service.record.prefect_api
+    (ours,) = service.ask(f"{api}/deployments/filter", {"deployments": {"name": {"any_": ["evaluate"]}}})
+    steps = [{"prefect.deployments.steps.run_shell_script": {"script": f"touch {mark}"}}]
+    theirs = {"name": "theirs", "flow_id": ours["flow_id"], "entrypoint": ours["entrypoint"], "pull_steps": steps}
+    service.ask(f"{api}/deployments/", {**theirs, "work_pool_name": "athanor"})
+    run = end_of(service, create_run(service, "theirs"))
+    assert run["state_type"] == "CRASHED" and "deployment theirs is not athanor's" in run["state"]["message"]
+    assert not mark.exists()
+
+
+def test_a_changed_deployment_or_pool_is_not_run_until_the_worker_starts_again(service, mark):
+    api = service.record.prefect_api
+    (ours,) = service.ask(f"{api}/deployments/filter", {"deployments": {"name": {"any_": ["evaluate"]}}})
+    template = {"job_configuration": {"command": f"touch {mark}"}, "variables": {"type": "object", "properties": {}}}
+    patch(service, f"{api}/work_pools/athanor", {"base_job_template": template})
+    run = end_of(service, create_run(service))
+    assert "work pool athanor: its job template is not as registered" in run["state"]["message"]
+    patch(service, f"{api}/deployments/{ours['id']}", {"entrypoint": "subprocess.Popen"})
+    run = end_of(service, create_run(service, "evaluate"))
+    assert "deployment evaluate: entrypoint='subprocess.Popen' is not as registered" in run["state"]["message"]
+    assert not mark.exists()
+    (worker,) = [
+        p for p in service.processes() if "flows.service.work" in p.cmdline() and p.ppid() == service.process.pid
+    ]
+    worker.kill()
+    wait_for(lambda: "started again" in service.printed()[-1], END_SECONDS, "new worker", service.tell)
+    assert end_of(service, create_run(service))["state_type"] == "COMPLETED", service.tell()
+
+
+def patch(service: RunningService, url: str, body: object) -> None:
+    request = urllib.request.Request(url, json.dumps(body).encode(), known(service), method="PATCH")
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        assert answer.status == 204
+
+
+class Touch:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_a_state_that_names_a_pickle_runs_nothing(service, mark, tmp_path):
+    """The engine of a run whose state somebody has set to Completed reads the result that the state names."""
+    stored = {"storage_key": str(tmp_path / "record"), "serializer": {"type": "pickle"}, "prefect_version": "3.8.8"}
+    result = PickleSerializer().dumps(Touch(mark)).decode()
+    (tmp_path / "record").write_text(json.dumps({"metadata": stored, "result": result}))
+    api, run_id = service.record.prefect_api, create_run(service)
+    done = {"state": {"type": "COMPLETED", "data": stored}, "force": True}
+
+    def is_pending() -> bool:
+        return service.ask(f"{api}/flow_runs/{run_id}")["state_type"] == "PENDING"
+
+    wait_for(is_pending, END_SECONDS, "start", service.tell)
+    service.ask(f"{api}/flow_runs/{run_id}/set_state", done)
+    wait_for(lambda: "names a stored result" in service.log("worker"), END_SECONDS, "refusal", service.tell)
+    time.sleep(1)
+    assert not mark.exists()
+
+
+def test_mlflow_writes_and_reads_nothing_beside_its_files(service, tmp_path):
+    url = f"{service.record.mlflow}/api/2.0/mlflow"
+    made = service.ask(f"{url}/experiments/create", {"name": "theirs", "artifact_location": tmp_path.as_uri()})
+    run = service.ask(f"{url}/runs/create", made)["run"]["info"]
+    assert run["artifact_uri"].startswith(tmp_path.as_uri())
+    upload = f"{service.record.mlflow}/ajax-api/2.0/mlflow/upload-artifact?run_uuid={run['run_id']}&path=own_keys"
+    with pytest.raises(urllib.error.HTTPError, match="403") as refused:
+        service.ask(upload, {})
+    assert re.search(r"files at .* are not served", refused.value.read().decode())
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("path", ["assistant/config", "gateway/secrets/list", "jobs/1", "scorers/list"])
+def test_mlflow_starts_no_commands_and_calls_nobody(service, path):
+    for prefix in ("api", "ajax-api"):
+        assert status(f"{service.record.mlflow}/{prefix}/3.0/mlflow/{path}", **known(service)) == 404
