@@ -101,7 +101,7 @@ def read_yaml(text: str, what: str) -> Any:
         InputError: the text is not YAML, has a key twice, or is nested too deeply.
     """
     try:
-        return yaml.load(text, _Loader)
+        return _Loader(text).get_single_data()
     except RecursionError as error:
         raise InputError(f"{what} is nested too deeply to be read") from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: of a number, such as one of 5,000 digits
