@@ -23,13 +23,14 @@ def make(root, request, monkeypatch):
     client, name = connect(root), request.node.name
     run_id = client.create_run("0").info.run_id
 
-    def version(score: float | None, fingerprint: str = "") -> str:
+    def version(score: float | None, fingerprint: str = "", heldout: str | None = "h1", config=CONFIG) -> str:
         number = len(client.search_model_versions(f"name='{name}'"))
         tags = {"fingerprint": fingerprint or f"{number:016d}"}
         tags |= {} if score is None else {"exact_match": f"{score:.6g}"}
+        tags |= {} if heldout is None else {"heldout": heldout}
         model = client.create_logged_model("0", source_run_id=run_id)
         made = register(client, name, f"file://{root}/hf", run_id, model.model_id, tags)
-        return promote(client, root, name, str(made.version), CONFIG)
+        return promote(client, root, name, str(made.version), config)
 
     version.aliases = lambda: {k: int(v) for k, v in client.get_registered_model(name).aliases.items()}
     version.client, version.name = client, name
