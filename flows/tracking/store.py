@@ -140,8 +140,8 @@ def _replace(connection: sqlite3.Connection, tables: set[str], before: str, now:
             f"UPDATE {table} SET {column} = ? || substr({column}, ?) WHERE {column} = ? OR substr({column}, 1, ?) = ?"
         )
         connection.execute(command, (new, len(old) + 1, old, len(old) + 1, f"{old}/"))
-        for quote_mark in ("`", '"'):  # within Markdown and JSON
-            replacement = (f"{quote_mark}{old}/", f"{quote_mark}{new}/")
+        in_json = (json.dumps(f"{old}/")[:-1], json.dumps(f"{new}/")[:-1])
+        for replacement in ((f"`{old}/", f"`{new}/"), in_json):  # within Markdown, within JSON
             connection.execute(f"UPDATE {table} SET {column} = replace({column}, ?, ?)", replacement)
 
 
