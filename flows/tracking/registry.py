@@ -166,8 +166,10 @@ def _heldout_of(client: MlflowClient, root: StorePath, version: ModelVersion) ->
     root; None if that is gone."""
     if heldout := version.tags.get(HELDOUT_TAG):
         return heldout
-    with contextlib.suppress(MlflowException, InputError):  # its run was deleted; its evaluation is gone
-        fingerprint = client.get_run(version.run_id).data.tags["fingerprint.evaluate"]
+    with contextlib.suppress(
+        MlflowException, InputError, FileNotFoundError
+    ):  # its run was deleted; its evaluation is gone
+        fingerprint = client.get_run(version.run_id).data.tags.get("fingerprint.evaluate", "")
         heldout = heldout_fingerprint(Artifact.load(absolute(root) / "artifacts" / "evaluate" / fingerprint))
         client.set_model_version_tag(version.name, version.version, HELDOUT_TAG, heldout)
         return heldout
