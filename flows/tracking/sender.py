@@ -47,7 +47,8 @@ class Sender:
         self._changed = threading.Condition()
         self._waiters = self._failed_rounds = 0
         self._others_at = 0.0
-        self._answered = self._busy_until = 0.0  # time of the last answer; time up to which an upload may take
+        self._answered = self._uploaded = 0.0  # times of the last answer, and of the last one to an upload
+        self._busy_until = 0.0  # time up to which an upload may take
         self._thread: threading.Thread | None = None
 
     def submit(self, key: str) -> None:
@@ -63,7 +64,7 @@ class Sender:
         """Wait until MLflow holds all of a run, as it is now, and what earlier runs could not send.
 
         Gives up after so many seconds without an answer of MLflow, after several failures of MLflow, or after
-        LONGEST_WAIT_SECONDS, which do not end an upload.
+        LONGEST_WAIT_SECONDS without an upload.
 
         Args:
             ends_uploads: whether it gives up on uploads as well.
@@ -78,7 +79,8 @@ class Sender:
             try:
                 while self._sent[key] < number or self._others_at == 0:
                     now = time.monotonic()
-                    is_stuck = now - max(start, self._answered) > patience or now - start > LONGEST_WAIT_SECONDS
+                    is_stuck = now - max(start, self._answered) > patience
+                    is_stuck |= now - (start if ends_uploads else max(start, self._uploaded)) > LONGEST_WAIT_SECONDS
                     is_uploading = now < self._busy_until and not ends_uploads
                     if (is_stuck and not is_uploading) or self._failed_rounds - failed >= _FAILED_ROUNDS:
                         break
@@ -141,8 +143,10 @@ class Sender:
         return True
 
     def _advance(self, seconds: float) -> None:
-        self._answered = time.monotonic()
-        self._busy_until = self._answered + seconds
+        self._answered = now = time.monotonic()
+        if now < self._busy_until:
+            self._uploaded = now
+        self._busy_until = now + seconds
 
 
 _senders: dict[Path, Sender] = {}

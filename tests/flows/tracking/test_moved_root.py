@@ -26,7 +26,7 @@ def nobody_sends(monkeypatch):
 @pytest.fixture
 def root(tmp_path) -> Path:
     """A root with a finished run; its name has letters that a URL writes otherwise."""
-    root = tmp_path / "the first röot"
+    root = tmp_path / "the first r\u00f6ot"
     tell_a_run(root, "one")
     Publication(root, "one").run()
     return root

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,11 +14,14 @@ from mlflow import MlflowClient
 
 import flows.tracking.files
 import flows.tracking.publish
+import flows.tracking.sender
 import flows.tracking.tracker
 from dataset_builders.contracts.manifest import ShardEntry
 from flows.tracking.files import chosen_files, sizes_of
 from flows.tracking.publish import Publication
 from flows.tracking.record import changed, load_record
+from flows.tracking.run_writer import RunWriter
+from flows.tracking.sender import Sender
 from flows.tracking.store import connect, may_pass
 from flows.tracking.tracker import Tracker
 from stages.artifacts.artifact import Artifact
@@ -31,6 +35,8 @@ from tests.helpers.tracked_run import (
     make_exported,
     make_trained,
     open_tracker,
+    timed_row,
+    write_live,
 )
 
 # What a person on another machine types, who has the server's address and nothing else.
@@ -233,6 +239,51 @@ def test_by_reference_nothing_of_a_model_is_uploaded(server, tmp_path, monkeypat
     assert client.get_logged_model(model_id).tags["hf_dir"] == str(
         tmp_path / "artifacts" / "export" / ("e" * 16) / "hf"
     )
+
+
+class SlowUploads:
+    """A client to which the weights of a model take their time."""
+
+    def __init__(self, client: MlflowClient) -> None:
+        self.client = client
+
+    def __getattr__(self, name):
+        return getattr(self.client, name)
+
+    def log_model_artifact(self, model_id, path, folder=None):
+        time.sleep(8 if path.endswith(".safetensors") else 0)
+        self.client.log_model_artifact(model_id, path, folder)
+
+
+@pytest.fixture
+def slow_uploads(monkeypatch):
+    monkeypatch.setattr(flows.tracking.publish, "connect", lambda root: SlowUploads(connect(root)))
+    monkeypatch.setattr(flows.tracking.files, "_link", lambda source, target: False)
+
+
+def test_an_upload_is_waited_for_as_long_as_its_bytes_may_take(tmp_path, monkeypatch, slow_uploads):
+    monkeypatch.setattr(flows.tracking.files, "_SLOWEST", 1.0)
+    monkeypatch.setattr(flows.tracking.sender, "LONGEST_WAIT_SECONDS", 6.0)
+    tell(tmp_path, "slow")
+    sender = Sender(tmp_path)
+    sender.submit("slow")
+    while load_record(tmp_path, "slow").learnt.run_id is None or sender._busy_until < time.monotonic() + 60:
+        time.sleep(0.05)
+    assert not sender.wait("slow", patience=0.1, ends_uploads=True), "a cancelled flow has to end"
+    assert sender.wait("slow", patience=6.0)
+    assert load_record(tmp_path, "slow").learnt.verdict.endswith("champion")
+
+
+def test_what_a_training_writes_goes_on_between_the_files_of_an_upload(tmp_path, monkeypatch, slow_uploads):
+    tracker, rows = tell(tmp_path, "live"), []
+    monkeypatch.setattr(RunWriter, "log_rows", lambda self, new, moment: rows.extend(new) or 0)
+    monkeypatch.setattr(
+        SlowUploads, "log_model_artifact", lambda self, *arguments: write_live(tracker, [timed_row(10 + len(rows))])
+    )
+    write_live(tracker, [timed_row(1)])
+    publication = Publication(tmp_path, "live")
+    publication.run()
+    assert len({row.step for row in rows if row.step > 10}) > 3, "while the model was sent"
 
 
 @pytest.mark.parametrize(("status", "passes"), [(413, False), (400, False), (401, True), (429, True), (503, True)])
