@@ -176,6 +176,23 @@ def learnt_run(root: Path) -> str:
     return load_record(root, "broken").learnt.run_id
 
 
+def test_beside_a_server_on_this_disk_the_same_bytes_get_a_second_name(tmp_path, monkeypatch):
+    (tmp_path / "server").mkdir()
+    server, root = MlflowServer(tmp_path / "server"), tmp_path / "root"
+    server.start()
+    try:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", server.url)
+        tell(root, "beside")
+        Publication(root, "beside").run()
+        assert load_record(root, "beside").learnt.model_bytes == 0
+        done = subprocess.run([sys.executable, "-c", ELSEWHERE], capture_output=True, text=True)
+    finally:
+        server.stop()
+    assert done.returncode == 0, done.stderr
+    weights = root / "artifacts" / "export" / ("e" * 16) / "hf" / "model.safetensors"
+    assert Path(done.stdout.splitlines()[-1], weights.name).samefile(weights)
+
+
 def test_without_a_server_the_same_bytes_get_a_second_name(tmp_path):
     tell(tmp_path, "near")
     Publication(tmp_path, "near").run()
