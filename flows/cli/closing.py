@@ -61,7 +61,7 @@ def registration(name: str, refusals: Sequence[str], has_record: bool, learnt: L
     reasons = [*refusals, *([] if has_record else ["the run's record could not be written; see the warning above"])]
     if reasons:
         return [f"Not registered as {name}: {reason}" for reason in reasons]
-    size = f", {learnt.model_bytes / 1e6:,.1f} MB uploaded" if learnt.model_bytes else ""
+    size = f" with {learnt.model_bytes / 1e6:,.1f} MB of files" if learnt.model_bytes else ""
     verdict = f": {learnt.verdict}" if learnt.verdict else ""
     return [f"Registered as {name} in MLflow{size}{verdict}."]
 
