@@ -27,9 +27,11 @@ Announce = Callable[[float], None]  # is told for how many seconds MLflow may no
 
 
 def sizes_of(directory: StorePath) -> dict[str, int]:
-    """Name below the directory -> bytes, of every file in it."""
-    start = f"{str(directory).rstrip('/')}/"
-    return {str(file).removeprefix(start): file.stat().st_size for file in walk_files(directory)}
+    """Name below the directory -> bytes, of every file in it; of a store by one listing."""
+    if is_local(directory):
+        return {str(file.relative_to(directory)): file.stat().st_size for file in walk_files(directory)}
+    start, found = f"{directory.path.rstrip('/')}/", directory.fs.find(directory.path, detail=True)
+    return {name.removeprefix(start): entry["size"] for name, entry in sorted(found.items())}
 
 
 def chosen_files(artifact: Artifact, level: ArtifactLevel, sizes: Mapping[str, int]) -> list[str]:
@@ -55,8 +57,8 @@ def references(artifact: Artifact, place: str, sizes: Mapping[str, int], chosen:
     """
     manifest = artifact.manifest
     exported = manifest.stats.get("files", {})
-    digests = {shard.name: shard.sha256 for shard in manifest.shards}
-    digests |= {f"{HF_EXPORT}/{name}": digest for name, digest in exported.items()} if type(exported) is dict else {}
+    digests = {f"{HF_EXPORT}/{name}": digest for name, digest in exported.items()}
+    digests |= {shard.name: shard.sha256 for shard in manifest.shards}
     left = {name: {"bytes": sizes[name], "sha256": digests.get(name)} for name in sorted(sizes.keys() - set(chosen))}
     return json.dumps({"directory": place, "files": left}, indent=1) + "\n"
 
