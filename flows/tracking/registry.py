@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Mapping
 
 from flows.tracking.config import RegistryConfig
-from flows.tracking.store import store_lock
+from flows.tracking.store import may_pass, store_lock
 
 # isort: split
 from mlflow import MlflowClient
@@ -166,14 +166,15 @@ def _heldout_of(client: MlflowClient, root: StorePath, version: ModelVersion) ->
     root; None if that is gone."""
     if heldout := version.tags.get(HELDOUT_TAG):
         return heldout
-    with contextlib.suppress(
-        MlflowException, InputError, FileNotFoundError
-    ):  # its run was deleted; its evaluation is gone
+    try:
         fingerprint = client.get_run(version.run_id).data.tags.get("fingerprint.evaluate", "")
         heldout = heldout_fingerprint(Artifact.load(absolute(root) / "artifacts" / "evaluate" / fingerprint))
-        client.set_model_version_tag(version.name, version.version, HELDOUT_TAG, heldout)
-        return heldout
-    return None
+    except (MlflowException, InputError, FileNotFoundError) as error:
+        if may_pass(error):
+            raise
+        return None  # its run or its evaluation is gone
+    client.set_model_version_tag(version.name, version.version, HELDOUT_TAG, heldout)
+    return heldout
 
 
 def _number(version: ModelVersion | None) -> str:

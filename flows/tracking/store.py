@@ -122,8 +122,9 @@ def settle(root: StorePath) -> None:
         if "experiments" not in tables:
             return
         query = "SELECT DISTINCT artifact_location FROM experiments WHERE artifact_location LIKE ?"
-        addresses = [address for (address,) in connection.execute(query, (f"file:///%/{FILES}%",))]
-        for before in {address.rpartition(f"/{FILES}")[0] for address in addresses} - {database.parent.as_uri()}:
+        addresses = [f"{address}/" for (address,) in connection.execute(query, (f"file:///%/{FILES}%",))]
+        places = {address.rpartition(f"/{FILES}/")[0] for address in addresses} - {"", database.parent.as_uri()}
+        for before in places:
             if not _is_same_file(Path(_path_of(before)) / DATABASE, database):
                 log.info("the root was at %s; MLflow's addresses follow it", before)
                 _replace(connection, tables, before, database.parent.as_uri())

@@ -112,10 +112,11 @@ def test_another_name_of_the_same_directory_changes_nothing(root, tmp_path):
 
 
 def test_what_lies_elsewhere_stays_there(root, tmp_path):
-    elsewhere = (tmp_path / "elsewhere").as_uri()
-    connect(root).create_experiment("own", elsewhere)
+    for name in ("elsewhere", "mlflow-artifacts-2"):
+        connect(root).create_experiment(name, (tmp_path / name).as_uri())
     moved = root.rename(tmp_path / "moved")
-    assert connect(moved).get_experiment_by_name("own").artifact_location == elsewhere
+    for name in ("elsewhere", "mlflow-artifacts-2"):
+        assert connect(moved).get_experiment_by_name(name).artifact_location == (tmp_path / name).as_uri()
 
 
 def test_places(tmp_path):
