@@ -13,6 +13,7 @@ from dataset_builders.storage.store import StorePath, local_copy, location, side
 from flows.cli.text_table import print_table
 from flows.pipeline.recipe import Recipe
 from flows.tracking.notes import score_text
+from flows.tracking.record import Learnt
 from flows.tracking.store import server_command
 from stages.evaluate.predictions import PREDICTIONS
 from stages.evaluate.reference_loss import PERPLEXITY
@@ -41,22 +42,28 @@ def print_closing(
     num_made = sum(not r["reused"] for r in result["stages"])
     print(f"\n{num_made} of {len(rows)} stages made, {len(rows) - num_made} reused, {seconds:.0f} s in all.")
     print(f"Model:  {shorten(location(result['hf_dir']))}  (loads with transformers' from_pretrained)")
-    for text in registration(result["registered_name"], result["refusals"], result["mlflow_run"] is not None):
+    learnt = result["learnt"]
+    for text in registration(result["registered_name"], result["refusals"], result["mlflow_run"] is not None, learnt):
         print(text)
     print("\nNext:")
     for text, command in next_commands(result, root, recipe, arguments):
         print(f"  {text}\n    {command}")
 
 
-def registration(name: str, refusals: Sequence[str], has_record: bool) -> list[str]:
+def registration(name: str, refusals: Sequence[str], has_record: bool, learnt: Learnt) -> list[str]:
     """Lines that say whether the model is registered.
 
     Args:
         refusals: one line per gate that failed.
         has_record: the run has a record, from which MLflow learns of it.
+        learnt: what MLflow has answered by now.
     """
     reasons = [*refusals, *([] if has_record else ["the run's record could not be written; see the warning above"])]
-    return [f"Not registered as {name}: {reason}" for reason in reasons] or [f"Registered as {name} in MLflow."]
+    if reasons:
+        return [f"Not registered as {name}: {reason}" for reason in reasons]
+    size = f" with {learnt.model_bytes / 1e6:,.1f} MB of files" if learnt.model_bytes else ""
+    verdict = f": {learnt.verdict}" if learnt.verdict else ""
+    return [f"Registered as {name} in MLflow{size}{verdict}."]
 
 
 def print_scores(scores: dict[str, dict[str, float]], counts: dict[str, dict[str, int]], is_terminal: bool) -> None:

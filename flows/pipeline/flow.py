@@ -102,7 +102,7 @@ def vlm_sft(
 
     Returns:
         plain values for a closing table: stages, hf_dir, scores, the model's registered name and one line per gate
-        that failed, the MLflow run and its pages.
+        that failed, the MLflow run, what MLflow has answered, and its pages.
     """
     externals = open_inputs(config, location(root))
     check_launcher(config.execution.cluster)
@@ -128,6 +128,7 @@ def vlm_sft(
         "registered_name": registered_name(config),
         "refusals": refusals,
         "mlflow_run": tracker.key,
+        "learnt": tracker.learnt(),
         "mlflow_url": mlflow_url,
         "compare_url": tracker.compare_with_last(),
     }

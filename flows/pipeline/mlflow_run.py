@@ -10,7 +10,7 @@ from prefect.runtime import flow_run
 
 from dataset_builders.contracts.fingerprint import fingerprint, flatten
 from dataset_builders.errors import InputError
-from dataset_builders.storage.store import location
+from dataset_builders.storage.store import absolute, location
 from flows.pipeline.config import PipelineConfig
 from flows.pipeline.graph import pipeline_nodes
 from flows.pipeline.recipe import known_recipes, load_recipe
@@ -52,7 +52,7 @@ def open_tracking(
     tags = {
         "athanor.recipe": recipe,
         "athanor.differs": ", ".join(f"{key}={value}" for key, value in differs.items()) or "nothing",
-        "athanor.root": root,
+        "athanor.root": str(absolute(location(root))),
         "prefect.flow_run_id": str(flow_run.id or ""),
         "athanor.git_dirty": source.get("dirty", "unknown"),
         "mlflow.source.git.commit": source.get("commit", "unknown"),
@@ -68,6 +68,7 @@ def open_tracking(
         note=f"Recipe **{recipe}**. {about}\n\n{_how_to_repeat(config, recipe)}",
         recipe_yaml=yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False),
         registry=config.execution.registry,
+        artifacts=config.execution.tracking.artifacts,
         samples_host=config.execution.cluster.launcher == "torchrun",
     )
     return open_run(location(root), opening)

@@ -30,7 +30,7 @@ from flows.resources.cancelling import inner_run_cancelled
 from flows.resources.dask_pool import with_cluster
 from flows.resources.limits import slot_of, wait_for_server
 from flows.resources.run_record import record_run
-from flows.tracking.gates import refusals
+from flows.tracking.config import refusals
 from flows.tracking.tracker import Tracker
 from stages.artifacts.artifact import Artifact, Input, StageResult, artifact_dir, stage_identity
 from stages.artifacts.run_stage import run_stage, scratch_dir

@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from flows.tracking.config import RegistryConfig
+from flows.tracking.config import RegistryConfig, TrackingConfig
 from stages.launchers.config import ClusterConfig
 from trainer.contract.run import TrainerExecution
 
@@ -23,6 +23,7 @@ class ExecutionConfig(TrainerExecution):
         description="of the Python files in the model's directory, which is refused without it; they are never run",
     )
     registry: RegistryConfig = RegistryConfig()
+    tracking: TrackingConfig = TrackingConfig()
 
     @property
     def trainer(self) -> TrainerExecution:

@@ -1,8 +1,28 @@
-"""RegistryConfig: when a trained model is registered, and when it becomes champion. It enters no fingerprint."""
+"""TrackingConfig: what MLflow gets. RegistryConfig: when a trained model is registered, and when it becomes champion;
+whether its scores pass the gates.
+
+Nothing here enters a fingerprint.
+"""
+
+from collections.abc import Mapping
+from typing import Literal
 
 from pydantic import Field, model_validator
 
 from dataset_builders.contracts.strict import StrictModel
+
+ArtifactLevel = Literal["references", "small", "all"]
+
+
+class TrackingConfig(StrictModel):
+    """What MLflow gets of a run."""
+
+    artifacts: ArtifactLevel = Field(
+        default="small",
+        description="files that are uploaded. small: of every stage all but shards, checkpoints and weights, which are "
+        "named with size and digest, and a registered model with its weights; all: everything; references: pages "
+        "alone, for a server that shares this disk",
+    )
 
 
 class Gate(StrictModel):
@@ -37,6 +57,11 @@ class RegistryConfig(StrictModel):
         description="score that is compared, higher is better: a metric's name, or metric/subset",
     )
     margin: float = Field(default=0.005, ge=0, le=10**6, description="by how much a version must beat the champion")
+    other_heldout: Literal["candidate", "champion"] = Field(
+        default="candidate",
+        description="what a version becomes whose held-out samples are not the champion's, so that no score compares "
+        "them: candidate alone, or champion",
+    )
     gates: dict[str, Gate] = Field(
         default={}, description="metric, or metric/subset -> its bounds; a model outside them is not registered"
     )
@@ -46,3 +71,43 @@ class RegistryConfig(StrictModel):
         description="owner/name on the hub to which a model that passes the gates is pushed; null: nowhere",
     )
     push_private: bool = Field(default=True, description="whether a repository made by the push is private")
+
+
+def refusals(
+    gates: Mapping[str, Gate], scores: Mapping[str, float], gains: Mapping[str, tuple[float, float]] | None = None
+) -> list[str]:
+    """One line per gate that failed; empty if the model passes all of them. A missing score fails its gate.
+
+    Args:
+        scores: name, as the gates spell it, -> value.
+        gains: the same names -> low and high end of the interval of the gain over the model before training, in the
+            direction that is better; None if there was no comparison.
+    """
+    failures = []
+    for name, gate in gates.items():
+        failures += _on_score(name, gate, scores)
+        if gate.min_gain is not None:
+            failures += _on_gain(name, gate.min_gain, gains)
+    return failures
+
+
+def _on_score(name: str, gate: Gate, scores: Mapping[str, float]) -> list[str]:
+    if gate.min is None and gate.max is None:
+        return []
+    value = scores.get(name)
+    if value is None:
+        return [f"{name} was not measured; there are {', '.join(scores) or 'no scores'}"]
+    if gate.min is not None and not value >= gate.min:
+        return [f"{name} {value:.4f} is below {gate.min:g}"]
+    if gate.max is not None and not value <= gate.max:
+        return [f"{name} {value:.4f} is above {gate.max:g}"]
+    return []
+
+
+def _on_gain(name: str, least: float, gains: Mapping[str, tuple[float, float]] | None) -> list[str]:
+    if gains is None or name not in gains:
+        return [f"{name} was not compared with the model before training"]
+    low, high = gains[name]
+    if low > least:
+        return []
+    return [f"the gain in {name}, {low:+.4f} to {high:+.4f}, does not lie above {least:g}"]

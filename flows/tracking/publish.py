@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flows.tracking.store import connect, experiment_of, may_pass, store_digest
+from flows.tracking.store import connect, experiment_of, may_pass, store_digest, tracking_uri
 
 # isort: split
 from mlflow import MlflowClient
@@ -21,7 +21,8 @@ from mlflow.entities import Metric, Run
 from dataset_builders.contracts.fingerprint import flatten
 from dataset_builders.contracts.manifest import MANIFEST
 from dataset_builders.storage.files import GrowingFile
-from dataset_builders.storage.store import StorePath, local_copy, location, modified
+from dataset_builders.storage.store import StorePath, local_copy, modified
+from flows.tracking.files import REFERENCES, chosen_files, references, send_model, send_stage, sizes_of
 from flows.tracking.notes import NOTE_TAG, experiment_note, run_note
 from flows.tracking.record import (
     Learnt,
@@ -29,11 +30,13 @@ from flows.tracking.record import (
     StageEntry,
     TrackedRun,
     error_line,
+    find_place,
+    live_path,
     load_record,
     save_learnt,
     system_path,
 )
-from flows.tracking.registry import MODEL_TAG, REASON_TAG, publish_model
+from flows.tracking.registry import MODEL_TAG, REASON_TAG, log_model, register_model
 from flows.tracking.run_writer import RunWriter
 from flows.tracking.tables import (
     COMPARISON_TABLE,
@@ -61,13 +64,14 @@ class Publication:
     """Publishes one run, as often as `run` is called; its owner holds the run's `publish_lock`.
 
     Args:
-        on_answer: is called whenever MLflow has answered, or a part is complete.
+        on_answer: is called whenever MLflow has answered, or a part is complete, with the seconds for which the next
+            answer may take longer than usual, because bytes are on their way.
 
     Attributes:
         sent: kind of thing that was added -> number.
     """
 
-    def __init__(self, root: StorePath, key: str, on_answer: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, root: StorePath, key: str, on_answer: Callable[[float], None] = lambda seconds: None) -> None:
         self.root, self.key, self.on_answer = root, key, on_answer
         self.sent: Counter[str] = Counter()
         self.record: TrackedRun | None = None
@@ -125,7 +129,7 @@ class Publication:
         for name, part in self._parts():
             try:
                 part()
-                self.on_answer()
+                self.on_answer(0)
             except Exception as error:
                 if may_pass(error):
                     raise
@@ -143,6 +147,10 @@ class Publication:
         if (registration := self.record.registration) is not None:
             yield "the model", partial(self._model, registration)
             yield "scores", partial(self._scores, registration)
+        for name, entry in self.record.stages.items():
+            yield f"files of {name}", partial(self._stage_files, name, entry)
+        if registration is not None:
+            yield "the registration", partial(self._register, registration)
         yield "the description", self._describe
         if self.record.status is not None:
             yield "the end", self._end
@@ -181,6 +189,7 @@ class Publication:
         page = f"#/experiments/{writer.experiment_id}/runs/{writer.run_id}"
         stages = {name: (entry.dir, self._files_of(name)) for name, entry in record.stages.items()}
         scores = record.registration.scores if record.registration else {}
+        record.learnt.verdict = writer.tags.get(REASON_TAG, "")
         writer.set_tags({NOTE_TAG: run_note(record.opening.note, page, stages, scores, writer.tags.get(REASON_TAG))})
 
     def _files_of(self, stage: str) -> list[str]:
@@ -222,7 +231,7 @@ class Publication:
         writer, mark = self._writer, f"fingerprint.{name}"
         if writer.tags.get(mark) == entry.fingerprint:
             return
-        artifact = Artifact.load(location(entry.dir))
+        artifact = Artifact.load(find_place(self.root, entry.dir))
         self._files[name] = artifact.shown_files()
         for file in self._files[name]:
             folder = "/".join(["stages", name, *Path(file).parent.parts])
@@ -264,12 +273,47 @@ class Publication:
         log_answers(writer.client, writer.run_id, COMPARISON_TABLE, most_different(comparison.dir, MAX_ANSWERS))
 
     def _model(self, registration: Registration) -> None:
-        registry = self.record.opening.registry
-        self._count("model", publish_model(self._writer, self.root, registration, registry))
+        self._writer.set_tags({MODEL_TAG: log_model(self._writer, self.root, registration)})
+
+    def _stage_files(self, name: str, entry: StageEntry) -> None:
+        """Add the files of a stage that the run is to hold, and a list of those that stay where they are."""
+        writer, level = self._writer, self.record.opening.artifacts
+        mark, is_added = f"{entry.fingerprint} {level}", writer.tags.get(f"fingerprint.{name}") == entry.fingerprint
+        if writer.is_marked(f"files.{name}", mark) or not is_added:
+            return
+        artifact, folder = Artifact.load(find_place(self.root, entry.dir)), f"stages/{name}"
+        sizes = sizes_of(artifact.dir)
+        chosen = chosen_files(artifact, level, sizes)
+        self._count("file", send_stage(writer, artifact, folder, chosen, self._announce))
+        if len(chosen) < len(sizes):
+            text = references(artifact, entry.dir, sizes, chosen)
+            writer.client.log_text(writer.run_id, text, f"{folder}/{REFERENCES}")
+        writer.mark(f"files.{name}", mark)
+
+    def _announce(self, seconds: float) -> None:
+        """Before an upload: add what the training has written meanwhile, and say how long MLflow may not answer."""
+        self._live_rows()
+        self.on_answer(seconds)
+
+    def _register(self, registration: Registration) -> None:
+        """Give the model its files, then register it: a version leads to whole files."""
+        writer, opening, learnt = self._writer, self.record.opening, self.record.learnt
+        model_id, hf_dir = writer.tags[MODEL_TAG], find_place(self.root, registration.hf_dir)
+        mark = f"{hf_dir.parent.name} {opening.artifacts}"
+        if not registration.refusals and not writer.is_marked("model_files", mark):
+            sent = send_model(writer.client, model_id, hf_dir, opening.artifacts, self._announce)
+            if sent is not None:
+                writer.mark("model_files", mark)
+                learnt.model_bytes += sent
+        source = f"models:/{model_id}"
+        if not tracking_uri(self.root).startswith("http"):  # without a server MLflow cannot resolve that
+            has_files = writer.is_marked("model_files", mark)
+            source = writer.client.get_logged_model(model_id).artifact_location if has_files else hf_dir.as_uri()
+        self._count("model", register_model(writer, self.root, registration, source, opening.registry))
 
     def _scores(self, registration: Registration) -> None:
         """Add the scores of every subset, the overall ones under their bare names, and a table of the wrong answers."""
-        writer, evaluation = self._writer, Artifact.load(location(registration.evaluated))
+        writer, evaluation = self._writer, Artifact.load(find_place(self.root, registration.evaluated))
         if writer.is_marked("scores", evaluation.manifest.fingerprint):
             return
         about = {}
@@ -283,10 +327,10 @@ class Publication:
         self._count("score table")
 
     def _live_rows(self) -> None:
-        if self.record.live is None:
+        if (path := live_path(self.root, self.record)) is None:
             return
-        if self._live is None or str(self._live.path) != self.record.live:
-            self._live = GrowingFile(Path(self.record.live))
+        if self._live is None or self._live.path != path:
+            self._live = GrowingFile(path)
         if rows := parse_metrics(self._live.new_lines()):
             self._count("step", self._writer.log_rows(rows, self.record.changed_ms))
         self._live.take()
@@ -308,13 +352,13 @@ def _made_ms(artifact: Artifact) -> int:
 class _Followed:
     """An MlflowClient that reports each answer, so that a slow server is not taken for a dead one."""
 
-    def __init__(self, client: MlflowClient, on_answer: Callable[[], None]) -> None:
+    def __init__(self, client: MlflowClient, on_answer: Callable[[float], None]) -> None:
         self._client, self._on_answer = client, on_answer
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             answer = method(*args, **kwargs)
-            self._on_answer()
+            self._on_answer(0)
             return answer
 
         method = getattr(self._client, name)

@@ -5,7 +5,8 @@
     <side_dir(root)>/tracking/<identity>.edit.lock      held while the record is read and written again
     <side_dir(root)>/tracking/<identity>.publish.lock   held by the process that publishes the run
 
-The identity is that of the pipeline run, so a second try of a run goes on in its record.
+The identity is that of the pipeline run, so a second try of a run goes on in its record. Places in the root are written
+relative to it, so that a record is as good in a root that was copied or moved.
 """
 
 import contextlib
@@ -23,8 +24,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from dataset_builders.errors import one_line
 from dataset_builders.storage.files import write_text
-from dataset_builders.storage.store import StorePath, side_dir
-from flows.tracking.config import RegistryConfig
+from dataset_builders.storage.store import StorePath, absolute, location, side_dir
+from flows.tracking.config import ArtifactLevel, RegistryConfig
 from stages.launchers.owner import Owner
 
 FORMAT_VERSION = 1
@@ -46,6 +47,7 @@ class Opening(_Part):
         note: description, in Markdown.
         recipe_yaml: the whole configuration, kept as a file of the run.
         registry: when its model becomes champion.
+        artifacts: which files are uploaded.
         samples_host: whether the trainer runs on this machine, so that its system metrics are of use.
     """
 
@@ -57,6 +59,7 @@ class Opening(_Part):
     note: str = ""
     recipe_yaml: str = ""
     registry: RegistryConfig = RegistryConfig()
+    artifacts: ArtifactLevel = "small"
     samples_host: bool = True
 
 
@@ -64,7 +67,8 @@ class StageEntry(_Part):
     """An artifact that belongs to the run.
 
     Attributes:
-        dir, fingerprint: the artifact's.
+        dir: of the artifact, as `place_in` gives it.
+        fingerprint: of the artifact.
         reused: whether it was made before the run.
         dataset: its use as data, for example "training"; None if it is not data.
     """
@@ -80,9 +84,9 @@ class Registration(_Part):
 
     Attributes:
         name: of the registered model.
-        exported, evaluated: directories of the artifacts that hold the model and its scores.
+        exported, evaluated: directories of the artifacts that hold the model and its scores, as `place_in` gives them.
         scores: subset -> metric -> value.
-        hf_dir: the model's files with their card.
+        hf_dir: the model's files with their card, likewise.
         refusals: one line per gate that failed; empty if the model may be registered.
     """
 
@@ -103,6 +107,8 @@ class Learnt(_Part):
         compare: ids of the runs beside this one on MLflow's compare page.
         system_bytes: size of the machine's samples that were sent.
         refused: part of the run -> why MLflow will never take it.
+        verdict: why the run's model is champion, or why not.
+        model_bytes: of the model's files that were copied or uploaded.
     """
 
     store: str = ""
@@ -112,6 +118,8 @@ class Learnt(_Part):
     compare: list[str] = []
     system_bytes: int = 0
     refused: dict[str, str] = {}
+    verdict: str = ""
+    model_bytes: int = 0
 
 
 class TrackedRun(_Part):
@@ -122,7 +130,7 @@ class TrackedRun(_Part):
         owner: the process that runs the pipeline.
         first_ms, opened_ms, changed_ms: times of the first opening, the last opening and the last change, in
             milliseconds since 1970, as everywhere here.
-        live: metrics.jsonl of the training while it runs.
+        live: metrics.jsonl of the training while it runs, as `place_in` gives it.
         stages: name of the stage in the pipeline -> its artifact.
         status, ended_ms: of the last try's end; None while it runs.
         revision: number of changes.
@@ -156,6 +164,31 @@ class TrackedRun(_Part):
 def records_dir(root: StorePath) -> Path:
     """The directory of a root's records, on this machine."""
     return side_dir(root).resolve() / "tracking"
+
+
+def place_in(root: StorePath, path: StorePath) -> str:
+    """A path as a record keeps it: relative to the root, or of a store to its directory here, if it lies there."""
+    for base in (absolute(root), side_dir(root).resolve()):
+        below = str(path).removeprefix(f"{str(base).rstrip('/')}/")
+        if below != str(path):
+            return below
+    return str(path)
+
+
+def find_place(root: StorePath, place: str) -> StorePath:
+    """The path of an artifact's directory from its place in a record."""
+    if "://" not in place and not Path(place).is_absolute():
+        return absolute(root) / place
+    for folder in ("artifacts", "scratch"):  # a record of before, absolute: its root may have been moved since
+        _, is_below, rest = place.rpartition(f"/{folder}/")
+        if is_below and (moved := absolute(root) / folder / rest).exists():
+            return moved
+    return location(place)
+
+
+def live_path(root: StorePath, record: "TrackedRun") -> Path | None:
+    """The metrics of the training that runs, on this machine; None if there is none."""
+    return None if record.live is None else find_place(side_dir(root), record.live)
 
 
 def system_path(root: StorePath, key: str) -> Path:

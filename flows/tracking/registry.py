@@ -2,13 +2,14 @@
 
 The aliases `candidate` (the newest version) and `champion` move; the reason is a tag of the version and of its MLflow
 run. A decision is written down before the alias moves, so that an interrupted one is carried out, not taken again.
+Scores are compared if they are of the same held-out samples alone (HELDOUT_TAG).
 """
 
 import contextlib
 from collections.abc import Mapping
 
 from flows.tracking.config import RegistryConfig
-from flows.tracking.store import store_lock, tracking_uri
+from flows.tracking.store import may_pass, store_lock
 
 # isort: split
 from mlflow import MlflowClient
@@ -17,53 +18,35 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
 from dataset_builders.contracts.fingerprint import flatten
-from dataset_builders.storage.store import StorePath, location
-from flows.tracking.record import Registration
+from dataset_builders.errors import InputError
+from dataset_builders.storage.store import StorePath, absolute
+from flows.tracking.record import Registration, find_place
 from flows.tracking.run_writer import RunWriter
 from stages.artifacts.artifact import Artifact
+from stages.evaluate.predictions import heldout_fingerprint
 from stages.scoring.names import flat_scores
 
 CANDIDATE, CHAMPION = "candidate", "champion"
 MODEL_TAG, _VERSION_TAG = "athanor.model_id", "athanor.model_version"
 REASON_TAG = "athanor.champion"
+HELDOUT_TAG = "heldout"
+_NOT_COMPARED = "so that the two are not compared"
+_WAY_OUT = "the same command with --set execution.registry.other_heldout=champion"
 _BEATEN_TAG = "athanor.beaten_version"  # on a version that becomes champion: the one before it, or "none"
 
 
-def publish_model(writer: RunWriter, root: StorePath, registration: Registration, registry: RegistryConfig) -> bool:
-    """Log the exported directory as a model and, if no gate failed, register it as a version with its scores.
-
-    Returns:
-        whether a version was registered now.
-    """
-    exported = Artifact.load(location(registration.exported))
-    fingerprint = exported.manifest.fingerprint
-    if writer.is_marked("export_model", fingerprint):
-        return False
-    tags = {"hf_dir": registration.hf_dir, "fingerprint": fingerprint}
-    model_id = _logged_model(writer, exported, registration.name, tags)
-    if registration.refusals:  # no mark: the same model is tried again with other gates
-        writer.set_tags({MODEL_TAG: model_id, REASON_TAG: f"not registered: {'; '.join(registration.refusals)}"})
-        return False
-    tags |= {name: f"{value:.6g}" for name, value in flat_scores(registration.scores).items()}
-    is_remote = tracking_uri(root).startswith("http")
-    source = f"models:/{model_id}" if is_remote else location(registration.hf_dir).as_uri()
-    version = register(writer.client, registration.name, source, writer.run_id, model_id, tags).version
-    reason = promote(writer.client, root, registration.name, version, registry)
-    writer.set_tags({MODEL_TAG: model_id, _VERSION_TAG: f"{registration.name}/{version}", REASON_TAG: reason})
-    writer.mark("export_model", fingerprint)
-    return True
-
-
-def _logged_model(writer: RunWriter, exported: Artifact, name: str, tags: dict[str, str]) -> str:
-    """The id of the run's logged model; it is made if there is none."""
+def log_model(writer: RunWriter, root: StorePath, registration: Registration) -> str:
+    """The id of the run's logged model, which has the facts of the export; it is made if there is none."""
+    exported = Artifact.load(find_place(root, registration.exported))
     client, stats = writer.client, exported.manifest.stats
+    tags = {"hf_dir": str(find_place(root, registration.hf_dir)), "fingerprint": exported.manifest.fingerprint}
     same = client.search_logged_models([writer.experiment_id], f"tags.fingerprint = '{tags['fingerprint']}'")
     model_id = next((model.model_id for model in same if model.source_run_id == writer.run_id), None)
     if model_id is None:
         about = flatten({key: value for key, value in stats.items() if key != "files"})
         model = client.create_logged_model(
             writer.experiment_id,
-            name=name,
+            name=registration.name,
             source_run_id=writer.run_id,
             tags=tags,
             params={key: str(value) for key, value in about.items()},
@@ -75,6 +58,38 @@ def _logged_model(writer: RunWriter, exported: Artifact, name: str, tags: dict[s
     if not any(output.model_id == model_id for output in (outputs.model_outputs if outputs else ())):
         client.log_outputs(writer.run_id, [LoggedModelOutput(model_id, step=stats.get("steps") or 0)])
     return model_id
+
+
+def register_model(
+    writer: RunWriter, root: StorePath, registration: Registration, source: str, config: RegistryConfig
+) -> bool:
+    """Register the run's logged model as a version with its scores, and decide whether it becomes champion. If a gate
+    failed, only the reasons are kept.
+
+    Args:
+        source: address of the model's files.
+
+    Returns:
+        whether that was done now.
+    """
+    if registration.refusals:  # no mark: the same model is tried again with other gates
+        writer.set_tags({REASON_TAG: f"not registered: {'; '.join(registration.refusals)}"})
+        return False
+    exported, evaluated = (
+        Artifact.load(find_place(root, place)) for place in (registration.exported, registration.evaluated)
+    )
+    fingerprint = exported.manifest.fingerprint
+    if writer.is_marked("export_model", fingerprint) and not _is_open(writer.tags.get(REASON_TAG), config):
+        return False
+    tags = {"hf_dir": str(find_place(root, registration.hf_dir)), "fingerprint": fingerprint}
+    tags |= {HELDOUT_TAG: heldout_fingerprint(evaluated)}
+    tags |= {name: f"{value:.6g}" for name, value in flat_scores(registration.scores).items()}
+    model_id = writer.tags[MODEL_TAG]
+    version = register(writer.client, registration.name, source, writer.run_id, model_id, tags).version
+    reason = promote(writer.client, root, registration.name, version, config)
+    writer.set_tags({_VERSION_TAG: f"{registration.name}/{version}", REASON_TAG: reason})
+    writer.mark("export_model", fingerprint)
+    return True
 
 
 def register(
@@ -101,8 +116,12 @@ def promote(client: MlflowClient, root: StorePath, name: str, number: str, confi
         if int(aliases.get(CANDIDATE, 0)) < int(number):
             client.set_registered_model_alias(name, CANDIDATE, number)
         version = client.get_model_version(name, number)
-        if (reason := version.tags.get(REASON_TAG)) is None:
-            wins, reason = decide(version, champion, config)
+        reason = version.tags.get(REASON_TAG)
+        if reason is None or _is_open(reason, config):
+            heldouts = [_heldout_of(client, root, each) for each in (version, champion) if each is not None]
+            wins, reason = decide(
+                version, champion, config, is_comparable=None not in heldouts and len({*heldouts}) == 1
+            )
             if wins:
                 before = _number(champion)
                 client.set_model_version_tag(name, number, _BEATEN_TAG, before)
@@ -114,16 +133,48 @@ def promote(client: MlflowClient, root: StorePath, name: str, number: str, confi
         return reason
 
 
-def decide(version: ModelVersion, champion: ModelVersion | None, config: RegistryConfig) -> tuple[bool, str]:
-    """Whether a version becomes champion, and why."""
+def decide(
+    version: ModelVersion, champion: ModelVersion | None, config: RegistryConfig, is_comparable: bool = True
+) -> tuple[bool, str]:
+    """Whether a version becomes champion, and why.
+
+    Args:
+        is_comparable: whether both were scored on the same held-out samples.
+    """
     ours = _score(version, config.metric)
     if champion is None:
         return True, f"{config.metric} {_text(ours)}, no champion before: {CHAMPION}"
+    if not is_comparable:
+        other = f"{config.metric} {_text(ours)} of other held-out samples than those of version {champion.version}"
+        if config.other_heldout == CHAMPION:
+            return True, f"{other}, in whose place it is put: {CHAMPION}"
+        return False, f"{other}, {_NOT_COMPARED}: {CANDIDATE} only; {_WAY_OUT} makes it {CHAMPION}"
     theirs = _score(champion, config.metric)
     against = f"{config.metric} {_text(ours)} against {_text(theirs)} of version {champion.version}"
     if ours is not None and (theirs is None or (ours > theirs and round(ours - theirs - config.margin, 9) >= 0)):
         return True, f"{against}: {CHAMPION}"
     return False, f"{against}: {CANDIDATE} only, the margin is {config.margin:g}"
+
+
+def _is_open(reason: str | None, config: RegistryConfig) -> bool:
+    """Whether a decision left the choice to a person, who has now made it."""
+    return _NOT_COMPARED in (reason or "") and config.other_heldout == CHAMPION
+
+
+def _heldout_of(client: MlflowClient, root: StorePath, version: ModelVersion) -> str | None:
+    """What the scores of a version are of. A version from before this was kept learns it from its evaluation in the
+    root; None if that is gone."""
+    if heldout := version.tags.get(HELDOUT_TAG):
+        return heldout
+    try:
+        fingerprint = client.get_run(version.run_id).data.tags.get("fingerprint.evaluate", "")
+        heldout = heldout_fingerprint(Artifact.load(absolute(root) / "artifacts" / "evaluate" / fingerprint))
+    except (MlflowException, InputError, FileNotFoundError) as error:
+        if may_pass(error):
+            raise
+        return None  # its run or its evaluation is gone
+    client.set_model_version_tag(version.name, version.version, HELDOUT_TAG, heldout)
+    return heldout
 
 
 def _number(version: ModelVersion | None) -> str:

@@ -31,6 +31,7 @@ class RunWriter:
     def __init__(self, client: MlflowClient, run: Run) -> None:
         self.client, self.tags = client, dict(run.data.tags)
         self.run_id, self.experiment_id = run.info.run_id, run.info.experiment_id
+        self.artifact_uri = run.info.artifact_uri
         self.name, self.status, self.end_ms = run.info.run_name, run.info.status, run.info.end_time
         self.steps: set[int] | None = None
 

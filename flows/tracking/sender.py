@@ -19,6 +19,7 @@ from flows.tracking.record import (
     TrackedRun,
     changed,
     error_line,
+    live_path,
     load_record,
     publish_lock,
     system_path,
@@ -46,7 +47,8 @@ class Sender:
         self._changed = threading.Condition()
         self._waiters = self._failed_rounds = 0
         self._others_at = 0.0
-        self._progress = 0.0
+        self._answered = self._uploaded = 0.0  # times of the last answer, and of the last one to an upload
+        self._busy_until = 0.0  # time up to which an upload may take
         self._thread: threading.Thread | None = None
 
     def submit(self, key: str) -> None:
@@ -58,11 +60,14 @@ class Sender:
                 self._thread.start()
             self._changed.notify_all()
 
-    def wait(self, key: str, patience: float = PATIENCE_SECONDS) -> bool:
+    def wait(self, key: str, patience: float = PATIENCE_SECONDS, ends_uploads: bool = False) -> bool:
         """Wait until MLflow holds all of a run, as it is now, and what earlier runs could not send.
 
         Gives up after so many seconds without an answer of MLflow, after several failures of MLflow, or after
-        LONGEST_WAIT_SECONDS.
+        LONGEST_WAIT_SECONDS without an upload.
+
+        Args:
+            ends_uploads: whether it gives up on uploads as well.
 
         Returns:
             whether MLflow holds all of the run.
@@ -74,8 +79,10 @@ class Sender:
             try:
                 while self._sent[key] < number or self._others_at == 0:
                     now = time.monotonic()
-                    is_stuck = now - max(start, self._progress) > patience or now - start > LONGEST_WAIT_SECONDS
-                    if is_stuck or self._failed_rounds - failed >= _FAILED_ROUNDS:
+                    is_stuck = now - max(start, self._answered) > patience
+                    is_stuck |= now - (start if ends_uploads else max(start, self._uploaded)) > LONGEST_WAIT_SECONDS
+                    is_uploading = now < self._busy_until and not ends_uploads
+                    if (is_stuck and not is_uploading) or self._failed_rounds - failed >= _FAILED_ROUNDS:
                         break
                     self._changed.wait(0.1)
                 return self._sent[key] >= number
@@ -135,8 +142,11 @@ class Sender:
             lock.release()
         return True
 
-    def _advance(self) -> None:
-        self._progress = time.monotonic()
+    def _advance(self, seconds: float) -> None:
+        self._answered = now = time.monotonic()
+        if now < self._busy_until:
+            self._uploaded = now
+        self._busy_until = now + seconds
 
 
 _senders: dict[Path, Sender] = {}
@@ -167,7 +177,7 @@ class Published:
 
 
 def publish_waiting(
-    root: StorePath, but: Sequence[str] = (), on_answer: Callable[[], None] = lambda: None
+    root: StorePath, but: Sequence[str] = (), on_answer: Callable[[float], None] = lambda seconds: None
 ) -> list[Published]:
     """Publish what earlier runs of this root could not send, the oldest first; never raises.
 
@@ -175,12 +185,12 @@ def publish_waiting(
 
     Args:
         but: keys of runs to leave alone.
-        on_answer: is called whenever MLflow has answered.
+        on_answer: as `Publication` calls it.
     """
     return [_publish(root, key, record, on_answer) for key, record in waiting_records(root) if key not in but]
 
 
-def _publish(root: StorePath, key: str, record: TrackedRun, on_answer: Callable[[], None]) -> Published:
+def _publish(root: StorePath, key: str, record: TrackedRun, on_answer: Callable[[float], None]) -> Published:
     lock, name = publish_lock(root, key), record.opening.name
     try:
         lock.acquire(timeout=0)
@@ -203,7 +213,7 @@ def end_killed_run(root: StorePath, key: str) -> None:
     with changed(root, key) as record:
         if record.status is None and record.owner.is_dead():
             signs_ms = [record.changed_ms]
-            for path in (record.live, system_path(root, key)):
-                if path is not None and Path(path).is_file():
-                    signs_ms.append(int(Path(path).stat().st_mtime * 1000))
+            for path in (live_path(root, record), system_path(root, key)):
+                if path is not None and path.is_file():
+                    signs_ms.append(int(path.stat().st_mtime * 1000))
             record.end("KILLED", max(signs_ms))

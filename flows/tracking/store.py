@@ -1,12 +1,17 @@
-"""MLflow's store: its address, a client for it, its locks, and which of its errors may pass by themselves."""
+"""MLflow's store: its address, a client for it, its locks, and which of its errors may pass by themselves.
+
+MLflow keeps the places of its files as absolute addresses. Those in a root's own database follow the root (`settle`).
+"""
 
 import contextlib
 import hashlib
 import json
 import logging
 import os
+import sqlite3
 from collections.abc import Iterator, Sequence
-from urllib.parse import quote
+from pathlib import Path
+from urllib.parse import quote, unquote, urlparse
 
 os.environ.setdefault("DO_NOT_TRACK", "true")
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -32,8 +37,20 @@ _FINAL = {
     "RESOURCE_ALREADY_EXISTS",
     "INVALID_STATE",
 }
+_PASSING_STATUSES = (401, 403, 408, 425, 429)  # no login yet, slow, full; other 4xx refuse the same upload for ever
 _SCHEMA_LOCK = 0x617468616E6F72  # of Postgres' advisory locks, which are numbers: "athanor"
 _LOCK_SECONDS = 120
+log = logging.getLogger("athanor.tracking")
+DATABASE, FILES = "mlflow.db", "mlflow-artifacts"  # in the root
+# Columns of MLflow's database: those that hold addresses of files, and texts with paths in them.
+_ADDRESSES = (
+    *(("experiments", "artifact_location"), ("runs", "artifact_uri"), ("logged_models", "artifact_location")),
+    *(("model_versions", "source"), ("model_versions", "storage_location")),
+)
+_TEXTS = (
+    *(("tags", "value"), ("logged_model_tags", "tag_value"), ("model_version_tags", "value")),
+    ("datasets", "dataset_source"),
+)
 _KIND_TAG = "mlflow.experimentKind"  # without it MLflow begins with its pages for generated text
 
 
@@ -45,7 +62,7 @@ def tracking_uri(root: StorePath) -> str:
     """
     uri = os.environ.get("MLFLOW_TRACKING_URI")
     if not uri:
-        return f"sqlite:///{(side_dir(root) / 'mlflow.db').resolve()}"
+        return f"sqlite:///{(side_dir(root) / DATABASE).resolve()}"
     if without_userinfo(uri) != uri:
         raise InputError(
             f"MLFLOW_TRACKING_URI={without_userinfo(uri)}: must not carry a password, which logs would show; "
@@ -88,7 +105,56 @@ def connect(root: StorePath) -> MlflowClient:
     with store_lock(root), _schema_lock(uri):
         client = MlflowClient(tracking_uri=uri, registry_uri=uri)
         client.search_experiments(max_results=1)
+        settle(root)
     return client
+
+
+def settle(root: StorePath) -> None:
+    """Let the addresses in a root's own database lead to where the root lies now, after it was copied or moved.
+
+    It changes nothing in a root that stayed in its place, or that is reached by another name of the same directory.
+    """
+    database = (side_dir(root) / DATABASE).resolve()
+    if not database.is_file():
+        return
+    with contextlib.closing(sqlite3.connect(database, timeout=_LOCK_SECONDS)) as connection, connection:
+        tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        if "experiments" not in tables:
+            return
+        query = "SELECT DISTINCT artifact_location FROM experiments WHERE artifact_location LIKE ?"
+        addresses = [f"{address}/" for (address,) in connection.execute(query, (f"file:///%/{FILES}%",))]
+        places = {address.rpartition(f"/{FILES}/")[0] for address in addresses} - {"", database.parent.as_uri()}
+        for before in places:
+            if not _is_same_file(Path(_path_of(before)) / DATABASE, database):
+                log.info("the root was at %s; MLflow's addresses follow it", before)
+                _replace(connection, tables, before, database.parent.as_uri())
+
+
+def _replace(connection: sqlite3.Connection, tables: set[str], before: str, now: str) -> None:
+    """Replace a directory by another, given as URLs, in MLflow's tables."""
+    for table, column in (place for place in _ADDRESSES if place[0] in tables):
+        command = f"UPDATE {table} SET {column} = ? || substr({column}, ?) WHERE substr({column}, 1, ?) = ?"
+        connection.execute(command, (now, len(before) + 1, len(before) + 1, f"{before}/"))
+    old, new = _path_of(before), _path_of(now)
+    for table, column in (place for place in _TEXTS if place[0] in tables):
+        command = (
+            f"UPDATE {table} SET {column} = ? || substr({column}, ?) WHERE {column} = ? OR substr({column}, 1, ?) = ?"
+        )
+        connection.execute(command, (new, len(old) + 1, old, len(old) + 1, f"{old}/"))
+        in_json = (json.dumps(f"{old}/")[:-1], json.dumps(f"{new}/")[:-1])
+        for replacement in ((f"`{old}/", f"`{new}/"), in_json):  # within Markdown, within JSON
+            connection.execute(f"UPDATE {table} SET {column} = replace({column}, ?, ?)", replacement)
+
+
+def _path_of(uri: str) -> str:
+    return unquote(urlparse(uri).path)
+
+
+def _is_same_file(path: Path, other: Path) -> bool:
+    try:
+        return path.samefile(other)
+    except OSError:
+        return False
 
 
 def store_lock(root: StorePath) -> filelock.BaseFileLock:
@@ -115,7 +181,7 @@ def experiment_of(client: MlflowClient, root: StorePath, name: str) -> str:
         if (experiment := client.get_experiment_by_name(name)) is not None:
             return experiment.experiment_id
         is_local = not tracking_uri(root).startswith("http")
-        location = (side_dir(root) / "mlflow-artifacts").resolve().as_uri() if is_local else None
+        location = (side_dir(root) / FILES).resolve().as_uri() if is_local else None
         return client.create_experiment(name, location, {_KIND_TAG: "custom_model_development"})
 
 
@@ -125,4 +191,7 @@ def may_pass(error: Exception) -> bool:
         return error.error_code not in _FINAL
     if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
         return False  # of this machine: the artifact is gone
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status is not None and 400 <= status < 500:
+        return status in _PASSING_STATUSES
     return isinstance(error, OSError | sqlalchemy.exc.SQLAlchemyError)

@@ -22,6 +22,7 @@ from flows.tracking.record import (
     load_record,
     now_ms,
     open_record,
+    place_in,
 )
 from flows.tracking.sender import PATIENCE_SECONDS, sender_of
 from flows.tracking.store import compare_url, server_url, store_digest, tracking_uri
@@ -74,6 +75,9 @@ class Tracker:
             self._fail(what, error)
             return None
 
+    def _place(self, path: StorePath) -> str:
+        return place_in(self.root, absolute(path))
+
     def _fail(self, what: str, error: Exception) -> None:
         log.warning("tracking: %s failed (%s: %s); the pipeline goes on", what, type(error).__name__, error)
         self.problems.append(f"{what}: {error}")
@@ -87,7 +91,7 @@ class Tracker:
         """
         manifest, name = artifact.manifest, name or artifact.manifest.stage
         entry = StageEntry(
-            dir=str(absolute(artifact.dir)), fingerprint=manifest.fingerprint, reused=reused, dataset=dataset
+            dir=self._place(artifact.dir), fingerprint=manifest.fingerprint, reused=reused, dataset=dataset
         )
         self._change(f"log_stage of {name}", lambda record: record.stages.update({name: entry}))
 
@@ -97,7 +101,7 @@ class Tracker:
         Args:
             metrics: the file, which may not be there yet.
         """
-        record = self._change("follow", lambda record: setattr(record, "live", str(metrics.absolute())))
+        record = self._change("follow", lambda record: setattr(record, "live", self._place(metrics)))
         samples_host = record is not None and record.opening.samples_host
         return LiveMetrics(self, SystemSampler(self._keep_sample) if samples_host else None)
 
@@ -120,10 +124,10 @@ class Tracker:
         """
         registration = Registration(
             name=name,
-            exported=str(absolute(exported.dir)),
-            evaluated=str(absolute(evaluated.dir)),
+            exported=self._place(exported.dir),
+            evaluated=self._place(evaluated.dir),
             scores=evaluated.manifest.stats["scores"],
-            hf_dir=str(absolute(hf_dir)),
+            hf_dir=self._place(hf_dir),
             refusals=list(refusals),
         )
         self._change("register", lambda record: setattr(record, "registration", registration))
@@ -140,7 +144,7 @@ class Tracker:
             patience = PATIENCE_SECONDS if tracking_uri(self.root).startswith("http") else LOCAL_PATIENCE_SECONDS
             if status == "KILLED":
                 patience = KILLED_PATIENCE_SECONDS
-            is_whole = sender_of(self.root).wait(self.key, patience)
+            is_whole = sender_of(self.root).wait(self.key, patience, ends_uploads=status == "KILLED")
         except Exception as error:
             self._fail("finish", error)
             return

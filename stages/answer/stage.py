@@ -61,11 +61,9 @@ def answer(
     shutil.rmtree(work / PARTS, ignore_errors=True)
     (work / PLAN_JSONL).unlink(missing_ok=True)
     lines = list(read_answers(work / ANSWERS_JSONL))
-    speed = _speed(work / SPEED_JSON)
     skips = Counter(line.skip for line in lines if isinstance(line, SkippedSample))
-    stats = {"counts": _counts(lines), "speed": speed}
-    _write_report(work, lines, speed, skips)
-    return StageOutput(skips=dict(sorted(skips.items())), stats=stats)
+    _write_report(work, lines, _speed(work / SPEED_JSON), skips)
+    return StageOutput(skips=dict(sorted(skips.items())), stats={"counts": _counts(lines)})
 
 
 def _make(config: AnswerConfig, inputs: Mapping[str, Input], work: Path, resources: StageResources) -> None:

@@ -9,9 +9,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from dataset_builders.contracts.fingerprint import canonical_json, fingerprint
 from dataset_builders.contracts.sample import Sample, image_digests, subset_of
 from dataset_builders.storage.files import atomic_path
 from dataset_builders.storage.store import StorePath, local_copy
+from stages.artifacts.artifact import Artifact
 
 PREDICTIONS = "predictions.parquet"
 COMPARISON = "comparison.parquet"  # of two evaluations: stages/compare/stage.py
@@ -118,3 +120,12 @@ def read_predictions(directory: StorePath, columns: Sequence[str] | None = None)
 def counted(predictions: pa.Table) -> pa.Table:
     """The predictions that scores count: those of samples without a picture that occurs in train."""
     return predictions.filter(pc.is_null(predictions["contaminated"]))
+
+
+def heldout_fingerprint(evaluated: Artifact) -> str:
+    """16 hex digits that name what the scores of an evaluation are of: the questions that count, their right answers
+    and pictures, and the metrics. They depend neither on the model nor on the place of the root."""
+    columns = ["subset", "turn", "question", "references", "pictures", "metric"]
+    rows = counted(read_predictions(evaluated.dir, [*columns, "contaminated"])).select(columns).to_pylist()
+    metrics = evaluated.manifest.config.get("metrics", {})
+    return fingerprint({"rows": sorted(rows, key=canonical_json), "metrics": metrics})

@@ -35,7 +35,8 @@ def main(directory: Path) -> None:
         made = answered(config, inputs, root, StageResources(cluster=ClusterConfig(num_threads=1))).dir
         same = made.parent / "same"
         same.mkdir(exist_ok=True)
-        (same / ANSWERS_JSONL).write_bytes((made / ANSWERS_JSONL).read_bytes())
+        for name in (ANSWERS_JSONL, "manifest.json"):
+            (same / name).write_bytes((made / name).read_bytes())
         (same / "files").write_text("\n".join(sorted(p.name for p in made.iterdir())))
         return same
 

@@ -13,10 +13,14 @@ from pathlib import Path
 
 
 class MlflowServer:
-    """One server at one address, whatever happens to its process."""
+    """One server at one address, whatever happens to its process.
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    Args:
+        serves_files: over HTTP; else its clients write them into its directory.
+    """
+
+    def __init__(self, directory: Path, serves_files: bool = False) -> None:
+        self.directory, self.serves_files = directory, serves_files
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -26,7 +30,11 @@ class MlflowServer:
     def start(self, seconds: float = 180) -> None:
         """Start it and wait until it answers."""
         options = ["--backend-store-uri", f"sqlite:///{self.directory}/server.db", "--port", str(self.port)]
-        options += ["--default-artifact-root", (self.directory / "artifacts").as_uri(), "--no-serve-artifacts"]
+        files = (self.directory / "artifacts").as_uri()
+        if self.serves_files:
+            options += ["--artifacts-destination", files]
+        else:
+            options += ["--default-artifact-root", files, "--no-serve-artifacts"]
         with (self.directory / "server.log").open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--workers", "1", *options],

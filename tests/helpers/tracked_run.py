@@ -29,7 +29,7 @@ class Nobody:
     problem = "nobody sends"
 
     def submit(self, key) -> None: ...
-    def wait(self, key, patience=0) -> bool:
+    def wait(self, key, patience=0, ends_uploads=False) -> bool:
         return True
 
 
@@ -85,6 +85,8 @@ def make_exported(root: Path, fingerprint: str) -> Artifact:
     stats = {"dtype": "float32", "parameters": {"language": 5}, "steps": 3, "files": {"a": "b"}}
     artifact = make_artifact(root, "export", fingerprint, stats=stats)
     (artifact.dir / "hf").mkdir(exist_ok=True)
+    (artifact.dir / "hf" / "config.json").write_text("{}")
+    (artifact.dir / "hf" / "model.safetensors").write_bytes(b"weights")
     return artifact
 
 

@@ -5,8 +5,7 @@ import math
 import pytest
 from pydantic import ValidationError
 
-from flows.tracking.config import Gate
-from flows.tracking.gates import refusals
+from flows.tracking.config import Gate, refusals
 
 SCORES = {"stop_rate": 0.25, "exact_match": 0.95, "cer": 0.2, "exact_match/pairs": 0.8, "loss": math.nan}
 GAINS = {"exact_match": (0.1, 0.3), "cer": (-0.02, 0.2)}

@@ -85,7 +85,7 @@ def test_a_run_holds_everything_and_nothing_twice(root):
     assert (dataset.dataset.name, dataset.dataset.digest) == ("convert", "c" * 16)
     assert {tag.key: tag.value for tag in dataset.tags}["num_samples"] == "7"
     names = {item.path for item in client.list_artifacts(run_id, "stages/convert")}
-    pages = ("manifest.json", "preview.html", "report.html", "report.json")
+    pages = ("manifest.json", "preview.html", "references.json", "report.html", "report.json")
     assert names == {f"stages/convert/{name}" for name in pages}
     assert run.data.metrics["exact_match"] == 0.75 and run.data.metrics["exact_match/digits"] == 0.5
     scored = client.get_logged_model(run.data.tags["athanor.model_id"]).metrics
@@ -112,7 +112,7 @@ def test_the_model_is_registered_once_with_its_scores(root):
         _delivered(tracker)
     run_id, client = _delivered(tracker), connect(root)
     (version,) = client.search_model_versions("name='athanor-once'")
-    assert version.tags["exact_match"] == "0.75" and version.source.endswith("/hf")
+    assert version.tags["exact_match"] == "0.75" and version.tags["hf_dir"] == str(exported.dir / "hf")
     assert version.run_id == run_id
     model = client.get_logged_model(client.get_run(run_id).data.tags["athanor.model_id"])
     assert model.status == "READY" and model.params["dtype"] == "float32"

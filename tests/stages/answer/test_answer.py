@@ -90,11 +90,17 @@ def test_the_artifact_holds_the_answers_and_what_they_cost(made):
     assert sorted(p.name for p in made[1].dir.iterdir()) == [
         *(ANSWERS_JSONL, "manifest.json", "report.html", "report.json", "speed.json")
     ]
-    stats = made[1].manifest.stats
-    assert stats["counts"]["samples"] == 14 and stats["counts"]["answers"] == 20
-    assert stats["speed"]["tokens_per_second"] > 0
+    counts = made[1].manifest.stats["counts"]
+    assert counts["samples"] == 14 and counts["answers"] == 20
+    cost = json.loads((made[1].dir / "speed.json").read_text())
     summary = json.loads((made[1].dir / "report.json").read_text())["summary"]
-    assert summary["tokens per second of a worker"] == stats["speed"]["tokens_per_second"]
+    expected = cost["num_tokens"] / cost["seconds"]
+    assert summary["tokens per second of a worker"] == pytest.approx(expected, abs=0.01) and expected > 0
+
+
+def test_the_manifest_tells_no_time(made, tmp_path):
+    again = answered(CONFIG, made[0], tmp_path)
+    assert (again.dir / "manifest.json").read_bytes() == (made[1].dir / "manifest.json").read_bytes()
 
 
 @pytest.mark.parametrize("change", [{"part_size": 1}, {"part_size": 100}, {"batch_size": 1}, {"batch_tokens": 100}])

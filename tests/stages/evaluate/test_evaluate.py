@@ -19,7 +19,7 @@ from stages.artifacts.workers import StageResources
 from stages.contamination.stage import CONTAMINATION, CONTAMINATION_SCHEMA
 from stages.evaluate.config import EvaluateConfig
 from stages.evaluate.health import HEALTH
-from stages.evaluate.predictions import PREDICTIONS_SCHEMA, counted, read_predictions
+from stages.evaluate.predictions import PREDICTIONS_SCHEMA, counted, heldout_fingerprint, read_predictions
 from stages.evaluate.stage import STAGE
 from tests.helpers.evaluation import (
     conversation,
@@ -259,3 +259,29 @@ def test_a_training_without_heldout_bins_has_no_loss_of_the_references(tmp_path)
     samples, trained = _pictured(1), _artifact(tmp_path / "trained", "train", "d")
     artifact = _scored(tmp_path, samples, [_said(samples[0], "7", True, 1)], made_by=trained)
     assert "reference_loss" not in artifact.manifest.stats["scores"]["overall"]
+
+
+def test_what_scores_are_of_depends_on_what_is_asked_and_counted_alone(tmp_path):
+    samples = _pictured(4)
+
+    def name(place, answers="7177", config=CONFIG, of=samples, **others):
+        lines = [_said(sample, text, True, i) for i, (sample, text) in enumerate(zip(of, answers))]
+        (tmp_path / place).mkdir()
+        return heldout_fingerprint(_scored(tmp_path / place, of, lines, config, **others))
+
+    usual = name("first")
+    assert name("another place, another model", answers="7777") == usual
+    contaminated = _contamination(tmp_path / "found", n0="pixels")
+    metrics = {"digits": ["exact_match", "cer"]}
+    pictures = [*samples[:3], conversation("digits/00000003", [("<image>Which?", "7")], [picture(9)])]
+    questions = [*samples[:3], conversation("digits/00000003", [("<image>Who?", "7")], [picture(3)])]
+    answers = [*samples[:3], conversation("digits/00000003", [("<image>Which?", "8")], [picture(3)])]
+    others = [
+        name("fewer", of=samples[:3]),
+        name("pictures", of=pictures),
+        name("questions", of=questions),
+        name("answers", of=answers),
+        name("metrics", config=EvaluateConfig(max_new_tokens=6, metrics=metrics)),
+        name("contaminated", contamination=contaminated),
+    ]
+    assert len({usual, *others}) == 7

@@ -1,11 +1,13 @@
 """The release stage: the export's files, its card, and what the card is told."""
 
+import importlib.util
 import os
 import shutil
 from collections.abc import Iterator
 
 import pytest
 from huggingface_hub import ModelCard
+from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
 from dataset_builders.contracts.manifest import Manifest
 from dataset_builders.errors import InputError
@@ -105,3 +107,15 @@ def test_without_comparison_and_search_the_card_says_so(inputs, tmp_path):
     some = {role: item for role, item in inputs.items() if role not in ("compare", "contamination")}
     card = ModelCard.load(run_stage(STAGE, CONFIG, some, tmp_path / "root").artifact.dir / "hf" / "README.md")
     assert "| digits | cer | 0.5 | 0.2500 to 0.7500 |   | 7 |" in card.text and "Not looked for." in card.text
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchvision") is not None, reason="says what fails without torchvision")
+def test_what_the_card_says_of_torchvision_is_so(inputs, tmp_path):
+    hf_dir = run_stage(STAGE, CONFIG, inputs, tmp_path / "root").artifact.dir / "hf"
+    card = (hf_dir / "README.md").read_text()
+    assert "`AutoProcessor` needs torchvision (`pip install torchvision`" in card
+    assert "`AutoTokenizer` and `AutoImageProcessor` load without it" in card
+    with pytest.raises(ValueError, match="requires `torchvision`"):
+        AutoProcessor.from_pretrained(hf_dir, local_files_only=True)
+    for auto in (AutoModelForImageTextToText, AutoTokenizer, AutoImageProcessor):
+        auto.from_pretrained(hf_dir, local_files_only=True)

@@ -1,0 +1,310 @@
+"""The files of a run in MLflow: which ones, over HTTP too, each once; a registered model that loads anywhere."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+import flows.tracking.files
+import flows.tracking.publish
+import flows.tracking.sender
+import flows.tracking.tracker
+from dataset_builders.contracts.manifest import ShardEntry
+from flows.tracking.files import chosen_files, sizes_of
+from flows.tracking.publish import Publication
+from flows.tracking.record import changed, load_record
+from flows.tracking.run_writer import RunWriter
+from flows.tracking.sender import Sender
+from flows.tracking.store import connect, may_pass
+from flows.tracking.tracker import Tracker
+from stages.artifacts.artifact import Artifact
+from tests.helpers.mlflow_server import MlflowServer
+from tests.helpers.tiny_model import tiny_hf_dir
+from tests.helpers.tracked_run import (
+    MODEL,
+    Nobody,
+    make_artifact,
+    make_evaluated,
+    make_exported,
+    make_trained,
+    open_tracker,
+    timed_row,
+    write_live,
+)
+
+# What a person on another machine types, who has the server's address and nothing else.
+ELSEWHERE = f"""
+import mlflow, sys
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+place = mlflow.artifacts.download_artifacts("models:/{MODEL}@champion")
+model = AutoModelForImageTextToText.from_pretrained(place, local_files_only=True)
+AutoTokenizer.from_pretrained(place, local_files_only=True)
+print(sum(p.numel() for p in model.parameters()), file=sys.stderr)
+print(place)
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[MlflowServer]:
+    server = MlflowServer(tmp_path_factory.mktemp("server"), serves_files=True)
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(autouse=True)
+def nobody_sends(monkeypatch):
+    monkeypatch.setattr(flows.tracking.tracker, "sender_of", lambda root: Nobody())
+
+
+def make_stage(root: Path) -> Artifact:
+    """A stage with files of every kind."""
+    shard = ShardEntry(name="train/shard-00000.tar", split="train", num_samples=1, size_bytes=5, sha256="a" * 64)
+    made = make_artifact(root, "convert", "c" * 16, shards=[shard])
+    texts = {
+        "train/shard-00000.tar": "shard",
+        "quarantine.jsonl": "",
+        "logs/one.log": "log",
+        "index/0.parquet": "index",
+    }
+    for name, text in texts.items():
+        (made.dir / name).parent.mkdir(exist_ok=True)
+        (made.dir / name).write_text(text)
+    return made
+
+
+def tell(root: Path, key: str, level: str = "small") -> Tracker:
+    """A run with a model that transformers loads."""
+    tracker = open_tracker(root, key)
+    with changed(root, key) as record:
+        record.opening.artifacts = level
+    tracker.log_stage(make_stage(root), False, dataset="samples")
+    tracker.log_stage(make_trained(root, "d" * 16, 3), False)
+    exported = make_exported(root, "e" * 16)
+    shutil.copytree(tiny_hf_dir("first"), exported.dir / "hf", dirs_exist_ok=True)
+    tracker.register(exported, make_evaluated(root, "f" * 16, 6), exported.dir / "hf", MODEL)
+    tracker.finish("FINISHED")
+    return tracker
+
+
+def files_of(client: MlflowClient, run_id: str, folder: str) -> set[str]:
+    """Names below a folder of a run's artifacts."""
+    found = set()
+    for item in client.list_artifacts(run_id, folder):
+        found |= files_of(client, run_id, item.path) if item.is_dir else {item.path}
+    return found
+
+
+def test_over_http_a_champion_is_downloaded_and_loaded_after_its_root_is_gone(server, tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server.url)
+    root = tmp_path / "root"
+    tell(root, "far")
+    publication = Publication(root, "far")
+    publication.run()
+    learnt = load_record(root, "far").learnt
+    assert learnt.refused == {} and learnt.verdict.endswith("no champion before: champion")
+    weights = (root / "artifacts" / "export" / ("e" * 16) / "hf" / "model.safetensors").read_bytes()
+    assert learnt.model_bytes > len(weights)
+    run_id, expected = learnt.run_id, {"quarantine.jsonl", "logs/one.log", "references.json", "manifest.json"}
+    client = MlflowClient(server.url)
+    assert files_of(client, run_id, "stages/convert") >= {f"stages/convert/{name}" for name in expected}
+    assert "stages/train/metrics.jsonl" in files_of(client, run_id, "stages/train")
+    shutil.rmtree(root)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    env = {**os.environ, "MLFLOW_TRACKING_URI": server.url, "TMPDIR": str(elsewhere)}
+    done = subprocess.run([sys.executable, "-c", ELSEWHERE], cwd=elsewhere, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    place = Path(done.stdout.splitlines()[-1])
+    assert place.is_relative_to(elsewhere) and (place / "model.safetensors").read_bytes() == weights
+
+
+def test_what_is_there_is_not_sent_again(server, tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server.url)
+    tell(tmp_path, "again")
+    Publication(tmp_path, "again").run()
+    before = {path: path.stat().st_mtime_ns for path in (server.directory / "artifacts").rglob("*")}
+    with changed(tmp_path, "again"):
+        pass  # the same command again
+    again = Publication(tmp_path, "again")
+    again.run()
+    assert not again.sent
+    assert {path: path.stat().st_mtime_ns for path in (server.directory / "artifacts").rglob("*")} == before
+
+
+def test_an_upload_that_broke_goes_on_with_the_files_that_lack(server, tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server.url)
+    tell(tmp_path, "broken")
+    sent = []
+
+    class Breaks:
+        """The third file of the model does not arrive."""
+
+        def __init__(self, client):
+            self.client = client
+
+        def __getattr__(self, name):
+            return getattr(self.client, name)
+
+        def log_model_artifact(self, model_id, path, folder=None):
+            sent.append(Path(path).name)
+            if len(sent) == 3:
+                raise ConnectionError("broken")
+            self.client.log_model_artifact(model_id, path, folder)
+
+    monkeypatch.setattr(flows.tracking.publish, "connect", lambda root: Breaks(connect(root)))
+    with pytest.raises(ConnectionError):
+        Publication(tmp_path, "broken").run()
+    client, this_run = MlflowClient(server.url), f"run_id='{load_record(tmp_path, 'broken').learnt.run_id}'"
+    assert not client.search_model_versions(this_run), "a version leads to whole files"
+    Publication(tmp_path, "broken").run()
+    names = sorted(path.name for path in (tmp_path / "artifacts" / "export" / ("e" * 16) / "hf").iterdir())
+    assert sorted(sent) == sorted([*names, sent[2]]), "each once, but the one that broke"
+    assert (
+        len(MlflowClient(server.url).search_model_versions(f"name='{MODEL}' and run_id='{learnt_run(tmp_path)}'")) == 1
+    )
+
+
+def learnt_run(root: Path) -> str:
+    return load_record(root, "broken").learnt.run_id
+
+
+def test_beside_a_server_on_this_disk_the_same_bytes_get_a_second_name(tmp_path, monkeypatch):
+    (tmp_path / "server").mkdir()
+    server, root = MlflowServer(tmp_path / "server"), tmp_path / "root"
+    server.start()
+    try:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", server.url)
+        tell(root, "beside")
+        Publication(root, "beside").run()
+        assert load_record(root, "beside").learnt.model_bytes == 0
+        done = subprocess.run([sys.executable, "-c", ELSEWHERE], capture_output=True, text=True)
+    finally:
+        server.stop()
+    assert done.returncode == 0, done.stderr
+    weights = root / "artifacts" / "export" / ("e" * 16) / "hf" / "model.safetensors"
+    assert Path(done.stdout.splitlines()[-1], weights.name).samefile(weights)
+
+
+def test_without_a_server_the_same_bytes_get_a_second_name(tmp_path):
+    tell(tmp_path, "near")
+    Publication(tmp_path, "near").run()
+    client, learnt = connect(tmp_path), load_record(tmp_path, "near").learnt
+    assert learnt.model_bytes == 0
+    weights = tmp_path / "artifacts" / "export" / ("e" * 16) / "hf" / "model.safetensors"
+    (version,) = client.search_model_versions(f"name='{MODEL}'")
+    place = Path(version.source.removeprefix("file://"))
+    assert place.is_relative_to(tmp_path / "mlflow-artifacts") and (place / weights.name).samefile(weights)
+
+
+@pytest.mark.parametrize(
+    ("level", "chosen"),
+    [
+        ("references", {"manifest.json", "preview.html", "report.html", "report.json"}),
+        (
+            "small",
+            {"manifest.json", "preview.html", "report.html", "report.json", "quarantine.jsonl", "logs/one.log"},
+        ),
+    ],
+)
+def test_what_stays_is_named_with_size_and_digest(tmp_path, level, chosen):
+    made = make_stage(tmp_path)
+    assert {*chosen_files(made, level, sizes_of(made.dir))} == chosen
+    tell(tmp_path, "refer", level)
+    Publication(tmp_path, "refer").run()
+    client, run_id = connect(tmp_path), load_record(tmp_path, "refer").learnt.run_id
+    assert files_of(client, run_id, "stages/convert") == {f"stages/convert/{n}" for n in (*chosen, "references.json")}
+    listed = json.loads(Path(client.download_artifacts(run_id, "stages/convert/references.json")).read_text())
+    assert listed["directory"] == f"artifacts/convert/{'c' * 16}"
+    assert listed["files"]["train/shard-00000.tar"] == {"bytes": 5, "sha256": "a" * 64}
+    assert listed["files"]["index/0.parquet"] == {"bytes": 5, "sha256": None}
+
+
+def test_all_takes_every_file_also_of_a_run_that_was_sent_before(tmp_path):
+    tell(tmp_path, "more")
+    Publication(tmp_path, "more").run()
+    with changed(tmp_path, "more") as record:
+        record.opening.artifacts = "all"
+    Publication(tmp_path, "more").run()
+    run_id = load_record(tmp_path, "more").learnt.run_id
+    names = {path.removeprefix("stages/convert/") for path in files_of(connect(tmp_path), run_id, "stages/convert")}
+    assert names - {"references.json"} == sizes_of(tmp_path / "artifacts" / "convert" / ("c" * 16)).keys()
+
+
+def test_a_large_file_stays(tmp_path, monkeypatch):
+    made = make_stage(tmp_path)
+    (made.dir / "large.parquet").write_bytes(b"123")
+    monkeypatch.setattr(flows.tracking.files, "SMALL_BYTES", 2)
+    assert {*chosen_files(made, "small", sizes_of(made.dir))} == {*made.shown_files(), "quarantine.jsonl"}
+
+
+def test_by_reference_nothing_of_a_model_is_uploaded(server, tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server.url)
+    tell(tmp_path, "reference", "references")
+    Publication(tmp_path, "reference").run()
+    client, learnt = MlflowClient(server.url), load_record(tmp_path, "reference").learnt
+    model_id = client.get_run(learnt.run_id).data.tags["athanor.model_id"]
+    assert learnt.refused == {} and client.list_logged_model_artifacts(model_id) == []
+    assert client.get_logged_model(model_id).tags["hf_dir"] == str(
+        tmp_path / "artifacts" / "export" / ("e" * 16) / "hf"
+    )
+
+
+class SlowUploads:
+    """A client to which the weights of a model take their time."""
+
+    def __init__(self, client: MlflowClient) -> None:
+        self.client = client
+
+    def __getattr__(self, name):
+        return getattr(self.client, name)
+
+    def log_model_artifact(self, model_id, path, folder=None):
+        time.sleep(8 if path.endswith(".safetensors") else 0)
+        self.client.log_model_artifact(model_id, path, folder)
+
+
+@pytest.fixture
+def slow_uploads(monkeypatch):
+    monkeypatch.setattr(flows.tracking.publish, "connect", lambda root: SlowUploads(connect(root)))
+    monkeypatch.setattr(flows.tracking.files, "_link", lambda source, target: False)
+
+
+def test_an_upload_is_waited_for_as_long_as_its_bytes_may_take(tmp_path, monkeypatch, slow_uploads):
+    monkeypatch.setattr(flows.tracking.files, "_SLOWEST", 1.0)
+    monkeypatch.setattr(flows.tracking.sender, "LONGEST_WAIT_SECONDS", 6.0)
+    tell(tmp_path, "slow")
+    sender = Sender(tmp_path)
+    sender.submit("slow")
+    while load_record(tmp_path, "slow").learnt.run_id is None or sender._busy_until < time.monotonic() + 60:
+        time.sleep(0.05)
+    assert not sender.wait("slow", patience=0.1, ends_uploads=True), "a cancelled flow has to end"
+    assert sender.wait("slow", patience=6.0)
+    assert load_record(tmp_path, "slow").learnt.verdict.endswith("champion")
+
+
+def test_what_a_training_writes_goes_on_between_the_files_of_an_upload(tmp_path, monkeypatch, slow_uploads):
+    tracker, rows = tell(tmp_path, "live"), []
+    monkeypatch.setattr(RunWriter, "log_rows", lambda self, new, moment: rows.extend(new) or 0)
+    monkeypatch.setattr(
+        SlowUploads, "log_model_artifact", lambda self, *arguments: write_live(tracker, [timed_row(10 + len(rows))])
+    )
+    write_live(tracker, [timed_row(1)])
+    publication = Publication(tmp_path, "live")
+    publication.run()
+    assert len({row.step for row in rows if row.step > 10}) > 3, "while the model was sent"
+
+
+@pytest.mark.parametrize(("status", "passes"), [(413, False), (400, False), (401, True), (429, True), (503, True)])
+def test_a_refused_upload_is_not_tried_for_ever(status, passes):
+    requests = pytest.importorskip("requests")
+    answer = requests.Response()
+    answer.status_code = status
+    assert may_pass(requests.HTTPError("no", response=answer)) is passes
