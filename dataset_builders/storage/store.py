@@ -44,7 +44,8 @@ def location(text: str | os.PathLike[str]) -> StorePath:
     """The path of a text: a local path, or a URL.
 
     Raises:
-        InputError: no driver for the URL's protocol is installed, or there are credentials in the URL.
+        InputError: no driver for the URL's protocol is installed, there are credentials in the URL, or there is no user
+            of a `~name`.
     """
     if isinstance(text, UPath | Path):
         return text
@@ -52,7 +53,7 @@ def location(text: str | os.PathLike[str]) -> StorePath:
     check_no_userinfo(text)
     protocol, mark, rest = text.partition("://")
     if not mark:
-        return Path(text).expanduser()
+        return home_expanded(text)
     if protocol in ("file", "local"):
         return Path(rest)
     try:
@@ -62,6 +63,20 @@ def location(text: str | os.PathLike[str]) -> StorePath:
         extra = f"pip install 'athanor[{_EXTRAS[protocol]}]'" if protocol in _EXTRAS else f"install fsspec's {protocol}"
         raise InputError(f"{text}: no driver for {protocol}:// is installed ({error}); {extra}") from error
     return path
+
+
+def home_expanded(text: str) -> Path:
+    """A local path, its `~` or `~name` replaced by the user's home.
+
+    Raises:
+        InputError: there is no such user.
+    """
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise InputError(
+            f"{text!r}: there is no user {text.split('/')[0]} on this machine; give the whole path"
+        ) from error
 
 
 def check_no_userinfo(text: str, what: str = "") -> None:
@@ -93,8 +108,17 @@ Location = Annotated[Any, BeforeValidator(location), PlainSerializer(str)]  # a 
 
 
 def absolute(path: StorePath) -> StorePath:
-    """The path without links and relative parts; a URL stays as it is."""
-    return path.resolve() if is_local(path) else path
+    """The path without links and relative parts; a URL stays as it is.
+
+    Raises:
+        InputError: links lead around in a circle.
+    """
+    if not is_local(path):
+        return path
+    try:
+        return path.resolve()
+    except RuntimeError as error:  # pathlib's own error for a circle of links
+        raise InputError(f"{path} is a symbolic link that leads back to itself; give another directory") from error
 
 
 def is_local(path: StorePath) -> bool:

@@ -5,6 +5,7 @@ A command's module is imported when the command is given, so that `--help` is qu
 
 import argparse
 import contextlib
+import errno
 import gc
 import importlib
 import logging
@@ -19,7 +20,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from dataset_builders.errors import InputError, first_line
+from dataset_builders.errors import LONGEST_LINE, InputError, first_line, shown, without_middle
 from dataset_builders.storage.store import absolute, check_reachable, location, side_dir
 from flows.prefect_server.home import prefect_home
 from flows.prefect_server.service_record import DEFAULT_ROOT, use_service
@@ -94,10 +95,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
     except Exception as error:
-        logging.getLogger("athanor").exception("%s failed", args.command)
+        if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+            _say_error(f"{shown(error.filename)}: {error.strerror}", args.debug)
+            return EXIT_INPUT
+        if log_path:
+            logging.getLogger("athanor").exception("%s failed", args.command)
         stopped = type(error).__name__ == "StageStopped"  # its module is heavy and may not be loaded
-        where = f" (log: {log_path})" if log_path and not stopped else ""
-        _say_error(_one_line(error) + where, args.debug)
+        where = f" (log: {log_path})" if log_path else " (--debug shows where in the code)"
+        _say_error(_one_line(error) + ("" if stopped else where), args.debug)
         return EXIT_STOPPED if stopped else EXIT_FAILED
     except BaseException as error:
         if type(error).__name__ != "TerminationSignal":  # Prefect's own name for SIGTERM
@@ -231,7 +236,7 @@ def _one_line(error: Exception) -> str:
 def _say_error(text: str, debug: bool) -> None:
     if debug:
         traceback.print_exc()
-    print(f"athanor: {text}", file=sys.stderr, flush=True)
+    print(f"athanor: {without_middle(text, LONGEST_LINE)}", file=sys.stderr, flush=True)
 
 
 def _terminate(_signal: int, _frame: object) -> None:

@@ -4,9 +4,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import yaml
-
-from dataset_builders.errors import InputError
+from dataset_builders.errors import InputError, shown
+from flows.pipeline.recipe import read_yaml
 
 MAX_RUNS = 64
 
@@ -20,12 +19,11 @@ def parse_grid(texts: Sequence[str]) -> dict[str, list[Any]]:
     grid: dict[str, list[Any]] = {}
     for text in texts:
         dotted, equals, values = text.partition("=")
-        try:
-            parsed = yaml.safe_load(values) if equals else None
-        except yaml.YAMLError as error:
-            raise InputError(f"--grid {text!r}: {values!r} is not a YAML list; for example [1e-3, 3e-3]") from error
+        parsed = read_yaml(values, f"the list of --grid {shown(text)}") if equals else None
         if not dotted.strip() or not isinstance(parsed, list):
-            raise InputError(f"--grid {text!r} is not of the form a.b=[v1,v2], for example train.optim.lr=[1e-3,3e-3]")
+            raise InputError(
+                f"--grid {shown(text)} is not of the form a.b=[v1,v2], for example train.optim.lr=[1e-3,3e-3]"
+            )
         if dotted.strip() in grid:
             raise InputError(f"--grid {dotted.strip()} is there twice; give all its values in one list")
         grid[dotted.strip()] = parsed
@@ -43,7 +41,7 @@ def expand(grid: Mapping[str, Sequence[object]]) -> list[dict[str, object]]:
     total = 1
     for dotted, values in grid.items():
         if not isinstance(values, list | tuple) or not values:
-            raise InputError(f"grid: {dotted}={values!r} is not a list of values to try, for example [1e-3, 3e-3]")
+            raise InputError(f"grid: {dotted}={shown(values)} is not a list of values to try, for example [1e-3, 3e-3]")
         total *= len(values)
     if total > MAX_RUNS:
         raise InputError(

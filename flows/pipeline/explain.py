@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from pydantic import BaseModel, ValidationError
 
+from dataset_builders.errors import shown, without_middle
 from flows.pipeline.config import EMBEDDED, SOURCE
 
 
@@ -17,7 +18,7 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
     first = min(details, key=lambda d: d["type"] != "extra_forbidden")
     # The tag of a union's member comes second: ("data", "embedded", "seed").
     path = [str(part) for i, part in enumerate(first["loc"]) if i != 1 or part not in (EMBEDDED, SOURCE)]
-    dotted, more = ".".join(path), f" (and {len(details) - 1} more)" if len(details) > 1 else ""
+    dotted, more = without_middle(".".join(path), 200), f" (and {len(details) - 1} more)" if len(details) > 1 else ""
     if first["type"] == "extra_forbidden":
         return f"unknown key {dotted}{_nearest(path, model)}{more}"
     if first["type"] == "missing":
@@ -26,7 +27,7 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
     message = re.sub(r"a valid dictionary or instance of \w+", "a mapping of settings", message)
     if not path or isinstance(first["input"], dict):
         return (f"{dotted}: " if dotted else "") + message + more
-    return f"{dotted}={first['input']!r} {message}{_description(path, model)}{more}"
+    return f"{dotted}={shown(first['input'])} {message}{_description(path, model)}{more}"
 
 
 def _nearest(path: Sequence[str], model: type[BaseModel]) -> str:

@@ -10,7 +10,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from dataset_builders.contracts.fingerprint import flatten
-from dataset_builders.errors import InputError, one_line
+from dataset_builders.errors import InputError, one_line, shown
+from dataset_builders.storage.store import home_expanded
 from flows.pipeline.config import PipelineConfig
 from flows.pipeline.explain import explain, submodels
 
@@ -58,7 +59,7 @@ def load_recipe(
     for override in overrides:
         _set(raw, override)
     for dotted, value in (changes or {}).items():
-        _place(raw, dotted, value, f"{dotted}={value!r}")
+        _place(raw, dotted, value, f"{dotted}={shown(value)}")
     what = f"recipe {path.stem}" + (" with --set" if overrides else " with overrides" if changes else "")
     config = _validate(raw, what)
     before = flatten(base.identity()) if base else {}
@@ -71,7 +72,7 @@ def _find(name_or_path: str) -> Path:
     path = RECIPES / f"{name_or_path}.yaml"
     if path.is_file():
         return path
-    path = Path(name_or_path).expanduser()
+    path = home_expanded(name_or_path)
     if path.is_file():
         return path
     raise InputError(
@@ -81,23 +82,61 @@ def _find(name_or_path: str) -> Path:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} is not YAML: {one_line(error, 500)}") from error
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} cannot be read as text in UTF-8: {one_line(error)}") from error
+    raw = read_yaml(text, str(path))
     if not isinstance(raw, dict):
         raise InputError(f"{path} holds no mapping of settings; start from {RECIPES / (DEFAULT_RECIPE + '.yaml')}")
     return raw
 
 
+def read_yaml(text: str, what: str) -> Any:
+    """The value of a YAML text, without YAML 1.1's sexagesimal numbers: `1:30` is a text, not 90.
+
+    Args:
+        what: the file or option that holds the text, for the message.
+
+    Raises:
+        InputError: the text is not YAML, has a key twice, or is nested too deeply.
+    """
+    try:
+        return yaml.load(text, _Loader)
+    except RecursionError as error:
+        raise InputError(f"{what} is nested too deeply to be read") from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: of a number, such as one of 5,000 digits
+        mark = getattr(error, "problem_mark", None)
+        why = f"{error.problem} in line {mark.line + 1}" if mark else one_line(error)
+        raise InputError(f"{what} is not YAML: {why}; quote a value that is a text") from error
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader, which would let the last of several equal keys win, and read `1:30` as 90."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value} is there twice", key.start_mark)
+            seen.add((key.tag, key.value) if isinstance(key, yaml.ScalarNode) else id(key))
+        return super().construct_mapping(node, deep)
+
+    def _construct_number(self, node: yaml.ScalarNode) -> Any:
+        if ":" in node.value:
+            return self.construct_scalar(node)
+        return self.construct_yaml_int(node) if node.tag.endswith(":int") else self.construct_yaml_float(node)
+
+
+for _number in ("int", "float"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_number}", _Loader._construct_number)
+
+
 def _set(raw: dict[str, Any], override: str) -> None:
     path, equals, text = override.partition("=")
     if not equals or not path.strip():
-        raise InputError(f"--set {override!r} is not of the form a.b=value, for example train.optim.lr=1e-3")
-    try:
-        value = yaml.safe_load(text) if text else ""
-    except yaml.YAMLError as error:
-        raise InputError(f"--set {override!r}: {text!r} is not a YAML value; quote it") from error
-    _place(raw, path.strip(), value, f"--set {override!r}")
+        raise InputError(f"--set {shown(override)} is not of the form a.b=value, for example train.optim.lr=1e-3")
+    value = read_yaml(text, f"the value of --set {shown(override)}") if text else ""
+    _place(raw, path.strip(), value, f"--set {shown(override)}")
 
 
 def _place(raw: dict[str, Any], dotted: str, value: object, what: str) -> None:
@@ -106,7 +145,7 @@ def _place(raw: dict[str, Any], dotted: str, value: object, what: str) -> None:
     for i, key in enumerate(parents):
         place = place.setdefault(key, {})
         if not isinstance(place, dict):
-            raise InputError(f"{what}: {'.'.join(parents[: i + 1])} is {place!r}, which has no fields")
+            raise InputError(f"{what}: {'.'.join(parents[: i + 1])} is {shown(place)}, which has no fields")
     place[last] = value
 
 

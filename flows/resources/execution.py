@@ -10,7 +10,7 @@ from trainer.contract.run import TrainerExecution
 class ExecutionConfig(TrainerExecution):
     """Where and how; changes no result and enters no fingerprint."""
 
-    num_workers: int = Field(default=0, ge=0, description="processes of the data stages; 0: one per CPU core")
+    num_workers: int = Field(default=0, ge=0, le=1024, description="processes of the data stages; 0: one per CPU core")
     dask_address: str | None = Field(
         default=None,
         description="scheduler of a Dask cluster that does the data stages' shards, for example tcp://host:8786; "

@@ -8,10 +8,13 @@ from dataset_builders.contracts.strict import StrictModel
 class Gate(StrictModel):
     """Bounds of a score within which the model is registered."""
 
-    min: float | None = Field(default=None, description="refused below it")
-    max: float | None = Field(default=None, description="refused above it, for scores that are better low")
+    min: float | None = Field(default=None, allow_inf_nan=False, description="refused below it")
+    max: float | None = Field(
+        default=None, allow_inf_nan=False, description="refused above it, for scores that are better low"
+    )
     min_gain: float | None = Field(
         default=None,
+        allow_inf_nan=False,
         description="refused unless the interval of the gain over the model before training lies above it",
     )
 
@@ -33,7 +36,7 @@ class RegistryConfig(StrictModel):
         min_length=1,
         description="score that is compared, higher is better: a metric's name, or metric/subset",
     )
-    margin: float = Field(default=0.005, ge=0, description="by how much a version must beat the champion")
+    margin: float = Field(default=0.005, ge=0, le=10**6, description="by how much a version must beat the champion")
     gates: dict[str, Gate] = Field(
         default={}, description="metric, or metric/subset -> its bounds; a model outside them is not registered"
     )

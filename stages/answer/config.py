@@ -14,13 +14,22 @@ class AnswerConfig(StrictModel):
 
     max_new_tokens: int = Field(gt=0, le=32768, description="an answer is cut there and counts as not stopped")
     max_samples_per_subset: int | None = Field(
-        default=None, gt=0, description="only the first so many held-out samples of each subset; null: all of them"
+        default=None,
+        gt=0,
+        le=10**9,
+        description="only the first so many held-out samples of each subset; null: all of them",
     )
     engine: EngineName = Field(default="transformers", description="library that generates; vllm must be installed")
-    batch_size: int = Field(default=128, gt=0, description="answers generated side by side, at most")
+    batch_size: int = Field(default=128, gt=0, le=10**4, description="answers generated side by side, at most")
     batch_tokens: int = Field(
-        default=131072, gt=0, description="tokens of prompts and answers side by side, padding included, at most"
+        default=131072,
+        gt=0,
+        le=2**26,
+        description="tokens of prompts and answers side by side, padding included, at most",
     )
     part_size: int = Field(
-        default=256, gt=0, description="answers that are written together: a killed run loses one such part at most"
+        default=256,
+        gt=0,
+        le=10**6,
+        description="answers that are written together: a killed run loses one such part at most",
     )

@@ -30,5 +30,5 @@ class CompareConfig(StrictModel):
     """Identity: how certain a difference must be."""
 
     level: float = Field(default=0.95, gt=0, lt=1, description="level of the intervals")
-    resamples: int = Field(default=10_000, ge=100, description="how often the answers are drawn again")
-    seed: int = Field(default=0, ge=0, description="seed of the draws")
+    resamples: int = Field(default=10_000, ge=100, le=10**6, description="how often the answers are drawn again")
+    seed: int = Field(default=0, ge=0, le=2**32 - 1, description="seed of the draws")

@@ -15,37 +15,39 @@ from trainer.families.registry import EMBEDDED, get_family
 class EmbeddedDataConfig(StrictModel):
     """The default data: how much of it, and from which seed."""
 
-    seed: int = Field(ge=0, description="seed of picture sizes, phrasings and pairs")
+    seed: int = Field(ge=0, le=2**32 - 1, description="seed of picture sizes, phrasings and pairs")
     num_scans: int = Field(default=NUM_SCANS, ge=10, le=NUM_SCANS, description="digit scans used, one per row")
-    num_multi: int = Field(default=400, ge=0, description="rows with several questions about one scan, at most")
-    num_pairs: int = Field(default=400, ge=0, description="rows that compare two scans, at most")
-    num_texts: int = Field(default=300, ge=0, description="rows without a picture, at most")
+    num_multi: int = Field(
+        default=400, ge=0, le=10**6, description="rows with several questions about one scan, at most"
+    )
+    num_pairs: int = Field(default=400, ge=0, le=10**6, description="rows that compare two scans, at most")
+    num_texts: int = Field(default=300, ge=0, le=10**6, description="rows without a picture, at most")
 
 
 class EmbeddedModelConfig(StrictModel):
     """Identity of the embedded model: its shape, its tokenizer's size and the seed of its weights."""
 
-    seed: int = Field(ge=0, description="seed of the random weights")
+    seed: int = Field(ge=0, le=2**32 - 1, description="seed of the random weights")
     vocab_size: int = Field(
-        ge=384, multiple_of=128, description="rows of the embedding; the tokenizer fills at most these"
+        ge=384, le=2**20, multiple_of=128, description="rows of the embedding; the tokenizer fills at most these"
     )
-    hidden_size: int = Field(gt=0, description="width of the language model")
-    intermediate_size: int = Field(gt=0, description="width of the language model's gated MLP")
-    num_layers: int = Field(gt=0, description="layers of the language model")
-    num_heads: int = Field(gt=0, description="query heads of the language model")
-    num_kv_heads: int = Field(gt=0, description="key and value heads, a divisor of num_heads")
-    head_dim: int = Field(ge=8, multiple_of=8, description="width of a language head")
+    hidden_size: int = Field(gt=0, le=2**16, description="width of the language model")
+    intermediate_size: int = Field(gt=0, le=2**18, description="width of the language model's gated MLP")
+    num_layers: int = Field(gt=0, le=1024, description="layers of the language model")
+    num_heads: int = Field(gt=0, le=1024, description="query heads of the language model")
+    num_kv_heads: int = Field(gt=0, le=1024, description="key and value heads, a divisor of num_heads")
+    head_dim: int = Field(ge=8, le=1024, multiple_of=8, description="width of a language head")
     tie_word_embeddings: bool = Field(default=True, description="the output projection is the embedding")
-    vision_depth: int = Field(gt=0, description="layers of the vision encoder")
-    vision_hidden_size: int = Field(gt=0, description="width of the vision encoder")
-    vision_num_heads: int = Field(gt=0, description="heads of the vision encoder")
-    vision_intermediate_size: int = Field(gt=0, description="width of the vision encoder's MLP")
+    vision_depth: int = Field(gt=0, le=1024, description="layers of the vision encoder")
+    vision_hidden_size: int = Field(gt=0, le=2**16, description="width of the vision encoder")
+    vision_num_heads: int = Field(gt=0, le=1024, description="heads of the vision encoder")
+    vision_intermediate_size: int = Field(gt=0, le=2**18, description="width of the vision encoder's MLP")
     deepstack_indexes: tuple[int, ...] = Field(description="vision layers whose output is added to the language layers")
-    position_grid: int = Field(default=16, gt=0, description="side of the learned grid of vision positions")
-    patch_size: int = Field(default=16, gt=0, description="side of a patch in pixels")
-    min_pixels: int = Field(gt=0, description="images with fewer pixels are scaled up to this area")
-    max_pixels: int = Field(gt=0, description="images with more pixels are scaled down to this area")
-    rope_theta: float = Field(default=10_000.0, gt=0, description="base of the rotary frequencies")
+    position_grid: int = Field(default=16, gt=0, le=1024, description="side of the learned grid of vision positions")
+    patch_size: int = Field(default=16, gt=0, le=1024, description="side of a patch in pixels")
+    min_pixels: int = Field(gt=0, le=10**9, description="images with fewer pixels are scaled up to this area")
+    max_pixels: int = Field(gt=0, le=10**9, description="images with more pixels are scaled down to this area")
+    rope_theta: float = Field(default=10_000.0, gt=0, le=1e12, description="base of the rotary frequencies")
     initializer_range: float = Field(default=0.02, gt=0, le=1, description="standard deviation of the random weights")
     special_tokens: Literal["last", "first"] = Field(
         default="last", description="ids of the special tokens: after the text tokens as in Qwen, or before"

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from dataset_builders.contracts.fingerprint import fingerprint
 from dataset_builders.errors import InputError, one_line
 from dataset_builders.storage.files import sha256_file
-from dataset_builders.storage.store import local_dir, location
+from dataset_builders.storage.store import home_expanded, local_dir, location
 from stages.artifacts.artifact import Artifact, External, Input
 from stages.inputs.remote_code import check_remote_code
 from trainer.contract.names import HF_EXPORT
@@ -38,7 +38,7 @@ def resolve_hf_dir(name_or_path: str) -> Path:
     """
     if "://" in name_or_path:
         return local_dir(location(name_or_path))
-    path = Path(name_or_path).expanduser()
+    path = home_expanded(name_or_path)
     if path.is_dir():
         return path.resolve()
     if not _HUB_NAME.fullmatch(name_or_path):

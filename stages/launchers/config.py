@@ -175,13 +175,17 @@ class ClusterConfig(StrictModel):
         default="torchrun",
         description="torchrun: processes on this host; slurm: an sbatch job; kubernetes: a Kubeflow TrainJob",
     )
-    nodes: int = Field(default=1, ge=1, description="number of hosts; 1 with torchrun")
+    nodes: int = Field(default=1, ge=1, le=10**5, description="number of hosts; 1 with torchrun")
     processes: int = Field(
-        default=1, ge=1, description="trainer processes over all nodes; one per GPU, or any number on CPU"
+        default=1, ge=1, le=10**6, description="trainer processes over all nodes; one per GPU, or any number on CPU"
     )
-    num_threads: int = Field(default=0, ge=0, description="CPU threads per process; 0: the cores are shared evenly")
-    timeout_seconds: float = Field(default=7 * 86400, gt=0, description="a job that takes longer is stopped")
-    stop_grace_seconds: float = Field(default=120, gt=0, description="seconds to save after SIGTERM, before SIGKILL")
+    num_threads: int = Field(
+        default=0, ge=0, le=4096, description="CPU threads per process; 0: the cores are shared evenly"
+    )
+    timeout_seconds: float = Field(default=7 * 86400, gt=0, le=10**8, description="a job that takes longer is stopped")
+    stop_grace_seconds: float = Field(
+        default=120, gt=0, le=86400, description="seconds to save after SIGTERM, before SIGKILL"
+    )
     slurm: SlurmConfig = SlurmConfig()
     kubernetes: KubernetesConfig = KubernetesConfig()
 

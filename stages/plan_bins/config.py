@@ -11,13 +11,18 @@ class SubsetMix(StrictModel):
     """How much of a subset is trained on."""
 
     weight: float | None = Field(
-        default=None, gt=0, description="its share of an epoch's tokens among the weighted subsets; null: no share"
+        default=None,
+        gt=0,
+        le=10**9,
+        description="its share of an epoch's tokens among the weighted subsets; null: no share",
     )
     repeats: float = Field(
         default=1, gt=0, le=1000, description="times a sample appears in an epoch; with a weight: at most"
     )
     fraction: float = Field(default=1, gt=0, le=1, description="share of its samples that is used, always the same")
-    max_samples: int | None = Field(default=None, gt=0, description="samples per epoch at most, repeats counted")
+    max_samples: int | None = Field(
+        default=None, gt=0, le=10**9, description="samples per epoch at most, repeats counted"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +38,15 @@ class BinLimits:
 class PlanBinsConfig(StrictModel):
     """Identity of the bins, beside the tokenized samples."""
 
-    seq_len: int = Field(gt=0, description="tokens a bin holds")
-    max_patches: int = Field(gt=0, description="vision patches a bin holds, before merging")
-    max_images: int | None = Field(default=None, gt=0, description="images a bin holds; null: any number")
-    pad_multiple: int = Field(gt=0, description="each sample's tokens are rounded up to a multiple of this")
+    seq_len: int = Field(gt=0, le=2**24, description="tokens a bin holds")
+    max_patches: int = Field(gt=0, le=2**26, description="vision patches a bin holds, before merging")
+    max_images: int | None = Field(default=None, gt=0, le=2**24, description="images a bin holds; null: any number")
+    pad_multiple: int = Field(gt=0, le=2**16, description="each sample's tokens are rounded up to a multiple of this")
     mixture: dict[str, SubsetMix] = Field(
         default={}, description="how much of each subset an epoch takes; a subset that is not named: all of it, once"
     )
     epochs: int = Field(
-        default=1, gt=0, description="epochs with a draw of their own, if draws differ; then they start over"
+        default=1, gt=0, le=10**4, description="epochs with a draw of their own, if draws differ; then they start over"
     )
 
     @model_validator(mode="after")

@@ -14,16 +14,16 @@ OverLength = Literal["skip", "drop_turns"]
 class TokenizeConfig(StrictModel):
     """Identity of tokenized samples, beside the samples and the processor's files."""
 
-    max_seq_len: int = Field(gt=0, description="samples with more tokens are over-long; nothing is ever cut")
+    max_seq_len: int = Field(gt=0, le=2**24, description="samples with more tokens are over-long; nothing is ever cut")
     over_length: OverLength = Field(
         default="skip",
         description="over-long samples: skip leaves them out; drop_turns leaves out whole last turns until they fit",
     )
     max_pixels: int | None = Field(
-        gt=0, description="larger images are scaled down to this area; null: the model's own"
+        gt=0, le=10**9, description="larger images are scaled down to this area; null: the model's own"
     )
     min_pixels: int | None = Field(
-        default=None, gt=0, description="smaller images are scaled up to this area; null: the model's own"
+        default=None, gt=0, le=10**9, description="smaller images are scaled up to this area; null: the model's own"
     )
     codec: Codec = Field(
         default="u8",

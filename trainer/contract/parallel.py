@@ -11,16 +11,20 @@ from dataset_builders.contracts.strict import StrictModel
 class ParallelConfig(StrictModel):
     """Execution: how the ranks share one model. The rest of the world is data parallel."""
 
-    tp: int = Field(default=1, ge=1, description="tensor parallel size")
-    pp: int = Field(default=1, ge=1, description="pipeline parallel size")
-    cp: int = Field(default=1, ge=1, description="context parallel size")
+    tp: int = Field(default=1, ge=1, le=1024, description="tensor parallel size")
+    pp: int = Field(default=1, ge=1, le=1024, description="pipeline parallel size")
+    cp: int = Field(default=1, ge=1, le=1024, description="context parallel size")
     vpp: int = Field(
-        default=1, ge=1, description="virtual pipeline stages: pieces of the model that each pipeline rank holds"
+        default=1,
+        ge=1,
+        le=1024,
+        description="virtual pipeline stages: pieces of the model that each pipeline rank holds",
     )
     sequence_parallel: bool = Field(default=False, description="split norms and dropout over the tensor-parallel ranks")
     first_pipeline_layers: int | None = Field(
         default=None,
         ge=1,
+        le=1024,
         description="language layers of the first pipeline rank, which also holds vision; null: the even share",
     )
     vision_split: Literal["images", "tensor_parallel"] = Field(

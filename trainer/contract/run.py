@@ -19,12 +19,14 @@ class OptimConfig(StrictModel):
 
     lr: float = Field(gt=0, le=1, description="peak learning rate")
     min_lr_fraction: float = Field(ge=0, le=1, description="learning rate at the last step, as a fraction of the peak")
-    warmup_steps: int = Field(ge=0, description="steps of linear warmup from 0 to the peak")
+    warmup_steps: int = Field(ge=0, le=10**8, description="steps of linear warmup from 0 to the peak")
     weight_decay: float = Field(ge=0, le=1, description="decoupled weight decay")
     adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="decay of the first moment")
     adam_beta2: float = Field(default=0.95, ge=0, lt=1, description="decay of the second moment")
-    adam_eps: float = Field(default=1e-8, gt=0, description="term added to the denominator")
-    clip_grad_norm: float = Field(default=1.0, gt=0, description="gradients are scaled down to this global norm")
+    adam_eps: float = Field(default=1e-8, gt=0, le=1, description="term added to the denominator")
+    clip_grad_norm: float = Field(
+        default=1.0, gt=0, le=1e9, description="gradients are scaled down to this global norm"
+    )
 
 
 class PartConfig(StrictModel):
@@ -48,14 +50,16 @@ class PartConfig(StrictModel):
 class TrainConfig(StrictModel):
     """Identity: everything that changes the trained weights or the recorded metrics."""
 
-    seed: int = Field(ge=0, description="order of the bins")
-    num_steps: int = Field(gt=0, description="optimizer updates")
-    global_batch_size: int = Field(gt=0, description="bins between two optimizer updates, over all data-parallel ranks")
+    seed: int = Field(ge=0, le=2**32 - 1, description="order of the bins")
+    num_steps: int = Field(gt=0, le=10**8, description="optimizer updates")
+    global_batch_size: int = Field(
+        gt=0, le=10**6, description="bins between two optimizer updates, over all data-parallel ranks"
+    )
     precision: Literal["float32", "bfloat16", "float8"] = Field(
         description="arithmetic of forward and backward; main weights and gradients are always float32. float8: "
         "the matrix products of the language model's layers, the rest in bfloat16; needs Hopper or newer"
     )
-    heldout_interval: int = Field(gt=0, description="steps between two measurements of the held-out loss")
+    heldout_interval: int = Field(gt=0, le=10**8, description="steps between two measurements of the held-out loss")
     optim: OptimConfig
     vision: PartConfig = Field(default=PartConfig(), description="the vision encoder without its mergers")
     merger: PartConfig = Field(default=PartConfig(), description="the mergers to image tokens, deepstack's included")
@@ -90,10 +94,12 @@ class TrainConfig(StrictModel):
 class CheckpointConfig(StrictModel):
     """Execution: when checkpoints are saved, and which ones are kept."""
 
-    save_interval: int = Field(default=200, gt=0, description="steps between two checkpoints; the last is always saved")
-    keep_last: int = Field(default=2, ge=1, description="newest checkpoints that are kept")
+    save_interval: int = Field(
+        default=200, gt=0, le=10**8, description="steps between two checkpoints; the last is always saved"
+    )
+    keep_last: int = Field(default=2, ge=1, le=10**4, description="newest checkpoints that are kept")
     keep_every: int | None = Field(
-        default=None, ge=1, description="checkpoints of multiples of this step are kept for good; null: none"
+        default=None, ge=1, le=10**8, description="checkpoints of multiples of this step are kept for good; null: none"
     )
     asynchronous: bool = Field(
         default=True, description="write the files while training goes on, from a copy of the state in host memory"
@@ -103,9 +109,9 @@ class CheckpointConfig(StrictModel):
 class ProfileConfig(StrictModel):
     """Execution: the steps that torch.profiler traces. A training that is finished is reused, untraced."""
 
-    first_step: int = Field(default=5, ge=1, description="the first that is traced, counted from 1")
+    first_step: int = Field(default=5, ge=1, le=10**8, description="the first that is traced, counted from 1")
     num_steps: int = Field(default=2, ge=1, le=20, description="steps that are traced; each may take 100 MB of memory")
-    rank: int = Field(default=0, ge=0, description="process that is traced")
+    rank: int = Field(default=0, ge=0, le=10**6, description="process that is traced")
 
 
 class TrainerExecution(StrictModel):
@@ -113,11 +119,13 @@ class TrainerExecution(StrictModel):
 
     parallel: ParallelConfig = ParallelConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
-    loader_workers: int = Field(default=2, gt=0, description="threads of a trainer process that read bins ahead")
+    loader_workers: int = Field(
+        default=2, gt=0, le=256, description="threads of a trainer process that read bins ahead"
+    )
     cuda_graphs: bool = Field(
         default=True, description="the trainer launches the language layers as CUDA graphs if that is possible"
     )
-    log_interval: int = Field(default=1, gt=0, description="steps between two lines of metrics.jsonl")
+    log_interval: int = Field(default=1, gt=0, le=10**8, description="steps between two lines of metrics.jsonl")
     profile: ProfileConfig | None = Field(
         default=None, description="steps of the training that torch.profiler traces; null: none"
     )

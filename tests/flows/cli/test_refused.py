@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from dataset_builders.errors import LONGEST_LINE
+from flows.cli.main import main
+
 ROOT = Path(__file__).parents[3]
 HEAVY = {"torch", "prefect", "mlflow", "transformers", "tokenizers", "scipy", "matplotlib", "webdataset"}
 
@@ -30,3 +33,55 @@ def test_nothing_heavy_is_loaded(arguments, words, tmp_path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.strip() == "2 []"
     assert words in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+LONG, DEEP = "x" * 5000, "[" * 5000
+NO_USER = "there is no user ~nosuchuser on this machine"
+CIRCLE = "a symbolic link that leads back to itself"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["plan", "deep.yaml"], "deep.yaml is nested too deeply to be read"),
+        (["plan", "twice.yaml"], "twice.yaml is not YAML: name is there twice"),
+        (["plan", "bytes.yaml"], "bytes.yaml cannot be read as text in UTF-8"),
+        (["plan", LONG], "File name too long"),
+        (["plan", "~nosuchuser/x"], NO_USER),
+        (["plan", "--set", f"train.num_steps={DEEP}"], "is nested too deeply to be read"),
+        (["plan", "--set", f"train.num_steps={'9' * 5000}"], "quote a value that is a text"),
+        (["plan", "--set", f"train.num_steps={LONG}"], "should be a valid integer"),
+        (["plan", "--set", f"{LONG}=1"], "unknown key xxx"),
+        (["plan", "--set", "train.num_steps=1:30"], "train.num_steps='1:30' should be a valid integer"),
+        (["plan", "--set", "train.num_steps=1:30.5"], "train.num_steps='1:30.5' should be a valid integer"),
+        (["plan", "--set", "convert.options={turns: all, turns: first}"], "turns is there twice"),
+        (["plan", "--set", "model=~nosuchuser/x"], NO_USER),
+        (["plan", "--set", "data=~nosuchuser/x"], NO_USER),
+        (["plan", "--set", "model=circle"], "'circle' is not a directory here"),
+        (["plan", "--set", "data=circle"], "circle does not exist"),
+        (["plan", "--set", f"model=/{LONG}"], "File name too long"),
+        (["plan", "--set", f"data=/{LONG}"], "File name too long"),
+        (["sweep", "--grid", f"train.seed={DEEP}"], "is nested too deeply to be read"),
+        (["ask", "~nosuchuser/x", "-", "Which digit?"], NO_USER),
+        (["ask", f"/{LONG}", "-", "Which digit?"], "File name too long"),
+        (["preview", "~nosuchuser/x"], NO_USER),
+        (["preview", "circle"], "circle is not an artifact"),
+        (["preview", LONG], "File name too long"),
+        (["plan", "--root", "~nosuchuser/x"], NO_USER),
+        (["plan", "--root", "circle"], CIRCLE),
+        (["run", "--root", "circle"], CIRCLE),
+        (["sync", "--root", "circle"], CIRCLE),
+        (["run", "--root", f"/{LONG}"], "File name too long"),
+        (["plan", "--root", f"/{LONG}"], "File name too long"),
+    ],
+)
+def test_whatever_is_given_ends_in_one_short_line(arguments, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "deep.yaml").write_text(f"a: {DEEP}{']' * 5000}")
+    (tmp_path / "twice.yaml").write_text("name: one\nname: two\n")
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "circle").symlink_to("circle")
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert words in said and len(said.splitlines()) == 1
+    assert len(said) <= LONGEST_LINE + len("athanor: \n")

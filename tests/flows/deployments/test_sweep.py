@@ -64,7 +64,7 @@ def test_a_grid_is_expanded_in_order():
         ([], "the grid is empty; give a field and its values"),
         (["train.optim.lr"], "is not of the form a.b=[v1,v2]"),
         (["train.optim.lr=1e-3"], "is not of the form a.b=[v1,v2]"),
-        (["train.optim.lr=[1"], "is not a YAML list"),
+        (["train.optim.lr=[1"], "is not YAML: expected ',' or ']'"),
         (["train.seed=[]"], "train.seed=[] is not a list of values to try"),
         (["train.seed=[0]", "train.seed=[1]"], "train.seed is there twice"),
         (["train.seed=[0,1]", "train.optim.lr=[1e-3,3]"], "train.optim.lr=3 should be less than or equal to 1"),

@@ -1,8 +1,16 @@
 """Recipes: what is wrong with one is said in one line that names the field, the value and the way out."""
 
+import itertools
+from collections.abc import Iterator
+
 import pytest
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from dataset_builders.errors import InputError
+from dataset_builders.sources.registry import BUILDERS, get_builder
+from flows.pipeline.config import PipelineConfig
+from flows.pipeline.explain import submodels
 from flows.pipeline.graph import open_inputs
 from flows.pipeline.recipe import RECIPES, known_recipes, load_recipe
 from tests.helpers.tiny_model import tiny_hf_dir
@@ -53,10 +61,34 @@ def test_an_unknown_key_names_the_nearest(override, words):
         ("data.num_scans=5", "data.num_scans=5 should be greater than or equal to 10"),
         ("train=3", "train=3 should be a mapping of settings"),
         ("name=Two Words", "name='Two Words'"),
+        (f"train.seed={2**70}", f"train.seed={2**70} should be less than or equal to 4294967295 [order of the bins]"),
+        (f"train.num_steps={10**18}", "should be less than or equal to 100000000"),
+        ("execution.num_workers=100000", "should be less than or equal to 1024"),
+        ("plan_bins.seq_len=100000000000", "should be less than or equal to 16777216"),
+        ("execution.registry.gates={exact_match: {min: .nan}}", "should be a finite number"),
     ],
 )
 def test_a_value_out_of_bounds_names_the_bound(override, words):
     assert words in _error(override)
+
+
+def _numbers(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    for name, field in model.model_fields.items():
+        if inner := submodels(field.annotation):
+            yield from itertools.chain.from_iterable(_numbers(one, f"{prefix}{name}.") for one in inner)
+        elif field.annotation in (int, float, int | None, float | None):
+            yield prefix + name, field
+
+
+def test_every_number_has_bounds():
+    """Else a request may ask for 100,000 processes, and a slip of the finger for 10^18 steps."""
+    options = [(f"convert.options of {name}", get_builder(name).options) for name in BUILDERS]
+    numbers = [pair for prefix, model in [("", PipelineConfig), *options] for pair in _numbers(model, prefix)]
+    assert len(numbers) > 60
+    for dotted, field in numbers:
+        bounds = {name for limit in field.metadata for name in ("ge", "gt", "le", "lt") if hasattr(limit, name)}
+        is_score = dotted.startswith("execution.registry.gates.")  # of a metric of the user's own scale
+        assert is_score or len(bounds) == 2, f"{dotted} has the bounds {bounds}"
 
 
 def test_drawn_data_is_refused_with_the_way_out():
