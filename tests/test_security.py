@@ -27,7 +27,6 @@ PICKLES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "mars
 # Who may import pickle all the same, and why that is no door for somebody's file.
 PICKLE_USERS = {
     "trainer.checkpoint.reader": "an Unpickler that knows the few records of a checkpoint and refuses other names",
-    "trainer.checkpoint.writer": "the answer of a forked process to its parent, through an unnamed file of theirs",
 }
 RUNS_TEXT = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "runpy.run_path", "runpy.run_module"}
 UNSAFE_LOADS = {"pd.read_pickle", "pandas.read_pickle", "torch.jit.load", "torch.hub.load", "torch.package"}

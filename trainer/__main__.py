@@ -16,7 +16,7 @@ def parse_args(argv: list[str]) -> Path:
 
 
 if __name__ == "__main__":
-    # Here and not above: the helper process that a checkpoint spawns loads this module, and needs none of it.
+    # Here and not above: a process that is spawned from this one loads this module, and needs none of it.
     from trainer.loop.job import run_file
 
     sys.exit(run_file(parse_args(sys.argv[1:])))

@@ -14,6 +14,8 @@ from tests.helpers.run_dir import SEQ_LEN, changed, make_bins, metrics_of, write
 from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.world import run_world
 from trainer.checkpoint import save_and_load as checkpoint
+from trainer.checkpoint.directory import list_checkpoints
+from trainer.checkpoint.saver import Checkpointer
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import PartConfig, RunConfig, TrainConfig
 from trainer.data.micro_batch import make_micro_batch
@@ -67,7 +69,7 @@ def parameters(run: RunConfig, mesh, *, trained: bool) -> dict[str, torch.Tensor
     """Of the base model, or of the run's last checkpoint."""
     model = build_tiny(run.hf_dir, mesh, run.seq_len)
     if trained:
-        checkpoint.load_model([model], checkpoint.list_checkpoints(run.output_dir / "checkpoints")[-1])
+        checkpoint.load_model([model], list_checkpoints(run.output_dir / "checkpoints")[-1])
     return {name: param.detach() for name, param in model.named_parameters()}
 
 
@@ -115,7 +117,7 @@ def test_three_steps_and_three_resumed_are_six(parts, mesh, tmp_path, monkeypatc
     train(whole, mesh)
     cut = job(tmp_path, parts, name="cut", save_interval=3)
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.Checkpointer, "save", end_after(3, checkpoint.Checkpointer.save))
+        patch.setattr(Checkpointer, "save", end_after(3, Checkpointer.save))
         with pytest.raises(KeyboardInterrupt):
             train(cut, mesh)
     train(cut, mesh)
@@ -152,7 +154,7 @@ def test_two_ranks_equal_one(layout, frozen, mesh, tmp_path):
     train(one, mesh)
     run_world(two, 2, save=True)
     assert_rows_alike(two, one)
-    newest = checkpoint.list_checkpoints(two.output_dir / "checkpoints")[-1]
+    newest = list_checkpoints(two.output_dir / "checkpoints")[-1]
     shutil.rmtree(newest)
     run_world(two, 2, save=True)
     assert_rows_alike(two, one)
@@ -160,7 +162,7 @@ def test_two_ranks_equal_one(layout, frozen, mesh, tmp_path):
 
 def assert_rows_alike(two: RunConfig, one: RunConfig) -> None:
     for ours, theirs in zip(metrics_of(two), metrics_of(one), strict=True):
-        for field in ("loss", "grad_norm", *(f"{part}_grad_norm" for part in PARTS)):
+        for field in ("loss", "param_norm", "grad_norm", *(f"{part}_grad_norm" for part in PARTS)):
             expected = getattr(theirs, field)
             assert getattr(ours, field) == (expected and pytest.approx(expected, rel=1e-6)), (ours.step, field)
 

@@ -23,7 +23,7 @@ from trainer.loop.export import export
 NUM_STEPS, GLOBAL_BATCH = 5, 6  # six bins: one, two and three ranks share them
 FSDP = ParallelConfig(sharding="fsdp", balance=False)
 PLAIN = ParallelConfig(balance=False)
-NORMS = ("grad_norm", "vision_grad_norm", "merger_grad_norm", "language_grad_norm")
+NORMS = ("param_norm", "grad_norm", "vision_grad_norm", "merger_grad_norm", "language_grad_norm")
 
 
 def job(root: Path, parallel: ParallelConfig, name: str, **train: object) -> RunConfig:

@@ -6,6 +6,7 @@ all lie on one rank or that have none, images that do not divide among the ranks
 
 import dataclasses
 import functools
+import math
 
 import pytest
 import torch
@@ -151,6 +152,7 @@ def compare(ours: Outcome, alone: Outcome) -> None:
             expected = getattr(b, norm)
             wanted = None if expected is None else pytest.approx(expected, rel=1e-4)  # a frozen part has none
             assert getattr(a, norm) == wanted, f"step {a.step}: {norm}"
+        assert a.param_norm == pytest.approx(b.param_norm, rel=1e-6), f"step {a.step}"
         assert (a.tokens, a.loss_tokens) == (b.tokens, b.loss_tokens)
         if b.heldout_loss is not None:
             assert a.heldout_loss == pytest.approx(b.heldout_loss, rel=1e-5)
@@ -158,6 +160,8 @@ def compare(ours: Outcome, alone: Outcome) -> None:
         assert (a.key, a.loss_tokens) == (b.key, b.loss_tokens)
         assert a.loss == pytest.approx(b.loss, rel=1e-5), a.key
     assert ours.weights.keys() == alone.weights.keys()
+    square = sum(float(weight.double().square().sum()) for weight in ours.weights.values())
+    assert ours.world.rows[-1].param_norm == pytest.approx(math.sqrt(square), rel=1e-6)
     for key, weight in ours.weights.items():
         torch.testing.assert_close(
             weight, alone.weights[key], rtol=0, atol=2e-6, msg=lambda text, k=key: f"{k}: {text}"

@@ -1,44 +1,89 @@
-"""The trainer, whose background writers stop in the middle of a file until they are told to go on.
+"""The trainer, whose saves stop at a place until they are told to go on.
 
-`python -m tests.helpers.held_writer run.json`: the writer of step 3 waits for the file `write-step-000003` in the
-output directory.
+`python -m tests.helpers.held_writer run.json [PLACE]`: the save of step 3 stops there, says so by the file
+`held-step-000003` in the output directory, and waits for the file `write-step-000003`.
+
+    copy      before the state is copied; training waits
+    file      in the middle of the file, after some tensors; training goes on
+    publish   after the last byte, before the record is written and the directory renamed; training waits
+    delete    after the rename, before a checkpoint that is not kept is deleted; its own step is the one in the names
 """
 
-import functools
-import itertools
-import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-
+from trainer.checkpoint import directory, host_memory, saver, writer
 from trainer.contract.run import RunConfig
+from trainer.loop import train
 from trainer.loop.job import run_file
 
 TENSORS_BEFORE = 5
+PLACES = ("copy", "file", "publish", "delete")
 
 
 def release(run: RunConfig, step: int) -> None:
-    """Let the writer of a step go on, now or when it comes."""
+    """Let the save of a step go on, now or when it comes."""
     (run.output_dir / f"write-step-{step:06d}").touch()
 
 
-def main() -> int:
-    """Run the trainer with megatron-core's function that writes one tensor made to wait."""
-    trainer, written, write = os.getpid(), itertools.count(), filesystem_async._write_item
+def is_held(run: RunConfig, step: int) -> bool:
+    """Whether the save of a step waits."""
+    return (run.output_dir / f"held-step-{step:06d}").is_file()
 
-    @functools.wraps(write)  # megatron-core looks at the signature
-    def write_when_told(transforms, stream, *args, **kwargs):
-        if os.getpid() != trainer and next(written) == TENSORS_BEFORE:
+
+class HeldSaver(saver.Checkpointer):
+    """A saver that notes which save is running, for the places."""
+
+    newest: "HeldSaver"
+
+    def save(self, step: int) -> None:
+        self.finish()
+        HeldSaver.newest, self.name, self.entries = self, f"step-{step:06d}", 0
+        super().save(step)
+
+    def wait(self, name: str) -> None:
+        out = self._directory.parent
+        (out / f"held-{name}").touch()
+        while not (out / f"write-{name}").exists():
+            time.sleep(0.01)
+
+
+def _before(owner: object, name: str) -> None:
+    function = getattr(owner, name)
+
+    def held(*args, **kwargs):
+        HeldSaver.newest.wait(args[0].name if name == "delete" else HeldSaver.newest.name)
+        return function(*args, **kwargs)
+
+    setattr(owner, name, held)
+
+
+def _in_the_middle(write: Callable) -> Callable:
+    def held(transforms, stream, *args, **kwargs):
+        HeldSaver.newest.entries += 1
+        if HeldSaver.newest.entries == TENSORS_BEFORE:
             stream.flush()
-            saving = Path(stream.name).parent
-            told = saving.parents[1] / saving.name.replace("saving-", "write-")
-            while not told.exists():
-                time.sleep(0.01)
+            HeldSaver.newest.wait(HeldSaver.newest.name)
         return write(transforms, stream, *args, **kwargs)
 
-    filesystem_async._write_item = write_when_told
+    return held
+
+
+def main() -> int:
+    """Run the trainer with its saves held at a place."""
+    place = sys.argv[2] if len(sys.argv) > 2 else "file"
+    if place == "file":
+        writer._write_item = _in_the_middle(writer._write_item)
+    else:
+        owners = {
+            "copy": (host_memory.HostMemory, "copy"),
+            "publish": (directory, "write_record"),
+            "delete": (directory, "delete"),
+        }
+        _before(*owners[place])
+    train.Checkpointer = HeldSaver
     return run_file(Path(sys.argv[1]))
 
 

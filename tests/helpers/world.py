@@ -22,8 +22,9 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from safetensors.torch import load_file
 
-from trainer.checkpoint import save_and_load as checkpoint
+from trainer.checkpoint import saver
 from trainer.checkpoint.hf_write import save_hf_weights
+from trainer.checkpoint.writer import OneFile, Written
 from trainer.contract.answer import MetricsRow, read_metrics
 from trainer.contract.names import HF_EXPORT
 from trainer.contract.run import RunConfig
@@ -145,13 +146,23 @@ def train_rank(directory: Path, rank: int, *, save: bool) -> None:
     run = RunConfig.model_validate_json((directory / "run.json").read_text())
     with contextlib.ExitStack() as stack:
         if not save:
-            stack.enter_context(patch.object(checkpoint.dist_checkpointing, "save", _save_nothing))
+            stack.enter_context(patch.object(saver.dist_checkpointing, "save", _save_nothing))
         mesh = stack.enter_context(rank_mesh(run.execution.parallel, run.train.seed))
         seen = _train(run, mesh) if run.task == "train" else export(run, mesh).model_dump()
     (directory / f"rank-{rank}.json").write_text(json.dumps(seen))
 
 
-def _save_nothing(*args: object, **kwargs: object) -> AsyncRequest:
+class _NoFile:
+    """What a rank has to write of nothing."""
+
+    tensors = ()
+
+    def write(self, *args: object) -> Written:
+        return Written([], 0)
+
+
+def _save_nothing(*args: object, sharded_strategy: OneFile, **kwargs: object) -> AsyncRequest:
+    sharded_strategy.file = _NoFile()
     return AsyncRequest(None, (), [])
 
 

@@ -5,7 +5,7 @@ import pytest
 from stages.inputs.hf_directory import count_parameters
 from tests.helpers.shapes import QWEN_2B
 from tests.helpers.tiny_model import FIRST, SECOND, tiny_hf_dir
-from trainer.contract.estimate import estimate_memory
+from trainer.contract.estimate import estimate_memory, estimate_saved
 from trainer.contract.parallel import ParallelConfig
 from trainer.families.registry import read_model
 
@@ -55,6 +55,18 @@ def test_data_parallel_ranks_divide_optimizer_states_and_with_fsdp_weights_too()
     assert cp == four | {"activations": one["activations"] / 2}
     whole = memory(dp=4, sharding="fsdp")
     assert [whole[part] for part in ("weights", "gradients", "optimizer")] == [parameters, parameters, 2 * parameters]
+
+
+def test_what_a_process_writes():
+    parameters = sum(QWEN_2B.parameters.values())
+
+    def saved(dp: int = 1, precision: str = "bfloat16", **layout) -> int:
+        return estimate_saved(QWEN_2B, ParallelConfig(**layout), dp=dp, precision=precision)
+
+    assert (saved(), saved(precision="float32")) == (14 * parameters, 16 * parameters)
+    assert saved(dp=2, cp=2) == (2 + 12 / 4) * parameters
+    assert saved(dp=4, sharding="fsdp") == 3 * parameters
+    assert saved(pp=2) < 14 * parameters
 
 
 def test_tensor_parallel_divides_the_language_model_and_vision_only_when_told():

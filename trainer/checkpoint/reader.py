@@ -12,10 +12,11 @@ needs (float8 scales each tensor by its own largest value, without a history), s
 """
 
 import io
+import json
 import pickle
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -25,8 +26,11 @@ from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_read
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME, TorchCommonLoadStrategy
 from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint._nested_dict import set_element
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
+
+from trainer.checkpoint.writer import DIGESTS, digest_of
 
 # Plain records and enumerations of torch, and constructors without side effects.
 _METADATA_GLOBALS = {
@@ -52,13 +56,29 @@ class CheckpointNotTrusted(CheckpointingException):
 
 
 class MetadataReader(CachedMetadataFileSystemReader):
-    """Reads `.metadata`, which says where each tensor lies, as plain records."""
+    """Reads `.metadata`, which says where each tensor lies, as plain records; and each entry, if it is as written."""
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(path)
+        self._digests: dict[str, dict[str, str]] = {}
 
     def read_metadata(self, *_args: Any, **_options: Any) -> Metadata:
         if self._cached_metadata is None:
             self._cached_metadata = _read_metadata(Path(self.path) / ".metadata")
             self._cached_metadata.storage_meta.load_id = self.load_id
         return self._cached_metadata
+
+    def _slice_file(self, file: BinaryIO, sinfo: _StorageInfo) -> BinaryIO:
+        name = sinfo.relative_path
+        if name not in self._digests:
+            beside = Path(self.path) / (name + DIGESTS)  # missing: of before digests, or athanor.json misses it too
+            self._digests[name] = json.loads(beside.read_bytes()) if beside.is_file() else {}
+        file.seek(sinfo.offset)
+        data = file.read(sinfo.length)
+        digest = self._digests[name].get(str(sinfo.offset))
+        if digest is not None and digest_of(data) != digest:
+            raise CheckpointingException(f"{name}: the {sinfo.length} bytes at {sinfo.offset} are not what was written")
+        return io.BytesIO(data)
 
 
 class ObjectPlanner(torch_strategy.MCoreLoadPlanner):

@@ -28,6 +28,9 @@ class MetricsRow(StrictModel):
     loss: float = Field(description="mean over the loss tokens of the global batches since the last line")
     heldout_loss: float | None = Field(default=None, description="the same over the held-out bins")
     grad_norm: float = Field(description="over all ranks, before clipping")
+    param_norm: float | None = Field(
+        default=None, description="of all parameters, trained and frozen, after the step; None in old files"
+    )
     lr: float = Field(description="the schedule of optim.lr; a part's own rate is in proportion")
     epoch: float = Field(description="passes over the bins so far")
     tokens: int = Field(description="tokens trained on so far, without padding")

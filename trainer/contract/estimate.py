@@ -39,6 +39,16 @@ def estimate_memory(
     return max((work.memory(rank) for rank in {0, parallel.pp - 1}), key=lambda parts: sum(parts.values()))
 
 
+def estimate_saved(shape: ModelShape, parallel: ParallelConfig, *, dp: int, precision: str) -> int:
+    """Bytes of a checkpoint that the fullest process writes, and copies into host memory if saves are asynchronous.
+
+    Of P parameters on a process, with the distributed optimizer over n = dp x cp ranks: the weights, 2 P in bfloat16
+    and 4 P in float32, written by one of the n, and 12 P / n of float32 weights and moments. With fsdp 12 P / dp.
+    """
+    work = _Work(shape, parallel, dp, 1, 1, 0, 4 if precision == "float32" else 2)
+    return max(work.saved(rank) for rank in {0, parallel.pp - 1})
+
+
 @dataclass(frozen=True, slots=True)
 class _Work:
     shape: ModelShape
@@ -59,6 +69,12 @@ class _Work:
             weights = 2 * parameters + 4 * parameters / ranks
         parts = {"weights": weights, "gradients": gradients, "optimizer": moments}
         return {name: round(value) for name, value in (parts | {"activations": self._activations(rank)}).items()}
+
+    def saved(self, rank: int) -> int:
+        """Bytes that the first or the last pipeline rank writes."""
+        parameters = self._parameters(rank)
+        weights = 0 if self.parallel.sharding == "fsdp" else self.size * parameters
+        return round(weights + 12 * parameters / (self.dp * self.parallel.cp))
 
     def _layers(self, rank: int) -> range:
         """The language layers of the first or the last pipeline rank, counted from 0."""

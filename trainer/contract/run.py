@@ -102,7 +102,7 @@ class CheckpointConfig(StrictModel):
         default=None, ge=1, le=10**8, description="checkpoints of multiples of this step are kept for good; null: none"
     )
     asynchronous: bool = Field(
-        default=False, description="write the files in a process of their own while training goes on"
+        default=True, description="write the files while training goes on, from a copy of the state in host memory"
     )
 
 

@@ -1,6 +1,7 @@
 """A checkpoint as an HF directory."""
 
 from trainer.checkpoint import save_and_load as checkpoint
+from trainer.checkpoint.directory import read_step
 from trainer.checkpoint.hf_write import save_hf_weights
 from trainer.contract.answer import TrainResult
 from trainer.contract.names import HF_EXPORT
@@ -13,7 +14,7 @@ from trainer.parallel.mesh import Mesh
 
 def export(run: RunConfig, mesh: Mesh) -> TrainResult:
     """Write the weights of `run.checkpoint_dir` as HF safetensors into `output_dir/hf`."""
-    step = checkpoint.read_step(run.checkpoint_dir, run)
+    step = read_step(run.checkpoint_dir, run)
     family, shape = read_model(run.hf_dir)
     chunks = build_chunks(run, family, shape, mesh, weights_dtype(run))
     checkpoint.load_model(chunks, run.checkpoint_dir)

@@ -3,10 +3,12 @@
 import math
 import time
 
+import torch
+
 from trainer.contract.answer import MetricsRow
 from trainer.loop.heldout import heldout_loss
 from trainer.loop.metrics import peak_flops, peak_memory_gb
-from trainer.loop.optim import set_learning_rate
+from trainer.loop.optim import set_learning_rate, squared_param_norm
 from trainer.loop.set_up import Trainer, log
 from trainer.loop.step import run_micro_batches, train_step
 from trainer.objectives.totals import Totals
@@ -78,11 +80,13 @@ class Interval:
 
     def close(self) -> MetricsRow:
         """The line of this interval, reduced over ranks. The next interval begins."""
+        trainer = self.trainer
+        squared_norm = squared_param_norm(trainer.chunks, trainer.optimizer, trainer.mesh)
         self.pause()
-        trainer, seconds = self.trainer, self.seconds
+        seconds = self.seconds
         parts = {name: value / self.steps for name, value in trainer.chunks[0].module.clock.read().items()}
         totals = self.totals.over_ranks(trainer.mesh)
-        loss_sum, loss_tokens = totals.loss_and_tokens.tolist()
+        loss_sum, loss_tokens, squared_norm = torch.cat([totals.loss_and_tokens, squared_norm]).tolist()
         trainer.tokens += totals.tokens
         trainer.loss_tokens += int(loss_tokens)
         trainer.last["loss"] = loss_sum / max(1, loss_tokens)
@@ -98,6 +102,7 @@ class Interval:
             heldout_loss=heldout,
             grad_norm=self.grad_norm,
             **{f"{part}_grad_norm": self.part_norms.get(part) for part in trainer.family.parts},
+            param_norm=math.sqrt(squared_norm),
             lr=self.lr,
             tokens=trainer.tokens,
             loss_tokens=trainer.loss_tokens,

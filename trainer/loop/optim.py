@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -10,9 +10,13 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, ParamKey, get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
+from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
 
 from trainer.contract.run import OptimConfig, TrainConfig
 from trainer.families.family import Family
+from trainer.parallel.fsdp import FullyShardedModel
+from trainer.parallel.mesh import Mesh
 
 # The key of a parameter group that names its part. A checkpoint's groups are matched to the optimizer's by four keys
 # alone (megatron-core's `param_group_identifier_keys`: wd_mult, lr_mult, is_expert_parallel, is_decoupled_lr), and of
@@ -116,3 +120,22 @@ def grad_norms_by_part(optimizer: ChainedOptimizer, device: torch.device) -> dic
     squares = torch.stack(norms).square()
     dist.all_reduce(squares, group=optimizer.get_grad_stats_parallel_group())
     return dict(zip(names, squares.sqrt().tolist(), strict=True))
+
+
+@torch.no_grad()
+def squared_param_norm(
+    chunks: Sequence[DistributedDataParallel | FullyShardedModel], optimizer: ChainedOptimizer, mesh: Mesh
+) -> torch.Tensor:
+    """(1,) float64 on the device: the squared norm of all parameters over all ranks, trained and frozen, each counted
+    once. A collective that does not wait for the device."""
+    device = mesh.device
+    counted = [p for inner in optimizer.chained_optimizers for p in inner.get_parameters()]  # divided over the ranks
+    if isinstance(chunks[0], FullyShardedModel):
+        counted += [piece for piece in chunks[0].slices.values() if not piece.requires_grad]
+    elif mesh.groups.dp_cp.rank() == 0:
+        counted += [p for chunk in chunks for p in chunk.module.parameters() if not p.requires_grad]
+    # As for gradients: copies that tensor-parallel ranks hold, and a tied embedding's second copy, are left out.
+    counted = [p for p in counted if param_is_not_shared(p) and param_is_not_tensor_parallel_duplicate(p)]
+    square = torch.nn.utils.get_total_norm(counted).to(device, torch.float64).square().view(1)
+    dist.all_reduce(square)
+    return square

@@ -8,6 +8,7 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 
 from trainer.checkpoint import save_and_load as checkpoint
+from trainer.checkpoint.directory import list_checkpoints, read_step
 from trainer.checkpoint.hf_read import load_hf_weights
 from trainer.contract.model_shape import ModelShape
 from trainer.contract.names import CHECKPOINTS
@@ -97,9 +98,9 @@ def set_up(run: RunConfig, mesh: Mesh) -> Trainer:
 
 
 def _resume(trainer: Trainer) -> None:
-    checkpoints = checkpoint.list_checkpoints(trainer.run.output_dir / CHECKPOINTS)
+    checkpoints = list_checkpoints(trainer.run.output_dir / CHECKPOINTS)
     if checkpoints:
-        trainer.step = checkpoint.read_step(checkpoints[-1], trainer.run)
+        trainer.step = read_step(checkpoints[-1], trainer.run)
         checkpoint.load(trainer.chunks, trainer.optimizer, checkpoints[-1], trainer.mesh)
     log.info("data state: %s", f"resumed at step {trainer.step}" if checkpoints else "fresh")
     trainer.tokens, trainer.loss_tokens = trainer.order.tokens_before(trainer.step)

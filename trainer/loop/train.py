@@ -6,11 +6,14 @@ from collections.abc import Iterator
 
 import torch
 
-from trainer.checkpoint import save_and_load as checkpoint
+from trainer.checkpoint.directory import checkpoint_name, list_checkpoints
+from trainer.checkpoint.saver import Checkpointer
 from trainer.contract.answer import TrainResult
 from trainer.contract.names import CHECKPOINTS, HELDOUT_BASE_JSONL
 from trainer.contract.run import RunConfig
+from trainer.data.micro_batch import MicroBatch
 from trainer.data.reader import PREFETCH_DEPTH, prefetch
+from trainer.loop.garbage import collect_after, collected_by_steps
 from trainer.loop.heldout import heldout_loss
 from trainer.loop.interval import Interval, NotFinite, is_logged
 from trainer.loop.metrics import MetricsWriter
@@ -54,7 +57,6 @@ def train(run: RunConfig, mesh: Mesh) -> TrainResult:
 
 def _train(trainer: Trainer) -> TrainResult:
     run, mesh = trainer.run, trainer.mesh
-    per_step = run.num_micro_batches(mesh.dp)
     signal.signal(signal.SIGTERM, lambda *_: setattr(trainer, "should_stop", True))
     writer = MetricsWriter(run.output_dir, trainer.step) if mesh.is_main else None
     numbers = trainer.order(trainer.step, run.train.num_steps)
@@ -62,8 +64,16 @@ def _train(trainer: Trainer) -> TrainResult:
     batches = prefetch(trainer.order.reader, numbers, PREFETCH_DEPTH, pin, run.execution.loader_workers)
     if trainer.step == 0:  # the held-out loss before training, to be compared with the one after it
         heldout_loss(trainer.chunks, trainer.heldout, mesh, run, HELDOUT_BASE_JSONL)
+    with Checkpointer(trainer.chunks, trainer.optimizer, run, mesh, trainer.step) as saver, collected_by_steps():
+        return _steps(trainer, batches, saver, writer)
+
+
+def _steps(
+    trainer: Trainer, batches: Iterator[MicroBatch], saver: Checkpointer, writer: MetricsWriter | None
+) -> TrainResult:
+    run, mesh = trainer.run, trainer.mesh
+    per_step = run.num_micro_batches(mesh.dp)
     interval = Interval(trainer)
-    saver = checkpoint.Checkpointer(trainer.chunks, trainer.optimizer, run, mesh)
     trace = _trace(trainer)
     while trainer.step < run.train.num_steps:
         if trace:
@@ -74,25 +84,26 @@ def _train(trainer: Trainer) -> TrainResult:
             saver.finish()
             raise
         is_last = trainer.step == run.train.num_steps
-        stop = mesh.any(trainer.should_stop)
+        stop, is_writing = mesh.any(trainer.should_stop, saver.is_writing)
         if stop or is_logged(trainer, trainer.step):
             row = interval.close()
             if writer:
                 writer.write(row)
+        collect_after(trainer.step)
         interval.pause()
         if trace:
             trace.after(is_last or stop)
         if is_last or stop or trainer.step % run.execution.checkpoint.save_interval == 0:
             saver.save(trainer.step)
-        else:
-            saver.poll()
+        elif not is_writing:
+            saver.finish()
         if is_last or stop:
             saver.finish()
         interval.resume()
         if stop and not is_last:
-            name = checkpoint.checkpoint_name(trainer.step)
+            name = checkpoint_name(trainer.step)
             return _result(trainer, "stopped", name, "stopped by SIGTERM; run again to go on from here")
-    newest = checkpoint.list_checkpoints(run.output_dir / CHECKPOINTS)[-1]
+    newest = list_checkpoints(run.output_dir / CHECKPOINTS)[-1]
     return _result(trainer, "finished", newest.name, "")
 
 

@@ -5,6 +5,7 @@ import datetime
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from trainer.contract.parallel import ParallelConfig
 from trainer.data.slices import RankSlice
 from trainer.parallel.hosts import LostRank, gather_hosts
 
+T = TypeVar("T")
 TIMEOUT = datetime.timedelta(minutes=30)
 
 
@@ -55,13 +57,27 @@ class Mesh:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def any(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank; a collective."""
+    def any(self, *flags: bool) -> list[bool]:
+        """Of each flag whether it is set on any rank; one collective."""
         if self.world_size == 1:
-            return flag
-        tensor = torch.tensor([int(flag)], device=self.device)
+            return list(flags)
+        tensor = torch.tensor(flags, dtype=torch.int, device=self.device)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-        return bool(tensor.item())
+        return [bool(flag) for flag in tensor.tolist()]
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, by rank, on all of them; a collective."""
+        values = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(values, value)
+        return values
+
+    def from_main(self, value: T) -> T:
+        """Rank 0's value; a collective."""
+        values = [value]
+        if self.world_size > 1:
+            dist.broadcast_object_list(values, src=0)
+        return values[0]
 
 
 def place_in_world() -> tuple[int, int, int]:
@@ -71,10 +87,14 @@ def place_in_world() -> tuple[int, int, int]:
     )
 
 
+def processes_here() -> int:
+    """Processes of this training on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
 def set_threads(num_threads: int) -> None:
     """Set the CPU threads of this process; 0 shares the cores among the processes of this host."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    torch.set_num_threads(num_threads or max(1, len(os.sched_getaffinity(0)) // local))
+    torch.set_num_threads(num_threads or max(1, len(os.sched_getaffinity(0)) // processes_here()))
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from stages.artifacts.run_stage import scratch_dir
 from stages.export.stage import JOB_DIR
 from stages.launchers.job import Job, make_launcher
 from stages.train.run_trainer import trainer_job
-from trainer.contract.estimate import estimate_memory
+from trainer.contract.estimate import estimate_memory, estimate_saved
 from trainer.contract.model_shape import ModelShape
 from trainer.families.registry import read_model
 
@@ -100,6 +100,7 @@ def size_rows(config: PipelineConfig, available: Mapping[str, Input]) -> list[tu
             f"about {_size(sum(memory.values()))} in the fullest process, without the {_RUNTIME} of torch itself",
         ),
         *((f"  {name}", _size(value)) for name, value in memory.items()),
+        *_host_memory(config, shape),
         ("processes", str(config.execution.cluster.processes)),
     ]
 
@@ -119,6 +120,16 @@ def _memory(config: PipelineConfig, shape: ModelShape) -> dict[str, int]:
         max_patches=config.plan_bins.max_patches,
         precision=config.train.precision,
     )
+
+
+def _host_memory(config: PipelineConfig, shape: ModelShape) -> list[tuple[str, str]]:
+    """A row where saves are asynchronous; a training that saves at its end alone keeps no copy."""
+    execution, train = config.execution, config.train
+    if not execution.checkpoint.asynchronous or execution.checkpoint.save_interval >= train.num_steps:
+        return []
+    dp = execution.cluster.processes // execution.parallel.model_size
+    copied = estimate_saved(shape, execution.parallel, dp=dp, precision=train.precision)
+    return [("host memory", f"{_size(copied)} in the fullest process, page-locked: checkpoints are written from it")]
 
 
 def _samples(tokenized: Input | None) -> str:

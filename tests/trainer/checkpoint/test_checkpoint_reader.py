@@ -4,6 +4,7 @@ import functools
 import io
 import json
 import pickle
+import random
 import shutil
 import zipfile
 from pathlib import Path
@@ -17,7 +18,9 @@ from dataset_builders.errors import InputError
 from tests.helpers.run_dir import write_job
 from tests.helpers.single_rank import single_rank
 from trainer.checkpoint import save_and_load as checkpoint
+from trainer.checkpoint.directory import META, list_checkpoints
 from trainer.checkpoint.reader import CheckpointNotTrusted, CommonState, MetadataReader, _MetadataUnpickler, load_plain
+from trainer.checkpoint.saver import Checkpointer
 from trainer.contract.run import RunConfig
 from trainer.families.registry import read_model
 from trainer.loop.set_up import build_chunks
@@ -62,16 +65,21 @@ def saved(tmp_path_factory) -> tuple[RunConfig, Path]:
         for param in chunks[0].module.parameters():
             param.main_grad.normal_()
         optimizer.step()
-        writer = checkpoint.Checkpointer(chunks, optimizer, run, mesh)
+        writer = Checkpointer(chunks, optimizer, run, mesh)
         writer.save(1)
         writer.finish()
-    (found,) = checkpoint.list_checkpoints(run.output_dir / "checkpoints")
+    (found,) = list_checkpoints(run.output_dir / "checkpoints")
     return run, found
 
 
 @pytest.fixture
 def copied(saved, tmp_path) -> Path:
-    return Path(shutil.copytree(saved[1], tmp_path / saved[1].name))
+    """The checkpoint without its digests, as of before them, and as one who spoils it would leave it."""
+    copy = Path(shutil.copytree(saved[1], tmp_path / saved[1].name))
+    record = json.loads((copy / META).read_text())
+    (copy / META).write_text(json.dumps({k: v for k, v in record.items() if k not in ("digest", "digests")}))
+    (copy / "__0_0.distcp.xxh3").unlink()
+    return copy
 
 
 def load(run: RunConfig, directory: Path) -> None:
@@ -108,6 +116,24 @@ SPOILERS = {".metadata": spoil_metadata, "common.pt": spoil_common, "rng": spoil
 
 def test_what_we_wrote_is_loaded(saved):
     load(*saved)
+
+
+def test_a_checkpoint_of_before_digests_is_loaded(saved, copied):
+    load(saved[0], copied)
+
+
+@pytest.mark.parametrize(
+    "name", ["__0_0.distcp", ".metadata", "common.pt", "metadata.json", "__0_0.distcp.xxh3", "athanor.json"]
+)
+def test_one_flipped_bit_anywhere_is_refused_in_one_line(saved, tmp_path, name):
+    copy = Path(shutil.copytree(saved[1], tmp_path / saved[1].name))
+    data, draw = (copy / name).read_bytes(), random.Random(name)
+    for _ in range(8):
+        place, bit = draw.randrange(len(data)), draw.randrange(8)
+        (copy / name).write_bytes(data[:place] + bytes([data[place] ^ (1 << bit)]) + data[place + 1 :])
+        with pytest.raises(InputError, match=r"damaged .*delete it") as caught:
+            load(saved[0], copy)
+        assert "\n" not in str(caught.value) and str(copy) in str(caught.value)
 
 
 @pytest.mark.parametrize("name", SPOILERS)

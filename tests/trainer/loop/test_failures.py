@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from dataset_builders.errors import InputError
 from tests.helpers.reference import random_hf_dir
 from tests.helpers.run_dir import changed, log_of, make_bins, result_of, run_trainer, write_job
-from trainer.checkpoint.save_and_load import list_checkpoints, read_step
+from trainer.checkpoint.directory import list_checkpoints, read_step
 from trainer.contract.names import EXIT_FAILED, EXIT_INPUT
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import OptimConfig, TrainConfig

@@ -1,0 +1,100 @@
+"""The optimizer's tensors in a checkpoint: each rank writes what it holds, where it lies in the whole parameter.
+
+megatron-core 0.16.1's `fully_reshardable` format gathers main parameters and moments of all data-parallel ranks on each
+of them, by way of the host (25 to 35 s at 2 billion parameters), and one rank writes them all. The format on disk knows
+rectangles of a tensor. A rank's share of a parameter is a run of consecutive numbers, which is a few rectangles: so no
+rank needs another's numbers, and what is saved are views of the optimizer's own tensors. Any layout loads it, and what
+megatron-core wrote loads as before.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+_TENSORS = ("param", "exp_avg", "exp_avg_sq")
+Place = ShardedTensor | ShardedTensorFactory
+
+
+def rectangles(shape: Sequence[int], first: int, last: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(offset, size) of the boxes that the numbers `first` to `last` - 1 of a tensor fill, in their order."""
+    if len(shape) <= 1:
+        yield (first,) * len(shape), (last - first,) * len(shape)
+        return
+    row = math.prod(shape[1:])
+    whole = range(-(-first // row), last // row)
+    if first % row and first // row == last // row:  # within one row
+        yield from _in_row(shape, first // row, first % row, last % row)
+        return
+    if first % row:
+        yield from _in_row(shape, first // row, first % row, row)
+    if whole:
+        yield (whole.start, *(0 for _ in shape[1:])), (len(whole), *shape[1:])
+    if last % row:
+        yield from _in_row(shape, last // row, 0, last % row)
+
+
+def _in_row(shape: Sequence[int], row: int, first: int, last: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    for offset, size in rectangles(shape[1:], first, last):
+        yield (row, *offset), (1, *size)
+
+
+def _pieces(place: Place, key: str, numbers: torch.Tensor, first: int) -> Iterator[ShardedTensor]:
+    """Consecutive numbers of a parameter, the first at place `first`, as parts of the whole model's tensor."""
+    start = 0
+    # The two halves of a gated MLP are two parts of the tensor, and follow each other in the parameter.
+    for part in place.build() if isinstance(place, ShardedTensorFactory) else [place]:
+        shape, stacked = part.data.shape, part.prepend_axis_num
+        held = range(max(first, start), min(first + len(numbers), start + shape.numel()))
+        taken = held.start - first
+        for offset, size in rectangles(shape, held.start - start, held.stop - start) if held else ():
+            data = numbers[taken : taken + math.prod(size)].view((1,) * stacked + size)
+            taken += math.prod(size)
+            yield ShardedTensor(
+                key=f"optimizer.state.{key}.{part.key}",
+                data=data,
+                dtype=data.dtype,
+                local_shape=tuple(data.shape),
+                global_shape=part.global_shape,
+                global_offset=tuple(a + b for a, b in zip(part.global_offset, (0,) * stacked + offset, strict=True)),
+                axis_fragmentations=None,  # ranks hold unequal pieces
+                replica_id=(*part.replica_id[:-1], 0),  # data-parallel ranks hold no copies of each other's
+            )
+        start += shape.numel()
+
+
+def _whole(place: Place, key: str) -> Place:
+    """The request for a whole parameter's tensor; the optimizer takes its share of what is loaded."""
+    data = torch.empty(place.data.shape, dtype=torch.float32)
+    dtype = {} if isinstance(place, ShardedTensorFactory) else {"dtype": data.dtype}
+    return replace(place, key=f"optimizer.state.{key}.{place.key}", data=data, **dtype)
+
+
+def _param_state(
+    optimizer: DistributedOptimizer, model_state: dict[str, Any], is_loading: bool = False, metadata: object = None
+) -> dict[int, dict[str, object]]:
+    """Parameter number -> name -> its pieces; when loading, the whole tensors that the optimizer asks for. Before the
+    first update, moments are stood for by the parameter, which is of their size."""
+    places = {place.data: place for place in nested_values(extract_sharded_tensors_and_factories(model_state)[0])}
+    state: dict[int, dict[str, object]] = {}
+    for number, param in enumerate(param for buffer in optimizer.buffers for param in buffer.param_index_map):
+        if is_loading:
+            state[number] = {key: _whole(places[param], key) for key in _TENSORS}
+            continue
+        if param in optimizer.model_param_gbuf_map:  # else all of it is held by other ranks
+            first = optimizer._get_model_param_range_map(param)["param"].start
+            tensors = optimizer._get_main_param_and_optimizer_states(param)
+            numbers = {key: tensors.get(key, tensors["param"]).detach().view(-1) for key in _TENSORS}
+            state[number] = {key: list(_pieces(places[param], key, numbers[key], first)) for key in _TENSORS}
+    return state
+
+
+def install() -> None:
+    """Have megatron-core's optimizer answer with `_param_state`, until the process ends."""
+    DistributedOptimizer.sharded_param_state_fully_reshardable = _param_state
