@@ -87,7 +87,8 @@ class ProcessorCheck:
         turns = [{"role": m.role, "content": _content(m)} for m in messages]
         if chat.system_prompt and "system" not in [m.role for m in messages]:
             turns.insert(0, {"role": "system", "content": chat.system_prompt})
-        text = chat.tokenizer.apply_chat_template(turns, tokenize=False, enable_thinking=False)
+        (text,) = chat.template.render([turns])
+        assert isinstance(text, str), text
         token = chat.tokenizer.convert_ids_to_tokens(chat.image_token_id) if chat.images else None
         first, *others = text.split(token) if token else [text]
         tokens = grids.prod(-1) // self._config.patch_format.merge_size**2
