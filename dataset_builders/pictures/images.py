@@ -192,7 +192,7 @@ def _open(data: bytes) -> Image.Image:
 
 
 def _check_pixels(image: Image.Image, data: bytes) -> int:
-    """Decode every coded bit; returns the EXIF orientation. A JPEG's transform to pixels, which cannot fail, is spared."""
+    """Decode every coded bit; returns the EXIF orientation."""
     warning = jpeg.jpeg_warning(image, data) if image.format in jpeg.FORMATS else ""
     if not warning and jpeg.is_plain_jpeg(image, data):
         return _orientation(image)

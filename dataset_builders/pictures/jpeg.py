@@ -1,7 +1,8 @@
 """JPEG files: a bound on their scans, the damage that Pillow keeps silent about, and a decoder faster than Pillow's.
 
-Most files are decoded by simplejpeg, which gives Pillow's bits: both are libjpeg-turbo with its exact integer transform.
-A file that simplejpeg warns about goes to Pillow, which reads it without a word; `refuse_damage` judges the warning.
+Most files are decoded by simplejpeg, which gives Pillow's bits: both are libjpeg-turbo with its exact integer
+transform. A file that simplejpeg warns about goes to Pillow, which reads it without a word; `refuse_damage` judges the
+warning.
 """
 
 import re

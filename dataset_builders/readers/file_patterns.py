@@ -4,7 +4,8 @@ Globs are fsspec's: `*` stays inside one directory, `**` does not. Files and dir
 belong to some tool and are not data.
 
 A source may come from somebody else, and must not name files of this machine: a file whose links lead out of the source
-is refused. Pictures are listed all the same: a row that names one is left out (`image_refs.py`), the others do not matter.
+is refused. Pictures are listed all the same, for many are named by no row; a row that names one is left out
+(`image_refs.py`).
 """
 
 import difflib

@@ -65,7 +65,9 @@ def _pixel_config(file: Path, raw: dict[str, Any], low: Any, high: Any) -> Pixel
         field, value = first["loc"][0], str(first["input"])[:80]
         raise InputError(f"{file}: {field} is {value} ({first['msg']}); copy the model's own file again") from error
     if not min(patch_format.image_std) > 0:
-        raise InputError(f"{file}: image_std is {raw['image_std']}; pixels are divided by it: copy the model's own file")
+        raise InputError(
+            f"{file}: image_std is {raw['image_std']}; pixels are divided by it: copy the model's own file"
+        )
     return config
 
 

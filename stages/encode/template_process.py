@@ -17,6 +17,7 @@ import psutil
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
+
 def main() -> None:
     """Answer until the input ends."""
     settings = json.loads(sys.stdin.buffer.readline())

@@ -71,7 +71,7 @@ class ShardNotes(StrictModel):
     Attributes:
         rows: of the index, with the columns of INDEX_SCHEMA.
         num_checked: number of samples that were compared with transformers.
-        pixels_against: the library that their pixels were compared with.
+        pixels_against: what their pixels were compared with.
     """
 
     rows: list[dict[str, Any]]

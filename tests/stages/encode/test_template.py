@@ -45,7 +45,8 @@ _HOSTILE = {
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}": "needs over 0.5 s of CPU",
     "{{ 9**(9**(messages|length + 8)) % 7 }}": "needs over 0.5 s of CPU",
     "{{ 'a' * 3000000000 }}": "needs over 1024 MiB of memory",
-    "{% set x = namespace(t='a') %}{% for i in range(50) %}{% set x.t = x.t ~ x.t %}{% endfor %}{{ x.t }}": "needs over 1024 MiB of memory",
+    "{% set x = namespace(t='a') %}"
+    "{% for i in range(50) %}{% set x.t = x.t ~ x.t %}{% endfor %}{{ x.t }}": "needs over 1024 MiB of memory",
     "{{ '%3000000000d' % 1 }}": "needs over 1024 MiB of memory",
     "{{ 'a' * 200000000 }}": r"writes 200,000,000 characters for a conversation of \d+, over the limit of 100,\d+",
     "{{ 1 // 0 }}": "fails with ZeroDivisionError: integer division or modulo by zero",
@@ -75,8 +76,9 @@ def test_a_hostile_template_is_one_line_before_any_tokenizer(text, tmp_path, req
 
 def test_a_sound_template_is_checked_by_its_files_alone(tmp_path):
     """The recipe's check loads neither torch nor transformers."""
-    code = f"import sys\nfrom pathlib import Path\nfrom stages.encode.template import check_template\n"
-    code += f"check_template(Path({str(tiny_hf_dir())!r}))\nprint(sorted({{'torch', 'transformers'}} & sys.modules.keys()))"
+    code = "import sys\nfrom pathlib import Path\nfrom stages.encode.template import check_template\n"
+    code += f"check_template(Path({str(tiny_hf_dir())!r}))\n"
+    code += "print(sorted({'torch', 'transformers'} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -92,13 +94,13 @@ def test_the_template_is_found_where_transformers_finds_it(tmp_path):
     settings.write_text("{}")
     assert read_template(hf_dir)[0] == "the old file"
     (hf_dir / "chat_template.jinja").write_bytes(b"\xff\xfe")
-    with pytest.raises(InputError, match="chat_template.jinja cannot be read"):
+    with pytest.raises(InputError, match=r"chat_template\.jinja cannot be read"):
         read_template(hf_dir)
 
 
 def test_text_is_transformers_own():
     chat = ChatEncoder(tiny_hf_dir())
-    conversations = [turns("a", "b"), turns("\ud800 \u2028 \u00e9\n\"", "\\n\t"), turns("c", "d", "e", "f")]
+    conversations = [turns("a", "b"), turns('\ud800 \u2028 \u00e9\n"', "\\n\t"), turns("c", "d", "e", "f")]
     given = [chat._turns(messages) for messages in conversations]
     expected = [chat.tokenizer.apply_chat_template(one, tokenize=False, enable_thinking=False) for one in given]
     assert chat.template.render(given) == expected
@@ -109,7 +111,9 @@ def conversation(text: str) -> list[dict[str, str]]:
 
 
 def test_an_input_that_makes_the_template_run_on_costs_its_sample_alone(short_limit):
-    chat = ChatTemplate("here", "{% if 'x' in messages[0].content %}{{ 9**(9**(messages|length + 8)) }}{% endif %}" + _PLAIN, {})
+    chat = ChatTemplate(
+        "here", "{% if 'x' in messages[0].content %}{{ 9**(9**(messages|length + 8)) }}{% endif %}" + _PLAIN, {}
+    )
     texts = chat.render([conversation(text) for text in ("a", "x", "b", "c")])
     assert [text if isinstance(text, str) else text.reason for text in texts] == [
         *("user: a\n", "mask_span_mismatch", "user: b\n", "user: c\n")
@@ -117,7 +121,7 @@ def test_an_input_that_makes_the_template_run_on_costs_its_sample_alone(short_li
     assert "the chat template needs over 0.5 s of CPU for a conversation of" in texts[1].detail
     chat.render([conversation("x")])
     chat.render([conversation("x")])
-    with pytest.raises(InputError, match="here: the chat template needs over 0.5 s .*, like 3 others before"):
+    with pytest.raises(InputError, match=r"here: the chat template needs over 0\.5 s .*, like 3 others before"):
         chat.render([conversation("x")])
 
 
@@ -129,7 +133,9 @@ def test_an_input_may_be_large():
 
 def test_errors_of_an_input_leave_its_sample_out(tmp_path):
     text = (tiny_hf_dir() / "chat_template.jinja").read_text()
-    chat = ChatEncoder(model_with(tmp_path, "{%- if 'zero' in messages[-1].content -%}{{ 1 // 0 }}{%- endif -%}" + text))
+    chat = ChatEncoder(
+        model_with(tmp_path, "{%- if 'zero' in messages[-1].content -%}{{ 1 // 0 }}{%- endif -%}" + text)
+    )
     good, bad = chat.tokenize([turns("a", "b"), turns("a", "zero")])
     assert chat.decode(good.ids).endswith("b<|im_end|>\n")
     assert isinstance(bad, SkipSample) and "the chat template fails with ZeroDivisionError" in bad.detail
@@ -153,7 +159,8 @@ def test_the_process_ends_with_its_owner_even_one_that_is_killed():
     del chat
     assert process.poll() is not None
     code = "import os, sys\nfrom stages.encode.template import ChatTemplate\n"
-    code += "chat = ChatTemplate('here', 'a', {})\nchat.check()\nprint(chat._process.pid, flush=True)\nos.kill(os.getpid(), 9)"
+    code += "chat = ChatTemplate('here', 'a', {})\nchat.check()\n"
+    code += "print(chat._process.pid, flush=True)\nos.kill(os.getpid(), 9)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL
     _, left = psutil.wait_procs(_processes(int(done.stdout)), timeout=60)
