@@ -2,7 +2,7 @@
 
 transformers' sandbox keeps a template from files and network, and not from a loop without end or a string of gigabytes.
 So no template is rendered in our own processes. The one that renders (`template_process.py`) has a limit of CPU seconds
-and of characters for each conversation, and one of memory.
+and of characters for each conversation, and one of memory; it calls transformers' own function.
 """
 
 import contextlib
@@ -138,7 +138,7 @@ class ChatTemplate:
 
 
 def chat_template(hf_dir: Path, template: str, variables: Mapping[str, Any]) -> ChatTemplate:
-    """The checked template of a model directory; the last ones of this process are kept.
+    """The checked template of a model directory; the last two of this process are kept.
 
     Raises:
         InputError: as `ChatTemplate.check` does.
@@ -157,7 +157,7 @@ def check_template(hf_dir: Path) -> None:
         chat_template(hf_dir, template, tokens)
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=2)
 def _checked(pid: int, owner: str, template: str, variables: str) -> ChatTemplate:
     chat = ChatTemplate(owner, template, json.loads(variables))
     chat.check()
@@ -184,7 +184,7 @@ def read_template(hf_dir: Path) -> tuple[str | None, dict[str, Any]]:
 
 def _request(messages: Messages, add_generation_prompt: bool) -> str:
     text = json.dumps(messages, ensure_ascii=False)
-    return f"[{text}, {json.dumps(add_generation_prompt)}, {len(text)}]"
+    return f"[{text}, {'true' if add_generation_prompt else 'false'}, {len(text)}]"
 
 
 def _parts(requests: Sequence[str]) -> list[list[str]]:

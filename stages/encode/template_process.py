@@ -1,6 +1,7 @@
 """The program that renders a chat template: a process of its own, which a limit may end without harm to its caller.
 
-In: one line of JSON with the template, its variables and the limits, then a line for each list of conversations.
+In: one line of JSON with the template, its variables and the limits, then a line for each list of conversations. The
+limit of CPU seconds is that of a list: a caller whose list ended the process sends its conversations one by one.
 Out: a line for each list: [kind, text] for each conversation. `kind` is text, refused (by the template's own word) or
 failed (a limit, or an error of the template).
 
@@ -24,7 +25,10 @@ def main() -> None:
     limit = psutil.Process().memory_info().vms + settings["memory"]
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     for line in sys.stdin.buffer:
+        # The signal's default action ends the process, also in the middle of one long operation.
+        signal.setitimer(signal.ITIMER_PROF, settings["cpu_seconds"])
         outcomes = [_render(settings, *request) for request in json.loads(line)]
+        signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.buffer.write(json.dumps(outcomes).encode() + b"\n")
         sys.stdout.buffer.flush()
 
@@ -32,8 +36,6 @@ def main() -> None:
 def _render(
     settings: dict[str, Any], messages: list[dict[str, Any]], add_generation_prompt: bool, given: int
 ) -> tuple[str, str]:
-    # The signal's default action ends the process, also in the middle of one long operation.
-    signal.setitimer(signal.ITIMER_PROF, settings["cpu_seconds"])
     try:
         (text,), _ = render_jinja_template(
             [messages],
@@ -47,8 +49,6 @@ def _render(
         return "failed", f"needs over {settings['memory'] >> 20} MiB of memory"
     except Exception as error:  # a template is a program, and can raise nearly anything
         return "failed", f"fails with {type(error).__name__}: {_short(error)}"
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
     limit = settings["characters"] + settings["characters_per_given"] * given
     if len(text) > limit:
         return "failed", f"writes {len(text):,} characters for a conversation of {given:,}, over the limit of {limit:,}"

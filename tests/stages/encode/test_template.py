@@ -70,8 +70,11 @@ def test_a_hostile_template_is_one_line_before_any_tokenizer(text, tmp_path, req
         check_template(hf_dir)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
     assert "copy the chat_template.jinja of the model's makers" in str(caught.value)
-    with pytest.raises(InputError, match="the chat template"):
-        ChatEncoder(hf_dir)
+
+
+def test_an_encoder_of_a_hostile_template_says_the_same(tmp_path):
+    with pytest.raises(InputError, match="the chat template fails with ZeroDivisionError"):
+        ChatEncoder(model_with(tmp_path, "{{ 1 // 0 }}"))
 
 
 def test_a_sound_template_is_checked_by_its_files_alone(tmp_path):
