@@ -45,10 +45,10 @@ IMPORTERS = {
     "transformers": ("stages.",),
     "webdataset": ("dataset_builders.contracts.shard_io",),
     "PIL": (
-        *("dataset_builders.pictures.images", "dataset_builders.pictures.pixels"),
+        *("dataset_builders.pictures.images", "dataset_builders.pictures.jpeg", "dataset_builders.pictures.pixels"),
         "stages.encode.images",
     ),
-    "simplejpeg": ("dataset_builders.pictures.images",),
+    "simplejpeg": ("dataset_builders.pictures.jpeg",),
 }
 NO_MEGATRON = (*TRAINER_FACE, "trainer.data", "trainer.loop.metrics")
 RANK_NAMES = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}

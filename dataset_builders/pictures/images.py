@@ -7,8 +7,7 @@
 
 EXIF orientation is applied; a broken EXIF block leaves the picture as it is stored.
 
-Pillow says what an image is. Most JPEG files are then decoded by simplejpeg, which is faster and gives the same bits:
-both are libjpeg-turbo with its exact integer transform. A file that simplejpeg warns about goes to Pillow.
+Pillow says what an image is, and decodes what `jpeg.py` does not.
 """
 
 import io
@@ -16,13 +15,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import simplejpeg
 from PIL import Image
 
 from dataset_builders.contracts.sample import SkipSample
 from dataset_builders.errors import one_line
+from dataset_builders.pictures import jpeg
 
 PILLOW_PIXEL_LIMIT = 89_478_485  # Pillow's own guard warns from here on, and raises at twice that
+_BLOCK_PIXELS = 1 << 20  # whose transparency is put on white at a time
 MAX_ASPECT = 200  # the longer side over the shorter one; smart_resize of the Qwen processors refuses more
 
 # Left out on purpose: EPS, which Pillow hands to Ghostscript, a program that runs what is in the file; ICO, whose
@@ -31,10 +31,6 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVI
 _GREY_16 = ("I", "I;16", "I;16B", "I;16L", "I;16N")
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", *_GREY_16)
 _ENDINGS = {b"\x89PNG": b"IEND\xaeB`\x82", b"\xff\xd8\xff": b"\xff\xd9", b"GIF8": b";"}
-# What simplejpeg decodes to Pillow's bits (tests/dataset_builders/pictures/test_pixels.py): baseline and progressive
-# frames of grey, or of three components with these sampling factors. Four components (CMYK, YCCK) are not among them.
-_JPEG_FRAMES = (0xC0, 0xC1, 0xC2)
-_JPEG_SAMPLINGS = {((1, 1),), *(((h, v), (1, 1), (1, 1)) for h, v in ((1, 1), (2, 1), (2, 2), (1, 2), (4, 1)))}
 _TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -91,10 +87,8 @@ def check_image(data: bytes, limits: ImageLimits, decode: bool = True) -> ImageI
     _check_header(image, limits)
     if not decode:
         orientation = 1 if image.format == "PNG" and "exif" not in image.info else _orientation(image)
-    elif _is_whole_jpeg(image, data):
-        orientation = _orientation(image)
     else:
-        orientation = _load(image, data)
+        orientation = _check_pixels(image, data)
     width, height = image.size if orientation < 5 else image.size[::-1]
     return ImageInfo(width, height, image.mode, image.format or "?", orientation)
 
@@ -111,38 +105,26 @@ def open_rgb(data: bytes) -> Image.Image:
     return rgb.transpose(_TRANSPOSE[orientation]) if orientation in _TRANSPOSE else rgb
 
 
-def read_rgb(data: bytes) -> np.ndarray:
+def read_rgb(data: bytes, whole: bool = False) -> np.ndarray:
     """`open_rgb` as an array, faster: (height, width, 3) uint8, upright, transparency on white.
+
+    Args:
+        whole: True refuses a JPEG whose picture data are damaged, as `check_image` does; False reads what there is.
 
     Raises:
         SkipSample: as for `open_rgb`.
     """
     image = _open(data)
-    pixels = decode_jpeg(image, data)
+    pixels = jpeg.decode_jpeg(image, data)
     if pixels is None:
-        return np.asarray(open_rgb(data))
+        rgb = np.asarray(open_rgb(data))
+        if whole and image.format in jpeg.FORMATS:
+            jpeg.refuse_damage(jpeg.jpeg_warning(image, data))
+        return rgb
     orientation = _orientation(image)
     if orientation in _TRANSPOSE:
         return np.asarray(Image.fromarray(pixels).transpose(_TRANSPOSE[orientation]))
     return pixels
-
-
-def decode_jpeg(image: Image.Image, data: bytes) -> np.ndarray | None:
-    """The pixels as they are stored, by simplejpeg, if they are sure to be those that Pillow gives.
-
-    Args:
-        image: `data`, opened by Pillow and not yet decoded.
-
-    Returns:
-        (height, width, 3) uint8, not turned; None: the file is broken, or one that Pillow must decode.
-    """
-    if not _is_plain_jpeg(image, data):
-        return None
-    try:
-        pixels = simplejpeg.decode_jpeg(data, "RGB")
-    except ValueError:  # also for a warning of the decoder: Pillow decides about such a file
-        return None
-    return pixels if pixels.shape == (image.height, image.width, 3) else None
 
 
 def image_size(data: bytes) -> tuple[int, int]:
@@ -199,13 +181,26 @@ def _open(data: bytes) -> Image.Image:
     if not data:
         raise SkipSample("empty", "the image has zero bytes")
     try:
-        return Image.open(io.BytesIO(data), formats=_FORMATS)
+        image = Image.open(io.BytesIO(data), formats=_FORMATS)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise SkipSample("bomb", str(error)) from None
     except MemoryError:  # the machine's fault, not the image's
         raise
     except Exception as error:  # hostile bytes make Pillow's parsers raise nearly anything
         raise _undecodable(data, error) from None
+    if image.format in jpeg.FORMATS:
+        jpeg.check_scans(data, *image.size)
+    return image
+
+
+def _check_pixels(image: Image.Image, data: bytes) -> int:
+    """Decode every coded bit; returns the EXIF orientation."""
+    warning = jpeg.jpeg_warning(image, data) if image.format in jpeg.FORMATS else ""
+    if not warning and jpeg.is_plain_jpeg(image, data):
+        return _orientation(image)
+    orientation = _load(image, data)
+    jpeg.refuse_damage(warning)
+    return orientation
 
 
 def _check_header(image: Image.Image, limits: ImageLimits) -> None:
@@ -251,48 +246,26 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode == "RGB" and not image.has_transparency_data:
+        return image
+    if image.mode not in _GREY_16 and not image.has_transparency_data:
+        return image.convert("RGB")
+    # Row by row block, since the steps in between take four more pictures' memory.
+    rgb = Image.new("RGB", image.size)
+    block_rows = max(1, _BLOCK_PIXELS // image.width)
+    for top in range(0, image.height, block_rows):
+        box = (0, top, image.width, min(top + block_rows, image.height))
+        rgb.paste(_flatten(image.crop(box)), box)
+    return rgb
+
+
+def _flatten(image: Image.Image) -> Image.Image:
+    """RGB of 16-bit grey, or of a picture with transparency."""
     if image.mode in _GREY_16:
         wide = np.asarray(image).astype(np.uint32)
         return Image.fromarray(((wide + 128) // 257).astype(np.uint8)).convert("RGB")
-    if image.has_transparency_data:
-        rgba = image.convert("RGBA")
-        white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
-        return Image.alpha_composite(white, rgba).convert("RGB")
-    return image.convert("RGB")
-
-
-def _is_plain_jpeg(image: Image.Image, data: bytes) -> bool:
-    """Whether simplejpeg may decode this file instead of Pillow."""
-    if image.format != "JPEG" or image.mode not in ("L", "RGB"):
-        return False
-    sampling = tuple((h, v) for _, h, v, _ in image.layer)
-    return sampling in _JPEG_SAMPLINGS and _jpeg_frame(data) in _JPEG_FRAMES
-
-
-def _is_whole_jpeg(image: Image.Image, data: bytes) -> bool:
-    """Whether this is a JPEG that decodes to its end without a warning.
-
-    Every coded bit is read. Only the arithmetic that turns coefficients into pixels, which cannot fail, is done for one
-    pixel in 64 (1 in 8 per side is the coarsest scale of libjpeg-turbo).
-    """
-    if not _is_plain_jpeg(image, data):
-        return False
-    try:
-        simplejpeg.decode_jpeg(data, "GRAY", min_height=1, min_width=1)
-    except ValueError:
-        return False
-    return True
-
-
-def _jpeg_frame(data: bytes) -> int:
-    """The marker of a JPEG file's frame header, 0xC0 to 0xCF (ITU T.81, table B.1); 0 if there is none."""
-    place = 2
-    while place + 4 <= len(data) and data[place] == 0xFF:
-        marker = data[place + 1]
-        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
-            return marker
-        place += 2 + int.from_bytes(data[place + 2 : place + 4], "big")
-    return 0
+    white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+    return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
 
 
 def _undecodable(data: bytes, error: Exception) -> SkipSample:

@@ -2,6 +2,10 @@
 
 Globs are fsspec's: `*` stays inside one directory, `**` does not. Files and directories whose names begin with a dot
 belong to some tool and are not data.
+
+A source may come from somebody else, and must not name files of this machine: a file whose links lead out of the source
+is refused. Pictures are listed all the same, for many are named by no row; a row that names one is left out
+(`image_refs.py`).
 """
 
 import difflib
@@ -14,6 +18,7 @@ from pathlib import Path
 from fsspec.utils import glob_translate
 
 from dataset_builders.errors import InputError
+from dataset_builders.readers.image_refs import IMAGE_SUFFIXES, real_dirs
 from dataset_builders.readers.parts import natural_order
 from dataset_builders.storage.store import StorePath, is_local, location
 
@@ -39,7 +44,7 @@ def list_files(source: StorePath, patterns: Sequence[str]) -> list[SourceFile]:
     If the source is one file, that file is returned, whatever the patterns.
 
     Raises:
-        InputError: there is no such directory or file.
+        InputError: there is no such directory or file, or a file is a link that leads out of the source.
     """
     if source.is_file():
         stored = "" if is_local(source) else _stored(source.fs.info(source.path))
@@ -48,7 +53,26 @@ def list_files(source: StorePath, patterns: Sequence[str]) -> list[SourceFile]:
         raise InputError(f"raw data {source} does not exist; give a directory, a file, a URL or a hub name")
     globs = [re.compile(glob_translate(pattern)) for pattern in patterns]
     files = [f for top in _tops(patterns) for f in _walk(source, top) if any(glob.match(f.name) for glob in globs)]
+    if is_local(source):
+        _refuse_links_out(source, files)
     return sorted(files, key=lambda file: natural_order(file.name))
+
+
+def _refuse_links_out(source: Path, files: Sequence[SourceFile]) -> None:
+    allowed = real_dirs(source)
+    real_parents: dict[Path, Path] = {}
+    for file in files:
+        if file.name.lower().endswith(IMAGE_SUFFIXES):
+            continue
+        parent = file.path.parent
+        if parent not in real_parents:
+            real_parents[parent] = parent.resolve()
+        real = file.path.resolve() if file.path.is_symlink() else real_parents[parent] / file.path.name
+        if not any(real.is_relative_to(directory) for directory in allowed):
+            raise InputError(
+                f"{file.path} leads by a link to {real}, outside of the source {source}; copy it there, or give a "
+                "source that holds it"
+            )
 
 
 def nearest(name: str, known: Collection[str]) -> str:

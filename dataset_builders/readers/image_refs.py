@@ -53,7 +53,7 @@ class ImageReader:
     def __init__(self, part: Part, image_root: str = "") -> None:
         self._source = part.path.parents[part.name.count("/")]
         self._base = self._source / image_root if image_root else part.path.parent
-        self._real = _real_dirs(self._source) if is_local(self._source) else None
+        self._real = real_dirs(self._source) if is_local(self._source) else None
 
     def read(self, ref: str) -> bytes:
         """The image's encoded bytes.
@@ -105,10 +105,11 @@ class ImageReader:
         return _read_object(self._source.fs, name, ref)
 
 
-def _real_dirs(source: Path) -> tuple[Path, ...]:
+def real_dirs(source: Path) -> tuple[Path, ...]:
     """Where a source's files may really lie: below it, and for a snapshot of the hub's cache among its blobs."""
     real = source.resolve()
-    return (real, real.parents[1] / "blobs") if real.parent.name == "snapshots" else (real,)
+    caches = [parent.parent for parent in (real, *real.parents) if parent.name == "snapshots"]
+    return (real, *((cache / "blobs").resolve() for cache in caches[:1]))
 
 
 def check_image_root(source: StorePath, image_root: str) -> None:

@@ -18,6 +18,8 @@ from dataset_builders.storage.store import StorePath, location, side_dir
 from flows.pipeline.config import PipelineConfig
 from stages.artifacts.artifact import Artifact, External, Input, Stage, artifact_dir, stage_identity
 from stages.artifacts.run_stage import why_rebuild
+from stages.encode.images import load_image_config
+from stages.encode.template import check_template
 from stages.inputs.hf_directory import check_hf_dir, hf_dir_of, model_input, processor_input, resolve_hf_dir
 from stages.inputs.raw_source import open_raw
 from stages.release.config import ReleaseConfig
@@ -152,6 +154,8 @@ def check_model(config: PipelineConfig) -> Path | None:
         return None
     hf_dir = resolve_hf_dir(config.model)
     check_hf_dir(hf_dir, config.execution.model_code_sha256)
+    check_template(hf_dir)
+    load_image_config(hf_dir, config.tokenize.min_pixels, config.tokenize.max_pixels)
     family, shape = read_model(hf_dir)
     check_parts(config.train, family)
     config.check_parallel(shape)

@@ -17,12 +17,12 @@ from pathlib import Path
 
 import numpy as np
 import transformers
-from jinja2 import TemplateError
 
 from dataset_builders.contracts.sample import IMAGE_SLOT, Message, SkipSample
 from dataset_builders.errors import InputError, one_line
 from stages.encode.config import Learn
-from stages.inputs.hf_directory import check_processor_files, read_json
+from stages.encode.template import Messages, chat_template, read_template
+from stages.inputs.hf_directory import check_processor_files
 from trainer.families.registry import read_model
 
 SYSTEM_PROMPT = "system_prompt.txt"  # in an exported directory: the prompt that it was trained with
@@ -72,6 +72,7 @@ class ChatEncoder:
 
     Attributes:
         tokenizer: the directory's tokenizer.
+        template: the directory's chat template.
         images: ids that mark the images of a prompt, from config.json; None for a model of text.
         image_token_id: one of these, or -1.
         end_of_turn_id: the token that ends an answer.
@@ -88,6 +89,9 @@ class ChatEncoder:
         family, shape = read_model(hf_dir)
         self.learn, self.system_prompt = learn, system_prompt
         self.tokenizer = load_tokenizer(hf_dir)
+        # No source here has reasoning, so templates that know thinking are asked for their empty think block.
+        variables = {**self.tokenizer.special_tokens_map, "enable_thinking": False}
+        self.template = chat_template(hf_dir, self.tokenizer.chat_template, variables)
         self.images = shape.images
         self.image_token_id = shape.images.image_token_id if shape.images else -1
         self.vocab_size = shape.language.vocab_size
@@ -133,11 +137,11 @@ class ChatEncoder:
         """Many conversations, in one call of the tokenizer; for one that cannot be encoded, why."""
         texts: list[TokenizedText | SkipSample | None] = [None] * len(conversations)
         rendered: dict[int, str] = {}
-        for i, messages in enumerate(conversations):
-            try:
-                rendered[i] = self._render(messages, add_generation_prompt=False)
-            except SkipSample as skip:
-                texts[i] = skip
+        for i, text in enumerate(self._render_all(conversations)):
+            if isinstance(text, SkipSample):
+                texts[i] = text
+            else:
+                rendered[i] = text
         for i, ids in zip(rendered, self._tokenize_all(list(rendered.values()))):
             try:
                 texts[i] = TokenizedText(ids, self._mask_answers(ids, conversations[i]))
@@ -172,16 +176,30 @@ class ChatEncoder:
         return self._tokenize(self._render(messages, add_generation_prompt=True))
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+        (text,) = self._render_all([messages], add_generation_prompt)
+        if isinstance(text, SkipSample):
+            raise text
+        return text
+
+    def _render_all(
+        self, conversations: Sequence[Sequence[Message]], add_generation_prompt: bool = False
+    ) -> list[str | SkipSample]:
+        """The template's text of each conversation, or why there is none."""
+        sound: list[Messages] = []
+        skips: list[SkipSample | None] = []
+        for messages in conversations:
+            try:
+                sound.append(self._turns(messages))
+                skips.append(None)
+            except SkipSample as skip:
+                skips.append(skip)
+        texts = iter(self.template.render(sound, add_generation_prompt))
+        return [skip or next(texts) for skip in skips]
+
+    def _turns(self, messages: Sequence[Message]) -> Messages:
         if self.system_prompt and not any(message.role == "system" for message in messages):
             messages = [Message(role="system", text=self.system_prompt), *messages]
-        parts = [{"role": message.role, "content": self._content(message)} for message in messages]
-        try:
-            # No source here has reasoning, so templates that know thinking are asked for their empty think block.
-            return self.tokenizer.apply_chat_template(
-                parts, tokenize=False, add_generation_prompt=add_generation_prompt, enable_thinking=False
-            )
-        except TemplateError as error:
-            raise SkipSample("mask_span_mismatch", f"the chat template refuses the conversation: {error}") from error
+        return [{"role": message.role, "content": self._content(message)} for message in messages]
 
     def _content(self, message: Message) -> str | list[dict[str, str]]:
         token = self._forbidden.search(message.text)
@@ -285,9 +303,8 @@ def load_tokenizer(hf_dir: Path) -> "transformers.PreTrainedTokenizerBase":
     except Exception as error:  # transformers and tokenizers raise a dozen kinds, bare Exception among them
         why = one_line(error) or type(error).__name__
         raise InputError(f"{hf_dir}: the tokenizer cannot be loaded ({why}); copy the model's own files") from error
-    legacy = hf_dir / "chat_template.json"
-    if tokenizer.chat_template is None and legacy.is_file():
-        tokenizer.chat_template = read_json(legacy).get("chat_template")
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template, _ = read_template(hf_dir)
     if not isinstance(tokenizer.chat_template, str):
         raise InputError(
             f"{hf_dir} has no chat template (chat_template.jinja); take an -Instruct model or copy its file"

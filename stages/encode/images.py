@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
+from pydantic import ValidationError
 
 from dataset_builders.contracts.tokenized import PatchFormat, PixelConfig
 from dataset_builders.errors import InputError
@@ -39,21 +40,35 @@ def load_image_config(hf_dir: Path, min_pixels: int | None = None, max_pixels: i
     file = hf_dir / "preprocessor_config.json"
     raw = read_json(file)
     _check_supported(file, raw, family.image_processor.types)
-    size = raw.get("size", {})
+    size = raw["size"] if isinstance(raw.get("size"), dict) else {}
     low = min_pixels or size.get("shortest_edge") or raw.get("min_pixels")
     high = max_pixels or size.get("longest_edge") or raw.get("max_pixels")
     if not low or not high:
         raise InputError(f"{file}: size has no shortest_edge and longest_edge; copy the model's own file again")
-    if low > high:
+    config = _pixel_config(file, raw, low, high)
+    if config.min_pixels > config.max_pixels:
         raise InputError(
             f"min_pixels={low} is more than max_pixels={high} ({file}); raise max_pixels or lower min_pixels"
         )
+    _check_agrees(file, config.patch_format, shape)
+    return config
+
+
+def _pixel_config(file: Path, raw: dict[str, Any], low: Any, high: Any) -> PixelConfig:
     try:
         patch_format = PatchFormat(**{name: raw[name] for name in PatchFormat.model_fields})
+        config = PixelConfig(min_pixels=low, max_pixels=high, patch_format=patch_format)
     except KeyError as error:
         raise InputError(f"{file} has no {error.args[0]}; copy the model's own file again") from error
-    _check_agrees(file, patch_format, shape)
-    return PixelConfig(min_pixels=low, max_pixels=high, patch_format=patch_format)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field, value = first["loc"][0], str(first["input"])[:80]
+        raise InputError(f"{file}: {field} is {value} ({first['msg']}); copy the model's own file again") from error
+    if not min(patch_format.image_std) > 0:
+        raise InputError(
+            f"{file}: image_std is {raw['image_std']}; pixels are divided by it: copy the model's own file"
+        )
+    return config
 
 
 def write_pixel_limits(hf_dir: Path, min_pixels: int | None, max_pixels: int | None) -> None:
@@ -102,7 +117,8 @@ def _check_supported(file: Path, raw: dict[str, Any], types: Sequence[str]) -> N
             raise InputError(
                 f"{file}: {key} is {raw[key]!r}; only {value!r} is supported, as Qwen's own models have it"
             )
-    if not math.isclose(raw.get("rescale_factor", 1 / 255), 1 / 255):
+    factor = raw.get("rescale_factor", 1 / 255)
+    if not (isinstance(factor, int | float) and math.isclose(factor, 1 / 255)):
         raise InputError(f"{file}: rescale_factor is {raw['rescale_factor']!r}; only 1/255 is supported")
 
 

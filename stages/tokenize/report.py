@@ -45,7 +45,8 @@ def write_tokenize_report(
             "pixels": f"{pixels.codec}, {pixels.config.min_pixels} to {pixels.config.max_pixels} an image",
             "left_out": len(left_out),
             "shortened": stats["num_shortened"],
-            "checked": f"{stats['checked']['samples']} samples; pixels against {stats['checked']['pixels_against']}",
+            "checked": f"{stats['checked']['samples']} samples: ids compared with those of transformers' tokenizer, "
+            f"pixels with {stats['checked']['pixels_against']}",
         },
         sections=[
             Text("What is trained on: green is learnt, grey is given", _learnt_html(work, chat, pixels)),

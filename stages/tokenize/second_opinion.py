@@ -23,7 +23,10 @@ from stages.inputs.hf_directory import read_json
 from trainer.families.family import load
 from trainer.families.registry import read_model
 
-NO_TORCHVISION = "nothing: torchvision does not import"
+WITHOUT_TORCHVISION = (
+    "Pillow's decoding; with transformers' image processor too where torchvision imports: "
+    "pip install -e '.[torchvision]'"
+)
 _PROCESSOR_FIELDS = (
     *("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std"),
     *("do_resize", "resample", "do_rescale", "rescale_factor", "do_normalize", "do_convert_rgb"),
@@ -40,12 +43,17 @@ class ProcessorCheck:
 
     def __init__(self, hf_dir: Path, config: PixelConfig, chat: ChatEncoder) -> None:
         self._config, self._chat = config, chat
+        self._has_pictures = read_model(hf_dir)[0].image_processor is not None
         self._processor = _image_processor(hf_dir, config.min_pixels, config.max_pixels)
 
     @property
     def pixels_against(self) -> str:
-        """The library that the pixels are compared with, for the artifact's stats."""
-        return NO_TORCHVISION if self._processor is None else f"torchvision {torchvision_version()}"
+        """What the pixels are compared with, for the artifact's stats and its page."""
+        if not self._has_pictures:
+            return "nothing: the model reads no pictures"
+        if self._processor is None:
+            return WITHOUT_TORCHVISION
+        return f"Pillow's decoding and transformers' image processor, torchvision {torchvision_version()}"
 
     def check(self, sample: Sample, stored: TokenizedSample) -> None:
         """See that every id, patch and grid is transformers' own.
@@ -87,7 +95,8 @@ class ProcessorCheck:
         turns = [{"role": m.role, "content": _content(m)} for m in messages]
         if chat.system_prompt and "system" not in [m.role for m in messages]:
             turns.insert(0, {"role": "system", "content": chat.system_prompt})
-        text = chat.tokenizer.apply_chat_template(turns, tokenize=False, enable_thinking=False)
+        (text,) = chat.template.render([turns])
+        assert isinstance(text, str), text
         token = chat.tokenizer.convert_ids_to_tokens(chat.image_token_id) if chat.images else None
         first, *others = text.split(token) if token else [text]
         tokens = grids.prod(-1) // self._config.patch_format.merge_size**2

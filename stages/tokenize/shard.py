@@ -17,7 +17,7 @@ from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.contracts.tokenized import PixelStore, TokenizedSample
 from dataset_builders.pictures.images import read_rgb
 from dataset_builders.pictures.pixel_codecs import decode_sample, encode_sample
-from dataset_builders.pictures.pixels import count_patches, encode_image, image_grid
+from dataset_builders.pictures.pixels import count_patches, encode_rgb, image_grid
 from dataset_builders.storage.files import write_json
 from dataset_builders.storage.store import StorePath, local_dir
 from stages.artifacts.quarantine import LeftOut, count_reasons
@@ -70,7 +70,7 @@ class ShardNotes(StrictModel):
     Attributes:
         rows: of the index, with the columns of INDEX_SCHEMA.
         num_checked: number of samples that were compared with transformers.
-        pixels_against: the library that their pixels were compared with.
+        pixels_against: what their pixels were compared with.
     """
 
     rows: list[dict[str, Any]]
@@ -161,10 +161,10 @@ def tokenize_sample(
 
 def _encode_image(data: bytes, pixels: PixelStore) -> tuple[np.ndarray | None, np.ndarray]:
     """An image's patches and its grid; instead of patches None if they are made when the record is read."""
+    rgb = read_rgb(data, whole=True)  # with codec original too, so that no stored image fails in training
     if pixels.codec != "original":
-        return encode_image(data, pixels.config)
-    height, width, _ = read_rgb(data).shape  # decoded all the same, so that no stored image fails in training
-    return None, image_grid(height, width, pixels.config)
+        return encode_rgb(rgb, pixels.config)
+    return None, image_grid(*rgb.shape[:2], pixels.config)
 
 
 def _read_ahead(task: ShardTask, chat: ChatEncoder) -> Iterator[tuple[Sample, list[str], TokenizedText | SkipSample]]:

@@ -1,6 +1,8 @@
 """What is refused and why, and that every accepted pixel format becomes the RGB a person would see."""
 
 import io
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -86,51 +88,6 @@ def test_random_damage_is_refused_or_read_but_never_raises_anything_else():
                 check_image(bytes(damaged), LIMITS)
             except SkipSample as skip:
                 assert skip.reason in {"decode_error", "truncated_image", "bomb", "too_small", "aspect", "bad_mode"}
-
-
-def verdict(data: bytes) -> object:
-    try:
-        return check_image(data, LIMITS)
-    except SkipSample as skip:
-        return skip.reason
-
-
-def damaged_jpegs(rng: np.random.Generator):
-    """Baseline, progressive and grey files with restart markers or none: bytes changed, cut out, or the end cut off."""
-    kinds = [
-        {},
-        {"progressive": True},
-        {"subsampling": 0},
-        {"subsampling": 1, "restart_marker_rows": 1},
-        {"optimize": True, "quality": 30},
-    ]
-    for options in kinds:
-        for mode in ("RGB", "L"):
-            data = encode(picture(4, 72, 56, mode), "JPEG", **options)
-            yield data
-            for _ in range(120):
-                damaged = bytearray(data)
-                for place in rng.integers(2, len(data), rng.integers(1, 4)):
-                    damaged[place] = rng.integers(256)
-                begin = int(rng.integers(2, len(data)))
-                yield bytes([bytes(damaged), data[:begin] + data[begin + 5 :], data[:begin]][rng.integers(3)])
-
-
-def test_the_fast_check_of_a_jpeg_is_pillows_verdict(monkeypatch):
-    files = list(damaged_jpegs(np.random.default_rng(1)))
-    fast, tried = [verdict(data) for data in files], []
-    real = images._is_whole_jpeg
-    monkeypatch.setattr(images, "_is_whole_jpeg", lambda *given: tried.append(real(*given)))
-    assert [verdict(data) for data in files] == fast
-    assert sum(tried) > 10 and tried.count(False) > 100 and fast.count("truncated_image") > 100
-
-
-def test_a_jpeg_that_simplejpeg_warns_about_is_left_to_pillow(monkeypatch):
-    monkeypatch.setattr("PIL.JpegImagePlugin.JpegImageFile.load", lambda self: pytest.fail("Pillow decoded"))
-    sound = encode(picture(4, 72, 56), "JPEG")
-    assert check_image(sound, LIMITS).width == 72
-    with pytest.raises(pytest.fail.Exception, match="Pillow decoded"):
-        check_image(sound[:-40] + sound[-2:], LIMITS)
 
 
 @pytest.mark.parametrize("image_format", ["JPEG", "PNG", "WEBP", "TIFF", "GIF", "BMP"])
@@ -243,6 +200,37 @@ def test_cmyk_becomes_rgb():
     assert check_image(data, LIMITS).mode == "CMYK"
     red, green, blue = pixels(data)[8, 8]
     assert red < 10 and green > 245 and blue > 245
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "P", "I;16"])
+def test_a_large_picture_is_flattened_block_by_block_to_the_same_pixels(mode, monkeypatch):
+    image = picture(7, 40, 37, "RGBA" if mode == "RGBA" else "L")
+    if mode == "RGBA":
+        image.putalpha(Image.fromarray(np.arange(37 * 40, dtype=np.uint32).reshape(37, 40).astype(np.uint8)))
+    data = grey16_png(np.asarray(image).astype(np.uint16) * 257) if mode == "I;16" else encode(image)
+    data = encode(image.convert("P"), transparency=3) if mode == "P" else data
+    at_once = pixels(data)
+    monkeypatch.setattr(images, "_BLOCK_PIXELS", 40 * 5)
+    np.testing.assert_array_equal(pixels(data), at_once)
+
+
+@pytest.mark.slow
+def test_a_large_picture_with_transparency_takes_twice_its_own_memory():
+    """88 million pixels: 4 bytes each as RGBA, as many as RGB, and blocks; all at once it was 1,684 MB."""
+    code = """
+import io
+from PIL import Image
+from dataset_builders.pictures.images import open_rgb
+out = io.BytesIO()
+Image.new("RGBA", (9400, 9400), (10, 200, 30, 77)).save(out, "PNG", compress_level=1)
+rss = lambda name: int(open("/proc/self/status").read().partition(name + ":")[2].split()[0]) // 1024
+open("/proc/self/clear_refs", "w").write("5")
+before = rss("VmRSS")
+open_rgb(out.getvalue())
+print(rss("VmHWM") - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 600 < int(done.stdout) < 900
 
 
 def test_animation_gives_its_first_frame():

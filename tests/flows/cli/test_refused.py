@@ -1,5 +1,7 @@
 """A command that is refused is refused at once: before what takes seconds to load is loaded."""
 
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +10,7 @@ import pytest
 
 from dataset_builders.errors import LONGEST_LINE
 from flows.cli.main import main
+from tests.helpers.tiny_model import tiny_hf_dir
 
 ROOT = Path(__file__).parents[3]
 HEAVY = {"torch", "prefect", "mlflow", "transformers", "tokenizers", "scipy", "matplotlib", "webdataset"}
@@ -28,6 +31,30 @@ HEAVY = {"torch", "prefect", "mlflow", "transformers", "tokenizers", "scipy", "m
     ],
 )
 def test_nothing_heavy_is_loaded(arguments, words, tmp_path):
+    check_refusal(arguments, words, tmp_path)
+
+
+def _write_template(hf_dir: Path) -> None:
+    (hf_dir / "chat_template.jinja").write_text("{{ 'a' * 200000000 }}")
+
+
+def _write_merge_size(hf_dir: Path) -> None:
+    file = hf_dir / "preprocessor_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "merge_size": 0}))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [(_write_template, "the chat template writes 200,000,000 characters"), (_write_merge_size, "merge_size is 0")],
+)
+def test_a_model_that_cannot_be_asked_is_refused_before_any_stage(spoil, words, tmp_path):
+    hf_dir = Path(shutil.copytree(tiny_hf_dir(), tmp_path / "model"))
+    spoil(hf_dir)
+    check_refusal(["run", "--set", f"model={hf_dir}"], words, tmp_path / "root")
+
+
+def check_refusal(arguments: list[str], words: str, tmp_path: Path) -> None:
+    """One line that holds these words, and no heavy library loaded."""
     code = f"import sys\nfrom flows.cli.main import main\nstatus = main({[*arguments, '--root', str(tmp_path)]})\n"
     code += f"print(status, sorted({HEAVY} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)

@@ -142,6 +142,14 @@ def test_config_of_a_directory_and_its_overrides():
         ({"rescale_factor": 1.0}, "rescale_factor is 1.0"),
         ({"image_processor_type": "CLIPImageProcessor"}, "'CLIPImageProcessor'; supported"),
         ({"size": {"shortest_edge": 9999, "longest_edge": 99}}, "min_pixels=9999 is more than max_pixels=99"),
+        ({"merge_size": 0}, "merge_size is 0 (Input should be greater than 0)"),
+        ({"patch_size": -16}, "patch_size is -16"),
+        ({"temporal_patch_size": "two"}, "temporal_patch_size is two"),
+        ({"image_mean": [0.5]}, "image_mean is [0.5]"),
+        ({"image_std": [0.5, 0.0, 0.5]}, "image_std is [0.5, 0.0, 0.5]"),
+        ({"rescale_factor": "1/255"}, "rescale_factor is '1/255'"),
+        ({"size": {"shortest_edge": "a", "longest_edge": 99}}, "min_pixels is a"),
+        ({"size": [1, 2]}, "size has no shortest_edge"),
     ],
 )
 def test_what_this_pixel_path_cannot_do_is_refused(tmp_path, changes, words):

@@ -12,6 +12,8 @@ import pytest
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError
 
 from dataset_builders.errors import InputError
+from dataset_builders.readers.file_patterns import list_files
+from dataset_builders.sources.registry import BUILDERS, get_builder
 from dataset_builders.sources.the_cauldron import patterns
 from stages.inputs import raw_source
 from stages.inputs.raw_source import content_digest, open_raw
@@ -66,13 +68,75 @@ def test_digest_sees_renamed_files_and_not_the_order_of_subsets(tmp_path):
     assert content_digest(source, ALL) not in digests
 
 
-def test_linked_directories_are_followed_and_rings_are_not(tmp_path):
-    elsewhere = write_source(tmp_path / "elsewhere", {"a": plain_rows(2)})
-    plain = write_source(tmp_path / "plain", {"a": plain_rows(2)})
-    (tmp_path / "linked").mkdir()
-    (tmp_path / "linked" / "a").symlink_to(elsewhere / "a")
-    (elsewhere / "a" / "ring").symlink_to(elsewhere)
-    assert content_digest(tmp_path / "linked", ALL) == content_digest(plain, ALL)
+def test_links_inside_the_source_are_followed_and_rings_are_not(tmp_path):
+    linked = write_source(tmp_path / "linked", {"a": plain_rows(2), "b": plain_rows(2)})
+    plain = write_source(tmp_path / "plain", {"a": plain_rows(2), "b": plain_rows(2), "c": plain_rows(2)})
+    (linked / "c").symlink_to(linked / "a")
+    (linked / "b" / "train-0.parquet").unlink()
+    (linked / "b" / "train-0.parquet").symlink_to("../a/train-0.parquet")
+    (linked / "a" / "ring").symlink_to(linked)
+    assert content_digest(linked, ALL) == content_digest(plain, ALL)
+    (tmp_path / "by another name").symlink_to(linked)
+    assert content_digest(tmp_path / "by another name", ALL) == content_digest(plain, ALL)
+    (tmp_path / "one.parquet").symlink_to(linked / "a" / "train-0.parquet")
+    assert open_raw(str(tmp_path / "one.parquet"), (), "table").digest
+
+
+ROW_FILES = {
+    "the_cauldron": "x.parquet",
+    "cord_v2": "x.parquet",
+    "openai_messages": "x.jsonl",
+    "llava": "x.json",
+    "webdataset_tars": "x.tar",
+    "table": "x.arrow",
+}
+
+
+@pytest.mark.parametrize("builder", ROW_FILES)
+@pytest.mark.parametrize("linked", ["file", "directory"])
+def test_a_file_that_links_out_of_the_source_is_refused(builder, linked, tmp_path):
+    source, outside = tmp_path / "source", tmp_path / "source-2" / ROW_FILES[builder]
+    outside.parent.mkdir(parents=True)
+    outside.write_text("root:x:0:0:root:/root:/bin/bash\n")
+    source.mkdir()
+    place = source / "a" / outside.name
+    if linked == "file":
+        place.parent.mkdir()
+        place.symlink_to(outside)
+    else:
+        place.parent.symlink_to(outside.parent)
+    line = f"{place} leads by a link to {outside}, outside of the source {source}; copy it there, or give a source"
+    with pytest.raises(InputError, match=line):
+        open_raw(str(source), (), builder)
+    with pytest.raises(InputError, match=line):
+        list_files(source, get_builder(builder).patterns(()))
+
+
+def test_every_builder_is_tried():
+    assert set(ROW_FILES) == set(BUILDERS)
+
+
+def test_a_picture_that_links_out_is_no_reason_to_refuse_the_rest(tmp_path):
+    source = write_source(tmp_path / "source", {"a": plain_rows(2)})
+    (tmp_path / "outside.png").write_bytes(png(1))
+    (source / "a" / "1.png").symlink_to(tmp_path / "outside.png")
+    assert len(list_files(source, ALL)) == 2
+
+
+@pytest.mark.parametrize("below", ["", "data"])
+def test_a_snapshot_of_the_hubs_cache_links_to_its_blobs(below, tmp_path):
+    cache = tmp_path / "hub" / "datasets--owner--name"
+    file = cache / "snapshots" / "0123" / "data" / "a" / "train-0.parquet"
+    write_source(tmp_path / "made", {"a": plain_rows(2)})
+    for directory in (file.parent, cache / "blobs"):
+        directory.mkdir(parents=True)
+    (tmp_path / "made" / "a" / "train-0.parquet").rename(cache / "blobs" / "abc")
+    file.symlink_to("../../../../blobs/abc")
+    source = cache / "snapshots" / "0123" / below
+    assert [found.path for found in list_files(source, ["**/*.parquet"])] == [file]
+    (file.parent / "train-1.parquet").symlink_to("/etc/hostname")
+    with pytest.raises(InputError, match=r"train-1\.parquet leads by a link to /etc/hostname, outside of the source"):
+        list_files(source, ["**/*.parquet"])
 
 
 def test_memo_spares_the_second_reading_and_notices_a_change(tmp_path, monkeypatch):

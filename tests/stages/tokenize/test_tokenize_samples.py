@@ -1,6 +1,7 @@
 """tokenize: what it writes can be trained on, what it leaves out is named, and its bytes depend on nothing else."""
 
 import functools
+import html
 import json
 import re
 import shutil
@@ -18,7 +19,7 @@ from dataset_builders.contracts.shard_io import read_record
 from dataset_builders.contracts.tokenized import IndexWriter, TokenizedSample, iter_index, read_pixel_store
 from dataset_builders.errors import InputError
 from dataset_builders.pictures.pixel_codecs import decode_sample
-from dataset_builders.pictures.pixels import encode_image
+from dataset_builders.pictures.pixels import encode_image, encode_rgb
 from stages.artifacts.artifact import Artifact
 from stages.artifacts.run_stage import run_stage
 from stages.artifacts.workers import StageResources
@@ -28,11 +29,13 @@ from stages.inputs.hf_directory import processor_input
 from stages.preview.token_runs import token_runs
 from stages.tokenize import shard as tokenize_shard
 from stages.tokenize import stage as tokenize_samples
-from stages.tokenize.second_opinion import NO_TORCHVISION, ProcessorCheck, torchvision_version
+from stages.tokenize.second_opinion import WITHOUT_TORCHVISION, ProcessorCheck, torchvision_version
 from stages.tokenize.stage import STAGE, TokenizeConfig
 from tests.helpers.index import read_index
+from tests.helpers.raw_rows import encode, picture
 from tests.helpers.samples import make_image, make_sample, make_samples_artifact, turns
 from tests.helpers.tiny_model import tiny_hf_dir
+from tests.helpers.tiny_text_model import text_hf_dir
 from tests.helpers.trees import damaged_shards, tree_digest
 
 CONFIG = TokenizeConfig(max_seq_len=512, max_pixels=None, max_skip_fraction=1.0)
@@ -162,12 +165,15 @@ def test_progress_reaches_the_end(samples, tmp_path):
     assert seen == [(8, 20), (16, 20), (20, 20)]
 
 
+_JPEG = encode(picture(1, 200, 100), "JPEG")
+_CUT_JPEG = _JPEG[: len(_JPEG) // 2] + _JPEG[-2:]  # with its end mark: decode_check=header lets it come here
 _BAD = {
     "special_token_in_text": Sample(key="bad/00000000", messages=turns("<|im_end|>", "x"), images=()),
     "image_count_mismatch": Sample(key="bad/00000001", messages=turns(f"{IMAGE_SLOT}a", "x"), images=()),
     "decode_error": Sample(key="bad/00000002", messages=turns(f"{IMAGE_SLOT}a", "x"), images=(b"no image",)),
     "aspect": Sample(key="bad/00000003", messages=turns(f"{IMAGE_SLOT}a", "x"), images=(make_image(402, 2),)),
     "over_length": Sample(key="bad/00000004", messages=turns("long " * 600, "x"), images=()),
+    "truncated_image": Sample(key="bad/00000005", messages=turns(f"{IMAGE_SLOT}a", "x"), images=(_CUT_JPEG,)),
 }
 
 
@@ -223,7 +229,7 @@ def test_last_turns_are_dropped_whole_until_the_rest_fits(tmp_path, monkeypatch,
     assert list(expected) == sorted(expected) and len(expected) == 7
     artifact = make_samples_artifact(tmp_path / "samples", {"train/shard-00000.tar": [sample]})
     decoded: list[int] = []
-    monkeypatch.setattr(tokenize_shard, "encode_image", lambda *args: (decoded.append(1), encode_image(*args))[1])
+    monkeypatch.setattr(tokenize_shard, "encode_rgb", lambda *args: (decoded.append(1), encode_rgb(*args))[1])
     for kept, length in enumerate(expected, start=1):
         for limit in {length, min([n for n in expected if n > length], default=length + 1) - 1}:
             decoded.clear()
@@ -321,17 +327,17 @@ def test_the_index_is_partitioned_by_shards(samples, tokenized, tmp_path, monkey
 
 def _fault(name: str):
     """A way to write something else than the reference has, which `verify` alone would not see."""
-    splice, encode = ChatEncoder.splice, encode_image
+    splice, encode = ChatEncoder.splice, encode_rgb
 
     def other_ids(self, text, patches):
         ids, mask = splice(self, text, patches)
         return np.where(ids == ids[1], ids[2], ids), mask
 
-    def other_pixels(data, config):
-        patches, grid = encode(data, config)
+    def other_pixels(rgb, config):
+        patches, grid = encode(rgb, config)
         return patches[::-1].copy(), grid
 
-    return {"ids": (ChatEncoder, "splice", other_ids), "pixels": (tokenize_shard, "encode_image", other_pixels)}[name]
+    return {"ids": (ChatEncoder, "splice", other_ids), "pixels": (tokenize_shard, "encode_rgb", other_pixels)}[name]
 
 
 @pytest.mark.parametrize(("fault", "words"), [("ids", "the stored ids are not"), ("pixels", "not what Pillow decodes")])
@@ -352,19 +358,37 @@ def test_one_in_256_samples_is_compared(tmp_path, monkeypatch):
     artifact = make_samples_artifact(tmp_path / "samples", {"train/shard-00000.tar": [*_BAD.values(), *good]})
     tokenized = _tokenize(artifact, tmp_path / "root")
     assert compared == [good[i].key for i in (0, 3, 6)]
-    against = f"torchvision {torchvision_version()}" if torchvision_version() else NO_TORCHVISION
+    version = torchvision_version()
+    both = f"Pillow's decoding and transformers' image processor, torchvision {version}"
+    against = both if version else WITHOUT_TORCHVISION
     assert tokenized.manifest.stats["checked"] == {"samples": 3, "pixels_against": against}
-    assert f"pixels against {against}" in (tokenized.dir / "report.html").read_text()
+    page = html.unescape((tokenized.dir / "report.html").read_text())
+    assert f"3 samples: ids compared with those of transformers' tokenizer, pixels with {against}" in page
+
+
+def test_what_was_compared_is_said_with_and_without_torchvision(monkeypatch):
+    assert "pip install -e '.[torchvision]'" in WITHOUT_TORCHVISION
+    project = Path(__file__).parents[3] / "pyproject.toml"
+    assert re.search(r"^torchvision = ", project.read_text(), re.MULTILINE), "the extra is there"
+    hf_dir = tiny_hf_dir()
+    check = ProcessorCheck(hf_dir, load_image_config(hf_dir), ChatEncoder(hf_dir))
+    monkeypatch.setattr(check, "_processor", None)
+    assert check.pixels_against == WITHOUT_TORCHVISION
+    monkeypatch.setattr(check, "_processor", object())
+    assert check.pixels_against.startswith("Pillow's decoding and transformers' image processor, torchvision")
+    text_dir = text_hf_dir()
+    text = ProcessorCheck(text_dir, load_image_config(text_dir), ChatEncoder(text_dir))
+    assert text.pixels_against == "nothing: the model reads no pictures"
 
 
 def test_too_many_left_out_is_an_error_that_names_the_file(tmp_path, monkeypatch):
     monkeypatch.setattr(tokenize_samples, "_JUDGED_FROM", 5)
     samples = [*_BAD.values(), make_sample(0)]
     artifact = make_samples_artifact(tmp_path / "samples", {"train/shard-00000.tar": samples})
-    with pytest.raises(InputError, match=r"5 of 6 samples were left out .*max_skip_fraction=0\.5") as caught:
+    with pytest.raises(InputError, match=r"6 of 7 samples were left out .*max_skip_fraction=0\.5") as caught:
         _tokenize(artifact, tmp_path / "root", CONFIG.model_copy(update={"max_skip_fraction": 0.5}))
     named = Path(re.search(r"look at (\S+),", str(caught.value)).group(1))
-    assert len(named.read_text().splitlines()) == 5 and "\n" not in str(caught.value)
+    assert len(named.read_text().splitlines()) == 6 and "\n" not in str(caught.value)
 
 
 def test_no_sample_left_is_an_error(tmp_path):

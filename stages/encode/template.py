@@ -1,0 +1,205 @@
+"""A model's chat template: a program by whoever made the model, rendered in a process that may die of it.
+
+transformers' sandbox keeps a template from files and network, and not from a loop without end or a string of gigabytes.
+So no template is rendered in our own processes. The one that renders (`template_process.py`) has a limit of CPU seconds
+and of characters for each conversation, and one of memory; it calls transformers' own function.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dataset_builders.contracts.sample import SkipSample
+from dataset_builders.errors import InputError, one_line
+from stages.inputs.hf_directory import read_json
+
+CPU_SECONDS = 5  # of one conversation; one of a megabyte takes 0.02 s with Qwen's template
+MEMORY = 1 << 30  # bytes beyond those of the process when it starts
+CHARACTERS, CHARACTERS_PER_GIVEN = 100_000, 10  # that may be written: so many, and for each one of the conversation
+
+_PROGRAM = Path(__file__).with_name("template_process.py")
+_REQUEST_CHARACTERS = 1 << 22  # of conversations that are sent at a time
+_MAX_DEATHS = 3  # conversations that may end the process; more are the template's fault, and cost CPU_SECONDS each
+_WAY_OUT = "copy the chat_template.jinja of the model's makers"
+_TRIALS: tuple[tuple[list[dict[str, Any]], bool], ...] = (
+    ([{"role": "user", "content": "What is it?"}], True),
+    (
+        [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]},
+            {"role": "assistant", "content": "A seven."},
+            {"role": "user", "content": "And now?"},
+            {"role": "assistant", "content": "Still a seven."},
+        ],
+        False,
+    ),
+)
+
+Messages = list[dict[str, Any]]  # of one conversation, as transformers' apply_chat_template takes them
+
+
+class ChatTemplate:
+    """Renders conversations with one template.
+
+    Args:
+        owner: the model's directory, for errors.
+        template: its text.
+        variables: what the template sees beside the messages, plain values.
+    """
+
+    def __init__(self, owner: str, template: str, variables: Mapping[str, Any]) -> None:
+        self._owner = owner
+        self._settings = {
+            "template": template,
+            "variables": dict(variables),
+            "cpu_seconds": CPU_SECONDS,
+            "memory": MEMORY,
+            "characters": CHARACTERS,
+            "characters_per_given": CHARACTERS_PER_GIVEN,
+        }
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+        self._deaths = 0
+
+    def check(self) -> None:
+        """Render two small conversations.
+
+        Raises:
+            InputError: the template exceeds a limit, fails, or refuses a plain question.
+        """
+        for number, trial in enumerate(_TRIALS):
+            ((kind, text),) = self._outcomes([_request(*trial)])
+            if kind == "failed" or (kind == "refused" and number == 0):
+                what = f"refuses a plain question ({text})" if kind == "refused" else text
+                raise InputError(f"{self._owner}: the chat template {what}; {_WAY_OUT}")
+
+    def render(self, conversations: Sequence[Messages], add_generation_prompt: bool = False) -> list[str | SkipSample]:
+        """The text of each conversation, or why there is none.
+
+        Raises:
+            InputError: one conversation after the other exceeds a limit.
+        """
+        texts: list[str | SkipSample] = []
+        for part in _parts([_request(messages, add_generation_prompt) for messages in conversations]):
+            for kind, text in self._outcomes(part):
+                why = f"refuses the conversation: {text}" if kind == "refused" else text
+                skip = SkipSample("mask_span_mismatch", f"the chat template {why}")
+                texts.append(text if kind == "text" else skip)
+        return texts
+
+    def _outcomes(self, requests: Sequence[str]) -> list[tuple[str, str]]:
+        """(kind, text) of each request, as the process gives them."""
+        data = f"[{','.join(requests)}]\n".encode("utf-8", "surrogatepass")
+        for _ in range(2):  # twice: the machine may end a process too, for want of memory
+            with self._lock:
+                line, status = self._exchange(data)
+            if line:
+                return [(kind, text) for kind, text in json.loads(line)]
+            if len(requests) > 1:  # which of them was it?
+                return [outcome for request in requests for outcome in self._outcomes([request])]
+            if status == -signal.SIGPROF:
+                break
+        self._deaths += 1
+        why = f"needs over {CPU_SECONDS} s of CPU" if status == -signal.SIGPROF else f"ends its process ({status})"
+        why += f" for a conversation of {len(requests[0]):,} characters"
+        if self._deaths > _MAX_DEATHS:
+            raise InputError(f"{self._owner}: the chat template {why}, like {_MAX_DEATHS} others before; {_WAY_OUT}")
+        return [("failed", why)]
+
+    def _exchange(self, request: bytes) -> tuple[bytes, int]:
+        """The process's answer; if it ended instead, nothing and its exit status."""
+        process = self._process = self._process or self._start()
+        line = b""
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(request)
+            process.stdin.flush()
+            line = process.stdout.readline()
+        if line.endswith(b"\n"):
+            return line, 0
+        self._process = None
+        return b"", process.wait()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        # -P: the folder of the program is no place to import from.
+        command = [sys.executable, "-P", "-W", "ignore", str(_PROGRAM)]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        weakref.finalize(self, _end, process)
+        process.stdin.write(json.dumps(self._settings, default=str).encode() + b"\n")
+        return process
+
+
+def chat_template(hf_dir: Path, template: str, variables: Mapping[str, Any]) -> ChatTemplate:
+    """The checked template of a model directory; the last two of this process are kept.
+
+    Raises:
+        InputError: as `ChatTemplate.check` does.
+    """
+    return _checked(os.getpid(), str(hf_dir), template, json.dumps(dict(variables), default=str, sort_keys=True))
+
+
+def check_template(hf_dir: Path) -> None:
+    """See that the template of a model directory keeps the limits, before a tokenizer is loaded.
+
+    Raises:
+        InputError: it does not; or as `read_template` does.
+    """
+    template, tokens = read_template(hf_dir)
+    if template is not None:
+        chat_template(hf_dir, template, tokens)
+
+
+@functools.lru_cache(maxsize=2)
+def _checked(pid: int, owner: str, template: str, variables: str) -> ChatTemplate:
+    chat = ChatTemplate(owner, template, json.loads(variables))
+    chat.check()
+    return chat
+
+
+def read_template(hf_dir: Path) -> tuple[str | None, dict[str, Any]]:
+    """A model directory's template and special tokens, from its files alone; None if there is no template as a text.
+
+    Raises:
+        InputError: a file cannot be read.
+    """
+    file, settings = hf_dir / "chat_template.jinja", hf_dir / "tokenizer_config.json"
+    config = read_json(settings) if settings.is_file() else {}
+    tokens = {name: value for name, value in config.items() if name.endswith("_token") and isinstance(value, str)}
+    try:
+        template = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{file} cannot be read ({one_line(error)}); {_WAY_OUT}") from error
+    if template is None and (legacy := hf_dir / "chat_template.json").is_file():
+        template = read_json(legacy).get("chat_template")
+    return template if isinstance(template, str) else None, tokens
+
+
+def _request(messages: Messages, add_generation_prompt: bool) -> str:
+    text = json.dumps(messages, ensure_ascii=False)
+    return f"[{text}, {'true' if add_generation_prompt else 'false'}, {len(text)}]"
+
+
+def _parts(requests: Sequence[str]) -> list[list[str]]:
+    """The requests in order, in lists of some megabytes."""
+    parts: list[list[str]] = []
+    size = _REQUEST_CHARACTERS
+    for request in requests:
+        if size >= _REQUEST_CHARACTERS:
+            parts.append([])
+            size = 0
+        parts[-1].append(request)
+        size += len(request)
+    return parts
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()

@@ -1,0 +1,130 @@
+"""Small files that promise much work: none takes as long as the fuzz allows, or hundreds of megabytes."""
+
+import struct
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dataset_builders.contracts.sample import SkipSample
+from dataset_builders.pictures.images import ImageLimits, check_image, read_rgb
+from tests.fuzz.watch import SECONDS
+from tests.helpers.raw_rows import encode, picture
+
+LIMITS = ImageLimits(max_pixels=89_478_485, min_side=8)
+GROWTH_MB = 150
+
+
+def _chunk(kind: bytes, body: bytes) -> bytes:
+    return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+
+def _png(before: bytes = b"", pixels: bytes | None = None, after: bytes = b"") -> bytes:
+    """A 16 x 16 PNG with chunks before and after its pixels, which are given compressed."""
+    header = _chunk(b"IHDR", struct.pack(">IIBBBBB", 16, 16, 8, 2, 0, 0, 0))
+    raw = zlib.compress((b"\0" + b"\x55" * 48) * 16)
+    data = _chunk(b"IDAT", raw if pixels is None else pixels)
+    return b"\x89PNG\r\n\x1a\n" + header + before + data + after + _chunk(b"IEND", b"")
+
+
+def _many_idat() -> bytes:
+    raw = zlib.compress((b"\0" + b"\x55" * 48) * 16)
+    pieces = b"".join(_chunk(b"IDAT", raw[i : i + 1]) for i in range(len(raw) - 1))
+    return _png().replace(_chunk(b"IDAT", raw), pieces + _chunk(b"IDAT", b"") * 50_000 + _chunk(b"IDAT", raw[-1:]))
+
+
+def _jpeg_with(segments: bytes) -> bytes:
+    data = encode(picture(1), "JPEG")
+    return data[:2] + segments + data[2:]
+
+
+def _gif_with(blocks: bytes, frames: int = 1) -> bytes:
+    data = encode(picture(1, 16, 16, "P"), "GIF")
+    start = data.index(b",\0\0\0\0")
+    return data[:start] + blocks + data[start:-1] * frames + b";"
+
+
+def _tiff(tags: list[tuple[int, int, int, int]], next_directory: int = 0, tail: bytes = b"") -> bytes:
+    """A grey 16 x 16 TIFF with more tags, (tag, type, count, value), whose pixels and tail follow the directory."""
+    place = 8 + 2 + 12 * (9 + len(tags)) + 4
+    own = [(256, 3, 1, 16), (257, 3, 1, 16), (258, 3, 1, 8), (259, 3, 1, 1), (262, 3, 1, 1), (273, 4, 1, place)]
+    own += [(277, 3, 1, 1), (278, 3, 1, 16), (279, 4, 1, 256)]
+    entries = b"".join(struct.pack("<HHII", *tag) for tag in [*own, *tags])
+    directory = struct.pack("<H", len(own) + len(tags)) + entries + struct.pack("<I", next_directory)
+    return b"II*\0" + struct.pack("<I", 8) + directory + b"\x40" * 256 + tail
+
+
+BOMBS: dict[str, tuple[Callable[[], bytes], str]] = {
+    "png: pixels in 50,000 chunks": (_many_idat, "read"),
+    "png: 50,000 chunks of nothing": (lambda: _png(_chunk(b"prVt", b"") * 50_000), "read"),
+    "png: a gigabyte of text": (
+        lambda: _png(_chunk(b"zTXt", b"a\0\0" + zlib.compress(b"a" * 10**9, 1))),
+        "decode_error",
+    ),
+    "png: 200 megabytes of texts": (
+        lambda: _png(_chunk(b"zTXt", b"a\0\0" + zlib.compress(b"a" * 10**6)) * 200),
+        "decode_error",
+    ),
+    "png: 200 megabytes of texts behind the pixels": (
+        lambda: _png(after=_chunk(b"iTXt", b"a\0\1\0\0\0" + zlib.compress(b"a" * 10**6)) * 200),
+        "decode_error",
+    ),
+    "png: a gigabyte of colour profile": (
+        lambda: _png(_chunk(b"iCCP", b"a\0\0" + zlib.compress(b"a" * 10**9, 1))),
+        "decode_error",
+    ),
+    "png: a gigabyte of pixels for 256": (lambda: _png(pixels=zlib.compress(b"\0" * 10**9, 1)), "read"),
+    "png: says two billion frames": (
+        lambda: _png(_chunk(b"acTL", struct.pack(">II", 0x7FFFFFFF, 0))),
+        "read",
+    ),
+    "apng: 1,000 frames": (
+        lambda: encode(picture(1, 16, 16), save_all=True, append_images=[picture(i, 16, 16) for i in range(1000)]),
+        "read",
+    ),
+    "webp: 300 frames": (
+        lambda: encode(picture(1), "WEBP", save_all=True, append_images=[picture(i) for i in range(300)]),
+        "read",
+    ),
+    "gif: 50,000 frames": (lambda: _gif_with(b"", 50_000), "read"),
+    "gif: 50,000 comments": (lambda: _gif_with(b"\x21\xfe\x01a\0" * 50_000), "read"),
+    "jpeg: 50,000 comments": (lambda: _jpeg_with(b"\xff\xfe\0\2" * 50_000), "read"),
+    "jpeg: a megabyte of fill bytes": (lambda: _jpeg_with(b"\xff" * 1_000_000), "read"),
+    "jpeg: 50,000 pieces of a colour profile": (
+        lambda: _jpeg_with((b"\xff\xe2\0\x10" + b"ICC_PROFILE\0\1\1") * 50_000),
+        "read",
+    ),
+    "tiff: its directory is the next one": (lambda: _tiff([], next_directory=8), "read"),
+    "tiff: 5,000 tags of the same 100 kB": (
+        lambda: _tiff([(40_000 + i, 2, 100_000, 8) for i in range(5000)], tail=b"a" * 40_000),
+        "read",
+    ),
+    "ppm: a megabyte of comment": (lambda: b"P6\n#" + b"a" * 1_000_000 + b"\n16 16\n255\n" + b"a" * 768, "read"),
+}
+
+
+def _memory(name: str) -> int:
+    """Megabytes of this process: VmRSS now, VmHWM at most."""
+    return int(Path("/proc/self/status").read_text().partition(f"{name}:")[2].split()[0]) // 1024
+
+
+def _verdict(data: bytes) -> str:
+    try:
+        check_image(data, LIMITS)
+        read_rgb(data, whole=True)
+    except SkipSample as skip:
+        return skip.reason
+    return "read"
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_small_file_costs_little(name):
+    make, expected = BOMBS[name]
+    data = make()
+    Path("/proc/self/clear_refs").write_text("5")
+    before, start = _memory("VmRSS"), time.process_time()
+    assert _verdict(data) == expected
+    assert time.process_time() - start < SECONDS
+    assert _memory("VmHWM") - before < GROWTH_MB
