@@ -33,6 +33,7 @@ RECIPE_ONLY = (
     "execution.cluster.slurm",  # lines of a shell script
     "execution.dask_address",  # unpickles what the scheduler sends
     "execution.model_code_sha256",  # agrees to code
+    "execution.registry.other_heldout",  # makes a version champion that was not compared
     "execution.registry.push_private",
     "execution.registry.push_to",  # gives the model away
 )

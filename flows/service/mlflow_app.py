@@ -9,6 +9,7 @@ is closed.
 """
 
 import os
+from pathlib import Path
 from typing import Any
 
 from mlflow.exceptions import MlflowException
@@ -24,6 +25,7 @@ from starlette.types import ASGIApp
 
 from flows.prefect_server.access import MLFLOW_PASSWORD, MLFLOW_USER
 from flows.prefect_server.guard import guarded
+from flows.tracking.store import settle
 
 # Parts of a path below which nothing answers: an assistant with a shell, calls to other machines, jobs.
 CLOSED = frozenset({"assistant", "gateway", "gateway-proxy", "webhooks", "jobs", "prompt-optimization", "scorers"})
@@ -32,6 +34,7 @@ CLOSED = frozenset({"assistant", "gateway", "gateway-proxy", "webhooks", "jobs",
 def make_app() -> ASGIApp:
     """MLflow's API and pages on the store that the environment names; makes its tables if they are missing."""
     store = os.environ[BACKEND_STORE_URI_ENV_VAR]
+    settle(_own_directory().parent)
     handlers.get_artifact_repository = own_files
     handlers.initialize_backend_stores(store, store, os.environ[ARTIFACT_ROOT_ENV_VAR])
     return guarded(app, f"{os.environ[MLFLOW_USER]}:{os.environ[MLFLOW_PASSWORD]}", CLOSED)
@@ -43,7 +46,12 @@ def own_files(uri: str, *arguments: Any) -> ArtifactRepository:
     Raises:
         MlflowException: they are not below the root's directory for MLflow's files.
     """
-    ours = os.path.realpath(local_file_uri_to_path(os.environ[ARTIFACT_ROOT_ENV_VAR]))
-    if not (is_local_uri(uri) and os.path.realpath(local_file_uri_to_path(uri)).startswith(ours + os.sep)):
+    ours = _own_directory()
+    if not (is_local_uri(uri) and Path(local_file_uri_to_path(uri)).resolve().is_relative_to(ours)):
         raise MlflowException(f"files at {uri} are not served; those below {ours} are", PERMISSION_DENIED)
     return get_artifact_repository(uri, *arguments)
+
+
+def _own_directory() -> Path:
+    """The root's directory for MLflow's files."""
+    return Path(local_file_uri_to_path(os.environ[ARTIFACT_ROOT_ENV_VAR])).resolve()

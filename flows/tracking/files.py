@@ -56,9 +56,9 @@ def references(artifact: Artifact, place: str, sizes: Mapping[str, int], chosen:
         place: of the artifact's directory.
     """
     manifest = artifact.manifest
-    exported = manifest.stats.get("files", {})
+    exported = manifest.stats.get("files", {})  # of an export before 2026-11-23
     digests = {f"{HF_EXPORT}/{name}": digest for name, digest in exported.items()}
-    digests |= {shard.name: shard.sha256 for shard in manifest.shards}
+    digests |= {entry.name: entry.sha256 for entry in (*manifest.shards, *manifest.files)}
     left = {name: {"bytes": sizes[name], "sha256": digests.get(name)} for name in sorted(sizes.keys() - set(chosen))}
     return json.dumps({"directory": place, "files": left}, indent=1) + "\n"
 

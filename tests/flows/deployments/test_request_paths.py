@@ -180,6 +180,7 @@ CHANGES = {
     "execution.cluster.kubernetes.namespace": "other",
     "execution.registry.push_to": "other/model",
     "execution.registry.push_private": False,
+    "execution.registry.other_heldout": "champion",
 }
 
 
