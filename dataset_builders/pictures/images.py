@@ -246,8 +246,6 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode == "RGB" and not image.has_transparency_data:
-        return image
     if image.mode not in _GREY_16 and not image.has_transparency_data:
         return image.convert("RGB")
     # Row by row block, since the steps in between take four more pictures' memory.

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -149,6 +150,17 @@ def test_weights_that_do_not_fit_the_config_are_refused_in_one_line(tmp_path):
     config = read_json(directory / "config.json")
     config["text_config"]["intermediate_size"] *= 2
     write_json(directory / "config.json", config)
+    with pytest.raises(InputError, match=r"its weights are .* numbers, and the sizes in config.json make") as error:
+        Generator(directory)
+    assert "\n" not in str(error.value)
+
+
+def test_a_transposed_weight_is_refused_in_one_line(tmp_path):
+    directory = shutil.copytree(talkative_hf_dir(), tmp_path / "hf")
+    weights = load_file(directory / "model.safetensors")
+    name = "model.language_model.layers.0.mlp.up_proj.weight"
+    weights[name] = weights[name].T.contiguous()
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(InputError, match="cannot be loaded") as error:
         Generator(directory)
     assert "\n" not in str(error.value)

@@ -10,6 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from pydantic import ValidationError
 
+from dataset_builders.contracts.manifest import load_manifest
 from dataset_builders.errors import InputError
 from tests.helpers.run_dir import changed as changed_run
 from tests.helpers.run_dir import log_of, result_of, run_trainer, write_job
@@ -388,8 +389,7 @@ def test_a_run_is_checked_against_what_is_on_disk(tmp_path):
     with pytest.raises(InputError, match=r"plan_bins\.pad_multiple=16 is not a multiple of 32 \(cp=16"):
         check_run(changed_run(run, parallel=ParallelConfig(cp=16)), world_size=16)
     with pytest.raises(InputError, match="is not an artifact of plan_bins"):
-        manifest = json.loads((run.bins_dir / "manifest.json").read_text())
-        (run.bins_dir / "manifest.json").write_text(json.dumps(manifest | {"config": {}}))
+        load_manifest(run.bins_dir).model_copy(update={"config": {}}).write(run.bins_dir)
         check_run(run, world_size=2)
 
 
