@@ -100,7 +100,8 @@ def connect(root: StorePath) -> MlflowClient:
     """A client whose store has its tables, made under locks: two processes that make them at once would ruin a fresh
     SQLite file, and all but one fail on a fresh Postgres."""
     logging.getLogger("alembic").setLevel(logging.WARNING)
-    logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
+    # it prints the traceback of an error that it then raises
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     uri = tracking_uri(root)
     with store_lock(root), _schema_lock(uri):
         client = MlflowClient(tracking_uri=uri, registry_uri=uri)
