@@ -131,7 +131,7 @@ class Checkpointer:
         if self._mesh.any(needed * processes_here() > free)[0]:
             log.warning(
                 "saves will stop the training while they write: a copy of the state takes %.1f GB of host memory in "
-                "each of %d processes here, and %.1f GB are free; execution.checkpoint.asynchronous=false asks for that",
+                "each of %d processes here, and %.1f GB are free; execution.checkpoint.asynchronous=false asks for it",
                 *(needed / 1e9, processes_here(), free / 1e9),
             )
             return None
