@@ -20,6 +20,7 @@ from stages.artifacts.artifact import Artifact, External, Input
 from stages.inputs.remote_code import check_remote_code
 from trainer.contract.model_shape import ModelShape
 from trainer.contract.names import HF_EXPORT
+from trainer.families.family import Family
 from trainer.families.registry import read_model
 
 WEIGHTS = "model.safetensors"
@@ -75,7 +76,7 @@ def check_hf_dir(path: Path, code_sha256: str | None = None) -> None:
     """
     check_processor_files(path)
     check_remote_code(path, code_sha256)
-    _check_weights(path, read_model(path)[1])
+    _check_weights(path, *read_model(path))
 
 
 def check_processor_files(path: Path) -> None:
@@ -150,14 +151,15 @@ def count_parameters(path: Path) -> dict[str, int]:
     """Part -> number of parameters of a directory's model; a tied output projection is counted once.
 
     The numbers come from the headers of the safetensors files. A tensor that the family does not know counts for the
-    last part.
+    last part, one that it only carries for none.
     """
     family, shape = read_model(path)
     part_of = {name: family.part_of(rule.ours) for rule in family.weight_rules(shape) for name in rule.hf}
     counts = dict.fromkeys(family.parts, 0)
     for file in weight_files(path):
         for name, entry in safetensors_header(path / file).items():
-            counts[part_of.get(name, family.parts[-1])] += math.prod(entry["shape"])
+            if not name.startswith(family.carried):
+                counts[part_of.get(name, family.parts[-1])] += math.prod(entry["shape"])
     return counts
 
 
@@ -205,7 +207,7 @@ def _tensors_of(path: Path) -> dict[str, set[str]]:
     return files
 
 
-def _check_weights(path: Path, shape: ModelShape) -> None:
+def _check_weights(path: Path, family: Family, shape: ModelShape) -> None:
     """See from the headers that all tensors are there, of a dtype that is trained, and as large as config.json says."""
     numbers = 0
     for name, tensors in sorted(_tensors_of(path).items()):
@@ -224,7 +226,7 @@ def _check_weights(path: Path, shape: ModelShape) -> None:
                     f"{path / name}: {in_ascii(tensor)} is of dtype {entry['dtype']}; only {known} are trained"
                 )
             is_twice = tensor == _TIED and shape.language.tie_word_embeddings
-            numbers += 0 if is_twice else math.prod(entry["shape"])
+            numbers += 0 if is_twice or tensor.startswith(family.carried) else math.prod(entry["shape"])
     expected = sum(shape.parameters.values())
     if numbers != expected:
         raise InputError(

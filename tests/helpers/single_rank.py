@@ -35,6 +35,6 @@ def build_tiny(
     family, shape = read_model(hf_dir)
     modules = transformer_engine_modules() if fused else TorchModules()
     model = load(family.model)(shape, ParallelConfig(), dtype, modules, mesh, seq_len)
-    load_hf_weights(model, hf_dir, family.weight_rules(shape))
+    load_hf_weights(model, hf_dir, family.weight_rules(shape), family.carried)
     model.prepare_pixels(PIXELS)
     return model.to(mesh.device)

@@ -3,7 +3,8 @@
 A rank holds its pipeline rank's layers and its tensor-parallel slice of each.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ INDEX = "model.safetensors.index.json"
 # Transformer Engine keeps a norm and the linear after it in one module.
 _FUSED_NORMS = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
+    ("self_attention.in_proj.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
 )
 
@@ -47,12 +49,18 @@ class HFTensors:
         with self._open(name) as file:
             return file.get_tensor(name)
 
-    def get_slice(self, name: str, dim: int, rank: int, size: int, blocks: int = 1) -> torch.Tensor:
-        """The rank-th of `size` equal slices along `dim`, of each of `blocks` equal runs; only these bytes are read."""
+    def get_slice(self, name: str, dim: int, rank: int, size: int, runs: Sequence[int] = (1,)) -> torch.Tensor:
+        """The rank-th of `size` equal slices along `dim`, of each of several runs; only these bytes are read.
+
+        Args:
+            runs: their relative lengths.
+        """
         with self._open(name) as file:
             stored = file.get_slice(name)
-            run = stored.get_shape()[dim] // blocks
-            bounds = [(i * run + rank * run // size, i * run + (rank + 1) * run // size) for i in range(blocks)]
+            unit = stored.get_shape()[dim] // sum(runs)
+            starts = accumulate((unit * run for run in runs), initial=0)
+            shares = [unit * run // size for run in runs]
+            bounds = [(start + rank * share, start + (rank + 1) * share) for start, share in zip(starts, shares)]
             return torch.cat([stored[start:stop] if dim == 0 else stored[:, start:stop] for start, stop in bounds], dim)
 
     def dtype_and_bytes(self, name: str) -> tuple[torch.dtype, int]:
@@ -75,18 +83,19 @@ def _opened(path: Path):
         raise InputError(f"{path} is not a whole safetensors file ({one_line(error)}); copy it again") from error
 
 
-def load_hf_weights(model: MegatronModule, hf_dir: Path, rules: Sequence[Rule]) -> int:
+def load_hf_weights(model: MegatronModule, hf_dir: Path, rules: Sequence[Rule], carried: tuple[str, ...] = ()) -> int:
     """Fill every parameter of this rank's chunk from `hf_dir`; returns how many.
 
     Args:
         rules: the whole model's table of weights.
+        carried: beginnings of names of tensors that have no place in the model and are not missed there.
 
     Raises:
         InputError: a tensor is missing, has another shape, or is left over.
     """
     source = HFTensors(hf_dir)
     table = {rule.ours: rule for rule in rules}
-    _check_leftovers(source, table, model)
+    _check_leftovers(source, table, model, carried)
     count = 0
     for name, param in global_names(model):
         rule = table[name]
@@ -105,7 +114,8 @@ def _read(source: HFTensors, rule: Rule, param: torch.nn.Parameter, model: Megat
     axis, tp = parallel_axis(param), model.groups.tp
     if axis is None or tp.size() == 1:
         return rule.packing.fuse([source.get(name) for name in rule.hf], 1)
-    parts = [source.get_slice(name, axis, tp.rank(), tp.size(), rule.packing.blocks) for name in rule.hf]
+    runs = rule.packing.runs(len(rule.hf))
+    parts = [source.get_slice(name, axis, tp.rank(), tp.size(), runs[i]) for i, name in enumerate(rule.hf)]
     return rule.packing.fuse(parts, tp.size())
 
 
@@ -114,11 +124,18 @@ def parallel_axis(param: torch.nn.Parameter) -> int | None:
     return param.partition_dim if getattr(param, "tensor_model_parallel", False) else None
 
 
-def _check_leftovers(source: HFTensors, table: dict[str, Rule], model: MegatronModule) -> None:
-    known = {name for rule in table.values() for name in rule.hf}
-    if model.share_embeddings_and_output_weights:
-        known.add("lm_head.weight")  # some directories store the tied weight twice
-    left = sorted(source.names() - known)
+def left_over(source: HFTensors, rules: Iterable[Rule], *, tied: bool) -> list[str]:
+    """The tensors of a directory that are in no rule, but not the output projection of tied weights: some directories
+    store the tied weight twice."""
+    known = {name for rule in rules for name in rule.hf} | ({"lm_head.weight"} if tied else set())
+    return sorted(source.names() - known)
+
+
+def _check_leftovers(
+    source: HFTensors, table: dict[str, Rule], model: MegatronModule, carried: tuple[str, ...]
+) -> None:
+    names = left_over(source, table.values(), tied=model.share_embeddings_and_output_weights)
+    left = [name for name in names if not name.startswith(carried)]
     if left:
         raise InputError(f"{source.dir}: {len(left)} tensors have no place in the model, the first is {left[0]}")
 

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from dataset_builders.contracts.manifest import FileEntry, file_entry
 from dataset_builders.storage.files import write_json
-from trainer.checkpoint.hf_read import INDEX, HFTensors, global_names, parallel_axis
+from trainer.checkpoint.hf_read import INDEX, HFTensors, global_names, left_over, parallel_axis
 from trainer.families.weight_rules import Rule
 from trainer.parallel.mesh import Mesh
 
@@ -44,7 +44,8 @@ def save_hf_weights(
 ) -> list[FileEntry]:
     """Write the weights as safetensors, in the dtypes of `source_dir`; a collective.
 
-    A file is digested while the tensors of the next one are gathered; its bytes still lie in the page cache.
+    Tensors of `source_dir` that have no place in the model, which were let pass when the model was read, come last, as
+    they are. A file is digested while the tensors of the next one are gathered; its bytes still lie in the page cache.
 
     Args:
         rules: the whole model's table of weights.
@@ -53,11 +54,14 @@ def save_hf_weights(
         the entry of each file of weights; on other ranks than the main one none.
     """
     source = HFTensors(source_dir)
-    stored = {name: source.dtype_and_bytes(name) for rule in rules for name in rule.hf}
+    carried = left_over(source, rules, tied=chunks[0].share_embeddings_and_output_weights)
+    names_of_table = (name for rule in rules for name in rule.hf)
+    stored = {name: source.dtype_and_bytes(name) for name in (*names_of_table, *carried)}
     files = _plan_files({name: size for name, (_, size) in stored.items()}, file_bytes)
     if mesh.is_main:
         out_dir.mkdir(parents=True, exist_ok=True)
-    stream = _hf_tensors(chunks, mesh, rules)
+    unchanged = ((name, source.get(name) if mesh.is_main else None) for name in carried)
+    stream = itertools.chain(_hf_tensors(chunks, mesh, rules), unchanged)
     entries: list[Future[FileEntry]] = []
     with ThreadPoolExecutor(1, "digest") as pool:
         for file, names in files.items():
@@ -141,8 +145,12 @@ def _join(rule: Rule, slices: list[torch.Tensor], axis: int | None) -> list[torc
     parts = [rule.packing.split(part, len(rule.hf), len(slices)) for part in slices]
     if axis is None or len(slices) == 1:
         return parts[0]
-    runs = rule.packing.blocks
-    return [
-        torch.cat([t.unflatten(axis, (runs, -1)) for t in same], axis + 1).flatten(axis, axis + 1)
-        for same in zip(*parts)
-    ]
+    runs = rule.packing.runs(len(rule.hf))
+    return [_joined(same, runs[number], axis) for number, same in enumerate(zip(*parts))]
+
+
+def _joined(slices: Sequence[torch.Tensor], runs: Sequence[int], axis: int) -> torch.Tensor:
+    """The ranks' slices of an HF tensor -> the whole; each rank has a part of every run."""
+    unit = slices[0].size(axis) // sum(runs)
+    by_run = zip(*(part.split([unit * run for run in runs], axis) for part in slices))
+    return torch.cat([part for run in by_run for part in run], axis)

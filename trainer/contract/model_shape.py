@@ -17,6 +17,9 @@ class DecoderShape:
     Attributes:
         activation: of the MLP's gate, in transformers' spelling.
         mrope_section: rotary pairs of each of three position axes; None: positions have one axis.
+        zero_centred_norms: RMSNorm multiplies by 1 + weight.
+        gated_attention: each query head has a gate, which its output is multiplied by; the gates are projected with
+            the queries.
     """
 
     vocab_size: int
@@ -31,6 +34,8 @@ class DecoderShape:
     rope_theta: float
     tie_word_embeddings: bool
     mrope_section: tuple[int, int, int] | None = None
+    zero_centred_norms: bool = False
+    gated_attention: bool = False
 
     @property
     def rotary_dim(self) -> int:
@@ -73,7 +78,8 @@ class DecoderShape:
         }
 
     def _projections(self) -> int:
-        return self.hidden_size * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        per_query = 2 if self.gated_attention else 1
+        return self.hidden_size * (per_query * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
     def _output_projection(self) -> int:
         return self.hidden_size * self.num_heads * self.head_dim

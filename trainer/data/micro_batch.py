@@ -53,6 +53,7 @@ class MicroBatch:
         position_ids: (3, t) int64, from 0 in every sample, 0 in padding.
         cu_seqlens: (n + 1,) int32 cumulative lengths of the segments of the whole bin: each sample with its own padding
             (which comes last, so that with causal attention no real token sees it), then the padding at the end.
+        bounds: the same numbers, which stay on the host.
         max_seqlen: the longest segment.
         loss_index: (N,) int64 places in t whose logits are needed.
         labels: (N,) int64 the token to be predicted there: the next one of the same sample; in the samples' order.
@@ -76,6 +77,7 @@ class MicroBatch:
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     cu_seqlens: torch.Tensor
+    bounds: tuple[int, ...]
     max_seqlen: int
     loss_index: torch.Tensor
     labels: torch.Tensor
@@ -133,6 +135,7 @@ def make_micro_batch(
         input_ids=torch.from_numpy(whole.ids[places])[None],
         position_ids=torch.from_numpy(whole.positions.take(places, axis=1)),
         cu_seqlens=torch.tensor(bounds, dtype=torch.int32),
+        bounds=tuple(bounds),
         max_seqlen=int(np.diff(bounds).max()),
         loss_index=torch.from_numpy(loss_index),
         labels=torch.from_numpy(whole.ids[places[loss_index] + 1]),

@@ -45,6 +45,8 @@ class Family:
         reference: "module:class" of transformers that generates with a directory of this family.
         turn_tokens: the tokens that begin and end a turn in its chat template.
         image_processor: None for a family of text alone.
+        carried: beginnings of the names of tensors that this code does not compute; they are neither trained nor
+            counted, and an export has them as they were.
         embedded: sizes and ids of tokens -> the configs of a tiny model, by the names of their files; None except for
             the family of the embedded recipes.
     """
@@ -58,6 +60,7 @@ class Family:
     reference: str
     turn_tokens: tuple[str, str] = ("<|im_start|>", "<|im_end|>")
     image_processor: ImageProcessor | None = None
+    carried: tuple[str, ...] = ()
     embedded: Callable[[Mapping[str, Any], Mapping[str, int]], dict[str, dict[str, Any]]] | None = None
 
     def weight_rules(self, shape: ModelShape) -> Sequence[Any]:

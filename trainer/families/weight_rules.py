@@ -4,7 +4,7 @@ megatron-core keeps queries, keys and values of a group of heads together in one
 MLP one after the other; HF keeps them apart. A family that does otherwise defines a packing of its own.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,13 +14,12 @@ from trainer.contract.model_shape import DecoderShape
 
 @dataclass(frozen=True, slots=True)
 class Stacked:
-    """The HF tensors one after the other along their first axis, all of the same size; a single one is copied.
+    """The HF tensors one after the other along their first axis, all of the same size; a single one is copied."""
 
-    Attributes:
-        blocks: number of equal runs of rows of the HF tensor; tensor-parallel ranks divide each run.
-    """
-
-    blocks: int = 1
+    def runs(self, count: int) -> Sequence[tuple[int, ...]]:
+        """Of each of `count` HF tensors the relative lengths of its runs of rows; tensor-parallel ranks divide each
+        run."""
+        return [(1,)] * count
 
     def fuse(self, parts: Sequence[torch.Tensor], tp: int) -> torch.Tensor:
         """HF tensors -> our parameter; or a rank's slices of them -> its slice, one of `tp`."""
@@ -29,6 +28,23 @@ class Stacked:
     def split(self, ours: torch.Tensor, count: int, tp: int) -> list[torch.Tensor]:
         """Our parameter, or a rank's slice of it -> `count` HF tensors, or slices of them."""
         return list(ours.chunk(count))
+
+
+@dataclass(frozen=True, slots=True)
+class StackedRuns(Stacked):
+    """The HF tensors one after the other along their first axis. A rank's parts of all runs follow each other in ours.
+
+    Attributes:
+        rows: of each HF tensor the lengths of its runs.
+    """
+
+    rows: tuple[tuple[int, ...], ...]
+
+    def runs(self, count: int) -> Sequence[tuple[int, ...]]:
+        return self.rows
+
+    def split(self, ours: torch.Tensor, count: int, tp: int) -> list[torch.Tensor]:
+        return list(ours.split([sum(rows) // tp for rows in self.rows]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +68,34 @@ class GroupedQKV(Stacked):
 
 
 @dataclass(frozen=True, slots=True)
+class GatedGroupedQKV(GroupedQKV):
+    """HF's queries have the gate of each head behind it; ours have the gates of a group behind its queries.
+
+    Attributes:
+        widths: the first is the rows of a group's queries and gates.
+        head_dim: rows of a head's query, and of its gate.
+    """
+
+    head_dim: int = 1
+
+    def fuse(self, parts: Sequence[torch.Tensor], tp: int) -> torch.Tensor:
+        by_head = parts[0].unflatten(0, (self.groups // tp, -1, 2, self.head_dim))
+        return GroupedQKV.fuse(self, [by_head.transpose(1, 2).flatten(0, 3), *parts[1:]], tp)
+
+    def split(self, ours: torch.Tensor, count: int, tp: int) -> list[torch.Tensor]:
+        queries, *others = GroupedQKV.split(self, ours, count, tp)
+        by_group = queries.unflatten(0, (self.groups // tp, 2, -1, self.head_dim))
+        return [by_group.transpose(1, 2).flatten(0, 3), *others]
+
+
+@dataclass(frozen=True, slots=True)
 class JointQKV(Stacked):
     """HF's queries of all heads, then their keys, then their values, in one tensor; ours head by head."""
 
-    blocks: int = 3
     heads: int = 1
+
+    def runs(self, count: int) -> Sequence[tuple[int, ...]]:
+        return [(1, 1, 1)]
 
     def fuse(self, parts: Sequence[torch.Tensor], tp: int) -> torch.Tensor:
         return parts[0].unflatten(0, (3, self.heads // tp, -1)).transpose(0, 1).flatten(0, 2)
@@ -74,31 +113,41 @@ class Rule:
     packing: Stacked = Stacked()
 
 
-def decoder_rules(shape: DecoderShape, hf: str) -> Iterator[Rule]:
-    """The rules of a decoder of Qwen's, in HF's order.
-
-    Args:
-        hf: the beginning of HF's names: "model.".
-    """
-    yield Rule("language.embedding.weight", (f"{hf}embed_tokens.weight",))
-    for number in range(shape.num_layers):
-        yield from decoder_layer_rules(shape, f"language.decoder.layers.{number}.", f"{hf}layers.{number}.")
-    yield Rule("language.decoder.final_layernorm.weight", (f"{hf}norm.weight",))
-    if not shape.tie_word_embeddings:
-        yield Rule("language.output_layer.weight", ("lm_head.weight",))
+# (sizes, number of the layer, beginning of our names, beginning of HF's names) -> the rules of what stands in the place
+# of attention
+AttentionRules = Callable[[DecoderShape, int, str, str], Iterator[Rule]]
 
 
-def decoder_layer_rules(shape: DecoderShape, ours: str, hf: str) -> Iterator[Rule]:
-    """The rules of one layer: attention with norms of queries and keys, and a gated MLP."""
-    widths = (shape.num_heads // shape.num_kv_heads * shape.head_dim, shape.head_dim, shape.head_dim)
-    qkv = GroupedQKV(groups=shape.num_kv_heads, widths=widths)
-    yield Rule(ours + "input_layernorm.weight", (hf + "input_layernorm.weight",))
+def attention_rules(shape: DecoderShape, number: int, ours: str, hf: str) -> Iterator[Rule]:
+    """Attention with norms of queries and keys, in every layer; with gates if the shape says so."""
+    group = shape.num_heads // shape.num_kv_heads * shape.head_dim
+    qkv = GroupedQKV(groups=shape.num_kv_heads, widths=(group, shape.head_dim, shape.head_dim))
+    if shape.gated_attention:
+        widths = (2 * group, shape.head_dim, shape.head_dim)
+        qkv = GatedGroupedQKV(groups=shape.num_kv_heads, widths=widths, head_dim=shape.head_dim)
     yield Rule(
         ours + "self_attention.linear_qkv.weight", tuple(f"{hf}self_attn.{name}_proj.weight" for name in "qkv"), qkv
     )
     yield Rule(ours + "self_attention.q_layernorm.weight", (hf + "self_attn.q_norm.weight",))
     yield Rule(ours + "self_attention.k_layernorm.weight", (hf + "self_attn.k_norm.weight",))
     yield Rule(ours + "self_attention.linear_proj.weight", (hf + "self_attn.o_proj.weight",))
-    yield Rule(ours + "pre_mlp_layernorm.weight", (hf + "post_attention_layernorm.weight",))
-    yield Rule(ours + "mlp.linear_fc1.weight", (hf + "mlp.gate_proj.weight", hf + "mlp.up_proj.weight"))
-    yield Rule(ours + "mlp.linear_fc2.weight", (hf + "mlp.down_proj.weight",))
+
+
+def decoder_rules(shape: DecoderShape, hf: str, attention: AttentionRules = attention_rules) -> Iterator[Rule]:
+    """The rules of a decoder of Qwen's, in HF's order: layers with a gated MLP, norms before both halves.
+
+    Args:
+        hf: the beginning of HF's names: "model.".
+        attention: the rules of a layer's first half.
+    """
+    yield Rule("language.embedding.weight", (f"{hf}embed_tokens.weight",))
+    for number in range(shape.num_layers):
+        ours, theirs = f"language.decoder.layers.{number}.", f"{hf}layers.{number}."
+        yield Rule(ours + "input_layernorm.weight", (theirs + "input_layernorm.weight",))
+        yield from attention(shape, number, ours, theirs)
+        yield Rule(ours + "pre_mlp_layernorm.weight", (theirs + "post_attention_layernorm.weight",))
+        yield Rule(ours + "mlp.linear_fc1.weight", (theirs + "mlp.gate_proj.weight", theirs + "mlp.up_proj.weight"))
+        yield Rule(ours + "mlp.linear_fc2.weight", (theirs + "mlp.down_proj.weight",))
+    yield Rule("language.decoder.final_layernorm.weight", (f"{hf}norm.weight",))
+    if not shape.tie_word_embeddings:
+        yield Rule("language.output_layer.weight", ("lm_head.weight",))

@@ -16,6 +16,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch.utils.checkpoint import checkpoint
 
 from trainer.data.slices import zigzag_order
+from trainer.layers.delta_rule.packed_chunks import PackedChunks
 from trainer.layers.gather import gather_sequence
 
 if torch.cuda.is_available():
@@ -96,6 +97,20 @@ class RotarySelfAttention(SelfAttention):
         )
 
 
+class GatedSelfAttention(RotarySelfAttention):
+    """Each head's output is multiplied by the sigmoid of its gate, which `linear_qkv` gives beside the queries."""
+
+    def prepare(self, hidden_states: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, ...]:
+        """(T, 1, D) -> queries (T, h, d), keys and values (T, g, d), turned, and gates (T, h, d)."""
+        projected = self.get_query_key_value_tensors(hidden_states, output_gate=True)
+        query, key, value, gate = (x.squeeze(1) for x in projected)
+        return rotation.turn(query), rotation.turn(key), value, gate
+
+    def attend(self, query, key, value, gate, segments: "PackedSegments") -> torch.Tensor:
+        """The values of `prepare` -> (T, 1, h * d)."""
+        return super().attend(query, key, value, segments) * gate.sigmoid().flatten(1)[:, None]
+
+
 def recomputed(module: torch.nn.Module, *args: object, **kwargs: object):
     """The output of `module`, which is computed again in the backward pass: only its inputs are kept. Nothing in it is
     random."""
@@ -104,17 +119,21 @@ def recomputed(module: torch.nn.Module, *args: object, **kwargs: object):
 
 @dataclass
 class PackedSegments(PackedSeqParams):
-    """PackedSeqParams with two things that the plain torch core needs: how context-parallel ranks hold the bin, and its
-    segments in groups of similar length."""
+    """PackedSeqParams with what our own cores need: how context-parallel ranks hold the bin, its segments in groups of
+    similar length, and cut into chunks."""
 
     cp: int = 1
+    bounds: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, cu_seqlens: torch.Tensor, max_seqlen: int, cp: int = 1) -> "PackedSegments":
+    def of(
+        cls, cu_seqlens: torch.Tensor, max_seqlen: int, cp: int = 1, bounds: tuple[int, ...] = ()
+    ) -> "PackedSegments":
         """Segments without gaps.
 
         Args:
             cp: context-parallel ranks.
+            bounds: the numbers of `cu_seqlens`, on the host; only `chunks` needs them.
         """
         # If Transformer Engine gets padded and unpadded bounds, it compares them on the host, once per layer. So it
         # gets both only with context parallelism, which needs them.
@@ -128,7 +147,13 @@ class PackedSegments(PackedSeqParams):
             max_seqlen_q=max_seqlen,
             max_seqlen_kv=max_seqlen,
             cp=cp,
+            bounds=bounds,
         )
+
+    @cached_property
+    def chunks(self) -> PackedChunks:
+        """The segments in chunks, on their device."""
+        return PackedChunks.of(self.bounds, self.cu_seqlens_q.device)
 
     @cached_property
     def cp_order(self) -> torch.Tensor:

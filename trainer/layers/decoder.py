@@ -42,7 +42,9 @@ def decoder_config(shape: DecoderShape, parallel: ParallelConfig, dtype: torch.d
         kv_channels=shape.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=shape.norm_eps,
+        layernorm_zero_centered_gamma=shape.zero_centred_norms,
         qk_layernorm=True,
+        attention_output_gate=shape.gated_attention,
         gated_linear_unit=True,
         # So megatron-core calls the module set's own gate. Other gates are computed step by step.
         use_te_activation_func=shape.activation == "silu",

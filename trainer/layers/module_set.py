@@ -21,18 +21,14 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 
 from dataset_builders.errors import InputError
 from trainer.contract.run import RunConfig
-from trainer.layers.attention import RotarySelfAttention, TorchVarlenAttention
+from trainer.layers.attention import GatedSelfAttention, RotarySelfAttention, TorchVarlenAttention
+from trainer.layers.delta_layer import DeltaAttention, DeltaSubmodules
+from trainer.layers.delta_rule.gated_delta_net import DeltaHeads
 from trainer.layers.output_loss import OutputLayer
 from trainer.layers.packed_layer import PackedLayer
 
 if HAVE_TE:
     from trainer.layers.te_modules import FusedModules
-
-# In checkpoints the norms have the fused modules' names, whichever set wrote them.
-_FUSED_NORM_KEYS = {
-    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-}
 
 # By transformers' names.
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
@@ -44,11 +40,13 @@ _PARALLEL_AXES = {ColumnParallelLinear: 0, OutputLayer: 0, RowParallelLinear: 1,
 
 
 class TorchNorm(torch.nn.Module):
-    """RMSNorm or LayerNorm in float32, by `config.normalization`, with marks for sequence parallelism."""
+    """RMSNorm or LayerNorm in float32, by `config.normalization`, with marks for sequence parallelism. An RMSNorm whose
+    weight is centred at zero multiplies by 1 + weight, in float32 too."""
 
     def __init__(self, config, hidden_size: int, eps: float = 1e-6, **_: object) -> None:
         super().__init__()
         self.eps, self.shape = eps, (hidden_size,)
+        self.zero_centred = config.layernorm_zero_centered_gamma
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel
         self.bias = None
@@ -57,6 +55,8 @@ class TorchNorm(torch.nn.Module):
             self.bias.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.zero_centred:
+            return (F.rms_norm(x.float(), self.shape, None, self.eps) * (1 + self.weight.float())).to(x.dtype)
         if self.bias is None:
             return self.weight * F.rms_norm(x.float(), self.shape, None, self.eps).to(x.dtype)
         return F.layer_norm(x.float(), self.shape, self.weight.float(), self.bias.float(), self.eps).to(x.dtype)
@@ -161,32 +161,64 @@ def mark_tensor_parallel(model: torch.nn.Module) -> None:
                 param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, axis, 1
 
 
-def layer_spec(modules: BackendSpecProvider, *, causal: bool, qk_norm: bool) -> ModuleSpec:
+def layer_spec(modules: BackendSpecProvider, *, causal: bool, qk_norm: bool, gated: bool = False) -> ModuleSpec:
     """A transformer layer of this module set.
 
     Args:
         causal: each token sees itself and the tokens before it in its segment; otherwise the whole segment.
         qk_norm: normalise queries and keys; `TransformerConfig.qk_layernorm` must be the same, because only if it is
             true does megatron-core sum the gradients of these norms over the tensor-parallel ranks.
+        gated: each head has a gate; `TransformerConfig.attention_output_gate` must be the same.
     """
-    fused = modules.fuse_layernorm_and_linear()
-    norm = modules.layer_norm()
-    column = modules.column_parallel_layer_norm_linear() if fused else modules.column_parallel_linear()
+    norm = modules.layer_norm() if qk_norm else None
     attention = ModuleSpec(
-        module=RotarySelfAttention,
+        module=GatedSelfAttention if gated else RotarySelfAttention,
         params={"attn_mask_type": AttnMaskType.causal if causal else AttnMaskType.no_mask},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=column,
+            linear_qkv=_column_after_norm(modules),
             core_attention=modules.core_attention(),
             linear_proj=modules.row_parallel_linear(),
-            q_layernorm=norm if qk_norm else None,
-            k_layernorm=norm if qk_norm else None,
+            q_layernorm=norm,
+            k_layernorm=norm,
         ),
     )
+    return _layer_around(attention, "linear_qkv", modules)
+
+
+def delta_layer_spec(modules: BackendSpecProvider, heads: DeltaHeads) -> ModuleSpec:
+    """A layer of this module set with a gated delta net in the place of attention.
+
+    Args:
+        heads: of the whole model.
+    """
+    projections = DeltaSubmodules(_column_after_norm(modules), modules.row_parallel_linear())
+    delta = ModuleSpec(module=DeltaAttention, params={"heads": heads}, submodules=projections)
+    return _layer_around(delta, "in_proj", modules)
+
+
+def _column_after_norm(modules: BackendSpecProvider) -> type:
+    """The first linear of a half of a layer; a fused set has the norm in it."""
+    fused = modules.fuse_layernorm_and_linear()
+    return modules.column_parallel_layer_norm_linear() if fused else modules.column_parallel_linear()
+
+
+def _layer_around(attention: ModuleSpec, first_linear: str, modules: BackendSpecProvider) -> ModuleSpec:
+    """The layer of an attention, or of what stands in its place.
+
+    Args:
+        first_linear: the attention's name of its `_column_after_norm`.
+    """
+    fused = modules.fuse_layernorm_and_linear()
+    norm = IdentityOp if fused else modules.layer_norm()
+    # In checkpoints the norms have the fused modules' names, whichever set wrote them.
+    stored = {
+        "input_layernorm.": f"self_attention.{first_linear}.layer_norm_",
+        "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+    }
     mlp = ModuleSpec(
         module=MLP,
         submodules=MLPSubmodules(
-            linear_fc1=column,
+            linear_fc1=_column_after_norm(modules),
             linear_fc2=modules.row_parallel_linear(),
             activation_func=modules.activation_func(),  # used if the config's `use_te_activation_func` is true
         ),
@@ -194,10 +226,10 @@ def layer_spec(modules: BackendSpecProvider, *, causal: bool, qk_norm: bool) -> 
     return ModuleSpec(
         module=PackedLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=IdentityOp if fused else norm,
+            input_layernorm=norm,
             self_attention=attention,
-            pre_mlp_layernorm=IdentityOp if fused else norm,
+            pre_mlp_layernorm=norm,
             mlp=mlp,
-            sharded_state_dict_keys_map={} if fused else _FUSED_NORM_KEYS,
+            sharded_state_dict_keys_map={} if fused else stored,
         ),
     )

@@ -54,7 +54,7 @@ def build_chunks(
     modules = transformer_engine_modules() if mesh.device.type == "cuda" else TorchModules()
     stages = range(run.execution.parallel.vpp) if run.execution.parallel.vpp > 1 else [None]
     chunks = [build(shape, run.execution.parallel, dtype, modules, mesh, run.seq_len, stage) for stage in stages]
-    count = sum(load_hf_weights(chunk, run.hf_dir, rules) for chunk in chunks)
+    count = sum(load_hf_weights(chunk, run.hf_dir, rules, family.carried) for chunk in chunks)
     if run.train.precision == "float8":
         check_float8(run, mesh.device)
         for chunk in chunks:

@@ -95,12 +95,21 @@ def mrope_of(keys: TextKeys, rotary_dim: int, path: Path | str) -> tuple[tuple[i
         InputError: the pairs are not those of a head.
     """
     rotary, theta = rotary_of(keys, TextRotaryKeys(), default_theta=500_000.0)
-    if sum(rotary.mrope_section) != rotary_dim // 2:
+    return checked_section(rotary.mrope_section, rotary_dim, path), theta
+
+
+def checked_section(section: list[int], rotary_dim: int, path: Path | str) -> tuple[int, ...]:
+    """The rotary pairs of each axis.
+
+    Raises:
+        InputError: they are not all the pairs of the numbers that are turned.
+    """
+    if 2 * sum(section) != rotary_dim:
         raise InputError(
-            f"{path}: text_config.rope_parameters.mrope_section is {rotary.mrope_section}; only the sum "
-            f"{rotary_dim // 2} of a head's rotary pairs is understood"
+            f"{path}: text_config.rope_parameters.mrope_section is {section}; only the sum {rotary_dim // 2} of a "
+            "head's rotary pairs is understood"
         )
-    return tuple(rotary.mrope_section), theta
+    return tuple(section)
 
 
 def with_vision(language: DecoderShape, keys: Qwen3VLKeys, path: Path | str) -> ModelShape:

@@ -9,10 +9,11 @@ from trainer.families.weight_rules import JointQKV, Rule, decoder_rules
 def rules(shape: ModelShape) -> Iterator[Rule]:
     """The whole table, in HF's order of tensors."""
     yield from decoder_rules(shape.language, "model.language_model.")
-    yield from _vision(shape.vision)
+    yield from vision_rules(shape.vision)
 
 
-def _vision(shape: VisionShape) -> Iterator[Rule]:
+def vision_rules(shape: VisionShape) -> Iterator[Rule]:
+    """The rules of the vision encoder and its mergers."""
     hf, joint = "model.visual.", JointQKV(heads=shape.num_heads)
     yield Rule("vision.pos_embed", (hf + "pos_embed.weight",))
     for what in ("weight", "bias"):

@@ -1,0 +1,154 @@
+"""The gated delta net in the place of a layer's attention: its projections and parameters, divided over ranks by heads.
+
+T = tokens of the bin on this rank, s = T / tp with sequence parallel, else T; H = value heads of this rank, d = head
+dim, D = hidden size. A row of the input projection is [q | k | v | z | b | a].
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
+
+from trainer.layers.attention import PackedSegments, Rotation, recomputed
+from trainer.layers.delta_rule.gated_delta_net import DeltaHeads, DeltaParameters, gated_delta_net
+
+TAPS = 4  # of the convolution
+# Each rank has the channels and the heads of its own; the norm's weight is whole on every rank.
+_DIVIDED = ("conv_weight", "a_log", "dt_bias")
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaSubmodules:
+    """The modules of the two projections."""
+
+    in_proj: type
+    linear_proj: type
+
+
+class DeltaAttention(MegatronModule):
+    """A gated delta net in the pieces of a PackedLayer. `a_log` and `dt_bias` are float32 whatever the other weights.
+
+    Args:
+        heads: of the whole model; tensor-parallel ranks divide them.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: DeltaSubmodules,
+        heads: DeltaHeads,
+        pg_collection: ProcessGroupCollection,
+        **_: object,
+    ) -> None:
+        super().__init__(config)
+        self.tp_group = pg_collection.tp
+        ranks = self.tp_group.size()
+        self.heads = DeltaHeads(heads.key // ranks, heads.value // ranks, heads.dim)
+        inner = heads.value * heads.dim
+        shared = {"config": config, "bias": False, "is_expert": False, "tp_group": self.tp_group}
+        self.in_proj = build_module(
+            submodules.in_proj,
+            config.hidden_size,
+            ranks * sum(self.rows),
+            init_method=config.init_method,
+            gather_output=False,
+            skip_bias_add=False,
+            tp_comm_buffer_name="qkv",
+            **shared,
+        )
+        self.linear_proj = build_module(
+            submodules.linear_proj,
+            inner,
+            config.hidden_size,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_comm_buffer_name="proj",
+            **shared,
+        )
+        self.conv_weight = _weight((sum(self.heads.widths), 1, TAPS), config.params_dtype)
+        self.a_log, self.dt_bias = (_weight((self.heads.value,), torch.float32) for _ in range(2))
+        self.norm_weight = _weight((heads.dim,), config.params_dtype)
+        for name in _DIVIDED if ranks > 1 else ():
+            param = getattr(self, name)
+            param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, 0, 1
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """This rank's rows of q, k, v, z, b and a in the input projection."""
+        heads = self.heads
+        return (*heads.widths, heads.widths[-1], heads.value, heads.value)
+
+    def prepare(self, hidden_states: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, ...]:
+        """(s, 1, D) -> (T, [q | k | v]), z (T, H * d), b and a (T, H). Nothing is turned: the order of the tokens is in
+        the state."""
+        projected, _ = self.in_proj(hidden_states)
+        return projected.squeeze(1).split((sum(self.rows[:3]), *self.rows[3:]), dim=-1)
+
+    def attend(self, mixed, z, b, a, segments: PackedSegments) -> torch.Tensor:
+        """The values of `prepare` -> (T, 1, H * d)."""
+        is_recomputed = self.config.recompute_granularity == "selective"
+        compute = partial(recomputed, gated_delta_net) if is_recomputed else gated_delta_net
+        parameters = DeltaParameters(self.conv_weight.squeeze(1), self.a_log, self.dt_bias, self.norm_weight)
+        eps = self.config.layernorm_epsilon
+        return compute(mixed, z, b, a, parameters, self.heads, segments.chunks, eps)[:, None]
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> ShardedStateDict:
+        """megatron-core's, with the parameters that tensor-parallel ranks divide in their places."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        state |= make_sharded_tensors_for_checkpoint(
+            {name: getattr(self, name) for name in _DIVIDED},
+            prefix,
+            dict.fromkeys(_DIVIDED, 0),
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        if self.tp_group.size() > 1:
+            for name, rows in (("in_proj.weight", self.rows), ("conv_weight", self.heads.widths)):
+                state[prefix + name] = _in_runs(state[prefix + name], rows, self.tp_group.rank(), self.tp_group.size())
+        return state
+
+
+def _weight(shape: tuple[int, ...], dtype: torch.dtype) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.empty(shape, dtype=dtype))
+
+
+def _in_runs(place: ShardedTensor, rows: Sequence[int], rank: int, ranks: int) -> ShardedTensorFactory:
+    """The place of a parameter of which a rank holds not one run of rows but a part of each of several runs.
+
+    Args:
+        place: as if it were one run; its layers are not stacked.
+        rows: of this rank, in each run.
+    """
+    whole = place.without_data()
+
+    def build(key: str, tensor: torch.Tensor, replica_id: tuple, flattened_range: slice | None) -> list[ShardedTensor]:
+        parts = []
+        for part, before in zip(tensor.split(tuple(rows)), accumulate(rows, initial=0)):
+            parts.append(
+                ShardedTensor(
+                    key=key,
+                    data=part,
+                    dtype=part.dtype,
+                    local_shape=tuple(part.shape),
+                    global_shape=whole.global_shape,
+                    global_offset=(before * ranks + rank * len(part), *whole.global_offset[1:]),
+                    axis_fragmentations=None,  # the runs are of unequal lengths
+                    replica_id=replica_id,
+                )
+            )
+        return parts
+
+    return ShardedTensorFactory(place.key, place.data, build, torch.cat, place.replica_id)
