@@ -1,4 +1,4 @@
-"""transformers' Qwen3-VL as the reference: random weights everywhere, one sample at a time, plain autograd."""
+"""transformers' models as the reference: random weights everywhere, one sample at a time, plain autograd."""
 
 import functools
 import shutil
@@ -6,10 +6,12 @@ import tempfile
 from pathlib import Path
 
 import torch
-from transformers import Qwen3VLForConditionalGeneration
+from transformers import PreTrainedModel
 
 from dataset_builders.contracts.tokenized import PatchFormat, TokenizedSample
 from tests.helpers.tiny_model import tiny_hf_dir
+from trainer.families.family import load
+from trainer.families.registry import read_model
 
 PIXELS = PatchFormat(
     patch_size=16, temporal_patch_size=2, merge_size=2, image_mean=(0.5, 0.4, 0.3), image_std=(0.5, 0.25, 0.3)
@@ -31,9 +33,10 @@ def random_hf_dir(shape: str) -> Path:
     return directory
 
 
-def load_reference(hf_dir: Path, attention: str = "sdpa") -> Qwen3VLForConditionalGeneration:
-    """The reference in float32."""
-    return Qwen3VLForConditionalGeneration.from_pretrained(hf_dir, dtype=torch.float32, attn_implementation=attention)
+def load_reference(hf_dir: Path, attention: str = "sdpa") -> PreTrainedModel:
+    """The reference of the directory's family in float32."""
+    reference = load(read_model(hf_dir)[0].reference)
+    return reference.from_pretrained(hf_dir, dtype=torch.float32, attn_implementation=attention)
 
 
 def reference_inputs(sample: TokenizedSample, image_token_id: int | None) -> dict[str, torch.Tensor]:
@@ -55,7 +58,7 @@ def reference_inputs(sample: TokenizedSample, image_token_id: int | None) -> dic
     return inputs
 
 
-def reference_logits(model: Qwen3VLForConditionalGeneration, sample: TokenizedSample) -> torch.Tensor:
+def reference_logits(model: PreTrainedModel, sample: TokenizedSample) -> torch.Tensor:
     """(n, vocabulary) logits of one sample by itself."""
     inputs = reference_inputs(sample, getattr(model.config, "image_token_id", None))
     if "pixel_values" in inputs:
@@ -63,7 +66,7 @@ def reference_logits(model: Qwen3VLForConditionalGeneration, sample: TokenizedSa
     return model(**inputs, use_cache=False).logits[0]
 
 
-def reference_losses(model: Qwen3VLForConditionalGeneration, sample: TokenizedSample) -> torch.Tensor:
+def reference_losses(model: PreTrainedModel, sample: TokenizedSample) -> torch.Tensor:
     """Losses of a sample's loss tokens, in order."""
     logits = reference_logits(model, sample)[:-1]
     ids = torch.from_numpy(sample.input_ids.astype("int64"))

@@ -14,6 +14,7 @@ from dataset_builders.pictures.pixel_codecs import encode_sample
 from tests.helpers.bins import MIXED, TEXT_ONLY, Kind, make_samples, write_plan
 from tests.helpers.index import write_index
 from tests.helpers.reference import PIXELS, random_hf_dir
+from tests.helpers.tiny_hybrid_model import hybrid_hf_dir
 from tests.helpers.tiny_text_model import text_hf_dir
 from trainer.contract.answer import MetricsRow, TrainResult, read_metrics
 from trainer.contract.parallel import ParallelConfig
@@ -27,7 +28,9 @@ OPTIM = OptimConfig(lr=3e-3, min_lr_fraction=0.1, warmup_steps=2, weight_decay=0
 
 
 def model_dir(shape: str) -> Path:
-    """Of a shape of the tiny Qwen3-VL, or "text-" and one of the tiny Qwen3."""
+    """Of a shape of the tiny Qwen3-VL, "text-" and one of the tiny Qwen3, or "hybrid-" and one of the tiny Qwen3.5."""
+    if shape.startswith("hybrid-"):
+        return hybrid_hf_dir(shape.removeprefix("hybrid-"))
     return text_hf_dir(shape.removeprefix("text-")) if shape.startswith("text-") else random_hf_dir(shape)
 
 

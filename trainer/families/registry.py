@@ -15,6 +15,7 @@ from trainer.families.family import Family, load
 FAMILIES = {
     "qwen3": "trainer.families.qwen3.family:FAMILY",
     "qwen3_vl": "trainer.families.qwen3_vl.family:FAMILY",
+    "qwen3_5": "trainer.families.qwen3_5_vl.family:FAMILY",
 }
 EMBEDDED = "qwen3_vl"  # the family of the embedded recipes' model
 ENTRY_POINTS = "athanor.families"

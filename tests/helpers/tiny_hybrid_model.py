@@ -1,0 +1,125 @@
+"""Tiny Qwen3.5 directories for tests: random weights, the tokenizer of the tiny Qwen3-VL, tensors of an mtp layer."""
+
+import functools
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from tests.helpers.tiny_model import tiny_hf_dir
+
+DELTA, ATTENTION = "linear_attention", "full_attention"
+_TEXT: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "max_position_embeddings": 4096,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10_000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_interleaved": True,
+        "mrope_section": [2, 1, 1],
+    },
+}
+_VISION: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "intermediate_size": 64,
+    "num_position_embeddings": 256,
+    "deepstack_visual_indexes": [],
+}
+_ODD_VISION = {"hidden_size": 144, "num_heads": 2, "intermediate_size": 96}  # a head of 72, as in the large models
+# As many value heads as key heads, tied. Three times as many, untied, delta layers first and last. Heads of 128, tied.
+SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
+    "first": ({}, {}, True),
+    "second": (
+        {
+            "hidden_size": 48,
+            "num_hidden_layers": 5,
+            "num_attention_heads": 6,
+            "linear_num_value_heads": 6,
+            "layer_types": [DELTA, ATTENTION, DELTA, ATTENTION, DELTA],
+        },
+        _ODD_VISION,
+        False,
+    ),
+    "third": ({"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_value_heads": 4}, {}, True),
+    # Layers enough for two virtual stages on each of two pipeline ranks; heads enough for four tensor-parallel ranks.
+    "deep": (
+        {
+            "num_hidden_layers": 8,
+            "num_key_value_heads": 4,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 8,
+        },
+        {},
+        True,
+    ),
+}
+
+
+def hybrid_config(shape: str = "first") -> dict[str, Any]:
+    """config.json of a shape."""
+    text, vision, tied = SHAPES[shape]
+    text = {**_TEXT, **text}
+    base = json.loads((tiny_hf_dir() / "config.json").read_text())
+    ids = {name: value for name, value in base.items() if name.endswith("_token_id")}
+    vision = {**_VISION, **vision, "out_hidden_size": text["hidden_size"]}
+    config = {"model_type": "qwen3_5", "text_config": text, "vision_config": vision, "tie_word_embeddings": tied, **ids}
+    return json.loads(json.dumps(config))
+
+
+@functools.cache
+def hybrid_hf_dir(shape: str = "first") -> Path:
+    """The directory of a shape, none of whose tensors has a special value; made once a process."""
+    directory = Path(tempfile.mkdtemp(prefix="athanor-hybrid-")) / shape
+    shutil.copytree(tiny_hf_dir(), directory)
+    config = hybrid_config(shape)
+    model = transformers.Qwen3_5ForConditionalGeneration(transformers.AutoConfig.for_model(**config))
+    randomize_hybrid(model)
+    model.generation_config = transformers.GenerationConfig.from_pretrained(tiny_hf_dir())
+    model.save_pretrained(directory)
+    add_mtp(directory, config["text_config"]["hidden_size"])
+    return directory
+
+
+def randomize_hybrid(model: torch.nn.Module) -> None:
+    """Norms off the values at which they do nothing, decays of a few to a few hundred tokens."""
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            noise = torch.randn(param.shape, generator=generator)
+            is_norm = "norm" in name and name.endswith("weight")
+            if name.endswith("A_log"):
+                param.copy_(noise - 1)
+            elif name.endswith("dt_bias"):
+                param.copy_(noise - 2)
+            elif name.endswith("linear_attn.norm.weight") or (is_norm and "visual" in name):
+                param.copy_(1 + 0.2 * noise)
+            else:
+                param.copy_((0.2 if is_norm or "conv1d" in name else 0.08) * noise)
+
+
+def add_mtp(directory: Path, width: int) -> None:
+    """Add tensors of the layer that predicts a second token, which transformers neither loads nor saves."""
+    file = directory / "model.safetensors"
+    draw = torch.Generator().manual_seed(3)
+    tensors = load_file(file)
+    tensors["mtp.fc.weight"] = torch.randn(width, 2 * width, generator=draw).bfloat16()
+    tensors["mtp.layers.0.mlp.down_proj.weight"] = torch.randn(width, 7, generator=draw)
+    save_file(tensors, file, metadata={"format": "pt"})

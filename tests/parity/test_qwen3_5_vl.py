@@ -1,0 +1,155 @@
+"""Our Qwen3.5 against transformers': float32, CPU, random weights, three shapes, every kind of sample.
+
+transformers takes one sample at a time, our bins are packed: its torch rule of the delta layers has no segments.
+"""
+
+import dataclasses
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
+
+from tests.helpers.bins import MIXED, Kind, make_samples
+from tests.helpers.reference import load_reference, reference_inputs, reference_logits, reference_losses
+from tests.helpers.single_rank import build_tiny, single_rank
+from tests.helpers.tiny_hybrid_model import hybrid_hf_dir
+from trainer.checkpoint.hf_read import HFTensors
+from trainer.checkpoint.hf_write import save_hf_weights
+from trainer.data.micro_batch import make_micro_batch
+from trainer.families.geometry import geometry_of
+from trainer.families.qwen3_5_vl.weights import rules
+from trainer.families.qwen3_vl.rope import mrope_angles
+
+SEQ_LEN = 320
+# Two samples are longer than a chunk of the delta rule, one of them than two; one is as long as a chunk.
+KINDS = [*MIXED, Kind(64), Kind(90, ((1, 4, 6),)), Kind(1)]
+
+
+class Pair:
+    """Ours and the reference with the same weights, and one bin of mixed samples."""
+
+    def __init__(self, shape: str, mesh) -> None:
+        self.mesh = mesh
+        self.hf_dir = hybrid_hf_dir(shape)
+        self.reference = load_reference(self.hf_dir)
+        self.ours = build_tiny(self.hf_dir, mesh, SEQ_LEN)
+        self.geometry = geometry_of(self.ours.shape)
+        self.samples = make_samples(KINDS, self.geometry, range(20, 300))
+        self.batch = make_micro_batch(self.samples, self.geometry, SEQ_LEN)
+
+
+@pytest.fixture(scope="module", params=["first", "second", "third"])
+def pair(request):
+    with single_rank() as mesh:
+        yield Pair(request.param, mesh)
+
+
+def test_the_vision_encoder_has_no_deepstack_and_an_exact_gelu(pair):
+    inputs = [reference_inputs(s, pair.reference.config.image_token_id) for s in pair.samples]
+    inputs = [i for i in inputs if "pixel_values" in i]
+    pixels, grids = (torch.cat([i[name] for i in inputs]) for name in ("pixel_values", "image_grid_thw"))
+    expected = pair.reference.model.visual(pixels, grids).pooler_output
+    assert_close(pair.ours.vision(pair.batch), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_positions_and_angles_turn_the_first_quarter_of_a_head(pair):
+    rotary = pair.reference.model.language_model.rotary_emb
+    start = 0
+    for sample in pair.samples:
+        inputs = reference_inputs(sample, pair.reference.config.image_token_id)
+        inputs.pop("pixel_values", None)
+        positions, _ = pair.reference.model.get_rope_index(**inputs)
+        ours = pair.batch.position_ids[:, start : start + len(sample.input_ids)]
+        assert torch.equal(ours, positions[:, 0])
+        cos, sin = rotary(torch.zeros(1), positions)
+        angles = mrope_angles(ours, pair.ours.shape.language)
+        assert angles.shape[1] == 4 and pair.ours.shape.language.head_dim == 32
+        assert_close(angles.cos().tile(2), cos[0], atol=1e-6, rtol=0)
+        assert_close(angles.sin().tile(2), sin[0], atol=1e-6, rtol=0)
+        start += len(sample.input_ids)
+
+
+def test_logits_of_a_packed_bin(pair):
+    ours = pair.ours.hidden_states(pair.batch)[:, 0] @ pair.ours.language.output_weight.t()
+    start = 0
+    for sample in pair.samples:
+        theirs = reference_logits(pair.reference, sample)
+        assert_close(ours[start : start + len(theirs)], theirs, atol=1e-4, rtol=0)
+        start += len(theirs)
+
+
+def test_loss_and_the_gradient_of_every_parameter(pair):
+    pair.reference.zero_grad()
+    theirs = torch.cat([reference_losses(pair.reference, sample) for sample in pair.samples])
+    theirs.mean().backward()
+    pair.ours.zero_grad()
+    ours = pair.ours(pair.batch)
+    ours.mean().backward()
+    assert_close(ours, theirs, atol=1e-4, rtol=0)
+    grads = {name: p.grad for name, p in pair.reference.named_parameters()}
+    params = dict(pair.ours.named_parameters())
+    compared = set()
+    for rule in rules(pair.ours.shape):
+        for name, grad in zip(rule.hf, rule.packing.split(params[rule.ours].grad, len(rule.hf), 1)):
+            assert grads[name].norm() > 1e-6, f"{name} shows nothing"
+            assert float((grad - grads[name]).norm() / grads[name].norm()) <= 1e-4, name
+            compared.add(name)
+    assert compared == set(grads)
+
+
+def losses_by_sample(model, samples) -> dict[str, torch.Tensor]:
+    """Losses of each sample's loss tokens, of one bin."""
+    batch = make_micro_batch(samples, geometry_of(model.shape), SEQ_LEN)
+    with torch.no_grad():
+        return dict(zip(batch.keys, model(batch).split(batch.loss_lengths), strict=True))
+
+
+@pytest.mark.parametrize("number", range(len(KINDS)))
+def test_another_sample_changes_no_bit_of_the_others(pair, number):
+    """Neither its state nor its convolution reaches over its end: other tokens and other pixels, of the same number."""
+    losses = losses_by_sample(pair.ours, pair.samples)
+    other = make_samples(KINDS, pair.geometry, range(20, 300), seed=7)[number]
+    own = pair.samples[number]
+    other = dataclasses.replace(other, key=own.key, loss_mask=own.loss_mask)
+    again = losses_by_sample(pair.ours, [*pair.samples[:number], other, *pair.samples[number + 1 :]])
+    for key, before in losses.items():
+        assert torch.equal(again[key], before) is (key != own.key), key
+
+
+def test_a_sample_in_a_bin_is_as_it_is_alone(pair):
+    packed = losses_by_sample(pair.ours, pair.samples)
+    for sample in pair.samples:
+        assert_close(losses_by_sample(pair.ours, [sample])[sample.key], packed[sample.key], atol=1e-5, rtol=1e-5)
+
+
+def test_a_bin_with_nothing_to_learn_gives_gradients_of_zero(pair):
+    pair.ours.zero_grad()
+    pair.ours(make_micro_batch([], pair.geometry, SEQ_LEN)).sum().backward()
+    for name, param in pair.ours.named_parameters():
+        assert param.grad is not None and not param.grad.any(), name
+
+
+def test_weights_in_and_out_are_bit_equal_in_their_dtypes_and_mtp_is_carried(pair, tmp_path):
+    """The directory is as the published ones are: bfloat16, with float32 where precision is needed."""
+    base = tmp_path / "base"
+    shutil.copytree(pair.hf_dir, base)
+    tensors = load_file(base / "model.safetensors")
+    exact = ("A_log", "dt_bias", "norm.weight", "mtp.layers.0.mlp.down_proj.weight")
+    tensors = {name: value if name.endswith(exact) else value.bfloat16() for name, value in tensors.items()}
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    ours = build_tiny(base, pair.mesh, SEQ_LEN)
+    save_hf_weights([ours], pair.mesh, list(rules(ours.shape)), base, tmp_path / "out", file_bytes=60_000)
+    before, after = HFTensors(base), HFTensors(tmp_path / "out")
+    assert before.names() == after.names() and any(name.startswith("mtp.") for name in after.names())
+    for name in before.names():
+        assert before.get(name).dtype == after.get(name).dtype
+        assert torch.equal(before.get(name), after.get(name)), name
+
+
+def test_what_needs_float32_has_it_in_bfloat16_too(pair):
+    ours = build_tiny(pair.hf_dir, pair.mesh, SEQ_LEN, torch.bfloat16)
+    kept = {name.rpartition(".")[2] for name, param in ours.named_parameters() if param.dtype is torch.float32}
+    assert kept == {"a_log", "dt_bias"}
+    assert ours(pair.batch).isfinite().all()
