@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.reference import load_reference, random_hf_dir, reference_losses
+from tests.helpers.reference import load_reference, reference_losses
 from tests.helpers.run_dir import (
     OPTIM,
     log_of,
     make_bins,
     metrics_of,
+    model_dir,
     result_of,
     run_trainer,
     start_trainer,
@@ -39,10 +40,11 @@ def losses_of(run) -> list[float]:
     return [row.loss for row in metrics_of(run)]
 
 
-def test_thirty_steps_equal_transformers_with_torch_adamw(tmp_path):
-    run = write_job(tmp_path, num_steps=30)
+@pytest.mark.parametrize("shape", ["first", "hybrid-first", "hybrid-second"])
+def test_thirty_steps_equal_transformers_with_torch_adamw(shape, tmp_path):
+    run = write_job(tmp_path, num_steps=30, shape=shape)
     assert run_trainer(run) == 0, log_of(run)
-    expected = reference_training(num_steps=30)
+    expected = reference_training(shape, num_steps=30)
     rows = metrics_of(run)
     assert [row.step for row in rows] == list(range(1, 31))
     for row, (loss, grad_norm, lr) in zip(rows, expected):
@@ -52,10 +54,10 @@ def test_thirty_steps_equal_transformers_with_torch_adamw(tmp_path):
     assert rows[-1].loss < 0.5 * rows[0].loss
 
 
-def reference_training(num_steps: int) -> list[tuple[float, float, float]]:
+def reference_training(shape: str, num_steps: int) -> list[tuple[float, float, float]]:
     """(loss, gradient norm, learning rate) of each step, by transformers, one sample at a time."""
-    bins = make_bins()
-    model = load_reference(random_hf_dir("first"))
+    bins = make_bins(shape)
+    model = load_reference(model_dir(shape))
     decayed = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": decayed, "weight_decay": OPTIM.weight_decay}, {"params": others, "weight_decay": 0.0}]

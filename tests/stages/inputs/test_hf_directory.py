@@ -14,6 +14,7 @@ from dataset_builders.contracts.manifest import Manifest
 from dataset_builders.errors import InputError
 from stages.artifacts.intact import file_entries
 from stages.inputs.hf_directory import check_hf_dir, count_parameters, model_input, processor_input, resolve_hf_dir
+from tests.helpers.tiny_hybrid_model import hybrid_hf_dir
 from tests.helpers.tiny_model import SHAPES, tiny_hf_dir
 from trainer.checkpoint.hf_read import HFTensors
 
@@ -38,6 +39,21 @@ def test_a_whole_directory_passes(hf_dir):
     check_hf_dir(hf_dir)
 
 
+def test_tensors_that_are_only_carried_are_not_counted():
+    path = hybrid_hf_dir()
+    check_hf_dir(path)
+    tensors = load_file(path / "model.safetensors")
+    trained = sum(tensor.numel() for name, tensor in tensors.items() if not name.startswith("mtp."))
+    assert sum(count_parameters(path).values()) == trained < sum(tensor.numel() for tensor in tensors.values())
+
+
+def test_unknown_tensors_of_a_family_that_carries_some_are_refused(tmp_path):
+    path = Path(shutil.copytree(hybrid_hf_dir(), tmp_path / "model"))
+    tensors = load_file(path / "model.safetensors") | {"mtq.norm.weight": torch.ones(3)}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    assert "its weights are" in _refusal(path)
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -59,7 +75,7 @@ def test_a_missing_directory_is_named(tmp_path):
 
 def test_another_architecture_is_refused_with_the_list(hf_dir):
     _edit(hf_dir / "config.json", model_type="llava")
-    assert "'llava'; supported: qwen3, qwen3_vl" in _refusal(hf_dir)
+    assert "'llava'; supported: qwen3, qwen3_5, qwen3_vl" in _refusal(hf_dir)
 
 
 def test_a_broken_json_is_named(hf_dir):

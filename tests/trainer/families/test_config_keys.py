@@ -18,6 +18,7 @@ from dataset_builders.errors import InputError
 from tests.helpers.bins import MIXED, TEXT_ONLY, make_samples
 from tests.helpers.reference import reference_losses
 from tests.helpers.single_rank import build_tiny, single_rank
+from tests.helpers.tiny_hybrid_model import hybrid_config
 from tests.helpers.tiny_model import tiny_hf_dir
 from tests.helpers.tiny_text_model import randomize, text_config
 from trainer.contract.model_shape import ModelShape
@@ -26,6 +27,7 @@ from trainer.families import config_keys
 from trainer.families.family import load
 from trainer.families.geometry import geometry_of
 from trainer.families.qwen3 import shape as qwen3
+from trainer.families.qwen3_5_vl import shape as qwen3_5_vl
 from trainer.families.qwen3_vl import shape as qwen3_vl
 from trainer.families.registry import FAMILIES, get_family, read_model
 
@@ -62,6 +64,7 @@ PLAUSIBLE: dict[str, tuple[object, ...]] = {
         {"mrope_section": [4, 4]},
         {"full_attention": {"rope_theta": 1e4}},
         {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        {"rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [4, 2, 2]},
     ),
     "rope_scaling": (
         None,
@@ -73,7 +76,22 @@ PLAUSIBLE: dict[str, tuple[object, ...]] = {
     "tie_word_embeddings": (True, False),
     "use_sliding_window": (True, False),
     "sliding_window": (None, 8),
-    "layer_types": (None, ["full_attention"] * 4, ["full_attention"], ["sliding_attention"] * 4),
+    "layer_types": (
+        None,
+        ["full_attention"] * 4,
+        ["full_attention"],
+        ["sliding_attention"] * 4,
+        ["linear_attention"] * 4,
+        ["linear_attention", "full_attention"] * 2,
+    ),
+    "full_attention_interval": (1, 2, 3, 8),
+    "partial_rotary_factor": (0.25, 0.5, 1.0, 0.3, 1.5),
+    "linear_num_key_heads": (1, 2, 4, 5),
+    "linear_num_value_heads": (2, 4, 6),
+    "linear_key_head_dim": (8, 16, 24),
+    "linear_value_head_dim": (8, 16),
+    "linear_conv_kernel_dim": (2, 4),
+    "attn_output_gate": (True, False),
     "pad_token_id": (None, 0, 511, 600),
     "image_token_id": (5, 511, 512),
     "quantization_config": ({"quant_method": "awq", "bits": 4},),
@@ -87,6 +105,8 @@ PLAUSIBLE: dict[str, tuple[object, ...]] = {
 def base_config(model_type: str) -> dict[str, Any]:
     if model_type == "qwen3":
         return text_config()
+    if model_type == "qwen3_5":
+        return hybrid_config()
     return json.loads((tiny_hf_dir() / "config.json").read_text())
 
 
@@ -135,8 +155,9 @@ def assert_same(shape: ModelShape, config: dict[str, Any]) -> None:
     assert sum(param.numel() for param in model.parameters()) == sum(shape.parameters.values())
     if shape.vision is None:
         return
-    section = model.model.language_model.rotary_emb.mrope_section
-    assert tuple(section) == language.mrope_section
+    rotary = model.model.language_model.rotary_emb
+    assert tuple(rotary.mrope_section) == language.mrope_section
+    assert 2 * len(rotary.inv_freq) == language.rotary_dim
     assert theirs.vision_config.rope_parameters["rope_theta"] == shape.vision.rope_theta
     assert theirs.vision_config.hidden_act == shape.vision.activation
     assert model.model.visual.num_grid_per_side == shape.vision.position_side
@@ -243,6 +264,8 @@ def test_a_missing_part_is_named():
 
 def test_the_readme_has_every_key():
     text = (Path(config_keys.__file__).parent / "README.md").read_text()
-    classes = [qwen3.Qwen3Keys, qwen3_vl.Qwen3VLKeys, qwen3_vl.TextKeys, qwen3_vl.TextRotaryKeys, qwen3_vl.VisionKeys]
+    classes = [qwen3.Qwen3Keys]
+    for family, whole in ((qwen3_vl, qwen3_vl.Qwen3VLKeys), (qwen3_5_vl, qwen3_5_vl.Qwen35VLKeys)):
+        classes += [whole, family.TextKeys, family.TextRotaryKeys, family.VisionKeys]
     keys = {field.alias or name for cls in classes for name, field in cls.model_fields.items()}
     assert not {key for key in keys if f"`{key}`" not in text}
