@@ -151,6 +151,6 @@ def _join(rule: Rule, slices: list[torch.Tensor], axis: int | None) -> list[torc
 
 def _joined(slices: Sequence[torch.Tensor], runs: Sequence[int], axis: int) -> torch.Tensor:
     """The ranks' slices of an HF tensor -> the whole; each rank has a part of every run."""
-    unit = slices[0].size(axis) // sum(runs)
-    by_run = zip(*(part.split([unit * run for run in runs], axis) for part in slices))
+    sizes = [slices[0].size(axis) * run // sum(runs) for run in runs]
+    by_run = zip(*(part.split(sizes, axis) for part in slices))
     return torch.cat([part for run in by_run for part in run], axis)
