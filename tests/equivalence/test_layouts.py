@@ -95,6 +95,10 @@ LAYOUTS = {
     "hybrid-pp2-vpp2": ({"pp": 2, "vpp": 2}, 2, "hybrid-deep"),
     "hybrid-tp2-pp2": ({"tp": 2, "pp": 2}, 4, "hybrid-first"),
     "hybrid-tp4-sp": ({"tp": 4, **SP}, 4, "hybrid-deep"),
+    "hybrid-cp2": ({"cp": 2}, 2, "hybrid-first"),
+    "hybrid-cp2-selective": ({"cp": 2, **SELECTIVE}, 2, "hybrid-second"),
+    "hybrid-cp4": ({"cp": 4}, 4, "hybrid-deep"),
+    "hybrid-tp2-sp-cp2": ({"tp": 2, "cp": 2, **SP, **FULL}, 4, "hybrid-deep"),
     "fourfold": (FOURFOLD, 16, "first"),
     "fourfold-full": ({**FOURFOLD, **FULL}, 16, "first"),
 }

@@ -27,9 +27,9 @@ _TEXT: dict[str, Any] = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
     "max_position_embeddings": 4096,
-    # Where a delta layer gives almost nothing, as at the first tokens of a sample whose query and key are nearly at right
-    # angles, its norm multiplies rounding by up to eps^-0.5: with the published 1e-6, transformers' own training leaves
-    # itself by 1e-3 within ten steps if its weights are changed by 3e-8.
+    # Where a delta layer gives almost nothing, as at the first tokens of a sample whose query and key are nearly at
+    # right angles, its norm multiplies rounding by up to eps^-0.5: with the published 1e-6, transformers' own training
+    # leaves itself by 1e-3 within ten steps if its weights are changed by 3e-8.
     "rms_norm_eps": 1e-2,
     "rope_parameters": {
         "rope_type": "default",

@@ -50,6 +50,7 @@ def check_layout(
     """
     if shape is not None:
         _check_tensor_parallel(parallel, shape, names)
+        _check_context_parallel(parallel, shape, names)
         _check_layers(parallel, shape, names)
     check_world(parallel, world_size, names)
     _check_global_batch(parallel, world_size, global_batch_size, names)
@@ -100,6 +101,17 @@ def _check_tensor_parallel(parallel: ParallelConfig, shape: ModelShape, names: F
         f"{names.parallel}tp={parallel.tp} does not divide the model's {wrong}={sizes[wrong]}{split}; "
         f"try {' or '.join(fixes)}"
     )
+
+
+def _check_context_parallel(parallel: ParallelConfig, shape: ModelShape, names: FieldNames) -> None:
+    """Check that cp divides the heads that are left of tp, where its ranks share heads and not a sequence."""
+    for name, size in shape.language.context_divided_widths().items():
+        if size // parallel.tp % parallel.cp:
+            fitting = [d for d in range(1, size + 1) if size // parallel.tp % d == 0]
+            raise InputError(
+                f"{names.parallel}cp={parallel.cp} x tp={parallel.tp} does not divide the model's {name}={size}, which "
+                f"its ranks share; try {names.parallel}cp={_nearest(parallel.cp, fitting)}"
+            )
 
 
 def _check_layers(parallel: ParallelConfig, shape: ModelShape, names: FieldNames) -> None:

@@ -47,6 +47,10 @@ class DecoderShape:
         names = ("num_heads", "num_kv_heads", "intermediate_size", "vocab_size")
         return {name: getattr(self, name) for name in names}
 
+    def context_divided_widths(self) -> dict[str, int]:
+        """Those that context-parallel ranks divide, after the tensor-parallel ranks."""
+        return {}
+
     def layer_parameters(self, number: int) -> int:
         """Parameters of a layer, counted from 0."""
         attention = self._projections() + self._output_projection() + 2 * self.head_dim

@@ -55,13 +55,13 @@ def held_places(bounds: Sequence[int], cp: int, cp_rank: int) -> np.ndarray:
     return np.concatenate(pieces)
 
 
-def zigzag_order(cu_seqlens: np.ndarray, cp: int) -> np.ndarray:
+def zigzag_order(bounds: Sequence[int], cp: int) -> np.ndarray:
     """(T,) int64 places in the bin, those of context-parallel rank 0 first, then rank 1's, and so on.
 
     Args:
-        cu_seqlens: (n + 1,) cumulative padded lengths, each a multiple of 2 * cp if cp > 1.
+        bounds: (n + 1) cumulative padded lengths, each a multiple of 2 * cp if cp > 1.
     """
-    return np.concatenate([held_places(cu_seqlens.tolist(), cp, rank) for rank in range(cp)])
+    return np.concatenate([held_places(bounds, cp, rank) for rank in range(cp)])
 
 
 @dataclass(frozen=True, slots=True)

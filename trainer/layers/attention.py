@@ -133,7 +133,7 @@ class PackedSegments(PackedSeqParams):
 
         Args:
             cp: context-parallel ranks.
-            bounds: the numbers of `cu_seqlens`, on the host; only `chunks` needs them.
+            bounds: the numbers of `cu_seqlens`, on the host, for `cp_order` and `chunks`.
         """
         # If Transformer Engine gets padded and unpadded bounds, it compares them on the host, once per layer. So it
         # gets both only with context parallelism, which needs them.
@@ -158,7 +158,7 @@ class PackedSegments(PackedSeqParams):
     @cached_property
     def cp_order(self) -> torch.Tensor:
         """(T,) places of the bin in the order in which context-parallel ranks hold them."""
-        return torch.from_numpy(zigzag_order(self.cu_seqlens_q.numpy(), self.cp))
+        return torch.from_numpy(zigzag_order(self.bounds, self.cp)).to(self.cu_seqlens_q.device)
 
     @cached_property
     def groups(self) -> list[tuple[torch.Tensor, torch.Tensor]]:

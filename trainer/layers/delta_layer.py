@@ -1,7 +1,7 @@
 """The gated delta net in the place of a layer's attention: its projections and parameters, divided over ranks by heads.
 
-T = tokens of the bin on this rank, s = T / tp with sequence parallel, else T; H = value heads of this rank, d = head
-dim, D = hidden size. A row of the input projection is [q | k | v | z | b | a].
+T = tokens of the bin on this rank, s = T / tp with sequence parallel, else T; H = value heads of this tensor-parallel
+rank, d = head dim, D = hidden size. A row of the input projection is [q | k | v | z | b | a].
 """
 
 from collections.abc import Sequence
@@ -19,10 +19,27 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, mak
 
 from trainer.layers.attention import PackedSegments, Rotation, recomputed
 from trainer.layers.delta_rule.gated_delta_net import DeltaHeads, DeltaParameters, gated_delta_net
+from trainer.layers.gather import to_heads, to_sequence
 
 TAPS = 4  # of the convolution
 # Each rank has the channels and the heads of its own; the norm's weight is whole on every rank.
 _DIVIDED = ("conv_weight", "a_log", "dt_bias")
+
+
+def heads_of_rank(heads: DeltaHeads, ranks: int) -> DeltaHeads:
+    """The number of heads of each of the ranks that divide them."""
+    return DeltaHeads(heads.key // ranks, heads.value // ranks, heads.dim)
+
+
+def rows_of(heads: DeltaHeads) -> tuple[int, ...]:
+    """Rows of q, k, v, z, b and a in the input projection."""
+    return (*heads.widths, heads.widths[-1], heads.value, heads.value)
+
+
+def _split(projected: torch.Tensor, heads: DeltaHeads) -> tuple[torch.Tensor, ...]:
+    """(T, rows) -> [q | k | v], z, b and a, each (T, ...)."""
+    rows = rows_of(heads)
+    return projected.split((sum(rows[:3]), *rows[3:]), dim=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +66,15 @@ class DeltaAttention(MegatronModule):
         **_: object,
     ) -> None:
         super().__init__(config)
-        self.tp_group = pg_collection.tp
+        self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
         ranks = self.tp_group.size()
-        self.heads = DeltaHeads(heads.key // ranks, heads.value // ranks, heads.dim)
+        self.heads = heads_of_rank(heads, ranks)
         inner = heads.value * heads.dim
         shared = {"config": config, "bias": False, "is_expert": False, "tp_group": self.tp_group}
         self.in_proj = build_module(
             submodules.in_proj,
             config.hidden_size,
-            ranks * sum(self.rows),
+            ranks * sum(rows_of(self.heads)),
             init_method=config.init_method,
             gather_output=False,
             skip_bias_add=False,
@@ -81,25 +98,37 @@ class DeltaAttention(MegatronModule):
             param = getattr(self, name)
             param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, 0, 1
 
-    @property
-    def rows(self) -> tuple[int, ...]:
-        """This rank's rows of q, k, v, z, b and a in the input projection."""
-        heads = self.heads
-        return (*heads.widths, heads.widths[-1], heads.value, heads.value)
-
     def prepare(self, hidden_states: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, ...]:
         """(s, 1, D) -> (T, [q | k | v]), z (T, H * d), b and a (T, H). Nothing is turned: the order of the tokens is in
         the state."""
         projected, _ = self.in_proj(hidden_states)
-        return projected.squeeze(1).split((sum(self.rows[:3]), *self.rows[3:]), dim=-1)
+        return _split(projected.squeeze(1), self.heads)
 
     def attend(self, mixed, z, b, a, segments: PackedSegments) -> torch.Tensor:
-        """The values of `prepare` -> (T, 1, H * d)."""
+        """The values of `prepare` -> (T, 1, H * d). A state needs its tokens one after another, so context-parallel
+        ranks turn their slices of the sequence into slices of the heads, and back."""
+        inputs, heads, group, parameters = (mixed, z, b, a), self.heads, self.cp_group, self._of_heads(0, 1)
+        ranks = group.size()
+        if ranks > 1:
+            by_rank = [x.unflatten(1, (ranks, -1)) for x in (*mixed.split(heads.widths, 1), z, b, a)]
+            heads, parameters = heads_of_rank(heads, ranks), self._of_heads(group.rank(), ranks)
+            inputs = _split(to_heads(torch.cat(by_rank, 2), segments.cp_order, group), heads)
         is_recomputed = self.config.recompute_granularity == "selective"
         compute = partial(recomputed, gated_delta_net) if is_recomputed else gated_delta_net
-        parameters = DeltaParameters(self.conv_weight.squeeze(1), self.a_log, self.dt_bias, self.norm_weight)
-        eps = self.config.layernorm_epsilon
-        return compute(mixed, z, b, a, parameters, self.heads, segments.chunks, eps)[:, None]
+        out = compute(*inputs, parameters, heads, segments.chunks, self.config.layernorm_epsilon)
+        if ranks > 1:
+            out = to_sequence(out, segments.cp_order, group).flatten(1)
+        return out[:, None]
+
+    def _of_heads(self, rank: int, ranks: int) -> DeltaParameters:
+        """Those of the heads of one of the context-parallel ranks."""
+        runs = self.conv_weight.squeeze(1).split(self.heads.widths)
+        return DeltaParameters(
+            torch.cat([run.chunk(ranks)[rank] for run in runs]),
+            self.a_log.chunk(ranks)[rank],
+            self.dt_bias.chunk(ranks)[rank],
+            self.norm_weight,
+        )
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
@@ -116,7 +145,7 @@ class DeltaAttention(MegatronModule):
             dp_cp_group=metadata["dp_cp_group"],
         )
         if self.tp_group.size() > 1:
-            for name, rows in (("in_proj.weight", self.rows), ("conv_weight", self.heads.widths)):
+            for name, rows in (("in_proj.weight", rows_of(self.heads)), ("conv_weight", self.heads.widths)):
                 state[prefix + name] = _in_runs(state[prefix + name], rows, self.tp_group.rank(), self.tp_group.size())
         return state
 

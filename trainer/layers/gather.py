@@ -1,5 +1,5 @@
-"""Collectives with exact gradients: rows gathered from ranks that hold different numbers of them, and whole sequences
-gathered from context-parallel slices."""
+"""Collectives with exact gradients: rows gathered from ranks that hold different numbers of them, whole sequences
+gathered from context-parallel slices, and slices of the sequence turned into slices of the heads."""
 
 import torch
 import torch.distributed as dist
@@ -64,3 +64,46 @@ def gather_sequence(x: torch.Tensor, order: torch.Tensor, group: ProcessGroup) -
         order: (T,) places of the bin in the order in which the ranks hold them.
     """
     return _GatherSequence.apply(x, order, group)
+
+
+def _turn_to_heads(x: torch.Tensor, order: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    sent = x.transpose(0, 1).contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    received = received.flatten(0, 1)
+    return torch.empty_like(received).index_copy_(0, order, received)
+
+
+def _turn_to_sequence(x: torch.Tensor, order: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    sent = x.index_select(0, order)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return received.unflatten(0, (group.size(), -1)).transpose(0, 1)
+
+
+class _Turn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, order, group, turn, turn_back):
+        ctx.save_for_backward(order)
+        ctx.group, ctx.turn_back = group, turn_back
+        return turn(x, order, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (order,) = ctx.saved_tensors
+        return ctx.turn_back(grad, order, ctx.group), None, None, None, None
+
+
+def to_heads(x: torch.Tensor, order: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    """(T / ranks, ranks, width) of this rank's tokens, for each rank its heads' numbers -> (T, width) of all tokens, in
+    the bin's order, this rank's heads.
+
+    Args:
+        order: as of `gather_sequence`.
+    """
+    return _Turn.apply(x, order, group, _turn_to_heads, _turn_to_sequence)
+
+
+def to_sequence(x: torch.Tensor, order: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    """The way back: (T, width) of this rank's heads -> (T / ranks, ranks, width) of this rank's tokens."""
+    return _Turn.apply(x, order, group, _turn_to_sequence, _turn_to_heads)

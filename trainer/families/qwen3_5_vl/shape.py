@@ -50,7 +50,10 @@ class HybridDecoderShape(DecoderShape):
         return key, key, value
 
     def divided_widths(self) -> dict[str, int]:
-        return DecoderShape.divided_widths(self) | {"linear_num_key_heads": self.delta_key_heads}
+        return DecoderShape.divided_widths(self) | self.context_divided_widths()
+
+    def context_divided_widths(self) -> dict[str, int]:
+        return {"linear_num_key_heads": self.delta_key_heads} if DELTA in self.layer_types else {}
 
     def layer_parameters(self, number: int) -> int:
         whole = DecoderShape.layer_parameters(self, number)
