@@ -26,11 +26,10 @@ PLAIN = ParallelConfig(balance=False)
 NORMS = ("param_norm", "grad_norm", "vision_grad_norm", "merger_grad_norm", "language_grad_norm")
 
 
-def job(root: Path, parallel: ParallelConfig, name: str, **train: object) -> RunConfig:
+def job(root: Path, parallel: ParallelConfig, name: str, shape: str = "first", **train: object) -> RunConfig:
     """A run of five steps that saves after each second one, and keeps them all."""
-    run = write_job(
-        root, num_steps=NUM_STEPS, global_batch_size=GLOBAL_BATCH, save_interval=2, parallel=parallel, name=name
-    )
+    sizes = {"num_steps": NUM_STEPS, "global_batch_size": GLOBAL_BATCH, "save_interval": 2}
+    run = write_job(root, **sizes, shape=shape, parallel=parallel, name=name)
     kept = run.execution.checkpoint.model_copy(update={"keep_last": 9})
     config = TrainConfig(**{**run.train.model_dump(), "heldout_interval": 1, **train})
     return changed(run, train=config, checkpoint=kept)
@@ -94,6 +93,19 @@ def copy_with_checkpoint(run: RunConfig, name: str, step: int, parallel: Paralle
 
 def test_two_ranks_equal_one_process(two_ranks, one_process):
     assert_same_training(two_ranks, one_process)
+
+
+@pytest.mark.parametrize("shape", ["hybrid-first", "hybrid-second"])
+def test_layers_of_two_kinds(shape, tmp_path):
+    """And resumed: to the bit on as many ranks, and on one."""
+    ours = trained(tmp_path, FSDP, 2, shape=shape)
+    assert_same_training(ours, trained(tmp_path, PLAIN, 1, shape=shape))
+    again, on_one = (copy_with_checkpoint(ours, name, 2) for name in ("again", "on-one"))
+    run_world(again, 2)
+    rows = [row for row in metrics_of(ours) if row.step > 2]
+    assert [row.loss for row in metrics_of(again)] == [row.loss for row in rows]
+    run_world(on_one, 1)
+    assert_same_training(on_one, ours, first_step=3)
 
 
 def test_some_rank_sees_text_alone_in_each_step_of_three(one_process):

@@ -25,11 +25,12 @@ LAYOUTS = {
 }
 
 
-def job(root, name: str, layout: dict) -> RunConfig:
+def job(root, name: str, layout: dict, shape: str = "first") -> RunConfig:
     run = write_job(
         root,
         num_steps=STEPS,
-        bins=make_bins("first", KINDS),
+        shape=shape,
+        bins=make_bins(shape, KINDS),
         global_batch_size=4,
         parallel=ParallelConfig(**layout),
         optim=SMOOTH,
@@ -82,6 +83,39 @@ def test_saved_on_sixteen_ranks_and_resumed_on_one(root, saved):
     resumed = job(root, "sixteen-to-one", {})
     shutil.copytree(checkpoint_of(run, SAVED_AT), checkpoint_of(resumed, SAVED_AT))
     for ours, theirs in zip(run_world(resumed, 1).rows, [r for r in saved[1].rows if r.step > SAVED_AT], strict=True):
+        assert ours.loss == pytest.approx(theirs.loss, rel=1e-6)
+
+
+HYBRID = {name: LAYOUTS[name] for name in ("alone", "tp2", "pp2", "cp2")}
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory) -> tuple[RunConfig, World]:
+    """As `saved`, by layers of two kinds with three value heads to a key head: tp2 holds a part of each of six runs of
+    rows."""
+    run = job(tmp_path_factory.mktemp("hybrid"), "saved", {**TP2, **SP}, "hybrid-second")
+    return run, run_world(run, 2, save=True)
+
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_layers_of_two_kinds_saved_on_tp2_and_resumed(name, hybrid):
+    run, whole = hybrid
+    layout, processes = HYBRID[name]
+    resumed = job(run.output_dir.parent, f"resumed-{name}", layout, "hybrid-second")
+    shutil.copytree(checkpoint_of(run, SAVED_AT), checkpoint_of(resumed, SAVED_AT))
+    expected = [row for row in whole.rows if row.step > SAVED_AT]
+    for ours, theirs in zip(run_world(resumed, processes).rows, expected, strict=True):
+        assert ours.loss == pytest.approx(theirs.loss, rel=1e-6)
+        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5)
+
+
+def test_layers_of_two_kinds_saved_on_one_rank_and_resumed_on_tp2(hybrid):
+    run = job(hybrid[0].output_dir.parent, "one", {}, "hybrid-second")
+    run_world(run, 1, save=True)
+    resumed = job(run.output_dir.parent, "one-to-tp2", TP2, "hybrid-second")
+    shutil.copytree(checkpoint_of(run, SAVED_AT), checkpoint_of(resumed, SAVED_AT))
+    expected = [row for row in hybrid[1].rows if row.step > SAVED_AT]
+    for ours, theirs in zip(run_world(resumed, 2).rows, expected, strict=True):
         assert ours.loss == pytest.approx(theirs.loss, rel=1e-6)
 
 

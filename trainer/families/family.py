@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.contract.model_shape import ModelShape
+from trainer.contract.parallel import ParallelConfig
+from trainer.contract.run import TrainConfig
 
 
 def load(place: str) -> Any:
@@ -45,6 +47,7 @@ class Family:
         reference: "module:class" of transformers that generates with a directory of this family.
         turn_tokens: the tokens that begin and end a turn in its chat template.
         image_processor: None for a family of text alone.
+        check_settings: what the family cannot do yet, beyond what its shape tells: raises InputError for it.
         carried: beginnings of the names of tensors that this code does not compute; they are neither trained nor
             counted, and an export has them as they were.
         embedded: sizes and ids of tokens -> the configs of a tiny model, by the names of their files; None except for
@@ -60,6 +63,7 @@ class Family:
     reference: str
     turn_tokens: tuple[str, str] = ("<|im_start|>", "<|im_end|>")
     image_processor: ImageProcessor | None = None
+    check_settings: Callable[[TrainConfig, ParallelConfig], None] = lambda train, parallel: None
     carried: tuple[str, ...] = ()
     embedded: Callable[[Mapping[str, Any], Mapping[str, int]], dict[str, dict[str, Any]]] | None = None
 

@@ -9,7 +9,7 @@ from trainer.families.registry import read_model
 
 
 def check_run(run: RunConfig, world_size: int) -> None:
-    """`check_layout` and `check_parts` for a job whose inputs are on disk.
+    """`check_layout` and `check_parts` for a job whose inputs are on disk, and what its family cannot do.
 
     Raises:
         InputError: something does not fit, `hf_dir` is not a model, or `bins_dir` is not an artifact of plan_bins.
@@ -19,6 +19,7 @@ def check_run(run: RunConfig, world_size: int) -> None:
         raise InputError(f"bins_dir={run.bins_dir} is not an artifact of plan_bins: its manifest has no pad_multiple")
     family, shape = read_model(run.hf_dir)
     check_parts(run.train, family)
+    family.check_settings(run.train, run.execution.parallel)
     check_layout(
         run.execution.parallel,
         shape,

@@ -35,7 +35,12 @@ class PackedModel(MegatronModule):
 
     A family defines how positions turn a head (`rotation`), and may define its layers (`layer_spec`), other parts of a
     chunk (`build_parts`) and how tokens are embedded (`embed`).
+
+    Attributes:
+        has_graphs: its layers can run as CUDA graphs.
     """
+
+    has_graphs = True
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ def _graphs(trainer: Trainer) -> Iterator[None]:
     """Run the language layers as CUDA graphs meanwhile. The graphs end before the process groups that they use: at the
     end of a group NCCL waits for every graph that uses it."""
     model = trainer.chunks[0].module
-    if not captures(trainer.run, trainer.mesh.device):
+    if not (model.has_graphs and captures(trainer.run, trainer.mesh.device)):
         yield
         return
     try:

@@ -2,8 +2,30 @@
 
 import dataclasses
 
+from dataset_builders.errors import InputError
+from trainer.contract.parallel import ParallelConfig
+from trainer.contract.run import TrainConfig
 from trainer.families.qwen3_5_vl.shape import read_shape
 from trainer.families.qwen3_vl.family import FAMILY as QWEN3_VL
+
+
+def check_settings(train: TrainConfig, parallel: ParallelConfig) -> None:
+    """Check that a training is one that delta layers have.
+
+    Raises:
+        InputError: it is not.
+    """
+    if train.precision == "float8":
+        raise InputError(
+            "train.precision is float8, in which the delta layers of a qwen3_5 model have not been tried; set "
+            "train.precision=bfloat16"
+        )
+    if train.precision == "bfloat16" and parallel.sharding == "fsdp":
+        raise InputError(
+            "parallel.sharding is fsdp, which computes with all weights in train.precision=bfloat16, and A_log and "
+            "dt_bias of a qwen3_5 model need float32; set parallel.sharding=distributed_optimizer"
+        )
+
 
 # Images and tokens are Qwen3-VL's, and so are the parts; there is no deepstack.
 FAMILY = dataclasses.replace(
@@ -13,6 +35,7 @@ FAMILY = dataclasses.replace(
     model="trainer.families.qwen3_5_vl.model:Qwen35VLModel",
     rules="trainer.families.qwen3_5_vl.weights:rules",
     reference="transformers:Qwen3_5ForConditionalGeneration",
+    check_settings=check_settings,
     carried=("mtp.",),  # the layer that predicts a second token, for speculative decoding
     embedded=None,
 )

@@ -1,0 +1,49 @@
+"""The FLOPs of a delta layer: torch's own counter on the rule, and the sizes of its matrices."""
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.helpers.single_rank import build_tiny, single_rank
+from tests.helpers.tiny_hybrid_model import hybrid_hf_dir
+from trainer.families.registry import read_model
+from trainer.layers.delta_rule import plain
+from trainer.layers.delta_rule.packed_chunks import CHUNK, PackedChunks
+
+
+def counted_rule(tokens: int, key_heads: int, value_heads: int, dim: int) -> int:
+    """What torch counts in the plain rule: every product, but not the solution of the triangular systems."""
+    q, k = (torch.randn(tokens, key_heads, dim) for _ in range(2))
+    v = torch.randn(tokens, value_heads, dim)
+    g, beta = -torch.rand(tokens, value_heads), torch.rand(tokens, value_heads)
+    with FlopCounterMode(display=False) as counter:
+        plain.gated_delta_rule(q, k, v, g, beta, PackedChunks.of((0, tokens)))
+    return counter.get_total_flops()
+
+
+def test_a_delta_layer_counts_its_products_and_nothing_that_grows_with_a_sample():
+    shape = read_model(hybrid_hf_dir("second"))[1].language
+    heads, dim = shape.delta_value_heads, shape.delta_head_dim
+    before, after, squared = shape.layer_flops(0)
+    with single_rank() as mesh:
+        layer = build_tiny(hybrid_hf_dir("second"), mesh).language.decoder.layers[0]
+    delta = layer.self_attention
+    tokens = 4 * CHUNK
+    rule = counted_rule(tokens, shape.delta_key_heads, heads, dim) // tokens + heads * 2 * CHUNK * dim
+    assert before == 2 * delta.in_proj.weight.numel() + 2 * delta.conv_weight.numel() + rule
+    assert after == 2 * sum(linear.weight.numel() for linear in (delta.linear_proj, *layer.mlp.children()))
+    assert squared == 0
+    assert counted_rule(2 * tokens, shape.delta_key_heads, heads, dim) == 2 * counted_rule(
+        tokens, shape.delta_key_heads, heads, dim
+    )
+
+
+def test_a_layer_of_gated_attention_counts_its_gates():
+    shape = read_model(hybrid_hf_dir("second"))[1].language
+    with single_rank() as mesh:
+        layer = build_tiny(hybrid_hf_dir("second"), mesh).language.decoder.layers[1]
+    before, after, squared = shape.layer_flops(1)
+    attention = layer.self_attention
+    assert before == 2 * attention.linear_qkv.weight.numel()
+    assert after == 2 * sum(linear.weight.numel() for linear in (attention.linear_proj, *layer.mlp.children()))
+    assert squared == 2 * shape.num_heads * shape.head_dim
+    assert sum(param.numel() for param in layer.parameters()) == shape.layer_parameters(1)
