@@ -4,12 +4,13 @@ hf/model.safetensors  config.json  generation_config.json
 hf/tokenizer.json ...  chat_template.jinja  preprocessor_config.json   from the source, pixel limits as trained
 """
 
+import math
 import shutil
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dataset_builders.errors import InputError
 from dataset_builders.storage.files import write_json, write_text
 from dataset_builders.storage.store import absolute, local_dir
 from stages.artifacts.artifact import Artifact, Input, Stage, StageOutput
@@ -103,15 +104,17 @@ def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
 
 
 def written_dtype(hf_dir: Path) -> str:
-    """The one dtype of a directory's safetensors, in torch's spelling.
+    """The dtype of most numbers of a directory's safetensors, in torch's spelling. Some models have a few in another.
 
     Raises:
-        InputError: there are no weights, or weights of several dtypes.
+        InputError: there are no weights.
     """
-    dtypes = {e["dtype"] for f in weight_files(hf_dir) for e in safetensors_header(hf_dir / f).values()}
-    if len(dtypes) != 1:
-        raise InputError(f"{hf_dir} has weights of {len(dtypes)} dtypes ({', '.join(sorted(dtypes))}), not of one")
-    return _DTYPES.get(dtype := dtypes.pop(), dtype)
+    numbers: Counter[str] = Counter()
+    for file in weight_files(hf_dir):
+        for entry in safetensors_header(hf_dir / file).values():
+            numbers[entry["dtype"]] += math.prod(entry["shape"])
+    ((dtype, _),) = numbers.most_common(1)
+    return _DTYPES.get(dtype, dtype)
 
 
 STAGE = Stage("export", VERSION, export, on_disk=True, digested=(f"{HF_EXPORT}/*",))

@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 from flows.cli.main import main
 from stages.artifacts.artifact import Artifact
 from tests.helpers.bins import MIXED, make_samples
-from tests.helpers.reference import reference_losses
+from tests.helpers.reference import load_reference, reference_losses
 from tests.helpers.single_rank import build_tiny, single_rank
+from tests.helpers.tiny_hybrid_model import hybrid_hf_dir
 from tests.helpers.tiny_text_model import text_config, write_text_model
 from tests.toy_family.family import write_distribution
 from tests.toy_family.reference import write_toy
@@ -103,6 +104,29 @@ def test_qwen3_is_tokenized_trained_exported_and_answered(tmp_path, capsys):
     assert before.keys() == after.keys() and all((before[name] != after[name]).any() for name in before)
     answers = [json.loads(line) for line in (made(root, "answer")[0].dir / "answers.jsonl").read_text().splitlines()]
     assert len(answers) == 4
+    capsys.readouterr()
+
+
+def test_qwen3_5_is_trained_on_pictures_exported_with_what_it_carries_and_answers(tmp_path, capsys):
+    model, root = hybrid_hf_dir(), tmp_path / "root"
+    assert run(root, {**DIGITS, "model": model}) == 0
+    (trained,) = made(root, "train")
+    rows = read_metrics(trained.dir)
+    assert rows[-1].heldout_loss < rows[5].heldout_loss
+    (exported,) = made(root, "export")
+    before, after = (load_file(path / "model.safetensors") for path in (model, exported.dir / "hf"))
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert tensor.dtype == after[name].dtype
+        assert torch.equal(tensor, after[name]) is name.startswith("mtp."), name
+    assert json.loads((exported.dir / "hf/config.json").read_text())["dtype"] == "float32"
+    with single_rank() as mesh:
+        samples = make_samples(MIXED, geometry_of(read_model(model)[1]), range(20, 300))
+        theirs = load_reference(exported.dir / "hf")
+        ours = build_tiny(exported.dir / "hf", mesh)(make_micro_batch(samples, geometry_of(read_model(model)[1]), 128))
+    wanted = torch.cat([reference_losses(theirs, sample) for sample in samples])
+    torch.testing.assert_close(ours, wanted, atol=1e-4, rtol=0)
+    assert len((made(root, "answer")[0].dir / "answers.jsonl").read_text().splitlines()) >= 4
     capsys.readouterr()
 
 

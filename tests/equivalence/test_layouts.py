@@ -159,6 +159,12 @@ def test_with_frozen_parts_too(name, frozen, outcome):
     compare(outcome(name, "first", frozen), outcome("alone", "first", frozen))
 
 
+@pytest.mark.parametrize("name", ["hybrid-tp2-sp", "hybrid-cp2", "hybrid-pp2-full"])
+@pytest.mark.parametrize("frozen", [("vision", "merger"), ("language",)], ids="-".join)
+def test_layers_of_two_kinds_with_frozen_parts_too(name, frozen, outcome):
+    compare(outcome(name, "hybrid-first", frozen), outcome("alone", "hybrid-first", frozen))
+
+
 def compare(ours: Outcome, alone: Outcome) -> None:
     assert [row.step for row in ours.world.rows] == list(range(1, STEPS + 1))
     for a, b in zip(ours.world.rows, alone.world.rows, strict=True):
