@@ -17,6 +17,7 @@ from typing import Any
 
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import PERMISSION_DENIED
+from mlflow.server import app as flask_app
 from mlflow.server import handlers
 from mlflow.server.constants import ARTIFACT_ROOT_ENV_VAR, BACKEND_STORE_URI_ENV_VAR
 from mlflow.server.fastapi_app import app
@@ -38,6 +39,11 @@ CLOSED = frozenset(
     {"assistant", "gateway", "gateway-proxy", "webhooks", "jobs", "prompt-optimization", "scorers", "upload-artifact"}
 )
 _SERVED = "mlflow-artifacts:"
+# On a browser's first visit MLflow begins with its pages for generated text, and opens the assistant, which is closed.
+_FIRST_VISIT = """<head><script>
+const first = {"mlflow.workflowType_v1": '"machine_learning"', "mlflow.assistant.fab.autoOpenedOnFirstLoad_v1": "true"};
+for (const [key, value] of Object.entries(first)) localStorage.getItem(key) ?? localStorage.setItem(key, value);
+</script>"""
 
 
 def make_app() -> ASGIApp:
@@ -48,6 +54,8 @@ def make_app() -> ASGIApp:
         column = Base.metadata.tables[table].c[name]
         column.type = ServedAddress(column.type.length)
     handlers.get_artifact_repository = own_files
+    page = Path(flask_app.static_folder, "index.html").read_text(encoding="utf-8")
+    flask_app.view_functions["serve"] = lambda: page.replace("<head>", _FIRST_VISIT, 1)
     handlers.initialize_backend_stores(store, store, os.environ[ARTIFACT_ROOT_ENV_VAR])
     return guarded(app, f"{os.environ[MLFLOW_USER]}:{os.environ[MLFLOW_PASSWORD]}", CLOSED)
 
