@@ -7,9 +7,10 @@ import traceback
 import warnings
 from pathlib import Path
 
+import torch
 from pydantic import ValidationError
 
-from dataset_builders.errors import InputError
+from dataset_builders.errors import InputError, one_line
 from dataset_builders.storage.files import write_json
 from trainer.contract.answer import TrainResult
 from trainer.contract.names import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED, RESULT_JSON
@@ -44,6 +45,12 @@ def run_job(run: RunConfig) -> TrainResult:
         return TrainResult(status="failed", step=error.step, message=str(error), keys=error.keys)
     except InputError as error:
         return _failed(str(error), is_input_error=True)
+    except torch.OutOfMemoryError as error:
+        traceback.print_exc()
+        return _failed(
+            f"rank {rank} on {platform.node()}: the GPU's memory is full ({one_line(error)}); lower plan_bins.seq_len "
+            "and plan_bins.max_patches together, or set execution.parallel.recompute_vision=true, then recompute=full"
+        )
     except Exception as error:
         traceback.print_exc()
         return _failed(f"rank {rank} on {platform.node()}: {type(error).__name__}: {error}")
