@@ -28,7 +28,7 @@ def turn_key(key: str, turn: int) -> str:
 
 def whole_key(key: str) -> str:
     """The key of the sample that a part was cut from; any other key as it is."""
-    return _TURN.sub("", key)
+    return _TURN.sub("", key) if "-t" in key else key
 
 
 class SkipSample(Exception):

@@ -114,7 +114,9 @@ class ChatEncoder:
 
     def reasoning_of(self, message: Message) -> str:
         """The reasoning before a message that the template is given: none if none is to be learnt."""
-        return message.reasoning.strip() if self.learn.reasoning and self.format.opened is not None else ""
+        if not message.reasoning or self.format.opened is None or not self.learn.reasoning:
+            return ""
+        return message.reasoning.strip()
 
     def cut(self, conversations: Sequence[Conversation]) -> list[list[Conversation]]:
         """Each conversation as one or more that teach what inference sees; all of them as they are for most templates.
@@ -220,15 +222,16 @@ class ChatEncoder:
     def _turns(self, messages: Sequence[Message]) -> Messages:
         if self.system_prompt and not any(message.role == "system" for message in messages):
             messages = [Message(role="system", text=self.system_prompt), *messages]
-        turns = []
-        for message in messages:
-            turns.append({"role": message.role, "content": self._content(message)})
+        turns = [{"role": message.role, "content": self._content(message)} for message in messages]
+        for turn, message in zip(turns, messages):
             if reasoning := self.reasoning_of(message):
-                turns[-1][REASONING] = reasoning
+                turn[REASONING] = reasoning
         return turns
 
     def _content(self, message: Message) -> str | list[dict[str, str]]:
-        token = self._forbidden.search(message.text) or self._forbidden.search(message.reasoning)
+        token = self._forbidden.search(message.text)
+        if message.reasoning:
+            token = token or self._forbidden.search(message.reasoning)
         if token:
             raise SkipSample("special_token_in_text", f"{token.group()} in a {message.role} turn")
         if message.role != "user":

@@ -64,8 +64,7 @@ def read_format(
     closed, opened = (str(prompt).rpartition(header)[2] for prompt in prompts)
     plain, thought = (render(_trials(question, reasoning)) for reasoning in ("", _THOUGHT))
     known = ReasoningFormat(closed=closed, keeps=(_keeps(plain), _keeps(thought)))
-    if isinstance(prompts[1], SkipSample):
-        return known
+    # Words of a refusal, of either, stand in no text of the other.
     _, is_opened, turn = str(thought[0]).rpartition(header + opened)
     before, found, rest = turn.partition(_THOUGHT)
     between, answer, _ = rest.partition(_ANSWER + end)

@@ -220,6 +220,8 @@ def _parts(sample: Sample, conversations: Sequence[Conversation]) -> list[Sample
 
 
 def _count_reasoned(sample: Sample, chat: ChatEncoder) -> int:
+    if not any([message.reasoning for message in sample.messages]):
+        return 0
     answers = [message for message in sample.messages if message.role == "assistant"]
     return sum(bool(m.reasoning) for m, is_learnt in zip(answers, learnt_answers(answers, chat.learn)) if is_learnt)
 
