@@ -2,9 +2,11 @@
 
 from typing import Any, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, SerializationInfo, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from dataset_builders.contracts.strict import StrictModel
+
+EVERY_FIELD = {"every_field": True}  # the context of a dump for people, as the form's
 
 
 class Learn(StrictModel):
@@ -25,9 +27,9 @@ class Learn(StrictModel):
         return {"answers": value} if isinstance(value, str) else value
 
     @model_serializer(mode="wrap")
-    def _as_before(self, whole: SerializerFunctionWrapHandler) -> Any:
+    def _as_before(self, whole: SerializerFunctionWrapHandler, info: SerializationInfo) -> Any:
         """The answers alone where the rest is the default, so that artifacts of before `reasoning` are found."""
-        return self.answers if self.reasoning else whole(self)
+        return self.answers if self.reasoning and info.context != EVERY_FIELD else whole(self)
 
 
 LEARN_ALL = Learn()
