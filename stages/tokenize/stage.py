@@ -7,6 +7,9 @@ shortened.jsonl          samples that lost their last turns: key, turns_kept, tu
 dataset_card.md          the samples' card with the tokens of each subset
 report.json, report.html the text with the learnt tokens in colour, distributions
 preview.html             some samples, token by token
+
+Where the chat template rewrites earlier turns, a conversation becomes several samples (`stages/encode/reasoning.py`), whose
+keys end in -t and the number of their last answer.
 """
 
 import json
