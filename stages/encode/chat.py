@@ -223,9 +223,9 @@ class ChatEncoder:
         if self.system_prompt and not any(message.role == "system" for message in messages):
             messages = [Message(role="system", text=self.system_prompt), *messages]
         turns = [{"role": message.role, "content": self._content(message)} for message in messages]
-        for turn, message in zip(turns, messages):
-            if reasoning := self.reasoning_of(message):
-                turn[REASONING] = reasoning
+        if self.format.opened is not None:
+            for turn, message in zip(turns, messages):
+                turn |= {REASONING: reasoning} if (reasoning := self.reasoning_of(message)) else {}
         return turns
 
     def _content(self, message: Message) -> str | list[dict[str, str]]:

@@ -202,8 +202,10 @@ def _read_ahead(task: ShardTask, chat: ChatEncoder) -> Iterator[tuple[Sample, li
 def _tokenized(
     batch: Sequence[tuple[Sample, list[str]]], chat: ChatEncoder
 ) -> Iterator[tuple[Sample, list[str], TokenizedText | SkipSample]]:
-    cut = zip(batch, chat.cut([sample.messages for sample, _ in batch]))
-    parts = [(part, names) for (sample, names), conversations in cut for part in _parts(sample, conversations)]
+    parts = batch
+    if not chat.format.is_fixed:
+        cut = zip(batch, chat.cut([sample.messages for sample, _ in batch]))
+        parts = [(part, names) for (sample, names), conversations in cut for part in _parts(sample, conversations)]
     texts = chat.tokenize([part.messages for part, _ in parts])
     for (part, names), text in zip(parts, texts):
         yield part, names, text

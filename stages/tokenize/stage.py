@@ -8,8 +8,8 @@ dataset_card.md          the samples' card with the tokens of each subset
 report.json, report.html the text with the learnt tokens in colour, distributions
 preview.html             some samples, token by token
 
-Where the chat template rewrites earlier turns, a conversation becomes several samples (`stages/encode/reasoning.py`), whose
-keys end in -t and the number of their last answer.
+Where the chat template rewrites earlier turns, a conversation becomes several samples (`stages/encode/reasoning.py`).
+Their keys end in -t and the number of their last answer.
 """
 
 import json
