@@ -19,6 +19,9 @@ def keep_bytecode() -> None:
         return
     if not sys.dont_write_bytecode and os.access(Path(spec.origin).parent, os.W_OK):
         return
-    directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "athanor" / "bytecode"
+    try:
+        directory = Path.home() / ".cache" / "athanor" / "bytecode"
+    except RuntimeError:  # a user without a home
+        return
     sys.pycache_prefix, sys.dont_write_bytecode = str(directory), False
     os.environ |= {"PYTHONPYCACHEPREFIX": str(directory), "PYTHONDONTWRITEBYTECODE": ""}

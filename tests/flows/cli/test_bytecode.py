@@ -21,7 +21,7 @@ def place(tmp_path):
 
 def run(place, code, **environment):
     known = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    known |= {"PYTHONPATH": f"{place / 'site'}:{os.getcwd()}", "XDG_CACHE_HOME": str(place / "cache"), **environment}
+    known |= {"PYTHONPATH": f"{place / 'site'}:{os.getcwd()}", "HOME": str(place), **environment}
     return subprocess.run([sys.executable, "-c", code], env=known, capture_output=True, text=True, check=True).stdout
 
 
@@ -29,7 +29,7 @@ def test_an_image_that_may_write_none_keeps_them_in_the_users_cache(place):
     nested = f"{WHERE}; import subprocess; subprocess.run([sys.executable, '-c', {WITNESS!r}])"
     run(place, nested, PYTHONDONTWRITEBYTECODE="1")
     assert not list((place / "site").rglob("*.pyc"))
-    assert list((place / "cache/athanor/bytecode").rglob("torch/__init__*.pyc")), "its child keeps them too"
+    assert list((place / ".cache/athanor/bytecode").rglob("torch/__init__*.pyc")), "its child keeps them too"
 
 
 @pytest.mark.parametrize("environment", [{}, {"PYTHONPYCACHEPREFIX": "/else"}])
