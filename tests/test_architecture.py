@@ -52,11 +52,15 @@ IMPORTERS = {
 }
 NO_MEGATRON = (*TRAINER_FACE, "trainer.data", "trainer.loop.metrics")
 RANK_NAMES = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}
-RANK_READERS = ("trainer.parallel.mesh", "stages.answer.worker")  # what torchrun starts: ranks of a training, workers
+RANK_READERS = (
+    *("trainer.parallel.mesh", "stages.answer.worker"),  # what torchrun starts: ranks of a training, workers
+    "stages.launchers.torchrun",  # gives them to a process that needs no torchrun
+)
 # Who may write the process's own environment: settings that a library reads at its import, or when told to.
 ENVIRONMENT_WRITERS = (
     *(
         "flows",
+        "flows.cli.bytecode",
         "flows.cli.main",
         "flows.prefect_server.service_record",
         "flows.prefect_server.temporary",

@@ -11,6 +11,7 @@ Role = Literal["system", "user", "assistant"]
 Split = Literal["train", "heldout"]
 SPLITS: tuple[Split, ...] = ("train", "heldout")
 _KEY = re.compile(r"[A-Za-z0-9_-]+/[0-9]{8,}(-[0-9]+)?")
+_TURN = re.compile(r"-t[0-9]+$")
 _CONTROL_CHARS = re.compile(r"[\x00-\x08\x0b-\x1f]")  # all but tab and newline
 _SURROGATES = re.compile(r"[\ud800-\udfff]")  # JSON can spell one alone; UTF-8 cannot
 
@@ -18,6 +19,16 @@ _SURROGATES = re.compile(r"[\ud800-\udfff]")  # JSON can spell one alone; UTF-8 
 def subset_of(key: str) -> str:
     """The subset that the key of a sample begins with."""
     return key.partition("/")[0]
+
+
+def turn_key(key: str, turn: int) -> str:
+    """The key of a sample's part that ends with its `turn`-th answer, from 0, if it is cut into several."""
+    return f"{key}-t{turn}"
+
+
+def whole_key(key: str) -> str:
+    """The key of the sample that a part was cut from; any other key as it is."""
+    return _TURN.sub("", key) if "-t" in key else key
 
 
 class SkipSample(Exception):
@@ -70,6 +81,7 @@ class Message:
 
     Attributes:
         is_learnt: False for an assistant's message that is context only, never a target.
+        reasoning: of an assistant's message, what was thought before `text`; empty if nothing was.
         references: of an assistant's message, all answers that count as right, repeats included, if the source has
             more than the one that is learnt (ten annotators, say). For scores alone; not part of `Sample.digest`.
     """
@@ -77,6 +89,7 @@ class Message:
     role: Role
     text: str
     is_learnt: bool = True
+    reasoning: str = ""
     references: tuple[str, ...] = ()
 
 
@@ -121,6 +134,8 @@ class Sample:
             h.update(f"{message.role}\0{message.text}\0".encode("utf-8", "surrogatepass"))
             if not message.is_learnt:
                 h.update(b"given\0")
+            if message.reasoning:
+                h.update(f"thought\0{message.reasoning}\0".encode("utf-8", "surrogatepass"))
         for digest in image_digests(self) if images is None else images:
             h.update(bytes.fromhex(digest))
         return h.hexdigest()
@@ -132,9 +147,10 @@ def image_digests(sample: Sample) -> list[str]:
 
 
 def _check_text(message: Message) -> None:
-    if _CONTROL_CHARS.search(message.text):
-        raise SkipSample("control_chars", repr(message.text[:80]))
-    for text in (message.text, *message.references):
+    for text in (message.text, message.reasoning):
+        if _CONTROL_CHARS.search(text):
+            raise SkipSample("control_chars", repr(text[:80]))
+    for text in (message.text, message.reasoning, *message.references):
         if _SURROGATES.search(text):
             raise SkipSample("schema_error", f"text that is not Unicode: {text[:80]!r}")
     if not message.text.strip():

@@ -1,11 +1,11 @@
 """One sample as the members of a sample shard, and back.
 
 train/shard-00000.tar
-    ai2d/00001234.json    {"messages": [{"role", "text", "is_learnt", "references"}],
+    ai2d/00001234.json    {"messages": [{"role", "text", "is_learnt", "reasoning", "references"}],
                            "images": [{"name", "sha256"}], "digest"}
     ai2d/00001234.0.png   the original bytes, untouched
 
-`is_learnt` is written only if it is false, `references` only if there are some.
+`is_learnt` is written only if it is false, `reasoning` and `references` only if there is some.
 """
 
 import json
@@ -48,6 +48,8 @@ def _message_record(message: Message) -> dict[str, object]:
     record: dict[str, object] = {"role": message.role, "text": message.text}
     if not message.is_learnt:
         record["is_learnt"] = False
+    if message.reasoning:
+        record["reasoning"] = message.reasoning
     if message.references:
         record["references"] = list(message.references)
     return record

@@ -39,6 +39,8 @@ _IMAGE_NAMES = ("image_url", "image", "url", "path")
 _NOT_READ = ("tools", "functions", "videos", "video", "audios", "audio")  # they would change what the model is shown
 ROW_FIELDS = ("messages", "conversations", "system", "images", "image", *_NOT_READ)  # a row's others are ignored
 _CALLS = ("tool_calls", "function_call")
+_REASONING = ("reasoning_content", "reasoning")  # the older and the newer name of servers that speak OpenAI's protocol
+_THINK, _END_OF_THINK = "<think>", "</think>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ def from_openai(record: Mapping[str, Any], images: Sequence[ImageRef] | None) ->
         if any(turn.get(field) for field in _CALLS):
             raise SkipSample("bad_role", f"{where} calls a tool")
         text, own = _content(turn.get("content"), role, has_marks, f"{where}.content")
-        messages.append(Message(role=role, text=text, is_learnt=_is_learnt(turn, role, where)))
+        messages.append(_message(turn, role, text, where))
         refs += own
     messages = _with_system(record, messages)
     if has_marks:
@@ -97,7 +99,7 @@ def from_sharegpt(record: Mapping[str, Any], images: Sequence[ImageRef]) -> Conv
         where = f"conversations[{i}]"
         role = _role(turn.get("from"), SHAREGPT_ROLES, where)
         text = _text(turn.get("value"), f"{where}.value")
-        messages.append(Message(role=role, text=text, is_learnt=_is_learnt(turn, role, where)))
+        messages.append(_message(turn, role, text, where))
     return _with_marks(_with_system(record, messages), images)
 
 
@@ -161,12 +163,24 @@ def _check_order(roles: Sequence[Role]) -> None:
         raise SkipSample("bad_role", "the last message is no answer")
 
 
-def _is_learnt(turn: Mapping[str, Any], role: Role, where: str) -> bool:
+def _message(turn: Mapping[str, Any], role: Role, text: str, where: str) -> Message:
+    """A message; an answer with its reasoning, from a field of the turn or from a think block before its text."""
+    if role != "assistant":
+        return Message(role=role, text=text)
+    fields = [field for field in _REASONING if turn.get(field)]
+    reasoning = _text(turn[fields[0]], f"{where}.{fields[0]}") if fields else ""
+    if not fields and text.startswith(_THINK) and _END_OF_THINK in text:
+        thought, _, rest = text.removeprefix(_THINK).partition(_END_OF_THINK)
+        reasoning, text = thought.strip(), rest.strip()
+    return Message(role=role, text=text, is_learnt=_is_learnt(turn, where), reasoning=reasoning)
+
+
+def _is_learnt(turn: Mapping[str, Any], where: str) -> bool:
     """Whether an answer is learnt, by OpenAI's `weight`, 0 or 1, or ms-swift's `loss`, true or false."""
     learnt = True
     for field in ("weight", "loss"):
         value = turn.get(field)
-        if value is None or role != "assistant":
+        if value is None:
             continue
         if not isinstance(value, bool | int | float) or value not in (0, 1):
             raise SkipSample("schema_error", f"{where}.{field} is {str(value)[:40]!r}, neither 0 nor 1")

@@ -27,7 +27,8 @@ In parquet, `messages` is a list of structs or a text of JSON. Columns that are 
 `arrow.json`, which the library datasets gives to a content that is text in one row and a list in another).
 
 `developer` is `system`. Parts of a text are joined as they are. An answer of weight 0 (ms-swift: loss false) is context
-and not learnt. Texts are stripped, and CRLF becomes LF. An image is a data URI, a path relative to the file or to
+and not learnt. Its reasoning is in `reasoning_content` (or `reasoning`), or in a block `<think>...</think>` that its
+text begins with. Texts are stripped, and CRLF becomes LF. An image is a data URI, a path relative to the file or to
 `image_root`, or an object's address (see image_refs.py). Other fields of a row are ignored.
 
 Left out: a line that is not JSON (json_parse_error); fields of another type, an image in an answer, tools, videos or

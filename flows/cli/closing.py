@@ -14,7 +14,7 @@ from flows.cli.text_table import print_table
 from flows.pipeline.recipe import Recipe
 from flows.tracking.notes import score_text
 from flows.tracking.record import Learnt
-from flows.tracking.store import server_command
+from flows.tracking.store import tracking_uri
 from stages.evaluate.predictions import PREDICTIONS
 from stages.evaluate.reference_loss import PERPLEXITY
 from stages.pages.report import REPORT_HTML
@@ -93,11 +93,11 @@ def next_commands(
     ask = f"{athanor} ask {model} {quoted(picture) if picture else '-'} {shlex.quote(question)}"
     commands = [("see which tokens were learnt (open in a browser)", shorten(dirs["tokenize"] / REPORT_HTML))]
     if result["mlflow_url"]:
-        command = server_command(root, program("mlflow"))
+        command = service_command(root)
         page = ("see the run in MLflow", result["mlflow_url"])
         commands.append((f"see the run in MLflow: {result['mlflow_url']}", command) if command else page)
     if result["compare_url"]:
-        commands.append(("compare it with the run before (with MLflow's server running)", result["compare_url"]))
+        commands.append(("compare it with the run before, in MLflow too", result["compare_url"]))
     commands.append(("ask the model about a picture", ask))
     lower = f"--set train.optim.lr={recipe.config.train.optim.lr / 2:g}"  # the last --set of a field counts
     change = " ".join([f"{athanor} run", *map(shlex.quote, arguments), f"--root {quoted(root)}", lower])
@@ -114,6 +114,11 @@ def example_question(evaluate_dir: StorePath, root: StorePath) -> tuple[Path | N
             path.write_bytes(row["image"])
             return path, row["question"].strip()
     return None, table["question"][0].as_py() if len(table) else "Hello?"
+
+
+def service_command(root: StorePath) -> str | None:
+    """The command that serves the runs of a root to a browser; None if a server is set, which runs already."""
+    return None if tracking_uri(root).startswith("http") else f"{program('athanor')} up --root {quoted(root)}"
 
 
 def program(name: str) -> str:

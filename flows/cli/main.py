@@ -24,6 +24,7 @@ from pydantic import ValidationError
 
 from dataset_builders.errors import LONGEST_LINE, InputError, first_line, shown, without_middle
 from dataset_builders.storage.store import absolute, check_reachable, location, side_dir
+from flows.cli.bytecode import keep_bytecode
 from flows.prefect_server.home import prefect_home
 from flows.prefect_server.service_record import DEFAULT_ROOT, use_service
 from trainer.contract.names import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED
@@ -65,6 +66,7 @@ class Terminated(KeyboardInterrupt):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0, 1 failed, 2 wrong input, 75 stopped and saved, 128 + signal."""
+    keep_bytecode()
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] in RENAMED:
         _say_error(f"the command is now `athanor {RENAMED[words[0]]}`, with the same arguments", False)

@@ -4,6 +4,9 @@
 - Origin: a browser names the page that calls, also another port's of this machine. Only the server's own page may.
 - Password: HTTP's Basic, for a server that asks for none by itself.
 
+Its pages may ask the servers of this port alone: Prefect's ask a counter of visitors,
+whatever its settings say.
+
 Prefect's and MLflow's own checks of these let localhost's pages of any port through, or everybody.
 """
 
@@ -49,7 +52,9 @@ class _Guard:
 
         async def send_unframed(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).setdefault("X-Frame-Options", "SAMEORIGIN")
+                headers = MutableHeaders(scope=message)
+                headers.setdefault("X-Frame-Options", "SAMEORIGIN")
+                headers.setdefault("Content-Security-Policy", f"connect-src 'self' {self._sources(scope)}")
             await send(message)
 
         answer = self._refusal(scope, Headers(scope=scope)) or self.app
@@ -73,6 +78,11 @@ class _Guard:
         except ValueError:
             return False
         return page.scheme in ("http", "https") and (page.netloc == headers.get("host") or is_named)
+
+    def _sources(self, scope: Scope) -> str:
+        """The API's addresses, of which a page may be another name of this machine's; `ws:` stands for `http:` too."""
+        api = urlsplit(os.environ.get("PREFECT_UI_API_URL", "")).netloc
+        return " ".join(f"ws://{place}" for place in (f"*:{scope['server'][1]}", api) if place)
 
     def _knows_it(self, headers: Headers) -> bool:
         scheme, _, given = headers.get("authorization", "").partition(" ")

@@ -20,10 +20,10 @@ def reserve_ports(directory: Path, host: str) -> Iterator[dict[str, int]]:
 
     While the block lasts, no other service of this machine chooses these ports: a server takes seconds to listen.
     """
-    last, chosen = _last(directory), {}
+    last, chosen = last_ports(directory), {}
     with contextlib.ExitStack() as locks:
         for name, usual in DEFAULTS.items():
-            candidates = [*([last[name]] if name in last else []), usual, *(any_port(host) for _ in range(5))]
+            candidates = [last[name], usual, *(any_port(host) for _ in range(5))]
             chosen[name] = next(port for port in candidates if is_free(host, port) and _lock(port, locks))
         write_json(directory / "ports.json", chosen)
         yield chosen
@@ -60,8 +60,9 @@ def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
-def _last(directory: Path) -> Mapping[str, int]:
+def last_ports(directory: Path) -> Mapping[str, int]:
+    """Program -> its port of last time, or its usual one."""
     with contextlib.suppress(OSError, ValueError):
         values = json.loads((directory / "ports.json").read_text(encoding="utf-8"))
-        return {name: values[name] for name in DEFAULTS if isinstance(values.get(name), int)}
-    return {}
+        return DEFAULTS | {name: values[name] for name in DEFAULTS if isinstance(values.get(name), int)}
+    return DEFAULTS

@@ -20,6 +20,7 @@ from stages.launchers.owner import Owner
 
 FORMAT_VERSION = 1
 POOL = "athanor"
+FILES_VARIABLE = "ATHANOR_MLFLOW_FILES"  # where `mlflow-artifacts:` of a root's own service leads
 DEFAULT_ROOT = "athanor-root"
 
 
@@ -46,6 +47,11 @@ class ServiceRecord(Owner):
 def service_dir(root: StorePath) -> Path:
     """The directory of a service's files: record, lock, logs."""
     return side_dir(root) / "service"
+
+
+def mlflow_files(root: StorePath) -> Path:
+    """The directory of the files of a root's own MLflow."""
+    return side_dir(root).resolve() / "mlflow-artifacts"
 
 
 def write_record(root: StorePath, record: ServiceRecord) -> None:
@@ -98,5 +104,6 @@ def use_service(root: StorePath) -> ServiceRecord | None:
         asked = {PREFECT_CLIENT_SECRET} if os.environ["PREFECT_API_URL"] == service.prefect_api else set()
         if os.environ["MLFLOW_TRACKING_URI"] == service.mlflow:
             asked |= {MLFLOW_USER, MLFLOW_PASSWORD}
+            os.environ[FILES_VARIABLE] = str(mlflow_files(root))
         os.environ.update({name: value for name, value in logins.items() if name in asked})
     return service

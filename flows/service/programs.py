@@ -25,7 +25,7 @@ from flows.prefect_server.access import (
 )
 from flows.prefect_server.home import prefect_home
 from flows.prefect_server.processes import PART_VARIABLE, ROOT_VARIABLE, SERVICE_VARIABLE
-from flows.prefect_server.service_record import POOL, service_dir
+from flows.prefect_server.service_record import FILES_VARIABLE, POOL, mlflow_files, service_dir
 
 # Not inherited by our programs: these name the servers of other programs of the person's.
 _NOT_INHERITED = (
@@ -121,17 +121,19 @@ def prefect_server(plan: Plan) -> Program:
 def mlflow_server(plan: Plan) -> Program:
     """MLflow's server, on the store and the files of `athanor run` without a service.
 
-    It serves no files: its clients are on this machine, and read and write them below the root.
+    Clients elsewhere read and write the files over HTTP; the commands of this machine do so below the root.
     """
-    side = side_dir(plan.root).resolve()
+    files = mlflow_files(plan.root)
     environment = {
         **service_environment(plan.root, "mlflow"),
         "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false",
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # more processes, for judges of generated text
         # as `mlflow server` sets them for its application
-        "_MLFLOW_SERVER_FILE_STORE": f"sqlite:///{side / 'mlflow.db'}",
-        "_MLFLOW_SERVER_ARTIFACT_ROOT": (side / "mlflow-artifacts").as_uri(),
+        "_MLFLOW_SERVER_FILE_STORE": f"sqlite:///{files.with_name('mlflow.db')}",
+        "_MLFLOW_SERVER_ARTIFACT_ROOT": files.as_uri(),
+        "_MLFLOW_SERVER_ARTIFACT_DESTINATION": files.as_uri(),
+        "_MLFLOW_SERVER_SERVE_ARTIFACTS": "true",
         "_MLFLOW_SGI_NAME": "uvicorn",
         "MLFLOW_SERVER_ALLOWED_HOSTS": "*",  # the guard, which stands before it, knows them
         "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS": plan.access.url(plan.ports["mlflow"]),
@@ -215,6 +217,7 @@ def client_environment(plan: Plan, part: str) -> dict[str, str]:
         "PREFECT_UI_URL": plan.prefect_ui,
         "MLFLOW_TRACKING_URI": plan.mlflow,
         "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+        FILES_VARIABLE: str(mlflow_files(plan.root)),
         PREFECT_CLIENT_SECRET: plan.access.prefect,
         **mlflow_login(plan.access.mlflow),
     }

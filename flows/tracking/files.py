@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import unquote, urlparse
 
 from dataset_builders.storage.store import StorePath, is_local, local_copy, walk_files
+from flows.prefect_server.service_record import FILES_VARIABLE
 from flows.tracking.config import ArtifactLevel
 from flows.tracking.run_writer import RunWriter
 from stages.artifacts.artifact import Artifact
@@ -110,6 +111,8 @@ def send_model(client: Any, model_id: str, hf_dir: StorePath, level: ArtifactLev
 def _local(address: str) -> Path | None:
     """The directory of this machine that an address of MLflow's names; None if it names none."""
     parts = urlparse(address)
+    if parts.scheme == "mlflow-artifacts" and (files := os.environ.get(FILES_VARIABLE)):
+        return Path(files, parts.path.lstrip("/"))
     return Path(unquote(parts.path)) if parts.scheme in ("", "file") else None
 
 

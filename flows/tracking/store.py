@@ -28,6 +28,8 @@ from mlflow.exceptions import MlflowException
 
 from dataset_builders.errors import InputError
 from dataset_builders.storage.store import StorePath, side_dir, without_userinfo
+from flows.prefect_server.ports import last_ports
+from flows.prefect_server.service_record import mlflow_files, service_dir
 
 # Error codes after which the same call can never succeed.
 _FINAL = {
@@ -43,7 +45,7 @@ _LOCK_SECONDS = 120
 log = logging.getLogger("athanor.tracking")
 DATABASE, FILES = "mlflow.db", "mlflow-artifacts"  # in the root
 # Columns of MLflow's database: those that hold addresses of files, and texts with paths in them.
-_ADDRESSES = (
+ADDRESSES = (
     *(("experiments", "artifact_location"), ("runs", "artifact_uri"), ("logged_models", "artifact_location")),
     *(("model_versions", "source"), ("model_versions", "storage_location")),
 )
@@ -76,18 +78,15 @@ def store_digest(root: StorePath) -> str:
     return hashlib.sha256(tracking_uri(root).encode()).hexdigest()[:16]
 
 
-def server_command(root: StorePath, program: str = "mlflow") -> str | None:
-    """The command that serves the runs of a root; None if a server is set, which runs already."""
+def server_url(root: StorePath) -> str | None:
+    """The address of MLflow's pages: of MLFLOW_TRACKING_URI's server, or of the root's own service, running or not;
+    None if MLFLOW_TRACKING_URI is a database, whose server only the person knows."""
     uri = tracking_uri(root)
     if uri.startswith("http"):
+        return uri.rstrip("/")
+    if os.environ.get("MLFLOW_TRACKING_URI"):
         return None
-    return f"{program} server --backend-store-uri {uri} --host 127.0.0.1 --port 5000"
-
-
-def server_url(root: StorePath) -> str:
-    """The address of MLflow's pages: of MLFLOW_TRACKING_URI's server, or of the one that `server_command` starts."""
-    uri = tracking_uri(root)
-    return uri.rstrip("/") if uri.startswith("http") else "http://127.0.0.1:5000"
+    return f"http://127.0.0.1:{last_ports(service_dir(root))['mlflow']}"
 
 
 def compare_url(run_ids: Sequence[str], experiment_id: str, base: str) -> str:
@@ -133,7 +132,7 @@ def settle(root: StorePath) -> None:
 
 def _replace(connection: sqlite3.Connection, tables: set[str], before: str, now: str) -> None:
     """Replace a directory by another, given as URLs, in MLflow's tables."""
-    for table, column in (place for place in _ADDRESSES if place[0] in tables):
+    for table, column in (place for place in ADDRESSES if place[0] in tables):
         command = f"UPDATE {table} SET {column} = ? || substr({column}, ?) WHERE substr({column}, 1, ?) = ?"
         connection.execute(command, (now, len(before) + 1, len(before) + 1, f"{before}/"))
     old, new = _path_of(before), _path_of(now)
@@ -182,7 +181,7 @@ def experiment_of(client: MlflowClient, root: StorePath, name: str) -> str:
         if (experiment := client.get_experiment_by_name(name)) is not None:
             return experiment.experiment_id
         is_local = not tracking_uri(root).startswith("http")
-        location = (side_dir(root) / FILES).resolve().as_uri() if is_local else None
+        location = mlflow_files(root).as_uri() if is_local else None
         return client.create_experiment(name, location, {_KIND_TAG: "custom_model_development"})
 
 

@@ -163,13 +163,14 @@ class Tracker:
             return Learnt()
 
     def url(self, patience: float = _URL_SECONDS) -> str | None:
-        """The run's page, on the server that is set or the one that `server_command` starts; None if MLflow does not
-        have the run after so many seconds."""
+        """The run's page on `server_url`; None if there is none, or MLflow does not have the run after so many
+        seconds."""
         deadline, sender = time.monotonic() + patience, sender_of(self.root)
         while self.key is not None:
             learnt = self.learnt()
             if learnt.run_id is not None and learnt.store == store_digest(self.root):
-                return f"{server_url(self.root)}/#/experiments/{learnt.experiment_id}/runs/{learnt.run_id}"
+                base = server_url(self.root)
+                return base and f"{base}/#/experiments/{learnt.experiment_id}/runs/{learnt.run_id}"
             if sender.problem or time.monotonic() > deadline:
                 return None
             time.sleep(0.05)
@@ -180,17 +181,19 @@ class Tracker:
         if self.key is None:
             return None
         learnt = self.learnt()
-        if learnt.run_id is None or not learnt.compare:
+        base = server_url(self.root)
+        if learnt.run_id is None or not learnt.compare or base is None:
             return None
-        return compare_url([learnt.run_id, *learnt.compare], learnt.experiment_id, server_url(self.root))
+        return compare_url([learnt.run_id, *learnt.compare], learnt.experiment_id, base)
 
 
 def compare_page(root: StorePath, keys: Sequence[str | None]) -> str | None:
-    """MLflow's page that compares these runs; None if fewer than two of them are in MLflow."""
+    """MLflow's page that compares these runs; None if fewer than two of them are in MLflow, or no page is known."""
     answers = [Tracker(root, key).learnt() for key in keys if key is not None]
     in_mlflow = [answer for answer in answers if answer.run_id is not None and answer.store == store_digest(root)]
     ids = [answer.run_id for answer in in_mlflow]
-    return compare_url(ids, in_mlflow[0].experiment_id, server_url(root)) if len(ids) > 1 else None
+    base = server_url(root)
+    return compare_url(ids, in_mlflow[0].experiment_id, base) if len(ids) > 1 and base else None
 
 
 class LiveMetrics:

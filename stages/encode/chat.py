@@ -1,10 +1,12 @@
 """What is trained on: messages -> input_ids and loss_mask.
 
-The answers are learnt (all, or the last; never one whose message says no), each with the end-of-turn token after it,
-and nothing else. They are found by the structure of the model's own chat template, never by searching for their text: a
-span goes from the ids of the assistant header to the next end-of-turn id. The template's text before every generated
-answer (an empty think block) is not learnt, since it is given at inference too. A conversation that does not come out
-as expected is left out with a reason.
+The answers are learnt (all, or the last; never one whose message says no), each with its reasoning before it, if it
+has some and the template writes it, with the end-of-turn token after it, and nothing else. They are found by the
+structure of the model's own chat template, never by searching for their text: a span goes from the ids of the assistant
+header to the next end-of-turn id. What the prompt of inference has after the header (an empty think block, or with
+reasoning the beginning of one) is given and not learnt. An answer is learnt only where the ids before it are those of
+its prompt: `cut` makes such conversations (see `reasoning.py`). A conversation that does not come out as expected is
+left out with a reason.
 
 Text is rendered and tokenized with one placeholder per image, many conversations in one call, and the image tokens are
 spliced in afterwards; the ids are those of the text with every image token written out.
@@ -20,8 +22,9 @@ import transformers
 
 from dataset_builders.contracts.sample import IMAGE_SLOT, Message, SkipSample
 from dataset_builders.errors import InputError, one_line
-from stages.encode.config import Learn
-from stages.encode.template import Messages, chat_template, read_template
+from stages.encode.config import LEARN_ALL, Learn
+from stages.encode.reasoning import Conversation, ReasoningFormat, cut_conversations, read_format
+from stages.encode.template import REASONING, Messages, chat_template, read_template
 from stages.inputs.hf_directory import check_processor_files
 from trainer.families.registry import read_model
 
@@ -44,7 +47,7 @@ class TokenizedText:
 def learnt_answers(messages: Sequence[Message], learn: Learn) -> list[bool]:
     """For each assistant message whether it is to be learnt."""
     answers = [message for message in messages if message.role == "assistant"]
-    return [m.is_learnt and (learn == "all" or i == len(answers) - 1) for i, m in enumerate(answers)]
+    return [m.is_learnt and (learn.answers == "all" or i == len(answers) - 1) for i, m in enumerate(answers)]
 
 
 def split_turns(messages: Sequence[Message]) -> list[tuple[Message, ...]]:
@@ -67,12 +70,13 @@ class ChatEncoder:
     """Encodes conversations with the tokenizer and the chat template of one HF directory.
 
     Args:
-        learn: which answers are learnt, of those whose message does not say otherwise.
+        learn: which answers are learnt, of those whose message does not say otherwise, and whether with reasoning.
         system_prompt: put first if a conversation has no system message of its own.
 
     Attributes:
         tokenizer: the directory's tokenizer.
         template: the directory's chat template.
+        format: how it writes reasoning.
         images: ids that mark the images of a prompt, from config.json; None for a model of text.
         image_token_id: one of these, or -1.
         end_of_turn_id: the token that ends an answer.
@@ -84,14 +88,12 @@ class ChatEncoder:
         InputError: this file cannot mask a token, an id or the template's structure.
     """
 
-    def __init__(self, hf_dir: Path, learn: Learn = "all", system_prompt: str | None = None) -> None:
+    def __init__(self, hf_dir: Path, learn: Learn = LEARN_ALL, system_prompt: str | None = None) -> None:
         check_processor_files(hf_dir)
         family, shape = read_model(hf_dir)
         self.learn, self.system_prompt = learn, system_prompt
         self.tokenizer = load_tokenizer(hf_dir)
-        # No source here has reasoning, so templates that know thinking are asked for their empty think block.
-        variables = {**self.tokenizer.special_tokens_map, "enable_thinking": False}
-        self.template = chat_template(hf_dir, self.tokenizer.chat_template, variables)
+        self.template = chat_template(hf_dir, self.tokenizer.chat_template, self.tokenizer.special_tokens_map)
         self.images = shape.images
         self.image_token_id = shape.images.image_token_id if shape.images else -1
         self.vocab_size = shape.language.vocab_size
@@ -103,12 +105,30 @@ class ChatEncoder:
         start_of_turn, self._end_of_turn = family.turn_tokens
         self.end_of_turn_id = added[self._end_of_turn]
         self._forbidden = re.compile("|".join(re.escape(token) for token in sorted(added, key=len, reverse=True)))
-        self._header = self._tokenize(f"{start_of_turn}assistant\n")
-        self._answer_prefix = np.zeros(0, np.int32)
+        self._header_text = f"{start_of_turn}assistant\n"
+        self._header = self._tokenize(self._header_text)
         token = re.search(f"{IMAGE_SLOT}|{self._forbidden.pattern}", system_prompt or "")
         if token:
             raise InputError(f"the system prompt holds {token.group()}, a token of the chat's own; leave it out")
         self._try_template(hf_dir)
+
+    def reasoning_of(self, message: Message) -> str:
+        """The reasoning before a message that the template is given: none if none is to be learnt."""
+        if not message.reasoning or self.format.opened is None or not self.learn.reasoning:
+            return ""
+        return message.reasoning.strip()
+
+    def cut(self, conversations: Sequence[Conversation]) -> list[list[Conversation]]:
+        """Each conversation as one or more that teach what inference sees; all of them as they are for most templates.
+
+        Returns:
+            first turns of each, together with all its answers that are to be learnt, each in one of them.
+        """
+        if self.format.is_fixed:
+            return [[messages] for messages in conversations]
+        learnt = [learnt_answers(messages, self.learn) for messages in conversations]
+        reasoned = [[bool(self.reasoning_of(m)) for m in messages] for messages in conversations]
+        return cut_conversations(conversations, learnt, reasoned, self._render_all, self.format.keeps)
 
     def encode(self, messages: Sequence[Message], grids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """A whole conversation.
@@ -182,9 +202,12 @@ class ChatEncoder:
         return text
 
     def _render_all(
-        self, conversations: Sequence[Sequence[Message]], add_generation_prompt: bool = False
+        self,
+        conversations: Sequence[Sequence[Message]],
+        add_generation_prompt: bool = False,
+        thinks: bool | None = None,
     ) -> list[str | SkipSample]:
-        """The template's text of each conversation, or why there is none."""
+        """The template's text of each conversation, or why there is none; `thinks` as of `ChatTemplate.render`."""
         sound: list[Messages] = []
         skips: list[SkipSample | None] = []
         for messages in conversations:
@@ -193,20 +216,26 @@ class ChatEncoder:
                 skips.append(None)
             except SkipSample as skip:
                 skips.append(skip)
-        texts = iter(self.template.render(sound, add_generation_prompt))
+        texts = iter(self.template.render(sound, add_generation_prompt, thinks))
         return [skip or next(texts) for skip in skips]
 
     def _turns(self, messages: Sequence[Message]) -> Messages:
         if self.system_prompt and not any(message.role == "system" for message in messages):
             messages = [Message(role="system", text=self.system_prompt), *messages]
-        return [{"role": message.role, "content": self._content(message)} for message in messages]
+        turns = [{"role": message.role, "content": self._content(message)} for message in messages]
+        if self.format.opened is not None:
+            for turn, message in zip(turns, messages):
+                turn |= {REASONING: reasoning} if (reasoning := self.reasoning_of(message)) else {}
+        return turns
 
     def _content(self, message: Message) -> str | list[dict[str, str]]:
         token = self._forbidden.search(message.text)
+        if message.reasoning:
+            token = token or self._forbidden.search(message.reasoning)
         if token:
             raise SkipSample("special_token_in_text", f"{token.group()} in a {message.role} turn")
         if message.role != "user":
-            if IMAGE_SLOT in message.text:
+            if IMAGE_SLOT in message.text or IMAGE_SLOT in message.reasoning:
                 raise SkipSample("special_token_in_text", f"{IMAGE_SLOT} in a {message.role} turn")
             # An answer that starts with a newline would melt into the header's newline, one token for both.
             return message.text.strip() if message.role == "assistant" else message.text
@@ -230,7 +259,7 @@ class ChatEncoder:
         return [np.array(ids, np.int32) for ids in encoded["input_ids"]]
 
     def _mask_answers(self, ids: np.ndarray, messages: Sequence[Message]) -> np.ndarray:
-        answers = [message.text.strip() for message in messages if message.role == "assistant"]
+        answers = [message for message in messages if message.role == "assistant"]
         is_learnt = learnt_answers(messages, self.learn)
         if not any(is_learnt):
             raise SkipSample("empty_target", f"none of {len(answers)} answers is to be learnt")
@@ -244,13 +273,28 @@ class ChatEncoder:
             if place == len(ends):
                 raise SkipSample("mask_span_mismatch", "an answer without an end-of-turn token")
             end = int(ends[place])
-            if np.array_equal(ids[start : start + len(self._answer_prefix)], self._answer_prefix):
-                start += len(self._answer_prefix)
-            decoded = self.decode(ids[start:end])
-            if decoded != self._normalize(answer):
-                raise SkipSample("mask_span_mismatch", f"found {decoded[:60]!r} for the answer {answer[:60]!r}")
+            start += self._count_given(ids[start:end], answer, learnt)
             mask[start : end + 1] = learnt
         return mask
+
+    def _count_given(self, turn: np.ndarray, answer: Message, is_learnt: bool) -> int:
+        """Number of the ids between the header of an answer and what the model writes.
+
+        Args:
+            turn: (n,) int32: from the header to the end of the turn.
+
+        Raises:
+            SkipSample: mask_span_mismatch: these are other ids than inference sees and writes, or in a turn that is
+                given, another text than this answer's.
+        """
+        reasoning, text = self.reasoning_of(answer), answer.text.strip()
+        given, decoded = self._given[bool(reasoning)], self.decode(turn)
+        expected = self._normalize(self.format.given(reasoning) + self.format.written(reasoning, text))
+        if decoded == expected and np.array_equal(turn[: len(given)], given):
+            return len(given)
+        if is_learnt or decoded not in (self._normalize(text), self._normalize(self.format.closed + text)):
+            raise SkipSample("mask_span_mismatch", f"found {decoded[:60]!r} for the answer {text[:60]!r}")
+        return 0
 
     def _repeats(self, ids: np.ndarray, patches: np.ndarray) -> np.ndarray:
         """(n,) int64: at each image placeholder the number of the image's tokens, elsewhere 1."""
@@ -266,30 +310,40 @@ class ChatEncoder:
         """The text of token ids, special tokens spelt out."""
         return self.tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    def learnt_text(self, answer: str) -> str:
+    def learnt_text(self, answer: Message) -> str:
         """The text that the learnt tokens of an answer decode to."""
-        return self._normalize(answer.strip()) + self._end_of_turn
+        return self._normalize(self.format.written(self.reasoning_of(answer), answer.text.strip())) + self._end_of_turn
 
     def _normalize(self, text: str) -> str:
         normalizer = self.tokenizer.backend_tokenizer.normalizer
         return normalizer.normalize_str(text) if normalizer else text
 
     def _try_template(self, hf_dir: Path) -> None:
-        """Learn the ids that the template puts between the header and a generated answer, and try it once."""
+        """Learn how the template writes an answer's turn, and try it once."""
         question = [Message(role="user", text=f"{IMAGE_SLOT}a" if self.images else "a")]
         grid = np.array([[1, self.merge_size, self.merge_size]] if self.images else [], np.int32)
+        self.format = ReasoningFormat(opened="")  # so that the template is given reasoning
         try:
-            prompt = self.encode_prompt(question, grid)
-            headers = _starts_of(self._header, prompt)
-            if len(headers) != 1:
-                raise SkipSample("mask_span_mismatch", f"{len(headers)} assistant headers in a generation prompt")
-            self._answer_prefix = prompt[headers[0] + len(self._header) :]
+            prompts = [self._render_all([question], True, thinks)[0] for thinks in (False, True)]
+            self.format = read_format(question[0].text, prompts, self._render_all, self._header_text, self._end_of_turn)
+            self._given = [self._after_header(prompt) for prompt in prompts[: 1 + (self.format.opened is not None)]]
+            self.encode_prompt(question, grid)
             self.encode([*question, Message(role="assistant", text="b")], grid)
         except SkipSample as error:
             raise InputError(
                 f"{hf_dir}: the chat template does not write ChatML turns with one image placeholder each ({error}); "
                 "only templates with this structure are supported"
             ) from error
+
+    def _after_header(self, prompt: str | SkipSample) -> np.ndarray:
+        """(n,) int32: the ids of a prompt from its only assistant header on."""
+        if isinstance(prompt, SkipSample):
+            raise prompt
+        ids = self._tokenize(prompt)
+        headers = _starts_of(self._header, ids)
+        if len(headers) != 1:
+            raise SkipSample("mask_span_mismatch", f"{len(headers)} assistant headers in a generation prompt")
+        return ids[headers[0] + len(self._header) :]
 
 
 def load_tokenizer(hf_dir: Path) -> "transformers.PreTrainedTokenizerBase":

@@ -1,5 +1,35 @@
 """The settings of the loss mask."""
 
-from typing import Literal
+from typing import Any, Literal
 
-Learn = Literal["all", "last"]  # answers of a conversation that are learnt
+from pydantic import Field, SerializationInfo, SerializerFunctionWrapHandler, model_serializer, model_validator
+
+from dataset_builders.contracts.strict import StrictModel
+
+EVERY_FIELD = {"every_field": True}  # the context of a dump for people, as the form's
+
+
+class Learn(StrictModel):
+    """Which tokens are learnt. A recipe may give `answers` alone: `learn: last`."""
+
+    answers: Literal["all", "last"] = Field(
+        default="all", description="which answers are learnt; an answer that says is_learnt: false never is"
+    )
+    reasoning: bool = Field(
+        default=True,
+        description="true: reasoning in the data is learnt before its answer, if the model's chat template writes it; "
+        "false: it is left out, and the answers are learnt as those of a model that does not think",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _answers_alone(cls, value: Any) -> Any:
+        return {"answers": value} if isinstance(value, str) else value
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, whole: SerializerFunctionWrapHandler, info: SerializationInfo) -> Any:
+        """The answers alone where the rest is the default, so that artifacts of before `reasoning` are found."""
+        return self.answers if self.reasoning and info.context != EVERY_FIELD else whole(self)
+
+
+LEARN_ALL = Learn()

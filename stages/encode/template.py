@@ -24,6 +24,7 @@ from stages.inputs.hf_directory import read_json
 
 CPU_SECONDS = 5  # of one conversation; one of a megabyte takes 0.02 s with Qwen's template
 MEMORY = 1 << 30  # bytes beyond those of the process when it starts
+REASONING = "reasoning_content"  # of a message, by the name that templates know
 CHARACTERS, CHARACTERS_PER_GIVEN = 100_000, 10  # that may be written: so many, and for each one of the conversation
 
 _PROGRAM = Path(__file__).with_name("template_process.py")
@@ -77,19 +78,29 @@ class ChatTemplate:
             InputError: the template exceeds a limit, fails, or refuses a plain question.
         """
         for number, trial in enumerate(_TRIALS):
-            ((kind, text),) = self._outcomes([_request(*trial)])
+            ((kind, text),) = self._outcomes([_request(*trial, thinks=False)])
             if kind == "failed" or (kind == "refused" and number == 0):
                 what = f"refuses a plain question ({text})" if kind == "refused" else text
                 raise InputError(f"{self._owner}: the chat template {what}; {_WAY_OUT}")
 
-    def render(self, conversations: Sequence[Messages], add_generation_prompt: bool = False) -> list[str | SkipSample]:
+    def render(
+        self, conversations: Sequence[Messages], add_generation_prompt: bool = False, thinks: bool | None = None
+    ) -> list[str | SkipSample]:
         """The text of each conversation, or why there is none.
+
+        Args:
+            thinks: whether reasoning is asked for before the last answer (`enable_thinking`); None: where a
+                conversation's last message has some.
 
         Raises:
             InputError: one conversation after the other exceeds a limit.
         """
         texts: list[str | SkipSample] = []
-        for part in _parts([_request(messages, add_generation_prompt) for messages in conversations]):
+        requests = [
+            _request(messages, add_generation_prompt, _has_reasoning(messages) if thinks is None else thinks)
+            for messages in conversations
+        ]
+        for part in _parts(requests):
             for kind, text in self._outcomes(part):
                 why = f"refuses the conversation: {text}" if kind == "refused" else text
                 skip = SkipSample("mask_span_mismatch", f"the chat template {why}")
@@ -182,9 +193,13 @@ def read_template(hf_dir: Path) -> tuple[str | None, dict[str, Any]]:
     return template if isinstance(template, str) else None, tokens
 
 
-def _request(messages: Messages, add_generation_prompt: bool) -> str:
+def _has_reasoning(messages: Messages) -> bool:
+    return bool(messages) and bool(messages[-1].get(REASONING))
+
+
+def _request(messages: Messages, add_generation_prompt: bool, thinks: bool) -> str:
     text = json.dumps(messages, ensure_ascii=False)
-    return f"[{text}, {'true' if add_generation_prompt else 'false'}, {len(text)}]"
+    return f"[{text}, {'true' if add_generation_prompt else 'false'}, {'true' if thinks else 'false'}, {len(text)}]"
 
 
 def _parts(requests: Sequence[str]) -> list[list[str]]:

@@ -34,13 +34,14 @@ def main() -> None:
 
 
 def _render(
-    settings: dict[str, Any], messages: list[dict[str, Any]], add_generation_prompt: bool, given: int
+    settings: dict[str, Any], messages: list[dict[str, Any]], add_generation_prompt: bool, thinks: bool, given: int
 ) -> tuple[str, str]:
     try:
         (text,), _ = render_jinja_template(
             [messages],
             chat_template=settings["template"],
             add_generation_prompt=add_generation_prompt,
+            enable_thinking=thinks,
             **settings["variables"],
         )
     except TemplateError as error:

@@ -24,6 +24,7 @@ from stages.contamination.stage import contaminated_keys
 from stages.evaluate.config import EvaluateConfig
 from stages.evaluate.evaluation import Evaluation
 from stages.evaluate.predictions import PREDICTIONS, Prediction, predictions_table, writing_predictions
+from stages.evaluate.reference_loss import by_sample
 from stages.evaluate.report import Gallery, write_evaluation_report
 from stages.scoring.summary import SCORE
 from trainer.contract.answer import HeldoutRow, read_heldout
@@ -78,7 +79,7 @@ def _stats(evaluation: Evaluation) -> dict[str, object]:
 def _losses(inputs: Mapping[str, Artifact]) -> dict[str, HeldoutRow]:
     """Key of the sample -> its loss; empty without a training, or if that had no held-out bins."""
     paths = [inputs[role].dir / name for role, name in _LOSSES.items() if role in inputs]
-    return {row.key: row for path in paths[:1] for row in read_heldout(path)}
+    return by_sample(row for path in paths[:1] for row in read_heldout(path))
 
 
 def _check_counted(evaluation: Evaluation, samples: Artifact) -> None:

@@ -1,4 +1,4 @@
-"""torchrun on this host.
+"""Processes on this host: several by torchrun; one by itself, 1.5 to 4 s earlier, since torchrun loads torch once more.
 
 A job's processes carry its name in their environment, because torchrun gives every worker a session of its own: killing
 torchrun's process group would leave the workers. The name also finds processes whose parent was killed.
@@ -21,6 +21,8 @@ from stages.launchers.job import Handle, Job, rank_environment, timed_out
 from stages.launchers.processes import LEFTOVER_SECONDS, end_processes, processes_of
 from stages.launchers.rank_logs import as_rank, remove_rank_logs
 
+_ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+
 
 @dataclass(slots=True, kw_only=True)
 class TorchrunHandle(Handle):
@@ -32,7 +34,7 @@ class TorchrunHandle(Handle):
 
 
 class TorchrunLauncher:
-    """torchrun on this host, which restarts nothing: a failed run goes on from its checkpoint when run again."""
+    """Processes on this host. Nothing restarts: a failed run goes on from its checkpoint when run again."""
 
     def __init__(self, cluster: ClusterConfig) -> None:
         self.cluster = cluster
@@ -41,6 +43,8 @@ class TorchrunLauncher:
         """Nothing to check: torchrun comes with torch."""
 
     def command(self, job: Job) -> list[str]:
+        if self.cluster.processes == 1:
+            return [sys.executable, *job.arguments]
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--max-restarts=0", "--no-python"]
         rank = as_rank(job.log_path.parent, [sys.executable, *job.arguments])
         return [sys.executable, *torchrun, f"--nproc-per-node={self.cluster.processes}", *rank]
@@ -95,7 +99,11 @@ class TorchrunLauncher:
     def _environment(self, name: str) -> Mapping[str, str]:
         threads = self.cluster.num_threads or max(1, (os.cpu_count() or 1) // self.cluster.processes)
         defaults = {"OMP_NUM_THREADS": str(threads), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-        return {**defaults, **os.environ, **rank_environment(self.cluster, name)}
+        own = {**defaults, **os.environ, **rank_environment(self.cluster, name)}
+        if self.cluster.processes > 1:
+            return own
+        # Where the flow itself runs in a job of several processes, its variables are not this process's.
+        return {name: value for name, value in own.items() if name not in ("MASTER_ADDR", "MASTER_PORT")} | _ALONE
 
 
 def _own(process: subprocess.Popen) -> list[psutil.Process]:

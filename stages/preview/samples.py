@@ -124,7 +124,8 @@ def _card(item: ShardSample) -> dict[str, Any]:
         pictures.append({**picture, "caption": caption})
     messages, num_images = [], 0
     for message in sample.messages:
-        texts = message.text.split(IMAGE_SLOT)
+        thought = f"<think>\n{message.reasoning}\n</think>\n\n" if message.reasoning else ""
+        texts = (thought + message.text).split(IMAGE_SLOT)
         kind, role = _kind(message)
         messages.append({"kind": kind, "role": role, "texts": list(map(_cut, texts)), "first_image": num_images})
         num_images += len(texts) - 1

@@ -6,7 +6,7 @@ from pydantic import Field, field_validator
 
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.contracts.tokenized import Codec
-from stages.encode.config import Learn
+from stages.encode.config import LEARN_ALL, Learn
 
 OverLength = Literal["skip", "drop_turns"]
 
@@ -30,9 +30,7 @@ class TokenizeConfig(StrictModel):
         description="how pixels are stored: u8, scaled patches; u8_zstd, the same compressed; original, the image "
         "files, scaled whenever they are read",
     )
-    learn: Learn = Field(
-        default="all", description="which answers are learnt; an answer that says is_learnt: false never is"
-    )
+    learn: Learn = Field(default=LEARN_ALL, description="which answers are learnt, and whether their reasoning is")
     system_prompt: str | None = Field(
         default=None, min_length=1, description="put first if a conversation has no system message; null: nothing"
     )

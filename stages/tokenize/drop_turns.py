@@ -29,8 +29,15 @@ def drop_turns(
         images = _count_images(messages)
         return chat.count_tokens(messages) - images + int(patches[:images].sum()) // chat.merge_size**2
 
-    # All turns together do not fit, and a conversation never gets shorter by one more turn.
-    num_fit = bisect.bisect_right(range(1, len(turns)), max_seq_len, key=count_tokens)
+    def is_exact(num_turns: int) -> bool:
+        messages = _first(turns, num_turns)
+        return count_tokens(num_turns) <= max_seq_len and chat.cut([messages]) == [[messages]]
+
+    # All turns together do not fit.
+    if chat.format.is_fixed:  # a conversation never gets shorter by one more turn
+        num_fit = bisect.bisect_right(range(1, len(turns)), max_seq_len, key=count_tokens)
+    else:
+        num_fit = next(filter(is_exact, range(len(turns) - 1, 0, -1)), 0)
     if not num_fit:
         detail = f"the first of {len(turns)} turns alone has more than max_seq_len={max_seq_len} tokens"
         raise SkipSample("over_length", detail)
@@ -38,7 +45,12 @@ def drop_turns(
     (text,) = chat.tokenize([messages])
     if isinstance(text, SkipSample):
         raise text
-    return dataclasses.replace(sample, messages=messages, images=sample.images[: _count_images(messages)]), text
+    return with_first(sample, messages), text
+
+
+def with_first(sample: Sample, messages: tuple[Message, ...]) -> Sample:
+    """The sample with its first messages, which are given, and the images that they show."""
+    return dataclasses.replace(sample, messages=messages, images=sample.images[: _count_images(messages)])
 
 
 def _first(turns: Sequence[tuple[Message, ...]], number: int) -> tuple[Message, ...]:

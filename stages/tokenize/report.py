@@ -45,6 +45,7 @@ def write_tokenize_report(
             "pixels": f"{pixels.codec}, {pixels.config.min_pixels} to {pixels.config.max_pixels} an image",
             "left_out": len(left_out),
             "shortened": stats["num_shortened"],
+            **_reasoning_summary(stats),
             "checked": f"{stats['checked']['samples']} samples: ids compared with those of transformers' tokenizer, "
             f"pixels with {stats['checked']['pixels_against']}",
         },
@@ -61,6 +62,22 @@ def write_tokenize_report(
             left_out_table(left_out),
         ],
     )
+
+
+def cut_words(cut: Mapping[str, int]) -> str:
+    """What was cut, in words: stats["cut"] of the manifest."""
+    return f"{cut['conversations']:,} conversations were cut into {cut['samples']:,} samples, as few as are exact"
+
+
+def _reasoning_summary(stats: Mapping[str, Any]) -> dict[str, str]:
+    """Rows of the summary for templates that rewrite earlier turns, and for data with reasoning."""
+    rows = {}
+    if "cut" in stats:
+        rows["cut"] = f"{cut_words(stats['cut'])}: the chat template writes a turn in another way once it is history"
+    if "reasoning" in stats:
+        learnt = "learnt" if stats["reasoning"]["is_learnt"] else "left out (tokenize.learn.reasoning, or the template)"
+        rows["reasoning"] = f"of {stats['reasoning']['answers']:,} answers, {learnt}"
+    return rows
 
 
 def _lengths(work: StorePath, num_samples: int) -> dict[str, np.ndarray]:

@@ -2,7 +2,8 @@
 
 The pixels are always compared with Pillow's decoding of the file, and with transformers' torchvision-backed image
 processor if torchvision imports. The ids are compared with those of the text in which every image token is written out
-before it is tokenized, as in transformers' processors; nothing here uses the splice of `stages.encode.chat`.
+before it is tokenized, as in transformers' processors; nothing here uses the splice of `stages.encode.chat`. So are the
+ids before each learnt answer with those of its prompt: they are what inference sees.
 """
 
 import functools
@@ -14,11 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from dataset_builders.contracts.sample import IMAGE_SLOT, Message, Sample
+from dataset_builders.contracts.sample import IMAGE_SLOT, Message, Sample, SkipSample
 from dataset_builders.contracts.tokenized import PixelConfig, TokenizedSample
 from dataset_builders.pictures.images import open_rgb
 from dataset_builders.pictures.pixels import encode_rgb, pixel_values
-from stages.encode.chat import ChatEncoder
+from stages.encode.chat import ChatEncoder, learnt_answers
+from stages.encode.template import REASONING, Messages
 from stages.inputs.hf_directory import read_json
 from trainer.families.family import load
 from trainer.families.registry import read_model
@@ -65,10 +67,25 @@ class ProcessorCheck:
             AssertionError: one is not. That is a fault of this code and stops the stage.
         """
         grids = self._check_images(sample, stored)
-        expected = self._expected_ids(sample.messages, grids)
-        assert stored.input_ids.tolist() == expected, (
+        (text,) = self._chat.template.render([self._turns(sample.messages)])
+        assert stored.input_ids.tolist() == self._ids(text, grids), (
             f"{sample.key}: the stored ids are not those of the text with its image tokens written out"
         )
+        self._check_prompts(sample, stored, grids)
+
+    def _check_prompts(self, sample: Sample, stored: TokenizedSample, grids: np.ndarray) -> None:
+        answers = [place for place, message in enumerate(sample.messages) if message.role == "assistant"]
+        learnt = learnt_answers(sample.messages, self._chat.learn)
+        places = [place for place, is_learnt in zip(answers, learnt) if is_learnt]
+        starts = np.flatnonzero(np.diff(stored.loss_mask, prepend=0, append=0))[::2]
+        for place, start in zip(places, starts, strict=True):
+            before, answer = self._turns(sample.messages[:place]), sample.messages[place]
+            thinks = bool(self._chat.reasoning_of(answer))
+            (text,) = self._chat.template.render([before], add_generation_prompt=True, thinks=thinks)
+            images = sum(message.text.count(IMAGE_SLOT) for message in sample.messages[:place])
+            assert stored.input_ids[:start].tolist() == self._ids(text, grids[:images]), (
+                f"{sample.key}: the ids before message {place} are not those of its prompt at inference"
+            )
 
     def _check_images(self, sample: Sample, stored: TokenizedSample) -> np.ndarray:
         """(images, 3) int64: the reference's grids."""
@@ -90,12 +107,17 @@ class ProcessorCheck:
         assert start == len(stored.patches), f"{sample.key}: patches of no image"
         return np.array(grids, np.int64).reshape(-1, 3)
 
-    def _expected_ids(self, messages: Sequence[Message], grids: np.ndarray) -> list[int]:
+    def _turns(self, messages: Sequence[Message]) -> Messages:
         chat = self._chat
-        turns = [{"role": m.role, "content": _content(m)} for m in messages]
+        turns: Messages = [{"role": m.role, "content": _content(m)} for m in messages]
+        for turn, message in zip(turns, messages):
+            turn |= {REASONING: reasoning} if (reasoning := chat.reasoning_of(message)) else {}
         if chat.system_prompt and "system" not in [m.role for m in messages]:
             turns.insert(0, {"role": "system", "content": chat.system_prompt})
-        (text,) = chat.template.render([turns])
+        return turns
+
+    def _ids(self, text: str | SkipSample, grids: np.ndarray) -> list[int]:
+        chat = self._chat
         assert isinstance(text, str), text
         token = chat.tokenizer.convert_ids_to_tokens(chat.image_token_id) if chat.images else None
         first, *others = text.split(token) if token else [text]

@@ -1,7 +1,9 @@
 """One sample shard -> one tokenized shard, in a process of its own."""
 
 import contextlib
+import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +13,7 @@ import torch
 
 from dataset_builders.contracts import sample_record
 from dataset_builders.contracts.manifest import ShardEntry
-from dataset_builders.contracts.sample import Sample, SkipSample
+from dataset_builders.contracts.sample import Sample, SkipSample, turn_key, whole_key
 from dataset_builders.contracts.shard_io import RecordRange, ShardWriter, finished_shard, iter_records
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.contracts.tokenized import PixelStore, TokenizedSample
@@ -21,9 +23,11 @@ from dataset_builders.pictures.pixels import count_patches, encode_rgb, image_gr
 from dataset_builders.storage.files import write_json
 from dataset_builders.storage.store import StorePath, local_dir
 from stages.artifacts.quarantine import LeftOut, count_reasons
-from stages.encode.chat import ChatEncoder, Learn, TokenizedText, learnt_answers, split_turns
+from stages.encode.chat import ChatEncoder, TokenizedText, learnt_answers, split_turns
+from stages.encode.config import Learn
+from stages.encode.reasoning import Conversation
 from stages.tokenize.config import TokenizeConfig
-from stages.tokenize.drop_turns import drop_turns
+from stages.tokenize.drop_turns import drop_turns, with_first
 from stages.tokenize.second_opinion import ProcessorCheck
 
 _CHECK_EVERY = 256  # samples, from each shard's first on
@@ -69,6 +73,8 @@ class ShardNotes(StrictModel):
 
     Attributes:
         rows: of the index, with the columns of INDEX_SCHEMA.
+        num_cut, num_parts: conversations of which one text cannot teach every answer, and the samples made of them.
+        num_reasoned: answers to learn that have reasoning, in the samples that were kept.
         num_checked: number of samples that were compared with transformers.
         pixels_against: what their pixels were compared with.
     """
@@ -76,6 +82,9 @@ class ShardNotes(StrictModel):
     rows: list[dict[str, Any]]
     left_out: list[LeftOut]
     shortened: list[Shortened]
+    num_cut: int = 0
+    num_parts: int = 0
+    num_reasoned: int = 0
     num_checked: int
     pixels_against: str
 
@@ -91,8 +100,12 @@ def tokenize_shard(task: ShardTask) -> None:
     rows: list[dict[str, object]] = []
     left_out: list[LeftOut] = []
     shortened: list[Shortened] = []
+    parts: Counter[str] = Counter()  # samples of each conversation that is cut
+    num_reasoned = 0
     with _one_thread(), ShardWriter(task.directory, task.shard.name) as writer:
         for sample, names, text in _read_ahead(task, chat):
+            if (whole := whole_key(sample.key)) != sample.key:
+                parts[whole] += 1
             try:
                 kept, tokenized = tokenize_sample(sample, text, chat, task.pixels, config)
             except SkipSample as skip:
@@ -106,11 +119,15 @@ def tokenize_shard(task: ShardTask) -> None:
                 stored = decode_sample(sample.key, record, task.pixels)
                 verify(kept, stored, chat)
                 reference.check(kept, stored)
+            num_reasoned += _count_reasoned(kept, chat)
             rows.append(_index_row(task, kept, tokenized, writer.write(sample.key, record)))
         notes = ShardNotes(
             rows=rows,
             left_out=left_out,
             shortened=shortened,
+            num_cut=len(parts),
+            num_parts=parts.total(),
+            num_reasoned=num_reasoned,
             num_checked=-(-len(rows) // _CHECK_EVERY),
             pixels_against=reference.pixels_against,
         )
@@ -139,7 +156,7 @@ def tokenize_sample(
     patches = np.array([count_patches(image, pixels.config) for image in sample.images], np.int64)
     input_ids, loss_mask = chat.splice(text, patches)
     if len(input_ids) > config.max_seq_len:
-        if config.over_length == "skip":
+        if config.over_length == "skip" or whole_key(sample.key) != sample.key:  # an earlier part has the turns before
             raise SkipSample("over_length", f"{len(input_ids)} tokens, max_seq_len is {config.max_seq_len}")
         sample, text = drop_turns(sample, patches, chat, config.max_seq_len)
         patches = patches[: len(sample.images)]
@@ -185,9 +202,30 @@ def _read_ahead(task: ShardTask, chat: ChatEncoder) -> Iterator[tuple[Sample, li
 def _tokenized(
     batch: Sequence[tuple[Sample, list[str]]], chat: ChatEncoder
 ) -> Iterator[tuple[Sample, list[str], TokenizedText | SkipSample]]:
-    texts = chat.tokenize([sample.messages for sample, _ in batch])
-    for (sample, names), text in zip(batch, texts):
-        yield sample, names, text
+    parts = batch
+    if not chat.format.is_fixed:
+        cut = zip(batch, chat.cut([sample.messages for sample, _ in batch]))
+        parts = [(part, names) for (sample, names), conversations in cut for part in _parts(sample, conversations)]
+    texts = chat.tokenize([part.messages for part, _ in parts])
+    for (part, names), text in zip(parts, texts):
+        yield part, names, text
+
+
+def _parts(sample: Sample, conversations: Sequence[Conversation]) -> list[Sample]:
+    """The sample, or if its conversation is cut, a sample of each part with the images that it shows."""
+    if len(conversations) == 1:
+        (messages,) = conversations
+        return [sample if messages is sample.messages else with_first(sample, messages)]
+    parts = [with_first(sample, messages) for messages in conversations]
+    answers = [sum(message.role == "assistant" for message in part.messages) for part in parts]
+    return [dataclasses.replace(part, key=turn_key(sample.key, n - 1)) for n, part in zip(answers, parts)]
+
+
+def _count_reasoned(sample: Sample, chat: ChatEncoder) -> int:
+    if not any([message.reasoning for message in sample.messages]):
+        return 0
+    answers = [message for message in sample.messages if message.role == "assistant"]
+    return sum(bool(m.reasoning) for m, is_learnt in zip(answers, learnt_answers(answers, chat.learn)) if is_learnt)
 
 
 def read_notes(directory: StorePath, name: str) -> ShardNotes:
@@ -212,7 +250,7 @@ def verify(sample: Sample, stored: TokenizedSample, chat: ChatEncoder) -> None:
     assert image_tokens == expected, f"{sample.key}: {image_tokens} image tokens for grids that make {expected}"
     edges = np.flatnonzero(np.diff(stored.loss_mask, prepend=0, append=0))
     learnt = [chat.decode(stored.input_ids[start:end]) for start, end in edges.reshape(-1, 2)]
-    answers = [message.text for message in sample.messages if message.role == "assistant"]
+    answers = [message for message in sample.messages if message.role == "assistant"]
     chosen = [
         chat.learnt_text(a) for a, is_learnt in zip(answers, learnt_answers(sample.messages, chat.learn)) if is_learnt
     ]

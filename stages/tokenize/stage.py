@@ -7,6 +7,9 @@ shortened.jsonl          samples that lost their last turns: key, turns_kept, tu
 dataset_card.md          the samples' card with the tokens of each subset
 report.json, report.html the text with the learnt tokens in colour, distributions
 preview.html             some samples, token by token
+
+Where the chat template rewrites earlier turns, a conversation becomes several samples (`stages/encode/reasoning.py`).
+Their keys end in -t and the number of their last answer.
 """
 
 import json
@@ -31,7 +34,7 @@ from stages.encode.chat import ChatEncoder
 from stages.encode.images import load_image_config
 from stages.pages.dataset_card import DATASET_CARD, TokenCount, with_tokens
 from stages.tokenize.config import TokenizeConfig
-from stages.tokenize.report import write_tokenize_report
+from stages.tokenize.report import cut_words, write_tokenize_report
 from stages.tokenize.shard import ShardTask, notes_path, read_notes, tokenize_shard
 
 VERSION = 2  # 2: partitioned index with checksums, codecs
@@ -62,9 +65,10 @@ def _run(
     )
     _tokenize(tasks, resources or StageResources(), samples.manifest)
     names = [shard.name for shard in samples.manifest.shards]
-    left_out, stats_of_notes = _collect_notes(work, names)
-    _check_skips(samples.manifest.num_samples - len(left_out), left_out, config.max_skip_fraction, work)
-    stats = _stats(work, chat, pixels) | stats_of_notes | {"system_prompt": config.system_prompt}
+    left_out, stats_of_notes = _collect_notes(work, names, chat)
+    stats = _stats(work, chat, pixels)
+    _check_skips(stats["total"]["num_samples"], left_out, config.max_skip_fraction, work)
+    stats |= stats_of_notes | {"system_prompt": config.system_prompt}
     write_tokenize_report(work, left_out, stats, chat, pixels)
     _write_card(samples.dir, work, stats)
     shards = [finished_shard(work, name) for name in names]
@@ -86,15 +90,16 @@ def _worthwhile_workers(manifest: Manifest) -> int:
     return max(int((manifest.num_samples / 1500 + size / 35e6) / _PROCESS_WORTH), 1)
 
 
-def _collect_notes(work: StorePath, names: Sequence[str]) -> tuple[list[LeftOut], dict[str, Any]]:
+def _collect_notes(work: StorePath, names: Sequence[str], chat: ChatEncoder) -> tuple[list[LeftOut], dict[str, Any]]:
     """Write the index, the quarantine and the list of shortened samples from the notes beside the shards.
 
     Returns:
-        the samples left out, and the manifest's figures of what was shortened and checked.
+        the samples left out, and the manifest's figures of what was shortened and checked; of what was cut and of
+        reasoning only where there is some.
     """
     left_out: list[LeftOut] = []
     against: set[str] = set()
-    num_shortened = num_checked = 0
+    counts: Counter[str] = Counter()
     index = IndexWriter(work)
     with atomic_path(work / SHORTENED) as tmp, tmp.open("w", encoding="utf-8") as shortened:
         for name in names:
@@ -102,13 +107,18 @@ def _collect_notes(work: StorePath, names: Sequence[str]) -> tuple[list[LeftOut]
             index.add(pa.Table.from_pylist(notes.rows, INDEX_SCHEMA))
             shortened.writelines(json.dumps(asdict(item), ensure_ascii=False) + "\n" for item in notes.shortened)
             left_out += notes.left_out
-            num_shortened += len(notes.shortened)
-            num_checked += notes.num_checked
+            counts["shortened"] += len(notes.shortened)
+            counts.update(notes.model_dump(include={"num_checked", "num_cut", "num_parts", "num_reasoned"}))
             against.add(notes.pixels_against)
     index.close()
     write_quarantine(work, left_out)
-    checked = {"samples": num_checked, "pixels_against": " and ".join(sorted(against))}
-    return left_out, {"num_shortened": num_shortened, "checked": checked}
+    checked = {"samples": counts["num_checked"], "pixels_against": " and ".join(sorted(against))}
+    figures = {"num_shortened": counts["shortened"], "checked": checked}
+    if counts["num_cut"]:
+        figures["cut"] = {"conversations": counts["num_cut"], "samples": counts["num_parts"]}
+    if counts["num_reasoned"]:
+        figures["reasoning"] = {"answers": counts["num_reasoned"], "is_learnt": chat.format.opened is not None}
+    return left_out, figures
 
 
 def _check_skips(num_kept: int, left_out: Sequence[LeftOut], max_fraction: float, work: StorePath) -> None:
@@ -155,7 +165,8 @@ def _write_card(samples: StorePath, work: StorePath, stats: Mapping[str, Any]) -
     if "image_token_id" not in stats:
         pictures = "text alone, no pictures"
     shortened = f"{stats['num_shortened']:,} samples lost their last turns"
-    note = f"{stats['vocab_size']:,} kinds of tokens; {pictures}; {shortened}."
+    cut = f"; {cut_words(stats['cut'])}" if "cut" in stats else ""
+    note = f"{stats['vocab_size']:,} kinds of tokens; {pictures}; {shortened}{cut}."
     card = (samples / DATASET_CARD).read_text(encoding="utf-8")
     write_text(work / DATASET_CARD, with_tokens(card, counts, note))
 

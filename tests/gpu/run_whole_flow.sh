@@ -4,8 +4,8 @@
 #
 #   bash tests/gpu/run_whole_flow.sh DIRECTORY >tests/bench/results/whole_flow_<gpu>_<date>.md
 #
-# DIRECTORY gets two roots and the data. The first argument after it, if any, is a file of further --set values, a line
-# each, for the second run: with model={...} of a tiny shape it runs on a CPU.
+# DIRECTORY gets two roots and the data: 70 GB. The first argument after it, if any, is a file of further --set values, a
+# line each, for the second run: with model={...} of a tiny shape it runs on a CPU. PARTS names the runs: default 2b.
 set -euo pipefail
 
 readonly directory=$1
@@ -40,7 +40,7 @@ from pathlib import Path
 rows = [json.loads(line) for line in open(next(Path(sys.argv[1]).glob("artifacts/train/*/metrics.jsonl")))]
 seconds = sorted(row["step_seconds"] for row in rows)
 print(f" {len(rows)} steps, median {seconds[len(seconds) // 2]:.2f} s, longest {seconds[-1]:.2f} s;"
-      f" at most {max(row['memory_gb'] for row in rows):.1f} GB; loss {rows[0]['loss']:.3f} to {rows[-1]['loss']:.3f}.")
+      f" at most {max(row['memory_gb'] for row in rows):.1f} GB; loss {rows[0]['loss']:.3f} to {rows[-1]['loss']:.3f}.\n")
 EOF
 }
 
@@ -48,6 +48,12 @@ mkdir -p "$directory"
 printf '# The whole flow on a GPU host\n\n'
 nvidia-smi --query-gpu=name,memory.total --format=csv,noheader 2>/dev/null || echo "no GPU"
 "$python" -c 'import torch, transformers, sys; print(f"Python {sys.version.split()[0]}, torch {torch.__version__}, transformers {transformers.__version__}")'
-flow "$directory/default" embedded
-"$python" -m tests.gpu.draw_data "$directory/data" 120
-flow "$directory/2b" cauldron "${settings[@]/#/--set=}"
+for part in ${PARTS:-default 2b}; do
+  if [ "$part" = default ]; then
+    flow "$directory/default" embedded
+  else
+    "$python" -m tests.gpu.draw_data "$directory/data" 120
+    flow "$directory/2b" cauldron "${settings[@]/#/--set=}"
+    grep -hE 'checkpoint: step|host memory for saves' "$directory"/2b/artifacts/train/*/logs/trainer.log | sed 's/^/- /'
+  fi
+done

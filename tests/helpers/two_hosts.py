@@ -35,10 +35,11 @@ class Host:
     name: str
     address: str
 
-    def start(self, command: Sequence[str], log: Path) -> subprocess.Popen:
-        """Start a command on it; its output goes to the end of the log."""
+    def start(self, command: Sequence[str], log: Path, gpus: str = "") -> subprocess.Popen:
+        """Start a command on it, which sees these GPUs; its output goes to the end of the log."""
         named = ["unshare", "--uts", "/bin/sh", "-c", 'hostname "$0"; exec "$@"', self.name, *command]
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": _LINK, "NCCL_SOCKET_IFNAME": _LINK, "OMP_NUM_THREADS": "1"}
+        environment |= {"CUDA_VISIBLE_DEVICES": gpus, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
         with log.open("ab") as out:
             return subprocess.Popen(
                 ["ip", "netns", "exec", self.name, *named], stdout=out, stderr=subprocess.STDOUT, env=environment
@@ -93,7 +94,10 @@ def start_agents(run: RunConfig, hosts: Sequence[Host], processes: int = 1) -> l
     agent += ["--rdzv-id=1.0", "--rdzv-backend=c10d", f"--rdzv-endpoint={hosts[0].name}:29500", "--max-restarts=0"]
     trainer = [sys.executable, "-m", "trainer", str(run.output_dir / "run.json")]
     command = [*agent, "--no-python", *as_rank(logs, trainer)]
-    return [host.start(command, logs / "trainer.log") for host in hosts]
+    gpus = [range(first * processes, (first + 1) * processes) for first in range(len(hosts))]
+    return [
+        host.start(command, logs / "trainer.log", ",".join(map(str, of_host))) for host, of_host in zip(hosts, gpus)
+    ]
 
 
 def _ip(*arguments: str) -> str:

@@ -255,14 +255,19 @@ def test_mlflow_writes_and_reads_nothing_beside_its_files(service, tmp_path):
     made = service.ask(f"{url}/experiments/create", {"name": "theirs", "artifact_location": tmp_path.as_uri()})
     run = service.ask(f"{url}/runs/create", made)["run"]["info"]
     assert run["artifact_uri"].startswith(tmp_path.as_uri())
-    upload = f"{service.record.mlflow}/ajax-api/2.0/mlflow/upload-artifact?run_uuid={run['run_id']}&path=own_keys"
-    with pytest.raises(urllib.error.HTTPError, match="403") as refused:
-        service.ask(upload, {})
-    assert re.search(r"files at .* are not served", refused.value.read().decode())
-    assert not list(tmp_path.iterdir())
+    (tmp_path / "own_keys").write_text("canary")
+    for page in (
+        f"{url}/artifacts/list?run_id={run['run_id']}",
+        f"{service.record.mlflow}/get-artifact?run_uuid={run['run_id']}&path=own_keys",
+    ):
+        with pytest.raises(urllib.error.HTTPError, match="403") as refused:
+            service.ask(page)
+        assert re.search(r"files at .* are not served", refused.value.read().decode())
 
 
-@pytest.mark.parametrize("path", ["assistant/config", "gateway/secrets/list", "jobs/1", "scorers/list"])
+@pytest.mark.parametrize(
+    "path", ["assistant/config", "gateway/secrets/list", "jobs/1", "scorers/list", "upload-artifact"]
+)
 def test_mlflow_starts_no_commands_and_calls_nobody(service, path):
     for prefix in ("api", "ajax-api"):
         assert status(f"{service.record.mlflow}/{prefix}/3.0/mlflow/{path}", **known(service)) == 404

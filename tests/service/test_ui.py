@@ -239,20 +239,11 @@ def test_two_runs_compared_in_mlflow(service, form_run, pictures, page):
     page.goto(urls[0])
     page.get_by_text(form_run["name"][:20]).first.wait_for()
     page.get_by_text("exact_match").first.wait_for()
-    close_assistant(page)
     snap(page, pictures / "mlflow_run.png", 1300)
     ids, experiment = [url.rpartition("/")[2] for url in urls], re.search(r"/experiments/(\d+)/", urls[0]).group(1)
     page.goto(compare_url(ids, experiment, service.record.mlflow))
     page.get_by_text("Comparing 2 Runs").first.wait_for()
     for value in ("0.002", "0.006"):
         page.get_by_text(value, exact=True).first.wait_for()
-    close_assistant(page)
     page.get_by_text("Show diff only").first.click()
     snap(page, pictures / "mlflow_compare.png", 1300)
-
-
-def close_assistant(page) -> None:
-    """MLflow opens it on every page, over a quarter of it."""
-    close = page.get_by_role("button", name="Close", exact=True)
-    if close.count():
-        close.first.click()

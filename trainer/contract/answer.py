@@ -41,7 +41,9 @@ class MetricsRow(StrictModel):
     data_seconds: float = Field(description="time spent waiting for the loader")
     optimizer_seconds: float = Field(description="gradient reduction and update")
     mfu: float | None = Field(default=None, description="model FLOP/s over the devices' peak; None if that is unknown")
-    memory_gb: float = Field(description="peak device memory of rank 0, or resident memory on CPU, in 1e9 bytes")
+    memory_gb: float = Field(
+        description="peak of the device memory that torch holds on rank 0, or resident memory on a CPU; 1e9 bytes"
+    )
 
     @model_validator(mode="after")
     def _others_are_of_parts(self) -> "MetricsRow":

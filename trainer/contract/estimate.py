@@ -28,8 +28,8 @@ def estimate_memory(
     sequence parallel 34 / tp; if recomputed 2, and one whole layer more. Tokens are seq_len / cp; patches are
     max_patches / (tp x cp) if the images are dealt evenly, max_patches / cp with vision_split=tensor_parallel. All this
     exists for every micro batch in flight. The last process adds the logits of one chunk of loss tokens, at most 4096 x
-    vocabulary / tp. Qwen3-VL-2B in bins of 8,192 tokens and 25,300 patches: 77 GB by this; measured on an H200: 70 GB
-    with CUDA graphs and 80 without.
+    vocabulary / tp. Qwen3-VL-2B in bins of 8,192 tokens and 25,300 patches: 77 GB by this; measured on an H200: 80 GB
+    without CUDA graphs, and about as much with them, of which 11 are the graphs' own.
 
     Args:
         dp: data-parallel ranks.

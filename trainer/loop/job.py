@@ -7,9 +7,10 @@ import traceback
 import warnings
 from pathlib import Path
 
+import torch
 from pydantic import ValidationError
 
-from dataset_builders.errors import InputError
+from dataset_builders.errors import InputError, one_line
 from dataset_builders.storage.files import write_json
 from trainer.contract.answer import TrainResult
 from trainer.contract.names import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED, RESULT_JSON
@@ -31,20 +32,39 @@ log = logging.getLogger("athanor.trainer")
 def run_job(run: RunConfig) -> TrainResult:
     """The result of the job, run in the process group; a failure becomes a result with its reason."""
     rank, _, world = place_in_world()
+
+    def on_lost(line: str) -> None:
+        write_result(run, _failed(f"rank {rank} on {platform.node()} {line}, whose log says why if it could"))
+
     try:
         if run.task == "train":
             check_run(run, world)
-        with rank_mesh(run.execution.parallel, run.train.seed) as mesh:
+        with rank_mesh(run.execution.parallel, run.train.seed, on_lost) as mesh:
             return train(run, mesh) if run.task == "train" else export(run, mesh)
     except NotFinite as error:
         return TrainResult(status="failed", step=error.step, message=str(error), keys=error.keys)
     except InputError as error:
-        return TrainResult(status="failed", step=0, message=str(error), is_input_error=True)
+        return _failed(str(error), is_input_error=True)
+    except torch.OutOfMemoryError as error:
+        traceback.print_exc()
+        return _failed(
+            f"rank {rank} on {platform.node()}: the GPU's memory is full ({one_line(error)}); lower plan_bins.seq_len "
+            "and plan_bins.max_patches together, or set execution.parallel.recompute_vision=true, then recompute=full"
+        )
     except Exception as error:
         traceback.print_exc()
-        return TrainResult(
-            status="failed", step=0, message=f"rank {rank} on {platform.node()}: {type(error).__name__}: {error}"
-        )
+        return _failed(f"rank {rank} on {platform.node()}: {type(error).__name__}: {error}")
+
+
+def _failed(message: str, *, is_input_error: bool = False) -> TrainResult:
+    return TrainResult(status="failed", step=0, message=message, is_input_error=is_input_error)
+
+
+def write_result(run: RunConfig, result: TrainResult) -> None:
+    """Write result.json, and a failure's message into the log."""
+    write_json(run.output_dir / RESULT_JSON, result.model_dump(mode="json"))
+    if result.status == "failed":
+        log.error("%s", result.message)
 
 
 def run_file(path: Path) -> int:
@@ -62,8 +82,7 @@ def run_file(path: Path) -> int:
     prepare_runtime()
     result = run_job(run)
     if rank == 0 or result.status == "failed":
-        write_json(run.output_dir / RESULT_JSON, result.model_dump(mode="json"))
+        write_result(run, result)
     if result.status == "failed":
-        log.error("%s", result.message)
         return EXIT_INPUT if result.is_input_error else EXIT_FAILED
     return EXIT_STOPPED if result.status == "stopped" else 0

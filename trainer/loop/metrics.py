@@ -24,9 +24,12 @@ def peak_flops() -> float | None:
 
 
 def peak_memory_gb() -> float:
-    """Peak memory of this process in 1e9 bytes: allocated on the device, or resident on a CPU."""
+    """Peak memory of this process in 1e9 bytes: of the device what torch holds, or resident on a CPU.
+
+    What torch calls allocated leaves out the memory of CUDA graphs between their launches: 11 GB of 2B's 83.
+    """
     if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 1e9
+        return torch.cuda.max_memory_reserved() / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 

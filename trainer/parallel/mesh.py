@@ -2,8 +2,9 @@
 
 import contextlib
 import datetime
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -12,13 +13,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from dataset_builders.errors import one_line
 from trainer.contract.layout import check_world
 from trainer.contract.parallel import ParallelConfig
 from trainer.data.slices import RankSlice
-from trainer.parallel.hosts import LostRank, gather_hosts
+from trainer.parallel.watch import watched
 
 T = TypeVar("T")
+log = logging.getLogger("athanor.trainer")
 TIMEOUT = datetime.timedelta(minutes=30)
 
 
@@ -98,12 +99,14 @@ def set_threads(num_threads: int) -> None:
 
 
 @contextlib.contextmanager
-def rank_mesh(parallel: ParallelConfig, seed: int) -> Iterator[Mesh]:
+def rank_mesh(parallel: ParallelConfig, seed: int, on_lost: Callable[[str], None] = log.error) -> Iterator[Mesh]:
     """Join the process group, build megatron-core's groups, and leave them at the end.
+
+    Args:
+        on_lost: called with a line that names them when other ranks are gone; then this process ends.
 
     Raises:
         InputError: the world does not divide into model copies.
-        LostRank: the work in the mesh failed because another rank is gone.
     """
     rank, local_rank, world = place_in_world()
     check_world(parallel, world)
@@ -112,23 +115,19 @@ def rank_mesh(parallel: ParallelConfig, seed: int) -> Iterator[Mesh]:
     if cuda:
         torch.cuda.set_device(device)
     _join(rank, world, "nccl" if cuda else "gloo")
-    hosts = gather_hosts()
     try:
-        parallel_state.initialize_model_parallel(
-            parallel.tp,
-            parallel.pp,
-            virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
-            context_parallel_size=parallel.cp,
-            create_gloo_process_groups=True,
-        )
-        tensor_parallel.model_parallel_cuda_manual_seed(seed)
-        groups = ProcessGroupCollection.use_mpu_process_groups()
-        alone = dist.new_group([rank], use_local_synchronization=True)
-        yield Mesh(rank, world, groups.dp.rank(), groups.dp.size(), device, groups, alone)
-    except RuntimeError as error:
-        if lost := hosts.lost_by(error):
-            raise LostRank(f"lost {lost}, whose log says why if it could: {one_line(error)}") from error
-        raise
+        with watched(rank, world, on_lost):
+            parallel_state.initialize_model_parallel(
+                parallel.tp,
+                parallel.pp,
+                virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+                context_parallel_size=parallel.cp,
+                create_gloo_process_groups=True,
+            )
+            tensor_parallel.model_parallel_cuda_manual_seed(seed)
+            groups = ProcessGroupCollection.use_mpu_process_groups()
+            alone = dist.new_group([rank], use_local_synchronization=True)
+            yield Mesh(rank, world, groups.dp.rank(), groups.dp.size(), device, groups, alone)
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

@@ -3,12 +3,11 @@
 import argparse
 import sys
 
-from flows.cli.closing import program
+from flows.cli.closing import service_command
 from flows.cli.text_table import print_table
 from flows.deployments.sweep import check_grid, sweep
 from flows.pipeline.progress import shown
 from flows.prefect_server.temporary import start_prefect
-from flows.tracking.store import server_command
 from trainer.contract.names import EXIT_FAILED
 
 
@@ -25,7 +24,7 @@ def sweep_command(args: argparse.Namespace) -> int:
     print_table("Sweep", result["columns"], result["rows"], is_terminal)
     if result["url"]:
         print(f"\nCompare them in MLflow: {result['url']}")
-        if command := server_command(args.root, program("mlflow")):
+        if command := service_command(args.root):
             print(f"  {command}")
     if result["errors"]:
         print("\nFailed:")

@@ -37,6 +37,11 @@ def test_a_row_of_llava(tmp_path):
     ]
 
 
+def test_a_block_before_an_answer_is_its_reasoning(tmp_path):
+    (sample,) = read_rows(tmp_path, [row("2 + 2?", "<think>\nTwo and two.\n</think>\n\n4")])
+    assert turns(sample)[1] == ("assistant", "4") and sample.messages[1].reasoning == "Two and two."
+
+
 def test_several_images_stay_where_their_marks_are(tmp_path):
     rows = [
         row("Is <image> like", "yes", "or <image>?", "no", image=["coco/1.png", "coco/2.png"]),

@@ -7,6 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dataset_builders.contracts.sample import Sample
+from dataset_builders.contracts.sample_record import from_fields, to_fields
 from dataset_builders.errors import InputError
 from dataset_builders.readers import json_lines
 from dataset_builders.sources.openai_messages import OpenAIOptions, list_parts, patterns
@@ -97,6 +98,45 @@ def test_an_answer_of_weight_0_is_context(tmp_path):
     learnt = [m.is_learnt for m in sample.messages if m.role == "assistant"]
     assert learnt == [False, True, False, True]
     assert all(m.is_learnt for m in sample.messages if m.role == "user")
+
+
+def test_reasoning_is_a_field_of_an_answer_or_a_block_before_its_text(tmp_path):
+    answers = [
+        message("assistant", "b", reasoning_content=" It is.\r\nSo. "),
+        message("assistant", "b", reasoning="It is."),
+        message("assistant", "b", reasoning_content=None, reasoning=""),
+        message("assistant", [text("<think>\nIt is.\n</think>"), text("\n\nb")]),
+        message("assistant", "<think>\n\n</think>\n\nb"),
+        message("assistant", "b, not <think>x</think>"),
+        message("assistant", "<think> of a number"),
+        message("assistant", "<think>x</think>c", reasoning_content="It is."),
+    ]
+    samples = read_rows(tmp_path, [{"messages": [message("user", "a?", reasoning="no"), a]} for a in answers])
+    read_back = [from_fields(sample.key, to_fields(sample)) for sample in samples]
+    assert read_back == samples
+    assert [(s.messages[1].reasoning, s.messages[1].text) for s in samples] == [
+        ("It is.\nSo.", "b"),
+        ("It is.", "b"),
+        ("", "b"),
+        ("It is.", "b"),
+        ("", "b"),
+        ("", "b, not <think>x</think>"),
+        ("", "<think> of a number"),
+        ("It is.", "<think>x</think>c"),
+    ]
+    assert not any(sample.messages[0].reasoning for sample in samples)
+    assert "reasoning" not in json.loads(to_fields(samples[2])["json"])["messages"][1]
+    assert samples[1].digest() == samples[3].digest() != samples[2].digest()
+
+
+def test_reasoning_of_another_type_and_a_block_alone_are_left_out(tmp_path):
+    answers = [
+        message("assistant", "b", reasoning_content=["why"]),
+        message("assistant", "<think>\nIt is.\n</think>"),
+        message("assistant", "b", reasoning="a\x07b"),
+    ]
+    items = read_rows(tmp_path, [{"messages": [message("user", "a?"), a]} for a in answers])
+    assert reasons(items) == ["schema_error", "empty_target", "control_chars"]
 
 
 def test_the_rows_of_a_public_converter_load_unchanged(tmp_path):

@@ -1,6 +1,7 @@
 """`athanor plan --launcher ...` shows what a run then submits, byte for byte."""
 
 import argparse
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,8 +64,10 @@ def test_what_is_shown_for_slurm_is_what_sbatch_gets(with_data, capsys, tmp_path
 def test_torchrun_is_a_command_and_shown_when_asked_for(with_data, capsys, monkeypatch):
     monkeypatch.setitem(LAUNCHERS, "torchrun", "stages.launchers.torchrun:TorchrunLauncher")
     root, _ = with_data
-    text = shown(capsys, root, "torchrun", "execution.cluster.processes=1")
+    text = shown(capsys, root, "torchrun", "execution.cluster.processes=2", "train.global_batch_size=2")
     assert "-m torch.distributed.run --standalone --max-restarts=0" in text and f"{root}/scratch/train-" in text
+    text = shown(capsys, root, "torchrun", "execution.cluster.processes=1")
+    assert f"{sys.executable} -m trainer {root}/scratch/train-" in text
     assert shown(capsys, root, None) == ""
 
 

@@ -63,6 +63,9 @@ def test_an_unknown_key_names_the_nearest(override, words):
         ("name=Two Words", "name='Two Words'"),
         (f"train.seed={2**70}", f"train.seed={2**70} should be less than or equal to 4294967295 [order of the bins]"),
         (f"train.num_steps={10**18}", "should be less than or equal to 100000000"),
+        ("tokenize.learn=first", "tokenize.learn.answers='first' should be 'all' or 'last'"),
+        ("tokenize.learn.reasoning=perhaps", "tokenize.learn.reasoning='perhaps' should be a valid boolean"),
+        ("tokenize.learn.reason=true", "did you mean tokenize.learn.reasoning?"),
         ("execution.num_workers=100000", "should be less than or equal to 1024"),
         ("plan_bins.seq_len=100000000000", "should be less than or equal to 16777216"),
         ("execution.registry.gates={exact_match: {min: .nan}}", "should be a finite number"),
@@ -176,6 +179,17 @@ def test_overrides_are_what_the_run_is_named_by():
     assert recipe.differs["train.optim.lr"] == 1e-5 and recipe.differs["model"] == "/models/x"
     assert not any(key.startswith("execution") for key in recipe.differs)
     assert recipe.config.model == "/models/x" and recipe.config.execution.num_workers == 3
+
+
+def test_which_answers_are_learnt_is_a_word_or_a_mapping():
+    """The word is what identities of before `reasoning` say; the same is learnt, so the same artifact is found."""
+    identity = load_recipe().config.identity()["tokenize"]
+    assert identity["learn"] == "all"
+    for override in ("tokenize.learn=last", "tokenize.learn.answers=last", "tokenize.learn={answers: last}"):
+        assert load_recipe(overrides=[override]).config.identity()["tokenize"] == identity | {"learn": "last"}
+    recipe = load_recipe(overrides=["tokenize.learn.reasoning=false"])
+    assert recipe.config.identity()["tokenize"] == identity | {"learn": {"answers": "all", "reasoning": False}}
+    assert recipe.differs == {"tokenize.learn.answers": "all", "tokenize.learn.reasoning": False}
 
 
 def test_execution_is_no_identity():

@@ -78,7 +78,7 @@ def test_a_run_ends_with_scores_and_the_next_commands(root, capsys):
     hf_dir = Path(re.search(r"^Model: +(\S+)", text, re.M).group(1))
     assert (hf_dir / "model.safetensors").is_file()
     assert "\nRegistered as athanor-embedded in MLflow: exact_match " in text and "before: champion.\n" in text
-    for hint in ("report.html", "mlflow server --backend-store-uri", " ask ", "--set train.optim.lr="):
+    for hint in ("report.html", f"athanor up --root {root}\n", " ask ", "--set train.optim.lr="):
         assert hint in text
     assert (root / "example.png").read_bytes().startswith(b"\x89PNG")
     assert str(root) in text.split("--root")[1]

@@ -212,3 +212,10 @@ def test_without_names_nobody_gets_in(monkeypatch):
     client = client_of(monkeypatch)
     monkeypatch.delenv("ATHANOR_HOST_NAMES")
     assert TestClient(guarded(client.app), base_url="http://localhost:4200").get("/health").status_code == 400
+
+
+def test_a_page_may_ask_its_own_port_and_the_api_alone(client, monkeypatch):
+    assert client.get("/health").headers["content-security-policy"] == "connect-src 'self' ws://*:4200"
+    monkeypatch.setenv("PREFECT_UI_API_URL", "https://athanor.example/api")
+    policy = client.get("/health").headers["content-security-policy"]
+    assert policy == "connect-src 'self' ws://*:4200 ws://athanor.example"

@@ -10,9 +10,10 @@ import flows.tracking.record
 from dataset_builders.contracts.manifest import ShardEntry
 from dataset_builders.contracts.sample_record import to_fields
 from dataset_builders.contracts.shard_io import ShardWriter
+from flows.prefect_server.ports import reserve_ports
 from flows.tracking.record import load_record, records_dir
 from flows.tracking.sender import publish_waiting, sender_of
-from flows.tracking.store import compare_url, connect, server_command, server_url
+from flows.tracking.store import compare_url, connect, server_url
 from flows.tracking.tables import wrong_first
 from flows.tracking.tracker import Opening, Tracker, open_run
 from stages.artifacts.artifact import Artifact
@@ -276,8 +277,18 @@ def test_wrong_answers_come_first(root):
 
 
 def test_addresses(tmp_path, monkeypatch):
-    assert server_command(tmp_path).startswith(f"mlflow server --backend-store-uri sqlite:///{tmp_path}/mlflow.db")
     url = compare_url(["a", "b"], "7", server_url(tmp_path))
     assert url == "http://127.0.0.1:5000/#/compare-runs?runs=%5B%22a%22%2C%20%22b%22%5D&experiments=%5B%227%22%5D"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://tracking:8080/")
     assert server_url(tmp_path) == "http://tracking:8080"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "postgresql://host/mlflow")
+    assert server_url(tmp_path) is None
+
+
+def test_the_address_is_that_of_the_roots_service_of_last_time(tmp_path):
+    (tmp_path / "service").mkdir()
+    with reserve_ports(tmp_path / "service", "127.0.0.1") as ports:
+        pass
+    assert server_url(tmp_path) == f"http://127.0.0.1:{ports['mlflow']}"
+    (tmp_path / "service" / "ports.json").write_text('{"mlflow": 20123}')
+    assert server_url(tmp_path) == "http://127.0.0.1:20123"

@@ -11,6 +11,7 @@ import pytest
 from dataset_builders.contracts.sample import IMAGE_SLOT, Message, SkipSample
 from dataset_builders.errors import InputError
 from stages.encode.chat import ChatEncoder, read_system_prompt, split_turns
+from stages.encode.config import Learn
 from tests.helpers.samples import turns
 from tests.helpers.tiny_model import SHAPES, tiny_hf_dir
 
@@ -91,13 +92,20 @@ def _rendered(chat: ChatEncoder, messages: tuple[Message, ...], grids: np.ndarra
     return pieces[0]
 
 
+def _parts(chat: ChatEncoder, messages: tuple[Message, ...]) -> list[tuple[tuple[Message, ...], np.ndarray]]:
+    """What a conversation is cut into, each with its grids."""
+    grids = _grids(messages)
+    return [(part, grids[: sum(m.text.count(IMAGE_SLOT) for m in part)]) for part in chat.cut([messages])[0]]
+
+
 def _oracle(chat: ChatEncoder, messages: tuple[Message, ...], grids: np.ndarray) -> tuple[list[int], list[int]]:
     """Ids and mask from the characters of the text: a token is learnt where its characters are an answer's."""
+    is_learnt = iter([m.is_learnt for m in messages if m.role == "assistant"])
     text = _rendered(chat, messages, grids)
     encoded = chat.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     learnt = set()
     for turn in re.finditer(r"<\|im_start\|>assistant\n(?:<think>\n\n</think>\n\n)?(.*?<\|im_end\|>)", text, re.DOTALL):
-        learnt |= set(range(*turn.span(1)))
+        learnt |= set(range(*turn.span(1))) if next(is_learnt) else set()
     return encoded["input_ids"], [int(start in learnt) for start, _ in encoded["offset_mapping"]]
 
 
@@ -107,20 +115,21 @@ def _spans(mask: np.ndarray) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("case", _CASES)
 def test_learnt_is_exactly_answer_and_end_of_turn(chat, case):
-    messages = _CASES[case]
-    ids, mask = chat.encode(messages, _grids(messages))
-    answers = [m.text for m in messages if m.role == "assistant"]
-    assert [chat.decode(ids[start:end]) for start, end in _spans(mask)] == [f"{a}<|im_end|>" for a in answers]
-    assert ids.dtype == np.int32 and mask.dtype == np.uint8 and ids.shape == mask.shape
+    messages, learnt = _CASES[case], []
+    for part, grids in _parts(chat, messages):
+        ids, mask = chat.encode(part, grids)
+        learnt += [chat.decode(ids[start:end]) for start, end in _spans(mask)]
+        assert ids.dtype == np.int32 and mask.dtype == np.uint8 and ids.shape == mask.shape
+    assert learnt == [f"{m.text}<|im_end|>" for m in messages if m.role == "assistant"]
 
 
 @pytest.mark.parametrize("case", _CASES)
 def test_ids_and_mask_are_the_oracles(chat, case):
-    messages = _CASES[case]
-    ids, mask = chat.encode(messages, _grids(messages))
-    expected_ids, expected_mask = _oracle(chat, messages, _grids(messages))
-    assert ids.tolist() == expected_ids
-    assert mask.tolist() == expected_mask
+    for part, grids in _parts(chat, _CASES[case]):
+        ids, mask = chat.encode(part, grids)
+        expected_ids, expected_mask = _oracle(chat, part, grids)
+        assert ids.tolist() == expected_ids
+        assert mask.tolist() == expected_mask
 
 
 @pytest.mark.parametrize("case", _CASES)
@@ -128,7 +137,7 @@ def test_the_prompt_ends_where_the_last_answer_begins(chat, case):
     messages = _CASES[case]
     grids = _grids(messages)
     prompt = chat.encode_prompt(messages[:-1], grids)
-    ids, mask = chat.encode(messages, grids)
+    ids, mask = chat.encode(*_parts(chat, messages)[-1])
     start = _spans(mask)[-1][0]
     rendered = _rendered(chat, messages[:-1], grids, add_generation_prompt=True)
     assert prompt.tolist() == chat.tokenizer(rendered, add_special_tokens=False)["input_ids"]
@@ -186,7 +195,7 @@ def test_answers_are_stripped_so_that_no_newline_melts_into_the_header(chat):
 )
 def test_unusual_answers_come_back(chat, answer):
     ids, mask = chat.encode(turns("a", answer), np.zeros((0, 3), np.int32))
-    assert chat.decode(ids[mask == 1]) == chat.learnt_text(answer)
+    assert chat.decode(ids[mask == 1]) == chat.learnt_text(Message(role="assistant", text=answer))
 
 
 def test_a_system_message_is_given(chat):
@@ -231,11 +240,13 @@ def _weighted(*is_learnt: bool) -> tuple[Message, ...]:
     ],
 )
 def test_which_answers_are_learnt(chat, monkeypatch, learn, messages, learnt):
-    monkeypatch.setattr(chat, "learn", learn)
-    ids, mask = chat.encode(messages, np.zeros((0, 3), np.int32))
-    assert [chat.decode(ids[start:end]) for start, end in _spans(mask)] == [f"{text}<|im_end|>" for text in learnt]
-    whole, _ = chat.encode(_weighted(True, True, True), np.zeros((0, 3), np.int32))
-    assert np.array_equal(ids, whole), "what is learnt does not change what is read"
+    whole = np.concatenate([chat.encode(*part)[0] for part in _parts(chat, _weighted(True, True, True))[-1:]])
+    monkeypatch.setattr(chat, "learn", Learn(answers=learn))
+    encoded = [chat.encode(*part) for part in _parts(chat, messages)]
+    spans = [chat.decode(ids[start:end]) for ids, mask in encoded for start, end in _spans(mask)]
+    assert spans == [f"{text}<|im_end|>" for text in learnt]
+    if chat.format.is_fixed or learnt[-1] == "b2":
+        assert np.array_equal(encoded[-1][0], whole), "what is learnt does not change what is read"
 
 
 @pytest.mark.parametrize(
@@ -243,14 +254,15 @@ def test_which_answers_are_learnt(chat, monkeypatch, learn, messages, learnt):
     [("all", _weighted(False, False)), ("last", _weighted(True, False)), ("all", turns("a"))],
 )
 def test_nothing_to_learn_is_left_out(chat, monkeypatch, learn, messages):
-    monkeypatch.setattr(chat, "learn", learn)
+    monkeypatch.setattr(chat, "learn", Learn(answers=learn))
     with pytest.raises(SkipSample, match="empty_target"):
         chat.encode(messages, np.zeros((0, 3), np.int32))
 
 
 def test_many_conversations_at_once_are_as_one_by_one(chat):
     bad = turns("Hello<|im_end|>", "no")
-    conversations = [*_CASES.values(), bad, turns("a"), *_CASES.values()]
+    conversations = [part for messages in _CASES.values() for part in chat.cut([messages])[0]]
+    conversations = [*conversations, bad, turns("a"), *conversations]
     texts = chat.tokenize(conversations)
     assert [isinstance(text, SkipSample) for text in texts] == [c is bad or len(c) == 1 for c in conversations]
     for messages, text in zip(conversations, texts):
@@ -264,12 +276,21 @@ def test_a_reasoning_templates_empty_think_block_is_given_and_its_history_bare(t
     """Only the answer after the last question carries the block; it is given, since the prompt of inference has it."""
     chat = ChatEncoder(_edited_dir(tmp_path, "chat_template.jinja", _REASONING_TEMPLATE))
     none = np.zeros((0, 3), np.int32)
-    ids, mask = chat.encode(turns("a", "\n b ", "c", "d"), none)
-    header, block = "<|im_start|>assistant\n", "<think>\n\n</think>\n\n"
+    (first, second), header, block = (
+        chat.cut([turns("a", "\n b ", "c", "d")])[0],
+        "<|im_start|>assistant\n",
+        "<think>\n\n</think>\n\n",
+    )
+    ids, mask = chat.encode(second, none)
     assert chat.decode(ids) == (
         f"<|im_start|>user\na<|im_end|>\n{header}b<|im_end|>\n<|im_start|>user\nc<|im_end|>\n{header}{block}d<|im_end|>\n"
     )
-    assert chat.decode(ids[mask == 1]) == "b<|im_end|>d<|im_end|>"
+    assert chat.decode(ids[mask == 1]) == "d<|im_end|>"
+    ids, mask = chat.encode(first, none)
+    assert chat.decode(ids) == f"<|im_start|>user\na<|im_end|>\n{header}{block}b<|im_end|>\n"
+    assert chat.decode(ids[mask == 1]) == "b<|im_end|>"
+    with pytest.raises(SkipSample, match="mask_span_mismatch: found 'b' for the answer 'b'"):
+        chat.encode(turns("a", "b", "c", "d"), none)  # at inference a block comes before b
     prompt = chat.decode(chat.encode_prompt(turns("a", "b", "c"), none))
     assert prompt.endswith(header + block) and prompt.count(block) == 1
     single, mask = chat.encode(turns("a", "b"), none)

@@ -255,6 +255,17 @@ def test_the_loss_of_the_references_is_that_of_the_samples_that_count(tmp_path, 
     assert scores["overall"]["reference_perplexity"] == pytest.approx(math.exp(3.5 / 4))
 
 
+def test_a_conversation_that_was_cut_has_the_loss_of_all_its_parts(tmp_path):
+    samples = _pictured(2)
+    losses = [(f"{samples[0].key}-t0", 0.5, 3), (f"{samples[0].key}-t2", 2.0, 1), (samples[1].key, 1.0, 4)]
+    rows = [HeldoutRow(key=key, loss=loss, loss_tokens=tokens) for key, loss, tokens in losses]
+    trained = _artifact(tmp_path / "trained", "train", "d")
+    write_text(trained.dir / HELDOUT_JSONL, "".join(row.model_dump_json() + "\n" for row in rows))
+    lines = [_said(sample, "7", True, 1) for sample in samples]
+    scores = _scored(tmp_path, samples, lines, made_by=trained).manifest.stats["scores"]
+    assert scores["digits"]["reference_loss"] == pytest.approx((0.5 * 3 + 2.0 + 4.0) / 8)
+
+
 def test_a_training_without_heldout_bins_has_no_loss_of_the_references(tmp_path):
     samples, trained = _pictured(1), _artifact(tmp_path / "trained", "train", "d")
     artifact = _scored(tmp_path, samples, [_said(samples[0], "7", True, 1)], made_by=trained)

@@ -1,8 +1,7 @@
-"""The launcher: real processes under torchrun's real command line; no trainer."""
+"""The launcher: real processes, by themselves and under torchrun's real command line; no trainer."""
 
 import os
 import signal
-import sys
 import textwrap
 import threading
 import time
@@ -17,21 +16,15 @@ from stages.launchers.processes import processes_of, runs
 from stages.launchers.torchrun import TorchrunLauncher
 
 
-class PlainLauncher(TorchrunLauncher):
-    """Runs the job's arguments with python alone: torchrun's import takes seconds and is tested once."""
-
-    def command(self, job: Job) -> list[str]:
-        return [sys.executable, *job.arguments]
-
-
 def _job(tmp_path: Path, code: str, **kwargs) -> Job:
     script = tmp_path / "job.py"
     script.write_text(textwrap.dedent(code))
     return Job(name=str(tmp_path), arguments=(str(script),), log_path=tmp_path / "logs" / "job.log", **kwargs)
 
 
-def _plain(**kwargs) -> PlainLauncher:
-    return PlainLauncher(ClusterConfig(**{"stop_grace_seconds": 5, **kwargs}))
+def _plain(**kwargs) -> TorchrunLauncher:
+    """Of one process, which needs no torchrun."""
+    return TorchrunLauncher(ClusterConfig(**{"stop_grace_seconds": 5, **kwargs}))
 
 
 SLOW_WITH_CHILD = """
@@ -193,19 +186,23 @@ def test_a_new_try_ends_what_a_killed_parent_left(tmp_path):
     assert not _alive(str(tmp_path))
 
 
-def test_torchrun_starts_the_ranks_and_its_report_gives_the_workers_status(tmp_path):
+@pytest.mark.parametrize("processes", [1, 2])
+def test_ranks_know_their_place_and_the_error_has_the_status_of_the_first_to_fail(tmp_path, monkeypatch, processes):
+    for name, value in {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "elsewhere"}.items():  # of a flow within a job
+        monkeypatch.setenv(name, value)
     code = """
     import os, sys
-    print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], flush=True)
+    print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], os.environ.get("MASTER_ADDR"), flush=True)
     sys.exit(7)
     """
-    launcher = make_launcher(ClusterConfig(processes=1))
+    launcher = make_launcher(ClusterConfig(processes=processes))
     job = _job(tmp_path, code)
-    assert "--max-restarts=0" in launcher.plan(job) and "--standalone" in launcher.plan(job)
+    assert [option in launcher.plan(job) for option in ("--max-restarts=0", "--standalone")] == [processes > 1] * 2
     with pytest.raises(JobFailed) as caught:
         run_job(launcher, job)
     assert caught.value.exit_status == 7
-    assert "rank 0 of 1" in job.log_path.read_text()
+    address = None if processes == 1 else "127.0.0.1"
+    assert f"rank 0 of {processes} {address}" in job.log_path.read_text().replace("localhost", "127.0.0.1")
 
 
 def test_every_rank_has_its_log_and_the_error_shows_that_of_the_first_to_fail(tmp_path):

@@ -24,6 +24,7 @@ from stages.artifacts.artifact import Artifact
 from stages.artifacts.run_stage import run_stage
 from stages.artifacts.workers import StageResources
 from stages.encode.chat import ChatEncoder
+from stages.encode.config import Learn
 from stages.encode.images import load_image_config
 from stages.inputs.hf_directory import processor_input
 from stages.preview.token_runs import token_runs
@@ -223,7 +224,7 @@ def _prefix(sample: Sample, num_turns: int) -> Sample:
 def test_last_turns_are_dropped_whole_until_the_rest_fits(tmp_path, monkeypatch, learn):
     sample = _long_sample(0, 7)
     one_by_one = {"train/shard-00000.tar": [_prefix(sample, n) for n in range(1, 8)]}
-    config = CONFIG.model_copy(update={"learn": learn})
+    config = CONFIG.model_copy(update={"learn": Learn(answers=learn)})
     lengths = _tokenize(make_samples_artifact(tmp_path / "prefixes", one_by_one), tmp_path / "root", config)
     expected = {row["num_tokens"]: _read(lengths, row) for row in read_index(lengths.dir).to_pylist()}
     assert list(expected) == sorted(expected) and len(expected) == 7

@@ -1,11 +1,13 @@
 """How the trainer ends when it cannot go on: one line, its own exit code, nothing half done."""
 
+import contextlib
 import json
 import re
 import shutil
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from dataset_builders.errors import InputError
@@ -17,6 +19,7 @@ from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import OptimConfig, TrainConfig
 from trainer.families.geometry import geometry_of
 from trainer.families.registry import read_model
+from trainer.loop import job
 
 
 def rewrite(run, **changes):
@@ -39,6 +42,17 @@ def test_a_loss_that_is_not_finite_names_the_step_and_its_samples(tmp_path):
     assert "step 0: gradient norm is nan" in result.message and "train.optim.lr" in result.message
     assert len(result.keys) == 6 and all(key.startswith("train/") for key in result.keys)
     assert not list_checkpoints(run.output_dir / "checkpoints")
+
+
+def test_a_full_gpu_is_one_line_with_the_way_out(tmp_path, monkeypatch):
+    def no_room(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 62.00 MiB.\nGPU 0 has 79.18 GiB.")
+
+    monkeypatch.setattr(job, "rank_mesh", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(job, "train", no_room)
+    result = job.run_job(write_job(tmp_path, num_steps=4))
+    assert "rank 0" in result.message and "Tried to allocate 62.00 MiB. GPU 0 has 79.18 GiB.)" in result.message
+    assert "lower plan_bins.seq_len" in result.message and "\n" not in result.message
 
 
 def test_image_tokens_that_are_torn_apart_are_the_input_s_fault_and_not_tried_again(tmp_path):

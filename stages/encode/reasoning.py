@@ -1,0 +1,137 @@
+"""Reasoning in a chat template: how it is written before an answer, and which answers one text can teach.
+
+For an answer a model reads the template's prompt of the turns before it, and writes the rest of the turn. Templates of
+thinking models write a turn in another way once it is history (Qwen3.5 leaves out its think block), or open the
+conversation in another way if reasoning is asked for (Qwen3.8). So one text of several turns may be right for its last
+answer alone: an answer is taught by texts that begin with the text in which it came last, and by no others.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dataset_builders.contracts.sample import Message, SkipSample
+
+Conversation = tuple[Message, ...]
+Render = Callable[[Sequence[Sequence[Message]]], list[str | SkipSample]]
+
+_ANSWER, _THOUGHT = "b", "why"
+_TRIAL_TURNS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """How a template writes the turn of an answer.
+
+    Attributes:
+        closed: what the prompt has after the assistant header if no reasoning is asked for: nothing, or an empty block.
+        opened: the same if reasoning is asked for; None: the template writes no reasoning.
+        before, between: what the model writes before its reasoning, and between that and its answer.
+        keeps: of answers without reasoning, and with it: whether a conversation of such answers is one text that
+            begins with the texts up to each of them.
+    """
+
+    closed: str = ""
+    opened: str | None = None
+    before: str = ""
+    between: str = ""
+    keeps: tuple[bool, bool] = (True, True)
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether every conversation begins with the texts up to each of its answers, for there is no reasoning."""
+        return self.opened is None and self.keeps[0]
+
+    def given(self, reasoning: str) -> str:
+        """The text between the assistant header and what the model writes."""
+        return (self.opened or "") if reasoning else self.closed
+
+    def written(self, reasoning: str, answer: str) -> str:
+        """What the model writes before the end of its turn."""
+        return f"{self.before}{reasoning}{self.between}{answer}" if reasoning else answer
+
+
+def read_format(
+    question: str, prompts: Sequence[str | SkipSample], render: Render, header: str, end: str
+) -> ReasoningFormat:
+    """The format of a template, from texts of small conversations.
+
+    Args:
+        question: the first user's text in them.
+        prompts: the prompt of `question` without reasoning, and with it; or why there is none.
+        header, end: the beginning and the end of an answer's turn.
+    """
+    closed, opened = (str(prompt).rpartition(header)[2] for prompt in prompts)
+    plain, thought = (render(_trials(question, reasoning)) for reasoning in ("", _THOUGHT))
+    known = ReasoningFormat(closed=closed, keeps=(_keeps(plain), _keeps(thought)))
+    # Words of a refusal, of either, stand in no text of the other.
+    _, is_opened, turn = str(thought[0]).rpartition(header + opened)
+    before, found, rest = turn.partition(_THOUGHT)
+    between, answer, _ = rest.partition(_ANSWER + end)
+    if not (is_opened and found and answer):
+        return known
+    return dataclasses.replace(known, opened=opened, before=before, between=between)
+
+
+def cut_conversations(
+    conversations: Sequence[Conversation],
+    learnt: Sequence[Sequence[bool]],
+    reasoned: Sequence[Sequence[bool]],
+    render: Render,
+    keeps: tuple[bool, bool],
+) -> list[list[Conversation]]:
+    """Each conversation as its first turns up to one or more of its answers, so that all to learn is taught.
+
+    There are as few as can be. In each the answers that another one teaches are not learnt. A conversation whose text
+    teaches all of its answers to learn comes back as it is.
+
+    Args:
+        learnt: for each assistant message of each conversation whether it is to be learnt.
+        reasoned: for each message of each conversation whether the template is given reasoning before it.
+        render: conversations -> the template's text of each.
+        keeps: as of `ReasoningFormat`.
+    """
+    cut = [[messages] for messages in conversations]
+    looked_at: dict[int, list[int]] = {}  # number of a conversation -> places of its answers to learn
+    for number, (messages, flags) in enumerate(zip(conversations, learnt)):
+        answers = [place for place, message in enumerate(messages) if message.role == "assistant"]
+        places = [place for place, is_learnt in zip(answers, flags) if is_learnt]
+        kinds = {reasoned[number][place] for place in answers}
+        if places and places != [len(messages) - 1] and (len(kinds) > 1 or not keeps[kinds.pop()]):
+            looked_at[number] = places
+    texts = iter(render([conversations[n][: place + 1] for n, places in looked_at.items() for place in places]))
+    for number, places in looked_at.items():
+        cut[number] = _parts(conversations[number], {place: next(texts) for place in places})
+    return cut
+
+
+def _parts(messages: Conversation, texts: dict[int, str | SkipSample]) -> list[Conversation]:
+    """The parts of one conversation, from the text up to each of its answers to learn."""
+    parts: list[Conversation] = []
+    while texts:
+        end = max(texts)
+        whole = texts[end]
+        taught = {place for place, text in texts.items() if place == end or _begins(whole, text)}
+        texts = {place: text for place, text in texts.items() if place not in taught}
+        given = (place for place, m in enumerate(messages[: end + 1]) if m.role == "assistant" and place not in taught)
+        part = list(messages[: end + 1])
+        for place in given:
+            part[place] = dataclasses.replace(part[place], is_learnt=False)
+        parts.append(tuple(part))
+    return parts[::-1]
+
+
+def _trials(question: str, reasoning: str) -> list[Conversation]:
+    """Conversations of one turn, of two and of three."""
+    questions = [question, *["a"] * (_TRIAL_TURNS - 1)]
+    answer = Message(role="assistant", text=_ANSWER, reasoning=reasoning)
+    messages = tuple(message for text in questions for message in (Message(role="user", text=text), answer))
+    return [messages[: 2 * turns] for turns in range(1, _TRIAL_TURNS + 1)]
+
+
+def _keeps(texts: Sequence[str | SkipSample]) -> bool:
+    return all(_begins(texts[-1], text) for text in texts)
+
+
+def _begins(whole: str | SkipSample, text: str | SkipSample) -> bool:
+    return isinstance(whole, str) and isinstance(text, str) and whole.startswith(text)

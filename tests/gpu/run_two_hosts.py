@@ -1,0 +1,81 @@
+"""Two hosts of one GPU each, as far as one machine with two GPUs can be two: network namespaces, NCCL over sockets.
+
+    python -m tests.gpu.run_two_hosts DIRECTORY >tests/bench/results/two_hosts_<gpu>_<date>.md
+
+The same steps as one torchrun agent with two ranks; then kill -9 of everything on one of the hosts, and on the other.
+Needs root, iproute2, and a kernel that makes namespaces and virtual cables.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from tests.helpers.run_dir import changed, metrics_of, result_of, run_trainer, write_job
+from tests.helpers.two_hosts import start_agents, two_hosts
+from trainer.contract.run import RunConfig
+
+STEPS = 12
+# Two namespaces share a kernel, by which NCCL would find a shorter way than the cable.
+SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_NET": "Socket", "NCCL_DEBUG": "INFO"}
+
+
+def job(root: Path, name: str, steps: int) -> RunConfig:
+    """The tests' small training, in bfloat16 where there is a GPU."""
+    run = write_job(root, num_steps=steps, name=name)
+    if not torch.cuda.is_available():
+        return run
+    run = changed(run, train=run.train.model_copy(update={"precision": "bfloat16"}))
+    (run.output_dir / "run.json").write_text(run.model_dump_json())
+    return run
+
+
+def seconds_until_named(root: Path, lost: int) -> tuple[float, float, str]:
+    """Seconds from the end of a host until the other says who is lost, and until its agent has ended; what it says."""
+    run, other = job(root, f"lost-{lost}", 100_000), 1 - lost
+    with two_hosts() as hosts:
+        agents = start_agents(run, hosts)
+        while not any(row.step >= 3 for row in metrics_of(run)):
+            assert all(agent.poll() is None for agent in agents), (run.output_dir / "logs/trainer.log").read_text()
+            time.sleep(0.2)
+        hosts[lost].kill()
+        began = time.monotonic()
+        while not (run.output_dir / "result.json").is_file() and agents[other].poll() is None:
+            time.sleep(0.05)
+        named = time.monotonic() - began
+        agents[other].wait(120)
+        ended = time.monotonic() - began
+    return named, ended, result_of(run).message
+
+
+def main(root: Path) -> None:
+    """Print the report, in Markdown."""
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    print(f"# Two hosts\n\ntorch {torch.__version__}; {', '.join(gpus) or 'no GPU: gloo'}\n")
+    one, two = (job(root, name, STEPS) for name in ("one-agent", "two-hosts"))
+    assert run_trainer(one, processes=2) == 0
+    os.environ.update(SOCKETS)
+    with two_hosts() as hosts:
+        statuses = [agent.wait(240) for agent in start_agents(two, hosts)]
+    log = (two.output_dir / "logs/trainer.log").read_text()
+    assert statuses == [0, 0], log[-3000:]
+    ways = sorted({line.split(" via ")[1].split("/0")[0].strip() for line in log.splitlines() if " via " in line})
+    print(f"NCCL's channels between the two: {', '.join(ways) or 'none: gloo'}.\n")
+    print(
+        "| step | loss, one agent | two hosts | gradient norm, one agent | two hosts |\n| ---: " + "| ---: " * 4 + "|"
+    )
+    for of_one, of_two in zip(metrics_of(one), metrics_of(two), strict=True):
+        figures = (of_one.loss, of_two.loss, of_one.grad_norm, of_two.grad_norm)
+        print(f"| {of_one.step} | {' | '.join(f'{figure:.9g}' for figure in figures)} |")
+    for lost in (0, 1):
+        named, ended, message = seconds_until_named(root, lost)
+        print(
+            f"\nkill -9 of all of rank {lost}'s host: named after {named:.1f} s, torchrun ended after {ended:.1f} s:\n"
+        )
+        print(f"    {message}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,211 @@
+"""The ranks watch each other, so that a job ends at once when one of them is gone, and says which and on which host.
+
+gloo names a lost peer by its address alone, NCCL ends the process without a name, and neither sees for minutes that a
+cable is out. So every rank keeps a connection to rank 0 on which nothing is said until it leaves. The kernel closes it
+with the process; its keepalive probes find a host that is gone or out of reach. A process that is only stopped is not
+lost: its kernel still answers them.
+"""
+
+import contextlib
+import logging
+import os
+import platform
+import secrets
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import psutil
+import torch.distributed as dist
+
+from dataset_builders.errors import one_line
+from trainer.contract.names import EXIT_FAILED
+
+KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # a host out of reach is lost after 20 s
+CONNECT_SECONDS = 5.0  # of one address
+JOIN_SECONDS = 60.0  # of all ranks
+GATHER_SECONDS = 0.5  # a host takes all of its ranks with it, one after the other
+NEWS_SECONDS = 2.0  # between a collective's error and the closed connection of who caused it
+FAILED_SECONDS = 10.0  # for the rank that failed to say why, before this one ends and torchrun stops the others
+_TOKEN_BYTES = 16
+_LOST = "lost "  # begins the line about ranks that left without a word
+log = logging.getLogger("athanor.trainer")
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a rank is: the name and addresses of its host, and how to reach rank 0's watch."""
+
+    host: str
+    addresses: tuple[str, ...]
+    port: int = 0
+    token: bytes = b""
+
+
+class Watch:
+    """The connections of this rank to the others: rank 0's to all, another's to rank 0.
+
+    Args:
+        end: called once, in a thread, with a line that says which ranks are gone, or which one failed and why; and
+            whether they are lost, having said nothing themselves.
+    """
+
+    def __init__(
+        self, peers: Mapping[int, socket.socket], hosts: Sequence[str], end: Callable[[str, bool], None]
+    ) -> None:
+        self._peers, self._hosts, self._end = dict(peers), hosts, end
+        self._has_news, self._leaving = threading.Event(), False
+        self._selector = selectors.DefaultSelector()
+        for rank, connection in self._peers.items():
+            connection.settimeout(None)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in KEEPALIVE.items():
+                if hasattr(socket, name):
+                    connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+            self._selector.register(connection, selectors.EVENT_READ, rank)
+        threading.Thread(target=self._listen, name="watch", daemon=True).start()
+
+    def leave(self, why: str = "") -> None:
+        """Say goodbye: this rank has done its work, or it failed, and why."""
+        self._leaving = True
+        self._tell(why)
+
+    def hold_for_news(self) -> None:
+        """After a collective failed: if that is because a rank is gone, this process ends here."""
+        if self._has_news.wait(NEWS_SECONDS):
+            time.sleep(2 * FAILED_SECONDS)
+
+    def _listen(self) -> None:
+        while self._peers and not self._leaving:
+            lost = [rank for key, _ in self._selector.select() if (rank := self._hear(key)) is not None]
+            if lost and not self._leaving:
+                self._has_news.set()
+                deadline = time.monotonic() + GATHER_SECONDS
+                while self._peers and (left := deadline - time.monotonic()) > 0:
+                    lost += [rank for key, _ in self._selector.select(left) if (rank := self._hear(key)) is not None]
+                self._finish(f"{_LOST}{name_ranks(lost, self._hosts)}")
+
+    def _hear(self, key: selectors.SelectorKey) -> int | None:
+        """The peer's rank if it is lost. A goodbye ends its watch; what another rank failed of ends the process."""
+        try:
+            said = key.fileobj.recv(65536).decode(errors="replace")
+        except OSError:  # no answer to the probes, or a reset
+            said = ""
+        self._selector.unregister(key.fileobj)
+        del self._peers[key.data]
+        if said.strip() and not self._leaving:
+            self._has_news.set()
+            self._finish(said.strip())
+        return None if said else key.data
+
+    def _finish(self, line: str) -> None:
+        self._tell(line)
+        self._end(line, line.startswith(_LOST))
+
+    def _tell(self, line: str) -> None:
+        for connection in list(self._peers.values()):
+            with contextlib.suppress(OSError):
+                connection.sendall(f"{line}\n".encode())
+
+
+def name_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    """Ranks with their hosts, as people read them: "ranks 2, 3 on node-b"."""
+    of_host: dict[str, list[int]] = {}
+    for rank in sorted(ranks):
+        of_host.setdefault(hosts[rank], []).append(rank)
+    return " and ".join(
+        f"rank{'s' * (len(found) > 1)} {', '.join(map(str, found))} on {host}" for host, found in of_host.items()
+    )
+
+
+@contextlib.contextmanager
+def watched(rank: int, world: int, on_lost: Callable[[str], None]) -> Iterator[None]:
+    """Let the ranks watch each other meanwhile; a collective at the start.
+
+    Args:
+        on_lost: called in a thread with a line that names the lost ranks and their hosts; then this process ends with
+            status 1. It ends without the call if another rank failed and says why itself.
+    """
+    if world == 1:
+        yield
+        return
+
+    def end(line: str, is_lost: bool) -> None:
+        if is_lost:
+            on_lost(line)
+        else:
+            print(line, file=sys.stderr, flush=True)
+            time.sleep(FAILED_SECONDS)
+        os._exit(EXIT_FAILED)
+
+    watch = _join(rank, world, end)
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, RuntimeError):
+            watch.hold_for_news()
+        watch.leave(f"rank {rank} on {platform.node()} failed: {type(error).__name__}: {one_line(error)}")
+        raise
+    watch.leave()
+
+
+def _join(rank: int, world: int, end: Callable[[str, bool], None]) -> Watch:
+    """The watch of this rank; without the others, with a warning, if rank 0 cannot be reached."""
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    server = socket.create_server(("", 0), family=family, dualstack_ipv6=dual, backlog=world) if rank == 0 else None
+    own = _Place(platform.node(), _own_addresses())
+    if server:
+        own = _Place(own.host, own.addresses, server.getsockname()[1], secrets.token_bytes(_TOKEN_BYTES))
+    places = [own] * world
+    dist.all_gather_object(places, own)
+    hosts, first = [place.host for place in places], places[0]
+    if server:
+        with server:
+            return Watch(_accept(server, first.token, world), hosts, end)
+    connection = _call(rank, first, first.host == own.host)
+    if connection is None:
+        reason = "the ranks cannot watch each other: gloo or NCCL will see late that one is gone"
+        log.warning("rank %d on %s cannot reach port %d of %s; %s", rank, own.host, first.port, first.host, reason)
+    return Watch({} if connection is None else {0: connection}, hosts, end)
+
+
+def _accept(server: socket.socket, token: bytes, world: int) -> dict[int, socket.socket]:
+    found: dict[int, socket.socket] = {}
+    deadline = time.monotonic() + JOIN_SECONDS
+    while len(found) < world - 1 and (left := deadline - time.monotonic()) > 0:
+        server.settimeout(left)
+        with contextlib.suppress(OSError):  # a stranger that says nothing, or the deadline
+            connection = server.accept()[0]
+            connection.settimeout(CONNECT_SECONDS)
+            said = connection.recv(_TOKEN_BYTES + 4, socket.MSG_WAITALL)
+            if secrets.compare_digest(said[:_TOKEN_BYTES], token):
+                connection.sendall(token)
+                found[int.from_bytes(said[_TOKEN_BYTES:])] = connection
+            else:
+                connection.close()
+    return found
+
+
+def _call(rank: int, first: _Place, is_here: bool) -> socket.socket | None:
+    """A connection to rank 0's watch by the first of its names and addresses that leads there."""
+    known = ["127.0.0.1"] if is_here else [first.host, os.environ.get("MASTER_ADDR", ""), *first.addresses]
+    for address in filter(None, known):
+        with contextlib.suppress(OSError):
+            connection = socket.create_connection((address, first.port), CONNECT_SECONDS)
+            connection.sendall(first.token + rank.to_bytes(4))
+            if connection.recv(_TOKEN_BYTES, socket.MSG_WAITALL) == first.token:
+                return connection
+            connection.close()
+    return None
+
+
+def _own_addresses() -> tuple[str, ...]:
+    """Addresses of this host that another one may reach."""
+    found = [one for of_link in psutil.net_if_addrs().values() for one in of_link]
+    inet = [one.address for one in found if one.family in (socket.AF_INET, socket.AF_INET6)]
+    return tuple(address for address in inet if not address.startswith(("127.", "::1", "fe80")))
