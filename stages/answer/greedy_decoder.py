@@ -1,7 +1,7 @@
 """Greedy decoding of many prompts side by side: rows that have ended leave, new prompts take their places.
 
-A row is a prompt and the tokens generated after it. Rows of different lengths share one key-value cache: each is padded
-on the left, its padding is masked, and its positions are its own, so that a row does not depend on the rows beside it.
+A row is a prompt and the tokens generated after it. Rows of different lengths share one cache: each is padded on
+the left, its padding is masked, and its positions are its own, so that a row does not depend on the rows beside it.
 (In bfloat16 it may, by rounding: another number of rows is another order of summation.)
 """
 
@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 import transformers
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from dataset_builders.contracts.tokenized import PatchFormat
 
+CacheLayer = CacheLayerMixin | LinearAttentionCacheLayerMixin
 _SPARSE = 0.75  # share of rows still running at or below which finished rows are taken out
 
 
@@ -240,9 +242,7 @@ class _Pool:
         if self.rows:
             width = max(self._attended.shape[1], coming.width)
             for ours, theirs in zip(self._cache.layers, cache.layers):
-                ours.keys = torch.cat([_widened(ours.keys, width, 2), _widened(theirs.keys, width, 2)])
-                ours.values = torch.cat([_widened(ours.values, width, 2), _widened(theirs.values, width, 2)])
-                theirs.keys = theirs.values = None  # layer by layer, so that two more whole caches never exist at once
+                _add_rows(ours, theirs, width)  # layer by layer, so that two more whole caches never exist at once
             self._attended = torch.cat([_widened(self._attended, width, 1), _widened(attended, width, 1)])
             self._tokens, self._positions = torch.cat([self._tokens, tokens]), torch.cat([self._positions, positions])
         else:
@@ -273,7 +273,7 @@ class _Pool:
         first = int(attended.any(0).int().argmax())
         self._attended = attended[:, first:]
         for layer in self._cache.layers:
-            layer.keys, layer.values = layer.keys[places, :, first:], layer.values[places, :, first:]
+            _keep_rows(layer, places, first)
         return ended
 
     def _note(self, rows: Sequence[Row], tokens: torch.Tensor) -> None:
@@ -284,6 +284,33 @@ class _Pool:
                 row.stopped = True
             else:
                 row.ids.append(token)
+
+
+def _add_rows(ours: CacheLayer, theirs: CacheLayer, width: int) -> None:
+    """Put the rows of another cache's layer, which loses them, behind those of ours. A gated delta net keeps a state and
+    the last inputs of its convolution; attention a column per token, and all rows get as many."""
+    if isinstance(ours, LinearAttentionCacheLayerMixin):
+        for of_ours, of_theirs in zip(_states(ours), _states(theirs)):
+            for index, state in of_ours.items():
+                of_ours[index] = torch.cat([state, of_theirs.pop(index)])
+        return
+    ours.keys = torch.cat([_widened(ours.keys, width, 2), _widened(theirs.keys, width, 2)])
+    ours.values = torch.cat([_widened(ours.values, width, 2), _widened(theirs.values, width, 2)])
+    theirs.keys = theirs.values = None
+
+
+def _keep_rows(layer: CacheLayer, rows: torch.Tensor, first: int) -> None:
+    """Keep these rows, and the columns from the first that one of them uses."""
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        for states in _states(layer):
+            for index, state in states.items():
+                states[index] = state[rows]
+        return
+    layer.keys, layer.values = layer.keys[rows, :, first:], layer.values[rows, :, first:]
+
+
+def _states(layer: LinearAttentionCacheLayerMixin) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+    return layer.conv_states, layer.recurrent_states
 
 
 def _widened(tensor: torch.Tensor, width: int, dim: int) -> torch.Tensor:

@@ -112,6 +112,19 @@ def hybrid_hf_dir(shape: str = "first") -> Path:
     return directory
 
 
+@functools.cache
+def talkative_hybrid_dir() -> Path:
+    """The first shape with weights so large that its answers differ from prompt to prompt."""
+    directory = Path(tempfile.mkdtemp(prefix="athanor-hybrid-")) / "talkative"
+    shutil.copytree(hybrid_hf_dir(), directory)
+    tensors = load_file(directory / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith("proj.weight") or "embed_tokens" in name or name.endswith("lm_head.weight"):
+            tensors[name] = 4 * tensor
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
 def randomize_hybrid(model: torch.nn.Module) -> None:
     """Norms off the values at which they do nothing, decays of a few to a few hundred tokens."""
     generator = torch.Generator().manual_seed(11)

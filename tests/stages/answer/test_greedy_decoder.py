@@ -9,11 +9,12 @@ from stages.answer.greedy_decoder import PoolLimits, Row
 from stages.answer.transformers_engine import Generator
 from stages.encode.images import load_image_config
 from tests.helpers.evaluation import mixed_samples, picture, talkative_hf_dir
+from tests.helpers.tiny_hybrid_model import talkative_hybrid_dir
 
 
-@pytest.fixture(scope="module")
-def generator():
-    return Generator(talkative_hf_dir())
+@pytest.fixture(scope="module", params=["attention", "delta layers"])
+def generator(request):
+    return Generator(talkative_hf_dir() if request.param == "attention" else talkative_hybrid_dir())
 
 
 @pytest.fixture(scope="module")
