@@ -287,8 +287,10 @@ class _Pool:
 
 
 def _add_rows(ours: CacheLayer, theirs: CacheLayer, width: int) -> None:
-    """Put the rows of another cache's layer, which loses them, behind those of ours. A gated delta net keeps a state and
-    the last inputs of its convolution; attention a column per token, and all rows get as many."""
+    """Put the rows of another cache's layer, which loses them, behind those of ours.
+
+    A gated delta net keeps a state and the last inputs of its convolution; attention a column per token: all get `width`.
+    """
     if isinstance(ours, LinearAttentionCacheLayerMixin):
         for of_ours, of_theirs in zip(_states(ours), _states(theirs)):
             for index, state in of_ours.items():
