@@ -289,7 +289,7 @@ class _Pool:
 def _add_rows(ours: CacheLayer, theirs: CacheLayer, width: int) -> None:
     """Put the rows of another cache's layer, which loses them, behind those of ours.
 
-    A gated delta net keeps a state and the last inputs of its convolution; attention a column per token: all get `width`.
+    A gated delta net keeps a state and the last inputs of its convolution; attention keeps `width` columns, of tokens.
     """
     if isinstance(ours, LinearAttentionCacheLayerMixin):
         for of_ours, of_theirs in zip(_states(ours), _states(theirs)):
