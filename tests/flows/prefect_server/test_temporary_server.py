@@ -176,5 +176,6 @@ def test_a_first_start_that_is_interrupted_leaves_whole_tables(tmp_path, signum)
     process.send_signal(signum)
     process.wait(60)
     wait_for(lambda: not processes_with("PREFECT_HOME", str(home)), 60, "end of the server")
-    assert not list(home.glob("schema-*"))
+    if list(home.glob("schema-*")):  # the tables were made before the signal came
+        assert flows_of(home) in ([], [("asked",)])
     assert started(home).wait(120) == 0 and flows_of(home) == [("asked",)]

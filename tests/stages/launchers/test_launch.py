@@ -67,9 +67,14 @@ def test_the_job_sees_the_environment_that_the_launcher_writes(tmp_path):
     names = ["DO_NOT_TRACK", "HF_HUB_OFFLINE", "OMP_NUM_THREADS"]
     seen = []
     code = f"import os; print([os.environ.get(n) for n in {names}])"
-    run_job(_plain(processes=10_000), _job(tmp_path, code, on_line=seen.append))
-    threads = os.environ.get("OMP_NUM_THREADS", "1")
-    assert seen == [f"['true', '1', '{threads}']"]
+    run_job(_plain(num_threads=3), _job(tmp_path, code, on_line=seen.append))
+    assert seen == [f"['true', '1', '{os.environ.get('OMP_NUM_THREADS', '3')}']"]
+
+
+def test_processes_share_the_cores(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    threads = [_plain(processes=n)._environment("job")["OMP_NUM_THREADS"] for n in (1, 10_000)]
+    assert threads == [str(os.cpu_count()), "1"]
 
 
 def test_timeout_ends_the_job_and_its_children(tmp_path):
