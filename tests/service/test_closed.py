@@ -219,9 +219,19 @@ def test_a_changed_deployment_or_pool_is_not_run_until_the_worker_starts_again(s
 
 
 def patch(service: RunningService, url: str, body: object) -> None:
+    """Change something; a server whose database is locked at the moment says 503, which asks to try again."""
     request = urllib.request.Request(url, json.dumps(body).encode(), known(service), method="PATCH")
-    with urllib.request.urlopen(request, timeout=30) as answer:
-        assert answer.status == 204
+
+    def is_done() -> bool:
+        try:
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                return answer.status == 204
+        except urllib.error.HTTPError as error:
+            if error.code != 503:
+                raise
+            return False
+
+    wait_for(is_done, END_SECONDS, "change", service.tell)
 
 
 class Touch:
