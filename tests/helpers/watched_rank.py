@@ -1,7 +1,7 @@
 """Ranks that only watch each other. Standard input has a directory a line; the answer is the pids of its ranks.
 
 A rank writes joined-N when it has joined. It leaves in order once the file `leave` is there, or with an error once
-`fail-N` is; lost-N has what it is told of others, log-N its errors, exit-N its status.
+`fail-N` is; told/lost-N has what it is told of others, if there is that folder, log-N its errors, exit-N its status.
 """
 
 import os
@@ -22,7 +22,7 @@ def watch_others(directory: Path, rank: int) -> None:
     watch.KEEPALIVE = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 1}
     watch.FAILED_SECONDS = 2.0
     dist.init_process_group("gloo", store=dist.FileStore(str(directory / "store"), WORLD), rank=rank, world_size=WORLD)
-    with watch.watched(rank, WORLD, lambda line: (directory / f"lost-{rank}").write_text(line)):
+    with watch.watched(rank, WORLD, lambda line: (directory / "told" / f"lost-{rank}").write_text(line)):
         (directory / f"joined-{rank}").touch()
         while not (directory / "leave").exists():
             if (directory / f"fail-{rank}").exists():

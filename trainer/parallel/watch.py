@@ -85,22 +85,22 @@ class Watch:
             if lost and not self._leaving:
                 self._has_news.set()
                 deadline = time.monotonic() + GATHER_SECONDS
-                while self._peers and (left := deadline - time.monotonic()) > 0:
-                    lost += [rank for key, _ in self._selector.select(left) if (rank := self._hear(key)) is not None]
+                while self._peers and (seconds := deadline - time.monotonic()) > 0:
+                    lost += [rank for key, _ in self._selector.select(seconds) if (rank := self._hear(key)) is not None]
                 self._finish(f"{_LOST}{name_ranks(lost, self._hosts)}")
 
     def _hear(self, key: selectors.SelectorKey) -> int | None:
         """The peer's rank if it is lost. A goodbye ends its watch; what another rank failed of ends the process."""
         try:
-            said = key.fileobj.recv(65536).decode(errors="replace")
+            message = key.fileobj.recv(65536).decode(errors="replace")
         except OSError:  # no answer to the probes, or a reset
-            said = ""
+            message = ""
         self._selector.unregister(key.fileobj)
         del self._peers[key.data]
-        if said.strip() and not self._leaving:
+        if message.strip() and not self._leaving:
             self._has_news.set()
-            self._finish(said.strip())
-        return None if said else key.data
+            self._finish(message.strip())
+        return None if message else key.data
 
     def _finish(self, line: str) -> None:
         self._tell(line)
@@ -118,7 +118,7 @@ def name_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     for rank in sorted(ranks):
         of_host.setdefault(hosts[rank], []).append(rank)
     return " and ".join(
-        f"rank{'s' * (len(found) > 1)} {', '.join(map(str, found))} on {host}" for host, found in of_host.items()
+        f"rank{'s' * (len(there) > 1)} {', '.join(map(str, there))} on {host}" for host, there in of_host.items()
     )
 
 
@@ -135,12 +135,14 @@ def watched(rank: int, world: int, on_lost: Callable[[str], None]) -> Iterator[N
         return
 
     def end(line: str, is_lost: bool) -> None:
-        if is_lost:
-            on_lost(line)
-        else:
-            print(line, file=sys.stderr, flush=True)
-            time.sleep(FAILED_SECONDS)
-        os._exit(EXIT_FAILED)
+        try:
+            if is_lost:
+                on_lost(line)
+            else:
+                print(line, file=sys.stderr, flush=True)
+                time.sleep(FAILED_SECONDS)
+        finally:  # also if nothing can be written: the main thread waits for a rank that is gone
+            os._exit(EXIT_FAILED)
 
     watch = _join(rank, world, end)
     try:
@@ -175,26 +177,26 @@ def _join(rank: int, world: int, end: Callable[[str, bool], None]) -> Watch:
 
 
 def _accept(server: socket.socket, token: bytes, world: int) -> dict[int, socket.socket]:
-    found: dict[int, socket.socket] = {}
+    ranks: dict[int, socket.socket] = {}
     deadline = time.monotonic() + JOIN_SECONDS
-    while len(found) < world - 1 and (left := deadline - time.monotonic()) > 0:
-        server.settimeout(left)
+    while len(ranks) < world - 1 and (seconds := deadline - time.monotonic()) > 0:
+        server.settimeout(seconds)
         with contextlib.suppress(OSError):  # a stranger that says nothing, or the deadline
             connection = server.accept()[0]
             connection.settimeout(CONNECT_SECONDS)
-            said = connection.recv(_TOKEN_BYTES + 4, socket.MSG_WAITALL)
-            if secrets.compare_digest(said[:_TOKEN_BYTES], token):
+            greeting = connection.recv(_TOKEN_BYTES + 4, socket.MSG_WAITALL)
+            if secrets.compare_digest(greeting[:_TOKEN_BYTES], token):
                 connection.sendall(token)
-                found[int.from_bytes(said[_TOKEN_BYTES:])] = connection
+                ranks[int.from_bytes(greeting[_TOKEN_BYTES:])] = connection
             else:
                 connection.close()
-    return found
+    return ranks
 
 
 def _call(rank: int, first: _Place, is_here: bool) -> socket.socket | None:
     """A connection to rank 0's watch by the first of its names and addresses that leads there."""
-    known = ["127.0.0.1"] if is_here else [first.host, os.environ.get("MASTER_ADDR", ""), *first.addresses]
-    for address in filter(None, known):
+    addresses = ["127.0.0.1"] if is_here else [first.host, os.environ.get("MASTER_ADDR", ""), *first.addresses]
+    for address in filter(None, addresses):
         with contextlib.suppress(OSError):
             connection = socket.create_connection((address, first.port), CONNECT_SECONDS)
             connection.sendall(first.token + rank.to_bytes(4))
@@ -206,6 +208,6 @@ def _call(rank: int, first: _Place, is_here: bool) -> socket.socket | None:
 
 def _own_addresses() -> tuple[str, ...]:
     """Addresses of this host that another one may reach."""
-    found = [one for of_link in psutil.net_if_addrs().values() for one in of_link]
-    inet = [one.address for one in found if one.family in (socket.AF_INET, socket.AF_INET6)]
+    entries = [entry for of_link in psutil.net_if_addrs().values() for entry in of_link]
+    inet = [entry.address for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)]
     return tuple(address for address in inet if not address.startswith(("127.", "::1", "fe80")))

@@ -55,6 +55,7 @@ def server():
 
 @pytest.fixture
 def ranks(server, tmp_path):
+    (tmp_path / "told").mkdir()
     server.stdin.write(f"{tmp_path}\n")
     server.stdin.flush()
     ranks = Ranks(tmp_path, [int(pid) for pid in server.stdout.readline().split()])
@@ -69,20 +70,26 @@ def test_a_killed_rank_is_named_by_all_others(ranks, tmp_path, lost):
     ranks.signal(signal.SIGKILL, lost)
     others = set(range(WORLD)) - {lost}
     assert ranks.statuses(*others) == [1, 1]
-    told = {(tmp_path / f"lost-{rank}").read_text() for rank in others}
+    told = {(tmp_path / f"told/lost-{rank}").read_text() for rank in others}
     assert told == {f"lost rank {lost} on {socket.gethostname()}"}
 
 
 def test_ranks_that_are_lost_together_are_named_together(ranks, tmp_path):
     ranks.signal(signal.SIGKILL, 1, 2)
     assert ranks.statuses(0) == [1]
-    assert (tmp_path / "lost-0").read_text() == f"lost ranks 1, 2 on {socket.gethostname()}"
+    assert (tmp_path / "told/lost-0").read_text() == f"lost ranks 1, 2 on {socket.gethostname()}"
+
+
+def test_a_line_that_cannot_be_written_ends_them_all_the_same(ranks, tmp_path):
+    (tmp_path / "told").rmdir()
+    ranks.signal(signal.SIGKILL, 1)
+    assert ranks.statuses(0, 2) == [1, 1]
 
 
 def test_ranks_that_leave_lose_nobody(ranks, tmp_path):
     (tmp_path / "leave").touch()
     assert ranks.statuses(0, 1, 2) == [0, 0, 0]
-    assert not list(tmp_path.glob("lost-*"))
+    assert not list(tmp_path.glob("told/lost-*"))
 
 
 @pytest.mark.parametrize("failing", [0, 2])
@@ -92,7 +99,7 @@ def test_what_a_rank_fails_of_ends_the_others(ranks, tmp_path, failing):
     line = f"rank {failing} on {socket.gethostname()} failed: ValueError: no luck\n"
     for rank in set(range(WORLD)) - {failing}:
         assert (tmp_path / f"log-{rank}").read_text() == line
-    assert not list(tmp_path.glob("lost-*"))
+    assert not list(tmp_path.glob("told/lost-*"))
 
 
 def test_a_stopped_rank_is_not_lost(ranks, tmp_path):
