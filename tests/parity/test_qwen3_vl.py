@@ -9,12 +9,11 @@ from torch.testing import assert_close
 
 from dataset_builders.contracts.manifest import file_entry
 from tests.helpers.bins import MIXED, make_samples
+from tests.helpers.parity import assert_logits_equal, assert_losses_and_gradients_equal
 from tests.helpers.reference import (
     load_reference,
     random_hf_dir,
     reference_inputs,
-    reference_logits,
-    reference_losses,
 )
 from tests.helpers.single_rank import build_tiny, single_rank
 from trainer.checkpoint.hf_read import HFTensors
@@ -78,31 +77,11 @@ def test_mrope_positions_and_angles(pair):
 
 
 def test_logits_of_a_packed_bin(pair):
-    ours = pair.ours.hidden_states(pair.batch)[:, 0] @ pair.ours.language.output_weight.t()
-    start = 0
-    for sample in pair.samples:
-        theirs = reference_logits(pair.reference, sample)
-        assert_close(ours[start : start + len(theirs)], theirs, atol=1e-4, rtol=0)
-        start += len(theirs)
+    assert_logits_equal(pair)
 
 
 def test_loss_and_the_gradient_of_every_parameter(pair):
-    pair.reference.zero_grad()
-    theirs = torch.cat([reference_losses(pair.reference, sample) for sample in pair.samples])
-    theirs.mean().backward()
-    pair.ours.zero_grad()
-    ours = pair.ours(pair.batch)
-    ours.mean().backward()
-    assert_close(ours, theirs, atol=1e-4, rtol=0)
-    grads = {name: p.grad for name, p in pair.reference.named_parameters()}
-    params = dict(pair.ours.named_parameters())
-    compared = set()
-    for rule in rules(pair.ours.shape):
-        for name, grad in zip(rule.hf, rule.packing.split(params[rule.ours].grad, len(rule.hf), 1)):
-            scale = grads[name].norm().clamp(min=1e-6)
-            assert float((grad - grads[name]).norm() / scale) <= 1e-4, name
-            compared.add(name)
-    assert compared == set(grads)
+    assert_losses_and_gradients_equal(pair, list(rules(pair.ours.shape)))
 
 
 def test_the_last_layer_goes_on_with_the_loss_tokens_alone(pair):
