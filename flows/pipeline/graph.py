@@ -24,7 +24,7 @@ from stages.inputs.hf_directory import check_hf_dir, hf_dir_of, model_input, pro
 from stages.inputs.raw_source import open_raw
 from stages.release.config import ReleaseConfig
 from trainer.families.registry import read_model
-from trainer.families.shapes import check_parts
+from trainer.families.shapes import check_training
 
 RAW_DIGESTS = "raw-digests.json"
 
@@ -157,7 +157,7 @@ def check_model(config: PipelineConfig) -> Path | None:
     check_template(hf_dir)
     load_image_config(hf_dir, config.tokenize.min_pixels, config.tokenize.max_pixels)
     family, shape = read_model(hf_dir)
-    check_parts(config.train, family)
+    check_training(config.train, config.execution.parallel, family)
     config.check_parallel(shape)
     return hf_dir
 

@@ -3,13 +3,14 @@
 from dataset_builders.contracts.manifest import load_manifest
 from dataset_builders.errors import InputError
 from trainer.contract.layout import check_layout
+from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import PartConfig, RunConfig, TrainConfig
 from trainer.families.family import Family
 from trainer.families.registry import read_model
 
 
 def check_run(run: RunConfig, world_size: int) -> None:
-    """`check_layout` and `check_parts` for a job whose inputs are on disk, and what its family cannot do.
+    """`check_layout` and `check_training` for a job whose inputs are on disk.
 
     Raises:
         InputError: something does not fit, `hf_dir` is not a model, or `bins_dir` is not an artifact of plan_bins.
@@ -18,8 +19,7 @@ def check_run(run: RunConfig, world_size: int) -> None:
     if "pad_multiple" not in plan:
         raise InputError(f"bins_dir={run.bins_dir} is not an artifact of plan_bins: its manifest has no pad_multiple")
     family, shape = read_model(run.hf_dir)
-    check_parts(run.train, family)
-    family.check_settings(run.train, run.execution.parallel)
+    check_training(run.train, run.execution.parallel, family)
     check_layout(
         run.execution.parallel,
         shape,
@@ -30,12 +30,14 @@ def check_run(run: RunConfig, world_size: int) -> None:
     )
 
 
-def check_parts(train: TrainConfig, family: Family) -> None:
-    """Check that a training's settings name parts that the model has, and that one of these is trained.
+def check_training(train: TrainConfig, parallel: ParallelConfig, family: Family) -> None:
+    """Check that a training's settings are what its family can do, that they name parts that the model has, and that
+    one of these is trained.
 
     Raises:
-        InputError: they do not, or all parts are frozen.
+        InputError: they are not, do not, or all parts are frozen.
     """
+    family.check_settings(train, parallel)
     for name, settings in train.parts.items():
         changed = settings.model_dump(exclude_defaults=True)
         if name not in family.parts and settings != PartConfig():

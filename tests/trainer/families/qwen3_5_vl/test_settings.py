@@ -3,6 +3,8 @@
 import pytest
 
 from dataset_builders.errors import InputError
+from flows.pipeline.graph import check_model
+from flows.pipeline.recipe import load_recipe
 from tests.helpers.run_dir import changed, write_job
 from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.tiny_hybrid_model import hybrid_config, hybrid_hf_dir
@@ -12,7 +14,12 @@ from trainer.families.shapes import check_run
 
 REFUSED = [
     ("float8", {}, 1, "train.precision is float8, in which the delta layers of a qwen3_5 model"),
-    ("bfloat16", {"sharding": "fsdp"}, 2, "A_log and dt_bias of a qwen3_5 model need float32; set parallel.sharding="),
+    (
+        "bfloat16",
+        {"sharding": "fsdp"},
+        2,
+        "A_log and dt_bias of a qwen3_5 model need float32; set execution.parallel.sharding=",
+    ),
     (
         "float32",
         {"cp": 4},
@@ -31,6 +38,18 @@ def test_what_is_not_there_is_refused(precision, parallel, processes, words, tmp
     with pytest.raises(InputError, match=words) as caught:
         check_run(changed(run, train=train, parallel=ParallelConfig(**parallel)), processes)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["train.precision=float8"], "train.precision is float8"),
+        (["train.precision=bfloat16", "execution.parallel.sharding=fsdp"], "parallel.sharding is fsdp"),
+    ],
+)
+def test_a_recipe_is_refused_before_its_first_stage(settings, words):
+    with pytest.raises(InputError, match=words):
+        check_model(load_recipe("embedded", [f"model={hybrid_hf_dir()}", *settings]).config)
 
 
 @pytest.mark.parametrize(
