@@ -22,8 +22,8 @@ def check_settings(train: TrainConfig, parallel: ParallelConfig) -> None:
         )
     if train.precision == "bfloat16" and parallel.sharding == "fsdp":
         raise InputError(
-            "execution.parallel.sharding is fsdp, which computes with all weights in train.precision=bfloat16, and A_log "
-            "and dt_bias of a qwen3_5 model need float32; set execution.parallel.sharding=distributed_optimizer"
+            "execution.parallel.sharding is fsdp, which computes with all weights in train.precision=bfloat16, and "
+            "A_log and dt_bias of a qwen3_5 model need float32; set execution.parallel.sharding=distributed_optimizer"
         )
 
 
