@@ -5,7 +5,8 @@
 #   bash tests/gpu/run_whole_flow.sh DIRECTORY >tests/bench/results/whole_flow_<gpu>_<date>.md
 #
 # DIRECTORY gets two roots and the data: 70 GB. The first argument after it, if any, is a file of further --set values, a
-# line each, for the second run: with model.variant=qwen3_vl_tiny it runs on a CPU, with qwen3_5_2b it is of that family. PARTS names the runs: default 2b.
+# line each, for the second run: with model.variant=qwen3_5_2b it is of that family, with qwen3_vl_tiny and
+# train.precision=float32 it runs on a CPU. PARTS names the runs: default 2b.
 set -euo pipefail
 
 readonly directory=$1
