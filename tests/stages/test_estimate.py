@@ -7,14 +7,20 @@ from stages.inputs.hf_directory import count_parameters
 from tests.helpers.shapes import QWEN_2B
 from tests.helpers.tiny_model import FIRST, SECOND, tiny_hf_dir
 from trainer.contract.estimate import estimate_memory, estimate_saved
+from trainer.contract.model_shape import Work
 from trainer.contract.parallel import ParallelConfig
+from trainer.contract.pieces import pipeline_pieces
 from trainer.families.registry import read_model
+
+TOKENS_ALONE = Work(1024, 0, 0, 0, 0)  # layers of one kind cost alike: equal pieces
 
 
 def memory(shape=QWEN_2B, *, dp=1, num_micro_batches=8, seq_len=1024, max_patches=512, precision="bfloat16", **layout):
+    parallel = ParallelConfig(**layout)
     return estimate_memory(
         shape,
-        ParallelConfig(**layout),
+        parallel,
+        pieces=pipeline_pieces(shape, parallel, TOKENS_ALONE),
         dp=dp,
         num_micro_batches=num_micro_batches,
         seq_len=seq_len,
@@ -62,7 +68,9 @@ def test_what_a_process_writes():
     parameters = sum(QWEN_2B.parameters.values())
 
     def saved(dp: int = 1, precision: str = "bfloat16", **layout) -> int:
-        return estimate_saved(QWEN_2B, ParallelConfig(**layout), dp=dp, precision=precision)
+        parallel = ParallelConfig(**layout)
+        pieces = pipeline_pieces(QWEN_2B, parallel, TOKENS_ALONE)
+        return estimate_saved(QWEN_2B, parallel, pieces=pieces, dp=dp, precision=precision)
 
     assert (saved(), saved(precision="float32")) == (14 * parameters, 16 * parameters)
     assert saved(dp=2, cp=2) == (2 + 12 / 4) * parameters
