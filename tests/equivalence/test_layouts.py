@@ -63,6 +63,8 @@ LAYOUTS = {
     "pp2-untied": ({"pp": 2, "first_pipeline_layers": 3}, 2, "second"),
     "pp2-vpp2": ({"pp": 2, "vpp": 2}, 2, "deep"),
     "pp2-vpp2-full": ({"pp": 2, "vpp": 2, **FULL}, 2, "deep"),
+    "pp2-uneven": ({"pp": 2}, 2, "second"),
+    "pp2-vpp2-uneven": ({"pp": 2, "vpp": 2}, 2, "odd"),
     "cp2": ({"cp": 2}, 2, "first"),
     "cp2-selective": ({"cp": 2, **SELECTIVE, "recompute_vision": True}, 2, "first"),
     "cp2-untied": ({"cp": 2}, 2, "second"),
@@ -93,6 +95,9 @@ LAYOUTS = {
     "hybrid-pp2-full": ({"pp": 2, **FULL}, 2, "hybrid-first"),
     "hybrid-pp2-untied": ({"pp": 2, "first_pipeline_layers": 2}, 2, "hybrid-second"),
     "hybrid-pp2-vpp2": ({"pp": 2, "vpp": 2}, 2, "hybrid-deep"),
+    "hybrid-pp2-uneven": ({"pp": 2}, 2, "hybrid-second"),
+    "hybrid-pp2-vpp2-uneven": ({"pp": 2, "vpp": 2}, 2, "hybrid-odd"),
+    "hybrid-pp3-uneven": ({"pp": 3}, 3, "hybrid-odd"),
     "hybrid-tp2-pp2": ({"tp": 2, "pp": 2}, 4, "hybrid-first"),
     "hybrid-tp4-sp": ({"tp": 4, **SP}, 4, "hybrid-deep"),
     "hybrid-cp2": ({"cp": 2}, 2, "hybrid-first"),
@@ -149,6 +154,20 @@ def outcome(tmp_path_factory):
 def test_a_layout_trains_as_one_process_does(name, outcome):
     shape = LAYOUTS[name][2]
     compare(outcome(name, shape), outcome("alone", shape))
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        ("pp2-uneven", [[0, 1, 2], [3, 4]]),
+        ("pp2-vpp2-uneven", [[0, 1, 4, 5], [2, 3, 6]]),
+        ("hybrid-pp2-uneven", [[0, 1, 2], [3, 4]]),
+        ("hybrid-pp2-vpp2-uneven", [[0, 1, 3, 4], [2, 5, 6]]),
+        ("hybrid-pp3-uneven", [[0, 1], [2, 3, 4], [5, 6]]),
+    ],
+)
+def test_the_layers_that_pipeline_ranks_hold(name, layers, outcome):
+    assert [rank["layers"] for rank in outcome(name, LAYOUTS[name][2]).world.ranks] == layers
 
 
 @pytest.mark.parametrize("name", ["tp2", "tp2-sp-vision", "cp2", "pp2", "pp2-full", "dp2"])

@@ -121,6 +121,31 @@ def test_layers_of_two_kinds_saved_on_one_rank_and_resumed_on_tp2(hybrid):
         assert ours.loss == pytest.approx(theirs.loss, rel=1e-6)
 
 
+EVEN, UNEVEN = {"pp": 2}, {"pp": 2, "first_pipeline_layers": 3}
+PIPELINES = [
+    ("first", EVEN, UNEVEN),
+    ("first", UNEVEN, EVEN),
+    ("hybrid-first", EVEN, UNEVEN),
+    ("hybrid-first", UNEVEN, EVEN),
+    ("odd", {"pp": 3}, {"pp": 2, "vpp": 2}),
+    ("hybrid-odd", {"pp": 2, "vpp": 2}, {"pp": 3}),
+]
+
+
+@pytest.mark.parametrize(("shape", "before", "after"), PIPELINES)
+def test_pipelines_of_other_pieces_go_on(shape, before, after, tmp_path):
+    run = job(tmp_path, "saved", before, shape)
+    whole = run_world(run, before["pp"], save=True)
+    resumed = job(tmp_path, "resumed", after, shape)
+    shutil.copytree(checkpoint_of(run, SAVED_AT), checkpoint_of(resumed, SAVED_AT))
+    world = run_world(resumed, after["pp"])
+    assert [rank["layers"] for rank in world.ranks] != [rank["layers"] for rank in whole.ranks]
+    expected = [row for row in whole.rows if row.step > SAVED_AT]
+    for ours, theirs in zip(world.rows, expected, strict=True):
+        assert ours.loss == pytest.approx(theirs.loss, rel=1e-6)
+        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5)
+
+
 @pytest.fixture(scope="module")
 def exported(root, saved):
     """The exported file of the trained checkpoint, by the layout that exported it."""

@@ -14,20 +14,18 @@ import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.transformer_block import get_num_layers_to_build
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from dataset_builders.contracts.bins import Bin, SampleRef
 from dataset_builders.contracts.tokenized import TokenizedSample
 from tests.helpers.bins import Kind, make_samples, sum_bin
 from tests.helpers.shapes import QWEN_2B
 from trainer.contract.parallel import ParallelConfig
-from trainer.data.balance import deal
+from trainer.contract.pieces import pipeline_pieces
+from trainer.data.balance import deal, planned_work
 from trainer.data.micro_batch import Geometry, MicroBatch, make_micro_batch
 from trainer.data.slices import zigzag_order
 from trainer.families.flops import cost_model
 from trainer.families.qwen3_vl.model import Qwen3VLModel
-from trainer.layers.decoder import decoder_config
 from trainer.parallel.mesh import Mesh
 
 SEQ_LEN = 48
@@ -184,18 +182,15 @@ def _part(parallel: ParallelConfig, mesh: Mesh, samples: Sequence[TokenizedSampl
     tokens = zigzag_order(batch.cu_seqlens.numpy(), cut.cp).reshape(cut.cp, -1)[cut.cp_rank]
     numbers = {image: number for number, image in enumerate(pixels_of(samples))}
     encoders, users = Qwen3VLModel._sharers(SimpleNamespace(groups=mesh.groups, parallel=parallel))
-    config = decoder_config(QWEN_2B.language, parallel, torch.bfloat16)
-    pp_rank, chunks = mesh.groups.pp.rank(), []
-    for stage in range(parallel.vpp) if parallel.vpp > 1 else [None]:
-        first = get_transformer_layer_offset(config, stage, pp_rank)
-        chunks.append(range(first, first + get_num_layers_to_build(config, stage, pp_rank)))
+    work = planned_work(sum_bin(planned_bin(samples)), SEQ_LEN)
+    pieces = pipeline_pieces(QWEN_2B, parallel, work)
     return Part(
         mesh,
         batch,
         tokens,
         np.split(tokens, cut.sequence_ranks)[cut.sequence_rank],
         [numbers.get(image.numpy().tobytes()) for image in batch.patches.split(sizes)],
-        chunks,
+        list(pieces[mesh.groups.pp.rank() :: parallel.pp]),
         encoders,
         users,
     )

@@ -11,6 +11,7 @@ from trainer.checkpoint.hf_read import load_hf_weights
 from trainer.contract.parallel import ParallelConfig
 from trainer.families.family import load
 from trainer.families.registry import read_model
+from trainer.layers.decoder import decoder_config
 from trainer.layers.module_set import TorchModules, transformer_engine_modules
 from trainer.layers.packed_model import PackedModel
 from trainer.parallel.mesh import Mesh, rank_mesh
@@ -34,7 +35,8 @@ def build_tiny(
     """Our model with the directory's weights and the tests' pixel normalisation; `fused`: by Transformer Engine."""
     family, shape = read_model(hf_dir)
     modules = transformer_engine_modules() if fused else TorchModules()
-    model = load(family.model)(shape, ParallelConfig(), dtype, modules, mesh, seq_len)
+    config = decoder_config(shape.language, ParallelConfig(), dtype)
+    model = load(family.model)(shape, ParallelConfig(), config, modules, mesh, seq_len)
     load_hf_weights(model, hf_dir, family.weight_rules(shape), family.carried)
     model.prepare_pixels(PIXELS)
     return model.to(mesh.device)

@@ -66,7 +66,10 @@ DEEP = FIRST.model_copy(update={"num_layers": 8})
 # Heads enough for four tensor-parallel ranks, layers enough for four pipeline ranks.
 WIDE = DEEP.model_copy(update={"num_heads": 8, "num_kv_heads": 4})
 
-SHAPES = {"first": FIRST, "second": SECOND, "deep": DEEP, "wide": WIDE}
+# Layers that pipeline ranks cannot share evenly.
+ODD = FIRST.model_copy(update={"num_layers": 7})
+
+SHAPES = {"first": FIRST, "second": SECOND, "deep": DEEP, "wide": WIDE, "odd": ODD}
 
 
 @functools.cache

@@ -43,7 +43,8 @@ class World:
     Attributes:
         rows: metrics.jsonl.
         ranks: for each rank: `drift`, the largest difference between copies of a parameter after the last step;
-            `loss_tokens` and `encoded`, of each micro batch it read; `pixels`, whether it got any.
+            `loss_tokens` and `encoded`, of each micro batch it read; `pixels`, whether it got any; `layers`, the
+            numbers of its language layers.
     """
 
     rows: list[MetricsRow]
@@ -192,6 +193,7 @@ def _train(run: RunConfig, mesh: Mesh) -> dict[str, object]:
         "drift": 0.0 if divided else drift(chunks, mesh),
         "loss_tokens": [loss_tokens for loss_tokens, _, _ in batches],
         "encoded": [encoded for _, encoded, _ in batches],
+        "layers": [layer.layer_number - 1 for chunk in chunks for layer in chunk.module.language.decoder.layers],
         "pixels": any(patches for _, _, patches in batches),
     }
 

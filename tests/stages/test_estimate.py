@@ -5,16 +5,24 @@ import pytest
 from flows.pipeline.recipe import load_recipe
 from stages.inputs.hf_directory import count_parameters
 from tests.helpers.shapes import QWEN_2B
+from tests.helpers.tiny_hybrid_model import hybrid_config
 from tests.helpers.tiny_model import FIRST, SECOND, tiny_hf_dir
 from trainer.contract.estimate import estimate_memory, estimate_saved
+from trainer.contract.model_shape import Work
 from trainer.contract.parallel import ParallelConfig
+from trainer.contract.pieces import pipeline_pieces
+from trainer.families.qwen3_5_vl.shape import read_shape
 from trainer.families.registry import read_model
+
+TOKENS_ALONE = Work(1024, 0, 0, 0, 0)  # layers of one kind cost alike: equal pieces
 
 
 def memory(shape=QWEN_2B, *, dp=1, num_micro_batches=8, seq_len=1024, max_patches=512, precision="bfloat16", **layout):
+    parallel = ParallelConfig(**layout)
     return estimate_memory(
         shape,
-        ParallelConfig(**layout),
+        parallel,
+        pieces=pipeline_pieces(shape, parallel, TOKENS_ALONE),
         dp=dp,
         num_micro_batches=num_micro_batches,
         seq_len=seq_len,
@@ -62,7 +70,9 @@ def test_what_a_process_writes():
     parameters = sum(QWEN_2B.parameters.values())
 
     def saved(dp: int = 1, precision: str = "bfloat16", **layout) -> int:
-        return estimate_saved(QWEN_2B, ParallelConfig(**layout), dp=dp, precision=precision)
+        parallel = ParallelConfig(**layout)
+        pieces = pipeline_pieces(QWEN_2B, parallel, TOKENS_ALONE)
+        return estimate_saved(QWEN_2B, parallel, pieces=pieces, dp=dp, precision=precision)
 
     assert (saved(), saved(precision="float32")) == (14 * parameters, 16 * parameters)
     assert saved(dp=2, cp=2) == (2 + 12 / 4) * parameters
@@ -89,6 +99,30 @@ def test_the_fullest_rank_of_a_pipeline_is_shown():
     assert first["gradients"] == 4 * (4 * layer + width + counts["vision"] + counts["merger"])
     last = memory(pp=4, first_pipeline_layers=4, seq_len=32768, max_patches=4, num_micro_batches=1)  # twice the layers
     assert last["gradients"] == 4 * (8 * layer + width + QWEN_2B.language.hidden_size)
+
+
+def test_a_rank_between_may_be_the_fullest():
+    counts, width = QWEN_2B.parameters, QWEN_2B.language.vocab_size * QWEN_2B.language.hidden_size
+    layer = (counts["language"] - width - QWEN_2B.language.hidden_size) // QWEN_2B.language.num_layers
+    sizes = {"dp": 1, "num_micro_batches": 4, "seq_len": 8192, "max_patches": 16, "precision": "bfloat16"}
+    pieces = (range(4), range(4, 24), range(24, 28))
+    assert estimate_memory(QWEN_2B, ParallelConfig(pp=3), pieces=pieces, **sizes)["gradients"] == 4 * 20 * layer
+    saved = estimate_saved(QWEN_2B, ParallelConfig(pp=3), pieces=pieces, dp=1, precision="bfloat16")
+    assert saved == 14 * 20 * layer
+
+
+def test_layers_of_two_kinds_keep_what_each_kind_keeps():
+    """Three delta layers with 2 key heads and 6 value heads of 16, two gated attentions with 6 heads of 32."""
+    shape = read_shape(hybrid_config("second"))
+    width, logits = 48, 2 * 1024 * 512
+    delta, gated = 4 * 32 + 5 * 96 + 6 * 6, 4 * width + 2 * 6 * 32
+    kept = 3 * (13 * width + delta) + 2 * (13 * width + gated)
+    assert memory(shape, max_patches=0)["activations"] == 1024 * 2 * kept + logits
+    inside = 2 * 32 + 2 * 96 + 4 * 6  # what the convolution and the rule give, and decay and beta in float32
+    selective = memory(shape, max_patches=0, recompute="selective")["activations"]
+    assert selective == 1024 * 2 * (kept - 3 * inside) + logits
+    full = memory(shape, max_patches=0, recompute="full")["activations"]
+    assert full == 1024 * 2 * (5 * width + 13 * width + delta) + logits  # each layer's input, and the largest layer
 
 
 def test_micro_batches_in_flight_and_recomputation():

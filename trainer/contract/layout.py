@@ -1,9 +1,9 @@
 """Checks, before anything starts, that a layout fits the model, the processes, the global batch and the bins.
 
 They refuse what megatron-core 0.16.1 would assert later, in its own words: transformer_config.py (heads, query
-groups, uneven pipelines), transformer_block.py (get_num_layers_to_build), tensor_parallel/ (every divided width),
-parallel_state.py (world size), schedules.py (micro batches of the interleaved schedule). Every message is one line that
-names the fields, their values and the nearest value that works.
+groups), pipeline_parallel_layer_layout.py (layers), tensor_parallel/ (every divided width), parallel_state.py (world
+size), schedules.py (micro batches of the interleaved schedule). Every message is one line that names the fields, their
+values and the nearest value that works.
 """
 
 import json
@@ -14,6 +14,7 @@ from typing import NamedTuple
 from dataset_builders.errors import InputError
 from trainer.contract.model_shape import ModelShape
 from trainer.contract.parallel import ParallelConfig
+from trainer.contract.pieces import pipeline_room
 
 
 class FieldNames(NamedTuple):
@@ -129,33 +130,24 @@ def _check_layers(parallel: ParallelConfig, shape: ModelShape, names: FieldNames
 
 def _layer_problem(parallel: ParallelConfig, shape: ModelShape) -> str | None:
     """Why the language layers do not fit the pipeline, beginning with a field of `parallel`; None if they fit."""
-    pp, vpp, first, layers = parallel.pp, parallel.vpp, parallel.first_pipeline_layers, shape.language.num_layers
-    if pp == 1:
+    if parallel.pp == 1:
         return None
+    least, groups = pipeline_room(shape, parallel)
+    short = next(((group, layers) for group, layers in groups if layers < sum(least[i] for i in group)), None)
+    if short is None:
+        return None
+    group, layers = short
+    deep = f", {least[0]} of them in the first: one per deepstack level" if group[0] == 0 and least[0] > 1 else ""
+    need = f"need {sum(least[i] for i in group)} layers{deep}"
+    pp, vpp, first, total = parallel.pp, parallel.vpp, parallel.first_pipeline_layers, shape.language.num_layers
     if first is None:
-        if layers % (pp * vpp):
-            return f"pp={pp} ranks x vpp={vpp} pieces do not share the model's num_layers={layers} evenly"
-        chunk = layers // (pp * vpp)
-    else:
-        rest = layers - first
-        if rest <= 0:
-            return (
-                f"first_pipeline_layers={first} of num_layers={layers} leaves no layer to the others of pp={pp} ranks"
-            )
-        if first % vpp:
-            return f"first_pipeline_layers={first} does not divide into vpp={vpp} pieces"
-        if rest % ((pp - 1) * vpp):
-            return (
-                f"first_pipeline_layers={first} of num_layers={layers} leaves {rest}, which the {pp - 1} others of "
-                f"pp={pp} ranks x vpp={vpp} pieces do not share evenly"
-            )
-        chunk = first // vpp
-    if chunk < shape.num_deepstack:
-        return (
-            f"pp={pp}, vpp={vpp}, first_pipeline_layers={json.dumps(first)} put {chunk} of num_layers={layers} into "
-            f"the first piece of the first rank, which needs {shape.num_deepstack}: one per deepstack level"
-        )
-    return None
+        return f"pp={pp} ranks x vpp={vpp} are {len(group)} pieces of the model's num_layers={total}, which {need}"
+    if group[0] == 0:
+        return f"first_pipeline_layers={first} is for the first rank's vpp={vpp} pieces, which {need}"
+    return (
+        f"first_pipeline_layers={first} of num_layers={total} leaves {max(0, layers)} to the others of pp={pp} ranks, "
+        f"whose vpp={vpp} pieces each {need} in all"
+    )
 
 
 def _layer_fixes(parallel: ParallelConfig, shape: ModelShape) -> Iterator[dict[str, int | None]]:

@@ -5,9 +5,28 @@ subclass that computes its own parameters and FLOPs.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 # Loss tokens whose logits exist at a time; trainer/layers/output_loss.py gives the reason for the number.
 LOSS_CHUNK = 4096
+
+
+class Work(NamedTuple):
+    """The work in a bin, by the kinds that cost differently; or arrays, for many bins.
+
+    Attributes:
+        tokens: of the linear layers of the language model.
+        loss_tokens: tokens whose logits are computed.
+        tokens_squared: sum over samples of length^2; that only the causal half is computed is in the coefficient.
+        patches: of the vision encoder.
+        patches_squared: sum over images of patches^2.
+    """
+
+    tokens: float
+    loss_tokens: float
+    tokens_squared: float
+    patches: float
+    patches_squared: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +74,15 @@ class DecoderShape:
         """Parameters of a layer, counted from 0."""
         attention = self._projections() + self._output_projection() + 2 * self.head_dim
         return attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
+
+    def kept_numbers(self, number: int, *, selective: bool) -> int:
+        """Numbers per token that the attention of a layer, counted from 0, keeps for backward in its heads: queries,
+        keys, values and output are about four hidden sizes; a gate adds itself and the output that it multiplies.
+
+        Args:
+            selective: the core is computed again, see `recompute`.
+        """
+        return 4 * self.hidden_size + (2 * self.num_heads * self.head_dim if self.gated_attention else 0)
 
     @property
     def parameters(self) -> int:

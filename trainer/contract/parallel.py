@@ -25,7 +25,8 @@ class ParallelConfig(StrictModel):
         default=None,
         ge=1,
         le=1024,
-        description="language layers of the first pipeline rank, which also holds vision; null: the even share",
+        description="language layers of the first pipeline rank, which also holds vision; null: so many that no rank "
+        "costs much more than the others",
     )
     vision_split: Literal["images", "tensor_parallel"] = Field(
         default="images",

@@ -74,6 +74,11 @@ class TrainConfig(StrictModel):
         """The settings of a part of the model; a part without settings of its own has the defaults."""
         return self.parts.get(name, PartConfig())
 
+    @property
+    def frozen(self) -> set[str]:
+        """The parts that are not trained."""
+        return {name for name, part in self.parts.items() if part.frozen}
+
     @model_validator(mode="after")
     def _something_is_trained(self) -> "TrainConfig":
         if all(part.frozen for part in self.parts.values()):

@@ -7,11 +7,11 @@ computes the whole answer by itself, in additions and comparisons of doubles, wh
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from dataset_builders.contracts.bins import BinSums
+from trainer.contract.model_shape import Work
 
 # Ranks whose totals differ by less than this fraction count as equal: a cost model is not more exact.
 TOLERANCE = 1e-3
@@ -33,24 +33,6 @@ def spread_images(patches: Sequence[int], ranks: int) -> list[list[int]]:
         shares[rank].append(image)
         heapq.heapreplace(loads, (load + patches[image], rank))
     return [sorted(share) for share in shares]
-
-
-class Work(NamedTuple):
-    """The work in a bin, by the kinds that cost differently; or arrays, for many bins.
-
-    Attributes:
-        tokens: of the linear layers of the language model.
-        loss_tokens: tokens whose logits are computed.
-        tokens_squared: sum over samples of length^2; that only the causal half is computed is in the coefficient.
-        patches: of the vision encoder.
-        patches_squared: sum over images of patches^2.
-    """
-
-    tokens: int
-    loss_tokens: int | np.ndarray
-    tokens_squared: int | np.ndarray
-    patches: int | np.ndarray
-    patches_squared: float | np.ndarray
 
 
 def planned_work(sums: BinSums, seq_len: int) -> Work:

@@ -5,8 +5,8 @@ A matrix product of (n, a) by (a, b) is 2*n*a*b; the backward pass is twice the 
 alone: for other tokens they are not needed.
 """
 
-from trainer.contract.model_shape import ModelShape
-from trainer.data.balance import CostModel, Work
+from trainer.contract.model_shape import ModelShape, Work
+from trainer.data.balance import CostModel
 from trainer.data.micro_batch import MicroBatch
 
 FORWARD_AND_BACKWARD = 3

@@ -3,7 +3,9 @@
 from dataset_builders.contracts.manifest import load_manifest
 from dataset_builders.errors import InputError
 from trainer.contract.layout import check_layout
+from trainer.contract.model_shape import ModelShape
 from trainer.contract.parallel import ParallelConfig
+from trainer.contract.pieces import mean_work, pipeline_pieces
 from trainer.contract.run import PartConfig, RunConfig, TrainConfig
 from trainer.families.family import Family
 from trainer.families.registry import read_model
@@ -28,6 +30,13 @@ def check_run(run: RunConfig, world_size: int) -> None:
         seq_len=run.seq_len,
         pad_multiple=plan["pad_multiple"],
     )
+
+
+def pieces_of(run: RunConfig, shape: ModelShape) -> tuple[range, ...]:
+    """The language layers of each piece of a job's pipeline, by the plan of its bins."""
+    plan = load_manifest(run.bins_dir)
+    work = mean_work(run.seq_len, plan.config, plan.stats)
+    return pipeline_pieces(shape, run.execution.parallel, work, run.train.frozen)
 
 
 def check_training(train: TrainConfig, parallel: ParallelConfig, family: Family) -> None:

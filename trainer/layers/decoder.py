@@ -5,7 +5,7 @@ D = hidden size.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -31,8 +31,14 @@ from trainer.layers.output_loss import OutputLayer
 Between = Callable[[int, torch.Tensor], torch.Tensor]
 
 
-def decoder_config(shape: DecoderShape, parallel: ParallelConfig, dtype: torch.dtype) -> TransformerConfig:
-    """megatron-core's config of the language model."""
+def decoder_config(
+    shape: DecoderShape, parallel: ParallelConfig, dtype: torch.dtype, pieces: Sequence[range] = ()
+) -> TransformerConfig:
+    """megatron-core's config of the language model.
+
+    Args:
+        pieces: of the pipeline, see `pipeline_pieces`; without a pipeline they are not used.
+    """
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -57,13 +63,21 @@ def decoder_config(shape: DecoderShape, parallel: ParallelConfig, dtype: torch.d
         # by their order and confuse them.
         overlap_p2p_comm=parallel.vpp > 1,
         batch_p2p_comm=parallel.vpp == 1,
-        num_layers_in_first_pipeline_stage=parallel.first_pipeline_layers,
+        pipeline_model_parallel_layout=_megatron_layout(pieces) if parallel.pp > 1 else None,
         context_parallel_size=parallel.cp,
         sequence_parallel=parallel.sequence_parallel,
         # The block recomputes whole layers; megatron-core's flag is for the attention cores alone.
         recompute_granularity="selective" if parallel.recompute == "selective" else None,
         **shared_config(dtype),
     )
+
+
+def _megatron_layout(pieces: Sequence[range]) -> list[list[str]]:
+    """Of each piece what it holds, in megatron-core's words."""
+    layout = [["decoder"] * len(piece) for piece in pieces]
+    layout[0].insert(0, "embedding")
+    layout[-1].append("loss")
+    return layout
 
 
 class DecoderBlock(TransformerBlock):

@@ -16,6 +16,7 @@ from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from dataset_builders.contracts.tokenized import PatchFormat
@@ -24,7 +25,7 @@ from trainer.contract.parallel import ParallelConfig
 from trainer.data.micro_batch import MicroBatch
 from trainer.layers.attention import PackedSegments, Rotation
 from trainer.layers.chosen_rows import ChosenRows
-from trainer.layers.decoder import Between, LanguageModel, decoder_config
+from trainer.layers.decoder import Between, LanguageModel
 from trainer.layers.module_set import layer_spec, mark_tensor_parallel
 from trainer.layers.part_clock import PartClock
 from trainer.parallel.mesh import Mesh
@@ -36,6 +37,9 @@ class PackedModel(MegatronModule):
     A family defines how positions turn a head (`rotation`), and may define its layers (`layer_spec`), other parts of a
     chunk (`build_parts`) and how tokens are embedded (`embed`).
 
+    Args:
+        config: of the language model, see `decoder_config`; every chunk needs one of its own.
+
     Attributes:
         has_graphs: its layers can run as CUDA graphs.
     """
@@ -46,13 +50,12 @@ class PackedModel(MegatronModule):
         self,
         shape: ModelShape,
         parallel: ParallelConfig,
-        dtype: torch.dtype,
+        config: TransformerConfig,
         modules: BackendSpecProvider,
         mesh: Mesh,
         seq_len: int,
         vp_stage: int | None = None,
     ) -> None:
-        config = decoder_config(shape.language, parallel, dtype)
         super().__init__(config)
         self.shape, self.parallel, self.mesh, self.groups = shape, parallel, mesh, mesh.groups
         pp, stage = mesh.groups.pp, vp_stage or 0
@@ -63,7 +66,7 @@ class PackedModel(MegatronModule):
         self.share_embeddings_and_output_weights = shape.language.tie_word_embeddings
         self.seq_len = seq_len
         self.clock = PartClock()
-        self.build_parts(dtype, modules)
+        self.build_parts(config.params_dtype, modules)
         first = get_transformer_layer_offset(config, vp_stage, pp.rank())
         numbers = range(first, first + get_num_layers_to_build(config, vp_stage, pp.rank()))
         kinds = [self.layer_spec(modules, number) for number in range(shape.language.num_layers)]

@@ -20,6 +20,8 @@ from trainer.families.flops import cost_model
 from trainer.families.geometry import geometry_of
 from trainer.families.parts import freeze
 from trainer.families.registry import read_model
+from trainer.families.shapes import pieces_of
+from trainer.layers.decoder import decoder_config
 from trainer.layers.module_set import TorchModules, check_float8, transformer_engine_modules
 from trainer.loop.share_model import Chunk, share_model, weights_dtype
 from trainer.loop.step import finalize_gradients
@@ -50,15 +52,21 @@ def build_chunks(
     run: RunConfig, family: Family, shape: ModelShape, mesh: Mesh, dtype: torch.dtype
 ) -> list[torch.nn.Module]:
     """The chunks of the model that this rank holds, with the weights of `run.hf_dir`, on its device."""
-    build, rules = load(family.model), family.weight_rules(shape)
+    build, rules, parallel = load(family.model), family.weight_rules(shape), run.execution.parallel
     modules = transformer_engine_modules() if mesh.device.type == "cuda" else TorchModules()
-    stages = range(run.execution.parallel.vpp) if run.execution.parallel.vpp > 1 else [None]
-    chunks = [build(shape, run.execution.parallel, dtype, modules, mesh, run.seq_len, stage) for stage in stages]
+    stages = range(parallel.vpp) if parallel.vpp > 1 else [None]
+    pieces = pieces_of(run, shape) if parallel.pp > 1 else ()
+    chunks = []
+    for stage in stages:
+        config = decoder_config(shape.language, parallel, dtype, pieces)
+        chunks.append(build(shape, parallel, config, modules, mesh, run.seq_len, stage))
     count = sum(load_hf_weights(chunk, run.hf_dir, rules, family.carried) for chunk in chunks)
     if run.train.precision == "float8":
         check_float8(run, mesh.device)
         for chunk in chunks:
             chunk.language.use_float8()
+    if parallel.pp > 1:
+        log.info("language layers of the pipeline's pieces: %s", ", ".join(str(len(piece)) for piece in pieces))
     log.info("weights: %s (%d parameters' tensors on this rank, %s)", run.hf_dir, count, dtype)
     for chunk in chunks:
         chunk.clock = chunks[0].clock

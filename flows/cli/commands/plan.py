@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from dataset_builders.contracts.sample import SPLITS
@@ -20,6 +20,8 @@ from stages.launchers.job import Job, make_launcher
 from stages.train.run_trainer import trainer_job
 from trainer.contract.estimate import estimate_memory, estimate_saved
 from trainer.contract.model_shape import ModelShape
+from trainer.contract.parallel import ParallelConfig
+from trainer.contract.pieces import mean_work, pipeline_pieces
 from trainer.families.registry import read_model
 
 UNKNOWN = "known once the data is made"
@@ -83,7 +85,9 @@ def work_dir_of(name: str, config: PipelineConfig, root: StorePath, available: M
 def size_rows(config: PipelineConfig, available: Mapping[str, Input]) -> list[tuple[str, str]]:
     """(name, value) of samples, bins, steps, epochs, parameters and memory, as far as they are known now."""
     shape = read_model(available["model"].dir)[1] if isinstance(config.model, str) else config.model.shape
-    parts, memory, bins = shape.parameters, _memory(config, shape), available.get("plan_bins")
+    parts, bins = shape.parameters, available.get("plan_bins")
+    pieces = _pieces(config, shape, bins)
+    memory = _memory(config, shape, pieces)
     steps, batch = config.train.num_steps, config.train.global_batch_size
     tokens = steps * batch * config.plan_bins.seq_len
     return [
@@ -95,12 +99,13 @@ def size_rows(config: PipelineConfig, available: Mapping[str, Input]) -> list[tu
             "parameters",
             f"{sum(parts.values()):,} ({', '.join(f'{name} {n:,}' for name, n in parts.items())})",
         ),
+        *_layers(config.execution.parallel, pieces, bins),
         (
             "memory",
             f"about {_size(sum(memory.values()))} in the fullest process, without the {_RUNTIME} of torch itself",
         ),
         *((f"  {name}", _size(value)) for name, value in memory.items()),
-        *_host_memory(config, shape),
+        *_host_memory(config, shape, pieces),
         ("processes", str(config.execution.cluster.processes)),
     ]
 
@@ -108,12 +113,30 @@ def size_rows(config: PipelineConfig, available: Mapping[str, Input]) -> list[tu
 _RUNTIME = "0.5 to 1 GB"
 
 
-def _memory(config: PipelineConfig, shape: ModelShape) -> dict[str, int]:
+def _pieces(config: PipelineConfig, shape: ModelShape, bins: Input | None) -> tuple[range, ...]:
+    """The language layers of the pipeline's pieces, as the trainer will deal them if the bins are made."""
+    plan = config.plan_bins
+    stats = bins.manifest.stats if isinstance(bins, Artifact) else {}
+    work = mean_work(plan.seq_len, plan.model_dump(), stats)
+    return pipeline_pieces(shape, config.execution.parallel, work, config.train.frozen)
+
+
+def _layers(parallel: ParallelConfig, pieces: Sequence[range], bins: Input | None) -> list[tuple[str, str]]:
+    """A row where there is a pipeline."""
+    if parallel.pp == 1:
+        return []
+    ranks = (" + ".join(str(len(piece)) for piece in pieces[rank :: parallel.pp]) for rank in range(parallel.pp))
+    note = "" if isinstance(bins, Artifact) else f" (if bins were full; for these bins {UNKNOWN})"
+    return [("layers", f"{', '.join(ranks)} by pipeline rank{note}")]
+
+
+def _memory(config: PipelineConfig, shape: ModelShape, pieces: Sequence[range]) -> dict[str, int]:
     parallel = config.execution.parallel
     dp = config.execution.cluster.processes // parallel.model_size
     return estimate_memory(
         shape,
         parallel,
+        pieces=pieces,
         dp=dp,
         num_micro_batches=config.train.global_batch_size // dp,
         seq_len=config.plan_bins.seq_len,
@@ -122,13 +145,13 @@ def _memory(config: PipelineConfig, shape: ModelShape) -> dict[str, int]:
     )
 
 
-def _host_memory(config: PipelineConfig, shape: ModelShape) -> list[tuple[str, str]]:
+def _host_memory(config: PipelineConfig, shape: ModelShape, pieces: Sequence[range]) -> list[tuple[str, str]]:
     """A row where saves are asynchronous; a training that saves at its end alone keeps no copy."""
     execution, train = config.execution, config.train
     if not execution.checkpoint.asynchronous or execution.checkpoint.save_interval >= train.num_steps:
         return []
     dp = execution.cluster.processes // execution.parallel.model_size
-    copied = estimate_saved(shape, execution.parallel, dp=dp, precision=train.precision)
+    copied = estimate_saved(shape, execution.parallel, pieces=pieces, dp=dp, precision=train.precision)
     return [("host memory", f"{_size(copied)} in the fullest process, page-locked: checkpoints are written from it")]
 
 

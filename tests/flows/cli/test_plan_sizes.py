@@ -1,13 +1,38 @@
 """The plan says what host memory the saves of a training take."""
 
+from dataset_builders.contracts.manifest import Manifest
 from flows.cli.commands.plan import size_rows
 from flows.pipeline.recipe import load_recipe
+from stages.artifacts.artifact import Artifact
+
+
+def rows_of(*overrides: str, **available: object) -> dict[str, str]:
+    return dict(size_rows(load_recipe("embedded", list(overrides)).config, available))
 
 
 def host_memory(*overrides: str) -> str | None:
-    rows = dict(size_rows(load_recipe("embedded", list(overrides)).config, {}))
+    rows = rows_of(*overrides)
     assert "memory" in rows
     return rows.get("host memory")
+
+
+PIPELINE = ("model.num_layers=11", "execution.parallel.pp=2", "execution.cluster.processes=2")
+
+
+def test_the_layers_of_a_pipeline_are_those_that_the_trainer_will_deal(tmp_path):
+    assert "layers" not in rows_of()
+    full = rows_of(*PIPELINE)["layers"]
+    assert full == "2, 9 by pipeline rank (if bins were full; for these bins known once the data is made)"
+    sums = {"num_samples": 9, "num_tokens": 900, "num_loss_tokens": 0, "num_patches": 0, "num_images": 0}
+    stats = {"epochs": [{"num_bins": 1, "num_tokens": 900, "subsets": {"text": sums}}]}
+    sizes = {"num_bins": {"train": 1, "heldout": 0}, "padding_fraction": {"train": 0.0, "heldout": 0.0}}
+    manifest = Manifest(
+        stage="plan_bins", version=2, fingerprint="f" * 16, config={}, parents={}, shards=[], stats={**sizes, **stats}
+    )
+    bins = Artifact(tmp_path, manifest)
+    assert rows_of(*PIPELINE, plan_bins=bins)["layers"] == "5, 6 by pipeline rank"
+    two = rows_of(*PIPELINE, "execution.parallel.vpp=2", "train.global_batch_size=2", plan_bins=bins)["layers"]
+    assert two == "2 + 3, 3 + 3 by pipeline rank"  # no loss: the last layer costs little
 
 
 def test_host_memory_is_named_where_a_save_comes_before_the_last():

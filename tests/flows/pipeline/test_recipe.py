@@ -130,9 +130,9 @@ def test_nothing_held_out_is_fine_where_the_source_has_splits_of_its_own():
             "execution.parallel.tp=4 does not divide the model's num_kv_heads=2; try execution.parallel.tp=2",
         ),
         (
-            ["execution.parallel.pp=2", "execution.cluster.processes=2"],
-            "execution.parallel.pp=2 ranks x vpp=1 pieces do not share the model's num_layers=3 evenly; "
-            "try execution.parallel.pp=1 or execution.parallel.first_pipeline_layers=2",
+            ["execution.parallel.pp=3", "execution.cluster.processes=3"],
+            "execution.parallel.pp=3 ranks x vpp=1 are 3 pieces of the model's num_layers=3, which need 4 layers, 2 of "
+            "them in the first: one per deepstack level; try execution.parallel.pp=2",
         ),
         (
             ["execution.cluster.processes=3", "train.global_batch_size=4"],

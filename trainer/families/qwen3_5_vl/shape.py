@@ -63,6 +63,16 @@ class HybridDecoderShape(DecoderShape):
         own = self.taps * sum(self.delta_channels) + 2 * self.delta_value_heads + self.delta_head_dim
         return whole - attention + self._delta_projections() + self._delta_output() + own
 
+    def kept_numbers(self, number: int, *, selective: bool) -> int:
+        """Of a delta layer exactly what its kernels save: the projected [q | k | v | z | b | a] and the input of the
+        output projection; unless they are computed again also q, k and v after the convolution, what the rule gives to
+        the norm, and decay and beta in float32, here two numbers each."""
+        if not self.is_delta(number):
+            return DecoderShape.kept_numbers(self, number, selective=selective)
+        queries, keys, values = self.delta_channels
+        inside = queries + keys + values + values + 4 * self.delta_value_heads
+        return queries + keys + 3 * values + 2 * self.delta_value_heads + (0 if selective else inside)
+
     def layer_flops(self, number: int) -> tuple[int, int, int]:
         """The delta rule counts before: a state needs every token. Per token and value head it is three products
         inside a chunk of C tokens (6 C d), the solution of a triangular system (2 C d), and three products with the

@@ -1,0 +1,110 @@
+"""What attentions keep for backward is what the memory estimate counts. The autograd functions of the delta rule's
+kernels run here with launches that do nothing: what they save is what they save on a GPU."""
+
+import dataclasses
+import importlib
+import sys
+from collections.abc import Callable
+from itertools import accumulate
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+
+from tests.helpers.single_rank import build_tiny, single_rank
+from tests.helpers.tiny_hybrid_model import hybrid_config, hybrid_hf_dir
+from trainer.families.qwen3_5_vl.shape import read_shape
+from trainer.layers.attention import GatedSelfAttention, PackedSegments, RotarySelfAttention
+from trainer.layers.delta_layer import DeltaAttention
+from trainer.layers.delta_rule import gated_delta_net
+
+PACKAGE = "trainer.layers.delta_rule"
+FUNCTIONS = {
+    "convolution": "convolve_heads",
+    "gated_norm": "gated_norm",
+    "gates": "delta_gates",
+    "kernel_rule": "gated_delta_rule",
+}
+SHAPE = read_shape(hybrid_config("third")).language
+KERNELS = ("chunk_kernel", "gradient_kernel", "state_kernels", *FUNCTIONS)
+LENGTHS = [128, 64, 192]  # whole chunks: a chunk that is not full has gates for 64 tokens all the same
+
+
+def take_kernel_path(monkeypatch) -> None:
+    """From now on the delta net takes the kernel path on a CPU; its numbers are of memory that nobody has written."""
+    for name in ("triton", "triton.language", "triton.tools", "triton.tools.tensor_descriptor"):
+        monkeypatch.setitem(sys.modules, name, MagicMock())
+    for module, function in FUNCTIONS.items():
+        loaded = importlib.import_module(f"{PACKAGE}.{module}")
+        monkeypatch.setattr(gated_delta_net, function, getattr(loaded, function), raising=False)
+    monkeypatch.setattr(gated_delta_net, "kernels_fit", lambda mixed, heads: True)
+
+
+@pytest.fixture(autouse=True)
+def forget_kernels():
+    """Modules that were loaded without Triton are loaded anew by the next test that wants them."""
+    yield
+    for name in KERNELS:
+        sys.modules.pop(f"{PACKAGE}.{name}", None)
+
+
+def kept_bytes(run: Callable[[], torch.Tensor]) -> int:
+    """Bytes of the storages that a forward pass saves."""
+    kept = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = (tensor, storage.nbytes())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        assert run().requires_grad
+    return sum(size for _, size in kept.values())
+
+
+def bin_of(repeats: int) -> tuple[int, PackedSegments]:
+    """Tokens and segments of a bin."""
+    bounds = [0, *accumulate(LENGTHS * repeats)]
+    return bounds[-1], PackedSegments.of(torch.tensor(bounds, dtype=torch.int32), max(LENGTHS), bounds=tuple(bounds))
+
+
+@pytest.fixture
+def layers():
+    """The attentions of a delta layer and of a gated one, in bfloat16."""
+    with single_rank() as mesh:
+        decoder = build_tiny(hybrid_hf_dir("third"), mesh, dtype=torch.bfloat16).language.decoder
+        yield decoder.layers[0].self_attention, decoder.layers[3].self_attention
+
+
+@pytest.mark.parametrize("selective", [False, True])
+def test_a_delta_layer_keeps_what_the_estimate_counts(selective, layers, monkeypatch):
+    layer, _ = layers
+    assert isinstance(layer, DeltaAttention)
+    take_kernel_path(monkeypatch)
+    monkeypatch.setattr(layer.config, "recompute_granularity", "selective" if selective else None)
+
+    def kept(repeats: int) -> int:
+        tokens, segments = bin_of(repeats)
+        hidden = torch.randn(tokens, 1, SHAPE.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+
+        def run() -> torch.Tensor:
+            return layer.linear_proj(layer.attend(*layer.prepare(hidden, None), segments))[0]
+
+        return kept_bytes(run) - hidden.nbytes
+
+    per_token = (kept(2) - kept(1)) / bin_of(1)[0]  # what does not grow with the tokens is the layer's parameters
+    assert per_token == 2 * SHAPE.kept_numbers(0, selective=selective)
+
+
+def test_a_gate_keeps_itself_and_the_output_that_it_multiplies(layers):
+    _, layer = layers
+    assert isinstance(layer, GatedSelfAttention)
+    tokens, segments = bin_of(1)
+    query, key, value, gate = (
+        torch.randn(tokens, heads, SHAPE.head_dim, dtype=torch.bfloat16, requires_grad=True)
+        for heads in (SHAPE.num_heads, SHAPE.num_kv_heads, SHAPE.num_kv_heads, SHAPE.num_heads)
+    )
+    gated = kept_bytes(lambda: layer.linear_proj(layer.attend(query, key, value, gate, segments))[0])
+    plain = kept_bytes(lambda: layer.linear_proj(RotarySelfAttention.attend(layer, query, key, value, segments))[0])
+    without = dataclasses.replace(SHAPE, gated_attention=False).kept_numbers(3, selective=False)
+    assert gated - plain == 2 * (SHAPE.kept_numbers(3, selective=False) - without) * tokens
