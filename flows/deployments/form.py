@@ -17,10 +17,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from dataset_builders.contracts.strict import EVERY_FIELD
 from flows.deployments.allowed import is_recipe_only
 from flows.pipeline.config import PipelineConfig
 from flows.pipeline.recipe import NONE, known_recipes, load_recipe
-from stages.encode.config import EVERY_FIELD
 
 _AS_RECIPE = {"type": "null", "title": "as the recipe says"}
 _CHANGE = {"type": "object", "title": "change"}

@@ -4,9 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field, SerializationInfo, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from dataset_builders.contracts.strict import StrictModel
-
-EVERY_FIELD = {"every_field": True}  # the context of a dump for people, as the form's
+from dataset_builders.contracts.strict import EVERY_FIELD, StrictModel
 
 
 class Learn(StrictModel):

@@ -112,8 +112,8 @@ class FullyShardedModel(_BaseDataParallel):
 def _divide(module: MegatronModule, dtype: torch.dtype, group: ProcessGroup) -> None:
     """Put FSDP2 around each transformer layer, vision and language, and around the rest. Gradients are summed.
 
-    A module with `computes_in_float32` is divided by itself. It gives others its weights, who use them after its forward
-    pass; so these stay whole until the gradients have come. They are a few numbers a head.
+    A module with `computes_in_float32` is divided by itself. It gives others its weights, who use them after its
+    forward pass; so these stay whole until the gradients have come. They are a few numbers a head.
     """
     mesh = DeviceMesh.from_group(group, next(module.parameters()).device.type, mesh_dim_names=("dp",))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
