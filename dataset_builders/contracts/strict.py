@@ -2,7 +2,8 @@
 
 from pydantic import BaseModel, ConfigDict
 
-EVERY_FIELD = {"every_field": True}  # the context of a dump for people, as the form's: with fields that came later
+# The context of a dump for people, as the form's: also the fields that a fingerprint leaves out at their defaults.
+EVERY_FIELD = {"every_field": True}
 
 
 class StrictModel(BaseModel):

@@ -61,7 +61,7 @@ _SECTIONS = {
     "": ("overrides", ""),
     "train": ("Training", "Steps, batch, precision, learning rates."),
     "data": ("Data", "The embedded digits with other counts, or a source of your own."),
-    "model": ("Model", "A tiny model with random weights, or a Qwen3-VL or Qwen3 to start from."),
+    "model": ("Model", "A model of random weights, or a Qwen3-VL, Qwen3.5 or Qwen3 to start from."),
     "convert": ("Raw rows", "Which rows are read, held out and left out."),
     "contamination": ("Contamination", "What counts as a held-out picture that occurs in train."),
     "tokenize": ("Tokens and patches", "How samples are encoded, and which answers are learnt."),

@@ -101,7 +101,8 @@ class PipelineConfig(StrictModel):
             if patches > self.plan_bins.max_patches:
                 raise ValueError(
                     f"one picture of tokenize.max_pixels has {patches} patches, more than "
-                    f"plan_bins.max_patches={self.plan_bins.max_patches}; try plan_bins.max_patches={patches}"
+                    f"plan_bins.max_patches={self.plan_bins.max_patches}; try plan_bins.max_patches={patches} or "
+                    f"tokenize.max_pixels={self.plan_bins.max_patches * self.model.patch_size**2}"
                 )
 
     def _check_profile(self) -> None:

@@ -4,12 +4,15 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializationInfo, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from dataset_builders.contracts.strict import StrictModel
+from dataset_builders.contracts.strict import EVERY_FIELD, StrictModel
+from dataset_builders.errors import shown
 from dataset_builders.sources.digits import NUM_SCANS
 from trainer.contract.model_shape import ModelShape
-from trainer.families.registry import EMBEDDED, get_family
+from trainer.families.registry import EMBEDDED, get_family, get_variant, get_variants
+
+_LATER = ("family", "dtype", "rotary_fraction", "delta")
 
 
 class EmbeddedDataConfig(StrictModel):
@@ -24,9 +27,33 @@ class EmbeddedDataConfig(StrictModel):
     num_texts: int = Field(default=300, ge=0, le=10**6, description="rows without a picture, at most")
 
 
-class EmbeddedModelConfig(StrictModel):
-    """Identity of the embedded model: its shape, its tokenizer's size and the seed of its weights."""
+class DeltaSizes(StrictModel):
+    """The gated delta nets of a hybrid decoder."""
 
+    key_heads: int = Field(gt=0, le=1024, description="key heads of a gated delta net")
+    value_heads: int = Field(gt=0, le=1024, description="value heads, a multiple of key_heads")
+    head_dim: int = Field(ge=8, le=1024, multiple_of=8, description="width of a key and of a value head")
+    attention_interval: int = Field(gt=0, le=1024, description="every so many-th layer is attention")
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> "DeltaSizes":
+        if self.value_heads % self.key_heads:
+            raise ValueError(f"value_heads={self.value_heads} is not a multiple of key_heads={self.key_heads}")
+        return self
+
+
+class EmbeddedModelConfig(StrictModel):
+    """Identity of a model of random weights: its sizes, its tokenizer's size and the seed.
+
+    Sizes that are not given are those of the variant, and the family's smallest is the default: a name stands for its
+    sizes, so both make the same artifact.
+    """
+
+    kind: Literal["random"] = Field(default="random", description="random weights: the only kind")
+    family: str = Field(default=EMBEDDED, description="qwen3_vl or qwen3_5; null variant: its smallest")
+    variant: str | None = Field(
+        default=None, description="published sizes by name, as qwen3_vl_2b or qwen3_5_4b; null: tiny"
+    )
     seed: int = Field(ge=0, le=2**32 - 1, description="seed of the random weights")
     vocab_size: int = Field(
         ge=384, le=2**20, multiple_of=128, description="rows of the embedding; the tokenizer fills at most these"
@@ -52,6 +79,49 @@ class EmbeddedModelConfig(StrictModel):
     special_tokens: Literal["last", "first"] = Field(
         default="last", description="ids of the special tokens: after the text tokens as in Qwen, or before"
     )
+    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="of the weights in the directory")
+    rotary_fraction: float = Field(default=1.0, gt=0, le=1, description="share of a language head that is rotated")
+    delta: DeltaSizes | None = Field(default=None, description="gated delta nets, of qwen3_5; null: there are none")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_sizes_of_variant(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        if given.get("variant") is None:
+            family = given.get("family", EMBEDDED)
+            sizes = get_variants(family)[f"{family}_tiny"]
+        else:
+            family, sizes = get_variant(given["variant"])
+            if given.get("family", family) != family:
+                raise ValueError(f"variant={given['variant']} is of {family}, not of family={shown(given['family'])}")
+        if isinstance(given.get("delta"), Mapping) and "delta" in sizes:
+            sizes = sizes | {"delta": sizes["delta"] | given["delta"]}
+            given = {key: value for key, value in given.items() if key != "delta"}
+        return sizes | given | {"family": family}
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, whole: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
+        """Sizes for the names, and without what Qwen3-VL leaves at its default: artifacts of before these fields are
+        found."""
+        dumped = whole(self)
+        if info.context == EVERY_FIELD:
+            return dumped
+        unsaid = {name for name in _LATER if dumped[name] == type(self).model_fields[name].default}
+        return {name: value for name, value in dumped.items() if name not in {"kind", "variant", *unsaid}}
+
+    @model_validator(mode="after")
+    def _family_fits(self) -> "EmbeddedModelConfig":
+        is_hybrid = "delta" in get_variants(self.family)[f"{self.family}_tiny"]
+        if is_hybrid and (self.delta is None or self.deepstack_indexes):
+            raise ValueError(
+                f"family={self.family} needs delta and has no deepstack; leave out delta or deepstack_indexes"
+            )
+        if not is_hybrid and (self.delta is not None or self.rotary_fraction != 1):
+            raise ValueError(f"family={self.family} has neither delta nor rotary_fraction; try family=qwen3_5")
+        if (rotated := self.head_dim * self.rotary_fraction) % 2 or not rotated:
+            raise ValueError(f"head_dim={self.head_dim} x rotary_fraction={self.rotary_fraction} is no even number")
+        return self
 
     @model_validator(mode="after")
     def _shape_fits(self) -> "EmbeddedModelConfig":
@@ -77,9 +147,9 @@ class EmbeddedModelConfig(StrictModel):
         Args:
             ids: control token -> id.
         """
-        return get_family(EMBEDDED).embedded(self.model_dump(), ids)
+        return get_family(self.family).embedded(self.model_dump(context=EVERY_FIELD), ids)
 
     @property
     def shape(self) -> ModelShape:
         """The model's sizes, before it is made."""
-        return get_family(EMBEDDED).read_shape(self.hf_configs(defaultdict(int))["config.json"])
+        return get_family(self.family).read_shape(self.hf_configs(defaultdict(int))["config.json"], "model")

@@ -1,4 +1,4 @@
-"""The embedded model: a complete, tiny directory with random weights, made from a seed on any machine.
+"""A model of random weights: a complete directory, made from a seed on any machine; the embedded recipe's is tiny.
 
     hf/config.json  generation_config.json  preprocessor_config.json  model.safetensors
     hf/tokenizer.json  tokenizer_config.json  chat_template.jinja
@@ -31,7 +31,7 @@ from stages.inputs.config import EmbeddedModelConfig
 from stages.inputs.transformers_progress import no_progress_bar
 from trainer.contract.names import HF_EXPORT
 from trainer.families.family import load
-from trainer.families.registry import EMBEDDED, get_family
+from trainer.families.registry import get_family
 
 VERSION = 1
 CORD_TRUTH = "ground_truth"  # CORD-V2's column, where the_cauldron has texts
@@ -141,8 +141,8 @@ def _tokenizer_config(ids: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _save_model(directory: Path, config: EmbeddedModelConfig, ids: Mapping[str, int], model_config: dict) -> None:
-    model_class = load(get_family(EMBEDDED).reference)
-    with torch.random.fork_rng(devices=[]):
+    model_class = load(get_family(config.family).reference)
+    with torch.random.fork_rng(devices=[]), _default_dtype(getattr(torch, config.dtype)):
         torch.manual_seed(config.seed)
         model = model_class(transformers.AutoConfig.for_model(**model_config))
     model.generation_config = transformers.GenerationConfig(
@@ -152,6 +152,16 @@ def _save_model(directory: Path, config: EmbeddedModelConfig, ids: Mapping[str, 
     )
     with no_progress_bar():
         model.save_pretrained(directory)
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _raw_texts(directory: StorePath) -> Iterator[str]:

@@ -5,7 +5,7 @@ Values of the form "module:name" are imported by `load`, in the process that nee
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +50,9 @@ class Family:
         check_settings: what the family cannot do yet, beyond what its shape tells: raises InputError for it.
         carried: beginnings of the names of tensors that this code does not compute; they are neither trained nor
             counted, and an export has them as they were.
-        embedded: sizes and ids of tokens -> the configs of a tiny model, by the names of their files; None except for
-            the family of the embedded recipes.
+        embedded: sizes and ids of tokens -> the configs of a model of random weights, by the names of their files; None
+            where only a directory can be of this family.
+        variants: names of published sizes, and of the smallest for a CPU, "<model_type>_tiny" -> these sizes.
     """
 
     model_type: str
@@ -66,6 +67,7 @@ class Family:
     check_settings: Callable[[TrainConfig, ParallelConfig], None] = lambda train, parallel: None
     carried: tuple[str, ...] = ()
     embedded: Callable[[Mapping[str, Any], Mapping[str, int]], dict[str, dict[str, Any]]] | None = None
+    variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def weight_rules(self, shape: ModelShape) -> Sequence[Any]:
         """The table of weights, in HF's order of tensors."""

@@ -4,8 +4,10 @@ Another package adds a family by an entry point of the group "athanor.families",
 value is the place of its `Family`: see README.md.
 """
 
+from collections.abc import Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 from dataset_builders.errors import InputError, shown
 from dataset_builders.storage.files import read_object
@@ -17,7 +19,7 @@ FAMILIES = {
     "qwen3_vl": "trainer.families.qwen3_vl.family:FAMILY",
     "qwen3_5": "trainer.families.qwen3_5_vl.family:FAMILY",
 }
-EMBEDDED = "qwen3_vl"  # the family of the embedded recipes' model
+EMBEDDED = "qwen3_vl"  # the family of a model of random weights, if the recipe names none
 ENTRY_POINTS = "athanor.families"
 
 
@@ -30,12 +32,42 @@ def get_family(model_type: object, path: Path | str = "config.json") -> Family:
     Raises:
         InputError: there is none.
     """
-    places = FAMILIES
-    if str(model_type) not in places:  # a search through the installed packages takes a while
-        places = {point.name: point.value for point in entry_points(group=ENTRY_POINTS)} | FAMILIES
+    # A search through the installed packages takes a while.
+    places = FAMILIES if str(model_type) in FAMILIES else _all_places()
     if not isinstance(model_type, str) or model_type not in places:
         raise InputError(f"{path}: model_type is {shown(model_type)}; supported: {', '.join(sorted(places))}")
     return load(places[model_type])
+
+
+def _all_places() -> dict[str, str]:
+    return {point.name: point.value for point in entry_points(group=ENTRY_POINTS)} | FAMILIES
+
+
+def get_variant(name: object) -> tuple[str, Mapping[str, Any]]:
+    """The model_type and the sizes of a variant.
+
+    Raises:
+        InputError: there is none of this name.
+    """
+    known = {}
+    for model_type in _all_places():
+        known |= {variant: (model_type, sizes) for variant, sizes in get_family(model_type).variants.items()}
+    if not isinstance(name, str) or name not in known:
+        raise InputError(f"variant={shown(name)} is not known; known: {', '.join(known)}")
+    return known[name]
+
+
+def get_variants(model_type: object) -> Mapping[str, Mapping[str, Any]]:
+    """The variants of a family.
+
+    Raises:
+        InputError: there is no such family, or it has none.
+    """
+    families = {name: get_family(name).variants for name in _all_places()}
+    having = [name for name, variants in families.items() if variants]
+    if not isinstance(model_type, str) or model_type not in having:
+        raise InputError(f"family={shown(model_type)} has no random weights; try {' or '.join(having)}")
+    return families[model_type]
 
 
 def read_model(hf_dir: Path) -> tuple[Family, ModelShape]:

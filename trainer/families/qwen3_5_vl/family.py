@@ -5,7 +5,9 @@ import dataclasses
 from dataset_builders.errors import InputError
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import TrainConfig
+from trainer.families.qwen3_5_vl.embedded import embedded_configs
 from trainer.families.qwen3_5_vl.shape import read_shape
+from trainer.families.qwen3_5_vl.variants import VARIANTS
 from trainer.families.qwen3_vl.family import FAMILY as QWEN3_VL
 
 
@@ -32,5 +34,6 @@ FAMILY = dataclasses.replace(
     reference="transformers:Qwen3_5ForConditionalGeneration",
     check_settings=check_settings,
     carried=("mtp.",),  # the layer that predicts a second token, for speculative decoding
-    embedded=None,
+    embedded=embedded_configs,
+    variants=VARIANTS,
 )

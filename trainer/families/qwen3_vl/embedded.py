@@ -1,5 +1,5 @@
-"""The configs of a tiny Qwen3-VL of chosen sizes, with interleaved mrope, deepstack and grouped-query attention as in
-the real one. Without torch."""
+"""The configs of a Qwen3-VL of chosen sizes and random weights, with interleaved mrope, deepstack and grouped-query
+attention as in the published ones. Without torch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ def embedded_configs(settings: Mapping[str, Any], ids: Mapping[str, int]) -> dic
     """config.json and preprocessor_config.json.
 
     Args:
-        settings: of `EmbeddedModelConfig` in stages/inputs/tiny_model.py.
+        settings: of `EmbeddedModelConfig` in stages/inputs/config.py.
         ids: of the tokenizer's control tokens.
     """
     config = {
@@ -21,7 +21,7 @@ def embedded_configs(settings: Mapping[str, Any], ids: Mapping[str, int]) -> dic
         "vision_start_token_id": ids["<|vision_start|>"],
         "vision_end_token_id": ids["<|vision_end|>"],
         "tie_word_embeddings": settings["tie_word_embeddings"],
-        "dtype": "float32",
+        "dtype": settings["dtype"],
     }
     return {"config.json": config, "preprocessor_config.json": _processor(settings)}
 

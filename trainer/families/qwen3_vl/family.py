@@ -3,6 +3,7 @@
 from trainer.families.family import Family, ImageProcessor
 from trainer.families.qwen3_vl.embedded import embedded_configs
 from trainer.families.qwen3_vl.shape import read_shape
+from trainer.families.qwen3_vl.variants import VARIANTS
 
 _MERGERS = ("vision.merger.", "vision.deepstack_mergers.")
 
@@ -30,6 +31,7 @@ FAMILY = Family(
     rules="trainer.families.qwen3_vl.weights:rules",
     reference="transformers:Qwen3VLForConditionalGeneration",
     embedded=embedded_configs,
+    variants=VARIANTS,
     image_processor=ImageProcessor(
         types=("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast"),
         reference="transformers.models.qwen2_vl.image_processing_qwen2_vl:Qwen2VLImageProcessor",

@@ -1,0 +1,93 @@
+"""Qwen3-VL's dense models by name: the sizes that they are published with, and one that a CPU trains in a minute.
+
+The names of the sizes are those of `EmbeddedModelConfig` in stages/inputs/config.py.
+"""
+
+from typing import Any
+
+_QWEN_PIXELS = {"min_pixels": 256 * 16**2, "max_pixels": 65_536 * 16**2}
+_PUBLISHED = {"initializer_range": 0.02, "position_grid": 48, "dtype": "bfloat16", **_QWEN_PIXELS}
+
+# The two encoders. Qwen3.5 has them too.
+VISION_300M: dict[str, Any] = _PUBLISHED | {
+    "vision_depth": 24,
+    "vision_hidden_size": 1024,
+    "vision_num_heads": 16,
+    "vision_intermediate_size": 4096,
+}
+VISION_400M: dict[str, Any] = _PUBLISHED | {
+    "vision_depth": 27,
+    "vision_hidden_size": 1152,
+    "vision_num_heads": 16,
+    "vision_intermediate_size": 4304,
+}
+# On the digits, of 8 x 8 points. A wide range of random weights lets a model of this width begin to learn at once.
+VISION_DIGITS: dict[str, Any] = {
+    "vision_depth": 3,
+    "vision_hidden_size": 64,
+    "vision_num_heads": 4,
+    "vision_intermediate_size": 128,
+    "position_grid": 8,
+    "min_pixels": 1024,
+    "max_pixels": 2048,
+    "initializer_range": 0.1,
+    "dtype": "float32",
+}
+
+_LARGE = {"vocab_size": 151_936, "num_kv_heads": 8, "head_dim": 128, "rope_theta": 5e6}
+_EARLY, _LATE = {"deepstack_indexes": (5, 11, 17)}, {"deepstack_indexes": (8, 16, 24)}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "qwen3_vl_tiny": {
+        **VISION_DIGITS,
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_layers": 3,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "tie_word_embeddings": True,
+        "deepstack_indexes": (0, 1),
+        "rope_theta": 10_000.0,
+    },
+    "qwen3_vl_2b": {
+        **_LARGE,
+        **VISION_300M,
+        **_EARLY,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_layers": 28,
+        "num_heads": 16,
+        "tie_word_embeddings": True,
+    },
+    "qwen3_vl_4b": {
+        **_LARGE,
+        **VISION_300M,
+        **_EARLY,
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_layers": 36,
+        "num_heads": 32,
+        "tie_word_embeddings": True,
+    },
+    "qwen3_vl_8b": {
+        **_LARGE,
+        **VISION_400M,
+        **_LATE,
+        "hidden_size": 4096,
+        "intermediate_size": 12_288,
+        "num_layers": 36,
+        "num_heads": 32,
+        "tie_word_embeddings": False,
+    },
+    "qwen3_vl_32b": {
+        **_LARGE,
+        **VISION_400M,
+        **_LATE,
+        "hidden_size": 5120,
+        "intermediate_size": 25_600,
+        "num_layers": 64,
+        "num_heads": 64,
+        "tie_word_embeddings": False,
+    },
+}
