@@ -139,6 +139,15 @@ class DeltaAttention(MegatronModule):
             out = to_sequence(out, segments.cp_order, group).flatten(1)
         return out[:, None]
 
+    def modules_of_prepare(self) -> list[torch.nn.Module]:
+        """The modules whose parameters `prepare` uses; the others are `attend`'s."""
+        return [self.in_proj]
+
+    @property
+    def attended_width(self) -> int:
+        """H * d, the width of `attend`'s output."""
+        return self.heads.value * self.heads.dim
+
     def _of_heads(self, rank: int, ranks: int) -> DeltaParameters:
         """Those of the heads of one of the context-parallel ranks."""
         runs = self.conv_weight.squeeze(1).split(self.heads.widths)
