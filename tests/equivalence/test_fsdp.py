@@ -200,6 +200,16 @@ def test_bfloat16_rounds_as_the_other_does(shape, tmp_path):
     assert ours.language_grad_norm == pytest.approx(theirs.language_grad_norm, rel=1e-6)
 
 
+def test_layers_of_two_kinds_in_bfloat16_resumed(tmp_path):
+    """To the bit on as many ranks; on one as far off as bfloat16's products are."""
+    ours = trained(tmp_path, FSDP, 2, shape="hybrid-first", precision="bfloat16")
+    for name, processes, close in (("again", 2, 0.0), ("on-one", 1, 2e-3)):
+        run = copy_with_checkpoint(ours, name, 2)
+        run_world(run, processes)
+        for row, expected in zip(metrics_of(run), metrics_of(ours)[2:], strict=True):
+            assert row.loss == pytest.approx(expected.loss, rel=close, abs=0), (name, row.step)
+
+
 def test_bfloat16_keeps_float32_weights(tmp_path):
     run = trained(tmp_path, FSDP, 2, precision="bfloat16")
     with single_rank() as mesh:
@@ -247,12 +257,13 @@ def rounded_hf_dir(directory: Path, shape: str = "first") -> Path:
 
 
 @requires_gpus(2)
-def test_two_gpus(tmp_path):
+@pytest.mark.parametrize("shape", ["first", "hybrid-third"])
+def test_two_gpus(shape, tmp_path):
     """Transformer Engine's modules and its Adam, on slices."""
     runs = []
     for parallel in (FSDP, PLAIN):
-        run = job(tmp_path, parallel, parallel.sharding, precision="bfloat16")
-        run = run.model_copy(update={"hf_dir": rounded_hf_dir(tmp_path / "hf")})
+        run = job(tmp_path, parallel, parallel.sharding, shape, precision="bfloat16")
+        run = run.model_copy(update={"hf_dir": rounded_hf_dir(tmp_path / "hf", shape)})
         (run.output_dir / "run.json").write_text(run.model_dump_json())
         assert run_trainer(run, processes=2) == 0, log_of(run)
         runs.append(metrics_of(run))
