@@ -117,6 +117,8 @@ def _load(hf_dir: Path, device: int | None) -> "transformers.PreTrainedModel":
     place = torch.device("cuda", device or 0) if torch.cuda.is_available() else torch.device("cpu")
     dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
     family, _ = read_model(hf_dir)
+    if place.type == "cpu":  # it advises kernels of the delta rule, which run on GPUs alone
+        transformers.logging.get_logger("transformers.integrations.hub_kernels").setLevel(transformers.logging.ERROR)
     with no_progress_bar():
         try:
             model = load(family.reference).from_pretrained(

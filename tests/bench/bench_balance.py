@@ -21,7 +21,8 @@ import numpy as np
 
 from dataset_builders.contracts.bins import SampleRef
 from stages.plan_bins.pack import pack
-from tests.bench.bench_train_step import MAX_PATCHES_PER_TOKEN, draw_kind, model_config
+from tests.bench.bench_train_step import MAX_PATCHES_PER_TOKEN, draw_kind
+from tests.bench.mix import config_of
 from tests.helpers.bins import sum_bin
 from trainer.data.balance import CostModel, Work, deal, planned_work
 from trainer.data.order import bins_for_step
@@ -73,7 +74,7 @@ def costs_of(works: Sequence[Work], model: CostModel) -> list[float]:
 def sizes_of(name: str) -> CostModel:
     """FLOPs of the published sizes."""
     with tempfile.TemporaryDirectory(prefix="athanor-bench-") as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(model_config(name).to_dict()))
+        (Path(folder) / "config.json").write_text(json.dumps(config_of(name)))
         return cost_model(read_model(Path(folder))[1])
 
 
@@ -160,7 +161,7 @@ def main() -> None:
     print(
         f"Python {platform.python_version()}, numpy {np.__version__}. Cells: mean (largest) of {STEPS} global batches."
     )
-    for name in ("2b", "8b"):
+    for name in ("qwen3_vl_2b", "qwen3_vl_8b"):
         print_model(name, plan)
 
 

@@ -1,6 +1,6 @@
 r"""Answers a second: the decoder of the answer stage beside a plain loop of transformers, one question after the other.
 
-    python -m tests.bench.bench_generate --model 2b --questions 1024 --plain 48 --check 16
+    python -m tests.bench.bench_generate --model qwen3_vl_2b --questions 1024 --plain 48 --check 16
     python -m tests.bench.bench_generate --tiny            # everything, on a CPU, in a minute
 
 Random weights of Qwen3-VL's published shapes say nothing that ends, so each question has a length of its own for its
@@ -30,7 +30,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
-from transformers import Qwen3VLForConditionalGeneration
+from transformers import AutoModelForImageTextToText
 
 from dataset_builders.contracts.tokenized import PixelConfig
 from dataset_builders.pictures.pixels import encode_image
@@ -38,12 +38,11 @@ from stages.answer.greedy_decoder import EncodedImages, GreedyDecoder, PaddedPro
 from stages.answer.parts import ahead
 from stages.answer.plan import cut_groups
 from tests.bench.host import describe
-from tests.bench.mix import SHAPES, draw_kind, image_token, write_model
+from tests.bench.mix import CONTROL_TOKENS, MODELS, draw_kind, image_token, is_tiny, write_model
 from tests.helpers.reference import PIXELS
 
 PIXEL_CONFIG = PixelConfig(min_pixels=32 * 32, max_pixels=1 << 24, patch_format=PIXELS)
-TINY = {"model": "tiny", "questions": 64, "plain": 12, "check": 6, "part": 32, "batch": [8, 16], "answer": 6}
-DTYPES = {"tiny": torch.float32}  # of a shape; the others: bfloat16
+TINY = {"model": "qwen3_vl_tiny", "questions": 64, "plain": 12, "check": 6, "part": 32, "batch": [8, 16], "answer": 6}
 WARM = 3  # questions before the clock
 
 
@@ -84,11 +83,15 @@ class Measured:
         return sum(map(len, self.said.values())) / self.seconds
 
 
+def dtype_of(model: str) -> torch.dtype:
+    return torch.float32 if is_tiny(model) else torch.bfloat16
+
+
 def draw_questions(model: str, count: int, answer: float, sigma: float, most: int) -> list[Question]:
     """A set of questions, the same for the same arguments."""
     rng, image_id = np.random.default_rng(0), image_token(model)
-    small = {"image_tokens": 24, "text": (8, 40)} if model == "tiny" else {}
-    text = (1, image_id) if model == "tiny" else (1000, 150000)
+    small = {"image_tokens": 24, "text": (8, 40)} if is_tiny(model) else {}
+    text = (1, image_id - len(CONTROL_TOKENS)) if is_tiny(model) else (1000, 150000)
     questions = []
     for number in range(count):
         kind = draw_kind(rng, **small)
@@ -200,7 +203,7 @@ def _answer(
 
 def load(directory: Path, model: str, dtype: torch.dtype) -> tuple[GreedyDecoder, Calls]:
     """The model of a shape, on the GPU where there is one, with no token that ends an answer."""
-    made = Qwen3VLForConditionalGeneration.from_pretrained(directory, dtype=dtype, attn_implementation="sdpa").eval()
+    made = AutoModelForImageTextToText.from_pretrained(directory, dtype=dtype, attn_implementation="sdpa").eval()
     made.to("cuda" if torch.cuda.is_available() else "cpu")
     made.generation_config.pad_token_id = 0
     return GreedyDecoder(made, (), image_token(model), PIXELS), Calls(made)
@@ -242,7 +245,7 @@ def _wait() -> None:
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench_generate", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--model", choices=SHAPES, default="2b")
+    parser.add_argument("--model", choices=MODELS, default="qwen3_vl_2b")
     parser.add_argument("--questions", type=int, default=1024)
     parser.add_argument("--plain", type=int, default=48, help="questions of the plain loop")
     parser.add_argument("--check", type=int, default=16, help="questions that are compared in float32")
@@ -266,7 +269,7 @@ def measure(directory: Path, args: argparse.Namespace, questions: Sequence[Quest
     """Every way, the loop first, and how many answers are the loop's in float32."""
     some = [questions[i] for i in np.random.default_rng(1).permutation(len(questions)).tolist()]
     write_model(directory, args.model)
-    decoder, calls = load(directory, args.model, DTYPES.get(args.model, torch.bfloat16))
+    decoder, calls = load(directory, args.model, dtype_of(args.model))
     rows = [plain(decoder, calls, some[: args.plain], image_token(args.model))]
     for batch, refill in [*((batch, True) for batch in args.batch), (args.batch[-1], False)]:
         rows.append(ours(decoder, calls, questions, args, batch, refill))
@@ -285,7 +288,7 @@ def main(argv: Sequence[str]) -> None:
     prompts = np.array([question.length for question in questions])
     text = (
         f"`{shlex.join(['python', '-m', 'tests.bench.bench_generate', *argv])}`\n\n"
-        f"{device}; {versions}; {DTYPES.get(args.model, torch.bfloat16)}\n\n"
+        f"{device}; {versions}; {dtype_of(args.model)}\n\n"
         f"{len(questions)} questions, {prompts.mean():.0f} prompt tokens (longest {prompts.max()}), "
         f"{limits.mean():.1f} answer tokens (median {np.median(limits):.0f}, longest {limits.max()})\n\n"
         f"{table(rows)}\n\nIn float32, identical answers: {checked}\n"

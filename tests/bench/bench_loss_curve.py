@@ -1,10 +1,10 @@
 """The loss of some hundred steps on the same bins: this trainer in bfloat16 and float8, and transformers in bfloat16.
 
-    python -m tests.bench.bench_loss_curve --model 2b --steps 200 --out curves.json --only bfloat16 --only float8
-    python -m tests.bench.bench_loss_curve --model 2b --steps 200 --out curves.json --only transformers
+    python -m tests.bench.bench_loss_curve --model qwen3_vl_2b --steps 200 --out curves.json --only bfloat16
+    python -m tests.bench.bench_loss_curve --model qwen3_vl_2b --steps 200 --out curves.json --only transformers
     python -m tests.bench.bench_loss_curve --out curves.json --plot curves.png        # draws and prints, on any machine
 
-One GPU. Random weights of Qwen3-VL's shape (seed 0), the mix of bench_train_step with text from 256 token ids, so that
+One GPU. Random weights (seed 0), the mix of bench_train_step with text from 256 token ids, so that
 there is something to learn; bins in the trainer's own order. transformers: float32 weights under bf16 autocast, sdpa
 without cuDNN, each sample by itself, torch's AdamW, loss over the loss tokens of the bin, gradients clipped alike.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from transformers import Qwen3VLForConditionalGeneration
+from transformers import AutoModelForImageTextToText
 
 from tests.bench.mix import write_data, write_model
 from tests.bench.trainer_job import train_steps
@@ -53,7 +53,7 @@ def curve_of_transformers(root: Path, steps: int) -> list[float]:
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.set_float32_matmul_precision("high")
     config = train_config(steps, "bfloat16")
-    model = Qwen3VLForConditionalGeneration.from_pretrained(root / "hf", dtype=torch.float32).cuda().train()
+    model = AutoModelForImageTextToText.from_pretrained(root / "hf", dtype=torch.float32).cuda().train()
     optim = config.optim
     weights, rest = ([p for p in model.parameters() if (p.ndim > 1) is is_weight] for is_weight in (True, False))
     groups = [{"params": weights, "weight_decay": optim.weight_decay}, {"params": rest, "weight_decay": 0.0}]
@@ -126,7 +126,7 @@ def plot(curves: dict[str, list[float]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="2b")
+    parser.add_argument("--model", default="qwen3_vl_2b")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--bins", type=int, default=64)
     parser.add_argument("--out", type=Path, required=True, help="JSON of the curves; those in it are kept")

@@ -1,7 +1,7 @@
 """What a save costs a training: seconds that it stops the steps, and until it is there, against what the disk takes.
 
     python -m tests.bench.bench_save --dir /scratch --out tests/bench/results/save_h200_DATE.md
-    python -m tests.bench.bench_save --model tiny --steps 60 --save-interval 10      on a CPU, in a minute
+    python -m tests.bench.bench_save --model qwen3_vl_tiny --steps 60 --save-interval 10      on a CPU, in a minute
     python -m tests.bench.bench_save --dir /scratch --steps 500 --save-interval 25   does anything grow?
 
 The trainer as it is, three times the same steps: without a save but the last, with asynchronous saves, with blocking
@@ -23,14 +23,13 @@ from pathlib import Path
 import psutil
 
 from tests.bench.host import apart, describe
-from tests.bench.mix import write_data, write_model
+from tests.bench.mix import MODELS, is_tiny, write_data, write_model
 from tests.bench.trainer_job import LOG, NEVER, Execution, bench_train_config, start, why, write_run
 from trainer.contract.answer import MetricsRow, read_metrics
 from trainer.contract.run import CheckpointConfig
 
 _SAVED = re.compile(r"checkpoint: step-\d+, ([\d.]+) GB in ([\d.]+) s; training waited ([\d.]+) s")
 _MADE = re.compile(r"([\d.]+) GB of host memory for saves made in ([\d.]+) s")
-SEQ_LEN = {"tiny": 256}
 PIECE = 64 << 20
 
 
@@ -53,10 +52,15 @@ class Training:
     memory: list[tuple[int, float]]
 
 
+def seq_len_of(model: str) -> int:
+    """Tokens of a bin."""
+    return 256 if is_tiny(model) else 8192
+
+
 def train(root: Path, args: argparse.Namespace, *, interval: int, asynchronous: bool) -> Training:
     """Train the steps on what lies in the directory."""
-    seq_len = SEQ_LEN.get(args.model, 8192)
-    precision = "float32" if args.model == "tiny" else "bfloat16"
+    seq_len = seq_len_of(args.model)
+    precision = "float32" if is_tiny(args.model) else "bfloat16"
     config = bench_train_config(args.gpus, precision).model_copy(update={"num_steps": args.steps})
     checkpoint = CheckpointConfig(save_interval=interval, keep_last=1, asynchronous=asynchronous)
     out = write_run(root, config, seq_len, Execution(gpus=args.gpus, checkpoint=checkpoint))
@@ -132,7 +136,7 @@ def _equal(training: Training, other: Training) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="2b", choices=["tiny", "2b", "4b", "8b"])
+    parser.add_argument("--model", default="qwen3_vl_2b", choices=MODELS)
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--save-interval", type=int, default=25)
@@ -142,7 +146,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="athanor-save-", dir=args.dir) as folder:
         root = Path(folder)
         apart(write_model, root / "hf", args.model)
-        write_data(root / "data", 32, SEQ_LEN.get(args.model, 8192), model=args.model)
+        write_data(root / "data", 32, seq_len_of(args.model), model=args.model)
         without = train(root, args, interval=NEVER, asynchronous=True)
         size = without.saves[0].size
         disk = [disk_rate(root, size)]

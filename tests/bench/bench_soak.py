@@ -1,6 +1,6 @@
 """Some hundred steps with saves between them: does memory grow, do steps become slower?
 
-    python -m tests.bench.bench_soak --model 2b --steps 500 --save-interval 100 --dir /dev/shm
+    python -m tests.bench.bench_soak --model qwen3_vl_2b --steps 500 --save-interval 100 --dir /dev/shm
 
 The trainer as it is (shards on disk, one bin a step), watched from outside: resident memory of its processes (what they
 share counted once: proportional set size) and the device's memory in use, every two seconds. Checkpoints are whole
@@ -86,7 +86,7 @@ def table(rows: list[MetricsRow], looks: list[Look], every: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="2b")
+    parser.add_argument("--model", default="qwen3_vl_2b")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--save-interval", type=int, default=100)
     parser.add_argument("--bins", type=int, default=96)

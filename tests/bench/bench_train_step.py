@@ -1,15 +1,15 @@
-r"""Whole optimizer steps of the real trainer on Qwen3-VL's real shapes: random weights, real loader, shards on disk;
+r"""Whole optimizer steps of the real trainer on published sizes: random weights, real loader, shards on disk;
 beside it transformers on the same samples, in the same run.
 
-    python -m tests.bench.bench_train_step --model 2b --peer --peer-micro-batch 3 4 6
-    python -m tests.bench.bench_train_step --model 2b --no-ours --new-shapes 100
-    python -m tests.bench.bench_train_step --model 2b --gpus 4 --global-batch 32 --one-gpu --parallel '{}' \
+    python -m tests.bench.bench_train_step --model qwen3_vl_2b --peer --peer-micro-batch 3 4 6
+    python -m tests.bench.bench_train_step --model qwen3_vl_2b --no-ours --new-shapes 100
+    python -m tests.bench.bench_train_step --model qwen3_vl_2b --gpus 4 --global-batch 32 --one-gpu --parallel '{}' \
         --parallel '{"tp": 2, "sequence_parallel": true}' --parallel '{"cp": 2}' --parallel '{"pp": 2}'
     python -m tests.bench.bench_train_step --tiny --peer --new-shapes 4        # everything, on a CPU, in a minute
 
-Each part takes its time (guessed for H200s): the model half a minute (8b: two) and beside it 0.3 s a bin; a layout 45 s
-to start (8b: 120), its steps of 2.5 to 5 s, the trace another 30 to 60 s; the peer 55 s a size at 2b, 80 s at 4b; 100
-new shapes at 2b two minutes. The report (--out) is written anew after each part, so that a run that is cut short loses
+Each part takes its time (guessed for H200s): the model half a minute (8B: two) and beside it 0.3 s a bin; a layout 45 s
+to start (8B: 120), its steps of 2.5 to 5 s, the trace another 30 to 60 s; the peer 55 s a size at 2B, 80 s at 4B; 100
+new shapes at 2B two minutes. The report (--out) is written anew after each part, so that a run that is cut short loses
 little.
 
 The trainer runs as it is (`-m trainer`'s own code, torchrun's environment as the launcher gives it); its counted steps
@@ -37,9 +37,8 @@ from dataset_builders.contracts.bins import read_bins
 from tests.bench.host import apart
 from tests.bench.mix import (
     MAX_PATCHES_PER_TOKEN,
-    SHAPES,
+    MODELS,
     draw_kind,
-    model_config,
     write_data,
     write_model,
     write_model_and_look,
@@ -63,10 +62,18 @@ from trainer.families.flops import cost_model
 from trainer.families.registry import read_model
 
 # What other benches take from here.
-__all__ = ["MAX_PATCHES_PER_TOKEN", "SHAPES", "draw_kind", "model_config", "train_steps", "write_data", "write_model"]
+__all__ = ["MAX_PATCHES_PER_TOKEN", "draw_kind", "train_steps", "write_data", "write_model"]
 
 WARM_BINS = 8  # before bins that were never seen
-TINY = {"model": "tiny", "seq_len": 256, "global_batch": 4, "bins": 12, "steps": 3, "warmup": 1, "precision": "float32"}
+TINY = {
+    "model": "qwen3_vl_tiny",
+    "seq_len": 256,
+    "global_batch": 4,
+    "bins": 12,
+    "steps": 3,
+    "warmup": 1,
+    "precision": "float32",
+}
 TINY_PEER = {"peer_micro_batch": [2, 3], "peer_batch": 8, "peer_steps": 2, "peer_warmup": 1}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.bfloat16}
 
@@ -174,7 +181,7 @@ def name_of(gpus: int, parallel: ParallelConfig) -> str:
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=SHAPES, default="2b")
+    parser.add_argument("--model", choices=MODELS, default="qwen3_vl_2b")
     parser.add_argument("--tiny", action="store_true", help="other defaults, for a CPU")
     parser.add_argument("--dir", type=Path, help="where model, shards and runs are written; deleted at the end")
     parser.add_argument("--out", type=Path, help="the report, Markdown; written anew after each part")

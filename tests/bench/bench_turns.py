@@ -1,6 +1,6 @@
 """Training steps of this code and of another checkout by turns, on the same model, shards and bins of one host.
 
-    python -m tests.bench.bench_turns BEFORE [--model 2b] [--turns 2] [--steps 10]
+    python -m tests.bench.bench_turns BEFORE [--model qwen3_vl_2b] [--turns 2] [--steps 10]
 
 BEFORE is a directory with the other checkout. Each turn is a job of its own (`-m trainer`), first the other's, then
 ours; steps before the counted ones are left out. The first step's loss of both is printed: it must agree.
@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 
 from tests.bench.host import apart
-from tests.bench.mix import SHAPES, write_data, write_model
+from tests.bench.mix import MODELS, write_data, write_model
 
 TURN = """
 import json, sys
@@ -59,7 +59,7 @@ def summary(rows: list[dict[str, float]], warmup: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", type=Path, help="another checkout")
-    parser.add_argument("--model", choices=SHAPES, default="2b")
+    parser.add_argument("--model", choices=MODELS, default="qwen3_vl_2b")
     parser.add_argument("--precision", default="bfloat16")
     parser.add_argument("--seq-len", type=int, default=16384)
     parser.add_argument("--global-batch", type=int, default=4, help="bins a step")

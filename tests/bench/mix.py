@@ -1,12 +1,13 @@
-"""What the training benches run on: random weights of Qwen3-VL's published shapes, and a Cauldron-like mix on disk.
+"""What the training benches run on: random weights of published sizes, and a Cauldron-like mix on disk.
 
 Samples: image tokens log-normal around 500, one tenth text only, one tenth with several images, a few dozen to a few
-hundred text tokens of which three tenths carry loss. The shape "tiny" and its smaller samples are for a CPU.
+hundred text tokens of which three tenths carry loss. The tiny variants and their smaller samples are for a CPU.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,28 +17,20 @@ from dataset_builders.contracts.manifest import Manifest
 from dataset_builders.contracts.shard_io import ShardWriter
 from dataset_builders.contracts.tokenized import PixelConfig, PixelStore, TokenizedSample
 from dataset_builders.pictures.pixel_codecs import encode_sample
+from stages.inputs.config import EmbeddedModelConfig
 from stages.plan_bins.pack import pack
 from tests.bench.host import Host
 from tests.helpers.bins import Kind, make_sample, write_plan
 from tests.helpers.reference import PIXELS
 from trainer.data.balance import Work
 from trainer.data.micro_batch import Geometry
+from trainer.families.family import load
+from trainer.families.registry import FAMILIES, get_family
 
 MAX_PATCHES_PER_TOKEN = 4
 PAD_MULTIPLE = 4
-VISION = {
-    "300m": {"depth": 24, "hidden": 1024, "ffn": 4096, "deepstack": [5, 11, 17]},
-    "400m": {"depth": 27, "hidden": 1152, "ffn": 4304, "deepstack": [8, 16, 24]},
-    "tiny": {"depth": 3, "hidden": 64, "ffn": 128, "deepstack": [0, 2], "heads": 2, "positions": 256},
-}
-TINY_TEXT = {"vocabulary": 512, "image_token": 511, "kv_heads": 2, "head_dim": 16, "mrope": [4, 2, 2]}
-SHAPES = {
-    "2b": ({"hidden": 2048, "layers": 28, "heads": 16, "ffn": 6144, "tied": True}, "300m"),
-    "4b": ({"hidden": 2560, "layers": 36, "heads": 32, "ffn": 9728, "tied": True}, "300m"),
-    "8b": ({"hidden": 4096, "layers": 36, "heads": 32, "ffn": 12288, "tied": False}, "400m"),
-    "tiny": ({"hidden": 64, "layers": 4, "heads": 4, "ffn": 128, "tied": True} | TINY_TEXT, "tiny"),
-}
-IMAGE_TOKEN = 151655
+MODELS = [name for model_type in FAMILIES for name in get_family(model_type).variants]
+CONTROL_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|im_end|>", "<|endoftext|>")
 VOCABULARY = range(1000, 150000)
 
 
@@ -61,50 +54,36 @@ class Mix:
         return cls(count, images, Work(*work.tolist()))
 
 
-def model_config(name: str) -> transformers.Qwen3VLConfig:
-    """The published sizes of Qwen3-VL-2B, 4B and 8B; "tiny" has all their parts."""
-    text, vision_name = SHAPES[name]
-    vision = VISION[vision_name]
-    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": text.get("mrope", [24, 20, 20])}
-    return transformers.Qwen3VLConfig(
-        text_config={
-            "vocab_size": text.get("vocabulary", 151936),
-            "hidden_size": text["hidden"],
-            "intermediate_size": text["ffn"],
-            "num_hidden_layers": text["layers"],
-            "num_attention_heads": text["heads"],
-            "num_key_value_heads": text.get("kv_heads", 8),
-            "head_dim": text.get("head_dim", 128),
-            "rope_parameters": rope,
-            "tie_word_embeddings": text["tied"],
-        },
-        vision_config={
-            "depth": vision["depth"],
-            "hidden_size": vision["hidden"],
-            "intermediate_size": vision["ffn"],
-            "num_heads": vision.get("heads", 16),
-            "out_hidden_size": text["hidden"],
-            "num_position_embeddings": vision.get("positions", 2304),
-            "deepstack_visual_indexes": vision["deepstack"],
-        },
-        image_token_id=image_token(name),
-        tie_word_embeddings=text["tied"],
-    )
+def is_tiny(name: str) -> bool:
+    """Whether a variant is for a CPU."""
+    return name.endswith("_tiny")
+
+
+def random_model(name: str) -> EmbeddedModelConfig:
+    """A variant by its name."""
+    return EmbeddedModelConfig(seed=0, variant=name)
 
 
 def image_token(name: str) -> int:
-    """The image token's id in a shape."""
-    return SHAPES[name][0].get("image_token", IMAGE_TOKEN)
+    """The image token's id in a variant: the last."""
+    return random_model(name).vocab_size - 1
+
+
+def config_of(name: str) -> dict[str, Any]:
+    """config.json of a variant."""
+    ids = {token: image_token(name) - place for place, token in enumerate(CONTROL_TOKENS)}
+    return random_model(name).hf_configs(ids)["config.json"]
 
 
 def write_model(directory: Path, name: str) -> None:
-    """A random HF directory, in bf16; "tiny" in float32."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    """A directory of random weights, a tiny variant in float32, the others in bf16."""
+    config = config_of(name)
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32 if name == "tiny" else torch.bfloat16)
+    torch.set_default_dtype(getattr(torch, config["dtype"]))
     try:
-        with torch.device(device):
-            transformers.Qwen3VLForConditionalGeneration(model_config(name)).save_pretrained(directory)
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            model = load(get_family(config["model_type"]).reference)(transformers.AutoConfig.for_model(**config))
+        model.save_pretrained(directory)
     finally:
         torch.set_default_dtype(before)
         torch.cuda.empty_cache()
@@ -135,7 +114,7 @@ def draw_kind(rng: np.random.Generator, image_tokens: int = 500, text: tuple[int
 
 
 def write_data(
-    directory: Path, num_bins: int, seq_len: int, vocabulary: range = VOCABULARY, *, model: str = "2b"
+    directory: Path, num_bins: int, seq_len: int, vocabulary: range = VOCABULARY, *, model: str = "qwen3_vl_2b"
 ) -> Mix:
     """Tokenized shards and `num_bins` full bins. Text is drawn from `vocabulary`.
 
@@ -145,8 +124,8 @@ def write_data(
         what is in the bins.
     """
     rng, geometry = np.random.default_rng(0), Geometry(image_token(model), 2, 768)
-    small = {"image_tokens": 24, "text": (8, 40)} if model == "tiny" else {}
-    vocabulary = range(1, image_token(model)) if model == "tiny" else vocabulary
+    small = {"image_tokens": 24, "text": (8, 40)} if is_tiny(model) else {}
+    vocabulary = range(1, image_token(model) - len(CONTROL_TOKENS)) if is_tiny(model) else vocabulary
     rows, mixes, total = [], [], 0
     name = "train/shard-00000.tar"
     with ShardWriter(directory, name) as writer:

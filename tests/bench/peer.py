@@ -11,11 +11,13 @@ import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers.utils.import_utils import is_flash_linear_attention_available
 
 from dataset_builders.contracts.tokenized import TokenizedSample
 from tests.bench.mix import PAD_MULTIPLE, Mix
@@ -58,6 +60,7 @@ class PeerRow:
         mix: the samples of the counted steps.
         loss: mean of the last counted global batch.
         why: it could not be measured: mostly memory.
+        delta_rule: whose gated delta rule it ran; empty where the model has none.
     """
 
     micro_batch: int
@@ -68,6 +71,7 @@ class PeerRow:
     memory_gb: float = 0.0
     loss: float = float("nan")
     why: str = ""
+    delta_rule: str = ""
 
     @property
     def fits(self) -> bool:
@@ -120,7 +124,7 @@ def collate(samples: Sequence[TokenizedSample], image_token_id: int, dtype: torc
 
 def read_samples(data: Path, hf_dir: Path, seq_len: int) -> list[TokenizedSample]:
     """Every training sample of a plan, in its order."""
-    config = Qwen3VLConfig.from_pretrained(hf_dir)
+    config = AutoConfig.from_pretrained(hf_dir)
     vision = config.vision_config
     # Not by the trainer's read_config: megatron-core brings Transformer Engine into this process, and that a cuDNN of
     # its own, with which torch's convolutions would not work.
@@ -140,7 +144,7 @@ def measure_peer(root: Path, plan: PeerPlan) -> list[PeerRow]:
     """Measure each size on what `write_model` and `write_data` wrote; prints each as it comes."""
     cuda = torch.cuda.is_available()
     torch.backends.cuda.enable_cudnn_sdp(False)
-    model = Qwen3VLForConditionalGeneration.from_pretrained(
+    model = AutoModelForImageTextToText.from_pretrained(
         root / "hf", dtype=plan.dtype, attn_implementation="sdpa"
     ).train()
     model.to("cuda" if cuda else "cpu")
@@ -150,12 +154,22 @@ def measure_peer(root: Path, plan: PeerPlan) -> list[PeerRow]:
         row = PeerRow(micro_batch=size, why="larger than one that could not be measured")
         rows.append(_try(model, samples, plan, size) if not rows or rows[-1].fits else row)
         row = rows[-1]
+        row.delta_rule = _delta_rule(model)
         gc.collect()
         if cuda:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         print(f"transformers, micro batch {size}: {row.tokens_per_second:,.0f} useful tokens/s {row.why}", flush=True)
     return rows
+
+
+def _delta_rule(model) -> str:
+    """transformers takes flash-linear-attention's kernels where they are installed."""
+    if "linear_attention" not in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
+        return ""
+    if model.device.type == "cuda" and is_flash_linear_attention_available():
+        return f"flash-linear-attention {version('fla-core')}"
+    return "transformers' own, in torch"
 
 
 def _try(model, samples: Sequence[TokenizedSample], plan: PeerPlan, size: int) -> PeerRow:

@@ -25,6 +25,8 @@ _PRECEDENCE = (*COMPUTED, COMMUNICATION, HOST_TO_DEVICE, DATA_WAIT)
 
 # (kind, what the names of its kernels contain), the first that fits
 KINDS = (
+    ("delta rule", ("prepare_chunks", "chunk_gradients", "forward_states", "backward_states")),
+    ("delta layer's own", ("_convolve_", "_gates_forward", "_gates_backward", "_norm_forward", "_norm_backward")),
     ("attention", ("sdpa", "fmha", "flash", "attention", "attn", "mha_")),
     ("matrix products", ("gemm", "nvjet", "xmma", "cutlass", "gemv", "splitk", "cublas", "dot_kernel")),
     ("optimizer's own", ("adam", "multi_tensor")),

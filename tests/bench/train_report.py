@@ -154,7 +154,7 @@ def _heading(measured: Measured) -> str:
     mix = measured.mix
     return "\n\n".join(
         [
-            f"# Training steps, Qwen3-VL-{measured.model}, {measured.host.device}",
+            f"# Training steps, {measured.model}, {measured.host.device}",
             f"    {measured.command}",
             f"{measured.host.versions}. Random weights.",
             f"{mix.samples} samples on disk: {mix.work.tokens / mix.samples:.0f} tokens, "
@@ -180,10 +180,11 @@ def _peer_sizes(measured: Measured) -> str:
     columns = {
         f"micro batch {row.micro_batch}": column_of_peer(measured, row) if row.fits else {} for row in measured.peer
     }
+    rules = "".join(f"\n\nIts gated delta rule: {rule}." for rule in {row.delta_rule for row in measured.peer} if rule)
     missing = "".join(f"\n\nMicro batch {row.micro_batch}: {row.why}." for row in measured.peer if not row.fits)
     counted = [row for row in measured.peer if row.fits]
     steps = f"{len(counted[0].seconds)} counted steps a size" if counted else "no size fits"
-    return table(f"{PEER}, {steps}", columns) + missing
+    return table(f"{PEER}, {steps}", columns) + rules + missing
 
 
 def _new_shapes(first: Sequence[float], again: Sequence[float]) -> str:

@@ -5,7 +5,8 @@
 #   bash tests/gpu/run_whole_flow.sh DIRECTORY >tests/bench/results/whole_flow_<gpu>_<date>.md
 #
 # DIRECTORY gets two roots and the data: 70 GB. The first argument after it, if any, is a file of further --set values, a
-# line each, for the second run: with model={...} of a tiny shape it runs on a CPU. PARTS names the runs: default 2b.
+# line each, for the second run: with model.variant=qwen3_5_2b it is of that family, with qwen3_vl_tiny and
+# train.precision=float32 it runs on a CPU. PARTS names the runs: default 2b.
 set -euo pipefail
 
 readonly directory=$1
@@ -13,10 +14,7 @@ readonly python=${PYTHON:-python3}
 declare -a further=()
 [ $# -lt 2 ] || mapfile -t further <"$2"
 
-readonly model='{seed: 0, vocab_size: 151936, hidden_size: 2048, intermediate_size: 6144, num_layers: 28, num_heads: 16,
-  num_kv_heads: 8, head_dim: 128, vision_depth: 24, vision_hidden_size: 1024, vision_num_heads: 16,
-  vision_intermediate_size: 4096, deepstack_indexes: [5, 11, 17], position_grid: 48, min_pixels: 65536,
-  max_pixels: 16777216, rope_theta: 5000000}'
+readonly model='{kind: random, variant: qwen3_vl_2b, seed: 0}'
 # Half a minute of steps with two saves; few and short answers, which random weights do not end by themselves.
 declare -a settings=("data=$directory/data" "model=$model" 'convert.subsets=[]' train.num_steps=12
   train.optim.warmup_steps=2 train.heldout_interval=6 execution.checkpoint.save_interval=4 evaluate.max_new_tokens=16

@@ -27,8 +27,8 @@ def tiny(tmp_path_factory):
     """(directory, what was written)"""
     root = tmp_path_factory.mktemp("bench")
     torch.manual_seed(0)
-    write_model(root / "hf", "tiny")
-    return root, write_data(root / "data", 3, SEQ_LEN, model="tiny")
+    write_model(root / "hf", "qwen3_vl_tiny")
+    return root, write_data(root / "data", 3, SEQ_LEN, model="qwen3_vl_tiny")
 
 
 def test_both_sides_count_the_same_tokens_of_the_same_samples(tiny):
@@ -124,6 +124,8 @@ def test_kernels_are_known_by_their_names():
         "void transformer_engine::normalization::rmsnorm_bwd_tuned_kernel": "norms",
         "at::native::multi_tensor_apply_kernel<L2NormFunctor>": "optimizer's own",
         "_scatter_gather_elementwise_kernel": "gathers and scatters",
+        "backward_states": "delta rule",
+        "_norm_backward": "delta layer's own",
         "CatArrayBatchedCopy": "copies and fills",
         "sm90_xmma_gemm_bf16bf16_bf16f32": "matrix products",
         "vectorized_elementwise_kernel<4, AddFunctor>": "elementwise and rest",

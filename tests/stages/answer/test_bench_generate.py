@@ -18,19 +18,19 @@ from tests.bench.bench_generate import (
 )
 from tests.bench.mix import image_token, write_model
 
-IMAGE = image_token("tiny")
+IMAGE = image_token("qwen3_vl_tiny")
 
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory) -> tuple[GreedyDecoder, Calls]:
-    directory = tmp_path_factory.mktemp("tiny")
-    write_model(directory, "tiny")
-    return load(directory, "tiny", torch.float32)
+    directory = tmp_path_factory.mktemp("qwen3_vl_tiny")
+    write_model(directory, "qwen3_vl_tiny")
+    return load(directory, "qwen3_vl_tiny", torch.float32)
 
 
 def test_questions_are_drawn_once_and_their_lengths_are_those_of_their_prompts():
-    questions = draw_questions("tiny", 20, 6, 1.0, 40)
-    again = draw_questions("tiny", 20, 6, 1.0, 40)
+    questions = draw_questions("qwen3_vl_tiny", 20, 6, 1.0, 40)
+    again = draw_questions("qwen3_vl_tiny", 20, 6, 1.0, 40)
     assert [(q.limit, q.pictures, q.ids.tolist()) for q in questions] == [
         (q.limit, q.pictures, q.ids.tolist()) for q in again
     ]
@@ -39,7 +39,7 @@ def test_questions_are_drawn_once_and_their_lengths_are_those_of_their_prompts()
 
 
 def test_both_sides_say_the_same_and_refilling_saves_calls(loaded):
-    questions, args = draw_questions("tiny", 24, 6, 1.0, 30), parse_args(["--tiny"])
+    questions, args = draw_questions("qwen3_vl_tiny", 24, 6, 1.0, 30), parse_args(["--tiny"])
     loop = plain(*loaded, questions[:6], IMAGE)
     refilled, whole = (ours(*loaded, questions, args, 8, refill) for refill in (True, False))
     assert loop.calls == sum(question.limit for question in questions[:6]), "one call a token"

@@ -2,6 +2,8 @@
 
 import io
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from dataset_builders.storage.files import write_json
 from stages.answer.transformers_engine import Generator
 from stages.inputs.hf_directory import read_json
 from tests.helpers.evaluation import conversation, mixed_samples, picture, talkative_hf_dir
+from tests.helpers.tiny_hybrid_model import hybrid_hf_dir
 
 NEW_TOKENS = 12
 
@@ -170,3 +173,20 @@ def test_a_prompt_with_too_few_images_is_skipped(generator):
     message = Message(role="user", text=f"{IMAGE_SLOT}{IMAGE_SLOT}Which?")
     with pytest.raises(SkipSample, match="image_count_mismatch"):
         generator.encode_prompt([message], generator.encode_images([picture(1)]))
+
+
+def test_a_cpu_is_not_advised_to_install_kernels_that_need_a_gpu():
+    """transformers says it once a process, so this one asks another."""
+    code = """
+import sys
+from dataset_builders.contracts.sample import Message
+from pathlib import Path
+from stages.answer.transformers_engine import Generator
+generator = Generator(Path(sys.argv[1]))
+images = generator.encode_images([])
+print(generator.generate([generator.encode_prompt([Message(role="user", text="Which digit?")], images)], 3))
+"""
+    command = [sys.executable, "-W", "ignore", "-c", code, str(hybrid_hf_dir())]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert "Answer(" in done.stdout, done.stderr
+    assert "falling back" not in done.stderr
