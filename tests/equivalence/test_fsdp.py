@@ -1,5 +1,6 @@
 """Weights divided by FSDP2 against megatron-core's distributed optimizer: the same training, on any number of ranks."""
 
+import dataclasses
 import math
 import shutil
 from pathlib import Path
@@ -8,17 +9,22 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.helpers.bins import MIXED, make_samples
 from tests.helpers.hardware import requires_gpus
 from tests.helpers.reference import random_hf_dir
-from tests.helpers.run_dir import changed, log_of, make_bins, metrics_of, run_trainer, write_job
-from tests.helpers.single_rank import single_rank
+from tests.helpers.run_dir import changed, log_of, make_bins, metrics_of, model_dir, run_trainer, write_job
+from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.world import run_world
 from trainer.contract.answer import MetricsRow
 from trainer.contract.names import HF_EXPORT
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import PartConfig, RunConfig, TrainConfig
+from trainer.data.micro_batch import make_micro_batch
 from trainer.data.order import bins_for_step
+from trainer.families.geometry import geometry_of
+from trainer.layers import delta_layer
 from trainer.loop.export import export
+from trainer.parallel.fsdp import FullyShardedModel
 
 NUM_STEPS, GLOBAL_BATCH = 5, 6  # six bins: one, two and three ranks share them
 FSDP = ParallelConfig(sharding="fsdp", balance=False)
@@ -177,19 +183,31 @@ def test_layers_computed_again(tmp_path, one_process):
     assert_same_training(trained(tmp_path, again, 2), one_process)
 
 
-def test_bfloat16_rounds_as_the_other_does(tmp_path):
+@pytest.mark.parametrize("shape", ["first", "hybrid-first", "hybrid-second"])
+def test_bfloat16_rounds_as_the_other_does(shape, tmp_path):
     """From weights that bfloat16 holds, both begin with the same; the first step shows the casts and the sums. Later
-    ones differ: where a deepstack layer's output has three gradients, the two add them up in another order."""
+    ones differ: where a deepstack layer's output has three gradients, the two add them up in another order. A delta
+    layer's decays are no numbers of bfloat16, and a cast of them would show."""
     runs = []
     for parallel in (FSDP, PLAIN):
-        run = job(tmp_path, parallel, parallel.sharding, precision="bfloat16")
-        run = run.model_copy(update={"hf_dir": rounded_hf_dir(tmp_path / "hf")})
+        run = job(tmp_path, parallel, parallel.sharding, shape, precision="bfloat16")
+        run = run.model_copy(update={"hf_dir": rounded_hf_dir(tmp_path / "hf", shape)})
         run_world(run, 2)
         runs.append(metrics_of(run))
     ours, theirs = (rows[0] for rows in runs)
     assert ours.loss == pytest.approx(theirs.loss, rel=1e-6)
     assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-6)
     assert ours.language_grad_norm == pytest.approx(theirs.language_grad_norm, rel=1e-6)
+
+
+def test_layers_of_two_kinds_in_bfloat16_resumed(tmp_path):
+    """To the bit on as many ranks; on one as far off as bfloat16's products are."""
+    ours = trained(tmp_path, FSDP, 2, shape="hybrid-first", precision="bfloat16")
+    for name, processes, close in (("again", 2, 0.0), ("on-one", 1, 2e-3)):
+        run = copy_with_checkpoint(ours, name, 2)
+        run_world(run, processes)
+        for row, expected in zip(metrics_of(run), metrics_of(ours)[2:], strict=True):
+            assert row.loss == pytest.approx(expected.loss, rel=close, abs=0), (name, row.step)
 
 
 def test_bfloat16_keeps_float32_weights(tmp_path):
@@ -200,23 +218,52 @@ def test_bfloat16_keeps_float32_weights(tmp_path):
         assert (weight.bfloat16().float() != weight).float().mean() > 0.5, name
 
 
-def rounded_hf_dir(directory: Path) -> Path:
-    """A copy of the random weights, rounded to bfloat16."""
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_decays_are_float32_in_layers_of_bfloat16(recomputes, monkeypatch):
+    """What the delta rule is given, forward and in the second forward pass, and the gradients that come of it."""
+    seen, compute = [], delta_layer.gated_delta_net
+
+    def looked_at(*args):
+        given = args[4]
+        seen.append([getattr(given, field.name).dtype for field in dataclasses.fields(given)])
+        return compute(*args)
+
+    monkeypatch.setattr(delta_layer, "gated_delta_net", looked_at)
+    with single_rank() as mesh:
+        model = build_tiny(model_dir("hybrid-first"), mesh)
+        model.language.decoder.recompute = recomputes
+        geometry = geometry_of(model.shape)
+        batch = make_micro_batch(make_samples(MIXED, geometry, range(20, 300)), geometry, model.seq_len)
+        expected = {name: p.detach().clone() for name, p in model.named_parameters() if ".decay." in name}
+        chunk = FullyShardedModel(model, torch.bfloat16, mesh.groups.dp)
+        chunk(batch).sum().backward()
+        chunk.finish_grad_sync()
+    assert len(expected) == 6 and len(seen) == (6 if recomputes else 3)
+    rounded, exact = torch.bfloat16, torch.float32
+    assert all(dtypes == [rounded, exact, exact, rounded] for dtypes in seen), seen
+    for name, before in expected.items():
+        assert torch.equal(chunk.slices[name], before) and chunk.slices[name].grad.any(), name
+
+
+def rounded_hf_dir(directory: Path, shape: str = "first") -> Path:
+    """A copy of the random weights, rounded to bfloat16, but for those that the model has in float32."""
     if not directory.is_dir():
-        shutil.copytree(random_hf_dir("first"), directory)
+        shutil.copytree(model_dir(shape), directory)
         weights = load_file(directory / "model.safetensors")
-        rounded = {name: tensor.bfloat16() for name, tensor in weights.items()}
+        exact = ("A_log", "dt_bias")
+        rounded = {name: tensor if name.endswith(exact) else tensor.bfloat16() for name, tensor in weights.items()}
         save_file(rounded, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
 
 @requires_gpus(2)
-def test_two_gpus(tmp_path):
+@pytest.mark.parametrize("shape", ["first", "hybrid-third"])
+def test_two_gpus(shape, tmp_path):
     """Transformer Engine's modules and its Adam, on slices."""
     runs = []
     for parallel in (FSDP, PLAIN):
-        run = job(tmp_path, parallel, parallel.sharding, precision="bfloat16")
-        run = run.model_copy(update={"hf_dir": rounded_hf_dir(tmp_path / "hf")})
+        run = job(tmp_path, parallel, parallel.sharding, shape, precision="bfloat16")
+        run = run.model_copy(update={"hf_dir": rounded_hf_dir(tmp_path / "hf", shape)})
         (run.output_dir / "run.json").write_text(run.model_dump_json())
         assert run_trainer(run, processes=2) == 0, log_of(run)
         runs.append(metrics_of(run))

@@ -23,6 +23,12 @@ CASES = {
     "tp2-sp": ({"tp": 2, "sequence_parallel": True}, "first", None, 2),
     "cp2": ({"cp": 2}, "first", None, 2),
     "dp2": ({}, "first", None, 2),
+    "delta": ({}, "hybrid-third", None, 1),
+    "delta plain rule": ({}, "hybrid-second", None, 1),
+    "delta selective": ({"recompute": "selective"}, "hybrid-third", None, 1),
+    "delta frozen vision": ({}, "hybrid-third", "vision", 1),
+    "delta tp2-sp": ({"tp": 2, "sequence_parallel": True}, "hybrid-third", None, 2),
+    "delta cp2": ({"cp": 2}, "hybrid-third", None, 2),
 }
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
@@ -39,7 +45,10 @@ def worlds(tmp_path_factory):
     root = tmp_path_factory.mktemp("graphs")
     cases = {name: case[3] for name, case in CASES.items() if case[3] <= GPUS}
     both = {(name, graphs): (variant(root, name, graphs), n) for name, n in cases.items() for graphs in (True, False)}
-    return run_worlds(root, {**both, "again": (variant(root, "all", False, "-again"), 1)})
+    again = {f"{name} again": (variant(root, name, False, "-again"), 1) for name in ("all", "delta")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ATHANOR_DELTA_GRAPHS", "1")
+        return run_worlds(root, {**both, **again})
 
 
 def check_same(ours: World | str, theirs: World | str) -> None:
@@ -54,7 +63,8 @@ def check_same(ours: World | str, theirs: World | str) -> None:
 def test_graphs_give_the_bits_of_layers_launched_one_by_one(name, worlds):
     if CASES[name][3] > GPUS:
         pytest.skip(f"needs {CASES[name][3]} GPUs, this machine has {GPUS}")
-    check_same(worlds["again"], worlds["all", False])  # or nothing could be said of the others
+    plain = "delta" if name.startswith("delta") else "all"
+    check_same(worlds[f"{plain} again"], worlds[plain, False])  # or nothing could be said of the others
     check_same(worlds[name, True], worlds[name, False])
 
 

@@ -17,7 +17,17 @@ from trainer.families.registry import read_model
 TOKENS_ALONE = Work(1024, 0, 0, 0, 0)  # layers of one kind cost alike: equal pieces
 
 
-def memory(shape=QWEN_2B, *, dp=1, num_micro_batches=8, seq_len=1024, max_patches=512, precision="bfloat16", **layout):
+def memory(
+    shape=QWEN_2B,
+    *,
+    dp=1,
+    num_micro_batches=8,
+    seq_len=1024,
+    max_patches=512,
+    precision="bfloat16",
+    moments="float32",
+    **layout,
+):
     parallel = ParallelConfig(**layout)
     return estimate_memory(
         shape,
@@ -28,6 +38,7 @@ def memory(shape=QWEN_2B, *, dp=1, num_micro_batches=8, seq_len=1024, max_patche
         seq_len=seq_len,
         max_patches=max_patches,
         precision=precision,
+        moments=moments,
     )
 
 
@@ -53,6 +64,8 @@ def test_memory_counts_weights_gradients_and_moments():
     assert half["activations"] < single["activations"]
     longer = memory(shape, seq_len=2048, precision="float32")
     assert longer["activations"] > single["activations"] and longer["weights"] == single["weights"]
+    short = memory(shape, moments="bfloat16")
+    assert short == half | {"optimizer": 4 * parameters}
     assert memory(shape, num_micro_batches=1) == half  # without a pipeline one micro batch is in flight
 
 
@@ -69,15 +82,16 @@ def test_data_parallel_ranks_divide_optimizer_states_and_with_fsdp_weights_too()
 def test_what_a_process_writes():
     parameters = sum(QWEN_2B.parameters.values())
 
-    def saved(dp: int = 1, precision: str = "bfloat16", **layout) -> int:
+    def saved(dp: int = 1, precision: str = "bfloat16", moments: str = "float32", **layout) -> int:
         parallel = ParallelConfig(**layout)
         pieces = pipeline_pieces(QWEN_2B, parallel, TOKENS_ALONE)
-        return estimate_saved(QWEN_2B, parallel, pieces=pieces, dp=dp, precision=precision)
+        return estimate_saved(QWEN_2B, parallel, pieces=pieces, dp=dp, precision=precision, moments=moments)
 
     assert (saved(), saved(precision="float32")) == (14 * parameters, 16 * parameters)
     assert saved(dp=2, cp=2) == (2 + 12 / 4) * parameters
     assert saved(dp=4, sharding="fsdp") == 3 * parameters
     assert saved(pp=2) < 14 * parameters
+    assert (saved(moments="bfloat16"), saved(dp=2, moments="bfloat16")) == (10 * parameters, 6 * parameters)
 
 
 def test_tensor_parallel_divides_the_language_model_and_vision_only_when_told():

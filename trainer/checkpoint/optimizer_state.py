@@ -69,11 +69,11 @@ def _pieces(place: Place, key: str, numbers: torch.Tensor, first: int) -> Iterat
         start += shape.numel()
 
 
-def _whole(place: Place, key: str) -> Place:
+def _whole(place: Place, key: str, dtype: torch.dtype) -> Place:
     """The request for a whole parameter's tensor; the optimizer takes its share of what is loaded."""
-    data = torch.empty(place.data.shape, dtype=torch.float32)
-    dtype = {} if isinstance(place, ShardedTensorFactory) else {"dtype": data.dtype}
-    return replace(place, key=f"optimizer.state.{key}.{place.key}", data=data, **dtype)
+    data = torch.empty(place.data.shape, dtype=dtype)
+    of_data = {} if isinstance(place, ShardedTensorFactory) else {"dtype": dtype}
+    return replace(place, key=f"optimizer.state.{key}.{place.key}", data=data, **of_data)
 
 
 def _param_state(
@@ -82,10 +82,12 @@ def _param_state(
     """Parameter number -> name -> its pieces; when loading, the whole tensors that the optimizer asks for. Before the
     first update, moments are stood for by the parameter, which is of their size."""
     places = {place.data: place for place in nested_values(extract_sharded_tensors_and_factories(model_state)[0])}
+    moments = getattr(optimizer.optimizer, "moments", torch.float32)
+    dtypes = dict.fromkeys(_TENSORS, moments) | {"param": torch.float32}
     state: dict[int, dict[str, object]] = {}
     for number, param in enumerate(param for buffer in optimizer.buffers for param in buffer.param_index_map):
         if is_loading:
-            state[number] = {key: _whole(places[param], key) for key in _TENSORS}
+            state[number] = {key: _whole(places[param], key, dtypes[key]) for key in _TENSORS}
             continue
         if param in optimizer.model_param_gbuf_map:  # else all of it is held by other ranks
             first = optimizer._get_model_param_range_map(param)["param"].start

@@ -123,14 +123,12 @@ def _torch_adams(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
 def _give_adam_its_state(optimizer: MegatronOptimizer) -> None:
     """torch's AdamW has no state before its first step, and megatron-core can neither save nor load into none."""
     for adam in _torch_adams(optimizer):
+        dtype = getattr(adam, "moments", None)  # None: the parameter's
         for group in adam.param_groups:
             for param in group["params"]:
                 if not adam.state[param]:
-                    adam.state[param] = {
-                        "step": torch.tensor(0.0),
-                        "exp_avg": torch.zeros_like(param),
-                        "exp_avg_sq": torch.zeros_like(param),
-                    }
+                    zeros = {name: torch.zeros_like(param, dtype=dtype) for name in ("exp_avg", "exp_avg_sq")}
+                    adam.state[param] = {"step": torch.tensor(0.0), **zeros}
 
 
 def _unshare_adam_step(optimizer: MegatronOptimizer) -> None:

@@ -18,13 +18,14 @@ def estimate_memory(
     seq_len: int,
     max_patches: int,
     precision: str,
+    moments: str = "float32",
 ) -> dict[str, int]:
     """Bytes that the fullest process needs to train: of a pipeline often its first (vision) or its last (logits).
 
     Of P parameters on a process, with the distributed optimizer over n = dp x cp ranks: weights 4 P, or in bfloat16
-    2 P and 4 P / n of float32 copies; gradients 4 P; AdamW's two moments 8 P / n. With fsdp (4 + 4 + 8) P / dp, without
-    the layers that are gathered for a moment. P counts language matrices / tp, and vision whole unless
-    vision_split=tensor_parallel. Without fsdp these are exact.
+    2 P and 4 P / n of float32 copies; gradients 4 P; AdamW's two moments 8 P / n, in bfloat16 4 P / n. With fsdp
+    (4 + 4 + 8) P / dp, without the layers that are gathered for a moment. P counts language matrices / tp, and vision
+    whole unless vision_split=tensor_parallel. Without fsdp these are exact.
 
     Activations are a rule of thumb for attention that keeps no score matrix (Korthikanti et al. 2022,
     arXiv:2205.05198, table 2). Bytes per token and layer of width D in half precision are 10 D + (16 D + 2 A) / tp;
@@ -43,19 +44,28 @@ def estimate_memory(
         num_micro_batches: per step, on each of these ranks.
     """
     size = 4 if precision == "float32" else 2
-    work = _Work(shape, parallel, pieces, dp, num_micro_batches, seq_len, max_patches, size)
+    moment_size = 4 if moments == "float32" else 2
+    work = _Work(shape, parallel, pieces, dp, num_micro_batches, seq_len, max_patches, size, moment_size)
     return max((work.memory(rank) for rank in range(parallel.pp)), key=lambda parts: sum(parts.values()))
 
 
 def estimate_saved(
-    shape: ModelShape, parallel: ParallelConfig, *, pieces: Sequence[range], dp: int, precision: str
+    shape: ModelShape,
+    parallel: ParallelConfig,
+    *,
+    pieces: Sequence[range],
+    dp: int,
+    precision: str,
+    moments: str = "float32",
 ) -> int:
     """Bytes of a checkpoint that the fullest process writes, and copies into host memory if saves are asynchronous.
 
     Of P parameters on a process, with the distributed optimizer over n = dp x cp ranks: the weights, 2 P in bfloat16
-    and 4 P in float32, written by one of the n, and 12 P / n of float32 weights and moments. With fsdp 12 P / dp.
+    and 4 P in float32, written by one of the n, and 12 P / n of float32 weights and moments, or 8 P / n with moments in
+    bfloat16. With fsdp 12 P / dp.
     """
-    work = _Work(shape, parallel, pieces, dp, 1, 1, 0, 4 if precision == "float32" else 2)
+    size = 4 if precision == "float32" else 2
+    work = _Work(shape, parallel, pieces, dp, 1, 1, 0, size, 4 if moments == "float32" else 2)
     return max(work.saved(rank) for rank in range(parallel.pp))
 
 
@@ -69,11 +79,12 @@ class _Work:
     seq_len: int
     max_patches: int
     size: int  # bytes of a number in forward and backward
+    moment_size: int  # bytes of a number of Adam's moments
 
     def memory(self, rank: int) -> dict[str, int]:
         """Bytes of a pipeline rank."""
         parameters, ranks = self._parameters(rank), self.dp * self.parallel.cp
-        weights, gradients, moments = 4 * parameters, 4 * parameters, 8 * parameters / ranks
+        weights, gradients, moments = 4 * parameters, 4 * parameters, 2 * self.moment_size * parameters / ranks
         if self.parallel.sharding == "fsdp":
             weights, gradients = weights / ranks, gradients / ranks
         elif self.size == 2:
@@ -85,7 +96,7 @@ class _Work:
         """Bytes that a pipeline rank writes."""
         parameters = self._parameters(rank)
         weights = 0 if self.parallel.sharding == "fsdp" else self.size * parameters
-        return round(weights + 12 * parameters / (self.dp * self.parallel.cp))
+        return round(weights + (4 + 2 * self.moment_size) * parameters / (self.dp * self.parallel.cp))
 
     def _layers(self, rank: int) -> list[int]:
         """The numbers of the language layers of a pipeline rank."""

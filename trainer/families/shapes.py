@@ -47,6 +47,11 @@ def check_training(train: TrainConfig, parallel: ParallelConfig, family: Family)
         InputError: they are not, do not, or all parts are frozen.
     """
     family.check_settings(train, parallel)
+    if train.optim.moments == "bfloat16" and parallel.sharding == "fsdp":
+        raise InputError(
+            "train.optim.moments is bfloat16 and execution.parallel.sharding is fsdp, which divides moments over the "
+            "ranks as they are; set train.optim.moments=float32"
+        )
     for name, settings in train.parts.items():
         changed = settings.model_dump(exclude_defaults=True)
         if name not in family.parts and settings != PartConfig():

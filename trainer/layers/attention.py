@@ -83,6 +83,16 @@ class RotarySelfAttention(SelfAttention):
         out = core(query, key, value, None, attn_mask_type=self.attn_mask_type, packed_seq_params=segments)
         return out.view(out.size(0), 1, -1)
 
+    def modules_of_prepare(self) -> list[torch.nn.Module]:
+        """The modules whose parameters `prepare` uses."""
+        modules = (self.linear_qkv, self.q_layernorm, self.k_layernorm)
+        return [module for module in modules if module is not None]
+
+    @property
+    def attended_width(self) -> int:
+        """h * d, the width of `attend`'s output."""
+        return self.num_attention_heads_per_partition * self.hidden_size_per_attention_head
+
     def _prepare_fused(self, hidden_states: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, ...]:
         """The same as `prepare`, by one kernel after the projection."""
         mixed, _ = self.get_query_key_value_tensors(hidden_states, split_qkv=False)

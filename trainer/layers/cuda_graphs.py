@@ -14,6 +14,9 @@ are the inputs of the next, and all share one pool of memory, in which the activ
 forward to its backward pass. Hence one micro batch at a time (no pipeline parallelism), and no recomputation. The
 gradients of the weights are summed into `main_grad` inside the graphs; torch's autograd sees none of them.
 
+A layer of the gated delta rule has its rule, which depends on the samples too, in attention's place, and its
+projections in that of q, k, v.
+
 T = tokens of the bin on this rank, s = T / tp with sequence parallel, else T; D = hidden size; q, k, v as in
 packed_layer.py.
 """
@@ -204,14 +207,16 @@ class LayerGraphs:
             piece.capture_forward(pool, hidden, *self._attended_of(piece))
             hidden = piece.outputs[0]
         following: Piece | None = None
-        shared: list[torch.Tensor] = []  # gradients of q, k and v are used up before those of the next piece come
+        # Gradients of q, k and v are used up before those of the next piece come: layers of a kind share their places.
+        shared: dict[tuple[torch.Size, ...], list[torch.Tensor]] = {}
         for piece in reversed(self.pieces):
             qkv = piece.outputs[1:]
-            if piece.before and [x.shape for x in shared] != [x.shape for x in qkv]:
-                shared = [torch.empty_like(x) for x in qkv]
+            kind = tuple(x.shape for x in qkv)
+            if kind not in shared:
+                shared[kind] = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in qkv]
             chained = following is not None and following.after is not None
             grad = following.grad_inputs[0] if chained else torch.empty_like(piece.outputs[0])
-            piece.capture_backward(pool, [grad, *(shared if piece.before else [])])
+            piece.capture_backward(pool, [grad, *shared[kind]])
             following = piece
 
 

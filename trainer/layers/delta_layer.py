@@ -11,6 +11,7 @@ from itertools import accumulate
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import apply_prefix_mapping
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
@@ -23,7 +24,7 @@ from trainer.layers.gather import to_heads, to_sequence
 
 TAPS = 4  # of the convolution
 # Each rank has the channels and the heads of its own; the norm's weight is whole on every rank.
-_DIVIDED = ("conv_weight", "a_log", "dt_bias")
+_DIVIDED = ("conv_weight", "decay.a_log", "decay.dt_bias")
 
 
 def heads_of_rank(heads: DeltaHeads, ranks: int) -> DeltaHeads:
@@ -50,8 +51,26 @@ class DeltaSubmodules:
     linear_proj: type
 
 
+class Decay(MegatronModule):
+    """How fast each head forgets: parameters that are float32 whatever the other weights are.
+
+    In bfloat16 steps of training are lost in them. FSDP2 casts the weights of a module when its forward pass begins,
+    so these are a module of their own.
+    """
+
+    computes_in_float32 = True  # trainer/parallel/fsdp.py reads it
+
+    def __init__(self, config: TransformerConfig, heads: int) -> None:
+        super().__init__(config)
+        self.a_log, self.dt_bias = (_weight((heads,), torch.float32) for _ in range(2))
+
+    def forward(self, rank: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A_log and dt_bias of the heads of one of the context-parallel ranks, (H / ranks,) float32."""
+        return self.a_log.chunk(ranks)[rank], self.dt_bias.chunk(ranks)[rank]
+
+
 class DeltaAttention(MegatronModule):
-    """A gated delta net in the pieces of a PackedLayer. `a_log` and `dt_bias` are float32 whatever the other weights.
+    """A gated delta net in the pieces of a PackedLayer.
 
     Args:
         heads: of the whole model; tensor-parallel ranks divide them.
@@ -92,10 +111,10 @@ class DeltaAttention(MegatronModule):
             **shared,
         )
         self.conv_weight = _weight((sum(self.heads.widths), 1, TAPS), config.params_dtype)
-        self.a_log, self.dt_bias = (_weight((self.heads.value,), torch.float32) for _ in range(2))
+        self.decay = Decay(config, self.heads.value)
         self.norm_weight = _weight((heads.dim,), config.params_dtype)
         for name in _DIVIDED if ranks > 1 else ():
-            param = getattr(self, name)
+            param = self.get_parameter(name)
             param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, 0, 1
 
     def prepare(self, hidden_states: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, ...]:
@@ -120,30 +139,38 @@ class DeltaAttention(MegatronModule):
             out = to_sequence(out, segments.cp_order, group).flatten(1)
         return out[:, None]
 
+    def modules_of_prepare(self) -> list[torch.nn.Module]:
+        """The modules whose parameters `prepare` uses; the others are `attend`'s."""
+        return [self.in_proj]
+
+    @property
+    def attended_width(self) -> int:
+        """H * d, the width of `attend`'s output."""
+        return self.heads.value * self.heads.dim
+
     def _of_heads(self, rank: int, ranks: int) -> DeltaParameters:
         """Those of the heads of one of the context-parallel ranks."""
         runs = self.conv_weight.squeeze(1).split(self.heads.widths)
         return DeltaParameters(
-            torch.cat([run.chunk(ranks)[rank] for run in runs]),
-            self.a_log.chunk(ranks)[rank],
-            self.dt_bias.chunk(ranks)[rank],
-            self.norm_weight,
+            torch.cat([run.chunk(ranks)[rank] for run in runs]), *self.decay(rank, ranks), self.norm_weight
         )
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> ShardedStateDict:
-        """megatron-core's, with the parameters that tensor-parallel ranks divide in their places."""
+        """megatron-core's, with the parameters that tensor-parallel ranks divide in their places, and no word of
+        `decay` in the stored names."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         state |= make_sharded_tensors_for_checkpoint(
-            {name: getattr(self, name) for name in _DIVIDED},
+            {name: self.get_parameter(name) for name in _DIVIDED},
             prefix,
             dict.fromkeys(_DIVIDED, 0),
             sharded_offsets,
             tp_group=self.tp_group,
             dp_cp_group=metadata["dp_cp_group"],
         )
+        apply_prefix_mapping(state, {prefix + "decay.": prefix})
         if self.tp_group.size() > 1:
             for name, rows in (("in_proj.weight", rows_of(self.heads)), ("conv_weight", self.heads.widths)):
                 state[prefix + name] = _in_runs(state[prefix + name], rows, self.tp_group.rank(), self.tp_group.size())

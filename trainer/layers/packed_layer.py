@@ -17,7 +17,10 @@ if HAVE_TE:
 
 class PackedLayer(TransformerLayer):
     """megatron-core's layer, norms before attention and MLP, without features that packed training never uses (caches,
-    cross attention, dropout). Its halves depend on the number of tokens alone, its attention on the bin's samples."""
+    cross attention, dropout). Its halves depend on the number of tokens alone, its attention on the bin's samples.
+
+    What stands in attention's place has `prepare`, `attend`, `linear_proj`, `modules_of_prepare`, `attended_width`.
+    """
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
@@ -41,14 +44,11 @@ class PackedLayer(TransformerLayer):
     @property
     def attended_width(self) -> int:
         """h * d, the width of `attend`'s output."""
-        attention = self.self_attention
-        return attention.num_attention_heads_per_partition * attention.hidden_size_per_attention_head
+        return self.self_attention.attended_width
 
     def modules_before_attention(self) -> list[torch.nn.Module]:
         """The modules whose parameters `before_attention` uses."""
-        attention = self.self_attention
-        modules = (self.input_layernorm, attention.linear_qkv, attention.q_layernorm, attention.k_layernorm)
-        return [module for module in modules if module is not None]
+        return [self.input_layernorm, *self.self_attention.modules_of_prepare()]
 
     def modules_after_attention(self) -> list[torch.nn.Module]:
         """The modules whose parameters `after_attention` uses."""

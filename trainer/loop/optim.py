@@ -2,7 +2,8 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,9 +13,11 @@ from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
+from torch.optim.adamw import adamw
 
 from trainer.contract.run import OptimConfig, TrainConfig
 from trainer.families.family import Family
+from trainer.parallel.cpu_runtime import patch_torch_adam
 from trainer.parallel.fsdp import FullyShardedModel
 from trainer.parallel.mesh import Mesh
 
@@ -22,6 +25,91 @@ from trainer.parallel.mesh import Mesh
 # alone (megatron-core's `param_group_identifier_keys`: wd_mult, lr_mult, is_expert_parallel, is_decoupled_lr), and of
 # two groups that agree in them one would be loaded into both. This key of the four is read nowhere else.
 PART_KEY = "is_decoupled_lr"
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+PIECE = 2**28  # numbers: 2 GB of moments in float32 at once
+
+
+class ShortMomentsAdam(torch.optim.AdamW):
+    """torch's AdamW, whose moments are bfloat16 between two updates. The arithmetic is float32.
+
+    Transformer Engine's Adam can keep them so too, but copies the moments of a whole group to float32 for an update,
+    and of the whole model to save or load it: 8 bytes a parameter, where 4 were to be saved. Here an update goes
+    through the parameters piece by piece.
+
+    Args:
+        groups: of the optimizer whose place this one takes; shared with it. "step" counts their updates.
+    """
+
+    moments = torch.bfloat16
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        super().__init__([torch.empty(0)])
+        self.param_groups = groups
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            group["step"] = int(group.get("step", 0)) + 1
+            held = [param for param in group["params"] if param.grad is not None]
+            for param in held:
+                state = self.state[param]
+                for name in MOMENTS:
+                    state.setdefault(name, torch.zeros_like(param, dtype=self.moments))
+                state["step"] = torch.tensor(float(group["step"]))  # megatron-core reads it on a CPU
+            for pieces in _bounded(held):
+                self._update(group, pieces)
+
+    def _update(self, group: dict[str, Any], pieces: list[tuple[torch.Tensor, slice]]) -> None:
+        def taken(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+            return [tensor.view(-1)[part] for tensor, (_, part) in zip(tensors, pieces, strict=True)]
+
+        params = [param for param, _ in pieces]
+        stored = [taken(self.state[param][name] for param in params) for name in MOMENTS]
+        moments = [[short.float() for short in shorts] for shorts in stored]
+        before = float(group["step"] - 1)
+        steps = list(torch.full((len(params),), before, device=params[0].device).unbind())
+        beta1, beta2 = group["betas"]
+        numbers = {name: group[name] for name in ("lr", "weight_decay", "eps")}
+        grads = taken(param.grad for param in params)
+        adamw(
+            *(taken(param.detach() for param in params), grads, *moments, [], steps),
+            fused=True,
+            amsgrad=False,
+            maximize=False,
+            beta1=beta1,
+            beta2=beta2,
+            **numbers,
+        )
+        for shorts, updated in zip(stored, moments, strict=True):
+            torch._foreach_copy_(shorts, updated)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The groups' numbers by torch, which would make moments float32; these are taken as they are."""
+        super().load_state_dict({**state_dict, "state": {}})
+        params = [(param, group) for group in self.param_groups for param in group["params"]]
+        for number, state in state_dict["state"].items():
+            param, group = params[number]
+            kept = {name: state[name].to(self.moments) for name in MOMENTS}
+            self.state[param] = {"step": torch.tensor(float(group.get("step", 0))), **kept}
+
+
+def _bounded(params: Iterable[torch.Tensor]) -> Iterator[list[tuple[torch.Tensor, slice]]]:
+    """Lists of parts of parameters, as (parameter, its numbers), of at most PIECE numbers each."""
+    pieces, room = [], PIECE
+    for param in params:
+        start = 0
+        while start < param.numel():
+            stop = min(param.numel(), start + room)
+            pieces.append((param, slice(start, stop)))
+            room -= stop - start
+            start = stop
+            if not room:
+                yield pieces
+                pieces, room = [], PIECE
+    if pieces:
+        yield pieces
 
 
 def learning_rate(step: int, config: OptimConfig, num_steps: int, peak: float | None = None) -> float:
@@ -56,7 +144,7 @@ def build_optimizer(
             before the chunks were wrapped.
     """
     optim = config.optim
-    return get_megatron_optimizer(
+    optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
             lr=optim.lr,
@@ -70,13 +158,24 @@ def build_optimizer(
             use_distributed_optimizer=model[0].ddp_config.use_distributed_optimizer,
         ),
         model,
-        config_overrides=_groups(config, family),
+        config_overrides=_groups(config, family, dtype),
     )
+    if optim.moments == "bfloat16":
+        if torch.cuda.is_available():  # on a CPU it is done already
+            patch_torch_adam()
+        for inner in optimizer.chained_optimizers:
+            inner.optimizer = ShortMomentsAdam(inner.optimizer.param_groups)
+    return optimizer
 
 
-def _groups(config: TrainConfig, family: Family) -> dict[ParamKey, ParamGroupOverride]:
-    """Two groups per trained part: the weights, and the norms and biases, which do not decay."""
-    groups = {}
+def _groups(config: TrainConfig, family: Family, dtype: torch.dtype) -> dict[ParamKey, ParamGroupOverride]:
+    """Two groups per trained part: the weights, and the norms and biases, which do not decay.
+
+    Parameters of another dtype than the model's are a group apart: in one of both, megatron-core 0.16.1 updates the
+    float32 ones first and finds each one's place in a checkpoint by an order in which they are not.
+    """
+    other = ParamWithNamePredicate(f"not {dtype}", lambda param, _: param.dtype is not dtype)
+    groups = {ParamKey(with_name_predicate=other): {"has_other_dtype": True}}
     for part in family.parts:
         own = config.part(part)
         if own.frozen:

@@ -1,4 +1,4 @@
-"""The shim that lets megatron-core 0.16.1 run without CUDA. It is imported only if CUDA is absent.
+"""The shim that lets megatron-core 0.16.1 run without CUDA. Without CUDA the trainer installs it.
 
 megatron-core names the CUDA device in some thirty places (buffers of DDP, of pipeline transfers, of sequence
 parallelism, the type test of its optimizers, checkpoint finalisation). Two things make all of them work on a CPU:
@@ -60,7 +60,8 @@ def patch_cuda() -> None:
 
 
 def patch_torch_adam() -> None:
-    """Mend the distributed optimizer's saving and loading for torch's Adam (no Transformer Engine, no Apex).
+    """Mend the distributed optimizer's saving and loading for torch's Adam, on a GPU too where it takes the place of
+    Transformer Engine's.
 
     It removes `step` from the saved state of each parameter, and then copies every key there is, `step` included. It
     also takes the number of updates from a parameter's state, and a pipeline rank of frozen layers alone has none.

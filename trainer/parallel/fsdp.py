@@ -10,6 +10,7 @@ megatron-core 0.16.1 has a wrapper of its own, TorchFullyShardedDataParallel. It
 arithmetic, averages gradients over ranks and ignores `scale_gradients`; so this one takes its place.
 """
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -109,9 +110,16 @@ class FullyShardedModel(_BaseDataParallel):
 
 
 def _divide(module: MegatronModule, dtype: torch.dtype, group: ProcessGroup) -> None:
-    """Put FSDP2 around each transformer layer, vision and language, and around the rest. Gradients are summed."""
+    """Put FSDP2 around each transformer layer, vision and language, and around the rest. Gradients are summed.
+
+    A module with `computes_in_float32` is divided by itself. It gives others its weights, who use them after its
+    forward pass; so these stay whole until the gradients have come. They are a few numbers a head.
+    """
     mesh = DeviceMesh.from_group(group, next(module.parameters()).device.type, mesh_dim_names=("dp",))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    exact = dataclasses.replace(policy, param_dtype=torch.float32)
+    for unit in [unit for unit in module.modules() if getattr(unit, "computes_in_float32", False)]:
+        fully_shard(unit, mesh=mesh, mp_policy=exact, reshard_after_forward=False)
     layers = [layer for layer in module.modules() if isinstance(layer, TransformerLayer)]
     for unit in (*layers, module):
         fully_shard(unit, mesh=mesh, mp_policy=policy)

@@ -10,14 +10,31 @@ import pytest
 import torch
 
 from tests.helpers.run_dir import changed, make_bins, write_job
-from tests.parity.test_qwen3_vl import pair  # noqa: F401 (a fixture)
+from tests.helpers.single_rank import single_rank
+from tests.parity import test_qwen3_5_vl, test_qwen3_vl
 from trainer.contract.parallel import ParallelConfig
 from trainer.layers import cuda_graphs as layer_graphs
 from trainer.layers.attention import Rotation
 from trainer.layers.cuda_graphs import LayerGraphs, plan_pieces
+from trainer.layers.delta_layer import DeltaAttention
 from trainer.loop import train as loop
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+
+
+@pytest.fixture(scope="module", params=["first", "second", "hybrid-second"])
+def pair(request):
+    of_family = test_qwen3_5_vl if request.param.startswith("hybrid-") else test_qwen3_vl
+    with single_rank() as mesh:
+        yield of_family.Pair(request.param.removeprefix("hybrid-"), mesh)
+
+
+def used_in_attention(layer) -> list[torch.nn.Parameter]:
+    """Those of a delta layer's rule, which is no part of a graph."""
+    if not isinstance(layer.self_attention, DeltaAttention):
+        return []
+    delta = layer.self_attention
+    return [delta.conv_weight, *delta.decay.parameters(), delta.norm_weight]
 
 
 def numbers(pieces) -> list[tuple[int | None, int | None]]:
@@ -34,21 +51,22 @@ def test_pieces_lie_between_attentions():
     assert numbers(plan_pieces(layers[:1], 0, rotation)) == [(None, 1)]
 
 
-def test_every_parameter_before_the_last_attention_belongs_to_one_piece(pair):  # noqa: F811
+def test_every_parameter_before_the_last_attention_belongs_to_one_piece(pair):
     layers = list(pair.ours.language.decoder.layers)
     last = layers[-1]
     after = {id(p) for m in (last.self_attention.linear_proj, last.pre_mlp_layernorm, last.mlp) for p in m.parameters()}
     pieces = plan_pieces(layers, 1, Rotation(*torch.zeros(2, 1, 1)))
     found = [id(param) for piece in pieces for param in piece._params]
+    after |= {id(param) for layer in layers for param in used_in_attention(layer)}
     assert sorted(found) == sorted({id(param) for layer in layers for param in layer.parameters()} - after)
 
 
-def test_the_pieces_make_what_the_layers_make(pair, monkeypatch):  # noqa: F811
+def test_the_pieces_make_what_the_layers_make(pair, monkeypatch):
     """Each piece called in place of its graph."""
     monkeypatch.setattr(layer_graphs, "_Replay", SimpleNamespace(apply=lambda piece, *inputs: piece.run(*inputs)))
     model, decoder = pair.ours, pair.ours.language.decoder
     levels = model.shape.num_deepstack
-    assert levels > 0
+    assert (levels > 0) is (decoder.is_uniform)
     plain = model(pair.batch)
     wanted = torch.autograd.grad(plain.sum(), list(model.parameters()))
     graphs = LayerGraphs(list(decoder.layers), model.rotation(pair.batch), levels)

@@ -22,11 +22,6 @@ def check_settings(train: TrainConfig, parallel: ParallelConfig) -> None:
             "train.precision is float8, in which the delta layers of a qwen3_5 model have not been tried; set "
             "train.precision=bfloat16"
         )
-    if train.precision == "bfloat16" and parallel.sharding == "fsdp":
-        raise InputError(
-            "execution.parallel.sharding is fsdp, which computes with all weights in train.precision=bfloat16, and "
-            "A_log and dt_bias of a qwen3_5 model need float32; set execution.parallel.sharding=distributed_optimizer"
-        )
 
 
 # Images and tokens are Qwen3-VL's, and so are the parts; there is no deepstack.

@@ -15,12 +15,6 @@ from trainer.families.shapes import check_run
 REFUSED = [
     ("float8", {}, 1, "train.precision is float8, in which the delta layers of a qwen3_5 model"),
     (
-        "bfloat16",
-        {"sharding": "fsdp"},
-        2,
-        "A_log and dt_bias of a qwen3_5 model need float32; set execution.parallel.sharding=",
-    ),
-    (
         "float32",
         {"cp": 4},
         4,
@@ -44,7 +38,6 @@ def test_what_is_not_there_is_refused(precision, parallel, processes, words, tmp
     ("settings", "words"),
     [
         (["train.precision=float8"], "train.precision is float8"),
-        (["train.precision=bfloat16", "execution.parallel.sharding=fsdp"], "parallel.sharding is fsdp"),
     ],
 )
 def test_a_recipe_is_refused_before_its_first_stage(settings, words):
@@ -54,7 +47,7 @@ def test_a_recipe_is_refused_before_its_first_stage(settings, words):
 
 @pytest.mark.parametrize(
     ("precision", "parallel", "processes"),
-    [("bfloat16", {}, 1), ("float32", {"sharding": "fsdp"}, 2), ("float32", {"cp": 2}, 2), ("float32", {"tp": 2}, 2)],
+    [("bfloat16", {}, 1), ("bfloat16", {"sharding": "fsdp"}, 2), ("float32", {"cp": 2}, 2), ("float32", {"tp": 2}, 2)],
 )
 def test_what_is_there_passes(precision, parallel, processes, tmp_path):
     run = write_job(tmp_path, num_steps=4, global_batch_size=4, shape="hybrid-first")
