@@ -1,4 +1,5 @@
-"""The loss of some hundred steps on the same bins: this trainer in bfloat16 and float8, and transformers in bfloat16.
+"""The loss of some hundred steps on the same bins: this trainer in bfloat16, also with moments in bfloat16, and in
+float8; transformers in bfloat16.
 
     python -m tests.bench.bench_loss_curve --model qwen3_vl_2b --steps 200 --out curves.json --only bfloat16
     python -m tests.bench.bench_loss_curve --model qwen3_vl_2b --steps 200 --out curves.json --only transformers
@@ -30,22 +31,24 @@ from trainer.families.geometry import geometry_of
 from trainer.families.registry import read_model
 from trainer.loop.optim import learning_rate
 
-OURS = ("bfloat16", "float8")
+SHORT_MOMENTS = "bfloat16 moments"
+OURS = ("bfloat16", "float8", SHORT_MOMENTS)
 PEER = "transformers"
 SEQ_LEN = 8192
 
 
-def train_config(steps: int, precision: str) -> TrainConfig:
-    """The same for all."""
-    optim = OptimConfig(lr=1e-5, min_lr_fraction=0.1, warmup_steps=20, weight_decay=0.1)
+def train_config(steps: int, name: str) -> TrainConfig:
+    """The same for all but for what the curve is named after."""
+    precision, moments = (name, "float32") if name != SHORT_MOMENTS else ("bfloat16", "bfloat16")
+    optim = OptimConfig(lr=1e-5, min_lr_fraction=0.1, warmup_steps=20, weight_decay=0.1, moments=moments)
     return TrainConfig(
         seed=0, num_steps=steps, global_batch_size=1, precision=precision, heldout_interval=10**6, optim=optim
     )
 
 
-def curve_of_ours(root: Path, steps: int, precision: str) -> list[float]:
+def curve_of_ours(root: Path, steps: int, name: str) -> list[float]:
     """This trainer's losses."""
-    return [row.loss for row in train_steps(root, train_config(steps, precision), SEQ_LEN, steps)]
+    return [row.loss for row in train_steps(root, train_config(steps, name), SEQ_LEN, steps)]
 
 
 def curve_of_transformers(root: Path, steps: int) -> list[float]:

@@ -102,7 +102,7 @@ class Bench:
         args = self.args
         share = args.global_batch * gpus // args.gpus
         execution = Execution(gpus=gpus, parallel=parallel, loader_workers=args.loader_workers, cuda_graphs=cuda_graphs)
-        out = write_run(self.root, bench_train_config(share, args.precision), args.seq_len, execution)
+        out = write_run(self.root, bench_train_config(share, args.precision, args.moments), args.seq_len, execution)
         counted = args.warmup + args.steps
         ranks = sorted({0, gpus - 1 if parallel.pp > 1 else 0}) if args.trace_steps else []
         traced = [str(counted + 2), str(args.trace_steps), ",".join(map(str, ranks))]
@@ -123,7 +123,7 @@ class Bench:
         """One bin a step, every bin twice: the first epoch has all, so has the second. The first bins warm up."""
         args = self.args
         num_bins = len(read_bins(self.root / "data", "train"))
-        train = bench_train_config(1, args.precision)
+        train = bench_train_config(1, args.precision, args.moments)
         execution = Execution(loader_workers=args.loader_workers)
         rows = train_steps(self.root, train, args.seq_len, 2 * num_bins, execution)
         first, again = {}, {}
@@ -191,6 +191,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     ours.add_argument("--one-gpu", action="store_true", help="also one GPU by itself with its share of the batch")
     ours.add_argument("--no-ours", action="store_true", help="only what else is asked for")
     ours.add_argument("--precision", choices=DTYPES, default="bfloat16")
+    ours.add_argument("--moments", choices=["float32", "bfloat16"], default="float32", help="AdamW's, as they are kept")
     ours.add_argument("--seq-len", type=int, default=8192)
     ours.add_argument("--global-batch", type=int, default=8, help="bins a step, over all GPUs")
     ours.add_argument("--bins", type=int, default=48, help="bins on disk, at least")

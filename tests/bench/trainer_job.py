@@ -33,9 +33,9 @@ class Execution(TrainerExecution):
     checkpoint: CheckpointConfig = CheckpointConfig(save_interval=NEVER)
 
 
-def bench_train_config(global_batch: int, precision: str = "bfloat16") -> TrainConfig:
+def bench_train_config(global_batch: int, precision: str = "bfloat16", moments: str = "float32") -> TrainConfig:
     """Training that never ends and never measures its held-out loss."""
-    optim = OptimConfig(lr=1e-5, min_lr_fraction=0.1, warmup_steps=2, weight_decay=0.1)
+    optim = OptimConfig(lr=1e-5, min_lr_fraction=0.1, warmup_steps=2, weight_decay=0.1, moments=moments)
     return TrainConfig(
         seed=0,
         num_steps=NEVER,
