@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from flows.cli.main import main
 from stages.artifacts.artifact import Artifact
 from tests.helpers.bins import MIXED, make_samples
+from tests.helpers.evaluation import picture
 from tests.helpers.reference import load_reference, reference_losses
 from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.tiny_hybrid_model import hybrid_hf_dir
@@ -132,6 +133,11 @@ def test_qwen3_5_is_trained_on_pictures_exported_with_what_it_carries_and_answer
     wanted = torch.cat([reference_losses(theirs, sample) for sample in samples])
     torch.testing.assert_close(ours, wanted, atol=1e-4, rtol=0)
     assert len((made(root, "answer")[0].dir / "answers.jsonl").read_text().splitlines()) >= 4
+    assert len(made(root, "evaluate")) == 2 and len(made(root, "compare")) == 1  # before training, and after
+    (tmp_path / "picture.png").write_bytes(picture(3))
+    capsys.readouterr()
+    assert main(["ask", str(exported.dir / "hf"), str(tmp_path / "picture.png"), "Which digit?"]) == 0
+    assert capsys.readouterr().out.strip()
     assert exported.manifest.stats["carried"] == {"mtp.": 2}
     assert "The 2 tensors `mtp.*` are those of the base model, unchanged" in card_of(root)
     capsys.readouterr()
