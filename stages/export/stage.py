@@ -18,6 +18,7 @@ from stages.artifacts.intact import file_entries
 from stages.artifacts.workers import StageResources
 from stages.encode.chat import SYSTEM_PROMPT
 from stages.encode.images import write_pixel_limits
+from stages.export.carried import count_carried
 from stages.export.config import ExportConfig
 from stages.inputs.hf_directory import count_parameters, hf_dir_of, read_json, safetensors_header, weight_files
 from stages.inputs.remote_code import drop_auto_maps
@@ -49,6 +50,7 @@ def export(config: ExportConfig, inputs: Mapping[str, Input], work_dir: Path, re
     stats = {
         "dtype": written_dtype(hf_dir),
         "parameters": count_parameters(hf_dir),
+        "carried": count_carried(hf_dir),
         "steps": trained["steps"],
         "checkpoint": trained["checkpoint"],
     }
@@ -56,6 +58,9 @@ def export(config: ExportConfig, inputs: Mapping[str, Input], work_dir: Path, re
     rows = [(file.name.removeprefix(f"{HF_EXPORT}/"), file.size_bytes, file.sha256) for file in files]
     summary = {"dtype": stats["dtype"], "parameters": sum(stats["parameters"].values()), "steps": stats["steps"]}
     sections = [parameters, Table("Files", ("file", "bytes", "sha256"), rows)]
+    if stats["carried"]:
+        carried = [(f"{prefix}*", number) for prefix, number in stats["carried"].items()]
+        sections.insert(1, Table("Carried from the base model, not trained", ("names", "tensors"), carried))
     write_report(work_dir, title="export", summary=summary, sections=sections)
     return StageOutput(files=files, stats=stats)
 

@@ -8,7 +8,7 @@ bytes depend on the model and its scores alone.
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
@@ -54,6 +54,7 @@ class CardFacts:
         subsets: subset -> {"train": samples, "heldout": samples}.
         recipe: the whole configuration that decides the model, as plain values.
         training: name -> value: steps, tokens, losses, parameters.
+        carried: beginning of names -> number of tensors that are those of the base model, as the export found them.
         scores: subset, or `overall`, -> its scores, the headline first.
         score_note: the answers that the scores are of, and how the intervals were computed.
         contamination: the `contaminated` counts of that stage's manifest; None if it did not run.
@@ -70,6 +71,7 @@ class CardFacts:
     score_note: str = ""
     contamination: Mapping[str, Mapping[str, int]] | None = None
     reproduce: str = ""
+    carried: Mapping[str, int] = field(default_factory=dict)
 
 
 def training_facts(trained: Artifact, exported: Artifact) -> dict[str, int | float | str]:

@@ -62,6 +62,7 @@ def _facts(config: ReleaseConfig, inputs: Mapping[str, Artifact]) -> CardFacts:
         subsets=dict(sorted(inputs["samples"].manifest.stats["samples"].items())),
         recipe=config.recipe,
         training=training_facts(inputs["train"], inputs["export"]),
+        carried=inputs["export"].manifest.stats.get("carried", {}),  # exports of an older version do not say
         scores=_scores(inputs["evaluate"].manifest.stats, _before(inputs)),
         score_note=_note(inputs["evaluate"].manifest.stats),
         contamination=contaminated,

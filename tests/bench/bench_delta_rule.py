@@ -14,12 +14,12 @@ from collections.abc import Callable
 import torch
 from triton.testing import do_bench
 
+from trainer.data.packed_chunks import PackedChunks
 from trainer.layers.delta_rule import plain
 from trainer.layers.delta_rule.convolution import convolve_heads
 from trainer.layers.delta_rule.gated_delta_net import DeltaHeads, DeltaParameters, gated_delta_net
 from trainer.layers.delta_rule.gates import delta_gates
 from trainer.layers.delta_rule.kernel_rule import gated_delta_rule
-from trainer.layers.delta_rule.packed_chunks import PackedChunks
 
 TOKENS = 16_384
 SHAPES = {"2b": DeltaHeads(16, 16, 128), "9b": DeltaHeads(16, 32, 128), "27b": DeltaHeads(16, 48, 128)}
@@ -65,7 +65,7 @@ def rates(heads: DeltaHeads) -> tuple[float, float]:
 
 def measure(heads: DeltaHeads, lengths: list[int]) -> dict[str, float]:
     """Microseconds of each part."""
-    chunks = PackedChunks.of(list(itertools.accumulate(lengths, initial=0)), "cuda")
+    chunks = PackedChunks.of(list(itertools.accumulate(lengths, initial=0))).to("cuda")
     inputs = layer_inputs(heads)
     mixed, _, b, a, conv_weight, a_log, dt_bias, _ = inputs
     with torch.no_grad():
@@ -98,7 +98,7 @@ def measure(heads: DeltaHeads, lengths: list[int]) -> dict[str, float]:
 
 def torch_rule(heads: DeltaHeads, lengths: list[int]) -> dict[str, float]:
     """The plain rule in float32 on the same GPU."""
-    chunks = PackedChunks.of(list(itertools.accumulate(lengths, initial=0)), "cuda")
+    chunks = PackedChunks.of(list(itertools.accumulate(lengths, initial=0))).to("cuda")
     q, k = (torch.randn(TOKENS, heads.key, 128, device="cuda").mul(0.088).requires_grad_() for _ in range(2))
     v = torch.randn(TOKENS, heads.value, 128, device="cuda").requires_grad_()
     g = torch.rand(TOKENS, heads.value, device="cuda").mul(-0.1).requires_grad_()

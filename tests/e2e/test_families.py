@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from flows.cli.main import main
 from stages.artifacts.artifact import Artifact
 from tests.helpers.bins import MIXED, make_samples
+from tests.helpers.evaluation import picture
 from tests.helpers.reference import load_reference, reference_losses
 from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.tiny_hybrid_model import hybrid_hf_dir
@@ -88,6 +89,10 @@ def made(root: Path, stage: str) -> list[Artifact]:
     return [Artifact.load(path) for path in sorted((root / "artifacts" / stage).iterdir()) if path.is_dir()]
 
 
+def card_of(root: Path) -> str:
+    return (made(root, "release")[0].dir / "hf" / "README.md").read_text()
+
+
 def test_qwen3_is_tokenized_trained_exported_and_answered(tmp_path, capsys):
     model, root = tmp_path / "qwen3", tmp_path / "root"
     write_text_model(model, text_config())
@@ -104,6 +109,7 @@ def test_qwen3_is_tokenized_trained_exported_and_answered(tmp_path, capsys):
     assert before.keys() == after.keys() and all((before[name] != after[name]).any() for name in before)
     answers = [json.loads(line) for line in (made(root, "answer")[0].dir / "answers.jsonl").read_text().splitlines()]
     assert len(answers) == 4
+    assert exported.manifest.stats["carried"] == {} and "those of the base model" not in card_of(root)
     capsys.readouterr()
 
 
@@ -127,6 +133,13 @@ def test_qwen3_5_is_trained_on_pictures_exported_with_what_it_carries_and_answer
     wanted = torch.cat([reference_losses(theirs, sample) for sample in samples])
     torch.testing.assert_close(ours, wanted, atol=1e-4, rtol=0)
     assert len((made(root, "answer")[0].dir / "answers.jsonl").read_text().splitlines()) >= 4
+    assert len(made(root, "evaluate")) == 2 and len(made(root, "compare")) == 1  # before training, and after
+    (tmp_path / "picture.png").write_bytes(picture(3))
+    capsys.readouterr()
+    assert main(["ask", str(exported.dir / "hf"), str(tmp_path / "picture.png"), "Which digit?"]) == 0
+    assert capsys.readouterr().out.strip()
+    assert exported.manifest.stats["carried"] == {"mtp.": 2}
+    assert "The 2 tensors `mtp.*` are those of the base model, unchanged" in card_of(root)
     capsys.readouterr()
 
 

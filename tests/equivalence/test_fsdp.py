@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.equivalence.test_layouts import SMOOTH
 from tests.helpers.bins import MIXED, make_samples
 from tests.helpers.hardware import requires_gpus
 from tests.helpers.reference import random_hf_dir
@@ -28,6 +29,7 @@ from trainer.parallel.fsdp import FullyShardedModel
 
 NUM_STEPS, GLOBAL_BATCH = 5, 6  # six bins: one, two and three ranks share them
 FSDP = ParallelConfig(sharding="fsdp", balance=False)
+FSDP_AGAIN = FSDP.model_copy(update={"recompute": "full", "recompute_vision": True})
 PLAIN = ParallelConfig(balance=False)
 NORMS = ("param_norm", "grad_norm", "vision_grad_norm", "merger_grad_norm", "language_grad_norm")
 
@@ -101,11 +103,25 @@ def test_two_ranks_equal_one_process(two_ranks, one_process):
     assert_same_training(two_ranks, one_process)
 
 
-@pytest.mark.parametrize("shape", ["hybrid-first", "hybrid-second"])
-def test_layers_of_two_kinds(shape, tmp_path):
-    """And resumed: to the bit on as many ranks, and on one."""
-    ours = trained(tmp_path, FSDP, 2, shape=shape)
-    assert_same_training(ours, trained(tmp_path, PLAIN, 1, shape=shape))
+@pytest.mark.parametrize(
+    ("shape", "parallel", "parts"),
+    [
+        ("hybrid-first", FSDP, {}),
+        ("hybrid-second", FSDP_AGAIN, {}),
+        ("hybrid-first", FSDP, {"vision": PartConfig(frozen=True), "merger": PartConfig(frozen=True)}),
+    ],
+    ids=["first", "second-recompute", "first-frozen"],
+)
+def test_layers_of_two_kinds(shape, parallel, parts, tmp_path):
+    """And exported. And resumed: to the bit on as many ranks, and on one."""
+    ours = trained(tmp_path, parallel, 2, shape=shape, optim=SMOOTH, **parts)
+    theirs = trained(tmp_path, PLAIN, 1, shape=shape, optim=SMOOTH, **parts)
+    assert_same_training(ours, theirs)
+    with single_rank() as mesh:
+        weights, expected = exported(ours, mesh), exported(theirs, mesh)
+    assert weights.keys() == expected.keys()
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=2e-6, msg=name)
     again, on_one = (copy_with_checkpoint(ours, name, 2) for name in ("again", "on-one"))
     run_world(again, 2)
     rows = [row for row in metrics_of(ours) if row.step > 2]
@@ -179,8 +195,7 @@ def test_frozen_parts_and_rates_of_their_own(frozen, tmp_path):
 
 
 def test_layers_computed_again(tmp_path, one_process):
-    again = FSDP.model_copy(update={"recompute": "full", "recompute_vision": True})
-    assert_same_training(trained(tmp_path, again, 2), one_process)
+    assert_same_training(trained(tmp_path, FSDP_AGAIN, 2), one_process)
 
 
 @pytest.mark.parametrize("shape", ["first", "hybrid-first", "hybrid-second"])

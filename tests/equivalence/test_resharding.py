@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from tests.equivalence.test_layouts import CUT_VISION, FOURFOLD, KINDS, SEQ_LEN, SMOOTH, SP
+from tests.equivalence.test_layouts import CUT_VISION, FOURFOLD, SEQ_LEN, SMOOTH, SP, kinds_of
 from tests.helpers.run_dir import changed, make_bins, write_job
 from tests.helpers.world import World, run_world
 from trainer.contract.names import HF_EXPORT
@@ -30,7 +30,7 @@ def job(root, name: str, layout: dict, shape: str = "first") -> RunConfig:
         root,
         num_steps=STEPS,
         shape=shape,
-        bins=make_bins(shape, KINDS),
+        bins=make_bins(shape, kinds_of(shape)),
         global_batch_size=4,
         parallel=ParallelConfig(**layout),
         optim=SMOOTH,

@@ -39,7 +39,7 @@ def make_sample(kind: Kind, geometry: Geometry, vocab: range, seed: int, key: st
         left -= before
         pieces.append(_text(rng, before, geometry, vocab))
         pieces.append(np.full(t * h * w // merge**2, geometry.image_token_id))
-    pieces.append(_text(rng, max(2, left), geometry, vocab))
+    pieces.append(_text(rng, max(2, left) if kind.grids else left, geometry, vocab))
     input_ids = np.concatenate(pieces).astype(np.int32)
     loss_mask = (rng.random(len(input_ids)) < kind.learnt) & (input_ids != geometry.image_token_id)
     loss_mask[-1] = kind.learnt > 0

@@ -24,6 +24,13 @@ from trainer.families.registry import read_model
 
 SEQ_LEN = 128
 BIN_KINDS: list[list[Kind]] = [MIXED, [TEXT_ONLY] * 4, MIXED[::-1], MIXED[:3], [TEXT_ONLY, MIXED[0]], MIXED[1:]]
+# Segments that end one before, at and one after the end of a chunk of the delta rule, or are one token; a bin of one
+# segment.
+CHUNK_KINDS: list[list[Kind]] = [
+    [Kind(63, learnt=0.1), Kind(1, learnt=0), Kind(64, learnt=0.1)],
+    [Kind(65, learnt=0.1), Kind(62, learnt=0.1)],
+    [Kind(128, learnt=0.1)],
+]
 OPTIM = OptimConfig(lr=3e-3, min_lr_fraction=0.1, warmup_steps=2, weight_decay=0.1)
 
 
@@ -34,9 +41,15 @@ def model_dir(shape: str) -> Path:
     return text_hf_dir(shape.removeprefix("text-")) if shape.startswith("text-") else random_hf_dir(shape)
 
 
-def make_bins(shape: str = "first", kinds: list[list[Kind]] = BIN_KINDS) -> list[list[TokenizedSample]]:
-    """Samples of every bin, deterministic; for a model of text alone without their images."""
+def make_bins(shape: str = "first", kinds: list[list[Kind]] | None = None) -> list[list[TokenizedSample]]:
+    """Samples of every bin, deterministic; for a model of text alone without their images.
+
+    Args:
+        kinds: None: those of BIN_KINDS, and of CHUNK_KINDS for a model that takes segments in chunks.
+    """
     geometry = geometry_of(read_model(model_dir(shape))[1])
+    if kinds is None:
+        kinds = BIN_KINDS + (CHUNK_KINDS if geometry.in_chunks else [])
     if geometry.image_token_id is None:
         kinds = [[dataclasses.replace(kind, grids=()) for kind in of_bin] for of_bin in kinds]
     return [make_samples(k, geometry, range(20, 300), seed=i + 1) for i, k in enumerate(kinds)]

@@ -61,6 +61,11 @@ class DecoderShape:
         """The position turns so many numbers of a head, the first ones."""
         return self.head_dim
 
+    @property
+    def in_chunks(self) -> bool:
+        """Whether some layers take a bin's segments in chunks."""
+        return False
+
     def divided_widths(self) -> dict[str, int]:
         """The widths that tensor-parallel ranks divide, by their names in messages."""
         names = ("num_heads", "num_kv_heads", "intermediate_size", "vocab_size")

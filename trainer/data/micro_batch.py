@@ -12,8 +12,9 @@ import torch
 
 from dataset_builders.contracts.tokenized import TokenizedSample
 from trainer.data.mrope import mrope_positions
+from trainer.data.packed_chunks import PackedChunks
 from trainer.data.patch_grid import patch_coordinates
-from trainer.data.slices import WHOLE, ImageShare, RankSlice, held_places, share_images
+from trainer.data.slices import WHOLE, ImageShare, RankSlice, joined_ranges, share_images, zigzag_order
 
 # (tokens of a sample, place of the first token of each image, each image's grid in tokens) -> (3, n) positions
 Positions = Callable[[int, Sequence[int], Sequence[Sequence[int]]], np.ndarray]
@@ -28,12 +29,14 @@ class Geometry:
         spatial_merge_size: patches of this square's side become one image token.
         patch_bytes: of one patch: 3 * patch_size^2.
         positions: computes the positions of one sample.
+        in_chunks: some layers take a bin's segments in chunks.
     """
 
     image_token_id: int | None = None
     spatial_merge_size: int = 1
     patch_bytes: int = 0
     positions: Positions = mrope_positions
+    in_chunks: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -53,8 +56,10 @@ class MicroBatch:
         position_ids: (3, t) int64, from 0 in every sample, 0 in padding.
         cu_seqlens: (n + 1,) int32 cumulative lengths of the segments of the whole bin: each sample with its own padding
             (which comes last, so that with causal attention no real token sees it), then the padding at the end.
-        bounds: the same numbers, which stay on the host.
         max_seqlen: the longest segment.
+        cp_order: (T,) int64 places of the bin in the order in which context-parallel ranks hold them; empty if one rank
+            holds it whole.
+        chunks: the segments of the whole bin in chunks; None if no layer takes them so.
         loss_index: (N,) int64 places in t whose logits are needed.
         labels: (N,) int64 the token to be predicted there: the next one of the same sample; in the samples' order.
         loss_lengths: loss tokens of each sample in t.
@@ -77,8 +82,9 @@ class MicroBatch:
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     cu_seqlens: torch.Tensor
-    bounds: tuple[int, ...]
     max_seqlen: int
+    cp_order: torch.Tensor
+    chunks: PackedChunks | None
     loss_index: torch.Tensor
     labels: torch.Tensor
     loss_lengths: tuple[int, ...]
@@ -100,10 +106,10 @@ class MicroBatch:
     def num_tokens(self) -> int:
         return sum(self.sample_lengths)
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, torch.Tensor | PackedChunks]:
         """The fields that go to a device, by name."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {name: value for name, value in fields.items() if isinstance(value, torch.Tensor)}
+        return {name: value for name, value in fields.items() if isinstance(value, torch.Tensor | PackedChunks)}
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same batch on `device`, copied asynchronously if pinned."""
@@ -125,7 +131,8 @@ def make_micro_batch(
     """
     bounds = _segment_bounds(samples, seq_len, part.pad_multiple)
     whole = _lay_out(samples, geometry, bounds)
-    places = held_places(bounds, part.cp, part.cp_rank)
+    order = zigzag_order(bounds, part.cp)
+    places = order.reshape(part.cp, -1)[part.cp_rank]
     loss_index = np.flatnonzero(whole.is_loss[places])
     sample_bounds = np.array(bounds[: len(samples) + 1])
     loss_bounds = loss_index.searchsorted(sample_bounds // part.cp)
@@ -135,8 +142,9 @@ def make_micro_batch(
         input_ids=torch.from_numpy(whole.ids[places])[None],
         position_ids=torch.from_numpy(whole.positions.take(places, axis=1)),
         cu_seqlens=torch.tensor(bounds, dtype=torch.int32),
-        bounds=tuple(bounds),
         max_seqlen=int(np.diff(bounds).max()),
+        cp_order=torch.from_numpy(order if part.cp > 1 else order[:0]),
+        chunks=PackedChunks.of(bounds) if geometry.in_chunks else None,
         loss_index=torch.from_numpy(loss_index),
         labels=torch.from_numpy(whole.ids[places[loss_index] + 1]),
         loss_lengths=tuple(np.diff(loss_bounds).tolist()),
@@ -232,7 +240,8 @@ def _vision_fields(
         image_patches = grids.prod(1)
         share = share_images(image_patches.tolist(), merge**2, part.vision_ranks, part.vision_rank)
         row_at = np.full(len(ids), -1)
-        row_at[ids == geometry.image_token_id] = _gathered_rows(share.first_rows, image_patches // merge**2)
+        first_rows = np.array(share.first_rows, np.int64)
+        row_at[ids == geometry.image_token_id] = joined_ranges(first_rows, image_patches // merge**2)
         held = row_at[places.reshape(part.sequence_ranks, -1)[part.sequence_rank]]
         image_index = np.flatnonzero(held >= 0)
         image_rows = held[image_index]
@@ -250,11 +259,6 @@ def _vision_fields(
         "vision_cu_seqlens": torch.tensor([0, *sizes.cumsum()], dtype=torch.int32),
         "vision_max_seqlen": int(sizes.max(initial=0)),
     }
-
-
-def _gathered_rows(first_rows: Sequence[int], tokens: np.ndarray) -> np.ndarray:
-    """(total,) int64 rows of all image tokens of a bin, in order: those of an image count up from its first."""
-    return np.repeat(np.array(first_rows, np.int64) - (tokens.cumsum() - tokens), tokens) + np.arange(tokens.sum())
 
 
 def _encoded(

@@ -7,7 +7,7 @@ ranks the same); sequence parallel then cuts a rank's tokens into `sequence_rank
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import numpy as np
 
@@ -40,19 +40,10 @@ class RankSlice:
 WHOLE = RankSlice()
 
 
-def held_places(bounds: Sequence[int], cp: int, cp_rank: int) -> np.ndarray:
-    """(T / cp,) int64 places of the bin that a context-parallel rank holds, in its order.
-
-    Args:
-        bounds: (n + 1) cumulative padded lengths, each a multiple of 2 * cp if cp > 1.
-    """
-    if cp == 1:
-        return np.arange(bounds[-1])
-    pieces, late = [], 2 * cp - 1 - cp_rank
-    for begin, end in pairwise(bounds):
-        size = (end - begin) // (2 * cp)
-        pieces += [np.arange(size) + begin + piece * size for piece in (cp_rank, late)]
-    return np.concatenate(pieces)
+def joined_ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """The numbers from each start upwards, as many as its length says, one range after another."""
+    ends = lengths.cumsum()
+    return np.repeat(starts - (ends - lengths), lengths) + np.arange(lengths.sum())
 
 
 def zigzag_order(bounds: Sequence[int], cp: int) -> np.ndarray:
@@ -61,7 +52,13 @@ def zigzag_order(bounds: Sequence[int], cp: int) -> np.ndarray:
     Args:
         bounds: (n + 1) cumulative padded lengths, each a multiple of 2 * cp if cp > 1.
     """
-    return np.concatenate([held_places(bounds, cp, rank) for rank in range(cp)])
+    if cp == 1:
+        return np.arange(bounds[-1])
+    begins, sizes = np.array(bounds[:-1]), np.diff(bounds) // (2 * cp)
+    early = np.arange(cp)
+    pieces = np.stack([early, 2 * cp - 1 - early], 1)[:, None]  # (ranks, 1, 2)
+    starts = begins[:, None] + sizes[:, None] * pieces  # (ranks, segments, 2)
+    return joined_ranges(starts.ravel(), np.broadcast_to(sizes[:, None], starts.shape).ravel())
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ from trainer.data.micro_batch import Geometry
 
 def geometry_of(shape: ModelShape) -> Geometry:
     """The geometry of a model's micro batches."""
-    vision, images = shape.vision, shape.images
+    vision, images, in_chunks = shape.vision, shape.images, shape.language.in_chunks
     if vision is None or images is None:
-        return Geometry()
-    return Geometry(images.image_token_id, vision.spatial_merge_size, 3 * vision.patch_size**2)
+        return Geometry(in_chunks=in_chunks)
+    patch_bytes = 3 * vision.patch_size**2
+    return Geometry(images.image_token_id, vision.spatial_merge_size, patch_bytes, in_chunks=in_chunks)

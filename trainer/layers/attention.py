@@ -15,8 +15,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from torch.utils.checkpoint import checkpoint
 
-from trainer.data.slices import zigzag_order
-from trainer.layers.delta_rule.packed_chunks import PackedChunks
+from trainer.data.packed_chunks import PackedChunks
 from trainer.layers.gather import gather_sequence
 
 if torch.cuda.is_available():
@@ -130,21 +129,28 @@ def recomputed(module: torch.nn.Module, *args: object, **kwargs: object):
 @dataclass
 class PackedSegments(PackedSeqParams):
     """PackedSeqParams with what our own cores need: how context-parallel ranks hold the bin, its segments in groups of
-    similar length, and cut into chunks."""
+    similar length, and cut into chunks.
+
+    Attributes:
+        cp: context-parallel ranks.
+        cp_order: (T,) places of the bin in the order in which these ranks hold them; None or empty if there is one.
+        chunks: for layers that take the segments in chunks.
+    """
 
     cp: int = 1
-    bounds: tuple[int, ...] = ()
+    cp_order: torch.Tensor | None = None
+    chunks: PackedChunks | None = None
 
     @classmethod
     def of(
-        cls, cu_seqlens: torch.Tensor, max_seqlen: int, cp: int = 1, bounds: tuple[int, ...] = ()
+        cls,
+        cu_seqlens: torch.Tensor,
+        max_seqlen: int,
+        cp: int = 1,
+        cp_order: torch.Tensor | None = None,
+        chunks: PackedChunks | None = None,
     ) -> "PackedSegments":
-        """Segments without gaps.
-
-        Args:
-            cp: context-parallel ranks.
-            bounds: the numbers of `cu_seqlens`, on the host, for `cp_order` and `chunks`.
-        """
+        """Segments without gaps."""
         # If Transformer Engine gets padded and unpadded bounds, it compares them on the host, once per layer. So it
         # gets both only with context parallelism, which needs them.
         padded = None if cp == 1 else cu_seqlens
@@ -157,18 +163,9 @@ class PackedSegments(PackedSeqParams):
             max_seqlen_q=max_seqlen,
             max_seqlen_kv=max_seqlen,
             cp=cp,
-            bounds=bounds,
+            cp_order=cp_order,
+            chunks=chunks,
         )
-
-    @cached_property
-    def chunks(self) -> PackedChunks:
-        """The segments in chunks, on their device."""
-        return PackedChunks.of(self.bounds, self.cu_seqlens_q.device)
-
-    @cached_property
-    def cp_order(self) -> torch.Tensor:
-        """(T,) places of the bin in the order in which context-parallel ranks hold them."""
-        return torch.from_numpy(zigzag_order(self.bounds, self.cp)).to(self.cu_seqlens_q.device)
 
     @cached_property
     def groups(self) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -126,7 +126,7 @@ class PackedModel(MegatronModule):
     def hidden_states(self, batch: MicroBatch, rows: ChosenRows | None = None) -> torch.Tensor:
         """(s, 1, D) after the last layer (and final norm) of this chunk, or only its chosen rows."""
         hidden, between = self.embed(batch) if self.pre_process else (None, None)
-        segments = PackedSegments.of(batch.cu_seqlens, batch.max_seqlen, self.parallel.cp, batch.bounds)
+        segments = PackedSegments.of(batch.cu_seqlens, batch.max_seqlen, self.parallel.cp, batch.cp_order, batch.chunks)
         return self.language.decoder(hidden, self.rotation(batch), segments, between, rows)
 
     def capture_graphs(self) -> None:

@@ -13,9 +13,11 @@ from flows.pipeline.config import PipelineConfig
 from flows.pipeline.graph import PlannedStage, pipeline_nodes, plan_stages
 from stages.answer.job import answer_job
 from stages.answer.stage import answers_apart
-from stages.artifacts.artifact import Artifact, Input, stage_identity
+from stages.artifacts.artifact import Artifact, External, Input, stage_identity
 from stages.artifacts.run_stage import scratch_dir
+from stages.export.carried import count_carried
 from stages.export.stage import JOB_DIR
+from stages.inputs.hf_directory import hf_dir_of
 from stages.launchers.job import Job, make_launcher
 from stages.train.run_trainer import trainer_job
 from trainer.contract.estimate import estimate_memory, estimate_saved
@@ -100,6 +102,7 @@ def size_rows(config: PipelineConfig, available: Mapping[str, Input]) -> list[tu
             f"{sum(parts.values()):,} ({', '.join(f'{name} {n:,}' for name, n in parts.items())})",
         ),
         *_layers(config.execution.parallel, pieces, bins),
+        *_carried(available.get("model")),
         (
             "memory",
             f"about {_size(sum(memory.values()))} in the fullest process, without the {_RUNTIME} of torch itself",
@@ -108,6 +111,13 @@ def size_rows(config: PipelineConfig, available: Mapping[str, Input]) -> list[tu
         *_host_memory(config, shape, pieces),
         ("processes", str(config.execution.cluster.processes)),
     ]
+
+
+def _carried(model: Input | None) -> list[tuple[str, str]]:
+    """A row where the model brings tensors that are not trained."""
+    carried = count_carried(hf_dir_of(model)) if isinstance(model, External) else {}
+    names = ", ".join(f"{number} tensors {prefix}*" for prefix, number in carried.items())
+    return [("carried", f"{names}: exported as they are, not trained")] if carried else []
 
 
 _RUNTIME = "0.5 to 1 GB"

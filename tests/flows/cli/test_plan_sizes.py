@@ -1,9 +1,11 @@
-"""The plan says what host memory the saves of a training take."""
+"""The plan says what host memory the saves of a training take, and which tensors are carried."""
 
 from dataset_builders.contracts.manifest import Manifest
 from flows.cli.commands.plan import size_rows
 from flows.pipeline.recipe import load_recipe
-from stages.artifacts.artifact import Artifact
+from stages.artifacts.artifact import Artifact, External
+from tests.helpers.tiny_hybrid_model import hybrid_hf_dir
+from tests.helpers.tiny_model import tiny_hf_dir
 
 
 def rows_of(*overrides: str, **available: object) -> dict[str, str]:
@@ -40,3 +42,11 @@ def test_host_memory_is_named_where_a_save_comes_before_the_last():
     assert said.endswith("MB in the fullest process, page-locked: checkpoints are written from it")
     assert host_memory("execution.checkpoint.save_interval=1000", "train.num_steps=1000") is None
     assert host_memory("execution.checkpoint.save_interval=10", "execution.checkpoint.asynchronous=false") is None
+
+
+def test_tensors_that_are_carried_are_named():
+    carried = "2 tensors mtp.*: exported as they are, not trained"
+    for hf_dir, said in ((hybrid_hf_dir(), carried), (tiny_hf_dir(), None)):
+        config = load_recipe("embedded", [f"model={hf_dir}"]).config
+        rows = dict(size_rows(config, {"model": External(dir=hf_dir, name="hf_dir", digest="0" * 16)}))
+        assert rows.get("carried") == said

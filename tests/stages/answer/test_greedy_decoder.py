@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from dataset_builders.pictures.pixels import encode_image, pixel_values
-from stages.answer.greedy_decoder import PoolLimits, Row
+from stages.answer.greedy_decoder import PoolLimits, Prompt, Row
 from stages.answer.transformers_engine import Generator
 from stages.encode.images import load_image_config
 from tests.helpers.evaluation import mixed_samples, picture, talkative_hf_dir
@@ -29,25 +29,28 @@ LIMITS = [3, 20, 1, 7, 12, 2, 16, 5, 9, 1, 4, 18, 6, 11, 2, 8]
 
 @pytest.fixture(scope="module")
 def alone(generator, prompts):
-    """Each prompt's answer by transformers' own loop, without padding or batch."""
-    model, said = generator.decoder.model, []
-    for prompt, limit in zip(prompts, LIMITS):
-        ids = torch.from_numpy(prompt.input_ids.astype(np.int64))[None]
-        images = {}
-        if prompt.images.patches:
-            patches = np.concatenate(prompt.images.patches)
-            images["pixel_values"] = torch.from_numpy(pixel_values(patches, generator.decoder._patch_format))
-            images["image_grid_thw"] = torch.from_numpy(prompt.images.grids.astype(np.int64))
-            images["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
-        options = {"do_sample": False, "max_new_tokens": limit, "eos_token_id": None}
-        out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **images, **options)
-        said.append(out[0, ids.shape[1] :].tolist())
-    return said
+    """Each prompt's answer by transformers' own loop."""
+    return [_alone(generator, prompt, limit) for prompt, limit in zip(prompts, LIMITS)]
+
+
+def _alone(generator, prompt, limit):
+    """Without padding or batch."""
+    model = generator.decoder.model
+    ids = torch.from_numpy(prompt.input_ids.astype(np.int64))[None]
+    images = {}
+    if prompt.images.patches:
+        patches = np.concatenate(prompt.images.patches)
+        images["pixel_values"] = torch.from_numpy(pixel_values(patches, generator.decoder._patch_format))
+        images["image_grid_thw"] = torch.from_numpy(prompt.images.grids.astype(np.int64))
+        images["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
+    options = {"do_sample": False, "max_new_tokens": limit, "eos_token_id": None}
+    out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **images, **options)
+    return out[0, ids.shape[1] :].tolist()
 
 
 def _decode(generator, prompts, group_size, limits):
     """ids of each answer, and the order in which rows ended; no token ends an answer."""
-    rows = [Row(number, limit) for number, limit in enumerate(LIMITS)]
+    rows = [Row(number, limit) for number, limit in zip(range(len(prompts)), LIMITS)]
     decoder = generator.decoder
     starts = range(0, len(prompts), group_size)
     groups = [decoder.pad(prompts[i : i + group_size], rows[i : i + group_size]) for i in starts]
@@ -62,6 +65,17 @@ def test_rows_that_come_and_go_say_what_each_says_alone(generator, prompts, alon
     got, _ = _decode(generator, prompts, group_size, PoolLimits(rows, 1 << 20))
     assert len({tuple(ids) for ids in alone}) == len(alone), "equal answers would prove nothing"
     assert got == alone
+
+
+@pytest.mark.parametrize("group_size", [1, 4, 10])
+def test_long_prompts_beside_short_ones_say_what_each_says_alone(generator, monkeypatch, group_size):
+    """Padding moves the ends of the chunks in which a delta layer reads a prompt, and changes no state."""
+    monkeypatch.setattr(generator.decoder, "end_ids", frozenset())
+    draw, none = np.random.default_rng(0), generator.encode_images([])
+    lengths = [300, 200, 129, 128, 127, 65, 64, 63, 2, 1]
+    prompts = [Prompt(draw.integers(20, 300, length).astype(np.int32), none) for length in lengths]
+    alone = [_alone(generator, prompt, limit) for prompt, limit in zip(prompts, LIMITS)]
+    assert _decode(generator, prompts, group_size, PoolLimits(6, 1 << 20))[0] == alone
 
 
 def test_an_end_token_makes_room_and_cuts_nothing_of_the_others(generator, prompts, alone, monkeypatch):

@@ -109,6 +109,16 @@ def test_without_comparison_and_search_the_card_says_so(inputs, tmp_path):
     assert "| digits | cer | 0.5 | 0.2500 to 0.7500 |   | 7 |" in card.text and "Not looked for." in card.text
 
 
+def test_tensors_that_were_only_carried_are_said_to_be_the_base_models(inputs, tmp_path):
+    plain = run_stage(STAGE, CONFIG, inputs, tmp_path / "plain").artifact.dir / "hf" / "README.md"
+    assert "speculative" not in plain.read_text()
+    exported = inputs["export"]
+    stats = {**exported.manifest.stats, "carried": {"mtp.": 15}}
+    carried = Artifact(exported.dir, exported.manifest.model_copy(update={"stats": stats}))
+    hf_dir = run_stage(STAGE, CONFIG, {**inputs, "export": carried}, tmp_path / "carried").artifact.dir / "hf"
+    assert "The 15 tensors `mtp.*` are those of the base model, unchanged" in (hf_dir / "README.md").read_text()
+
+
 @pytest.mark.skipif(importlib.util.find_spec("torchvision") is not None, reason="says what fails without torchvision")
 def test_what_the_card_says_of_torchvision_is_so(inputs, tmp_path):
     hf_dir = run_stage(STAGE, CONFIG, inputs, tmp_path / "root").artifact.dir / "hf"

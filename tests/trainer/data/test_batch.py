@@ -7,10 +7,11 @@ import torch
 from dataset_builders.contracts.tokenized import TokenizedSample
 from tests.helpers.bins import MIXED, TEXT_ONLY, make_samples
 from tests.helpers.hardware import requires_gpus
-from trainer.contract.model_shape import ModelShape
+from tests.helpers.tiny_text_model import text_hf_dir
 from trainer.data.micro_batch import Geometry, make_micro_batch
 from trainer.data.slices import RankSlice
 from trainer.families.geometry import geometry_of
+from trainer.families.registry import read_model
 
 GEOMETRY = Geometry(image_token_id=9, spatial_merge_size=2, patch_bytes=12)
 
@@ -68,7 +69,7 @@ def test_a_bin_without_an_image_carries_a_blank_one_that_nobody_sees():
 
 
 def test_a_model_of_text_alone_has_three_equal_rows_and_nothing_of_images():
-    text = geometry_of(ModelShape(language=None))
+    text = geometry_of(read_model(text_hf_dir())[1])
     batch = make_micro_batch([chat([11, 9, 13], [0, 1, 1]), chat([21, 22], [0, 1])], text, 8)
     assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 0, 0, 0]] * 3
     assert batch.image_patches == () and batch.vision_cu_seqlens.tolist() == [0] and batch.gathered_rows == 0

@@ -81,6 +81,7 @@ def check(batch: MicroBatch, samples: list[TokenizedSample], geometry: Geometry,
     held = places_of(bounds, part)
     mine = held[part.cp_rank]
     assert batch.cu_seqlens.tolist() == bounds and batch.max_seqlen == max(np.diff(bounds))
+    assert batch.cp_order.tolist() == (list(chain(*held)) if part.cp > 1 else [])
     assert batch.input_ids[0].tolist() == [table[place][0] for place in mine]
     assert batch.position_ids.T.tolist() == [list(table[place][1]) for place in mine]
     learnt = [(i, table[place][2], place) for i, place in enumerate(mine) if table[place][2] is not None]

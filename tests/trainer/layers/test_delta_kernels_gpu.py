@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.helpers.hardware import requires_gpus
+from trainer.data.packed_chunks import PackedChunks
 from trainer.layers.delta_rule import plain
 from trainer.layers.delta_rule.gated_delta_net import DeltaHeads, DeltaParameters, gated_delta_net
-from trainer.layers.delta_rule.packed_chunks import PackedChunks
 
 MIXED = (1, 63, 64, 65, 127, 745, 1, 1000, 2, 300)
 LENGTHS = [(1,), (63,), (64,), (65,), (127,), (745,), (1000,), (4096,), MIXED]
@@ -53,7 +53,7 @@ def rule_inputs(tokens: int, key_heads: int, value_heads: int, alike: bool) -> l
 def test_rule(lengths, heads, alike, keep_states):
     from trainer.layers.delta_rule.kernel_rule import gated_delta_rule
 
-    chunks = PackedChunks.of(bounds_of(lengths), "cuda")
+    chunks = PackedChunks.of(bounds_of(lengths)).to("cuda")
     exact = rule_inputs(chunks.tokens, *heads, alike)
     expected = plain.gated_delta_rule(*exact, chunks)
     gradient = torch.randn_like(expected).bfloat16()
@@ -74,7 +74,7 @@ def test_rule(lengths, heads, alike, keep_states):
 def test_runs_are_equal_to_the_bit():
     from trainer.layers.delta_rule.kernel_rule import gated_delta_rule
 
-    chunks = PackedChunks.of(bounds_of((*MIXED, 4000)), "cuda")
+    chunks = PackedChunks.of(bounds_of((*MIXED, 4000))).to("cuda")
     q, k, v, g, beta = (x.detach() for x in rule_inputs(chunks.tokens, 16, 32, False))
     cells = plain.cells_of(chunks)
     inputs = [x.bfloat16() for x in (q, k, v)]
@@ -95,7 +95,7 @@ def test_runs_are_equal_to_the_bit():
 def test_layer(value_heads):
     """From the projections' outputs, columns of a wider matrix, to what the last one takes; through both gates."""
     torch.manual_seed(0)
-    heads, chunks = DeltaHeads(2, value_heads, 128), PackedChunks.of(bounds_of((4096, 65, 1)), "cuda")
+    heads, chunks = DeltaHeads(2, value_heads, 128), PackedChunks.of(bounds_of((4096, 65, 1))).to("cuda")
     widths = (sum(heads.widths), heads.widths[2], value_heads, value_heads)
     wide = torch.randn(chunks.tokens, sum(widths), device="cuda").bfloat16()
     parameters = [

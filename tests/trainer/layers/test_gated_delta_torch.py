@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from trainer.data.packed_chunks import PackedChunks
 from trainer.layers.delta_rule import plain
 from trainer.layers.delta_rule.gated_delta_net import DeltaHeads, DeltaParameters, gated_delta_net
-from trainer.layers.delta_rule.packed_chunks import PackedChunks
 
 BOUNDS = (0, 1, 64, 128, 193, 320)  # 1, 63, 64, 65 and 127 tokens
 
@@ -87,14 +87,3 @@ def test_the_convolution_is_torchs_for_a_segment_alone():
     mixed, weight = torch.randn(7, 6, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)
     expected = F.silu(F.conv1d(F.pad(mixed.T, (3, 0)), weight.unsqueeze(1), groups=6).T)
     torch.testing.assert_close(plain.convolve(mixed, weight, PackedChunks.of((0, 7))), expected)
-
-
-def test_chunks_of_a_bin():
-    chunks = PackedChunks.of([0, 3, 3, 70, 198])  # the second segment has no token
-    assert chunks.bounds == (0, 3, 70, 198)
-    assert chunks.starts.tolist() == [0, 3, 67, 70, 134]
-    assert chunks.rows.tolist() == [3, 64, 3, 64, 64]
-    assert chunks.spans.tolist() == [[1, 3, 3, 70], [3, 5, 70, 198], [0, 1, 0, 3]]
-    assert chunks.positions[[0, 2, 3, 69, 70]].tolist() == [0, 2, 0, 66, 0]
-    with pytest.raises(ValueError, match="rise from 0"):
-        PackedChunks.of([0, 4, 2])

@@ -39,6 +39,10 @@ class HybridDecoderShape(DecoderShape):
     def rotary_dim(self) -> int:
         return self.turned
 
+    @property
+    def in_chunks(self) -> bool:
+        return DELTA in self.layer_types
+
     def is_delta(self, number: int) -> bool:
         """Whether a layer, counted from 0, is a gated delta net."""
         return self.layer_types[number] == DELTA

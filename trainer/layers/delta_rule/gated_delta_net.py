@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from trainer.data.packed_chunks import PackedChunks
 from trainer.layers.delta_rule import plain
-from trainer.layers.delta_rule.packed_chunks import PackedChunks
 
 if torch.cuda.is_available():
     from trainer.layers.delta_rule.convolution import convolve_heads

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from trainer.layers.delta_rule.packed_chunks import CHUNK, PackedChunks
+from trainer.data.packed_chunks import CHUNK, PackedChunks
 
 
 @triton.jit

@@ -9,10 +9,10 @@ from functools import cache
 import torch
 import triton
 
+from trainer.data.packed_chunks import PackedChunks
 from trainer.layers.delta_rule import plain
 from trainer.layers.delta_rule.gates import delta_gates
 from trainer.layers.delta_rule.kernel_rule import gated_delta_rule
-from trainer.layers.delta_rule.packed_chunks import PackedChunks
 
 TOLERANCE = 0.03  # of the norm; bf16 operands leave 0.003 to 0.004 here
 _BOUNDS = (0, 1, 64, 128, 193, 320, 700)
@@ -37,7 +37,7 @@ def prove_kernels(device: int) -> dict[str, float]:
 
 
 def _errors(device: torch.device) -> dict[str, float]:
-    chunks = PackedChunks.of(_BOUNDS, device)
+    chunks = PackedChunks.of(_BOUNDS).to(device)
     draw = torch.Generator(device).manual_seed(0)
 
     def drawn(*shape: int) -> torch.Tensor:

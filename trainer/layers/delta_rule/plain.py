@@ -9,7 +9,7 @@ The formulas are those of Gated DeltaNet (Yang, Kautz, Hatamizadeh 2024), in the
 import torch
 import torch.nn.functional as F
 
-from trainer.layers.delta_rule.packed_chunks import CHUNK, PackedChunks
+from trainer.data.packed_chunks import CHUNK, PackedChunks
 
 L2_EPS = 1e-6
 

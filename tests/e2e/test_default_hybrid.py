@@ -1,0 +1,28 @@
+"""The default recipe with a model of gated delta nets, `model.family=qwen3_5`, learns to read digits too."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ATHANOR = Path(sys.executable).parent / "athanor"
+# Half of the recipe's steps, without the model before training: 0.9659 here, 0.9752 with all of them.
+SETTINGS = ("model.family=qwen3_5", "train.num_steps=500", "compare=null")
+
+
+@pytest.mark.slow
+def test_held_out_digits_are_read_by_delta_layers(tmp_path):
+    env = {k: v for k, v in os.environ.items() if k not in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI", "PREFECT_HOME")}
+    command = [ATHANOR, "run", "--root", str(tmp_path), *(f"--set={setting}" for setting in SETTINGS)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=1500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (evaluated,) = (tmp_path / "artifacts" / "evaluate").iterdir()
+    scores = json.loads((evaluated / "manifest.json").read_text())["stats"]["scores"]["digits_single"]
+    assert scores["exact_match"] >= 0.95 and scores["stop_rate"] >= 0.99
+    (released,) = (tmp_path / "artifacts" / "release").iterdir()
+    config = json.loads((released / "hf" / "config.json").read_text())
+    assert config["model_type"] == "qwen3_5"
+    assert config["text_config"]["layer_types"].count("linear_attention") == 3

@@ -1,0 +1,71 @@
+"""Where a packed bin's segments lie, cut into chunks for the delta rule: made by the data worker."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from trainer.data.slices import joined_ranges
+
+CHUNK = 64  # tokens: the rule is a matrix product inside a chunk, a recurrence from chunk to chunk
+
+
+@dataclass(frozen=True, slots=True)
+class PackedChunks:
+    """T tokens in segments, each cut into chunks of 64 from its own start: only a segment's last chunk is shorter.
+
+    Everything that sets a grid or a loop is a Python number, so nothing waits for the device. The tensors are int32 and
+    lie in one, which is copied at once.
+    """
+
+    bounds: tuple[int, ...]  # of the segments: segment i has tokens bounds[i] to bounds[i + 1]
+    table: torch.Tensor  # (2 N + 4 segments + T,) the others one after another
+    starts: torch.Tensor  # (N,) the first token of each chunk
+    rows: torch.Tensor  # (N,) its tokens, 1 to 64
+    spans: torch.Tensor  # (segments, 4) first chunk and the one past the last, and the same of tokens; longest first
+    positions: torch.Tensor  # (T,) of each token in its segment
+
+    @classmethod
+    def of(cls, bounds: Sequence[int]) -> "PackedChunks":
+        """From cumulated lengths [0, ..., T]. Segments without tokens are left out."""
+        lengths = np.diff(bounds)
+        if bounds[0] != 0 or (lengths < 0).any():
+            raise ValueError(f"bounds must rise from 0, as cumulated lengths do; they are {bounds[:8]}...")
+        lengths = lengths[lengths > 0]
+        counts = -(-lengths // CHUNK)
+        ends, lasts = lengths.cumsum(), counts.cumsum()
+        begins, firsts = ends - lengths, lasts - counts
+        starts = np.repeat(begins, counts) + CHUNK * joined_ranges(np.zeros_like(counts), counts)
+        rows = np.minimum(np.repeat(ends, counts) - starts, CHUNK)
+        longest_first = np.argsort(-counts, kind="stable")
+        spans = np.stack([firsts, lasts, begins, ends], 1)[longest_first].ravel()
+        positions = joined_ranges(np.zeros_like(lengths), lengths)
+        table = np.concatenate([starts, rows, spans, positions]).astype(np.int32)
+        return cls._with(torch.from_numpy(table), (0, *ends.tolist()), len(starts))
+
+    @classmethod
+    def _with(cls, table: torch.Tensor, bounds: tuple[int, ...], chunks: int) -> "PackedChunks":
+        segments = len(bounds) - 1
+        starts, rows, spans, positions = table.split([chunks, chunks, 4 * segments, bounds[-1]])
+        return cls(bounds, table, starts, rows, spans.view(segments, 4), positions)
+
+    @property
+    def chunks(self) -> int:
+        return len(self.starts)
+
+    @property
+    def tokens(self) -> int:
+        return self.bounds[-1]
+
+    def lengths(self) -> list[int]:
+        """Tokens of each segment, in the bin's order."""
+        return [b - a for a, b in zip(self.bounds, self.bounds[1:])]
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "PackedChunks":
+        """The same on `device`, by one copy."""
+        return self._with(self.table.to(device, non_blocking=non_blocking), self.bounds, self.chunks)
+
+    def pin_memory(self) -> "PackedChunks":
+        """The same in page-locked memory."""
+        return self._with(self.table.pin_memory(), self.bounds, self.chunks)
