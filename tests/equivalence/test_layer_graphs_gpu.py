@@ -98,11 +98,13 @@ def test_attention_called_directly_gives_what_transformer_engine_s_own_way_gives
         attention_type="self",
         pg_collection=ProcessGroupCollection(tp=None, cp=None),
     )
-    q, k, v = (torch.randn(512, n, dim, **like) for n in (heads, groups, groups))
+    q, k = (torch.randn(512, n, dim, **like) for n in (heads, groups))
+    v = torch.randn(512, 2 * groups, dim, **like)[:, :groups]  # as a part of a projection
     segments = PackedSegments.of(torch.tensor([0, 70, 75, 400, 512], dtype=torch.int32, device="cuda"), 325)
 
     def once() -> list[torch.Tensor]:
         inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        assert not inputs[2].is_contiguous()
         out = attention(*inputs, None, attn_mask_type=mask, packed_seq_params=segments)
         return [out, *torch.autograd.grad(out, inputs, torch.ones_like(out))]
 

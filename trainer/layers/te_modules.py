@@ -66,6 +66,8 @@ class PackedAttention(TEDotProductAttention):
         if not self._uses_cudnn:
             return super().forward(query, key, value, attention_mask, attn_mask_type, None, packed_seq_params)
         attend = self._over_ranks if packed_seq_params.cp > 1 else self._alone
+        # cuDNN is told of no strides; values that are views of a projection would be read at wrong places.
+        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         return attend(query, key, value, _MASKS[attn_mask_type], packed_seq_params).view(len(query), -1)
 
     def _alone(self, query, key, value, mask: str, segments: PackedSegments) -> torch.Tensor:

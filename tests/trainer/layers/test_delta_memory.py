@@ -13,6 +13,7 @@ import torch
 
 from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.tiny_hybrid_model import hybrid_config, hybrid_hf_dir
+from trainer.data.packed_chunks import PackedChunks
 from trainer.families.qwen3_5_vl.shape import read_shape
 from trainer.layers.attention import GatedSelfAttention, PackedSegments, RotarySelfAttention
 from trainer.layers.delta_layer import DeltaAttention
@@ -65,7 +66,8 @@ def kept_bytes(run: Callable[[], torch.Tensor]) -> int:
 def bin_of(repeats: int) -> tuple[int, PackedSegments]:
     """Tokens and segments of a bin."""
     bounds = [0, *accumulate(LENGTHS * repeats)]
-    return bounds[-1], PackedSegments.of(torch.tensor(bounds, dtype=torch.int32), max(LENGTHS), bounds=tuple(bounds))
+    chunks = PackedChunks.of(bounds)
+    return bounds[-1], PackedSegments.of(torch.tensor(bounds, dtype=torch.int32), max(LENGTHS), chunks=chunks)
 
 
 @pytest.fixture
@@ -108,3 +110,14 @@ def test_a_gate_keeps_itself_and_the_output_that_it_multiplies(layers):
     plain = kept_bytes(lambda: layer.linear_proj(RotarySelfAttention.attend(layer, query, key, value, segments))[0])
     without = dataclasses.replace(SHAPE, gated_attention=False).kept_numbers(3, selective=False)
     assert gated - plain == 2 * (SHAPE.kept_numbers(3, selective=False) - without) * tokens
+
+
+def test_what_a_delta_layer_keeps_is_asked_for_once(layers, monkeypatch):
+    """Where the rule is computed again, torch gives each saved tensor a single time."""
+    layer, _ = layers
+    take_kernel_path(monkeypatch)
+    monkeypatch.setattr(layer.config, "recompute_granularity", "selective")
+    tokens, segments = bin_of(1)
+    hidden = torch.randn(tokens, 1, SHAPE.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    layer.attend(*layer.prepare(hidden, None), segments).sum().backward()
+    assert hidden.grad.shape == hidden.shape

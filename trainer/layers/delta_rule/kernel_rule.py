@@ -64,7 +64,8 @@ class _DeltaRule(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do):
-        problem, kept = _Problem(*ctx.saved_tensors[:5], ctx.chunks), ctx.saved_tensors[5:]
+        saved = ctx.saved_tensors  # once: where the rule is computed again, they can be had once
+        problem, kept = _Problem(*saved[:5], ctx.chunks), saved[5:]
         do = do.contiguous()
         if kept:
             prepared, (states, news) = _Prepared(*kept[:4]), kept[4:]
