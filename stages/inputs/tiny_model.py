@@ -142,9 +142,10 @@ def _tokenizer_config(ids: Mapping[str, int]) -> dict[str, Any]:
 
 def _save_model(directory: Path, config: EmbeddedModelConfig, ids: Mapping[str, int], model_config: dict) -> None:
     model_class = load(get_family(config.family).reference)
-    with torch.random.fork_rng(devices=[]), _default_dtype(getattr(torch, config.dtype)):
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        model = model_class(transformers.AutoConfig.for_model(**model_config))
+        # Drawn in float32: in bfloat16 it takes twice as long, and one A_log in 256 is the logarithm of zero.
+        model = model_class(transformers.AutoConfig.for_model(**model_config)).to(getattr(torch, config.dtype))
     model.generation_config = transformers.GenerationConfig(
         eos_token_id=[ids["<|im_end|>"], ids["<|endoftext|>"]],
         pad_token_id=ids["<|endoftext|>"],
@@ -152,16 +153,6 @@ def _save_model(directory: Path, config: EmbeddedModelConfig, ids: Mapping[str, 
     )
     with no_progress_bar():
         model.save_pretrained(directory)
-
-
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _raw_texts(directory: StorePath) -> Iterator[str]:

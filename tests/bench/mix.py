@@ -78,15 +78,11 @@ def config_of(name: str) -> dict[str, Any]:
 def write_model(directory: Path, name: str) -> None:
     """A directory of random weights, a tiny variant in float32, the others in bf16."""
     config = config_of(name)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(getattr(torch, config["dtype"]))
-    try:
-        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-            model = load(get_family(config["model_type"]).reference)(transformers.AutoConfig.for_model(**config))
-        model.save_pretrained(directory)
-    finally:
-        torch.set_default_dtype(before)
-        torch.cuda.empty_cache()
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = load(get_family(config["model_type"]).reference)(transformers.AutoConfig.for_model(**config))
+    model.to(getattr(torch, config["dtype"])).save_pretrained(directory)
+    del model
+    torch.cuda.empty_cache()
 
 
 def write_model_and_look(directory: Path, model: str) -> Host:

@@ -182,7 +182,7 @@ with single_rank() as mesh:
 @requires_gpus(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_merger_of_transformer_engine(dtype):
-    """In a process of its own, in which cuBLAS has no tf32: Transformer Engine takes it for float32 products (3.4e-4)."""
+    """In a process of its own, whose cuBLAS has no tf32: Transformer Engine takes it for float32 products (3.4e-4)."""
     code = _MERGER.format(dtype=str(dtype).removeprefix("torch."))
     environment = {**os.environ, "NVIDIA_TF32_OVERRIDE": "0"}
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, env=environment)

@@ -11,34 +11,33 @@ from trainer.contract.estimate import estimate_memory, estimate_saved
 from trainer.contract.model_shape import Work
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.pieces import pipeline_pieces
+from trainer.contract.run import OptimConfig, TrainConfig
 from trainer.families.qwen3_5_vl.shape import read_shape
 from trainer.families.registry import read_model
 
 TOKENS_ALONE = Work(1024, 0, 0, 0, 0)  # layers of one kind cost alike: equal pieces
 
 
-def memory(
-    shape=QWEN_2B,
-    *,
-    dp=1,
-    num_micro_batches=8,
-    seq_len=1024,
-    max_patches=512,
-    precision="bfloat16",
-    moments="float32",
-    **layout,
-):
+def training(bins: int = 8, precision: str = "bfloat16", moments: str = "float32") -> TrainConfig:
+    optim = OptimConfig(lr=1e-3, min_lr_fraction=0, warmup_steps=1, weight_decay=0, moments=moments)
+    return TrainConfig(
+        seed=0, num_steps=9, global_batch_size=bins, precision=precision, heldout_interval=9, optim=optim
+    )
+
+
+BFLOAT16, SHORT = training(), training(moments="bfloat16")
+
+
+def memory(shape=QWEN_2B, *, dp=1, num_micro_batches=8, seq_len=1024, max_patches=512, train=None, **layout):
     parallel = ParallelConfig(**layout)
     return estimate_memory(
         shape,
         parallel,
+        train or training(num_micro_batches * dp),
         pieces=pipeline_pieces(shape, parallel, TOKENS_ALONE),
         dp=dp,
-        num_micro_batches=num_micro_batches,
         seq_len=seq_len,
         max_patches=max_patches,
-        precision=precision,
-        moments=moments,
     )
 
 
@@ -58,13 +57,13 @@ def test_a_published_model_has_the_size_it_is_known_for():
 def test_memory_counts_weights_gradients_and_moments():
     shape = FIRST.shape
     parameters = sum(shape.parameters.values())
-    single, half = (memory(shape, precision=precision) for precision in ("float32", "bfloat16"))
+    single, half = (memory(shape, train=training(precision=precision)) for precision in ("float32", "bfloat16"))
     assert single["weights"] + single["gradients"] + single["optimizer"] == 16 * parameters
     assert half["weights"] + half["gradients"] + half["optimizer"] == 18 * parameters
     assert half["activations"] < single["activations"]
-    longer = memory(shape, seq_len=2048, precision="float32")
+    longer = memory(shape, seq_len=2048, train=training(precision="float32"))
     assert longer["activations"] > single["activations"] and longer["weights"] == single["weights"]
-    short = memory(shape, moments="bfloat16")
+    short = memory(shape, train=training(moments="bfloat16"))
     assert short == half | {"optimizer": 4 * parameters}
     assert memory(shape, num_micro_batches=1) == half  # without a pipeline one micro batch is in flight
 
@@ -82,16 +81,16 @@ def test_data_parallel_ranks_divide_optimizer_states_and_with_fsdp_weights_too()
 def test_what_a_process_writes():
     parameters = sum(QWEN_2B.parameters.values())
 
-    def saved(dp: int = 1, precision: str = "bfloat16", moments: str = "float32", **layout) -> int:
+    def saved(dp: int = 1, train: TrainConfig = BFLOAT16, **layout) -> int:
         parallel = ParallelConfig(**layout)
         pieces = pipeline_pieces(QWEN_2B, parallel, TOKENS_ALONE)
-        return estimate_saved(QWEN_2B, parallel, pieces=pieces, dp=dp, precision=precision, moments=moments)
+        return estimate_saved(QWEN_2B, parallel, train, pieces=pieces, dp=dp)
 
-    assert (saved(), saved(precision="float32")) == (14 * parameters, 16 * parameters)
+    assert (saved(), saved(train=training(precision="float32"))) == (14 * parameters, 16 * parameters)
     assert saved(dp=2, cp=2) == (2 + 12 / 4) * parameters
     assert saved(dp=4, sharding="fsdp") == 3 * parameters
     assert saved(pp=2) < 14 * parameters
-    assert (saved(moments="bfloat16"), saved(dp=2, moments="bfloat16")) == (10 * parameters, 6 * parameters)
+    assert (saved(train=SHORT), saved(dp=2, train=SHORT)) == (10 * parameters, 6 * parameters)
 
 
 def test_tensor_parallel_divides_the_language_model_and_vision_only_when_told():
@@ -118,10 +117,10 @@ def test_the_fullest_rank_of_a_pipeline_is_shown():
 def test_a_rank_between_may_be_the_fullest():
     counts, width = QWEN_2B.parameters, QWEN_2B.language.vocab_size * QWEN_2B.language.hidden_size
     layer = (counts["language"] - width - QWEN_2B.language.hidden_size) // QWEN_2B.language.num_layers
-    sizes = {"dp": 1, "num_micro_batches": 4, "seq_len": 8192, "max_patches": 16, "precision": "bfloat16"}
+    sizes = {"train": training(4), "dp": 1, "seq_len": 8192, "max_patches": 16}
     pieces = (range(4), range(4, 24), range(24, 28))
     assert estimate_memory(QWEN_2B, ParallelConfig(pp=3), pieces=pieces, **sizes)["gradients"] == 4 * 20 * layer
-    saved = estimate_saved(QWEN_2B, ParallelConfig(pp=3), pieces=pieces, dp=1, precision="bfloat16")
+    saved = estimate_saved(QWEN_2B, ParallelConfig(pp=3), train=BFLOAT16, pieces=pieces, dp=1)
     assert saved == 14 * 20 * layer
 
 

@@ -6,19 +6,18 @@ from itertools import chain
 
 from trainer.contract.model_shape import LOSS_CHUNK, ModelShape
 from trainer.contract.parallel import ParallelConfig
+from trainer.contract.run import TrainConfig
 
 
 def estimate_memory(
     shape: ModelShape,
     parallel: ParallelConfig,
+    train: TrainConfig,
     *,
     pieces: Sequence[range],
     dp: int,
-    num_micro_batches: int,
     seq_len: int,
     max_patches: int,
-    precision: str,
-    moments: str = "float32",
 ) -> dict[str, int]:
     """Bytes that the fullest process needs to train: of a pipeline often its first (vision) or its last (logits).
 
@@ -41,22 +40,19 @@ def estimate_memory(
     Args:
         pieces: of the pipeline, see `pipeline_pieces`.
         dp: data-parallel ranks.
-        num_micro_batches: per step, on each of these ranks.
     """
-    size = 4 if precision == "float32" else 2
-    moment_size = 4 if moments == "float32" else 2
-    work = _Work(shape, parallel, pieces, dp, num_micro_batches, seq_len, max_patches, size, moment_size)
+    num_micro_batches = train.global_batch_size // dp
+    work = _Work(shape, parallel, pieces, dp, num_micro_batches, seq_len, max_patches, *_sizes(train))
     return max((work.memory(rank) for rank in range(parallel.pp)), key=lambda parts: sum(parts.values()))
 
 
 def estimate_saved(
     shape: ModelShape,
     parallel: ParallelConfig,
+    train: TrainConfig,
     *,
     pieces: Sequence[range],
     dp: int,
-    precision: str,
-    moments: str = "float32",
 ) -> int:
     """Bytes of a checkpoint that the fullest process writes, and copies into host memory if saves are asynchronous.
 
@@ -64,9 +60,13 @@ def estimate_saved(
     and 4 P in float32, written by one of the n, and 12 P / n of float32 weights and moments, or 8 P / n with moments in
     bfloat16. With fsdp 12 P / dp.
     """
-    size = 4 if precision == "float32" else 2
-    work = _Work(shape, parallel, pieces, dp, 1, 1, 0, size, 4 if moments == "float32" else 2)
+    work = _Work(shape, parallel, pieces, dp, 1, 1, 0, *_sizes(train))
     return max(work.saved(rank) for rank in range(parallel.pp))
+
+
+def _sizes(train: TrainConfig) -> tuple[int, int]:
+    """Bytes of a number in forward and backward, and of one of Adam's moments."""
+    return 4 if train.precision == "float32" else 2, 4 if train.optim.moments == "float32" else 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,13 +146,11 @@ def _memory(config: PipelineConfig, shape: ModelShape, pieces: Sequence[range]) 
     return estimate_memory(
         shape,
         parallel,
+        config.train,
         pieces=pieces,
         dp=dp,
-        num_micro_batches=config.train.global_batch_size // dp,
         seq_len=config.plan_bins.seq_len,
         max_patches=config.plan_bins.max_patches,
-        precision=config.train.precision,
-        moments=config.train.optim.moments,
     )
 
 
@@ -162,14 +160,7 @@ def _host_memory(config: PipelineConfig, shape: ModelShape, pieces: Sequence[ran
     if not execution.checkpoint.asynchronous or execution.checkpoint.save_interval >= train.num_steps:
         return []
     dp = execution.cluster.processes // execution.parallel.model_size
-    copied = estimate_saved(
-        shape,
-        execution.parallel,
-        pieces=pieces,
-        dp=dp,
-        precision=train.precision,
-        moments=train.optim.moments,
-    )
+    copied = estimate_saved(shape, execution.parallel, train, pieces=pieces, dp=dp)
     return [("host memory", f"{_size(copied)} in the fullest process, page-locked: checkpoints are written from it")]
 
 

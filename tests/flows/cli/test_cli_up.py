@@ -28,12 +28,15 @@ LOGINS = (
 
 
 @pytest.fixture(autouse=True)
-def own_environment(monkeypatch):
+def own_environment():
     """What use_service sets is gone after each test."""
+    before = dict(os.environ)
     for name in ("PREFECT_API_URL", "PREFECT_UI_URL", "MLFLOW_TRACKING_URI", *LOGINS):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    monkeypatch.delenv("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", raising=False)
+        os.environ.pop(name, None)
+    os.environ.pop("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", None)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ def test_the_size_is_known_before_the_first_save(parts):
     with make(parts) as made:
         shape = read_model(parts[0].hf_dir)[1]
         parallel, whole = parts[0].execution.parallel, [range(shape.language.num_layers)]
-        assert made._size == estimate_saved(shape, parallel, pieces=whole, dp=1, precision="float32")
+        assert made._size == estimate_saved(shape, parallel, parts[0].train, pieces=whole, dp=1)
         made.save(2)
         made.finish()
         (file,) = (parts[0].output_dir / "checkpoints/step-000002").glob("*.distcp")
