@@ -23,7 +23,7 @@ from stages.encode.template import check_template
 from stages.inputs.hf_directory import check_hf_dir, hf_dir_of, model_input, processor_input, resolve_hf_dir
 from stages.inputs.raw_source import open_raw
 from stages.release.config import ReleaseConfig
-from trainer.families.registry import read_model
+from trainer.families.registry import get_family, read_model
 from trainer.families.shapes import check_training
 
 RAW_DIGESTS = "raw-digests.json"
@@ -145,12 +145,13 @@ def release_config(config: PipelineConfig) -> ReleaseConfig:
 
 
 def check_model(config: PipelineConfig) -> Path | None:
-    """The directory of the user's model, complete and fit for the layout; None if a stage makes the model.
+    """The directory of the user's model, complete and fit for the training; None if a stage makes the model.
 
     Raises:
-        InputError: it is missing, incomplete, of an unknown kind, or does not fit the layout.
+        InputError: it is missing, incomplete, of an unknown kind, or does not fit the training or its layout.
     """
     if not isinstance(config.model, str):
+        check_training(config.train, config.execution.parallel, get_family(config.model.family))
         return None
     hf_dir = resolve_hf_dir(config.model)
     check_hf_dir(hf_dir, config.execution.model_code_sha256)

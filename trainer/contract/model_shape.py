@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 # Loss tokens whose logits exist at a time; trainer/layers/output_loss.py gives the reason for the number.
 LOSS_CHUNK = 4096
+# Tokens of a chunk of the gated delta rule: matrix products inside it, a recurrence from chunk to chunk.
+DELTA_CHUNK = 64
 
 
 class Work(NamedTuple):

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from trainer.contract.model_shape import DELTA_CHUNK as CHUNK
 from trainer.data.slices import joined_ranges
-
-CHUNK = 64  # tokens: the rule is a matrix product inside a chunk, a recurrence from chunk to chunk
 
 
 @dataclass(frozen=True, slots=True)

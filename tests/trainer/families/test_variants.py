@@ -6,6 +6,7 @@ import pytest
 
 from dataset_builders.contracts.strict import EVERY_FIELD
 from dataset_builders.errors import InputError
+from flows.pipeline.graph import check_model
 from flows.pipeline.recipe import load_recipe
 from stages.inputs.config import EmbeddedModelConfig
 from trainer.families.registry import FAMILIES, get_family
@@ -80,3 +81,16 @@ def test_what_a_model_of_random_weights_cannot_be_is_one_line(overrides, words):
     with pytest.raises(InputError) as caught:
         load_recipe(overrides=overrides)
     assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["train.precision=float8"], "train.precision is float8, in which the delta layers of a qwen3_5 model"),
+        (["train.optim.moments=bfloat16", "execution.parallel.sharding=fsdp"], "set train.optim.moments=float32"),
+    ],
+)
+def test_a_training_that_its_family_cannot_do_is_refused_before_the_first_stage(overrides, words):
+    """As for a directory of the family: not when training begins, after the data has been made."""
+    with pytest.raises(InputError, match=words):
+        check_model(load_recipe(overrides=["model.family=qwen3_5", *overrides]).config)

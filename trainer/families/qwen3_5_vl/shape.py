@@ -8,12 +8,11 @@ from typing import Any, Literal
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from dataset_builders.errors import InputError
-from trainer.contract.model_shape import DecoderShape, ModelShape
+from trainer.contract.model_shape import DELTA_CHUNK, DecoderShape, ModelShape
 from trainer.families.config_keys import DecoderKeys, decoder_sizes, read_keys, rotary_of
 from trainer.families.qwen3_vl import shape as qwen3_vl
 
 DELTA, ATTENTION = "linear_attention", "full_attention"
-CHUNK = 64  # tokens: the delta rule is matrix products inside a chunk
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +84,7 @@ class HybridDecoderShape(DecoderShape):
         if not self.is_delta(number):
             return before, after, squared
         width = self.delta_head_dim
-        rule = self.delta_value_heads * (8 * CHUNK * width + 6 * width**2)
+        rule = self.delta_value_heads * (8 * DELTA_CHUNK * width + 6 * width**2)
         convolution = 2 * self.taps * sum(self.delta_channels)
         after += 2 * (self._delta_output() - self._output_projection())
         return 2 * self._delta_projections() + convolution + rule, after, 0
