@@ -32,7 +32,8 @@ from flows.prefect_server.processes import begin_log, end_process, log_tail, sta
 
 HOST = "127.0.0.1"
 LOG = "temporary-server.log"
-_CANNOT_LISTEN = 3  # uvicorn's exit status
+_CANNOT_LISTEN = 3  # uvicorn's exit status, which a failure of the application shares
+_TRIES = 3
 _TURN_SECONDS = 0.05
 _END_SECONDS = 30.0  # a server that is making its tables must finish that first
 _LOCK_SECONDS = 300.0  # a first start on a loaded laptop takes a minute
@@ -72,18 +73,21 @@ class TemporaryServer:
         self.process = start_process([sys.executable, "-m", "uvicorn", *app, *place], environment, self.home / LOG)
 
     def wait(self) -> None:
-        """Return when the server answers. If somebody else has taken its port, another one is tried.
+        """Return when the server answers. If somebody else has taken its port, it is started again.
+
+        Whoever took the port may have left it since: a client's connection gets any free port, for milliseconds.
 
         Raises:
             RuntimeError: the server ended by itself or is too slow; the message has the end of its log.
         """
         seconds = PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS.value()
-        deadline = time.monotonic() + seconds
+        deadline, starts = time.monotonic() + seconds, 1
         while not self._answers():
             if (status := self.process.poll()) is not None:
-                if status != _CANNOT_LISTEN or is_free(HOST, self.port):  # else somebody else has taken its port
-                    raise RuntimeError(f"Prefect's temporary server ended: {self._last_words()}")
+                if status != _CANNOT_LISTEN or starts == _TRIES:
+                    raise RuntimeError(f"Prefect's temporary server ended: {self._last_words()}, exit status {status}")
                 self.begin()
+                starts += 1
             if time.monotonic() > deadline:
                 raise RuntimeError(f"Prefect's temporary server was not up after {seconds} s: {self._last_words()}")
             time.sleep(_TURN_SECONDS)

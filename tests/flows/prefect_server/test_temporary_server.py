@@ -132,6 +132,27 @@ def test_a_port_that_somebody_took_meanwhile_is_given_up(server, monkeypatch):
             second.end()
 
 
+def test_a_port_that_was_taken_for_a_moment_is_no_end(tmp_path):
+    with socket.socket() as other:
+        server = TemporaryServer(tmp_path)
+        server.begin()
+        other.bind((temporary_server.HOST, server.port))
+        other.listen()
+        server.process.wait(120)
+    try:
+        server.wait()
+    finally:
+        server.end()
+
+
+def test_one_that_never_gets_its_port_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(temporary_server, "start_process", lambda *_: subprocess.Popen(["sh", "-c", "exit 3"]))
+    server = TemporaryServer(tmp_path)
+    server.begin()
+    with pytest.raises(RuntimeError, match=r"ended: its log is empty .*, exit status 3"):
+        server.wait()
+
+
 def test_one_that_cannot_start_says_why(tmp_path, monkeypatch):
     monkeypatch.setenv("PREFECT_API_DATABASE_CONNECTION_URL", "nonsense")
     broken = TemporaryServer(tmp_path)
