@@ -74,6 +74,8 @@ class MicroBatch:
         vision_max_seqlen: patches of the largest frame.
         sample_lengths: tokens of each sample of the bin, without padding.
         image_patches: patches of each image of the bin.
+        features: (encoded_rows, (1 + L) * D) this rank's image tokens, each with its features of L deepstack levels, if
+            something else has encoded them; None: the model encodes the patches.
         num_loss_tokens: loss tokens of the bin, over all ranks.
         num_slots: T.
     """
@@ -101,6 +103,7 @@ class MicroBatch:
     image_patches: tuple[int, ...]
     num_loss_tokens: int
     num_slots: int
+    features: torch.Tensor | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -44,12 +44,17 @@ class Qwen3VLModel(PackedModel):
         if self.pre_process:
             self.vision.patch_embed.set_normalisation(patch_format.image_mean, patch_format.image_std)
 
-    def embed(self, batch: MicroBatch) -> tuple[torch.Tensor, Between]:
-        """Token embeddings (s, 1, D) with the image tokens in their places; features come after the first layers."""
+    def encode(self, batch: MicroBatch) -> torch.Tensor:
+        """(encoded_rows, (1 + L) * D): this rank's image tokens, each with its deepstack features."""
         self.clock.switch("vision")
         # A rank without images encodes a blank one, whose token goes nowhere and whose gradient is zero.
         encoded = self.vision(batch)[: batch.encoded_rows]
         self.clock.switch_on_gradient(encoded, "vision")
+        return encoded
+
+    def embed(self, batch: MicroBatch) -> tuple[torch.Tensor, Between]:
+        """Token embeddings (s, 1, D) with the image tokens in their places; features come after the first layers."""
+        encoded = self.encode(batch) if batch.features is None else batch.features
         self.clock.switch("language")
         gathered = gather_rows(encoded, batch.gathered_rows, *self._sharers())
         rows = gathered.index_select(0, batch.image_rows)
