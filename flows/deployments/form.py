@@ -30,6 +30,7 @@ _ORDER = (
     *("train", "data", "model", "convert", "contamination", "tokenize", "plan_bins", "evaluate", "compare"),
     *("execution", "name"),
 )
+_SOURCES = ("data", "model")  # sections in whose place a directory may stand
 _OPEN = ("train", "train.optim")  # what most runs change
 _BOUNDS = {
     "exclusiveMinimum": "over {}",
@@ -111,9 +112,9 @@ class _Form:
         alternatives = [self._resolved(each) for each in schema.get("anyOf", schema.get("oneOf", [schema]))]
         model = next((each for each in alternatives if "properties" in each), None)
         if model is not None:
-            is_union = any(each.get("type") == "string" for each in alternatives)
             section = self.section({**model, **described}, path)
-            return _fold(section, path, is_union) if section["properties"] else None
+            texts = [_text_in_its_place(each) for each in alternatives if each.get("type") == "string"]
+            return _fold(section, path, texts) if section["properties"] else None
         return self._leaf(schema, [each for each in alternatives if each.get("type") != "null"], path)
 
     def _leaf(self, schema: Mapping[str, Any], plain: list[dict[str, Any]], path: tuple[str, ...]) -> dict[str, Any]:
@@ -155,18 +156,25 @@ class _Form:
         texts = {}
         for name, place in self.values.items():
             for key in path:
-                if place is not None:
-                    place = place.get(key, self) if isinstance(place, dict) else self
+                if isinstance(place, dict):
+                    place = place.get(key, self)
+                elif place is not None and path[0] in _SOURCES:  # else it is a name in the place of a section
+                    place = self
             if place is not self:
                 texts[name] = NONE if place is None else place if isinstance(place, str) else json.dumps(place)
         return [f"recipe {name}: `{value}`" for name, value in texts.items()]
 
 
-def _fold(section: dict[str, Any], path: tuple[str, ...], is_union: bool) -> dict[str, Any]:
+def _text_in_its_place(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """What may stand in the place of a section."""
+    return {"enum": schema["enum"], "title": "a name"} if "enum" in schema else _SOURCE
+
+
+def _fold(section: dict[str, Any], path: tuple[str, ...], texts: list[dict[str, Any]]) -> dict[str, Any]:
     if ".".join(path) in _OPEN:
         return section
     folded = {key: value for key, value in section.items() if key != "type"}
-    return {**folded, "anyOf": [_AS_RECIPE, *([_SOURCE] if is_union else []), _CHANGE]}
+    return {**folded, "anyOf": [_AS_RECIPE, *texts, _CHANGE]}
 
 
 def _bounds(schema: Mapping[str, Any]) -> str:

@@ -32,10 +32,10 @@ from trainer.data.reader import BinReader
 from trainer.families.registry import read_model
 from trainer.loop import train as loop
 from trainer.loop.export import export
-from trainer.loop.vision_rank import encode_for_others
+from trainer.loop.set_up import set_up_vision_rank
 from trainer.parallel.mesh import Mesh, rank_mesh
 from trainer.parallel.runtime import prepare_runtime
-from trainer.parallel.vision_exchange import VisionWorker
+from trainer.parallel.vision.worker import VisionWorker
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def train_rank(directory: Path, rank: int, *, save: bool) -> None:
             stack.enter_context(patch.object(saver.dist_checkpointing, "save", _save_nothing))
         mesh = stack.enter_context(rank_mesh(run.execution.parallel, run.train.seed))
         if mesh.is_vision:
-            seen = encode_for_others(run, mesh).model_dump() if run.task == "train" else {}
+            seen = set_up_vision_rank(run, mesh).serve().model_dump() if run.task == "train" else {}
         else:
             seen = _train(run, mesh) if run.task == "train" else export(run, mesh).model_dump()
     (directory / f"rank-{rank}.json").write_text(json.dumps(seen))

@@ -131,3 +131,11 @@ class TrainingOrder:
         numbers = bins_at(self._sizes, self._seed, first + bounds[group] * each + np.arange(ranks * each))
         costs = self._bin_cost(self.reader.bins.sums(numbers)).tolist()
         return numbers[deal(costs, ranks)[self._dp_rank - bounds[group]]].tolist()
+
+
+def heldout_bins(total: int, dp_rank: int, dp: int, multiple: int) -> list[int | None]:
+    """Bins of a rank, then empty ones: the same number on every rank, because ranks that divide the weights meet in
+    each bin, and a multiple of `multiple`, which virtual stages of a pipeline need."""
+    per_rank = -(-total // (dp * multiple)) * multiple
+    numbers: list[int | None] = list(range(dp_rank, total, dp))
+    return numbers + [None] * (per_rank - len(numbers))

@@ -29,7 +29,8 @@ from trainer.layers.decoder import Between, LanguageModel
 from trainer.layers.module_set import layer_spec, mark_tensor_parallel
 from trainer.layers.part_clock import PartClock
 from trainer.parallel.mesh import Mesh
-from trainer.parallel.vision_exchange import PipelineWorker, VisionOwner
+from trainer.parallel.vision.owner import VisionOwner
+from trainer.parallel.vision.worker import PipelineWorker
 
 
 class PackedModel(MegatronModule):

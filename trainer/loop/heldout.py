@@ -7,6 +7,7 @@ from dataset_builders.storage.files import write_text
 from trainer.contract.answer import HeldoutRow
 from trainer.contract.names import HELDOUT_JSONL
 from trainer.contract.run import RunConfig
+from trainer.data.order import heldout_bins
 from trainer.data.reader import PREFETCH_DEPTH, BinReader, prefetch
 from trainer.loop.share_model import Chunk
 from trainer.loop.step import run_micro_batches
@@ -45,14 +46,6 @@ def heldout_loss(
         write_text(run.output_dir / name, "".join(row.model_dump_json() + "\n" for row in rows))
     loss_sum, loss_tokens = totals.over_ranks(mesh).loss_and_tokens.tolist()
     return loss_sum / max(1, loss_tokens)
-
-
-def heldout_bins(total: int, dp_rank: int, dp: int, multiple: int) -> list[int | None]:
-    """Bins of a rank, then empty ones: the same number on every rank, because ranks that divide the weights meet in
-    each bin, and a multiple of `multiple`, which virtual stages of a pipeline need."""
-    per_rank = -(-total // (dp * multiple)) * multiple
-    numbers: list[int | None] = list(range(dp_rank, total, dp))
-    return numbers + [None] * (per_rank - len(numbers))
 
 
 def _by_sample(reader: BinReader, numbers: list[int | None], reports: list[dict], mesh: Mesh) -> list[HeldoutRow]:

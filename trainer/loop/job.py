@@ -22,8 +22,8 @@ warnings.filterwarnings("ignore", module=r"megatron\..*")
 
 from trainer.loop.export import export  # noqa: E402
 from trainer.loop.interval import NotFinite  # noqa: E402
+from trainer.loop.set_up import set_up_vision_rank  # noqa: E402
 from trainer.loop.train import train  # noqa: E402
-from trainer.loop.vision_rank import encode_for_others  # noqa: E402
 from trainer.parallel.mesh import place_in_world, rank_mesh, set_threads  # noqa: E402
 from trainer.parallel.runtime import prepare_runtime  # noqa: E402
 
@@ -42,7 +42,8 @@ def run_job(run: RunConfig) -> TrainResult:
             check_run(run, world)
         with rank_mesh(run.execution.parallel, run.train.seed, on_lost) as mesh:
             if mesh.is_vision:
-                return encode_for_others(run, mesh) if run.task == "train" else TrainResult(status="finished", step=0)
+                serves = run.task == "train"
+                return set_up_vision_rank(run, mesh).serve() if serves else TrainResult(status="finished", step=0)
             return train(run, mesh) if run.task == "train" else export(run, mesh)
     except NotFinite as error:
         return TrainResult(status="failed", step=error.step, message=str(error), keys=error.keys)

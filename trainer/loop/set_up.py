@@ -22,11 +22,15 @@ from trainer.families.parts import freeze
 from trainer.families.registry import read_model
 from trainer.families.shapes import pieces_of
 from trainer.layers.decoder import decoder_config
-from trainer.layers.module_set import TorchModules, check_float8, transformer_engine_modules
+from trainer.layers.module_set import TorchModules, check_float8, mark_tensor_parallel, transformer_engine_modules
 from trainer.loop.share_model import Chunk, share_model, weights_dtype
 from trainer.loop.step import finalize_gradients
 from trainer.parallel.mesh import Mesh
-from trainer.parallel.vision_exchange import Message, RemoteOwner
+from trainer.parallel.vision.exchange import Message, Window
+from trainer.parallel.vision.owner import RemoteOwner
+from trainer.parallel.vision.serve import Serving, part_of
+from trainer.parallel.vision.worker import VisionWorker
+from trainer.parallel.vision.world import roles
 
 log = logging.getLogger("athanor.trainer")
 
@@ -119,6 +123,35 @@ def set_up(run: RunConfig, mesh: Mesh) -> Trainer:
     trainer.tell_encoders(Message.BEGIN, trainer.step)
     _log_arithmetic(trainer)
     return trainer
+
+
+def set_up_vision_rank(run: RunConfig, mesh: Mesh) -> Serving:
+    """The state of a rank that encodes images and does nothing else."""
+    family, shape = read_model(run.hf_dir)
+    parallel = run.execution.parallel
+    dp = parallel.data_parallel(mesh.bridge.language_ranks + parallel.vision_ranks)
+    role = roles(parallel.vision_encoders, dp)[mesh.dp_rank]
+    part = part_of(role, parallel, dp)
+    readers = [
+        BinReader(run.tokenized_dir, run.bins_dir, split, geometry_of(shape), run.seq_len, part)
+        for split in ("train", "heldout")
+    ]
+    places = mesh.bridge.places()
+    owners = [places[replica, part.vision_rank] for replica in role.replicas]
+    # Tensor parallel divides this encoder's matrices, where the language model's ranks may share images.
+    own = parallel.model_copy(update={"tp": parallel.vision.tp, "vision_split": "tensor_parallel"})
+    modules = transformer_engine_modules() if mesh.device.type == "cuda" else TorchModules()
+    encoder = load(family.encoder)(shape.vision, own, weights_dtype(run), modules, mesh)
+    mark_tensor_parallel(encoder)
+    patch_format = readers[0].patch_format
+    encoder.patch_embed.set_normalisation(patch_format.image_mean, patch_format.image_std)
+    encode, tp = (lambda batch: encoder(batch)[: batch.encoded_rows]), mesh.groups.tp
+    worker = VisionWorker(encoder, encode, mesh.bridge.links, owners, tp if tp.size() > 1 else None)
+    freeze(worker.part, run.train, family)
+    worker.prepare(mesh.device)
+    orders = [training_order(run, shape, readers[0], replica, dp) for replica in role.replicas]
+    window = sum(Window.of(parallel.pp, parallel.vpp))
+    return Serving(run, mesh.device, worker, role.replicas, dp, owners, window, orders, readers[1])
 
 
 def training_order(run: RunConfig, shape: ModelShape, reader: BinReader, dp_rank: int, dp: int) -> TrainingOrder:

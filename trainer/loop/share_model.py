@@ -16,7 +16,7 @@ from trainer.families.family import Family
 from trainer.loop.optim import build_optimizer
 from trainer.parallel.fsdp import FullyShardedModel
 from trainer.parallel.mesh import Mesh
-from trainer.parallel.runtime import fuse_gradients
+from trainer.parallel.vision.main_grads import fuse_gradients
 
 # The dtype of the weights; with float8 the language model's products cast them.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.bfloat16}

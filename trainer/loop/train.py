@@ -20,7 +20,7 @@ from trainer.loop.metrics import MetricsWriter
 from trainer.loop.set_up import Trainer, set_up
 from trainer.loop.step_trace import StepTrace
 from trainer.parallel.mesh import Mesh
-from trainer.parallel.vision_exchange import Message
+from trainer.parallel.vision.exchange import Message
 
 
 def captures(run: RunConfig, device: torch.device) -> bool:

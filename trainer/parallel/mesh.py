@@ -17,7 +17,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from trainer.contract.layout import check_world
 from trainer.contract.parallel import ParallelConfig
 from trainer.data.slices import RankSlice
-from trainer.parallel.vision_world import Bridge, join
+from trainer.parallel.vision.world import Bridge, join
 from trainer.parallel.watch import Place, watched
 
 T = TypeVar("T")

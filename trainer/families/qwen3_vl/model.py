@@ -22,8 +22,10 @@ from trainer.layers.decoder import Between
 from trainer.layers.gather import gather_rows
 from trainer.layers.packed_model import PackedModel
 from trainer.parallel.mesh import Mesh
-from trainer.parallel.vision_exchange import PipelineWorker, RemoteOwner, VisionOwner, Window, pipeline_links
-from trainer.parallel.vision_world import Bridge
+from trainer.parallel.vision.exchange import Window, pipeline_links
+from trainer.parallel.vision.owner import RemoteOwner, VisionOwner
+from trainer.parallel.vision.worker import PipelineWorker
+from trainer.parallel.vision.world import Bridge
 
 
 def build_encoder(

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store
 
 from trainer.contract.parallel import VisionRanks
-from trainer.parallel.vision_exchange import Links
+from trainer.parallel.vision.exchange import Links
 
 _BACKENDS = {"gloo": ProcessGroup.BackendType.GLOO, "nccl": ProcessGroup.BackendType.NCCL}
 

@@ -1,0 +1,181 @@
+"""A worker's side of an exchange of image tokens, see exchange.py beside this file."""
+
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from trainer.data.micro_batch import MicroBatch
+from trainer.parallel.vision.exchange import Encode, ExchangeSide, Links, Message, Window, meet
+from trainer.parallel.vision.main_grads import add_to_main_grad, fuse_gradients
+
+
+class _Open(NamedTuple):
+    """Image tokens that wait for their gradient."""
+
+    number: int  # of the micro batch
+    encoded: torch.Tensor
+    owner: int
+
+
+class VisionWorker(ExchangeSide):
+    """A rank that encodes for others with a copy of the encoder, which is no part of its model.
+
+    Args:
+        owners: ranks whose places it works for; from the first it gets the weights, and to it go the gradients.
+        tp: ranks that share this copy's matrices, of which the first exchanges for all; None: it has them whole.
+    """
+
+    def __init__(
+        self,
+        encoder: torch.nn.Module,
+        encode: Encode,
+        links: Links,
+        owners: Sequence[int],
+        tp: ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(encoder, links)
+        self._encode, self._owners, self._tp = encode, owners, tp
+        self._is_first = tp is None or tp.rank() == 0
+        self._open: deque[_Open] = deque()
+
+    def prepare(self, device: torch.device) -> None:
+        """As of both sides; gives the copy its place on the device and connects the two."""
+        self.part.to(device)
+        super().prepare(device)
+        fuse_gradients(self.part)
+        self._weights = WholeParameters(self._params, self._params[0].dtype, self._tp)
+        self._grads = WholeParameters(self.trained, torch.float32, self._tp)
+        for param, grad in zip(self.trained, self._grads.own):
+            param.main_grad, param.grad_added_to_main_grad = torch.zeros_like(grad), False
+            param.register_post_accumulate_grad_hook(add_to_main_grad)
+        if self._is_first:
+            meet(self._links, self._owners, device, is_owner=False)
+
+    def get_weights(self) -> None:
+        """The owner's weights, at the beginning of a step."""
+        if self._weights_move():
+            self._receive(self._weights.numbers, self._owners[0])
+            torch._foreach_copy_([param.detach() for param in self._params], self._weights.own)
+        self.retire(math.inf)
+
+    def _receive(self, numbers: torch.Tensor, owner: int) -> None:
+        if self._is_first:
+            self._links.to_worker.recv([numbers], owner, 0).wait()
+        if self._tp is not None:
+            dist.broadcast(numbers, group=self._tp, group_src=0)
+
+    def give(self, number: int, batch: MicroBatch, owner: int) -> None:
+        """Encode this rank's images of a micro batch, and send their tokens to an owner."""
+        if batch.encoded_rows:
+            encoded = self._encode(batch)
+            if self._is_first:
+                self.send(number, encoded.detach(), owner, self._links.to_owner)
+            if encoded.requires_grad:
+                self._open.append(_Open(number, encoded, owner))
+
+    def learn(self, last: float) -> None:
+        """The backward pass of this rank's images, up to those of a micro batch."""
+        while self._open and self._open[0].number <= last:
+            _, encoded, owner = self._open.popleft()
+            grad = torch.empty_like(encoded)
+            self._receive(grad, owner)
+            torch.autograd.backward(encoded, grad)
+
+    def listen(self) -> tuple[Message, int]:
+        """What comes next, as the owner says."""
+        words = torch.zeros(2, dtype=torch.int64, device=self._device)
+        self._receive(words, self._owners[0])
+        message, number = words.tolist()
+        return Message(message), number
+
+    def say_whether_to_stop(self, should_stop: bool) -> None:
+        """After a step, whether this rank was told to stop."""
+        flag = torch.tensor([int(should_stop)], device=self._device)
+        if self._tp is not None:
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._tp)
+        if self._is_first:
+            self._links.to_owner.send([flag], self._owners[0], 0).wait()
+
+    def finish_backward(self) -> None:
+        """The rest of the backward pass, and the gradients to the owner. Called when the schedule has ended."""
+        self.learn(math.inf)
+        if not self.trained:
+            return
+        self._grads.numbers.zero_()
+        parts = zip(self.trained, self._grads.own, self._grads.divided)
+        # Of what every tensor-parallel rank has whole, the first one's is taken.
+        taken = [(param, grad) for param, grad, divided in parts if divided or self._is_first]
+        torch._foreach_copy_([grad for _, grad in taken], [param.main_grad for param, _ in taken])
+        if self._tp is not None:
+            dist.reduce(self._grads.numbers, group=self._tp, group_dst=0)
+        if self._is_first:
+            self._links.to_owner.send([self._grads.numbers], self._owners[0], 0).wait()
+        torch._foreach_zero_([param.main_grad for param in self.trained])
+
+
+class PipelineWorker(VisionWorker):
+    """A later rank of a pipeline, beside its layers."""
+
+    def __init__(
+        self, encoder: torch.nn.Module, encode: Encode, links: Links, owners: Sequence[int], window: Window
+    ) -> None:
+        super().__init__(encoder, encode, links, owners)
+        self._window = window
+
+    def encoded(self, batches: Iterator[MicroBatch], count: int) -> Iterator[MicroBatch]:
+        """`count` micro batches, in order; their images are encoded when it is time."""
+        self.get_weights()
+        coming = enumerate(islice(batches, count))
+        waiting: deque[MicroBatch] = deque()
+
+        def encode_next() -> None:
+            for number, batch in islice(coming, 1):
+                self.give(number, batch, self._owners[0])
+                waiting.append(batch)
+
+        for _ in range(self._window.ahead):
+            encode_next()
+
+        def in_order() -> Iterator[MicroBatch]:
+            for number in range(count):
+                self.learn(number - self._window.behind)
+                encode_next()
+                self.retire(number)
+                yield waiting.popleft()
+
+        return in_order()
+
+
+class WholeParameters:
+    """Room for whole parameters in one tensor, of which this rank may have slices.
+
+    Args:
+        params: this rank's, with the marks of `mark_tensor_parallel`.
+        tp: ranks that divide those with marks; None: nothing is divided.
+
+    Attributes:
+        numbers: of all parameters, one after another.
+        own: this rank's of each parameter, as views.
+        divided: of each parameter whether this rank has a slice of it.
+    """
+
+    def __init__(self, params: Sequence[torch.nn.Parameter], dtype: torch.dtype, tp: ProcessGroup | None) -> None:
+        self.divided = [tp is not None and getattr(param, "tensor_model_parallel", False) for param in params]
+        shapes = [list(param.shape) for param in params]
+        for param, shape, divided in zip(params, shapes, self.divided):
+            if divided:
+                shape[param.partition_dim] *= tp.size()
+        sizes = [math.prod(shape) for shape in shapes]
+        device = params[0].device if params else None
+        self.numbers = torch.zeros(sum(sizes), dtype=dtype, device=device)
+        wholes = [part.view(shape) for part, shape in zip(self.numbers.split(sizes), shapes)]
+        self.own = [
+            whole.chunk(tp.size(), param.partition_dim)[tp.rank()] if divided else whole
+            for param, whole, divided in zip(params, wholes, self.divided)
+        ]
