@@ -9,6 +9,7 @@ from dataset_builders.contracts.sample import SPLITS
 from dataset_builders.storage.store import StorePath, side_dir
 from flows.cli.check import recipe_of
 from flows.cli.text_table import print_table
+from flows.cli.vision_table import COLUMNS, NOTE, advice, is_worth_showing, vision_rows
 from flows.pipeline.config import PipelineConfig
 from flows.pipeline.graph import PlannedStage, pipeline_nodes, plan_stages
 from stages.answer.job import answer_job
@@ -23,7 +24,8 @@ from stages.train.run_trainer import trainer_job
 from trainer.contract.estimate import estimate_memory, estimate_saved
 from trainer.contract.model_shape import ModelShape
 from trainer.contract.parallel import ParallelConfig
-from trainer.contract.pieces import mean_work, pipeline_pieces
+from trainer.contract.pieces import pipeline_pieces
+from trainer.contract.placement import PlacementJob, placements
 from trainer.families.registry import read_model
 
 UNKNOWN = "known once the data is made"
@@ -47,6 +49,7 @@ def plan_command(args: argparse.Namespace) -> int:
     rows = [(stage.name, "reuse" if stage.artifact else "make", stage.why) for stage in planned]
     print_table("Stages", ("stage", "", "why"), rows, is_terminal)
     print_table("Size", ("", "value"), size_rows(recipe.config, available), is_terminal)
+    _print_vision(recipe.config, available, is_terminal)
     num_made = sum(stage.artifact is None for stage in planned)
     print(f"\n{num_made} of {len(planned)} stages would be made, {len(planned) - num_made} reused.")
     if args.launcher or recipe.config.execution.cluster.launcher != "torchrun":
@@ -86,9 +89,9 @@ def work_dir_of(name: str, config: PipelineConfig, root: StorePath, available: M
 
 def size_rows(config: PipelineConfig, available: Mapping[str, Input]) -> list[tuple[str, str]]:
     """(name, value) of samples, bins, steps, epochs, parameters and memory, as far as they are known now."""
-    shape = read_model(available["model"].dir)[1] if isinstance(config.model, str) else config.model.shape
-    parts, bins = shape.parameters, available.get("plan_bins")
-    pieces = _pieces(config, shape, bins)
+    bins, job = available.get("plan_bins"), _placement_job(config, available)
+    shape, parts = job.shape, job.shape.parameters
+    pieces = pipeline_pieces(shape, job.parallel, job.work, config.train.frozen)
     memory = _memory(config, shape, pieces)
     steps, batch = config.train.num_steps, config.train.global_batch_size
     tokens = steps * batch * config.plan_bins.seq_len
@@ -123,12 +126,30 @@ def _carried(model: Input | None) -> list[tuple[str, str]]:
 _RUNTIME = "0.5 to 1 GB"
 
 
-def _pieces(config: PipelineConfig, shape: ModelShape, bins: Input | None) -> tuple[range, ...]:
-    """The language layers of the pipeline's pieces, as the trainer will deal them if the bins are made."""
-    plan = config.plan_bins
-    stats = bins.manifest.stats if isinstance(bins, Artifact) else {}
-    work = mean_work(plan.seq_len, plan.model_dump(), stats)
-    return pipeline_pieces(shape, config.execution.parallel, work, config.train.frozen)
+def _placement_job(config: PipelineConfig, available: Mapping[str, Input]) -> PlacementJob:
+    """The model, its layout and the mean bin, as the trainer will find them if the bins are made."""
+    plan, bins = config.plan_bins, available.get("plan_bins")
+    return PlacementJob.of(
+        read_model(available["model"].dir)[1] if isinstance(config.model, str) else config.model.shape,
+        config.execution.parallel,
+        config.train,
+        processes=config.execution.cluster.processes,
+        seq_len=plan.seq_len,
+        plan=plan.model_dump(),
+        stats=bins.manifest.stats if isinstance(bins, Artifact) else {},
+    )
+
+
+def _print_vision(config: PipelineConfig, available: Mapping[str, Input], is_terminal: bool) -> None:
+    """A table where there is something to choose, with its assumptions and the advice."""
+    job = _placement_job(config, available)
+    if is_worth_showing(job, choices := placements(job)):
+        print_table("Vision", COLUMNS, vision_rows(choices), is_terminal)
+        print(f"\n{NOTE}{_if_full(available.get('plan_bins'))}\n{advice(choices)}")
+
+
+def _if_full(bins: Input | None) -> str:
+    return "" if isinstance(bins, Artifact) else f" (if bins were full; for these bins {UNKNOWN})"
 
 
 def _layers(parallel: ParallelConfig, pieces: Sequence[range], bins: Input | None) -> list[tuple[str, str]]:
@@ -136,8 +157,7 @@ def _layers(parallel: ParallelConfig, pieces: Sequence[range], bins: Input | Non
     if parallel.pp == 1:
         return []
     ranks = (" + ".join(str(len(piece)) for piece in pieces[rank :: parallel.pp]) for rank in range(parallel.pp))
-    note = "" if isinstance(bins, Artifact) else f" (if bins were full; for these bins {UNKNOWN})"
-    return [("layers", f"{', '.join(ranks)} by pipeline rank{note}")]
+    return [("layers", f"{', '.join(ranks)} by pipeline rank{_if_full(bins)}")]
 
 
 def _memory(config: PipelineConfig, shape: ModelShape, pieces: Sequence[range]) -> dict[str, int]:

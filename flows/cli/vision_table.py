@@ -1,0 +1,77 @@
+"""What `athanor plan` says of where images are encoded: a row per choice, and one line of advice."""
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+from trainer.contract.pieces import EVEN_ENOUGH
+from trainer.contract.placement import LANGUAGE_RATE, VISION_RATE, Placement, PlacementJob, advised
+
+COLUMNS = ("images are encoded by", "vision", "language", "waiting", "step", "start, end", "memory", "tokens/s")
+_RATES = f"{VISION_RATE / 1e12:.0f} (vision) and {LANGUAGE_RATE / 1e12:.0f} (language) TFLOP/s per GPU"
+NOTE = f"""\
+Seconds per step, by pipeline rank after ranks of vision alone: FLOPs of a mean bin at {_RATES},
+as measured on an H200 in bfloat16. The pipeline's start and end are in the step and in the waiting; communication and
+update are not. Memory is the fullest process's; tokens/s are in those of the layout at hand."""
+# From this part of a step on, vision is shown where a model is on one process too, and there is a choice.
+LARGE_SHARE = 1 / 3
+
+
+def is_worth_showing(job: PlacementJob, choices: Sequence[Placement]) -> bool:
+    """Whether several processes have one model with a vision encoder, or the encoder is a large part of a step."""
+    is_large = len(choices) > 1 and job.vision_share >= LARGE_SHARE
+    return job.vision > 0 and (job.parallel.model_size > 1 or is_large)
+
+
+def vision_rows(choices: Sequence[Placement]) -> list[tuple[str, ...]]:
+    """A row of `COLUMNS` per choice; the first is the layout at hand."""
+    now = choices[0]
+    return [
+        (
+            f"{_who(choice)}, pp={choice.parallel.pp}" if choice.parallel.pp != now.parallel.pp else _who(choice),
+            _by_rank(f"{rank.vision:.3g}" for rank in choice.ranks),
+            _by_rank(f"{rank.language:.3g}" for rank in choice.ranks),
+            _by_rank(f"{waits:.0%}" for waits in choice.waits),
+            f"{choice.step:.3g}",
+            f"{choice.start / choice.step:.0%}",
+            f"{choice.memory / 1e9:.3g} GB",
+            f"{now.step / choice.step:.2f}" + (" (now)" if choice is now else ""),
+        )
+        for choice in choices
+    ]
+
+
+def advice(choices: Sequence[Placement]) -> str:
+    """One line: what to set, or that nothing is to be gained."""
+    now, best = choices[0], advised(choices)
+    gain = f"{now.step / best.step:.2f} times the tokens/s"
+    more = best.memory - now.memory
+    cost = f", and {more / 1e9:.3g} GB more in the fullest process" if more > 0.01 * now.memory else ""
+    if best is now:
+        text = "keep the layout at hand; nothing that can be set gains more than 2%."
+    elif best.name == "cached":
+        text = f"encode the images once, before the training: {gain} where they are read in more than one epoch or run."
+    else:
+        text = f"set execution.parallel.vision={best.name}: {gain}{cost}."
+    own = next((choice for choice in choices if not choice.can_be_set), best)
+    if own.step * EVEN_ENOUGH < best.step:
+        text += f" With {_who(own)} it would be {best.step / own.step:.2f} times as fast as with that."
+    return f"Advice: {text}"
+
+
+def _who(choice: Placement) -> str:
+    if choice.name == "own_ranks":
+        whose = "rank of its own" if choice.vision_ranks == 1 else "ranks of their own"
+        return f"{choice.vision_ranks} {whose} (no setting yet)"
+    if choice.name == "first_rank" and choice.parallel.pp == 1:
+        return "every rank"
+    return {
+        "first_rank": "the first pipeline rank",
+        "dealt": "all pipeline ranks (vision=dealt)",
+        "cached": "nobody: they are cached",
+    }[choice.name]
+
+
+def _by_rank(cells: Iterable[str]) -> str:
+    """Equal ones that follow each other as a number and one of them."""
+    runs = [(cell, len(list(same))) for cell, same in groupby(cells)]
+    return ", ".join(cell if count == 1 or len(runs) == 1 else f"{count} x {cell}" for cell, count in runs)

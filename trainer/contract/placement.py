@@ -1,0 +1,241 @@
+"""Where images are encoded, and what a step of training takes with each choice: predicted, nothing is run for it.
+
+A rank's seconds are the FLOPs of its part of a mean bin, by the model's formulas, over a rate. Bins are taken for equal
+and images for equal, and no share of a bin's images is smaller than one image. Left out are communication, data and the
+update: they are much the same for all choices.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from trainer.contract.estimate import estimate_memory, estimate_vision_rank, vision_in_flight
+from trainer.contract.model_shape import ModelShape, Work
+from trainer.contract.parallel import ParallelConfig
+from trainer.contract.pieces import (
+    EVEN_ENOUGH,
+    deals_vision,
+    language_flops,
+    mean_work,
+    pipeline_pieces,
+    vision_flops,
+)
+from trainer.contract.run import TrainConfig
+
+# FLOP/s of one H200 in bfloat16, the medians of eight trainings of Qwen3-VL and Qwen3.5, 2B to 8B: vision 310 to 453,
+# language model and loss 499 to 580. tests/bench/results/vision_placement_2026-11-23.md has them all.
+VISION_RATE = 420e12
+LANGUAGE_RATE = 525e12
+
+Name = Literal["first_rank", "dealt", "own_ranks", "cached"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlacementJob:
+    """What placement depends on.
+
+    Attributes:
+        parallel: the layout at hand.
+        work: of a mean bin.
+    """
+
+    shape: ModelShape
+    parallel: ParallelConfig
+    train: TrainConfig
+    processes: int
+    seq_len: int
+    max_patches: int
+    work: Work
+
+    @classmethod
+    def of(
+        cls,
+        shape: ModelShape,
+        parallel: ParallelConfig,
+        train: TrainConfig,
+        *,
+        processes: int,
+        seq_len: int,
+        plan: Mapping[str, Any],
+        stats: Mapping[str, Any],
+    ) -> "PlacementJob":
+        """From the config of plan_bins and the stats of its manifest, see `mean_work`."""
+        return cls(
+            shape=shape,
+            parallel=parallel,
+            train=train,
+            processes=processes,
+            seq_len=seq_len,
+            max_patches=plan.get("max_patches", 0),
+            work=mean_work(seq_len, plan, stats),
+        )
+
+    @property
+    def vision(self) -> float:
+        """Seconds of one GPU for the images of a mean bin, forward and backward."""
+        return vision_flops(self.shape, self.parallel, self.work, self.train.frozen) / VISION_RATE
+
+    @property
+    def vision_share(self) -> float:
+        """The vision encoder's part of the seconds of one GPU for a mean bin."""
+        alone = ParallelConfig(recompute=self.parallel.recompute)
+        return self.vision / (self.vision + sum(self.language(alone, pipeline_pieces(self.shape, alone, self.work))))
+
+    @property
+    def largest_image(self) -> float:
+        """An image's part of a bin's patches."""
+        return self.work.patches_squared / self.work.patches**2 if self.work.patches else 0
+
+    def language(self, parallel: ParallelConfig, pieces: Sequence[range]) -> list[float]:
+        """Seconds of the language model for a mean bin, of each pipeline rank."""
+        flops = language_flops(self.shape, parallel, self.work, self.train.frozen, pieces)
+        return [rank / (parallel.tp * parallel.cp) / LANGUAGE_RATE for rank in flops]
+
+
+class RankSeconds(NamedTuple):
+    """Of one step."""
+
+    vision: float
+    language: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """A choice, and what a step takes with it.
+
+    Attributes:
+        name: first_rank: the first pipeline rank encodes all images of its bins; dealt: all pipeline ranks do;
+            own_ranks: ranks that do nothing else; cached: nobody, they were encoded before the training.
+        parallel: of the ranks that have the language model.
+        vision_ranks: ranks that have vision alone.
+        ranks: of each pipeline rank; with own_ranks before them a rank that has vision alone.
+        step: seconds.
+        start: those of them that the pipeline takes to fill and to empty.
+        memory: bytes of the fullest process.
+    """
+
+    name: Name
+    parallel: ParallelConfig
+    vision_ranks: int = 0
+    ranks: tuple[RankSeconds, ...]
+    step: float
+    start: float
+    memory: int
+
+    @property
+    def waits(self) -> list[float]:
+        """The part of the step in which each of `ranks` has nothing to do, the pipeline's start and end included."""
+        return [1 - (rank.vision + rank.language) / self.step for rank in self.ranks]
+
+    @property
+    def can_be_set(self) -> bool:
+        """Whether there is a setting for it."""
+        return self.name != "own_ranks"
+
+
+def at_hand(job: PlacementJob) -> Placement:
+    """The choice that the layout says."""
+    return _in_pipeline(job, "dealt" if deals_vision(job.parallel) else "first_rank")
+
+
+def placements(job: PlacementJob) -> list[Placement]:
+    """All choices that the layout leaves; of ranks of their own the fastest number. The layout at hand is the first."""
+    now = at_hand(job)
+    others: list[Placement] = []
+    if job.parallel.pp > 1:
+        others = [_in_pipeline(job, name) for name in ("first_rank", "dealt") if name != now.name]
+    own = min(own_ranks(job), key=lambda placement: placement.step, default=None)
+    cached = [_in_pipeline(job, "cached")] if {"vision", "merger"} <= job.train.frozen else []
+    return [now, *others, *([own] if own else []), *cached]
+
+
+def advised(choices: Sequence[Placement]) -> Placement:
+    """The fastest that can be set; the first, which is at hand, where none gains more than 2%."""
+    now, best = choices[0], min((c for c in choices if c.can_be_set), key=lambda choice: choice.step)
+    return now if now.step <= EVEN_ENOUGH * best.step else best
+
+
+def own_ranks(job: PlacementJob) -> Iterator[Placement]:
+    """Every number of vision ranks that leaves whole replicas of the language model, which divide the global batch; its
+    pipeline may be shorter than the one at hand."""
+    for pp in range(1, job.parallel.pp + 1):
+        changes = {"pp": pp, "first_pipeline_layers": None, "vision": "first_rank"}
+        parallel = job.parallel.model_copy(update=changes if pp > 1 else changes | {"vpp": 1})
+        pieces = pipeline_pieces(job.shape, parallel, job.work.without_images(), job.train.frozen)
+        for dp in range(1, (job.processes - 1) // parallel.model_size + 1):
+            if job.train.global_batch_size % (dp * pp if parallel.vpp > 1 else dp) == 0:
+                yield _own_ranks(job, parallel, pieces, dp)
+
+
+def _own_ranks(job: PlacementJob, parallel: ParallelConfig, pieces: Sequence[range], dp: int) -> Placement:
+    """The vision ranks are one more rank of the pipeline: while it runs they work on a later bin of each replica."""
+    vision_ranks, count = job.processes - dp * parallel.model_size, job.train.global_batch_size // dp
+    language = job.language(parallel, pieces)
+    vision = job.vision * max(dp / vision_ranks, job.largest_image)
+    start = (sum(language) - max(language)) / parallel.vpp + min(vision, max(language))
+    text = dataclasses.replace(job.shape, vision=None)
+    language_memory = estimate_memory(
+        text, parallel, job.train, pieces=pieces, dp=dp, seq_len=job.seq_len, max_patches=0
+    )
+    vision_memory = estimate_vision_rank(
+        job.shape,
+        job.train,
+        recompute=parallel.recompute_vision,
+        ranks=vision_ranks,
+        patches=job.max_patches * dp / vision_ranks,
+        in_flight=min(vision_in_flight(parallel), count),
+    )
+    return Placement(
+        name="own_ranks",
+        parallel=parallel,
+        vision_ranks=vision_ranks,
+        ranks=(RankSeconds(count * vision, 0), *(RankSeconds(0, count * seconds) for seconds in language)),
+        step=count * max(vision, *language) + start,
+        start=start,
+        memory=max(sum(language_memory.values()), sum(vision_memory.values())),
+    )
+
+
+def _in_pipeline(job: PlacementJob, name: Name) -> Placement:
+    parallel = job.parallel
+    if deals_vision(parallel) != (name == "dealt"):
+        where = {"vision": "dealt", "vision_split": "images"} if name == "dealt" else {"vision": "first_rank"}
+        parallel = parallel.model_copy(update=where | {"first_pipeline_layers": None})
+    work = job.work.without_images() if name == "cached" else job.work
+    pieces = pipeline_pieces(job.shape, parallel, work, job.train.frozen)
+    vision, language = _vision_by_rank(job, parallel, name), job.language(parallel, pieces)
+    busy = [sum(seconds) for seconds in zip(vision, language)]
+    # What is dealt all ranks encode at once; the rest of a bin goes through them one after the other.
+    through = language if name == "dealt" else busy
+    dp = job.processes // parallel.model_size
+    count, start = job.train.global_batch_size // dp, (sum(through) - max(through)) / parallel.vpp
+    memory = estimate_memory(
+        job.shape,
+        parallel,
+        job.train,
+        pieces=pieces,
+        dp=dp,
+        seq_len=job.seq_len,
+        max_patches=0 if name == "cached" else job.max_patches,
+    )
+    return Placement(
+        name=name,
+        parallel=parallel,
+        ranks=tuple(RankSeconds(count * v, count * seconds) for v, seconds in zip(vision, language)),
+        step=count * max(busy) + start,
+        start=start,
+        memory=sum(memory.values()),
+    )
+
+
+def _vision_by_rank(job: PlacementJob, parallel: ParallelConfig, name: Name) -> list[float]:
+    """Seconds of vision for a mean bin, of each pipeline rank. The first gets the largest share where they differ."""
+    if name == "cached":
+        return [0.0] * parallel.pp
+    stages = parallel.pp if name == "dealt" else 1
+    tp = parallel.tp if parallel.vision_split == "tensor_parallel" else 1  # ranks that divide each image's matrices
+    sharers = stages * parallel.cp * parallel.tp // tp
+    largest = max(1 / sharers, job.largest_image)
+    others = (1 - largest) / max(1, sharers - 1) if stages > 1 else 0.0
+    return [job.vision * share / tp for share in (largest, *[others] * (parallel.pp - 1))]
