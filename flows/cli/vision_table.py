@@ -1,6 +1,6 @@
 """What `athanor plan` says of where images are encoded: a row per choice, and one line of advice."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
 from trainer.contract.pieces import EVEN_ENOUGH
@@ -41,21 +41,27 @@ def vision_rows(choices: Sequence[Placement]) -> list[tuple[str, ...]]:
 
 
 def advice(choices: Sequence[Placement]) -> str:
-    """One line: what to set, or that nothing is to be gained."""
+    """One line: what to set, or that nothing is to be gained; and what would be faster and cannot be had."""
     now, best = choices[0], advised(choices)
     gain = f"{now.step / best.step:.2f} times the tokens/s"
     more = best.memory - now.memory
     cost = f", and {more / 1e9:.3g} GB more in the fullest process" if more > 0.01 * now.memory else ""
     if best is now:
-        text = "keep the layout at hand; nothing that can be set gains more than 2%."
+        text = "keep the layout at hand; nothing that can be set and has room gains more than 2%."
     elif best.name == "cached":
         text = f"encode the images once, before the training: {gain} where they are read in more than one epoch or run."
     else:
         text = f"set execution.parallel.vision={best.name}: {gain}{cost}."
-    own = next((choice for choice in choices if not choice.can_be_set), best)
-    if own.step * EVEN_ENOUGH < best.step:
-        text += f" With {_who(own)} it would be {best.step / own.step:.2f} times as fast as with that."
-    return f"Advice: {text}"
+    return " ".join([f"Advice: {text}", *_out_of_reach(choices, best)])
+
+
+def _out_of_reach(choices: Sequence[Placement], best: Placement) -> Iterator[str]:
+    """A sentence for each choice that would be faster than what is advised."""
+    for choice in choices:
+        if EVEN_ENOUGH * choice.step < best.step:
+            gain = f"{best.step / choice.step:.2f} times as fast as that"
+            needs = f", but {choice.memory / 1e9:.3g} GB are more than an H200 has; recompute_vision saves some"
+            yield f"With {_who(choice)} it would be {gain}{needs if choice.can_be_set else ''}."
 
 
 def _who(choice: Placement) -> str:

@@ -27,6 +27,8 @@ from trainer.contract.run import TrainConfig
 # language model and loss 499 to 580. tests/bench/results/vision_placement_2026-11-23.md has them all.
 VISION_RATE = 420e12
 LANGUAGE_RATE = 525e12
+# Bytes of an H200 that are left beside CUDA's own.
+GPU_MEMORY = 148e9
 
 Name = Literal["first_rank", "dealt", "own_ranks", "cached"]
 
@@ -151,8 +153,12 @@ def placements(job: PlacementJob) -> list[Placement]:
 
 
 def advised(choices: Sequence[Placement]) -> Placement:
-    """The fastest that can be set; the first, which is at hand, where none gains more than 2%."""
-    now, best = choices[0], min((c for c in choices if c.can_be_set), key=lambda choice: choice.step)
+    """The fastest that can be set and has room on an H200, or where the first, which is at hand, has; the first itself
+    where none gains more than 2%."""
+    now = choices[0]
+    room = max(GPU_MEMORY, now.memory)
+    fitting = [choice for choice in choices if choice.can_be_set and choice.memory <= room]
+    best = min(fitting, key=lambda choice: choice.step)
     return now if now.step <= EVEN_ENOUGH * best.step else best
 
 

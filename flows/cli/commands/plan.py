@@ -144,8 +144,9 @@ def _print_vision(config: PipelineConfig, available: Mapping[str, Input], is_ter
     """A table where there is something to choose, with its assumptions and the advice."""
     job = _placement_job(config, available)
     if is_worth_showing(job, choices := placements(job)):
-        print_table("Vision", COLUMNS, vision_rows(choices), is_terminal)
-        print(f"\n{NOTE}{_if_full(available.get('plan_bins'))}\n{advice(choices)}")
+        title = f"Vision{_if_full(available.get('plan_bins'))}"
+        print_table(title, COLUMNS, vision_rows(choices), is_terminal)
+        print(f"\n{NOTE}\n{advice(choices)}")
 
 
 def _if_full(bins: Input | None) -> str:
