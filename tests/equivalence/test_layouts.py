@@ -61,6 +61,7 @@ def kinds_of(shape: str) -> list[list[Kind]]:
 FULL = {"recompute": "full", "recompute_vision": True}
 SELECTIVE = {"recompute": "selective"}
 SP = {"sequence_parallel": True}
+DEALT = {"vision": "dealt"}
 CUT_VISION = {"vision_split": "tensor_parallel"}
 FOURFOLD = {"tp": 2, "pp": 2, "cp": 2, **SP}  # sixteen processes: dp 2
 # name -> (layout, processes, shape)
@@ -82,6 +83,15 @@ LAYOUTS = {
     "pp2-vpp2-full": ({"pp": 2, "vpp": 2, **FULL}, 2, "deep"),
     "pp2-uneven": ({"pp": 2}, 2, "second"),
     "pp2-vpp2-uneven": ({"pp": 2, "vpp": 2}, 2, "odd"),
+    "pp2-dealt": ({"pp": 2, **DEALT}, 2, "first"),
+    "pp2-dealt-full": ({"pp": 2, **DEALT, **FULL}, 2, "first"),
+    "pp2-dealt-untied": ({"pp": 2, **DEALT}, 2, "second"),
+    "pp2-vpp2-dealt": ({"pp": 2, "vpp": 2, **DEALT}, 2, "deep"),
+    "pp2-cp2-dealt": ({"pp": 2, "cp": 2, **DEALT}, 4, "first"),
+    "pp2-dp2-dealt": ({"pp": 2, **DEALT}, 4, "first"),
+    "tp2-pp2-dealt": ({"tp": 2, "pp": 2, **DEALT}, 4, "first"),
+    "tp2-sp-pp2-dealt": ({"tp": 2, "pp": 2, **SP, **DEALT}, 4, "first"),
+    "pp4-dealt": ({"pp": 4, **DEALT}, 4, "wide"),
     "cp2": ({"cp": 2}, 2, "first"),
     "cp2-selective": ({"cp": 2, **SELECTIVE, "recompute_vision": True}, 2, "first"),
     "cp2-untied": ({"cp": 2}, 2, "second"),
@@ -114,6 +124,9 @@ LAYOUTS = {
     "hybrid-pp2-vpp2": ({"pp": 2, "vpp": 2}, 2, "hybrid-deep"),
     "hybrid-pp2-uneven": ({"pp": 2}, 2, "hybrid-second"),
     "hybrid-pp2-vpp2-uneven": ({"pp": 2, "vpp": 2}, 2, "hybrid-odd"),
+    "hybrid-pp2-dealt": ({"pp": 2, **DEALT}, 2, "hybrid-first"),
+    "hybrid-pp2-vpp2-dealt": ({"pp": 2, "vpp": 2, **DEALT}, 2, "hybrid-deep"),
+    "hybrid-pp2-cp2-dealt": ({"pp": 2, "cp": 2, **DEALT}, 4, "hybrid-first"),
     "hybrid-pp3-uneven": ({"pp": 3}, 3, "hybrid-odd"),
     "hybrid-tp2-pp2": ({"tp": 2, "pp": 2}, 4, "hybrid-first"),
     "hybrid-tp4-sp": ({"tp": 4, **SP}, 4, "hybrid-deep"),
@@ -123,6 +136,7 @@ LAYOUTS = {
     "hybrid-tp2-cp2": ({"tp": 2, "cp": 2}, 4, "hybrid-deep"),
     "hybrid-tp2-sp-cp2": ({"tp": 2, "cp": 2, **SP, **FULL}, 4, "hybrid-deep"),
     "fourfold": (FOURFOLD, 16, "first"),
+    "fourfold-dealt": ({**FOURFOLD, **DEALT}, 16, "first"),
     "fourfold-full": ({**FOURFOLD, **FULL}, 16, "first"),
 }
 
@@ -188,12 +202,19 @@ def test_the_layers_that_pipeline_ranks_hold(name, layers, outcome):
     assert [rank["layers"] for rank in outcome(name, LAYOUTS[name][2]).world.ranks] == layers
 
 
-@pytest.mark.parametrize("name", ["tp2", "tp2-sp-vision", "cp2", "pp2", "pp2-full", "dp2"])
+@pytest.mark.parametrize(
+    "name", ["tp2", "tp2-sp-vision", "cp2", "pp2", "pp2-full", "dp2", "pp2-dealt", "pp2-cp2-dealt"]
+)
 @pytest.mark.parametrize(
     "frozen", [("vision",), ("vision", "merger"), ("language",), ("vision", "language")], ids="-".join
 )
 def test_with_frozen_parts_too(name, frozen, outcome):
     compare(outcome(name, "first", frozen), outcome("alone", "first", frozen))
+
+
+@pytest.mark.parametrize("frozen", [("merger",), ("merger", "language")], ids="-".join)
+def test_dealt_vision_with_a_frozen_merger_too(frozen, outcome):
+    compare(outcome("pp2-dealt", "first", frozen), outcome("alone", "first", frozen))
 
 
 @pytest.mark.parametrize("name", ["hybrid-tp2-sp", "hybrid-cp2", "hybrid-pp2-full"])

@@ -28,6 +28,10 @@ class ParallelConfig(StrictModel):
         description="language layers of the first pipeline rank, which also holds vision; null: so many that no rank "
         "costs much more than the others",
     )
+    vision: Literal["first_rank", "dealt"] = Field(
+        default="first_rank",
+        description="which pipeline ranks encode images: the first one alone, or all of them, each some of the images",
+    )
     vision_split: Literal["images", "tensor_parallel"] = Field(
         default="images",
         description="how tensor-parallel ranks share the vision encoder: each encodes some of the images, or has a "
@@ -61,12 +65,22 @@ class ParallelConfig(StrictModel):
                 f"first_pipeline_layers={self.first_pipeline_layers} leaves the rest to other ranks, and pp=1; "
                 "try first_pipeline_layers=null"
             )
+        if self.deals_vision and self.vision_split == "tensor_parallel":
+            raise ValueError(
+                "vision=dealt gives whole images to the ranks, and vision_split=tensor_parallel parts of matrices; try "
+                "vision_split=images"
+            )
         if self.sharding == "fsdp" and self.model_size > 1:
             raise ValueError(
                 f"sharding=fsdp is for data parallel alone, not for tp={self.tp}, pp={self.pp}, cp={self.cp}; "
                 "try sharding=distributed_optimizer"
             )
         return self
+
+    @property
+    def deals_vision(self) -> bool:
+        """Whether several pipeline ranks share the images."""
+        return self.vision == "dealt" and self.pp > 1
 
     @property
     def pad_multiple(self) -> int:

@@ -7,7 +7,6 @@ ranks the same); sequence parallel then cuts a rank's tokens into `sequence_rank
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 
@@ -23,7 +22,8 @@ class RankSlice:
         cp, cp_rank: number of context-parallel ranks, and which of them this is.
         sequence_ranks, sequence_rank: the same for the tensor-parallel ranks that divide the sequence: tp with sequence
             parallel, else 1.
-        vision_ranks, vision_rank: the same for the ranks that share the images of a bin.
+        vision_ranks, vision_rank: the same for the ranks that share the images of a bin and hold its tokens.
+        vision_stages, vision_stage: the same for the pipeline ranks that share them, each at every vision_rank.
         has_vision: this rank encodes images; a rank without gets no pixels.
     """
 
@@ -34,6 +34,8 @@ class RankSlice:
     sequence_rank: int = 0
     vision_ranks: int = 1
     vision_rank: int = 0
+    vision_stages: int = 1
+    vision_stage: int = 0
     has_vision: bool = True
 
 
@@ -68,33 +70,41 @@ class ImageShare:
     Attributes:
         images: numbers of the images that this rank encodes, ascending.
         tokens: their image tokens.
-        gathered_rows: rows that each rank contributes to the gathered image tokens; the rank with most has no filling.
+        stage_tokens: image tokens of each pipeline rank of this rank's place, whose rows follow one another.
+        gathered_rows: rows that each place contributes to the gathered image tokens; that with most has no filling.
         first_rows: for each image of the bin, the gathered row at which its tokens begin.
     """
 
     images: tuple[int, ...]
     tokens: int
+    stage_tokens: tuple[int, ...]
     gathered_rows: int
     first_rows: tuple[int, ...]
 
 
-def share_images(patches: Sequence[int], patches_per_token: int, ranks: int, rank: int) -> ImageShare:
-    """A rank's share of the images of a bin, which are dealt to `ranks` by their patches.
+NO_IMAGES = ImageShare((), 0, (), 0, ())
+
+
+def share_images(patches: Sequence[int], patches_per_token: int, part: RankSlice) -> ImageShare:
+    """A rank's share of the images of a bin, which are dealt by their patches: to `part.vision_ranks` places, and at
+    each to `part.vision_stages` pipeline ranks.
 
     Args:
         patches: patches of each image of the bin.
         patches_per_token: spatial_merge_size^2.
     """
+    places, stages = part.vision_ranks, part.vision_stages
     tokens = [count // patches_per_token for count in patches]
-    if ranks == 1:
-        *first_rows, total = accumulate(tokens, initial=0)
-        return ImageShare(tuple(range(len(tokens))), total, total, tuple(first_rows))
-    shares = spread_images(patches, ranks)
+    shares = spread_images(patches, places * stages)
     totals = [sum([tokens[image] for image in share]) for share in shares]
+    rows = max(sum(totals[place::places]) for place in range(places))
     first_rows = [0] * len(tokens)
-    for owner, share in enumerate(shares):
-        row = owner * max(totals)
-        for image in share:
-            first_rows[image] = row
-            row += tokens[image]
-    return ImageShare(tuple(shares[rank]), totals[rank], max(totals), tuple(first_rows))
+    for place in range(places):
+        row = place * rows
+        for share in shares[place::places]:  # the first pipeline rank's, then the second's
+            for image in share:
+                first_rows[image] = row
+                row += tokens[image]
+    mine = part.vision_stage * places + part.vision_rank
+    stage_tokens = tuple(totals[part.vision_rank :: places])
+    return ImageShare(tuple(shares[mine]), totals[mine], stage_tokens, rows, tuple(first_rows))

@@ -51,7 +51,9 @@ class Mesh:
             sequence_rank=tp.rank() if parallel.sequence_parallel else 0,
             vision_ranks=encoders.size(),
             vision_rank=encoders.rank(),
-            has_vision=has_vision and pp.rank() == 0,
+            vision_stages=pp.size() if parallel.deals_vision else 1,
+            vision_stage=pp.rank() if parallel.deals_vision else 0,
+            has_vision=has_vision and (parallel.deals_vision or pp.rank() == 0),
         )
 
     @property

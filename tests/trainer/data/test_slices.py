@@ -29,7 +29,7 @@ def test_every_token_has_one_rank_and_causal_attention_costs_all_alike(cp):
 
 def test_images_are_shared_by_patches_and_found_again():
     patches = [8, 64, 16, 16, 24]
-    shares = [share_images(patches, 4, 2, rank) for rank in range(2)]
+    shares = [share_images(patches, 4, RankSlice(vision_ranks=2, vision_rank=rank)) for rank in range(2)]
     assert [share.images for share in shares] == [(1,), (0, 2, 3, 4)]
     assert [share.tokens for share in shares] == [16, 16] and shares[0].gathered_rows == 16
     gathered = np.concatenate([np.repeat(share.images, [patches[i] // 4 for i in share.images]) for share in shares])
@@ -39,14 +39,14 @@ def test_images_are_shared_by_patches_and_found_again():
 
 
 def test_the_shorter_share_is_filled_up():
-    shares = [share_images([4, 40], 4, 2, rank) for rank in range(2)]
+    shares = [share_images([4, 40], 4, RankSlice(vision_ranks=2, vision_rank=rank)) for rank in range(2)]
     assert [s.tokens for s in shares] == [10, 1] and [s.gathered_rows for s in shares] == [10, 10]
     assert shares[0].first_rows == (10, 0)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_no_image_no_rows(ranks):
-    share = share_images([], 4, ranks, 0)
+    share = share_images([], 4, RankSlice(vision_ranks=ranks))
     assert share.images == share.first_rows == () and share.tokens == share.gathered_rows == 0
 
 

@@ -3,6 +3,8 @@
 s = tokens of this rank's part of the sequence, V = image tokens among them, D = hidden size, L = deepstack levels.
 """
 
+from functools import partial
+
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor
 from megatron.core.models.backends import BackendSpecProvider
@@ -16,24 +18,31 @@ from trainer.layers.attention import Rotation
 from trainer.layers.decoder import Between
 from trainer.layers.gather import gather_rows
 from trainer.layers.packed_model import PackedModel
+from trainer.parallel.dealt_vision import DealtVision
 
 
 class Qwen3VLModel(PackedModel):
     """One chunk of the model. Level i of the deepstack features is added to the image tokens after layer i."""
 
     def build_parts(self, dtype: torch.dtype, modules: BackendSpecProvider) -> None:
-        """The vision encoder, on the first chunk."""
-        if not self.pre_process:
+        """The vision encoder, on the first chunk; if vision is dealt, a copy on the first one of every other rank."""
+        is_dealt = self.parallel.deals_vision and not self.vp_stage
+        if not (self.pre_process or is_dealt):
             return
         alone = self.mesh.alone
         by_images = self.parallel.vision_split == "images"
         groups = ProcessGroupCollection(tp=alone if by_images else self.groups.tp, cp=alone, pp=alone)
         config, shape = vision_config(self.shape.vision, self.parallel, dtype), self.shape.vision
-        self.vision = VisionEncoder(config, shape, modules, groups, recompute=self.parallel.recompute_vision)
+        encoder = VisionEncoder(config, shape, modules, groups, recompute=self.parallel.recompute_vision)
         if by_images:
             # Whole on every tensor-parallel rank: the gradient norm must count it once.
-            for param in self.vision.parameters():
+            for param in encoder.parameters():
                 param.tensor_model_parallel = False
+        if self.pre_process:
+            self.vision = encoder
+        if is_dealt:
+            encode = partial(self.encode, encoder)
+            self.dealt = DealtVision(encoder, encode, self.groups.pp, self.parallel.vpp)
 
     def rotation(self, batch: MicroBatch) -> Rotation:
         """By positions of three axes."""
@@ -41,20 +50,21 @@ class Qwen3VLModel(PackedModel):
 
     def prepare_pixels(self, patch_format: PatchFormat) -> None:
         """Set how the data's patches become pixel values."""
-        if self.pre_process:
-            self.vision.patch_embed.set_normalisation(patch_format.image_mean, patch_format.image_std)
+        encoders = [self.vision] if self.pre_process else [self.dealt.part["vision"]] if self.dealt else []
+        for encoder in encoders:
+            encoder.patch_embed.set_normalisation(patch_format.image_mean, patch_format.image_std)
 
-    def encode(self, batch: MicroBatch) -> torch.Tensor:
+    def encode(self, encoder: VisionEncoder, batch: MicroBatch) -> torch.Tensor:
         """(encoded_rows, (1 + L) * D): this rank's image tokens, each with its deepstack features."""
         self.clock.switch("vision")
         # A rank without images encodes a blank one, whose token goes nowhere and whose gradient is zero.
-        encoded = self.vision(batch)[: batch.encoded_rows]
+        encoded = encoder(batch)[: batch.encoded_rows]
         self.clock.switch_on_gradient(encoded, "vision")
         return encoded
 
     def embed(self, batch: MicroBatch) -> tuple[torch.Tensor, Between]:
         """Token embeddings (s, 1, D) with the image tokens in their places; features come after the first layers."""
-        encoded = self.encode(batch) if batch.features is None else batch.features
+        encoded = self.encode(self.vision, batch) if batch.features is None else batch.features
         self.clock.switch("language")
         gathered = gather_rows(encoded, batch.gathered_rows, *self._sharers())
         rows = gathered.index_select(0, batch.image_rows)
