@@ -12,13 +12,14 @@ NOTE = f"""\
 Seconds per step, by pipeline rank after ranks of vision alone: FLOPs of a mean bin at {_RATES},
 as measured on an H200 in bfloat16. The pipeline's start and end are in the step and in the waiting; communication and
 update are not. Memory is the fullest process's; tokens/s are in those of the layout at hand."""
-# From this part of a step on, vision is shown where a model is on one process too, and there is a choice.
+# From this part of a step on, vision is shown where a model is on one process too, if there is a choice.
 LARGE_SHARE = 1 / 3
 
 
 def is_worth_showing(job: PlacementJob, choices: Sequence[Placement]) -> bool:
-    """Whether several processes have one model with a vision encoder, or the encoder is a large part of a step."""
-    is_large = len(choices) > 1 and job.vision_share >= LARGE_SHARE
+    """Whether several processes have one model with a vision encoder, or the encoder is a large part of a step by the
+    rates, which are not those of float32."""
+    is_large = len(choices) > 1 and job.vision_share >= LARGE_SHARE and job.train.precision != "float32"
     return job.vision > 0 and (job.parallel.model_size > 1 or is_large)
 
 

@@ -6,7 +6,6 @@ from itertools import chain
 
 from trainer.contract.model_shape import LOSS_CHUNK, ModelShape, VisionShape
 from trainer.contract.parallel import ParallelConfig
-from trainer.contract.pieces import deals_vision
 from trainer.contract.run import TrainConfig
 
 
@@ -142,7 +141,7 @@ class _Work:
         parts = _states(parameters, trained, ranks, self.size, self.moment_size)
         if self.parallel.sharding == "fsdp":
             parts |= {"weights": 4 * parameters / ranks, "gradients": 4 * trained / ranks}
-        if rank > 0 and deals_vision(self.parallel):
+        if rank > 0 and self.parallel.deals_vision:
             parts["weights"] += self.size * self._vision_parameters()
             parts["gradients"] += 4 * self._vision_parameters(self.frozen)
         return {name: round(value) for name, value in (parts | {"activations": self._activations(rank)}).items()}
@@ -182,7 +181,7 @@ class _Work:
         in_flight = min(chunk_passes / p.vpp, self.num_micro_batches)
         is_full = p.recompute == "full"
         total = tokens * _layer_bytes(decoder.hidden_size, kept, self.size, in_flight, p.tp, is_cut, is_full)
-        if rank == 0 or deals_vision(p):
+        if rank == 0 or p.deals_vision:
             total += self._vision_activations()
         if rank == p.pp - 1:
             total += self.size * min(tokens, LOSS_CHUNK) * decoder.vocab_size / p.tp
@@ -194,7 +193,7 @@ class _Work:
             return 0
         tp = p.tp if p.vision_split == "tensor_parallel" else 1
         in_flight, sharers = (2 * p.pp - 1 if p.vpp > 1 else p.pp), p.cp * p.tp // tp
-        if deals_vision(p):
+        if p.deals_vision:
             in_flight, sharers = vision_in_flight(p), sharers * p.pp
         in_flight = min(in_flight, self.num_micro_batches)
         is_frozen = "vision" in self.frozen

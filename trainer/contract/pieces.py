@@ -15,10 +15,6 @@ from trainer.contract.parallel import ParallelConfig
 EVEN_ENOUGH = 1.02
 
 
-def deals_vision(parallel: ParallelConfig) -> bool:
-    return getattr(parallel, "vision", "first_rank") == "dealt" and parallel.pp > 1
-
-
 class PipelineRoom(NamedTuple):
     """What a layout asks of the pieces, in the order of the model; piece i is on pipeline rank i % pp.
 
@@ -146,7 +142,7 @@ def _costs(shape: ModelShape, parallel: ParallelConfig, work: Work, frozen: Coll
         before, after, squared = decoder.layer_flops(number)
         rows = work.loss_tokens if number == decoder.num_layers - 1 else work.tokens
         layers.append(round(passes * (before * work.tokens + after * rows + squared * work.tokens_squared)))
-    first = 0 if deals_vision(parallel) else vision_flops(shape, parallel, work, frozen)
+    first = 0 if parallel.deals_vision else vision_flops(shape, parallel, work, frozen)
     logits = 2 * decoder.hidden_size * decoder.vocab_size * work.loss_tokens
     logits *= 3 - ("language" in frozen)
     return _Costs(list(accumulate(layers, initial=0)), first, round(logits), parallel.pp)

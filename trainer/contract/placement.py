@@ -15,7 +15,6 @@ from trainer.contract.model_shape import ModelShape, Work
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.pieces import (
     EVEN_ENOUGH,
-    deals_vision,
     language_flops,
     mean_work,
     pipeline_pieces,
@@ -138,7 +137,7 @@ class Placement:
 
 def at_hand(job: PlacementJob) -> Placement:
     """The choice that the layout says."""
-    return _in_pipeline(job, "dealt" if deals_vision(job.parallel) else "first_rank")
+    return _in_pipeline(job, "dealt" if job.parallel.deals_vision else "first_rank")
 
 
 def placements(job: PlacementJob) -> list[Placement]:
@@ -205,7 +204,7 @@ def _own_ranks(job: PlacementJob, parallel: ParallelConfig, pieces: Sequence[ran
 
 def _in_pipeline(job: PlacementJob, name: Name) -> Placement:
     parallel = job.parallel
-    if deals_vision(parallel) != (name == "dealt"):
+    if parallel.deals_vision != (name == "dealt"):
         where = {"vision": "dealt", "vision_split": "images"} if name == "dealt" else {"vision": "first_rank"}
         parallel = parallel.model_copy(update=where | {"first_pipeline_layers": None})
     work = job.work.without_images() if name == "cached" else job.work
