@@ -258,6 +258,21 @@ def test_bins_of_delta_layers_hold_what_breaks_chunks():
     assert [192] in segments and 1 in [lengths[-1] for lengths in segments]
 
 
+def test_dealt_images_wait_for_few_micro_batches(tmp_path):
+    """16 micro batches a step; two pipeline ranks hold images of at most four, besides the one that they encode."""
+    run = write_job(
+        tmp_path,
+        num_steps=3,
+        shape="first",
+        bins=make_bins("first", [MIXED] * 16),
+        global_batch_size=16,
+        parallel=ParallelConfig(pp=2, **DEALT),
+        name="long",
+    )
+    first, second = run_world(run.model_copy(update={"seq_len": SEQ_LEN}), 2).ranks
+    assert (first["open"], second["open"]) == (0, 4)
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_copies_of_a_parameter_stay_identical(name, outcome):
     """Norms (of queries and keys too), the vision encoder, tied embeddings: bit for bit, wherever one is held."""

@@ -18,6 +18,7 @@ LAYOUTS = {
     "tp2": (TP2, 2),
     "tp2-sp-vision": ({**TP2, **SP, **CUT_VISION}, 2),
     "pp2": ({"pp": 2, "first_pipeline_layers": 3}, 2),
+    "pp2-dealt": ({"pp": 2, "vision": "dealt"}, 2),
     "dp2": ({}, 2),
     "cp2": ({"cp": 2}, 2),
     "tp2-pp2": ({"tp": 2, "pp": 2}, 4),
@@ -121,10 +122,12 @@ def test_layers_of_two_kinds_saved_on_one_rank_and_resumed_on_tp2(hybrid):
         assert ours.loss == pytest.approx(theirs.loss, rel=1e-6)
 
 
-EVEN, UNEVEN = {"pp": 2}, {"pp": 2, "first_pipeline_layers": 3}
+EVEN, UNEVEN, DEALT = {"pp": 2}, {"pp": 2, "first_pipeline_layers": 3}, {"pp": 2, "vision": "dealt"}
 PIPELINES = [
     ("first", EVEN, UNEVEN),
     ("first", UNEVEN, EVEN),
+    ("first", DEALT, UNEVEN),
+    ("hybrid-first", DEALT, UNEVEN),
     ("hybrid-first", EVEN, UNEVEN),
     ("hybrid-first", UNEVEN, EVEN),
     ("odd", {"pp": 3}, {"pp": 2, "vpp": 2}),
@@ -187,5 +190,5 @@ def exported(root, saved):
 def test_export_is_the_same_bytes_from_any_layout(exported, saved):
     alone = exported("alone")
     assert alone != (saved[0].hf_dir / "model.safetensors").read_bytes(), "training changed nothing"
-    for name in ("tp2-pp2", "tp2-sp-vision", "pp2", "fourfold"):
+    for name in ("tp2-pp2", "tp2-sp-vision", "pp2", "pp2-dealt", "fourfold"):
         assert exported(name) == alone, name

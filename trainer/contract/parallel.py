@@ -67,8 +67,8 @@ class ParallelConfig(StrictModel):
             )
         if self.deals_vision and self.vision_split == "tensor_parallel":
             raise ValueError(
-                "vision=dealt gives whole images to the ranks, and vision_split=tensor_parallel parts of matrices; try "
-                "vision_split=images"
+                f"vision=dealt gives each of pp={self.pp} ranks whole images, and vision_split=tensor_parallel parts "
+                "of matrices; try vision_split=images"
             )
         if self.sharding == "fsdp" and self.model_size > 1:
             raise ValueError(

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from trainer.data.micro_batch import MicroBatch
+from trainer.parallel.runtime import fuse_gradients
 
 Encode = Callable[[MicroBatch], torch.Tensor]  # -> (encoded_rows, (1 + L) * D)
 
@@ -85,6 +86,7 @@ class DealtVision:
         self._params = list(self.part.parameters())
         self._trained = [param for param in self._params if param.requires_grad]
         if not self.is_owner:
+            fuse_gradients(self.part)
             self._weights = _in_one(self._params)
             self._grads = torch.zeros(sum(p.numel() for p in self._trained), dtype=torch.float32, device=device)
             for param, grad in zip(self._trained, self._grads.split([p.numel() for p in self._trained])):

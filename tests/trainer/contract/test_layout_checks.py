@@ -144,6 +144,11 @@ REFUSALS = [
         "(tp x pp x cp = 2); try train.global_batch_size=4",
     ),
     (
+        {"pp": 2, "vision": "dealt", "vision_split": "tensor_parallel"},
+        "vision=dealt gives each of pp=2 ranks whole images, and vision_split=tensor_parallel parts of matrices; "
+        "try vision_split=images",
+    ),
+    (
         {"cp": 2, "seq_len": 90, "pad_multiple": 3},
         "plan_bins.seq_len=90 is not a multiple of 4 (cp=2, tp=1, sequence_parallel=false); try plan_bins.seq_len=96",
     ),
@@ -199,6 +204,8 @@ VALID = {
     "tp": {"tp": 2},
     "tp+sp": {"tp": 2, "sequence_parallel": True},
     "pp2": {"pp": 2},
+    "pp2dealt": {"pp": 2, "vision": "dealt"},
+    "dealt to one": {"vision": "dealt", "vision_split": "tensor_parallel"},
     "pp2vpp2": {"pp": 2, "vpp": 2},
     "pp2first": {"pp": 2, "first_pipeline_layers": 3},
     "cp2": {"cp": 2},
@@ -275,6 +282,7 @@ def draw(rng: random.Random) -> tuple[ModelShape, dict[str, object]]:
         "vpp": rng.choice([1, 1, 2, 3]),
         "sequence_parallel": rng.random() < 0.4,
         "first_pipeline_layers": rng.choice([None, None, 1, 2, 3, 4, 6]),
+        "vision": rng.choice(["first_rank", "first_rank", "dealt"]),
         "vision_split": rng.choice(["images", "tensor_parallel"]),
         "sharding": rng.choice(["distributed_optimizer"] * 4 + ["fsdp"]),
         "world_size": rng.randint(1, 24),

@@ -44,6 +44,26 @@ def test_the_shorter_share_is_filled_up():
     assert shares[0].first_rows == (10, 0)
 
 
+def test_images_that_pipeline_ranks_share_follow_one_another_at_their_place():
+    patches = [8, 64, 16, 16, 24, 4, 12]
+    places, stages = 2, 3
+    parts = [
+        [RankSlice(vision_ranks=places, vision_rank=q, vision_stages=stages, vision_stage=p) for p in range(stages)]
+        for q in range(places)
+    ]
+    shares = [[share_images(patches, 4, part) for part in at_place] for at_place in parts]
+    rows = []
+    for at_place in shares:
+        assert all(share.stage_tokens == tuple(s.tokens for s in at_place) for share in at_place)
+        mine = [image for share in at_place for image in share.images for _ in range(patches[image] // 4)]
+        rows += mine + [None] * (at_place[0].gathered_rows - len(mine))
+    assert None not in rows[: shares[0][0].gathered_rows] or None not in rows[shares[0][0].gathered_rows :]
+    assert [rows[first] for first in shares[1][2].first_rows] == list(range(len(patches)))
+    assert sorted(row for row in rows if row is not None) == sorted(
+        image for image, count in enumerate(patches) for _ in range(count // 4)
+    )
+
+
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_no_image_no_rows(ranks):
     share = share_images([], 4, RankSlice(vision_ranks=ranks))
