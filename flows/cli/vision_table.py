@@ -34,7 +34,7 @@ def vision_rows(choices: Sequence[Placement]) -> list[tuple[str, ...]]:
             _by_rank(f"{waits:.0%}" for waits in choice.waits),
             f"{choice.step:.3g}",
             f"{choice.start / choice.step:.0%}",
-            f"{choice.memory / 1e9:.3g} GB",
+            f"{choice.bytes / 1e9:.3g} GB",
             f"{now.step / choice.step:.2f}" + (" (now)" if choice is now else ""),
         )
         for choice in choices
@@ -45,8 +45,8 @@ def advice(choices: Sequence[Placement]) -> str:
     """One line: what to set, or that nothing is to be gained; and what would be faster and cannot be had."""
     now, best = choices[0], advised(choices)
     gain = f"{now.step / best.step:.2f} times the tokens/s"
-    more = best.memory - now.memory
-    cost = f", and {more / 1e9:.3g} GB more in the fullest process" if more > 0.01 * now.memory else ""
+    more = best.bytes - now.bytes
+    cost = f", and {more / 1e9:.3g} GB more in the fullest process" if more > 0.01 * now.bytes else ""
     if best is now:
         text = "keep the layout at hand; nothing that can be set and has room gains more than 2%."
     elif best.name == "cached":
@@ -61,7 +61,7 @@ def _out_of_reach(choices: Sequence[Placement], best: Placement) -> Iterator[str
     for choice in choices:
         if EVEN_ENOUGH * choice.step < best.step:
             gain = f"{best.step / choice.step:.2f} times as fast as that"
-            needs = f", but {choice.memory / 1e9:.3g} GB are more than an H200 has; recompute_vision saves some"
+            needs = f", but {choice.bytes / 1e9:.3g} GB are more than an H200 has; recompute_vision saves some"
             yield f"With {_who(choice)} it would be {gain}{needs if choice.can_be_set else ''}."
 
 

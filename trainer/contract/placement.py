@@ -38,7 +38,8 @@ class PlacementJob:
 
     Attributes:
         parallel: the layout at hand.
-        work: of a mean bin.
+        work: of a mean bin, with its images.
+        is_cached: the images were encoded before the training.
     """
 
     shape: ModelShape
@@ -48,6 +49,7 @@ class PlacementJob:
     seq_len: int
     max_patches: int
     work: Work
+    is_cached: bool = False
 
     @classmethod
     def of(
@@ -60,6 +62,7 @@ class PlacementJob:
         seq_len: int,
         plan: Mapping[str, Any],
         stats: Mapping[str, Any],
+        is_cached: bool = False,
     ) -> "PlacementJob":
         """From the config of plan_bins and the stats of its manifest, see `mean_work`."""
         return cls(
@@ -70,7 +73,14 @@ class PlacementJob:
             seq_len=seq_len,
             max_patches=plan.get("max_patches", 0),
             work=mean_work(seq_len, plan, stats),
+            is_cached=is_cached,
         )
+
+    @property
+    def pieces(self) -> tuple[range, ...]:
+        """The language layers of the pipeline's pieces in the layout at hand."""
+        work = self.work.without_images() if self.is_cached else self.work
+        return pipeline_pieces(self.shape, self.parallel, work, self.train.frozen)
 
     @property
     def vision(self) -> float:
@@ -113,7 +123,7 @@ class Placement:
         ranks: of each pipeline rank; with own_ranks before them a rank that has vision alone.
         step: seconds.
         start: those of them that the pipeline takes to fill and to empty.
-        memory: bytes of the fullest process.
+        memory: bytes of the fullest process, by what they are for.
     """
 
     name: Name
@@ -122,12 +132,17 @@ class Placement:
     ranks: tuple[RankSeconds, ...]
     step: float
     start: float
-    memory: int
+    memory: Mapping[str, int]
 
     @property
     def waits(self) -> list[float]:
         """The part of the step in which each of `ranks` has nothing to do, the pipeline's start and end included."""
         return [1 - (rank.vision + rank.language) / self.step for rank in self.ranks]
+
+    @property
+    def bytes(self) -> int:
+        """Of the fullest process."""
+        return sum(self.memory.values())
 
     @property
     def can_be_set(self) -> bool:
@@ -137,26 +152,27 @@ class Placement:
 
 def at_hand(job: PlacementJob) -> Placement:
     """The choice that the layout says."""
+    if job.is_cached:
+        return _in_pipeline(job, "cached")
     return _in_pipeline(job, "dealt" if job.parallel.deals_vision else "first_rank")
 
 
 def placements(job: PlacementJob) -> list[Placement]:
     """All choices that the layout leaves; of ranks of their own the fastest number. The layout at hand is the first."""
+    names: list[Name] = ["first_rank"]
+    names += ["dealt"] if job.parallel.pp > 1 else []
+    names += ["cached"] if {"vision", "merger"} <= job.train.frozen else []
     now = at_hand(job)
-    others: list[Placement] = []
-    if job.parallel.pp > 1:
-        others = [_in_pipeline(job, name) for name in ("first_rank", "dealt") if name != now.name]
     own = min(own_ranks(job), key=lambda placement: placement.step, default=None)
-    cached = [_in_pipeline(job, "cached")] if {"vision", "merger"} <= job.train.frozen else []
-    return [now, *others, *([own] if own else []), *cached]
+    return [now, *(_in_pipeline(job, name) for name in names if name != now.name), *([own] if own else [])]
 
 
 def advised(choices: Sequence[Placement]) -> Placement:
     """The fastest that can be set and has room on an H200, or where the first, which is at hand, has; the first itself
     where none gains more than 2%."""
     now = choices[0]
-    room = max(GPU_MEMORY, now.memory)
-    fitting = [choice for choice in choices if choice.can_be_set and choice.memory <= room]
+    room = max(GPU_MEMORY, now.bytes)
+    fitting = [choice for choice in choices if choice.can_be_set and choice.bytes <= room]
     best = min(fitting, key=lambda choice: choice.step)
     return now if now.step <= EVEN_ENOUGH * best.step else best
 
@@ -198,7 +214,7 @@ def _own_ranks(job: PlacementJob, parallel: ParallelConfig, pieces: Sequence[ran
         ranks=(RankSeconds(count * vision, 0), *(RankSeconds(0, count * seconds) for seconds in language)),
         step=count * max(vision, *language) + start,
         start=start,
-        memory=max(sum(language_memory.values()), sum(vision_memory.values())),
+        memory=max(language_memory, vision_memory, key=lambda parts: sum(parts.values())),
     )
 
 
@@ -230,7 +246,7 @@ def _in_pipeline(job: PlacementJob, name: Name) -> Placement:
         ranks=tuple(RankSeconds(count * v, count * seconds) for v, seconds in zip(vision, language)),
         step=count * max(busy) + start,
         start=start,
-        memory=sum(memory.values()),
+        memory=memory,
     )
 
 

@@ -21,11 +21,10 @@ from stages.export.stage import JOB_DIR
 from stages.inputs.hf_directory import hf_dir_of
 from stages.launchers.job import Job, make_launcher
 from stages.train.run_trainer import trainer_job
-from trainer.contract.estimate import estimate_memory, estimate_saved
+from trainer.contract.estimate import estimate_saved
 from trainer.contract.model_shape import ModelShape
 from trainer.contract.parallel import ParallelConfig
-from trainer.contract.pieces import pipeline_pieces
-from trainer.contract.placement import PlacementJob, placements
+from trainer.contract.placement import PlacementJob, at_hand, placements
 from trainer.families.registry import read_model
 
 UNKNOWN = "known once the data is made"
@@ -91,8 +90,7 @@ def size_rows(config: PipelineConfig, available: Mapping[str, Input]) -> list[tu
     """(name, value) of samples, bins, steps, epochs, parameters and memory, as far as they are known now."""
     bins, job = available.get("plan_bins"), _placement_job(config, available)
     shape, parts = job.shape, job.shape.parameters
-    pieces = pipeline_pieces(shape, job.parallel, job.work, config.train.frozen)
-    memory = _memory(config, shape, pieces)
+    memory = at_hand(job).memory
     steps, batch = config.train.num_steps, config.train.global_batch_size
     tokens = steps * batch * config.plan_bins.seq_len
     return [
@@ -104,14 +102,14 @@ def size_rows(config: PipelineConfig, available: Mapping[str, Input]) -> list[tu
             "parameters",
             f"{sum(parts.values()):,} ({', '.join(f'{name} {n:,}' for name, n in parts.items())})",
         ),
-        *_layers(config.execution.parallel, pieces, bins),
+        *_layers(job.parallel, job.pieces, bins),
         *_carried(available.get("model")),
         (
             "memory",
             f"about {_size(sum(memory.values()))} in the fullest process, without the {_RUNTIME} of torch itself",
         ),
         *((f"  {name}", _size(value)) for name, value in memory.items()),
-        *_host_memory(config, shape, pieces),
+        *_host_memory(config, shape, job.pieces),
         ("processes", str(config.execution.cluster.processes)),
     ]
 
@@ -159,20 +157,6 @@ def _layers(parallel: ParallelConfig, pieces: Sequence[range], bins: Input | Non
         return []
     ranks = (" + ".join(str(len(piece)) for piece in pieces[rank :: parallel.pp]) for rank in range(parallel.pp))
     return [("layers", f"{', '.join(ranks)} by pipeline rank{_if_full(bins)}")]
-
-
-def _memory(config: PipelineConfig, shape: ModelShape, pieces: Sequence[range]) -> dict[str, int]:
-    parallel = config.execution.parallel
-    dp = config.execution.cluster.processes // parallel.model_size
-    return estimate_memory(
-        shape,
-        parallel,
-        config.train,
-        pieces=pieces,
-        dp=dp,
-        seq_len=config.plan_bins.seq_len,
-        max_patches=config.plan_bins.max_patches,
-    )
 
 
 def _host_memory(config: PipelineConfig, shape: ModelShape, pieces: Sequence[range]) -> list[tuple[str, str]]:

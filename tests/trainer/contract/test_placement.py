@@ -125,6 +125,10 @@ def test_a_cached_encoder_leaves_the_language_model(in_flops):
     choice = named(placements(job(pp=2, frozen=STILL)))["cached"]
     assert choice.ranks == ((0, 48), (0, 48)) and choice.step == 4 * 12 + 12
     assert at_hand(job(frozen=STILL)).ranks == ((8, 48),)  # forward alone
+    cached = dataclasses.replace(job(pp=2, frozen=STILL), is_cached=True)
+    assert placements(cached)[0] == at_hand(cached) == choice and advised(placements(cached)) == choice
+    assert [len(piece) for piece in cached.pieces] == [4, 4]
+    assert [len(piece) for piece in job(pp=2, frozen=STILL, patches=12).pieces] == [2, 6]
 
 
 @pytest.mark.parametrize(
@@ -148,8 +152,8 @@ def test_the_advice(in_flops, changes, name):
 def test_what_has_no_room_is_not_advised(in_flops, monkeypatch):
     choices = placements(job(pp=2))
     now, dealt = choices[0], named(choices)["dealt"]
-    assert now.memory < dealt.memory and advised(choices) is dealt
-    monkeypatch.setattr(placement, "GPU_MEMORY", dealt.memory - 1)
+    assert now.bytes < dealt.bytes and advised(choices) is dealt
+    monkeypatch.setattr(placement, "GPU_MEMORY", dealt.bytes - 1)
     assert advised(choices) is now
 
 

@@ -215,6 +215,8 @@ def test_the_drawings_show_what_they_are_for():
     assert any(length > own for length, own in zip(padded, cp2[0].batch.sample_lengths)), "no sample that cp pads"
     assert None in gathered_images(cp2, cp2[0]), "no filling"
     assert any(part.images == [None] for part in four), "no rank with a blank image"
+    dealt = parts_of(*CHECKED["pp2-dealt"], make_bin(0))
+    assert all(part.images and None not in part.images for part in dealt), "a rank that encodes nothing"
     rows = [set(part.batch.image_rows.tolist()) for part in tp2_sp]
     gathered = gathered_images(tp2_sp, tp2_sp[0])
     image_of = [{gathered[row][0] for row in found} for found in rows]
