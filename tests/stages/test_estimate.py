@@ -165,10 +165,12 @@ def test_where_vision_is_dealt_every_rank_has_a_copy_of_it():
     """Of two ranks the second is the fullest: it has 26 of 28 layers. Copies have no moments."""
     pieces, sizes = (range(2), range(2, 28)), {"dp": 2, "seq_len": 1024, "max_patches": 0}
 
-    def of(vision: str, train: TrainConfig = BFLOAT16) -> dict[str, int]:
-        return estimate_memory(QWEN_2B, ParallelConfig(pp=2, vision=vision), train, pieces=pieces, **sizes)
+    def of(vision: str, train: TrainConfig = BFLOAT16, **changes: int) -> dict[str, int]:
+        return estimate_memory(QWEN_2B, ParallelConfig(pp=2, vision=vision), train, pieces=pieces, **sizes | changes)
 
     first, dealt = of("first_rank"), of("dealt")
+    patches = of("dealt", max_patches=64)["activations"] - dealt["activations"]
+    assert patches == 4 * 32 * 2 * 17 * QWEN_2B.vision.num_layers * QWEN_2B.vision.hidden_size
     added = {"weights": 2 * VISION, "gradients": 4 * VISION, "optimizer": 0, "activations": 0}
     assert dealt == {name: value + added[name] for name, value in first.items()}
     single = training(precision="float32")

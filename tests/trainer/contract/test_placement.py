@@ -116,8 +116,9 @@ def test_ranks_of_their_own_are_one_more_rank_of_the_pipeline(in_flops):
     assert found[2].ranks == ((24, 0), (0, 48)) and found[2].step == 2 * 24 + 12
     heavy = min(own_ranks(job(4, patches=24)), key=lambda choice: choice.step)
     assert heavy.vision_ranks == 3 and heavy.step == 4 * 24 + 24  # vision takes as long as the language model
-    shorter = {(c.parallel.pp, c.vision_ranks) for c in own_ranks(job(4, pp=2, vpp=2, first_pipeline_layers=3))}
-    assert shorter == {(1, 3), (1, 2), (2, 2)}
+    interleaved = own_ranks(job(4, pp=2, vpp=2, first_pipeline_layers=3))
+    shorter = {(c.parallel.pp, c.parallel.vpp, c.vision_ranks) for c in interleaved}
+    assert shorter == {(1, 1, 3), (1, 1, 2), (2, 2, 2)}
 
 
 def test_a_cached_encoder_leaves_the_language_model(in_flops):
@@ -141,6 +142,7 @@ def test_a_cached_encoder_leaves_the_language_model(in_flops):
         ({"pp": 2, "vision": "dealt", "squares": 16}, "first_rank"),  # one image cannot be dealt, but layers around it
         ({"pp": 2, "frozen": STILL}, "cached"),
         ({"frozen": STILL}, "cached"),
+        ({"pp": 2, "shape": counted(*(50,) * 8)}, "first_rank"),  # a step of 3,048 for 3,024
         ({"patches": 16}, "first_rank"),
         ({"patches": 0, "frozen": STILL}, "first_rank"),
     ],
