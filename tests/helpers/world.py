@@ -32,9 +32,9 @@ from trainer.data.reader import BinReader
 from trainer.families.registry import read_model
 from trainer.loop import train as loop
 from trainer.loop.export import export
-from trainer.parallel.dealt_vision import DealtVision
 from trainer.parallel.mesh import Mesh, rank_mesh
 from trainer.parallel.runtime import prepare_runtime
+from trainer.parallel.vision_exchange import VisionWorker
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def _save_nothing(*args: object, sharded_strategy: OneFile, **kwargs: object) ->
 
 def _train(run: RunConfig, mesh: Mesh) -> dict[str, object]:
     trainers, batches, still_open = [], [], [0]
-    set_up, read, learn = loop.set_up, BinReader.read, DealtVision._learn
+    set_up, read, learn = loop.set_up, BinReader.read, VisionWorker.learn
 
     def reading(reader, number):
         batch = read(reader, number)
@@ -181,15 +181,15 @@ def _train(run: RunConfig, mesh: Mesh) -> dict[str, object]:
         trainers.append(set_up(*args))
         return trainers[0]
 
-    def learning(dealt, last):
-        still_open.append(len(dealt._open))
-        learn(dealt, last)
+    def learning(worker, last):
+        still_open.append(len(worker._open))
+        learn(worker, last)
 
     with contextlib.ExitStack() as stack:
         for place, name, function in (
             (loop, "set_up", setting_up),
             (BinReader, "read", reading),
-            (DealtVision, "_learn", learning),
+            (VisionWorker, "learn", learning),
         ):
             stack.enter_context(patch.object(place, name, function))
         loop.train(run, mesh)

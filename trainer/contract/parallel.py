@@ -83,6 +83,11 @@ class ParallelConfig(StrictModel):
         return self.vision == "dealt" and self.pp > 1
 
     @property
+    def vision_ranks(self) -> int:
+        """Ranks that encode images and do nothing else."""
+        return 0
+
+    @property
     def pad_multiple(self) -> int:
         """Each sample's length in a bin is a multiple of it, so that context-parallel ranks' pieces are whole."""
         return 2 * self.cp if self.cp > 1 else 1

@@ -66,7 +66,7 @@ class MicroBatch:
         image_index: (V,) int64 places in s of image tokens.
         image_rows: (V,) int64 their rows among the image tokens gathered from all ranks that encode.
         encoded_rows: image tokens that this rank encodes, without a blank image's.
-        stage_rows: image tokens of each pipeline rank that encodes for this rank's place in tp and cp, in order.
+        arriving_rows: image tokens of each other rank that encodes for this rank's place; they follow its own.
         gathered_rows: rows that each rank contributes to the gathered image tokens.
         patches: (P, 3 * patch_size^2) uint8.
         patch_coordinates: (P, 2) int32 row and column of each patch in its frame.
@@ -75,8 +75,8 @@ class MicroBatch:
         vision_max_seqlen: patches of the largest frame.
         sample_lengths: tokens of each sample of the bin, without padding.
         image_patches: patches of each image of the bin.
-        features: (sum(stage_rows), (1 + L) * D) the image tokens of this rank's place, each with its features of L
-            deepstack levels, if something else has encoded them; None: the model encodes the patches.
+        features: (encoded_rows + arriving_rows, (1 + L) * D) the image tokens of this rank's place, each with its
+            features of L deepstack levels, if they were encoded before; None: the model encodes the patches.
         num_loss_tokens: loss tokens of the bin, over all ranks.
         num_slots: T.
     """
@@ -94,7 +94,7 @@ class MicroBatch:
     image_index: torch.Tensor
     image_rows: torch.Tensor
     encoded_rows: int
-    stage_rows: tuple[int, ...]
+    arriving_rows: tuple[int, ...]
     gathered_rows: int
     patches: torch.Tensor
     patch_coordinates: torch.Tensor
@@ -250,14 +250,15 @@ def _vision_fields(
         held = row_at[places.reshape(part.sequence_ranks, -1)[part.sequence_rank]]
         image_index = np.flatnonzero(held >= 0)
         image_rows = held[image_index]
-        encoded, patches = _encoded(samples, grids, share, geometry)
+        if part.has_pixels:
+            encoded, patches = _encoded(samples, grids, share, geometry)
     frames = np.repeat(encoded[:, 1:], encoded[:, 0], axis=0)
     sizes = frames.prod(1)
     return {
         "image_index": torch.from_numpy(image_index),
         "image_rows": torch.from_numpy(image_rows),
         "encoded_rows": share.tokens,
-        "stage_rows": share.stage_tokens,
+        "arriving_rows": share.arriving_tokens,
         "gathered_rows": share.gathered_rows,
         "patches": torch.from_numpy(patches),
         "patch_coordinates": torch.from_numpy(patch_coordinates(frames, merge)),

@@ -43,7 +43,7 @@ class BinReader:
         Raises:
             DamagedFile: a record is not the one that was written; the text names the shard and the sample.
         """
-        omitted = () if self._part.has_vision else PIXEL_FIELDS[self.pixels.codec]
+        omitted = () if self._part.has_pixels else PIXEL_FIELDS[self.pixels.codec]
         samples = []
         for ref in self.bins[number]:
             fields = read_record(self._dir / ref.shard, ref.offset, ref.size, omitted, ref.checksum, ref.key)

@@ -86,15 +86,16 @@ def set_up(run: RunConfig, mesh: Mesh) -> Trainer:
     models[0].prepare_pixels(readers[0].patch_format)
     for model in models:
         freeze(model, run.train, family)
-    if models[0].dealt:
-        freeze(models[0].dealt.part, run.train, family)
+    exchange = models[0].exchange
+    if exchange:
+        freeze(exchange.part, run.train, family)
     chunks, optimizer = share_model(models, run, mesh, family)
     for model, chunk in zip(models, chunks):
         model.config.finalize_model_grads_func = finalize_gradients
         model.config.grad_scale_func = optimizer.scale_loss
         model.config.no_sync_func = chunk.no_sync if len(chunks) == 1 else [c.no_sync for c in chunks]
-    if models[0].dealt:
-        models[0].dealt.prepare(mesh.device)
+    if exchange:
+        exchange.prepare(mesh.device)
     order = TrainingOrder(
         readers[0],
         seed=run.train.seed,

@@ -43,6 +43,11 @@ class Mesh:
         """
         tp, cp, pp = self.groups.tp, self.groups.cp, self.groups.pp
         encoders = self.groups.tp_cp if parallel.vision_split == "images" else cp
+        is_first, shares, share = pp.rank() == 0, encoders.size(), encoders.rank()
+        if parallel.deals_vision:
+            shares, share = shares * pp.size(), share + shares * pp.rank()
+        elif parallel.vision_ranks:
+            shares, share = parallel.vision_ranks_of_replica(self.dp), None
         return RankSlice(
             pad_multiple=parallel.pad_multiple,
             cp=cp.size(),
@@ -51,9 +56,9 @@ class Mesh:
             sequence_rank=tp.rank() if parallel.sequence_parallel else 0,
             vision_ranks=encoders.size(),
             vision_rank=encoders.rank(),
-            vision_stages=pp.size() if parallel.deals_vision else 1,
-            vision_stage=pp.rank() if parallel.deals_vision else 0,
-            has_vision=has_vision and (parallel.deals_vision or pp.rank() == 0),
+            vision_shares=shares,
+            vision_share=share,
+            has_vision=has_vision and (is_first or parallel.deals_vision),
         )
 
     @property

@@ -9,6 +9,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.process_groups_config import ProcessGroupCollection
+from torch.distributed import ProcessGroup
 
 from dataset_builders.contracts.tokenized import PatchFormat
 from trainer.data.micro_batch import MicroBatch
@@ -18,7 +19,7 @@ from trainer.layers.attention import Rotation
 from trainer.layers.decoder import Between
 from trainer.layers.gather import gather_rows
 from trainer.layers.packed_model import PackedModel
-from trainer.parallel.dealt_vision import DealtVision
+from trainer.parallel.vision_exchange import PipelineWorker, VisionOwner, Window, pipeline_links
 
 
 class Qwen3VLModel(PackedModel):
@@ -41,8 +42,17 @@ class Qwen3VLModel(PackedModel):
         if self.pre_process:
             self.vision = encoder
         if is_dealt:
-            encode = partial(self.encode, encoder)
-            self.dealt = DealtVision(encoder, encode, self.groups.pp, self.parallel.vpp)
+            self._deal(encoder, self.groups.pp)
+
+    def _deal(self, encoder: VisionEncoder, pp: ProcessGroup) -> None:
+        """Share the images with the other ranks of the pipeline."""
+        encode, window = partial(self.encode, encoder), Window.of(pp.size(), self.parallel.vpp)
+        links = pipeline_links(pp)
+        if self.pre_process:
+            width = (1 + self.shape.num_deepstack) * self.shape.language.hidden_size
+            self.exchange = VisionOwner(encoder, encode, links, range(1, pp.size()), window, width)
+        else:
+            self.exchange = PipelineWorker(encoder, encode, links, [0], window)
 
     def rotation(self, batch: MicroBatch) -> Rotation:
         """By positions of three axes."""
@@ -50,7 +60,7 @@ class Qwen3VLModel(PackedModel):
 
     def prepare_pixels(self, patch_format: PatchFormat) -> None:
         """Set how the data's patches become pixel values."""
-        encoders = [self.vision] if self.pre_process else [self.dealt.part["vision"]] if self.dealt else []
+        encoders = [self.vision] if self.pre_process else [self.exchange.part["vision"]] if self.exchange else []
         for encoder in encoders:
             encoder.patch_embed.set_normalisation(patch_format.image_mean, patch_format.image_std)
 
@@ -78,7 +88,7 @@ class Qwen3VLModel(PackedModel):
 
         return hidden, add_feature
 
-    def _sharers(self) -> tuple[torch.distributed.ProcessGroup, torch.distributed.ProcessGroup]:
+    def _sharers(self) -> tuple[ProcessGroup, ProcessGroup]:
         """The ranks that share the images of a bin, and those that hold different tokens of it."""
         encoders = self.groups.tp_cp if self.parallel.vision_split == "images" else self.groups.cp
         users = self.groups.tp_cp if self.parallel.sequence_parallel else self.groups.cp
