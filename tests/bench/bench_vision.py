@@ -96,9 +96,9 @@ HEAVY = ModelShape(
         activation="gelu",
     ),
 )
-# A bin is two samples, each of 8 x 576 image tokens and 192 of text, 60 of them learnt.
-HEAVY_SEQ_LEN, HEAVY_IMAGES, HEAVY_PATCHES = 9600, 16, 2304
-HEAVY_WORK = Work(9600, 120, 2 * 4800**2, HEAVY_IMAGES * HEAVY_PATCHES, HEAVY_IMAGES * HEAVY_PATCHES**2)
+# A bin is one sample: 8 x 576 image tokens and 192 of text, 60 of them learnt.
+HEAVY_SEQ_LEN, HEAVY_IMAGES, HEAVY_PATCHES = 4800, 8, 2304
+HEAVY_WORK = Work(4800, 60, 4800**2, HEAVY_IMAGES * HEAVY_PATCHES, HEAVY_IMAGES * HEAVY_PATCHES**2)
 
 
 @dataclass(frozen=True)
@@ -274,7 +274,7 @@ def main() -> None:
     for gpus in (1, 2, 4, 8):
         layouts = [{}, *({"pp": pp} for pp in (2, 4) if pp <= gpus)]
         jobs = [(layout_name(gpus, x), job_of(HEAVY, HEAVY_WORK, gpus, seq_len=HEAVY_SEQ_LEN, **x)) for x in layouts]
-        print(predicted(f"The vision-heavy shape on {gpus} H200", jobs))
+        print(predicted(f"The vision-heavy shape on {gpus} H200, {BINS_PER_GPU} bins of one sample per GPU", jobs))
     heavy = job_of(HEAVY, HEAVY_WORK, 8, seq_len=HEAVY_SEQ_LEN)
     print(every_own("The vision-heavy shape on 8 H200: every number of ranks of their own", heavy))
 

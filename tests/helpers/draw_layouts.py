@@ -213,7 +213,8 @@ def draw_joined(sheet: Sheet, parts: Sequence[Part], samples: Sequence[Tokenized
     first = parts[0]
     rows = joined_images(parts, first)
     draw_rows(sheet, "on rank 0", rows, samples)
-    bounds = itertools.pairwise(itertools.accumulate(first.batch.stage_rows, initial=0))
+    rows_of_ranks = (first.batch.encoded_rows, *first.batch.arriving_rows)
+    bounds = itertools.pairwise(itertools.accumulate(rows_of_ranks, initial=0))
     for rank, (start, stop) in zip(first.stages.ranks, bounds):
         draw_source(sheet, start, stop, parts[rank])
     words = "each one's gradient goes back to the rank that has encoded it"

@@ -6,6 +6,7 @@ part of the bin each of them gets.
 
 import dataclasses
 import inspect
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -210,13 +211,13 @@ def _part(parallel: ParallelConfig, mesh: Mesh, samples: Sequence[TokenizedSampl
 
 
 def joined_images(parts: Mapping[int, Part] | Sequence[Part], part: Part) -> list[tuple[int, int]]:
-    """(image, token of it) of each row that the pipeline ranks of a part's place have encoded, in their order."""
-    rows = []
+    """(image, token of it) of each row that the pipeline ranks of a first one's place have encoded: its own first."""
+    shares = []
     for stage in (parts[rank] for rank in part.stages.ranks):
         sizes = [patches // GEOMETRY.spatial_merge_size**2 for patches in stage.batch.image_patches]
-        rows += (mine := [(i, token) for i in stage.images if i is not None for token in range(sizes[i])])
-        assert len(mine) == stage.batch.encoded_rows == part.batch.stage_rows[stage.mesh.groups.pp.rank()]
-    return rows
+        shares.append([(i, token) for i in stage.images if i is not None for token in range(sizes[i])])
+    assert tuple(map(len, shares)) == (part.batch.encoded_rows, *part.batch.arriving_rows)
+    return list(itertools.chain.from_iterable(shares))
 
 
 def gathered_images(parts: Mapping[int, Part] | Sequence[Part], part: Part) -> list[tuple[int, int] | None]:

@@ -214,16 +214,15 @@ def test_what_is_frozen_has_weights_alone():
 
 
 def test_a_rank_of_vision_alone():
-    one = estimate_vision_rank(QWEN_2B, BFLOAT16, recompute=False, ranks=4, patches=512, in_flight=3)
-    assert (one["weights"], one["gradients"], one["optimizer"]) == (3 * VISION, 4 * VISION, 2 * VISION)
+    sizes = {"patches": 512, "in_flight": 3}
+    one = estimate_vision_rank(QWEN_2B, BFLOAT16, recompute=False, **sizes)
     layer = 512 * 2 * 17 * QWEN_2B.vision.hidden_size
-    assert one["activations"] == 3 * QWEN_2B.vision.num_layers * layer
-    still = estimate_vision_rank(
-        QWEN_2B, frozen("vision", "merger"), recompute=False, ranks=4, patches=512, in_flight=3
-    )
-    assert still == {"weights": 2 * VISION, "gradients": 0, "optimizer": 0, "activations": layer}
-    again = estimate_vision_rank(QWEN_2B, BFLOAT16, recompute=True, ranks=4, patches=512, in_flight=3)
-    assert again["activations"] == 3 * QWEN_2B.vision.num_layers * layer / 17 + layer
+    kept = 3 * QWEN_2B.vision.num_layers * layer
+    assert one == {"weights": 2 * VISION, "gradients": 4 * VISION, "activations": kept}
+    still = estimate_vision_rank(QWEN_2B, frozen("vision", "merger"), recompute=False, **sizes)
+    assert still == {"weights": 2 * VISION, "gradients": 0, "activations": layer}
+    again = estimate_vision_rank(QWEN_2B, BFLOAT16, recompute=True, **sizes)
+    assert again["activations"] == kept / 17 + layer
 
 
 def test_what_was_measured_on_a_gpu():

@@ -51,21 +51,20 @@ def estimate_memory(
 
 
 def estimate_vision_rank(
-    shape: ModelShape, train: TrainConfig, *, recompute: bool, ranks: int, patches: float, in_flight: float
+    shape: ModelShape, train: TrainConfig, *, recompute: bool, patches: float, in_flight: float
 ) -> dict[str, int]:
-    """Bytes that a process needs which holds the vision encoder with its mergers and nothing else, by the same rules.
+    """Bytes that a process needs which has a copy of the vision encoder with its mergers and nothing else, by the same
+    rules: weights, and gradients of what is trained.
 
     Args:
         recompute: every layer is computed again in backward.
-        ranks: that divide the optimizer states.
         patches: that it encodes at a time.
         in_flight: such times before the first one's gradients have come.
     """
-    counts, frozen, (size, moment_size) = shape.vision.parameters, train.frozen, _sizes(train)
-    trained = sum(count for part, count in counts.items() if part not in frozen)
-    states = _states(sum(counts.values()), trained, ranks, size, moment_size)
-    kept = patches * _vision_bytes(shape.vision, size, in_flight, 1, "vision" in frozen, recompute)
-    return {name: round(value) for name, value in (states | {"activations": kept}).items()}
+    counts, size = shape.vision.parameters, _sizes(train)[0]
+    trained = sum(count for part, count in counts.items() if part not in train.frozen)
+    kept = patches * _vision_bytes(shape.vision, size, in_flight, 1, "vision" in train.frozen, recompute)
+    return {"weights": size * sum(counts.values()), "gradients": 4 * trained, "activations": round(kept)}
 
 
 def estimate_saved(

@@ -5,7 +5,7 @@ and images for equal, and no share of a bin's images is smaller than one image. 
 update: they are much the same for all choices.
 """
 
-import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -103,6 +103,11 @@ class PlacementJob:
         flops = language_flops(self.shape, parallel, self.work, self.train.frozen, pieces)
         return [rank / (parallel.tp * parallel.cp) / LANGUAGE_RATE for rank in flops]
 
+    def memory(self, parallel: ParallelConfig, pieces: Sequence[range], dp: int, max_patches: int) -> dict[str, int]:
+        """Bytes of the fullest rank that has language layers."""
+        sizes = {"seq_len": self.seq_len, "max_patches": max_patches}
+        return estimate_memory(self.shape, parallel, self.train, pieces=pieces, dp=dp, **sizes)
+
 
 class RankSeconds(NamedTuple):
     """Of one step."""
@@ -168,42 +173,40 @@ def placements(job: PlacementJob) -> list[Placement]:
 
 
 def advised(choices: Sequence[Placement]) -> Placement:
-    """The fastest that can be set and has room on an H200, or where the first, which is at hand, has; the first itself
+    """The fastest that can be set and has room on an H200, where the first, which is at hand, has; the first itself
     where none gains more than 2%."""
     now = choices[0]
-    room = max(GPU_MEMORY, now.bytes)
+    room = GPU_MEMORY if now.bytes <= GPU_MEMORY else math.inf
     fitting = [choice for choice in choices if choice.can_be_set and choice.bytes <= room]
     best = min(fitting, key=lambda choice: choice.step)
     return now if now.step <= EVEN_ENOUGH * best.step else best
 
 
 def own_ranks(job: PlacementJob) -> Iterator[Placement]:
-    """Every number of vision ranks that leaves whole replicas of the language model, which divide the global batch; its
-    pipeline may be shorter than the one at hand."""
+    """Every number of vision ranks that leaves whole replicas of the language model, which divide the global batch and
+    are divided by them, or the other way round. The pipeline may be shorter than the one at hand."""
     for pp in range(1, job.parallel.pp + 1):
         changes = {"pp": pp, "first_pipeline_layers": None, "vision": "first_rank"}
         parallel = job.parallel.model_copy(update=changes if pp > 1 else changes | {"vpp": 1})
-        pieces = pipeline_pieces(job.shape, parallel, job.work.without_images(), job.train.frozen)
         for dp in range(1, (job.processes - 1) // parallel.model_size + 1):
-            if job.train.global_batch_size % (dp * pp if parallel.vpp > 1 else dp) == 0:
-                yield _own_ranks(job, parallel, pieces, dp)
+            vision_ranks = job.processes - dp * parallel.model_size
+            is_shared = vision_ranks % dp == 0 or dp % vision_ranks == 0
+            if is_shared and job.train.global_batch_size % (dp * pp if parallel.vpp > 1 else dp) == 0:
+                yield _own_ranks(job, parallel, dp)
 
 
-def _own_ranks(job: PlacementJob, parallel: ParallelConfig, pieces: Sequence[range], dp: int) -> Placement:
-    """The vision ranks are one more rank of the pipeline: while it runs they work on a later bin of each replica."""
+def _own_ranks(job: PlacementJob, parallel: ParallelConfig, dp: int) -> Placement:
+    """The vision ranks are one more rank of the pipeline: while it runs they work on a later bin of each replica. Their
+    encoders are copies; the first pipeline rank has the optimizer's states."""
     vision_ranks, count = job.processes - dp * parallel.model_size, job.train.global_batch_size // dp
+    pieces = pipeline_pieces(job.shape, parallel, job.work.without_images(), job.train.frozen)
     language = job.language(parallel, pieces)
     vision = job.vision * max(dp / vision_ranks, job.largest_image)
     start = (sum(language) - max(language)) / parallel.vpp + min(vision, max(language))
-    text = dataclasses.replace(job.shape, vision=None)
-    language_memory = estimate_memory(
-        text, parallel, job.train, pieces=pieces, dp=dp, seq_len=job.seq_len, max_patches=0
-    )
-    vision_memory = estimate_vision_rank(
+    alone = estimate_vision_rank(
         job.shape,
         job.train,
         recompute=parallel.recompute_vision,
-        ranks=vision_ranks,
         patches=job.max_patches * dp / vision_ranks,
         in_flight=min(vision_in_flight(parallel), count),
     )
@@ -214,7 +217,7 @@ def _own_ranks(job: PlacementJob, parallel: ParallelConfig, pieces: Sequence[ran
         ranks=(RankSeconds(count * vision, 0), *(RankSeconds(0, count * seconds) for seconds in language)),
         step=count * max(vision, *language) + start,
         start=start,
-        memory=max(language_memory, vision_memory, key=lambda parts: sum(parts.values())),
+        memory=max(job.memory(parallel, pieces, dp, 0), alone, key=lambda parts: sum(parts.values())),
     )
 
 
@@ -231,22 +234,13 @@ def _in_pipeline(job: PlacementJob, name: Name) -> Placement:
     through = language if name == "dealt" else busy
     dp = job.processes // parallel.model_size
     count, start = job.train.global_batch_size // dp, (sum(through) - max(through)) / parallel.vpp
-    memory = estimate_memory(
-        job.shape,
-        parallel,
-        job.train,
-        pieces=pieces,
-        dp=dp,
-        seq_len=job.seq_len,
-        max_patches=0 if name == "cached" else job.max_patches,
-    )
     return Placement(
         name=name,
         parallel=parallel,
         ranks=tuple(RankSeconds(count * v, count * seconds) for v, seconds in zip(vision, language)),
         step=count * max(busy) + start,
         start=start,
-        memory=memory,
+        memory=job.memory(parallel, pieces, dp, 0 if name == "cached" else job.max_patches),
     )
 
 

@@ -157,6 +157,8 @@ def test_what_has_no_room_is_not_advised(in_flops, monkeypatch):
     assert now.bytes < dealt.bytes and advised(choices) is dealt
     monkeypatch.setattr(placement, "GPU_MEMORY", dealt.bytes - 1)
     assert advised(choices) is now
+    monkeypatch.setattr(placement, "GPU_MEMORY", now.bytes - 1)  # then it is another GPU
+    assert advised(choices) is dealt
 
 
 def test_two_h200_as_they_were_measured():
