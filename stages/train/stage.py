@@ -21,6 +21,7 @@ from stages.train.report import write_train_report
 from stages.train.run_trainer import run_trainer
 from trainer.contract.answer import read_metrics
 from trainer.contract.names import HELDOUT_BASE_JSONL, HELDOUT_JSONL
+from trainer.contract.pieces import mean_work
 from trainer.contract.placement import Placement, PlacementJob, at_hand
 from trainer.contract.run import RunConfig, TrainConfig
 from trainer.families.registry import read_model
@@ -69,14 +70,14 @@ def train(config: TrainConfig, inputs: Mapping[str, Input], work_dir: Path, reso
 def predict(run: RunConfig, processes: int) -> Placement | None:
     """What a step should take; None where no images are encoded, or in float32, for which no rate is known."""
     plan = load_manifest(run.bins_dir)
-    job = PlacementJob.of(
-        read_model(run.hf_dir)[1],
-        run.execution.parallel,
-        run.train,
+    job = PlacementJob(
+        shape=read_model(run.hf_dir)[1],
+        parallel=run.execution.parallel,
+        train=run.train,
         processes=processes,
         seq_len=run.seq_len,
-        plan=plan.config,
-        stats=plan.stats,
+        max_patches=plan.config.get("max_patches", 0),
+        work=mean_work(run.seq_len, plan.config, plan.stats),
     )
     return at_hand(job) if job.vision and run.train.precision != "float32" else None
 

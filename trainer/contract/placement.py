@@ -8,7 +8,7 @@ update: they are much the same for all choices.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from trainer.contract.estimate import estimate_memory, estimate_vision_rank, vision_in_flight
 from trainer.contract.model_shape import ModelShape, Work
@@ -16,7 +16,6 @@ from trainer.contract.parallel import ParallelConfig
 from trainer.contract.pieces import (
     EVEN_ENOUGH,
     language_flops,
-    mean_work,
     pipeline_pieces,
     vision_flops,
 )
@@ -38,7 +37,7 @@ class PlacementJob:
 
     Attributes:
         parallel: the layout at hand.
-        work: of a mean bin, with its images.
+        work: of a mean bin, with its images, see `mean_work`.
         is_cached: the images were encoded before the training.
     """
 
@@ -50,31 +49,6 @@ class PlacementJob:
     max_patches: int
     work: Work
     is_cached: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        shape: ModelShape,
-        parallel: ParallelConfig,
-        train: TrainConfig,
-        *,
-        processes: int,
-        seq_len: int,
-        plan: Mapping[str, Any],
-        stats: Mapping[str, Any],
-        is_cached: bool = False,
-    ) -> "PlacementJob":
-        """From the config of plan_bins and the stats of its manifest, see `mean_work`."""
-        return cls(
-            shape=shape,
-            parallel=parallel,
-            train=train,
-            processes=processes,
-            seq_len=seq_len,
-            max_patches=plan.get("max_patches", 0),
-            work=mean_work(seq_len, plan, stats),
-            is_cached=is_cached,
-        )
 
     @property
     def pieces(self) -> tuple[range, ...]:

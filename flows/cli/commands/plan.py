@@ -24,6 +24,7 @@ from stages.train.run_trainer import trainer_job
 from trainer.contract.estimate import estimate_saved
 from trainer.contract.model_shape import ModelShape
 from trainer.contract.parallel import ParallelConfig
+from trainer.contract.pieces import mean_work
 from trainer.contract.placement import PlacementJob, at_hand, placements
 from trainer.families.registry import read_model
 
@@ -127,14 +128,15 @@ _RUNTIME = "0.5 to 1 GB"
 def _placement_job(config: PipelineConfig, available: Mapping[str, Input]) -> PlacementJob:
     """The model, its layout and the mean bin, as the trainer will find them if the bins are made."""
     plan, bins = config.plan_bins, available.get("plan_bins")
-    return PlacementJob.of(
-        read_model(available["model"].dir)[1] if isinstance(config.model, str) else config.model.shape,
-        config.execution.parallel,
-        config.train,
+    stats = bins.manifest.stats if isinstance(bins, Artifact) else {}
+    return PlacementJob(
+        shape=read_model(available["model"].dir)[1] if isinstance(config.model, str) else config.model.shape,
+        parallel=config.execution.parallel,
+        train=config.train,
         processes=config.execution.cluster.processes,
         seq_len=plan.seq_len,
-        plan=plan.model_dump(),
-        stats=bins.manifest.stats if isinstance(bins, Artifact) else {},
+        max_patches=plan.max_patches,
+        work=mean_work(plan.seq_len, plan.model_dump(), stats),
     )
 
 
