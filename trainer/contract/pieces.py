@@ -71,8 +71,8 @@ def pipeline_pieces(
     """The numbers of the language layers of each piece, in the order of the model; rank r has pieces[r::pp].
 
     The costliest rank is as cheap as it can become by moving single layers from one piece to any other; then the other
-    ranks alike, then the pieces. The first piece has the vision encoder too, unless all ranks have it
-    (`parallel.vision`), the last one output layer and loss.
+    ranks alike, then the pieces. The first piece has the vision encoder too, unless others encode as
+    well or alone (`parallel.vision`), the last one output layer and loss.
     `check_layout` has found that the layers fit.
 
     Args:
@@ -134,7 +134,7 @@ class _Costs(NamedTuple):
 
 def _costs(shape: ModelShape, parallel: ParallelConfig, work: Work, frozen: Collection[str]) -> _Costs:
     """Passes: one forward, two backward, one of them for the weights, and one more where layers are computed again.
-    Vision that is dealt costs all ranks alike."""
+    Vision that is dealt costs all ranks alike, and that of other ranks these nothing."""
     decoder = shape.language
     passes = 3 - ("language" in frozen) + (parallel.recompute == "full")
     layers = []
@@ -142,7 +142,8 @@ def _costs(shape: ModelShape, parallel: ParallelConfig, work: Work, frozen: Coll
         before, after, squared = decoder.layer_flops(number)
         rows = work.loss_tokens if number == decoder.num_layers - 1 else work.tokens
         layers.append(round(passes * (before * work.tokens + after * rows + squared * work.tokens_squared)))
-    first = 0 if parallel.deals_vision else vision_flops(shape, parallel, work, frozen)
+    is_elsewhere = parallel.deals_vision or parallel.vision_ranks
+    first = 0 if is_elsewhere else vision_flops(shape, parallel, work, frozen)
     logits = 2 * decoder.hidden_size * decoder.vocab_size * work.loss_tokens
     logits *= 3 - ("language" in frozen)
     return _Costs(list(accumulate(layers, initial=0)), first, round(logits), parallel.pp)

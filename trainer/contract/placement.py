@@ -131,19 +131,29 @@ class Placement:
 
 def at_hand(job: PlacementJob) -> Placement:
     """The choice that the layout says."""
+    parallel = job.parallel
     if job.is_cached:
         return _in_pipeline(job, "cached")
-    return _in_pipeline(job, "dealt" if job.parallel.deals_vision else "first_rank")
+    if parallel.vision_ranks:
+        return _own_ranks(job, parallel, (job.processes - parallel.vision_ranks) // parallel.model_size)
+    return _in_pipeline(job, "dealt" if parallel.deals_vision else "first_rank")
 
 
 def placements(job: PlacementJob) -> list[Placement]:
     """All choices that the layout leaves; of ranks of their own the fastest number. The layout at hand is the first."""
-    names: list[Name] = ["first_rank"]
-    names += ["dealt"] if job.parallel.pp > 1 else []
-    names += ["cached"] if {"vision", "merger"} <= job.train.frozen else []
+    names: list[Name] = ["first_rank"] if _divides(job, job.parallel, job.processes) else []
+    names += ["dealt"] if names and job.parallel.pp > 1 else []
+    names += ["cached"] if names and {"vision", "merger"} <= job.train.frozen else []
     now = at_hand(job)
-    own = min(own_ranks(job), key=lambda placement: placement.step, default=None)
-    return [now, *(_in_pipeline(job, name) for name in names if name != now.name), *([own] if own else [])]
+    own = [choice for choice in own_ranks(job) if choice != now]
+    best = sorted(own, key=lambda choice: choice.step)[:1]
+    return [now, *(_in_pipeline(job, name) for name in names if name != now.name), *best]
+
+
+def _divides(job: PlacementJob, parallel: ParallelConfig, processes: int) -> bool:
+    """Whether so many processes are whole replicas, among which a global batch can be divided."""
+    dp, rest = divmod(processes, parallel.model_size)
+    return rest == 0 and dp > 0 and job.train.global_batch_size % (dp * parallel.pp if parallel.vpp > 1 else dp) == 0
 
 
 def advised(choices: Sequence[Placement]) -> Placement:
@@ -159,13 +169,13 @@ def advised(choices: Sequence[Placement]) -> Placement:
 def own_ranks(job: PlacementJob) -> Iterator[Placement]:
     """Every number of vision ranks that leaves whole replicas of the language model, which divide the global batch and
     are divided by them, or the other way round. The pipeline may be shorter than the one at hand."""
-    for pp in range(1, job.parallel.pp + 1):
-        changes = {"pp": pp, "first_pipeline_layers": None, "vision": "first_rank"}
+    for pp in range(1, job.parallel.pp + 1 if job.parallel.sharding != "fsdp" else 1):
+        changes = {"pp": pp, "first_pipeline_layers": None, "vision": "first_rank", "vision_split": "images"}
         parallel = job.parallel.model_copy(update=changes if pp > 1 else changes | {"vpp": 1})
         for dp in range(1, (job.processes - 1) // parallel.model_size + 1):
             vision_ranks = job.processes - dp * parallel.model_size
             is_shared = vision_ranks % dp == 0 or dp % vision_ranks == 0
-            if is_shared and job.train.global_batch_size % (dp * pp if parallel.vpp > 1 else dp) == 0:
+            if is_shared and _divides(job, parallel, job.processes - vision_ranks):
                 yield _own_ranks(job, parallel, dp)
 
 
@@ -197,7 +207,7 @@ def _own_ranks(job: PlacementJob, parallel: ParallelConfig, dp: int) -> Placemen
 
 def _in_pipeline(job: PlacementJob, name: Name) -> Placement:
     parallel = job.parallel
-    if parallel.deals_vision != (name == "dealt"):
+    if parallel.deals_vision != (name == "dealt") or parallel.vision_ranks:
         where = {"vision": "dealt", "vision_split": "images"} if name == "dealt" else {"vision": "first_rank"}
         parallel = parallel.model_copy(update=where | {"first_pipeline_layers": None})
     work = job.work.without_images() if name == "cached" else job.work
