@@ -61,6 +61,13 @@ def kinds_of(shape: str) -> list[list[Kind]]:
 FULL = {"recompute": "full", "recompute_vision": True}
 SELECTIVE = {"recompute": "selective"}
 SP = {"sequence_parallel": True}
+
+
+def own(ranks: int) -> dict:
+    """Ranks that encode images and do nothing else."""
+    return {"vision": {"ranks": ranks}}
+
+
 DEALT = {"vision": "dealt"}
 CUT_VISION = {"vision_split": "tensor_parallel"}
 FOURFOLD = {"tp": 2, "pp": 2, "cp": 2, **SP}  # sixteen processes: dp 2
@@ -83,6 +90,16 @@ LAYOUTS = {
     "pp2-vpp2-full": ({"pp": 2, "vpp": 2, **FULL}, 2, "deep"),
     "pp2-uneven": ({"pp": 2}, 2, "second"),
     "pp2-vpp2-uneven": ({"pp": 2, "vpp": 2}, 2, "odd"),
+    "own-1+1": (own(1), 2, "first"),
+    "own-1+1-full": ({**own(1), **FULL}, 2, "first"),
+    "own-2+2": (own(2), 4, "first"),
+    "own-1+2": (own(1), 3, "first"),
+    "own-2+1": (own(2), 3, "first"),
+    "own-1+2-pp2": ({"pp": 2, **own(1)}, 3, "first"),
+    "own-2+2-pp2": ({"pp": 2, **own(2)}, 4, "second"),
+    "own-1+2-pp2-vpp2": ({"pp": 2, "vpp": 2, **own(1)}, 3, "deep"),
+    "own-2+2-cp2": ({"cp": 2, **own(2)}, 4, "first"),
+    "own-1+2-tp2-sp": ({"tp": 2, **SP, **own(1)}, 3, "first"),
     "pp2-dealt": ({"pp": 2, **DEALT}, 2, "first"),
     "pp2-dealt-full": ({"pp": 2, **DEALT, **FULL}, 2, "first"),
     "pp2-dealt-untied": ({"pp": 2, **DEALT}, 2, "second"),
@@ -124,6 +141,8 @@ LAYOUTS = {
     "hybrid-pp2-vpp2": ({"pp": 2, "vpp": 2}, 2, "hybrid-deep"),
     "hybrid-pp2-uneven": ({"pp": 2}, 2, "hybrid-second"),
     "hybrid-pp2-vpp2-uneven": ({"pp": 2, "vpp": 2}, 2, "hybrid-odd"),
+    "hybrid-own-1+2-pp2": ({"pp": 2, **own(1)}, 3, "hybrid-first"),
+    "hybrid-own-2+2-cp2": ({"cp": 2, **own(2)}, 4, "hybrid-first"),
     "hybrid-pp2-dealt": ({"pp": 2, **DEALT}, 2, "hybrid-first"),
     "hybrid-pp2-vpp2-dealt": ({"pp": 2, "vpp": 2, **DEALT}, 2, "hybrid-deep"),
     "hybrid-pp2-cp2-dealt": ({"pp": 2, "cp": 2, **DEALT}, 4, "hybrid-first"),

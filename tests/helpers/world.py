@@ -32,6 +32,7 @@ from trainer.data.reader import BinReader
 from trainer.families.registry import read_model
 from trainer.loop import train as loop
 from trainer.loop.export import export
+from trainer.loop.vision_rank import encode_for_others
 from trainer.parallel.mesh import Mesh, rank_mesh
 from trainer.parallel.runtime import prepare_runtime
 from trainer.parallel.vision_exchange import VisionWorker
@@ -150,7 +151,10 @@ def train_rank(directory: Path, rank: int, *, save: bool) -> None:
         if not save:
             stack.enter_context(patch.object(saver.dist_checkpointing, "save", _save_nothing))
         mesh = stack.enter_context(rank_mesh(run.execution.parallel, run.train.seed))
-        seen = _train(run, mesh) if run.task == "train" else export(run, mesh).model_dump()
+        if mesh.is_vision:
+            seen = encode_for_others(run, mesh).model_dump() if run.task == "train" else {}
+        else:
+            seen = _train(run, mesh) if run.task == "train" else export(run, mesh).model_dump()
     (directory / f"rank-{rank}.json").write_text(json.dumps(seen))
 
 

@@ -8,6 +8,12 @@ from pydantic import Field, model_validator
 from dataset_builders.contracts.strict import StrictModel
 
 
+class VisionRanks(StrictModel):
+    """Ranks that encode images and do nothing else."""
+
+    ranks: int = Field(ge=1, le=1024, description="so many of the processes, the last ones")
+
+
 class ParallelConfig(StrictModel):
     """Execution: how the ranks share one model. The rest of the world is data parallel."""
 
@@ -28,9 +34,10 @@ class ParallelConfig(StrictModel):
         description="language layers of the first pipeline rank, which also holds vision; null: so many that no rank "
         "costs much more than the others",
     )
-    vision: Literal["first_rank", "dealt"] = Field(
+    vision: Literal["first_rank", "dealt"] | VisionRanks = Field(
         default="first_rank",
-        description="which pipeline ranks encode images: the first one alone, or all of them, each some of the images",
+        description="which ranks encode images: the first of a pipeline alone, all of its ranks, each some of the "
+        "images, or ranks that do nothing else",
     )
     vision_split: Literal["images", "tensor_parallel"] = Field(
         default="images",
@@ -70,6 +77,16 @@ class ParallelConfig(StrictModel):
                 f"vision=dealt gives each of pp={self.pp} ranks whole images, and vision_split=tensor_parallel parts "
                 "of matrices; try vision_split=images"
             )
+        if self.vision_ranks and self.vision_split == "tensor_parallel":
+            raise ValueError(
+                f"vision.ranks={self.vision_ranks} encode whole images, and vision_split=tensor_parallel is for ranks "
+                "that share matrices; try vision_split=images"
+            )
+        if self.vision_ranks and self.sharding == "fsdp":
+            raise ValueError(
+                f"vision.ranks={self.vision_ranks} get whole weights from one rank, and sharding=fsdp has none with "
+                "whole weights; try sharding=distributed_optimizer"
+            )
         if self.sharding == "fsdp" and self.model_size > 1:
             raise ValueError(
                 f"sharding=fsdp is for data parallel alone, not for tp={self.tp}, pp={self.pp}, cp={self.cp}; "
@@ -85,7 +102,16 @@ class ParallelConfig(StrictModel):
     @property
     def vision_ranks(self) -> int:
         """Ranks that encode images and do nothing else."""
-        return 0
+        return self.vision.ranks if isinstance(self.vision, VisionRanks) else 0
+
+    def data_parallel(self, processes: int) -> int:
+        """Copies of the model in a world of so many processes, which `check_world` has found to divide."""
+        return (processes - self.vision_ranks) // self.model_size
+
+    def vision_ranks_of_replica(self, dp: int) -> int:
+        """Of the ranks that do nothing else, those that encode for one of `dp` copies of the language model. Where
+        there are fewer of them than copies, each encodes for several."""
+        return max(1, self.vision_ranks // dp)
 
     @property
     def pad_multiple(self) -> int:

@@ -43,6 +43,7 @@ class Family:
         parts: each can be frozen, has its own learning rate and gradient norm, and its parameters are counted.
         part_of: the name of a parameter of the bare model -> its part; ValueError if it has none.
         model: "module:class" of a chunk of the model, see `trainer.layers.packed_model.PackedModel`.
+        encoder: "module:function", what builds its vision encoder alone; empty for a family of text alone.
         rules: "module:function", shape -> the table of weights, see `trainer.families.weight_rules.Rule`.
         reference: "module:class" of transformers that generates with a directory of this family.
         turn_tokens: the tokens that begin and end a turn in its chat template.
@@ -61,6 +62,7 @@ class Family:
     part_of: Callable[[str], str]
     model: str
     rules: str
+    encoder: str = ""
     reference: str
     turn_tokens: tuple[str, str] = ("<|im_start|>", "<|im_end|>")
     image_processor: ImageProcessor | None = None

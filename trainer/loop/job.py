@@ -23,6 +23,7 @@ warnings.filterwarnings("ignore", module=r"megatron\..*")
 from trainer.loop.export import export  # noqa: E402
 from trainer.loop.interval import NotFinite  # noqa: E402
 from trainer.loop.train import train  # noqa: E402
+from trainer.loop.vision_rank import encode_for_others  # noqa: E402
 from trainer.parallel.mesh import place_in_world, rank_mesh, set_threads  # noqa: E402
 from trainer.parallel.runtime import prepare_runtime  # noqa: E402
 
@@ -40,6 +41,8 @@ def run_job(run: RunConfig) -> TrainResult:
         if run.task == "train":
             check_run(run, world)
         with rank_mesh(run.execution.parallel, run.train.seed, on_lost) as mesh:
+            if mesh.is_vision:
+                return encode_for_others(run, mesh) if run.task == "train" else TrainResult(status="finished", step=0)
             return train(run, mesh) if run.task == "train" else export(run, mesh)
     except NotFinite as error:
         return TrainResult(status="failed", step=error.step, message=str(error), keys=error.keys)

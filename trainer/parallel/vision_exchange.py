@@ -15,6 +15,7 @@ P = pipeline ranks, D = language hidden size, L = deepstack levels.
 """
 
 import dataclasses
+import enum
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -41,8 +42,7 @@ class Links:
     to_worker: ProcessGroup
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
+class Window(NamedTuple):
     """Micro batches between the encoding of images and the pipeline's forward pass, and between that and the time when
     the backward pass of the first rank is known to have ended."""
 
@@ -125,6 +125,7 @@ class VisionOwner(_Side):
     ) -> None:
         super().__init__(encoder, links)
         self._encode, self._workers, self._window, self._width = encode, workers, window, width
+        self._copies = workers
 
     def prepare(self, device: torch.device) -> None:
         """As of both sides; connects the two."""
@@ -138,7 +139,7 @@ class VisionOwner(_Side):
         """
         if self._weights_move():
             weights = torch._utils._flatten_dense_tensors([param.detach() for param in self._params])
-            for work in [self._links.to_worker.send([weights], worker, 0) for worker in self._workers]:
+            for work in [self._links.to_worker.send([weights], copy, 0) for copy in self._copies]:
                 work.wait()
         self.retire(math.inf)
         coming = (self._with_own(batch) for batch in islice(batches, count))
@@ -156,8 +157,8 @@ class VisionOwner(_Side):
         if self.trained:
             grads = [param.main_grad for param in self.trained]
             arrived = torch.empty(sum(grad.numel() for grad in grads), device=self._device)
-            for worker in self._workers:
-                self._links.to_owner.recv([arrived], worker, 0).wait()
+            for copy in self._copies:
+                self._links.to_owner.recv([arrived], copy, 0).wait()
                 torch._foreach_add_(grads, torch._utils._unflatten_dense_tensors(arrived, grads))
 
     def _with_own(self, batch: MicroBatch) -> MicroBatch:
@@ -181,6 +182,58 @@ class VisionOwner(_Side):
             self.retire(number - self._window.behind)
 
         return dataclasses.replace(batch, features=_Joined.apply(own, arrived, send_back))
+
+
+class Message(enum.IntEnum):
+    """What an owner tells the ranks that encode images and do nothing else."""
+
+    BEGIN = 0  # the training, at a step
+    TRAIN = 1  # a step
+    EVALUATE = 2  # the held-out bins
+    END = 3  # the training; 1: it was stopped
+
+
+class RemoteOwner(VisionOwner):
+    """A first pipeline rank for which ranks encode that do nothing else. It tells them what comes next.
+
+    Args:
+        workers: as of its base.
+        copies: those of them that get their weights from this rank and give it their gradients.
+
+    Attributes:
+        should_stop: one of them was told to stop.
+    """
+
+    def __init__(
+        self,
+        encoder: torch.nn.Module,
+        links: Links,
+        workers: Sequence[int],
+        copies: Sequence[int],
+        window: Window,
+        width: int,
+    ) -> None:
+        super().__init__(encoder, None, links, workers, window, width)
+        self._copies, self.should_stop = copies, False
+
+    def tell(self, message: Message, number: int = 0) -> None:
+        """Say what comes next."""
+        words = torch.tensor([message, number], device=self._device)
+        for copy in self._copies:
+            self._links.to_worker.send([words], copy, 0).wait()
+
+    def encoded(self, batches: Iterator[MicroBatch], count: int) -> Iterator[MicroBatch]:
+        """As of its base."""
+        self.tell(Message.TRAIN if torch.is_grad_enabled() else Message.EVALUATE)
+        return super().encoded(batches, count)
+
+    def finish_backward(self) -> None:
+        """As of its base."""
+        super().finish_backward()
+        flag = torch.zeros(1, dtype=torch.int64, device=self._device)
+        for copy in self._copies:
+            self._links.to_owner.recv([flag], copy, 0).wait()
+            self.should_stop |= bool(flag.item())
 
 
 class _Open(NamedTuple):
@@ -237,6 +290,18 @@ class VisionWorker(_Side):
             grad = torch.empty_like(encoded)
             self._links.to_worker.recv([grad], owner, 0).wait()
             torch.autograd.backward(encoded, grad)
+
+    def listen(self) -> tuple[Message, int]:
+        """What comes next, as the owner says."""
+        words = torch.zeros(2, dtype=torch.int64, device=self._device)
+        self._links.to_worker.recv([words], self._owners[0], 0).wait()
+        message, number = words.tolist()
+        return Message(message), number
+
+    def say_whether_to_stop(self, should_stop: bool) -> None:
+        """After a step, whether this rank was told to stop."""
+        flag = torch.tensor([int(should_stop)], device=self._device)
+        self._links.to_owner.send([flag], self._owners[0], 0).wait()
 
     def finish_backward(self) -> None:
         """The rest of the backward pass, and the gradients to the owner. Called when the schedule has ended."""

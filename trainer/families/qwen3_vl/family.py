@@ -29,6 +29,7 @@ FAMILY = Family(
     part_of=part_of,
     model="trainer.families.qwen3_vl.model:Qwen3VLModel",
     rules="trainer.families.qwen3_vl.weights:rules",
+    encoder="trainer.families.qwen3_vl.model:build_encoder",
     reference="transformers:Qwen3VLForConditionalGeneration",
     embedded=embedded_configs,
     variants=VARIANTS,

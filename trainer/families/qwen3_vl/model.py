@@ -12,6 +12,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed import ProcessGroup
 
 from dataset_builders.contracts.tokenized import PatchFormat
+from trainer.contract.model_shape import VisionShape
+from trainer.contract.parallel import ParallelConfig
 from trainer.data.micro_batch import MicroBatch
 from trainer.families.qwen3_vl.rope import mrope_angles
 from trainer.families.qwen3_vl.vision import VisionEncoder, vision_config
@@ -19,7 +21,25 @@ from trainer.layers.attention import Rotation
 from trainer.layers.decoder import Between
 from trainer.layers.gather import gather_rows
 from trainer.layers.packed_model import PackedModel
-from trainer.parallel.vision_exchange import PipelineWorker, VisionOwner, Window, pipeline_links
+from trainer.parallel.mesh import Mesh
+from trainer.parallel.vision_exchange import PipelineWorker, RemoteOwner, VisionOwner, Window, pipeline_links
+from trainer.parallel.vision_world import Bridge
+
+
+def build_encoder(
+    shape: VisionShape, parallel: ParallelConfig, dtype: torch.dtype, modules: BackendSpecProvider, mesh: Mesh
+) -> VisionEncoder:
+    """The vision encoder of a rank, whose weights are unset until they are loaded."""
+    by_images = parallel.vision_split == "images"
+    tp = mesh.alone if by_images else mesh.groups.tp
+    groups = ProcessGroupCollection(tp=tp, cp=mesh.alone, pp=mesh.alone)
+    config = vision_config(shape, parallel, dtype)
+    encoder = VisionEncoder(config, shape, modules, groups, recompute=parallel.recompute_vision)
+    if by_images:
+        # Whole on every tensor-parallel rank: the gradient norm must count it once.
+        for param in encoder.parameters():
+            param.tensor_model_parallel = False
+    return encoder
 
 
 class Qwen3VLModel(PackedModel):
@@ -30,29 +50,33 @@ class Qwen3VLModel(PackedModel):
         is_dealt = self.parallel.deals_vision and not self.vp_stage
         if not (self.pre_process or is_dealt):
             return
-        alone = self.mesh.alone
-        by_images = self.parallel.vision_split == "images"
-        groups = ProcessGroupCollection(tp=alone if by_images else self.groups.tp, cp=alone, pp=alone)
-        config, shape = vision_config(self.shape.vision, self.parallel, dtype), self.shape.vision
-        encoder = VisionEncoder(config, shape, modules, groups, recompute=self.parallel.recompute_vision)
-        if by_images:
-            # Whole on every tensor-parallel rank: the gradient norm must count it once.
-            for param in encoder.parameters():
-                param.tensor_model_parallel = False
+        encoder = build_encoder(self.shape.vision, self.parallel, dtype, modules, self.mesh)
         if self.pre_process:
             self.vision = encoder
         if is_dealt:
-            self._deal(encoder, self.groups.pp)
+            self.exchange = self._dealt(encoder, self.groups.pp)
+        elif self.parallel.vision_ranks:
+            self.exchange = self._remote(encoder, self.mesh.bridge)
 
-    def _deal(self, encoder: VisionEncoder, pp: ProcessGroup) -> None:
-        """Share the images with the other ranks of the pipeline."""
+    def _dealt(self, encoder: VisionEncoder, pp: ProcessGroup) -> VisionOwner | PipelineWorker:
+        """The images shared with the other ranks of the pipeline."""
         encode, window = partial(self.encode, encoder), Window.of(pp.size(), self.parallel.vpp)
         links = pipeline_links(pp)
         if self.pre_process:
-            width = (1 + self.shape.num_deepstack) * self.shape.language.hidden_size
-            self.exchange = VisionOwner(encoder, encode, links, range(1, pp.size()), window, width)
-        else:
-            self.exchange = PipelineWorker(encoder, encode, links, [0], window)
+            return VisionOwner(encoder, encode, links, range(1, pp.size()), window, self._encoded_width)
+        return PipelineWorker(encoder, encode, links, [0], window)
+
+    def _remote(self, encoder: VisionEncoder, bridge: Bridge) -> RemoteOwner:
+        """The images encoded by ranks that do nothing else."""
+        dp, places = self.mesh.dp, self.groups.tp_cp
+        workers, copies = bridge.workers_of(self.mesh.dp_rank, places.rank(), places.size(), dp)
+        window = Window(0, sum(Window.of(self.parallel.pp, self.parallel.vpp)))
+        return RemoteOwner(encoder, bridge.links, workers, copies, window, self._encoded_width)
+
+    @property
+    def _encoded_width(self) -> int:
+        """Numbers of an image token with its deepstack features."""
+        return (1 + self.shape.num_deepstack) * self.shape.language.hidden_size
 
     def rotation(self, batch: MicroBatch) -> Rotation:
         """By positions of three axes."""
