@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
+from trainer.contract.parallel import ParallelConfig
 from trainer.contract.pieces import EVEN_ENOUGH
 from trainer.contract.placement import LANGUAGE_RATE, VISION_RATE, Placement, PlacementJob, advised
 
@@ -42,33 +43,41 @@ def vision_rows(choices: Sequence[Placement]) -> list[tuple[str, ...]]:
 
 
 def advice(choices: Sequence[Placement]) -> str:
-    """One line: what to set, or that nothing is to be gained; and what would be faster and cannot be had."""
+    """One line: what to set, or that nothing is to be gained; and what would be faster and has no room."""
     now, best = choices[0], advised(choices)
     gain = f"{now.step / best.step:.2f} times the tokens/s"
     more = best.bytes - now.bytes
     cost = f", and {more / 1e9:.3g} GB more in the fullest process" if more > 0.01 * now.bytes else ""
     if best is now:
-        text = "keep the layout at hand; nothing that can be set and has room gains more than 2%."
+        text = "keep the layout at hand; nothing that has room gains more than 2%."
     elif best.name == "cached":
         text = f"encode the images once, before the training: {gain} where they are read in more than one epoch or run."
     else:
-        text = f"set execution.parallel.vision={best.name}: {gain}{cost}."
-    return " ".join([f"Advice: {text}", *_out_of_reach(choices, best)])
+        text = f"set {', '.join(_settings(now.parallel, best.parallel))}: {gain}{cost}."
+    return " ".join([f"Advice: {text}", *_without_room(choices, best)])
 
 
-def _out_of_reach(choices: Sequence[Placement], best: Placement) -> Iterator[str]:
+def _settings(now: ParallelConfig, other: ParallelConfig) -> Iterator[str]:
+    """The fields that make one layout the other, as --set takes them."""
+    for name in ("vision", "vision_split", "pp", "vpp", "first_pipeline_layers"):
+        value = getattr(other, name)
+        if value != getattr(now, name):
+            written = f"{{ranks: {other.vision_ranks}}}" if name == "vision" and other.vision_ranks else value
+            yield f"execution.parallel.{name}={'null' if written is None else written}"
+
+
+def _without_room(choices: Sequence[Placement], best: Placement) -> Iterator[str]:
     """A sentence for each choice that would be faster than what is advised."""
     for choice in choices:
         if EVEN_ENOUGH * choice.step < best.step:
-            gain = f"{best.step / choice.step:.2f} times as fast as that"
-            needs = f", but {choice.bytes / 1e9:.3g} GB are more than an H200 has; recompute_vision saves some"
-            yield f"With {_who(choice)} it would be {gain}{needs if choice.can_be_set else ''}."
+            needs = f"{choice.bytes / 1e9:.3g} GB are more than an H200 has; recompute_vision saves some"
+            yield f"With {_who(choice)} it would be {best.step / choice.step:.2f} times as fast as that, but {needs}."
 
 
 def _who(choice: Placement) -> str:
     if choice.name == "own_ranks":
-        whose = "rank of its own" if choice.vision_ranks == 1 else "ranks of their own"
-        return f"{choice.vision_ranks} {whose} (no setting yet)"
+        ranks = choice.parallel.vision_ranks
+        return f"{ranks} {'rank of its own' if ranks == 1 else 'ranks of their own'} (vision={{ranks: {ranks}}})"
     if choice.name == "first_rank" and choice.parallel.pp == 1:
         return "every rank"
     return {

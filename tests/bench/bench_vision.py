@@ -248,7 +248,7 @@ def predicted(title: str, jobs: Sequence[tuple[str, PlacementJob]]) -> str:
 
 def every_own(title: str, job: PlacementJob) -> str:
     """Every number of vision ranks."""
-    now, choices = at_hand(job), sorted(own_ranks(job), key=lambda choice: choice.vision_ranks)
+    now, choices = at_hand(job), sorted(own_ranks(job), key=lambda choice: choice.parallel.vision_ranks)
     rows = [(*cells[:-1], relative(now, choice)) for cells, choice in zip(vision_rows([now, *choices])[1:], choices)]
     return table(title, (*COLUMNS[:-1], "tokens/s, all ranks alike = 1"), rows)
 

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from trainer.contract.estimate import estimate_memory, estimate_vision_rank, vision_in_flight
 from trainer.contract.model_shape import ModelShape, Work
-from trainer.contract.parallel import ParallelConfig
+from trainer.contract.parallel import ParallelConfig, VisionRanks
 from trainer.contract.pieces import (
     EVEN_ENOUGH,
     language_flops,
@@ -97,8 +97,7 @@ class Placement:
     Attributes:
         name: first_rank: the first pipeline rank encodes all images of its bins; dealt: all pipeline ranks do;
             own_ranks: ranks that do nothing else; cached: nobody, they were encoded before the training.
-        parallel: of the ranks that have the language model.
-        vision_ranks: ranks that have vision alone.
+        parallel: the layout that says so.
         ranks: of each pipeline rank; with own_ranks before them a rank that has vision alone.
         step: seconds.
         start: those of them that the pipeline takes to fill and to empty.
@@ -107,7 +106,6 @@ class Placement:
 
     name: Name
     parallel: ParallelConfig
-    vision_ranks: int = 0
     ranks: tuple[RankSeconds, ...]
     step: float
     start: float
@@ -123,11 +121,6 @@ class Placement:
         """Of the fullest process."""
         return sum(self.memory.values())
 
-    @property
-    def can_be_set(self) -> bool:
-        """Whether there is a setting for it."""
-        return self.name != "own_ranks"
-
 
 def at_hand(job: PlacementJob) -> Placement:
     """The choice that the layout says."""
@@ -135,34 +128,33 @@ def at_hand(job: PlacementJob) -> Placement:
     if job.is_cached:
         return _in_pipeline(job, "cached")
     if parallel.vision_ranks:
-        return _own_ranks(job, parallel, (job.processes - parallel.vision_ranks) // parallel.model_size)
+        return _own_ranks(job, parallel)
     return _in_pipeline(job, "dealt" if parallel.deals_vision else "first_rank")
 
 
 def placements(job: PlacementJob) -> list[Placement]:
     """All choices that the layout leaves; of ranks of their own the fastest number. The layout at hand is the first."""
-    names: list[Name] = ["first_rank"] if _divides(job, job.parallel, job.processes) else []
-    names += ["dealt"] if names and job.parallel.pp > 1 else []
-    names += ["cached"] if names and {"vision", "merger"} <= job.train.frozen else []
-    now = at_hand(job)
+    now, names = at_hand(job), list[Name]()
+    if _divides(job, job.parallel.model_copy(update={"vision": "first_rank"})):
+        names += ["first_rank", *(["dealt"] if job.parallel.pp > 1 else [])]
+        names += ["cached"] if {"vision", "merger"} <= job.train.frozen else []
     own = [choice for choice in own_ranks(job) if choice != now]
     best = sorted(own, key=lambda choice: choice.step)[:1]
     return [now, *(_in_pipeline(job, name) for name in names if name != now.name), *best]
 
 
-def _divides(job: PlacementJob, parallel: ParallelConfig, processes: int) -> bool:
-    """Whether so many processes are whole replicas, among which a global batch can be divided."""
-    dp, rest = divmod(processes, parallel.model_size)
+def _divides(job: PlacementJob, parallel: ParallelConfig) -> bool:
+    """Whether the processes that have the language model are whole replicas, which divide a global batch."""
+    dp, rest = divmod(job.processes - parallel.vision_ranks, parallel.model_size)
     return rest == 0 and dp > 0 and job.train.global_batch_size % (dp * parallel.pp if parallel.vpp > 1 else dp) == 0
 
 
 def advised(choices: Sequence[Placement]) -> Placement:
-    """The fastest that can be set and has room on an H200, where the first, which is at hand, has; the first itself
-    where none gains more than 2%."""
+    """The fastest that has room on an H200, where the first, which is at hand, has; the first itself where none gains
+    more than 2%."""
     now = choices[0]
     room = GPU_MEMORY if now.bytes <= GPU_MEMORY else math.inf
-    fitting = [choice for choice in choices if choice.can_be_set and choice.bytes <= room]
-    best = min(fitting, key=lambda choice: choice.step)
+    best = min((choice for choice in choices if choice.bytes <= room), key=lambda choice: choice.step)
     return now if now.step <= EVEN_ENOUGH * best.step else best
 
 
@@ -170,34 +162,34 @@ def own_ranks(job: PlacementJob) -> Iterator[Placement]:
     """Every number of vision ranks that leaves whole replicas of the language model, which divide the global batch and
     are divided by them, or the other way round. The pipeline may be shorter than the one at hand."""
     for pp in range(1, job.parallel.pp + 1 if job.parallel.sharding != "fsdp" else 1):
-        changes = {"pp": pp, "first_pipeline_layers": None, "vision": "first_rank", "vision_split": "images"}
-        parallel = job.parallel.model_copy(update=changes if pp > 1 else changes | {"vpp": 1})
-        for dp in range(1, (job.processes - 1) // parallel.model_size + 1):
-            vision_ranks = job.processes - dp * parallel.model_size
-            is_shared = vision_ranks % dp == 0 or dp % vision_ranks == 0
-            if is_shared and _divides(job, parallel, job.processes - vision_ranks):
-                yield _own_ranks(job, parallel, dp)
+        changes = {"pp": pp, "first_pipeline_layers": None, "vision_split": "images"}
+        shorter = job.parallel.model_copy(update=changes if pp > 1 else changes | {"vpp": 1})
+        for dp in range(1, (job.processes - 1) // shorter.model_size + 1):
+            ranks = job.processes - dp * shorter.model_size
+            parallel = shorter.model_copy(update={"vision": VisionRanks(ranks=ranks)})
+            if (ranks % dp == 0 or dp % ranks == 0) and _divides(job, parallel):
+                yield _own_ranks(job, parallel)
 
 
-def _own_ranks(job: PlacementJob, parallel: ParallelConfig, dp: int) -> Placement:
+def _own_ranks(job: PlacementJob, parallel: ParallelConfig) -> Placement:
     """The vision ranks are one more rank of the pipeline: while it runs they work on a later bin of each replica. Their
     encoders are copies; the first pipeline rank has the optimizer's states."""
-    vision_ranks, count = job.processes - dp * parallel.model_size, job.train.global_batch_size // dp
-    pieces = pipeline_pieces(job.shape, parallel, job.work.without_images(), job.train.frozen)
+    dp = parallel.data_parallel(job.processes)
+    each, count = dp / parallel.vision_ranks, job.train.global_batch_size // dp
+    pieces = pipeline_pieces(job.shape, parallel, job.work, job.train.frozen)
     language = job.language(parallel, pieces)
-    vision = job.vision * max(dp / vision_ranks, job.largest_image)
+    vision = job.vision * max(each, job.largest_image)
     start = (sum(language) - max(language)) / parallel.vpp + min(vision, max(language))
     alone = estimate_vision_rank(
         job.shape,
         job.train,
         recompute=parallel.recompute_vision,
-        patches=job.max_patches * dp / vision_ranks,
+        patches=job.max_patches * each,
         in_flight=min(vision_in_flight(parallel), count),
     )
     return Placement(
         name="own_ranks",
         parallel=parallel,
-        vision_ranks=vision_ranks,
         ranks=(RankSeconds(count * vision, 0), *(RankSeconds(0, count * seconds) for seconds in language)),
         step=count * max(vision, *language) + start,
         start=start,
@@ -216,7 +208,7 @@ def _in_pipeline(job: PlacementJob, name: Name) -> Placement:
     busy = [sum(seconds) for seconds in zip(vision, language)]
     # What is dealt all ranks encode at once; the rest of a bin goes through them one after the other.
     through = language if name == "dealt" else busy
-    dp = job.processes // parallel.model_size
+    dp = parallel.data_parallel(job.processes)
     count, start = job.train.global_batch_size // dp, (sum(through) - max(through)) / parallel.vpp
     return Placement(
         name=name,

@@ -166,7 +166,7 @@ def _host_memory(config: PipelineConfig, shape: ModelShape, pieces: Sequence[ran
     execution, train = config.execution, config.train
     if not execution.checkpoint.asynchronous or execution.checkpoint.save_interval >= train.num_steps:
         return []
-    dp = execution.cluster.processes // execution.parallel.model_size
+    dp = execution.parallel.data_parallel(execution.cluster.processes)
     copied = estimate_saved(shape, execution.parallel, train, pieces=pieces, dp=dp)
     return [("host memory", f"{_size(copied)} in the fullest process, page-locked: checkpoints are written from it")]
 

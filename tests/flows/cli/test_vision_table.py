@@ -1,6 +1,7 @@
 """What `athanor plan` says of where images are encoded."""
 
 import dataclasses
+import re
 
 import pytest
 
@@ -52,7 +53,7 @@ def test_a_pipeline_is_shown_choice_by_choice():
     assert [row["images are encoded by"] for row in (first, dealt, own)] == [
         "the first pipeline rank",
         "all pipeline ranks (vision=dealt)",
-        "1 rank of its own (no setting yet), pp=1",
+        "1 rank of its own (vision={ranks: 1}), pp=1",
     ]
     assert first["vision"] == "2.5, 0" and dealt["vision"] == "1.25" and own["vision"] == "2.5, 0"
     assert (first["language"], dealt["language"], own["language"]) == ("0.233, 1.92", "1.09, 1.06", "0, 2.15")
@@ -69,25 +70,34 @@ def test_equal_ranks_are_counted():
 
 
 def test_the_advice_is_one_line():
-    assert advice(placements(job(2, pp=2))).startswith(
-        "Advice: keep the layout at hand; nothing that can be set and has room gains more than 2%. With all pipeline "
-        "ranks (vision=dealt) it would be 1.20 times as fast as that, but "
+    assert advice(placements(job(2, pp=2))) == (
+        "Advice: set execution.parallel.vision={ranks: 1}, execution.parallel.pp=1: 1.07 times the tokens/s. With all "
+        "pipeline ranks (vision=dealt) it would be 1.12 times as fast as that, but 167 GB are more than an H200 has; "
+        "recompute_vision saves some."
     )
     said = advice(placements(job(2, pp=2, seq_len=8192)))
     assert said.startswith("Advice: set execution.parallel.vision=dealt: 1.20 times the tokens/s, and ")
     assert said.endswith(" GB more in the fullest process.")
     assert advice(placements(job(2, pp=2, seq_len=8192, vision="dealt"))) == (
-        "Advice: keep the layout at hand; nothing that can be set and has room gains more than 2%."
+        "Advice: keep the layout at hand; nothing that has room gains more than 2%."
     )
     still = advice(placements(job(2, pp=2, seq_len=8192, still=("vision", "merger"))))
     assert still.startswith("Advice: encode the images once, before the training: 1.") and "epoch" in still
 
 
-def test_what_has_no_setting_is_named_where_it_would_be_faster():
-    """One image a bin, which no two ranks can share; a rank of its own has every second bin's."""
+def test_all_settings_that_the_advice_takes_are_named():
+    """Half a bin's patches are one image, which no two ranks can share; ranks of their own take one bin each."""
     work = MIX._replace(patches_squared=MIX.patches**2 // 2)
-    said = advice(placements(dataclasses.replace(job(8, pp=4, tp=2, seq_len=1024), work=work)))
-    assert " With " in said and "ranks of their own (no setting yet) it would be " in said
+    one = job(8, pp=4, tp=2, vpp=2, first_pipeline_layers=4, seq_len=1024)
+    said = advice(placements(dataclasses.replace(one, work=work)))
+    settings = "vision={ranks: 4}, execution.parallel.pp=1, execution.parallel.vpp=1, "
+    assert said.startswith(f"Advice: set execution.parallel.{settings}execution.parallel.first_pipeline_layers=null: ")
+    asked = re.findall(r"execution\.parallel\.[a-z_]+=(?:\{[^}]*\}|\w+)", said)
+    layout = ["tp=2", "pp=4", "vpp=2", "first_pipeline_layers=4"]
+    common = [*REAL, "execution.cluster.processes=8", *(f"execution.parallel.{field}" for field in layout)]
+    assert load_recipe("embedded", [*common, *asked]).config.execution.parallel == ParallelConfig(
+        tp=2, vision={"ranks": 4}
+    )
 
 
 @pytest.mark.parametrize(
