@@ -171,6 +171,7 @@ def test_a_write_error_names_the_directory_and_the_reason(tmp_path, asynchronous
         ({"tp": 2}, 2),
         ({"pp": 2}, 2),
         ({"pp": 2, "vision": "dealt"}, 2),
+        ({"vision": {"ranks": 1}}, 2),
         ({"sharding": "fsdp"}, 2),
     ],
     ids=str,
@@ -206,18 +207,35 @@ def test_sigterm_to_all_processes_of_a_job_finishes_the_save_that_runs(tmp_path)
     assert steps_of(run) == sorted({2, 4, result_of(run).step})
 
 
-def test_sigterm_to_one_rank_of_two_saves_once_and_ends_both(tmp_path):
-    run = make_run(tmp_path, num_steps=2000, save_interval=1000)
+def start_two(run: RunConfig) -> list[subprocess.Popen]:
+    """Two ranks, when the second step is done."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks = [start(run, place={**place, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
     wait_for(lambda: has_reached(run, 2), run, ranks[0])
+    return ranks
+
+
+@pytest.mark.parametrize("parallel", [ParallelConfig(), ParallelConfig(vision={"ranks": 1})], ids=["dp2", "images"])
+def test_sigterm_to_one_rank_of_two_saves_once_and_ends_both(tmp_path, parallel):
+    run = rewrite(make_run(tmp_path, num_steps=2000, save_interval=1000), parallel=parallel)
+    ranks = start_two(run)
     ranks[1].send_signal(signal.SIGTERM)
     assert [process.wait(120) for process in ranks] == [EXIT_STOPPED, EXIT_STOPPED], log_of(run)
     assert steps_of(run) == [result_of(run).step]
     assert log_of(run).count("checkpoint: step-") == 1
+
+
+def test_a_killed_rank_of_images_ends_the_job_with_its_name(tmp_path):
+    run = make_run(tmp_path, num_steps=2000, save_interval=1000)
+    language, images = start_two(rewrite(run, parallel=ParallelConfig(vision={"ranks": 1})))
+    images.kill()
+    killed = time.monotonic()
+    assert language.wait(30) == EXIT_FAILED, log_of(run)
+    assert time.monotonic() - killed < 30
+    assert "lost rank 1 on " in result_of(run).message
 
 
 def test_multiples_of_keep_every_stay_beside_the_newest(tmp_path):

@@ -222,7 +222,7 @@ def test_the_layers_that_pipeline_ranks_hold(name, layers, outcome):
 
 
 @pytest.mark.parametrize(
-    "name", ["tp2", "tp2-sp-vision", "cp2", "pp2", "pp2-full", "dp2", "pp2-dealt", "pp2-cp2-dealt"]
+    "name", ["tp2", "tp2-sp-vision", "cp2", "pp2", "pp2-full", "dp2", "pp2-dealt", "pp2-cp2-dealt", "own-1+2-pp2"]
 )
 @pytest.mark.parametrize(
     "frozen", [("vision",), ("vision", "merger"), ("language",), ("vision", "language")], ids="-".join
@@ -231,9 +231,32 @@ def test_with_frozen_parts_too(name, frozen, outcome):
     compare(outcome(name, "first", frozen), outcome("alone", "first", frozen))
 
 
+@pytest.mark.parametrize("name", ["pp2-dealt", "own-1+2-pp2"])
 @pytest.mark.parametrize("frozen", [("merger",), ("merger", "language")], ids="-".join)
-def test_dealt_vision_with_a_frozen_merger_too(frozen, outcome):
-    compare(outcome("pp2-dealt", "first", frozen), outcome("alone", "first", frozen))
+def test_vision_elsewhere_with_a_frozen_merger_too(name, frozen, outcome):
+    compare(outcome(name, "first", frozen), outcome("alone", "first", frozen))
+
+
+@pytest.mark.parametrize("layout", [{"pp": 2, **DEALT}, {"pp": 2, **own(1)}], ids=str)
+def test_a_training_without_an_image_ends(layout, tmp_path):
+    """Vision elsewhere has nothing to do, and nobody waits for it; its gradient is zero."""
+    runs = {
+        name: write_job(
+            tmp_path,
+            num_steps=3,
+            shape="first",
+            bins=make_bins("first", [[TEXT_ONLY] * 5] * 6),
+            global_batch_size=2,
+            parallel=ParallelConfig(**parallel),
+            optim=SMOOTH,
+            name=name,
+        ).model_copy(update={"seq_len": SEQ_LEN})
+        for name, parallel in (("alone", {}), ("elsewhere", layout))
+    }
+    ours = run_world(runs["elsewhere"], 2 + ("ranks" in str(layout))).rows
+    for a, b in zip(ours, run_world(runs["alone"], 1).rows, strict=True):
+        assert a.loss == pytest.approx(b.loss, rel=1e-5)
+        assert a.vision_grad_norm == b.vision_grad_norm == 0
 
 
 @pytest.mark.parametrize("name", ["hybrid-tp2-sp", "hybrid-cp2", "hybrid-pp2-full"])
