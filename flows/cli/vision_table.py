@@ -8,11 +8,11 @@ from trainer.contract.pieces import EVEN_ENOUGH
 from trainer.contract.placement import LANGUAGE_RATE, VISION_RATE, Placement, PlacementJob, advised
 
 COLUMNS = ("images are encoded by", "vision", "language", "waiting", "step", "start, end", "memory", "tokens/s")
-_RATES = f"{VISION_RATE / 1e12:.0f} (vision) and {LANGUAGE_RATE / 1e12:.0f} (language) TFLOP/s per GPU"
 NOTE = f"""\
-Seconds per step, by pipeline rank after ranks of vision alone: FLOPs of a mean bin at {_RATES},
-as measured on an H200 in bfloat16. The pipeline's start and end are in the step and in the waiting; communication and
-update are not. Memory is the fullest process's; tokens/s are in those of the layout at hand."""
+Seconds per step by FLOPs of a mean bin, vision at {VISION_RATE / 1e12:.0f} and language at {LANGUAGE_RATE / 1e12:.0f} TFLOP/s per GPU, as measured on an
+H200 in bfloat16. Several numbers: of the pipeline's ranks, then of one that encodes alone. The pipeline's start and end
+are in the step and in the waiting; communication and update are not. Memory: of the fullest process. tokens/s: in those
+of the layout at hand."""
 # From this part of a step on, vision is shown where a model is on one process too, if there is a choice.
 LARGE_SHARE = 1 / 3
 
@@ -21,7 +21,8 @@ def is_worth_showing(job: PlacementJob, choices: Sequence[Placement]) -> bool:
     """Whether several processes have one model with a vision encoder, or the encoder is a large part of a step by the
     rates, which are not those of float32."""
     is_large = len(choices) > 1 and job.vision_share >= LARGE_SHARE and job.train.precision != "float32"
-    return job.vision > 0 and (job.parallel.model_size > 1 or is_large)
+    is_shared = job.parallel.model_size > 1 or job.parallel.vision_ranks > 0
+    return job.vision > 0 and (is_shared or is_large)
 
 
 def vision_rows(choices: Sequence[Placement]) -> list[tuple[str, ...]]:

@@ -81,8 +81,8 @@ def _time_table(rows: Sequence[MetricsRow]) -> list[Table]:
 
 
 def _prediction_table(rows: Sequence[MetricsRow], prediction: Placement) -> list[Table]:
-    """What the plan predicted beside what came true, on rank 0. A rank's clock counts what it waits for another one as
-    the language model's."""
+    """What the plan predicted beside what came true on rank 0, whose clock counts what it waits for others as the
+    language model's."""
     if not rows:
         return []
     first = prediction.ranks[0]
@@ -93,7 +93,7 @@ def _prediction_table(rows: Sequence[MetricsRow], prediction: Placement) -> list
         "step_seconds": prediction.step,
     }
     lines = [
-        (name, round(seconds, 4), round(statistics.median(getattr(row, name, 0.0) for row in rows), 4))
+        (name, float(f"{seconds:.3g}"), float(f"{statistics.median(getattr(row, name, 0.0) for row in rows):.3g}"))
         for name, seconds in predicted.items()
     ]
     title = f"What the plan predicted for an H200: rank 0, {waiting / prediction.step:.0%} of the step waiting"

@@ -98,7 +98,7 @@ class Placement:
         name: first_rank: the first pipeline rank encodes all images of its bins; dealt: all pipeline ranks do;
             own_ranks: ranks that do nothing else; cached: nobody, they were encoded before the training.
         parallel: the layout that says so.
-        ranks: of each pipeline rank; with own_ranks before them a rank that has vision alone.
+        ranks: of each pipeline rank; with own_ranks after them a rank that has vision alone.
         step: seconds.
         start: those of them that the pipeline takes to fill and to empty.
         memory: bytes of the fullest process, by what they are for.
@@ -190,7 +190,7 @@ def _own_ranks(job: PlacementJob, parallel: ParallelConfig) -> Placement:
     return Placement(
         name="own_ranks",
         parallel=parallel,
-        ranks=(RankSeconds(count * vision, 0), *(RankSeconds(0, count * seconds) for seconds in language)),
+        ranks=(*(RankSeconds(0, count * seconds) for seconds in language), RankSeconds(count * vision, 0)),
         step=count * max(vision, *language) + start,
         start=start,
         memory=max(job.memory(parallel, pieces, dp, 0), alone, key=lambda parts: sum(parts.values())),

@@ -55,8 +55,8 @@ def test_a_pipeline_is_shown_choice_by_choice():
         "all pipeline ranks (vision=dealt)",
         "1 rank of its own (vision={ranks: 1}), pp=1",
     ]
-    assert first["vision"] == "2.5, 0" and dealt["vision"] == "1.25" and own["vision"] == "2.5, 0"
-    assert (first["language"], dealt["language"], own["language"]) == ("0.233, 1.92", "1.09, 1.06", "0, 2.15")
+    assert first["vision"] == "2.5, 0" and dealt["vision"] == "1.25" and own["vision"] == "0, 2.5"
+    assert (first["language"], dealt["language"], own["language"]) == ("0.233, 1.92", "1.09, 1.06", "2.15, 0")
     assert first["waiting"] == "8%, 36%" and first["start, end"] == "8%"
     assert [row["tokens/s"] for row in (first, dealt, own)] == ["1.00 (now)", "1.20", "1.07"]
     assert first["memory"].endswith(" GB") and first["memory"] != dealt["memory"]

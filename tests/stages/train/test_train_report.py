@@ -79,3 +79,8 @@ def test_a_training_is_predicted_from_its_plan_of_bins(tmp_path, config, patches
     assert (found and found.name) == name
     if found is not None:
         assert all(rank.vision > 0 for rank in found.ranks) and found.step > 0
+
+
+def test_rank_0_of_a_world_with_vision_ranks_encodes_nothing(tmp_path):
+    found = predict(run_of(tmp_path, HALF, 4096, ParallelConfig(vision={"ranks": 1})), 2)
+    assert found.name == "own_ranks" and found.ranks[0].vision == 0 < found.ranks[0].language

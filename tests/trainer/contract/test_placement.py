@@ -108,12 +108,12 @@ def test_no_share_is_smaller_than_an_image(in_flops):
 
 def test_ranks_of_their_own_are_one_more_rank_of_the_pipeline(in_flops):
     (one,) = own_ranks(job())
-    assert (one.parallel.vision_ranks, one.parallel.pp) == (1, 1) and one.ranks == ((48, 0), (0, 96))
+    assert (one.parallel.vision_ranks, one.parallel.pp) == (1, 1) and one.ranks == ((0, 96), (48, 0))
     assert (one.step, one.start) == (4 * 24 + 12, 12)
     found = {choice.parallel.vision_ranks: choice for choice in own_ranks(job(4))}  # 3 replicas do not divide 4 bins
     assert sorted(found) == [2, 3]
-    assert found[3].ranks == ((16, 0), (0, 96)) and found[3].step == 4 * 24 + 4
-    assert found[2].ranks == ((24, 0), (0, 48)) and found[2].step == 2 * 24 + 12
+    assert found[3].ranks == ((0, 96), (16, 0)) and found[3].step == 4 * 24 + 4
+    assert found[2].ranks == ((0, 48), (24, 0)) and found[2].step == 2 * 24 + 12
     heavy = min(own_ranks(job(4, patches=24)), key=lambda choice: choice.step)
     assert heavy.parallel.vision_ranks == 3 and heavy.step == 4 * 24 + 24  # vision takes as long as the language model
     interleaved = own_ranks(job(4, pp=2, vpp=2, first_pipeline_layers=3))
@@ -124,7 +124,7 @@ def test_ranks_of_their_own_are_one_more_rank_of_the_pipeline(in_flops):
 def test_ranks_of_their_own_may_be_the_layout_at_hand(in_flops):
     """Three processes: two pipeline ranks, and one for images, whose four layers cost 12 each."""
     one = job(3, pp=2, vision={"ranks": 1})
-    assert at_hand(one).ranks == ((48, 0), (0, 48), (0, 48)) and at_hand(one).step == 4 * 12 + 24
+    assert at_hand(one).ranks == ((0, 48), (0, 48), (48, 0)) and at_hand(one).step == 4 * 12 + 24
     assert [len(piece) for piece in one.pieces] == [4, 4]
     choices = placements(one)  # three processes are no whole pipelines of two
     assert [(choice.parallel.vision_ranks, choice.parallel.pp) for choice in choices] == [(1, 2), (1, 1)]
