@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from dataset_builders.errors import InputError
-from trainer.contract.model_shape import ModelShape
+from trainer.contract.model_shape import ModelShape, VisionShape
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.pieces import pipeline_room
 
@@ -74,13 +74,14 @@ def check_world(parallel: ParallelConfig, world_size: int, names: FieldNames = I
             f"{names.processes}={world_size}{without} is not a multiple of tp={parallel.tp} x pp={parallel.pp} x "
             f"cp={parallel.cp} = {size}; try {names.processes}={nearest}"
         )
-    dp = parallel.data_parallel(world_size)
-    if alone and alone % dp and dp % alone:
-        fitting = [ranks for ranks in range(1, alone + dp) if not (ranks % dp and dp % ranks)]
-        nearest = _nearest(alone, fitting)
+    dp, encoders = parallel.data_parallel(world_size), parallel.vision_encoders
+    if alone and encoders % dp and dp % encoders:
+        tp = alone // encoders
+        nearest = tp * _nearest(encoders, [n for n in range(1, encoders + dp) if not (n % dp and dp % n)])
         raise InputError(
-            f"{names.parallel}vision.ranks={alone} and dp={dp} copies of the language model: neither is a multiple of "
-            f"the other; try {names.parallel}vision.ranks={nearest} and {names.processes}={language + nearest}"
+            f"{names.parallel}vision.ranks={alone} with vision.tp={tp} encode for dp={dp} copies of the language "
+            "model, and neither number of copies is a multiple of the other; "
+            f"try {names.parallel}vision.ranks={nearest}, {names.processes}={language + nearest}"
         )
 
 
@@ -95,10 +96,24 @@ def _nearest_multiple(value: int, of: int) -> int:
 
 def _check_vision(parallel: ParallelConfig, shape: ModelShape, names: FieldNames) -> None:
     """Check that ranks for images have a model that takes some."""
-    if parallel.vision_ranks and shape.vision is None:
+    if parallel.vision_ranks and shape.vision is not None:
+        _check_vision_tensor_parallel(parallel.vision.tp, shape.vision, names)
+    elif parallel.vision_ranks:
         raise InputError(
             f"{names.parallel}vision.ranks={parallel.vision_ranks} encode images, and the model takes text alone; try "
             f"{names.parallel}vision=first_rank"
+        )
+
+
+def _check_vision_tensor_parallel(tp: int, shape: VisionShape, names: FieldNames) -> None:
+    sizes = shape.divided_widths()
+    wrong = next((name for name in sizes if sizes[name] % tp), None)
+    if wrong is not None:
+        common = math.gcd(*sizes.values())
+        nearest = _nearest(tp, [d for d in range(1, common + 1) if common % d == 0])
+        raise InputError(
+            f"{names.parallel}vision.tp={tp} does not divide the model's {wrong}={sizes[wrong]}; "
+            f"try {names.parallel}vision.tp={nearest}"
         )
 
 

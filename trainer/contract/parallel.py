@@ -12,6 +12,14 @@ class VisionRanks(StrictModel):
     """Ranks that encode images and do nothing else."""
 
     ranks: int = Field(ge=1, le=1024, description="so many of the processes, the last ones")
+    tp: int = Field(default=1, ge=1, le=1024, description="ranks that together encode an image: tensor parallel size")
+
+    @model_validator(mode="after")
+    def _ranks_divide(self) -> "VisionRanks":
+        if self.ranks % self.tp:
+            nearest = max(1, round(self.ranks / self.tp)) * self.tp
+            raise ValueError(f"ranks={self.ranks} is not a multiple of tp={self.tp}; try ranks={nearest}")
+        return self
 
 
 class ParallelConfig(StrictModel):
@@ -104,14 +112,19 @@ class ParallelConfig(StrictModel):
         """Ranks that encode images and do nothing else."""
         return self.vision.ranks if isinstance(self.vision, VisionRanks) else 0
 
+    @property
+    def vision_encoders(self) -> int:
+        """Copies of the vision encoder on ranks that do nothing else."""
+        return self.vision_ranks // self.vision.tp if isinstance(self.vision, VisionRanks) else 0
+
     def data_parallel(self, processes: int) -> int:
         """Copies of the model in a world of so many processes, which `check_world` has found to divide."""
         return (processes - self.vision_ranks) // self.model_size
 
-    def vision_ranks_of_replica(self, dp: int) -> int:
-        """Of the ranks that do nothing else, those that encode for one of `dp` copies of the language model. Where
-        there are fewer of them than copies, each encodes for several."""
-        return max(1, self.vision_ranks // dp)
+    def encoders_of_replica(self, dp: int) -> int:
+        """Of these copies, those that encode for one of `dp` copies of the language model. Where there are fewer of
+        them, each encodes for several."""
+        return max(1, self.vision_encoders // dp)
 
     @property
     def pad_multiple(self) -> int:

@@ -18,7 +18,7 @@ from trainer.families.family import Family, load
 from trainer.families.geometry import geometry_of
 from trainer.families.parts import freeze
 from trainer.families.registry import read_model
-from trainer.layers.module_set import TorchModules, transformer_engine_modules
+from trainer.layers.module_set import TorchModules, mark_tensor_parallel, transformer_engine_modules
 from trainer.loop.heldout import heldout_bins
 from trainer.loop.set_up import training_order
 from trainer.loop.share_model import weights_dtype
@@ -69,7 +69,7 @@ def encode_for_others(run: RunConfig, mesh: Mesh) -> TrainResult:
     """Encode images until the training ends."""
     family, shape = read_model(run.hf_dir)
     dp = run.execution.parallel.data_parallel(mesh.bridge.language_ranks + mesh.bridge.vision_ranks)
-    role = roles(mesh.bridge.vision_ranks, dp)[mesh.rank]
+    role = roles(run.execution.parallel.vision_encoders, dp)[mesh.dp_rank]
     work = _set_up(run, mesh, family, shape, role)
     signal.signal(signal.SIGTERM, lambda *_: setattr(work, "should_stop", True))
     per_step = run.num_micro_batches(dp) * len(work.owners)
@@ -95,14 +95,17 @@ def _set_up(run: RunConfig, mesh: Mesh, family: Family, shape: ModelShape, role:
     parallel = run.execution.parallel
     dp = parallel.data_parallel(mesh.bridge.language_ranks + mesh.bridge.vision_ranks)
     modules = transformer_engine_modules() if mesh.device.type == "cuda" else TorchModules()
-    encoder = load(family.encoder)(shape.vision, parallel, weights_dtype(run), modules, mesh)
+    # Tensor parallel divides this encoder's matrices, where the language model's ranks may share images.
+    own = parallel.model_copy(update={"tp": parallel.vision.tp, "vision_split": "tensor_parallel"})
+    encoder = load(family.encoder)(shape.vision, own, weights_dtype(run), modules, mesh)
+    mark_tensor_parallel(encoder)
     places = parallel.cp * parallel.tp
     part = RankSlice(
         pad_multiple=parallel.pad_multiple,
         cp=parallel.cp,
         vision_ranks=places,
         vision_rank=role.share % places,
-        vision_shares=parallel.vision_ranks_of_replica(dp),
+        vision_shares=parallel.encoders_of_replica(dp),
         vision_share=role.share,
     )
     readers = [
@@ -113,7 +116,8 @@ def _set_up(run: RunConfig, mesh: Mesh, family: Family, shape: ModelShape, role:
     encoder.patch_embed.set_normalisation(patch_format.image_mean, patch_format.image_std)
     ranks = mesh.bridge.places()
     owners = [ranks[replica, role.share % places] for replica in role.replicas]
-    worker = VisionWorker(encoder, lambda batch: encoder(batch)[: batch.encoded_rows], mesh.bridge.links, owners)
+    encode, tp = (lambda batch: encoder(batch)[: batch.encoded_rows]), mesh.groups.tp
+    worker = VisionWorker(encoder, encode, mesh.bridge.links, owners, tp if tp.size() > 1 else None)
     freeze(worker.part, run.train, family)
     worker.prepare(mesh.device)
     orders = [training_order(run, shape, readers[0], replica, dp) for replica in role.replicas]

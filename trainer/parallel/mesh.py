@@ -51,7 +51,7 @@ class Mesh:
         if parallel.deals_vision:
             shares, share = shares * pp.size(), share + shares * pp.rank()
         elif parallel.vision_ranks:
-            shares, share = parallel.vision_ranks_of_replica(self.dp), None
+            shares, share = parallel.encoders_of_replica(self.dp), None
         return RankSlice(
             pad_multiple=parallel.pad_multiple,
             cp=cp.size(),
@@ -133,8 +133,8 @@ def rank_mesh(parallel: ParallelConfig, seed: int, on_lost: Callable[[str], None
         torch.cuda.set_device(device)
     bridge = None
     if parallel.vision_ranks:
-        bridge = join(rank, world, parallel.vision_ranks, TIMEOUT, device)
-        parallel = ParallelConfig() if bridge.is_vision else parallel
+        bridge = join(rank, world, parallel.vision, TIMEOUT, device)
+        parallel = ParallelConfig(tp=parallel.vision.tp) if bridge.is_vision else parallel
     else:
         _join(rank, world, "nccl" if cuda else "gloo")
     try:

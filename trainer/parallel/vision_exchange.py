@@ -249,11 +249,20 @@ class VisionWorker(_Side):
 
     Args:
         owners: ranks whose places it works for; from the first it gets the weights, and to it go the gradients.
+        tp: ranks that share this copy's matrices, of which the first exchanges for all; None: it has them whole.
     """
 
-    def __init__(self, encoder: torch.nn.Module, encode: Encode, links: Links, owners: Sequence[int]) -> None:
+    def __init__(
+        self,
+        encoder: torch.nn.Module,
+        encode: Encode,
+        links: Links,
+        owners: Sequence[int],
+        tp: ProcessGroup | None = None,
+    ) -> None:
         super().__init__(encoder, links)
-        self._encode, self._owners = encode, owners
+        self._encode, self._owners, self._tp = encode, owners, tp
+        self._is_first = tp is None or tp.rank() == 0
         self._open: deque[_Open] = deque()
 
     def prepare(self, device: torch.device) -> None:
@@ -261,25 +270,33 @@ class VisionWorker(_Side):
         self.part.to(device)
         super().prepare(device)
         fuse_gradients(self.part)
-        self._weights = _in_one(self._params)
-        sizes = [param.numel() for param in self.trained]
-        self._grads = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
-        for param, grad in zip(self.trained, self._grads.split(sizes)):
-            param.main_grad, param.grad_added_to_main_grad = grad.view_as(param), False
+        self._weights = WholeParameters(self._params, self._params[0].dtype, self._tp)
+        self._grads = WholeParameters(self.trained, torch.float32, self._tp)
+        for param, grad in zip(self.trained, self._grads.own):
+            param.main_grad, param.grad_added_to_main_grad = torch.zeros_like(grad), False
             param.register_post_accumulate_grad_hook(_add_to_main_grad)
-        meet(self._links, self._owners, device, is_owner=False)
+        if self._is_first:
+            meet(self._links, self._owners, device, is_owner=False)
 
     def get_weights(self) -> None:
         """The owner's weights, at the beginning of a step."""
         if self._weights_move():
-            self._links.to_worker.recv([self._weights], self._owners[0], 0).wait()
+            self._receive(self._weights.numbers, self._owners[0])
+            torch._foreach_copy_([param.detach() for param in self._params], self._weights.own)
         self.retire(math.inf)
+
+    def _receive(self, numbers: torch.Tensor, owner: int) -> None:
+        if self._is_first:
+            self._links.to_worker.recv([numbers], owner, 0).wait()
+        if self._tp is not None:
+            dist.broadcast(numbers, group=self._tp, group_src=0)
 
     def give(self, number: int, batch: MicroBatch, owner: int) -> None:
         """Encode this rank's images of a micro batch, and send their tokens to an owner."""
         if batch.encoded_rows:
             encoded = self._encode(batch)
-            self._send(number, encoded.detach(), owner, self._links.to_owner)
+            if self._is_first:
+                self._send(number, encoded.detach(), owner, self._links.to_owner)
             if encoded.requires_grad:
                 self._open.append(_Open(number, encoded, owner))
 
@@ -288,27 +305,39 @@ class VisionWorker(_Side):
         while self._open and self._open[0].number <= last:
             _, encoded, owner = self._open.popleft()
             grad = torch.empty_like(encoded)
-            self._links.to_worker.recv([grad], owner, 0).wait()
+            self._receive(grad, owner)
             torch.autograd.backward(encoded, grad)
 
     def listen(self) -> tuple[Message, int]:
         """What comes next, as the owner says."""
         words = torch.zeros(2, dtype=torch.int64, device=self._device)
-        self._links.to_worker.recv([words], self._owners[0], 0).wait()
+        self._receive(words, self._owners[0])
         message, number = words.tolist()
         return Message(message), number
 
     def say_whether_to_stop(self, should_stop: bool) -> None:
         """After a step, whether this rank was told to stop."""
         flag = torch.tensor([int(should_stop)], device=self._device)
-        self._links.to_owner.send([flag], self._owners[0], 0).wait()
+        if self._tp is not None:
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._tp)
+        if self._is_first:
+            self._links.to_owner.send([flag], self._owners[0], 0).wait()
 
     def finish_backward(self) -> None:
         """The rest of the backward pass, and the gradients to the owner. Called when the schedule has ended."""
         self.learn(math.inf)
-        if self.trained:
-            self._links.to_owner.send([self._grads], self._owners[0], 0).wait()
-            self._grads.zero_()
+        if not self.trained:
+            return
+        self._grads.numbers.zero_()
+        parts = zip(self.trained, self._grads.own, self._grads.divided)
+        # Of what every tensor-parallel rank has whole, the first one's is taken.
+        taken = [(param, grad) for param, grad, divided in parts if divided or self._is_first]
+        torch._foreach_copy_([grad for _, grad in taken], [param.main_grad for param, _ in taken])
+        if self._tp is not None:
+            dist.reduce(self._grads.numbers, group=self._tp, group_dst=0)
+        if self._is_first:
+            self._links.to_owner.send([self._grads.numbers], self._owners[0], 0).wait()
+        torch._foreach_zero_([param.main_grad for param in self.trained])
 
 
 class PipelineWorker(VisionWorker):
@@ -361,12 +390,33 @@ def meet(links: Links, others: Sequence[int], device: torch.device, *, is_owner:
             (group.send if sends else group.recv)([number], other, 0).wait()
 
 
-def _in_one(params: list[torch.nn.Parameter]) -> torch.Tensor:
-    """One tensor that has all parameters in it from now on."""
-    whole = torch._utils._flatten_dense_tensors([param.detach() for param in params])
-    for param, place in zip(params, whole.split([param.numel() for param in params])):
-        param.data = place.view_as(param)
-    return whole
+class WholeParameters:
+    """Room for whole parameters in one tensor, of which this rank may have slices.
+
+    Args:
+        params: this rank's, with the marks of `mark_tensor_parallel`.
+        tp: ranks that divide those with marks; None: nothing is divided.
+
+    Attributes:
+        numbers: of all parameters, one after another.
+        own: this rank's of each parameter, as views.
+        divided: of each parameter whether this rank has a slice of it.
+    """
+
+    def __init__(self, params: Sequence[torch.nn.Parameter], dtype: torch.dtype, tp: ProcessGroup | None) -> None:
+        self.divided = [tp is not None and getattr(param, "tensor_model_parallel", False) for param in params]
+        shapes = [list(param.shape) for param in params]
+        for param, shape, divided in zip(params, shapes, self.divided):
+            if divided:
+                shape[param.partition_dim] *= tp.size()
+        sizes = [math.prod(shape) for shape in shapes]
+        device = params[0].device if params else None
+        self.numbers = torch.zeros(sum(sizes), dtype=dtype, device=device)
+        wholes = [part.view(shape) for part, shape in zip(self.numbers.split(sizes), shapes)]
+        self.own = [
+            whole.chunk(tp.size(), param.partition_dim)[tp.rank()] if divided else whole
+            for param, whole, divided in zip(params, wholes, self.divided)
+        ]
 
 
 def _add_to_main_grad(param: torch.nn.Parameter) -> None:

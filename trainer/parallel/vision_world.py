@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store
 
+from trainer.contract.parallel import VisionRanks
 from trainer.parallel.vision_exchange import Links
 
 _BACKENDS = {"gloo": ProcessGroup.BackendType.GLOO, "nccl": ProcessGroup.BackendType.NCCL}
@@ -18,24 +19,24 @@ _BACKENDS = {"gloo": ProcessGroup.BackendType.GLOO, "nccl": ProcessGroup.Backend
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What a rank of images works for.
+    """What a copy of the vision encoder works for.
 
     Attributes:
         replicas: copies of the language model, by number.
-        share: which share of a bin's images it encodes, if several ranks work for a copy.
+        share: which share of a bin's images it encodes, if several work for a copy of the language model.
     """
 
     replicas: range
     share: int
 
 
-def roles(vision_ranks: int, dp: int) -> list[Role]:
-    """Of each rank of images; one of the two numbers is a multiple of the other."""
-    if vision_ranks >= dp:
-        shares = vision_ranks // dp
-        return [Role(range(rank // shares, rank // shares + 1), rank % shares) for rank in range(vision_ranks)]
-    each = dp // vision_ranks
-    return [Role(range(rank * each, (rank + 1) * each), 0) for rank in range(vision_ranks)]
+def roles(encoders: int, dp: int) -> list[Role]:
+    """Of each copy of the vision encoder; one of the two numbers is a multiple of the other."""
+    if encoders >= dp:
+        shares = encoders // dp
+        return [Role(range(number // shares, number // shares + 1), number % shares) for number in range(encoders)]
+    each = dp // encoders
+    return [Role(range(number * each, (number + 1) * each), 0) for number in range(encoders)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ class Bridge:
     rank: int
     language_ranks: int
     vision_ranks: int
+    vision_tp: int
 
     @property
     def is_vision(self) -> bool:
@@ -75,31 +77,31 @@ class Bridge:
         return [self.store.get(f"{name}/{rank}").decode() for rank in everybody]
 
     def workers_of(self, replica: int, place: int, places: int, dp: int) -> tuple[list[int], list[int]]:
-        """Ranks that encode for a place of a copy of the language model, and those of them that get their weights from
-        it and give it their gradients."""
+        """Ranks that send image tokens to a place of a copy of the language model, the first of each copy of the
+        encoder, and those of them that get their weights from it and give it their gradients."""
         mine = [
-            (self.language_ranks + number, role)
-            for number, role in enumerate(roles(self.vision_ranks, dp))
+            (self.language_ranks + number * self.vision_tp, role)
+            for number, role in enumerate(roles(self.vision_ranks // self.vision_tp, dp))
             if replica in role.replicas and role.share % places == place
         ]
         return [rank for rank, _ in mine], [rank for rank, role in mine if role.replicas[0] == replica]
 
 
-def join(rank: int, processes: int, vision_ranks: int, timeout: datetime.timedelta, device: torch.device) -> Bridge:
+def join(rank: int, processes: int, vision: VisionRanks, timeout: datetime.timedelta, device: torch.device) -> Bridge:
     """Join this process's own world, and the groups that join the two; a collective of the job."""
     store, _, _ = next(dist.rendezvous("env://", rank, processes, timeout=timeout))
-    language = processes - vision_ranks
+    language = processes - vision.ranks
     is_vision, backend = rank >= language, "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend,
         store=PrefixStore("vision" if is_vision else "language", store),
         rank=rank - language if is_vision else rank,
-        world_size=vision_ranks if is_vision else language,
+        world_size=vision.ranks if is_vision else language,
         timeout=timeout,
     )
     names = ("to owner", "to worker")
     links = Links(*(_group(backend, PrefixStore(name, store), rank, processes, timeout, device) for name in names))
-    return Bridge(PrefixStore("bridge", store), links, rank, language, vision_ranks)
+    return Bridge(PrefixStore("bridge", store), links, rank, language, vision.ranks, vision.tp)
 
 
 def _group(
