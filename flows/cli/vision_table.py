@@ -3,13 +3,14 @@
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
-from trainer.contract.parallel import ParallelConfig
+from trainer.contract.parallel import ParallelConfig, VisionRanks
 from trainer.contract.pieces import EVEN_ENOUGH
 from trainer.contract.placement import LANGUAGE_RATE, VISION_RATE, Placement, PlacementJob, advised
 
 COLUMNS = ("images are encoded by", "vision", "language", "waiting", "step", "start, end", "memory", "tokens/s")
+_RATES = f"vision at {VISION_RATE / 1e12:.0f} and language at {LANGUAGE_RATE / 1e12:.0f} TFLOP/s per GPU"
 NOTE = f"""\
-Seconds per step by FLOPs of a mean bin, vision at {VISION_RATE / 1e12:.0f} and language at {LANGUAGE_RATE / 1e12:.0f} TFLOP/s per GPU, as measured on an
+Seconds per step by the FLOPs of a mean bin, {_RATES}, as measured on an
 H200 in bfloat16. Several numbers: of the pipeline's ranks, then of one that encodes alone. The pipeline's start and end
 are in the step and in the waiting; communication and update are not. Memory: of the fullest process. tokens/s: in those
 of the layout at hand."""
@@ -63,8 +64,14 @@ def _settings(now: ParallelConfig, other: ParallelConfig) -> Iterator[str]:
     for name in ("vision", "vision_split", "pp", "vpp", "first_pipeline_layers"):
         value = getattr(other, name)
         if value != getattr(now, name):
-            written = f"{{ranks: {other.vision_ranks}}}" if name == "vision" and other.vision_ranks else value
-            yield f"execution.parallel.{name}={'null' if written is None else written}"
+            yield f"execution.parallel.{name}={_written(value)}"
+
+
+def _written(value: str | int | VisionRanks | None) -> str:
+    """As a recipe has it."""
+    if isinstance(value, VisionRanks):
+        return f"{{ranks: {value.ranks}{f', tp: {value.tp}' if value.tp > 1 else ''}}}"
+    return "null" if value is None else str(value)
 
 
 def _without_room(choices: Sequence[Placement], best: Placement) -> Iterator[str]:
@@ -78,7 +85,8 @@ def _without_room(choices: Sequence[Placement], best: Placement) -> Iterator[str
 def _who(choice: Placement) -> str:
     if choice.name == "own_ranks":
         ranks = choice.parallel.vision_ranks
-        return f"{ranks} {'rank of its own' if ranks == 1 else 'ranks of their own'} (vision={{ranks: {ranks}}})"
+        whose = "rank of its own" if ranks == 1 else "ranks of their own"
+        return f"{ranks} {whose} (vision={_written(choice.parallel.vision)})"
     if choice.name == "first_rank" and choice.parallel.pp == 1:
         return "every rank"
     return {

@@ -214,7 +214,7 @@ def test_what_is_frozen_has_weights_alone():
 
 
 def test_a_rank_of_vision_alone():
-    sizes = {"patches": 512, "in_flight": 3}
+    sizes = {"patches": 512, "in_flight": 3, "tp": 1}
     one = estimate_vision_rank(QWEN_2B, BFLOAT16, recompute=False, **sizes)
     layer = 512 * 2 * 17 * QWEN_2B.vision.hidden_size
     kept = 3 * QWEN_2B.vision.num_layers * layer
@@ -223,6 +223,8 @@ def test_a_rank_of_vision_alone():
     assert still == {"weights": 2 * VISION, "gradients": 0, "activations": layer}
     again = estimate_vision_rank(QWEN_2B, BFLOAT16, recompute=True, **sizes)
     assert again["activations"] == kept / 17 + layer
+    two = estimate_vision_rank(QWEN_2B, BFLOAT16, recompute=False, **sizes | {"tp": 2})
+    assert two == {"weights": VISION, "gradients": 2 * VISION, "activations": round(kept * (10 + 24 / 2) / 34)}
 
 
 def test_what_was_measured_on_a_gpu():

@@ -51,20 +51,22 @@ def estimate_memory(
 
 
 def estimate_vision_rank(
-    shape: ModelShape, train: TrainConfig, *, recompute: bool, patches: float, in_flight: float
+    shape: ModelShape, train: TrainConfig, *, tp: int, recompute: bool, patches: float, in_flight: float
 ) -> dict[str, int]:
     """Bytes that a process needs which has a copy of the vision encoder with its mergers and nothing else, by the same
     rules: weights, and gradients of what is trained.
 
     Args:
+        tp: processes that divide the matrices.
         recompute: every layer is computed again in backward.
         patches: that it encodes at a time.
         in_flight: such times before the first one's gradients have come.
     """
     counts, size = shape.vision.parameters, _sizes(train)[0]
     trained = sum(count for part, count in counts.items() if part not in train.frozen)
-    kept = patches * _vision_bytes(shape.vision, size, in_flight, 1, "vision" in train.frozen, recompute)
-    return {"weights": size * sum(counts.values()), "gradients": 4 * trained, "activations": round(kept)}
+    kept = patches * _vision_bytes(shape.vision, size, in_flight, tp, "vision" in train.frozen, recompute)
+    parts = {"weights": size * sum(counts.values()) / tp, "gradients": 4 * trained / tp, "activations": kept}
+    return {name: round(value) for name, value in parts.items()}
 
 
 def estimate_saved(

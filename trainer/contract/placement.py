@@ -27,6 +27,7 @@ VISION_RATE = 420e12
 LANGUAGE_RATE = 525e12
 # Bytes of an H200 that are left beside CUDA's own.
 GPU_MEMORY = 148e9
+MOST_VISION_RANKS = 1024  # that VisionRanks takes
 
 Name = Literal["first_rank", "dealt", "own_ranks", "cached"]
 
@@ -161,28 +162,32 @@ def advised(choices: Sequence[Placement]) -> Placement:
 def own_ranks(job: PlacementJob) -> Iterator[Placement]:
     """Every number of vision ranks that leaves whole replicas of the language model, which divide the global batch and
     are divided by them, or the other way round. The pipeline may be shorter than the one at hand."""
+    tp = job.parallel.vision.tp if isinstance(job.parallel.vision, VisionRanks) else 1
     for pp in range(1, job.parallel.pp + 1 if job.parallel.sharding != "fsdp" else 1):
         changes = {"pp": pp, "first_pipeline_layers": None, "vision_split": "images"}
         shorter = job.parallel.model_copy(update=changes if pp > 1 else changes | {"vpp": 1})
         for dp in range(1, (job.processes - 1) // shorter.model_size + 1):
             ranks = job.processes - dp * shorter.model_size
-            parallel = shorter.model_copy(update={"vision": VisionRanks(ranks=ranks)})
-            if (ranks % dp == 0 or dp % ranks == 0) and _divides(job, parallel):
-                yield _own_ranks(job, parallel)
+            if ranks % tp == 0 and ranks <= MOST_VISION_RANKS:
+                parallel = shorter.model_copy(update={"vision": VisionRanks(ranks=ranks, tp=tp)})
+                is_shared = parallel.vision_encoders % dp == 0 or dp % parallel.vision_encoders == 0
+                if is_shared and _divides(job, parallel):
+                    yield _own_ranks(job, parallel)
 
 
 def _own_ranks(job: PlacementJob, parallel: ParallelConfig) -> Placement:
     """The vision ranks are one more rank of the pipeline: while it runs they work on a later bin of each replica. Their
     encoders are copies; the first pipeline rank has the optimizer's states."""
     dp = parallel.data_parallel(job.processes)
-    each, count = dp / parallel.vision_ranks, job.train.global_batch_size // dp
+    each, count = dp / parallel.vision_encoders, job.train.global_batch_size // dp
     pieces = pipeline_pieces(job.shape, parallel, job.work, job.train.frozen)
     language = job.language(parallel, pieces)
-    vision = job.vision * max(each, job.largest_image)
+    vision = job.vision * max(each, job.largest_image) / parallel.vision.tp
     start = (sum(language) - max(language)) / parallel.vpp + min(vision, max(language))
     alone = estimate_vision_rank(
         job.shape,
         job.train,
+        tp=parallel.vision.tp,
         recompute=parallel.recompute_vision,
         patches=job.max_patches * each,
         in_flight=min(vision_in_flight(parallel), count),

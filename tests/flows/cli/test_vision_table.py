@@ -67,6 +67,8 @@ def test_equal_ranks_are_counted():
     assert (first["vision"], first["language"]) == ("2.5, 3 x 0", "0.233, 2 x 0.622, 0.672")
     assert first["waiting"] == "8%, 2 x 79%, 77%"
     assert rows_of(job(4))[0]["images are encoded by"] == "every rank"
+    own = rows_of(job(3, vision={"ranks": 2, "tp": 2}))[0]
+    assert own["images are encoded by"] == "2 ranks of their own (vision={ranks: 2, tp: 2})"
 
 
 def test_the_advice_is_one_line():
@@ -119,6 +121,14 @@ def test_all_settings_that_the_advice_takes_are_named():
             True,
         ),
         ((*REAL, "execution.cluster.processes=2", "execution.parallel.tp=2"), True),
+        (
+            (
+                "train.global_batch_size=2",
+                "execution.cluster.processes=2",
+                "execution.parallel.vision={ranks: 1}",
+            ),
+            True,
+        ),
         ((*REAL, "execution.cluster.processes=2", "execution.parallel.pp=2"), True),
     ],
 )

@@ -129,9 +129,19 @@ def test_ranks_of_their_own_may_be_the_layout_at_hand(in_flops):
     choices = placements(one)  # three processes are no whole pipelines of two
     assert [(choice.parallel.vision_ranks, choice.parallel.pp) for choice in choices] == [(1, 2), (1, 1)]
     assert choices[1].step == 2 * 24 + 24  # for two replicas
+    together = placements(job(3, vision={"ranks": 2, "tp": 2}, squares=16))
+    assert [choice.parallel.vision_ranks for choice in together] == [2]  # three replicas do not divide four bins
+    assert together[0].ranks == ((0, 96), (24, 0)) and together[0].step == 4 * 24 + 6
     two = placements(job(2, vision={"ranks": 1}))
     assert [choice.name for choice in two] == ["own_ranks", "first_rank"]
-    assert all(choice.parallel == ParallelConfig(**choice.parallel.model_dump()) for choice in (*choices, *two))
+    assert all(
+        choice.parallel == ParallelConfig(**choice.parallel.model_dump()) for choice in (*choices, *together, *two)
+    )
+
+
+def test_no_more_ranks_of_their_own_than_can_be_set():
+    found = {choice.parallel.vision_ranks for choice in own_ranks(job(1536, bins=4096))}
+    assert found == {512, 1024}  # 1,280 would do for 256 replicas
 
 
 def test_a_cached_encoder_leaves_the_language_model(in_flops):
