@@ -133,7 +133,7 @@ def test_ranks_of_their_own_may_be_the_layout_at_hand(in_flops):
     assert [choice.parallel.vision_ranks for choice in together] == [2]  # three replicas do not divide four bins
     assert together[0].ranks == ((0, 96), (24, 0)) and together[0].step == 4 * 24 + 6
     two = placements(job(2, vision={"ranks": 1}))
-    assert [choice.name for choice in two] == ["own_ranks", "first_rank"]
+    assert [choice.name for choice in two] == ["own_ranks", "first_rank"] and two[1] == at_hand(job(2))
     assert all(
         choice.parallel == ParallelConfig(**choice.parallel.model_dump()) for choice in (*choices, *together, *two)
     )
@@ -142,6 +142,8 @@ def test_ranks_of_their_own_may_be_the_layout_at_hand(in_flops):
 def test_no_more_ranks_of_their_own_than_can_be_set():
     found = {choice.parallel.vision_ranks for choice in own_ranks(job(1536, bins=4096))}
     assert found == {512, 1024}  # 1,280 would do for 256 replicas
+    few = [choice.parallel.vision_ranks for choice in own_ranks(job(5, bins=6))]
+    assert few == [4]  # neither 3 for two replicas nor 2 for three
 
 
 def test_a_cached_encoder_leaves_the_language_model(in_flops):
