@@ -1,9 +1,9 @@
 """How the ranks share one model: the layout, its memory savers, and the checks that need nothing else."""
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from dataset_builders.contracts.strict import StrictModel
 
@@ -14,12 +14,16 @@ class VisionRanks(StrictModel):
     ranks: int = Field(ge=1, le=1024, description="so many of the processes, the last ones")
     tp: int = Field(default=1, ge=1, le=1024, description="ranks that together encode an image: tensor parallel size")
 
-    @model_validator(mode="after")
-    def _ranks_divide(self) -> "VisionRanks":
-        if self.ranks % self.tp:
-            nearest = max(1, round(self.ranks / self.tp)) * self.tp
-            raise ValueError(f"ranks={self.ranks} is not a multiple of tp={self.tp}; try ranks={nearest}")
-        return self
+
+def _vision_kind(value: object) -> str:
+    return "(ranks)" if isinstance(value, dict | VisionRanks) else "(name)"
+
+
+# No field's name has a bracket: messages leave the tags out.
+VisionPlace = Annotated[
+    Annotated[Literal["first_rank", "dealt"], Tag("(name)")] | Annotated[VisionRanks, Tag("(ranks)")],
+    Discriminator(_vision_kind),
+]
 
 
 class ParallelConfig(StrictModel):
@@ -42,7 +46,7 @@ class ParallelConfig(StrictModel):
         description="language layers of the first pipeline rank, which also holds vision; null: so many that no rank "
         "costs much more than the others",
     )
-    vision: Literal["first_rank", "dealt"] | VisionRanks = Field(
+    vision: VisionPlace = Field(
         default="first_rank",
         description="which ranks encode images: the first of a pipeline alone, all of its ranks, each some of the "
         "images, or ranks that do nothing else",
@@ -84,6 +88,12 @@ class ParallelConfig(StrictModel):
             raise ValueError(
                 f"vision=dealt gives each of pp={self.pp} ranks whole images, and vision_split=tensor_parallel parts "
                 "of matrices; try vision_split=images"
+            )
+        if self.vision_ranks and self.vision_ranks % self.vision.tp:
+            nearest = max(1, round(self.vision_ranks / self.vision.tp)) * self.vision.tp
+            raise ValueError(
+                f"vision.ranks={self.vision_ranks} is not a multiple of vision.tp={self.vision.tp}; "
+                f"try vision.ranks={nearest}"
             )
         if self.vision_ranks and self.vision_split == "tensor_parallel":
             raise ValueError(
