@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from dataset_builders.contracts.fingerprint import flatten
 from stages.pages.report import Table, Text, write_report
 from trainer.contract.answer import MetricsRow
+from trainer.contract.placement import Placement
 from trainer.contract.run import TrainConfig
 
 # title on the page -> (fields of MetricsRow drawn together, whether the axis is logarithmic)
@@ -26,14 +27,25 @@ _CURVES: dict[str, tuple[tuple[str, ...], bool]] = {
 _GREYS = dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "text.color", "xtick.color", "ytick.color"), "#7d8798")
 
 
-def write_train_report(directory: Path, config: TrainConfig, rows: Sequence[MetricsRow], stats: dict[str, Any]) -> None:
-    """Write report.json and report.html of a training into `directory`."""
+def write_train_report(
+    directory: Path,
+    config: TrainConfig,
+    rows: Sequence[MetricsRow],
+    stats: dict[str, Any],
+    prediction: Placement | None = None,
+) -> None:
+    """Write report.json and report.html of a training into `directory`.
+
+    Args:
+        prediction: of a step, if there is one.
+    """
     summary = {name: value for name, value in stats.items() if value is not None}
     if rows:
         summary["tokens_per_second"] = round(statistics.median(row.tokens_per_second for row in rows), 1)
     curves = [Text(title, curve_svg(rows, fields, log)) for title, (fields, log) in _CURVES.items() if rows]
     settings = Table("Settings", ("field", "value"), list(flatten(config.model_dump(mode="json")).items()))
-    write_report(directory, title="train", summary=summary, sections=[*curves, *_time_table(rows), settings])
+    times = [*_time_table(rows), *(_prediction_table(rows, prediction) if prediction else [])]
+    write_report(directory, title="train", summary=summary, sections=[*curves, *times, settings])
 
 
 def curve_svg(rows: Sequence[MetricsRow], fields: Sequence[str], is_log: bool) -> Markup:
@@ -66,3 +78,23 @@ def _time_table(rows: Sequence[MetricsRow]) -> list[Table]:
     parts = [(name, statistics.median(getattr(row, name, 0.0) for row in rows)) for name in names]
     lines = [(name, round(seconds, 4), round(seconds / whole, 3) if whole else None) for name, seconds in parts]
     return [Table("Where a step's time goes (medians)", ("part", "seconds", "fraction"), lines)]
+
+
+def _prediction_table(rows: Sequence[MetricsRow], prediction: Placement) -> list[Table]:
+    """What the plan predicted beside what came true on rank 0, whose clock counts what it waits for others as the
+    language model's."""
+    if not rows:
+        return []
+    first = prediction.ranks[0]
+    waiting = prediction.step - first.vision - first.language
+    predicted = {
+        "vision_seconds": first.vision,
+        "language_seconds": first.language + waiting,
+        "step_seconds": prediction.step,
+    }
+    lines = [
+        (name, float(f"{seconds:.3g}"), float(f"{statistics.median(getattr(row, name, 0.0) for row in rows):.3g}"))
+        for name, seconds in predicted.items()
+    ]
+    title = f"What the plan predicted for an H200: rank 0, {waiting / prediction.step:.0%} of the step waiting"
+    return [Table(title, ("", "predicted", "measured (medians)"), lines)]

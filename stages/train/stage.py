@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dataset_builders.contracts.fingerprint import fingerprint
+from dataset_builders.contracts.manifest import load_manifest
 from dataset_builders.storage.store import absolute
 from stages.artifacts.artifact import Input, Stage, StageOutput, stage_identity
 from stages.artifacts.workers import StageResources
@@ -20,7 +21,10 @@ from stages.train.report import write_train_report
 from stages.train.run_trainer import run_trainer
 from trainer.contract.answer import read_metrics
 from trainer.contract.names import HELDOUT_BASE_JSONL, HELDOUT_JSONL
+from trainer.contract.pieces import mean_work
+from trainer.contract.placement import Placement, PlacementJob, at_hand
 from trainer.contract.run import RunConfig, TrainConfig
+from trainer.families.registry import read_model
 from trainer.families.shapes import check_run
 
 VERSION = 2  # 2: heldout-base.jsonl
@@ -59,8 +63,23 @@ def train(config: TrainConfig, inputs: Mapping[str, Input], work_dir: Path, reso
         "loss_tokens": rows[-1].loss_tokens if rows else None,
         "epochs": rows[-1].epoch if rows else None,
     }
-    write_train_report(work_dir, config, rows, stats)
+    write_train_report(work_dir, config, rows, stats, predict(run, resources.cluster.processes))
     return StageOutput(stats=stats)
+
+
+def predict(run: RunConfig, processes: int) -> Placement | None:
+    """What a step should take; None where no images are encoded, or in float32, for which no rate is known."""
+    plan = load_manifest(run.bins_dir)
+    job = PlacementJob(
+        shape=read_model(run.hf_dir)[1],
+        parallel=run.execution.parallel,
+        train=run.train,
+        processes=processes,
+        seq_len=run.seq_len,
+        max_patches=plan.config.get("max_patches", 0),
+        work=mean_work(run.seq_len, plan.config, plan.stats),
+    )
+    return at_hand(job) if job.vision and run.train.precision != "float32" else None
 
 
 STAGE = Stage("train", VERSION, train, on_disk=True, digested=(HELDOUT_JSONL, HELDOUT_BASE_JSONL))

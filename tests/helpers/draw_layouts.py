@@ -21,6 +21,7 @@ from tests.helpers.layout_parts import (
     Part,
     deal_bins,
     gathered_images,
+    joined_images,
     make_bin,
     parts_of,
 )
@@ -187,21 +188,47 @@ def draw_pixels(sheet: Sheet, part: Part, samples: Sequence[TokenizedSample]) ->
     sheet.y += max(height, 2 * PATCH) + 6
 
 
-def draw_gathered(sheet: Sheet, parts: Sequence[Part], samples: Sequence[TokenizedSample]) -> None:
-    """The gathered image tokens: the same on every rank that shares the images."""
-    group, owners = parts[0].encoders, owner_of(samples)
-    sheet.text(16, "gathered on each", dy=13, size=11, fill=FAINT)
-    rows = gathered_images([parts[rank] for rank in group.ranks])
+def draw_rows(
+    sheet: Sheet, label: str, rows: Sequence[tuple[int, int] | None], samples: Sequence[TokenizedSample]
+) -> None:
+    """A row of cells: image tokens by their rows."""
+    owners = owner_of(samples)
+    sheet.text(16, label, dy=13, size=11, fill=FAINT)
     for row, found in enumerate(rows):
         fill = "#ffffff" if found is None else IMAGE_FILL[owners[found[0]][0]]
         sheet.box(column(row), CELL, CELL, fill, line="#bdbdbd" if found is None else "#ffffff")
         ink = FAINT if found is None else "#ffffff"
         sheet.text(column(row) + CELL / 2, str(row), dy=13, size=11, fill=ink, anchor="middle")
+
+
+def draw_source(sheet: Sheet, start: int, stop: int, part: Part) -> None:
+    """Under some rows the rank that they come from."""
+    left, right = column(start) + 2, column(stop) - 2
+    sheet.line(left, sheet.y + CELL + 4, right, sheet.y + CELL + 4)
+    sheet.text((left + right) / 2, f"from {part.name}", dy=CELL + 17, size=11, anchor="middle")
+
+
+def draw_joined(sheet: Sheet, parts: Sequence[Part], samples: Sequence[TokenizedSample]) -> None:
+    """The image tokens that the first pipeline rank gets from all."""
+    first = parts[0]
+    rows = joined_images(parts, first)
+    draw_rows(sheet, "on rank 0", rows, samples)
+    rows_of_ranks = (first.batch.encoded_rows, *first.batch.arriving_rows)
+    bounds = itertools.pairwise(itertools.accumulate(rows_of_ranks, initial=0))
+    for rank, (start, stop) in zip(first.stages.ranks, bounds):
+        draw_source(sheet, start, stop, parts[rank])
+    words = "each one's gradient goes back to the rank that has encoded it"
+    sheet.text(column(len(rows)) + 10, words, dy=13, size=11, fill=FAINT)
+    sheet.y += CELL + 32
+
+
+def draw_gathered(sheet: Sheet, parts: Sequence[Part], samples: Sequence[TokenizedSample]) -> None:
+    """The gathered image tokens: the same on every rank that shares the images."""
+    group, rows = parts[0].encoders, gathered_images(parts, parts[0])
+    draw_rows(sheet, "gathered on each", rows, samples)
     each = len(rows) // group.size()
     for number, rank in enumerate(group.ranks):
-        left, right = column(number * each) + 2, column((number + 1) * each) - 2
-        sheet.line(left, sheet.y + CELL + 4, right, sheet.y + CELL + 4)
-        sheet.text((left + right) / 2, f"from {parts[rank].name}", dy=CELL + 17, size=11, anchor="middle")
+        draw_source(sheet, number * each, (number + 1) * each, parts[rank])
     users = parts[0].users
     words = "each rank has their whole gradient: none summed"
     if users.size() > 1:
@@ -216,13 +243,12 @@ def draw_rank(sheet: Sheet, part: Part, samples: Sequence[TokenizedSample], *, p
         sheet.text(16, f"rank {part.mesh.rank}: {part.name}", dy=10, bold=True)
         sheet.y += 18
     is_split = len(part.stream) < len(part.tokens)
-    embeds = bool(part.images)
     if is_split:
         draw_tokens(sheet, "attention, loss", part, part.tokens, loss=True)
         draw_tokens(sheet, "residual stream", part, part.stream, rows=True)
     else:
-        label = "tokens" if embeds else "hidden states"
-        draw_tokens(sheet, label, part, part.tokens, rows=embeds, loss=part.has_loss)
+        label = "tokens" if part.embeds else "hidden states"
+        draw_tokens(sheet, label, part, part.tokens, rows=part.embeds, loss=part.has_loss)
     if positions:
         draw_positions(sheet, part)
     draw_pixels(sheet, part, samples)
@@ -249,6 +275,9 @@ def draw_layers(sheet: Sheet, parts: Sequence[Part]) -> None:
     (_, first_rank), (last, last_rank) = pieces[0], pieces[-1]
     sheet.box(LEFT, 86, 22, "#e3d7f2", dy=first_rank * lane)
     sheet.text(LEFT + 43, "vision, embed", dy=first_rank * lane + 15, size=11, anchor="middle")
+    for rank in parts[0].stages.ranks[1:]:
+        sheet.box(LEFT, 86, 22, "#e3d7f2", dy=rank * lane)
+        sheet.text(LEFT + 43, "vision, a copy", dy=rank * lane + 15, size=11, anchor="middle")
     end = x0 + (last[-1] + 1) * width + 6
     sheet.box(end, 86, 22, "#e3d7f2", dy=last_rank * lane)
     sheet.text(end + 43, "norm, loss", dy=last_rank * lane + 15, size=11, anchor="middle")
@@ -294,6 +323,9 @@ def draw(name: str) -> str:
         if parts[0].encoders.size() > 1:
             sheet.y += 8
             draw_gathered(sheet, parts, samples)
+        elif parts[0].stages.size() > 1:
+            sheet.y += 8
+            draw_joined(sheet, parts, samples)
         if layout.parallel.pp > 1:
             draw_layers(sheet, parts)
     sheet.y += 8

@@ -6,7 +6,8 @@ part of the bin each of them gets.
 
 import dataclasses
 import inspect
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -66,6 +67,12 @@ LAYOUTS = {
         ParallelConfig(tp=2, vision_split="tensor_parallel"),
     ),
     "pp2": Layout("pp2", "layers divided; pixels and embedding first, loss last", 2, ParallelConfig(pp=2)),
+    "pp2-dealt": Layout(
+        "pp2, vision=dealt",
+        "layers divided; both ranks encode some images whole, and the first one gets all image tokens",
+        2,
+        ParallelConfig(pp=2, vision="dealt"),
+    ),
     "pp2-vpp2": Layout(
         "pp2, vpp2",
         "two pieces of the model a rank: a micro batch passes each rank twice",
@@ -111,6 +118,7 @@ class Part:
         stream: (s,) places of the bin: those in the residual stream between them.
         images: numbers of the images it encodes; None is the blank image.
         chunks: numbers of the language layers of each piece of the model.
+        stages: pipeline ranks that encode for this one's place in tensor and context parallel.
         encoders: ranks that gather image tokens from each other.
         users: ranks whose gradients of a gathered image token are summed.
     """
@@ -121,8 +129,13 @@ class Part:
     stream: np.ndarray
     images: list[int | None]
     chunks: list[range]
+    stages: Group
     encoders: Group
     users: Group
+
+    @property
+    def embeds(self) -> bool:
+        return self.mesh.groups.pp.rank() == 0
 
     @property
     def name(self) -> str:
@@ -191,18 +204,31 @@ def _part(parallel: ParallelConfig, mesh: Mesh, samples: Sequence[TokenizedSampl
         np.split(tokens, cut.sequence_ranks)[cut.sequence_rank],
         [numbers.get(image.numpy().tobytes()) for image in batch.patches.split(sizes)],
         list(pieces[mesh.groups.pp.rank() :: parallel.pp]),
+        mesh.groups.pp if parallel.deals_vision else mesh.alone,
         encoders,
         users,
     )
 
 
-def gathered_images(sharers: Sequence[Part]) -> list[tuple[int, int] | None]:
-    """(image, token of it) of each row that these ranks gather; None is filling."""
+def joined_images(parts: Mapping[int, Part] | Sequence[Part], part: Part) -> list[tuple[int, int]]:
+    """(image, token of it) of each row that the pipeline ranks of a first one's place have encoded: its own first."""
+    shares = []
+    for stage in (parts[rank] for rank in part.stages.ranks):
+        sizes = [patches // GEOMETRY.spatial_merge_size**2 for patches in stage.batch.image_patches]
+        shares.append([(i, token) for i in stage.images if i is not None for token in range(sizes[i])])
+    assert tuple(map(len, shares)) == (part.batch.encoded_rows, *part.batch.arriving_rows)
+    return list(itertools.chain.from_iterable(shares))
+
+
+def gathered_images(parts: Mapping[int, Part] | Sequence[Part], part: Part) -> list[tuple[int, int] | None]:
+    """(image, token of it) of each row that a rank has gathered; None is filling.
+
+    Args:
+        parts: of all ranks, by their numbers.
+    """
     rows = []
-    for part in sharers:
-        sizes = [patches // GEOMETRY.spatial_merge_size**2 for patches in part.batch.image_patches]
-        mine = [(i, token) for i in part.images if i is not None for token in range(sizes[i])]
-        assert len(mine) == part.batch.encoded_rows
+    for place in (parts[rank] for rank in part.encoders.ranks):
+        mine = joined_images(parts, place)
         rows += mine + [None] * (part.batch.gathered_rows - len(mine))
     return rows
 

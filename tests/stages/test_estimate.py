@@ -7,11 +7,11 @@ from stages.inputs.hf_directory import count_parameters
 from tests.helpers.shapes import QWEN_2B
 from tests.helpers.tiny_hybrid_model import hybrid_config
 from tests.helpers.tiny_model import FIRST, SECOND, tiny_hf_dir
-from trainer.contract.estimate import estimate_memory, estimate_saved
+from trainer.contract.estimate import estimate_memory, estimate_saved, estimate_vision_rank
 from trainer.contract.model_shape import Work
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.pieces import pipeline_pieces
-from trainer.contract.run import OptimConfig, TrainConfig
+from trainer.contract.run import OptimConfig, PartConfig, TrainConfig
 from trainer.families.qwen3_5_vl.shape import read_shape
 from trainer.families.registry import read_model
 
@@ -152,6 +152,79 @@ def test_micro_batches_in_flight_and_recomputation():
     patch = 2 * 512 * QWEN_2B.vision.hidden_size
     saved = memory()["activations"] - memory(recompute_vision=True)["activations"]
     assert saved == (17 * QWEN_2B.vision.num_layers - (QWEN_2B.vision.num_layers + 17)) * patch
+
+
+VISION = QWEN_2B.parameters["vision"] + QWEN_2B.parameters["merger"]
+
+
+def frozen(*parts: str, **settings: str) -> TrainConfig:
+    return training(**settings).model_copy(update={part: PartConfig(frozen=True) for part in parts})
+
+
+def test_where_vision_is_dealt_every_rank_has_a_copy_of_it():
+    """Of two ranks the second is the fullest: it has 26 of 28 layers. Copies have no moments."""
+    pieces, sizes = (range(2), range(2, 28)), {"dp": 2, "seq_len": 1024, "max_patches": 0}
+
+    def of(vision: str, train: TrainConfig = BFLOAT16, **changes: int) -> dict[str, int]:
+        return estimate_memory(QWEN_2B, ParallelConfig(pp=2, vision=vision), train, pieces=pieces, **sizes | changes)
+
+    first, dealt = of("first_rank"), of("dealt")
+    patches = of("dealt", max_patches=64)["activations"] - dealt["activations"]
+    assert patches == 4 * 32 * 2 * 17 * QWEN_2B.vision.num_layers * QWEN_2B.vision.hidden_size
+    added = {"weights": 2 * VISION, "gradients": 4 * VISION, "optimizer": 0, "activations": 0}
+    assert dealt == {name: value + added[name] for name, value in first.items()}
+    single = training(precision="float32")
+    assert of("dealt", single)["weights"] - of("first_rank", single)["weights"] == 4 * VISION
+    still = frozen("vision", "merger")
+    assert of("dealt", still)["gradients"] == of("first_rank", still)["gradients"]
+    only_merger = of("dealt", frozen("vision"))["gradients"] - of("first_rank", still)["gradients"]
+    assert only_merger == 4 * QWEN_2B.parameters["merger"]
+
+
+def test_dealt_images_are_encoded_ahead_and_in_parts():
+    """A quarter of the images for twice four micro batches, with virtual stages three times four; in `first_rank` four
+    micro batches whole, or seven."""
+    sizes = {"pp": 4, "num_micro_batches": 32, "seq_len": 64}
+
+    def of(**layout: object) -> int:
+        with_images, without = (memory(max_patches=n, **sizes, **layout)["activations"] for n in (1 << 16, 0))
+        return with_images - without
+
+    patches = (1 << 16) * 2 * 17 * QWEN_2B.vision.num_layers * QWEN_2B.vision.hidden_size
+    assert of() == pytest.approx(4 * patches, rel=1e-3) and of(vpp=2) == pytest.approx(7 * patches, rel=1e-3)
+    assert of(vision="dealt") == pytest.approx(8 / 4 * patches, rel=1e-3)
+    assert of(vision="dealt", vpp=2) == pytest.approx(12 / 4 * patches, rel=1e-3)
+    assert of(vision="dealt", tp=2, cp=2) == pytest.approx(8 / 16 * patches, rel=1e-3)
+    sizes["num_micro_batches"] = 3
+    assert of(vision="dealt") == pytest.approx(3 / 4 * patches, rel=1e-3)
+
+
+def test_what_is_frozen_has_weights_alone():
+    counts, whole = QWEN_2B.parameters, memory()
+    still = memory(train=frozen("vision", "merger"))
+    assert still["weights"] == 2 * sum(counts.values()) + 4 * counts["language"]
+    assert still["gradients"] == 4 * counts["language"] and still["optimizer"] == 8 * counts["language"]
+    layer = 512 * 2 * 17 * QWEN_2B.vision.hidden_size  # the one that runs
+    assert whole["activations"] - still["activations"] == (QWEN_2B.vision.num_layers - 1) * layer
+    pieces = pipeline_pieces(QWEN_2B, ParallelConfig(), TOKENS_ALONE)
+    saved = estimate_saved(QWEN_2B, ParallelConfig(), frozen("vision", "merger"), pieces=pieces, dp=1)
+    assert saved == 2 * VISION + 14 * counts["language"]
+    language = memory(train=frozen("language"))
+    assert language["gradients"] == 4 * VISION and language["activations"] == whole["activations"]
+
+
+def test_a_rank_of_vision_alone():
+    sizes = {"patches": 512, "in_flight": 3, "tp": 1}
+    one = estimate_vision_rank(QWEN_2B, BFLOAT16, recompute=False, **sizes)
+    layer = 512 * 2 * 17 * QWEN_2B.vision.hidden_size
+    kept = 3 * QWEN_2B.vision.num_layers * layer
+    assert one == {"weights": 2 * VISION, "gradients": 4 * VISION, "activations": kept}
+    still = estimate_vision_rank(QWEN_2B, frozen("vision", "merger"), recompute=False, **sizes)
+    assert still == {"weights": 2 * VISION, "gradients": 0, "activations": layer}
+    again = estimate_vision_rank(QWEN_2B, BFLOAT16, recompute=True, **sizes)
+    assert again["activations"] == kept / 17 + layer
+    two = estimate_vision_rank(QWEN_2B, BFLOAT16, recompute=False, **sizes | {"tp": 2})
+    assert two == {"weights": VISION, "gradients": 2 * VISION, "activations": round(kept * (10 + 24 / 2) / 34)}
 
 
 def test_what_was_measured_on_a_gpu():

@@ -30,6 +30,10 @@ class Work(NamedTuple):
     patches: float
     patches_squared: float
 
+    def without_images(self) -> "Work":
+        """The same where the vision encoder has nothing to do."""
+        return self._replace(patches=0, patches_squared=0)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderShape:

@@ -71,7 +71,8 @@ def pipeline_pieces(
     """The numbers of the language layers of each piece, in the order of the model; rank r has pieces[r::pp].
 
     The costliest rank is as cheap as it can become by moving single layers from one piece to any other; then the other
-    ranks alike, then the pieces. The first piece has the vision encoder too, the last one output layer and loss.
+    ranks alike, then the pieces. The first piece has the vision encoder too, unless others encode as
+    well or alone (`parallel.vision`), the last one output layer and loss.
     `check_layout` has found that the layers fit.
 
     Args:
@@ -90,36 +91,62 @@ def pipeline_pieces(
     return tuple(range(start, stop) for start, stop in pairwise(accumulate(best, initial=0)))
 
 
+def language_flops(
+    shape: ModelShape, parallel: ParallelConfig, work: Work, frozen: Collection[str], pieces: Sequence[range]
+) -> list[int]:
+    """FLOPs of the language model on a bin, forward and backward, of each pipeline rank with these pieces."""
+    costs = _costs(shape, parallel, work.without_images(), frozen)
+    return costs.ranks(costs.pieces([len(piece) for piece in pieces]))
+
+
+def vision_flops(shape: ModelShape, parallel: ParallelConfig, work: Work, frozen: Collection[str]) -> int:
+    """FLOPs of the vision encoder on a bin, as often as it is run: forward, backward for its inputs and its weights,
+    and forward again where its layers are computed again."""
+    flops = shape.forward_flops
+    forward = flops["per_patch"] * work.patches + flops["per_patch_squared"] * work.patches_squared
+    return round(forward * (1 if "vision" in frozen else 3 + parallel.recompute_vision))
+
+
 class _Costs(NamedTuple):
     before: list[int]  # of all layers before a layer
-    first: int  # of the vision encoder
+    first: int  # of what the first piece has beside its layers
     last: int  # of output layer and loss
     pp: int
 
     def of(self, counts: Sequence[int]) -> tuple[int, int, int]:
         """To be made small: the costliest rank, then the squares of all ranks, then those of all pieces."""
+        pieces = self.pieces(counts)
+        ranks = self.ranks(pieces)
+        return max(ranks), sum(cost * cost for cost in ranks), sum(cost * cost for cost in pieces)
+
+    def ranks(self, pieces: Sequence[int]) -> list[int]:
+        """Of each pipeline rank, from those of the pieces."""
+        return [sum(pieces[rank :: self.pp]) for rank in range(self.pp)]
+
+    def pieces(self, counts: Sequence[int]) -> list[int]:
+        """Of each piece, where the pieces have so many layers."""
         bounds = [self.before[bound] for bound in accumulate(counts, initial=0)]
         pieces = [stop - start for start, stop in pairwise(bounds)]
         pieces[0] += self.first
         pieces[-1] += self.last
-        ranks = [sum(pieces[rank :: self.pp]) for rank in range(self.pp)]
-        return max(ranks), sum(cost * cost for cost in ranks), sum(cost * cost for cost in pieces)
+        return pieces
 
 
 def _costs(shape: ModelShape, parallel: ParallelConfig, work: Work, frozen: Collection[str]) -> _Costs:
-    """Passes: one forward, two backward, one of them for the weights, and one more where layers are computed again."""
-    decoder, flops = shape.language, shape.forward_flops
+    """Passes: one forward, two backward, one of them for the weights, and one more where layers are computed again.
+    Vision that is dealt costs all ranks alike, and that of other ranks these nothing."""
+    decoder = shape.language
     passes = 3 - ("language" in frozen) + (parallel.recompute == "full")
     layers = []
     for number in range(decoder.num_layers):
         before, after, squared = decoder.layer_flops(number)
         rows = work.loss_tokens if number == decoder.num_layers - 1 else work.tokens
         layers.append(round(passes * (before * work.tokens + after * rows + squared * work.tokens_squared)))
-    vision = flops["per_patch"] * work.patches + flops["per_patch_squared"] * work.patches_squared
-    vision *= 1 if "vision" in frozen else 3 + parallel.recompute_vision
+    is_elsewhere = parallel.deals_vision or parallel.vision_ranks
+    first = 0 if is_elsewhere else vision_flops(shape, parallel, work, frozen)
     logits = 2 * decoder.hidden_size * decoder.vocab_size * work.loss_tokens
     logits *= 3 - ("language" in frozen)
-    return _Costs(list(accumulate(layers, initial=0)), round(vision), round(logits), parallel.pp)
+    return _Costs(list(accumulate(layers, initial=0)), first, round(logits), parallel.pp)
 
 
 def _even(room: PipelineRoom) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from dataset_builders.contracts.sample import SPLITS
 from dataset_builders.storage.store import StorePath, side_dir
 from flows.cli.check import recipe_of
 from flows.cli.text_table import print_table
+from flows.cli.vision_table import COLUMNS, NOTE, advice, is_worth_showing, vision_rows
 from flows.pipeline.config import PipelineConfig
 from flows.pipeline.graph import PlannedStage, pipeline_nodes, plan_stages
 from stages.answer.job import answer_job
@@ -20,10 +21,11 @@ from stages.export.stage import JOB_DIR
 from stages.inputs.hf_directory import hf_dir_of
 from stages.launchers.job import Job, make_launcher
 from stages.train.run_trainer import trainer_job
-from trainer.contract.estimate import estimate_memory, estimate_saved
+from trainer.contract.estimate import estimate_saved
 from trainer.contract.model_shape import ModelShape
 from trainer.contract.parallel import ParallelConfig
-from trainer.contract.pieces import mean_work, pipeline_pieces
+from trainer.contract.pieces import mean_work
+from trainer.contract.placement import PlacementJob, at_hand, placements
 from trainer.families.registry import read_model
 
 UNKNOWN = "known once the data is made"
@@ -47,6 +49,7 @@ def plan_command(args: argparse.Namespace) -> int:
     rows = [(stage.name, "reuse" if stage.artifact else "make", stage.why) for stage in planned]
     print_table("Stages", ("stage", "", "why"), rows, is_terminal)
     print_table("Size", ("", "value"), size_rows(recipe.config, available), is_terminal)
+    _print_vision(recipe.config, available, is_terminal)
     num_made = sum(stage.artifact is None for stage in planned)
     print(f"\n{num_made} of {len(planned)} stages would be made, {len(planned) - num_made} reused.")
     if args.launcher or recipe.config.execution.cluster.launcher != "torchrun":
@@ -86,10 +89,9 @@ def work_dir_of(name: str, config: PipelineConfig, root: StorePath, available: M
 
 def size_rows(config: PipelineConfig, available: Mapping[str, Input]) -> list[tuple[str, str]]:
     """(name, value) of samples, bins, steps, epochs, parameters and memory, as far as they are known now."""
-    shape = read_model(available["model"].dir)[1] if isinstance(config.model, str) else config.model.shape
-    parts, bins = shape.parameters, available.get("plan_bins")
-    pieces = _pieces(config, shape, bins)
-    memory = _memory(config, shape, pieces)
+    bins, job = available.get("plan_bins"), _placement_job(config, available)
+    shape, parts = job.shape, job.shape.parameters
+    memory = at_hand(job).memory
     steps, batch = config.train.num_steps, config.train.global_batch_size
     tokens = steps * batch * config.plan_bins.seq_len
     return [
@@ -101,14 +103,14 @@ def size_rows(config: PipelineConfig, available: Mapping[str, Input]) -> list[tu
             "parameters",
             f"{sum(parts.values()):,} ({', '.join(f'{name} {n:,}' for name, n in parts.items())})",
         ),
-        *_layers(config.execution.parallel, pieces, bins),
+        *_layers(job.parallel, job.pieces, bins),
         *_carried(available.get("model")),
         (
             "memory",
             f"about {_size(sum(memory.values()))} in the fullest process, without the {_RUNTIME} of torch itself",
         ),
         *((f"  {name}", _size(value)) for name, value in memory.items()),
-        *_host_memory(config, shape, pieces),
+        *_host_memory(config, shape, job.pieces),
         ("processes", str(config.execution.cluster.processes)),
     ]
 
@@ -123,12 +125,32 @@ def _carried(model: Input | None) -> list[tuple[str, str]]:
 _RUNTIME = "0.5 to 1 GB"
 
 
-def _pieces(config: PipelineConfig, shape: ModelShape, bins: Input | None) -> tuple[range, ...]:
-    """The language layers of the pipeline's pieces, as the trainer will deal them if the bins are made."""
-    plan = config.plan_bins
+def _placement_job(config: PipelineConfig, available: Mapping[str, Input]) -> PlacementJob:
+    """The model, its layout and the mean bin, as the trainer will find them if the bins are made."""
+    plan, bins = config.plan_bins, available.get("plan_bins")
     stats = bins.manifest.stats if isinstance(bins, Artifact) else {}
-    work = mean_work(plan.seq_len, plan.model_dump(), stats)
-    return pipeline_pieces(shape, config.execution.parallel, work, config.train.frozen)
+    return PlacementJob(
+        shape=read_model(available["model"].dir)[1] if isinstance(config.model, str) else config.model.shape,
+        parallel=config.execution.parallel,
+        train=config.train,
+        processes=config.execution.cluster.processes,
+        seq_len=plan.seq_len,
+        max_patches=plan.max_patches,
+        work=mean_work(plan.seq_len, plan.model_dump(), stats),
+    )
+
+
+def _print_vision(config: PipelineConfig, available: Mapping[str, Input], is_terminal: bool) -> None:
+    """A table where there is something to choose, with its assumptions and the advice."""
+    job = _placement_job(config, available)
+    if is_worth_showing(job, choices := placements(job)):
+        title = f"Vision{_if_full(available.get('plan_bins'))}"
+        print_table(title, COLUMNS, vision_rows(choices), is_terminal)
+        print(f"\n{NOTE}\n{advice(choices)}")
+
+
+def _if_full(bins: Input | None) -> str:
+    return "" if isinstance(bins, Artifact) else f" (if bins were full; for these bins {UNKNOWN})"
 
 
 def _layers(parallel: ParallelConfig, pieces: Sequence[range], bins: Input | None) -> list[tuple[str, str]]:
@@ -136,22 +158,7 @@ def _layers(parallel: ParallelConfig, pieces: Sequence[range], bins: Input | Non
     if parallel.pp == 1:
         return []
     ranks = (" + ".join(str(len(piece)) for piece in pieces[rank :: parallel.pp]) for rank in range(parallel.pp))
-    note = "" if isinstance(bins, Artifact) else f" (if bins were full; for these bins {UNKNOWN})"
-    return [("layers", f"{', '.join(ranks)} by pipeline rank{note}")]
-
-
-def _memory(config: PipelineConfig, shape: ModelShape, pieces: Sequence[range]) -> dict[str, int]:
-    parallel = config.execution.parallel
-    dp = config.execution.cluster.processes // parallel.model_size
-    return estimate_memory(
-        shape,
-        parallel,
-        config.train,
-        pieces=pieces,
-        dp=dp,
-        seq_len=config.plan_bins.seq_len,
-        max_patches=config.plan_bins.max_patches,
-    )
+    return [("layers", f"{', '.join(ranks)} by pipeline rank{_if_full(bins)}")]
 
 
 def _host_memory(config: PipelineConfig, shape: ModelShape, pieces: Sequence[range]) -> list[tuple[str, str]]:
@@ -159,7 +166,7 @@ def _host_memory(config: PipelineConfig, shape: ModelShape, pieces: Sequence[ran
     execution, train = config.execution, config.train
     if not execution.checkpoint.asynchronous or execution.checkpoint.save_interval >= train.num_steps:
         return []
-    dp = execution.cluster.processes // execution.parallel.model_size
+    dp = execution.parallel.data_parallel(execution.cluster.processes)
     copied = estimate_saved(shape, execution.parallel, train, pieces=pieces, dp=dp)
     return [("host memory", f"{_size(copied)} in the fullest process, page-locked: checkpoints are written from it")]
 

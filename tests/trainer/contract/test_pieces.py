@@ -102,6 +102,13 @@ def test_vision_is_of_the_first_rank_and_its_deepstack_layers_stay_there():
     assert numbers_of(QWEN_2B, text._replace(loss_tokens=16_384), pp=2) == [17, 11]
 
 
+def test_vision_that_is_dealt_is_no_load_of_the_first_rank():
+    assert numbers_of(QWEN_2B, MIX, pp=2, vision="dealt") == [14, 14]
+    assert numbers_of(QWEN_2B, MIX, pp=4, vision="dealt") == [7, 7, 7, 7]
+    assert numbers_of(QWEN_2B, MIX._replace(loss_tokens=16_384), pp=2, vision="dealt") == [17, 11]
+    assert numbers_of(changed(QWEN_2B, num_deepstack=9), MIX, pp=4, vision="dealt") == [9, 6, 6, 7]  # they stay there
+
+
 def test_what_is_frozen_or_computed_again_costs_as_many_passes():
     # Beside a language model of 3, vision is 1.10: 1.10 + 3 * 9 / 28 is 2.06. Frozen, it is a third of that.
     work = MIX._replace(patches=20_000, patches_squared=20_000 * 2_121)

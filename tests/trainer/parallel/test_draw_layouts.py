@@ -41,6 +41,8 @@ FOURFOLD = ParallelConfig(tp=2, pp=2, cp=2, sequence_parallel=True)
 CHECKED = {name: (layout.parallel, layout.ranks) for name, layout in LAYOUTS.items()} | {
     "fourfold-dp2": (FOURFOLD, 16),
     "cp4": (ParallelConfig(cp=4), 4),
+    "pp4-dealt": (ParallelConfig(pp=4, vision="dealt"), 4),
+    "fourfold-dealt": (ParallelConfig(tp=2, pp=2, cp=2, sequence_parallel=True, vision="dealt"), 8),
 }
 
 
@@ -171,19 +173,21 @@ def test_sequence_parallel_ranks_divide_what_a_context_parallel_rank_holds(name)
 
 @pytest.mark.parametrize("name", CHECKED)
 def test_each_image_is_encoded_once_and_its_tokens_find_their_places(name):
+    by_rank = {part.mesh.rank: part for parts in checked(name) for part in parts}
     for parts in checked(name):
         if parts[0].mesh.groups.pp.rank() > 0:
-            assert all(not part.images and not len(part.batch.image_index) for part in parts)
+            if not CHECKED[name][0].deals_vision:
+                assert all(not part.images and not len(part.batch.image_index) for part in parts)
             continue
-        by_rank = {part.mesh.rank: part for part in parts}
         images = parts[0].batch.image_patches
         tokens = [(i, t) for i, n in enumerate(images) for t in range(n // GEOMETRY.spatial_merge_size**2)]
         bin_ = whole(CHECKED[name][0].pad_multiple)
         expected = dict(zip(bin_.image_index.tolist(), tokens, strict=True))
         for part in parts:
-            sharers = [by_rank[rank] for rank in part.encoders.ranks]
+            firsts = [by_rank[rank] for rank in part.encoders.ranks]
+            sharers = [by_rank[rank] for first in firsts for rank in first.stages.ranks]
             assert sorted(i for p in sharers for i in p.images if i is not None) == list(range(len(images)))
-            gathered = gathered_images(sharers)
+            gathered = gathered_images(by_rank, part)
             places = part.stream[part.batch.image_index.numpy()].tolist()
             assert [gathered[row] for row in part.batch.image_rows.tolist()] == [expected[place] for place in places]
             assert set(places) == set(bin_.image_index.tolist()) & set(part.stream.tolist())
@@ -209,9 +213,11 @@ def test_the_drawings_show_what_they_are_for():
     cp2, tp2_sp, four = (parts_of(*CHECKED[name], make_bin(0)) for name in ("cp2", "tp2-sp", "tp2-sp-cp2"))
     padded = np.diff(cp2[0].batch.cu_seqlens)[: len(cp2[0].batch.keys)]
     assert any(length > own for length, own in zip(padded, cp2[0].batch.sample_lengths)), "no sample that cp pads"
-    assert None in gathered_images(cp2), "no filling"
+    assert None in gathered_images(cp2, cp2[0]), "no filling"
     assert any(part.images == [None] for part in four), "no rank with a blank image"
+    dealt = parts_of(*CHECKED["pp2-dealt"], make_bin(0))
+    assert all(part.images and None not in part.images for part in dealt), "a rank that encodes nothing"
     rows = [set(part.batch.image_rows.tolist()) for part in tp2_sp]
-    gathered = gathered_images(tp2_sp)
+    gathered = gathered_images(tp2_sp, tp2_sp[0])
     image_of = [{gathered[row][0] for row in found} for found in rows]
     assert image_of[0] & image_of[1], "no image whose tokens lie on two ranks"

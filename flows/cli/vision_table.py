@@ -1,0 +1,102 @@
+"""What `athanor plan` says of where images are encoded: a row per choice, and one line of advice."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+
+from trainer.contract.parallel import ParallelConfig, VisionRanks
+from trainer.contract.pieces import EVEN_ENOUGH
+from trainer.contract.placement import LANGUAGE_RATE, VISION_RATE, Placement, PlacementJob, advised
+
+COLUMNS = ("images are encoded by", "vision", "language", "waiting", "step", "start, end", "memory", "tokens/s")
+_RATES = f"vision at {VISION_RATE / 1e12:.0f} and language at {LANGUAGE_RATE / 1e12:.0f} TFLOP/s per GPU"
+NOTE = f"""\
+Seconds per step by the FLOPs of a mean bin, {_RATES}, as measured on an
+H200 in bfloat16. Several numbers: of the pipeline's ranks, then of one that encodes alone. The pipeline's start and end
+are in the step and in the waiting; communication and update are not. Memory: of the fullest process. tokens/s: in those
+of the layout at hand."""
+# From this part of a step on, vision is shown where a model is on one process too, if there is a choice.
+LARGE_SHARE = 1 / 3
+
+
+def is_worth_showing(job: PlacementJob, choices: Sequence[Placement]) -> bool:
+    """Whether several processes have one model with a vision encoder, or the encoder is a large part of a step by the
+    rates, which are not those of float32."""
+    is_large = len(choices) > 1 and job.vision_share >= LARGE_SHARE and job.train.precision != "float32"
+    is_shared = job.parallel.model_size > 1 or job.parallel.vision_ranks > 0
+    return job.vision > 0 and (is_shared or is_large)
+
+
+def vision_rows(choices: Sequence[Placement]) -> list[tuple[str, ...]]:
+    """A row of `COLUMNS` per choice; the first is the layout at hand."""
+    now = choices[0]
+    return [
+        (
+            f"{_who(choice)}, pp={choice.parallel.pp}" if choice.parallel.pp != now.parallel.pp else _who(choice),
+            _by_rank(f"{rank.vision:.3g}" for rank in choice.ranks),
+            _by_rank(f"{rank.language:.3g}" for rank in choice.ranks),
+            _by_rank(f"{waits:.0%}" for waits in choice.waits),
+            f"{choice.step:.3g}",
+            f"{choice.start / choice.step:.0%}",
+            f"{choice.bytes / 1e9:.3g} GB",
+            f"{now.step / choice.step:.2f}" + (" (now)" if choice is now else ""),
+        )
+        for choice in choices
+    ]
+
+
+def advice(choices: Sequence[Placement]) -> str:
+    """One line: what to set, or that nothing is to be gained; and what would be faster and has no room."""
+    now, best = choices[0], advised(choices)
+    gain = f"{now.step / best.step:.2f} times the tokens/s"
+    more = best.bytes - now.bytes
+    cost = f", and {more / 1e9:.3g} GB more in the fullest process" if more > 0.01 * now.bytes else ""
+    if best is now:
+        text = "keep the layout at hand; nothing that has room gains more than 2%."
+    elif best.name == "cached":
+        text = f"encode the images once, before the training: {gain} where they are read in more than one epoch or run."
+    else:
+        text = f"set {', '.join(_settings(now.parallel, best.parallel))}: {gain}{cost}."
+    return " ".join([f"Advice: {text}", *_without_room(choices, best)])
+
+
+def _settings(now: ParallelConfig, other: ParallelConfig) -> Iterator[str]:
+    """The fields that make one layout the other, as --set takes them."""
+    for name in ("vision", "vision_split", "pp", "vpp", "first_pipeline_layers"):
+        value = getattr(other, name)
+        if value != getattr(now, name):
+            yield f"execution.parallel.{name}={_written(value)}"
+
+
+def _written(value: str | int | VisionRanks | None) -> str:
+    """As a recipe has it."""
+    if isinstance(value, VisionRanks):
+        return f"{{ranks: {value.ranks}{f', tp: {value.tp}' if value.tp > 1 else ''}}}"
+    return "null" if value is None else str(value)
+
+
+def _without_room(choices: Sequence[Placement], best: Placement) -> Iterator[str]:
+    """A sentence for each choice that would be faster than what is advised."""
+    for choice in choices:
+        if EVEN_ENOUGH * choice.step < best.step:
+            needs = f"{choice.bytes / 1e9:.3g} GB are more than an H200 has; recompute_vision saves some"
+            yield f"With {_who(choice)} it would be {best.step / choice.step:.2f} times as fast as that, but {needs}."
+
+
+def _who(choice: Placement) -> str:
+    if choice.name == "own_ranks":
+        ranks = choice.parallel.vision_ranks
+        whose = "rank of its own" if ranks == 1 else "ranks of their own"
+        return f"{ranks} {whose} (vision={_written(choice.parallel.vision)})"
+    if choice.name == "first_rank" and choice.parallel.pp == 1:
+        return "every rank"
+    return {
+        "first_rank": "the first pipeline rank",
+        "dealt": "all pipeline ranks (vision=dealt)",
+        "cached": "nobody: they are cached",
+    }[choice.name]
+
+
+def _by_rank(cells: Iterable[str]) -> str:
+    """Equal ones that follow each other as a number and one of them."""
+    runs = [(cell, len(list(same))) for cell, same in groupby(cells)]
+    return ", ".join(cell if count == 1 or len(runs) == 1 else f"{count} x {cell}" for cell, count in runs)

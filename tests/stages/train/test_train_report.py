@@ -1,0 +1,86 @@
+"""The report of a training puts what came true beside what the plan had predicted."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from stages.artifacts.workers import StageResources
+from stages.inputs.hf_directory import model_input
+from stages.pages.report import REPORT_JSON
+from stages.train.report import write_train_report
+from stages.train.stage import make_run_config, predict
+from tests.helpers.fake_trainer import metrics_row
+from tests.helpers.tiny_model import tiny_hf_dir
+from tests.stages.train.test_train_stage import CONFIG, _artifact
+from trainer.contract.parallel import ParallelConfig
+from trainer.contract.placement import Placement, RankSeconds
+from trainer.contract.run import RunConfig, TrainConfig, TrainerExecution
+
+HALF = CONFIG.model_copy(update={"precision": "bfloat16"})
+SUMS = {"num_samples": 8, "num_tokens": 800, "num_loss_tokens": 80, "num_patches": 4096, "num_images": 16}
+PREDICTED = Placement(
+    name="first_rank",
+    parallel=ParallelConfig(pp=2),
+    ranks=(RankSeconds(3.0, 1.0), RankSeconds(0.0, 2.0)),
+    step=5.0,
+    start=1.0,
+    memory={},
+)
+
+
+def run_of(tmp_path: Path, config: TrainConfig, patches: int, parallel: ParallelConfig) -> RunConfig:
+    sums = {**SUMS, "num_patches": patches}
+    stats = {"epochs": [{"num_bins": 4, "num_tokens": 800, "subsets": {"all": sums}}]}
+    inputs = {
+        "model": model_input(tiny_hf_dir()),
+        "tokenized": _artifact(tmp_path, "tokenize", {}, {}),
+        "bins": _artifact(tmp_path, "plan_bins", {"seq_len": 512, "max_patches": 2048}, stats),
+    }
+    resources = StageResources(trainer=TrainerExecution(parallel=parallel))
+    return make_run_config(config, inputs, tmp_path / "out", resources)
+
+
+def tables(directory: Path) -> dict[str, list]:
+    sections = json.loads((directory / REPORT_JSON).read_text())["sections"]
+    return {section["title"]: section["rows"] for section in sections if section["kind"] == "table"}
+
+
+def test_the_prediction_stands_beside_what_rank_0_measured(tmp_path):
+    seconds = [(2.8, 2.0, 5.1), (2.6, 2.4, 5.5), (9.0, 9.0, 9.0)]  # medians 2.8, 2.4, 5.5
+    rows = [
+        metrics_row(step, vision_seconds=vision, language_seconds=language, step_seconds=whole)
+        for step, (vision, language, whole) in enumerate(seconds, 1)
+    ]
+    write_train_report(tmp_path, HALF, rows, {}, PREDICTED)
+    title = "What the plan predicted for an H200: rank 0, 20% of the step waiting"
+    assert tables(tmp_path)[title] == [
+        ["vision_seconds", 3.0, 2.8],
+        ["language_seconds", 2.0, 2.4],
+        ["step_seconds", 5.0, 5.5],
+    ]
+    write_train_report(tmp_path, HALF, rows, {})
+    assert not [title for title in tables(tmp_path) if "predicted" in title]
+    write_train_report(tmp_path, HALF, [], {}, PREDICTED)
+    assert not [title for title in tables(tmp_path) if "predicted" in title]
+
+
+@pytest.mark.parametrize(
+    ("config", "patches", "parallel", "name"),
+    [
+        (HALF, 4096, ParallelConfig(), "first_rank"),
+        (HALF, 4096, ParallelConfig(pp=2, vision="dealt"), "dealt"),
+        (HALF, 0, ParallelConfig(), None),
+        (CONFIG, 4096, ParallelConfig(), None),  # float32
+    ],
+)
+def test_a_training_is_predicted_from_its_plan_of_bins(tmp_path, config, patches, parallel, name):
+    found = predict(run_of(tmp_path, config, patches, parallel), parallel.pp)
+    assert (found and found.name) == name
+    if found is not None:
+        assert all(rank.vision > 0 for rank in found.ranks) and found.step > 0
+
+
+def test_rank_0_of_a_world_with_vision_ranks_encodes_nothing(tmp_path):
+    found = predict(run_of(tmp_path, HALF, 4096, ParallelConfig(vision={"ranks": 1})), 2)
+    assert found.name == "own_ranks" and found.ranks[0].vision == 0 < found.ranks[0].language
