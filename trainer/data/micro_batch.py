@@ -18,6 +18,8 @@ from trainer.data.slices import WHOLE, ImageShare, RankSlice, joined_ranges, sha
 
 # (tokens of a sample, place of the first token of each image, each image's grid in tokens) -> (3, n) positions
 Positions = Callable[[int, Sequence[int], Sequence[Sequence[int]]], np.ndarray]
+# numbers of images in the bin -> (tokens, (1 + L) * D) their features, one image after another
+Features = Callable[[Sequence[int]], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,8 @@ class MicroBatch:
 
     A rank that has no image to encode gets one blank image of merge x merge patches whose token goes nowhere, so that
     the vision encoder takes part in every step on every rank and its gradients are zero rather than missing. A model of
-    text alone, and a rank that has no vision encoder, get no blank image: all fields about images are empty.
+    text alone, and a rank that has no vision encoder, get no blank image: all fields about images are empty. A rank
+    that reads features gets those of the images that it would encode; its fields about patches are empty.
 
     Attributes:
         keys: the samples, in order.
@@ -125,12 +128,19 @@ class MicroBatch:
 
 
 def make_micro_batch(
-    samples: Sequence[TokenizedSample], geometry: Geometry, seq_len: int, part: RankSlice = WHOLE
+    samples: Sequence[TokenizedSample],
+    geometry: Geometry,
+    seq_len: int,
+    part: RankSlice = WHOLE,
+    features: Features | None = None,
 ) -> MicroBatch:
     """A rank's part of the samples laid end to end in `seq_len` tokens; without samples all of it is padding.
 
+    Args:
+        features: reads the features of images; the samples need no patches then.
+
     Raises:
-        ValueError: the samples do not fit, or a sample's image tokens are not those of its grids.
+        ValueError: the samples do not fit, or a sample's image tokens are not those of its grids or of its features.
     """
     bounds = _segment_bounds(samples, seq_len, part.pad_multiple)
     whole = _lay_out(samples, geometry, bounds)
@@ -151,7 +161,7 @@ def make_micro_batch(
         loss_index=torch.from_numpy(loss_index),
         labels=torch.from_numpy(whole.ids[places[loss_index] + 1]),
         loss_lengths=tuple(np.diff(loss_bounds).tolist()),
-        **_vision_fields(samples, grids, whole.ids, places, geometry, part),
+        **_vision_fields(samples, grids, whole.ids, places, geometry, part, features),
         sample_lengths=tuple(len(s.input_ids) for s in samples),
         image_patches=tuple(grids.prod(1).tolist()),
         num_loss_tokens=int(np.count_nonzero(whole.is_loss)),
@@ -227,9 +237,10 @@ def _vision_fields(
     places: np.ndarray,
     geometry: Geometry,
     part: RankSlice,
-) -> dict[str, torch.Tensor | int]:
-    """The fields about images: those that a rank encodes, and where the image tokens of its s come from. All are empty
-    if it has no vision encoder.
+    features: Features | None,
+) -> dict[str, torch.Tensor | int | None]:
+    """The fields about images: those that a rank encodes, or whose features it reads, and where the image tokens of its
+    s come from. All are empty if it has no vision encoder.
 
     Args:
         grids: (G, 3) of all images of the bin, in patches.
@@ -238,7 +249,7 @@ def _vision_fields(
     """
     merge, share = geometry.spatial_merge_size, ImageShare((), 0, 0, ())
     image_index = image_rows = np.empty(0, np.int64)
-    encoded, patches = grids[:0], np.empty((0, geometry.patch_bytes), np.uint8)
+    encoded, patches, read = grids[:0], np.empty((0, geometry.patch_bytes), np.uint8), None
     if part.has_vision and geometry.image_token_id is not None:
         image_patches = grids.prod(1)
         share = share_images(image_patches.tolist(), merge**2, part.vision_ranks, part.vision_rank)
@@ -248,7 +259,11 @@ def _vision_fields(
         held = row_at[places.reshape(part.sequence_ranks, -1)[part.sequence_rank]]
         image_index = np.flatnonzero(held >= 0)
         image_rows = held[image_index]
-        encoded, patches = _encoded(samples, grids, share, geometry)
+        if features is None:
+            encoded, patches = _encoded(samples, grids, share, geometry)
+        elif len(read := features(share.images)) != share.tokens:
+            wrong = f"{len(read)} rows of features for images of {share.tokens} tokens"
+            raise ValueError(f"{[sample.key for sample in samples]}: {wrong}; run the encode_images stage again")
     frames = np.repeat(encoded[:, 1:], encoded[:, 0], axis=0)
     sizes = frames.prod(1)
     return {
@@ -261,6 +276,7 @@ def _vision_fields(
         "patch_frames": torch.from_numpy(np.repeat(frames, sizes, axis=0)),
         "vision_cu_seqlens": torch.tensor([0, *sizes.cumsum()], dtype=torch.int32),
         "vision_max_seqlen": int(sizes.max(initial=0)),
+        "features": read,
     }
 
 

@@ -13,6 +13,7 @@ from trainer.checkpoint.hf_read import load_hf_weights
 from trainer.contract.model_shape import ModelShape
 from trainer.contract.names import CHECKPOINTS
 from trainer.contract.run import RunConfig
+from trainer.data.features import FeatureReader
 from trainer.data.order import TrainingOrder
 from trainer.data.reader import BinReader
 from trainer.families.family import Family, load
@@ -79,8 +80,9 @@ def set_up(run: RunConfig, mesh: Mesh) -> Trainer:
     models = build_chunks(run, family, shape, mesh, weights_dtype(run))
     parallel = run.execution.parallel
     part = mesh.slice_of_bin(parallel, has_vision=shape.vision is not None)
+    features = None if run.features_dir is None else FeatureReader(run.features_dir, shape.feature_width)
     readers = [
-        BinReader(run.tokenized_dir, run.bins_dir, split, geometry_of(shape), run.seq_len, part)
+        BinReader(run.tokenized_dir, run.bins_dir, split, geometry_of(shape), run.seq_len, part, features)
         for split in ("train", "heldout")
     ]
     models[0].prepare_pixels(readers[0].patch_format)
@@ -91,13 +93,14 @@ def set_up(run: RunConfig, mesh: Mesh) -> Trainer:
         model.config.finalize_model_grads_func = finalize_gradients
         model.config.grad_scale_func = optimizer.scale_loss
         model.config.no_sync_func = chunk.no_sync if len(chunks) == 1 else [c.no_sync for c in chunks]
+    cost = cost_model(shape) if features is None else cost_model(shape).without_vision()
     order = TrainingOrder(
         readers[0],
         seed=run.train.seed,
         global_batch_size=run.train.global_batch_size,
         dp_rank=mesh.dp_rank,
         dp=mesh.dp,
-        bin_cost=partial(cost_model(shape).planned_cost, seq_len=run.seq_len) if parallel.balance else None,
+        bin_cost=partial(cost.planned_cost, seq_len=run.seq_len) if parallel.balance else None,
     )
     trainer = Trainer(run, mesh, family, chunks, optimizer, order, readers[1])
     _resume(trainer)

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from dataset_builders.contracts.feature_store import FeatureStore
 from dataset_builders.contracts.sample import SPLITS
 from dataset_builders.storage.store import StorePath, side_dir
 from flows.cli.check import recipe_of
@@ -15,6 +16,7 @@ from stages.answer.job import answer_job
 from stages.answer.stage import answers_apart
 from stages.artifacts.artifact import Artifact, External, Input, stage_identity
 from stages.artifacts.run_stage import scratch_dir
+from stages.encode_images.stage import JOB_DIR as ENCODE_JOB_DIR
 from stages.export.carried import count_carried
 from stages.export.stage import JOB_DIR
 from stages.inputs.hf_directory import hf_dir_of
@@ -31,6 +33,7 @@ UNKNOWN_FINGERPRINT = "FINGERPRINT"
 RULER = "-" * 80
 # Node -> the job that it submits, from its work directory.
 _JOBS: dict[str, Callable[[Path], Job]] = {
+    "encode_images": lambda work: trainer_job(work / ENCODE_JOB_DIR),
     "train": trainer_job,
     "export": lambda work: trainer_job(work / JOB_DIR),
     "answer": answer_job,
@@ -102,6 +105,7 @@ def size_rows(config: PipelineConfig, available: Mapping[str, Input]) -> list[tu
             f"{sum(parts.values()):,} ({', '.join(f'{name} {n:,}' for name, n in parts.items())})",
         ),
         *_layers(config.execution.parallel, pieces, bins),
+        *_features(config, shape, available),
         *_carried(available.get("model")),
         (
             "memory",
@@ -128,6 +132,8 @@ def _pieces(config: PipelineConfig, shape: ModelShape, bins: Input | None) -> tu
     plan = config.plan_bins
     stats = bins.manifest.stats if isinstance(bins, Artifact) else {}
     work = mean_work(plan.seq_len, plan.model_dump(), stats)
+    if config.encode_images is not None:
+        work = work._replace(patches=0, patches_squared=0)
     return pipeline_pieces(shape, config.execution.parallel, work, config.train.frozen)
 
 
@@ -140,6 +146,24 @@ def _layers(parallel: ParallelConfig, pieces: Sequence[range], bins: Input | Non
     return [("layers", f"{', '.join(ranks)} by pipeline rank{note}")]
 
 
+def _features(config: PipelineConfig, shape: ModelShape, available: Mapping[str, Input]) -> list[tuple[str, str]]:
+    """A row where images are encoded once."""
+    if config.encode_images is None:
+        return []
+    store = FeatureStore(dtype=config.encode_images.dtype, width=shape.feature_width)
+    levels = f" ({1 + shape.num_deepstack} x {shape.language.hidden_size:,} numbers)"
+    each = f"{store.token_bytes:,} bytes per image token in {store.dtype}{levels}"
+    encoded, tokenized = available.get("encode_images"), available.get("tokenize")
+    if isinstance(encoded, Artifact):
+        stats = encoded.manifest.stats
+        images = f"{stats['image_tokens']:,} tokens of {stats['distinct_images']:,} distinct images"
+        return [("image features", f"{each}; {_size(stats['bytes'])} for {images}")]
+    if isinstance(tokenized, Artifact):
+        tokens = tokenized.manifest.stats["total"]["num_patches"] // shape.vision.spatial_merge_size**2
+        return [("image features", f"{each}; {_size(tokens * store.token_bytes)} if no image occurs twice")]
+    return [("image features", f"{each}; in all {UNKNOWN}")]
+
+
 def _memory(config: PipelineConfig, shape: ModelShape, pieces: Sequence[range]) -> dict[str, int]:
     parallel = config.execution.parallel
     dp = config.execution.cluster.processes // parallel.model_size
@@ -150,7 +174,7 @@ def _memory(config: PipelineConfig, shape: ModelShape, pieces: Sequence[range]) 
         pieces=pieces,
         dp=dp,
         seq_len=config.plan_bins.seq_len,
-        max_patches=config.plan_bins.max_patches,
+        max_patches=config.plan_bins.max_patches if config.encode_images is None else 0,
     )
 
 

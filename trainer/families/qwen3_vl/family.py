@@ -28,6 +28,7 @@ FAMILY = Family(
     parts=("vision", "merger", "language"),
     part_of=part_of,
     model="trainer.families.qwen3_vl.model:Qwen3VLModel",
+    encoder="trainer.families.qwen3_vl.encoder:ImageEncoder",
     rules="trainer.families.qwen3_vl.weights:rules",
     reference="transformers:Qwen3VLForConditionalGeneration",
     embedded=embedded_configs,
