@@ -105,10 +105,7 @@ def read_table(path: StorePath, sha256: str | None = None) -> pa.RecordBatch:
     Raises:
         DamagedFile: the file is missing, or does not have this SHA-256.
     """
-    try:
-        return pa.ipc.open_file(pa.memory_map(str(local_copy(path, sha256)))).get_batch(0)
-    except FileNotFoundError as error:
-        raise damaged(path, "is missing") from error
+    return pa.ipc.open_file(pa.memory_map(str(local_copy(path, sha256)))).get_batch(0)
 
 
 class FeatureShards:

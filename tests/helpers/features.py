@@ -14,7 +14,7 @@ from stages.encode_images.config import EncodingConfig
 from stages.encode_images.stage import STAGE
 from stages.launchers.config import ClusterConfig
 
-FLOAT32 = EncodingConfig(dtype="float32", precision="float32", shard_size_mb=0.02)  # a few images in a shard
+FLOAT32 = EncodingConfig(dtype="float32", precision="float32", shard_size_mb=0.012)  # a few images in a shard
 
 
 def encoded(

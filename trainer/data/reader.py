@@ -10,7 +10,7 @@ from dataset_builders.contracts.manifest import load_manifest
 from dataset_builders.contracts.sample import Split
 from dataset_builders.contracts.shard_io import read_record
 from dataset_builders.contracts.tokenized import TokenizedSample, read_pixel_store
-from dataset_builders.errors import InputError
+from dataset_builders.errors import DamagedFile, InputError
 from dataset_builders.pictures.pixel_codecs import PIXEL_FIELDS, decode_sample
 from dataset_builders.storage.store import StorePath
 from trainer.data.features import FeatureReader
@@ -63,12 +63,15 @@ class BinReader:
 
         Raises:
             InputError: the tokenized samples do not form a bin; the text names the directory and the sample.
+            DamagedFile: a record is not the one that was written.
         """
         samples = [] if number is None else self.samples(number)
         refs = () if number is None else self.bins[number]
         features = self._features.of_bin(refs) if self._features and self._part.has_vision else None
         try:
             return make_micro_batch(samples, self._geometry, self._seq_len, self._part, features)
+        except DamagedFile:
+            raise
         except ValueError as error:
             raise InputError(f"{self._dir}: {error}") from error
 

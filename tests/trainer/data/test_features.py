@@ -1,0 +1,123 @@
+"""Features that are damaged, of other samples or of another model are not learnt."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from dataset_builders.contracts.features import index_name, samples_name, shard_name
+from dataset_builders.contracts.manifest import load_manifest
+from dataset_builders.errors import DamagedFile, InputError
+from tests.helpers.features import encoded, share_images
+from tests.helpers.run_dir import SEQ_LEN, make_bins, write_job
+from trainer.contract.run import PartConfig, RunConfig
+from trainer.data.features import FeatureReader
+from trainer.data.reader import BinReader
+from trainer.data.slices import WHOLE, RankSlice
+from trainer.families.geometry import geometry_of
+from trainer.families.registry import read_model
+from trainer.families.shapes import check_run
+
+WIDTH = 192
+TRAIN = "train/shard-00000.tar"
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory) -> RunConfig:
+    root = tmp_path_factory.mktemp("job")
+    run = write_job(root, num_steps=4, bins=share_images(make_bins()))
+    frozen = {"vision": PartConfig(frozen=True), "merger": PartConfig(frozen=True)}
+    train = run.train.model_copy(update=frozen)
+    features_dir = encoded(run.hf_dir, run.tokenized_dir, root / "root").dir
+    return run.model_copy(update={"train": train, "features_dir": features_dir})
+
+
+@pytest.fixture
+def features(job, tmp_path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(job.features_dir, tmp_path / "features"))
+
+
+def read_all(job: RunConfig, features: Path, part: RankSlice = WHOLE) -> int:
+    """The rows of features of all train bins."""
+    geometry = geometry_of(read_model(job.hf_dir)[1])
+    reader = BinReader(
+        job.tokenized_dir, job.bins_dir, "train", geometry, SEQ_LEN, part, FeatureReader(features, WIDTH)
+    )
+    return sum(len(reader.read(number).features) for number in range(len(reader.bins)))
+
+
+def test_the_ranks_that_share_images_read_each_once(job):
+    whole = read_all(job, job.features_dir)
+    parts = [read_all(job, job.features_dir, RankSlice(vision_ranks=3, vision_rank=rank)) for rank in range(3)]
+    assert sum(parts) == whole > 0 and all(part < whole for part in parts)
+
+
+def flip(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (shard_name(0), "image 0: .*00000.tar is damaged: the .* bytes at byte 0 are not the ones that were written"),
+        (index_name(0), "index/00000.arrow"),
+        (samples_name(TRAIN), "samples/train/shard-00000.arrow"),
+    ],
+)
+def test_a_flipped_bit_is_refused(name, words, job, features):
+    flip(features / name, 700)
+    with pytest.raises(DamagedFile, match=f"{words}.*; delete .* and run the same command again"):
+        read_all(job, features)
+
+
+@pytest.mark.parametrize("name", [shard_name(0), index_name(0), samples_name(TRAIN)])
+def test_a_missing_file_is_refused(name, job, features):
+    (features / name).unlink()
+    with pytest.raises(DamagedFile, match=f"{name} is missing"):
+        read_all(job, features)
+
+
+def test_a_table_of_other_samples_is_refused(job, features):
+    manifest = load_manifest(features)
+    (features / samples_name(TRAIN)).write_bytes((features / samples_name("heldout/shard-00000.tar")).read_bytes())
+    sha256 = {file.name: file.sha256 for file in manifest.files}["samples/heldout/shard-00000.arrow"]
+    files = [f.model_copy(update={"sha256": sha256}) if f.name == samples_name(TRAIN) else f for f in manifest.files]
+    manifest.model_copy(update={"files": files}).write(features)
+    with pytest.raises(DamagedFile, match=r"samples/train/shard-00000.arrow knows 0 of \d images at byte"):
+        read_all(job, features)
+
+
+def test_features_of_another_width_are_refused(job):
+    with pytest.raises(InputError, match="holds features of 192 numbers an image token, and this model takes 64"):
+        FeatureReader(job.features_dir, 64)
+
+
+def test_features_of_other_samples_are_refused_before_the_training(job, features):
+    check_run(job, 1)
+    manifest = load_manifest(features)
+    other = manifest.parents["tokenized"].model_copy(update={"fingerprint": "e" * 16})
+    manifest.model_copy(update={"parents": {**manifest.parents, "tokenized": other}}).write(features)
+    with pytest.raises(InputError, match="was made of the samples eeeeeeeeeeeeeeee, and tokenized_dir="):
+        check_run(job.model_copy(update={"features_dir": features}), 1)
+
+
+def test_what_holds_no_features_is_refused(job):
+    with pytest.raises(InputError, match=r"stats\.features is not of format_version 1"):
+        check_run(job.model_copy(update={"features_dir": job.tokenized_dir}), 1)
+
+
+@pytest.mark.parametrize("part", ["vision", "merger"])
+def test_a_trained_encoder_is_refused(part, job):
+    train = job.train.model_copy(update={part: PartConfig()})
+    with pytest.raises(InputError, match=f"train.{part}.frozen=false changes what they become"):
+        check_run(job.model_copy(update={"train": train}), 1)
+
+
+def test_a_run_json_of_before_has_no_features(job):
+    values = json.loads(job.model_dump_json())
+    del values["features_dir"]
+    assert RunConfig.model_validate(values).features_dir is None
