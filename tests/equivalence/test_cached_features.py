@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.equivalence.test_layouts import CUT_VISION, KINDS, SEQ_LEN, SMOOTH, SP, STEPS, Outcome, compare
-from tests.helpers.features import encoded, images_of, share_images
+from tests.helpers.features import FLOAT32, encoded, images_of, share_images
 from tests.helpers.run_dir import make_bins, model_dir, write_job
 from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.world import exported, run_world
@@ -120,6 +120,17 @@ def test_fsdp_too(job, features):
         for name in ("loss", "grad_norm", "language_grad_norm", "param_norm"):
             assert getattr(row, name) == pytest.approx(getattr(wanted, name), rel=1e-5), (row.step, name)
     assert rows[-1].heldout_loss == pytest.approx(expected[-1].heldout_loss, rel=1e-5)
+
+
+def test_features_in_bfloat16_train_a_model_in_float32(job, outcome, tmp_path):
+    run = job("short", "first", {})
+    config = FLOAT32.model_copy(update={"dtype": "bfloat16"})
+    features_dir = encoded(run.hf_dir, run.tokenized_dir, tmp_path, config).dir
+    rows = run_world(run.model_copy(update={"features_dir": features_dir}), 1).rows
+    expected = outcome("alone", "first", is_cached=False).world.rows
+    losses = [row.loss for row in rows]
+    assert losses == pytest.approx([row.loss for row in expected], rel=1e-2)
+    assert losses != [row.loss for row in expected]
 
 
 @pytest.mark.parametrize("shape", ["first", "hybrid-first"])

@@ -1,5 +1,6 @@
 """Features that are damaged, of other samples or of another model are not learnt."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -7,17 +8,18 @@ from pathlib import Path
 import pytest
 
 from dataset_builders.contracts.features import index_name, samples_name, shard_name
-from dataset_builders.contracts.manifest import load_manifest
+from dataset_builders.contracts.manifest import Manifest, load_manifest
 from dataset_builders.errors import DamagedFile, InputError
 from tests.helpers.features import encoded, share_images
-from tests.helpers.run_dir import SEQ_LEN, make_bins, write_job
+from tests.helpers.run_dir import SEQ_LEN, changed, make_bins, write_job
+from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import PartConfig, RunConfig
 from trainer.data.features import FeatureReader
 from trainer.data.reader import BinReader
 from trainer.data.slices import WHOLE, RankSlice
 from trainer.families.geometry import geometry_of
 from trainer.families.registry import read_model
-from trainer.families.shapes import check_run
+from trainer.families.shapes import check_run, pieces_of
 
 WIDTH = 192
 TRAIN = "train/shard-00000.tar"
@@ -39,12 +41,16 @@ def features(job, tmp_path) -> Path:
     return Path(shutil.copytree(job.features_dir, tmp_path / "features"))
 
 
+def bin_reader(job: RunConfig, features: Path | None, part: RankSlice = WHOLE) -> BinReader:
+    """Of the train bins; with None it reads pixels."""
+    geometry = geometry_of(read_model(job.hf_dir)[1])
+    reader = None if features is None else FeatureReader(features, WIDTH)
+    return BinReader(job.tokenized_dir, job.bins_dir, "train", geometry, SEQ_LEN, part, reader)
+
+
 def read_all(job: RunConfig, features: Path, part: RankSlice = WHOLE) -> int:
     """The rows of features of all train bins."""
-    geometry = geometry_of(read_model(job.hf_dir)[1])
-    reader = BinReader(
-        job.tokenized_dir, job.bins_dir, "train", geometry, SEQ_LEN, part, FeatureReader(features, WIDTH)
-    )
+    reader = bin_reader(job, features, part)
     return sum(len(reader.read(number).features) for number in range(len(reader.bins)))
 
 
@@ -52,6 +58,25 @@ def test_the_ranks_that_share_images_read_each_once(job):
     whole = read_all(job, job.features_dir)
     parts = [read_all(job, job.features_dir, RankSlice(vision_ranks=3, vision_rank=rank)) for rank in range(3)]
     assert sum(parts) == whole > 0 and all(part < whole for part in parts)
+
+
+def test_pixels_are_passed_over(job):
+    readers = [bin_reader(job, job.features_dir), bin_reader(job, None)]
+    read, computed = ([len(sample.patches) for sample in reader.samples(0)] for reader in readers)
+    assert not any(read) and any(computed)
+    assert [len(reader.read(0).patches) for reader in readers] == [0, sum(computed)]
+
+
+def test_the_pieces_of_a_pipeline_leave_no_room_for_vision(job, tmp_path):
+    plan = {"pad_multiple": 1, "max_patches": 512}
+    Manifest(stage="plan_bins", version=1, fingerprint="f" * 16, config=plan, parents={}).write(tmp_path)
+    parallel = ParallelConfig(pp=2)
+    run = changed(job.model_copy(update={"bins_dir": tmp_path}), parallel=parallel)
+    shape = dataclasses.replace(
+        (small := read_model(job.hf_dir)[1]), language=dataclasses.replace(small.language, num_layers=8)
+    )
+    cached, computed = (pieces_of(each, shape) for each in (run, run.model_copy(update={"features_dir": None})))
+    assert len(cached[0]) == 4 > len(computed[0])
 
 
 def flip(path: Path, place: int) -> None:
