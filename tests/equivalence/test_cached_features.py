@@ -129,7 +129,7 @@ def test_features_in_bfloat16_train_a_model_in_float32(job, outcome, tmp_path):
     rows = run_world(run.model_copy(update={"features_dir": features_dir}), 1).rows
     expected = outcome("alone", "first", is_cached=False).world.rows
     losses = [row.loss for row in rows]
-    assert losses == pytest.approx([row.loss for row in expected], rel=1e-2)
+    assert losses == pytest.approx([row.loss for row in expected], rel=1e-3)
     assert losses != [row.loss for row in expected]
 
 

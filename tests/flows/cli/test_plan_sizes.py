@@ -82,6 +82,7 @@ def test_a_token_of_the_2b_model_takes_sixteen_kilobytes():
 
 def test_a_training_that_reads_features_keeps_no_activations_of_vision_and_deals_no_layers_to_it():
     frozen = CACHED[1:]
-    computed, cached = (rows_of(*PIPELINE, *overrides) for overrides in (frozen, CACHED))
-    assert computed["layers"].startswith("4, 7 by") and cached["layers"].startswith("6, 5 by"), (computed, cached)
-    assert cached["  activations"] != computed["  activations"] and cached["  weights"] != ""
+    computed, cached = (rows_of(*PIPELINE, *overrides)["layers"] for overrides in (frozen, CACHED))
+    assert (computed[:4], cached[:4]) == ("4, 7", "6, 5")
+    computed, cached = (rows_of(*overrides)["  activations"] for overrides in (frozen, CACHED))
+    assert (computed, cached) == ("42.2 MB", "15.5 MB")

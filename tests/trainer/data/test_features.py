@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dataset_builders.contracts.features import index_name, samples_name, shard_name
+from dataset_builders.contracts.bins import read_bins
+from dataset_builders.contracts.features import FeatureShards, index_name, samples_name, shard_name
 from dataset_builders.contracts.manifest import Manifest, load_manifest
 from dataset_builders.errors import DamagedFile, InputError
 from tests.helpers.features import encoded, share_images
@@ -114,6 +115,15 @@ def test_a_table_of_other_samples_is_refused(job, features):
     manifest.model_copy(update={"files": files}).write(features)
     with pytest.raises(DamagedFile, match=r"samples/train/shard-00000.arrow knows 0 of \d images at byte"):
         read_all(job, features)
+
+
+def test_a_place_between_two_samples_is_no_sample(job):
+    shards, refs = FeatureShards(job.features_dir), read_bins(job.bins_dir, "train")[0]
+    (ref, *_) = (ref for ref in refs if ref.num_images)
+    assert len(shards.places(ref.shard, ref.offset, ref.num_images)) == ref.num_images
+    for offset, number in ((ref.offset - 512, ref.num_images), (ref.offset, ref.num_images + 1)):
+        with pytest.raises(DamagedFile, match=f"of {number} images at byte {offset}"):
+            shards.places(ref.shard, offset, number)
 
 
 def test_features_of_another_width_are_refused(job):
