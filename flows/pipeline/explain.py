@@ -16,8 +16,9 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
     details = error.errors(include_url=False)
     # An unknown key is the likely cause of a missing one, so it comes first.
     first = min(details, key=lambda d: d["type"] != "extra_forbidden")
-    # The tag of a union's member comes second: ("data", "embedded", "seed").
-    path = [str(part) for i, part in enumerate(first["loc"]) if i != 1 or part not in (EMBEDDED, SOURCE)]
+    # The tag of a union's member comes second, as in ("data", "embedded", "seed"), or is in brackets.
+    untagged = [part for i, part in enumerate(first["loc"]) if i != 1 or part not in (EMBEDDED, SOURCE)]
+    path = [part for part in map(str, untagged) if not part.startswith("(")]
     dotted, more = without_middle(".".join(path), 200), f" (and {len(details) - 1} more)" if len(details) > 1 else ""
     if first["type"] == "extra_forbidden":
         return f"unknown key {dotted}{_nearest(path, model)}{more}"

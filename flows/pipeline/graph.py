@@ -178,7 +178,7 @@ def check_model(config: PipelineConfig) -> Path | None:
 
 def _check_family(config: PipelineConfig, family: Family) -> None:
     if config.encode_images is not None:
-        check_cached(config.train.frozen, family)
+        check_cached(config.train.frozen, config.execution.parallel, family)
     check_training(config.train, config.execution.parallel, family)
 
 

@@ -90,7 +90,7 @@ def with_pixels(bins: Bins) -> Bins:
 
 def row(samples: Sequence[TokenizedSample], cp: int, passes: int) -> list[str]:
     """One line of the table."""
-    part = RankSlice(pad_multiple=2 * cp if cp > 1 else 1, cp=cp, vision_ranks=cp)
+    part = RankSlice(pad_multiple=2 * cp if cp > 1 else 1, cp=cp, vision_ranks=cp, vision_shares=cp)
     bins = packed(samples, part.pad_multiple)
     text = dataclasses.replace(part, has_vision=False)
     language, whole = (milliseconds(bins, NO_PIXELS, each, passes) for each in (text, part))

@@ -164,7 +164,17 @@ def test_a_write_error_names_the_directory_and_the_reason(tmp_path, asynchronous
 
 
 @pytest.mark.parametrize(
-    ("layout", "processes"), [({}, 1), ({}, 2), ({"tp": 2}, 2), ({"pp": 2}, 2), ({"sharding": "fsdp"}, 2)], ids=str
+    ("layout", "processes"),
+    [
+        ({}, 1),
+        ({}, 2),
+        ({"tp": 2}, 2),
+        ({"pp": 2}, 2),
+        ({"pp": 2, "vision": "dealt"}, 2),
+        ({"vision": {"ranks": 1}}, 2),
+        ({"sharding": "fsdp"}, 2),
+    ],
+    ids=str,
 )
 def test_saves_change_no_bit_of_a_training(tmp_path, layout, processes):
     runs = []
@@ -197,18 +207,35 @@ def test_sigterm_to_all_processes_of_a_job_finishes_the_save_that_runs(tmp_path)
     assert steps_of(run) == sorted({2, 4, result_of(run).step})
 
 
-def test_sigterm_to_one_rank_of_two_saves_once_and_ends_both(tmp_path):
-    run = make_run(tmp_path, num_steps=2000, save_interval=1000)
+def start_two(run: RunConfig) -> list[subprocess.Popen]:
+    """Two ranks, when the second step is done."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks = [start(run, place={**place, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
     wait_for(lambda: has_reached(run, 2), run, ranks[0])
+    return ranks
+
+
+@pytest.mark.parametrize("parallel", [ParallelConfig(), ParallelConfig(vision={"ranks": 1})], ids=["dp2", "images"])
+def test_sigterm_to_one_rank_of_two_saves_once_and_ends_both(tmp_path, parallel):
+    run = rewrite(make_run(tmp_path, num_steps=2000, save_interval=1000), parallel=parallel)
+    ranks = start_two(run)
     ranks[1].send_signal(signal.SIGTERM)
     assert [process.wait(120) for process in ranks] == [EXIT_STOPPED, EXIT_STOPPED], log_of(run)
     assert steps_of(run) == [result_of(run).step]
     assert log_of(run).count("checkpoint: step-") == 1
+
+
+def test_a_killed_rank_of_images_ends_the_job_with_its_name(tmp_path):
+    run = make_run(tmp_path, num_steps=2000, save_interval=1000)
+    language, images = start_two(rewrite(run, parallel=ParallelConfig(vision={"ranks": 1})))
+    images.kill()
+    killed = time.monotonic()
+    assert language.wait(30) == EXIT_FAILED, log_of(run)
+    assert time.monotonic() - killed < 30
+    assert "lost rank 1 on " in result_of(run).message
 
 
 def test_multiples_of_keep_every_stay_beside_the_newest(tmp_path):
@@ -266,17 +293,17 @@ def pipeline(tmp_path_factory) -> RunConfig:
     return run
 
 
-@pytest.mark.parametrize("pp", [2, 1])
-def test_a_pipeline_goes_on_where_it_stopped(pipeline, tmp_path, pp):
+@pytest.mark.parametrize(("pp", "vision"), [(2, "first_rank"), (2, "dealt"), (1, "first_rank")])
+def test_a_pipeline_goes_on_where_it_stopped(pipeline, tmp_path, pp, vision):
     run = tmp_path / "run"
     shutil.copytree(pipeline.output_dir, run)
-    run = rewrite(pipeline.model_copy(update={"output_dir": run}), parallel=ParallelConfig(pp=pp))
+    run = rewrite(pipeline.model_copy(update={"output_dir": run}), parallel=ParallelConfig(pp=pp, vision=vision))
     for later in list_checkpoints(run.output_dir / "checkpoints")[1:]:
         shutil.rmtree(later)
     assert run_trainer(run, processes=pp) == 0, log_of(run)
     assert log_of(run).count("resumed at step 3") == 1
     ours, theirs = rows_of(run), rows_of(pipeline)
-    if pp == 2:
+    if pp == 2 and vision == "first_rank":
         assert ours == theirs
     assert [row[1] for row in ours] == pytest.approx([row[1] for row in theirs], rel=1e-6)
 

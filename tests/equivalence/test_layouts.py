@@ -61,6 +61,14 @@ def kinds_of(shape: str) -> list[list[Kind]]:
 FULL = {"recompute": "full", "recompute_vision": True}
 SELECTIVE = {"recompute": "selective"}
 SP = {"sequence_parallel": True}
+
+
+def own(ranks: int) -> dict:
+    """Ranks that encode images and do nothing else."""
+    return {"vision": {"ranks": ranks}}
+
+
+DEALT = {"vision": "dealt"}
 CUT_VISION = {"vision_split": "tensor_parallel"}
 FOURFOLD = {"tp": 2, "pp": 2, "cp": 2, **SP}  # sixteen processes: dp 2
 # name -> (layout, processes, shape)
@@ -82,6 +90,28 @@ LAYOUTS = {
     "pp2-vpp2-full": ({"pp": 2, "vpp": 2, **FULL}, 2, "deep"),
     "pp2-uneven": ({"pp": 2}, 2, "second"),
     "pp2-vpp2-uneven": ({"pp": 2, "vpp": 2}, 2, "odd"),
+    "own-1+1": (own(1), 2, "first"),
+    "own-1+1-full": ({**own(1), **FULL}, 2, "first"),
+    "own-2+2": (own(2), 4, "first"),
+    "own-1+2": (own(1), 3, "first"),
+    "own-2+1": (own(2), 3, "first"),
+    "own-1+2-pp2": ({"pp": 2, **own(1)}, 3, "first"),
+    "own-2+2-pp2": ({"pp": 2, **own(2)}, 4, "second"),
+    "own-1+2-pp2-vpp2": ({"pp": 2, "vpp": 2, **own(1)}, 3, "deep"),
+    "own-2+2-cp2": ({"cp": 2, **own(2)}, 4, "first"),
+    "own-2+1-vision-tp2": ({"vision": {"ranks": 2, "tp": 2}}, 3, "first"),
+    "own-2+2-pp2-vision-tp2-full": ({"pp": 2, "vision": {"ranks": 2, "tp": 2}, **FULL}, 4, "first"),
+    "own-4+2-dp2-vision-tp2": ({"vision": {"ranks": 4, "tp": 2}}, 6, "first"),
+    "own-1+2-tp2-sp": ({"tp": 2, **SP, **own(1)}, 3, "first"),
+    "pp2-dealt": ({"pp": 2, **DEALT}, 2, "first"),
+    "pp2-dealt-full": ({"pp": 2, **DEALT, **FULL}, 2, "first"),
+    "pp2-dealt-untied": ({"pp": 2, **DEALT}, 2, "second"),
+    "pp2-vpp2-dealt": ({"pp": 2, "vpp": 2, **DEALT}, 2, "deep"),
+    "pp2-cp2-dealt": ({"pp": 2, "cp": 2, **DEALT}, 4, "first"),
+    "pp2-dp2-dealt": ({"pp": 2, **DEALT}, 4, "first"),
+    "tp2-pp2-dealt": ({"tp": 2, "pp": 2, **DEALT}, 4, "first"),
+    "tp2-sp-pp2-dealt": ({"tp": 2, "pp": 2, **SP, **DEALT}, 4, "first"),
+    "pp4-dealt": ({"pp": 4, **DEALT}, 4, "wide"),
     "cp2": ({"cp": 2}, 2, "first"),
     "cp2-selective": ({"cp": 2, **SELECTIVE, "recompute_vision": True}, 2, "first"),
     "cp2-untied": ({"cp": 2}, 2, "second"),
@@ -114,6 +144,11 @@ LAYOUTS = {
     "hybrid-pp2-vpp2": ({"pp": 2, "vpp": 2}, 2, "hybrid-deep"),
     "hybrid-pp2-uneven": ({"pp": 2}, 2, "hybrid-second"),
     "hybrid-pp2-vpp2-uneven": ({"pp": 2, "vpp": 2}, 2, "hybrid-odd"),
+    "hybrid-own-1+2-pp2": ({"pp": 2, **own(1)}, 3, "hybrid-first"),
+    "hybrid-own-2+2-cp2": ({"cp": 2, **own(2)}, 4, "hybrid-first"),
+    "hybrid-pp2-dealt": ({"pp": 2, **DEALT}, 2, "hybrid-first"),
+    "hybrid-pp2-vpp2-dealt": ({"pp": 2, "vpp": 2, **DEALT}, 2, "hybrid-deep"),
+    "hybrid-pp2-cp2-dealt": ({"pp": 2, "cp": 2, **DEALT}, 4, "hybrid-first"),
     "hybrid-pp3-uneven": ({"pp": 3}, 3, "hybrid-odd"),
     "hybrid-tp2-pp2": ({"tp": 2, "pp": 2}, 4, "hybrid-first"),
     "hybrid-tp4-sp": ({"tp": 4, **SP}, 4, "hybrid-deep"),
@@ -123,6 +158,7 @@ LAYOUTS = {
     "hybrid-tp2-cp2": ({"tp": 2, "cp": 2}, 4, "hybrid-deep"),
     "hybrid-tp2-sp-cp2": ({"tp": 2, "cp": 2, **SP, **FULL}, 4, "hybrid-deep"),
     "fourfold": (FOURFOLD, 16, "first"),
+    "fourfold-dealt": ({**FOURFOLD, **DEALT}, 16, "first"),
     "fourfold-full": ({**FOURFOLD, **FULL}, 16, "first"),
 }
 
@@ -188,12 +224,42 @@ def test_the_layers_that_pipeline_ranks_hold(name, layers, outcome):
     assert [rank["layers"] for rank in outcome(name, LAYOUTS[name][2]).world.ranks] == layers
 
 
-@pytest.mark.parametrize("name", ["tp2", "tp2-sp-vision", "cp2", "pp2", "pp2-full", "dp2"])
+@pytest.mark.parametrize(
+    "name", ["tp2", "tp2-sp-vision", "cp2", "pp2", "pp2-full", "dp2", "pp2-dealt", "pp2-cp2-dealt", "own-1+2-pp2"]
+)
 @pytest.mark.parametrize(
     "frozen", [("vision",), ("vision", "merger"), ("language",), ("vision", "language")], ids="-".join
 )
 def test_with_frozen_parts_too(name, frozen, outcome):
     compare(outcome(name, "first", frozen), outcome("alone", "first", frozen))
+
+
+@pytest.mark.parametrize("name", ["pp2-dealt", "own-1+2-pp2"])
+@pytest.mark.parametrize("frozen", [("merger",), ("merger", "language")], ids="-".join)
+def test_vision_elsewhere_with_a_frozen_merger_too(name, frozen, outcome):
+    compare(outcome(name, "first", frozen), outcome("alone", "first", frozen))
+
+
+@pytest.mark.parametrize("layout", [{"pp": 2, **DEALT}, {"pp": 2, **own(1)}], ids=str)
+def test_a_training_without_an_image_ends(layout, tmp_path):
+    """Vision elsewhere has nothing to do, and nobody waits for it; its gradient is zero."""
+    runs = {
+        name: write_job(
+            tmp_path,
+            num_steps=3,
+            shape="first",
+            bins=make_bins("first", [[TEXT_ONLY] * 5] * 6),
+            global_batch_size=2,
+            parallel=ParallelConfig(**parallel),
+            optim=SMOOTH,
+            name=name,
+        ).model_copy(update={"seq_len": SEQ_LEN})
+        for name, parallel in (("alone", {}), ("elsewhere", layout))
+    }
+    ours = run_world(runs["elsewhere"], 2 + ("ranks" in str(layout))).rows
+    for a, b in zip(ours, run_world(runs["alone"], 1).rows, strict=True):
+        assert a.loss == pytest.approx(b.loss, rel=1e-5)
+        assert a.vision_grad_norm == b.vision_grad_norm == 0
 
 
 @pytest.mark.parametrize("name", ["hybrid-tp2-sp", "hybrid-cp2", "hybrid-pp2-full"])
@@ -235,6 +301,21 @@ def test_bins_of_delta_layers_hold_what_breaks_chunks():
     segments = [make_micro_batch(samples, geometry, SEQ_LEN).chunks.lengths() for samples in bins]
     assert {1, 63, 64, 65, 127, 192} < {length for lengths in segments for length in lengths}
     assert [192] in segments and 1 in [lengths[-1] for lengths in segments]
+
+
+def test_dealt_images_wait_for_few_micro_batches(tmp_path):
+    """16 micro batches a step; two pipeline ranks hold images of at most four, besides the one that they encode."""
+    run = write_job(
+        tmp_path,
+        num_steps=3,
+        shape="first",
+        bins=make_bins("first", [MIXED] * 16),
+        global_batch_size=16,
+        parallel=ParallelConfig(pp=2, **DEALT),
+        name="long",
+    )
+    first, second = run_world(run.model_copy(update={"seq_len": SEQ_LEN}), 2).ranks
+    assert (first["open"], second["open"]) == (0, 4)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

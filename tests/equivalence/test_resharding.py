@@ -18,6 +18,8 @@ LAYOUTS = {
     "tp2": (TP2, 2),
     "tp2-sp-vision": ({**TP2, **SP, **CUT_VISION}, 2),
     "pp2": ({"pp": 2, "first_pipeline_layers": 3}, 2),
+    "pp2-dealt": ({"pp": 2, "vision": "dealt"}, 2),
+    "own-1+2-pp2": ({"pp": 2, "vision": {"ranks": 1}}, 3),
     "dp2": ({}, 2),
     "cp2": ({"cp": 2}, 2),
     "tp2-pp2": ({"tp": 2, "pp": 2}, 4),
@@ -86,6 +88,18 @@ def test_saved_on_sixteen_ranks_and_resumed_on_one(root, saved):
         assert ours.loss == pytest.approx(theirs.loss, rel=1e-6)
 
 
+@pytest.mark.parametrize("shape", ["first", "hybrid-first"])
+def test_saved_beside_ranks_of_images_and_resumed_without_them(shape, tmp_path):
+    run = job(tmp_path, "own", {"vision": {"ranks": 2}}, shape)
+    whole = run_world(run, 3, save=True)
+    resumed = job(tmp_path, "own-to-one", {}, shape)
+    shutil.copytree(checkpoint_of(run, SAVED_AT), checkpoint_of(resumed, SAVED_AT))
+    expected = [row for row in whole.rows if row.step > SAVED_AT]
+    for ours, theirs in zip(run_world(resumed, 1).rows, expected, strict=True):
+        assert ours.loss == pytest.approx(theirs.loss, rel=1e-6)
+        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5)
+
+
 HYBRID = {name: LAYOUTS[name] for name in ("alone", "tp2", "pp2", "cp2")} | {"tp2-sp": ({**TP2, **SP}, 2)}
 
 
@@ -121,10 +135,12 @@ def test_layers_of_two_kinds_saved_on_one_rank_and_resumed_on_tp2(hybrid):
         assert ours.loss == pytest.approx(theirs.loss, rel=1e-6)
 
 
-EVEN, UNEVEN = {"pp": 2}, {"pp": 2, "first_pipeline_layers": 3}
+EVEN, UNEVEN, DEALT = {"pp": 2}, {"pp": 2, "first_pipeline_layers": 3}, {"pp": 2, "vision": "dealt"}
 PIPELINES = [
     ("first", EVEN, UNEVEN),
     ("first", UNEVEN, EVEN),
+    ("first", DEALT, UNEVEN),
+    ("hybrid-first", DEALT, UNEVEN),
     ("hybrid-first", EVEN, UNEVEN),
     ("hybrid-first", UNEVEN, EVEN),
     ("odd", {"pp": 3}, {"pp": 2, "vpp": 2}),
@@ -187,5 +203,5 @@ def exported(root, saved):
 def test_export_is_the_same_bytes_from_any_layout(exported, saved):
     alone = exported("alone")
     assert alone != (saved[0].hf_dir / "model.safetensors").read_bytes(), "training changed nothing"
-    for name in ("tp2-pp2", "tp2-sp-vision", "pp2", "fourfold"):
+    for name in ("tp2-pp2", "tp2-sp-vision", "pp2", "pp2-dealt", "own-1+2-pp2", "fourfold"):
         assert exported(name) == alone, name

@@ -32,8 +32,10 @@ from trainer.data.reader import BinReader
 from trainer.families.registry import read_model
 from trainer.loop import train as loop
 from trainer.loop.export import export
+from trainer.loop.vision_rank import encode_for_others
 from trainer.parallel.mesh import Mesh, rank_mesh
 from trainer.parallel.runtime import prepare_runtime
+from trainer.parallel.vision_exchange import VisionWorker
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class World:
         rows: metrics.jsonl.
         ranks: for each rank: `drift`, the largest difference between copies of a parameter after the last step;
             `loss_tokens` and `encoded`, of each micro batch it read; `pixels`, whether it got any; `layers`, the
-            numbers of its language layers.
+            numbers of its language layers; `open`, the most micro batches whose dealt images waited for gradients.
     """
 
     rows: list[MetricsRow]
@@ -149,7 +151,10 @@ def train_rank(directory: Path, rank: int, *, save: bool) -> None:
         if not save:
             stack.enter_context(patch.object(saver.dist_checkpointing, "save", _save_nothing))
         mesh = stack.enter_context(rank_mesh(run.execution.parallel, run.train.seed))
-        seen = _train(run, mesh) if run.task == "train" else export(run, mesh).model_dump()
+        if mesh.is_vision:
+            seen = encode_for_others(run, mesh).model_dump() if run.task == "train" else {}
+        else:
+            seen = _train(run, mesh) if run.task == "train" else export(run, mesh).model_dump()
     (directory / f"rank-{rank}.json").write_text(json.dumps(seen))
 
 
@@ -168,8 +173,8 @@ def _save_nothing(*args: object, sharded_strategy: OneFile, **kwargs: object) ->
 
 
 def _train(run: RunConfig, mesh: Mesh) -> dict[str, object]:
-    trainers, batches = [], []
-    set_up, read = loop.set_up, BinReader.read
+    trainers, batches, still_open = [], [], [0]
+    set_up, read, learn = loop.set_up, BinReader.read, VisionWorker.learn
 
     def reading(reader, number):
         batch = read(reader, number)
@@ -180,7 +185,17 @@ def _train(run: RunConfig, mesh: Mesh) -> dict[str, object]:
         trainers.append(set_up(*args))
         return trainers[0]
 
-    with patch.object(loop, "set_up", setting_up), patch.object(BinReader, "read", reading):
+    def learning(worker, last):
+        still_open.append(len(worker._open))
+        learn(worker, last)
+
+    with contextlib.ExitStack() as stack:
+        for place, name, function in (
+            (loop, "set_up", setting_up),
+            (BinReader, "read", reading),
+            (VisionWorker, "learn", learning),
+        ):
+            stack.enter_context(patch.object(place, name, function))
         loop.train(run, mesh)
     chunks = trainers[0].chunks
     # Ranks that divide the weights have no copies to compare, and are exported from a checkpoint alone.
@@ -194,6 +209,7 @@ def _train(run: RunConfig, mesh: Mesh) -> dict[str, object]:
         "loss_tokens": [loss_tokens for loss_tokens, _, _ in batches],
         "encoded": [encoded for _, encoded, _ in batches],
         "layers": [layer.layer_number - 1 for chunk in chunks for layer in chunk.module.language.decoder.layers],
+        "open": max(still_open),
         "pixels": any(patches for _, _, patches in batches),
     }
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from dataset_builders.errors import InputError
-from trainer.contract.model_shape import ModelShape
+from trainer.contract.model_shape import ModelShape, VisionShape
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.pieces import pipeline_room
 
@@ -50,6 +50,7 @@ def check_layout(
         InputError: it does not fit.
     """
     if shape is not None:
+        _check_vision(parallel, shape, names)
         _check_tensor_parallel(parallel, shape, names)
         _check_context_parallel(parallel, shape, names)
         _check_layers(parallel, shape, names)
@@ -64,11 +65,23 @@ def check_world(parallel: ParallelConfig, world_size: int, names: FieldNames = I
     Raises:
         InputError: they do not.
     """
-    size = parallel.model_size
-    if world_size % size:
+    size, alone = parallel.model_size, parallel.vision_ranks
+    language = world_size - alone
+    if language < 1 or language % size:
+        without = f" without vision.ranks={alone}" if alone else ""
+        nearest = alone + _nearest_multiple(max(1, language), size)
         raise InputError(
-            f"{names.processes}={world_size} is not a multiple of tp={parallel.tp} x pp={parallel.pp} x "
-            f"cp={parallel.cp} = {size}; try {names.processes}={_nearest_multiple(world_size, size)}"
+            f"{names.processes}={world_size}{without} is not a multiple of tp={parallel.tp} x pp={parallel.pp} x "
+            f"cp={parallel.cp} = {size}; try {names.processes}={nearest}"
+        )
+    dp, encoders = parallel.data_parallel(world_size), parallel.vision_encoders
+    if alone and encoders % dp and dp % encoders:
+        tp = alone // encoders
+        nearest = tp * _nearest(encoders, [n for n in range(1, encoders + dp) if not (n % dp and dp % n)])
+        raise InputError(
+            f"{names.parallel}vision.ranks={alone} with vision.tp={tp} encode for dp={dp} copies of the language "
+            "model, and neither number of copies is a multiple of the other; "
+            f"try {names.parallel}vision.ranks={nearest}, {names.processes}={language + nearest}"
         )
 
 
@@ -79,6 +92,29 @@ def _nearest(value: float, candidates: Iterable[int]) -> int | None:
 def _nearest_multiple(value: int, of: int) -> int:
     down = value // of * of
     return _nearest(value, [down, down + of] if down else [of])
+
+
+def _check_vision(parallel: ParallelConfig, shape: ModelShape, names: FieldNames) -> None:
+    """Check that ranks for images have a model that takes some."""
+    if parallel.vision_ranks and shape.vision is not None:
+        _check_vision_tensor_parallel(parallel.vision.tp, shape.vision, names)
+    elif parallel.vision_ranks:
+        raise InputError(
+            f"{names.parallel}vision.ranks={parallel.vision_ranks} encode images, and the model takes text alone; try "
+            f"{names.parallel}vision=first_rank"
+        )
+
+
+def _check_vision_tensor_parallel(tp: int, shape: VisionShape, names: FieldNames) -> None:
+    sizes = shape.divided_widths()
+    wrong = next((name for name in sizes if sizes[name] % tp), None)
+    if wrong is not None:
+        common = math.gcd(*sizes.values())
+        nearest = _nearest(tp, [d for d in range(1, common + 1) if common % d == 0])
+        raise InputError(
+            f"{names.parallel}vision.tp={tp} does not divide the model's {wrong}={sizes[wrong]}; "
+            f"try {names.parallel}vision.tp={nearest}"
+        )
 
 
 def _check_tensor_parallel(parallel: ParallelConfig, shape: ModelShape, names: FieldNames) -> None:
@@ -172,16 +208,21 @@ def _check_global_batch(parallel: ParallelConfig, world_size: int, global_batch_
     """Check that all data-parallel ranks get the same number of bins, and with vpp a multiple of pp of them
     (schedules.py: micro batches go through a piece of the model in groups, and no group may be smaller than pp).
     """
-    dp = world_size // parallel.model_size
+    dp = parallel.data_parallel(world_size)
     unit, formula = dp, f"dp={dp}"
     if parallel.vpp > 1:
         unit, formula = dp * parallel.pp, f"dp={dp} x pp={parallel.pp} = {dp * parallel.pp} (vpp={parallel.vpp})"
     if global_batch_size % unit:
         raise InputError(
             f"train.global_batch_size={global_batch_size} bins is not a multiple of {formula}, where dp is "
-            f"{names.processes}={world_size} / (tp x pp x cp = {parallel.model_size}); "
+            f"{_language_processes(parallel, world_size, names)} / (tp x pp x cp = {parallel.model_size}); "
             f"try train.global_batch_size={_nearest_multiple(global_batch_size, unit)}"
         )
+
+
+def _language_processes(parallel: ParallelConfig, world_size: int, names: FieldNames) -> str:
+    alone = parallel.vision_ranks
+    return f"({names.processes}={world_size} - vision.ranks={alone})" if alone else f"{names.processes}={world_size}"
 
 
 def _check_bins(parallel: ParallelConfig, seq_len: int, pad_multiple: int) -> None:

@@ -1,11 +1,29 @@
 """How the ranks share one model: the layout, its memory savers, and the checks that need nothing else."""
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from dataset_builders.contracts.strict import StrictModel
+
+
+class VisionRanks(StrictModel):
+    """Ranks that encode images and do nothing else."""
+
+    ranks: int = Field(ge=1, le=1024, description="so many of the processes, the last ones")
+    tp: int = Field(default=1, ge=1, le=1024, description="ranks that together encode an image: tensor parallel size")
+
+
+def _vision_kind(value: object) -> str:
+    return "(ranks)" if isinstance(value, dict | VisionRanks) else "(name)"
+
+
+# No field's name has a bracket: messages leave the tags out.
+VisionPlace = Annotated[
+    Annotated[Literal["first_rank", "dealt"], Tag("(name)")] | Annotated[VisionRanks, Tag("(ranks)")],
+    Discriminator(_vision_kind),
+]
 
 
 class ParallelConfig(StrictModel):
@@ -27,6 +45,11 @@ class ParallelConfig(StrictModel):
         le=1024,
         description="language layers of the first pipeline rank, which also holds vision; null: so many that no rank "
         "costs much more than the others",
+    )
+    vision: VisionPlace = Field(
+        default="first_rank",
+        description="which ranks encode images: the first of a pipeline alone, all of its ranks, each some of the "
+        "images, or ranks that do nothing else",
     )
     vision_split: Literal["images", "tensor_parallel"] = Field(
         default="images",
@@ -61,12 +84,57 @@ class ParallelConfig(StrictModel):
                 f"first_pipeline_layers={self.first_pipeline_layers} leaves the rest to other ranks, and pp=1; "
                 "try first_pipeline_layers=null"
             )
+        if self.deals_vision and self.vision_split == "tensor_parallel":
+            raise ValueError(
+                f"vision=dealt gives each of pp={self.pp} ranks whole images, and vision_split=tensor_parallel parts "
+                "of matrices; try vision_split=images"
+            )
+        if self.vision_ranks and self.vision_ranks % self.vision.tp:
+            nearest = max(1, round(self.vision_ranks / self.vision.tp)) * self.vision.tp
+            raise ValueError(
+                f"vision.ranks={self.vision_ranks} is not a multiple of vision.tp={self.vision.tp}; "
+                f"try vision.ranks={nearest}"
+            )
+        if self.vision_ranks and self.vision_split == "tensor_parallel":
+            raise ValueError(
+                f"vision.ranks={self.vision_ranks} encode whole images, and vision_split=tensor_parallel is for ranks "
+                "that share matrices; try vision_split=images"
+            )
+        if self.vision_ranks and self.sharding == "fsdp":
+            raise ValueError(
+                f"vision.ranks={self.vision_ranks} get whole weights from one rank, and sharding=fsdp has none with "
+                "whole weights; try sharding=distributed_optimizer"
+            )
         if self.sharding == "fsdp" and self.model_size > 1:
             raise ValueError(
                 f"sharding=fsdp is for data parallel alone, not for tp={self.tp}, pp={self.pp}, cp={self.cp}; "
                 "try sharding=distributed_optimizer"
             )
         return self
+
+    @property
+    def deals_vision(self) -> bool:
+        """Whether several pipeline ranks share the images."""
+        return self.vision == "dealt" and self.pp > 1
+
+    @property
+    def vision_ranks(self) -> int:
+        """Ranks that encode images and do nothing else."""
+        return self.vision.ranks if isinstance(self.vision, VisionRanks) else 0
+
+    @property
+    def vision_encoders(self) -> int:
+        """Copies of the vision encoder on ranks that do nothing else."""
+        return self.vision_ranks // self.vision.tp if isinstance(self.vision, VisionRanks) else 0
+
+    def data_parallel(self, processes: int) -> int:
+        """Copies of the model in a world of so many processes, which `check_world` has found to divide."""
+        return (processes - self.vision_ranks) // self.model_size
+
+    def encoders_of_replica(self, dp: int) -> int:
+        """Of these copies, those that encode for one of `dp` copies of the language model. Where there are fewer of
+        them, each encodes for several."""
+        return max(1, self.vision_encoders // dp)
 
     @property
     def pad_multiple(self) -> int:

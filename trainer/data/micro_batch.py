@@ -14,7 +14,7 @@ from dataset_builders.contracts.tokenized import TokenizedSample
 from trainer.data.mrope import mrope_positions
 from trainer.data.packed_chunks import PackedChunks
 from trainer.data.patch_grid import patch_coordinates
-from trainer.data.slices import WHOLE, ImageShare, RankSlice, joined_ranges, share_images, zigzag_order
+from trainer.data.slices import NO_IMAGES, WHOLE, ImageShare, RankSlice, joined_ranges, share_images, zigzag_order
 
 # (tokens of a sample, place of the first token of each image, each image's grid in tokens) -> (3, n) positions
 Positions = Callable[[int, Sequence[int], Sequence[Sequence[int]]], np.ndarray]
@@ -69,6 +69,7 @@ class MicroBatch:
         image_index: (V,) int64 places in s of image tokens.
         image_rows: (V,) int64 their rows among the image tokens gathered from all ranks that encode.
         encoded_rows: image tokens that this rank encodes, without a blank image's.
+        arriving_rows: image tokens of each other rank that encodes for this rank's place; they follow its own.
         gathered_rows: rows that each rank contributes to the gathered image tokens.
         patches: (P, 3 * patch_size^2) uint8.
         patch_coordinates: (P, 2) int32 row and column of each patch in its frame.
@@ -77,8 +78,8 @@ class MicroBatch:
         vision_max_seqlen: patches of the largest frame.
         sample_lengths: tokens of each sample of the bin, without padding.
         image_patches: patches of each image of the bin.
-        features: (encoded_rows, (1 + L) * D) this rank's image tokens, each with its features of L deepstack levels, if
-            something else has encoded them; None: the model encodes the patches.
+        features: (encoded_rows + arriving_rows, (1 + L) * D) the image tokens of this rank's place, each with its
+            features of L deepstack levels, if they were encoded before; None: the model encodes the patches.
         num_loss_tokens: loss tokens of the bin, over all ranks.
         num_slots: T.
     """
@@ -96,6 +97,7 @@ class MicroBatch:
     image_index: torch.Tensor
     image_rows: torch.Tensor
     encoded_rows: int
+    arriving_rows: tuple[int, ...]
     gathered_rows: int
     patches: torch.Tensor
     patch_coordinates: torch.Tensor
@@ -238,7 +240,7 @@ def _vision_fields(
     geometry: Geometry,
     part: RankSlice,
     features: Features | None,
-) -> dict[str, torch.Tensor | int | None]:
+) -> dict[str, torch.Tensor | int | tuple[int, ...] | None]:
     """The fields about images: those that a rank encodes, or whose features it reads, and where the image tokens of its
     s come from. All are empty if it has no vision encoder.
 
@@ -247,29 +249,32 @@ def _vision_fields(
         ids: (T,) of the bin.
         places: (t,) of the bin that this rank holds.
     """
-    merge, share = geometry.spatial_merge_size, ImageShare((), 0, 0, ())
+    merge, share = geometry.spatial_merge_size, NO_IMAGES
     image_index = image_rows = np.empty(0, np.int64)
     encoded, patches, read = grids[:0], np.empty((0, geometry.patch_bytes), np.uint8), None
     if part.has_vision and geometry.image_token_id is not None:
         image_patches = grids.prod(1)
-        share = share_images(image_patches.tolist(), merge**2, part.vision_ranks, part.vision_rank)
+        share = share_images(image_patches.tolist(), merge**2, part)
         row_at = np.full(len(ids), -1)
         first_rows = np.array(share.first_rows, np.int64)
         row_at[ids == geometry.image_token_id] = joined_ranges(first_rows, image_patches // merge**2)
         held = row_at[places.reshape(part.sequence_ranks, -1)[part.sequence_rank]]
         image_index = np.flatnonzero(held >= 0)
         image_rows = held[image_index]
-        if features is None:
+        if features is not None:
+            read = features(share.images)
+            if len(read) != share.tokens:
+                wrong = f"{len(read)} rows of features for images of {share.tokens} tokens"
+                raise ValueError(f"{[sample.key for sample in samples]}: {wrong}; run the encode_images stage again")
+        elif part.has_pixels:
             encoded, patches = _encoded(samples, grids, share, geometry)
-        elif len(read := features(share.images)) != share.tokens:
-            wrong = f"{len(read)} rows of features for images of {share.tokens} tokens"
-            raise ValueError(f"{[sample.key for sample in samples]}: {wrong}; run the encode_images stage again")
     frames = np.repeat(encoded[:, 1:], encoded[:, 0], axis=0)
     sizes = frames.prod(1)
     return {
         "image_index": torch.from_numpy(image_index),
         "image_rows": torch.from_numpy(image_rows),
         "encoded_rows": share.tokens,
+        "arriving_rows": share.arriving_tokens,
         "gathered_rows": share.gathered_rows,
         "patches": torch.from_numpy(patches),
         "patch_coordinates": torch.from_numpy(patch_coordinates(frames, merge)),

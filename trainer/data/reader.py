@@ -50,7 +50,7 @@ class BinReader:
         Raises:
             DamagedFile: a record is not the one that was written; the text names the shard and the sample.
         """
-        has_pixels = self._part.has_vision and self._features is None
+        has_pixels = self._part.has_pixels and self._features is None
         omitted = () if has_pixels else PIXEL_FIELDS[self.pixels.codec]
         samples = []
         for ref in self.bins[number]:

@@ -7,7 +7,6 @@ ranks the same); sequence parallel then cuts a rank's tokens into `sequence_rank
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 
@@ -23,8 +22,11 @@ class RankSlice:
         cp, cp_rank: number of context-parallel ranks, and which of them this is.
         sequence_ranks, sequence_rank: the same for the tensor-parallel ranks that divide the sequence: tp with sequence
             parallel, else 1.
-        vision_ranks, vision_rank: the same for the ranks that share the images of a bin.
-        has_vision: this rank encodes images; a rank without gets no pixels.
+        vision_ranks, vision_rank: the same for the places that the image tokens of a bin come to before they are
+            gathered: the ranks that hold its tokens.
+        vision_shares: ranks that share the images of a bin; those of share i come to place i % vision_ranks.
+        vision_share: this rank's; None: it encodes no images, and gets no pixels.
+        has_vision: this rank encodes images or gets their tokens.
     """
 
     pad_multiple: int = 1
@@ -34,7 +36,13 @@ class RankSlice:
     sequence_rank: int = 0
     vision_ranks: int = 1
     vision_rank: int = 0
+    vision_shares: int = 1
+    vision_share: int | None = 0
     has_vision: bool = True
+
+    @property
+    def has_pixels(self) -> bool:
+        return self.has_vision and self.vision_share is not None
 
 
 WHOLE = RankSlice()
@@ -68,33 +76,40 @@ class ImageShare:
     Attributes:
         images: numbers of the images that this rank encodes, ascending.
         tokens: their image tokens.
-        gathered_rows: rows that each rank contributes to the gathered image tokens; the rank with most has no filling.
+        arriving_tokens: image tokens of each other rank that encodes for this one's place; they follow its own.
+        gathered_rows: rows that each place contributes to the gathered image tokens; that with most has no filling.
         first_rows: for each image of the bin, the gathered row at which its tokens begin.
     """
 
     images: tuple[int, ...]
     tokens: int
+    arriving_tokens: tuple[int, ...]
     gathered_rows: int
     first_rows: tuple[int, ...]
 
 
-def share_images(patches: Sequence[int], patches_per_token: int, ranks: int, rank: int) -> ImageShare:
-    """A rank's share of the images of a bin, which are dealt to `ranks` by their patches.
+NO_IMAGES = ImageShare((), 0, (), 0, ())
+
+
+def share_images(patches: Sequence[int], patches_per_token: int, part: RankSlice) -> ImageShare:
+    """A rank's share of the images of a bin, which are dealt by their patches.
 
     Args:
         patches: patches of each image of the bin.
         patches_per_token: spatial_merge_size^2.
     """
+    places, mine = part.vision_ranks, part.vision_share
     tokens = [count // patches_per_token for count in patches]
-    if ranks == 1:
-        *first_rows, total = accumulate(tokens, initial=0)
-        return ImageShare(tuple(range(len(tokens))), total, total, tuple(first_rows))
-    shares = spread_images(patches, ranks)
+    shares = spread_images(patches, part.vision_shares)
     totals = [sum([tokens[image] for image in share]) for share in shares]
+    rows = max(sum(totals[place::places]) for place in range(places))
     first_rows = [0] * len(tokens)
-    for owner, share in enumerate(shares):
-        row = owner * max(totals)
-        for image in share:
-            first_rows[image] = row
-            row += tokens[image]
-    return ImageShare(tuple(shares[rank]), totals[rank], max(totals), tuple(first_rows))
+    for place in range(places):
+        row = place * rows
+        for share in shares[place::places]:
+            for image in share:
+                first_rows[image] = row
+                row += tokens[image]
+    others = tuple(totals[i] for i in range(part.vision_rank, len(totals), places) if i != mine)
+    own = () if mine is None else tuple(shares[mine])
+    return ImageShare(own, 0 if mine is None else totals[mine], others, rows, tuple(first_rows))

@@ -43,9 +43,8 @@ class Family:
         parts: each can be frozen, has its own learning rate and gradient norm, and its parameters are counted.
         part_of: the name of a parameter of the bare model -> its part; ValueError if it has none.
         model: "module:class" of a chunk of the model, see `trainer.layers.packed_model.PackedModel`.
+        encoder: "module:function", what builds its vision encoder alone; empty for a family of text alone.
         rules: "module:function", shape -> the table of weights, see `trainer.families.weight_rules.Rule`.
-        encoder: "module:class" of its vision encoder alone, see `trainer.families.qwen3_vl.encoder.ImageEncoder`; None:
-            images are encoded in training alone.
         reference: "module:class" of transformers that generates with a directory of this family.
         turn_tokens: the tokens that begin and end a turn in its chat template.
         image_processor: None for a family of text alone.
@@ -63,10 +62,10 @@ class Family:
     part_of: Callable[[str], str]
     model: str
     rules: str
+    encoder: str = ""
     reference: str
     turn_tokens: tuple[str, str] = ("<|im_start|>", "<|im_end|>")
     image_processor: ImageProcessor | None = None
-    encoder: str | None = None
     check_settings: Callable[[TrainConfig, ParallelConfig], None] = lambda train, parallel: None
     carried: tuple[str, ...] = ()
     embedded: Callable[[Mapping[str, Any], Mapping[str, int]], dict[str, dict[str, Any]]] | None = None

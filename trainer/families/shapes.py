@@ -29,7 +29,7 @@ def check_run(run: RunConfig, world_size: int) -> None:
         raise InputError(f"bins_dir={run.bins_dir} is not an artifact of plan_bins: its manifest has no pad_multiple")
     family, shape = read_model(run.hf_dir)
     if run.features_dir is not None:
-        check_cached(run.train.frozen, family)
+        check_cached(run.train.frozen, run.execution.parallel, family)
         _check_features(run.features_dir, run.tokenized_dir)
     check_training(run.train, run.execution.parallel, family)
     check_layout(
@@ -42,16 +42,22 @@ def check_run(run: RunConfig, world_size: int) -> None:
     )
 
 
-def check_cached(frozen: Collection[str], family: Family) -> None:
+def check_cached(frozen: Collection[str], parallel: ParallelConfig, family: Family) -> None:
     """Check that the features of images can be computed once, before the training.
 
     Args:
         frozen: parts of the model that are not trained.
 
     Raises:
-        InputError: the family has no vision encoder that runs by itself, or a part of it is trained.
+        InputError: the family has no vision encoder that runs by itself, a part of it is trained, or a layout gives
+            ranks images to encode.
     """
-    if family.encoder is None:
+    if parallel.vision != "first_rank":
+        raise InputError(
+            "encode_images leaves no image to encode in training, and execution.parallel.vision gives them to other "
+            "ranks; set execution.parallel.vision=first_rank, or encode_images=null"
+        )
+    if not family.encoder:
         raise InputError(
             f"encode_images encodes images once, and a {family.model_type} model has no vision encoder for it; set "
             "encode_images=null"

@@ -11,6 +11,7 @@ from itertools import groupby
 import numpy as np
 import pyarrow.parquet as pq
 import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from dataset_builders.contracts.feature_store import FeatureType
 from dataset_builders.contracts.features import FEATURE_INDEX, FIELD, images_name, index_name, shard_name, write_table
@@ -53,13 +54,29 @@ def encode(run: EncodeRun, mesh: Mesh) -> TrainResult:
     return TrainResult(status="finished", step=0)
 
 
-def _encoder(run: EncodeRun, mesh: Mesh) -> torch.nn.Module:
+class ImageEncoder(torch.nn.Module):
+    """A family's vision encoder, whole on this rank, under the names that its weights have in the model."""
+
+    def __init__(self, vision: torch.nn.Module, is_tied: bool, mesh: Mesh) -> None:
+        super().__init__()
+        self.vision, self.groups = vision, ProcessGroupCollection(tp=mesh.alone)
+        self.share_embeddings_and_output_weights = is_tied  # of the directory's other weights
+
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        """(tokens, (1 + L) * D) of the batch's images."""
+        return self.vision(batch)
+
+
+def _encoder(run: EncodeRun, mesh: Mesh) -> ImageEncoder:
     family, shape = read_model(run.hf_dir)
     modules = transformer_engine_modules() if mesh.device.type == "cuda" else TorchModules()
-    encoder = load(family.encoder)(shape, getattr(torch, run.precision), modules, mesh)
+    dtype = getattr(torch, run.precision)
+    vision = load(family.encoder)(shape.vision, run.execution.parallel, dtype, modules, mesh)
+    encoder = ImageEncoder(vision, shape.language.tie_word_embeddings, mesh)
     load_hf_weights(encoder, run.hf_dir, family.weight_rules(shape), family.carried)
     pixels = read_pixel_store(run.tokenized_dir, load_manifest(run.tokenized_dir).stats)
-    encoder.prepare_pixels(pixels.config.patch_format)
+    patch_format = pixels.config.patch_format
+    vision.patch_embed.set_normalisation(patch_format.image_mean, patch_format.image_std)
     return encoder.to(mesh.device).eval()
 
 

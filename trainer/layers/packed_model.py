@@ -29,6 +29,7 @@ from trainer.layers.decoder import Between, LanguageModel
 from trainer.layers.module_set import layer_spec, mark_tensor_parallel
 from trainer.layers.part_clock import PartClock
 from trainer.parallel.mesh import Mesh
+from trainer.parallel.vision_exchange import PipelineWorker, VisionOwner
 
 
 class PackedModel(MegatronModule):
@@ -42,6 +43,7 @@ class PackedModel(MegatronModule):
 
     Attributes:
         has_graphs: its layers can run as CUDA graphs.
+        exchange: of image tokens, if other ranks encode them than those that use them; None if this rank has no part.
     """
 
     has_graphs = True
@@ -66,6 +68,7 @@ class PackedModel(MegatronModule):
         self.share_embeddings_and_output_weights = shape.language.tie_word_embeddings
         self.seq_len = seq_len
         self.clock = PartClock()
+        self.exchange: VisionOwner | PipelineWorker | None = None
         self.build_parts(config.params_dtype, modules)
         first = get_transformer_layer_offset(config, vp_stage, pp.rank())
         numbers = range(first, first + get_num_layers_to_build(config, vp_stage, pp.rank()))

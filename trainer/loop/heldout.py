@@ -26,7 +26,8 @@ def heldout_loss(
     """
     if not reader.bins:
         return None
-    numbers = _share(len(reader.bins), mesh, multiple=mesh.groups.pp.size() if len(chunks) > 1 else 1)
+    multiple = mesh.groups.pp.size() if len(chunks) > 1 else 1
+    numbers = heldout_bins(len(reader.bins), mesh.dp_rank, mesh.dp, multiple)
     totals = Totals.zero(mesh.device)
     for chunk in chunks:
         chunk.eval()
@@ -46,11 +47,11 @@ def heldout_loss(
     return loss_sum / max(1, loss_tokens)
 
 
-def _share(total: int, mesh: Mesh, multiple: int) -> list[int | None]:
-    """Bins of this rank, then empty ones: the same number on every rank, because ranks that divide the weights meet in
+def heldout_bins(total: int, dp_rank: int, dp: int, multiple: int) -> list[int | None]:
+    """Bins of a rank, then empty ones: the same number on every rank, because ranks that divide the weights meet in
     each bin, and a multiple of `multiple`, which virtual stages of a pipeline need."""
-    per_rank = -(-total // (mesh.dp * multiple)) * multiple
-    numbers: list[int | None] = list(range(mesh.dp_rank, total, mesh.dp))
+    per_rank = -(-total // (dp * multiple)) * multiple
+    numbers: list[int | None] = list(range(dp_rank, total, dp))
     return numbers + [None] * (per_rank - len(numbers))
 
 

@@ -111,7 +111,7 @@ class Interval:
             step_seconds=seconds / self.steps,
             **{f"{part}_seconds": spent for part, spent in parts.items()},
             **{f"{part}_tflops": flops / seconds / 1e12 for part, flops in totals.flops.items()},
-            mfu=totals.flops.total() / seconds / (peak * trainer.mesh.world_size) if peak else None,
+            mfu=totals.flops.total() / seconds / (peak * trainer.num_devices) if peak else None,
             memory_gb=peak_memory_gb(),
         )
         log.info("step %d loss %.4f%s", row.step, row.loss, "" if heldout is None else f" held-out {heldout:.4f}")

@@ -24,6 +24,7 @@ from trainer.image_features.encode import encode  # noqa: E402
 from trainer.loop.export import export  # noqa: E402
 from trainer.loop.interval import NotFinite  # noqa: E402
 from trainer.loop.train import train  # noqa: E402
+from trainer.loop.vision_rank import encode_for_others  # noqa: E402
 from trainer.parallel.mesh import place_in_world, rank_mesh, set_threads  # noqa: E402
 from trainer.parallel.runtime import prepare_runtime  # noqa: E402
 
@@ -42,6 +43,8 @@ def run_job(run: RunConfig | EncodeRun) -> TrainResult:
             check_run(run, world)
         seed = 0 if run.task == "encode" else run.train.seed
         with rank_mesh(run.execution.parallel, seed, on_lost) as mesh:
+            if mesh.is_vision:
+                return encode_for_others(run, mesh) if run.task == "train" else TrainResult(status="finished", step=0)
             return {"train": train, "export": export, "encode": encode}[run.task](run, mesh)
     except NotFinite as error:
         return TrainResult(status="failed", step=error.step, message=str(error), keys=error.keys)

@@ -27,6 +27,7 @@ from trainer.layers.module_set import TorchModules, check_float8, transformer_en
 from trainer.loop.share_model import Chunk, share_model, weights_dtype
 from trainer.loop.step import finalize_gradients
 from trainer.parallel.mesh import Mesh
+from trainer.parallel.vision_exchange import Message, RemoteOwner
 
 log = logging.getLogger("athanor.trainer")
 
@@ -47,6 +48,22 @@ class Trainer:
     loss_tokens: int = 0
     should_stop: bool = False
     last: dict[str, float | None] = field(default_factory=lambda: {"loss": None, "heldout_loss": None})
+
+    @property
+    def num_devices(self) -> int:
+        """Of the job, those that only encode images too."""
+        return self.mesh.world_size + self.run.execution.parallel.vision_ranks
+
+    def is_told_to_stop(self) -> bool:
+        """Whether this rank has got SIGTERM, or one that encodes for it."""
+        exchange = self.chunks[0].module.exchange
+        return self.should_stop or (isinstance(exchange, RemoteOwner) and exchange.should_stop)
+
+    def tell_encoders(self, message: Message, number: int = 0) -> None:
+        """Tell the ranks that encode images and do nothing else, if there are any."""
+        exchange = self.chunks[0].module.exchange
+        if isinstance(exchange, RemoteOwner):
+            exchange.tell(message, number)
 
 
 def build_chunks(
@@ -88,24 +105,36 @@ def set_up(run: RunConfig, mesh: Mesh) -> Trainer:
     models[0].prepare_pixels(readers[0].patch_format)
     for model in models:
         freeze(model, run.train, family)
+    exchange = models[0].exchange
+    if exchange:
+        freeze(exchange.part, run.train, family)
     chunks, optimizer = share_model(models, run, mesh, family)
     for model, chunk in zip(models, chunks):
         model.config.finalize_model_grads_func = finalize_gradients
         model.config.grad_scale_func = optimizer.scale_loss
         model.config.no_sync_func = chunk.no_sync if len(chunks) == 1 else [c.no_sync for c in chunks]
-    cost = cost_model(shape) if features is None else cost_model(shape).without_vision()
-    order = TrainingOrder(
-        readers[0],
-        seed=run.train.seed,
-        global_batch_size=run.train.global_batch_size,
-        dp_rank=mesh.dp_rank,
-        dp=mesh.dp,
-        bin_cost=partial(cost.planned_cost, seq_len=run.seq_len) if parallel.balance else None,
-    )
+    if exchange:
+        exchange.prepare(mesh.device)
+    order = training_order(run, shape, readers[0], mesh.dp_rank, mesh.dp)
     trainer = Trainer(run, mesh, family, chunks, optimizer, order, readers[1])
     _resume(trainer)
+    trainer.tell_encoders(Message.BEGIN, trainer.step)
     _log_arithmetic(trainer)
     return trainer
+
+
+def training_order(run: RunConfig, shape: ModelShape, reader: BinReader, dp_rank: int, dp: int) -> TrainingOrder:
+    """The bins of a data-parallel rank."""
+    model = cost_model(shape) if run.features_dir is None else cost_model(shape).without_vision()
+    cost = partial(model.planned_cost, seq_len=run.seq_len) if run.execution.parallel.balance else None
+    return TrainingOrder(
+        reader,
+        seed=run.train.seed,
+        global_batch_size=run.train.global_batch_size,
+        dp_rank=dp_rank,
+        dp=dp,
+        bin_cost=cost,
+    )
 
 
 def _resume(trainer: Trainer) -> None:

@@ -16,6 +16,7 @@ from trainer.families.family import Family
 from trainer.loop.optim import build_optimizer
 from trainer.parallel.fsdp import FullyShardedModel
 from trainer.parallel.mesh import Mesh
+from trainer.parallel.runtime import fuse_gradients
 
 # The dtype of the weights; with float8 the language model's products cast them.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.bfloat16}
@@ -45,11 +46,8 @@ def share_model(
 def _data_parallel(models: list[MegatronModule]) -> list[DistributedDataParallel]:
     """Each chunk in megatron-core's data parallelism; only the first overlaps with the end of backward."""
     config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
-    for module in (module for model in models for module in model.modules()):
-        if hasattr(module, "fuse_wgrad_accumulation") and torch.cuda.is_available():
-            # The product of the weight's gradient then adds to the float32 buffer by itself. Not on a CPU, where two
-            # bins must give the same bits on one rank and on two (tests): there each bin's gradient is one addition.
-            module.fuse_wgrad_accumulation = True
+    for model in models:
+        fuse_gradients(model)
     wrapped = [
         DistributedDataParallel(model.config, config, model, disable_bucketing=number > 0)
         for number, model in enumerate(models)

@@ -50,8 +50,10 @@ def run_micro_batches(
             totals.count(batch, model_flops(chunk.module.shape, batch))
         return chunk(batch), partial(loss_of, lengths=batch.loss_lengths if return_per_token_outputs else None)
 
+    exchange = chunks[0].module.exchange
+    moved = (batch.to(mesh.device) for batch in batches)
     # Every chunk of a virtual pipeline sees every micro batch.
-    iterators = itertools.tee((batch.to(mesh.device) for batch in batches), len(chunks))
+    iterators = itertools.tee(exchange.encoded(moved, num_micro_batches) if exchange else moved, len(chunks))
     reports = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=list(iterators),
@@ -67,7 +69,10 @@ def run_micro_batches(
 
 
 def finalize_gradients(chunks: list[DistributedDataParallel], *args: object, **kwargs: object) -> None:
-    """megatron-core's `finalize_model_grads`, then the sums over tensor-parallel ranks that it does not do."""
+    """megatron-core's `finalize_model_grads`; before it what of the backward pass the schedule does not know, after it
+    the sums over tensor-parallel ranks that it does not do."""
+    if chunks[0].module.exchange:
+        chunks[0].module.exchange.finish_backward()
     finalize_model_grads(chunks, *args, **kwargs)
     for chunk in chunks:
         grads = [param.main_grad for param in chunk.module.partial_gradients()]

@@ -20,6 +20,7 @@ from trainer.loop.metrics import MetricsWriter
 from trainer.loop.set_up import Trainer, set_up
 from trainer.loop.step_trace import StepTrace
 from trainer.parallel.mesh import Mesh
+from trainer.parallel.vision_exchange import Message
 
 
 def captures(run: RunConfig, device: torch.device) -> bool:
@@ -52,7 +53,9 @@ def train(run: RunConfig, mesh: Mesh) -> TrainResult:
     """
     trainer = set_up(run, mesh)
     with _graphs(trainer):
-        return _train(trainer)
+        result = _train(trainer)
+    trainer.tell_encoders(Message.END, int(result.status == "stopped"))
+    return result
 
 
 def _train(trainer: Trainer) -> TrainResult:
@@ -84,7 +87,7 @@ def _steps(
             saver.finish()
             raise
         is_last = trainer.step == run.train.num_steps
-        stop, is_writing = mesh.any(trainer.should_stop, saver.is_writing)
+        stop, is_writing = mesh.any(trainer.is_told_to_stop(), saver.is_writing)
         if stop or is_logged(trainer, trainer.step):
             row = interval.close()
             if writer:

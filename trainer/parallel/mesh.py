@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -16,7 +17,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from trainer.contract.layout import check_world
 from trainer.contract.parallel import ParallelConfig
 from trainer.data.slices import RankSlice
-from trainer.parallel.watch import watched
+from trainer.parallel.vision_world import Bridge, join
+from trainer.parallel.watch import Place, watched
 
 T = TypeVar("T")
 log = logging.getLogger("athanor.trainer")
@@ -25,7 +27,8 @@ TIMEOUT = datetime.timedelta(minutes=30)
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The place of this process among the ranks. `alone` is the group of this rank by itself."""
+    """The place of this process among the ranks of its world. `alone` is the group of this rank by itself; `bridge`
+    leads to the ranks that encode images and do nothing else, or from them; None where there are none."""
 
     rank: int
     world_size: int
@@ -34,6 +37,7 @@ class Mesh:
     device: torch.device
     groups: ProcessGroupCollection
     alone: dist.ProcessGroup
+    bridge: Bridge | None = None
 
     def slice_of_bin(self, parallel: ParallelConfig, *, has_vision: bool = True) -> RankSlice:
         """The part of every bin that this rank works on.
@@ -43,6 +47,11 @@ class Mesh:
         """
         tp, cp, pp = self.groups.tp, self.groups.cp, self.groups.pp
         encoders = self.groups.tp_cp if parallel.vision_split == "images" else cp
+        is_first, shares, share = pp.rank() == 0, encoders.size(), encoders.rank()
+        if parallel.deals_vision:
+            shares, share = shares * pp.size(), share + shares * pp.rank()
+        elif parallel.vision_ranks:
+            shares, share = parallel.encoders_of_replica(self.dp), None
         return RankSlice(
             pad_multiple=parallel.pad_multiple,
             cp=cp.size(),
@@ -51,12 +60,19 @@ class Mesh:
             sequence_rank=tp.rank() if parallel.sequence_parallel else 0,
             vision_ranks=encoders.size(),
             vision_rank=encoders.rank(),
-            has_vision=has_vision and pp.rank() == 0,
+            vision_shares=shares,
+            vision_share=share,
+            has_vision=has_vision and (is_first or parallel.deals_vision),
         )
 
     @property
     def is_main(self) -> bool:
-        return self.rank == 0
+        return self.rank == 0 and not self.is_vision
+
+    @property
+    def is_vision(self) -> bool:
+        """Whether this rank encodes images and does nothing else."""
+        return self.bridge is not None and self.bridge.is_vision
 
     def any(self, *flags: bool) -> list[bool]:
         """Of each flag whether it is set on any rank; one collective."""
@@ -100,7 +116,8 @@ def set_threads(num_threads: int) -> None:
 
 @contextlib.contextmanager
 def rank_mesh(parallel: ParallelConfig, seed: int, on_lost: Callable[[str], None] = log.error) -> Iterator[Mesh]:
-    """Join the process group, build megatron-core's groups, and leave them at the end.
+    """Join the process group, build megatron-core's groups, and leave them at the end. Ranks that encode images and do
+    nothing else are data-parallel ranks of a world of their own.
 
     Args:
         on_lost: called with a line that names them when other ranks are gone; then this process ends.
@@ -114,9 +131,14 @@ def rank_mesh(parallel: ParallelConfig, seed: int, on_lost: Callable[[str], None
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    _join(rank, world, "nccl" if cuda else "gloo")
+    bridge = None
+    if parallel.vision_ranks:
+        bridge = join(rank, world, parallel.vision, TIMEOUT, device)
+        parallel = ParallelConfig(tp=parallel.vision.tp) if bridge.is_vision else parallel
+    else:
+        _join(rank, world, "nccl" if cuda else "gloo")
     try:
-        with watched(rank, world, on_lost):
+        with watched(rank, world, on_lost, None if bridge is None else partial(_watch_places, bridge)):
             parallel_state.initialize_model_parallel(
                 parallel.tp,
                 parallel.pp,
@@ -126,11 +148,18 @@ def rank_mesh(parallel: ParallelConfig, seed: int, on_lost: Callable[[str], None
             )
             tensor_parallel.model_parallel_cuda_manual_seed(seed)
             groups = ProcessGroupCollection.use_mpu_process_groups()
-            alone = dist.new_group([rank], use_local_synchronization=True)
-            yield Mesh(rank, world, groups.dp.rank(), groups.dp.size(), device, groups, alone)
+            alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+            dp = groups.dp
+            if bridge is not None and not bridge.is_vision:
+                bridge.say_place(dp.rank(), groups.tp_cp.rank() if groups.pp.rank() == 0 else None)
+            yield Mesh(dist.get_rank(), dist.get_world_size(), dp.rank(), dp.size(), device, groups, alone, bridge)
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+def _watch_places(bridge: Bridge, own: Place) -> list[Place]:
+    return [Place.of_text(text) for text in bridge.gather("watch", own.text())]
 
 
 def _join(rank: int, world: int, backend: str) -> None:

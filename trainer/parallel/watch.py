@@ -7,6 +7,7 @@ lost: its kernel still answers them.
 """
 
 import contextlib
+import json
 import logging
 import os
 import platform
@@ -37,13 +38,22 @@ log = logging.getLogger("athanor.trainer")
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class Place:
     """Where a rank is: the name and addresses of its host, and how to reach rank 0's watch."""
 
     host: str
     addresses: tuple[str, ...]
     port: int = 0
     token: bytes = b""
+
+    def text(self) -> str:
+        """For those who exchange texts."""
+        return json.dumps([self.host, self.addresses, self.port, self.token.hex()])
+
+    @classmethod
+    def of_text(cls, text: str) -> "Place":
+        host, addresses, port, token = json.loads(text)
+        return cls(host, tuple(addresses), port, bytes.fromhex(token))
 
 
 class Watch:
@@ -123,10 +133,13 @@ def name_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
 
 
 @contextlib.contextmanager
-def watched(rank: int, world: int, on_lost: Callable[[str], None]) -> Iterator[None]:
+def watched(
+    rank: int, world: int, on_lost: Callable[[str], None], gather: Callable[[Place], list[Place]] | None = None
+) -> Iterator[None]:
     """Let the ranks watch each other meanwhile; a collective at the start.
 
     Args:
+        gather: every rank's place, by rank; None: by the process group, which then has all ranks.
         on_lost: called in a thread with a line that names the lost ranks and their hosts; then this process ends with
             status 1. It ends without the call if another rank failed and says why itself.
     """
@@ -144,7 +157,7 @@ def watched(rank: int, world: int, on_lost: Callable[[str], None]) -> Iterator[N
         finally:  # also if nothing can be written: the main thread waits for a rank that is gone
             os._exit(EXIT_FAILED)
 
-    watch = _join(rank, world, end)
+    watch = _join(rank, world, end, gather or _by_process_group)
     try:
         yield
     except BaseException as error:
@@ -155,16 +168,21 @@ def watched(rank: int, world: int, on_lost: Callable[[str], None]) -> Iterator[N
     watch.leave()
 
 
-def _join(rank: int, world: int, end: Callable[[str, bool], None]) -> Watch:
+def _by_process_group(own: Place) -> list[Place]:
+    places = [own] * dist.get_world_size()
+    dist.all_gather_object(places, own)
+    return places
+
+
+def _join(rank: int, world: int, end: Callable[[str, bool], None], gather: Callable[[Place], list[Place]]) -> Watch:
     """The watch of this rank; without the others, with a warning, if rank 0 cannot be reached."""
     dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
     server = socket.create_server(("", 0), family=family, dualstack_ipv6=dual, backlog=world) if rank == 0 else None
-    own = _Place(platform.node(), _own_addresses())
+    own = Place(platform.node(), _own_addresses())
     if server:
-        own = _Place(own.host, own.addresses, server.getsockname()[1], secrets.token_bytes(_TOKEN_BYTES))
-    places = [own] * world
-    dist.all_gather_object(places, own)
+        own = Place(own.host, own.addresses, server.getsockname()[1], secrets.token_bytes(_TOKEN_BYTES))
+    places = gather(own)
     hosts, first = [place.host for place in places], places[0]
     if server:
         with server:
@@ -193,7 +211,7 @@ def _accept(server: socket.socket, token: bytes, world: int) -> dict[int, socket
     return ranks
 
 
-def _call(rank: int, first: _Place, is_here: bool) -> socket.socket | None:
+def _call(rank: int, first: Place, is_here: bool) -> socket.socket | None:
     """A connection to rank 0's watch by the first of its names and addresses that leads there."""
     addresses = ["127.0.0.1"] if is_here else [first.host, os.environ.get("MASTER_ADDR", ""), *first.addresses]
     for address in filter(None, addresses):

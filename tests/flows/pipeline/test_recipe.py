@@ -274,3 +274,8 @@ def test_a_model_of_text_alone_has_nothing_to_encode(tmp_path):
     overrides = [*CACHED, f"model={text_hf_dir()}"]
     with pytest.raises(InputError, match="a qwen3 model has no vision encoder for it; set encode_images=null"):
         open_inputs(load_recipe(overrides=overrides).config, tmp_path)
+
+
+def test_features_leave_nothing_to_deal(tmp_path):
+    with pytest.raises(InputError, match=r"set execution\.parallel\.vision=first_rank, or encode_images=null"):
+        open_inputs(load_recipe(overrides=[*CACHED, "execution.parallel.vision=dealt"]).config, tmp_path)

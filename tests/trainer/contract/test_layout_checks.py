@@ -1,5 +1,6 @@
 """A layout that cannot work is refused in one line, before anything starts, and what the line suggests works."""
 
+import dataclasses
 import json
 import random
 import re
@@ -144,6 +145,47 @@ REFUSALS = [
         "(tp x pp x cp = 2); try train.global_batch_size=4",
     ),
     (
+        {"pp": 2, "vision": "dealt", "vision_split": "tensor_parallel"},
+        "vision=dealt gives each of pp=2 ranks whole images, and vision_split=tensor_parallel parts of matrices; "
+        "try vision_split=images",
+    ),
+    (
+        {"vision": {"ranks": 2}, "vision_split": "tensor_parallel", "world_size": 3},
+        "vision.ranks=2 encode whole images, and vision_split=tensor_parallel is for ranks that share matrices; "
+        "try vision_split=images",
+    ),
+    (
+        {"vision": {"ranks": 1}, "sharding": "fsdp", "world_size": 2},
+        "vision.ranks=1 get whole weights from one rank, and sharding=fsdp has none with whole weights; "
+        "try sharding=distributed_optimizer",
+    ),
+    (
+        {"vision": {"ranks": 3, "tp": 2}, "world_size": 4},
+        "vision.ranks=3 is not a multiple of vision.tp=2; try vision.ranks=4",
+    ),
+    (
+        {"vision": {"ranks": 1}, "tp": 2, "world_size": 2},
+        "world_size=2 without vision.ranks=1 is not a multiple of tp=2 x pp=1 x cp=1 = 2; try world_size=3",
+    ),
+    (
+        {"vision": {"ranks": 1}, "world_size": 1},
+        "world_size=1 without vision.ranks=1 is not a multiple of tp=1 x pp=1 x cp=1 = 1; try world_size=2",
+    ),
+    (
+        {"vision": {"ranks": 4, "tp": 2}, "world_size": 7, "global_batch_size": 6},
+        "vision.ranks=4 with vision.tp=2 encode for dp=3 copies of the language model, and neither number of copies is "
+        "a multiple of the other; try vision.ranks=2, world_size=5",
+    ),
+    (
+        {"vision": {"ranks": 2}, "world_size": 6, "global_batch_size": 6},
+        "train.global_batch_size=6 bins is not a multiple of dp=4, where dp is (world_size=6 - vision.ranks=2) / "
+        "(tp x pp x cp = 1); try train.global_batch_size=4",
+    ),
+    (
+        {"vision": {"ranks": 3, "tp": 3}, "world_size": 4},
+        "vision.tp=3 does not divide the model's vision_num_heads=16; try vision.tp=2",
+    ),
+    (
         {"cp": 2, "seq_len": 90, "pad_multiple": 3},
         "plan_bins.seq_len=90 is not a multiple of 4 (cp=2, tp=1, sequence_parallel=false); try plan_bins.seq_len=96",
     ),
@@ -191,6 +233,13 @@ def test_every_width_that_tensor_parallel_divides(field, value, words):
     assert by_images == ("" if field.startswith("vision") else words)
 
 
+def test_ranks_of_images_need_a_model_that_takes_images():
+    shape = dataclasses.replace(TINY["first"], vision=None)
+    assert refusal(shape, settings_of(vision={"ranks": 1}, world_size=2)) == (
+        "vision.ranks=1 encode images, and the model takes text alone; try vision=first_rank"
+    )
+
+
 VALID = {
     "dp2": {"world_size": 2},
     "fsdp2": {"sharding": "fsdp", "world_size": 2},
@@ -199,6 +248,11 @@ VALID = {
     "tp": {"tp": 2},
     "tp+sp": {"tp": 2, "sequence_parallel": True},
     "pp2": {"pp": 2},
+    "pp2dealt": {"pp": 2, "vision": "dealt"},
+    "own": {"vision": {"ranks": 1}, "world_size": 3},
+    "own for each": {"vision": {"ranks": 4}, "world_size": 6},
+    "own with tp": {"vision": {"ranks": 4, "tp": 2}, "pp": 2, "world_size": 6},
+    "dealt to one": {"vision": "dealt", "vision_split": "tensor_parallel"},
     "pp2vpp2": {"pp": 2, "vpp": 2},
     "pp2first": {"pp": 2, "first_pipeline_layers": 3},
     "cp2": {"cp": 2},
@@ -275,6 +329,7 @@ def draw(rng: random.Random) -> tuple[ModelShape, dict[str, object]]:
         "vpp": rng.choice([1, 1, 2, 3]),
         "sequence_parallel": rng.random() < 0.4,
         "first_pipeline_layers": rng.choice([None, None, 1, 2, 3, 4, 6]),
+        "vision": rng.choice(["first_rank", "first_rank", "dealt"]),
         "vision_split": rng.choice(["images", "tensor_parallel"]),
         "sharding": rng.choice(["distributed_optimizer"] * 4 + ["fsdp"]),
         "world_size": rng.randint(1, 24),

@@ -156,6 +156,8 @@ def test_every_rank_of_any_bin_has_what_the_reference_says(seed):
             sequence_rank=rank % tp,
             vision_ranks=cp * tp,
             vision_rank=rank,
+            vision_shares=cp * tp,
+            vision_share=rank,
             has_vision=bool(rng.random() < 0.85),
         )
         batch = make_micro_batch(samples, geometry, seq_len, part)

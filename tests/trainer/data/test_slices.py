@@ -29,7 +29,10 @@ def test_every_token_has_one_rank_and_causal_attention_costs_all_alike(cp):
 
 def test_images_are_shared_by_patches_and_found_again():
     patches = [8, 64, 16, 16, 24]
-    shares = [share_images(patches, 4, 2, rank) for rank in range(2)]
+    shares = [
+        share_images(patches, 4, RankSlice(vision_ranks=2, vision_rank=rank, vision_shares=2, vision_share=rank))
+        for rank in range(2)
+    ]
     assert [share.images for share in shares] == [(1,), (0, 2, 3, 4)]
     assert [share.tokens for share in shares] == [16, 16] and shares[0].gathered_rows == 16
     gathered = np.concatenate([np.repeat(share.images, [patches[i] // 4 for i in share.images]) for share in shares])
@@ -39,14 +42,41 @@ def test_images_are_shared_by_patches_and_found_again():
 
 
 def test_the_shorter_share_is_filled_up():
-    shares = [share_images([4, 40], 4, 2, rank) for rank in range(2)]
+    shares = [
+        share_images([4, 40], 4, RankSlice(vision_ranks=2, vision_rank=rank, vision_shares=2, vision_share=rank))
+        for rank in range(2)
+    ]
     assert [s.tokens for s in shares] == [10, 1] and [s.gathered_rows for s in shares] == [10, 10]
     assert shares[0].first_rows == (10, 0)
 
 
+def test_images_that_pipeline_ranks_share_follow_one_another_at_their_place():
+    patches = [8, 64, 16, 16, 24, 4, 12]
+    places, stages = 2, 3
+    parts = [
+        [
+            RankSlice(vision_ranks=places, vision_rank=q, vision_shares=places * stages, vision_share=p * places + q)
+            for p in range(stages)
+        ]
+        for q in range(places)
+    ]
+    shares = [[share_images(patches, 4, part) for part in at_place] for at_place in parts]
+    rows = []
+    for at_place in shares:
+        for stage, share in enumerate(at_place):
+            assert share.arriving_tokens == tuple(s.tokens for p, s in enumerate(at_place) if p != stage)
+        mine = [image for share in at_place for image in share.images for _ in range(patches[image] // 4)]
+        rows += mine + [None] * (at_place[0].gathered_rows - len(mine))
+    assert None not in rows[: shares[0][0].gathered_rows] or None not in rows[shares[0][0].gathered_rows :]
+    assert [rows[first] for first in shares[1][2].first_rows] == list(range(len(patches)))
+    assert sorted(row for row in rows if row is not None) == sorted(
+        image for image, count in enumerate(patches) for _ in range(count // 4)
+    )
+
+
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_no_image_no_rows(ranks):
-    share = share_images([], 4, ranks, 0)
+    share = share_images([], 4, RankSlice(vision_ranks=ranks, vision_shares=ranks))
     assert share.images == share.first_rows == () and share.tokens == share.gathered_rows == 0
 
 
@@ -64,6 +94,8 @@ def _parts(samples, cp: int, sp: int) -> list:
                 sequence_rank=s,
                 vision_ranks=cp * sp,
                 vision_rank=c * sp + s,
+                vision_shares=cp * sp,
+                vision_share=c * sp + s,
             ),
         )
         for c in range(cp)

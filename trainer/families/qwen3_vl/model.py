@@ -3,12 +3,17 @@
 s = tokens of this rank's part of the sequence, V = image tokens among them, D = hidden size, L = deepstack levels.
 """
 
+from functools import partial
+
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.process_groups_config import ProcessGroupCollection
+from torch.distributed import ProcessGroup
 
 from dataset_builders.contracts.tokenized import PatchFormat
+from trainer.contract.model_shape import VisionShape
+from trainer.contract.parallel import ParallelConfig
 from trainer.data.micro_batch import MicroBatch
 from trainer.families.qwen3_vl.rope import mrope_angles
 from trainer.families.qwen3_vl.vision import VisionEncoder, vision_config
@@ -16,24 +21,62 @@ from trainer.layers.attention import Rotation
 from trainer.layers.decoder import Between
 from trainer.layers.gather import gather_rows
 from trainer.layers.packed_model import PackedModel
+from trainer.parallel.mesh import Mesh
+from trainer.parallel.vision_exchange import PipelineWorker, RemoteOwner, VisionOwner, Window, pipeline_links
+from trainer.parallel.vision_world import Bridge
+
+
+def build_encoder(
+    shape: VisionShape, parallel: ParallelConfig, dtype: torch.dtype, modules: BackendSpecProvider, mesh: Mesh
+) -> VisionEncoder:
+    """The vision encoder of a rank, whose weights are unset until they are loaded."""
+    by_images = parallel.vision_split == "images"
+    tp = mesh.alone if by_images else mesh.groups.tp
+    groups = ProcessGroupCollection(tp=tp, cp=mesh.alone, pp=mesh.alone)
+    config = vision_config(shape, parallel, dtype)
+    encoder = VisionEncoder(config, shape, modules, groups, recompute=parallel.recompute_vision)
+    if by_images:
+        # Whole on every tensor-parallel rank: the gradient norm must count it once.
+        for param in encoder.parameters():
+            param.tensor_model_parallel = False
+    return encoder
 
 
 class Qwen3VLModel(PackedModel):
     """One chunk of the model. Level i of the deepstack features is added to the image tokens after layer i."""
 
     def build_parts(self, dtype: torch.dtype, modules: BackendSpecProvider) -> None:
-        """The vision encoder, on the first chunk."""
-        if not self.pre_process:
+        """The vision encoder, on the first chunk; if vision is dealt, a copy on the first one of every other rank."""
+        is_dealt = self.parallel.deals_vision and not self.vp_stage
+        if not (self.pre_process or is_dealt):
             return
-        alone = self.mesh.alone
-        by_images = self.parallel.vision_split == "images"
-        groups = ProcessGroupCollection(tp=alone if by_images else self.groups.tp, cp=alone, pp=alone)
-        config, shape = vision_config(self.shape.vision, self.parallel, dtype), self.shape.vision
-        self.vision = VisionEncoder(config, shape, modules, groups, recompute=self.parallel.recompute_vision)
-        if by_images:
-            # Whole on every tensor-parallel rank: the gradient norm must count it once.
-            for param in self.vision.parameters():
-                param.tensor_model_parallel = False
+        encoder = build_encoder(self.shape.vision, self.parallel, dtype, modules, self.mesh)
+        if self.pre_process:
+            self.vision = encoder
+        if is_dealt:
+            self.exchange = self._dealt(encoder, self.groups.pp)
+        elif self.parallel.vision_ranks:
+            self.exchange = self._remote(encoder, self.mesh.bridge)
+
+    def _dealt(self, encoder: VisionEncoder, pp: ProcessGroup) -> VisionOwner | PipelineWorker:
+        """The images shared with the other ranks of the pipeline."""
+        encode, window = partial(self.encode, encoder), Window.of(pp.size(), self.parallel.vpp)
+        links = pipeline_links(pp)
+        if self.pre_process:
+            return VisionOwner(encoder, encode, links, range(1, pp.size()), window, self._encoded_width)
+        return PipelineWorker(encoder, encode, links, [0], window)
+
+    def _remote(self, encoder: VisionEncoder, bridge: Bridge) -> RemoteOwner:
+        """The images encoded by ranks that do nothing else."""
+        dp, places = self.mesh.dp, self.groups.tp_cp
+        workers, copies = bridge.workers_of(self.mesh.dp_rank, places.rank(), places.size(), dp)
+        window = Window(0, sum(Window.of(self.parallel.pp, self.parallel.vpp)))
+        return RemoteOwner(encoder, bridge.links, workers, copies, window, self._encoded_width)
+
+    @property
+    def _encoded_width(self) -> int:
+        """Numbers of an image token with its deepstack features."""
+        return (1 + self.shape.num_deepstack) * self.shape.language.hidden_size
 
     def rotation(self, batch: MicroBatch) -> Rotation:
         """By positions of three axes."""
@@ -41,20 +84,21 @@ class Qwen3VLModel(PackedModel):
 
     def prepare_pixels(self, patch_format: PatchFormat) -> None:
         """Set how the data's patches become pixel values."""
-        if self.pre_process:
-            self.vision.patch_embed.set_normalisation(patch_format.image_mean, patch_format.image_std)
+        encoders = [self.vision] if self.pre_process else [self.exchange.part["vision"]] if self.exchange else []
+        for encoder in encoders:
+            encoder.patch_embed.set_normalisation(patch_format.image_mean, patch_format.image_std)
 
-    def encode(self, batch: MicroBatch) -> torch.Tensor:
+    def encode(self, encoder: VisionEncoder, batch: MicroBatch) -> torch.Tensor:
         """(encoded_rows, (1 + L) * D): this rank's image tokens, each with its deepstack features."""
         self.clock.switch("vision")
         # A rank without images encodes a blank one, whose token goes nowhere and whose gradient is zero.
-        encoded = self.vision(batch)[: batch.encoded_rows]
+        encoded = encoder(batch)[: batch.encoded_rows]
         self.clock.switch_on_gradient(encoded, "vision")
         return encoded
 
     def embed(self, batch: MicroBatch) -> tuple[torch.Tensor, Between]:
         """Token embeddings (s, 1, D) with the image tokens in their places; features come after the first layers."""
-        encoded = self.encode(batch) if batch.features is None else batch.features
+        encoded = self.encode(self.vision, batch) if batch.features is None else batch.features
         self.clock.switch("language")
         gathered = gather_rows(encoded, batch.gathered_rows, *self._sharers())
         rows = gathered.index_select(0, batch.image_rows)
@@ -70,7 +114,7 @@ class Qwen3VLModel(PackedModel):
 
         return hidden, add_feature
 
-    def _sharers(self) -> tuple[torch.distributed.ProcessGroup, torch.distributed.ProcessGroup]:
+    def _sharers(self) -> tuple[ProcessGroup, ProcessGroup]:
         """The ranks that share the images of a bin, and those that hold different tokens of it."""
         encoders = self.groups.tp_cp if self.parallel.vision_split == "images" else self.groups.cp
         users = self.groups.tp_cp if self.parallel.sequence_parallel else self.groups.cp
