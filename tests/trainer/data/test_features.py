@@ -57,7 +57,8 @@ def read_all(job: RunConfig, features: Path, part: RankSlice = WHOLE) -> int:
 
 def test_the_ranks_that_share_images_read_each_once(job):
     whole = read_all(job, job.features_dir)
-    parts = [read_all(job, job.features_dir, RankSlice(vision_ranks=3, vision_rank=rank)) for rank in range(3)]
+    shares = [RankSlice(vision_ranks=3, vision_rank=n, vision_shares=3, vision_share=n) for n in range(3)]
+    parts = [read_all(job, job.features_dir, share) for share in shares]
     assert sum(parts) == whole > 0 and all(part < whole for part in parts)
 
 
