@@ -9,9 +9,9 @@ from pathlib import Path
 
 
 def parse_args(argv: list[str]) -> Path:
-    """The one argument: the path of a RunConfig."""
+    """The one argument: the path of a run.json."""
     parser = argparse.ArgumentParser(prog="torchrun -m trainer")
-    parser.add_argument("run_json", type=Path, help="a RunConfig, written by stages/train/stage.py")
+    parser.add_argument("run_json", type=Path, help="a RunConfig or an EncodeRun, written by a stage")
     return parser.parse_args(argv).run_json
 
 

@@ -53,7 +53,7 @@ def advice(choices: Sequence[Placement]) -> str:
     if best is now:
         text = "keep the layout at hand; nothing that has room gains more than 2%."
     elif best.name == "cached":
-        text = f"encode the images once, before the training: {gain} where they are read in more than one epoch or run."
+        text = f"set encode_images.dtype=bfloat16: {gain} where images are read in more than one epoch or run."
     else:
         text = f"set {', '.join(_settings(now.parallel, best.parallel))}: {gain}{cost}."
     return " ".join([f"Advice: {text}", *_without_room(choices, best)])

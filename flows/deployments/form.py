@@ -27,8 +27,8 @@ _CHANGE = {"type": "object", "title": "change"}
 _SOURCE = {"type": "string", "title": "a directory, URL or hub name"}
 _NO_VALUE = {"type": "string", "enum": [NONE], "title": NONE}
 _ORDER = (
-    *("train", "data", "model", "convert", "contamination", "tokenize", "plan_bins", "evaluate", "compare"),
-    *("execution", "name"),
+    *("train", "data", "model", "convert", "contamination", "tokenize", "plan_bins", "encode_images"),
+    *("evaluate", "compare", "execution", "name"),
 )
 _SOURCES = ("data", "model")  # sections in whose place a directory may stand
 _OPEN = ("train", "train.optim")  # what most runs change
@@ -67,6 +67,10 @@ _SECTIONS = {
     "contamination": ("Contamination", "What counts as a held-out picture that occurs in train."),
     "tokenize": ("Tokens and patches", "How samples are encoded, and which answers are learnt."),
     "plan_bins": ("Bins", "How samples are packed, and how much of each subset an epoch takes."),
+    "encode_images": (
+        "Image features",
+        "Whether a frozen vision encoder encodes each image once, before the training.",
+    ),
     "evaluate": ("Evaluation", "How held-out samples are asked, and which metrics score the answers."),
     "compare": ("Before and after", "How sure a difference from the model before training has to be."),
     "execution": ("Where and how it runs", "Processes, launcher, layout, checkpoints. Changes no result."),

@@ -10,6 +10,7 @@ from dataset_builders.storage.store import check_no_userinfo
 from flows.resources.execution import ExecutionConfig
 from stages.contamination.config import ContaminationConfig
 from stages.convert.config import ConvertConfig
+from stages.encode_images.config import EncodeImagesConfig
 from stages.evaluate.config import CompareConfig, EvaluateConfig
 from stages.export.config import ExportConfig
 from stages.inputs.config import EmbeddedDataConfig, EmbeddedModelConfig
@@ -58,6 +59,10 @@ class PipelineConfig(StrictModel):
     )
     tokenize: TokenizeConfig
     plan_bins: PlanBinsConfig
+    encode_images: EncodeImagesConfig | None = Field(
+        default=None,
+        description="a frozen vision encoder encodes each image once, before the training; null: at every use",
+    )
     train: TrainConfig
     export: ExportConfig = ExportConfig()
     evaluate: EvaluateConfig
@@ -140,5 +145,7 @@ class PipelineConfig(StrictModel):
         )
 
     def identity(self) -> dict[str, object]:
-        """Everything but `execution`, as plain JSON."""
-        return self.model_dump(mode="json", exclude={"execution"})
+        """Everything but `execution`, as plain JSON; without `encode_images` where it is null, so that what was made
+        before it existed is found."""
+        unset = {"encode_images"} if self.encode_images is None else set()
+        return self.model_dump(mode="json", exclude={"execution", *unset})

@@ -20,11 +20,14 @@ from stages.artifacts.artifact import Artifact, External, Input, Stage, artifact
 from stages.artifacts.run_stage import why_rebuild
 from stages.encode.images import load_image_config
 from stages.encode.template import check_template
+from stages.encode_images.config import EncodeImagesConfig, EncodingConfig
 from stages.inputs.hf_directory import check_hf_dir, hf_dir_of, model_input, processor_input, resolve_hf_dir
 from stages.inputs.raw_source import open_raw
 from stages.release.config import ReleaseConfig
+from trainer.contract.run import TrainConfig
+from trainer.families.family import Family
 from trainer.families.registry import get_family, read_model
-from trainer.families.shapes import check_training
+from trainer.families.shapes import check_cached, check_training
 
 RAW_DIGESTS = "raw-digests.json"
 
@@ -85,8 +88,12 @@ def data_nodes(config: PipelineConfig) -> Iterator[Node]:
 def training_nodes(config: PipelineConfig) -> Iterator[Node]:
     """Bins and weights -> checkpoints -> an HF directory."""
     start = {"model": model_source(config), "tokenized": "tokenize"}
-    needs = Needs.SLOT | Needs.METRICS
-    yield Node("train", "stages.train.stage:STAGE", config.train, {**start, "bins": "plan_bins"}, needs)
+    learnt_from = {**start, "bins": "plan_bins"}
+    if config.encode_images is not None:
+        encoding = encoding_config(config.encode_images, config.train)
+        yield Node("encode_images", "stages.encode_images.stage:STAGE", encoding, start, Needs.SLOT)
+        learnt_from["features"] = "encode_images"
+    yield Node("train", "stages.train.stage:STAGE", config.train, learnt_from, Needs.SLOT | Needs.METRICS)
     yield Node("export", "stages.export.stage:STAGE", config.export, {"train": "train", **start}, Needs.SLOT)
 
 
@@ -133,6 +140,12 @@ def model_source(config: PipelineConfig) -> str:
     return "model" if isinstance(config.model, str) else "embedded_model"
 
 
+def encoding_config(settings: EncodeImagesConfig, train: TrainConfig) -> EncodingConfig:
+    """The settings, with the arithmetic that the vision encoder has in the training."""
+    precision = "float32" if train.precision == "float32" else "bfloat16"
+    return EncodingConfig(**settings.model_dump(), precision=precision)
+
+
 def release_config(config: PipelineConfig) -> ReleaseConfig:
     """The run's facts for the model card."""
     data = config.data if isinstance(config.data, str) else f"{data_stage(config)} (made by athanor)"
@@ -151,16 +164,22 @@ def check_model(config: PipelineConfig) -> Path | None:
         InputError: it is missing, incomplete, of an unknown kind, or does not fit the training or its layout.
     """
     if not isinstance(config.model, str):
-        check_training(config.train, config.execution.parallel, get_family(config.model.family))
+        _check_family(config, get_family(config.model.family))
         return None
     hf_dir = resolve_hf_dir(config.model)
     check_hf_dir(hf_dir, config.execution.model_code_sha256)
     check_template(hf_dir)
     load_image_config(hf_dir, config.tokenize.min_pixels, config.tokenize.max_pixels)
     family, shape = read_model(hf_dir)
-    check_training(config.train, config.execution.parallel, family)
+    _check_family(config, family)
     config.check_parallel(shape)
     return hf_dir
+
+
+def _check_family(config: PipelineConfig, family: Family) -> None:
+    if config.encode_images is not None:
+        check_cached(config.train.frozen, config.execution.parallel, family)
+    check_training(config.train, config.execution.parallel, family)
 
 
 def open_inputs(config: PipelineConfig, root: StorePath) -> dict[str, Input]:

@@ -11,7 +11,7 @@ from stages.artifacts.workers import StageResources
 from stages.launchers.job import EXIT_DEADLINE, Job, JobFailed, make_launcher, run_job
 from trainer.contract.answer import MetricsRow, TrainResult, parse_metrics
 from trainer.contract.names import METRICS_JSONL, RESULT_JSON, RUN_JSON
-from trainer.contract.run import RunConfig
+from trainer.contract.run import EncodeRun, RunConfig
 
 TRAINER_LOG = "logs/trainer.log"
 
@@ -49,7 +49,7 @@ class MetricsFollower:
             log.warning("a listener to the training's metrics failed; training goes on", exc_info=True)
 
 
-def run_trainer(run: RunConfig, resources: StageResources, name: str) -> TrainResult:
+def run_trainer(run: RunConfig | EncodeRun, resources: StageResources, name: str) -> TrainResult:
     """The trainer's result, after it was launched with a run.json in the run's output directory.
 
     Args:
@@ -92,7 +92,7 @@ def trainer_job(output_dir: Path, on_line: Callable[[str], None] = lambda line: 
     return Job(str(output_dir), arguments, output_dir / TRAINER_LOG, on_line)
 
 
-def _finished_before(run: RunConfig, text: str) -> TrainResult | None:
+def _finished_before(run: RunConfig | EncodeRun, text: str) -> TrainResult | None:
     """The result of this very run.json, from a job that outlived the flow that waited for it; None if there is none."""
     path, result = run.output_dir / RUN_JSON, _read_result(run.output_dir)
     is_same = path.is_file() and path.read_text(encoding="utf-8") == text

@@ -13,8 +13,9 @@ from pathlib import Path
 
 from dataset_builders.contracts.fingerprint import fingerprint
 from dataset_builders.contracts.manifest import load_manifest
+from dataset_builders.errors import InputError
 from dataset_builders.storage.store import absolute
-from stages.artifacts.artifact import Input, Stage, StageOutput, stage_identity
+from stages.artifacts.artifact import Artifact, Input, Stage, StageOutput, stage_identity
 from stages.artifacts.workers import StageResources
 from stages.inputs.hf_directory import hf_dir_of
 from stages.train.report import write_train_report
@@ -40,6 +41,7 @@ def make_run_config(
         hf_dir=hf_dir_of(inputs["model"]).resolve(),
         tokenized_dir=absolute(inputs["tokenized"].dir),
         bins_dir=absolute(inputs["bins"].dir),
+        features_dir=absolute(inputs["features"].dir) if "features" in inputs else None,
         output_dir=output_dir.resolve(),
         seq_len=inputs["bins"].manifest.config["seq_len"],
         train=config,
@@ -49,7 +51,8 @@ def make_run_config(
 
 
 def train(config: TrainConfig, inputs: Mapping[str, Input], work_dir: Path, resources: StageResources) -> StageOutput:
-    """Inputs: "model" (HF directory), "tokenized", "bins"."""
+    """Inputs: "model" (HF directory), "tokenized", "bins"; "features" of the images if they were encoded before."""
+    _check_encoder(inputs)
     run = make_run_config(config, inputs, work_dir, resources)
     check_run(run, resources.cluster.processes)
     result = run_trainer(run, resources, STAGE.name)
@@ -78,8 +81,24 @@ def predict(run: RunConfig, processes: int) -> Placement | None:
         seq_len=run.seq_len,
         max_patches=plan.config.get("max_patches", 0),
         work=mean_work(run.seq_len, plan.config, plan.stats),
+        is_cached=run.features_dir is not None,
     )
     return at_hand(job) if job.vision and run.train.precision != "float32" else None
+
+
+def _check_encoder(inputs: Mapping[str, Input]) -> None:
+    """Check that the features are of the model that is trained.
+
+    Raises:
+        InputError: they are of another one.
+    """
+    features, model = inputs.get("features"), inputs["model"].parent()
+    encoder = features.manifest.parents["model"] if isinstance(features, Artifact) else model
+    if encoder != model:
+        raise InputError(
+            f"{features.dir} holds features by the model {encoder.fingerprint}, and the training begins with "
+            f"{model.fingerprint}; run the encode_images stage with this model"
+        )
 
 
 STAGE = Stage("train", VERSION, train, on_disk=True, digested=(HELDOUT_JSONL, HELDOUT_BASE_JSONL))

@@ -46,7 +46,9 @@ def bench_train_config(global_batch: int, precision: str = "bfloat16", moments: 
     )
 
 
-def write_run(root: Path, train: TrainConfig, seq_len: int, execution: Execution) -> Path:
+def write_run(
+    root: Path, train: TrainConfig, seq_len: int, execution: Execution, features_dir: Path | None = None
+) -> Path:
     """The directory of a job, empty but for its run.json; an earlier job's is deleted."""
     out = root / "run"
     shutil.rmtree(out, ignore_errors=True)
@@ -57,6 +59,7 @@ def write_run(root: Path, train: TrainConfig, seq_len: int, execution: Execution
         hf_dir=root / "hf",
         tokenized_dir=root / "data",
         bins_dir=root / "data",
+        features_dir=features_dir,
         output_dir=out,
         seq_len=seq_len,
         train=train,
@@ -105,11 +108,16 @@ def await_steps(out: Path, job: subprocess.Popen, steps: int, files: Sequence[st
 
 
 def train_steps(
-    root: Path, train: TrainConfig, seq_len: int, steps: int, execution: Execution | None = None
+    root: Path,
+    train: TrainConfig,
+    seq_len: int,
+    steps: int,
+    execution: Execution | None = None,
+    features_dir: Path | None = None,
 ) -> list[MetricsRow]:
     """Train some steps on what `write_model` and `write_data` wrote, in processes of their own; the metrics of each."""
     execution = execution or Execution()
-    out = write_run(root, train, seq_len, execution)
+    out = write_run(root, train, seq_len, execution, features_dir)
     return await_steps(out, start(out, execution.gpus), steps)
 
 

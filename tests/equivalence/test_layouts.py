@@ -303,6 +303,11 @@ def test_bins_of_delta_layers_hold_what_breaks_chunks():
     assert [192] in segments and 1 in [lengths[-1] for lengths in segments]
 
 
+@pytest.mark.parametrize("name", ["pp2-dealt", "own-1+1"])
+def test_the_work_of_vision_is_counted_wherever_it_is_done(name, outcome):
+    assert all(row.vision_tflops > 0 for row in outcome(name, "first").world.rows)
+
+
 def test_dealt_images_wait_for_few_micro_batches(tmp_path):
     """16 micro batches a step; two pipeline ranks hold images of at most four, besides the one that they encode."""
     run = write_job(

@@ -152,7 +152,8 @@ def train_rank(directory: Path, rank: int, *, save: bool) -> None:
             stack.enter_context(patch.object(saver.dist_checkpointing, "save", _save_nothing))
         mesh = stack.enter_context(rank_mesh(run.execution.parallel, run.train.seed))
         if mesh.is_vision:
-            seen = set_up_vision_rank(run, mesh).serve().model_dump() if run.task == "train" else {}
+            served = set_up_vision_rank(run, mesh).serve().model_dump() if run.task == "train" else {}
+            seen = {**served, "drift": 0.0}  # its weights are the owner's of a step ago
         else:
             seen = _train(run, mesh) if run.task == "train" else export(run, mesh).model_dump()
     (directory / f"rank-{rank}.json").write_text(json.dumps(seen))

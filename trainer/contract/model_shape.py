@@ -219,6 +219,11 @@ class ModelShape:
         return 0 if self.vision is None else len(self.vision.deepstack_layers)
 
     @property
+    def feature_width(self) -> int:
+        """Numbers that the vision encoder gives of an image token: its own, then those of each deepstack level."""
+        return (1 + self.num_deepstack) * self.language.hidden_size
+
+    @property
     def parameters(self) -> dict[str, int]:
         """Parameters of each part of the model."""
         vision = {} if self.vision is None else self.vision.parameters

@@ -1,4 +1,4 @@
-"""The trainer's input: RunConfig, as run.json.
+"""The trainer's input: RunConfig, or EncodeRun where images are encoded, as run.json.
 
 To add a hyperparameter: a field here with its bounds and one line of description, the code that reads it,
 a value in the recipes if it is a decision. The command line, the form and the tracking follow by themselves.
@@ -7,8 +7,16 @@ a value in the recipes if it is a decision. The command line, the form and the t
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, SerializationInfo, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import (
+    BaseModel,
+    Field,
+    SerializationInfo,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
+from dataset_builders.contracts.feature_store import FeatureType
 from dataset_builders.contracts.strict import EVERY_FIELD, StrictModel
 from dataset_builders.storage.store import Location
 from trainer.contract.parallel import ParallelConfig
@@ -172,6 +180,10 @@ class RunConfig(StrictModel):
     hf_dir: Path = Field(description="HF directory with config.json and safetensors: where the weights come from")
     tokenized_dir: Location = Field(description="artifact of the tokenize stage, also in an object store")
     bins_dir: Location = Field(description="artifact of the plan_bins stage, also in an object store")
+    features_dir: Location | None = Field(
+        default=None,
+        description="artifact of the encode_images stage: its features are read, and no pixels; null: none",
+    )
     output_dir: Path = Field(description="gets checkpoints/, metrics.jsonl, result.json; hf/ when exporting")
     checkpoint_dir: Path | None = Field(default=None, description="when exporting: the checkpoint to export")
     seq_len: int = Field(gt=0, description="tokens of a bin, from the plan")
@@ -192,3 +204,35 @@ class RunConfig(StrictModel):
     def num_micro_batches(self, dp: int) -> int:
         """Micro batches per step of each data-parallel rank; layout.py has checked that the ranks get equally many."""
         return self.train.global_batch_size // dp
+
+
+class EncodeRun(StrictModel):
+    """run.json of a job that encodes images once, for trainings whose vision encoder is frozen. Paths are absolute."""
+
+    format_version: Literal[2] = 2
+    task: Literal["encode"] = "encode"
+    hf_dir: Path = Field(description="HF directory with config.json and safetensors: where the weights come from")
+    tokenized_dir: Location = Field(description="artifact of the tokenize stage, also in an object store")
+    features_dir: Path = Field(description="has images/, which says what to encode; gets features/ and index/")
+    output_dir: Path = Field(description="gets result.json")
+    num_shards: int = Field(gt=0, description="shards to write")
+    precision: Literal["float32", "bfloat16"] = Field(description="arithmetic of the encoder")
+    dtype: FeatureType = Field(description="type of the stored numbers")
+    execution: TrainerExecution = TrainerExecution()
+    num_threads: int = Field(default=0, ge=0, description="CPU threads per process; 0: the cores are shared evenly")
+
+
+class _Task(BaseModel):
+    """The one field of a run.json that says of which kind it is."""
+
+    task: str = ""
+
+
+def parse_run(text: str) -> RunConfig | EncodeRun:
+    """The job of a run.json.
+
+    Raises:
+        ValidationError: it is none.
+    """
+    kind = EncodeRun if _Task.model_validate_json(text).task == "encode" else RunConfig
+    return kind.model_validate_json(text)

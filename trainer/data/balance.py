@@ -4,6 +4,7 @@ Everything here is a pure function of the plan and of the model's sizes. Ranks d
 computes the whole answer by itself, in additions and comparisons of doubles, which are the same on every host.
 """
 
+import dataclasses
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -67,6 +68,10 @@ class CostModel:
     def vision(self, work: Work) -> float | np.ndarray:
         """Cost of the vision encoder."""
         return self.per_patch * work.patches + self.per_patch_squared * work.patches_squared
+
+    def without_vision(self) -> "CostModel":
+        """Of a training that reads features: its ranks encode nothing."""
+        return dataclasses.replace(self, per_patch=0, per_patch_squared=0)
 
     def planned_cost(self, sums: BinSums, seq_len: int) -> float | np.ndarray:
         """Cost of a bin, or (m,) of m bins, from the plan alone."""

@@ -18,6 +18,8 @@ from trainer.data.slices import NO_IMAGES, WHOLE, ImageShare, RankSlice, joined_
 
 # (tokens of a sample, place of the first token of each image, each image's grid in tokens) -> (3, n) positions
 Positions = Callable[[int, Sequence[int], Sequence[Sequence[int]]], np.ndarray]
+# numbers of images in the bin -> (tokens, (1 + L) * D) their features, one image after another
+Features = Callable[[Sequence[int]], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,8 @@ class MicroBatch:
 
     A rank that has no image to encode gets one blank image of merge x merge patches whose token goes nowhere, so that
     the vision encoder takes part in every step on every rank and its gradients are zero rather than missing. A model of
-    text alone, and a rank that has no vision encoder, get no blank image: all fields about images are empty.
+    text alone, and a rank that has no vision encoder, get no blank image: all fields about images are empty. A rank
+    that reads features gets those of the images that it would encode; its fields about patches are empty.
 
     Attributes:
         keys: the samples, in order.
@@ -77,6 +80,7 @@ class MicroBatch:
         image_patches: patches of each image of the bin.
         features: (encoded_rows + arriving_rows, (1 + L) * D) the image tokens of this rank's place, each with its
             features of L deepstack levels, if they were encoded before; None: the model encodes the patches.
+        are_features_read: they were, before the training.
         num_loss_tokens: loss tokens of the bin, over all ranks.
         num_slots: T.
     """
@@ -106,6 +110,7 @@ class MicroBatch:
     num_loss_tokens: int
     num_slots: int
     features: torch.Tensor | None = None
+    are_features_read: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -127,12 +132,19 @@ class MicroBatch:
 
 
 def make_micro_batch(
-    samples: Sequence[TokenizedSample], geometry: Geometry, seq_len: int, part: RankSlice = WHOLE
+    samples: Sequence[TokenizedSample],
+    geometry: Geometry,
+    seq_len: int,
+    part: RankSlice = WHOLE,
+    features: Features | None = None,
 ) -> MicroBatch:
     """A rank's part of the samples laid end to end in `seq_len` tokens; without samples all of it is padding.
 
+    Args:
+        features: reads the features of images; the samples need no patches then.
+
     Raises:
-        ValueError: the samples do not fit, or a sample's image tokens are not those of its grids.
+        ValueError: the samples do not fit, or a sample's image tokens are not those of its grids or of its features.
     """
     bounds = _segment_bounds(samples, seq_len, part.pad_multiple)
     whole = _lay_out(samples, geometry, bounds)
@@ -153,7 +165,8 @@ def make_micro_batch(
         loss_index=torch.from_numpy(loss_index),
         labels=torch.from_numpy(whole.ids[places[loss_index] + 1]),
         loss_lengths=tuple(np.diff(loss_bounds).tolist()),
-        **_vision_fields(samples, grids, whole.ids, places, geometry, part),
+        **_vision_fields(samples, grids, whole.ids, places, geometry, part, features),
+        are_features_read=features is not None,
         sample_lengths=tuple(len(s.input_ids) for s in samples),
         image_patches=tuple(grids.prod(1).tolist()),
         num_loss_tokens=int(np.count_nonzero(whole.is_loss)),
@@ -229,9 +242,10 @@ def _vision_fields(
     places: np.ndarray,
     geometry: Geometry,
     part: RankSlice,
-) -> dict[str, torch.Tensor | int | tuple[int, ...]]:
-    """The fields about images: those that a rank encodes, and where the image tokens of its s come from. All are empty
-    if it has no vision encoder.
+    features: Features | None,
+) -> dict[str, torch.Tensor | int | tuple[int, ...] | None]:
+    """The fields about images: those that a rank encodes, or whose features it reads, and where the image tokens of its
+    s come from. All are empty if it has no vision encoder.
 
     Args:
         grids: (G, 3) of all images of the bin, in patches.
@@ -240,7 +254,7 @@ def _vision_fields(
     """
     merge, share = geometry.spatial_merge_size, NO_IMAGES
     image_index = image_rows = np.empty(0, np.int64)
-    encoded, patches = grids[:0], np.empty((0, geometry.patch_bytes), np.uint8)
+    encoded, patches, read = grids[:0], np.empty((0, geometry.patch_bytes), np.uint8), None
     if part.has_vision and geometry.image_token_id is not None:
         image_patches = grids.prod(1)
         share = share_images(image_patches.tolist(), merge**2, part)
@@ -250,7 +264,12 @@ def _vision_fields(
         held = row_at[places.reshape(part.sequence_ranks, -1)[part.sequence_rank]]
         image_index = np.flatnonzero(held >= 0)
         image_rows = held[image_index]
-        if part.has_pixels:
+        if features is not None:
+            read = features(share.images)
+            if len(read) != share.tokens:
+                wrong = f"{len(read)} rows of features for images of {share.tokens} tokens"
+                raise ValueError(f"{[sample.key for sample in samples]}: {wrong}; run the encode_images stage again")
+        elif part.has_pixels:
             encoded, patches = _encoded(samples, grids, share, geometry)
     frames = np.repeat(encoded[:, 1:], encoded[:, 0], axis=0)
     sizes = frames.prod(1)
@@ -265,6 +284,7 @@ def _vision_fields(
         "patch_frames": torch.from_numpy(np.repeat(frames, sizes, axis=0)),
         "vision_cu_seqlens": torch.tensor([0, *sizes.cumsum()], dtype=torch.int32),
         "vision_max_seqlen": int(sizes.max(initial=0)),
+        "features": read,
     }
 
 

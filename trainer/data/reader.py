@@ -10,9 +10,10 @@ from dataset_builders.contracts.manifest import load_manifest
 from dataset_builders.contracts.sample import Split
 from dataset_builders.contracts.shard_io import read_record
 from dataset_builders.contracts.tokenized import TokenizedSample, read_pixel_store
-from dataset_builders.errors import InputError
+from dataset_builders.errors import DamagedFile, InputError
 from dataset_builders.pictures.pixel_codecs import PIXEL_FIELDS, decode_sample
 from dataset_builders.storage.store import StorePath
+from trainer.data.features import FeatureReader
 from trainer.data.micro_batch import Geometry, MicroBatch, make_micro_batch
 from trainer.data.slices import RankSlice
 
@@ -20,7 +21,11 @@ PREFETCH_DEPTH = 4  # micro batches read ahead
 
 
 class BinReader:
-    """Reads a rank's part of the bins of one split as micro batches. Safe to use from several threads."""
+    """Reads a rank's part of the bins of one split as micro batches. Safe to use from several threads.
+
+    Args:
+        features: reads the images' features, which then take the place of their pixels; None: pixels are read.
+    """
 
     def __init__(
         self,
@@ -30,20 +35,23 @@ class BinReader:
         geometry: Geometry,
         seq_len: int,
         part: RankSlice,
+        features: FeatureReader | None = None,
     ) -> None:
         self.bins: BinPlan = read_bins(bins_dir, split)
         self.pixels = read_pixel_store(tokenized_dir, load_manifest(tokenized_dir).stats)
         self.patch_format = self.pixels.config.patch_format
         self._dir, self._geometry = tokenized_dir, geometry
-        self._seq_len, self._part = seq_len, part
+        self._seq_len, self._part, self._features = seq_len, part, features
 
     def samples(self, number: int) -> list[TokenizedSample]:
-        """The samples of one bin, in order; without their pixels if this rank encodes no images.
+        """The samples of one bin, in order; without their pixels if this rank encodes no images, or reads their
+        features.
 
         Raises:
             DamagedFile: a record is not the one that was written; the text names the shard and the sample.
         """
-        omitted = () if self._part.has_pixels else PIXEL_FIELDS[self.pixels.codec]
+        has_pixels = self._part.has_pixels and self._features is None
+        omitted = () if has_pixels else PIXEL_FIELDS[self.pixels.codec]
         samples = []
         for ref in self.bins[number]:
             fields = read_record(self._dir / ref.shard, ref.offset, ref.size, omitted, ref.checksum, ref.key)
@@ -55,10 +63,15 @@ class BinReader:
 
         Raises:
             InputError: the tokenized samples do not form a bin; the text names the directory and the sample.
+            DamagedFile: a record is not the one that was written.
         """
         samples = [] if number is None else self.samples(number)
+        refs = () if number is None else self.bins[number]
+        features = self._features.of_bin(refs) if self._features and self._part.has_vision else None
         try:
-            return make_micro_batch(samples, self._geometry, self._seq_len, self._part)
+            return make_micro_batch(samples, self._geometry, self._seq_len, self._part, features)
+        except DamagedFile:
+            raise
         except ValueError as error:
             raise InputError(f"{self._dir}: {error}") from error
 

@@ -13,7 +13,8 @@ FORWARD_AND_BACKWARD = 3
 
 
 def model_flops(shape: ModelShape, batch: MicroBatch) -> dict[str, float]:
-    """FLOPs of one bin, of the language model and of the vision encoder if there is one."""
+    """FLOPs of one bin, of the language model and of the vision encoder if there is one; none are of an encoder whose
+    features were read."""
     work = Work(
         tokens=batch.num_tokens,
         loss_tokens=batch.num_loss_tokens,
@@ -22,7 +23,8 @@ def model_flops(shape: ModelShape, batch: MicroBatch) -> dict[str, float]:
         patches_squared=sum(n * n for n in batch.image_patches),
     )
     cost = cost_model(shape)
-    vision = {} if shape.vision is None else {"vision": cost.vision(work)}
+    encoded = 0.0 if batch.are_features_read else cost.vision(work)
+    vision = {} if shape.vision is None else {"vision": encoded}
     return {**vision, "language": cost.language(work)}
 
 

@@ -1,7 +1,11 @@
 """Checks that a job fits its model: its layout, and the parts that its settings name. Without torch."""
 
+from collections.abc import Collection
+
+from dataset_builders.contracts.feature_store import read_feature_store
 from dataset_builders.contracts.manifest import load_manifest
 from dataset_builders.errors import InputError
+from dataset_builders.storage.store import StorePath
 from trainer.contract.layout import check_layout
 from trainer.contract.model_shape import ModelShape
 from trainer.contract.parallel import ParallelConfig
@@ -10,17 +14,23 @@ from trainer.contract.run import PartConfig, RunConfig, TrainConfig
 from trainer.families.family import Family
 from trainer.families.registry import read_model
 
+ENCODING_PARTS = ("vision", "merger")  # what makes image tokens of pixels
+
 
 def check_run(run: RunConfig, world_size: int) -> None:
     """`check_layout` and `check_training` for a job whose inputs are on disk.
 
     Raises:
-        InputError: something does not fit, `hf_dir` is not a model, or `bins_dir` is not an artifact of plan_bins.
+        InputError: something does not fit, `hf_dir` is not a model, `bins_dir` is not an artifact of plan_bins, or
+            `features_dir` is not one of encode_images for these samples.
     """
     plan = load_manifest(run.bins_dir).config
     if "pad_multiple" not in plan:
         raise InputError(f"bins_dir={run.bins_dir} is not an artifact of plan_bins: its manifest has no pad_multiple")
     family, shape = read_model(run.hf_dir)
+    if run.features_dir is not None:
+        check_cached(run.train.frozen, run.execution.parallel, family)
+        _check_features(run.features_dir, run.tokenized_dir)
     check_training(run.train, run.execution.parallel, family)
     check_layout(
         run.execution.parallel,
@@ -32,10 +42,51 @@ def check_run(run: RunConfig, world_size: int) -> None:
     )
 
 
+def check_cached(frozen: Collection[str], parallel: ParallelConfig, family: Family) -> None:
+    """Check that the features of images can be computed once, before the training.
+
+    Args:
+        frozen: parts of the model that are not trained.
+
+    Raises:
+        InputError: the family has no vision encoder that runs by itself, a part of it is trained, or a layout gives
+            ranks images to encode.
+    """
+    if parallel.vision != "first_rank":
+        raise InputError(
+            "encode_images leaves no image to encode in training, and execution.parallel.vision gives them to other "
+            "ranks; set execution.parallel.vision=first_rank, or encode_images=null"
+        )
+    if not family.encoder:
+        raise InputError(
+            f"encode_images encodes images once, and a {family.model_type} model has no vision encoder for it; set "
+            "encode_images=null"
+        )
+    trained = [part for part in ENCODING_PARTS if part not in frozen]
+    if trained:
+        raise InputError(
+            f"encode_images encodes images once, and train.{trained[0]}.frozen=false changes what they become; set "
+            f"{' and '.join(f'train.{part}.frozen=true' for part in trained)}, or encode_images=null"
+        )
+
+
+def _check_features(features_dir: StorePath, tokenized_dir: StorePath) -> None:
+    manifest = load_manifest(features_dir)
+    read_feature_store(features_dir, manifest.stats)
+    encoded, samples = manifest.parents["tokenized"].fingerprint, load_manifest(tokenized_dir).fingerprint
+    if encoded != samples:
+        raise InputError(
+            f"features_dir={features_dir} was made of the samples {encoded}, and tokenized_dir={tokenized_dir} holds "
+            f"{samples}; run the encode_images stage with these"
+        )
+
+
 def pieces_of(run: RunConfig, shape: ModelShape) -> tuple[range, ...]:
     """The language layers of each piece of a job's pipeline, by the plan of its bins."""
     plan = load_manifest(run.bins_dir)
     work = mean_work(run.seq_len, plan.config, plan.stats)
+    if run.features_dir is not None:
+        work = work.without_images()
     return pipeline_pieces(shape, run.execution.parallel, work, run.train.frozen)
 
 

@@ -14,12 +14,13 @@ from dataset_builders.errors import InputError, one_line
 from dataset_builders.storage.files import write_json
 from trainer.contract.answer import TrainResult
 from trainer.contract.names import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED, RESULT_JSON
-from trainer.contract.run import RunConfig
+from trainer.contract.run import EncodeRun, RunConfig, parse_run
 from trainer.families.shapes import check_run
 
 # megatron-core warns at import of all that a machine without CUDA lacks; the module sets handle that.
 warnings.filterwarnings("ignore", module=r"megatron\..*")
 
+from trainer.image_features.encode import encode  # noqa: E402
 from trainer.loop.export import export  # noqa: E402
 from trainer.loop.interval import NotFinite  # noqa: E402
 from trainer.loop.set_up import set_up_vision_rank  # noqa: E402
@@ -30,7 +31,7 @@ from trainer.parallel.runtime import prepare_runtime  # noqa: E402
 log = logging.getLogger("athanor.trainer")
 
 
-def run_job(run: RunConfig) -> TrainResult:
+def run_job(run: RunConfig | EncodeRun) -> TrainResult:
     """The result of the job, run in the process group; a failure becomes a result with its reason."""
     rank, _, world = place_in_world()
 
@@ -40,11 +41,12 @@ def run_job(run: RunConfig) -> TrainResult:
     try:
         if run.task == "train":
             check_run(run, world)
-        with rank_mesh(run.execution.parallel, run.train.seed, on_lost) as mesh:
+        seed = 0 if run.task == "encode" else run.train.seed
+        with rank_mesh(run.execution.parallel, seed, on_lost) as mesh:
             if mesh.is_vision:
                 serves = run.task == "train"
                 return set_up_vision_rank(run, mesh).serve() if serves else TrainResult(status="finished", step=0)
-            return train(run, mesh) if run.task == "train" else export(run, mesh)
+            return {"train": train, "export": export, "encode": encode}[run.task](run, mesh)
     except NotFinite as error:
         return TrainResult(status="failed", step=error.step, message=str(error), keys=error.keys)
     except InputError as error:
@@ -64,7 +66,7 @@ def _failed(message: str, *, is_input_error: bool = False) -> TrainResult:
     return TrainResult(status="failed", step=0, message=message, is_input_error=is_input_error)
 
 
-def write_result(run: RunConfig, result: TrainResult) -> None:
+def write_result(run: RunConfig | EncodeRun, result: TrainResult) -> None:
     """Write result.json, and a failure's message into the log."""
     write_json(run.output_dir / RESULT_JSON, result.model_dump(mode="json"))
     if result.status == "failed":
@@ -74,7 +76,7 @@ def write_result(run: RunConfig, result: TrainResult) -> None:
 def run_file(path: Path) -> int:
     """The exit code of the process, after it has run the job of a run.json."""
     try:
-        run = RunConfig.model_validate_json(path.read_text())
+        run = parse_run(path.read_text())
     except ValidationError as error:
         first = error.errors()[0]
         print(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}", file=sys.stderr)

@@ -13,6 +13,7 @@ from trainer.checkpoint.hf_read import load_hf_weights
 from trainer.contract.model_shape import ModelShape
 from trainer.contract.names import CHECKPOINTS
 from trainer.contract.run import RunConfig
+from trainer.data.features import FeatureReader
 from trainer.data.order import TrainingOrder
 from trainer.data.reader import BinReader
 from trainer.families.family import Family, load
@@ -100,8 +101,9 @@ def set_up(run: RunConfig, mesh: Mesh) -> Trainer:
     models = build_chunks(run, family, shape, mesh, weights_dtype(run))
     parallel = run.execution.parallel
     part = mesh.slice_of_bin(parallel, has_vision=shape.vision is not None)
+    features = None if run.features_dir is None else FeatureReader(run.features_dir, shape.feature_width)
     readers = [
-        BinReader(run.tokenized_dir, run.bins_dir, split, geometry_of(shape), run.seq_len, part)
+        BinReader(run.tokenized_dir, run.bins_dir, split, geometry_of(shape), run.seq_len, part, features)
         for split in ("train", "heldout")
     ]
     models[0].prepare_pixels(readers[0].patch_format)
@@ -156,7 +158,8 @@ def set_up_vision_rank(run: RunConfig, mesh: Mesh) -> Serving:
 
 def training_order(run: RunConfig, shape: ModelShape, reader: BinReader, dp_rank: int, dp: int) -> TrainingOrder:
     """The bins of a data-parallel rank."""
-    cost = partial(cost_model(shape).planned_cost, seq_len=run.seq_len) if run.execution.parallel.balance else None
+    model = cost_model(shape) if run.features_dir is None else cost_model(shape).without_vision()
+    cost = partial(model.planned_cost, seq_len=run.seq_len) if run.execution.parallel.balance else None
     return TrainingOrder(
         reader,
         seed=run.train.seed,

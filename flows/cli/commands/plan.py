@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from dataset_builders.contracts.feature_store import FeatureStore
 from dataset_builders.contracts.sample import SPLITS
 from dataset_builders.storage.store import StorePath, side_dir
 from flows.cli.check import recipe_of
@@ -16,6 +17,7 @@ from stages.answer.job import answer_job
 from stages.answer.stage import answers_apart
 from stages.artifacts.artifact import Artifact, External, Input, stage_identity
 from stages.artifacts.run_stage import scratch_dir
+from stages.encode_images.stage import JOB_DIR as ENCODE_JOB_DIR
 from stages.export.carried import count_carried
 from stages.export.stage import JOB_DIR
 from stages.inputs.hf_directory import hf_dir_of
@@ -33,6 +35,7 @@ UNKNOWN_FINGERPRINT = "FINGERPRINT"
 RULER = "-" * 80
 # Node -> the job that it submits, from its work directory.
 _JOBS: dict[str, Callable[[Path], Job]] = {
+    "encode_images": lambda work: trainer_job(work / ENCODE_JOB_DIR),
     "train": trainer_job,
     "export": lambda work: trainer_job(work / JOB_DIR),
     "answer": answer_job,
@@ -104,6 +107,7 @@ def size_rows(config: PipelineConfig, available: Mapping[str, Input]) -> list[tu
             f"{sum(parts.values()):,} ({', '.join(f'{name} {n:,}' for name, n in parts.items())})",
         ),
         *_layers(job.parallel, job.pieces, bins),
+        *_features(config, job.shape, available),
         *_carried(available.get("model")),
         (
             "memory",
@@ -137,6 +141,7 @@ def _placement_job(config: PipelineConfig, available: Mapping[str, Input]) -> Pl
         seq_len=plan.seq_len,
         max_patches=plan.max_patches,
         work=mean_work(plan.seq_len, plan.model_dump(), stats),
+        is_cached=config.encode_images is not None,
     )
 
 
@@ -159,6 +164,24 @@ def _layers(parallel: ParallelConfig, pieces: Sequence[range], bins: Input | Non
         return []
     ranks = (" + ".join(str(len(piece)) for piece in pieces[rank :: parallel.pp]) for rank in range(parallel.pp))
     return [("layers", f"{', '.join(ranks)} by pipeline rank{_if_full(bins)}")]
+
+
+def _features(config: PipelineConfig, shape: ModelShape, available: Mapping[str, Input]) -> list[tuple[str, str]]:
+    """A row where images are encoded once."""
+    if config.encode_images is None:
+        return []
+    store = FeatureStore(dtype=config.encode_images.dtype, width=shape.feature_width)
+    levels = f" ({1 + shape.num_deepstack} x {shape.language.hidden_size:,} numbers)"
+    each = f"{store.token_bytes:,} bytes per image token in {store.dtype}{levels}"
+    encoded, tokenized = available.get("encode_images"), available.get("tokenize")
+    if isinstance(encoded, Artifact):
+        stats = encoded.manifest.stats
+        images = f"{stats['image_tokens']:,} tokens of {stats['distinct_images']:,} distinct images"
+        return [("image features", f"{each}; {_size(stats['bytes'])} for {images}")]
+    if isinstance(tokenized, Artifact):
+        tokens = tokenized.manifest.stats["total"]["num_patches"] // shape.vision.spatial_merge_size**2
+        return [("image features", f"{each}; {_size(tokens * store.token_bytes)} if no image occurs twice")]
+    return [("image features", f"{each}; in all {UNKNOWN}")]
 
 
 def _host_memory(config: PipelineConfig, shape: ModelShape, pieces: Sequence[range]) -> list[tuple[str, str]]:

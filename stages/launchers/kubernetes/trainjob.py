@@ -20,7 +20,7 @@ from dataset_builders.storage.store import is_local
 from stages.launchers.config import ClusterConfig
 from stages.launchers.job import Job, rank_environment
 from stages.launchers.rank_logs import as_rank
-from trainer.contract.run import RunConfig
+from trainer.contract.run import parse_run
 
 API_VERSION = "trainer.kubeflow.org/v1alpha1"
 CONTAINER = "node"  # the trainer's container, and the job of the JobSet that it is in
@@ -114,10 +114,10 @@ def _paths(job: Job) -> dict[str, Path]:
     paths = {"run.json": run_json}
     if run_json.is_file():
         try:
-            run = RunConfig.model_validate_json(run_json.read_text(encoding="utf-8"))
+            run = parse_run(run_json.read_text(encoding="utf-8"))
         except ValidationError:
             return paths  # a job of another kind
-        directories = {name: getattr(run, name) for name in RunConfig.model_fields if name.endswith("_dir")}
+        directories = {name: getattr(run, name) for name in type(run).model_fields if name.endswith("_dir")}
         paths |= {name: path for name, path in directories.items() if path is not None and is_local(path)}
     return paths
 

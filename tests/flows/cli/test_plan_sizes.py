@@ -50,3 +50,39 @@ def test_tensors_that_are_carried_are_named():
         config = load_recipe("embedded", [f"model={hf_dir}"]).config
         rows = dict(size_rows(config, {"model": External(dir=hf_dir, name="hf_dir", digest="0" * 16)}))
         assert rows.get("carried") == said
+
+
+CACHED = ("encode_images.dtype=bfloat16", "train.vision.frozen=true", "train.merger.frozen=true")
+
+
+def tokenized_of(tmp_path, num_patches: int) -> Artifact:
+    stats = {"total": {"num_patches": num_patches}}
+    return Artifact(
+        tmp_path, Manifest(stage="tokenize", version=2, fingerprint="f" * 16, config={}, parents={}, stats=stats)
+    )
+
+
+def test_the_bytes_of_image_features_are_said_as_far_as_they_are_known(tmp_path):
+    assert "image features" not in rows_of()
+    each = "384 bytes per image token in bfloat16 (3 x 64 numbers)"
+    assert rows_of(*CACHED)["image features"] == f"{each}; in all known once the data is made"
+    tokenized = tokenized_of(tmp_path, 40_000)
+    assert rows_of(*CACHED, tokenize=tokenized)["image features"] == f"{each}; 3.84 MB if no image occurs twice"
+    stats = {"image_tokens": 7_000, "distinct_images": 90, "bytes": 2_688_000}
+    manifest = Manifest(stage="encode_images", version=1, fingerprint="f" * 16, config={}, parents={}, stats=stats)
+    rows = rows_of(*CACHED, tokenize=tokenized, encode_images=Artifact(tmp_path, manifest))
+    assert rows["image features"] == f"{each}; 2.69 MB for 7,000 tokens of 90 distinct images"
+
+
+def test_a_token_of_the_2b_model_takes_sixteen_kilobytes():
+    overrides = (*CACHED, "model.variant=qwen3_vl_2b", "tokenize.max_pixels=524288")
+    row = rows_of(*overrides)["image features"]
+    assert row.startswith("16,384 bytes per image token in bfloat16 (4 x 2,048 numbers)")
+
+
+def test_a_training_that_reads_features_keeps_no_activations_of_vision_and_deals_no_layers_to_it():
+    frozen = CACHED[1:]
+    computed, cached = (rows_of(*PIPELINE, *overrides)["layers"] for overrides in (frozen, CACHED))
+    assert (computed[:4], cached[:4]) == ("4, 7", "6, 5")
+    computed, cached = (rows_of(*overrides)["  activations"] for overrides in (frozen, CACHED))
+    assert (computed, cached) == ("24.4 MB", "15.5 MB")

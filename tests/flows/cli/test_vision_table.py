@@ -84,7 +84,7 @@ def test_the_advice_is_one_line():
         "Advice: keep the layout at hand; nothing that has room gains more than 2%."
     )
     still = advice(placements(job(2, pp=2, seq_len=8192, still=("vision", "merger"))))
-    assert still.startswith("Advice: encode the images once, before the training: 1.") and "epoch" in still
+    assert still.startswith("Advice: set encode_images.dtype=bfloat16: 1.") and "epoch" in still
 
 
 def test_all_settings_that_the_advice_takes_are_named():

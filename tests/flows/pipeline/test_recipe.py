@@ -11,9 +11,10 @@ from dataset_builders.errors import InputError
 from dataset_builders.sources.registry import BUILDERS, get_builder
 from flows.pipeline.config import PipelineConfig
 from flows.pipeline.explain import submodels
-from flows.pipeline.graph import open_inputs
+from flows.pipeline.graph import open_inputs, pipeline_nodes
 from flows.pipeline.recipe import RECIPES, known_recipes, load_recipe
 from tests.helpers.tiny_model import tiny_hf_dir
+from tests.helpers.tiny_text_model import text_hf_dir
 from trainer.contract.run import ProfileConfig
 
 
@@ -232,3 +233,49 @@ def test_a_missing_decision_is_named(tmp_path):
     path.write_text("\n".join(line for line in lines if not line.strip().startswith("lr:")))
     with pytest.raises(InputError, match=r"recipe mine: train.optim.lr is missing \[peak learning rate\]"):
         load_recipe(str(path))
+
+
+CACHED = ["encode_images.dtype=bfloat16", "train.vision.frozen=true", "train.merger.frozen=true"]
+
+
+def test_features_are_made_before_a_training_that_reads_them():
+    config = load_recipe(overrides=CACHED).config
+    nodes = {node.name: node for node in pipeline_nodes(config)}
+    names = list(nodes)
+    assert names.index("plan_bins") < names.index("encode_images") < names.index("train")
+    assert nodes["train"].inputs["features"] == "encode_images"
+    assert nodes["encode_images"].inputs == {"model": "embedded_model", "tokenized": "tokenize"}
+    assert nodes["encode_images"].config.precision == "float32"
+    short = load_recipe(overrides=[*CACHED, "train.precision=float8"]).config
+    assert {node.name: node for node in pipeline_nodes(short)}["encode_images"].config.precision == "bfloat16"
+
+
+def test_without_features_all_is_as_it_was():
+    config = load_recipe().config
+    assert "encode_images" not in config.identity()
+    assert "encode_images" in load_recipe(overrides=CACHED).config.identity()
+    nodes = {node.name: node for node in pipeline_nodes(config)}
+    assert "encode_images" not in nodes and nodes["train"].inputs.keys() == {"model", "tokenized", "bins"}
+    assert load_recipe(overrides=["encode_images=null"]).differs == {}
+
+
+@pytest.mark.parametrize("part", ["vision", "merger"])
+def test_a_trained_encoder_is_not_computed_once(part, tmp_path):
+    for model in ([], [f"model={tiny_hf_dir()}"]):
+        overrides = [line for line in CACHED if f"train.{part}" not in line]
+        words = (
+            rf"train\.{part}\.frozen=false changes what they become; set train\.{part}\.frozen=true, or encode_images"
+        )
+        with pytest.raises(InputError, match=words):
+            open_inputs(load_recipe(overrides=[*overrides, *model]).config, tmp_path)
+
+
+def test_a_model_of_text_alone_has_nothing_to_encode(tmp_path):
+    overrides = [*CACHED, f"model={text_hf_dir()}"]
+    with pytest.raises(InputError, match="a qwen3 model has no vision encoder for it; set encode_images=null"):
+        open_inputs(load_recipe(overrides=overrides).config, tmp_path)
+
+
+def test_features_leave_nothing_to_deal(tmp_path):
+    with pytest.raises(InputError, match=r"set execution\.parallel\.vision=first_rank, or encode_images=null"):
+        open_inputs(load_recipe(overrides=[*CACHED, "execution.parallel.vision=dealt"]).config, tmp_path)

@@ -27,7 +27,7 @@ from tests.helpers.run_dir import changed
 from tests.helpers.tiny_model import tiny_hf_dir
 from trainer.contract.names import EXIT_INPUT, METRICS_JSONL
 from trainer.contract.parallel import ParallelConfig
-from trainer.contract.run import OptimConfig, ProfileConfig, RunConfig, TrainConfig, TrainerExecution
+from trainer.contract.run import OptimConfig, PartConfig, ProfileConfig, RunConfig, TrainConfig, TrainerExecution
 
 CONFIG = TrainConfig(
     seed=0,
@@ -289,3 +289,39 @@ def test_dtype_and_old_pixel_names_are_set_right(tmp_path):
 
 def test_an_external_model_is_its_own_directory(tmp_path):
     assert train.hf_dir_of(External(tmp_path, "hf_dir", "0" * 16)) == tmp_path
+
+
+def _features(root: Path, inputs, **parents: str) -> Artifact:
+    """Of the inputs' samples by their model, or by another one."""
+    made_of = {role: inputs[role].parent() for role in ("model", "tokenized")}
+    made_of |= {role: made_of[role].model_copy(update={"fingerprint": other}) for role, other in parents.items()}
+    stats = {"features": {"format_version": 1, "dtype": "bfloat16", "width": 192}}
+    manifest = Manifest(
+        stage="encode_images", version=1, fingerprint="f" * 16, config={}, parents=made_of, shards=[], stats=stats
+    )
+    root.mkdir(parents=True)
+    manifest.write(root)
+    return Artifact.load(root)
+
+
+FROZEN = CONFIG.model_copy(update=dict.fromkeys(("vision", "merger"), PartConfig(frozen=True)))
+
+
+def test_features_are_an_input_and_stand_in_run_json(inputs, tmp_path):
+    features = _features(tmp_path / "features", inputs)
+    made = run_stage(train.STAGE, FROZEN, {**inputs, "features": features}, tmp_path, StageResources()).artifact
+    run = RunConfig.model_validate_json((made.dir / "run.json").read_text())
+    assert run.features_dir == features.dir and made.manifest.parents["features"] == features.parent()
+    without = run_stage(train.STAGE, FROZEN, inputs, tmp_path, StageResources()).artifact
+    assert RunConfig.model_validate_json((without.dir / "run.json").read_text()).features_dir is None
+    assert without.manifest.parents.keys() == {"model", "tokenized", "bins"}
+
+
+@pytest.mark.parametrize(
+    ("role", "words"),
+    [("model", "holds features by the model eeeeeeee"), ("tokenized", "was made of the samples eeeeeeee")],
+)
+def test_features_of_another_model_or_of_other_samples_are_refused(role, words, inputs, tmp_path):
+    features = _features(tmp_path / "features", inputs, **{role: "e" * 16})
+    with pytest.raises(InputError, match=words):
+        run_stage(train.STAGE, FROZEN, {**inputs, "features": features}, tmp_path, StageResources())

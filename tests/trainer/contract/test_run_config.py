@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+import pytest
+from pydantic import ValidationError
+
 from flows.pipeline.recipe import load_recipe
 from trainer.contract.parallel import ParallelConfig
-from trainer.contract.run import ProfileConfig, RunConfig, TrainerExecution
+from trainer.contract.run import EncodeRun, ProfileConfig, RunConfig, TrainerExecution, parse_run
 
 EXECUTION = TrainerExecution(parallel=ParallelConfig(tp=2), log_interval=3, profile=ProfileConfig(first_step=4))
 
@@ -35,3 +38,15 @@ def test_a_recipes_execution_is_what_the_trainer_is_told():
     told = execution.trainer
     assert type(told) is TrainerExecution
     assert told == EXECUTION.model_copy(update={"checkpoint": execution.checkpoint})
+
+
+def test_a_job_that_encodes_is_known_by_its_task():
+    place = Path("/root")
+    directories = dict.fromkeys(("hf_dir", "tokenized_dir", "features_dir", "output_dir"), place)
+    encode = EncodeRun(num_shards=3, precision="bfloat16", dtype="float32", **directories)
+    for run in (encode, run_config(), run_config().model_copy(update={"features_dir": place})):
+        assert parse_run(run.model_dump_json()) == run
+    with pytest.raises(ValidationError, match="num_shards"):
+        parse_run(encode.model_copy(update={"num_shards": 0}).model_dump_json())
+    with pytest.raises(ValidationError, match="Invalid JSON"):
+        parse_run("{")

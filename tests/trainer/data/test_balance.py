@@ -219,3 +219,11 @@ def test_it_is_dealt_by_cost_only_where_asked():
         assert shares == [undealt[0::2], undealt[1::2]]
         strided += max(totals_of(shares, cost))
     assert by_cost < strided
+
+
+def test_bins_whose_features_are_read_cost_their_language_alone():
+    cost = cost_model(read_model(random_hf_dir("first"))[1])
+    with_images = sum_bin((ref(tokens=90, patches=400, images=2),))
+    without = sum_bin((ref(tokens=90),))
+    assert cost.planned_cost(with_images, 128) > cost.planned_cost(without, 128)
+    assert cost.without_vision().planned_cost(with_images, 128) == cost.planned_cost(without, 128)

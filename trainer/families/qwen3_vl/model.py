@@ -110,7 +110,9 @@ class Qwen3VLModel(PackedModel):
         hidden = hidden.index_copy(0, places, image_tokens[:, None].to(hidden.dtype))
 
         def add_feature(number: int, hidden: torch.Tensor) -> torch.Tensor:
-            return hidden.index_add(0, places, features[number][:, None]) if number < len(features) else hidden
+            if number >= len(features):
+                return hidden
+            return hidden.index_add(0, places, features[number][:, None].to(hidden.dtype))
 
         return hidden, add_feature
 

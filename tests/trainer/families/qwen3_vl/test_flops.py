@@ -74,3 +74,19 @@ def test_a_step_counts_what_torch_counts_forward_and_backward(kinds):
     # frames, but no gradient of the pixels.
     ours = sum(model_flops(sizes, batch).values()) + 3 * (causal_half + not_needed) + 3 * frame - 2 * frame
     assert ours == pytest.approx(theirs, rel=0.01)
+
+
+def test_an_encoder_whose_features_were_read_did_no_work():
+    sizes = read_model(random_hf_dir("first"))[1]
+    geometry = geometry_of(sizes)
+    samples = make_samples(MIXED, geometry, range(20, 300))
+    computed = model_flops(sizes, make_micro_batch(samples, geometry, 128))
+
+    def features(images):
+        return torch.zeros(sum(computed_tokens[image] for image in images), sizes.feature_width)
+
+    computed_tokens = [patches // 4 for sample in samples for patches in sample.image_grid_thw.prod(1).tolist()]
+    read = model_flops(sizes, make_micro_batch(samples, geometry, 128, features=features))
+    assert read == computed | {"vision": 0} and computed["vision"] > 0
+    text = make_samples([TEXT_ONLY], geometry, range(20, 300))
+    assert model_flops(sizes, make_micro_batch(text, geometry, 128, features=features))["vision"] == 0

@@ -1,0 +1,172 @@
+"""Features of images, computed once: shards of what a frozen vision encoder makes of each distinct image.
+
+    features/00000.tar               one record per image: `features`, (tokens, width) numbers in C order, little endian
+    index/00000.arrow                where each record of the shard lies, in its order, and what storing cost it
+    images/00000.parquet             the images of the shard: their digest, and a tokenized sample that has each
+    samples/train/shard-00000.arrow  for a tokenized shard: which records are the images of each of its samples
+    manifest.json                    stats["features"] is a `FeatureStore`
+
+An image is known by its content (`image_digest`), so that samples that share it share one record. A sample is found by
+the place of its own record, which a plan of bins knows: nothing is looked up by key, and no table is read whole that a
+reader does not need.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from dataset_builders.contracts.feature_store import read_feature_store
+from dataset_builders.contracts.manifest import Manifest, load_manifest
+from dataset_builders.contracts.shard_io import read_record
+from dataset_builders.errors import damaged
+from dataset_builders.storage.files import atomic_path
+from dataset_builders.storage.store import StorePath, local_copy, make_dir
+
+FIELD = "features"  # of a record
+INDEX_FILES, SAMPLE_FILES, IMAGE_FILES = "index/*.arrow", "samples/*/*.arrow", "images/*.parquet"
+_TABLES_OPEN = 1024  # of each kind, of a reader
+
+FEATURE_INDEX = pa.schema(
+    [
+        ("offset", pa.int64()),
+        ("size", pa.int64()),
+        ("checksum", pa.uint64()),  # xxh3_64 of the shard's bytes [offset, offset + size)
+        ("tokens", pa.int32()),
+        ("largest_error", pa.float64()),  # of any number, by its stored type
+    ]
+)
+IMAGE_SCHEMA = pa.schema(
+    [
+        ("digest", pa.binary(32)),
+        ("patches", pa.int32()),
+        ("key", pa.string()),  # of the sample; the next four say where it lies, and which of its images this is
+        ("shard", pa.string()),
+        ("offset", pa.int64()),
+        ("size", pa.int64()),
+        ("checksum", pa.uint64()),
+        ("number", pa.int32()),
+    ]
+)
+# One row per sample that has images, by ascending offset in the tokenized shard.
+SAMPLE_SCHEMA = pa.schema([("offset", pa.int64()), ("shards", pa.list_(pa.int32())), ("rows", pa.list_(pa.int32()))])
+
+
+class FeaturePlace(NamedTuple):
+    """A record: the number of its shard, and of its row there."""
+
+    shard: int
+    row: int
+
+
+def image_digest(grid: np.ndarray, patches: np.ndarray) -> bytes:
+    """SHA-256 of an image as the encoder sees it.
+
+    Args:
+        grid: (3,) int32, in patches.
+        patches: (t * h * w, 3 * patch_size^2) uint8.
+    """
+    return hashlib.sha256(grid.tobytes() + patches.tobytes()).digest()
+
+
+def shard_name(number: int) -> str:
+    """Of the shard, below the artifact's directory."""
+    return f"features/{number:05d}.tar"
+
+
+def index_name(number: int) -> str:
+    """Of a shard's index."""
+    return f"index/{number:05d}.arrow"
+
+
+def images_name(number: int) -> str:
+    """Of the table of a shard's images."""
+    return f"images/{number:05d}.parquet"
+
+
+def samples_name(shard: str) -> str:
+    """Of the table of a tokenized shard's samples."""
+    return f"samples/{shard.removesuffix('.tar')}.arrow"
+
+
+def write_table(path: StorePath, columns: Mapping[str, Sequence[object]], schema: pa.Schema) -> None:
+    """Write one table, whole or not at all, so that it can be mapped into memory."""
+    make_dir(path.parent)
+    with atomic_path(path) as tmp, pa.ipc.new_file(tmp, schema) as writer:
+        writer.write_batch(pa.record_batch([pa.array(columns[field.name], field.type) for field in schema], schema))
+
+
+def read_table(path: StorePath, sha256: str | None = None) -> pa.RecordBatch:
+    """The table of `write_table`, mapped into memory.
+
+    Raises:
+        DamagedFile: the file is missing, or does not have this SHA-256.
+    """
+    return pa.ipc.open_file(pa.memory_map(str(local_copy(path, sha256)))).get_batch(0)
+
+
+class FeatureShards:
+    """The records of an artifact, each read when it is asked for. Several threads may share it.
+
+    Raises:
+        InputError: the directory does not hold features.
+    """
+
+    def __init__(self, directory: StorePath) -> None:
+        manifest: Manifest = load_manifest(directory)
+        self.store = read_feature_store(directory, manifest.stats)
+        self._dir, self._sha256 = directory, {file.name: file.sha256 for file in manifest.files}
+        self._samples = lru_cache(_TABLES_OPEN)(self._open_samples)
+        self._index = lru_cache(_TABLES_OPEN)(self._open_index)
+
+    def places(self, shard: str, offset: int, num_images: int) -> list[FeaturePlace]:
+        """The records of a sample's images, in their order.
+
+        Args:
+            shard, offset: of the sample's record in the tokenized artifact.
+
+        Raises:
+            DamagedFile: there are none, or another number of them.
+        """
+        if num_images == 0:
+            return []
+        table = self._samples(shard)
+        offsets = table["offset"].to_numpy()
+        row = int(offsets.searchsorted(offset))
+        is_there = row < len(offsets) and offsets[row] == offset
+        lists = [table[name][row].as_py() for name in ("shards", "rows")] if is_there else [[], []]
+        if len(lists[0]) != num_images:
+            raise damaged(
+                self._dir / samples_name(shard), f"knows {len(lists[0])} of {num_images} images at byte {offset}"
+            )
+        return [*map(FeaturePlace, *lists)]
+
+    def read(self, place: FeaturePlace) -> memoryview:
+        """The bytes of one image's features, (tokens, width) numbers.
+
+        Raises:
+            DamagedFile: the record is not the one that was written.
+        """
+        index, path = self._index(place.shard), self._dir / shard_name(place.shard)
+        if place.row >= len(index["offset"]):
+            raise damaged(path, f"has no image {place.row}")
+        offset, size, checksum, tokens = (int(index[name][place.row]) for name in FEATURE_INDEX.names[:4])
+        data = read_record(path, offset, size, (), checksum, f"image {place.row}").get(FIELD, memoryview(b""))
+        if len(data) != tokens * self.store.token_bytes:
+            raise damaged(path, f"holds {len(data)} bytes of image {place.row}, which has {tokens} tokens")
+        return data
+
+    def _open_samples(self, shard: str) -> pa.RecordBatch:
+        return self._open(samples_name(shard))
+
+    def _open_index(self, number: int) -> dict[str, np.ndarray]:
+        table = self._open(index_name(number))
+        return {name: table[name].to_numpy() for name in FEATURE_INDEX.names}
+
+    def _open(self, name: str) -> pa.RecordBatch:
+        if name not in self._sha256:
+            raise damaged(self._dir / name, "is not in the manifest")
+        return read_table(self._dir / name, self._sha256[name])

@@ -1,0 +1,5 @@
+"""What a frozen vision encoder makes of each distinct image, computed once.
+
+In: weights, tokenized shards. Out: shards of features by content, and the records of each sample's images.
+Read first: `stage.py`, then `plan.py`.
+"""

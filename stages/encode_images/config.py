@@ -1,0 +1,26 @@
+"""The config of encode_images: how features are stored, and in which arithmetic they are computed."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from dataset_builders.contracts.feature_store import FeatureType
+from dataset_builders.contracts.strict import StrictModel
+
+
+class EncodeImagesConfig(StrictModel):
+    """How the features of images are stored."""
+
+    dtype: FeatureType = Field(
+        description="type of the stored numbers; that of train.precision loses nothing, bfloat16 of a training in "
+        "float32 a 256th of a number at most"
+    )
+    shard_size_mb: float = Field(
+        default=256.0, gt=0, le=1e6, description="a shard of features takes about this many MB"
+    )
+
+
+class EncodingConfig(EncodeImagesConfig):
+    """Identity: the recipe's settings, and the arithmetic that the training gives the encoder."""
+
+    precision: Literal["float32", "bfloat16"] = Field(description="arithmetic of the encoder")

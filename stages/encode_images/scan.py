@@ -1,0 +1,78 @@
+"""The images of every tokenized shard by their content: one table per shard, made on the workers."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from dataset_builders.contracts.features import IMAGE_SCHEMA, image_digest
+from dataset_builders.contracts.manifest import ShardEntry
+from dataset_builders.contracts.shard_io import iter_located
+from dataset_builders.contracts.tokenized import PixelStore, read_pixel_store
+from dataset_builders.pictures.pixel_codecs import decode_sample
+from dataset_builders.storage.store import StorePath, make_dir
+from stages.artifacts.artifact import Artifact
+from stages.artifacts.row_tables import write_rows
+from stages.artifacts.workers import StageResources, run_tasks
+
+_BYTES_PER_WORKER = 1e9  # read and digested in about the seconds that the start of a process costs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScanTask:
+    """One shard to look through.
+
+    Attributes:
+        shard: of the artifact in `directory`.
+        out: the table that is written, with IMAGE_SCHEMA: a row for each use of an image, in the samples' order.
+    """
+
+    directory: StorePath
+    shard: ShardEntry
+    pixels: PixelStore
+    out: StorePath
+
+
+def scan_images(tokenized: Artifact, directory: StorePath, resources: StageResources) -> list[ScanTask]:
+    """Write the tables of all shards that have none yet into `directory`; progress is in samples.
+
+    Returns:
+        one task per shard, in the manifest's order.
+    """
+    make_dir(directory)
+    shards, pixels = tokenized.manifest.shards, read_pixel_store(tokenized.dir, tokenized.manifest.stats)
+    tasks = [
+        ScanTask(directory=tokenized.dir, shard=shard, pixels=pixels, out=directory / f"{number:06d}.parquet")
+        for number, shard in enumerate(shards)
+    ]
+    to_do = [task for task in tasks if not task.out.is_file()]
+    total = tokenized.manifest.num_samples
+    finished = total - sum(task.shard.num_samples for task in to_do)
+    num_workers = max(1, int(sum(shard.size_bytes for shard in shards) / _BYTES_PER_WORKER))
+    for _, num_samples in run_tasks(scan_shard, to_do, resources.at_most(num_workers)):
+        finished += num_samples
+        resources.report(finished, total)
+    return tasks
+
+
+def scan_shard(task: ScanTask) -> int:
+    """Write a shard's table, whole or not at all; returns the number of samples read."""
+    write_rows(task.out, _rows(task), IMAGE_SCHEMA)
+    return task.shard.num_samples
+
+
+def _rows(task: ScanTask) -> Iterator[dict[str, object]]:
+    for record, fields in iter_located(task.directory / task.shard.name, task.shard):
+        sample = decode_sample(record.key, fields, task.pixels)
+        sizes = sample.image_grid_thw.prod(1)
+        for number, patches in enumerate(np.split(sample.patches, sizes.cumsum())[:-1]):
+            yield {
+                "digest": image_digest(sample.image_grid_thw[number], patches),
+                "patches": len(patches),
+                "key": record.key,
+                "shard": task.shard.name,
+                "offset": record.offset,
+                "size": record.size,
+                "checksum": record.checksum,
+                "number": number,
+            }

@@ -1,0 +1,113 @@
+"""encode_images: the features of each distinct image, which a training with a frozen vision encoder reads.
+
+features/00000.tar               the features of images, one record each
+index/00000.arrow                the places of a shard's records
+images/00000.parquet             the images of a shard
+samples/train/shard-00000.arrow  the records of the images of each sample of a tokenized shard
+report.json, report.html         images, bytes, the error of the stored type
+
+The weights and the tokenized samples decide what is computed, so that other bins, rates or steps use it again.
+"""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dataset_builders.contracts.feature_store import FeatureStore
+from dataset_builders.contracts.features import (
+    IMAGE_FILES,
+    INDEX_FILES,
+    SAMPLE_FILES,
+    index_name,
+    read_table,
+    shard_name,
+)
+from dataset_builders.contracts.shard_io import finished_shard
+from dataset_builders.storage.store import absolute
+from stages.artifacts.artifact import Artifact, Input, Stage, StageOutput
+from stages.artifacts.workers import StageResources
+from stages.encode_images.config import EncodingConfig
+from stages.encode_images.plan import ImagePlan, plan_images
+from stages.encode_images.scan import scan_images
+from stages.inputs.hf_directory import hf_dir_of
+from stages.pages.report import Table, write_report
+from stages.train.run_trainer import run_trainer
+from trainer.contract.parallel import ParallelConfig
+from trainer.contract.run import EncodeRun
+from trainer.families.registry import read_model
+
+VERSION = 1
+JOB_DIR = "job"  # in the work directory: the output directory of the trainer's run
+SCAN_DIR = "scan"
+
+
+def encode_images(
+    config: EncodingConfig, inputs: Mapping[str, Input], work_dir: Path, resources: StageResources
+) -> StageOutput:
+    """Inputs: "model" (HF directory), "tokenized"."""
+    tokenized, hf_dir = inputs["tokenized"], hf_dir_of(inputs["model"])
+    assert isinstance(tokenized, Artifact)
+    shape = read_model(hf_dir)[1]
+    store = FeatureStore(dtype=config.dtype, width=shape.feature_width)
+    merged = shape.vision.spatial_merge_size**2
+    limit = merged * max(1, int(config.shard_size_mb * 1e6) // store.token_bytes)
+    tasks = scan_images(tokenized, work_dir / SCAN_DIR, resources)
+    plan = plan_images(tasks, work_dir, limit)
+    names = [shard_name(number) for number in range(plan.num_shards)]
+    if any(finished_shard(work_dir, name) is None for name in names):
+        run = _run_config(config, hf_dir, tokenized, work_dir, plan.num_shards, resources)
+        run.output_dir.mkdir(exist_ok=True)
+        run_trainer(run, resources, STAGE.name)
+    for directory in (JOB_DIR, SCAN_DIR):  # paths and times would make every artifact different
+        shutil.rmtree(work_dir / directory, ignore_errors=True)
+    shards = [finished_shard(work_dir, name) for name in names]
+    stats = {"features": store.model_dump(mode="json"), **_stats(work_dir, plan, store)}
+    _write_report(work_dir, config, stats)
+    return StageOutput(shards=shards, stats=stats)
+
+
+def _run_config(
+    config: EncodingConfig, hf_dir: Path, tokenized: Artifact, work: Path, num_shards: int, resources: StageResources
+) -> EncodeRun:
+    """run.json: every rank has the whole encoder, whatever the layout of the training."""
+    return EncodeRun(
+        hf_dir=hf_dir.resolve(),
+        tokenized_dir=absolute(tokenized.dir),
+        features_dir=work.resolve(),
+        output_dir=work.resolve() / JOB_DIR,
+        num_shards=num_shards,
+        precision=config.precision,
+        dtype=config.dtype,
+        execution=resources.trainer.model_copy(update={"parallel": ParallelConfig()}),
+        num_threads=resources.cluster.num_threads,
+    )
+
+
+def _stats(work: Path, plan: ImagePlan, store: FeatureStore) -> dict[str, Any]:
+    """The manifest's figures."""
+    tokens, largest_error = 0, 0.0
+    for number in range(plan.num_shards):
+        table = read_table(work / index_name(number))
+        tokens += int(table["tokens"].to_numpy().sum())
+        largest_error = max(largest_error, float(table["largest_error"].to_numpy().max()))
+    return {
+        "images": plan.uses,
+        "distinct_images": len(plan.places),
+        "image_tokens": tokens,
+        "bytes_per_image_token": store.token_bytes,
+        "bytes": tokens * store.token_bytes,
+        "largest_error": largest_error,
+    }
+
+
+def _write_report(work: Path, config: EncodingConfig, stats: Mapping[str, Any]) -> None:
+    features = stats["features"]
+    summary = {name.replace("_", " "): value for name, value in stats.items() if name != "features"}
+    settings = [*config.model_dump().items(), ("numbers per image token", features["width"])]
+    write_report(
+        work, title="encode_images", summary=summary, sections=[Table("Settings", ("field", "value"), settings)]
+    )
+
+
+STAGE = Stage("encode_images", VERSION, encode_images, on_disk=True, digested=(INDEX_FILES, SAMPLE_FILES, IMAGE_FILES))

@@ -1,0 +1,169 @@
+"""A training that reads features does what one does that encodes the same images with a frozen vision encoder.
+
+Both are float32 here. The features are not always those of the training to the last bit: a matrix product rounds by the
+number of its rows, and a shard's batch has other images in it than a bin. Everything behind the encoder is the same to
+the bit.
+"""
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+
+from tests.equivalence.test_layouts import CUT_VISION, KINDS, SEQ_LEN, SMOOTH, SP, STEPS, Outcome, compare
+from tests.helpers.features import FLOAT32, encoded, images_of, share_images
+from tests.helpers.run_dir import make_bins, model_dir, write_job
+from tests.helpers.single_rank import build_tiny, single_rank
+from tests.helpers.world import exported, run_world
+from trainer.contract.answer import read_heldout
+from trainer.contract.names import HELDOUT_BASE_JSONL, HELDOUT_JSONL
+from trainer.contract.parallel import ParallelConfig
+from trainer.contract.run import PartConfig, RunConfig
+from trainer.data.features import FeatureReader
+from trainer.data.micro_batch import make_micro_batch
+from trainer.data.reader import BinReader
+from trainer.data.slices import WHOLE
+from trainer.families.geometry import geometry_of
+from trainer.families.registry import read_model
+
+FROZEN = {"vision": PartConfig(frozen=True), "merger": PartConfig(frozen=True)}
+# name -> (layout, processes, shape)
+LAYOUTS = {
+    "dp2": ({}, 2, "first"),
+    "pp2": ({"pp": 2}, 2, "first"),
+    "pp2-vpp2": ({"pp": 2, "vpp": 2}, 2, "deep"),
+    "tp2": ({"tp": 2}, 2, "first"),
+    "tp2-sp": ({"tp": 2, **SP}, 2, "first"),
+    "tp2-vision": ({"tp": 2, **CUT_VISION}, 2, "first"),
+    "tp2-sp-cp2-vision": ({"tp": 2, "cp": 2, **SP, **CUT_VISION}, 4, "first"),
+    "cp2": ({"cp": 2}, 2, "first"),
+    "hybrid-tp2-sp": ({"tp": 2, **SP}, 2, "hybrid-first"),
+    "hybrid-pp2": ({"pp": 2}, 2, "hybrid-first"),
+    "hybrid-cp2": ({"cp": 2}, 2, "hybrid-first"),
+}
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    """Writes a job of a shape and a layout whose vision encoder is frozen; the data of a shape are written once."""
+
+    @functools.cache
+    def root(shape: str):
+        return tmp_path_factory.mktemp(shape), share_images(make_bins(shape, KINDS))
+
+    def write(name: str, shape: str, layout: dict) -> RunConfig:
+        directory, bins = root(shape)
+        run = write_job(
+            directory,
+            num_steps=STEPS,
+            shape=shape,
+            bins=bins,
+            global_batch_size=4,
+            parallel=ParallelConfig(**layout),
+            optim=SMOOTH,
+            name=name,
+        )
+        return run.model_copy(update={"seq_len": SEQ_LEN, "train": run.train.model_copy(update=FROZEN)})
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def features(job, tmp_path_factory):
+    """The features of a shape's images."""
+
+    @functools.cache
+    def of_shape(shape: str):
+        run = job("encode", shape, {})
+        return encoded(run.hf_dir, run.tokenized_dir, tmp_path_factory.mktemp("features"))
+
+    return of_shape
+
+
+@pytest.fixture(scope="module")
+def outcome(job, features):
+    """Trains a layout once, with features that are read or computed."""
+
+    @functools.cache
+    def run_layout(name: str, shape: str, *, is_cached: bool) -> Outcome:
+        layout, processes, _ = LAYOUTS.get(name, ({}, 1, shape))
+        run = job(f"{name}-{is_cached}", shape, layout)
+        if is_cached:
+            run = run.model_copy(update={"features_dir": features(shape).dir})
+        world = run_world(run, processes)
+        heldout, before = (read_heldout(run.output_dir / name) for name in (HELDOUT_JSONL, HELDOUT_BASE_JSONL))
+        return Outcome(world, exported(run), heldout, before)
+
+    return run_layout
+
+
+@pytest.mark.parametrize("shape", ["first", "second", "hybrid-first"])
+def test_one_process_trains_as_with_computed_features(shape, outcome):
+    compare(outcome("alone", shape, is_cached=True), outcome("alone", shape, is_cached=False))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_trains_as_one_process_with_computed_features(name, outcome):
+    shape = LAYOUTS[name][2]
+    cached = outcome(name, shape, is_cached=True)
+    compare(cached, outcome("alone", shape, is_cached=False))
+    assert all(rank["drift"] == 0.0 for rank in cached.world.ranks)
+
+
+def test_fsdp_too(job, features):
+    """Its ranks divide the weights, which a checkpoint alone holds whole."""
+    read, computed = (job(f"fsdp-{number}", "first", {"sharding": "fsdp"}) for number in range(2))
+    read = read.model_copy(update={"features_dir": features("first").dir})
+    rows, expected = (run_world(run, 2).rows for run in (read, computed))
+    for row, wanted in zip(rows, expected, strict=True):
+        for name in ("loss", "grad_norm", "language_grad_norm", "param_norm"):
+            assert getattr(row, name) == pytest.approx(getattr(wanted, name), rel=1e-5), (row.step, name)
+    assert rows[-1].heldout_loss == pytest.approx(expected[-1].heldout_loss, rel=1e-5)
+
+
+def test_features_in_bfloat16_train_a_model_in_float32(job, outcome, tmp_path):
+    run = job("short", "first", {})
+    config = FLOAT32.model_copy(update={"dtype": "bfloat16"})
+    features_dir = encoded(run.hf_dir, run.tokenized_dir, tmp_path, config).dir
+    rows = run_world(run.model_copy(update={"features_dir": features_dir}), 1).rows
+    expected = outcome("alone", "first", is_cached=False).world.rows
+    losses = [row.loss for row in rows]
+    assert losses == pytest.approx([row.loss for row in expected], rel=1e-3)
+    assert losses != [row.loss for row in expected]
+
+
+@pytest.mark.parametrize("shape", ["first", "hybrid-first"])
+def test_behind_the_encoder_everything_is_the_same_to_the_bit(shape, job, features):
+    run, (_, sizes) = job("read", shape, {}), read_model(model_dir(shape))
+    bins, geometry = share_images(make_bins(shape, KINDS)), geometry_of(sizes)
+    reader = FeatureReader(features(shape).dir, sizes.feature_width)
+    read = BinReader(run.tokenized_dir, run.bins_dir, "train", geometry, SEQ_LEN, WHOLE, reader)
+    with single_rank() as mesh, torch.no_grad():
+        model = build_tiny(run.hf_dir, mesh, SEQ_LEN)
+        for number, samples in enumerate(bins):
+            batch = make_micro_batch(samples, geometry, SEQ_LEN).to(mesh.device)
+            computed = model.encode(model.vision, batch)
+            assert torch.equal(model(dataclasses.replace(batch, features=computed)), model(batch))
+            torch.testing.assert_close(read.read(number).features, computed.cpu(), rtol=1e-4, atol=1e-5)
+
+
+def test_no_rank_reads_a_pixel_and_no_flops_of_vision_are_counted(outcome):
+    for name in ("alone", "dp2", "pp2", "tp2-sp"):
+        cached = outcome(name, "first", is_cached=True).world
+        assert not any(rank["pixels"] for rank in cached.ranks), name
+        assert any(any(rank["encoded"]) for rank in cached.ranks), name
+    cached, computed = (outcome("alone", "first", is_cached=is_cached).world.rows[-1] for is_cached in (True, False))
+    assert cached.vision_tflops == 0 < computed.vision_tflops and cached.language_tflops > 0
+    assert "vision_seconds" not in cached.model_extra and computed.vision_seconds > 0
+
+
+def test_the_bins_hold_what_breaks_caches(features):
+    """Else the tests above would show less than they say."""
+    stats = features("first").manifest.stats
+    images = images_of(share_images(make_bins("first", KINDS)))
+    assert (
+        stats["distinct_images"] == len(set(images)) < len(images) < stats["images"]
+    )  # the first bins are held out too
+    assert len(features("first").manifest.shards) > 2
+    assert len({grid for grid, _ in images}) > 2

@@ -1,0 +1,48 @@
+"""Features of the images of a made job, by the stage as a flow runs it; bins in which samples share images."""
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+import numpy as np
+
+from dataset_builders.contracts.tokenized import TokenizedSample
+from stages.artifacts.artifact import Artifact, External
+from stages.artifacts.run_stage import run_stage
+from stages.artifacts.workers import StageResources
+from stages.encode_images.config import EncodingConfig
+from stages.encode_images.stage import STAGE
+from stages.launchers.config import ClusterConfig
+
+FLOAT32 = EncodingConfig(dtype="float32", precision="float32", shard_size_mb=0.012)  # a few images in a shard
+
+
+def encoded(
+    hf_dir: Path, tokenized: Path, root: Path, config: EncodingConfig = FLOAT32, processes: int = 1
+) -> Artifact:
+    """The features of a tokenized artifact's images."""
+    inputs = {"model": External(hf_dir, "hf_dir", "0" * 16), "tokenized": Artifact.load(tokenized)}
+    cluster = ClusterConfig(processes=processes, num_threads=1)
+    return run_stage(STAGE, config, inputs, root, StageResources(cluster=cluster)).artifact
+
+
+def share_images(bins: list[list[TokenizedSample]]) -> list[list[TokenizedSample]]:
+    """The bins with the same pixels in every sample of one image of 4 x 6 patches."""
+    pixels: list[np.ndarray] = []
+
+    def shared(sample: TokenizedSample) -> TokenizedSample:
+        if sample.image_grid_thw.tolist() != [[1, 4, 6]]:
+            return sample
+        pixels.append(sample.patches)
+        return dataclasses.replace(sample, patches=pixels[0])
+
+    return [[shared(sample) for sample in samples] for samples in bins]
+
+
+def images_of(bins: list[list[TokenizedSample]]) -> list[tuple[bytes, bytes]]:
+    """Grid and pixels of every image, as often as a sample has it."""
+    images = []
+    for sample in itertools.chain(*bins):
+        pieces = np.split(sample.patches, sample.image_grid_thw.prod(1).cumsum())[:-1]
+        images += [(grid.tobytes(), piece.tobytes()) for grid, piece in zip(sample.image_grid_thw, pieces)]
+    return images

@@ -1,0 +1,165 @@
+"""The features of distinct images: each rank writes some of the shards.
+
+A shard's images are encoded in batches that its table alone decides, so that the numbers do not depend on how many
+ranks there are. A shard that is there is not made again.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from dataset_builders.contracts.feature_store import FeatureType
+from dataset_builders.contracts.features import FEATURE_INDEX, FIELD, images_name, index_name, shard_name, write_table
+from dataset_builders.contracts.manifest import load_manifest
+from dataset_builders.contracts.sample import Split
+from dataset_builders.contracts.shard_io import ShardWriter, finished_shard, read_record
+from dataset_builders.contracts.tokenized import TokenizedSample, read_pixel_store
+from dataset_builders.pictures.pixel_codecs import decode_sample
+from trainer.checkpoint.hf_read import load_hf_weights
+from trainer.contract.answer import TrainResult
+from trainer.contract.run import EncodeRun
+from trainer.data.balance import spread_images
+from trainer.data.micro_batch import MicroBatch, make_micro_batch
+from trainer.data.reader import PREFETCH_DEPTH, prefetch
+from trainer.families.family import load
+from trainer.families.geometry import geometry_of
+from trainer.families.registry import read_model
+from trainer.layers.module_set import TorchModules, transformer_engine_modules
+from trainer.parallel.mesh import Mesh
+
+BATCH_PATCHES = 16_384  # patches that are encoded at once; an image of more is alone
+
+log = logging.getLogger("athanor.trainer")
+
+
+def encode(run: EncodeRun, mesh: Mesh) -> TrainResult:
+    """Write the shards that are not there yet, this rank those that it is dealt by their patches."""
+    # Rank 0 says which are left: another rank may look when one of them has ended its first.
+    left = mesh.from_main([n for n in range(run.num_shards) if finished_shard(run.features_dir, shard_name(n)) is None])
+    tables = [run.features_dir / images_name(number) for number in left]
+    patches = [sum(pq.read_table(table, columns=["patches"])["patches"].to_pylist()) for table in tables]
+    mine = [left[place] for place in spread_images(patches, mesh.world_size)[mesh.rank]]
+    encoder = _encoder(run, mesh)
+    log.info("%d of %d shards of features are left to make", len(left), run.num_shards)
+    for done, number in enumerate(mine, start=1):
+        images = pq.read_table(run.features_dir / images_name(number)).to_pylist()
+        _write_shard(run, number, images, encoder, mesh.device)
+        log.info("%s: %d of %d", shard_name(number), done, len(mine))
+    mesh.any(True)  # no rank ends while another one works
+    return TrainResult(status="finished", step=0)
+
+
+class ImageEncoder(torch.nn.Module):
+    """A family's vision encoder, whole on this rank, under the names that its weights have in the model."""
+
+    def __init__(self, vision: torch.nn.Module, is_tied: bool, mesh: Mesh) -> None:
+        super().__init__()
+        self.vision, self.groups = vision, ProcessGroupCollection(tp=mesh.alone)
+        self.share_embeddings_and_output_weights = is_tied  # of the directory's other weights
+
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        """(tokens, (1 + L) * D) of the batch's images."""
+        return self.vision(batch)
+
+
+def _encoder(run: EncodeRun, mesh: Mesh) -> ImageEncoder:
+    family, shape = read_model(run.hf_dir)
+    modules = transformer_engine_modules() if mesh.device.type == "cuda" else TorchModules()
+    dtype = getattr(torch, run.precision)
+    vision = load(family.encoder)(shape.vision, run.execution.parallel, dtype, modules, mesh)
+    encoder = ImageEncoder(vision, shape.language.tie_word_embeddings, mesh)
+    load_hf_weights(encoder, run.hf_dir, family.weight_rules(shape), family.carried)
+    pixels = read_pixel_store(run.tokenized_dir, load_manifest(run.tokenized_dir).stats)
+    patch_format = pixels.config.patch_format
+    vision.patch_embed.set_normalisation(patch_format.image_mean, patch_format.image_std)
+    return encoder.to(mesh.device).eval()
+
+
+class ImageReader:
+    """Reads the images of one shard of features, batch by batch. Safe to use from several threads.
+
+    Args:
+        images: the rows of its table. Those of one sample follow each other, and its record is read for all of them.
+    """
+
+    def __init__(self, run: EncodeRun, images: Sequence[dict]) -> None:
+        self._geometry = geometry_of(read_model(run.hf_dir)[1])
+        self._dir, self._images = run.tokenized_dir, images
+        self._pixels = read_pixel_store(run.tokenized_dir, load_manifest(run.tokenized_dir).stats)
+        self.batches = list(_batches([image["patches"] for image in images]))
+
+    def read(self, number: int) -> MicroBatch:
+        """The images of a batch, as samples of nothing else."""
+        images, samples = self._images[self.batches[number].start : self.batches[number].stop], []
+        for _, of_sample in groupby(images, key=lambda image: (image["shard"], image["offset"])):
+            first, *others = of_sample
+            sample = self._sample(first)
+            samples += [self._alone(sample, image) for image in (first, *others)]
+        return make_micro_batch(samples, self._geometry, sum(len(each.input_ids) for each in samples))
+
+    def _sample(self, image: dict) -> TokenizedSample:
+        path = self._dir / image["shard"]
+        fields = read_record(path, image["offset"], image["size"], (), image["checksum"], image["key"])
+        return decode_sample(image["key"], fields, self._pixels)
+
+    def _alone(self, sample: TokenizedSample, image: dict) -> TokenizedSample:
+        number, sizes = image["number"], sample.image_grid_thw.prod(1)
+        start, tokens = int(sizes[:number].sum()), int(sizes[number]) // self._geometry.spatial_merge_size**2
+        return TokenizedSample(
+            key=image["digest"].hex(),
+            input_ids=np.full(tokens, self._geometry.image_token_id, np.int32),
+            loss_mask=np.zeros(tokens, np.uint8),
+            image_grid_thw=sample.image_grid_thw[number : number + 1],
+            patches=sample.patches[start : start + int(sizes[number])],
+        )
+
+
+def _batches(patches: Sequence[int]) -> Iterator[range]:
+    """The places of the images of each batch, in order."""
+    first = total = 0
+    for place, count in enumerate(patches):
+        if place > first and total + count > BATCH_PATCHES:
+            yield range(first, place)
+            first, total = place, 0
+        total += count
+    yield range(first, len(patches))
+
+
+def _write_shard(
+    run: EncodeRun, number: int, images: Sequence[dict], encoder: torch.nn.Module, device: torch.device
+) -> None:
+    """Write a shard's records, its index, and then its entry."""
+    reader = ImageReader(run, images)
+    columns: dict[str, list] = {name: [] for name in FEATURE_INDEX.names}
+    pin = device.type == "cuda"
+    batches = prefetch(reader, iter(range(len(reader.batches))), PREFETCH_DEPTH, pin, run.execution.loader_workers)
+    with ShardWriter(run.features_dir, shard_name(number)) as writer:
+        for batch in batches:
+            with torch.no_grad():
+                computed = encoder(batch.to(device))
+            stored, errors = _stored(computed, run.dtype)
+            tokens = batch.sample_lengths
+            for key, rows, error in zip(batch.keys, stored.split(tokens), errors.split(tokens)):
+                record = writer.write(key, {FIELD: rows.contiguous().view(torch.uint8).numpy().tobytes()})
+                row = (record.offset, record.size, record.checksum, len(rows), float(error.max()))
+                for column, value in zip(columns.values(), row):
+                    column.append(value)
+        write_table(run.features_dir / index_name(number), columns, FEATURE_INDEX)
+        writer.commit(_split(images))
+
+
+def _stored(computed: torch.Tensor, dtype: FeatureType) -> tuple[torch.Tensor, torch.Tensor]:
+    """(tokens, width) in the stored type, and (tokens,) the largest error of each token's numbers; on the CPU."""
+    stored = computed.to(getattr(torch, dtype))
+    errors = (stored.to(torch.float32) - computed.to(torch.float32)).abs().amax(dim=1)
+    return stored.cpu(), errors.cpu()
+
+
+def _split(images: Sequence[dict]) -> Split:
+    """The split of a shard is that of the samples that its images were first seen in."""
+    return "heldout" if images[0]["shard"].startswith("heldout/") else "train"
