@@ -48,7 +48,9 @@ def run_micro_batches(
         clock.switch("language")
         if chunk is chunks[0]:
             totals.count(batch, model_flops(chunk.module.shape, batch))
-        return chunk(batch), partial(loss_of, lengths=batch.loss_lengths if return_per_token_outputs else None)
+        output = chunk(batch)
+        clock.switch_on_gradient(output, "language")  # the end of a pipeline's step is backward passes alone
+        return output, partial(loss_of, lengths=batch.loss_lengths if return_per_token_outputs else None)
 
     exchange = chunks[0].module.exchange
     moved = (batch.to(mesh.device) for batch in batches)
