@@ -4,6 +4,7 @@ import contextlib
 import json
 import re
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -48,7 +49,8 @@ def test_a_full_gpu_is_one_line_with_the_way_out(tmp_path, monkeypatch):
     def no_room(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 62.00 MiB.\nGPU 0 has 79.18 GiB.")
 
-    monkeypatch.setattr(job, "rank_mesh", lambda *_: contextlib.nullcontext())
+    mesh = SimpleNamespace(is_vision=False)
+    monkeypatch.setattr(job, "rank_mesh", lambda *_: contextlib.nullcontext(mesh))
     monkeypatch.setattr(job, "train", no_room)
     result = job.run_job(write_job(tmp_path, num_steps=4))
     assert "rank 0" in result.message and "Tried to allocate 62.00 MiB. GPU 0 has 79.18 GiB.)" in result.message
