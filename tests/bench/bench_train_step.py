@@ -175,7 +175,7 @@ def name_of(gpus: int, parallel: ParallelConfig) -> str:
         name if value is True else f"{name} {value}"
         for name, value in parallel.model_dump(exclude_defaults=True).items()
     ]
-    dp = gpus // parallel.model_size
+    dp = parallel.data_parallel(gpus)
     return ", ".join([*given, f"dp {dp}"]) + f" ({gpus} GPU{'s' if gpus > 1 else ''})"
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.equivalence.test_layouts import CUT_VISION, DEALT, FULL, KINDS, SELECTIVE, SEQ_LEN, SMOOTH, SP, STEPS
+from tests.equivalence.test_layouts import CUT_VISION, DEALT, FULL, KINDS, SELECTIVE, SEQ_LEN, SMOOTH, SP, STEPS, own
 from tests.helpers.gpu_world import run_worlds
 from tests.helpers.hardware import requires_gpus
 from tests.helpers.reference import load_reference, random_hf_dir, reference_losses
@@ -35,6 +35,7 @@ TWO = {
     "pp2-first-3": ({"pp": 2, "first_pipeline_layers": 3}, 2),
     "pp2-full": ({"pp": 2, **FULL}, 2),
     "pp2-dealt": ({"pp": 2, **DEALT}, 2),
+    "own-1+1": (own(1), 2),
     "pp2-dealt-full": ({"pp": 2, **DEALT, **FULL}, 2),
     "cp2": ({"cp": 2}, 2),
     "cp2-full": ({"cp": 2, **FULL}, 2),
@@ -48,6 +49,8 @@ FOUR = {
     "cp2-dp2": ({"cp": 2}, 4),
     "pp2-dp2": ({"pp": 2}, 4),
     "pp2-dp2-dealt": ({"pp": 2, **DEALT}, 4),
+    "own-2+2-cp2": ({"cp": 2, **own(2)}, 4),
+    "own-2+2-vision-tp2": ({"vision": {"ranks": 2, "tp": 2}}, 4),
     "tp2-sp-pp2-dealt": ({"tp": 2, "pp": 2, **SP, **DEALT}, 4),
     "fsdp4": ({"sharding": "fsdp"}, 4),
 }

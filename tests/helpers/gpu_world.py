@@ -52,8 +52,11 @@ def _do(directory: Path, rank: int, processes: int, save: bool) -> None:
         store = dist.FileStore(str(directory / "store"), world)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world)
 
+    def meet(*_: object, **__: object):
+        yield dist.FileStore(str(directory / "bridge"), processes), rank, processes
+
     place = patch.object(distributed, "place_in_world", lambda: (rank, rank, processes))
-    with place, patch.object(distributed, "_join", join):
+    with place, patch.object(distributed, "_join", join), patch.object(dist, "rendezvous", meet):
         try:
             train_rank(directory, rank, save=save)
         except Exception:

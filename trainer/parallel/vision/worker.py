@@ -51,8 +51,12 @@ class VisionWorker(ExchangeSide):
         fuse_gradients(self.part)
         self._weights = WholeParameters(self._params, self._params[0].dtype, self._tp)
         self._grads = WholeParameters(self.trained, torch.float32, self._tp)
-        for param, grad in zip(self.trained, self._grads.own):
-            param.main_grad, param.grad_added_to_main_grad = torch.zeros_like(grad), False
+        if self._tp is None:  # what is exchanged are the parameters and gradients themselves
+            for param, place in zip(self._params, self._weights.own):
+                param.data = place
+        for param, place in zip(self.trained, self._grads.own):
+            param.main_grad = place if self._tp is None else torch.zeros_like(place)
+            param.grad_added_to_main_grad = False
             param.register_post_accumulate_grad_hook(add_to_main_grad)
         if self._is_first:
             meet(self._links, self._owners, device, is_owner=False)
@@ -61,7 +65,8 @@ class VisionWorker(ExchangeSide):
         """The owner's weights, at the beginning of a step."""
         if self._weights_move():
             self._receive(self._weights.numbers, self._owners[0])
-            torch._foreach_copy_([param.detach() for param in self._params], self._weights.own)
+            if self._tp is not None:
+                torch._foreach_copy_([param.detach() for param in self._params], self._weights.own)
         self.retire(math.inf)
 
     def _receive(self, numbers: torch.Tensor, owner: int) -> None:
@@ -107,16 +112,20 @@ class VisionWorker(ExchangeSide):
         self.learn(math.inf)
         if not self.trained:
             return
+        if self._tp is not None:
+            self._join_gradients(self._tp)
+        if self._is_first:
+            self._links.to_owner.send([self._grads.numbers], self._owners[0], 0).wait()
+        torch._foreach_zero_([param.main_grad for param in self.trained])
+
+    def _join_gradients(self, tp: ProcessGroup) -> None:
+        """Whole gradients, on the first tensor-parallel rank."""
         self._grads.numbers.zero_()
         parts = zip(self.trained, self._grads.own, self._grads.divided)
         # Of what every tensor-parallel rank has whole, the first one's is taken.
         taken = [(param, grad) for param, grad, divided in parts if divided or self._is_first]
         torch._foreach_copy_([grad for _, grad in taken], [param.main_grad for param, _ in taken])
-        if self._tp is not None:
-            dist.reduce(self._grads.numbers, group=self._tp, group_dst=0)
-        if self._is_first:
-            self._links.to_owner.send([self._grads.numbers], self._owners[0], 0).wait()
-        torch._foreach_zero_([param.main_grad for param in self.trained])
+        dist.reduce(self._grads.numbers, group=tp, group_dst=0)
 
 
 class PipelineWorker(VisionWorker):
