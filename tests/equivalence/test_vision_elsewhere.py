@@ -1,0 +1,88 @@
+"""Images that other ranks encode than those that use their tokens: dealt over a pipeline, or by ranks that do nothing
+else. Every layout trains as one process does."""
+
+import pytest
+
+from tests.equivalence.test_layouts import (
+    DEALT,
+    ELSEWHERE,
+    LAYOUTS,
+    SEQ_LEN,
+    SMOOTH,
+    compare,
+    outcome,  # noqa: F401  a fixture
+    own,
+)
+from tests.helpers.bins import MIXED, TEXT_ONLY
+from tests.helpers.run_dir import make_bins, write_job
+from tests.helpers.world import run_world
+from trainer.contract.parallel import ParallelConfig
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_a_layout_trains_as_one_process_does(name, outcome):  # noqa: F811
+    shape = LAYOUTS[name][2]
+    compare(outcome(name, shape), outcome("alone", shape))
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_copies_of_a_parameter_stay_identical(name, outcome):  # noqa: F811
+    assert all(rank["drift"] == 0.0 for rank in outcome(name, LAYOUTS[name][2]).world.ranks)
+
+
+FROZEN = [
+    ("vision",),
+    ("merger",),
+    ("language",),
+    ("vision", "merger"),
+    ("vision", "language"),
+    ("merger", "language"),
+]
+
+
+@pytest.mark.parametrize("name", ["pp2-dealt", "pp2-cp2-dealt", "own-1+2-pp2"])
+@pytest.mark.parametrize("frozen", FROZEN, ids="-".join)
+def test_with_frozen_parts_too(name, frozen, outcome):  # noqa: F811
+    compare(outcome(name, "first", frozen), outcome("alone", "first", frozen))
+
+
+@pytest.mark.parametrize("layout", [{"pp": 2, **DEALT}, {"pp": 2, **own(1)}], ids=str)
+def test_a_training_without_an_image_ends(layout, tmp_path):
+    """Vision elsewhere has nothing to do, and nobody waits for it; its gradient is zero."""
+    runs = {
+        name: write_job(
+            tmp_path,
+            num_steps=3,
+            shape="first",
+            bins=make_bins("first", [[TEXT_ONLY] * 5] * 6),
+            global_batch_size=2,
+            parallel=ParallelConfig(**parallel),
+            optim=SMOOTH,
+            name=name,
+        ).model_copy(update={"seq_len": SEQ_LEN})
+        for name, parallel in (("alone", {}), ("elsewhere", layout))
+    }
+    ours = run_world(runs["elsewhere"], 2 + ("ranks" in str(layout))).rows
+    for a, b in zip(ours, run_world(runs["alone"], 1).rows, strict=True):
+        assert a.loss == pytest.approx(b.loss, rel=1e-5)
+        assert a.vision_grad_norm == b.vision_grad_norm == 0
+
+
+@pytest.mark.parametrize("name", ["pp2-dealt", "own-1+1"])
+def test_the_work_of_vision_is_counted_wherever_it_is_done(name, outcome):  # noqa: F811
+    assert all(row.vision_tflops > 0 for row in outcome(name, "first").world.rows)
+
+
+def test_dealt_images_wait_for_few_micro_batches(tmp_path):
+    """16 micro batches a step; two pipeline ranks hold images of at most four, besides the one that they encode."""
+    run = write_job(
+        tmp_path,
+        num_steps=3,
+        shape="first",
+        bins=make_bins("first", [MIXED] * 16),
+        global_batch_size=16,
+        parallel=ParallelConfig(pp=2, **DEALT),
+        name="long",
+    )
+    first, second = run_world(run.model_copy(update={"seq_len": SEQ_LEN}), 2).ranks
+    assert (first["open"], second["open"]) == (0, 4)
