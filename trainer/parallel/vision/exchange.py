@@ -77,7 +77,8 @@ class ExchangeSide:
     def prepare(self, device: torch.device) -> None:
         """Take what is trained, once it is known what is frozen."""
         self._device = device
-        self._params = list(self.part.parameters())
+        # What is trained comes first, and moves at every step.
+        self._params = sorted(self.part.parameters(), key=lambda param: not param.requires_grad)
         self.trained = [param for param in self._params if param.requires_grad]
         self._is_fresh = False
 
@@ -89,10 +90,10 @@ class ExchangeSide:
         while self._sent and self._sent[0].number <= last:
             self._sent.popleft().work.wait()
 
-    def _weights_move(self) -> bool:
-        """Whether this step begins with the weights' way to the copies."""
-        moves, self._is_fresh = bool(self.trained) or not self._is_fresh, True
-        return moves
+    def _moving(self) -> list[torch.nn.Parameter]:
+        """The parameters whose values this step begins by giving to the copies: at first all, then the trained."""
+        moving, self._is_fresh = self.trained if self._is_fresh else self._params, True
+        return moving
 
 
 def pipeline_links(pp: ProcessGroup) -> Links:

@@ -59,8 +59,8 @@ class VisionOwner(ExchangeSide):
 
         The first ones are encoded at once, before the schedule makes a rank wait for the hidden states of another.
         """
-        if self._weights_move():
-            weights = torch._utils._flatten_dense_tensors([param.detach() for param in self._params])
+        if moving := self._moving():
+            weights = torch._utils._flatten_dense_tensors([param.detach() for param in moving])
             for work in [self._links.to_worker.send([weights], copy, 0) for copy in self._copies]:
                 work.wait()
         self.retire(math.inf)

@@ -63,10 +63,10 @@ class VisionWorker(ExchangeSide):
 
     def get_weights(self) -> None:
         """The owner's weights, at the beginning of a step."""
-        if self._weights_move():
-            self._receive(self._weights.numbers, self._owners[0])
+        if moving := self._moving():
+            self._receive(self._weights.numbers[: sum(self._weights.sizes[: len(moving)])], self._owners[0])
             if self._tp is not None:
-                torch._foreach_copy_([param.detach() for param in self._params], self._weights.own)
+                torch._foreach_copy_([param.detach() for param in moving], self._weights.own[: len(moving)])
         self.retire(math.inf)
 
     def _receive(self, numbers: torch.Tensor, owner: int) -> None:
@@ -170,6 +170,7 @@ class WholeParameters:
 
     Attributes:
         numbers: of all parameters, one after another.
+        sizes: of each whole parameter.
         own: this rank's of each parameter, as views.
         divided: of each parameter whether this rank has a slice of it.
     """
@@ -180,10 +181,10 @@ class WholeParameters:
         for param, shape, divided in zip(params, shapes, self.divided):
             if divided:
                 shape[param.partition_dim] *= tp.size()
-        sizes = [math.prod(shape) for shape in shapes]
+        self.sizes = [math.prod(shape) for shape in shapes]
         device = params[0].device if params else None
-        self.numbers = torch.zeros(sum(sizes), dtype=dtype, device=device)
-        wholes = [part.view(shape) for part, shape in zip(self.numbers.split(sizes), shapes)]
+        self.numbers = torch.zeros(sum(self.sizes), dtype=dtype, device=device)
+        wholes = [part.view(shape) for part, shape in zip(self.numbers.split(self.sizes), shapes)]
         self.own = [
             whole.chunk(tp.size(), param.partition_dim)[tp.rank()] if divided else whole
             for param, whole, divided in zip(params, wholes, self.divided)
