@@ -152,8 +152,9 @@ class VisionEncoder(MegatronModule):
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         """(V, (1 + L) * D): each image token, and after it its feature of every deepstack level."""
-        # If the layers are frozen (then pos_embed is), only the mergers need a graph.
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self.pos_embed.requires_grad):
+        # If nothing before the mergers is trained, only they need a graph.
+        before = (self.pos_embed, *self.patch_embed.parameters(), *self.blocks.parameters())
+        with torch.set_grad_enabled(torch.is_grad_enabled() and any(param.requires_grad for param in before)):
             taps = self._hidden_states(batch)
         # The features are in the order of their layers, whatever the order of the config's list.
         by_layer = [self.deepstack_mergers[i] for i in np.argsort(self.shape.deepstack_layers)]

@@ -1,0 +1,146 @@
+"""The low-rank products beside one linear layer of ours, one for each Hugging Face module whose weight lies in it.
+
+A layer of ours may hold several modules' weights in one matrix, in an order of rows of its own. All adapters of a layer
+are two products: with the A's one after another, (k * rank, in), and with the B's as blocks of a matrix (out, k * rank),
+whose rows are put in the layer's order as those of the weights are.
+
+k = adapted modules of the layer, T = tokens, s = T / tp with sequence parallel, else T.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+
+from trainer.contract.adapter import AdapterConfig
+from trainer.families.weight_rules import Rule
+
+
+class LinearAdapter(torch.nn.Module):
+    """The adapters of one linear layer.
+
+    Args:
+        linear: column-parallel (its output is divided) or row-parallel (its input is).
+        rule: of the layer's weight.
+        chosen: for each of the rule's HF tensors whether it is adapted.
+    """
+
+    def __init__(
+        self, linear: torch.nn.Module, rule: Rule, chosen: Sequence[bool], config: AdapterConfig, *, is_column: bool
+    ) -> None:
+        super().__init__()
+        self.config, self.packing, self.is_column = config, rule.packing, is_column
+        self.tp, self.sequence_parallel = linear.tp_group, linear.config.sequence_parallel
+        weight = linear.weight
+        empty = torch.empty(len(weight), 0, device="meta")
+        ranks = self.tp.size() if is_column else 1
+        self.rows = [len(part) for part in self.packing.split(empty, len(rule.hf), ranks)]
+        self.chosen = [number for number, is_chosen in enumerate(chosen) if is_chosen]
+        like = {"dtype": weight.dtype, "device": weight.device}
+        self.a = torch.nn.ParameterDict(
+            {str(n): torch.nn.Parameter(torch.empty(config.rank, weight.size(1), **like)) for n in self.chosen}
+        )
+        self.b = torch.nn.ParameterDict(
+            {str(n): torch.nn.Parameter(torch.zeros(self.rows[n], config.rank, **like)) for n in self.chosen}
+        )
+        self.magnitude = torch.nn.ParameterDict()
+        if config.kind == "dora":
+            lengths = self.packing.split(self._row_lengths(weight, None, None), len(rule.hf), ranks)
+            self.magnitude.update({str(n): torch.nn.Parameter(lengths[n].clone()) for n in self.chosen})
+        self._mark()
+
+    def _mark(self) -> None:
+        """What tensor-parallel ranks divide, and what has only a part of its gradient with sequence parallel."""
+        divided, whole = (self.b, self.a) if self.is_column else (self.a, self.b)
+        for param in divided.values() if self.tp.size() > 1 else ():
+            param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, int(not self.is_column), 1
+        for param in whole.values():
+            param.sequence_parallel = self.sequence_parallel
+        for param in self.magnitude.values():
+            if self.is_column and self.tp.size() > 1:
+                param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, 0, 1
+            elif not self.is_column:
+                param.sequence_parallel = self.sequence_parallel
+
+    @torch.no_grad()
+    def initialise(self, names: Sequence[str], seed: int) -> None:
+        """PEFT's beginning: A uniform within 1 / sqrt(in) (Kaiming with a = sqrt(5)), B zero. Each module's numbers
+        depend on the seed and its name alone.
+
+        Args:
+            names: of the HF modules of the layer.
+        """
+        for number in self.chosen:
+            a = self.a[str(number)]
+            ranks, rank = (1, 0) if self.is_column else (self.tp.size(), self.tp.rank())
+            key = hashlib.sha256(f"{seed} {names[number]}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(key[:8]))
+            whole = torch.empty(len(a), a.size(1) * ranks).uniform_(-1, 1, generator=generator)
+            a.copy_((whole / math.sqrt(whole.size(1))).chunk(ranks, 1)[rank])
+
+    def _whole_b(self) -> torch.Tensor:
+        """(out, k * rank) in the layer's order of rows."""
+        rank, ranks = self.config.rank, self.tp.size() if self.is_column else 1
+        parts = []
+        for number, rows in enumerate(self.rows):
+            if number in self.chosen:
+                place = self.chosen.index(number)
+                parts.append(F.pad(self.b[str(number)], (place * rank, (len(self.chosen) - 1 - place) * rank)))
+            else:
+                like = self.b[str(self.chosen[0])]
+                parts.append(like.new_zeros(rows, len(self.chosen) * rank))
+        return self.packing.fuse(parts, ranks)
+
+    def forward(self, linear: torch.nn.Module, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """The layer's output with its adapters.
+
+        Args:
+            x: the layer's input, (s, 1, in) of a column-parallel layer, (T, 1, in / tp) of a row-parallel one.
+            out: its output without bias, (T, 1, out / tp) or (s, 1, out).
+        """
+        a, b = torch.cat([*self.a.values()]), self._whole_b()
+        low = F.linear(F.dropout(x, self.config.dropout, self.training), a)
+        if self.tp.size() > 1:
+            low = self._exchanged(low)
+        delta = F.linear(low, b) * self.config.scaling
+        if not self.magnitude:
+            return out + delta
+        return (out + delta) * self._scale(linear.weight, a, b)
+
+    def _exchanged(self, low: torch.Tensor) -> torch.Tensor:
+        """What all tensor-parallel ranks' inputs make together."""
+        if self.is_column and self.sequence_parallel:
+            return gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=self.tp)
+        if self.is_column:
+            return copy_to_tensor_model_parallel_region(low, group=self.tp)
+        if self.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(low, group=self.tp)
+        return reduce_from_tensor_model_parallel_region(low, group=self.tp)
+
+    def _scale(self, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """(out,) the length of each row over that of the adapted weight's; 1 where no module is adapted."""
+        with torch.no_grad():
+            lengths = self._row_lengths(weight, a, b)
+        ranks, count = self.tp.size() if self.is_column else 1, len(self.rows)
+        parts = list(self.packing.split(lengths[:, None], count, ranks))
+        wanted = [self.magnitude[str(n)][:, None] if n in self.chosen else part for n, part in enumerate(parts)]
+        return (self.packing.fuse(wanted, ranks) / lengths[:, None])[:, 0]
+
+    def _row_lengths(self, weight: torch.Tensor, a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor:
+        """(out,) lengths of the rows of W + scaling * B A, from products of the rank's size; of W without A and B."""
+        squares = weight.detach().square().sum(1)
+        if a is not None:
+            scaling = self.config.scaling
+            squares = squares + (2 * scaling * F.linear(weight, a) + scaling**2 * F.linear(b, a @ a.T)).mul(b).sum(1)
+        if not self.is_column and self.tp.size() > 1:
+            dist.all_reduce(squares, group=self.tp)
+        return squares.sqrt()

@@ -1,0 +1,118 @@
+"""Adapters for the layers of a chunk whose Hugging Face modules are asked for."""
+
+import functools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dataset_builders.errors import InputError
+from trainer.contract.adapter import ROLES, AdapterConfig
+from trainer.families.weight_rules import Rule
+from trainer.layers.lora.adapter import LinearAdapter
+
+_WEIGHT = ".weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Adapted:
+    """A layer of ours that gets adapters.
+
+    Attributes:
+        ours: its name in the whole model.
+        chosen: for each HF tensor of the rule whether its module is adapted.
+    """
+
+    ours: str
+    rule: Rule
+    chosen: tuple[bool, ...]
+
+    @property
+    def modules(self) -> list[str]:
+        """Names of the HF modules of the layer."""
+        return [name.removesuffix(_WEIGHT) for name in self.rule.hf]
+
+
+def role_of(ours: str) -> str | None:
+    """The role of a linear layer's weight, by our name of it; None: it is none."""
+    if not re.search(r"(linear_\w+|in_proj)\.weight$", ours):
+        return None
+    if ours.startswith("vision."):
+        return "merger" if "merger" in ours else "vision"
+    return "mlp" if ".mlp." in ours else "attention"
+
+
+def adapted_layers(rules: Sequence[Rule], config: AdapterConfig) -> list[Adapted]:
+    """The layers of the whole model with modules that the targets name.
+
+    Raises:
+        InputError: a target names none.
+    """
+    delta = {rule.ours.rpartition(".in_proj.")[0] for rule in rules if ".in_proj." in rule.ours}
+    unused, found = set(config.targets) - set(ROLES), []
+    for rule in rules:
+        role = role_of(rule.ours)
+        if role is None:
+            continue
+        if role == "attention" and rule.ours.rsplit(".", 2)[0] in delta:
+            role = "delta"
+        chosen = []
+        for name in rule.hf:
+            module = name.removesuffix(_WEIGHT)
+            hits = {target for target in config.targets if target == role or re.fullmatch(target, module)}
+            unused -= hits
+            chosen.append(bool(hits))
+        if any(chosen):
+            found.append(Adapted(rule.ours.removesuffix(_WEIGHT), rule, tuple(chosen)))
+    if unused or not found:
+        raise InputError(
+            f"train.adapter.targets names no linear layer by {sorted(unused) or list(config.targets)}; roles are "
+            f"{', '.join(ROLES)}"
+        )
+    return found
+
+
+def add_adapters(model: torch.nn.Module, layers: Sequence[Adapted], config: AdapterConfig, seed: int) -> None:
+    """Give a chunk's layers their adapters, freshly initialised; nothing else of it is trained then.
+
+    Args:
+        layers: of the whole model, by their names in this chunk.
+    """
+    for param in model.parameters():
+        param.requires_grad = False
+    modules = dict(model.named_modules())
+    for layer in layers:
+        linear = modules.get(layer.ours)
+        if linear is not None:
+            adapter = LinearAdapter(linear, layer.rule, layer.chosen, config, is_column=_is_column(linear))
+            adapter.initialise(layer.modules, seed)
+            linear.adapter = adapter
+            linear.__class__ = _with_adapter(type(linear))
+
+
+def _is_column(linear: torch.nn.Module) -> bool:
+    return "Column" in type(linear).__name__
+
+
+@functools.cache
+def _with_adapter(kind: type) -> type:
+    """The class of linear layers of this kind that have an adapter."""
+
+    class WithAdapter(kind):
+        def forward(self, x: torch.Tensor, *args: object, **kwargs: object):
+            out, bias = super().forward(x, *args, **kwargs)
+            own = None if self.skip_bias_add else self.bias
+            if own is None:
+                return self.adapter(self, x, out), bias
+            return self.adapter(self, x, out - own) + own, bias
+
+    WithAdapter.__name__ = f"{kind.__name__}WithAdapter"
+    return WithAdapter
+
+
+def adapters_of(model: torch.nn.Module) -> Iterator[tuple[str, LinearAdapter]]:
+    """The adapted layers of a chunk, by name."""
+    for name, module in model.named_modules():
+        if isinstance(module, LinearAdapter):
+            yield name.removesuffix(".adapter"), module
