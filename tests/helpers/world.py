@@ -23,15 +23,15 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from safetensors.torch import load_file
 
 from trainer.checkpoint import saver
-from trainer.checkpoint.hf_write import save_hf_weights
 from trainer.checkpoint.writer import OneFile, Written
 from trainer.contract.answer import MetricsRow, read_metrics
 from trainer.contract.names import HF_EXPORT
 from trainer.contract.run import RunConfig
 from trainer.data.reader import BinReader
 from trainer.families.registry import read_model
+from trainer.layers.lora.convert import adapted_layers
 from trainer.loop import train as loop
-from trainer.loop.export import export
+from trainer.loop.export import export, write_weights
 from trainer.loop.set_up import set_up_vision_rank
 from trainer.parallel.mesh import Mesh, rank_mesh
 from trainer.parallel.runtime import prepare_runtime
@@ -204,7 +204,8 @@ def _train(run: RunConfig, mesh: Mesh) -> dict[str, object]:
     if not divided:
         family, shape = read_model(run.hf_dir)
         rules = family.weight_rules(shape)
-        save_hf_weights([chunk.module for chunk in chunks], mesh, rules, run.hf_dir, run.output_dir / HF_EXPORT)
+        layers = adapted_layers(rules, run.train.adapter) if run.train.adapter else []
+        write_weights([chunk.module for chunk in chunks], mesh, run, family, shape, layers)
     return {
         "drift": 0.0 if divided else drift(chunks, mesh),
         "loss_tokens": [loss_tokens for loss_tokens, _, _ in batches],

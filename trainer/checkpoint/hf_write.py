@@ -5,7 +5,7 @@ the tensors of one file (5 GB at most) at a time and nobody the whole model. The
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from trainer.families.weight_rules import Rule
 from trainer.parallel.mesh import Mesh
 
 FILE_BYTES = 5_000_000_000
+HFStream = Iterator[tuple[str, torch.Tensor | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ def save_hf_weights(
     source_dir: Path,
     out_dir: Path,
     file_bytes: int = FILE_BYTES,
+    changed: Callable[[HFStream], HFStream] = iter,
 ) -> list[FileEntry]:
     """Write the weights as safetensors, in the dtypes of `source_dir`; a collective.
 
@@ -49,6 +51,7 @@ def save_hf_weights(
 
     Args:
         rules: the whole model's table of weights.
+        changed: what becomes of the model's tensors on their way, on every rank.
 
     Returns:
         the entry of each file of weights; on other ranks than the main one none.
@@ -61,7 +64,7 @@ def save_hf_weights(
     if mesh.is_main:
         out_dir.mkdir(parents=True, exist_ok=True)
     unchanged = ((name, source.get(name) if mesh.is_main else None) for name in carried)
-    stream = itertools.chain(_hf_tensors(chunks, mesh, rules), unchanged)
+    stream = itertools.chain(changed(hf_tensors(chunks, mesh, rules)), unchanged)
     entries: list[Future[FileEntry]] = []
     with ThreadPoolExecutor(1, "digest") as pool:
         for file, names in files.items():
@@ -92,9 +95,7 @@ def _plan_files(sizes: dict[str, int], file_bytes: int) -> dict[str, list[str]]:
     return {f"model-{n:05d}-of-{len(groups):05d}.safetensors": group for n, group in enumerate(groups, 1)}
 
 
-def _hf_tensors(
-    chunks: Sequence[MegatronModule], mesh: Mesh, rules: Sequence[Rule]
-) -> Iterator[tuple[str, torch.Tensor | None]]:
+def hf_tensors(chunks: Sequence[MegatronModule], mesh: Mesh, rules: Sequence[Rule]) -> HFStream:
     """HF tensors in the table's order: whole on rank 0, None elsewhere."""
     params = dict(_held(chunks, mesh))
     owners = _owners(params, mesh)

@@ -7,6 +7,7 @@ HELDOUT_JSONL = "heldout.jsonl"  # the newest measurement
 HELDOUT_BASE_JSONL = "heldout-base.jsonl"  # before the first step
 CHECKPOINTS = "checkpoints"
 HF_EXPORT = "hf"
+ADAPTER_EXPORT = "adapter"
 PROFILE = "profile"  # the folder of traces
 
 EXIT_FAILED = 1

@@ -19,6 +19,7 @@ from pydantic import (
 from dataset_builders.contracts.feature_store import FeatureType
 from dataset_builders.contracts.strict import EVERY_FIELD, StrictModel
 from dataset_builders.storage.store import Location
+from trainer.contract.adapter import AdapterConfig
 from trainer.contract.parallel import ParallelConfig
 
 # bfloat16 rounds to 2^-9 of a number, and a moment moves by 1 - decay of what it is off: from this decay on it stands
@@ -99,6 +100,17 @@ class TrainConfig(StrictModel):
     vision: PartConfig = Field(default=PartConfig(), description="the vision encoder without its mergers")
     merger: PartConfig = Field(default=PartConfig(), description="the mergers to image tokens, deepstack's included")
     language: PartConfig = Field(default=PartConfig(), description="the language model with its embeddings")
+    adapter: AdapterConfig | None = Field(
+        default=None, description="low-rank adapters, which alone are trained; null: the parts are"
+    )
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, whole: SerializerFunctionWrapHandler, info: SerializationInfo) -> Any:
+        """Without `adapter` where there is none, so that trainings of before it are found."""
+        fields = whole(self)
+        if self.adapter is None and info.context != EVERY_FIELD:
+            fields.pop("adapter", None)
+        return fields
 
     @property
     def parts(self) -> dict[str, PartConfig]:

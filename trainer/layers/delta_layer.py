@@ -173,7 +173,7 @@ class DeltaAttention(MegatronModule):
         apply_prefix_mapping(state, {prefix + "decay.": prefix})
         if self.tp_group.size() > 1:
             for name, rows in (("in_proj.weight", rows_of(self.heads)), ("conv_weight", self.heads.widths)):
-                state[prefix + name] = _in_runs(state[prefix + name], rows, self.tp_group.rank(), self.tp_group.size())
+                state[prefix + name] = in_runs(state[prefix + name], rows, self.tp_group.rank(), self.tp_group.size())
         return state
 
 
@@ -181,7 +181,7 @@ def _weight(shape: tuple[int, ...], dtype: torch.dtype) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.empty(shape, dtype=dtype))
 
 
-def _in_runs(place: ShardedTensor, rows: Sequence[int], rank: int, ranks: int) -> ShardedTensorFactory:
+def in_runs(place: ShardedTensor, rows: Sequence[int], rank: int, ranks: int) -> ShardedTensorFactory:
     """The place of a parameter of which a rank holds not one run of rows but a part of each of several runs.
 
     Args:

@@ -1,6 +1,7 @@
 """Everything before the first step: the model's chunks, the optimizer, the order of bins, the newest checkpoint."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -23,6 +24,7 @@ from trainer.families.parts import freeze
 from trainer.families.registry import read_model
 from trainer.families.shapes import pieces_of
 from trainer.layers.decoder import decoder_config
+from trainer.layers.lora.convert import Adapted, adapted_layers, add_adapters
 from trainer.layers.module_set import TorchModules, check_float8, mark_tensor_parallel, transformer_engine_modules
 from trainer.loop.share_model import Chunk, share_model, weights_dtype
 from trainer.loop.step import finalize_gradients
@@ -30,7 +32,7 @@ from trainer.parallel.mesh import Mesh
 from trainer.parallel.vision.exchange import Message, Window
 from trainer.parallel.vision.owner import RemoteOwner
 from trainer.parallel.vision.serve import Serving, part_of
-from trainer.parallel.vision.worker import VisionWorker
+from trainer.parallel.vision.worker import PipelineWorker, VisionWorker
 from trainer.parallel.vision.world import roles
 
 log = logging.getLogger("athanor.trainer")
@@ -95,6 +97,20 @@ def build_chunks(
     return [chunk.to(mesh.device) for chunk in chunks]
 
 
+def give_adapters(
+    models: Sequence[torch.nn.Module], run: RunConfig, family: Family, shape: ModelShape
+) -> list[Adapted]:
+    """Give the chunks of this rank adapters, if the training has some; returns the whole model's adapted layers."""
+    if run.train.adapter is None:
+        return []
+    layers = adapted_layers(family.weight_rules(shape), run.train.adapter)
+    exchange = models[0].exchange
+    copies = [exchange.part] if isinstance(exchange, PipelineWorker) else []
+    for model in (*models, *copies):
+        add_adapters(model, layers, run.train.adapter, run.train.seed)
+    return layers
+
+
 def set_up(run: RunConfig, mesh: Mesh) -> Trainer:
     """The state before the first step, resumed from the newest checkpoint of this run if there is one."""
     family, shape = read_model(run.hf_dir)
@@ -107,6 +123,7 @@ def set_up(run: RunConfig, mesh: Mesh) -> Trainer:
         for split in ("train", "heldout")
     ]
     models[0].prepare_pixels(readers[0].patch_format)
+    give_adapters(models, run, family, shape)
     for model in models:
         freeze(model, run.train, family)
     exchange = models[0].exchange
@@ -149,6 +166,9 @@ def set_up_vision_rank(run: RunConfig, mesh: Mesh) -> Serving:
     encoder.patch_embed.set_normalisation(patch_format.image_mean, patch_format.image_std)
     encode, tp = (lambda batch: encoder(batch)[: batch.encoded_rows]), mesh.groups.tp
     worker = VisionWorker(encoder, encode, mesh.bridge.links, owners, tp if tp.size() > 1 else None)
+    if run.train.adapter is not None:
+        layers = adapted_layers(family.weight_rules(shape), run.train.adapter)
+        add_adapters(worker.part, layers, run.train.adapter, run.train.seed)
     freeze(worker.part, run.train, family)
     worker.prepare(mesh.device)
     orders = [training_order(run, shape, readers[0], replica, dp) for replica in role.replicas]

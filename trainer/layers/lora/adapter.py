@@ -1,8 +1,8 @@
 """The low-rank products beside one linear layer of ours, one for each Hugging Face module whose weight lies in it.
 
-A layer of ours may hold several modules' weights in one matrix, in an order of rows of its own. All adapters of a layer
-are two products: with the A's one after another, (k * rank, in), and with the B's as blocks of a matrix (out, k * rank),
-whose rows are put in the layer's order as those of the weights are.
+A layer of ours may hold several modules' weights in one matrix, in an order of rows of its own. All adapters of a
+layer are two products: with the A's one after another, (k * rank, in), and with the B's as blocks of a matrix (out,
+k * rank), whose rows are put in the layer's order as those of the weights are.
 
 k = adapted modules of the layer, T = tokens, s = T / tp with sequence parallel, else T.
 """
@@ -14,15 +14,18 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 
 from trainer.contract.adapter import AdapterConfig
 from trainer.families.weight_rules import Rule
+from trainer.layers.delta_layer import in_runs
 
 
 class LinearAdapter(torch.nn.Module):
@@ -86,6 +89,30 @@ class LinearAdapter(torch.nn.Module):
             generator = torch.Generator().manual_seed(int.from_bytes(key[:8]))
             whole = torch.empty(len(a), a.size(1) * ranks).uniform_(-1, 1, generator=generator)
             a.copy_((whole / math.sqrt(whole.size(1))).chunk(ranks, 1)[rank])
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> ShardedStateDict:
+        """Each Hugging Face module's A and B in their places."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        divided = {f"{'b' if self.is_column else 'a'}.{n}": int(not self.is_column) for n in self.chosen}
+        if self.is_column:
+            divided |= {f"magnitude.{n}": 0 for n in self.chosen}
+        state = make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True),
+            prefix,
+            divided,
+            sharded_offsets,
+            tp_group=self.tp,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        for name in divided if self.is_column and self.tp.size() > 1 else ():
+            number = int(name.rpartition(".")[2])
+            runs = self.packing.runs(len(self.rows))[number]
+            if len(runs) > 1 and prefix + name in state:
+                rows = [self.rows[number] * run // sum(runs) for run in runs]
+                state[prefix + name] = in_runs(state[prefix + name], rows, self.tp.rank(), self.tp.size())
+        return state
 
     def _whole_b(self) -> torch.Tensor:
         """(out, k * rank) in the layer's order of rows."""

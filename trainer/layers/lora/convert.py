@@ -2,14 +2,15 @@
 
 import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from dataset_builders.errors import InputError
+from trainer.checkpoint.hf_read import global_names
 from trainer.contract.adapter import ROLES, AdapterConfig
-from trainer.families.weight_rules import Rule
+from trainer.families.weight_rules import Rule, Stacked
 from trainer.layers.lora.adapter import LinearAdapter
 
 _WEIGHT = ".weight"
@@ -77,14 +78,15 @@ def add_adapters(model: torch.nn.Module, layers: Sequence[Adapted], config: Adap
     """Give a chunk's layers their adapters, freshly initialised; nothing else of it is trained then.
 
     Args:
-        layers: of the whole model, by their names in this chunk.
+        layers: of the whole model.
     """
     for param in model.parameters():
         param.requires_grad = False
-    modules = dict(model.named_modules())
+    ours = zip(model.named_parameters(), global_names(model), strict=True)
+    modules = {whole.removesuffix(_WEIGHT): name.removesuffix(_WEIGHT) for (name, _), (whole, _) in ours}
     for layer in layers:
-        linear = modules.get(layer.ours)
-        if linear is not None:
+        if layer.ours in modules:
+            linear = model.get_submodule(modules[layer.ours])
             adapter = LinearAdapter(linear, layer.rule, layer.chosen, config, is_column=_is_column(linear))
             adapter.initialise(layer.modules, seed)
             linear.adapter = adapter
@@ -107,12 +109,40 @@ def _with_adapter(kind: type) -> type:
                 return self.adapter(self, x, out), bias
             return self.adapter(self, x, out - own) + own, bias
 
+        def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
+            state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+            return state | self.adapter.sharded_state_dict(f"{prefix}adapter.", sharded_offsets, metadata)
+
     WithAdapter.__name__ = f"{kind.__name__}WithAdapter"
     return WithAdapter
 
 
-def adapters_of(model: torch.nn.Module) -> Iterator[tuple[str, LinearAdapter]]:
-    """The adapted layers of a chunk, by name."""
-    for name, module in model.named_modules():
-        if isinstance(module, LinearAdapter):
-            yield name.removesuffix(".adapter"), module
+def has_adapters(model: torch.nn.Module) -> bool:
+    """Whether a chunk's adapters alone are trained."""
+    return any(isinstance(module, LinearAdapter) for module in model.modules())
+
+
+@dataclass(frozen=True, slots=True)
+class InRuns(Stacked):
+    """One HF tensor, of which a tensor-parallel rank has a part of each of several runs of rows."""
+
+    relative: tuple[int, ...] = (1,)
+
+    def runs(self, count: int) -> Sequence[tuple[int, ...]]:
+        return [self.relative]
+
+
+def adapter_rules(layers: Sequence[Adapted], config: AdapterConfig) -> list[Rule]:
+    """The table of the adapters' weights, under PEFT's names of them."""
+    rules = []
+    for layer in layers:
+        runs = layer.rule.packing.runs(len(layer.rule.hf))
+        for number, module in enumerate(layer.modules):
+            if not layer.chosen[number]:
+                continue
+            ours, packing = f"{layer.ours}.adapter", InRuns(relative=runs[number])
+            rules.append(Rule(f"{ours}.a.{number}", (f"{module}.lora_A.weight",)))
+            rules.append(Rule(f"{ours}.b.{number}", (f"{module}.lora_B.weight",), packing))
+            if config.kind == "dora":
+                rules.append(Rule(f"{ours}.magnitude.{number}", (f"{module}.lora_magnitude_vector",), packing))
+    return rules
