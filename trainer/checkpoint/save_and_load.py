@@ -18,6 +18,7 @@ from trainer.checkpoint import optimizer_state, rng
 from trainer.checkpoint.directory import read_record
 from trainer.checkpoint.reader import CheckpointNotTrusted, CommonState, check_metadata
 from trainer.layers.lora.convert import has_adapters
+from trainer.layers.lora.trained import trained_parameters
 from trainer.parallel.fsdp import FullyShardedModel
 from trainer.parallel.mesh import Mesh
 
@@ -70,7 +71,7 @@ def _sharded(model: torch.nn.Module) -> dict[str, Any]:
     if not has_adapters(model):
         return model.sharded_state_dict()
     state = model.sharded_state_dict(metadata={"non_homogeneous_layers": True})  # layers may differ in what is adapted
-    trained = {id(param) for param in model.parameters() if param.requires_grad}
+    trained = {id(param) for param in trained_parameters(model)}
     return {name: place for name, place in state.items() if id(getattr(place, "data", None)) in trained}
 
 
