@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from megatron.core import dist_checkpointing
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 
 from dataset_builders.errors import InputError
 from tests.equivalence.test_layouts import SEQ_LEN, SMOOTH, SP, kinds_of
@@ -167,3 +167,26 @@ def test_export_is_the_same_bytes_from_any_layout(saved):
         assert exported_from(run, f"export-{name}", *LAYOUTS[name]) == alone, name
     written = run.output_dir / ADAPTER_EXPORT
     assert all((written / name).read_bytes() == alone[f"adapter/{name}"] for name in names)
+
+
+@pytest.mark.parametrize("shape", ["first", "hybrid-first"])
+def test_divided_by_fsdp(shape, tmp_path):
+    """Trained as on one rank, resumed to the bit, and exported by another layout to the same adapters."""
+    sharded = {"sharding": "fsdp", "balance": False}
+    alone, run = job(tmp_path, "alone", {"balance": False}, shape), job(tmp_path, "fsdp", sharded, shape)
+    expected, whole = run_world(alone, 1), run_world(run, 2, save=True)
+    for ours, theirs in zip(whole.rows, expected.rows, strict=True):
+        assert ours.loss == pytest.approx(theirs.loss, rel=1e-6)
+        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5)
+    with single_rank():
+        found = dist_checkpointing.load_plain_tensors(str(checkpoint_of(run, STEPS)))
+    tensors = {name for name, value in found.items() if isinstance(value, torch.Tensor)}
+    assert {".adapter." in name or "vision.merger." in name for name in tensors} == {True}
+    resumed = job(tmp_path, "resumed", sharded, shape)
+    shutil.copytree(checkpoint_of(run, SAVED_AT), checkpoint_of(resumed, SAVED_AT))
+    rows = run_world(resumed, 2, save=True).rows
+    assert [(r.loss, r.grad_norm) for r in rows] == [(r.loss, r.grad_norm) for r in whole.rows if r.step > SAVED_AT]
+    files = exported_from(run, "export", {}, 1)
+    assert files == exported_from(resumed, "export-resumed", sharded, 2) == exported_from(run, "export-tp2", TP2, 2)
+    ours, theirs = load(files[f"adapter/{ADAPTER_WEIGHTS}"]), adapters_of(alone)
+    assert max(float((ours[key] - theirs[key]).abs().max()) for key in theirs) < 2e-6
