@@ -82,8 +82,6 @@ def test_the_card_says_what_was_trained_of_which_base(inputs, tmp_path):
     card = ModelCard.load(released(inputs, tmp_path / "root").dir / "hf" / "README.md")
     assert {"lora", "peft"} <= set(card.data.tags) and card.data.base_model == BASE
     assert "Trained is a LoRA adapter of rank 4 beside that model, 1,234 numbers." in card.text
-    assert (
-        f'from_pretrained("{BASE}"' in card.text
-        and 'PeftModel.from_pretrained(base, path, subfolder="adapter")' in (card.text)
-    )
+    assert f'from_pretrained("{BASE}"' in card.text
+    assert 'PeftModel.from_pretrained(base, path, subfolder="adapter")' in card.text
     assert "| targets | attention |" in card.text
