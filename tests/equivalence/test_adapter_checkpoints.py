@@ -1,6 +1,8 @@
 """Checkpoints of adapters: small, of one base model, resumed to the bit and in other layouts, exported to one file."""
 
 import shutil
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -11,10 +13,11 @@ from safetensors.torch import load, load_file
 from dataset_builders.errors import InputError
 from tests.equivalence.test_layouts import SEQ_LEN, SMOOTH, SP, kinds_of
 from tests.helpers.adapters import adapter_of, job_with
-from tests.helpers.run_dir import changed, make_bins, write_job
+from tests.helpers.run_dir import changed, log_of, make_bins, start_trainer, write_job
 from tests.helpers.single_rank import single_rank
 from tests.helpers.world import World, run_world
 from trainer.checkpoint.directory import read_record, read_step
+from trainer.contract.answer import read_metrics
 from trainer.contract.names import ADAPTER_EXPORT, HF_EXPORT
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.peft import ADAPTER_WEIGHTS
@@ -190,3 +193,43 @@ def test_divided_by_fsdp(shape, tmp_path):
     assert files == exported_from(resumed, "export-resumed", sharded, 2) == exported_from(run, "export-tp2", TP2, 2)
     ours, theirs = load(files[f"adapter/{ADAPTER_WEIGHTS}"]), adapters_of(alone)
     assert max(float((ours[key] - theirs[key]).abs().max()) for key in theirs) < 2e-6
+
+
+@pytest.mark.parametrize("name", ["tp2-sp", "pp2-dealt", "own-1+1", "tp2-pp2"])
+def test_a_training_goes_on_from_an_adapter_in_any_layout(name, saved):
+    """Each rank reads its part of PEFT's file; ranks that encode for others are given theirs."""
+    shape, run, _ = saved
+    start = {"adapter_dir": run.output_dir / ADAPTER_EXPORT}
+    alone = run.output_dir.parent / "started-alone"
+    if not alone.exists():
+        run_world(job(run.output_dir.parent, alone.name, {}, shape).model_copy(update=start), 1)
+    layout, processes = LAYOUTS[name]
+    ours = run_world(job(run.output_dir.parent, f"started-{name}", layout, shape).model_copy(update=start), processes)
+    expected = read_metrics(alone)
+    assert expected[0].loss < read_metrics(run.output_dir)[0].loss - 0.1
+    for row, other in zip(ours.rows, expected, strict=True):
+        assert row.loss == pytest.approx(other.loss, rel=1e-6)
+        assert row.grad_norm == pytest.approx(other.grad_norm, rel=1e-5)
+
+
+def test_a_killed_training_goes_on_to_the_bit(tmp_path):
+    """kill -9 of the process after its first save, and the same command again."""
+    whole, run = job(tmp_path, "whole", {}, "first"), job(tmp_path, "killed", {}, "first")
+    assert written(whole).wait(240) == 0, log_of(whole)
+    process, stop = written(run), time.monotonic() + 120
+    while not (checkpoint_of(run, SAVED_AT) / "athanor.json").is_file():
+        assert time.monotonic() < stop and process.poll() is None, log_of(run)
+        time.sleep(0.005)
+    process.kill()
+    process.wait(60)
+    assert written(run).wait(240) == 0 and f"resumed at step {SAVED_AT}" in log_of(run)
+    rows = [[(row.step, row.loss, row.grad_norm) for row in read_metrics(r.output_dir)] for r in (whole, run)]
+    assert rows[0] == rows[1] and len(rows[0]) == STEPS
+    files = [exported_from(r, f"export-{r.output_dir.name}", {}, 1) for r in (whole, run)]
+    assert files[0] == files[1]
+
+
+def written(run: RunConfig) -> subprocess.Popen:
+    """The trainer of a job, as one process."""
+    (run.output_dir / "run.json").write_text(run.model_dump_json())
+    return start_trainer(run, processes=0)
