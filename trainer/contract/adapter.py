@@ -26,16 +26,21 @@ class AdapterConfig(StrictModel):
         description="adapted layers: roles (attention, mlp, delta, merger, vision), or regular expressions over whole "
         "Hugging Face names of modules",
     )
+    modules_to_save: tuple[str, ...] = Field(
+        default=(),
+        description="modules that are trained whole and saved beside the adapters: regular expressions over whole "
+        "Hugging Face names of modules",
+    )
 
-    @field_validator("targets")
+    @field_validator("targets", "modules_to_save")
     @classmethod
-    def _compile(cls, targets: tuple[str, ...]) -> tuple[str, ...]:
-        for target in targets:
+    def _compile(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
+        for pattern in patterns:
             try:
-                re.compile(target)
+                re.compile(pattern)
             except re.error as error:
-                raise ValueError(f"{target!r} is no regular expression: {error}") from None
-        return targets
+                raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+        return patterns
 
     @property
     def scaling(self) -> float:

@@ -9,6 +9,7 @@ from dataset_builders.storage.store import StorePath
 from trainer.contract.layout import check_layout
 from trainer.contract.model_shape import ModelShape
 from trainer.contract.parallel import ParallelConfig
+from trainer.contract.peft import check_start
 from trainer.contract.pieces import mean_work, pipeline_pieces
 from trainer.contract.run import PartConfig, RunConfig, TrainConfig
 from trainer.families.family import Family
@@ -21,8 +22,8 @@ def check_run(run: RunConfig, world_size: int) -> None:
     """`check_layout` and `check_training` for a job whose inputs are on disk.
 
     Raises:
-        InputError: something does not fit, `hf_dir` is not a model, `bins_dir` is not an artifact of plan_bins, or
-            `features_dir` is not one of encode_images for these samples.
+        InputError: something does not fit, `hf_dir` is not a model, `bins_dir` is not an artifact of plan_bins,
+            `features_dir` is not one of encode_images for these samples, or `adapter_dir` holds another adapter.
     """
     plan = load_manifest(run.bins_dir).config
     if "pad_multiple" not in plan:
@@ -32,6 +33,8 @@ def check_run(run: RunConfig, world_size: int) -> None:
         check_cached(run.train.frozen, run.execution.parallel, family)
         _check_features(run.features_dir, run.tokenized_dir)
     check_training(run.train, run.execution.parallel, family)
+    if run.adapter_dir is not None:
+        check_start(run.adapter_dir, run.train.adapter)
     check_layout(
         run.execution.parallel,
         shape,

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from dataset_builders.errors import InputError
-from trainer.checkpoint.hf_read import global_names
 from trainer.contract.adapter import ROLES, AdapterConfig
-from trainer.families.weight_rules import Rule, Stacked
+from trainer.families.weight_rules import Rule, Stacked, global_names
 from trainer.layers.lora.adapter import LinearAdapter
 
 _WEIGHT = ".weight"
