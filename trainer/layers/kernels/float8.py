@@ -21,7 +21,7 @@ def _unpack(codes, scale, out, width, BLOCK: tl.constexpr):
     # The exponent's bias is 7 in e4m3 and 127 in float32; below 8 there is no leading one, and 8 is 2^-6.
     normal = ((magnitude << 20) + (120 << 23)).to(tl.float32, bitcast=True)
     value = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, normal)
-    value = tl.where(code > 127, -value, value) * tl.load(scale + row)
+    value *= tl.load(scale + row) * tl.where(code > 127, -1.0, 1.0)
     tl.store(out + row * width + column, value.to(out.dtype.element_ty), mask=inside)
 
 
