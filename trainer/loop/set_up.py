@@ -86,7 +86,7 @@ def build_chunks(
     modules = transformer_engine_modules() if mesh.device.type == "cuda" else TorchModules()
     stages = range(parallel.vpp) if parallel.vpp > 1 else [None]
     pieces = pieces_of(run, shape) if parallel.pp > 1 else ()
-    chunks, count, has_float8 = [], 0, run.task == "train" and run.train.has_float8_base
+    chunks, count, has_float8 = [], 0, run.train.has_float8_base
     with parameters_on_cpu() if has_float8 else contextlib.nullcontext():
         for stage in stages:
             config = decoder_config(shape.language, parallel, dtype, pieces)

@@ -79,6 +79,20 @@ def test_packing_again_changes_nothing():
         assert torch.equal(pack(weight.float())[0], pack(weight)[0])
 
 
+def test_ranks_that_divide_a_row_pack_it_as_one_would(monkeypatch):
+    """Else what one rank can just tell from zero would be zero on another."""
+    torch.manual_seed(0)
+    weight = torch.randn(16, 64) * torch.tensor([1.0, 2.0**-14]).repeat_interleave(32)
+    parts = weight.chunk(2, 1)
+    largest = weight.abs().amax(1)
+    monkeypatch.setattr(float8_base.dist, "all_reduce", lambda own, op, group: own.copy_(largest))
+    codes, scale = pack(weight)
+    for part, expected in zip(parts, codes.chunk(2, 1), strict=True):
+        found, own_scale = pack(part, SimpleNamespace(size=lambda: 2))
+        assert torch.equal(found, expected) and torch.equal(own_scale, scale)
+    assert not torch.equal(pack(parts[1])[0], codes.chunk(2, 1)[1])
+
+
 def adapted(shape: str, mesh, kind: str, *, is_packed: bool) -> torch.nn.Module:
     """A model with adapters, whose base is packed, or holds the numbers that packing gives."""
     family, read = read_model(model_dir(shape))

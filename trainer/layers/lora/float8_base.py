@@ -128,9 +128,7 @@ def pack_layer(linear: Any, device: torch.device) -> None:
     linear.__class__ = _with_float8(type(linear))
 
 
-def base_packer(
-    model: torch.nn.Module, device: torch.device, trained: Collection[str] = ()
-) -> Callable[[str], None]:
+def base_packer(model: torch.nn.Module, device: torch.device, trained: Collection[str] = ()) -> Callable[[str], None]:
     """A function that packs a chunk's weight on its way to the device, by our name of it in the whole model; it leaves
     alone what is not to be packed.
 
