@@ -106,6 +106,8 @@ def check_training(train: TrainConfig, parallel: ParallelConfig, family: Family)
             "train.optim.moments is bfloat16 and execution.parallel.sharding is fsdp, which divides moments over the "
             "ranks as they are; set train.optim.moments=float32"
         )
+    if train.has_float8_base:
+        _check_float8_base(train, parallel)
     for name, settings in train.parts.items():
         changed = settings.model_dump(exclude_defaults=True)
         if name not in family.parts and settings != PartConfig():
@@ -117,3 +119,17 @@ def check_training(train: TrainConfig, parallel: ParallelConfig, family: Family)
     if all(train.part(name).frozen for name in family.parts):
         names = ", ".join(f"train.{name}.frozen" for name in family.parts)
         raise InputError(f"{names}: nothing is left to train in a {family.model_type} model; make one of them false")
+
+
+def _check_float8_base(train: TrainConfig, parallel: ParallelConfig) -> None:
+    without = "train.adapter.base=train_precision"
+    if parallel.sharding == "fsdp":
+        raise InputError(
+            "train.adapter.base is float8 and execution.parallel.sharding is fsdp, which divides numbers that it can "
+            f"cast and not codes of them; set execution.parallel.sharding=distributed_optimizer, or {without}"
+        )
+    if train.precision == "float8":
+        raise InputError(
+            "train.adapter.base is float8 and train.precision is float8, which keeps a float8 copy of each weight for "
+            f"its products; set train.precision=bfloat16, or {without}"
+        )
