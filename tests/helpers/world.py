@@ -29,7 +29,7 @@ from trainer.contract.names import HF_EXPORT
 from trainer.contract.run import RunConfig
 from trainer.data.reader import BinReader
 from trainer.families.registry import read_model
-from trainer.layers.lora.convert import adapted_layers
+from trainer.families.targets import adapted_layers
 from trainer.loop import train as loop
 from trainer.loop.export import export, write_weights
 from trainer.loop.set_up import set_up_vision_rank

@@ -16,7 +16,8 @@ from trainer.contract.names import ADAPTER_EXPORT, HF_EXPORT
 from trainer.contract.run import RunConfig
 from trainer.families.family import Family
 from trainer.families.registry import read_model
-from trainer.layers.lora.convert import Adapted, adapter_rules
+from trainer.families.targets import Adapted
+from trainer.layers.lora.convert import adapter_rules
 from trainer.loop.set_up import build_chunks, give_adapters, log
 from trainer.loop.share_model import weights_dtype
 from trainer.parallel.mesh import Mesh

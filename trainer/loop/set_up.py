@@ -23,8 +23,9 @@ from trainer.families.geometry import geometry_of
 from trainer.families.parts import freeze
 from trainer.families.registry import read_model
 from trainer.families.shapes import pieces_of
+from trainer.families.targets import Adapted, adapted_layers
 from trainer.layers.decoder import decoder_config
-from trainer.layers.lora.convert import Adapted, adapted_layers, add_adapters
+from trainer.layers.lora.convert import add_adapters
 from trainer.layers.module_set import TorchModules, check_float8, mark_tensor_parallel, transformer_engine_modules
 from trainer.loop.share_model import Chunk, share_model, weights_dtype
 from trainer.loop.step import finalize_gradients
