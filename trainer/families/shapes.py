@@ -14,12 +14,13 @@ from trainer.contract.pieces import mean_work, pipeline_pieces
 from trainer.contract.run import PartConfig, RunConfig, TrainConfig
 from trainer.families.family import Family
 from trainer.families.registry import read_model
+from trainer.families.targets import check_adapter
 
 ENCODING_PARTS = ("vision", "merger")  # what makes image tokens of pixels
 
 
 def check_run(run: RunConfig, world_size: int) -> None:
-    """`check_layout` and `check_training` for a job whose inputs are on disk.
+    """`check_layout`, `check_training` and `check_adapter` for a job whose inputs are on disk.
 
     Raises:
         InputError: something does not fit, `hf_dir` is not a model, `bins_dir` is not an artifact of plan_bins,
@@ -35,6 +36,7 @@ def check_run(run: RunConfig, world_size: int) -> None:
     check_training(run.train, run.execution.parallel, family)
     if run.adapter_dir is not None:
         check_start(run.adapter_dir, run.train.adapter)
+    check_adapter(run.train, family, shape)
     check_layout(
         run.execution.parallel,
         shape,

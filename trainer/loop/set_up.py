@@ -26,9 +26,10 @@ from trainer.families.geometry import geometry_of
 from trainer.families.parts import freeze
 from trainer.families.registry import read_model
 from trainer.families.shapes import pieces_of
+from trainer.families.targets import adapted_layers
 from trainer.families.weight_rules import Rule
 from trainer.layers.decoder import decoder_config
-from trainer.layers.lora.convert import adapted_layers, add_adapters
+from trainer.layers.lora.convert import add_adapters
 from trainer.layers.lora.float8_base import base_packer, parameters_on_cpu
 from trainer.layers.lora.trained import train_whole, trained_rules, whole_rules
 from trainer.layers.module_set import TorchModules, check_float8, mark_tensor_parallel, transformer_engine_modules
@@ -91,9 +92,10 @@ def build_chunks(
         for stage in stages:
             config = decoder_config(shape.language, parallel, dtype, pieces)
             chunks.append(build(shape, parallel, config, modules, mesh, run.seq_len, stage))
-    whole = [rule.ours for rule in whole_rules(rules, run.train.adapter)] if has_float8 else []
+    whole = whole_rules(rules, run.train.adapter) if has_float8 else []
+    packed = {rule.ours for rule in rules if rule.sizes and rule not in whole}
     for chunk in chunks:
-        pack = base_packer(chunk, mesh.device, whole) if has_float8 else None
+        pack = base_packer(chunk, mesh.device, packed) if has_float8 else None
         count += load_hf_weights(chunk, run.hf_dir, rules, family.carried, pack)
     if run.train.precision == "float8":
         check_float8(run, mesh.device)

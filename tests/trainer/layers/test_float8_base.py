@@ -1,6 +1,7 @@
 """A frozen base in float8: what it rounds, that layers compute as ever with the rounded weights, and what they keep."""
 
 import weakref
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -19,9 +20,11 @@ from trainer.data.micro_batch import make_micro_batch
 from trainer.families.geometry import geometry_of
 from trainer.families.registry import read_model
 from trainer.families.shapes import check_training
+from trainer.families.targets import adapted_layers
+from trainer.families.weight_rules import Rule
 from trainer.layers.attention import recomputed
 from trainer.layers.lora import float8_base
-from trainer.layers.lora.convert import adapted_layers, add_adapters
+from trainer.layers.lora.convert import add_adapters
 from trainer.layers.lora.float8_base import base_packer, pack, pack_layer, unpack
 
 SEQ_LEN = 128
@@ -93,6 +96,11 @@ def test_ranks_that_divide_a_row_pack_it_as_one_would(monkeypatch):
     assert not torch.equal(pack(parts[1])[0], codes.chunk(2, 1)[1])
 
 
+def linears(rules: Sequence[Rule]) -> set[str]:
+    """Our names of the weights of linear layers."""
+    return {rule.ours for rule in rules if rule.sizes}
+
+
 def adapted(shape: str, mesh, kind: str, *, is_packed: bool) -> torch.nn.Module:
     """A model with adapters, whose base is packed, or holds the numbers that packing gives."""
     family, read = read_model(model_dir(shape))
@@ -100,12 +108,12 @@ def adapted(shape: str, mesh, kind: str, *, is_packed: bool) -> torch.nn.Module:
     rules = family.weight_rules(read)
     config = AdapterConfig(kind=kind, rank=4, alpha=8)
     if is_packed:
-        packer = base_packer(model, mesh.device)
+        packer = base_packer(model, mesh.device, linears(rules))
         for rule in rules:
             packer(rule.ours)
     else:
         for name, param in model.named_parameters():
-            if float8_base.role_of(name) and name.startswith("language."):
+            if name in linears(rules) and name.startswith("language."):
                 param.data = unpack(*pack(param.data), param.dtype)
     add_adapters(model, adapted_layers(rules, config), config, seed=3)
     torch.manual_seed(1)
@@ -145,7 +153,8 @@ def test_all_matrices_of_language_layers_are_packed_and_nothing_else(shape, mesh
     model = build_tiny(model_dir(shape), mesh, SEQ_LEN)
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
     family, read = read_model(model_dir(shape))
-    packer = base_packer(model, mesh.device, trained=["language.decoder.layers.1.mlp.linear_fc2.weight"])
+    packed = linears(family.weight_rules(read)) - {"language.decoder.layers.1.mlp.linear_fc2.weight"}
+    packer = base_packer(model, mesh.device, packed)
     for rule in family.weight_rules(read):
         packer(rule.ours)
     after = dict(model.named_parameters())

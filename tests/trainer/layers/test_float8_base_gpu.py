@@ -13,8 +13,9 @@ from trainer.contract.adapter import AdapterConfig
 from trainer.data.micro_batch import make_micro_batch
 from trainer.families.geometry import geometry_of
 from trainer.families.registry import read_model
+from trainer.families.targets import adapted_layers
 from trainer.layers.lora import float8_base
-from trainer.layers.lora.convert import adapted_layers, add_adapters
+from trainer.layers.lora.convert import add_adapters
 from trainer.layers.lora.float8_base import base_packer, pack, parameters_on_cpu, unpack
 
 SEQ_LEN = 128
@@ -75,11 +76,12 @@ def _adapted(shape: str, mesh, kind: str, *, is_packed: bool) -> torch.nn.Module
     family, read = read_model(model_dir(shape))
     model = build_tiny(model_dir(shape), mesh, SEQ_LEN, torch.bfloat16, fused=True)
     rules, config = family.weight_rules(read), AdapterConfig(kind=kind, rank=4, alpha=8)
-    packer = base_packer(model, mesh.device)
+    linears = {rule.ours for rule in rules if rule.sizes}
+    packer = base_packer(model, mesh.device, linears)
     for name, param in list(model.named_parameters()):
         if is_packed:
             packer(name)
-        elif float8_base.role_of(name) and name.startswith("language."):
+        elif name in linears and name.startswith("language."):
             param.data = unpack(*pack(param.data), param.dtype)
     add_adapters(model, adapted_layers(rules, config), config, seed=3)
     torch.manual_seed(1)

@@ -1,76 +1,17 @@
 """Adapters for the layers of a chunk whose Hugging Face modules are asked for."""
 
 import functools
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from dataset_builders.errors import InputError
-from trainer.contract.adapter import ROLES, AdapterConfig
+from trainer.contract.adapter import AdapterConfig
+from trainer.families.targets import Adapted
 from trainer.families.weight_rules import Rule, Stacked, global_names
 from trainer.layers.lora.adapter import LinearAdapter
 
 _WEIGHT = ".weight"
-
-
-@dataclass(frozen=True, slots=True)
-class Adapted:
-    """A layer of ours that gets adapters.
-
-    Attributes:
-        ours: its name in the whole model.
-        chosen: for each HF tensor of the rule whether its module is adapted.
-    """
-
-    ours: str
-    rule: Rule
-    chosen: tuple[bool, ...]
-
-    @property
-    def modules(self) -> list[str]:
-        """Names of the HF modules of the layer."""
-        return [name.removesuffix(_WEIGHT) for name in self.rule.hf]
-
-
-def role_of(ours: str) -> str | None:
-    """The role of a linear layer's weight, by our name of it; None: it is none."""
-    if not re.search(r"(linear_\w+|in_proj)\.weight$", ours):
-        return None
-    if ours.startswith("vision."):
-        return "merger" if "merger" in ours else "vision"
-    return "mlp" if ".mlp." in ours else "attention"
-
-
-def adapted_layers(rules: Sequence[Rule], config: AdapterConfig) -> list[Adapted]:
-    """The layers of the whole model with modules that the targets name.
-
-    Raises:
-        InputError: a target names none.
-    """
-    delta = {rule.ours.rpartition(".in_proj.")[0] for rule in rules if ".in_proj." in rule.ours}
-    unused, found = set(config.targets) - set(ROLES), []
-    for rule in rules:
-        role = role_of(rule.ours)
-        if role is None:
-            continue
-        if role == "attention" and rule.ours.rsplit(".", 2)[0] in delta:
-            role = "delta"
-        chosen = []
-        for name in rule.hf:
-            module = name.removesuffix(_WEIGHT)
-            hits = {target for target in config.targets if target == role or re.fullmatch(target, module)}
-            unused -= hits
-            chosen.append(bool(hits))
-        if any(chosen):
-            found.append(Adapted(rule.ours.removesuffix(_WEIGHT), rule, tuple(chosen)))
-    if unused or not found:
-        raise InputError(
-            f"train.adapter.targets names no linear layer by {sorted(unused) or list(config.targets)}; roles are "
-            f"{', '.join(ROLES)}"
-        )
-    return found
 
 
 def add_adapters(model: torch.nn.Module, layers: Sequence[Adapted], config: AdapterConfig, seed: int) -> None:

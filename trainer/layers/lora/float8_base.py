@@ -17,7 +17,6 @@ from torch.distributed import ProcessGroup
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from trainer.families.weight_rules import global_names
-from trainer.layers.lora.convert import role_of
 
 if torch.cuda.is_available():
     from trainer.layers.kernels.float8 import unpack_rows
@@ -128,18 +127,18 @@ def pack_layer(linear: Any, device: torch.device) -> None:
     linear.__class__ = _with_float8(type(linear))
 
 
-def base_packer(model: torch.nn.Module, device: torch.device, trained: Collection[str] = ()) -> Callable[[str], None]:
+def base_packer(model: torch.nn.Module, device: torch.device, packed: Collection[str]) -> Callable[[str], None]:
     """A function that packs a chunk's weight on its way to the device, by our name of it in the whole model; it leaves
-    alone what is not to be packed.
+    alone what is not a matrix of a language layer.
 
     Args:
-        trained: names of weights that are trained whole.
+        packed: names of the weights of linear layers that are frozen.
     """
     names = zip(global_names(model), model.named_parameters(), strict=True)
     linears = {
         ours: model.get_submodule(name.removesuffix(_WEIGHT))
         for (ours, _), (name, _) in names
-        if ours.startswith(_LAYERS) and role_of(ours) and ours not in trained
+        if ours.startswith(_LAYERS) and ours in packed
     }
 
     def pack_weight(ours: str) -> None:
