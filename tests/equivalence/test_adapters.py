@@ -22,7 +22,7 @@ from tests.equivalence.test_layouts import (
 )
 from tests.helpers.run_dir import make_bins, model_dir, write_job
 from tests.helpers.world import exported, run_world
-from trainer.checkpoint.adapter_files import WEIGHTS
+from trainer.contract.peft import ADAPTER_WEIGHTS
 from trainer.contract.adapter import ROLES, AdapterConfig
 from trainer.contract.answer import read_heldout
 from trainer.contract.names import ADAPTER_EXPORT, HELDOUT_BASE_JSONL, HELDOUT_JSONL
@@ -75,7 +75,7 @@ def trained(tmp_path_factory):
         return tmp_path_factory.mktemp(shape), make_bins(shape, kinds_of(shape))
 
     @functools.cache
-    def run_layout(name: str, shape: str, kind: str) -> tuple[Outcome, dict[str, torch.Tensor]]:
+    def run_layout(name: str, shape: str, kind: str, dropout: float = 0) -> tuple[Outcome, dict[str, torch.Tensor]]:
         layout, processes, _, _ = LAYOUTS.get(name, ({}, 1, shape, kind))
         directory, bins = root(shape)
         run = write_job(
@@ -86,14 +86,14 @@ def trained(tmp_path_factory):
             global_batch_size=4,
             parallel=ParallelConfig(**layout),
             optim=SMOOTH.model_copy(update={"lr": 1e-2}),
-            name=f"{name}-{kind}",
+            name=f"{name}-{kind}-{dropout}",
         )
-        adapter = AdapterConfig(kind=kind, rank=4, alpha=8, targets=targets_of(shape))
+        adapter = AdapterConfig(kind=kind, rank=4, alpha=8, dropout=dropout, targets=targets_of(shape))
         train = run.train.model_copy(update={"adapter": adapter})
         run = run.model_copy(update={"seq_len": SEQ_LEN, "train": train})
         world = run_world(run, processes)
         heldout, before = (read_heldout(run.output_dir / name) for name in (HELDOUT_JSONL, HELDOUT_BASE_JSONL))
-        adapters = load_file(run.output_dir / ADAPTER_EXPORT / WEIGHTS)
+        adapters = load_file(run.output_dir / ADAPTER_EXPORT / ADAPTER_WEIGHTS)
         return Outcome(world, exported(run), heldout, before), adapters
 
     return run_layout
@@ -124,3 +124,14 @@ def test_every_adapter_moves_and_the_rest_is_the_base(shape, kind, trained):
     same = {name for name, weight in outcome.weights.items() if torch.equal(weight, base[name])}
     assert same == outcome.weights.keys() - adapted
     assert sum(row.loss or 0 for row in outcome.heldout) < sum(row.loss or 0 for row in outcome.before)
+
+
+@pytest.mark.parametrize(("name", "shape"), [("full-recompute", "first"), ("hybrid-full", "hybrid-first")])
+def test_what_is_computed_again_drops_the_same(name, shape, trained):
+    (ours, adapters), (alone, expected) = trained(name, shape, "lora", 0.3), trained("alone", shape, "lora", 0.3)
+    compare_steps(ours, alone)
+    for key, adapter in adapters.items():
+        torch.testing.assert_close(adapter, expected[key], rtol=0, atol=2e-6)
+    without = trained("alone", shape, "lora")[0]
+    assert [row.loss for row in alone.world.rows[1:]] != [row.loss for row in without.world.rows[1:]]
+    assert alone.before == without.before, "dropout is for training alone"
