@@ -108,6 +108,8 @@ def _with_float8(kind: type) -> type:
                 with saved_tensors_hooks(graph.save, graph.restore):
                     return super().forward(*args, **kwargs)
             finally:
+                # Transformer Engine's linear with a norm keeps the tensor beside what autograd saves: its memory goes.
+                self._running.untyped_storage().resize_(0)
                 self._running = None
 
     WithFloat8.__name__ = f"{kind.__name__}WithFloat8"
