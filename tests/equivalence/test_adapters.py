@@ -22,11 +22,11 @@ from tests.equivalence.test_layouts import (
 )
 from tests.helpers.run_dir import make_bins, model_dir, write_job
 from tests.helpers.world import exported, run_world
-from trainer.contract.peft import ADAPTER_WEIGHTS
 from trainer.contract.adapter import ROLES, AdapterConfig
 from trainer.contract.answer import read_heldout
 from trainer.contract.names import ADAPTER_EXPORT, HELDOUT_BASE_JSONL, HELDOUT_JSONL
 from trainer.contract.parallel import ParallelConfig
+from trainer.contract.peft import ADAPTER_WEIGHTS
 
 CUT_VISION = {"vision_split": "tensor_parallel"}
 # name -> (layout, processes, shape, kind)

@@ -12,12 +12,12 @@ from tests.helpers.run_dir import OPTIM, model_dir, write_job
 from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.world import run_world
 from trainer.checkpoint.adapter_files import write_peft_directory
+from trainer.checkpoint.hf_write import hf_tensors
 from trainer.contract.adapter import ROLES, AdapterConfig
 from trainer.contract.names import ADAPTER_EXPORT
 from trainer.contract.peft import ADAPTER_WEIGHTS
 from trainer.families.registry import read_model
 from trainer.layers.lora.trained import trained_rules
-from trainer.checkpoint.hf_write import hf_tensors
 from trainer.loop.set_up import give_adapters
 
 STEPS = 20
