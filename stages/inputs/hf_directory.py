@@ -64,7 +64,8 @@ def resolve_hf_dir(name_or_path: str, field: str = "model") -> Path:
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise InputError(
             f"{field} {name_or_path!r} is not a directory here, and the hub cannot be reached "
-            f"({type(error).__name__}); download it on a machine that can (`hf download NAME --local-dir DIR`) and give that directory"
+            f"({type(error).__name__}); download it on a machine that can (`hf download NAME --local-dir DIR`) and "
+            "give that directory"
         ) from error
 
 
