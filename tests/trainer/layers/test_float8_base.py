@@ -185,11 +185,12 @@ def test_a_weight_is_unpacked_for_one_product_at_a_time(mesh, monkeypatch):
 
 
 class _Product(torch.autograd.Function):
-    """Keeps the weight twice, as Transformer Engine's does."""
+    """Keeps the weight twice, as Transformer Engine's products do, and a reference that nothing reads, as one does."""
 
     @staticmethod
     def forward(ctx, x, weight):
         ctx.save_for_backward(weight, weight.t())
+        ctx.weight = weight
         return x @ weight.t()
 
     @staticmethod
@@ -203,6 +204,7 @@ class _Linear(torch.nn.Linear):
     tp_group, config = None, SimpleNamespace(params_dtype=torch.float32)
 
     def forward(self, x):
+        assert all(param.dtype is x.dtype for param in self.parameters())  # as Transformer Engine does at first
         self.activation = weakref.ref(exp := x.exp())
         return _Product.apply(exp * x, self.weight)
 
@@ -213,7 +215,9 @@ def test_a_weight_that_is_kept_twice_is_unpacked_once(monkeypatch):
     calls = []
     monkeypatch.setattr(float8_base, "unpack", lambda *args: calls.append(1) or unpack(*args))
     x = torch.randn(3, 8, requires_grad=True)
-    linear(x).sum().backward()
+    out = linear(x)
+    assert out.grad_fn.weight.untyped_storage().size() == 0
+    out.sum().backward()
     assert len(calls) == 2
     weight = linear.weight
     expected = torch.randn(3, 8, requires_grad=True)

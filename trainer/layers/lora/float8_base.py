@@ -92,25 +92,23 @@ def _with_float8(kind: type) -> type:
     """The class of linear layers of this kind whose weight is packed."""
 
     class WithFloat8(kind):
-        _running: torch.Tensor | None = None
-
         @property
         def weight(self) -> torch.Tensor:
             """(out, in) unpacked: the same tensor while the layer runs, else a new one."""
-            if self._running is not None:
-                return self._running
-            return unpack(self._parameters["weight"].detach(), self.row_scale, self.config.params_dtype)
+            held = self._parameters["weight"]
+            if held.dtype is not torch.uint8:
+                return held
+            return unpack(held.detach(), self.row_scale, self.config.params_dtype)
 
         def forward(self, *args: object, **kwargs: object):
-            self._running = self.weight
-            graph = _Graph(self)
+            codes, weight, graph = self._parameters["weight"], self.weight, _Graph(self)
+            self._parameters["weight"] = weight  # Transformer Engine looks at the types of all parameters
             try:
                 with saved_tensors_hooks(graph.save, graph.restore):
                     return super().forward(*args, **kwargs)
             finally:
-                # Transformer Engine's linear with a norm keeps the tensor beside what autograd saves: its memory goes.
-                self._running.untyped_storage().resize_(0)
-                self._running = None
+                self._parameters["weight"] = codes
+                weight.untyped_storage().resize_(0)  # Transformer Engine 2.11 keeps a reference that it does not use
 
     WithFloat8.__name__ = f"{kind.__name__}WithFloat8"
     return WithFloat8
