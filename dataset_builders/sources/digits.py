@@ -2,12 +2,13 @@
 
 1,797 scans of 8 x 8 grey values become one PNG each: enlarged smoothly to 32 to 160 pixels, dark ink on white, a
 third of them in one half of a sheet twice as wide or as high. A scan's bytes are the same in every row that shows it.
-Four subsets:
+Four subsets, and a fifth that is empty unless it is asked for:
 
     digits_single   every scan once: one question, the answer is the digit            "Which digit is this?"  "7"
     digits_multi    some scans again, several questions each: a chat of several turns
     digits_compare  pairs of scans, each scan in at most one pair                     "Which is larger, ..."  "first"
     digits_text     no image                                                          "What is 3 plus 4?"     "7"
+    digits_words    some scans again: a task that a model of the others does not know "Spell the digit."      "seven"
 """
 
 import importlib.metadata
@@ -19,7 +20,7 @@ import numpy as np
 from dataset_builders.pictures.images import enlarge_grey, grey_png
 
 NUM_SCANS = 1797
-SUBSETS = ("digits_single", "digits_multi", "digits_compare", "digits_text")
+SUBSETS = ("digits_single", "digits_multi", "digits_compare", "digits_text", "digits_words")
 SINGLE_QUESTIONS = (
     "Which digit is this?",
     "What digit is written here?",
@@ -32,6 +33,8 @@ FIVE_QUESTION = "Is it larger than five?"
 NEXT_QUESTION = "Which number comes after it?"
 LARGER_QUESTION = "Which is larger, the first or the second?"
 BOTH_QUESTION = "Which digits are these?"
+WORD_QUESTION = "Spell the digit."
+WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 _SIDES = (32, 40, 48, 56, 64, 80, 96, 128, 160)  # pixels
 _SIDE_SHARES = (0.16, 0.12, 0.20, 0.12, 0.22, 0.08, 0.06, 0.03, 0.01)
@@ -50,12 +53,14 @@ class DigitCounts:
         multi: rows of digits_multi.
         pairs: rows of digits_compare.
         texts: rows of digits_text.
+        words: rows of digits_words.
     """
 
     scans: int
     multi: int
     pairs: int
     texts: int
+    words: int = 0
 
 
 def iter_digit_rows(seed: int, counts: DigitCounts) -> Iterator[tuple[str, Row]]:
@@ -68,6 +73,8 @@ def iter_digit_rows(seed: int, counts: DigitCounts) -> Iterator[tuple[str, Row]]
     yield from (("digits_multi", row) for row in _multi_rows(images, labels, counts.multi, _rng(seed, 2)))
     yield from (("digits_compare", row) for row in _compare_rows(images, labels, counts.pairs, _rng(seed, 3)))
     yield from (("digits_text", row) for row in _text_rows(counts.texts, _rng(seed, 4)))
+    for index in _rng(seed, 5).permutation(len(images))[: counts.words]:
+        yield "digits_words", _row([images[index]], [(WORD_QUESTION, WORDS[labels[index]])])
 
 
 def _rng(seed: int, stream: int) -> np.random.Generator:

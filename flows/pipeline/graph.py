@@ -25,11 +25,13 @@ from stages.inputs.adapter_directory import adapter_input
 from stages.inputs.hf_directory import check_hf_dir, hf_dir_of, model_input, processor_input, resolve_hf_dir
 from stages.inputs.raw_source import open_raw
 from stages.release.config import ReleaseConfig
+from trainer.contract.model_shape import ModelShape
 from trainer.contract.peft import check_start
 from trainer.contract.run import TrainConfig
 from trainer.families.family import Family
 from trainer.families.registry import get_family, read_model
 from trainer.families.shapes import check_cached, check_training
+from trainer.families.targets import check_adapter
 
 RAW_DIGESTS = "raw-digests.json"
 
@@ -168,14 +170,14 @@ def check_model(config: PipelineConfig) -> Path | None:
         InputError: it is missing, incomplete, of an unknown kind, or does not fit the training or its layout.
     """
     if not isinstance(config.model, str):
-        _check_family(config, get_family(config.model.family))
+        _check_family(config, get_family(config.model.family), config.model.shape)
         return None
     hf_dir = resolve_hf_dir(config.model)
     check_hf_dir(hf_dir, config.execution.model_code_sha256)
     check_template(hf_dir)
     load_image_config(hf_dir, config.tokenize.min_pixels, config.tokenize.max_pixels)
     family, shape = read_model(hf_dir)
-    _check_family(config, family)
+    _check_family(config, family, shape)
     config.check_parallel(shape)
     return hf_dir
 
@@ -193,10 +195,11 @@ def check_start_adapter(config: PipelineConfig) -> Path | None:
     return directory
 
 
-def _check_family(config: PipelineConfig, family: Family) -> None:
+def _check_family(config: PipelineConfig, family: Family, shape: ModelShape) -> None:
     if config.encode_images is not None:
         check_cached(config.train.frozen, config.execution.parallel, family)
     check_training(config.train, config.execution.parallel, family)
+    check_adapter(config.train, family, shape)
 
 
 def open_inputs(config: PipelineConfig, root: StorePath) -> dict[str, Input]:

@@ -25,6 +25,15 @@ class EmbeddedDataConfig(StrictModel):
     )
     num_pairs: int = Field(default=400, ge=0, le=10**6, description="rows that compare two scans, at most")
     num_texts: int = Field(default=300, ge=0, le=10**6, description="rows without a picture, at most")
+    num_words: int = Field(default=0, ge=0, le=10**6, description="rows that ask for the digit as a word, at most")
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, whole: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
+        """Without `num_words` where there are none: data of before it is found."""
+        dumped = whole(self)
+        if self.num_words == 0 and info.context != EVERY_FIELD:
+            del dumped["num_words"]
+        return dumped
 
 
 class DeltaSizes(StrictModel):

@@ -1,6 +1,6 @@
 """embedded_data: scikit-learn's digit scans as parquet files in the_cauldron's schema; no input, no network.
 
-digits_single/train-00000-of-00004.parquet ...   digits_multi/   digits_compare/   digits_text/
+digits_single/train-00000-of-00004.parquet ...   digits_multi/   digits_compare/   digits_text/   digits_words/
 """
 
 from collections import Counter
@@ -31,7 +31,8 @@ _SHOWN = 6  # rows of each subset in the report
 
 
 def _run(config: EmbeddedDataConfig, inputs: Mapping[str, object], work: Path, resources: object) -> StageOutput:
-    counts = DigitCounts(scans=config.num_scans, multi=config.num_multi, pairs=config.num_pairs, texts=config.num_texts)
+    sizes = {"multi": config.num_multi, "pairs": config.num_pairs, "texts": config.num_texts, "words": config.num_words}
+    counts = DigitCounts(scans=config.num_scans, **sizes)
     subsets: dict[str, list[Row]] = {}
     for subset, row in iter_digit_rows(config.seed, counts):
         subsets.setdefault(subset, []).append(row)

@@ -27,6 +27,7 @@ from trainer.contract.placement import Placement, PlacementJob, at_hand
 from trainer.contract.run import RunConfig, TrainConfig
 from trainer.families.registry import read_model
 from trainer.families.shapes import check_run
+from trainer.families.targets import adapter_sizes
 
 VERSION = 2  # 2: heldout-base.jsonl
 
@@ -82,8 +83,9 @@ def train(config: TrainConfig, inputs: Mapping[str, Input], work_dir: Path, reso
 def predict(run: RunConfig, processes: int) -> Placement | None:
     """What a step should take; None where no images are encoded, or in float32, for which no rate is known."""
     plan = load_manifest(run.bins_dir)
+    family, shape = read_model(run.hf_dir)
     job = PlacementJob(
-        shape=read_model(run.hf_dir)[1],
+        shape=shape,
         parallel=run.execution.parallel,
         train=run.train,
         processes=processes,
@@ -91,6 +93,7 @@ def predict(run: RunConfig, processes: int) -> Placement | None:
         max_patches=plan.config.get("max_patches", 0),
         work=mean_work(run.seq_len, plan.config, plan.stats),
         is_cached=run.features_dir is not None,
+        adapters=adapter_sizes(run.train, family, shape),
     )
     return at_hand(job) if job.vision and run.train.precision != "float32" else None
 

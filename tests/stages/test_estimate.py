@@ -7,13 +7,15 @@ from stages.inputs.hf_directory import count_parameters
 from tests.helpers.shapes import QWEN_2B
 from tests.helpers.tiny_hybrid_model import hybrid_config
 from tests.helpers.tiny_model import FIRST, SECOND, tiny_hf_dir
+from trainer.contract.adapter import AdapterConfig
 from trainer.contract.estimate import estimate_memory, estimate_saved, estimate_vision_rank
 from trainer.contract.model_shape import Work
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.pieces import pipeline_pieces
 from trainer.contract.run import OptimConfig, PartConfig, TrainConfig
 from trainer.families.qwen3_5_vl.shape import read_shape
-from trainer.families.registry import read_model
+from trainer.families.registry import get_family, read_model
+from trainer.families.targets import adapter_sizes
 
 TOKENS_ALONE = Work(1024, 0, 0, 0, 0)  # layers of one kind cost alike: equal pieces
 
@@ -28,7 +30,9 @@ def training(bins: int = 8, precision: str = "bfloat16", moments: str = "float32
 BFLOAT16, SHORT = training(), training(moments="bfloat16")
 
 
-def memory(shape=QWEN_2B, *, dp=1, num_micro_batches=8, seq_len=1024, max_patches=512, train=None, **layout):
+def memory(
+    shape=QWEN_2B, *, dp=1, num_micro_batches=8, seq_len=1024, max_patches=512, train=None, adapters=None, **layout
+):
     parallel = ParallelConfig(**layout)
     return estimate_memory(
         shape,
@@ -38,6 +42,7 @@ def memory(shape=QWEN_2B, *, dp=1, num_micro_batches=8, seq_len=1024, max_patche
         dp=dp,
         seq_len=seq_len,
         max_patches=max_patches,
+        adapters=adapters,
     )
 
 
@@ -245,3 +250,71 @@ def test_the_logits_of_one_chunk_are_held_however_long_the_bin():
     long, longer = (memory(seq_len=n, max_patches=0)["activations"] for n in (8192, 16384))
     logits = 2 * 4096 * QWEN_2B.language.vocab_size
     assert longer - logits == 2 * (long - logits)
+
+
+def adapted(*targets: str, base: str = "train_precision", rank: int = 16, **parts: PartConfig):
+    """A training with adapters, and what they add to the model of 2B."""
+    config = AdapterConfig(rank=rank, alpha=32, targets=targets, base=base)
+    train = BFLOAT16.model_copy(update={"adapter": config, **parts})
+    return train, adapter_sizes(train, get_family("qwen3_vl"), QWEN_2B)
+
+
+def test_with_adapters_the_base_is_weights_alone():
+    """By hand: rank 16 over seven modules of 28 layers is 17,432,576 parameters, as PEFT counts them."""
+    train, sizes = adapted("attention", "mlp")
+    assert sizes.parameters == 17_432_576
+    parameters, half = sum(QWEN_2B.parameters.values()), memory(train=train, adapters=sizes)
+    assert half["weights"] == 2 * parameters + (2 + 4) * sizes.parameters
+    assert half["gradients"] == 4 * sizes.parameters and half["optimizer"] == 8 * sizes.parameters
+    single = memory(train=train.model_copy(update={"precision": "float32"}), adapters=sizes)
+    assert single["weights"] == 4 * parameters + 4 * sizes.parameters
+    four = memory(train=train, adapters=sizes, dp=4)
+    assert four["optimizer"] == 2 * sizes.parameters and four["weights"] == 2 * parameters + 3 * sizes.parameters
+    pieces = pipeline_pieces(QWEN_2B, ParallelConfig(), TOKENS_ALONE)
+    saved = estimate_saved(QWEN_2B, ParallelConfig(), train, pieces=pieces, dp=1, adapters=sizes)
+    assert saved == (2 + 12) * sizes.parameters
+
+
+def test_tensor_parallel_ranks_divide_a_part_of_each_adapter():
+    """A's of column-parallel layers and B's of row-parallel ones are whole on every rank."""
+    train, sizes = adapted("attention", "mlp")
+    layer = 3 * 2048 + 2 * 2048 + 2048 + 2048  # columns of q, k, v, gate, up; rows of o and down
+    whole = 16 * 28 * layer
+    two = memory(train=train, adapters=sizes, tp=2)
+    assert two["gradients"] == 4 * ((sizes.parameters - whole) / 2 + whole)
+
+
+def test_a_base_in_float8():
+    """The language layers' matrices take a byte less, not embeddings, norms and vision; one of them is unpacked."""
+    train, sizes = adapted("attention", "mlp", base="float8")
+    matrices = 28 * (2048 * 4096 + 2048 * 2048 + 3 * 2048 * 6144)
+    whole = memory(train=train, adapters=adapted("attention", "mlp")[1])
+    packed = memory(train=train, adapters=sizes)
+    assert whole["weights"] - packed["weights"] == matrices
+    assert packed["activations"] - whole["activations"] == 2 * 2 * 6144 * 2048
+
+
+def test_a_vision_encoder_without_adapters_runs_without_a_graph():
+    language, images = (adapted(*targets) for targets in (("attention",), ("attention", "vision")))
+    still, whole = (memory(train=train, adapters=sizes, seq_len=1) for train, sizes in (language, images))
+    one = 512 * 2 * 17 * 1024
+    assert whole["activations"] - still["activations"] > 23 * one
+    merger = adapted("merger")
+    alone = memory(train=merger[0], adapters=merger[1], seq_len=1)["activations"]
+    assert alone < still["activations"] + one
+    frozen_vision = adapted("attention", "vision", "merger", vision=PartConfig(frozen=True))[1]
+    assert not frozen_vision.trains("vision") and frozen_vision.trains("merger")
+    sizes = {"patches": 512, "in_flight": 3, "tp": 1, "recompute": False}
+    rank = estimate_vision_rank(QWEN_2B, images[0], **sizes, adapters=images[1])
+    assert rank["gradients"] == 4 * images[1].vision["vision"].parameters.on(1)
+
+
+def test_recomputed_layers_keep_one_layers_adapters():
+    train, sizes = adapted("attention", "mlp")
+    place = sizes.language[0]
+    added = 2 * (1024 * place.per_token.on(1) + place.products.on(1))
+    layout = {"train": train, "max_patches": 0}
+    for recompute, count in (("none", 28), ("full", 1)):
+        with_, without = (memory(**layout, adapters=a, recompute=recompute)["activations"] for a in (sizes, None))
+        assert with_ - without == count * added
+    assert place.per_token.on(1) == 7 * 16

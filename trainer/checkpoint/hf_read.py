@@ -3,7 +3,7 @@
 A rank holds its pipeline rank's layers and its tensor-parallel slice of each.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from pathlib import Path
 
@@ -76,12 +76,19 @@ def _opened(path: Path):
         raise InputError(f"{path} is not a whole safetensors file ({one_line(error)}); copy it again") from error
 
 
-def load_hf_weights(model: MegatronModule, hf_dir: Path, rules: Sequence[Rule], carried: tuple[str, ...] = ()) -> int:
+def load_hf_weights(
+    model: MegatronModule,
+    hf_dir: Path,
+    rules: Sequence[Rule],
+    carried: tuple[str, ...] = (),
+    then: Callable[[str], None] | None = None,
+) -> int:
     """Fill every parameter of this rank's chunk from `hf_dir`; returns how many.
 
     Args:
         rules: the whole model's table of weights.
         carried: beginnings of names of tensors that have no place in the model and are not missed there.
+        then: called with the table's name of each parameter that is filled.
 
     Raises:
         InputError: a tensor is missing, has another shape, or is left over.
@@ -92,6 +99,8 @@ def load_hf_weights(model: MegatronModule, hf_dir: Path, rules: Sequence[Rule], 
     count = 0
     for name, param in global_names(model):
         fill(param, source, table[name], model)
+        if then is not None:
+            then(name)
         count += 1
     return count
 

@@ -20,6 +20,11 @@ class AdapterConfig(StrictModel):
     alpha: float = Field(gt=0, le=1e6, description="adapters count alpha / rank")
     rslora: bool = Field(default=False, description="adapters count alpha / sqrt(rank)")
     dropout: float = Field(default=0.0, ge=0, lt=1, description="of an adapter's input, in training")
+    base: Literal["train_precision", "float8"] = Field(
+        default="train_precision",
+        description="how the frozen weights are held. float8: those of the language layers' matrices in one byte each, "
+        "unpacked for each product; activations and products stay in train.precision",
+    )
     targets: tuple[str, ...] = Field(
         default=("attention", "mlp", "delta"),
         min_length=1,

@@ -4,6 +4,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from trainer.contract.adapter_sizes import AdapterSizes, PlaceSizes
 from trainer.contract.model_shape import LOSS_CHUNK, ModelShape, VisionShape
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import TrainConfig
@@ -18,6 +19,7 @@ def estimate_memory(
     dp: int,
     seq_len: int,
     max_patches: int,
+    adapters: AdapterSizes | None = None,
 ) -> dict[str, int]:
     """Bytes that the fullest process needs to train: of a pipeline often its first (vision) or its last (logits).
 
@@ -41,17 +43,31 @@ def estimate_memory(
     at most 4096 x vocabulary / tp. Qwen3-VL-2B in bins of 8,192 tokens and 25,300 patches: 77 GB by this; measured on
     an H200: 80 GB without CUDA graphs, and about as much with them, of which 11 are the graphs' own.
 
+    With adapters, P are theirs alone, and the base model is weights, in float8 a byte for each of the language layers'
+    matrices, of which one at a time is there unpacked. Per token and adapted layer k x rank numbers more are kept (k
+    modules in the layer), with DoRA the layer's output too, and per micro batch the matrices of the adapters' products.
+    A vision encoder without adapters counts as frozen.
+
     Args:
         pieces: of the pipeline, see `pipeline_pieces`.
         dp: data-parallel ranks.
+        adapters: see `trainer.families.targets.adapter_sizes`.
     """
     num_micro_batches = train.global_batch_size // dp
-    work = _Work(shape, parallel, train.frozen, pieces, dp, num_micro_batches, seq_len, max_patches, *_sizes(train))
+    sizes = (seq_len, max_patches, *_sizes(train))
+    work = _Work(shape, parallel, train.frozen, pieces, dp, num_micro_batches, *sizes, adapters)
     return max((work.memory(rank) for rank in range(parallel.pp)), key=lambda parts: sum(parts.values()))
 
 
 def estimate_vision_rank(
-    shape: ModelShape, train: TrainConfig, *, tp: int, recompute: bool, patches: float, in_flight: float
+    shape: ModelShape,
+    train: TrainConfig,
+    *,
+    tp: int,
+    recompute: bool,
+    patches: float,
+    in_flight: float,
+    adapters: AdapterSizes | None = None,
 ) -> dict[str, int]:
     """Bytes that a process needs which has a copy of the vision encoder with its mergers and nothing else, by the same
     rules: weights, and gradients of what is trained.
@@ -62,10 +78,9 @@ def estimate_vision_rank(
         patches: that it encodes at a time.
         in_flight: such times before the first one's gradients have come.
     """
-    counts, size = shape.vision.parameters, _sizes(train)[0]
-    trained = sum(count for part, count in counts.items() if part not in train.frozen)
-    kept = patches * _vision_bytes(shape.vision, size, in_flight, tp, "vision" in train.frozen, recompute)
-    parts = {"weights": size * sum(counts.values()) / tp, "gradients": 4 * trained / tp, "activations": kept}
+    vision = _Vision(shape.vision, train.frozen, _sizes(train)[0], tp, recompute, adapters)
+    parts = {"weights": vision.weights, "gradients": 4 * vision.trained}
+    parts["activations"] = vision.activations(patches, in_flight)
     return {name: round(value) for name, value in parts.items()}
 
 
@@ -76,14 +91,15 @@ def estimate_saved(
     *,
     pieces: Sequence[range],
     dp: int,
+    adapters: AdapterSizes | None = None,
 ) -> int:
     """Bytes of a checkpoint that the fullest process writes, and copies into host memory if saves are asynchronous.
 
     Of P parameters on a process, with the distributed optimizer over n = dp x cp ranks: the weights, 2 P in bfloat16
     and 4 P in float32, written by one of the n, and 12 P / n of float32 weights and moments, or 8 P / n with moments in
-    bfloat16; of frozen parameters the weights alone. With fsdp 12 P / dp.
+    bfloat16; of frozen parameters the weights alone, with adapters nothing. With fsdp 12 P / dp.
     """
-    work = _Work(shape, parallel, train.frozen, pieces, dp, 1, 1, 0, *_sizes(train))
+    work = _Work(shape, parallel, train.frozen, pieces, dp, 1, 1, 0, *_sizes(train), adapters)
     return max(work.saved(rank) for rank in range(parallel.pp))
 
 
@@ -97,20 +113,6 @@ def _sizes(train: TrainConfig) -> tuple[int, int]:
     return 4 if train.precision == "float32" else 2, 4 if train.optim.moments == "float32" else 2
 
 
-def _states(parameters: float, trained: float, ranks: int, size: int, moment_size: int) -> dict[str, float]:
-    """Bytes of weights, gradients and moments of some parameters, of which some are trained, over so many ranks."""
-    weights = size * parameters + (4 * trained / ranks if size == 2 else 0)
-    return {"weights": weights, "gradients": 4 * trained, "optimizer": 2 * moment_size * trained / ranks}
-
-
-def _vision_bytes(vision: VisionShape, size: int, in_flight: float, tp: int, is_frozen: bool, recompute: bool) -> float:
-    """Bytes per patch of the vision encoder's layers. Frozen ones run without a graph, one after the other."""
-    kept = [4 * vision.hidden_size] * vision.num_layers
-    if is_frozen:
-        return _layer_bytes(vision.hidden_size, kept[:1], size, 1, tp, False, False)
-    return _layer_bytes(vision.hidden_size, kept, size, in_flight, tp, False, recompute)
-
-
 def _layer_bytes(
     width: int, kept: Sequence[int], size: int, in_flight: float, tp: int, is_cut: bool, recompute: bool
 ) -> float:
@@ -120,6 +122,59 @@ def _layer_bytes(
     if recompute:
         return in_flight * len(layers) * size * whole_width + max(layers, default=0)
     return in_flight * sum(layers)
+
+
+def _adapter_bytes(place: PlaceSizes, tokens: float, size: int, tp: int) -> float:
+    """Bytes that the adapters of a place keep for backward."""
+    return size * (tokens * place.per_token.on(tp) + place.products.on(tp))
+
+
+@dataclass(frozen=True, slots=True)
+class _Vision:
+    """The vision encoder with its mergers, on a rank that has it."""
+
+    shape: VisionShape | None
+    frozen: Collection[str]
+    size: int  # bytes of a number in forward and backward
+    tp: int  # ranks that divide its matrices
+    recompute: bool
+    adapters: AdapterSizes | None
+
+    @property
+    def trained(self) -> float:
+        """Parameters that are trained."""
+        if self.adapters is not None:
+            return sum(place.parameters.on(self.tp) for place in self.adapters.vision.values())
+        return self._parameters(self.frozen)
+
+    @property
+    def weights(self) -> float:
+        """Bytes of the weights in forward and backward."""
+        weights = self.size * self._parameters()
+        if self.adapters is not None:
+            weights += self.size * self.trained
+        return weights
+
+    def _parameters(self, without: Collection[str] = ()) -> float:
+        counts = {} if self.shape is None else self.shape.parameters
+        return sum(count for part, count in counts.items() if part not in without) / self.tp
+
+    def activations(self, patches: float, in_flight: float) -> float:
+        """Bytes of these patches for so many micro batches. Frozen layers run without a graph, one after the other."""
+        if self.shape is None:
+            return 0
+        width, layers = self.shape.hidden_size, self.shape.num_layers
+        kept, tp, adapters = [4 * width] * layers, self.tp, self.adapters
+        if "vision" in self.frozen or (adapters is not None and not adapters.trains("vision")):
+            total = patches * _layer_bytes(width, kept[:1], self.size, 1, tp, False, False)
+        else:
+            total = patches * _layer_bytes(width, kept, self.size, in_flight, tp, False, self.recompute)
+        if adapters is not None:
+            blocks = _adapter_bytes(adapters.vision["vision"], patches, self.size, tp)
+            total += blocks / layers if self.recompute else in_flight * blocks
+            tokens = patches / self.shape.spatial_merge_size**2
+            total += in_flight * _adapter_bytes(adapters.vision["merger"], tokens, self.size, tp)
+        return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,44 +189,69 @@ class _Work:
     max_patches: int
     size: int  # bytes of a number in forward and backward
     moment_size: int  # bytes of a number of Adam's moments
+    adapters: AdapterSizes | None
 
     def memory(self, rank: int) -> dict[str, int]:
         """Bytes of a pipeline rank."""
-        parameters, trained = self._parameters(rank), self._parameters(rank, self.frozen)
+        weights, trained = self._weights(rank), self._trained(rank)
         ranks = self.dp * self.parallel.cp
-        parts = _states(parameters, trained, ranks, self.size, self.moment_size)
+        parts = {
+            "weights": weights + (4 * trained / ranks if self.size == 2 else 0),
+            "gradients": 4 * trained,
+            "optimizer": 2 * self.moment_size * trained / ranks,
+        }
         if self.parallel.sharding == "fsdp":
-            parts |= {"weights": 4 * parameters / ranks, "gradients": 4 * trained / ranks}
+            parts |= {"weights": 4 * weights / self.size / ranks, "gradients": 4 * trained / ranks}
         if rank > 0 and self.parallel.deals_vision:
-            parts["weights"] += self.size * self._vision_parameters()
-            parts["gradients"] += 4 * self._vision_parameters(self.frozen)
+            parts["weights"] += self._vision.weights
+            parts["gradients"] += 4 * self._vision.trained
         return {name: round(value) for name, value in (parts | {"activations": self._activations(rank)}).items()}
 
     def saved(self, rank: int) -> int:
         """Bytes that a pipeline rank writes."""
-        parameters, trained = self._parameters(rank), self._parameters(rank, self.frozen)
+        trained = self._trained(rank)
+        weights = self._weights(rank) if self.adapters is None else self.size * trained
         ranks, moments = self.dp * self.parallel.cp, 2 * self.moment_size * trained
         if self.parallel.sharding == "fsdp":
-            return round((4 * parameters + moments) / ranks)
-        return round(self.size * parameters + (4 * trained + moments) / ranks)
+            return round((4 * weights / self.size + moments) / ranks)
+        return round(weights + (4 * trained + moments) / ranks)
+
+    @property
+    def _vision(self) -> _Vision:
+        p = self.parallel
+        tp = p.tp if p.vision_split == "tensor_parallel" else 1
+        return _Vision(self.shape.vision, self.frozen, self.size, tp, p.recompute_vision, self.adapters)
 
     def _layers(self, rank: int) -> list[int]:
         """The numbers of the language layers of a pipeline rank."""
         return list(chain.from_iterable(self.pieces[rank :: self.parallel.pp]))
 
-    def _parameters(self, rank: int, without: Collection[str] = ()) -> float:
-        """Those of a pipeline rank, without some parts of the model."""
+    def _trained(self, rank: int) -> float:
+        """Parameters of a pipeline rank that are trained."""
+        vision = self._vision.trained if rank == 0 else 0
+        if self.adapters is not None:
+            return sum(place.parameters.on(self.parallel.tp) for place in self._places(rank)) + vision
+        return self._language(rank) * ("language" not in self.frozen) + vision
+
+    def _weights(self, rank: int) -> float:
+        """Bytes of the weights of a pipeline rank in forward and backward."""
+        weights, tp = self.size * self._language(rank), self.parallel.tp
+        if self.adapters is not None:
+            weights -= self.adapters.saved_bytes(self._places(rank), self.size) / tp
+            weights += self.size * sum(place.parameters.on(tp) for place in self._places(rank))
+        return weights + (self._vision.weights if rank == 0 else 0)
+
+    def _places(self, rank: int) -> list[PlaceSizes]:
+        """What adapters add to each language layer of a pipeline rank; empty without adapters."""
+        return [] if self.adapters is None else [self.adapters.language[number] for number in self._layers(rank)]
+
+    def _language(self, rank: int) -> float:
+        """Parameters of a pipeline rank's part of the language model."""
         decoder, parallel = self.shape.language, self.parallel
         is_first, is_last = rank == 0, rank == parallel.pp - 1
         embeddings = is_first + is_last if parallel.pp > 1 or not decoder.tie_word_embeddings else 1
         language = sum(map(decoder.layer_parameters, self._layers(rank))) + decoder.hidden_size * is_last
-        language += embeddings * decoder.vocab_size * decoder.hidden_size
-        return language / parallel.tp * ("language" not in without) + self._vision_parameters(without) * is_first
-
-    def _vision_parameters(self, without: Collection[str] = ()) -> float:
-        """Those of the vision encoder and its mergers on a rank that has them."""
-        counts = (n for part, n in self.shape.parameters.items() if part != "language" and part not in without)
-        return sum(counts) / (self.parallel.tp if self.parallel.vision_split == "tensor_parallel" else 1)
+        return (language + embeddings * decoder.vocab_size * decoder.hidden_size) / parallel.tp
 
     def _activations(self, rank: int) -> float:
         decoder, p = self.shape.language, self.parallel
@@ -182,6 +262,10 @@ class _Work:
         in_flight = min(chunk_passes / p.vpp, self.num_micro_batches)
         is_full = p.recompute == "full"
         total = tokens * _layer_bytes(decoder.hidden_size, kept, self.size, in_flight, p.tp, is_cut, is_full)
+        added = [_adapter_bytes(place, tokens, self.size, p.tp) for place in self._places(rank)]
+        total += max(added, default=0) if is_full else in_flight * sum(added)
+        if self.adapters is not None and self.adapters.has_float8_base:
+            total += self.size * 2 * decoder.intermediate_size * decoder.hidden_size / p.tp  # gate and up, unpacked
         if rank == 0 or p.deals_vision:
             total += self._vision_activations()
         if rank == p.pp - 1:
@@ -189,15 +273,8 @@ class _Work:
         return total
 
     def _vision_activations(self) -> float:
-        vision, p = self.shape.vision, self.parallel
-        if vision is None:
-            return 0
-        tp = p.tp if p.vision_split == "tensor_parallel" else 1
-        in_flight, sharers = (2 * p.pp - 1 if p.vpp > 1 else p.pp), p.cp * p.tp // tp
+        p, vision = self.parallel, self._vision
+        in_flight, sharers = (2 * p.pp - 1 if p.vpp > 1 else p.pp), p.cp * p.tp // vision.tp
         if p.deals_vision:
             in_flight, sharers = vision_in_flight(p), sharers * p.pp
-        in_flight = min(in_flight, self.num_micro_batches)
-        is_frozen = "vision" in self.frozen
-        return (
-            self.max_patches / sharers * _vision_bytes(vision, self.size, in_flight, tp, is_frozen, p.recompute_vision)
-        )
+        return vision.activations(self.max_patches / sharers, min(in_flight, self.num_micro_batches))

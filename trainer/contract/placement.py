@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from trainer.contract.adapter_sizes import AdapterSizes
 from trainer.contract.estimate import estimate_memory, estimate_vision_rank, vision_in_flight
 from trainer.contract.model_shape import ModelShape, Work
 from trainer.contract.parallel import ParallelConfig, VisionRanks
@@ -40,6 +41,7 @@ class PlacementJob:
         parallel: the layout at hand.
         work: of a mean bin, with its images, see `mean_work`.
         is_cached: the images were encoded before the training.
+        adapters: what the training's adapters add to the model; None: it has none.
     """
 
     shape: ModelShape
@@ -50,6 +52,7 @@ class PlacementJob:
     max_patches: int
     work: Work
     is_cached: bool = False
+    adapters: AdapterSizes | None = None
 
     @property
     def pieces(self) -> tuple[range, ...]:
@@ -80,7 +83,7 @@ class PlacementJob:
 
     def memory(self, parallel: ParallelConfig, pieces: Sequence[range], dp: int, max_patches: int) -> dict[str, int]:
         """Bytes of the fullest rank that has language layers."""
-        sizes = {"seq_len": self.seq_len, "max_patches": max_patches}
+        sizes = {"seq_len": self.seq_len, "max_patches": max_patches, "adapters": self.adapters}
         return estimate_memory(self.shape, parallel, self.train, pieces=pieces, dp=dp, **sizes)
 
 
@@ -191,6 +194,7 @@ def _own_ranks(job: PlacementJob, parallel: ParallelConfig) -> Placement:
         recompute=parallel.recompute_vision,
         patches=job.max_patches * each,
         in_flight=min(vision_in_flight(parallel), count),
+        adapters=job.adapters,
     )
     return Placement(
         name="own_ranks",

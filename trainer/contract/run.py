@@ -113,6 +113,11 @@ class TrainConfig(StrictModel):
         return fields
 
     @property
+    def has_float8_base(self) -> bool:
+        """Whether the frozen weights beside adapters are held in float8."""
+        return self.adapter is not None and self.adapter.base == "float8"
+
+    @property
     def parts(self) -> dict[str, PartConfig]:
         """The parts of the model by name."""
         return {"vision": self.vision, "merger": self.merger, "language": self.language}

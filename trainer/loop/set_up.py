@@ -1,5 +1,6 @@
 """Everything before the first step: the model's chunks, the optimizer, the order of bins, the newest checkpoint."""
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,9 +26,11 @@ from trainer.families.geometry import geometry_of
 from trainer.families.parts import freeze
 from trainer.families.registry import read_model
 from trainer.families.shapes import pieces_of
+from trainer.families.targets import adapted_layers
 from trainer.families.weight_rules import Rule
 from trainer.layers.decoder import decoder_config
-from trainer.layers.lora.convert import adapted_layers, add_adapters
+from trainer.layers.lora.convert import add_adapters
+from trainer.layers.lora.float8_base import base_packer, parameters_on_cpu
 from trainer.layers.lora.trained import train_whole, trained_rules, whole_rules
 from trainer.layers.module_set import TorchModules, check_float8, mark_tensor_parallel, transformer_engine_modules
 from trainer.loop.share_model import Chunk, share_model, weights_dtype
@@ -84,11 +87,16 @@ def build_chunks(
     modules = transformer_engine_modules() if mesh.device.type == "cuda" else TorchModules()
     stages = range(parallel.vpp) if parallel.vpp > 1 else [None]
     pieces = pieces_of(run, shape) if parallel.pp > 1 else ()
-    chunks = []
-    for stage in stages:
-        config = decoder_config(shape.language, parallel, dtype, pieces)
-        chunks.append(build(shape, parallel, config, modules, mesh, run.seq_len, stage))
-    count = sum(load_hf_weights(chunk, run.hf_dir, rules, family.carried) for chunk in chunks)
+    chunks, count, has_float8 = [], 0, run.train.has_float8_base
+    with parameters_on_cpu() if has_float8 else contextlib.nullcontext():
+        for stage in stages:
+            config = decoder_config(shape.language, parallel, dtype, pieces)
+            chunks.append(build(shape, parallel, config, modules, mesh, run.seq_len, stage))
+    whole = whole_rules(rules, run.train.adapter) if has_float8 else []
+    packed = {rule.ours for rule in rules if rule.sizes and rule not in whole}
+    for chunk in chunks:
+        pack = base_packer(chunk, mesh.device, packed) if has_float8 else None
+        count += load_hf_weights(chunk, run.hf_dir, rules, family.carried, pack)
     if run.train.precision == "float8":
         check_float8(run, mesh.device)
         for chunk in chunks:

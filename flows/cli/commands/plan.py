@@ -28,7 +28,9 @@ from trainer.contract.model_shape import ModelShape
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.pieces import mean_work
 from trainer.contract.placement import PlacementJob, at_hand, placements
-from trainer.families.registry import read_model
+from trainer.families.family import Family
+from trainer.families.registry import get_family, read_model
+from trainer.families.targets import adapter_sizes, list_matches
 
 UNKNOWN = "known once the data is made"
 UNKNOWN_FINGERPRINT = "FINGERPRINT"
@@ -52,6 +54,7 @@ def plan_command(args: argparse.Namespace) -> int:
     rows = [(stage.name, "reuse" if stage.artifact else "make", stage.why) for stage in planned]
     print_table("Stages", ("stage", "", "why"), rows, is_terminal)
     print_table("Size", ("", "value"), size_rows(recipe.config, available), is_terminal)
+    _print_adapters(recipe.config, available, is_terminal)
     _print_vision(recipe.config, available, is_terminal)
     num_made = sum(stage.artifact is None for stage in planned)
     print(f"\n{num_made} of {len(planned)} stages would be made, {len(planned) - num_made} reused.")
@@ -93,7 +96,7 @@ def work_dir_of(name: str, config: PipelineConfig, root: StorePath, available: M
 def size_rows(config: PipelineConfig, available: Mapping[str, Input]) -> list[tuple[str, str]]:
     """(name, value) of samples, bins, steps, epochs, parameters and memory, as far as they are known now."""
     bins, job = available.get("plan_bins"), _placement_job(config, available)
-    shape, parts = job.shape, job.shape.parameters
+    parts = job.shape.parameters
     memory = at_hand(job).memory
     steps, batch = config.train.num_steps, config.train.global_batch_size
     tokens = steps * batch * config.plan_bins.seq_len
@@ -106,6 +109,7 @@ def size_rows(config: PipelineConfig, available: Mapping[str, Input]) -> list[tu
             "parameters",
             f"{sum(parts.values()):,} ({', '.join(f'{name} {n:,}' for name, n in parts.items())})",
         ),
+        *_adapters(job),
         *_layers(job.parallel, job.pieces, bins),
         *_features(config, job.shape, available),
         *_carried(available.get("model")),
@@ -114,7 +118,7 @@ def size_rows(config: PipelineConfig, available: Mapping[str, Input]) -> list[tu
             f"about {_size(sum(memory.values()))} in the fullest process, without the {_RUNTIME} of torch itself",
         ),
         *((f"  {name}", _size(value)) for name, value in memory.items()),
-        *_host_memory(config, shape, job.pieces),
+        *_host_memory(config, job),
         ("processes", str(config.execution.cluster.processes)),
     ]
 
@@ -133,8 +137,9 @@ def _placement_job(config: PipelineConfig, available: Mapping[str, Input]) -> Pl
     """The model, its layout and the mean bin, as the trainer will find them if the bins are made."""
     plan, bins = config.plan_bins, available.get("plan_bins")
     stats = bins.manifest.stats if isinstance(bins, Artifact) else {}
+    family, shape = _model(config, available)
     return PlacementJob(
-        shape=read_model(available["model"].dir)[1] if isinstance(config.model, str) else config.model.shape,
+        shape=shape,
         parallel=config.execution.parallel,
         train=config.train,
         processes=config.execution.cluster.processes,
@@ -142,7 +147,38 @@ def _placement_job(config: PipelineConfig, available: Mapping[str, Input]) -> Pl
         max_patches=plan.max_patches,
         work=mean_work(plan.seq_len, plan.model_dump(), stats),
         is_cached=config.encode_images is not None,
+        adapters=adapter_sizes(config.train, family, shape),
     )
+
+
+def _model(config: PipelineConfig, available: Mapping[str, Input]) -> tuple[Family, ModelShape]:
+    if isinstance(config.model, str):
+        return read_model(available["model"].dir)
+    return get_family(config.model.family), config.model.shape
+
+
+def _print_adapters(config: PipelineConfig, available: Mapping[str, Input], is_terminal: bool) -> None:
+    """A table of what each target adapts, where there are adapters."""
+    if config.train.adapter is None:
+        return
+    rows = [
+        (
+            found.target,
+            f"{len(found.modules):,}",
+            (found.modules or ("none in this model",))[0],
+            f"{found.parameters:,}",
+        )
+        for found in list_matches(config.train, *_model(config, available))
+    ]
+    print_table("Adapters", ("target", "modules", "first", "parameters"), rows, is_terminal)
+
+
+def _adapters(job: PlacementJob) -> list[tuple[str, str]]:
+    """A row where there are adapters."""
+    if job.adapters is None:
+        return []
+    adapter, number, base = job.train.adapter, job.adapters.parameters, sum(job.shape.parameters.values())
+    return [("trained", f"{number:,} beside these ({number / base:.3%}): {adapter.kind} of rank {adapter.rank}")]
 
 
 def _print_vision(config: PipelineConfig, available: Mapping[str, Input], is_terminal: bool) -> None:
@@ -184,13 +220,14 @@ def _features(config: PipelineConfig, shape: ModelShape, available: Mapping[str,
     return [("image features", f"{each}; in all {UNKNOWN}")]
 
 
-def _host_memory(config: PipelineConfig, shape: ModelShape, pieces: Sequence[range]) -> list[tuple[str, str]]:
+def _host_memory(config: PipelineConfig, job: PlacementJob) -> list[tuple[str, str]]:
     """A row where saves are asynchronous; a training that saves at its end alone keeps no copy."""
     execution, train = config.execution, config.train
     if not execution.checkpoint.asynchronous or execution.checkpoint.save_interval >= train.num_steps:
         return []
     dp = execution.parallel.data_parallel(execution.cluster.processes)
-    copied = estimate_saved(shape, execution.parallel, train, pieces=pieces, dp=dp)
+    sizes = {"pieces": job.pieces, "dp": dp, "adapters": job.adapters}
+    copied = estimate_saved(job.shape, execution.parallel, train, **sizes)
     return [("host memory", f"{_size(copied)} in the fullest process, page-locked: checkpoints are written from it")]
 
 

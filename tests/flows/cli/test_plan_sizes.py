@@ -2,6 +2,7 @@
 
 from dataset_builders.contracts.manifest import Manifest
 from flows.cli.commands.plan import size_rows
+from flows.cli.main import main
 from flows.pipeline.recipe import load_recipe
 from stages.artifacts.artifact import Artifact, External
 from tests.helpers.tiny_hybrid_model import hybrid_hf_dir
@@ -86,3 +87,18 @@ def test_a_training_that_reads_features_keeps_no_activations_of_vision_and_deals
     assert (computed[:4], cached[:4]) == ("4, 7", "6, 5")
     computed, cached = (rows_of(*overrides)["  activations"] for overrides in (frozen, CACHED))
     assert (computed, cached) == ("24.4 MB", "15.5 MB")
+
+
+def test_adapters_are_counted_by_target_and_in_all(capsys, tmp_path):
+    setting = "train.adapter={rank: 4, alpha: 8, targets: [attention, '.*visual.*fc1', delta]}"
+    assert main(["plan", "--root", str(tmp_path), "--set", setting]) == 0
+    said = capsys.readouterr().out
+    rows = [line.split() for line in said.partition("Adapters")[2].strip().splitlines()[:4]]
+    # three layers of q, k, v, o; three of vision and three mergers
+    assert rows[1] == ["attention", "12", "model.language_model.layers.0.self_attn.q_proj", "5,376"]
+    assert rows[2] == [".*visual.*fc1", "6", "model.visual.blocks.0.mlp.linear_fc1", "8,448"]
+    assert rows[3] == ["delta", "0", "none", "in", "this", "model", "0"]
+    sizes = rows_of(setting)
+    assert sizes["trained"] == "13,824 beside these (2.189%): lora of rank 4"
+    assert sizes["  gradients"] == "55.3 kB" and sizes["  optimizer"] == "111 kB"
+    assert "trained" not in rows_of() and "Adapters" not in said.partition("Adapters")[2]

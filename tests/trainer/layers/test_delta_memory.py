@@ -4,7 +4,7 @@ kernels run here with launches that do nothing: what they save is what they save
 import dataclasses
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from itertools import accumulate
 from unittest.mock import MagicMock
 
@@ -51,8 +51,8 @@ def forget_kernels():
         sys.modules.pop(f"{PACKAGE}.{name}", None)
 
 
-def kept_bytes(run: Callable[[], torch.Tensor]) -> int:
-    """Bytes of the storages that a forward pass saves."""
+def kept_bytes(run: Callable[[], torch.Tensor], without: Container[int] = ()) -> int:
+    """Bytes of the storages that a forward pass saves, without those at some addresses."""
     kept = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -62,7 +62,7 @@ def kept_bytes(run: Callable[[], torch.Tensor]) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         assert run().requires_grad
-    return sum(size for _, size in kept.values())
+    return sum(size for address, (_, size) in kept.items() if address not in without)
 
 
 def bin_of(repeats: int) -> tuple[int, PackedSegments]:

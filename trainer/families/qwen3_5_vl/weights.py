@@ -22,9 +22,11 @@ def mixer_rules(shape: HybridDecoderShape, number: int, ours: str, hf: str) -> I
     ours, hf = f"{ours}self_attention.", f"{hf}linear_attn."
     channels, heads = shape.delta_channels, shape.delta_value_heads
     joined = StackedRuns(rows=(channels, channels[-1:], (heads,), (heads,)))
-    yield Rule(ours + "in_proj.weight", tuple(f"{hf}in_proj_{name}.weight" for name in ("qkv", "z", "b", "a")), joined)
+    names = tuple(f"{hf}in_proj_{name}.weight" for name in ("qkv", "z", "b", "a"))
+    rows, width = (sum(channels), channels[-1], heads, heads), shape.hidden_size
+    yield Rule(ours + "in_proj.weight", names, joined, sizes=tuple((out, width) for out in rows))
     yield Rule(ours + "conv_weight", (hf + "conv1d.weight",), StackedRuns(rows=(channels,)))
     yield Rule(ours + "decay.a_log", (hf + "A_log",))
     yield Rule(ours + "decay.dt_bias", (hf + "dt_bias",))
     yield Rule(ours + "norm_weight", (hf + "norm.weight",))
-    yield Rule(ours + "linear_proj.weight", (hf + "out_proj.weight",))
+    yield Rule(ours + "linear_proj.weight", (hf + "out_proj.weight",), sizes=((width, channels[-1]),))

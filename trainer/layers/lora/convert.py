@@ -1,76 +1,17 @@
 """Adapters for the layers of a chunk whose Hugging Face modules are asked for."""
 
 import functools
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from dataset_builders.errors import InputError
-from trainer.contract.adapter import ROLES, AdapterConfig
+from trainer.contract.adapter import AdapterConfig
+from trainer.families.targets import Adapted
 from trainer.families.weight_rules import Rule, Stacked, global_names
 from trainer.layers.lora.adapter import LinearAdapter
 
 _WEIGHT = ".weight"
-
-
-@dataclass(frozen=True, slots=True)
-class Adapted:
-    """A layer of ours that gets adapters.
-
-    Attributes:
-        ours: its name in the whole model.
-        chosen: for each HF tensor of the rule whether its module is adapted.
-    """
-
-    ours: str
-    rule: Rule
-    chosen: tuple[bool, ...]
-
-    @property
-    def modules(self) -> list[str]:
-        """Names of the HF modules of the layer."""
-        return [name.removesuffix(_WEIGHT) for name in self.rule.hf]
-
-
-def role_of(ours: str) -> str | None:
-    """The role of a linear layer's weight, by our name of it; None: it is none."""
-    if not re.search(r"(linear_\w+|in_proj)\.weight$", ours):
-        return None
-    if ours.startswith("vision."):
-        return "merger" if "merger" in ours else "vision"
-    return "mlp" if ".mlp." in ours else "attention"
-
-
-def adapted_layers(rules: Sequence[Rule], config: AdapterConfig) -> list[Adapted]:
-    """The layers of the whole model with modules that the targets name.
-
-    Raises:
-        InputError: a target names none.
-    """
-    delta = {rule.ours.rpartition(".in_proj.")[0] for rule in rules if ".in_proj." in rule.ours}
-    unused, found = set(config.targets) - set(ROLES), []
-    for rule in rules:
-        role = role_of(rule.ours)
-        if role is None:
-            continue
-        if role == "attention" and rule.ours.rsplit(".", 2)[0] in delta:
-            role = "delta"
-        chosen = []
-        for name in rule.hf:
-            module = name.removesuffix(_WEIGHT)
-            hits = {target for target in config.targets if target == role or re.fullmatch(target, module)}
-            unused -= hits
-            chosen.append(bool(hits))
-        if any(chosen):
-            found.append(Adapted(rule.ours.removesuffix(_WEIGHT), rule, tuple(chosen)))
-    if unused or not found:
-        raise InputError(
-            f"train.adapter.targets names no linear layer by {sorted(unused) or list(config.targets)}; roles are "
-            f"{', '.join(ROLES)}"
-        )
-    return found
 
 
 def add_adapters(model: torch.nn.Module, layers: Sequence[Adapted], config: AdapterConfig, seed: int) -> None:
@@ -81,6 +22,9 @@ def add_adapters(model: torch.nn.Module, layers: Sequence[Adapted], config: Adap
     """
     for param in model.parameters():
         param.requires_grad = False
+    for module in model.modules() if config.dropout else ():
+        if hasattr(module, "is_random"):
+            module.is_random = True
     ours = zip(model.named_parameters(), global_names(model), strict=True)
     modules = {whole.removesuffix(_WEIGHT): name.removesuffix(_WEIGHT) for (name, _), (whole, _) in ours}
     for layer in layers:
@@ -89,6 +33,8 @@ def add_adapters(model: torch.nn.Module, layers: Sequence[Adapted], config: Adap
             adapter = LinearAdapter(linear, layer.rule, layer.chosen, config, is_column=_is_column(linear))
             adapter.initialise(layer.modules, seed)
             linear.adapter = adapter
+            if hasattr(linear, "return_layernorm_output"):  # Transformer Engine's, with the norm in it
+                linear.return_layernorm_output = True
             linear.__class__ = _with_adapter(type(linear))
 
 
@@ -103,10 +49,9 @@ def _with_adapter(kind: type) -> type:
     class WithAdapter(kind):
         def forward(self, x: torch.Tensor, *args: object, **kwargs: object):
             out, bias = super().forward(x, *args, **kwargs)
-            own = None if self.skip_bias_add else self.bias
-            if own is None:
-                return self.adapter(self, x, out), bias
-            return self.adapter(self, x, out - own) + own, bias
+            if isinstance(out, tuple):  # the adapter's input is the product's, after the norm
+                out, x = out
+            return self.adapter(self, x, out, _bias_within(self)), bias
 
         def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
             state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
@@ -114,6 +59,13 @@ def _with_adapter(kind: type) -> type:
 
     WithAdapter.__name__ = f"{kind.__name__}WithAdapter"
     return WithAdapter
+
+
+def _bias_within(linear: torch.nn.Module) -> torch.Tensor | None:
+    """The bias that the layer has added to its output itself."""
+    is_returned = linear.te_return_bias if hasattr(linear, "te_return_bias") else linear.skip_bias_add
+    has_none = linear.bias is None or not linear.bias.numel()  # Transformer Engine's is empty then
+    return None if is_returned or has_none else linear.bias
 
 
 def has_adapters(model: torch.nn.Module) -> bool:

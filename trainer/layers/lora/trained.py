@@ -7,9 +7,10 @@ import torch
 
 from dataset_builders.errors import InputError
 from trainer.contract.adapter import AdapterConfig
+from trainer.families.targets import adapted_layers
 from trainer.families.weight_rules import Rule, global_names
 from trainer.layers.lora.adapter import LinearAdapter
-from trainer.layers.lora.convert import adapted_layers, adapter_rules
+from trainer.layers.lora.convert import adapter_rules
 
 
 def trained_rules(rules: Sequence[Rule], config: AdapterConfig) -> list[Rule]:
