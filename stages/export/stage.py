@@ -24,7 +24,7 @@ from stages.inputs.hf_directory import count_parameters, hf_dir_of, read_json, s
 from stages.inputs.remote_code import drop_auto_maps
 from stages.pages.report import Table, write_report
 from stages.train.run_trainer import run_trainer
-from trainer.contract.names import HF_EXPORT, RUN_JSON
+from trainer.contract.names import ADAPTER_EXPORT, HF_EXPORT, RUN_JSON
 from trainer.contract.run import RunConfig
 
 VERSION = 2
@@ -42,6 +42,9 @@ def export(config: ExportConfig, inputs: Mapping[str, Input], work_dir: Path, re
     result = run_trainer(_run_config(inputs, source, job_dir, resources), resources, STAGE.name)
     shutil.rmtree(hf_dir, ignore_errors=True)
     (job_dir / HF_EXPORT).rename(hf_dir)
+    if (job_dir / ADAPTER_EXPORT).is_dir():
+        shutil.rmtree(work_dir / ADAPTER_EXPORT, ignore_errors=True)
+        (job_dir / ADAPTER_EXPORT).rename(work_dir / ADAPTER_EXPORT)
     copy_processor_files(source, hf_dir, inputs["tokenized"].manifest.stats)
     shutil.rmtree(job_dir)  # its paths and times would make every export different
     weights = [file.model_copy(update={"name": f"{HF_EXPORT}/{file.name}"}) for file in result.files]
