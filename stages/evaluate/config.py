@@ -41,6 +41,11 @@ class EvaluateConfig(AnswerConfig):
         """The fields that decide the answers."""
         return AnswerConfig(**{name: getattr(self, name) for name in AnswerConfig.model_fields})
 
+    @property
+    def scoring(self) -> "EvaluateConfig":
+        """The fields that decide the scores of given answers."""
+        return self.model_copy(update={"adapter": "merged"})
+
 
 class CompareConfig(StrictModel):
     """Identity: how certain a difference must be."""

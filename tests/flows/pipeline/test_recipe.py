@@ -279,3 +279,28 @@ def test_a_model_of_text_alone_has_nothing_to_encode(tmp_path):
 def test_features_leave_nothing_to_deal(tmp_path):
     with pytest.raises(InputError, match=r"set execution\.parallel\.vision=first_rank, or encode_images=null"):
         open_inputs(load_recipe(overrides=[*CACHED, "execution.parallel.vision=dealt"]).config, tmp_path)
+
+
+ADAPTED = "train.adapter={rank: 4, alpha: 8}"
+
+
+def test_what_answers_for_adapters_is_the_merged_model_or_the_base_with_them_beside_it():
+    merged, beside = (
+        {node.name: node for node in pipeline_nodes(load_recipe("embedded", [ADAPTED, *more]).config)}
+        for more in ((), ("evaluate.adapter=beside",))
+    )
+    assert merged["answer"].inputs == {"hf": "export", "samples": "convert"}
+    source = {"hf": "embedded_model", "samples": "convert", "tokenized": "tokenize"}
+    assert beside["answer"].inputs == source | {"adapter": "export"}
+    assert beside["answer_base"].inputs == merged["answer_base"].inputs == source
+    assert beside["answer"].config == merged["answer"].config  # the same questions
+    for name in ("evaluate", "evaluate_base"):
+        assert beside[name].config == merged[name].config
+        assert "adapter" not in merged[name].config.model_dump()
+    assert "adapter" not in load_recipe("embedded").config.identity()["evaluate"]
+
+
+def test_an_adapter_beside_the_base_needs_an_adapter_and_our_decoder():
+    assert "and train.adapter is null; try evaluate.adapter=merged" in _error("evaluate.adapter=beside")
+    refused = _error("evaluate.adapter=beside", ADAPTED, "evaluate.engine=vllm")
+    assert "evaluate.adapter=beside is not for evaluate.engine=vllm" in refused
