@@ -6,7 +6,7 @@ Prefect, MLflow, torch and transformers are not imported here; `tests/flows/cli/
 import argparse
 
 from flows.deployments.grid import expand, parse_grid
-from flows.pipeline.graph import check_model
+from flows.pipeline.graph import check_model, check_start_adapter
 from flows.pipeline.recipe import Recipe, load_recipe
 from stages.inputs.adapter_directory import read_adapter_dir
 from stages.inputs.hf_directory import check_hf_dir, resolve_hf_dir
@@ -24,8 +24,10 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
 
 
 def check_recipe(args: argparse.Namespace) -> None:
-    """Raise InputError if the recipe or its model's directory is wrong."""
-    check_model(recipe_of(args).config)
+    """Raise InputError if the recipe, its model's directory or the adapter to go on from is wrong."""
+    config = recipe_of(args).config
+    check_model(config)
+    check_start_adapter(config)
 
 
 def check_points(args: argparse.Namespace) -> None:

@@ -3,8 +3,8 @@
 A request comes from anybody who may fill in the form of the Prefect UI. A recipe, as the worker's environment, comes
 from whoever set the service up. So
 
-- local paths (`data`, `model`) must end up, links followed, below the root or below a directory of ATHANOR_DATA_DIRS
-  (separated as in PATH), which whoever starts `athanor up` sets;
+- local paths (`data`, `model`, `start_adapter`) must end up, links followed, below the root or below a directory of
+  ATHANOR_DATA_DIRS (separated as in PATH), which whoever starts `athanor up` sets;
 - URLs must lie below one of ATHANOR_DATA_STORES (separated by spaces or commas), below one that the recipe names, or
   below the root; hub names are allowed;
 - processes and threads are at most this machine's cores, or the recipe's number where that is more;
@@ -44,7 +44,7 @@ CORES_AT_MOST = (
     "execution.loader_workers",
     "execution.num_workers",
 )
-_PATHS = ("data", "model", "convert.options.image_root")
+_PATHS = ("data", "model", "start_adapter", "convert.options.image_root")
 _STORE_URL = re.compile(r"(s3a?|gs|gcs|hf|az|abfss?|oss|oci)://[A-Za-z0-9][A-Za-z0-9._@-]*(/[^\0]*)?")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 

@@ -27,8 +27,8 @@ _CHANGE = {"type": "object", "title": "change"}
 _SOURCE = {"type": "string", "title": "a directory, URL or hub name"}
 _NO_VALUE = {"type": "string", "enum": [NONE], "title": NONE}
 _ORDER = (
-    *("train", "data", "model", "convert", "contamination", "tokenize", "plan_bins", "encode_images"),
-    *("evaluate", "compare", "execution", "name"),
+    *("train", "data", "model", "start_adapter", "convert", "contamination", "tokenize", "plan_bins"),
+    *("encode_images", "evaluate", "compare", "execution", "name"),
 )
 _SOURCES = ("data", "model")  # sections in whose place a directory may stand
 _OPEN = ("train", "train.optim")  # what most runs change

@@ -52,6 +52,10 @@ class PipelineConfig(StrictModel):
         description="settings of the embedded digits; or a directory of <subset>/*.parquet, or a hub dataset"
     )
     model: Model = Field(description="embedded model's settings; or an HF directory or hub name")
+    start_adapter: str | None = Field(
+        default=None,
+        description="directory or hub name of a PEFT adapter that the training goes on from; null: fresh adapters",
+    )
     convert: ConvertConfig
     contamination: ContaminationConfig | None = Field(
         default=ContaminationConfig(),
@@ -83,7 +87,12 @@ class PipelineConfig(StrictModel):
 
     @model_validator(mode="after")
     def _stages_fit(self) -> "PipelineConfig":
-        urls = {"data": self.data, "model": self.model, "execution.dask_address": self.execution.dask_address}
+        urls = {
+            "data": self.data,
+            "model": self.model,
+            "start_adapter": self.start_adapter,
+            "execution.dask_address": self.execution.dask_address,
+        }
         for field, value in urls.items():
             check_no_userinfo(value if isinstance(value, str) else "", field)
         self._check_lengths()
@@ -158,7 +167,7 @@ class PipelineConfig(StrictModel):
         )
 
     def identity(self) -> dict[str, object]:
-        """Everything but `execution`, as plain JSON; without `encode_images` where it is null, so that what was made
-        before it existed is found."""
-        unset = {"encode_images"} if self.encode_images is None else set()
+        """Everything but `execution`, as plain JSON; without newer fields where they are null, so that what was made
+        before they existed is found."""
+        unset = {name for name in ("encode_images", "start_adapter") if getattr(self, name) is None}
         return self.model_dump(mode="json", exclude={"execution", *unset})

@@ -21,10 +21,12 @@ from stages.artifacts.run_stage import why_rebuild
 from stages.encode.images import load_image_config
 from stages.encode.template import check_template
 from stages.encode_images.config import EncodeImagesConfig, EncodingConfig
+from stages.inputs.adapter_directory import adapter_input
 from stages.inputs.hf_directory import check_hf_dir, hf_dir_of, model_input, processor_input, resolve_hf_dir
 from stages.inputs.raw_source import open_raw
 from stages.release.config import ReleaseConfig
 from trainer.contract.model_shape import ModelShape
+from trainer.contract.peft import check_start
 from trainer.contract.run import TrainConfig
 from trainer.families.family import Family
 from trainer.families.registry import get_family, read_model
@@ -95,6 +97,8 @@ def training_nodes(config: PipelineConfig) -> Iterator[Node]:
         encoding = encoding_config(config.encode_images, config.train)
         yield Node("encode_images", "stages.encode_images.stage:STAGE", encoding, start, Needs.SLOT)
         learnt_from["features"] = "encode_images"
+    if config.start_adapter is not None:
+        learnt_from["adapter"] = "adapter"
     yield Node("train", "stages.train.stage:STAGE", config.train, learnt_from, Needs.SLOT | Needs.METRICS)
     yield Node("export", "stages.export.stage:STAGE", config.export, {"train": "train", **start}, Needs.SLOT)
 
@@ -179,6 +183,19 @@ def check_model(config: PipelineConfig) -> Path | None:
     return hf_dir
 
 
+def check_start_adapter(config: PipelineConfig) -> Path | None:
+    """The directory of the adapter that the training goes on from; None if it begins with fresh ones.
+
+    Raises:
+        InputError: there is none, or the training's adapters are others.
+    """
+    if config.start_adapter is None:
+        return None
+    directory = resolve_hf_dir(config.start_adapter, "start_adapter")
+    check_start(directory, config.train.adapter)
+    return directory
+
+
 def _check_family(config: PipelineConfig, family: Family, shape: ModelShape) -> None:
     if config.encode_images is not None:
         check_cached(config.train.frozen, config.execution.parallel, family)
@@ -187,7 +204,8 @@ def _check_family(config: PipelineConfig, family: Family, shape: ModelShape) -> 
 
 
 def open_inputs(config: PipelineConfig, root: StorePath) -> dict[str, Input]:
-    """The external inputs of a configuration, checked: "raw", "model", "processor", those that no stage makes.
+    """The external inputs of a configuration, checked: "raw", "model", "processor", "adapter", those that no stage
+    makes.
 
     Raises:
         InputError: a directory or hub name is missing, is of an unknown kind, or does not fit the layout.
@@ -199,6 +217,8 @@ def open_inputs(config: PipelineConfig, root: StorePath) -> dict[str, Input]:
     if (hf_dir := check_model(config)) is not None:
         externals["model"] = model_input(hf_dir)
         externals["processor"] = processor_input(hf_dir)
+    if (adapter_dir := check_start_adapter(config)) is not None:
+        externals["adapter"] = adapter_input(adapter_dir)
     return externals
 
 
@@ -206,7 +226,8 @@ class Place(StrictModel):
     """The place of an input: plain values, which may cross the border of a task.
 
     Attributes:
-        external: the input's name if no stage made it: "raw", "hf_dir", "processor". `digest` is its digest then.
+        external: the input's name if no stage made it: "raw", "hf_dir", "processor", "adapter". `digest` is its digest
+            then.
     """
 
     dir: str
@@ -222,10 +243,12 @@ def place_of(item: Input) -> Place:
 
 
 def open_place(place: Place, role: str) -> Input:
-    """The input at a place. A model's directory is digested again: it may have changed meanwhile."""
+    """The input at a place. A directory of a model or adapter is digested again: it may have changed meanwhile."""
     path = location(place.dir)
     if place.external == "raw":
         return External(path, "raw", place.digest)
+    if place.external == "adapter":
+        return adapter_input(path)
     if place.external:
         return model_input(path) if place.external == "hf_dir" else processor_input(path)
     return in_role(role, Artifact.load(path))

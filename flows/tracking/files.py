@@ -16,12 +16,12 @@ from flows.prefect_server.service_record import FILES_VARIABLE
 from flows.tracking.config import ArtifactLevel
 from flows.tracking.run_writer import RunWriter
 from stages.artifacts.artifact import Artifact
-from trainer.contract.names import HF_EXPORT, PROFILE
+from trainer.contract.names import ADAPTER_EXPORT, HF_EXPORT, PROFILE
 
 REFERENCES = "references.json"
 SMALL_BYTES = 64 * 2**20  # of one file
 _SLOWEST = 10e6  # bytes per second of an upload that is still waited for
-_SMALL_FOLDERS = ("", "logs", PROFILE, HF_EXPORT)
+_SMALL_FOLDERS = ("", "logs", PROFILE, HF_EXPORT, ADAPTER_EXPORT)
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 
 Announce = Callable[[float], None]  # is told for how many seconds MLflow may not answer

@@ -1,16 +1,18 @@
-"""Export: a training's newest checkpoint -> an HF directory that `from_pretrained` loads.
+"""Export: a training's newest checkpoint -> an HF directory that `from_pretrained` loads, and its adapter for PEFT.
 
 hf/model.safetensors  config.json  generation_config.json
 hf/tokenizer.json ...  chat_template.jinja  preprocessor_config.json   from the source, pixel limits as trained
+adapter/adapter_config.json  adapter_model.safetensors   of a training of adapters, which are in hf/'s weights too
 """
 
 import math
 import shutil
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dataset_builders.contracts.manifest import FileEntry
 from dataset_builders.storage.files import write_json, write_text
 from dataset_builders.storage.store import absolute, local_dir
 from stages.artifacts.artifact import Artifact, Input, Stage, StageOutput
@@ -24,7 +26,10 @@ from stages.inputs.hf_directory import count_parameters, hf_dir_of, read_json, s
 from stages.inputs.remote_code import drop_auto_maps
 from stages.pages.report import Table, write_report
 from stages.train.run_trainer import run_trainer
+from stages.train.stage import digest_of_base
+from trainer.contract.adapter import AdapterConfig
 from trainer.contract.names import ADAPTER_EXPORT, HF_EXPORT, RUN_JSON
+from trainer.contract.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from trainer.contract.run import RunConfig
 
 VERSION = 2
@@ -39,12 +44,11 @@ def export(config: ExportConfig, inputs: Mapping[str, Input], work_dir: Path, re
     source, hf_dir = hf_dir_of(inputs["model"]), work_dir / HF_EXPORT
     job_dir = work_dir / JOB_DIR
     job_dir.mkdir(exist_ok=True)  # a cluster's job that a killed flow left may still be writing there
-    result = run_trainer(_run_config(inputs, source, job_dir, resources), resources, STAGE.name)
-    shutil.rmtree(hf_dir, ignore_errors=True)
-    (job_dir / HF_EXPORT).rename(hf_dir)
-    if (job_dir / ADAPTER_EXPORT).is_dir():
-        shutil.rmtree(work_dir / ADAPTER_EXPORT, ignore_errors=True)
-        (job_dir / ADAPTER_EXPORT).rename(work_dir / ADAPTER_EXPORT)
+    run = _run_config(inputs, source, job_dir, resources)
+    result = run_trainer(run, resources, STAGE.name)
+    for name in (HF_EXPORT, ADAPTER_EXPORT) if run.train.adapter else (HF_EXPORT,):
+        shutil.rmtree(work_dir / name, ignore_errors=True)
+        (job_dir / name).rename(work_dir / name)
     copy_processor_files(source, hf_dir, inputs["tokenized"].manifest.stats)
     shutil.rmtree(job_dir)  # its paths and times would make every export different
     weights = [file.model_copy(update={"name": f"{HF_EXPORT}/{file.name}"}) for file in result.files]
@@ -57,6 +61,23 @@ def export(config: ExportConfig, inputs: Mapping[str, Input], work_dir: Path, re
         "steps": trained["steps"],
         "checkpoint": trained["checkpoint"],
     }
+    if run.train.adapter:
+        stats["adapter"] = _adapter_facts(work_dir / ADAPTER_EXPORT, run.train.adapter)
+    _write_report(work_dir, stats, files)
+    return StageOutput(files=files, stats=stats)
+
+
+def _adapter_facts(directory: Path, config: AdapterConfig) -> dict[str, Any]:
+    """The settings of an adapter, the modules that are in its file, and its numbers."""
+    header = safetensors_header(directory / ADAPTER_WEIGHTS)
+    return config.model_dump(mode="json") | {
+        "modules": sum(".lora_A." in name for name in header),
+        "modules_to_save": read_json(directory / ADAPTER_CONFIG)["modules_to_save"] or [],
+        "parameters": sum(math.prod(entry["shape"]) for entry in header.values()),
+    }
+
+
+def _write_report(work_dir: Path, stats: Mapping[str, Any], files: Sequence[FileEntry]) -> None:
     parameters = Table("Parameters", ("part", "number"), list(stats["parameters"].items()))
     rows = [(file.name.removeprefix(f"{HF_EXPORT}/"), file.size_bytes, file.sha256) for file in files]
     summary = {"dtype": stats["dtype"], "parameters": sum(stats["parameters"].values()), "steps": stats["steps"]}
@@ -64,8 +85,10 @@ def export(config: ExportConfig, inputs: Mapping[str, Input], work_dir: Path, re
     if stats["carried"]:
         carried = [(f"{prefix}*", number) for prefix, number in stats["carried"].items()]
         sections.insert(1, Table("Carried from the base model, not trained", ("names", "tensors"), carried))
+    if "adapter" in stats:
+        rows = [(name, ", ".join(v) if isinstance(v, list) else v) for name, v in stats["adapter"].items()]
+        sections.insert(1, Table("Adapter, merged into the weights and beside them", ("", "value"), rows))
     write_report(work_dir, title="export", summary=summary, sections=sections)
-    return StageOutput(files=files, stats=stats)
 
 
 def _run_config(inputs: Mapping[str, Input], source: Path, job_dir: Path, resources: StageResources) -> RunConfig:
@@ -77,6 +100,7 @@ def _run_config(inputs: Mapping[str, Input], source: Path, job_dir: Path, resour
         update={
             "task": "export",
             "hf_dir": source.resolve(),
+            "base_digest": digest_of_base(inputs["model"]),
             "tokenized_dir": absolute(inputs["tokenized"].dir),
             "output_dir": job_dir.resolve(),
             "checkpoint_dir": local_dir(trained.dir / checkpoint).resolve(),
@@ -125,4 +149,4 @@ def written_dtype(hf_dir: Path) -> str:
     return _DTYPES.get(dtype, dtype)
 
 
-STAGE = Stage("export", VERSION, export, on_disk=True, digested=(f"{HF_EXPORT}/*",))
+STAGE = Stage("export", VERSION, export, on_disk=True, digested=(f"{HF_EXPORT}/*", f"{ADAPTER_EXPORT}/*"))

@@ -16,8 +16,8 @@ from dataset_builders.storage.store import local_dir
 from stages.artifacts.artifact import Artifact, External, Input
 from stages.inputs.hf_directory import safetensors_header, weight_files
 from trainer.contract.names import ADAPTER_EXPORT
+from trainer.contract.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 A, B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
 # Features of PEFT that would change the answers and are not computed here.
@@ -54,12 +54,14 @@ def read_adapter_dir(path: Path, hf_dir: Path) -> AdapterDirectory:
     Raises:
         InputError: a file is missing, the adapter is not one that we compute, or it belongs to another model.
     """
-    for name in (CONFIG, WEIGHTS):
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (path / name).is_file():
             raise InputError(f"adapter {path} has no {name}; give a directory that PEFT or an export has written")
-    config = read_object(path / CONFIG, "save the adapter with PEFT again")
-    _check_config(path / CONFIG, config)
-    header = {name.removeprefix(PREFIX): tuple(e["shape"]) for name, e in safetensors_header(path / WEIGHTS).items()}
+    config = read_object(path / ADAPTER_CONFIG, "save the adapter with PEFT again")
+    _check_config(path / ADAPTER_CONFIG, config)
+    header = {
+        name.removeprefix(PREFIX): tuple(e["shape"]) for name, e in safetensors_header(path / ADAPTER_WEIGHTS).items()
+    }
     base = {
         name: tuple(entry["shape"])
         for file in weight_files(hf_dir)
@@ -118,10 +120,10 @@ def _check_tensor(
 
 def adapter_input(path: Path) -> External:
     """An adapter of the user's, by the digests of its two files."""
-    for name in (CONFIG, WEIGHTS):
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (path / name).is_file():
             raise InputError(f"adapter {path} has no {name}; give a directory that PEFT or an export has written")
-    digests = {name: sha256_file(path / name) for name in (CONFIG, WEIGHTS)}
+    digests = {name: sha256_file(path / name) for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)}
     return External(dir=path, name="adapter", digest=fingerprint(digests))
 
 

@@ -5,7 +5,8 @@ import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file
 
-from stages.inputs.adapter_directory import MAGNITUDE, PREFIX, WEIGHTS, A, AdapterDirectory, B
+from stages.inputs.adapter_directory import MAGNITUDE, PREFIX, A, AdapterDirectory, B
+from trainer.contract.peft import ADAPTER_WEIGHTS
 
 
 class _Adapter:
@@ -34,7 +35,7 @@ def add_adapters(model: transformers.PreTrainedModel, adapter: AdapterDirectory)
     """Put the adapters of a directory beside the model's layers, in its dtype and on its device."""
     tensors = {
         name.removeprefix(PREFIX): tensor.to(model.device, model.dtype)
-        for name, tensor in load_file(adapter.path / WEIGHTS).items()
+        for name, tensor in load_file(adapter.path / ADAPTER_WEIGHTS).items()
     }
     with torch.no_grad():
         for name in adapter.whole:

@@ -36,8 +36,11 @@ _TIED = "lm_head.weight"  # some directories store the tied weight twice
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def resolve_hf_dir(name_or_path: str) -> Path:
+def resolve_hf_dir(name_or_path: str, field: str = "model") -> Path:
     """The directory on this machine for a local path, an object-store URL or a hub name, downloaded if need be.
+
+    Args:
+        field: that names it.
 
     Raises:
         InputError: neither a directory here nor a hub name that can be downloaded now.
@@ -49,19 +52,20 @@ def resolve_hf_dir(name_or_path: str) -> Path:
         return path.resolve()
     if not _HUB_NAME.fullmatch(name_or_path):
         raise InputError(
-            f"model {name_or_path!r} is not a directory here, nor a hub name like Qwen/Qwen3-VL-2B-Instruct"
+            f"{field} {name_or_path!r} is not a directory here, nor a hub name like Qwen/Qwen3-VL-2B-Instruct"
         )
     try:
         return Path(huggingface_hub.snapshot_download(name_or_path, allow_patterns=_MODEL_FILE_PATTERNS))
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise InputError(
-            f"model {name_or_path!r} is not a directory here, and the hub has no model of that name that you may read; "
-            "check the spelling, or log in with `hf auth login`"
+            f"{field} {name_or_path!r} is not a directory here, and the hub has no model of that name that you may "
+            "read; check the spelling, or log in with `hf auth login`"
         ) from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise InputError(
-            f"model {name_or_path!r} is not a directory here, and the hub cannot be reached ({type(error).__name__}); "
-            "download it on a machine that can (`hf download NAME --local-dir DIR`) and give that directory"
+            f"{field} {name_or_path!r} is not a directory here, and the hub cannot be reached "
+            f"({type(error).__name__}); download it on a machine that can (`hf download NAME --local-dir DIR`) and "
+            "give that directory"
         ) from error
 
 

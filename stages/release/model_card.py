@@ -59,6 +59,7 @@ class CardFacts:
         score_note: the answers that the scores are of, and how the intervals were computed.
         contamination: the `contaminated` counts of that stage's manifest; None if it did not run.
         reproduce: the command.
+        adapter: facts of the adapter that was trained beside the base model; None: the model itself was trained.
     """
 
     name: str
@@ -72,6 +73,7 @@ class CardFacts:
     contamination: Mapping[str, Mapping[str, int]] | None = None
     reproduce: str = ""
     carried: Mapping[str, int] = field(default_factory=dict)
+    adapter: Mapping[str, object] | None = None
 
 
 def training_facts(trained: Artifact, exported: Artifact) -> dict[str, int | float | str]:
@@ -107,6 +109,7 @@ def model_card(facts: CardFacts) -> str:
             [name, sizes.get("train", 0), sizes.get("heldout", 0), licence_of(name).name, licence_of(name).source]
             for name, sizes in facts.subsets.items()
         ],
+        adapter=[[k, ", ".join(v) if isinstance(v, list) else v] for k, v in (facts.adapter or {}).items()],
         recipe=yaml.safe_dump(dict(facts.recipe), sort_keys=False).strip(),
     )
 
@@ -128,7 +131,7 @@ def _head(facts: CardFacts) -> ModelCardData:
         license=_licences(facts),
         library_name="transformers",
         pipeline_tag=_TASK,
-        tags=["athanor"],
+        tags=["athanor", *([str(facts.adapter["kind"]), "peft"] if facts.adapter else [])],
         model_name=facts.name,
         eval_results=results or None,
     )

@@ -1,6 +1,7 @@
 """release: an exported model with its model card, ready to be registered, pushed to a hub and given away.
 
     hf/           the files of the export (on one file system the same files, not copies) and README.md, the card
+    hf/adapter/   the export's adapter, if it has one, with the name of its base model
     report.json, report.html
 
 The card needs the scored model: it shows scores with intervals beside those before training, how many held-out pictures
@@ -13,14 +14,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dataset_builders.contracts.manifest import FileEntry
+from dataset_builders.storage.files import write_json
+from dataset_builders.storage.store import local_dir
 from stages.artifacts.artifact import Artifact, Stage, StageOutput
-from stages.inputs.hf_directory import hf_dir_of
+from stages.inputs.hf_directory import read_json
 from stages.pages.report import Section, Table, write_report
 from stages.release.config import ReleaseConfig
-from stages.release.model_card import MODEL_CARD, CardFacts, Score, training_facts, write_model_card
+from stages.release.model_card import HUB_NAME, MODEL_CARD, CardFacts, Score, training_facts, write_model_card
 from stages.scoring.names import OVERALL
 from stages.scoring.summary import SCORE
-from trainer.contract.names import HF_EXPORT
+from trainer.contract.names import ADAPTER_EXPORT, HF_EXPORT
+from trainer.contract.peft import ADAPTER_CONFIG
 
 VERSION = 1
 _REPRODUCE = "athanor run recipe.yaml"
@@ -31,16 +36,29 @@ def _run(config: ReleaseConfig, inputs: Mapping[str, Artifact], work: Path, reso
     hf_dir = work / HF_EXPORT
     shutil.rmtree(hf_dir, ignore_errors=True)
     hf_dir.mkdir()
-    linked = {
-        f"{HF_EXPORT}/{file.name}"
-        for file in sorted(hf_dir_of(inputs["export"]).iterdir())
-        if _link(file, hf_dir / file.name)
-    }
-    known = [entry for entry in inputs["export"].manifest.files if entry.name in linked]  # compared a moment ago
+    places = {HF_EXPORT: hf_dir}
+    if "adapter" in inputs["export"].manifest.stats:
+        places[ADAPTER_EXPORT] = hf_dir / ADAPTER_EXPORT
+    known: list[FileEntry] = []  # compared a moment ago
+    entries = {entry.name: entry for entry in inputs["export"].manifest.files}
+    for folder, place in places.items():
+        place.mkdir(exist_ok=True)
+        for file in sorted(local_dir(inputs["export"].dir / folder).iterdir()):
+            name = f"{folder}/{file.name}"
+            if file.name == ADAPTER_CONFIG:
+                write_json(place / ADAPTER_CONFIG, _with_base(read_json(file), config.base_model))
+            elif _link(file, place / file.name) and name in entries:
+                known.append(entries[name].model_copy(update={"name": str((place / file.name).relative_to(work))}))
     facts = _facts(config, inputs)
     write_model_card(hf_dir, facts)
     _write_report(work, facts)
     return StageOutput(files=known, stats={"model": inputs["export"].manifest.fingerprint, "card": MODEL_CARD})
+
+
+def _with_base(adapter: dict[str, Any], base_model: str | None) -> dict[str, Any]:
+    """adapter_config.json with the hub name of the base model; another machine has no use for a directory."""
+    is_name = base_model is not None and HUB_NAME.fullmatch(base_model)
+    return {**adapter, "base_model_name_or_path": base_model if is_name else None}
 
 
 def _link(source: Path, target: Path) -> bool:
@@ -62,6 +80,7 @@ def _facts(config: ReleaseConfig, inputs: Mapping[str, Artifact]) -> CardFacts:
         subsets=dict(sorted(inputs["samples"].manifest.stats["samples"].items())),
         recipe=config.recipe,
         training=training_facts(inputs["train"], inputs["export"]),
+        adapter=inputs["export"].manifest.stats.get("adapter"),
         carried=inputs["export"].manifest.stats.get("carried", {}),  # exports of an older version do not say
         scores=_scores(inputs["evaluate"].manifest.stats, _before(inputs)),
         score_note=_note(inputs["evaluate"].manifest.stats),
@@ -123,4 +142,4 @@ def _write_report(work: Path, facts: CardFacts) -> None:
     write_report(work, title="Release", summary=summary, sections=sections)
 
 
-STAGE = Stage("release", VERSION, _run, on_disk=True, digested=(f"{HF_EXPORT}/*",))
+STAGE = Stage("release", VERSION, _run, on_disk=True, digested=(f"{HF_EXPORT}/*", f"{HF_EXPORT}/{ADAPTER_EXPORT}/*"))

@@ -14,7 +14,7 @@ from pathlib import Path
 from dataset_builders.contracts.fingerprint import fingerprint
 from dataset_builders.contracts.manifest import load_manifest
 from dataset_builders.errors import InputError
-from dataset_builders.storage.store import absolute
+from dataset_builders.storage.store import absolute, local_dir
 from stages.artifacts.artifact import Artifact, Input, Stage, StageOutput, stage_identity
 from stages.artifacts.workers import StageResources
 from stages.inputs.hf_directory import hf_dir_of
@@ -43,6 +43,8 @@ def make_run_config(
         tokenized_dir=absolute(inputs["tokenized"].dir),
         bins_dir=absolute(inputs["bins"].dir),
         features_dir=absolute(inputs["features"].dir) if "features" in inputs else None,
+        adapter_dir=local_dir(inputs["adapter"].dir).resolve() if "adapter" in inputs else None,
+        base_digest=digest_of_base(inputs["model"]),
         output_dir=output_dir.resolve(),
         seq_len=inputs["bins"].manifest.config["seq_len"],
         train=config,
@@ -51,8 +53,15 @@ def make_run_config(
     )
 
 
+def digest_of_base(model: Input) -> str:
+    """`RunConfig.base_digest` of a model: an external one's of its files, else its artifact's fingerprint."""
+    parent = model.parent()
+    return f"{parent.name}@{parent.fingerprint}"
+
+
 def train(config: TrainConfig, inputs: Mapping[str, Input], work_dir: Path, resources: StageResources) -> StageOutput:
-    """Inputs: "model" (HF directory), "tokenized", "bins"; "features" of the images if they were encoded before."""
+    """Inputs: "model" (HF directory), "tokenized", "bins"; "features" of the images if they were encoded before;
+    "adapter" if the training goes on from one."""
     _check_encoder(inputs)
     run = make_run_config(config, inputs, work_dir, resources)
     check_run(run, resources.cluster.processes)

@@ -29,22 +29,20 @@ VARIANTS = (
 ROOM = {24: 23.1e9, 48: 45.7e9, 80: 82.4e9, 141: 148e9}
 SPARE = 1.05  # for what an estimate misses and the allocator loses; the cauldron recipe was chosen with it
 ADAPTER = AdapterConfig(rank=16, alpha=32)
-FLOAT8 = 1 + 4 / 128  # bytes of a weight with a float32 scale for every 128
 RECOMPUTED = ParallelConfig(recompute="full", recompute_vision=True)
 
 
 class Way(NamedTuple):
-    """A way to train. `base_bytes`: of a weight of a frozen linear layer; None: two."""
+    """A way to train."""
 
     name: str
     adapter: AdapterConfig | None
-    base_bytes: float | None = None
 
 
 WAYS = (
     Way("whole model", None),
     Way("LoRA 16", ADAPTER),
-    Way("LoRA 16, base in float8", ADAPTER, FLOAT8),
+    Way("LoRA 16, base in float8", ADAPTER.model_copy(update={"base": "float8"})),
 )
 
 
@@ -66,7 +64,7 @@ def memory(variant: str, way: Way, parallel: ParallelConfig, config: PipelineCon
         dp=1,
         seq_len=config.plan_bins.seq_len,
         max_patches=config.plan_bins.max_patches,
-        adapters=adapter_sizes(train, family, shape, way.base_bytes),
+        adapters=adapter_sizes(train, family, shape),
     )
 
 

@@ -7,12 +7,15 @@ float8; transformers in bfloat16.
 
 One GPU. Random weights (seed 0), the mix of bench_train_step with text from 256 token ids, so that
 there is something to learn; bins in the trainer's own order. transformers: float32 weights under bf16 autocast, sdpa
-without cuDNN, each sample by itself, torch's AdamW, loss over the loss tokens of the bin, gradients clipped alike.
+without cuDNN, four samples of like length padded to the longest, torch's AdamW, loss over the loss tokens of the bin,
+gradients clipped alike. Where the model has a gated delta rule, flash-linear-attention should not be installed: its
+gradients are wrong on some GPUs, and transformers' own rule is what this trainer is to be held against.
 """
 
 import argparse
 import json
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -21,8 +24,8 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from tests.bench.mix import write_data, write_model
+from tests.bench.peer import IGNORE_INDEX, collate
 from tests.bench.trainer_job import train_steps
-from tests.helpers.reference import reference_inputs
 from trainer.contract.run import OptimConfig, TrainConfig
 from trainer.data.order import TrainingOrder
 from trainer.data.reader import BinReader
@@ -35,6 +38,7 @@ SHORT_MOMENTS = "bfloat16 moments"
 OURS = ("bfloat16", "float8", SHORT_MOMENTS)
 PEER = "transformers"
 SEQ_LEN = 8192
+PEER_SAMPLES = 4  # of a micro batch
 
 
 def train_config(steps: int, name: str) -> TrainConfig:
@@ -51,12 +55,13 @@ def curve_of_ours(root: Path, steps: int, name: str) -> list[float]:
     return [row.loss for row in train_steps(root, train_config(steps, name), SEQ_LEN, steps)]
 
 
-def curve_of_transformers(root: Path, steps: int) -> list[float]:
-    """transformers' losses on the same bins."""
+def curve_of_transformers(root: Path, steps: int) -> Iterator[float]:
+    """transformers' losses on the same bins, as they come."""
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.set_float32_matmul_precision("high")
     config = train_config(steps, "bfloat16")
-    model = AutoModelForImageTextToText.from_pretrained(root / "hf", dtype=torch.float32).cuda().train()
+    model = AutoModelForImageTextToText.from_pretrained(root / "hf", dtype=torch.float32).train()
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
     optim = config.optim
     weights, rest = ([p for p in model.parameters() if (p.ndim > 1) is is_weight] for is_weight in (True, False))
     groups = [{"params": weights, "weight_decay": optim.weight_decay}, {"params": rest, "weight_decay": 0.0}]
@@ -64,25 +69,23 @@ def curve_of_transformers(root: Path, steps: int) -> list[float]:
     whole = RankSlice(pad_multiple=4)
     reader = BinReader(root / "data", root / "data", "train", geometry_of(read_model(root / "hf")[1]), SEQ_LEN, whole)
     order = TrainingOrder(reader, seed=0, global_batch_size=1, dp_rank=0, dp=1, bin_cost=None)
-    losses = []
     for step in range(steps):
         for group in adam.param_groups:
             group["lr"] = learning_rate(step, config.optim, steps)
-        losses.append(
-            _step(model, adam, reader.samples(next(iter(order(step, step + 1)))), config.optim.clip_grad_norm)
-        )
-    return losses
+        yield _step(model, adam, reader.samples(next(iter(order(step, step + 1)))), config.optim.clip_grad_norm)
 
 
 def _step(model, adam, samples, clip: float) -> float:
     count = sum(int(sample.loss_mask[1:].sum()) for sample in samples)
-    total = torch.zeros((), device="cuda")
-    for sample in samples:
-        inputs = {name: value.cuda() for name, value in reference_inputs(sample, model.config.image_token_id).items()}
-        labels = inputs["input_ids"][0, 1:]
-        learnt = torch.from_numpy(sample.loss_mask.astype(bool))[1:].cuda()
-        with torch.autocast("cuda", torch.bfloat16):
-            hidden = model.model(**inputs, use_cache=False).last_hidden_state[0, :-1][learnt]
+    total = torch.zeros((), device=model.device)
+    by_length = sorted(samples, key=lambda sample: len(sample.input_ids))
+    for first in range(0, len(by_length), PEER_SAMPLES):
+        batch = collate(by_length[first : first + PEER_SAMPLES], model.config.image_token_id, torch.float32)
+        inputs = {name: value.to(model.device) for name, value in batch.inputs.items()}
+        labels = inputs.pop("labels")[:, 1:]
+        learnt = labels != IGNORE_INDEX
+        with torch.autocast(model.device.type, torch.bfloat16):
+            hidden = model.model(**inputs, use_cache=False).last_hidden_state[:, :-1][learnt]
             logits = model.lm_head(hidden)
         loss = torch.nn.functional.cross_entropy(logits.float(), labels[learnt], reduction="sum") / count
         loss.backward()
@@ -94,7 +97,8 @@ def _step(model, adam, samples, clip: float) -> float:
 
 
 def table(curves: dict[str, list[float]]) -> str:
-    """Mean loss over windows, and how far each curve lies from this trainer's bfloat16."""
+    """Mean loss over windows of the steps that all have, and how far each curve lies from this trainer's bfloat16."""
+    curves = {name: curve[: min(map(len, curves.values()))] for name, curve in curves.items()}
     base = np.array(curves["bfloat16"])
     windows = [slice(i, i + len(base) // 8) for i in range(0, len(base), len(base) // 8)]
     head = "| steps | " + " | ".join(curves) + " | " + " | ".join(f"{n} - bfloat16" for n in curves if n != "bfloat16")
@@ -111,8 +115,8 @@ def plot(curves: dict[str, list[float]], path: Path) -> None:
     """Losses above, differences from this trainer's bfloat16 below."""
     plt.switch_backend("Agg")
     figure, (above, below) = plt.subplots(2, 1, figsize=(9, 7), sharex=True, height_ratios=(2, 1))
-    base = np.array(curves["bfloat16"])
     for name, curve in curves.items():
+        base = np.array(curves["bfloat16"])[: len(curve)]
         steps = np.arange(1, len(curve) + 1)
         above.plot(steps, curve, label=name if name == PEER else f"athanor, {name}", linewidth=1)
         if name != "bfloat16":
@@ -142,12 +146,14 @@ def main() -> None:
         if args.only:
             torch.manual_seed(0)
             write_model(root / "hf", args.model)
-            write_data(root / "data", args.bins, SEQ_LEN, range(1000, 1256))
+            write_data(root / "data", args.bins, SEQ_LEN, range(1000, 1256), model=args.model)
         for name in args.only:
-            curves[name] = (
+            curves[name] = []
+            for loss in (
                 curve_of_transformers(root, args.steps) if name == PEER else curve_of_ours(root, args.steps, name)
-            )
-            args.out.write_text(json.dumps(curves))
+            ):
+                curves[name].append(loss)  # a run that is cut short keeps what it has
+                args.out.write_text(json.dumps(curves))
     if "bfloat16" in curves:
         print(table(curves))
         if args.plot:

@@ -5,6 +5,7 @@ beside it transformers on the same samples, in the same run.
     python -m tests.bench.bench_train_step --model qwen3_vl_2b --no-ours --new-shapes 100
     python -m tests.bench.bench_train_step --model qwen3_vl_2b --gpus 4 --global-batch 32 --one-gpu --parallel '{}' \
         --parallel '{"tp": 2, "sequence_parallel": true}' --parallel '{"cp": 2}' --parallel '{"pp": 2}'
+    python -m tests.bench.bench_train_step --model qwen3_vl_8b --adapter '{"rank": 16, "alpha": 32}' --peer
     python -m tests.bench.bench_train_step --tiny --peer --new-shapes 4        # everything, on a CPU, in a minute
 
 Each part takes its time (guessed for H200s): the model half a minute (8B: two) and beside it 0.3 s a bin; a layout 45 s
@@ -56,10 +57,12 @@ from tests.bench.trainer_job import (
     why,
     write_run,
 )
+from trainer.contract.adapter import AdapterConfig
 from trainer.contract.parallel import ParallelConfig
 from trainer.data.order import bins_for_step
 from trainer.families.flops import cost_model
 from trainer.families.registry import read_model
+from trainer.families.targets import adapted_layers
 
 # What other benches take from here.
 __all__ = ["MAX_PATCHES_PER_TOKEN", "draw_kind", "train_steps", "write_data", "write_model"]
@@ -102,7 +105,8 @@ class Bench:
         args = self.args
         share = args.global_batch * gpus // args.gpus
         execution = Execution(gpus=gpus, parallel=parallel, loader_workers=args.loader_workers, cuda_graphs=cuda_graphs)
-        out = write_run(self.root, bench_train_config(share, args.precision, args.moments), args.seq_len, execution)
+        train = bench_train_config(share, args.precision, args.moments, args.adapter)
+        out = write_run(self.root, train, args.seq_len, execution)
         counted = args.warmup + args.steps
         ranks = sorted({0, gpus - 1 if parallel.pp > 1 else 0}) if args.trace_steps else []
         traced = [str(counted + 2), str(args.trace_steps), ",".join(map(str, ranks))]
@@ -123,7 +127,7 @@ class Bench:
         """One bin a step, every bin twice: the first epoch has all, so has the second. The first bins warm up."""
         args = self.args
         num_bins = len(read_bins(self.root / "data", "train"))
-        train = bench_train_config(1, args.precision, args.moments)
+        train = bench_train_config(1, args.precision, args.moments, args.adapter)
         execution = Execution(loader_workers=args.loader_workers)
         rows = train_steps(self.root, train, args.seq_len, 2 * num_bins, execution)
         first, again = {}, {}
@@ -143,8 +147,18 @@ class Bench:
             warmup=args.peer_warmup,
             seq_len=args.seq_len,
             dtype=DTYPES[args.precision],
+            adapter=args.adapter,
+            adapted=self.adapted_modules(),
         )
         self.measured.peer = apart(measure_peer, self.root, plan)
+
+    def adapted_modules(self) -> tuple[str, ...]:
+        """Names of transformers' modules that get adapters."""
+        if self.args.adapter is None:
+            return ()
+        family, shape = read_model(self.root / "hf")
+        layers = adapted_layers(family.weight_rules(shape), self.args.adapter)
+        return tuple(name for layer in layers for name, chosen in zip(layer.modules, layer.chosen) if chosen)
 
 
 def run_bench(root: Path, args: argparse.Namespace, command: str) -> Measured:
@@ -192,6 +206,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     ours.add_argument("--no-ours", action="store_true", help="only what else is asked for")
     ours.add_argument("--precision", choices=DTYPES, default="bfloat16")
     ours.add_argument("--moments", choices=["float32", "bfloat16"], default="float32", help="AdamW's, as they are kept")
+    ours.add_argument("--adapter", type=AdapterConfig.model_validate_json, help="as JSON; the peer then trains PEFT's")
     ours.add_argument("--seq-len", type=int, default=8192)
     ours.add_argument("--global-batch", type=int, default=8, help="bins a step, over all GPUs")
     ours.add_argument("--bins", type=int, default=48, help="bins on disk, at least")

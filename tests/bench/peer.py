@@ -16,12 +16,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.utils.import_utils import is_flash_linear_attention_available
 
 from dataset_builders.contracts.tokenized import TokenizedSample
 from tests.bench.mix import PAD_MULTIPLE, Mix
 from tests.helpers.reference import reference_inputs
+from trainer.contract.adapter import AdapterConfig
 from trainer.data.micro_batch import Geometry
 from trainer.data.reader import BinReader
 from trainer.data.slices import RankSlice
@@ -39,6 +41,8 @@ class PeerPlan:
     Attributes:
         micro_batches: samples of a micro batch; after one that does not fit, larger ones are left out.
         global_batch: samples between two updates.
+        adapter: what PEFT trains, in the type of the weights; None: the whole model is trained.
+        adapted: modules that have adapters.
     """
 
     micro_batches: tuple[int, ...]
@@ -47,6 +51,8 @@ class PeerPlan:
     warmup: int = 2
     seq_len: int = 8192
     dtype: torch.dtype = torch.bfloat16
+    adapter: AdapterConfig | None = None
+    adapted: tuple[str, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -148,6 +154,8 @@ def measure_peer(root: Path, plan: PeerPlan) -> list[PeerRow]:
         root / "hf", dtype=plan.dtype, attn_implementation="sdpa"
     ).train()
     model.to("cuda" if cuda else "cpu")
+    if plan.adapter is not None:
+        model = _with_adapters(model, plan)
     samples = read_samples(root / "data", root / "hf", plan.seq_len)
     rows: list[PeerRow] = []
     for size in plan.micro_batches:
@@ -161,6 +169,19 @@ def measure_peer(root: Path, plan: PeerPlan) -> list[PeerRow]:
             torch.cuda.reset_peak_memory_stats()
         print(f"transformers, micro batch {size}: {row.tokens_per_second:,.0f} useful tokens/s {row.why}", flush=True)
     return rows
+
+
+def _with_adapters(model, plan: PeerPlan):
+    """PEFT's, without its copy of the adapters in float32: that is in its favour."""
+    config = LoraConfig(
+        r=plan.adapter.rank,
+        lora_alpha=plan.adapter.alpha,
+        lora_dropout=plan.adapter.dropout,
+        use_rslora=plan.adapter.rslora,
+        use_dora=plan.adapter.kind == "dora",
+        target_modules=list(plan.adapted),
+    )
+    return get_peft_model(model, config, autocast_adapter_dtype=False)
 
 
 def _delta_rule(model) -> str:
@@ -185,7 +206,8 @@ def _try(model, samples: Sequence[TokenizedSample], plan: PeerPlan, size: int) -
 
 
 def _measure(model, samples: Sequence[TokenizedSample], plan: PeerPlan, row: PeerRow) -> None:
-    adam = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1, fused=True)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    adam = torch.optim.AdamW(trained, lr=LR, weight_decay=0.1, fused=True)
     endless = shuffled(samples)
     counted: list[TokenizedSample] = []
     for step in range(plan.warmup + plan.steps):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from trainer.contract.adapter import AdapterConfig
 from trainer.contract.answer import MetricsRow, TrainResult, read_metrics
 from trainer.contract.names import RESULT_JSON
 from trainer.contract.run import CheckpointConfig, OptimConfig, RunConfig, TrainConfig, TrainerExecution
@@ -33,7 +34,9 @@ class Execution(TrainerExecution):
     checkpoint: CheckpointConfig = CheckpointConfig(save_interval=NEVER)
 
 
-def bench_train_config(global_batch: int, precision: str = "bfloat16", moments: str = "float32") -> TrainConfig:
+def bench_train_config(
+    global_batch: int, precision: str = "bfloat16", moments: str = "float32", adapter: AdapterConfig | None = None
+) -> TrainConfig:
     """Training that never ends and never measures its held-out loss."""
     optim = OptimConfig(lr=1e-5, min_lr_fraction=0.1, warmup_steps=2, weight_decay=0.1, moments=moments)
     return TrainConfig(
@@ -43,6 +46,7 @@ def bench_train_config(global_batch: int, precision: str = "bfloat16", moments: 
         precision=precision,
         heldout_interval=NEVER,
         optim=optim,
+        adapter=adapter,
     )
 
 

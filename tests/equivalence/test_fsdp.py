@@ -16,6 +16,7 @@ from tests.helpers.reference import random_hf_dir
 from tests.helpers.run_dir import changed, log_of, make_bins, metrics_of, model_dir, run_trainer, write_job
 from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.world import run_world
+from trainer.checkpoint.save_and_load import state_of_model
 from trainer.contract.answer import MetricsRow
 from trainer.contract.names import HF_EXPORT
 from trainer.contract.parallel import ParallelConfig
@@ -250,7 +251,7 @@ def test_decays_are_float32_in_layers_of_bfloat16(recomputes, monkeypatch):
         geometry = geometry_of(model.shape)
         batch = make_micro_batch(make_samples(MIXED, geometry, range(20, 300)), geometry, model.seq_len)
         expected = {name: p.detach().clone() for name, p in model.named_parameters() if ".decay." in name}
-        chunk = FullyShardedModel(model, torch.bfloat16, mesh.groups.dp)
+        chunk = FullyShardedModel(model, torch.bfloat16, mesh.groups.dp, state_of_model(model))
         chunk(batch).sum().backward()
         chunk.finish_grad_sync()
     assert len(expected) == 6 and len(seen) == (6 if recomputes else 3)

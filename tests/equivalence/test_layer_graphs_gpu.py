@@ -9,35 +9,47 @@ from tests.helpers.gpu_world import run_worlds
 from tests.helpers.hardware import requires_gpus
 from tests.helpers.run_dir import changed
 from tests.helpers.world import World
+from trainer.contract.adapter import AdapterConfig
 from trainer.contract.run import PartConfig, RunConfig
 
 SAME = ("loss", "heldout_loss", "grad_norm", "vision_grad_norm", "merger_grad_norm", "language_grad_norm")
-# Each with graphs and without: layout, shape of the model, frozen part, GPUs.
+FROZEN = {part: {part: PartConfig(frozen=True)} for part in ("vision", "language")}
+
+
+def adapters(kind: str, base: str = "train_precision") -> dict[str, AdapterConfig]:
+    return {"adapter": AdapterConfig(kind=kind, rank=4, alpha=8, base=base)}
+
+
+# Each with graphs and without: layout, shape of the model, what of the training differs, GPUs.
 CASES = {
-    "all": ({}, "first", None, 1),
-    "deep": ({}, "deep", None, 1),
-    "selective": ({"recompute": "selective"}, "first", None, 1),
-    "frozen language": ({}, "first", "language", 1),
-    "frozen vision": ({}, "first", "vision", 1),
-    "tp2": ({"tp": 2}, "first", None, 2),
-    "tp2-sp": ({"tp": 2, "sequence_parallel": True}, "first", None, 2),
-    "cp2": ({"cp": 2}, "first", None, 2),
-    "dp2": ({}, "first", None, 2),
-    "delta": ({}, "hybrid-third", None, 1),
-    "delta plain rule": ({}, "hybrid-second", None, 1),
-    "delta selective": ({"recompute": "selective"}, "hybrid-third", None, 1),
-    "delta frozen vision": ({}, "hybrid-third", "vision", 1),
-    "delta tp2-sp": ({"tp": 2, "sequence_parallel": True}, "hybrid-third", None, 2),
-    "delta cp2": ({"cp": 2}, "hybrid-third", None, 2),
+    "all": ({}, "first", {}, 1),
+    "deep": ({}, "deep", {}, 1),
+    "selective": ({"recompute": "selective"}, "first", {}, 1),
+    "frozen language": ({}, "first", FROZEN["language"], 1),
+    "frozen vision": ({}, "first", FROZEN["vision"], 1),
+    "tp2": ({"tp": 2}, "first", {}, 2),
+    "tp2-sp": ({"tp": 2, "sequence_parallel": True}, "first", {}, 2),
+    "cp2": ({"cp": 2}, "first", {}, 2),
+    "dp2": ({}, "first", {}, 2),
+    "delta": ({}, "hybrid-third", {}, 1),
+    "delta plain rule": ({}, "hybrid-second", {}, 1),
+    "delta selective": ({"recompute": "selective"}, "hybrid-third", {}, 1),
+    "delta frozen vision": ({}, "hybrid-third", FROZEN["vision"], 1),
+    "delta tp2-sp": ({"tp": 2, "sequence_parallel": True}, "hybrid-third", {}, 2),
+    "delta cp2": ({"cp": 2}, "hybrid-third", {}, 2),
+    "lora": ({}, "first", adapters("lora"), 1),
+    "lora beside float8": ({}, "first", adapters("lora", "float8"), 1),
+    "dora selective": ({"recompute": "selective"}, "first", adapters("dora"), 1),
+    "lora tp2-sp": ({"tp": 2, "sequence_parallel": True}, "first", adapters("lora"), 2),
+    "delta lora": ({}, "hybrid-third", adapters("lora"), 1),
 }
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def variant(root, name: str, cuda_graphs: bool, ending: str = "") -> RunConfig:
-    layout, shape, frozen, _ = CASES[name]
+    layout, shape, train, _ = CASES[name]
     run = job(root, f"{name}-{cuda_graphs}{ending}", layout, shape)
-    train = run.train.model_copy(update={frozen: PartConfig(frozen=True)} if frozen else {})
-    return changed(run, train=train, cuda_graphs=cuda_graphs)
+    return changed(run, train=run.train.model_copy(update=train), cuda_graphs=cuda_graphs)
 
 
 @pytest.fixture(scope="module")

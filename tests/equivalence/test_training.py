@@ -24,7 +24,7 @@ from tests.helpers.run_dir import (
     write_job,
 )
 from trainer.contract.names import EXIT_STOPPED
-from trainer.contract.run import RunConfig
+from trainer.contract.run import OptimConfig, RunConfig
 from trainer.data.order import bins_at, bins_for_step
 
 SEED, GLOBAL_BATCH = 5, 2
@@ -47,7 +47,7 @@ def undisturbed(tmp_path_factory):
 def test_thirty_steps_equal_transformers_with_torch_adamw(shape, tmp_path):
     run = write_job(tmp_path, num_steps=30, shape=shape)
     assert run_trainer(run) == 0, log_of(run)
-    expected = reference_training(shape, num_steps=30)
+    expected = reference_training(load_reference(model_dir(shape)), shape, num_steps=30)
     rows = metrics_of(run)
     assert [row.step for row in rows] == list(range(1, 31))
     for row, (loss, grad_norm, lr) in zip(rows, expected):
@@ -57,32 +57,33 @@ def test_thirty_steps_equal_transformers_with_torch_adamw(shape, tmp_path):
     assert rows[-1].loss < 0.5 * rows[0].loss
 
 
-def reference_training(shape: str, num_steps: int) -> list[tuple[float, float, float]]:
+def reference_training(
+    model: torch.nn.Module, shape: str, num_steps: int, optim: OptimConfig = OPTIM
+) -> list[tuple[float, float, float]]:
     """(loss, gradient norm, learning rate) of each step, by transformers, one sample at a time. A step without an image
     has gradients of zero for the vision encoder, as on ranks that share a step: weights decay, moments go on."""
     bins = make_bins(shape)
-    model = load_reference(model_dir(shape))
-    decayed = [p for p in model.parameters() if p.ndim > 1]
-    others = [p for p in model.parameters() if p.ndim == 1]
-    groups = [{"params": decayed, "weight_decay": OPTIM.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    betas = (OPTIM.adam_beta1, OPTIM.adam_beta2)
-    adam = torch.optim.AdamW(groups, lr=OPTIM.lr, betas=betas, eps=OPTIM.adam_eps)
-    for param in model.parameters():
+    trained = [p for p in model.parameters() if p.requires_grad]
+    decayed, others = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim == 1]
+    groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    betas = (optim.adam_beta1, optim.adam_beta2)
+    adam = torch.optim.AdamW(groups, lr=optim.lr, betas=betas, eps=optim.adam_eps)
+    for param in trained:
         param.grad = torch.zeros_like(param)
     order = bins_at([len(bins)], SEED, np.arange(num_steps * GLOBAL_BATCH))
     rows = []
     for step in range(num_steps):
-        lr = OPTIM.lr * (step + 1) / OPTIM.warmup_steps
-        if step >= OPTIM.warmup_steps:
-            done = (step - OPTIM.warmup_steps) / (num_steps - 1 - OPTIM.warmup_steps)
-            lr = OPTIM.lr * (0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2)
+        lr = optim.lr * (step + 1) / optim.warmup_steps
+        if step >= optim.warmup_steps:
+            done = (step - optim.warmup_steps) / (num_steps - 1 - optim.warmup_steps)
+            lr = optim.lr * (0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2)
         for group in adam.param_groups:
             group["lr"] = lr
         adam.zero_grad(set_to_none=False)
         chosen = [bins[number] for number in order[step * GLOBAL_BATCH : (step + 1) * GLOBAL_BATCH]]
         losses = torch.cat([reference_losses(model, sample) for samples in chosen for sample in samples])
         losses.mean().backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIM.clip_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(trained, optim.clip_grad_norm)
         adam.step()
         rows.append((losses.mean().item(), float(norm), lr))
     return rows

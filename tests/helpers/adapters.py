@@ -1,59 +1,74 @@
-"""Adapters in PEFT's directory for tests, of random numbers and so large that they change answers; and merged."""
+"""Models with adapters whose numbers are not those of the beginning, and the same in PEFT."""
 
-import json
-import re
-import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import PreTrainedModel
 
-RANK, ALPHA = 4, 6
-LINEAR = r".*(q_proj|v_proj|o_proj|up_proj|in_proj_qkv|out_proj|qkv|linear_fc[12])"
+from tests.helpers.run_dir import write_job
+from tests.helpers.single_rank import build_tiny
+from trainer.contract.adapter import AdapterConfig
+from trainer.contract.run import RunConfig
+from trainer.families.registry import read_model
+from trainer.layers.lora.trained import trained_parameters
+from trainer.layers.packed_model import PackedModel
+from trainer.loop.set_up import give_adapters
+from trainer.parallel.mesh import Mesh
 
-
-def write_adapter(directory: Path, hf_dir: Path, *, kind: str = "lora", rslora: bool = False, **config: object) -> Path:
-    """An adapter of most linear layers of a model."""
-    directory.mkdir(parents=True)
-    weights, generator = load_file(hf_dir / "model.safetensors"), torch.Generator().manual_seed(3)
-    modules = [n.removesuffix(".weight") for n in weights if re.fullmatch(LINEAR + r"\.weight", n)]
-    tensors = {}
-    for module in modules:
-        weight = weights[f"{module}.weight"].float()
-        out, width = weight.shape
-        name = f"base_model.model.{module}"
-        tensors[f"{name}.lora_A.weight"] = torch.randn(RANK, width, generator=generator) / width**0.5
-        tensors[f"{name}.lora_B.weight"] = torch.randn(out, RANK, generator=generator) * weight.std() * 0.3
-        if kind == "dora":
-            stretched = 1 + 0.2 * torch.rand(out, generator=generator)
-            tensors[f"{name}.lora_magnitude_vector"] = weight.norm(dim=1) * stretched
-    save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
-    known = {
-        "peft_type": "LORA",
-        "r": RANK,
-        "lora_alpha": ALPHA,
-        "use_rslora": rslora,
-        "use_dora": kind == "dora",
-        "target_modules": modules,
-        "inference_mode": True,
-        "bias": "none",
-    }
-    (directory / "adapter_config.json").write_text(json.dumps(known | config))
-    return directory
+LANGUAGE = ("attention", "mlp")
+PLACES = {"first": (*LANGUAGE, "merger", "vision"), "second": LANGUAGE, "hybrid-first": (*LANGUAGE, "delta", "merger")}
 
 
-def merge_adapter(directory: Path, hf_dir: Path, adapter_dir: Path) -> Path:
-    """The model with an adapter of `write_adapter` in its weights, in float64 and rounded once."""
-    shutil.copytree(hf_dir, directory)
-    weights, adapter = load_file(hf_dir / "model.safetensors"), load_file(adapter_dir / "adapter_model.safetensors")
-    config = json.loads((adapter_dir / "adapter_config.json").read_text())
-    scaling = ALPHA / (RANK**0.5 if config["use_rslora"] else RANK)
-    for module in config["target_modules"]:
-        name, key = f"base_model.model.{module}", f"{module}.weight"
-        a, b = (adapter[f"{name}.lora_{which}.weight"].double() for which in "AB")
-        whole = weights[key].double() + scaling * b @ a
-        if config["use_dora"]:
-            whole *= (adapter[f"{name}.lora_magnitude_vector"].double() / whole.norm(dim=1))[:, None]
-        weights[key] = whole.to(weights[key].dtype)
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    return directory
+def adapter_of(shape: str, **settings: object) -> AdapterConfig:
+    """Settings of adapters in a model's places."""
+    return AdapterConfig(**{"rank": 4, "alpha": 6, "targets": PLACES[shape], **settings})
+
+
+def job_with(run: RunConfig, adapter: AdapterConfig | None, **changes: object) -> RunConfig:
+    """The job with adapters."""
+    return run.model_copy(update={"train": run.train.model_copy(update={"adapter": adapter}), **changes})
+
+
+def adapted_model(
+    root: Path, mesh: Mesh, shape: str, adapter: AdapterConfig, start: Path | None = None
+) -> tuple[RunConfig, PackedModel]:
+    """A job, and its model, all of whose trained parameters have changed; not where they are those of `start`."""
+    run = job_with(write_job(root, num_steps=3, shape=shape), adapter)
+    model = build_tiny(run.hf_dir, mesh)
+    family, model_shape = read_model(run.hf_dir)
+    give_adapters([model], run, family.weight_rules(model_shape), start)
+    if start is None:
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for param in trained_parameters(model):
+                param += 0.05 * torch.randn(param.shape, generator=generator)
+    return run, model
+
+
+def in_peft(reference: PreTrainedModel, directory: Path) -> PeftModel:
+    """The reference with the adapters of a directory."""
+    return PeftModel.from_pretrained(reference, directory).eval()
+
+
+def fresh_in_peft(
+    reference: PreTrainedModel, adapter: AdapterConfig, modules: Sequence[str], whole: Sequence[str] = ()
+) -> PeftModel:
+    """The reference with adapters of PEFT's own, all changed."""
+    config = LoraConfig(
+        r=adapter.rank,
+        lora_alpha=adapter.alpha,
+        target_modules=list(modules),
+        use_dora=adapter.kind == "dora",
+        use_rslora=adapter.rslora,
+        modules_to_save=list(whole) or None,
+        task_type="CAUSAL_LM",
+    )
+    model = get_peft_model(reference, config)
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.requires_grad:
+                param += 0.05 * torch.randn(param.shape, generator=generator)
+    return model.eval()

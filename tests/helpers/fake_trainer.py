@@ -11,12 +11,24 @@ import signal
 import sys
 from pathlib import Path
 
+import numpy as np
+from safetensors.numpy import save_file
+
 from dataset_builders.contracts.manifest import file_entry
 from stages.launchers.config import ClusterConfig
 from stages.launchers.job import Job
 from stages.launchers.torchrun import TorchrunLauncher
 from trainer.contract.answer import MetricsRow, TrainResult
-from trainer.contract.names import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED, HF_EXPORT, METRICS_JSONL, RESULT_JSON
+from trainer.contract.names import (
+    ADAPTER_EXPORT,
+    EXIT_FAILED,
+    EXIT_INPUT,
+    EXIT_STOPPED,
+    HF_EXPORT,
+    METRICS_JSONL,
+    RESULT_JSON,
+)
+from trainer.contract.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, peft_config
 from trainer.contract.run import RunConfig
 
 
@@ -53,6 +65,13 @@ def _export(run: RunConfig) -> TrainResult:
     assert run.checkpoint_dir is not None and run.checkpoint_dir.is_dir()
     (run.output_dir / HF_EXPORT).mkdir(exist_ok=True)
     shutil.copyfile(run.hf_dir / "model.safetensors", run.output_dir / HF_EXPORT / "model.safetensors")
+    if run.train.adapter is not None:
+        name = "base_model.model.model.language_model.layers.0.mlp.down_proj"
+        tensors = {f"{name}.lora_A.weight": np.zeros((4, 32), "f4"), f"{name}.lora_B.weight": np.zeros((16, 4), "f4")}
+        (run.output_dir / ADAPTER_EXPORT).mkdir(exist_ok=True)
+        save_file(tensors, run.output_dir / ADAPTER_EXPORT / ADAPTER_WEIGHTS)
+        config = peft_config(run.train.adapter, [name.removeprefix("base_model.model.")], [])
+        (run.output_dir / ADAPTER_EXPORT / ADAPTER_CONFIG).write_text(json.dumps(config))
     files = [file_entry(run.output_dir / HF_EXPORT, "model.safetensors")]
     return TrainResult(status="finished", step=1, files=files)
 

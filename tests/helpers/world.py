@@ -28,8 +28,6 @@ from trainer.contract.answer import MetricsRow, read_metrics
 from trainer.contract.names import HF_EXPORT
 from trainer.contract.run import RunConfig
 from trainer.data.reader import BinReader
-from trainer.families.registry import read_model
-from trainer.families.targets import adapted_layers
 from trainer.loop import train as loop
 from trainer.loop.export import export, write_weights
 from trainer.loop.set_up import set_up_vision_rank
@@ -202,10 +200,7 @@ def _train(run: RunConfig, mesh: Mesh) -> dict[str, object]:
     # Ranks that divide the weights have no copies to compare, and are exported from a checkpoint alone.
     divided = run.execution.parallel.sharding == "fsdp"
     if not divided:
-        family, shape = read_model(run.hf_dir)
-        rules = family.weight_rules(shape)
-        layers = adapted_layers(rules, run.train.adapter) if run.train.adapter else []
-        write_weights([chunk.module for chunk in chunks], mesh, run, family, shape, layers)
+        write_weights([chunk.module for chunk in chunks], mesh, run)
     return {
         "drift": 0.0 if divided else drift(chunks, mesh),
         "loss_tokens": [loss_tokens for loss_tokens, _, _ in batches],

@@ -1,67 +1,87 @@
-"""Adapters as PEFT's directory, and their product with the base model's weights.
+"""What is trained beside a base model as PEFT's directory, in and out, and its sum with the base model's weights.
 
 adapter_config.json  adapter_model.safetensors   names and keys of PEFT 0.21, which other programs read
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from megatron.core.transformer.module import MegatronModule
 from safetensors.torch import save_file
 
+from dataset_builders.errors import InputError
 from dataset_builders.storage.files import write_json
+from trainer.checkpoint.hf_read import HFTensors, fill
 from trainer.contract.adapter import AdapterConfig
+from trainer.contract.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, peft_config
+from trainer.families.weight_rules import Rule, global_names
 
-WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX = "base_model.model."
 _A, _B, _MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
 
 
-def write_peft_directory(directory: Path, tensors: Mapping[str, torch.Tensor], config: AdapterConfig) -> None:
+def write_peft_directory(
+    directory: Path, tensors: Mapping[str, torch.Tensor], config: AdapterConfig, whole: Sequence[str]
+) -> None:
     """Write adapters so that PEFT loads them.
 
     Args:
         tensors: of the whole model, by PEFT's names without their common beginning.
+        whole: names of the modules that were trained whole.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    named = {_PREFIX + name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(named, directory / WEIGHTS, metadata={"format": "pt"})
-    write_json(directory / CONFIG, _peft_config(config, [n.removesuffix(_A) for n in tensors if n.endswith(_A)]))
+    named = {_PREFIX + name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(named, directory / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    modules = [name.removesuffix(_A) for name in tensors if name.endswith(_A)]
+    write_json(directory / ADAPTER_CONFIG, peft_config(config, modules, whole))
 
 
-def _peft_config(config: AdapterConfig, modules: Sequence[str]) -> dict[str, object]:
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": None,
-        "inference_mode": True,
-        "r": config.rank,
-        "lora_alpha": config.alpha,
-        "lora_dropout": config.dropout,
-        "use_rslora": config.rslora,
-        "use_dora": config.kind == "dora",
-        "target_modules": list(modules),
-        "modules_to_save": None,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "init_lora_weights": True,
-        "rank_pattern": {},
-        "alpha_pattern": {},
-    }
+def load_peft_directory(models: Sequence[MegatronModule], directory: Path, rules: Sequence[Rule]) -> None:
+    """Fill what is trained of this rank's chunks from a directory of PEFT's.
+
+    Args:
+        rules: the table of all that is trained of the whole model.
+
+    Raises:
+        InputError: a tensor is missing, is left over or has another shape.
+    """
+    source = HFTensors(directory)
+    table = {rule.ours: replace(rule, hf=tuple(_PREFIX + name for name in rule.hf)) for rule in rules}
+    wanted = {name for rule in table.values() for name in rule.hf}
+    for names, what in ((wanted - source.names(), "lacks"), (source.names() - wanted, "holds, and nothing trains,")):
+        if names:
+            raise InputError(
+                f"{directory} {what} {min(names)} and {len(names) - 1} tensors more; set train.adapter.targets and "
+                "modules_to_save to the adapter's modules"
+            )
+    for model in models:
+        for name, param in global_names(model):
+            if name in table:
+                fill(param, source, table[name], model)
 
 
-def merged(
-    weights: Iterator[tuple[str, torch.Tensor | None]], adapters: Mapping[str, torch.Tensor], config: AdapterConfig
-) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """HF tensors with their adapters in them, by PEFT's own arithmetic (LoraLayer.merge)."""
-    for name, weight in weights:
+def with_adapters(
+    source: HFTensors, rules: Sequence[Rule], trained: Mapping[str, torch.Tensor], config: AdapterConfig
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The base model's tensors with what was trained in them, in the table's order; the others bit for bit.
+
+    The arithmetic is that of PEFT's LoraLayer.merge, in float32; the result is rounded once, to the base's dtype.
+
+    Args:
+        source: the base model.
+        rules: its table of weights.
+        trained: by PEFT's names without their common beginning.
+    """
+    for name in (name for rule in rules for name in rule.hf):
         module = name.removesuffix(".weight")
-        if weight is None or module + _A not in adapters:
-            yield name, weight
+        if module + _A not in trained:
+            yield name, trained[name] if name in trained else source.get(name)
             continue
-        delta = adapters[module + _B] @ adapters[module + _A] * config.scaling
-        if module + _MAGNITUDE in adapters:
-            length = torch.linalg.norm(weight + delta, dim=1).to(weight.dtype)
-            yield name, (adapters[module + _MAGNITUDE] / length).view(-1, 1) * (weight + delta)
-        else:
-            yield name, weight + delta
+        stored = source.get(name)
+        weight, a, b = (tensor.float() for tensor in (stored, trained[module + _A], trained[module + _B]))
+        weight += b @ a * config.scaling
+        if (magnitude := trained.get(module + _MAGNITUDE)) is not None:
+            weight = (magnitude.float() / torch.linalg.norm(weight, dim=1)).view(-1, 1) * weight
+        yield name, weight.to(stored.dtype)

@@ -71,12 +71,18 @@ def read_step(checkpoint: Path, run: RunConfig) -> int:
     """The step of a checkpoint, after a check that it belongs to this run.
 
     Raises:
-        InputError: the checkpoint is damaged, has another format, or belongs to another training config.
+        InputError: the checkpoint is damaged, has another format, or belongs to another base model or training config.
     """
     meta = read_record(checkpoint)
     if meta["format_version"] != FORMAT_VERSION:
         raise InputError(
             f"{checkpoint}: format_version is {meta['format_version']}, this code reads {FORMAT_VERSION}; delete it"
+        )
+    base = meta.get("base")  # of a checkpoint of adapters
+    if base is not None and base["digest"] != run.base_digest:
+        raise InputError(
+            f"{checkpoint} holds adapters of the base model {base['hf_dir']} ({base['digest']}), and this run's is "
+            f"{run.hf_dir} ({run.base_digest}); set model to the first, or delete the checkpoint to begin anew"
         )
     if meta["fingerprint"] != run.fingerprint:
         drift = describe_drift(meta["train"], run.train.model_dump(mode="json")) or "its data or its base model"

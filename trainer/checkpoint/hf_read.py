@@ -3,7 +3,7 @@
 A rank holds its pipeline rank's layers and its tensor-parallel slice of each.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from pathlib import Path
 
@@ -13,16 +13,9 @@ from safetensors import SafetensorError, safe_open
 
 from dataset_builders.errors import InputError, one_line
 from dataset_builders.storage.files import read_object
-from trainer.families.weight_rules import Rule
+from trainer.families.weight_rules import Rule, global_names
 
 INDEX = "model.safetensors.index.json"
-
-# Transformer Engine keeps a norm and the linear after it in one module.
-_FUSED_NORMS = (
-    ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
-    ("self_attention.in_proj.layer_norm_", "input_layernorm."),
-    ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
-)
 
 
 class HFTensors:
@@ -83,12 +76,19 @@ def _opened(path: Path):
         raise InputError(f"{path} is not a whole safetensors file ({one_line(error)}); copy it again") from error
 
 
-def load_hf_weights(model: MegatronModule, hf_dir: Path, rules: Sequence[Rule], carried: tuple[str, ...] = ()) -> int:
+def load_hf_weights(
+    model: MegatronModule,
+    hf_dir: Path,
+    rules: Sequence[Rule],
+    carried: tuple[str, ...] = (),
+    then: Callable[[str], None] | None = None,
+) -> int:
     """Fill every parameter of this rank's chunk from `hf_dir`; returns how many.
 
     Args:
         rules: the whole model's table of weights.
         carried: beginnings of names of tensors that have no place in the model and are not missed there.
+        then: called with the table's name of each parameter that is filled.
 
     Raises:
         InputError: a tensor is missing, has another shape, or is left over.
@@ -98,16 +98,26 @@ def load_hf_weights(model: MegatronModule, hf_dir: Path, rules: Sequence[Rule], 
     _check_leftovers(source, table, model, carried)
     count = 0
     for name, param in global_names(model):
-        rule = table[name]
-        part = _read(source, rule, param, model)
-        if part.shape != param.shape:
-            raise InputError(
-                f"{hf_dir}: {rule.hf[0]} gives the shape {tuple(part.shape)}, config.json {tuple(param.shape)}"
-            )
-        with torch.no_grad():
-            param.copy_(part)
+        fill(param, source, table[name], model)
+        if then is not None:
+            then(name)
         count += 1
     return count
+
+
+@torch.no_grad()
+def fill(param: torch.nn.Parameter, source: HFTensors, rule: Rule, model: MegatronModule) -> None:
+    """Give a chunk's parameter this rank's slice of its HF tensors.
+
+    Raises:
+        InputError: a tensor is missing, or has another shape.
+    """
+    part = _read(source, rule, param, model)
+    if part.shape != param.shape:
+        raise InputError(
+            f"{source.dir}: {rule.hf[0]} gives the shape {tuple(part.shape)}, config.json {tuple(param.shape)}"
+        )
+    param.copy_(part)
 
 
 def _read(source: HFTensors, rule: Rule, param: torch.nn.Parameter, model: MegatronModule) -> torch.Tensor:
@@ -138,15 +148,3 @@ def _check_leftovers(
     left = [name for name in names if not name.startswith(carried)]
     if left:
         raise InputError(f"{source.dir}: {len(left)} tensors have no place in the model, the first is {left[0]}")
-
-
-def global_names(model: MegatronModule) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Every parameter under the name of the table: layers numbered over all pipeline ranks, norms apart."""
-    decoder = "language.decoder.layers."
-    for name, param in model.named_parameters():
-        if name.startswith(decoder):
-            local, rest = name.removeprefix(decoder).split(".", 1)
-            name = f"{decoder}{model.language.decoder.layers[int(local)].layer_number - 1}.{rest}"
-        for fused, apart in _FUSED_NORMS:
-            name = name.replace(fused, apart)
-        yield name, param

@@ -5,7 +5,7 @@ the tensors of one file (5 GB at most) at a time and nobody the whole model. The
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 
 from dataset_builders.contracts.manifest import FileEntry, file_entry
 from dataset_builders.storage.files import write_json
-from trainer.checkpoint.hf_read import INDEX, HFTensors, global_names, left_over, parallel_axis
-from trainer.families.weight_rules import Rule
+from trainer.checkpoint.hf_read import INDEX, HFTensors, left_over, parallel_axis
+from trainer.families.weight_rules import Rule, global_names
 from trainer.parallel.mesh import Mesh
 
 FILE_BYTES = 5_000_000_000
@@ -42,7 +42,7 @@ def save_hf_weights(
     source_dir: Path,
     out_dir: Path,
     file_bytes: int = FILE_BYTES,
-    changed: Callable[[HFStream], HFStream] = iter,
+    tensors: HFStream | None = None,
 ) -> list[FileEntry]:
     """Write the weights as safetensors, in the dtypes of `source_dir`; a collective.
 
@@ -51,7 +51,7 @@ def save_hf_weights(
 
     Args:
         rules: the whole model's table of weights.
-        changed: what becomes of the model's tensors on their way, on every rank.
+        tensors: the model's, in the table's order; None: those that the chunks hold.
 
     Returns:
         the entry of each file of weights; on other ranks than the main one none.
@@ -64,13 +64,13 @@ def save_hf_weights(
     if mesh.is_main:
         out_dir.mkdir(parents=True, exist_ok=True)
     unchanged = ((name, source.get(name) if mesh.is_main else None) for name in carried)
-    stream = itertools.chain(changed(hf_tensors(chunks, mesh, rules)), unchanged)
+    stream = itertools.chain(hf_tensors(chunks, mesh, rules) if tensors is None else tensors, unchanged)
     entries: list[Future[FileEntry]] = []
     with ThreadPoolExecutor(1, "digest") as pool:
         for file, names in files.items():
-            tensors = dict(itertools.islice(stream, len(names)))
+            of_file = dict(itertools.islice(stream, len(names)))
             if mesh.is_main:
-                ready = {name: tensor.to("cpu", stored[name][0]).contiguous() for name, tensor in tensors.items()}
+                ready = {name: tensor.to("cpu", stored[name][0]).contiguous() for name, tensor in of_file.items()}
                 save_file(ready, out_dir / file, metadata={"format": "pt"})
                 entries.append(pool.submit(file_entry, out_dir, file))
     total = sum(size for _, size in stored.values())

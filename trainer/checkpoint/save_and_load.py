@@ -18,6 +18,7 @@ from trainer.checkpoint import optimizer_state, rng
 from trainer.checkpoint.directory import read_record
 from trainer.checkpoint.reader import CheckpointNotTrusted, CommonState, check_metadata
 from trainer.layers.lora.convert import has_adapters
+from trainer.layers.lora.trained import trained_parameters
 from trainer.parallel.fsdp import FullyShardedModel
 from trainer.parallel.mesh import Mesh
 
@@ -60,17 +61,17 @@ def load_model(models: Sequence[torch.nn.Module], checkpoint: Path) -> None:
     Raises:
         InputError: the checkpoint belongs to another model, or cannot be read.
     """
-    state = _load({name: _sharded(model) for name, model in _named(models)}, checkpoint)
+    state = _load({name: state_of_model(model) for name, model in _named(models)}, checkpoint)
     for name, model in _named(models):
         model.load_state_dict(state[name], strict=not has_adapters(model))
 
 
-def _sharded(model: torch.nn.Module) -> dict[str, Any]:
+def state_of_model(model: torch.nn.Module) -> dict[str, Any]:
     """The places of a chunk's weights; where it has adapters, of these alone: the others are the base model's."""
     if not has_adapters(model):
         return model.sharded_state_dict()
     state = model.sharded_state_dict(metadata={"non_homogeneous_layers": True})  # layers may differ in what is adapted
-    trained = {id(param) for param in model.parameters() if param.requires_grad}
+    trained = {id(param) for param in trained_parameters(model)}
     return {name: place for name, place in state.items() if id(getattr(place, "data", None)) in trained}
 
 
@@ -88,7 +89,7 @@ def state_of(
     random_state = ShardedObject("rng", rng.capture(), (1,), (0,), replica_id=rank)  # rank 0 writes it, all read it
     if isinstance(chunks[0], FullyShardedModel):
         return {**chunks[0].checkpoint_state(optimizer), "rng": random_state}
-    model_state = {name: _sharded(model) for name, model in _named([chunk.module for chunk in chunks])}
+    model_state = {name: state_of_model(model) for name, model in _named([chunk.module for chunk in chunks])}
     optimizer_state.install()
     sharded = optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=_SHARDING)
     return {**model_state, "optimizer": sharded, "rng": random_state}

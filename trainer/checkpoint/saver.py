@@ -164,6 +164,8 @@ class Checkpointer:
             "parallel": self._run.execution.parallel.model_dump(mode="json"),
             "world_size": self._mesh.world_size,
         }
+        if self._run.train.adapter is not None:  # its weights alone are no model
+            record["base"] = {"hf_dir": str(self._run.hf_dir), "digest": self._run.base_digest}
         directory.write_record(self._work, record)
         final = self._directory / checkpoint_name(self._step)
         if final.exists():

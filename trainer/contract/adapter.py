@@ -20,22 +20,32 @@ class AdapterConfig(StrictModel):
     alpha: float = Field(gt=0, le=1e6, description="adapters count alpha / rank")
     rslora: bool = Field(default=False, description="adapters count alpha / sqrt(rank)")
     dropout: float = Field(default=0.0, ge=0, lt=1, description="of an adapter's input, in training")
+    base: Literal["train_precision", "float8"] = Field(
+        default="train_precision",
+        description="how the frozen weights are held. float8: those of the language layers' matrices in one byte each, "
+        "unpacked for each product; activations and products stay in train.precision",
+    )
     targets: tuple[str, ...] = Field(
         default=("attention", "mlp", "delta"),
         min_length=1,
         description="adapted layers: roles (attention, mlp, delta, merger, vision), or regular expressions over whole "
         "Hugging Face names of modules",
     )
+    modules_to_save: tuple[str, ...] = Field(
+        default=(),
+        description="modules that are trained whole and saved beside the adapters: regular expressions over whole "
+        "Hugging Face names of modules",
+    )
 
-    @field_validator("targets")
+    @field_validator("targets", "modules_to_save")
     @classmethod
-    def _compile(cls, targets: tuple[str, ...]) -> tuple[str, ...]:
-        for target in targets:
+    def _compile(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
+        for pattern in patterns:
             try:
-                re.compile(target)
+                re.compile(pattern)
             except re.error as error:
-                raise ValueError(f"{target!r} is no regular expression: {error}") from None
-        return targets
+                raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+        return patterns
 
     @property
     def scaling(self) -> float:

@@ -52,12 +52,12 @@ class AdapterSizes:
     Attributes:
         language: of each layer.
         vision: of the other parts, "vision" and "merger", by name.
-        base_bytes: of a weight of `base`; None: of a number in forward and backward.
+        has_float8_base: the language layers' weights of `base` are a byte each.
     """
 
     language: tuple[PlaceSizes, ...]
     vision: Mapping[str, PlaceSizes] = field(default_factory=dict)
-    base_bytes: float | None = None
+    has_float8_base: bool = False
 
     @property
     def parameters(self) -> int:
@@ -68,6 +68,6 @@ class AdapterSizes:
         """Whether a part other than the language model has adapters that are trained."""
         return part in self.vision and self.vision[part].parameters.on(1) > 0
 
-    def saved_bytes(self, places: Iterable[PlaceSizes], size: int) -> float:
-        """Bytes that the weights of these places take less than numbers of `size` bytes would."""
-        return 0 if self.base_bytes is None else (size - self.base_bytes) * sum(place.base for place in places)
+    def saved_bytes(self, layers: Iterable[PlaceSizes], size: int) -> int:
+        """Bytes that the weights of these language layers take less than numbers of `size` bytes would."""
+        return (size - 1) * sum(layer.base for layer in layers) if self.has_float8_base else 0

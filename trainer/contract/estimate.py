@@ -43,9 +43,10 @@ def estimate_memory(
     at most 4096 x vocabulary / tp. Qwen3-VL-2B in bins of 8,192 tokens and 25,300 patches: 77 GB by this; measured on
     an H200: 80 GB without CUDA graphs, and about as much with them, of which 11 are the graphs' own.
 
-    With adapters, P are theirs alone, and the base model is weights, of linear layers `adapters.base_bytes` each. Per
-    token and adapted layer k x rank numbers more are kept (k modules in the layer), with DoRA the layer's output too,
-    and per micro batch the matrices of the adapters' products. A vision encoder without adapters counts as frozen.
+    With adapters, P are theirs alone, and the base model is weights, in float8 a byte for each of the language layers'
+    matrices, of which one at a time is there unpacked. Per token and adapted layer k x rank numbers more are kept (k
+    modules in the layer), with DoRA the layer's output too, and per micro batch the matrices of the adapters' products.
+    A vision encoder without adapters counts as frozen.
 
     Args:
         pieces: of the pipeline, see `pipeline_pieces`.
@@ -151,7 +152,6 @@ class _Vision:
         """Bytes of the weights in forward and backward."""
         weights = self.size * self._parameters()
         if self.adapters is not None:
-            weights -= self.adapters.saved_bytes(self.adapters.vision.values(), self.size) / self.tp
             weights += self.size * self.trained
         return weights
 
@@ -264,6 +264,8 @@ class _Work:
         total = tokens * _layer_bytes(decoder.hidden_size, kept, self.size, in_flight, p.tp, is_cut, is_full)
         added = [_adapter_bytes(place, tokens, self.size, p.tp) for place in self._places(rank)]
         total += max(added, default=0) if is_full else in_flight * sum(added)
+        if self.adapters is not None and self.adapters.has_float8_base:
+            total += self.size * 2 * decoder.intermediate_size * decoder.hidden_size / p.tp  # gate and up, unpacked
         if rank == 0 or p.deals_vision:
             total += self._vision_activations()
         if rank == p.pp - 1:

@@ -113,6 +113,11 @@ class TrainConfig(StrictModel):
         return fields
 
     @property
+    def has_float8_base(self) -> bool:
+        """Whether the frozen weights beside adapters are held in float8."""
+        return self.adapter is not None and self.adapter.base == "float8"
+
+    @property
     def parts(self) -> dict[str, PartConfig]:
         """The parts of the model by name."""
         return {"vision": self.vision, "merger": self.merger, "language": self.language}
@@ -196,7 +201,15 @@ class RunConfig(StrictModel):
         default=None,
         description="artifact of the encode_images stage: its features are read, and no pixels; null: none",
     )
-    output_dir: Path = Field(description="gets checkpoints/, metrics.jsonl, result.json; hf/ when exporting")
+    adapter_dir: Path | None = Field(
+        default=None, description="PEFT's directory of the adapter that the training goes on from; null: none"
+    )
+    base_digest: str = Field(
+        default="", description="of the model in `hf_dir`; a checkpoint of adapters of another one is refused"
+    )
+    output_dir: Path = Field(
+        description="gets checkpoints/, metrics.jsonl, result.json; hf/, and adapter/, when exporting"
+    )
     checkpoint_dir: Path | None = Field(default=None, description="when exporting: the checkpoint to export")
     seq_len: int = Field(gt=0, description="tokens of a bin, from the plan")
     train: TrainConfig

@@ -9,6 +9,7 @@ from dataset_builders.storage.store import StorePath
 from trainer.contract.layout import check_layout
 from trainer.contract.model_shape import ModelShape
 from trainer.contract.parallel import ParallelConfig
+from trainer.contract.peft import check_start
 from trainer.contract.pieces import mean_work, pipeline_pieces
 from trainer.contract.run import PartConfig, RunConfig, TrainConfig
 from trainer.families.family import Family
@@ -22,8 +23,8 @@ def check_run(run: RunConfig, world_size: int) -> None:
     """`check_layout`, `check_training` and `check_adapter` for a job whose inputs are on disk.
 
     Raises:
-        InputError: something does not fit, `hf_dir` is not a model, `bins_dir` is not an artifact of plan_bins, or
-            `features_dir` is not one of encode_images for these samples.
+        InputError: something does not fit, `hf_dir` is not a model, `bins_dir` is not an artifact of plan_bins,
+            `features_dir` is not one of encode_images for these samples, or `adapter_dir` holds another adapter.
     """
     plan = load_manifest(run.bins_dir).config
     if "pad_multiple" not in plan:
@@ -33,6 +34,8 @@ def check_run(run: RunConfig, world_size: int) -> None:
         check_cached(run.train.frozen, run.execution.parallel, family)
         _check_features(run.features_dir, run.tokenized_dir)
     check_training(run.train, run.execution.parallel, family)
+    if run.adapter_dir is not None:
+        check_start(run.adapter_dir, run.train.adapter)
     check_adapter(run.train, family, shape)
     check_layout(
         run.execution.parallel,
@@ -105,6 +108,8 @@ def check_training(train: TrainConfig, parallel: ParallelConfig, family: Family)
             "train.optim.moments is bfloat16 and execution.parallel.sharding is fsdp, which divides moments over the "
             "ranks as they are; set train.optim.moments=float32"
         )
+    if train.has_float8_base:
+        _check_float8_base(train, parallel)
     for name, settings in train.parts.items():
         changed = settings.model_dump(exclude_defaults=True)
         if name not in family.parts and settings != PartConfig():
@@ -116,3 +121,17 @@ def check_training(train: TrainConfig, parallel: ParallelConfig, family: Family)
     if all(train.part(name).frozen for name in family.parts):
         names = ", ".join(f"train.{name}.frozen" for name in family.parts)
         raise InputError(f"{names}: nothing is left to train in a {family.model_type} model; make one of them false")
+
+
+def _check_float8_base(train: TrainConfig, parallel: ParallelConfig) -> None:
+    without = "train.adapter.base=train_precision"
+    if parallel.sharding == "fsdp":
+        raise InputError(
+            "train.adapter.base is float8 and execution.parallel.sharding is fsdp, which divides numbers that it can "
+            f"cast and not codes of them; set execution.parallel.sharding=distributed_optimizer, or {without}"
+        )
+    if train.precision == "float8":
+        raise InputError(
+            "train.adapter.base is float8 and train.precision is float8, which keeps a float8 copy of each weight for "
+            f"its products; set train.precision=bfloat16, or {without}"
+        )

@@ -166,15 +166,9 @@ def _parameters(size: tuple[int, int], config: AdapterConfig) -> int:
     return config.rank * (out + width) + (out if config.kind == "dora" else 0)
 
 
-def adapter_sizes(
-    train: TrainConfig, family: Family, shape: ModelShape, base_bytes: float | None = None
-) -> AdapterSizes | None:
+def adapter_sizes(train: TrainConfig, family: Family, shape: ModelShape) -> AdapterSizes | None:
     """What the adapters of a training add to each place of the model; None: it has none. Those of frozen parts,
-    which stay as they begin, are not counted.
-
-    Args:
-        base_bytes: of a weight of a frozen linear layer; None: as numbers are in forward and backward.
-    """
+    which stay as they begin, are not counted."""
     if train.adapter is None:
         return None
     rules = family.weight_rules(shape)
@@ -191,7 +185,7 @@ def adapter_sizes(
             language[int(layer[1])] = language[int(layer[1])].plus(sizes)
         else:
             vision[part] = vision[part].plus(sizes)
-    return AdapterSizes(language=tuple(language), vision=vision, base_bytes=base_bytes)
+    return AdapterSizes(language=tuple(language), vision=vision, has_float8_base=train.has_float8_base)
 
 
 def _layer_sizes(rule: Rule, chosen: Sequence[bool], config: AdapterConfig) -> PlaceSizes:

@@ -20,6 +20,14 @@ def _cat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
     return load("torch:cat")(tuple(parts), dim)
 
 
+# Transformer Engine keeps a norm and the linear after it in one module.
+_FUSED_NORMS = (
+    ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
+    ("self_attention.in_proj.layer_norm_", "input_layernorm."),
+    ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Stacked:
     """The HF tensors one after the other along their first axis, all of the same size; a single one is copied."""
@@ -175,3 +183,15 @@ def decoder_rules(shape: DecoderShape, hf: str, attention: AttentionRules = atte
     yield Rule("language.decoder.final_layernorm.weight", (f"{hf}norm.weight",))
     if not shape.tie_word_embeddings:
         yield Rule("language.output_layer.weight", ("lm_head.weight",))
+
+
+def global_names(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter under the name of the table: layers numbered over all pipeline ranks, norms apart."""
+    decoder = "language.decoder.layers."
+    for name, param in model.named_parameters():
+        if name.startswith(decoder):
+            local, rest = name.removeprefix(decoder).split(".", 1)
+            name = f"{decoder}{model.language.decoder.layers[int(local)].layer_number - 1}.{rest}"
+        for fused, apart in _FUSED_NORMS:
+            name = name.replace(fused, apart)
+        yield name, param

@@ -120,10 +120,13 @@ class GatedSelfAttention(RotarySelfAttention):
         return super().attend(query, key, value, segments) * gate.sigmoid().flatten(1)[:, None]
 
 
-def recomputed(module: torch.nn.Module, *args: object, **kwargs: object):
-    """The output of `module`, which is computed again in the backward pass: only its inputs are kept. Nothing in it is
-    random."""
-    return checkpoint(module, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+def recomputed(module: torch.nn.Module, *args: object, is_random: bool = False, **kwargs: object):
+    """The output of `module`, which is computed again in the backward pass: only its inputs are kept.
+
+    Args:
+        is_random: it draws numbers, which have to be the same again.
+    """
+    return checkpoint(module, *args, use_reentrant=False, preserve_rng_state=is_random, **kwargs)
 
 
 @dataclass

@@ -138,10 +138,10 @@ class LayerGraphs:
     """
 
     def __init__(self, layers: Sequence[PackedLayer], rotation: Rotation, num_interrupted: int) -> None:
-        config, like, num_tokens = layers[0].config, next(layers[0].parameters()), len(rotation.cos)
+        config, num_tokens = layers[0].config, len(rotation.cos)
         self.rotation = rotation
         rows = num_tokens // config.tensor_model_parallel_size if config.sequence_parallel else num_tokens
-        self._hidden = like.new_zeros(rows, 1, config.hidden_size)
+        self._hidden = rotation.cos.new_zeros(rows, 1, config.hidden_size, dtype=config.params_dtype)
         self._layers, self._num_interrupted = layers, num_interrupted
         self.pieces: list[Piece] = []
 

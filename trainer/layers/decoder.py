@@ -84,6 +84,7 @@ class DecoderBlock(TransformerBlock):
     """A transformer block over a packed bin."""
 
     recompute = False
+    is_random = False  # a layer draws numbers: adapters with dropout
     is_uniform = True
     graphs: LayerGraphs | None = None
 
@@ -138,7 +139,7 @@ class DecoderBlock(TransformerBlock):
         else:
             for layer in self.layers:
                 # Only the layer itself is recomputed, without `between`.
-                run = partial(recomputed, self._run) if self.recompute else self._run
+                run = partial(recomputed, self._run, is_random=self.is_random) if self.recompute else self._run
                 own_rows = rows if layer is self.layers[-1] else None
                 hidden = go_between(layer, run(layer, hidden, rotation, segments, own_rows))
         if self.final_layernorm is not None:

@@ -4,6 +4,8 @@ T = tokens (or patches) of the bin on this rank, s = T / tp with sequence parall
 rank, g = its key-value heads, d = head dim, D = hidden size.
 """
 
+from functools import cached_property
+
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -22,9 +24,10 @@ class PackedLayer(TransformerLayer):
     What stands in attention's place has `prepare`, `attend`, `linear_proj`, `modules_of_prepare`, `attended_width`.
     """
 
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        super().__init__(*args, **kwargs)
-        self._joint_mlp = JointMLP(self.mlp) if HAVE_TE and can_join(self.mlp) else None
+    @cached_property
+    def _joint_mlp(self) -> "JointMLP | None":
+        # Not before it is used: adapters that the layers of the MLP get meanwhile come between its products.
+        return JointMLP(self.mlp) if HAVE_TE and can_join(self.mlp) else None
 
     def forward(
         self, hidden: torch.Tensor, rotation: Rotation, segments: PackedSegments, rows: ChosenRows | None = None

@@ -226,13 +226,14 @@ def squared_param_norm(
     chunks: Sequence[DistributedDataParallel | FullyShardedModel], optimizer: ChainedOptimizer, mesh: Mesh
 ) -> torch.Tensor:
     """(1,) float64 on the device: the squared norm of all parameters over all ranks, trained and frozen, each counted
-    once. A collective that does not wait for the device."""
+    once; without a base in float8. A collective that does not wait for the device."""
     device = mesh.device
     counted = [p for inner in optimizer.chained_optimizers for p in inner.get_parameters()]  # divided over the ranks
     if isinstance(chunks[0], FullyShardedModel):
         counted += [piece for piece in chunks[0].slices.values() if not piece.requires_grad]
     elif mesh.groups.dp_cp.rank() == 0:
-        counted += [p for chunk in chunks for p in chunk.module.parameters() if not p.requires_grad]
+        frozen = (p for chunk in chunks for p in chunk.module.parameters() if not p.requires_grad)
+        counted += [p for p in frozen if p.is_floating_point()]
     # As for gradients: copies that tensor-parallel ranks hold, and a tied embedding's second copy, are left out.
     counted = [p for p in counted if param_is_not_shared(p) and param_is_not_tensor_parallel_duplicate(p)]
     square = torch.nn.utils.get_total_norm(counted).to(device, torch.float64).square().view(1)

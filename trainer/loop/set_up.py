@@ -1,14 +1,17 @@
 """Everything before the first step: the model's chunks, the optimizer, the order of bins, the newest checkpoint."""
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 
 from trainer.checkpoint import save_and_load as checkpoint
+from trainer.checkpoint.adapter_files import load_peft_directory
 from trainer.checkpoint.directory import list_checkpoints, read_step
 from trainer.checkpoint.hf_read import load_hf_weights
 from trainer.contract.model_shape import ModelShape
@@ -23,9 +26,12 @@ from trainer.families.geometry import geometry_of
 from trainer.families.parts import freeze
 from trainer.families.registry import read_model
 from trainer.families.shapes import pieces_of
-from trainer.families.targets import Adapted, adapted_layers
+from trainer.families.targets import adapted_layers
+from trainer.families.weight_rules import Rule
 from trainer.layers.decoder import decoder_config
 from trainer.layers.lora.convert import add_adapters
+from trainer.layers.lora.float8_base import base_packer, parameters_on_cpu
+from trainer.layers.lora.trained import train_whole, trained_rules, whole_rules
 from trainer.layers.module_set import TorchModules, check_float8, mark_tensor_parallel, transformer_engine_modules
 from trainer.loop.share_model import Chunk, share_model, weights_dtype
 from trainer.loop.step import finalize_gradients
@@ -81,11 +87,16 @@ def build_chunks(
     modules = transformer_engine_modules() if mesh.device.type == "cuda" else TorchModules()
     stages = range(parallel.vpp) if parallel.vpp > 1 else [None]
     pieces = pieces_of(run, shape) if parallel.pp > 1 else ()
-    chunks = []
-    for stage in stages:
-        config = decoder_config(shape.language, parallel, dtype, pieces)
-        chunks.append(build(shape, parallel, config, modules, mesh, run.seq_len, stage))
-    count = sum(load_hf_weights(chunk, run.hf_dir, rules, family.carried) for chunk in chunks)
+    chunks, count, has_float8 = [], 0, run.train.has_float8_base
+    with parameters_on_cpu() if has_float8 else contextlib.nullcontext():
+        for stage in stages:
+            config = decoder_config(shape.language, parallel, dtype, pieces)
+            chunks.append(build(shape, parallel, config, modules, mesh, run.seq_len, stage))
+    whole = whole_rules(rules, run.train.adapter) if has_float8 else []
+    packed = {rule.ours for rule in rules if rule.sizes and rule not in whole}
+    for chunk in chunks:
+        pack = base_packer(chunk, mesh.device, packed) if has_float8 else None
+        count += load_hf_weights(chunk, run.hf_dir, rules, family.carried, pack)
     if run.train.precision == "float8":
         check_float8(run, mesh.device)
         for chunk in chunks:
@@ -99,17 +110,23 @@ def build_chunks(
 
 
 def give_adapters(
-    models: Sequence[torch.nn.Module], run: RunConfig, family: Family, shape: ModelShape
-) -> list[Adapted]:
-    """Give the chunks of this rank adapters, if the training has some; returns the whole model's adapted layers."""
-    if run.train.adapter is None:
-        return []
-    layers = adapted_layers(family.weight_rules(shape), run.train.adapter)
-    exchange = models[0].exchange
-    copies = [exchange.part] if isinstance(exchange, PipelineWorker) else []
-    for model in (*models, *copies):
-        add_adapters(model, layers, run.train.adapter, run.train.seed)
-    return layers
+    models: Sequence[torch.nn.Module], run: RunConfig, rules: Sequence[Rule], start: Path | None = None
+) -> None:
+    """Give chunks, or copies of a part, adapters and train nothing else, if the training has some.
+
+    Args:
+        rules: the model's table of weights.
+        start: PEFT's directory with the adapters' values; None: they are fresh, or loaded afterwards.
+    """
+    config = run.train.adapter
+    if config is None:
+        return
+    layers, whole = adapted_layers(rules, config), whole_rules(rules, config)
+    for model in models:
+        add_adapters(model, layers, config, run.train.seed)
+        train_whole(model, whole)
+    if start is not None:
+        load_peft_directory(models, start, trained_rules(rules, config))
 
 
 def set_up(run: RunConfig, mesh: Mesh) -> Trainer:
@@ -124,10 +141,12 @@ def set_up(run: RunConfig, mesh: Mesh) -> Trainer:
         for split in ("train", "heldout")
     ]
     models[0].prepare_pixels(readers[0].patch_format)
-    give_adapters(models, run, family, shape)
+    exchange, rules = models[0].exchange, family.weight_rules(shape)
+    give_adapters(models, run, rules, run.adapter_dir)
+    if isinstance(exchange, PipelineWorker):
+        give_adapters([exchange.part], run, rules)
     for model in models:
         freeze(model, run.train, family)
-    exchange = models[0].exchange
     if exchange:
         freeze(exchange.part, run.train, family)
     chunks, optimizer = share_model(models, run, mesh, family)
@@ -167,9 +186,7 @@ def set_up_vision_rank(run: RunConfig, mesh: Mesh) -> Serving:
     encoder.patch_embed.set_normalisation(patch_format.image_mean, patch_format.image_std)
     encode, tp = (lambda batch: encoder(batch)[: batch.encoded_rows]), mesh.groups.tp
     worker = VisionWorker(encoder, encode, mesh.bridge.links, owners, tp if tp.size() > 1 else None)
-    if run.train.adapter is not None:
-        layers = adapted_layers(family.weight_rules(shape), run.train.adapter)
-        add_adapters(worker.part, layers, run.train.adapter, run.train.seed)
+    give_adapters([worker.part], run, family.weight_rules(shape))
     freeze(worker.part, run.train, family)
     worker.prepare(mesh.device)
     orders = [training_order(run, shape, readers[0], replica, dp) for replica in role.replicas]

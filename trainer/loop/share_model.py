@@ -11,6 +11,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.transformer.module import MegatronModule
 
+from trainer.checkpoint.save_and_load import state_of_model
 from trainer.contract.run import RunConfig
 from trainer.families.family import Family
 from trainer.loop.optim import build_optimizer
@@ -35,7 +36,7 @@ def share_model(
     """The wrapped chunks of this rank, whose frozen parts were frozen before, and the optimizer of the other parts."""
     if run.execution.parallel.sharding == "fsdp":
         (model,) = models
-        chunk = FullyShardedModel(model, DTYPES[run.train.precision], mesh.groups.dp)
+        chunk = FullyShardedModel(model, DTYPES[run.train.precision], mesh.groups.dp, state_of_model(model))
         optimizer = build_optimizer([chunk], run.train, weights_dtype(run), family)
         chunk.optimize_slices(optimizer)
         return [chunk], optimizer

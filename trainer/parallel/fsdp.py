@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensorFactory
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.optimizer import ChainedOptimizer
@@ -37,13 +37,16 @@ class FullyShardedModel(_BaseDataParallel):
         module: the whole model in float32, the same on every rank; it becomes this object's in place.
         dtype: arithmetic of forward and backward.
         group: the data-parallel ranks.
+        state: the places in a checkpoint of the parameters that it holds.
     """
 
-    def __init__(self, module: MegatronModule, dtype: torch.dtype, group: ProcessGroup) -> None:
+    def __init__(
+        self, module: MegatronModule, dtype: torch.dtype, group: ProcessGroup, state: ShardedStateDict
+    ) -> None:
         super().__init__(module.config, module)
         self.ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=False, grad_reduce_in_fp32=True)
         self.group = group
-        self.places = _places(module)
+        self.places = _places(state)
         _divide(module, dtype, group)
         # Valid outside a step: between forward and backward the module holds whole weights under these names.
         self.weights: dict[str, DTensor] = dict(module.named_parameters())
@@ -91,7 +94,7 @@ class FullyShardedModel(_BaseDataParallel):
             for piece in group["params"]:
                 _give_moments(optimizer.optimizer, piece)
         for name, piece in self.slices.items():
-            if piece.numel():
+            if name in self.places and piece.numel():
                 moments = optimizer.optimizer.state[piece] if piece.requires_grad else {}
                 tensors = {"": piece.data} | {f"optimizer.state.{key}.": moments[key] for key in _MOMENTS if moments}
                 for prefix, tensor in tensors.items():
@@ -129,11 +132,11 @@ def _divide(module: MegatronModule, dtype: torch.dtype, group: ProcessGroup) -> 
             unit.set_force_sum_reduction_for_comms(True)
 
 
-def _places(module: MegatronModule) -> dict[str, ShardedTensor | ShardedObject]:
+def _places(state: ShardedStateDict) -> dict[str, ShardedTensor | ShardedObject]:
     """The place in a checkpoint of each whole parameter of the bare model, without data. The two halves of a gated MLP
     follow each other there as they do in the parameter."""
     places = {}
-    for name, value in module.sharded_state_dict().items():
+    for name, value in state.items():
         if isinstance(value, ShardedTensorFactory):
             value = value.build()[0]
         places[name] = value.without_data() if isinstance(value, ShardedTensor) else value

@@ -63,13 +63,13 @@ ADDRESSES = [
 ]
 
 
-@pytest.mark.parametrize("field", ["data", "model"])
+@pytest.mark.parametrize("field", ["data", "model", "start_adapter"])
 @pytest.mark.parametrize("text", INSIDE)
 def test_below_the_root(root, field, text):
     check_request_paths(config(**{field: text.format(root=root, top=root.parent)}), root)
 
 
-@pytest.mark.parametrize("field", ["data", "model"])
+@pytest.mark.parametrize("field", ["data", "model", "start_adapter"])
 @pytest.mark.parametrize("text", OUTSIDE)
 def test_out_of_the_root(root, field, text):
     line = refusal(root, **{field: text.format(root=root, top=root.parent)})
@@ -77,7 +77,7 @@ def test_out_of_the_root(root, field, text):
     assert DATA_DIRS_VARIABLE in line
 
 
-@pytest.mark.parametrize("field", ["data", "model"])
+@pytest.mark.parametrize("field", ["data", "model", "start_adapter"])
 @pytest.mark.parametrize("text", ADDRESSES)
 def test_addresses_that_are_no_object_stores(root, field, text):
     try:
@@ -89,7 +89,7 @@ def test_addresses_that_are_no_object_stores(root, field, text):
     )
 
 
-@pytest.mark.parametrize("field", ["data", "model"])
+@pytest.mark.parametrize("field", ["data", "model", "start_adapter"])
 def test_hub_names(root, field):
     check_request_paths(config(**{field: "Qwen/Qwen3-VL-2B-Instruct"}), root)
 
@@ -101,7 +101,7 @@ STORES = [
 
 
 @pytest.mark.parametrize("text", STORES)
-@pytest.mark.parametrize("field", ["data", "model"])
+@pytest.mark.parametrize("field", ["data", "model", "start_adapter"])
 def test_no_store_unless_the_service_names_it(root, monkeypatch, field, text):
     line = refusal(root, **{field: text})
     assert line.startswith(f"{field}=") and "a store of the service, which has none" in line

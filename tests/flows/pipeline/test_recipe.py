@@ -1,6 +1,7 @@
 """Recipes: what is wrong with one is said in one line that names the field, the value and the way out."""
 
 import itertools
+import json
 from collections.abc import Iterator
 
 import pytest
@@ -11,10 +12,12 @@ from dataset_builders.errors import InputError
 from dataset_builders.sources.registry import BUILDERS, get_builder
 from flows.pipeline.config import PipelineConfig
 from flows.pipeline.explain import submodels
-from flows.pipeline.graph import open_inputs, pipeline_nodes
+from flows.pipeline.graph import open_inputs, open_place, pipeline_nodes, place_of
 from flows.pipeline.recipe import RECIPES, known_recipes, load_recipe
 from tests.helpers.tiny_model import tiny_hf_dir
 from tests.helpers.tiny_text_model import text_hf_dir
+from trainer.contract.adapter import AdapterConfig
+from trainer.contract.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, peft_config
 from trainer.contract.run import ProfileConfig
 
 
@@ -281,12 +284,42 @@ def test_features_leave_nothing_to_deal(tmp_path):
         open_inputs(load_recipe(overrides=[*CACHED, "execution.parallel.vision=dealt"]).config, tmp_path)
 
 
-ADAPTED = "train.adapter={rank: 4, alpha: 8}"
+ADAPTED = ["train.adapter.rank=4", "train.adapter.alpha=8"]
+
+
+def test_an_adapter_to_go_on_from_is_an_input_of_the_training(tmp_path):
+    (tmp_path / "start").mkdir()
+    (tmp_path / "start" / ADAPTER_WEIGHTS).write_bytes(b"weights")
+    written = json.dumps(peft_config(AdapterConfig(rank=4, alpha=8), ["q_proj"], []))
+    (tmp_path / "start" / ADAPTER_CONFIG).write_text(written)
+    started = [*ADAPTED, f"start_adapter={tmp_path / 'start'}"]
+    config = load_recipe(overrides=started).config
+    assert config.identity()["start_adapter"] == str(tmp_path / "start")
+    nodes = {node.name: node for node in pipeline_nodes(config)}
+    assert nodes["train"].inputs["adapter"] == "adapter" and "start" not in str(nodes["train"].config)
+    (place,) = [place_of(item) for name, item in open_inputs(config, tmp_path).items() if name == "adapter"]
+    assert open_place(place, "adapter").digest == place.digest and place.external == "adapter"
+    without = load_recipe(overrides=ADAPTED).config
+    assert "start_adapter" not in without.identity()
+    assert "adapter" not in {node.name: node for node in pipeline_nodes(without)}["train"].inputs
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["start_adapter={start}"], r"start_adapter=.* and train\.adapter is null; set train\.adapter"),
+        ([*ADAPTED, "start_adapter={start}"], r"start_adapter=.* has no adapter_config\.json"),
+        ([*ADAPTED, "start_adapter=nowhere"], "start_adapter 'nowhere' is not a directory here"),
+    ],
+)
+def test_an_adapter_that_is_none_is_refused_before_anything(overrides, words, tmp_path):
+    with pytest.raises(InputError, match=words):
+        open_inputs(load_recipe(overrides=[text.format(start=tmp_path) for text in overrides]).config, tmp_path)
 
 
 def test_what_answers_for_adapters_is_the_merged_model_or_the_base_with_them_beside_it():
     merged, beside = (
-        {node.name: node for node in pipeline_nodes(load_recipe("embedded", [ADAPTED, *more]).config)}
+        {node.name: node for node in pipeline_nodes(load_recipe("embedded", [*ADAPTED, *more]).config)}
         for more in ((), ("evaluate.adapter=beside",))
     )
     assert merged["answer"].inputs == {"hf": "export", "samples": "convert"}
@@ -302,5 +335,5 @@ def test_what_answers_for_adapters_is_the_merged_model_or_the_base_with_them_bes
 
 def test_an_adapter_beside_the_base_needs_an_adapter_and_our_decoder():
     assert "and train.adapter is null; try evaluate.adapter=merged" in _error("evaluate.adapter=beside")
-    refused = _error("evaluate.adapter=beside", ADAPTED, "evaluate.engine=vllm")
+    refused = _error("evaluate.adapter=beside", *ADAPTED, "evaluate.engine=vllm")
     assert "evaluate.adapter=beside is not for evaluate.engine=vllm" in refused

@@ -257,6 +257,28 @@ def test_by_reference_nothing_of_a_model_is_uploaded(server, tmp_path, monkeypat
     )
 
 
+def test_an_adapter_goes_with_its_model(server, tmp_path, monkeypatch):
+    """The registered directory holds it, and so does the run, but for its weights, which references.json names."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server.url)
+    exported = make_exported(tmp_path, "e" * 16)
+    for folder in ("adapter", "hf/adapter"):
+        (exported.dir / folder).mkdir()
+        (exported.dir / folder / "adapter_config.json").write_text("{}")
+        (exported.dir / folder / "adapter_model.safetensors").write_bytes(b"adapter")
+    tracker = open_tracker(tmp_path, "adapter")
+    tracker.log_stage(exported, False)
+    tracker.register(exported, make_evaluated(tmp_path, "f" * 16, 6), exported.dir / "hf", f"{MODEL}-adapter")
+    Publication(tmp_path, "adapter").run()
+    client, run_id = MlflowClient(server.url), load_record(tmp_path, "adapter").learnt.run_id
+    model_id = client.get_run(run_id).data.tags["athanor.model_id"]
+    listed = {item.path: item.file_size for item in client.list_logged_model_artifacts(model_id, "adapter")}
+    assert listed == {"adapter/adapter_config.json": 2, "adapter/adapter_model.safetensors": 7}
+    names = files_of(client, run_id, "stages/export/adapter")
+    assert names == {"stages/export/adapter/adapter_config.json"}
+    left = json.loads(Path(client.download_artifacts(run_id, "stages/export/references.json")).read_text())["files"]
+    assert left["adapter/adapter_model.safetensors"]["bytes"] == 7
+
+
 class SlowUploads:
     """A client to which the weights of a model take their time."""
 

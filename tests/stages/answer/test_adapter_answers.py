@@ -16,7 +16,7 @@ from stages.answer.records import ANSWERS_JSONL
 from stages.answer.transformers_engine import Generator
 from stages.inputs.adapter_directory import adapter_input, read_adapter_dir
 from stages.inputs.hf_directory import model_input
-from tests.helpers.adapters import merge_adapter, write_adapter
+from tests.helpers.adapter_files import merge_adapter, write_adapter
 from tests.helpers.evaluation import answered, mixed_samples, picture, samples_artifact, talkative_hf_dir
 from tests.helpers.tiny_hybrid_model import talkative_hybrid_dir
 from tests.helpers.tiny_model import tiny_hf_dir

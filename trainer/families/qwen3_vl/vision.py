@@ -123,6 +123,8 @@ class VisionEncoder(MegatronModule):
     It encodes the images of its rank alone; the model gathers the image tokens of all ranks.
     """
 
+    is_random = False  # a layer draws numbers: adapters with dropout
+
     def __init__(
         self,
         config: TransformerConfig,
@@ -182,7 +184,7 @@ class VisionEncoder(MegatronModule):
         segments = PackedSegments.of(batch.vision_cu_seqlens, batch.vision_max_seqlen)
         tapped = []
         for number, layer in enumerate(self.blocks.layers):
-            call = partial(recomputed, layer) if self.recompute else layer
+            call = partial(recomputed, layer, is_random=self.is_random) if self.recompute else layer
             hidden = call(hidden, rotation, segments)
             if number in self.shape.deepstack_layers:
                 tapped.append(hidden)

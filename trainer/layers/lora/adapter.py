@@ -127,12 +127,15 @@ class LinearAdapter(torch.nn.Module):
                 parts.append(like.new_zeros(rows, len(self.chosen) * rank))
         return self.packing.fuse(parts, ranks)
 
-    def forward(self, linear: torch.nn.Module, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, linear: torch.nn.Module, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """The layer's output with its adapters.
 
         Args:
-            x: the layer's input, (s, 1, in) of a column-parallel layer, (T, 1, in / tp) of a row-parallel one.
-            out: its output without bias, (T, 1, out / tp) or (s, 1, out).
+            x: the product's input, (s, 1, in) of a column-parallel layer, (T, 1, in / tp) of a row-parallel one.
+            out: its output, (T, 1, out / tp) or (s, 1, out).
+            bias: what of the output is the layer's bias.
         """
         a, b = torch.cat([*self.a.values()]), self._whole_b()
         low = F.linear(F.dropout(x, self.config.dropout, self.training), a)
@@ -141,7 +144,9 @@ class LinearAdapter(torch.nn.Module):
         delta = F.linear(low, b) * self.config.scaling
         if not self.magnitude:
             return out + delta
-        return (out + delta) * self._scale(linear.weight, a, b)
+        scale = self._scale(linear.weight, a, b)
+        scaled = (out + delta) * scale
+        return scaled if bias is None else scaled + bias * (1 - scale)
 
     def _exchanged(self, low: torch.Tensor) -> torch.Tensor:
         """What all tensor-parallel ranks' inputs make together."""

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from trainer.checkpoint.hf_read import global_names
 from trainer.contract.adapter import AdapterConfig
 from trainer.families.targets import Adapted
-from trainer.families.weight_rules import Rule, Stacked
+from trainer.families.weight_rules import Rule, Stacked, global_names
 from trainer.layers.lora.adapter import LinearAdapter
 
 _WEIGHT = ".weight"
@@ -23,6 +22,9 @@ def add_adapters(model: torch.nn.Module, layers: Sequence[Adapted], config: Adap
     """
     for param in model.parameters():
         param.requires_grad = False
+    for module in model.modules() if config.dropout else ():
+        if hasattr(module, "is_random"):
+            module.is_random = True
     ours = zip(model.named_parameters(), global_names(model), strict=True)
     modules = {whole.removesuffix(_WEIGHT): name.removesuffix(_WEIGHT) for (name, _), (whole, _) in ours}
     for layer in layers:
@@ -31,6 +33,8 @@ def add_adapters(model: torch.nn.Module, layers: Sequence[Adapted], config: Adap
             adapter = LinearAdapter(linear, layer.rule, layer.chosen, config, is_column=_is_column(linear))
             adapter.initialise(layer.modules, seed)
             linear.adapter = adapter
+            if hasattr(linear, "return_layernorm_output"):  # Transformer Engine's, with the norm in it
+                linear.return_layernorm_output = True
             linear.__class__ = _with_adapter(type(linear))
 
 
@@ -45,10 +49,9 @@ def _with_adapter(kind: type) -> type:
     class WithAdapter(kind):
         def forward(self, x: torch.Tensor, *args: object, **kwargs: object):
             out, bias = super().forward(x, *args, **kwargs)
-            own = None if self.skip_bias_add else self.bias
-            if own is None:
-                return self.adapter(self, x, out), bias
-            return self.adapter(self, x, out - own) + own, bias
+            if isinstance(out, tuple):  # the adapter's input is the product's, after the norm
+                out, x = out
+            return self.adapter(self, x, out, _bias_within(self)), bias
 
         def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
             state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
@@ -56,6 +59,13 @@ def _with_adapter(kind: type) -> type:
 
     WithAdapter.__name__ = f"{kind.__name__}WithAdapter"
     return WithAdapter
+
+
+def _bias_within(linear: torch.nn.Module) -> torch.Tensor | None:
+    """The bias that the layer has added to its output itself."""
+    is_returned = linear.te_return_bias if hasattr(linear, "te_return_bias") else linear.skip_bias_add
+    has_none = linear.bias is None or not linear.bias.numel()  # Transformer Engine's is empty then
+    return None if is_returned or has_none else linear.bias
 
 
 def has_adapters(model: torch.nn.Module) -> bool:

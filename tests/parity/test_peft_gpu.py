@@ -1,0 +1,68 @@
+"""Adapters on Transformer Engine's modules in bf16, beside what bf16 costs PEFT itself."""
+
+import pytest
+import torch
+from peft import PeftModel
+
+from tests.helpers.adapters import adapted_model
+from tests.helpers.bins import MIXED, make_samples
+from tests.helpers.hardware import requires_gpus
+from tests.helpers.reference import load_reference, reference_losses
+from tests.helpers.run_dir import model_dir
+from tests.helpers.single_rank import build_tiny, single_rank
+from tests.parity.test_peft import EVERYWHERE
+from tests.parity.test_qwen3_vl_gpu import YARDSTICKS, relative
+from trainer.checkpoint.adapter_files import write_peft_directory
+from trainer.checkpoint.hf_write import hf_tensors
+from trainer.contract.adapter import AdapterConfig
+from trainer.data.micro_batch import make_micro_batch
+from trainer.families.geometry import geometry_of
+from trainer.families.registry import read_model
+from trainer.families.weight_rules import global_names
+from trainer.layers.lora.trained import trained_rules
+from trainer.loop.set_up import give_adapters
+
+SEQ_LEN = 128
+
+
+def of_ours(model, rules, samples) -> torch.Tensor:
+    """The gradients of all adapters in the table's order."""
+    model.train()
+    model(make_micro_batch(samples, geometry_of(model.shape), SEQ_LEN).to(model.mesh.device)).mean().backward()
+    grads = {name: param.grad for name, param in global_names(model)}
+    return torch.cat([grads[rule.ours].flatten().double().cpu() for rule in rules])
+
+
+def of_peft(model, rules, samples) -> torch.Tensor:
+    """The same, sample by sample."""
+    model.train()
+    torch.cat([reference_losses(model, sample).float() for sample in samples]).mean().backward()
+    names = [f"base_model.model.{rule.hf[0]}" for rule in rules]
+    names = [name if name.endswith(".weight") else f"{name}.weight" for name in names]
+    grads = {name.replace(".default", ""): param.grad for name, param in model.named_parameters()}
+    return torch.cat([grads[name].flatten().double().cpu() for name in names])
+
+
+@requires_gpus(1)
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("shape", EVERYWHERE)
+def test_gradients_in_bf16_are_as_near_to_float32_as_peft_s(shape, kind, tmp_path):
+    adapter = AdapterConfig(kind=kind, rank=4, alpha=8, targets=EVERYWHERE[shape])
+    family, read = read_model(model_dir(shape))
+    table = family.weight_rules(read)
+    rules = trained_rules(table, adapter)
+    samples = make_samples(MIXED, geometry_of(read), range(20, 300))
+    with single_rank() as mesh:
+        run, model = adapted_model(tmp_path, mesh, shape, adapter)
+        write_peft_directory(tmp_path / "start", dict(hf_tensors([model], mesh, rules)), adapter, [])
+        model = build_tiny(run.hf_dir, mesh, SEQ_LEN, torch.bfloat16, fused=True)
+        give_adapters([model], run, table, tmp_path / "start")
+        ours = of_ours(model.cuda(), rules, samples)
+    theirs = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        reference = load_reference(model_dir(shape)).to(dtype).cuda()
+        peft = PeftModel.from_pretrained(reference, tmp_path / "start", is_trainable=True, autocast_adapter_dtype=False)
+        theirs[dtype] = of_peft(peft.to(dtype), rules, samples)
+    own, yardstick = (relative(x, theirs[torch.float32]) for x in (ours, theirs[torch.bfloat16]))
+    print(f"{shape} {kind}: relative distance of gradients {own:.2e} (PEFT in bf16 {yardstick:.2e})")
+    assert own <= YARDSTICKS * yardstick

@@ -1,0 +1,117 @@
+"""A frozen base in float8 on a GPU: the kernel's bits, Transformer Engine's layers, memory while a model is loaded."""
+
+import gc
+
+import pytest
+import torch
+
+from tests.helpers.bins import MIXED, make_samples
+from tests.helpers.hardware import requires_gpus
+from tests.helpers.run_dir import model_dir
+from tests.helpers.single_rank import build_tiny, single_rank
+from trainer.contract.adapter import AdapterConfig
+from trainer.data.micro_batch import make_micro_batch
+from trainer.families.geometry import geometry_of
+from trainer.families.registry import read_model
+from trainer.families.targets import adapted_layers
+from trainer.layers.lora import float8_base
+from trainer.layers.lora.convert import add_adapters
+from trainer.layers.lora.float8_base import base_packer, pack, parameters_on_cpu, unpack
+
+SEQ_LEN = 128
+WIDTHS = [1, 96, 4096, 5000]
+
+
+@requires_gpus(1)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_kernel_gives_the_bits_of_plain_torch(width, dtype):
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes = codes[(codes & 127) != 127].repeat(40)[:width].repeat(3, 1)
+    scale = torch.tensor([2.0**-100, 1.0, 2.0**90])
+    bits = torch.int16 if dtype is torch.bfloat16 else torch.int32
+    found = unpack(codes.cuda(), scale.cuda(), dtype).cpu()
+    assert torch.equal(found.view(bits), unpack(codes, scale, dtype).view(bits))
+
+
+@requires_gpus(1)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_packing_gives_the_bits_of_a_cpu(dtype):
+    torch.manual_seed(0)
+    weight = (torch.randn(512, 1024) * torch.exp(4 * torch.randn(512, 1))).to(dtype)
+    for found, expected in zip(pack(weight.cuda()), pack(weight), strict=True):
+        assert torch.equal(found.cpu(), expected)
+
+
+@requires_gpus(1)
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("shape", ["first", "second"])
+def test_transformer_engines_layers_compute_with_the_rounded_weights(shape, kind):
+    """The same losses to the bit, and gradients but for the order of attention's sums; a weight is unpacked once
+    forward and once backward."""
+    results = []
+    with single_rank() as mesh, pytest.MonkeyPatch.context() as patch:
+        unpacked = []
+        patch.setattr(float8_base, "unpack", lambda *args: unpacked.append(1) or unpack(*args))
+        for is_packed in (True, False):
+            model = _adapted(shape, mesh, kind, is_packed=is_packed)
+            geometry = geometry_of(model.shape)
+            batch = make_micro_batch(make_samples(MIXED, geometry, range(20, 300)), geometry, SEQ_LEN).to(mesh.device)
+            unpacked.clear()
+            losses = model.train()(batch)
+            losses.sum().backward()
+            grads = {name: param.grad for name, param in model.named_parameters() if param.requires_grad}
+            results.append((losses.detach(), grads, len(unpacked)))
+    (losses, grads, count), (expected, expected_grads, none) = results
+    assert torch.equal(losses, expected)
+    for name, grad in grads.items():
+        assert (grad - expected_grads[name]).norm() <= 5e-3 * expected_grads[name].norm(), name
+    products = 4 * model.shape.language.num_layers
+    lengths = products if kind == "dora" else 0  # the row lengths of a DoRA layer are of its unpacked weight too
+    assert 2 * products - 1 <= count - lengths <= 2 * products
+    assert none == 0
+
+
+def _adapted(shape: str, mesh, kind: str, *, is_packed: bool) -> torch.nn.Module:
+    family, read = read_model(model_dir(shape))
+    model = build_tiny(model_dir(shape), mesh, SEQ_LEN, torch.bfloat16, fused=True)
+    rules, config = family.weight_rules(read), AdapterConfig(kind=kind, rank=4, alpha=8)
+    linears = {rule.ours for rule in rules if rule.sizes}
+    packer = base_packer(model, mesh.device, linears)
+    for name, param in list(model.named_parameters()):
+        if is_packed:
+            packer(name)
+        elif name in linears and name.startswith("language."):
+            param.data = unpack(*pack(param.data), param.dtype)
+    add_adapters(model, adapted_layers(rules, config), config, seed=3)
+    torch.manual_seed(1)
+    for name, param in model.named_parameters():
+        if ".adapter.b." in name:
+            param.data.copy_(0.05 * torch.randn(param.shape))
+    return model
+
+
+@requires_gpus(1)
+def test_a_model_on_its_way_takes_no_more_room_than_packed():
+    """Parameters are made on the CPU, and each matrix is packed on the device: never two of them there unpacked."""
+    width, count = 4096, 12
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with parameters_on_cpu():
+        layers = [torch.nn.Linear(width, width, bias=False, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
+    assert all(not param.is_cuda for layer in layers for param in layer.parameters())
+    for layer in layers:
+        layer.config = type("Config", (), {"params_dtype": torch.bfloat16})
+        float8_base.pack_layer(layer, torch.device("cuda"))
+    one = width * width
+    assert torch.cuda.memory_allocated() - before <= count * one * 1.01
+    assert torch.cuda.max_memory_allocated() - before <= (count + 6) * one
+    x = torch.randn(8, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    out = x
+    for layer in layers:
+        out = layer(out)
+    assert torch.cuda.memory_allocated() - before <= (count + 1) * one
+    out.sum().backward()
+    assert x.grad is not None

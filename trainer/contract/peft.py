@@ -1,0 +1,93 @@
+"""adapter_config.json: PEFT 0.21's description of an adapter, as we write it, and which ones a training can go on from.
+
+adapter_config.json  adapter_model.safetensors   what lies in a directory of PEFT's
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from dataset_builders.errors import InputError
+from dataset_builders.storage.files import read_object
+from trainer.contract.adapter import AdapterConfig
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# What decides no number of the adapted model, or is compared elsewhere: modules, by the names of the tensors.
+_UNIMPORTANT = {
+    *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version", "revision"),
+    *("exclude_modules", "layers_pattern", "layers_to_transform", "modules_to_save", "target_modules"),
+    *("init_lora_weights", "lora_dropout", "megatron_config", "megatron_core", "qalora_group_size"),
+    *("ephemeral_gpu_offload", "runtime_config", "task_type"),
+}
+_OFF = (None, False, "none", {}, [])
+# The other ways to begin put a part of the base model's weights into the adapter: it belongs to another base then.
+_KEEPS_BASE = (True, False, None, "gaussian", "orthogonal", "eva")
+
+
+def peft_config(config: AdapterConfig, modules: Sequence[str], whole: Sequence[str]) -> dict[str, object]:
+    """The content of adapter_config.json; what is left out has PEFT's default. Without the base model's name, which a
+    training does not know.
+
+    Args:
+        modules: names of the adapted ones.
+        whole: names of those that were trained whole.
+    """
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None,
+        "inference_mode": True,
+        "r": config.rank,
+        "lora_alpha": int(config.alpha) if config.alpha.is_integer() else config.alpha,  # PEFT's is a whole number
+        "lora_dropout": config.dropout,
+        "use_rslora": config.rslora,
+        "use_dora": config.kind == "dora",
+        "target_modules": list(modules),
+        "modules_to_save": list(whole) or None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+    }
+
+
+def check_start(directory: Path, config: AdapterConfig | None) -> None:
+    """Check that a training can go on from the adapter in a directory of PEFT's. That it has the same modules is seen
+    when its tensors are read.
+
+    Raises:
+        InputError: the directory holds none, it has a feature that we do not compute, or the training's settings are
+            others.
+    """
+    if config is None:
+        raise InputError(
+            f"start_adapter={directory} is an adapter to go on from, and train.adapter is null; set train.adapter to "
+            "its rank, alpha and kind, or start_adapter=null"
+        )
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+        if not (directory / name).is_file():
+            raise InputError(f"start_adapter={directory} has no {name}; give a directory that PEFT saved")
+    path = directory / ADAPTER_CONFIG
+    theirs = read_object(path, "save the adapter with PEFT again")
+    if theirs.get("peft_type") != "LORA":
+        raise InputError(f"{path}: peft_type is {theirs.get('peft_type')!r}; only LORA can be gone on from")
+    if (start := theirs.get("init_lora_weights")) not in _KEEPS_BASE:
+        raise InputError(
+            f"{path}: init_lora_weights is {start!r}, which changes the base model; convert the adapter with PEFT's "
+            "path_initial_model_for_weight_conversion"
+        )
+    ours = {
+        "r": ("rank", config.rank),
+        "lora_alpha": ("alpha", config.alpha),
+        "use_rslora": ("rslora", config.rslora),
+        "use_dora": ("kind=dora", config.kind == "dora"),
+    }
+    for key in sorted(theirs.keys() - _UNIMPORTANT - ours.keys()):
+        if theirs[key] not in _OFF:
+            raise InputError(f"{path}: {key} is {theirs[key]!r}, which is not computed here; give an adapter without")
+    for key, (field, value) in ours.items():
+        if (saved := theirs.get(key, False)) != value:
+            raise InputError(
+                f"{path}: {key} is {saved!r}, and train.adapter says {value!r} ({field}); set train.adapter.{field} "
+                "as the adapter has it"
+            )
