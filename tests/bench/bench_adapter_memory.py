@@ -96,8 +96,8 @@ def main() -> None:
     print(f"""\
 Python {platform.python_version()}; nothing is run. Bins of {plan.seq_len:,} tokens and {plan.max_patches:,} patches
 (the recipe `cauldron`), bfloat16, one GPU, moments in float32. LoRA 16: rank 16 beside every linear layer of the
-language model, vision and mergers frozen. float8: `train.adapter.base=float8`, a byte per weight of the language layers'
-matrices; the rest stays in bfloat16. Recomputed: `recompute=full` and `recompute_vision=true`. States: weights,
+language model, vision and mergers frozen. float8: `train.adapter.base=float8`, a byte per weight of the language
+layers' matrices; the rest stays in bfloat16. Recomputed: `recompute=full` and `recompute_vision=true`. States: weights,
 gradients and moments. A GPU of 24, 48, 80, 141 GB has {rooms} GB beside CUDA's own, {SPARE - 1:.0%} of which stay free.
 """)
     print("\n".join(rows(config)))
