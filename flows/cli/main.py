@@ -131,6 +131,7 @@ def make_parser() -> argparse.ArgumentParser:
     ask.add_argument("model", help="HF directory or hub name")
     ask.add_argument("picture", type=Path, help="image file; '-' for a question without one")
     ask.add_argument("question")
+    ask.add_argument("--adapter", type=Path, metavar="DIR", help="PEFT directory of an adapter beside the model")
     preview = commands.add_parser("preview", help="write one HTML page that shows an artifact")
     _add_preview(preview)
     sweep = commands.add_parser("sweep", help="run a recipe once for every combination of some settings")

@@ -97,6 +97,7 @@ class PipelineConfig(StrictModel):
             check_no_userinfo(value if isinstance(value, str) else "", field)
         self._check_lengths()
         self._check_profile()
+        self._check_adapter()
         self.check_parallel(self.model.shape if isinstance(self.model, EmbeddedModelConfig) else None)
         if self.convert.heldout_fraction == 0 and not get_builder(self.convert.builder).has_splits:
             raise ValueError(
@@ -132,6 +133,18 @@ class PipelineConfig(StrictModel):
             raise ValueError(
                 f"execution.profile.rank={profile.rank} is not below execution.cluster.processes={processes}; "
                 "try execution.profile.rank=0"
+            )
+
+    def _check_adapter(self) -> None:
+        if self.evaluate.adapter == "beside" and self.train.adapter is None:
+            raise ValueError(
+                "evaluate.adapter=beside asks the base model with an adapter, and train.adapter is null; try "
+                "evaluate.adapter=merged"
+            )
+        if self.evaluate.adapter == "beside" and self.evaluate.engine != "transformers":
+            raise ValueError(
+                f"evaluate.adapter=beside is not for evaluate.engine={self.evaluate.engine}; try "
+                "evaluate.engine=transformers, or evaluate.adapter=merged"
             )
 
     def check_parallel(self, shape: ModelShape | None) -> None:

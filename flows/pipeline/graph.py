@@ -108,14 +108,15 @@ def scoring_nodes(config: PipelineConfig) -> Iterator[Node]:
     answer, evaluate = "stages.answer.stage:STAGE", "stages.evaluate.stage:STAGE"
     questions = {"samples": "convert"}
     scored = questions | ({} if config.contamination is None else {"contamination": "contamination"})
-    yield Node("answer", answer, config.evaluate.answer, {"hf": "export", **questions}, Needs.SLOT)
-    yield Node("evaluate", evaluate, config.evaluate, {"answers": "answer", **scored, "made_by": "train"})
+    before = {"hf": model_source(config), **questions, "tokenized": "tokenize"}
+    tuned = {"hf": "export", **questions} if config.evaluate.adapter == "merged" else {**before, "adapter": "export"}
+    yield Node("answer", answer, config.evaluate.answer, tuned, Needs.SLOT)
+    yield Node("evaluate", evaluate, config.evaluate.scoring, {"answers": "answer", **scored, "made_by": "train"})
     released = {"export": "export", "train": "train", "evaluate": "evaluate", **scored}
     if config.compare is not None:
-        before = {"hf": model_source(config), **questions, "tokenized": "tokenize"}
         yield Node("answer_base", answer, config.evaluate.answer, before, Needs.SLOT)
         of_base = {"answers": "answer_base", **scored, "start_of": "train"}
-        yield Node("evaluate_base", evaluate, config.evaluate, of_base)
+        yield Node("evaluate_base", evaluate, config.evaluate.scoring, of_base)
         both = {"base": "evaluate_base", "tuned": "evaluate", **questions}
         yield Node("compare", "stages.compare.stage:STAGE", config.compare, both)
         released["compare"] = "compare"

@@ -7,7 +7,9 @@ from dataset_builders.errors import InputError
 from stages.answer.transformers_engine import EncodedImages, Generator
 
 
-def ask(hf_dir: Path, picture: Path | None, question: str, max_new_tokens: int = 64) -> str:
+def ask(
+    hf_dir: Path, picture: Path | None, question: str, max_new_tokens: int = 64, adapter_dir: Path | None = None
+) -> str:
     """The model's greedy answer, stripped.
 
     Args:
@@ -15,16 +17,18 @@ def ask(hf_dir: Path, picture: Path | None, question: str, max_new_tokens: int =
         picture: shown before the question; None: there is no picture.
         question: plain text; the model's chat template makes the prompt of it.
         max_new_tokens: the answer is cut there.
+        adapter_dir: PEFT's directory of an adapter beside the model.
 
     Raises:
-        InputError: there is no such model or picture, the picture is not usable, or the question cannot be asked.
+        InputError: there is no such model, adapter or picture, the picture is not usable, or the question cannot be
+            asked.
     """
     data = None if picture is None else _read_picture(picture)
     if not question.strip():
         raise InputError('the question is empty; ask for example "Which digit is in the picture?"')
     if IMAGE_SLOT in question:
         raise InputError(f"the question holds {IMAGE_SLOT}, which stands for a picture; leave it out")
-    generator = Generator(hf_dir)
+    generator = Generator(hf_dir, adapter_dir=adapter_dir)
     images = _encode(generator, picture, data)
     slot = IMAGE_SLOT if images.patches else ""
     try:

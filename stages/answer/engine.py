@@ -82,6 +82,7 @@ class EngineSettings:
         prompt: the form of its prompts.
         batch_size, batch_tokens: the most answers side by side, and the most tokens that these have together.
         device: number of the GPU on this host; None: the first one, or the CPU if there is no GPU.
+        adapter_dir: PEFT's directory of an adapter beside the model; None: there is none.
     """
 
     hf_dir: Path
@@ -89,6 +90,7 @@ class EngineSettings:
     batch_size: int
     batch_tokens: int
     device: int | None = None
+    adapter_dir: Path | None = None
 
 
 def make_engine(name: EngineName, settings: EngineSettings) -> Engine:
@@ -101,12 +103,17 @@ def make_engine(name: EngineName, settings: EngineSettings) -> Engine:
     return getattr(importlib.import_module(module), attribute)(settings)
 
 
-def check_engine(name: EngineName) -> None:
-    """Check, before work starts, that an engine's library is installed.
+def check_engine(name: EngineName, adapter_dir: Path | None = None) -> None:
+    """Check, before work starts, that an engine's library is installed, and that it can have an adapter.
 
     Raises:
-        InputError: it is not.
+        InputError: it is not, or it cannot.
     """
+    if adapter_dir is not None and name != "transformers":
+        raise InputError(
+            f"engine={name} answers with a whole model, and the adapter {adapter_dir} is to stand beside one; take "
+            "engine=transformers, or the merged model of an export"
+        )
     if importlib.util.find_spec(name) is None:
         raise InputError(
             f"evaluate.engine is {name!r}, which is not installed here; install {name}, or use engine=transformers"

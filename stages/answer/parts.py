@@ -43,6 +43,7 @@ class AnswerJob(StrictModel):
 
     config: AnswerConfig
     hf_dir: Path
+    adapter_dir: Path | None = Field(default=None, description="PEFT's directory of an adapter beside the model")
     prompt: PromptFormat
     samples_dir: Location
     work_dir: Path
@@ -80,7 +81,7 @@ def answer_parts(
     mine = [n for n in range(worker, len(parts), num_workers) if not part_path(job.work_dir, n).is_file()]
     if not mine:
         return
-    settings = EngineSettings(job.hf_dir, job.prompt, config.batch_size, config.batch_tokens, device)
+    settings = EngineSettings(job.hf_dir, job.prompt, config.batch_size, config.batch_tokens, device, job.adapter_dir)
     engine = make_engine(config.engine, settings)
     groups = {n: groups_of(parts[n], questions, config) for n in mine}
     threads = job.num_threads or min(_MOST_THREADS, os.cpu_count() or 1)

@@ -42,6 +42,7 @@ from stages.artifacts.artifact import Artifact, Input, Stage, StageOutput
 from stages.artifacts.workers import StageResources
 from stages.encode.chat import ChatEncoder
 from stages.encode.prompt import read_prompt_format
+from stages.inputs.adapter_directory import adapter_dir_of, read_adapter_dir
 from stages.inputs.hf_directory import check_hf_dir, hf_dir_of
 from stages.launchers.config import ClusterConfig
 from stages.pages.report import Histogram, Section, Table, write_report
@@ -54,8 +55,9 @@ _LEFT_OUT_ROWS = 200
 def answer(
     config: AnswerConfig, inputs: Mapping[str, Input], work: Path, resources: StageResources | None
 ) -> StageOutput:
-    """Inputs: "hf" (an export, or an HF directory of the user's), "samples", and perhaps "tokenized": the model is then
-    asked as the export of a training on these would be."""
+    """Inputs: "hf" (an export, or an HF directory of the user's), "samples", perhaps "adapter" (an export, or a PEFT
+    directory of the user's) beside the model, and perhaps "tokenized": the model is then asked as the export of a
+    training on these would be."""
     if not (work / ANSWERS_JSONL).is_file():
         _make(config, inputs, work, resources or StageResources())
     shutil.rmtree(work / PARTS, ignore_errors=True)
@@ -68,14 +70,18 @@ def answer(
 
 def _make(config: AnswerConfig, inputs: Mapping[str, Input], work: Path, resources: StageResources) -> None:
     """Write answers.jsonl and speed.json."""
+    adapter_dir = adapter_dir_of(inputs["adapter"]).resolve() if "adapter" in inputs else None
     if resources.cluster.launcher == "torchrun":  # elsewhere the workers check it
-        check_engine(config.engine)
+        check_engine(config.engine, adapter_dir)
     hf_dir, samples, tokenized = hf_dir_of(inputs["hf"]), inputs["samples"], inputs.get("tokenized")
     check_hf_dir(hf_dir)
+    if adapter_dir is not None:
+        read_adapter_dir(adapter_dir, hf_dir)
     assert tokenized is None or isinstance(tokenized, Artifact)
     job = AnswerJob(
         config=config,
         hf_dir=hf_dir.resolve(),
+        adapter_dir=adapter_dir,
         prompt=read_prompt_format(hf_dir, None if tokenized is None else tokenized.manifest.stats),
         samples_dir=absolute(samples.dir),
         work_dir=work.resolve(),

@@ -15,6 +15,8 @@ from stages.answer.engine import Answer, EngineSettings, Prepared, Request
 from stages.answer.greedy_decoder import EncodedImages, GreedyDecoder, PoolLimits, Prompt, Row
 from stages.encode.chat import ChatEncoder
 from stages.encode.prompt import PromptFormat, read_prompt_format
+from stages.inputs.adapter_directory import read_adapter_dir
+from stages.inputs.adapter_layers import add_adapters
 from stages.inputs.hf_directory import check_hf_dir
 from stages.inputs.transformers_progress import no_progress_bar
 from trainer.families.family import load
@@ -30,17 +32,27 @@ class Generator:
         hf_dir: config.json, weights, tokenizer, chat template, preprocessor_config.json and generation_config.json.
         device: number of the GPU on this host; None: the first one.
         prompt: the form of its prompts; None: the directory's own.
+        adapter_dir: PEFT's directory of an adapter beside the model; None: there is none.
 
     Raises:
-        InputError: the directory is not a complete model of a supported architecture.
+        InputError: the directory is not a complete model of a supported architecture, or the adapter is another one's.
     """
 
-    def __init__(self, hf_dir: Path, device: int | None = None, prompt: PromptFormat | None = None) -> None:
+    def __init__(
+        self,
+        hf_dir: Path,
+        device: int | None = None,
+        prompt: PromptFormat | None = None,
+        adapter_dir: Path | None = None,
+    ) -> None:
         check_hf_dir(hf_dir)
+        adapter = None if adapter_dir is None else read_adapter_dir(adapter_dir, hf_dir)
         prompt = prompt or read_prompt_format(hf_dir)
         self._chat = ChatEncoder(hf_dir, system_prompt=prompt.system_prompt)
         self._image_config = prompt.pixels
         model = _load(hf_dir, device)
+        if adapter is not None:
+            add_adapters(model, adapter)
         self.decoder = GreedyDecoder(
             model,
             end_ids_of(hf_dir, model.generation_config),
@@ -89,7 +101,7 @@ class TransformersEngine:
     """Answers by transformers: the decoder's pool takes new prompts as its rows end."""
 
     def __init__(self, settings: EngineSettings) -> None:
-        self._generator = Generator(settings.hf_dir, settings.device, settings.prompt)
+        self._generator = Generator(settings.hf_dir, settings.device, settings.prompt, settings.adapter_dir)
         self._limits = PoolLimits(settings.batch_size, settings.batch_tokens)
 
     def prepare(self, requests: Sequence[Request]) -> Prepared:

@@ -36,7 +36,7 @@ class VllmEngine:
     """
 
     def __init__(self, settings: EngineSettings) -> None:
-        check_engine("vllm")
+        check_engine("vllm", settings.adapter_dir)
         check_hf_dir(settings.hf_dir)
         self._vllm = importlib.import_module("vllm")
         self._chat = ChatEncoder(settings.hf_dir, system_prompt=settings.prompt.system_prompt)

@@ -1,8 +1,10 @@
 """The configs of evaluate and compare, in a file of their own because the metrics' libraries take a second to load."""
 
-from pydantic import Field, field_validator
+from typing import Any, Literal
 
-from dataset_builders.contracts.strict import StrictModel
+from pydantic import Field, SerializationInfo, SerializerFunctionWrapHandler, field_validator, model_serializer
+
+from dataset_builders.contracts.strict import EVERY_FIELD, StrictModel
 from stages.answer.config import AnswerConfig
 from stages.scoring.names import check_overrides
 
@@ -14,6 +16,20 @@ class EvaluateConfig(AnswerConfig):
         default={}, description="subset -> its metrics, the headline first; other subsets have those of the table"
     )
 
+    adapter: Literal["merged", "beside"] = Field(
+        default="merged",
+        description="of a training of adapters: what answers is the merged model, or the base with the adapter beside "
+        "it, unrounded",
+    )
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, whole: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
+        """Without `adapter` at its default: scores of before it are found."""
+        dumped = whole(self)
+        if self.adapter == "merged" and info.context != EVERY_FIELD:
+            del dumped["adapter"]
+        return dumped
+
     @field_validator("metrics")
     @classmethod
     def _metrics_exist(cls, value: dict[str, list[str]]) -> dict[str, list[str]]:
@@ -24,6 +40,11 @@ class EvaluateConfig(AnswerConfig):
     def answer(self) -> AnswerConfig:
         """The fields that decide the answers."""
         return AnswerConfig(**{name: getattr(self, name) for name in AnswerConfig.model_fields})
+
+    @property
+    def scoring(self) -> "EvaluateConfig":
+        """The fields that decide the scores of given answers."""
+        return self.model_copy(update={"adapter": "merged"})
 
 
 class CompareConfig(StrictModel):

@@ -92,20 +92,14 @@ def main() -> None:
     plan = config.plan_bins
     print("# What fits which GPU, trained whole or by adapters: estimates\n")
     print("    python -m tests.bench.bench_adapter_memory\n")
-    print(
-        f"Python {platform.python_version()}; nothing is run. Bins of {plan.seq_len:,} tokens and {plan.max_patches:,}"
-    )
-    print(
-        "patches (the recipe `cauldron`), bfloat16, one GPU, moments in float32. LoRA 16: rank 16 beside every linear layer"
-    )
-    print(
-        "of the language model, vision and mergers frozen. float8: one byte a weight of every linear layer and a float32"
-    )
-    print("scale for 128 of them; embeddings and norms stay in bfloat16. Recomputed: `recompute=full` and")
-    print("`recompute_vision=true`. States: weights, gradients and moments. A GPU of 24, 48, 80, 141 GB has")
-    print(
-        f"{', '.join(f'{room / 1e9:.1f}' for room in ROOM.values())} GB beside CUDA's own; {SPARE - 1:.0%} of them are left free.\n"
-    )
+    rooms = ", ".join(f"{room / 1e9:.1f}" for room in ROOM.values())
+    print(f"""\
+Python {platform.python_version()}; nothing is run. Bins of {plan.seq_len:,} tokens and {plan.max_patches:,} patches
+(the recipe `cauldron`), bfloat16, one GPU, moments in float32. LoRA 16: rank 16 beside every linear layer of the
+language model, vision and mergers frozen. float8: `train.adapter.base=float8`, a byte per weight of the language
+layers' matrices; the rest stays in bfloat16. Recomputed: `recompute=full` and `recompute_vision=true`. States: weights,
+gradients and moments. A GPU of 24, 48, 80, 141 GB has {rooms} GB beside CUDA's own, {SPARE - 1:.0%} of which stay free.
+""")
     print("\n".join(rows(config)))
 
 

@@ -9,5 +9,6 @@ from stages.inputs.hf_directory import resolve_hf_dir
 
 def ask_command(args: argparse.Namespace) -> int:
     """Print the answer."""
-    print(ask(resolve_hf_dir(args.model), None if args.picture == Path("-") else args.picture, args.question))
+    picture = None if args.picture == Path("-") else args.picture
+    print(ask(resolve_hf_dir(args.model), picture, args.question, adapter_dir=args.adapter))
     return 0

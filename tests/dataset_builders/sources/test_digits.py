@@ -1,5 +1,6 @@
 """The embedded rows are right, deterministic, and their pictures fall into small groups."""
 
+import dataclasses
 from collections import Counter
 
 import numpy as np
@@ -15,11 +16,14 @@ from dataset_builders.sources.digits import (
     NUM_SCANS,
     SINGLE_QUESTIONS,
     SUBSETS,
+    WORD_QUESTION,
+    WORDS,
     DigitCounts,
     iter_digit_rows,
 )
+from stages.inputs.config import EmbeddedDataConfig
 
-COUNTS = DigitCounts(scans=NUM_SCANS, multi=400, pairs=400, texts=300)
+COUNTS = DigitCounts(scans=NUM_SCANS, multi=400, pairs=400, texts=300, words=50)
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +46,27 @@ def images(row):
 
 
 def test_every_scan_is_a_picture_of_its_own(rows, label_of):
-    assert {subset: len(found) for subset, found in rows.items()} == dict(zip(SUBSETS, (1797, 400, 400, 300)))
+    assert {subset: len(found) for subset, found in rows.items()} == dict(zip(SUBSETS, (1797, 400, 400, 300, 50)))
     assert len(label_of) == NUM_SCANS
     for row in rows["digits_single"]:
         assert row["texts"][0]["assistant"] == str(label_of[images(row)[0]])
+
+
+def test_digits_are_spelled(rows, label_of):
+    for row in rows["digits_words"]:
+        assert row["texts"][0] == {
+            "user": WORD_QUESTION,
+            "assistant": WORDS[label_of[images(row)[0]]],
+            "source": "digits",
+        }
+    assert {row["texts"][0]["assistant"] for row in rows["digits_words"]} == set(WORDS)
+
+
+def test_rows_of_before_there_were_words_are_the_same(rows):
+    before = list(iter_digit_rows(0, dataclasses.replace(COUNTS, words=0)))
+    assert before == [(subset, row) for subset in SUBSETS[:4] for row in rows[subset]]
+    assert "num_words" not in EmbeddedDataConfig(seed=0).model_dump()
+    assert EmbeddedDataConfig(seed=0, num_words=3).model_dump()["num_words"] == 3
 
 
 def test_answers_about_one_scan_are_right(rows, label_of):

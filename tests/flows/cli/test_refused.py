@@ -29,6 +29,10 @@ HEAVY = {"torch", "prefect", "mlflow", "transformers", "tokenizers", "scipy", "m
         (["sweep", "--grid", "train.optim.lr=[7]"], "train.optim.lr=7 should be less than or equal to 1"),
         (["compare", "--grid", "train.seed=[0,1]"], "the command is now `athanor sweep`, with the same arguments"),
         (["ask", "/nowhere", "-", "Which digit?"], "model '/nowhere' is not a directory here"),
+        (
+            ["ask", str(tiny_hf_dir()), "-", "Which digit?", "--adapter", "/nowhere"],
+            "adapter /nowhere has no adapter_c",
+        ),
     ],
 )
 def test_nothing_heavy_is_loaded(arguments, words, tmp_path):

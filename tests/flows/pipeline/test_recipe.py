@@ -315,3 +315,25 @@ def test_an_adapter_to_go_on_from_is_an_input_of_the_training(tmp_path):
 def test_an_adapter_that_is_none_is_refused_before_anything(overrides, words, tmp_path):
     with pytest.raises(InputError, match=words):
         open_inputs(load_recipe(overrides=[text.format(start=tmp_path) for text in overrides]).config, tmp_path)
+
+
+def test_what_answers_for_adapters_is_the_merged_model_or_the_base_with_them_beside_it():
+    merged, beside = (
+        {node.name: node for node in pipeline_nodes(load_recipe("embedded", [*ADAPTED, *more]).config)}
+        for more in ((), ("evaluate.adapter=beside",))
+    )
+    assert merged["answer"].inputs == {"hf": "export", "samples": "convert"}
+    source = {"hf": "embedded_model", "samples": "convert", "tokenized": "tokenize"}
+    assert beside["answer"].inputs == source | {"adapter": "export"}
+    assert beside["answer_base"].inputs == merged["answer_base"].inputs == source
+    assert beside["answer"].config == merged["answer"].config  # the same questions
+    for name in ("evaluate", "evaluate_base"):
+        assert beside[name].config == merged[name].config
+        assert "adapter" not in merged[name].config.model_dump()
+    assert "adapter" not in load_recipe("embedded").config.identity()["evaluate"]
+
+
+def test_an_adapter_beside_the_base_needs_an_adapter_and_our_decoder():
+    assert "and train.adapter is null; try evaluate.adapter=merged" in _error("evaluate.adapter=beside")
+    refused = _error("evaluate.adapter=beside", *ADAPTED, "evaluate.engine=vllm")
+    assert "evaluate.adapter=beside is not for evaluate.engine=vllm" in refused

@@ -1,0 +1,45 @@
+"""Adapters beside the linear layers of a loaded transformers model, whose weights stay as they are."""
+
+import torch
+import torch.nn.functional as F
+import transformers
+from safetensors.torch import load_file
+
+from stages.inputs.adapter_directory import MAGNITUDE, PREFIX, A, AdapterDirectory, B
+from trainer.contract.peft import ADAPTER_WEIGHTS
+
+
+class _Adapter:
+    """A forward hook of a linear layer: its output with the adapter's, by PEFT's arithmetic.
+
+    Args:
+        tensors: of the whole directory, without PEFT's prefix, on the layer's device.
+    """
+
+    def __init__(self, linear: torch.nn.Linear, name: str, tensors: dict[str, torch.Tensor], scaling: float) -> None:
+        self._a, self._b, self._scaling = tensors[name + A], tensors[name + B], scaling
+        self._scale = None  # (out,) DoRA's length of each row over that of the adapted weight's
+        if (magnitude := tensors.get(name + MAGNITUDE)) is not None:
+            adapted = linear.weight.detach() + scaling * (self._b @ self._a)
+            self._scale = magnitude / torch.linalg.norm(adapted, dim=1)
+
+    def __call__(self, linear: torch.nn.Linear, inputs: tuple[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+        delta = F.linear(F.linear(inputs[0], self._a), self._b) * self._scaling
+        if self._scale is None:
+            return out + delta
+        bias = 0 if linear.bias is None else linear.bias
+        return (out - bias + delta) * self._scale + bias
+
+
+def add_adapters(model: transformers.PreTrainedModel, adapter: AdapterDirectory) -> None:
+    """Put the adapters of a directory beside the model's layers, in its dtype and on its device."""
+    tensors = {
+        name.removeprefix(PREFIX): tensor.to(model.device, model.dtype)
+        for name, tensor in load_file(adapter.path / ADAPTER_WEIGHTS).items()
+    }
+    with torch.no_grad():
+        for name in adapter.whole:
+            model.get_parameter(name).copy_(tensors[name])
+        for name in adapter.modules:
+            linear = model.get_submodule(name)
+            linear.register_forward_hook(_Adapter(linear, name, tensors, adapter.scaling))

@@ -1,0 +1,134 @@
+"""A base model with an adapter beside it answers as the merged model does, and as PEFT's model."""
+
+import json
+
+import peft
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from dataset_builders.errors import InputError
+from flows.cli.main import main
+from stages.answer.ask import ask
+from stages.answer.config import AnswerConfig
+from stages.answer.records import ANSWERS_JSONL
+from stages.answer.transformers_engine import Generator
+from stages.inputs.adapter_directory import adapter_input, read_adapter_dir
+from stages.inputs.hf_directory import model_input
+from tests.helpers.adapter_files import merge_adapter, write_adapter
+from tests.helpers.evaluation import answered, mixed_samples, picture, samples_artifact, talkative_hf_dir
+from tests.helpers.tiny_hybrid_model import talkative_hybrid_dir
+from tests.helpers.tiny_model import tiny_hf_dir
+
+MODELS = {"qwen3_vl": talkative_hf_dir, "qwen3_5": talkative_hybrid_dir}
+NEW_TOKENS = 12
+
+
+def logits(model: transformers.PreTrainedModel) -> torch.Tensor:
+    """Of a text and one image's tokens."""
+    with torch.no_grad():
+        return model(input_ids=torch.arange(5, 45)[None]).logits
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("family", MODELS)
+def test_answers_are_the_merged_models_token_by_token(family, kind, tmp_path):
+    base = MODELS[family]()
+    adapter = write_adapter(tmp_path / "adapter", base, kind=kind, rslora=kind == "dora")
+    merged = merge_adapter(tmp_path / "merged", base, adapter)
+    beside, whole, before = Generator(base, adapter_dir=adapter), Generator(merged), Generator(base)
+
+    def answers(generator: Generator) -> list:
+        prompts = [generator.encode_prompt(s.messages[:1], generator.encode_images(s.images)) for s in mixed_samples(8)]
+        return generator.generate(prompts, NEW_TOKENS)
+
+    assert answers(beside) == answers(whole) != answers(before)
+    ours, theirs = logits(beside.decoder.model), logits(whole.decoder.model)
+    torch.testing.assert_close(ours, theirs, atol=1e-5 * theirs.abs().max().item(), rtol=0)
+    reference = peft.PeftModel.from_pretrained(before.decoder.model, adapter).eval()
+    torch.testing.assert_close(ours, logits(reference), atol=1e-5 * theirs.abs().max().item(), rtol=0)
+
+
+def test_the_stage_takes_an_adapter_beside_the_model_it_belongs_to(tmp_path):
+    base = talkative_hf_dir()
+    adapter = write_adapter(tmp_path / "adapter", base)
+    samples = samples_artifact(tmp_path / "samples", mixed_samples(8))
+    config, root = AnswerConfig(max_new_tokens=NEW_TOKENS), tmp_path / "root"
+    beside = {"hf": model_input(base), "adapter": adapter_input(adapter), "samples": samples}
+    merged = {"hf": model_input(merge_adapter(tmp_path / "merged", base, adapter)), "samples": samples}
+    before = {"hf": model_input(base), "samples": samples}
+    lines = [(answered(config, inputs, root).dir / ANSWERS_JSONL).read_text() for inputs in (beside, merged, before)]
+    assert lines[0] == lines[1] != lines[2]
+    with pytest.raises(
+        InputError, match=r"engine=vllm answers with a whole model, and the adapter .* is to stand beside"
+    ):
+        answered(config.model_copy(update={"engine": "vllm"}), beside, root)
+    other = {**beside, "hf": model_input(tiny_hf_dir("second"))}
+    with pytest.raises(InputError, match="is of another model"):
+        answered(config, other, root)
+
+
+def test_ask_with_an_adapter(tmp_path, capsys):
+    base = talkative_hf_dir()
+    adapter = write_adapter(tmp_path / "adapter", base)
+    merged = merge_adapter(tmp_path / "merged", base, adapter)
+    (tmp_path / "digit.png").write_bytes(picture(3, 72, 40))
+    asked = [str(tmp_path / "digit.png"), "Which digit is this?"]
+    assert main(["ask", str(base), *asked, "--adapter", str(adapter)]) == 0
+    assert capsys.readouterr().out.strip() == ask(merged, tmp_path / "digit.png", asked[1])
+    assert main(["ask", str(tiny_hf_dir("second")), *asked, "--adapter", str(adapter)]) == 2
+    assert "is of another model" in capsys.readouterr().err
+
+
+def test_a_module_that_was_trained_whole_stands_in_the_place_of_the_models(tmp_path):
+    base = talkative_hf_dir()
+    adapter = write_adapter(tmp_path / "adapter", base)
+    tensors, name = load_file(adapter / "adapter_model.safetensors"), "model.visual.merger.norm.weight"
+    changed = load_file(base / "model.safetensors")[name] * 2
+    save_file(tensors | {f"base_model.model.{name}": changed}, adapter / "adapter_model.safetensors")
+    assert torch.equal(Generator(base, adapter_dir=adapter).decoder.model.get_parameter(name), changed)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"peft_type": "IA3"}, "peft_type is 'IA3'; only LORA is computed"),
+        (
+            {"rank_pattern": {"q_proj": 8}},
+            "rank_pattern is {'q_proj': 8}, which is not computed here; merge the adapter",
+        ),
+        ({"bias": "all"}, "bias is 'all'; only adapters with bias=none"),
+        ({"r": 0}, "r is 0, no number above 0"),
+        ({"r": 8}, "is of another model: .*lora_A.weight is .4, 64., and .* with r=8 asks for .8, 64."),
+    ],
+)
+def test_what_is_not_computed_is_refused_in_one_line(config, words, tmp_path):
+    adapter = write_adapter(tmp_path / "adapter", tiny_hf_dir(), **config)
+    with pytest.raises(InputError, match=words) as caught:
+        read_adapter_dir(adapter, tiny_hf_dir())
+    assert "\n" not in str(caught.value)
+
+
+def test_an_adapter_of_another_model_is_refused_by_names_and_by_sizes(tmp_path):
+    adapter = write_adapter(tmp_path / "adapter", tiny_hf_dir(), base_model_name_or_path="Qwen/Other")
+    with pytest.raises(
+        InputError, match=r"up_proj.lora_A.weight is \[4, 64\], and .* asks for \[4, 48\]; give the model"
+    ):
+        read_adapter_dir(adapter, tiny_hf_dir("second"))
+    with pytest.raises(InputError, match=r"is no weight of .*; give the model that it was trained on \(Qwen/Other\)"):
+        read_adapter_dir(adapter, talkative_hybrid_dir())
+    (adapter / "adapter_model.safetensors").unlink()
+    for read in (lambda: read_adapter_dir(adapter, tiny_hf_dir()), lambda: adapter_input(adapter)):
+        with pytest.raises(InputError, match=r"has no adapter_model\.safetensors; give a directory"):
+            read()
+
+
+def test_an_adapters_digest_is_of_its_two_files(tmp_path):
+    adapter = write_adapter(tmp_path / "adapter", tiny_hf_dir())
+    before = adapter_input(adapter).digest
+    (adapter / "README.md").write_text("a card")
+    assert adapter_input(adapter).digest == before
+    path = adapter / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_alpha": 7}))
+    assert adapter_input(adapter).digest != before
