@@ -5,8 +5,8 @@ import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file
 
-from stages.inputs.adapter_directory import MAGNITUDE, PREFIX, A, AdapterDirectory, B
-from trainer.contract.peft import ADAPTER_WEIGHTS
+from stages.inputs.adapter_directory import AdapterDirectory
+from trainer.contract.peft import ADAPTER_WEIGHTS, LORA_A, LORA_B, MAGNITUDE, PREFIX
 
 
 class _Adapter:
@@ -17,7 +17,7 @@ class _Adapter:
     """
 
     def __init__(self, linear: torch.nn.Linear, name: str, tensors: dict[str, torch.Tensor], scaling: float) -> None:
-        self._a, self._b, self._scaling = tensors[name + A], tensors[name + B], scaling
+        self._a, self._b, self._scaling = tensors[name + LORA_A], tensors[name + LORA_B], scaling
         self._scale = None  # (out,) DoRA's length of each row over that of the adapted weight's
         if (magnitude := tensors.get(name + MAGNITUDE)) is not None:
             adapted = linear.weight.detach() + scaling * (self._b @ self._a)

@@ -15,11 +15,16 @@ from dataset_builders.errors import InputError
 from dataset_builders.storage.files import write_json
 from trainer.checkpoint.hf_read import HFTensors, fill
 from trainer.contract.adapter import AdapterConfig
-from trainer.contract.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, peft_config
+from trainer.contract.peft import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    LORA_A,
+    LORA_B,
+    MAGNITUDE,
+    PREFIX,
+    peft_config,
+)
 from trainer.families.weight_rules import Rule, global_names
-
-_PREFIX = "base_model.model."
-_A, _B, _MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
 
 
 def write_peft_directory(
@@ -32,9 +37,9 @@ def write_peft_directory(
         whole: names of the modules that were trained whole.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    named = {_PREFIX + name: tensor.contiguous() for name, tensor in tensors.items()}
+    named = {PREFIX + name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(named, directory / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-    modules = [name.removesuffix(_A) for name in tensors if name.endswith(_A)]
+    modules = [name.removesuffix(LORA_A) for name in tensors if name.endswith(LORA_A)]
     write_json(directory / ADAPTER_CONFIG, peft_config(config, modules, whole))
 
 
@@ -48,7 +53,7 @@ def load_peft_directory(models: Sequence[MegatronModule], directory: Path, rules
         InputError: a tensor is missing, is left over or has another shape.
     """
     source = HFTensors(directory)
-    table = {rule.ours: replace(rule, hf=tuple(_PREFIX + name for name in rule.hf)) for rule in rules}
+    table = {rule.ours: replace(rule, hf=tuple(PREFIX + name for name in rule.hf)) for rule in rules}
     wanted = {name for rule in table.values() for name in rule.hf}
     for names, what in ((wanted - source.names(), "lacks"), (source.names() - wanted, "holds, and nothing trains,")):
         if names:
@@ -76,12 +81,12 @@ def with_adapters(
     """
     for name in (name for rule in rules for name in rule.hf):
         module = name.removesuffix(".weight")
-        if module + _A not in trained:
+        if module + LORA_A not in trained:
             yield name, trained[name] if name in trained else source.get(name)
             continue
         stored = source.get(name)
-        weight, a, b = (tensor.float() for tensor in (stored, trained[module + _A], trained[module + _B]))
+        weight, a, b = (tensor.float() for tensor in (stored, trained[module + LORA_A], trained[module + LORA_B]))
         weight += b @ a * config.scaling
-        if (magnitude := trained.get(module + _MAGNITUDE)) is not None:
+        if (magnitude := trained.get(module + MAGNITUDE)) is not None:
             weight = (magnitude.float() / torch.linalg.norm(weight, dim=1)).view(-1, 1) * weight
         yield name, weight.to(stored.dtype)

@@ -5,12 +5,15 @@ adapter_config.json  adapter_model.safetensors   what lies in a directory of PEF
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from dataset_builders.errors import InputError
+from dataset_builders.errors import InputError, shown
 from dataset_builders.storage.files import read_object
 from trainer.contract.adapter import AdapterConfig
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."  # of every tensor's name
+LORA_A, LORA_B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"  # after a module's name
 # What decides no number of the adapted model, or is compared elsewhere: modules, by the names of the tensors.
 _UNIMPORTANT = {
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version", "revision"),
@@ -18,6 +21,7 @@ _UNIMPORTANT = {
     *("init_lora_weights", "lora_dropout", "megatron_config", "megatron_core", "qalora_group_size"),
     *("ephemeral_gpu_offload", "runtime_config", "task_type"),
 }
+_COMPUTED = {"r", "lora_alpha", "use_rslora", "use_dora"}
 _OFF = (None, False, "none", {}, [])
 # The other ways to begin put a part of the base model's weights into the adapter: it belongs to another base then.
 _KEEPS_BASE = (True, False, None, "gaussian", "orthogonal", "eva")
@@ -51,6 +55,39 @@ def peft_config(config: AdapterConfig, modules: Sequence[str], whole: Sequence[s
     }
 
 
+def read_peft_config(directory: Path, named: str) -> dict[str, Any]:
+    """adapter_config.json of a directory of PEFT's whose adapter we can compute.
+
+    Args:
+        named: how an error calls the directory.
+
+    Raises:
+        InputError: the directory holds no adapter, or one with a feature that we do not compute.
+    """
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+        if not (directory / name).is_file():
+            raise InputError(f"{named} has no {name}; give a directory that PEFT or an export has written")
+    path = directory / ADAPTER_CONFIG
+    config = read_object(path, "save the adapter with PEFT again")
+    if config.get("peft_type") != "LORA":
+        raise InputError(f"{path}: peft_type is {shown(config.get('peft_type'))}; only LORA is computed (DoRA is one)")
+    if (start := config.get("init_lora_weights")) not in _KEEPS_BASE:
+        raise InputError(
+            f"{path}: init_lora_weights is {shown(start)}, which changes the base model; convert the adapter with "
+            "PEFT's path_initial_model_for_weight_conversion"
+        )
+    for key in ("r", "lora_alpha"):
+        if not isinstance(config.get(key), int | float) or config[key] <= 0:
+            raise InputError(f"{path}: {key} is {shown(config.get(key))}, no number above 0; save it with PEFT again")
+    for key in sorted(config.keys() - _UNIMPORTANT - _COMPUTED):
+        if config[key] not in _OFF:
+            raise InputError(
+                f"{path}: {key} is {shown(config[key])}, which is not computed here; merge the adapter into its model "
+                "with PEFT's merge_and_unload, and give that model"
+            )
+    return config
+
+
 def check_start(directory: Path, config: AdapterConfig | None) -> None:
     """Check that a training can go on from the adapter in a directory of PEFT's. That it has the same modules is seen
     when its tensors are read.
@@ -64,30 +101,16 @@ def check_start(directory: Path, config: AdapterConfig | None) -> None:
             f"start_adapter={directory} is an adapter to go on from, and train.adapter is null; set train.adapter to "
             "its rank, alpha and kind, or start_adapter=null"
         )
-    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
-        if not (directory / name).is_file():
-            raise InputError(f"start_adapter={directory} has no {name}; give a directory that PEFT saved")
-    path = directory / ADAPTER_CONFIG
-    theirs = read_object(path, "save the adapter with PEFT again")
-    if theirs.get("peft_type") != "LORA":
-        raise InputError(f"{path}: peft_type is {theirs.get('peft_type')!r}; only LORA can be gone on from")
-    if (start := theirs.get("init_lora_weights")) not in _KEEPS_BASE:
-        raise InputError(
-            f"{path}: init_lora_weights is {start!r}, which changes the base model; convert the adapter with PEFT's "
-            "path_initial_model_for_weight_conversion"
-        )
+    theirs = read_peft_config(directory, f"start_adapter={directory}")
     ours = {
         "r": ("rank", config.rank),
         "lora_alpha": ("alpha", config.alpha),
         "use_rslora": ("rslora", config.rslora),
         "use_dora": ("kind=dora", config.kind == "dora"),
     }
-    for key in sorted(theirs.keys() - _UNIMPORTANT - ours.keys()):
-        if theirs[key] not in _OFF:
-            raise InputError(f"{path}: {key} is {theirs[key]!r}, which is not computed here; give an adapter without")
     for key, (field, value) in ours.items():
         if (saved := theirs.get(key, False)) != value:
             raise InputError(
-                f"{path}: {key} is {saved!r}, and train.adapter says {value!r} ({field}); set train.adapter.{field} "
-                "as the adapter has it"
+                f"{directory / ADAPTER_CONFIG}: {key} is {saved!r}, and train.adapter says {value!r} ({field}); set "
+                f"train.adapter.{field} as the adapter has it"
             )

@@ -98,7 +98,7 @@ def test_a_module_that_was_trained_whole_stands_in_the_place_of_the_models(tmp_p
             {"rank_pattern": {"q_proj": 8}},
             "rank_pattern is {'q_proj': 8}, which is not computed here; merge the adapter",
         ),
-        ({"bias": "all"}, "bias is 'all'; only adapters with bias=none"),
+        ({"bias": "all"}, "bias is 'all', which is not computed here"),
         ({"r": 0}, "r is 0, no number above 0"),
         ({"r": 8}, "is of another model: .*lora_A.weight is .4, 64., and .* with r=8 asks for .8, 64."),
     ],
