@@ -31,7 +31,7 @@ from trainer.contract.run import TrainConfig
 from trainer.families.family import Family
 from trainer.families.registry import get_family, read_model
 from trainer.families.shapes import check_cached, check_training
-from trainer.families.targets import check_adapter
+from trainer.families.whole_modules import check_adapter
 
 RAW_DIGESTS = "raw-digests.json"
 

@@ -14,7 +14,7 @@ from trainer.contract.pieces import mean_work, pipeline_pieces
 from trainer.contract.run import PartConfig, RunConfig, TrainConfig
 from trainer.families.family import Family
 from trainer.families.registry import read_model
-from trainer.families.targets import check_adapter
+from trainer.families.whole_modules import check_adapter
 
 ENCODING_PARTS = ("vision", "merger")  # what makes image tokens of pixels
 

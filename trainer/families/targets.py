@@ -123,15 +123,15 @@ def _names_nothing(target: str, modules: Sequence[_Module]) -> InputError:
     )
 
 
-def check_adapter(train: TrainConfig, family: Family, shape: ModelShape) -> None:
+def check_targets(train: TrainConfig, family: Family, rules: Sequence[Rule]) -> None:
     """Check that the targets of an adapter name layers of the model that are trained.
+
+    Args:
+        rules: the model's table of weights.
 
     Raises:
         InputError: one names none, or frozen ones alone.
     """
-    if train.adapter is None:
-        return
-    rules = family.weight_rules(shape)
     adapted_layers(rules, train.adapter)
     for target in train.adapter.targets:
         parts = {family.part_of(m.rule.ours) for m in _modules(rules) if m.is_named_by(target)}

@@ -14,7 +14,8 @@ from trainer.contract.answer import TrainResult
 from trainer.contract.names import ADAPTER_EXPORT, HF_EXPORT
 from trainer.contract.run import RunConfig
 from trainer.families.registry import read_model
-from trainer.layers.lora.trained import trained_rules, whole_modules
+from trainer.families.whole_modules import whole_modules
+from trainer.layers.lora.trained import trained_rules
 from trainer.loop.set_up import build_chunks, give_adapters, log
 from trainer.loop.share_model import DTYPES, weights_dtype
 from trainer.parallel.mesh import Mesh

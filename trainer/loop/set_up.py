@@ -28,10 +28,11 @@ from trainer.families.registry import read_model
 from trainer.families.shapes import pieces_of
 from trainer.families.targets import adapted_layers
 from trainer.families.weight_rules import Rule
+from trainer.families.whole_modules import whole_rules
 from trainer.layers.decoder import decoder_config
 from trainer.layers.lora.convert import add_adapters
 from trainer.layers.lora.float8_base import base_packer, parameters_on_cpu
-from trainer.layers.lora.trained import train_whole, trained_rules, whole_rules
+from trainer.layers.lora.trained import train_whole, trained_rules
 from trainer.layers.module_set import TorchModules, check_float8, mark_tensor_parallel, transformer_engine_modules
 from trainer.loop.share_model import Chunk, share_model, weights_dtype
 from trainer.loop.step import finalize_gradients

@@ -21,7 +21,7 @@ from trainer.contract.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_start
 from trainer.data.micro_batch import make_micro_batch
 from trainer.families.geometry import geometry_of
 from trainer.families.registry import read_model
-from trainer.layers.lora.trained import whole_modules
+from trainer.families.whole_modules import whole_modules
 from trainer.loop.export import write_weights
 
 WHOLE = (

@@ -18,7 +18,8 @@ from trainer.contract.adapter import AdapterConfig
 from trainer.contract.run import PartConfig, TrainConfig
 from trainer.families.registry import read_model
 from trainer.families.shapes import check_run
-from trainer.families.targets import adapted_layers, adapter_sizes, check_adapter, list_matches
+from trainer.families.targets import adapted_layers, adapter_sizes, list_matches
+from trainer.families.whole_modules import check_adapter
 from trainer.layers.lora.convert import add_adapters
 
 OPTIM = {"lr": 1e-3, "min_lr_fraction": 0.1, "warmup_steps": 0, "weight_decay": 0.1}
@@ -112,6 +113,21 @@ def test_a_target_that_names_nothing_is_refused_with_the_nearest_names(targets, 
     with pytest.raises(InputError) as in_the_trainer:
         check_run(changed(run, train=run.train.model_copy(update={"adapter": training(*targets).adapter})), 1)
     assert words in str(in_the_trainer.value)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "words"),
+    [
+        ("lm_head", "'lm_head' names no module with weights; the output projection is tied to the embeddings"),
+        (r"model\.language_model\.layers\.0\.self_attn\.q_proj", "would be adapted and trained whole|is in one matrix"),
+        ("nothing", "'nothing' names no module with weights"),
+    ],
+)
+def test_modules_that_cannot_be_trained_whole_are_refused_before_any_work(pattern, words):
+    given = f"train.adapter={json.dumps({'rank': 3, 'alpha': 6, 'modules_to_save': [pattern]})}"
+    with pytest.raises(InputError, match=words) as caught:
+        check_model(load_recipe("embedded", [given, "plan_bins.max_patches=4096"]).config)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_role_that_the_model_lacks_may_stand_beside_others():

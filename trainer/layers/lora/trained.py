@@ -1,14 +1,13 @@
 """What is trained beside a frozen model: its adapters, and modules that are trained whole."""
 
-import re
 from collections.abc import Iterator, Sequence
 
 import torch
 
-from dataset_builders.errors import InputError
 from trainer.contract.adapter import AdapterConfig
 from trainer.families.targets import adapted_layers
 from trainer.families.weight_rules import Rule, global_names
+from trainer.families.whole_modules import whole_rules
 from trainer.layers.lora.adapter import LinearAdapter
 from trainer.layers.lora.convert import adapter_rules
 
@@ -25,44 +24,6 @@ def trained_rules(rules: Sequence[Rule], config: AdapterConfig) -> list[Rule]:
     return [*adapter_rules(adapted_layers(rules, config), config), *whole_rules(rules, config)]
 
 
-def whole_modules(rules: Sequence[Rule], config: AdapterConfig) -> list[str]:
-    """Names of the modules to save, none of them within another."""
-    return sorted({found for rule in rules for name in rule.hf for found in _module_of(name, config)})
-
-
-def whole_rules(rules: Sequence[Rule], config: AdapterConfig) -> list[Rule]:
-    """The rules of the weights that are trained whole.
-
-    Raises:
-        InputError: a pattern names nothing, weights that are adapted or tied, or a part of a matrix of ours.
-    """
-    names = [name for rule in rules for name in rule.hf]
-    for pattern in config.modules_to_save:
-        if not any(re.fullmatch(pattern, module) for name in names for module in _within(name)):
-            raise InputError(f"train.adapter.modules_to_save: {pattern!r} names no module with weights{_tied(names)}")
-    adapted = {name for layer in adapted_layers(rules, config) for name, is_chosen in _chosen(layer) if is_chosen}
-    found = []
-    for rule in rules:
-        whole = [name for name in rule.hf if _module_of(name, config)]
-        if not whole:
-            continue
-        if len(whole) < len(rule.hf):
-            (other, *_) = [name for name in rule.hf if name not in whole]
-            raise InputError(
-                f"train.adapter.modules_to_save names {whole[0]} and not {other}, which is in one matrix with it; name "
-                "both or none"
-            )
-        if twice := adapted.intersection(whole):
-            raise InputError(
-                f"train.adapter: {min(twice)} would be adapted and trained whole; take it out of targets or of "
-                "modules_to_save"
-            )
-        if rule.ours == "language.embedding.weight" and (tied := _tied(names)):
-            raise InputError(f"train.adapter.modules_to_save names {whole[0]}{tied}; leave it out")
-        found.append(rule)
-    return found
-
-
 def train_whole(model: torch.nn.Module, rules: Sequence[Rule]) -> None:
     """Have a chunk's parameters of these rules trained."""
     ours = {rule.ours for rule in rules}
@@ -77,23 +38,3 @@ def trained_parameters(model: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
         if isinstance(module, LinearAdapter):
             yield from module.parameters()
     yield from (param for param in model.parameters() if getattr(param, "trained_whole", False))
-
-
-def _chosen(layer) -> Iterator[tuple[str, bool]]:
-    return zip(layer.rule.hf, layer.chosen, strict=True)
-
-
-def _within(name: str) -> list[str]:
-    """The modules that a tensor lies in, the largest first."""
-    parts = name.split(".")[:-1]
-    return [".".join(parts[: length + 1]) for length in range(len(parts))]
-
-
-def _module_of(name: str, config: AdapterConfig) -> list[str]:
-    """The largest module to save that a tensor lies in; none if there is no such."""
-    return [m for m in _within(name) if any(re.fullmatch(p, m) for p in config.modules_to_save)][:1]
-
-
-def _tied(names: Sequence[str]) -> str:
-    is_tied = "lm_head.weight" not in names
-    return "; the output projection is tied to the embeddings, and neither is trained whole" if is_tied else ""
