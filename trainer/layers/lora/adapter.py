@@ -55,6 +55,8 @@ class LinearAdapter(torch.nn.Module):
         self.b = torch.nn.ParameterDict(
             {str(n): torch.nn.Parameter(torch.zeros(self.rows[n], config.rank, **like)) for n in self.chosen}
         )
+        # (out,) float32, of W's rows; made at the first use, since copies of the encoder get their W after they are made
+        self._squares: torch.Tensor | None = None
         self.magnitude = torch.nn.ParameterDict()
         if config.kind == "dora":
             lengths = self.packing.split(self._row_lengths(weight, None, None), len(rule.hf), ranks)
@@ -169,10 +171,13 @@ class LinearAdapter(torch.nn.Module):
 
     def _row_lengths(self, weight: torch.Tensor, a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor:
         """(out,) lengths of the rows of W + scaling * B A, from products of the rank's size; of W without A and B."""
-        squares = weight.detach().square().sum(1)
+        squares = self._squares if a is not None else None
+        if squares is None:
+            squares = torch.linalg.vector_norm(weight.detach(), dim=1, dtype=torch.float32).square()
         if a is not None:
-            scaling = self.config.scaling
-            squares = squares + (2 * scaling * F.linear(weight, a) + scaling**2 * F.linear(b, a @ a.T)).mul(b).sum(1)
+            self._squares, scaling = squares, self.config.scaling
+            low = 2 * scaling * F.linear(weight, a) + scaling**2 * F.linear(b, a @ a.T)
+            squares = squares + low.mul(b).sum(1, dtype=torch.float32)
         if not self.is_column and self.tp.size() > 1:
             dist.all_reduce(squares, group=self.tp)
-        return squares.sqrt()
+        return squares.sqrt().to(weight.dtype)
