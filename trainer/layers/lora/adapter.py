@@ -55,7 +55,7 @@ class LinearAdapter(torch.nn.Module):
         self.b = torch.nn.ParameterDict(
             {str(n): torch.nn.Parameter(torch.zeros(self.rows[n], config.rank, **like)) for n in self.chosen}
         )
-        # (out,) float32, of W's rows; made at the first use, since copies of the encoder get their W after they are made
+        # (out,) float32, of W's rows; made at the first use, since copies of the encoder get W after they are made
         self._squares: torch.Tensor | None = None
         self.magnitude = torch.nn.ParameterDict()
         if config.kind == "dora":
