@@ -53,14 +53,14 @@ def variant(root, name: str, cuda_graphs: bool, ending: str = "") -> RunConfig:
 
 
 @pytest.fixture(scope="module")
-def worlds(tmp_path_factory):
+def worlds(tmp_path_factory, request):
     root = tmp_path_factory.mktemp("graphs")
-    cases = {name: case[3] for name, case in CASES.items() if case[3] <= GPUS}
+    chosen = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
+    cases = {name: case[3] for name, case in CASES.items() if name in chosen and case[3] <= GPUS}
+    cases |= {"all": 1, "delta": 1}  # each has its other run beside it
     both = {(name, graphs): (variant(root, name, graphs), n) for name, n in cases.items() for graphs in (True, False)}
     again = {f"{name} again": (variant(root, name, False, "-again"), 1) for name in ("all", "delta")}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ATHANOR_DELTA_GRAPHS", "1")
-        return run_worlds(root, {**both, **again})
+    return run_worlds(root, {**both, **again})
 
 
 def check_same(ours: World | str, theirs: World | str) -> None:

@@ -43,7 +43,7 @@ def adapted_model(
         generator = torch.Generator().manual_seed(3)
         with torch.no_grad():
             for param in trained_parameters(model):
-                param += 0.05 * torch.randn(param.shape, generator=generator)
+                param += 0.05 * torch.randn(param.shape, generator=generator).to(param)
     return run, model
 
 
@@ -70,5 +70,5 @@ def fresh_in_peft(
     with torch.no_grad():
         for param in model.parameters():
             if param.requires_grad:
-                param += 0.05 * torch.randn(param.shape, generator=generator)
+                param += 0.05 * torch.randn(param.shape, generator=generator).to(param)
     return model.eval()

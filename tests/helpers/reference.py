@@ -63,12 +63,13 @@ def reference_logits(model: PreTrainedModel, sample: TokenizedSample) -> torch.T
     inputs = reference_inputs(sample, getattr(model.config, "image_token_id", None))
     if "pixel_values" in inputs:
         inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
+    inputs = {name: value.to(model.device) for name, value in inputs.items()}
     return model(**inputs, use_cache=False).logits[0]
 
 
 def reference_losses(model: PreTrainedModel, sample: TokenizedSample) -> torch.Tensor:
     """Losses of a sample's loss tokens, in order."""
     logits = reference_logits(model, sample)[:-1]
-    ids = torch.from_numpy(sample.input_ids.astype("int64"))
-    learnt = torch.from_numpy(sample.loss_mask.astype(bool))[1:]
+    ids = torch.from_numpy(sample.input_ids.astype("int64")).to(logits.device)
+    learnt = torch.from_numpy(sample.loss_mask.astype(bool))[1:].to(logits.device)
     return torch.nn.functional.cross_entropy(logits[learnt], ids[1:][learnt], reduction="none")

@@ -47,7 +47,7 @@ class Piece:
         modules = after.modules_after_attention() if after else []
         modules = [*modules, *(before.modules_before_attention() if before else [])]
         params = itertools.chain.from_iterable(module.parameters() for module in modules)
-        self._params = [param for param in params if param.requires_grad]
+        self.trained = [param for param in params if param.requires_grad]
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def run(self, hidden: torch.Tensor, *attended: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -102,10 +102,10 @@ class Piece:
         return torch.cuda.graph(self._graphs[-1], pool=pool, capture_error_mode="thread_local")
 
     def _backward(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        for param in self._params:
+        for param in self.trained:
             param.grad_added_to_main_grad = False
-        grads = torch.autograd.grad(outputs, [*self.inputs, *self._params], self.grad_outputs)
-        for param, grad in zip(self._params, grads[len(self.inputs) :]):
+        grads = torch.autograd.grad(outputs, [*self.inputs, *self.trained], self.grad_outputs)
+        for param, grad in zip(self.trained, grads[len(self.inputs) :]):
             if not param.grad_added_to_main_grad:  # a fused matrix product has added to it and set this
                 param.main_grad.add_(grad)
         return list(grads[: len(self.inputs)])
@@ -177,6 +177,9 @@ class LayerGraphs:
         """
         for place, angles in zip(self.rotation, rotation):
             place.copy_(angles)
+        if not hidden.requires_grad and any(piece.trained for piece in self.pieces):
+            # A replay shows autograd its inputs alone: without this the pieces' own parameters would get no gradient.
+            hidden = hidden.detach().requires_grad_()
         qkv: Sequence[torch.Tensor] = ()
         for piece in self.pieces:
             attended = [piece.after.attend(*qkv, segments)] if piece.after else []

@@ -79,7 +79,7 @@ class TorchModules(LocalSpecProvider):
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
         return TorchNorm
 
-    def core_attention(self) -> type:
+    def core_attention(self, head_dim: int = 0) -> type:
         return TorchVarlenAttention
 
     def activation_func(self) -> type:
@@ -161,10 +161,13 @@ def mark_tensor_parallel(model: torch.nn.Module) -> None:
                 param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, axis, 1
 
 
-def layer_spec(modules: BackendSpecProvider, *, causal: bool, qk_norm: bool, gated: bool = False) -> ModuleSpec:
+def layer_spec(
+    modules: BackendSpecProvider, *, head_dim: int, causal: bool, qk_norm: bool, gated: bool = False
+) -> ModuleSpec:
     """A transformer layer of this module set.
 
     Args:
+        head_dim: of its attention.
         causal: each token sees itself and the tokens before it in its segment; otherwise the whole segment.
         qk_norm: normalise queries and keys; `TransformerConfig.qk_layernorm` must be the same, because only if it is
             true does megatron-core sum the gradients of these norms over the tensor-parallel ranks.
@@ -176,7 +179,7 @@ def layer_spec(modules: BackendSpecProvider, *, causal: bool, qk_norm: bool, gat
         params={"attn_mask_type": AttnMaskType.causal if causal else AttnMaskType.no_mask},
         submodules=SelfAttentionSubmodules(
             linear_qkv=_column_after_norm(modules),
-            core_attention=modules.core_attention(),
+            core_attention=modules.core_attention(head_dim),
             linear_proj=modules.row_parallel_linear(),
             q_layernorm=norm,
             k_layernorm=norm,

@@ -94,7 +94,7 @@ class PackedModel(MegatronModule):
     def layer_spec(self, modules: BackendSpecProvider, number: int) -> ModuleSpec:
         """A layer of the language model, counted from 0 over the whole model: a `PackedLayer`, or a module with its
         methods."""
-        return layer_spec(modules, causal=True, qk_norm=True)
+        return layer_spec(modules, head_dim=self.shape.language.head_dim, causal=True, qk_norm=True)
 
     def rotation(self, batch: MicroBatch) -> Rotation:
         """How the positions of the t tokens turn queries and keys."""

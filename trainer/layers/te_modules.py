@@ -21,6 +21,7 @@ from transformer_engine.pytorch.cpp_extensions import general_gemm
 from transformer_engine.pytorch.cpp_extensions.fused_attn import FusedAttnBackend
 
 from trainer.layers.attention import PackedSegments
+from trainer.layers.kernels.flash_attention import CUDNN_HEAD_DIM, FlashAttention
 
 _MASKS = {AttnMaskType.causal: "padding_causal", AttnMaskType.no_mask: "padding"}  # inside each segment
 _CUDNN = FusedAttnBackend["F16_arbitrary_seqlen"]
@@ -183,8 +184,8 @@ class FusedModules(TESpecProvider):
     def row_parallel_linear(self) -> type:
         return RowLinear
 
-    def core_attention(self) -> type:
-        return PackedAttention
+    def core_attention(self, head_dim: int = 0) -> type:
+        return PackedAttention if head_dim <= CUDNN_HEAD_DIM else FlashAttention
 
     def activation_func(self) -> type:
         return Swiglu

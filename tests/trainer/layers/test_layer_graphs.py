@@ -56,7 +56,7 @@ def test_every_parameter_before_the_last_attention_belongs_to_one_piece(pair):
     last = layers[-1]
     after = {id(p) for m in (last.self_attention.linear_proj, last.pre_mlp_layernorm, last.mlp) for p in m.parameters()}
     pieces = plan_pieces(layers, 1, Rotation(*torch.zeros(2, 1, 1)))
-    found = [id(param) for piece in pieces for param in piece._params]
+    found = [id(param) for piece in pieces for param in piece.trained]
     after |= {id(param) for layer in layers for param in used_in_attention(layer)}
     assert sorted(found) == sorted({id(param) for layer in layers for param in layer.parameters()} - after)
 
@@ -80,6 +80,48 @@ def test_the_pieces_make_what_the_layers_make(pair, monkeypatch):
     assert torch.equal(ours, plain)
     for (name, _), a, b in zip(model.named_parameters(), found, wanted, strict=True):
         assert torch.equal(a, b), name
+
+
+class ReplayedHere(torch.autograd.Function):
+    """What a graph's replay does: autograd sees the inputs alone, and the gradients of weights are kept beside it."""
+
+    @staticmethod
+    def forward(ctx, piece, *inputs):
+        with torch.enable_grad():
+            ctx.piece, ctx.inputs = piece, [x.detach().requires_grad_() for x in inputs]
+            ctx.outputs = piece.run(*ctx.inputs)
+        return tuple(x.detach() for x in ctx.outputs)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        found = torch.autograd.grad(ctx.outputs, [*ctx.inputs, *ctx.piece.trained], grads)
+        for param, grad in zip(ctx.piece.trained, found[len(ctx.inputs) :]):
+            param.grad = grad
+        return None, *found[: len(ctx.inputs)]
+
+
+def test_pieces_train_where_nothing_before_them_is_trained(pair, monkeypatch):
+    """As with adapters of the language model alone."""
+    monkeypatch.setattr(layer_graphs, "_Replay", ReplayedHere)
+    model, decoder = pair.ours, pair.ours.language.decoder
+    trained = {name: p for name, p in model.named_parameters() if "layers" in name and "linear_fc1.weight" in name}
+    trained = {name: p for name, p in trained.items() if name.startswith("language")}
+    model.requires_grad_(False)
+    for param in trained.values():
+        param.requires_grad = True
+    try:
+        wanted = torch.autograd.grad(model(pair.batch).sum(), list(trained.values()))
+        graphs = LayerGraphs(list(decoder.layers), model.rotation(pair.batch), model.shape.num_deepstack)
+        graphs.pieces = plan_pieces(list(decoder.layers), model.shape.num_deepstack, graphs.rotation)
+        decoder.graphs = graphs
+        model(pair.batch).sum().backward()
+        for (name, param), grad in zip(trained.items(), wanted, strict=True):
+            assert param.grad is not None, name
+            assert torch.equal(param.grad, grad), name
+    finally:
+        decoder.graphs = None
+        model.zero_grad()
+        model.requires_grad_(True)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Qwen3.5: a decoder of two kinds of layers behind Qwen3-VL's vision encoder without deepstack."""
 
-import os
-
 import torch
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -16,9 +14,6 @@ from trainer.layers.module_set import delta_layer_spec, layer_spec
 class Qwen35VLModel(Qwen3VLModel):
     """One chunk of the model."""
 
-    # No GPU has captured them yet: off until tests/equivalence/test_layer_graphs_gpu.py, which sets this, has passed.
-    has_graphs = os.environ.get("ATHANOR_DELTA_GRAPHS") == "1"
-
     def build_parts(self, dtype: torch.dtype, modules: BackendSpecProvider) -> None:
         """Qwen3-VL's. A compiler that gets the delta rule's kernels wrong is found before a weight is read."""
         if kernels_fit(torch.empty(0, dtype=dtype, device=self.mesh.device), self._delta_heads()):
@@ -29,7 +24,7 @@ class Qwen35VLModel(Qwen3VLModel):
         """A gated delta net or gated attention, as `layer_types` says."""
         if self.shape.language.is_delta(number):
             return delta_layer_spec(modules, self._delta_heads())
-        return layer_spec(modules, causal=True, qk_norm=True, gated=True)
+        return layer_spec(modules, head_dim=self.shape.language.head_dim, causal=True, qk_norm=True, gated=True)
 
     def _delta_heads(self) -> DeltaHeads:
         shape = self.shape.language

@@ -140,7 +140,7 @@ class VisionEncoder(MegatronModule):
         self.pos_embed = torch.nn.Parameter(
             torch.empty(shape.num_positions, shape.hidden_size, dtype=config.params_dtype)
         )
-        spec = layer_spec(modules, causal=False, qk_norm=False)
+        spec = layer_spec(modules, head_dim=shape.head_dim, causal=False, qk_norm=False)
         self.blocks = TransformerBlock(
             config,
             TransformerBlockSubmodules(layer_specs=[spec] * shape.num_layers),

@@ -55,9 +55,9 @@ def test_what_is_there_passes(precision, parallel, processes, tmp_path):
     check_run(changed(run, train=train, parallel=ParallelConfig(**parallel)), processes)
 
 
-def test_its_layers_are_not_captured():
+def test_its_layers_are_captured():
     with single_rank() as mesh:
-        assert not build_tiny(hybrid_hf_dir(), mesh).has_graphs
+        assert build_tiny(hybrid_hf_dir(), mesh).has_graphs
 
 
 @pytest.mark.parametrize(
