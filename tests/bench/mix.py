@@ -80,7 +80,8 @@ def write_model(directory: Path, name: str) -> None:
     config = config_of(name)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = load(get_family(config["model_type"]).reference)(transformers.AutoConfig.for_model(**config))
-    model.to(getattr(torch, config["dtype"])).save_pretrained(directory)
+    # A file's tensors are in the host's memory at once, where the directory may lie too.
+    model.to(getattr(torch, config["dtype"])).save_pretrained(directory, max_shard_size="4GB")
     del model
     torch.cuda.empty_cache()
 

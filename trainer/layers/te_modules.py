@@ -20,8 +20,7 @@ from transformer_engine.pytorch.attention.dot_product_attention.context_parallel
 from transformer_engine.pytorch.cpp_extensions import general_gemm
 from transformer_engine.pytorch.cpp_extensions.fused_attn import FusedAttnBackend
 
-from trainer.layers.attention import PackedSegments
-from trainer.layers.kernels.flash_attention import CUDNN_HEAD_DIM, FlashAttention
+from trainer.layers.attention import CUDNN_HEAD_DIM, FlashAttention, PackedSegments
 
 _MASKS = {AttnMaskType.causal: "padding_causal", AttnMaskType.no_mask: "padding"}  # inside each segment
 _CUDNN = FusedAttnBackend["F16_arbitrary_seqlen"]

@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.enums import AttnMaskType
 
-from trainer.layers.attention import PackedSegments
-from trainer.layers.kernels import flash_attention
-from trainer.layers.kernels.flash_attention import FlashAttention
+from trainer.layers import attention
+from trainer.layers.attention import FlashAttention, PackedSegments
 
 HEADS, GROUPS, DIM = 4, 2, 8
 
@@ -56,7 +55,7 @@ def test_ranks_together_compute_the_whole_bin(ranks, monkeypatch):
     whole = core(1)(query, key, value, packed_seq_params=segments)
     # Every rank's keys and values lie in the whole ones, so gathering them is to take these.
     gathered = iter([key, value] * ranks)
-    monkeypatch.setattr(flash_attention, "gather_sequence", lambda *_: next(gathered))
+    monkeypatch.setattr(attention, "gather_sequence", lambda *_: next(gathered))
     parts = []
     for rank, mine in enumerate(order.chunk(ranks)):
         part = core(ranks, rank)(query[mine], key[mine], value[mine], packed_seq_params=segments)

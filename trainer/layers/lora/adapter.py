@@ -140,10 +140,11 @@ class LinearAdapter(torch.nn.Module):
             bias: what of the output is the layer's bias.
         """
         a, b = torch.cat([*self.a.values()]), self._whole_b()
-        low = F.linear(F.dropout(x, self.config.dropout, self.training), a)
+        # Scaled here, where a row has `rank` numbers, not where it has those of the output: two passes less each way.
+        low = F.linear(F.dropout(x, self.config.dropout, self.training), a) * self.config.scaling
         if self.tp.size() > 1:
             low = self._exchanged(low)
-        delta = F.linear(low, b) * self.config.scaling
+        delta = F.linear(low, b)
         if not self.magnitude:
             return out + delta
         scale = self._scale(linear.weight, a, b)
