@@ -1,7 +1,6 @@
 """Checkpoints of adapters: small, of one base model, resumed to the bit and in other layouts, exported to one file."""
 
 import shutil
-import subprocess
 import time
 from pathlib import Path
 
@@ -13,9 +12,11 @@ from safetensors.torch import load, load_file
 from dataset_builders.errors import InputError
 from tests.equivalence.test_layouts import SEQ_LEN, SMOOTH, SP, kinds_of
 from tests.helpers.adapters import adapter_of, job_with
-from tests.helpers.run_dir import changed, log_of, make_bins, start_trainer, write_job
+from tests.helpers.run_dir import changed, log_of, make_bins, write_job
 from tests.helpers.single_rank import single_rank
-from tests.helpers.world import World, run_world
+from tests.helpers.started import Started
+from tests.helpers.tiers import full, tiered
+from tests.helpers.world import World, run_world, start
 from trainer.checkpoint.directory import read_record, read_step
 from trainer.contract.answer import read_metrics
 from trainer.contract.names import ADAPTER_EXPORT, HF_EXPORT
@@ -59,7 +60,7 @@ def job(root: Path, name: str, layout: dict, shape: str) -> RunConfig:
     return job_with(changed(run, seq_len=SEQ_LEN, checkpoint=keep), ADAPTERS[shape], base_digest="hf_dir@1234")
 
 
-@pytest.fixture(scope="module", params=["first", "hybrid-first"])
+@pytest.fixture(scope="module", params=["first", full("hybrid-first")])
 def saved(request, tmp_path_factory) -> tuple[str, RunConfig, World]:
     """Six steps on tp2, saved after three, uninterrupted."""
     run = job(tmp_path_factory.mktemp("adapters"), "saved", TP2, request.param)
@@ -74,7 +75,7 @@ def adapters_of(run: RunConfig) -> dict[str, torch.Tensor]:
     return load_file(run.output_dir / ADAPTER_EXPORT / ADAPTER_WEIGHTS)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", tiered(LAYOUTS, ("alone", "tp2-sp", "pp2-dealt")))
 def test_saved_on_tp2_and_resumed(name, saved):
     shape, run, whole = saved
     layout, processes = LAYOUTS[name]
@@ -172,7 +173,7 @@ def test_export_is_the_same_bytes_from_any_layout(saved):
     assert all((written / name).read_bytes() == alone[f"adapter/{name}"] for name in names)
 
 
-@pytest.mark.parametrize("shape", ["first", "hybrid-first"])
+@pytest.mark.parametrize("shape", ["first", full("hybrid-first")])
 def test_divided_by_fsdp(shape, tmp_path):
     """Trained as on one rank, resumed to the bit, and exported by another layout to the same adapters."""
     sharded = {"sharding": "fsdp", "balance": False}
@@ -195,7 +196,7 @@ def test_divided_by_fsdp(shape, tmp_path):
     assert max(float((ours[key] - theirs[key]).abs().max()) for key in theirs) < 2e-6
 
 
-@pytest.mark.parametrize("name", ["tp2-sp", "pp2-dealt", "own-1+1", "tp2-pp2"])
+@pytest.mark.parametrize("name", tiered(["tp2-sp", "pp2-dealt", "own-1+1", "tp2-pp2"], ["tp2-sp", "own-1+1"]))
 def test_a_training_goes_on_from_an_adapter_in_any_layout(name, saved):
     """Each rank reads its part of PEFT's file; ranks that encode for others are given theirs."""
     shape, run, _ = saved
@@ -229,7 +230,7 @@ def test_a_killed_training_goes_on_to_the_bit(tmp_path):
     assert files[0] == files[1]
 
 
-def written(run: RunConfig) -> subprocess.Popen:
+def written(run: RunConfig) -> Started:
     """The trainer of a job, as one process."""
     (run.output_dir / "run.json").write_text(run.model_dump_json())
-    return start_trainer(run, processes=0)
+    return start("trainer", run.output_dir / "run.json", log=run.output_dir / "log.txt")

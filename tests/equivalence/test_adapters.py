@@ -21,6 +21,7 @@ from tests.equivalence.test_layouts import (
     own,
 )
 from tests.helpers.run_dir import make_bins, model_dir, write_job
+from tests.helpers.tiers import full, tiered
 from tests.helpers.world import exported, run_world
 from trainer.contract.adapter import ROLES, AdapterConfig
 from trainer.contract.answer import read_heldout
@@ -99,7 +100,11 @@ def trained(tmp_path_factory):
     return run_layout
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+# What is the adapters' own: divided inputs and outputs (DoRA's lengths too), images elsewhere, delta layers.
+CORE = ("tp2-sp-vision-full", "pp2-dealt", "own-1+1", "hybrid-cp2")
+
+
+@pytest.mark.parametrize("name", tiered(LAYOUTS, CORE))
 def test_a_layout_trains_as_one_process_does(name, trained):
     _, _, shape, kind = LAYOUTS[name]
     (ours, adapters), (alone, expected) = trained(name, shape, kind), trained("alone", shape, kind)
@@ -109,7 +114,7 @@ def test_a_layout_trains_as_one_process_does(name, trained):
         torch.testing.assert_close(adapter, expected[key], rtol=0, atol=2e-6, msg=lambda text, k=key: f"{k}: {text}")
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", tiered(LAYOUTS, CORE))
 def test_copies_of_an_adapter_stay_identical(name, trained):
     _, _, shape, kind = LAYOUTS[name]
     assert all(rank["drift"] == 0.0 for rank in trained(name, shape, kind)[0].world.ranks)
@@ -126,7 +131,7 @@ def test_every_adapter_moves_and_the_rest_is_the_base(shape, kind, trained):
     assert sum(row.loss or 0 for row in outcome.heldout) < sum(row.loss or 0 for row in outcome.before)
 
 
-@pytest.mark.parametrize(("name", "shape"), [("full-recompute", "first"), ("hybrid-full", "hybrid-first")])
+@pytest.mark.parametrize(("name", "shape"), [("full-recompute", "first"), full("hybrid-full", "hybrid-first")])
 def test_what_is_computed_again_drops_the_same(name, shape, trained):
     (ours, adapters), (alone, expected) = trained(name, shape, "lora", 0.3), trained("alone", shape, "lora", 0.3)
     compare_steps(ours, alone)

@@ -15,6 +15,7 @@ from tests.equivalence.test_layouts import CUT_VISION, KINDS, SEQ_LEN, SMOOTH, S
 from tests.helpers.features import FLOAT32, encoded, images_of, share_images
 from tests.helpers.run_dir import make_bins, model_dir, write_job
 from tests.helpers.single_rank import build_tiny, single_rank
+from tests.helpers.tiers import full, tiered
 from tests.helpers.world import exported, run_world
 from trainer.contract.answer import read_heldout
 from trainer.contract.names import HELDOUT_BASE_JSONL, HELDOUT_JSONL
@@ -98,12 +99,12 @@ def outcome(job, features):
     return run_layout
 
 
-@pytest.mark.parametrize("shape", ["first", "second", "hybrid-first"])
+@pytest.mark.parametrize("shape", ["first", full("second"), full("hybrid-first")])
 def test_one_process_trains_as_with_computed_features(shape, outcome):
     compare(outcome("alone", shape, is_cached=True), outcome("alone", shape, is_cached=False))
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", tiered(LAYOUTS, ("dp2", "pp2", "tp2-sp", "hybrid-cp2")))
 def test_a_layout_trains_as_one_process_with_computed_features(name, outcome):
     shape = LAYOUTS[name][2]
     cached = outcome(name, shape, is_cached=True)
@@ -111,6 +112,7 @@ def test_a_layout_trains_as_one_process_with_computed_features(name, outcome):
     assert all(rank["drift"] == 0.0 for rank in cached.world.ranks)
 
 
+@pytest.mark.full
 def test_fsdp_too(job, features):
     """Its ranks divide the weights, which a checkpoint alone holds whole."""
     read, computed = (job(f"fsdp-{number}", "first", {"sharding": "fsdp"}) for number in range(2))
@@ -133,7 +135,7 @@ def test_features_in_bfloat16_train_a_model_in_float32(job, outcome, tmp_path):
     assert losses != [row.loss for row in expected]
 
 
-@pytest.mark.parametrize("shape", ["first", "hybrid-first"])
+@pytest.mark.parametrize("shape", ["first", full("hybrid-first")])
 def test_behind_the_encoder_everything_is_the_same_to_the_bit(shape, job, features):
     run, (_, sizes) = job("read", shape, {}), read_model(model_dir(shape))
     bins, geometry = share_images(make_bins(shape, KINDS)), geometry_of(sizes)

@@ -3,12 +3,8 @@
 import json
 import os
 import random
-import resource
 import shutil
 import signal
-import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -20,10 +16,13 @@ from megatron.core import dist_checkpointing
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+from tests.helpers import world
 from tests.helpers.held_writer import PLACES, is_held, release
 from tests.helpers.reference import random_hf_dir
-from tests.helpers.run_dir import OPTIM, changed, log_of, metrics_of, result_of, run_trainer, write_job
+from tests.helpers.run_dir import OPTIM, changed, log_of, metrics_of, result_of, write_job
 from tests.helpers.single_rank import build_tiny, single_rank
+from tests.helpers.started import Started
+from tests.helpers.tiers import full
 from tests.helpers.world import run_world
 from trainer.checkpoint import rng
 from trainer.checkpoint.directory import list_checkpoints
@@ -51,24 +50,23 @@ def rewrite(run: RunConfig, **changes) -> RunConfig:
     return other
 
 
-def start(run: RunConfig, module: str = "trainer", place: dict | None = None, arguments=(), **options):
+def start(run: RunConfig, **options: object) -> Started:
     """One rank, by itself: its process is the one that trains."""
-    with (run.output_dir / "log.txt").open("a") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", module, str(run.output_dir / "run.json"), *arguments],
-            env={**os.environ, "OMP_NUM_THREADS": "1", **(place or {})},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            **options,
-        )
+    return world.start("trainer", run.output_dir / "run.json", log=run.output_dir / "log.txt", **options)
 
 
-def start_held(run: RunConfig, place: str = "file") -> subprocess.Popen:
-    return start(run, "tests.helpers.held_writer", arguments=[place])
+def start_held(run: RunConfig, place: str = "file") -> Started:
+    log = run.output_dir / "log.txt"
+    return world.start("tests.helpers.held_writer", run.output_dir / "run.json", place, log=log)
 
 
-def wait_for(condition, run: RunConfig, process: subprocess.Popen, seconds: float = 120) -> None:
+def train_on(run: RunConfig, processes: int) -> None:
+    """Train on so many ranks."""
+    ranks = world.start_ranks("trainer", processes, run.output_dir / "run.json", log=run.output_dir / "log.txt")
+    assert [rank.wait() for rank in ranks] == [0] * processes, log_of(run)
+
+
+def wait_for(condition, run: RunConfig, process: Started, seconds: float = 120) -> None:
     stop = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < stop and process.poll() is None, log_of(run)
@@ -148,14 +146,13 @@ def test_a_kill_at_any_point_of_a_save_costs_that_save_and_no_more(undisturbed, 
     assert_same_content(content_of(run, 8), content_of(undisturbed, 8))
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("asynchronous", [True, full(False)])
 def test_a_write_error_names_the_directory_and_the_reason(tmp_path, asynchronous):
     run = make_run(tmp_path, num_steps=INTERVAL, asynchronous=asynchronous)
     assert start(run).wait(240) == 0, log_of(run)
     run = rewrite(run, train=run.train.model_copy(update={"num_steps": STEPS}))
     size = half_file(run, 3).parent.with_name("step-000003").joinpath(half_file(run, 3).name).stat().st_size
-    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, size // 2))  # noqa: E731
-    assert start(run, preexec_fn=limit).wait(240) == EXIT_FAILED, log_of(run)
+    assert start(run, max_file_bytes=size // 2).wait(240) == EXIT_FAILED, log_of(run)
     message = result_of(run).message
     assert str(half_file(run, 6).parent) in message and "File too large" in message and "\n" not in message
     assert steps_of(run) == [3]
@@ -166,11 +163,11 @@ def test_a_write_error_names_the_directory_and_the_reason(tmp_path, asynchronous
 @pytest.mark.parametrize(
     ("layout", "processes"),
     [
-        ({}, 1),
-        ({}, 2),
-        ({"tp": 2}, 2),
-        ({"pp": 2}, 2),
-        ({"pp": 2, "vision": "dealt"}, 2),
+        full({}, 1),
+        full({}, 2),
+        full({"tp": 2}, 2),
+        full({"pp": 2}, 2),
+        full({"pp": 2, "vision": "dealt"}, 2),
         ({"vision": {"ranks": 1}}, 2),
         ({"sharding": "fsdp"}, 2),
     ],
@@ -207,18 +204,16 @@ def test_sigterm_to_all_processes_of_a_job_finishes_the_save_that_runs(tmp_path)
     assert steps_of(run) == sorted({2, 4, result_of(run).step})
 
 
-def start_two(run: RunConfig) -> list[subprocess.Popen]:
+def start_two(run: RunConfig) -> list[Started]:
     """Two ranks, when the second step is done."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    ranks = [start(run, place={**place, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
+    ranks = world.start_ranks("trainer", 2, run.output_dir / "run.json", log=run.output_dir / "log.txt")
     wait_for(lambda: has_reached(run, 2), run, ranks[0])
     return ranks
 
 
-@pytest.mark.parametrize("parallel", [ParallelConfig(), ParallelConfig(vision={"ranks": 1})], ids=["dp2", "images"])
+@pytest.mark.parametrize(
+    "parallel", [full(ParallelConfig(), id="dp2"), pytest.param(ParallelConfig(vision={"ranks": 1}), id="images")]
+)
 def test_sigterm_to_one_rank_of_two_saves_once_and_ends_both(tmp_path, parallel):
     run = rewrite(make_run(tmp_path, num_steps=2000, save_interval=1000), parallel=parallel)
     ranks = start_two(run)
@@ -266,15 +261,15 @@ def unclipped(tmp_path_factory) -> RunConfig:
     return run
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), full(1, 2)])
 def test_other_data_parallel_ranks_go_on_with_the_same_bits(unclipped, tmp_path, before, after):
     """Two bins a step: one addition for each gradient, and a + b is b + a. Only the norm adds in another order, and
     with it what clipping makes of the gradients, so nothing is clipped here."""
     run = make_run(tmp_path, optim=UNCLIPPED)
-    assert run_trainer(run, processes=before) == 0, log_of(run)
+    train_on(run, before)
     for later in list_checkpoints(run.output_dir / "checkpoints")[1:]:
         shutil.rmtree(later)
-    assert run_trainer(run, processes=after) == 0, log_of(run)
+    train_on(run, after)
     assert "resumed at step 3" in log_of(run)
     record = json.loads((run.output_dir / "checkpoints/step-000008/athanor.json").read_text())
     assert record["world_size"] == after and record["parallel"]["tp"] == 1
@@ -289,18 +284,18 @@ def pipeline(tmp_path_factory) -> RunConfig:
     """Eight steps of two pipeline ranks, which both hold the tied embeddings."""
     run = make_run(tmp_path_factory.mktemp("pipeline"))
     run = rewrite(run, parallel=ParallelConfig(pp=2))
-    assert run_trainer(run, processes=2) == 0, log_of(run)
+    train_on(run, 2)
     return run
 
 
-@pytest.mark.parametrize(("pp", "vision"), [(2, "first_rank"), (2, "dealt"), (1, "first_rank")])
+@pytest.mark.parametrize(("pp", "vision"), [(2, "first_rank"), full(2, "dealt"), full(1, "first_rank")])
 def test_a_pipeline_goes_on_where_it_stopped(pipeline, tmp_path, pp, vision):
     run = tmp_path / "run"
     shutil.copytree(pipeline.output_dir, run)
     run = rewrite(pipeline.model_copy(update={"output_dir": run}), parallel=ParallelConfig(pp=pp, vision=vision))
     for later in list_checkpoints(run.output_dir / "checkpoints")[1:]:
         shutil.rmtree(later)
-    assert run_trainer(run, processes=pp) == 0, log_of(run)
+    train_on(run, pp)
     assert log_of(run).count("resumed at step 3") == 1
     ours, theirs = rows_of(run), rows_of(pipeline)
     if pp == 2 and vision == "first_rank":

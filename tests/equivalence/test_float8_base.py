@@ -21,6 +21,7 @@ from tests.equivalence.test_layouts import (
     own,
 )
 from tests.helpers.run_dir import make_bins, metrics_of, model_dir, write_job
+from tests.helpers.tiers import full, tiered
 from tests.helpers.world import exported, run_world
 from trainer.checkpoint.directory import list_checkpoints
 from trainer.contract.adapter import AdapterConfig
@@ -104,7 +105,7 @@ def assert_close(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         torch.testing.assert_close(tensor, expected[key], rtol=0, atol=2e-6, msg=lambda text, k=key: f"{k}: {text}")
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", tiered(LAYOUTS, ("tp2-sp-full", "pp2", "hybrid-cp2")))
 def test_a_layout_trains_as_one_process_does(name, trained):
     _, _, shape, kind = LAYOUTS[name]
     (ours, adapters), (alone, expected) = trained(name, shape, kind), trained("alone", shape, kind)
@@ -113,7 +114,7 @@ def test_a_layout_trains_as_one_process_does(name, trained):
     assert all(rank["drift"] == 0.0 for rank in ours.world.ranks)
 
 
-@pytest.mark.parametrize(("shape", "kind"), [("first", "lora"), ("hybrid-first", "dora")])
+@pytest.mark.parametrize(("shape", "kind"), [full("first", "lora"), ("hybrid-first", "dora")])
 def test_it_is_the_training_beside_the_rounded_weights(shape, kind, tmp_path):
     """Bit for bit: the rounding is all that float8 changes. And it changes something."""
     rounded = tmp_path / "rounded"

@@ -12,6 +12,7 @@ from dataset_builders.errors import InputError
 from tests.helpers.reference import random_hf_dir
 from tests.helpers.run_dir import SEQ_LEN, changed, make_bins, metrics_of, write_job
 from tests.helpers.single_rank import build_tiny, single_rank
+from tests.helpers.tiers import full
 from tests.helpers.world import run_world
 from trainer.checkpoint import save_and_load as checkpoint
 from trainer.checkpoint.directory import list_checkpoints
@@ -33,6 +34,14 @@ RATES = {
     "merger": PartConfig(lr=8e-3, weight_decay=0.5),
     "language": PartConfig(lr=1e-3),
 }
+
+
+def tiered_freezings(*core: tuple[str, ...]) -> list:
+    """All freezings as parameters of a test; those that are not in `core` run only in the full tier."""
+    marks = {frozen: () if frozen in core else pytest.mark.full for frozen in FREEZINGS}
+    return [pytest.param(frozen, marks=mark, id="+".join(frozen) or "nothing") for frozen, mark in marks.items()]
+
+
 NUM_STEPS = 6  # two epochs of six bins in global batches of two
 TIMES = {"time_ms", "tokens_per_second", "step_seconds", "data_seconds", "vision_seconds", "language_seconds"}
 TIMES |= {"optimizer_seconds", "vision_tflops", "language_tflops", "memory_gb"}
@@ -73,7 +82,7 @@ def parameters(run: RunConfig, mesh, *, trained: bool) -> dict[str, torch.Tensor
     return {name: param.detach() for name, param in model.named_parameters()}
 
 
-@pytest.mark.parametrize("frozen", FREEZINGS, ids=["+".join(f) or "nothing" for f in FREEZINGS])
+@pytest.mark.parametrize("frozen", tiered_freezings((), ("vision",), ("merger", "language")))
 def test_what_is_frozen_keeps_its_bits_and_all_else_learns(frozen, mesh, tmp_path):
     run = job(tmp_path, frozen_parts(frozen), num_steps=9)
     assert train(run, mesh).status == "finished"
@@ -94,7 +103,7 @@ def test_all_frozen_is_refused(tmp_path):
         job(tmp_path, frozen_parts(PARTS))
 
 
-@pytest.mark.parametrize("frozen", FREEZINGS, ids=["+".join(f) or "nothing" for f in FREEZINGS])
+@pytest.mark.parametrize("frozen", tiered_freezings(("language",)))
 def test_bins_without_an_image(frozen, mesh, tmp_path):
     """Vision and merger get a gradient of exactly zero, whatever is frozen behind them."""
     text_only = [bin_ for bin_ in make_bins() if not any(len(sample.image_grid_thw) for sample in bin_)]
@@ -111,7 +120,7 @@ def comparable(run: RunConfig) -> list[dict[str, object]]:
     return [row.model_dump(exclude=TIMES | {"loss_tokens"}) for row in metrics_of(run)]
 
 
-@pytest.mark.parametrize("parts", [RATES, {}], ids=["three rates", "one rate"])
+@pytest.mark.parametrize("parts", [pytest.param(RATES, id="three rates"), full({}, id="one rate")])
 def test_three_steps_and_three_resumed_are_six(parts, mesh, tmp_path, monkeypatch):
     whole = job(tmp_path, parts, name="whole")
     train(whole, mesh)
@@ -145,7 +154,9 @@ def test_a_checkpoint_of_other_freezing_is_refused(mesh, tmp_path):
         train(run, mesh)
 
 
-@pytest.mark.parametrize(("layout", "frozen"), [({}, "vision"), ({"pp": 2}, "language")], ids=["data", "pipeline"])
+@pytest.mark.parametrize(
+    ("layout", "frozen"), [full({}, "vision", id="data"), pytest.param({"pp": 2}, "language", id="pipeline")]
+)
 def test_two_ranks_equal_one(layout, frozen, mesh, tmp_path):
     """The second pipeline rank has nothing to train where language is frozen; it saves and resumes all the same."""
     parts = RATES | frozen_parts((frozen,))

@@ -15,6 +15,7 @@ from tests.helpers.hardware import requires_gpus
 from tests.helpers.reference import random_hf_dir
 from tests.helpers.run_dir import changed, log_of, make_bins, metrics_of, model_dir, run_trainer, write_job
 from tests.helpers.single_rank import build_tiny, single_rank
+from tests.helpers.tiers import full
 from tests.helpers.world import run_world
 from trainer.checkpoint.save_and_load import state_of_model
 from trainer.contract.answer import MetricsRow
@@ -107,11 +108,10 @@ def test_two_ranks_equal_one_process(two_ranks, one_process):
 @pytest.mark.parametrize(
     ("shape", "parallel", "parts"),
     [
-        ("hybrid-first", FSDP, {}),
-        ("hybrid-second", FSDP_AGAIN, {}),
-        ("hybrid-first", FSDP, {"vision": PartConfig(frozen=True), "merger": PartConfig(frozen=True)}),
+        full("hybrid-first", FSDP, {}, id="first"),
+        pytest.param("hybrid-second", FSDP_AGAIN, {}, id="second-recompute"),
+        full("hybrid-first", FSDP, {part: PartConfig(frozen=True) for part in ("vision", "merger")}, id="first-frozen"),
     ],
-    ids=["first", "second-recompute", "first-frozen"],
 )
 def test_layers_of_two_kinds(shape, parallel, parts, tmp_path):
     """And exported. And resumed: to the bit on as many ranks, and on one."""
@@ -139,12 +139,13 @@ def test_some_rank_sees_text_alone_in_each_step_of_three(one_process):
         assert any(all(len(s.image_grid_thw) == 0 for s in bins[n]) for n in numbers)
 
 
-@pytest.mark.parametrize("processes", [1, 3], ids=["one", "three"])
+@pytest.mark.parametrize("processes", [full(1, id="one"), pytest.param(3, id="three")])
 def test_other_numbers_of_ranks_equal_one_process(processes, root, one_process):
     """Three ranks share two held-out bins, and rows that do not divide by three."""
     assert_same_training(trained(root, FSDP, processes), one_process)
 
 
+@pytest.mark.full
 def test_two_ranks_equal_two_ranks(root, two_ranks):
     assert_same_training(two_ranks, trained(root, PLAIN, 2))
 
@@ -187,7 +188,7 @@ def test_a_checkpoint_of_the_other_sharding_is_refused(two_ranks, one_process):
             run_world(copy, 1)
 
 
-@pytest.mark.parametrize("frozen", ["vision", "language"])
+@pytest.mark.parametrize("frozen", ["vision", full("language")])
 def test_frozen_parts_and_rates_of_their_own(frozen, tmp_path):
     parts = {frozen: PartConfig(frozen=True), "merger": PartConfig(lr=1e-3, weight_decay=0.5)}
     ours, theirs = trained(tmp_path, FSDP, 2, **parts), trained(tmp_path, PLAIN, 1, **parts)
@@ -195,6 +196,7 @@ def test_frozen_parts_and_rates_of_their_own(frozen, tmp_path):
     assert all(getattr(row, f"{frozen}_grad_norm") is None for row in metrics_of(ours))
 
 
+@pytest.mark.full
 def test_layers_computed_again(tmp_path, one_process):
     assert_same_training(trained(tmp_path, FSDP_AGAIN, 2), one_process)
 

@@ -6,6 +6,7 @@ all lie on one rank or that have none, images that do not divide among the ranks
 
 import dataclasses
 import functools
+import itertools
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 from tests.helpers.bins import MIXED, ONE_IMAGE, TALL_IMAGE, TEXT_ONLY, TWO_IMAGES, Kind
 from tests.helpers.reference import load_reference, random_hf_dir, reference_losses
 from tests.helpers.run_dir import OPTIM, make_bins, model_dir, write_job
+from tests.helpers.tiers import full, tiered
 from tests.helpers.world import World, exported, run_world
 from trainer.contract.answer import HeldoutRow, read_heldout
 from trainer.contract.names import HELDOUT_BASE_JSONL, HELDOUT_JSONL
@@ -166,6 +168,11 @@ LAYOUTS = {
 # test_vision_elsewhere.py has the others.
 ELSEWHERE = [name for name, (layout, _, _) in LAYOUTS.items() if "vision" in layout]
 HERE = [name for name in LAYOUTS if name not in ELSEWHERE]
+# Each axis by itself, three pairs, one of all four; for the family that stresses it most.
+CORE = (
+    *("full-recompute", "dp2", "tp2", "tp2-sp", "pp2", "cp2", "pp2-vpp2-uneven", "tp2-sp-cp2-vision", "text-tp2-sp"),
+    *("hybrid-selective", "hybrid-tp2-sp-full", "hybrid-cp2", "hybrid-pp2-vpp2-uneven", "fourfold"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,7 +216,7 @@ def outcome(tmp_path_factory):
     return run_layout
 
 
-@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize("name", tiered(HERE, CORE))
 def test_a_layout_trains_as_one_process_does(name, outcome):
     shape = LAYOUTS[name][2]
     compare(outcome(name, shape), outcome("alone", shape))
@@ -218,25 +225,33 @@ def test_a_layout_trains_as_one_process_does(name, outcome):
 @pytest.mark.parametrize(
     ("name", "layers"),
     [
-        ("pp2-uneven", [[0, 1, 2], [3, 4]]),
+        full("pp2-uneven", [[0, 1, 2], [3, 4]]),
         ("pp2-vpp2-uneven", [[0, 1, 4, 5], [2, 3, 6]]),
-        ("hybrid-pp2-uneven", [[0, 1, 2], [3, 4]]),
+        full("hybrid-pp2-uneven", [[0, 1, 2], [3, 4]]),
         ("hybrid-pp2-vpp2-uneven", [[0, 1, 3, 4], [2, 5, 6]]),
-        ("hybrid-pp3-uneven", [[0, 1], [2, 3, 4], [5, 6]]),
+        full("hybrid-pp3-uneven", [[0, 1], [2, 3, 4], [5, 6]]),
     ],
 )
 def test_the_layers_that_pipeline_ranks_hold(name, layers, outcome):
     assert [rank["layers"] for rank in outcome(name, LAYOUTS[name][2]).world.ranks] == layers
 
 
-@pytest.mark.parametrize("name", ["tp2", "tp2-sp-vision", "cp2", "pp2", "pp2-full", "dp2"])
+FROZEN = list(
+    itertools.product(
+        ["tp2", "tp2-sp-vision", "cp2", "pp2", "pp2-full", "dp2"],
+        [("vision",), ("vision", "merger"), ("language",), ("vision", "language")],
+    )
+)
+
+
 @pytest.mark.parametrize(
-    "frozen", [("vision",), ("vision", "merger"), ("language",), ("vision", "language")], ids="-".join
+    ("name", "frozen"), tiered(FROZEN, [("tp2-sp-vision", ("vision", "merger")), ("pp2-full", ("language",))]), ids=str
 )
 def test_with_frozen_parts_too(name, frozen, outcome):
     compare(outcome(name, "first", frozen), outcome("alone", "first", frozen))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["hybrid-tp2-sp", "hybrid-cp2", "hybrid-pp2-full"])
 @pytest.mark.parametrize("frozen", [("vision", "merger"), ("language",)], ids="-".join)
 def test_layers_of_two_kinds_with_frozen_parts_too(name, frozen, outcome):
@@ -283,7 +298,7 @@ def test_bins_of_delta_layers_hold_what_breaks_chunks():
     assert [192] in segments and 1 in [lengths[-1] for lengths in segments]
 
 
-@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize("name", tiered(HERE, CORE))
 def test_copies_of_a_parameter_stay_identical(name, outcome):
     """Norms (of queries and keys too), the vision encoder, tied embeddings: bit for bit, wherever one is held."""
     assert all(rank["drift"] == 0.0 for rank in outcome(name, LAYOUTS[name][2]).world.ranks)

@@ -1,11 +1,13 @@
 """A checkpoint of one layout goes on in any other, and exports to the same bytes from any."""
 
+import functools
 import shutil
 
 import pytest
 
 from tests.equivalence.test_layouts import CUT_VISION, FOURFOLD, SEQ_LEN, SMOOTH, SP, kinds_of
 from tests.helpers.run_dir import changed, make_bins, write_job
+from tests.helpers.tiers import full, tiered
 from tests.helpers.world import World, run_world
 from trainer.contract.names import HF_EXPORT
 from trainer.contract.parallel import ParallelConfig
@@ -58,7 +60,7 @@ def checkpoint_of(run: RunConfig, step: int):
     return run.output_dir / f"checkpoints/step-{step:06d}"
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", tiered(LAYOUTS, ("alone", "tp2", "own-1+2-pp2", "cp2")))
 def test_saved_on_tp2_and_resumed(name, root, saved):
     run, whole = saved
     layout, processes = LAYOUTS[name]
@@ -79,6 +81,7 @@ def test_saved_on_tp2_and_resumed(name, root, saved):
         assert ours.tokens == theirs.tokens
 
 
+@pytest.mark.full
 def test_saved_on_sixteen_ranks_and_resumed_on_one(root, saved):
     run = job(root, "sixteen", FOURFOLD)
     run_world(run, 16, save=True)
@@ -88,7 +91,7 @@ def test_saved_on_sixteen_ranks_and_resumed_on_one(root, saved):
         assert ours.loss == pytest.approx(theirs.loss, rel=1e-6)
 
 
-@pytest.mark.parametrize("shape", ["first", "hybrid-first"])
+@pytest.mark.parametrize("shape", ["first", full("hybrid-first")])
 def test_saved_beside_ranks_of_images_and_resumed_without_them(shape, tmp_path):
     run = job(tmp_path, "own", {"vision": {"ranks": 2}}, shape)
     whole = run_world(run, 3, save=True)
@@ -111,7 +114,7 @@ def hybrid(tmp_path_factory) -> tuple[RunConfig, World]:
     return run, run_world(run, 2, save=True)
 
 
-@pytest.mark.parametrize("name", HYBRID)
+@pytest.mark.parametrize("name", tiered(HYBRID, ("alone", "tp2-sp")))
 def test_layers_of_two_kinds_saved_on_tp2_and_resumed(name, hybrid):
     run, whole = hybrid
     layout, processes = HYBRID[name]
@@ -125,6 +128,7 @@ def test_layers_of_two_kinds_saved_on_tp2_and_resumed(name, hybrid):
         assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5)
 
 
+@pytest.mark.full
 def test_layers_of_two_kinds_saved_on_one_rank_and_resumed_on_tp2(hybrid):
     run = job(hybrid[0].output_dir.parent, "one", {}, "hybrid-second")
     run_world(run, 1, save=True)
@@ -148,7 +152,7 @@ PIPELINES = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "before", "after"), PIPELINES)
+@pytest.mark.parametrize(("shape", "before", "after"), tiered(PIPELINES, [PIPELINES[2], PIPELINES[-1]]))
 def test_pipelines_of_other_pieces_go_on(shape, before, after, tmp_path):
     run = job(tmp_path, "saved", before, shape)
     whole = run_world(run, before["pp"], save=True)
@@ -162,8 +166,8 @@ def test_pipelines_of_other_pieces_go_on(shape, before, after, tmp_path):
         assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["alone", "tp2", "tp2-sp"])
-@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["alone", full("tp2"), "tp2-sp"])
+@pytest.mark.parametrize("moments", [full("float32"), "bfloat16"])
 def test_layers_of_two_kinds_in_bfloat16_saved_and_resumed(name, moments, tmp_path):
     """A group of the optimizer would hold bfloat16 and float32 parameters, whose numbers change places in a checkpoint.
     As it was saved it goes on to the bit; on two ranks as far off as bfloat16's products are."""
@@ -188,6 +192,7 @@ def test_layers_of_two_kinds_in_bfloat16_saved_and_resumed(name, moments, tmp_pa
 def exported(root, saved):
     """The exported file of the trained checkpoint, by the layout that exported it."""
 
+    @functools.cache
     def export(name: str) -> bytes:
         layout, processes = LAYOUTS[name]
         run = job(root, f"export-{name}", layout)
@@ -200,8 +205,13 @@ def exported(root, saved):
     return export
 
 
-def test_export_is_the_same_bytes_from_any_layout(exported, saved):
+@pytest.mark.parametrize(
+    "names",
+    [("tp2-sp-vision", "own-1+2-pp2"), full(("tp2-pp2", "pp2", "pp2-dealt", "fourfold"))],
+    ids="+".join,
+)
+def test_export_is_the_same_bytes_from_any_layout(names, exported, saved):
     alone = exported("alone")
     assert alone != (saved[0].hf_dir / "model.safetensors").read_bytes(), "training changed nothing"
-    for name in ("tp2-pp2", "tp2-sp-vision", "pp2", "pp2-dealt", "own-1+2-pp2", "fourfold"):
+    for name in names:
         assert exported(name) == alone, name

@@ -23,11 +23,18 @@ from tests.helpers.run_dir import (
     start_trainer,
     write_job,
 )
+from tests.helpers.tiers import full
+from tests.helpers.world import start
 from trainer.contract.names import EXIT_STOPPED
 from trainer.contract.run import OptimConfig, RunConfig
 from trainer.data.order import bins_at, bins_for_step
 
 SEED, GLOBAL_BATCH = 5, 2
+
+
+def run_alone(run: RunConfig) -> None:
+    """Train in one process, without torchrun."""
+    assert start("trainer", run.output_dir / "run.json", log=run.output_dir / "log.txt").wait() == 0, log_of(run)
 
 
 @pytest.fixture(scope="module")
@@ -37,16 +44,16 @@ def undisturbed(tmp_path_factory):
     @functools.cache
     def train_whole(shape: str) -> RunConfig:
         run = write_job(tmp_path_factory.mktemp("undisturbed"), num_steps=6, shape=shape)
-        assert run_trainer(run) == 0, log_of(run)
+        run_alone(run)
         return run
 
     return train_whole
 
 
-@pytest.mark.parametrize("shape", ["first", "hybrid-first", "hybrid-second"])
+@pytest.mark.parametrize("shape", ["first", full("hybrid-first"), "hybrid-second"])
 def test_thirty_steps_equal_transformers_with_torch_adamw(shape, tmp_path):
     run = write_job(tmp_path, num_steps=30, shape=shape)
-    assert run_trainer(run) == 0, log_of(run)
+    run_alone(run)
     expected = reference_training(load_reference(model_dir(shape)), shape, num_steps=30)
     rows = metrics_of(run)
     assert [row.step for row in rows] == list(range(1, 31))
@@ -89,7 +96,7 @@ def reference_training(
     return rows
 
 
-@pytest.mark.parametrize("shape", ["first", "hybrid-second"])
+@pytest.mark.parametrize("shape", ["first", full("hybrid-second")])
 def test_killed_and_resumed_is_bit_equal(shape, undisturbed, tmp_path):
     run, whole = write_job(tmp_path, num_steps=6, save_interval=3, shape=shape), undisturbed(shape)
     process = start_trainer(run)
@@ -111,7 +118,7 @@ def test_killed_and_resumed_is_bit_equal(shape, undisturbed, tmp_path):
 
 def test_sigterm_finishes_the_step_saves_and_says_so(tmp_path):
     run = write_job(tmp_path, num_steps=2000)
-    process = start_trainer(run, processes=0)
+    process = start("trainer", run.output_dir / "run.json", log=run.output_dir / "log.txt")
     wait_for(lambda: (run.output_dir / "metrics.jsonl").is_file() and len(metrics_of(run)) >= 2, run)
     os.killpg(process.pid, signal.SIGTERM)
     assert process.wait(120) == EXIT_STOPPED

@@ -1,6 +1,8 @@
 """Images that other ranks encode than those that use their tokens: dealt over a pipeline, or by ranks that do nothing
 else. Every layout trains as one process does."""
 
+import itertools
+
 import pytest
 
 from tests.equivalence.test_layouts import (
@@ -15,17 +17,20 @@ from tests.equivalence.test_layouts import (
 )
 from tests.helpers.bins import MIXED, TEXT_ONLY
 from tests.helpers.run_dir import make_bins, write_job
+from tests.helpers.tiers import full, tiered
 from tests.helpers.world import run_world
 from trainer.contract.parallel import ParallelConfig
 
+CORE = ("pp2-dealt", "own-1+1", "own-1+2-pp2", "own-2+1-vision-tp2", "hybrid-pp2-cp2-dealt")
 
-@pytest.mark.parametrize("name", ELSEWHERE)
+
+@pytest.mark.parametrize("name", tiered(ELSEWHERE, CORE))
 def test_a_layout_trains_as_one_process_does(name, outcome):  # noqa: F811
     shape = LAYOUTS[name][2]
     compare(outcome(name, shape), outcome("alone", shape))
 
 
-@pytest.mark.parametrize("name", ELSEWHERE)
+@pytest.mark.parametrize("name", tiered(ELSEWHERE, CORE))
 def test_copies_of_a_parameter_stay_identical(name, outcome):  # noqa: F811
     assert all(rank["drift"] == 0.0 for rank in outcome(name, LAYOUTS[name][2]).world.ranks)
 
@@ -40,13 +45,19 @@ FROZEN = [
 ]
 
 
-@pytest.mark.parametrize("name", ["pp2-dealt", "pp2-cp2-dealt", "own-1+2-pp2"])
-@pytest.mark.parametrize("frozen", FROZEN, ids="-".join)
+@pytest.mark.parametrize(
+    ("name", "frozen"),
+    tiered(
+        itertools.product(["pp2-dealt", "pp2-cp2-dealt", "own-1+2-pp2"], FROZEN),
+        [("pp2-dealt", ("language",)), ("own-1+2-pp2", ("vision",))],
+    ),
+    ids=str,
+)
 def test_with_frozen_parts_too(name, frozen, outcome):  # noqa: F811
     compare(outcome(name, "first", frozen), outcome("alone", "first", frozen))
 
 
-@pytest.mark.parametrize("layout", [{"pp": 2, **DEALT}, {"pp": 2, **own(1)}], ids=str)
+@pytest.mark.parametrize("layout", [full({"pp": 2, **DEALT}), {"pp": 2, **own(1)}], ids=str)
 def test_a_training_without_an_image_ends(layout, tmp_path):
     """Vision elsewhere has nothing to do, and nobody waits for it; its gradient is zero."""
     runs = {

@@ -1,20 +1,26 @@
-"""Many ranks on one machine, quickly: a server that has imported everything forks a world for each job.
+"""Many ranks on one machine, quickly: a server that has imported everything forks the processes of each job.
 
-`run_world(run, processes)` trains as `torchrun ... -m trainer` would, and returns what each rank saw. Starting sixteen
-processes by torchrun on two cores takes two minutes of imports; a fork takes none.
+`run_world(run, processes)` trains as `torchrun ... -m trainer` would, and returns what each rank saw. `start(module)`
+runs a module as `python -m` would. Starting sixteen processes by torchrun on two cores takes two minutes of imports; a
+fork takes none.
 """
 
 import atexit
 import contextlib
 import faulthandler
+import gc
 import json
 import multiprocessing
 import os
+import socket
 import subprocess
 import sys
 import traceback
+import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -22,6 +28,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from safetensors.torch import load_file
 
+from tests.helpers.started import Started, start_module
 from trainer.checkpoint import saver
 from trainer.checkpoint.writer import OneFile, Written
 from trainer.contract.answer import MetricsRow, read_metrics
@@ -70,16 +77,8 @@ def run_world(run: RunConfig, processes: int, *, save: bool = False) -> World:
     Raises:
         AssertionError: a rank failed; with its last lines.
     """
-    if not _SERVER:
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-W", "ignore", "-c", "from tests.helpers import world; world.serve()"]
-        _SERVER.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env))
-        atexit.register(_SERVER[0].kill)
-    server = _SERVER[0]
     (run.output_dir / "run.json").write_text(run.model_dump_json())
-    server.stdin.write(json.dumps([str(run.output_dir), processes, save]) + "\n")
-    server.stdin.flush()
-    codes = json.loads(server.stdout.readline())
+    codes = _ask("run_job", str(run.output_dir), processes, save)
     logs = {rank: (run.output_dir / f"rank-{rank}.log").read_text()[-3000:] for rank, c in enumerate(codes) if c}
     assert not logs, "\n".join(f"rank {rank}:\n{text}" for rank, text in logs.items())
     return world_of(run, processes)
@@ -91,25 +90,75 @@ def world_of(run: RunConfig, processes: int) -> World:
     return World(read_metrics(run.output_dir), ranks)
 
 
+def start(
+    module: str,
+    *arguments: object,
+    log: Path,
+    environment: Mapping[str, str] | None = None,
+    max_file_bytes: int | None = None,
+) -> Started:
+    """Run a module as `python -m` would, in a session of its own.
+
+    Args:
+        log: a file to which its output is appended.
+        environment: variables beside those of the tests.
+        max_file_bytes: a limit on the size of each file that it writes.
+    """
+    status = log.with_name(f"{uuid.uuid4().hex}.status")
+    place = [str(log), str(status), dict(environment or {}), max_file_bytes]
+    return Started(_ask("start_module", module, [str(argument) for argument in arguments], *place), status)
+
+
+def start_ranks(module: str, processes: int, *arguments: object, log: Path) -> list[Started]:
+    """Run a module in a world of several ranks, which find each other by the variables that torchrun sets."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    world = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    places = [{**world, "RANK": rank, "LOCAL_RANK": rank} for rank in range(processes)]
+    texts = [{name: str(value) for name, value in place.items()} for place in places]
+    return [start(module, *arguments, log=log, environment=text) for text in texts]
+
+
+def _ask(job: str, *arguments: object) -> Any:
+    """The answer of the server, which is started by the first question."""
+    if not _SERVER:
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-W", "ignore", "-c", "from tests.helpers import world; world.serve()"]
+        _SERVER.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env))
+        atexit.register(_SERVER[0].kill)
+    server = _SERVER[0]
+    server.stdin.write(json.dumps([job, *arguments]) + "\n")
+    server.stdin.flush()
+    return json.loads(server.stdout.readline())
+
+
 def serve() -> None:
-    """Read jobs from standard input, answer with the exit codes of their ranks."""
-    fork = multiprocessing.get_context("fork")
+    """Read jobs from standard input and answer each in a line."""
+    gc.freeze()  # otherwise each collection of each rank visits all imported objects, and so copies their pages
+    jobs = {"run_job": _run_job, "start_module": start_module}
     for line in sys.stdin:
-        directory, processes, save = json.loads(line)
-        # torchrun does the same: the agent holds the store, the ranks are its clients.
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        # A rank that is forked while the store's thread serves another one may inherit a lock that nobody will open:
-        # so all are there before the first one speaks to it.
-        all_there = fork.Event()
-        ranks = [
-            fork.Process(target=_rank, args=(Path(directory), rank, processes, store.port, save, all_there))
-            for rank in range(processes)
-        ]
-        for rank in ranks:
-            rank.start()
-        all_there.set()
-        _end_all_when_one_fails(ranks)
-        print(json.dumps([rank.exitcode for rank in ranks]), flush=True)
+        job, *arguments = json.loads(line)
+        print(json.dumps(jobs[job](*arguments)), flush=True)
+
+
+def _run_job(directory: str, processes: int, save: bool) -> list[int]:
+    """The exit codes of the ranks of a job."""
+    fork = multiprocessing.get_context("fork")
+    # torchrun does the same: the agent holds the store, the ranks are its clients.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    # A rank that is forked while the store's thread serves another one may inherit a lock that nobody will open: so
+    # all are there before the first one speaks to it.
+    all_there = fork.Event()
+    ranks = [
+        fork.Process(target=_rank, args=(Path(directory), rank, processes, store.port, save, all_there))
+        for rank in range(processes)
+    ]
+    for rank in ranks:
+        rank.start()
+    all_there.set()
+    _end_all_when_one_fails(ranks)
+    return [rank.exitcode for rank in ranks]
 
 
 def _end_all_when_one_fails(ranks: list[multiprocessing.Process]) -> None:

@@ -1,0 +1,112 @@
+"""A module that a fork server runs as `python -m` would, and the handle that its starter holds."""
+
+import os
+import resource
+import runpy
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+
+
+class Started:
+    """A process that the fork server started. It is nobody's child here, so its exit status comes by a file.
+
+    Attributes:
+        pid: of the process, which leads a session and a process group of its own.
+    """
+
+    def __init__(self, pid: int, status: Path) -> None:
+        self.pid, self._status = pid, status
+
+    def poll(self) -> int | None:
+        """The exit status; minus the signal's number if a signal ended it; None while it runs."""
+        text = self._status.read_text() if self._status.exists() else ""
+        return int(text) if text.endswith("\n") else None
+
+    def wait(self, timeout: float = 240) -> int:
+        """The exit status, after the end.
+
+        Raises:
+            subprocess.TimeoutExpired: it still runs after `timeout` seconds.
+        """
+        stop = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > stop:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+            time.sleep(0.005)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the process."""
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End the process at once."""
+        self.send_signal(signal.SIGKILL)
+
+
+_KEEPERS: list[int] = []
+
+
+def start_module(
+    module: str,
+    arguments: list[str],
+    log: str,
+    status: str,
+    environment: dict[str, str],
+    max_file_bytes: int | None,
+) -> int:
+    """Fork a process that runs the module, and a keeper that writes its exit status into a file.
+
+    Returns:
+        the process's pid.
+    """
+    _KEEPERS[:] = [keeper for keeper in _KEEPERS if os.waitpid(keeper, os.WNOHANG) == (0, 0)]
+    read, write = os.pipe()
+    keeper = os.fork()
+    if keeper:
+        _KEEPERS.append(keeper)
+        os.close(write)
+        with os.fdopen(read) as pipe:
+            return int(pipe.read())
+    try:
+        pid = os.fork()
+        if pid == 0:
+            os.close(write)
+            _run(module, arguments, log, environment, max_file_bytes)
+        os.write(write, str(pid).encode())
+        os.close(write)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        Path(f"{status}.part").write_text(f"{code}\n")
+        os.replace(f"{status}.part", status)
+    finally:
+        os._exit(0)
+
+
+def _run(module: str, arguments: list[str], log: str, environment: dict[str, str], max_file_bytes: int | None) -> None:
+    """Become the process of the module; never returns."""
+    code = 1
+    try:
+        os.setsid()
+        output = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        for stream in (1, 2):
+            os.dup2(output, stream)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.environ.update(environment)
+        if max_file_bytes is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
+        sys.argv[1:] = arguments
+        try:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+            code = 0
+        except SystemExit as error:
+            code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
