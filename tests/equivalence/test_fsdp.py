@@ -201,11 +201,15 @@ def test_layers_computed_again(tmp_path, one_process):
     assert_same_training(trained(tmp_path, FSDP_AGAIN, 2), one_process)
 
 
-@pytest.mark.parametrize("shape", ["first", "hybrid-first", "hybrid-second"])
+@pytest.mark.parametrize("shape", ["first", full("hybrid-first"), "hybrid-second"])
 def test_bfloat16_rounds_as_the_other_does(shape, tmp_path):
-    """From weights that bfloat16 holds, both begin with the same; the first step shows the casts and the sums. Later
-    ones differ: where a deepstack layer's output has three gradients, the two add them up in another order. A delta
-    layer's decays are no numbers of bfloat16, and a cast of them would show."""
+    """From weights that bfloat16 holds, both begin with the same; the first step shows the casts and the sums.
+
+    Every gradient but those of the first vision layers comes from the same products and is summed in float32. There
+    the gradient of a deepstack layer's output is a sum of three bfloat16 numbers, which the two add in another order:
+    two roundings of at most 2^-9 each. Later steps differ by that. A delta layer's decays are no numbers of bfloat16,
+    and a cast of them would show.
+    """
     runs = []
     for parallel in (FSDP, PLAIN):
         run = job(tmp_path, parallel, parallel.sharding, shape, precision="bfloat16")
@@ -214,8 +218,9 @@ def test_bfloat16_rounds_as_the_other_does(shape, tmp_path):
         runs.append(metrics_of(run))
     ours, theirs = (rows[0] for rows in runs)
     assert ours.loss == pytest.approx(theirs.loss, rel=1e-6)
-    assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-6)
     assert ours.language_grad_norm == pytest.approx(theirs.language_grad_norm, rel=1e-6)
+    assert ours.merger_grad_norm == pytest.approx(theirs.merger_grad_norm, rel=1e-6)
+    assert ours.vision_grad_norm == pytest.approx(theirs.vision_grad_norm, rel=2**-8)
 
 
 def test_layers_of_two_kinds_in_bfloat16_resumed(tmp_path):
