@@ -6,9 +6,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 JOBS ?= 3
+# One file to a worker, in the order of tests/tiers/plugin.py.
+SPREAD := --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help run test test-service lint doctor
+.PHONY: help run test test-full test-changed breaks lint doctor
 .DEFAULT_GOAL := help
 
 help: ## show this
@@ -17,11 +19,19 @@ help: ## show this
 run: $(STAMP) ## raw digits to a fine-tuned, scored, registered model, below ./athanor-root
 	@$(BIN)/athanor run $(ARGS)
 
-test: $(STAMP) ## the whole test suite but test-service's
-	@$(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder --ignore=tests/service $(ARGS)
+test: $(STAMP) ## the core of the test suite: every module, every promise of the README once; ten minutes on two cores
+	@$(BIN)/python -m pytest $(SPREAD) -m "not full" $(ARGS)
 
-test-service: $(STAMP) ## `athanor up` whole: forms in a browser, schedules, kill -9, Postgres, SLURM, logins
-	@$(BIN)/python -m pytest tests/service $(ARGS)
+test-full: $(STAMP) ## all tests: every layout, fuzz with a new seed, `athanor up` whole; an hour on two cores
+	@$(BIN)/python -m pytest $(SPREAD) --record-durations --ignore=tests/service $(ARGS)
+	@$(BIN)/python -m pytest --record-durations tests/service $(ARGS)
+	@$(BIN)/python -m tests.tiers.passed
+
+test-changed: $(STAMP) ## of all tests those that the change since the last full pass can reach, longest first
+	@$(BIN)/python -m tests.tiers.changed $(SPREAD) $(ARGS)
+
+breaks: $(STAMP) ## break the code on purpose, one break at a time, and report the breaks that no core test sees
+	@$(BIN)/python -m tests.breaks $(ARGS)
 
 lint: $(STAMP) ## check style and format
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -1,5 +1,8 @@
 """For every test: one CPU thread, because tests start processes that share the cores; no network, no telemetry; a
-throwaway home for Prefect, which reads it at its import, by whichever test comes first."""
+throwaway home for Prefect, which reads it at its import, by whichever test comes first.
+
+Files run in the order of their recorded durations, longest first: on few cores the last file decides when all is done.
+"""
 
 import atexit
 import os
@@ -13,3 +16,5 @@ os.environ.setdefault("DO_NOT_TRACK", "true")
 _HOME = tempfile.mkdtemp(prefix="athanor-prefect-")
 atexit.register(shutil.rmtree, _HOME, ignore_errors=True)
 os.environ["PREFECT_HOME"] = _HOME
+
+pytest_plugins = ("tests.tiers.plugin",)

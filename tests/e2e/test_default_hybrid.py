@@ -13,7 +13,7 @@ ATHANOR = Path(sys.executable).parent / "athanor"
 SETTINGS = ("model.family=qwen3_5", "train.num_steps=500", "compare=null")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_held_out_digits_are_read_by_delta_layers(tmp_path):
     env = {k: v for k, v in os.environ.items() if k not in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI", "PREFECT_HOME")}
     command = [ATHANOR, "run", "--root", str(tmp_path), *(f"--set={setting}" for setting in SETTINGS)]

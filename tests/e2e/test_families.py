@@ -164,6 +164,7 @@ def test_the_toys_losses_are_its_references(toy):
     torch.testing.assert_close(ours, wanted, atol=1e-4, rtol=0)
 
 
+@pytest.mark.full
 def test_a_toy_family_registered_here_is_tokenized_trained_in_two_layouts_exported_and_answered(toy, tmp_path, capsys):
     losses, weights = [], []
     for number, layout in enumerate(({}, {"execution.cluster.processes": 2, "execution.parallel.tp": 2})):

@@ -42,7 +42,7 @@ def root(tmp_path) -> Iterator[Path]:
     OrphanWatch(tmp_path / "root").end_all()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_server_ends_too_and_the_next_start_ends_the_trainer_and_settles_the_run(root, tmp_path):
     words = [f"--set={key}={value}" for key, value in SETTINGS.items()]
     command = [sys.executable, "-m", "flows.cli.main", "run", "--root", str(root), *words]

@@ -26,6 +26,8 @@ from stages.encode.chat import ChatEncoder
 from stages.tokenize import stage as tokenize_samples
 from tests.helpers.index import read_index
 
+pytestmark = pytest.mark.full
+
 NAME = "athanor-embedded"
 SETTINGS = {
     "data.num_scans": 400,

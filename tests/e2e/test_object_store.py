@@ -85,6 +85,7 @@ def made_of(root: StorePath) -> dict[str, bytes]:
     return files
 
 
+@pytest.mark.full
 def test_all_of_it_and_again(proxy, raw, tmp_path):
     source = location(f"s3://{BUCKET}/raw")
     upload_dir(raw, source, MANIFEST)

@@ -17,12 +17,11 @@ import stages.tokenize.stage
 from stages.artifacts import workers
 from stages.artifacts.workers import StageResources
 from tests.helpers.data_stages import run_all, write_rows
+from tests.helpers.tiers import full
 from tests.helpers.tiny_model import tiny_hf_dir
 from tests.helpers.trees import tree_digest
 
 REPO = Path(__file__).parents[2]
-
-pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +100,7 @@ class ShuffledExecutor(Executor):
         self._thread.join()
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, full(2)])
 def test_shards_that_end_in_another_order(source, expected, tmp_path, seed):
     with ShuffledExecutor(seed) as executor:
         assert_same(run_all(source, tiny_hf_dir(), tmp_path, StageResources(executor=executor)), expected)
@@ -118,11 +117,13 @@ def cluster_client() -> Iterator[Client]:
         yield client
 
 
+@pytest.mark.full
 def test_a_cluster_of_two_workers(source, expected, tmp_path, cluster_client):
     executor = cluster_client.get_executor(pure=False)
     assert_same(run_all(source, tiny_hf_dir(), tmp_path, StageResources(executor=executor)), expected)
 
 
+@pytest.mark.full
 def test_killed_three_times_in_each_stage(source, expected, tmp_path):
     command = [sys.executable, "-m", "tests.helpers.kill_data_stages", source, tiny_hf_dir(), tmp_path / "root", "1"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=REPO, timeout=300)

@@ -27,7 +27,7 @@ def artifacts(root: Path, stage: str) -> list[Path]:
     return sorted((root / "artifacts" / stage).iterdir(), key=lambda path: path.stat().st_mtime)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_adapters_learn_a_second_task_and_the_base_stays_as_it_is(tmp_path):
     run(tmp_path, *(f"--set={setting}" for setting in BASE))
     (base,) = artifacts(tmp_path, "release")

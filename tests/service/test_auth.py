@@ -24,7 +24,7 @@ from tests.helpers.canary import SECRETS, assert_nowhere, environment
 from tests.helpers.command_lines import seen_command_lines
 from tests.helpers.service import RunningService, nested
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 MLFLOW_USER = "somebody"
 PREFECT = SECRETS["PREFECT_SERVER_API_AUTH_STRING"]

@@ -22,6 +22,8 @@ from tests.flows.pipeline.test_run import SMALL
 from tests.helpers.canary import CANARIES, SECRETS, assert_nowhere, environment, find, scan, spellings
 from tests.helpers.command_lines import seen_command_lines
 
+pytestmark = pytest.mark.full
+
 RUN = {**SMALL, "tokenize.codec": "u8_zstd", "train.num_steps": 3}
 SECONDS = 300
 
@@ -150,7 +152,6 @@ def ran(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess, set[bytes]
 TRAINER = b"-m\0trainer"  # of a command line of /proc
 
 
-@pytest.mark.slow
 def test_a_run_leaves_no_secret(ran):
     place, done, seen = ran
     assert "14 of 14 stages made" in done.stdout
@@ -160,7 +161,6 @@ def test_a_run_leaves_no_secret(ran):
     assert_nowhere(place, done.stdout, done.stderr, seen)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["slurm", "kubernetes"])
 def test_what_would_be_submitted_holds_no_secret(ran, launcher):
     sets = {"slurm": [], "kubernetes": ["execution.cluster.kubernetes.image=i", "execution.cluster.kubernetes.claim=c"]}
@@ -185,7 +185,6 @@ def test_a_run_that_is_refused_shows_no_secret(tmp_path, what):
     assert_nowhere(tmp_path, done.stdout, done.stderr)
 
 
-@pytest.mark.slow
 def test_a_tracking_server_that_is_not_there_shows_no_secret(ran):
     """Its address, with a password where none belongs, is in no message, page or record."""
     address = f"http://me:{SECRETS['MLFLOW_TRACKING_PASSWORD']}@127.0.0.1:9"

@@ -19,7 +19,7 @@ from tests.flows.pipeline.test_run import SMALL
 from tests.helpers.browser import chromium, logged_in, requires_chromium
 from tests.helpers.service import RunningService, nested, running_service, wait_for
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 END_SECONDS = 120
 EVIL = "http://evil.example"
 

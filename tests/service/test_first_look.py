@@ -4,7 +4,7 @@ import pytest
 
 from tests.helpers.browser import chromium, logged_in, requires_chromium
 
-pytestmark = [pytest.mark.slow, requires_chromium]
+pytestmark = [pytest.mark.full, requires_chromium]
 
 
 @pytest.fixture(scope="module")

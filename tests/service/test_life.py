@@ -22,7 +22,7 @@ from prefect.states import Scheduled
 from flows.tracking.store import connect
 from tests.helpers.service import processes_with, wait_for
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 NUM_STEPS = 160
 MORE_STEPS = 6  # that a try makes before it is disturbed
 # Of a line of metrics.jsonl: what a training computes, not how long it took.

@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.postgres import PostgresServer, postgres_server, requires_postgres
 from tests.helpers.service import clean_environment
 
-pytestmark = [pytest.mark.slow, requires_postgres()]
+pytestmark = [pytest.mark.full, requires_postgres()]
 REPOSITORY = Path(__file__).parents[2]
 WRITERS, POINTS = 8, 20
 

@@ -19,7 +19,7 @@ from stages.launchers.config import ClusterConfig
 from tests.flows.pipeline.test_run import SMALL
 from tests.helpers.service import RunningService, nested, run_athanor, running_service, wait_for
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 FIRES_SECONDS = 120  # at most a minute to the next one, and time for server and worker to notice on a loaded machine
 RUN_SECONDS = 480
 RATES = (0.001, 0.003)

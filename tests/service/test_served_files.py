@@ -22,7 +22,7 @@ from tests.helpers.service import RunningService, clean_environment, running_ser
 from tests.helpers.tracked_run import MODEL, Nobody
 from tests.service.test_closed import known
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 BEFORE, BESIDE = "before", "beside"  # two runs of the root
 MANIFEST, LOG = "stages/convert/manifest.json", "stages/convert/logs/one.log"
 

@@ -7,7 +7,7 @@ import pytest
 from tests.helpers.run_dir import metrics_of, result_of, run_trainer, write_job
 from tests.helpers.two_hosts import start_agents, two_hosts, why_not
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why_not()), reason=why_not())]
+pytestmark = [pytest.mark.full, pytest.mark.skipif(bool(why_not()), reason=why_not())]
 
 STEPS = 12
 

@@ -14,8 +14,8 @@ from flows.prefect_server.service_record import read_record
 from stages.launchers.config import ClusterConfig
 from tests.flows.pipeline.test_run import SMALL
 from tests.helpers.service import RunningService, nested, run_athanor, running_service, wait_for
+from tests.helpers.tiers import full
 
-pytestmark = pytest.mark.slow
 AGAIN_SECONDS = 240
 
 
@@ -96,6 +96,7 @@ def test_a_run_finds_it_and_shows_up_in_both(service):
     assert list((service.root / "mlflow-artifacts" / place).rglob("manifest.json"))
 
 
+@pytest.mark.full
 def test_a_second_one_is_refused_with_the_addresses_of_the_first(service):
     done = run_athanor("up", service.root)
     (line,) = done.stderr.splitlines()
@@ -105,7 +106,7 @@ def test_a_second_one_is_refused_with_the_addresses_of_the_first(service):
     assert read_record(service.root) == service.record
 
 
-@pytest.mark.parametrize("part", ["mlflow", "prefect", "worker"])
+@pytest.mark.parametrize("part", [full("mlflow"), full("prefect"), "worker"])
 def test_a_killed_program_is_started_again_in_its_place(service, part):
     killed = program(service, part)
     killed.kill()
@@ -134,6 +135,7 @@ def _is_new(service: RunningService, part: str, old: int) -> bool:
     return found is not None and found.pid != old
 
 
+@pytest.mark.full
 def test_killed_itself_the_next_one_cleans_up_on_the_same_ports_and_ctrl_c_leaves_nothing(service):
     before = {process.pid for process in service.processes()}
     service.kill()
@@ -169,6 +171,7 @@ def start_training(service: RunningService) -> str:
     return run["id"]
 
 
+@pytest.mark.full
 def test_a_program_that_cannot_start_is_told_with_the_end_of_its_log(tmp_path):
     root = tmp_path / "root"
     root.mkdir()

@@ -1,0 +1,149 @@
+"""Run the tests that a change can reach: `make test-changed`.
+
+    python -m tests.tiers.changed [--since COMMIT] [pytest's arguments]
+
+A change reaches a test file if the file imports a changed module, directly or through others. A module's name in a
+string counts as an import: registries, `python -m` and patches name modules so. `PATHS` says it for files that imports
+do not show. A change of anything else takes all tests.
+"""
+
+import argparse
+import ast
+import functools
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+from tests.tiers.passed import ROOT, git, read_full_pass
+from tests.tiers.plugin import read_durations
+
+PACKAGES = ("flows", "stages", "dataset_builders", "trainer", "tests")
+# These start the whole product by its command, so every module of it reaches them.
+WHOLE = ("tests/e2e/", "tests/service/")
+# These start the trainer through a stage. The stages name it by the word "trainer" alone, which many files contain.
+TRAINER = ("tests/stages/train/", "tests/stages/encode_images/", "tests/stages/export/")
+# A changed file's pattern -> beginnings of the test files that it reaches; the first pattern that fits counts.
+PATHS = {
+    "tests/bench/results/*": ("tests/test_documents.py",),
+    "tests/golden/*": ("tests/stages/scoring/", "tests/dataset_builders/", "tests/parity/", "tests/e2e/"),
+    "tests/durations.json": (),
+    "tests/full_pass.json": (),
+    "tests/breaks/*.patch": (),
+    "*.md": ("tests/test_documents.py",),
+    "LICENSE": (),
+    "infra/*": ("tests/infra/", "tests/service/", "tests/test_documents.py"),
+    "flows/recipes/*": ("tests/flows/", "tests/e2e/", "tests/service/", "tests/test_documents.py"),
+    "stages/pages/templates/*": ("tests/stages/", "tests/e2e/", "tests/test_security.py"),
+    "stages/launchers/*": ("tests/stages/launchers/", "tests/service/test_slurm.py"),
+}
+_MODULE = re.compile(r"[a-z_][a-z0-9_]*(\.[a-z_][a-z0-9_]*)+(:\w+)?")
+
+
+@functools.cache
+def modules() -> dict[str, Path]:
+    """Name of each module of the checkout -> its path from the root."""
+    found = {}
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            found[name] = path.relative_to(ROOT)
+    return found
+
+
+def imported_by(text: str, known: Iterable[str]) -> set[str]:
+    """The known modules that a file's text names, with the packages that they lie in."""
+    known, named = set(known), set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            named |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            named |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            named |= set(_modules_in(node.value, known))
+    return {".".join(name.split(".")[:length]) for name in named for length in range(1, name.count(".") + 2)} & known
+
+
+def _modules_in(text: str, known: set[str]) -> Iterator[str]:
+    for match in _MODULE.finditer(text) if len(text) < 400 else ():
+        yield match.group().partition(":")[0]
+
+
+@functools.cache
+def imports() -> dict[str, set[str]]:
+    """Module -> the modules that it imports."""
+    known = modules()
+    return {name: imported_by((ROOT / path).read_text(), known) - {name} for name, path in known.items()}
+
+
+def reached(changed: set[str]) -> dict[str, str]:
+    """Module that imports one of `changed`, directly or through others -> the module through which it does."""
+    users: dict[str, set[str]] = {}
+    for name, used in imports().items():
+        for other in used:
+            users.setdefault(other, set()).add(name)
+    found, waiting = {name: name for name in changed}, list(changed)
+    while waiting:
+        name = waiting.pop()
+        for user in users.get(name, ()):
+            if user not in found:
+                found[user] = name
+                waiting.append(user)
+    return found
+
+
+def tests_for(paths: Iterable[str]) -> dict[str, str]:
+    """Test file -> why it is taken, for the paths that a change touches."""
+    tests = sorted(str(path) for path in modules().values() if path.name.startswith("test_"))
+    by_path = {str(path): name for name, path in modules().items()}
+    taken: dict[str, str] = {}
+    changed_modules: set[str] = set()
+    for path in paths:
+        if path in by_path:
+            changed_modules.add(by_path[path])
+            if not path.startswith("tests/"):
+                starts = WHOLE + TRAINER if path.startswith("trainer/") else WHOLE
+                taken |= {test: f"starts a process that runs {path}" for test in tests if test.startswith(starts)}
+            continue
+        starts = next((starts for pattern, starts in PATHS.items() if fnmatch(path, pattern)), ("tests/",))
+        taken |= {test: path for test in tests if test.startswith(starts)}
+    for name, through in reached(changed_modules).items():
+        test = str(modules()[name])
+        if test in tests:
+            taken.setdefault(test, "changed" if name == through else f"imports {through}")
+    # These look at the text of every file.
+    always = ("tests/test_architecture.py", "tests/test_security.py", "tests/test_documents.py")
+    taken |= {test: "looks at every file" for test in always if test in tests and taken}
+    return taken
+
+
+def changed_paths(since: str) -> list[str]:
+    """Paths that differ from a commit: committed, not committed, new, or deleted."""
+    differing = git("diff", "--name-only", "--no-renames", since).splitlines()
+    return sorted({*differing, *git("ls-files", "--others", "--exclude-standard").splitlines()})
+
+
+def main(argv: list[str]) -> int:
+    """Print which test files are taken and why, and run them, longest first."""
+    parser = argparse.ArgumentParser(prog="python -m tests.tiers.changed")
+    parser.add_argument("--since", help="a commit; default: the newest of which all tests passed")
+    args, rest = parser.parse_known_args(argv)
+    since = args.since or read_full_pass()
+    paths = changed_paths(since)
+    taken = tests_for(paths)
+    print(f"{len(paths)} files differ from {since[:10]}; they reach {len(taken)} of the test files:")
+    seconds = read_durations()
+    for test in sorted(taken, key=lambda test: -seconds.get(test, {}).get("full", 0.0)):
+        print(f"  {seconds.get(test, {}).get('full', 0.0):6.0f} s  {test}: {taken[test]}")
+    if not taken:
+        return 0
+    code = pytest.main([*rest, *sorted(taken)])
+    return 0 if code == pytest.ExitCode.NO_TESTS_COLLECTED else int(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
