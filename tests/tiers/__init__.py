@@ -1,4 +1,4 @@
-"""The suite in tiers: order and durations (`plugin.py`), what a change can reach (`changed.py`), who passed (`passed.py`).
+"""The suite in tiers: the order of files, what a change can reach, and which commit passed all tests.
 
 In: the tests' marks, their recorded durations, git.
 Read first: `plugin.py`.
