@@ -12,11 +12,11 @@ from safetensors.torch import load, load_file
 from dataset_builders.errors import InputError
 from tests.equivalence.test_layouts import SEQ_LEN, SMOOTH, SP, kinds_of
 from tests.helpers.adapters import adapter_of, job_with
-from tests.helpers.run_dir import changed, log_of, make_bins, write_job
+from tests.helpers.run_dir import changed, log_of, make_bins, start_trainer, write_job
 from tests.helpers.single_rank import single_rank
 from tests.helpers.started import Started
 from tests.helpers.tiers import full, tiered
-from tests.helpers.world import World, run_world, start
+from tests.helpers.world import World, run_world
 from trainer.checkpoint.directory import read_record, read_step
 from trainer.contract.answer import read_metrics
 from trainer.contract.names import ADAPTER_EXPORT, HF_EXPORT
@@ -233,4 +233,4 @@ def test_a_killed_training_goes_on_to_the_bit(tmp_path):
 def written(run: RunConfig) -> Started:
     """The trainer of a job, as one process."""
     (run.output_dir / "run.json").write_text(run.model_dump_json())
-    return start("trainer", run.output_dir / "run.json", log=run.output_dir / "log.txt")
+    return start_trainer(run, processes=0)

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.equivalence.test_training import kill_children_of, wait_for
+from tests.equivalence.test_training import wait_for
 from tests.helpers.hardware import requires_gpus
 from tests.helpers.run_dir import OPTIM, changed, log_of, metrics_of, run_trainer, start_trainer, write_job
+from tests.helpers.tiers import full
 from trainer.contract.run import RunConfig
 
 SAVED_AT = 3
@@ -31,15 +32,14 @@ def low(root: Path, name: str, shape: str, moments: str, save_interval: int = 10
 
 
 def trained(run: RunConfig) -> RunConfig:
-    assert run_trainer(run) == 0, log_of(run)
+    assert run_trainer(run, processes=0) == 0, log_of(run)
     return run
 
 
 def kill_and_resume(run: RunConfig) -> RunConfig:
-    process = start_trainer(run)
+    process = start_trainer(run, processes=0)
     wait_for(lambda: (run.output_dir / f"checkpoints/step-{SAVED_AT:06d}/athanor.json").is_file(), run)
     os.killpg(process.pid, signal.SIGKILL)
-    kill_children_of(run)
     process.wait()
     assert not (run.output_dir / f"checkpoints/step-{STEPS:06d}").exists(), "the kill came too late to show anything"
     trained(run)
@@ -58,7 +58,7 @@ def distance(ours: RunConfig, theirs: RunConfig) -> float:
     return max(abs(a / b - 1) for a, b in pairs if a is not None)
 
 
-@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+@pytest.mark.parametrize("moments", [full("float32"), "bfloat16"])
 def test_on_a_cpu(tmp_path, moments):
     whole = trained(low(tmp_path, "whole", "hybrid-first", moments))
     assert distance(kill_and_resume(low(tmp_path, "killed", "hybrid-first", moments, SAVED_AT)), whole) == 0

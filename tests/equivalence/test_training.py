@@ -24,7 +24,6 @@ from tests.helpers.run_dir import (
     write_job,
 )
 from tests.helpers.tiers import full
-from tests.helpers.world import start
 from trainer.contract.names import EXIT_STOPPED
 from trainer.contract.run import OptimConfig, RunConfig
 from trainer.data.order import bins_at, bins_for_step
@@ -34,7 +33,7 @@ SEED, GLOBAL_BATCH = 5, 2
 
 def run_alone(run: RunConfig) -> None:
     """Train in one process, without torchrun."""
-    assert start("trainer", run.output_dir / "run.json", log=run.output_dir / "log.txt").wait() == 0, log_of(run)
+    assert run_trainer(run, processes=0) == 0, log_of(run)
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +117,7 @@ def test_killed_and_resumed_is_bit_equal(shape, undisturbed, tmp_path):
 
 def test_sigterm_finishes_the_step_saves_and_says_so(tmp_path):
     run = write_job(tmp_path, num_steps=2000)
-    process = start("trainer", run.output_dir / "run.json", log=run.output_dir / "log.txt")
+    process = start_trainer(run, processes=0)
     wait_for(lambda: (run.output_dir / "metrics.jsonl").is_file() and len(metrics_of(run)) >= 2, run)
     os.killpg(process.pid, signal.SIGTERM)
     assert process.wait(120) == EXIT_STOPPED

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
 from dataset_builders.contracts.manifest import Manifest
 from dataset_builders.contracts.shard_io import ShardWriter
 from dataset_builders.contracts.tokenized import PixelConfig, PixelStore, TokenizedSample
@@ -14,8 +16,10 @@ from dataset_builders.pictures.pixel_codecs import encode_sample
 from tests.helpers.bins import MIXED, TEXT_ONLY, Kind, make_samples, write_plan
 from tests.helpers.index import write_index
 from tests.helpers.reference import PIXELS, random_hf_dir
+from tests.helpers.started import Started
 from tests.helpers.tiny_hybrid_model import hybrid_hf_dir
 from tests.helpers.tiny_text_model import text_hf_dir
+from tests.helpers.world import start
 from trainer.contract.answer import MetricsRow, TrainResult, read_metrics
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import CheckpointConfig, OptimConfig, RunConfig, TrainConfig, TrainerExecution
@@ -144,8 +148,13 @@ def _row(split: str, name: str, key: str, record, sample: TokenizedSample) -> di
     }
 
 
-def start_trainer(run: RunConfig, processes: int = 1) -> subprocess.Popen:
-    """Start the trainer as users do: by torchrun, with one JSON file; 0 processes: by itself, without torchrun."""
+def start_trainer(run: RunConfig, processes: int = 1) -> subprocess.Popen | Started:
+    """Start the trainer as users do: by torchrun, with one JSON file; 0 processes: by itself, without torchrun.
+
+    Without a GPU a trainer by itself is forked, which saves its imports.
+    """
+    if not processes and not torch.cuda.is_available():
+        return start("trainer", run.output_dir / "run.json", log=run.output_dir / "log.txt")
     command = [sys.executable, "-m"]
     if processes:
         command += ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "--max-restarts=0", "-m"]
