@@ -506,8 +506,8 @@ def _free_port() -> int:
         return listener.getsockname()[1]
 
 
-@pytest.mark.slow
-def test_two_pods_train_what_one_process_trains(tmp_path, fake):
+@pytest.mark.full  # in the core: the command and variables of a pod, and its life around a small script
+def test_two_pods_train_and_go_on_after_they_were_cancelled(tmp_path, fake):
     """torchrun's real command line with the variables that the torch plugin gives, two nodes of one process."""
     fake.command, fake.port = [], _free_port()
     run = write_job(tmp_path / "root", num_steps=60, save_interval=20)  # so many that it is there to be cancelled
