@@ -64,6 +64,6 @@ def test_constraints_pin_every_requirement():
     names = {
         line.partition("==")[0].lower() for line in Path("constraints.txt").read_text().splitlines() if "==" in line
     }
-    declared = [Requirement(r) for r in doctor.importlib.metadata.requires("athanor") if "extra ==" not in r]
+    declared = [Requirement(r) for r in doctor.importlib.metadata.requires("athanor-vlm") if "extra ==" not in r]
     missing = {r.name.lower() for r in declared} - {name.replace("_", "-") for name in names} - names
     assert not missing
