@@ -153,8 +153,8 @@ def cost(gpus: list[tuple[str, str]], venv: Path, jobs: str) -> str:
     return f"""\
 {gpus[0][0] if gpus else "no GPU here"}; Python {sys.version.split()[0]}; into {venv}:
   {pins["torch"]}, {pins["triton"]}, {pins["transformers"]}, {pins["megatron-core"]}, {pins["transformer-engine"]}
-  disk: up to {DISK_GB} GB
-  compiling Transformer Engine: {MINUTES} minutes of one core, in {jobs} processes of up to {JOB_GB:g} GB each (MAX_JOBS)"""
+  disk: {DISK_GB} GB
+  Transformer Engine: {MINUTES} minutes of one core to compile; {jobs} processes (MAX_JOBS) of up to {JOB_GB:g} GB"""
 
 
 def install(venv: Path, site: Path, environment: dict[str, str], image: bool) -> int:

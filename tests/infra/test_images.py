@@ -23,7 +23,7 @@ def test_hadolint(name, tmp_path):
     done = subprocess.run([HADOLINT, str(INFRA / name)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     wrong = tmp_path / "Dockerfile"
-    wrong.write_text((INFRA / name).read_text() + "RUN cd /tmp && pip install numpy\n")
+    wrong.write_text((INFRA / name).read_text() + "RUN cd /tmp && pip install torchvision\n")
     assert "DL3013" in subprocess.run([HADOLINT, str(wrong)], capture_output=True, text=True).stdout
 
 
