@@ -44,8 +44,10 @@ def test_what_is_copied_is_there_and_not_ignored(name):
         if line.startswith("COPY ") and not line.startswith("COPY . "):
             for source in line.split()[1:-1]:
                 assert any(fnmatch.fnmatch(source, path) for path in kept), f"{source} is ignored"
-    packages = tomllib.loads((REPO / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]["include"]
-    assert {name.rstrip("*") for name in packages} <= set(kept)
+    config = tomllib.loads((REPO / "pyproject.toml").read_text())
+    packages = config["tool"]["setuptools"]["packages"]["find"]["include"]
+    needed = {"pyproject.toml", config["project"]["readme"], *config["project"]["license-files"]}
+    assert needed | {name.rstrip("*") for name in packages} <= set(kept)
 
 
 def test_the_services_versions_are_those_of_the_constraints():
