@@ -1,28 +1,41 @@
-# Everything sets itself up: `make run` and `make test` make .venv when it is missing or out of date.
+# Everything sets itself up: `make run` and `make test` make .venv when it is missing or out of date. `make run` installs
+# what a run needs, `make test` and `make lint` add their tools, `make gpu` replaces torch by the GPU's stack.
 #   make run ARGS="--set train.optim.lr=1e-3"      make test ARGS="tests/stages -k launch"      make test JOBS=1
 
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+RUN_STAMP := $(VENV)/.installed
+STAMP := $(VENV)/.installed-dev
+# `make gpu` writes the pins of the GPU's stack here, and everything that is installed later keeps to them.
+GPU_PINS := $(wildcard $(VENV)/constraints.txt)
+PIP := $(BIN)/python -m pip install --quiet -c $(or $(GPU_PINS),constraints.txt)
+# The first Python of a fitting version on PATH.
+PYTHON = $(shell for python in python3.11 python3.12 python3 python; do \
+	  $$python -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null && echo $$python && break; done)
 ARGS ?=
 JOBS ?= 3
 # One file to a worker, in the order of tests/tiers/plugin.py.
 SPREAD := --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help run test test-full test-changed breaks lint doctor
+.PHONY: help run gpu test test-full test-changed breaks lint doctor
 .DEFAULT_GOAL := help
 
 help: ## show this
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1	\2/'
 
-run: $(STAMP) ## raw digits to a fine-tuned, scored, registered model, below ./athanor-root
+run: $(RUN_STAMP) ## raw digits to a fine-tuned, scored, registered model, below ./athanor-root
 	@$(BIN)/athanor run $(ARGS)
+
+gpu: ## the environment for an NVIDIA GPU: torch for CUDA, and Transformer Engine, compiled here
+	@$(or $(wildcard $(BIN)/python),$(PYTHON),python3) infra/gpu_environment.py $(ARGS)
 
 test: $(STAMP) ## the core of the test suite: every module, every promise of the README once; ten minutes on two cores
 	@$(BIN)/python -m pytest $(SPREAD) -m "not full" $(ARGS)
 
+test-full: export ATHANOR_FUZZ_SEED ?= $(shell date +%s)
 test-full: $(STAMP) ## all tests: every layout, fuzz with a new seed, `athanor up` whole; an hour on two cores
+	@echo "spoilt inputs of ATHANOR_FUZZ_SEED=$(ATHANOR_FUZZ_SEED)"
 	@$(BIN)/python -m pytest $(SPREAD) --record-durations --ignore=tests/service $(ARGS)
 	@$(BIN)/python -m pytest --record-durations tests/service $(ARGS)
 	@$(BIN)/python -m tests.tiers.passed
@@ -33,24 +46,28 @@ test-changed: $(STAMP) ## of all tests those that the change since the last full
 breaks: $(STAMP) ## break the code on purpose, one break at a time, and report the breaks that no core test sees
 	@$(BIN)/python -m tests.breaks $(ARGS)
 
-lint: $(STAMP) ## check style and format
+lint: $(STAMP) ## check style, format and the rules of the house
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	@$(BIN)/python -m pytest -p no:xdist tests/test_architecture.py tests/test_unsafe_code.py tests/test_documents.py
 
-doctor: $(STAMP) ## what this machine has, what is missing and how to get it
+doctor: $(RUN_STAMP) ## what this machine has, what is missing and how to get it
 	@$(BIN)/athanor doctor $(ARGS)
 
-$(STAMP): pyproject.toml constraints.txt
-	@set -e; \
-	if [ ! -x $(BIN)/python ]; then \
-	  for candidate in python3.11 python3.12 python3 python; do \
-	    if $$candidate -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null; then \
-	      found=$$candidate; break; \
-	    fi; \
-	  done; \
-	  if [ -z "$$found" ]; then echo "athanor needs Python 3.11 or 3.12, and none is on PATH" >&2; exit 2; fi; \
-	  echo "making $(VENV) with $$found"; \
-	  $$found -m venv $(VENV); \
-	fi
+$(BIN)/python:
+	@if [ -z "$(PYTHON)" ]; then echo "athanor needs Python 3.11 or 3.12, and none is on PATH" >&2; exit 2; fi
+	@echo "making $(VENV) with $(PYTHON)"
+	@$(PYTHON) -m venv $(VENV)
+
+$(RUN_STAMP): pyproject.toml constraints.txt $(if $(GPU_PINS),constraints-gpu.txt) | $(BIN)/python
+ifdef GPU_PINS
+	@$(MAKE) --no-print-directory gpu ARGS=
+else
 	@echo "installing into $(VENV): about 2 GB, a few minutes the first time"
-	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@$(PIP) -e .
+endif
 	@touch $@
+
+$(STAMP): pyproject.toml constraints.txt $(if $(GPU_PINS),$(RUN_STAMP)) | $(BIN)/python
+	@echo "installing into $(VENV), with the tools of the tests: about 2.5 GB, a few minutes the first time"
+	@$(PIP) -e '.[dev]'
+	@touch $(RUN_STAMP) $@

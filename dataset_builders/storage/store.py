@@ -61,7 +61,7 @@ def location(text: str | os.PathLike[str]) -> StorePath:
         path = UPath(text, use_listings_cache=False)  # a cached listing does not see what another process wrote
         assert path.fs is not None  # loads the driver
     except (ImportError, ValueError) as error:
-        extra = f"pip install 'athanor[{_EXTRAS[protocol]}]'" if protocol in _EXTRAS else f"install fsspec's {protocol}"
+        extra = f"pip install -e '.[{_EXTRAS[protocol]}]'" if protocol in _EXTRAS else f"install fsspec's {protocol}"
         raise InputError(f"{text}: no driver for {protocol}:// is installed ({error}); {extra}") from error
     return path
 

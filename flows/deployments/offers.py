@@ -152,7 +152,7 @@ def make_deployment(offer: Offer, pool: str) -> RunnerDeployment:
         concurrency_limit=limit,
         description=_LINE_BREAK.sub(" ", offer.about.strip()),
         tags=[TAG],
-        version=importlib.metadata.version("athanor"),
+        version=importlib.metadata.version("athanor-vlm"),
         enforce_parameter_schema=True,
         work_pool_name=pool,
         entrypoint_type=EntrypointType.MODULE_PATH,

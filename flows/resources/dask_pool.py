@@ -1,4 +1,4 @@
-"""The data stages' shards on an existing Dask cluster: `execution.dask_address`. Needs `pip install 'athanor[dask]'`.
+"""The data stages' shards on an existing Dask cluster: `execution.dask_address`. Needs `pip install -e '.[dask]'`.
 
 The flow and its stages stay in the flow's process, with progress, logs, locks and manifests. Only shard tasks go to the
 cluster, one at a time to each worker process. So workers need
@@ -215,7 +215,7 @@ def _load(module: str, execution: ExecutionConfig) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         raise InputError(
-            f"{_field(execution)} needs {error.name or module}, which is not installed: pip install 'athanor[dask]', "
+            f"{_field(execution)} needs {error.name or module}, which is not installed: pip install -e '.[dask]', "
             "or leave execution.dask_address out to use this machine alone"
         ) from error
 

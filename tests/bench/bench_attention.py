@@ -12,6 +12,7 @@ import torch
 from transformer_engine.pytorch import DotProductAttention
 
 from tests.bench.bench_delta_rule import TOKENS, bins, both, median_us
+from tests.bench.host import describe
 from tests.bench.mix import random_model
 
 PAIRS = [("qwen3_5_2b", "qwen3_vl_2b"), ("qwen3_5_4b", "qwen3_vl_4b")]
@@ -47,7 +48,8 @@ def measure(name: str, lengths: list[int]) -> tuple[float, float]:
 
 
 def main() -> None:
-    print(f"{torch.cuda.get_device_name()}, bf16, {TOKENS:,} tokens. TFLOP/s of the causal half.\n")
+    print(*describe(), sep=", ")
+    print(f"bf16, {TOKENS:,} tokens. TFLOP/s of the causal half.\n")
     print("| bin | model | heads of | forward | forward and backward |\n| --- | --- | ---: | ---: | ---: |")
     for (lengths_of, lengths), name in itertools.product(bins().items(), itertools.chain.from_iterable(PAIRS)):
         rates = " | ".join(f"{rate:,.0f}" for rate in measure(name, lengths))

@@ -22,6 +22,7 @@ import torch
 
 from dataset_builders.contracts.tokenized import TokenizedSample
 from stages.plan_bins.pack import pack
+from tests.bench.host import version_text
 from tests.bench.mix import IMAGE_TOKEN, MAX_PATCHES_PER_TOKEN, VOCABULARY, draw_kind
 from tests.helpers.bins import make_sample
 from trainer.data.micro_batch import Geometry, make_micro_batch
@@ -107,7 +108,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     samples = draw_samples(max(COUNTS))
-    print(f"Python {platform.python_version()}, numpy {np.__version__}, torch {torch.__version__}, one thread.\n")
+    print(f"Python {platform.python_version()}, numpy {np.__version__}, {version_text('torch')}, one thread.\n")
     heads = ["cp", "samples", "tokens", "patches", "bins", "language's part, ms", "all but pixels, ms", "just read"]
     heads += ["just read, a bin", "with pixels"]
     print(f"| {' | '.join(heads)} |\n|{' ---: |' * len(heads)}")

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 from triton.testing import do_bench
 
+from tests.bench.host import describe
 from trainer.data.packed_chunks import PackedChunks
 from trainer.layers.delta_rule import plain
 from trainer.layers.delta_rule.convolution import convolve_heads
@@ -145,7 +146,8 @@ def main() -> None:
     bandwidth = 2 * 2**31 / median_us(lambda: target.copy_(source)) * 1e6
     matrix = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     rate = 2 * 8192**3 / median_us(lambda: matrix @ matrix) * 1e6
-    print(f"{torch.cuda.get_device_name()}: {rate / 1e12:.0f} TFLOP/s, {bandwidth / 1e12:.2f} TB/s; microseconds:")
+    print(*describe(), sep=", ")
+    print(f"{rate / 1e12:.0f} TFLOP/s, {bandwidth / 1e12:.2f} TB/s; microseconds:")
     for shape, (name, lengths) in itertools.product(options.shapes, bins().items()):
         heads = SHAPES[shape]
         if not options.peer_only:

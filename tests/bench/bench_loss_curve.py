@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForImageTextToText
 
+from tests.bench.host import describe
 from tests.bench.mix import write_data, write_model
 from tests.bench.peer import IGNORE_INDEX, collate
 from tests.bench.trainer_job import train_steps
@@ -155,6 +156,7 @@ def main() -> None:
                 curves[name].append(loss)  # a run that is cut short keeps what it has
                 args.out.write_text(json.dumps(curves))
     if "bfloat16" in curves:
+        print(", ".join(describe()), "\n")
         print(table(curves))
         if args.plot:
             plot(curves, args.plot)

@@ -26,6 +26,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, vocab_parallel_c
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.distributed import ProcessGroup
 
+from tests.bench.host import describe
 from tests.helpers.single_rank import single_rank
 from trainer.layers import output_loss
 from trainer.layers.output_loss import OutputLayer
@@ -187,7 +188,7 @@ def main() -> None:
     with single_rank() as mesh:
         if args.rate:
             print(f"8192^3 bf16: {product_rate(args.device):.0f} TFLOP/s\n")
-        print(f"Vocabulary {args.vocabulary:,}, bf16, torch {torch.__version__}\n")
+        print(f"Vocabulary {args.vocabulary:,}, bf16; {', '.join(describe())}\n")
         columns = "peak GB | forward ms | backward ms | both ms | error: losses | hidden | weight"
         print(f"| hidden | loss tokens | | {columns} |")
         print("| ---: | ---: | --- |" + " ---: |" * 7)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.bench.host import apart, describe
 from tests.bench.mix import write_data, write_model
 from tests.bench.trainer_job import Execution, bench_train_config, start, why, write_run
 from trainer.contract.answer import MetricsRow, read_metrics
@@ -101,6 +102,7 @@ def main() -> None:
         checkpoint = CheckpointConfig(save_interval=args.save_interval, keep_last=1)
         out = write_run(root, train, SEQ_LEN, Execution(checkpoint=checkpoint))
         looks = watch(out)
+        print(*apart(describe), sep=", ")
         print(table(read_metrics(out), looks, args.save_interval))
 
 

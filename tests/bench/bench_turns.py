@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from tests.bench.host import apart
+from tests.bench.host import apart, describe
 from tests.bench.mix import MODELS, write_data, write_model
 
 TURN = """
@@ -74,6 +74,7 @@ def main() -> None:
         root = Path(folder)
         apart(partial(write_data, model=args.model), root / "data", args.bins, args.seq_len)
         apart(write_model, root / "hf", args.model)
+        print(*apart(describe), sep=", ")
         for turn in range(args.turns):
             for name, checkout in checkouts.items():
                 figures = summary(run_turn(checkout, root, args), args.warmup)

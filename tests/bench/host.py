@@ -1,5 +1,6 @@
 """The machine that a bench runs on: its versions, its matrix rate; and work in a process that leaves no GPU memory."""
 
+import contextlib
 import importlib.metadata
 import os
 import pickle
@@ -16,6 +17,7 @@ from typing import TypeVar
 
 import torch
 
+from infra.gpu_environment import REPO, merged_pins, normalized, read_pins
 from trainer.loop.metrics import peak_flops
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "transformers", "triton")
@@ -54,16 +56,28 @@ def describe() -> tuple[str, str]:
     """(the device, a line of versions)."""
     versions = [f"Python {platform.python_version()}"]
     for package in PACKAGES:
-        try:
-            versions.append(f"{package} {importlib.metadata.version(package)}")
-        except importlib.metadata.PackageNotFoundError:
-            continue
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions.append(version_text(package))
     if not torch.cuda.is_available():
         return f"CPU, {os.cpu_count()} cores", ", ".join(versions)
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     driver = subprocess.run(query, capture_output=True, text=True).stdout.split("\n")[0]
     versions += [f"driver {driver}", f"cuDNN {_cudnn()}"]
     return torch.cuda.get_device_name(), ", ".join(versions)
+
+
+def version_text(package: str) -> str:
+    """The package's name and installed version; where constraints-gpu.txt (on a CPU constraints.txt) pins another
+    version, the text says so.
+
+    Raises:
+        PackageNotFoundError: the package is not installed.
+    """
+    pins = merged_pins() if torch.cuda.is_available() else read_pins(REPO / "constraints.txt")
+    version = importlib.metadata.version(package)
+    pin = pins.get(normalized(package), "").partition("==")[2]
+    is_other = pin and version.partition("+")[0] != pin
+    return f"{package} {version}" + (f" (not the pinned {pin})" if is_other else "")
 
 
 def _cudnn() -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from tests.bench.host import version_text
 from tests.helpers.run_dir import changed, metrics_of, result_of, run_trainer, write_job
 from tests.helpers.two_hosts import start_agents, two_hosts
 from trainer.contract.run import RunConfig
@@ -53,7 +54,7 @@ def seconds_until_named(root: Path, lost: int) -> tuple[float, float, str]:
 def main(root: Path) -> None:
     """Print the report, in Markdown."""
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    print(f"# Two hosts\n\ntorch {torch.__version__}; {', '.join(gpus) or 'no GPU: gloo'}\n")
+    print(f"# Two hosts\n\n{version_text('torch')}; {', '.join(gpus) or 'no GPU: gloo'}\n")
     one, two = (job(root, name, STEPS) for name in ("one-agent", "two-hosts"))
     assert run_trainer(one, processes=2) == 0
     os.environ.update(SOCKETS)

@@ -45,7 +45,7 @@ EOF
 mkdir -p "$directory"
 printf '# The whole flow on a GPU host\n\n'
 nvidia-smi --query-gpu=name,memory.total --format=csv,noheader 2>/dev/null || echo "no GPU"
-"$python" -c 'import torch, transformers, sys; print(f"Python {sys.version.split()[0]}, torch {torch.__version__}, transformers {transformers.__version__}")'
+"$python" -c 'from tests.bench.host import describe; print(describe()[1])'
 for part in ${PARTS:-default 2b}; do
   if [ "$part" = default ]; then
     flow "$directory/default" embedded

@@ -59,7 +59,7 @@ def requires_postgres() -> pytest.MarkDecorator:
         missing.append("apt-get install postgresql")
     for module in ("psycopg2", "asyncpg"):
         if importlib.util.find_spec(module) is None:
-            missing.append("pip install 'athanor[postgres]'")
+            missing.append("pip install -e '.[postgres]'")
     if os.geteuid() == 0 and USER not in {entry.pw_name for entry in pwd.getpwall()}:
         missing.append(f"a user {USER}")
     return pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}")

@@ -93,9 +93,7 @@ def transformer_engine_modules() -> BackendSpecProvider:
         InputError: it is not installed.
     """
     if not HAVE_TE:
-        raise InputError(
-            "training on CUDA needs transformer-engine, which is not installed: pip install 'athanor[gpu]'"
-        )
+        raise InputError("training on CUDA needs transformer-engine, which is not installed: `make gpu` installs it")
     return FusedModules()
 
 

@@ -16,6 +16,7 @@ from typing import Literal
 
 import psutil
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from dataset_builders.storage.store import side_dir
 from flows.cli.text_table import print_table
@@ -23,7 +24,9 @@ from flows.cli.text_table import print_table
 HUB = "https://huggingface.co"
 MIN_MEMORY_GB = 3.0
 MIN_DISK_GB = 2.0
-_CONSTRAINTS = Path(__file__).parents[3] / "constraints.txt"  # in a checkout
+_CHECKOUT = Path(__file__).parents[3]
+_INSTALL = "pip install -c constraints.txt -e ."
+_INSTALL_ON_GPU = "make gpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +41,13 @@ class Finding:
 
 def doctor_command(args: argparse.Namespace) -> int:
     """Print the findings; 0 if the default recipe can run here, 1 if something that it needs is missing."""
+    gpu_names = _gpu_names()
     findings = [
         check_python(),
         *check_packages(),
-        check_tested_versions(),
+        check_tested_versions(_CHECKOUT, has_gpu=bool(gpu_names)),
         *check_machine(side_dir(args.root)),
-        *check_gpus(),
+        *check_gpus(gpu_names),
     ]
     if args.network:
         findings.append(check_network())
@@ -65,9 +69,9 @@ def check_python(version: tuple[int, int] = sys.version_info[:2]) -> Finding:
 def check_packages() -> list[Finding]:
     """Declared requirements against the installed packages: one finding if all fit, else one per misfit."""
     try:
-        declared = importlib.metadata.requires("athanor") or []
+        declared = importlib.metadata.requires("athanor-vlm") or []
     except importlib.metadata.PackageNotFoundError:
-        return [Finding("packages", "missing", "athanor is not installed", "pip install -e .")]
+        return [Finding("packages", "missing", "athanor is not installed", _INSTALL)]
     needed = [r for r in map(Requirement, declared) if r.marker is None or r.marker.evaluate({"extra": ""})]
     bad = [finding for requirement in needed if (finding := check_requirement(requirement)) is not None]
     return bad or [Finding("packages", "ok", f"all {len(needed)} requirements fit")]
@@ -81,30 +85,37 @@ def check_requirement(requirement: Requirement) -> Finding | None:
         version = ""
     if version and requirement.specifier.contains(version, prereleases=True):
         return None
-    way_out = f"pip install {str(requirement)!r}"
-    return Finding(requirement.name, "missing", version or "not installed", way_out)
+    return Finding(requirement.name, "missing", f"{version or 'not installed'}, needed: {requirement}", _INSTALL)
 
 
-def check_tested_versions(constraints: Path = _CONSTRAINTS) -> Finding:
-    """Installed versions other than those with which the tests last passed."""
-    if not constraints.is_file():
+def check_tested_versions(checkout: Path, has_gpu: bool) -> Finding:
+    """Installed versions other than the tested ones: constraints.txt, and constraints-gpu.txt where there is a GPU."""
+    files = [checkout / name for name in ("constraints.txt", "constraints-gpu.txt")[: 1 + has_gpu]]
+    if not all(file.is_file() for file in files):
         return Finding("tested versions", "note", "no constraints.txt here", "work from a checkout to see them")
+    tested: dict[str, str] = {}
+    for file in files:
+        tested |= _read_pins(file)
     other, total = [], 0
-    for line in constraints.read_text(encoding="utf-8").splitlines():
-        name, separator, tested = line.partition("==")
-        if not separator or line.startswith("#"):
-            continue
+    for name, pin in tested.items():
         try:
-            version = importlib.metadata.version(name.strip())
+            version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
         total += 1
-        if version.partition("+")[0] != tested.strip().partition("+")[0]:
-            other.append(f"{name.strip()} {version} (tested: {tested.strip()})")
+        if version.partition("+")[0] != pin:
+            other.append(f"{name} {version} (tested: {pin})")
     if other:
         text = ", ".join(other[:4]) + (f" and {len(other) - 4} more" if len(other) > 4 else "")
-        return Finding("tested versions", "note", text, "pip install -c constraints.txt -e .")
-    return Finding("tested versions", "ok", f"all {total} as in constraints.txt")
+        return Finding("tested versions", "note", text, _INSTALL_ON_GPU if has_gpu else _INSTALL)
+    return Finding("tested versions", "ok", f"all {total} as in {' and '.join(file.name for file in files)}")
+
+
+def _read_pins(constraints: Path) -> dict[str, str]:
+    """Version by normalized name."""
+    lines = (line.split("#")[0] for line in constraints.read_text(encoding="utf-8").splitlines())
+    pins = (line.split("==") for line in lines if "==" in line)
+    return {canonicalize_name(name.strip()): version.strip() for name, version in pins}
 
 
 def check_machine(root: Path) -> list[Finding]:
@@ -128,17 +139,15 @@ def check_machine(root: Path) -> list[Finding]:
     ]
 
 
-def check_gpus() -> list[Finding]:
-    """NVIDIA GPUs as the driver names them, and Transformer Engine beside them."""
-    names = _gpu_names()
+def check_gpus(names: list[str]) -> list[Finding]:
+    """NVIDIA GPUs as the driver names them, and whether Transformer Engine is installed for them."""
     if not names:
         return [Finding("GPU", "note", "none found", "the default recipe needs none")]
-    has_engine = importlib.util.find_spec("transformer_engine") is not None
-    engine = (
-        Finding("transformer engine", "ok", importlib.metadata.version("transformer-engine"))
-        if has_engine
-        else Finding("transformer engine", "note", "not installed", "pip install --no-build-isolation -e '.[gpu]'")
-    )
+    if importlib.util.find_spec("transformer_engine") is None:
+        text = "not installed: training runs on plain modules, which are slower"
+        engine = Finding("transformer engine", "note", text, _INSTALL_ON_GPU)
+    else:
+        engine = Finding("transformer engine", "ok", importlib.metadata.version("transformer-engine"))
     return [Finding("GPU", "ok", f"{len(names)} x {names[0]}"), engine]
 
 

@@ -55,7 +55,7 @@ class Cluster:
         if kubernetes is None:
             raise InputError(
                 "launcher=kubernetes needs the package kubernetes, which is not installed; "
-                "pip install 'athanor[kubernetes]'"
+                "pip install -e '.[kubernetes]'"
             )
         if self._client is None:
             configuration = self._load()

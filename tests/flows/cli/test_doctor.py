@@ -28,17 +28,26 @@ def test_python(version, state):
 def test_requirements_that_do_not_fit():
     assert doctor.check_requirement(Requirement("numpy>=1")) is None
     too_new = doctor.check_requirement(Requirement("numpy<1"))
-    assert too_new.state == "missing" and "pip install 'numpy<1'" in too_new.way_out
-    assert doctor.check_requirement(Requirement("no-such-thing==1")).value == "not installed"
+    assert too_new.state == "missing" and too_new.value.endswith(", needed: numpy<1")
+    assert too_new.way_out == "pip install -c constraints.txt -e ."
+    assert doctor.check_requirement(Requirement("no-such-thing==1")).value.startswith("not installed")
 
 
 def test_versions_other_than_the_tested_ones_are_a_note(tmp_path):
-    constraints = tmp_path / "constraints.txt"
-    constraints.write_text("# comment\nnumpy==0.1\nno-such-thing==1\n")
-    finding = doctor.check_tested_versions(constraints)
-    assert finding.state == "note" and "(tested: 0.1)" in finding.value
-    constraints.write_text("no-such-thing==1\n")
-    assert doctor.check_tested_versions(constraints).state == "ok"
+    (tmp_path / "constraints.txt").write_text("# comment\nnumpy==0.1  # old\nno-such-thing==1\n")
+    finding = doctor.check_tested_versions(tmp_path, has_gpu=False)
+    assert finding.state == "note" and "(tested: 0.1)" in finding.value and finding.way_out.startswith("pip install")
+    (tmp_path / "constraints.txt").write_text("no-such-thing==1\n")
+    assert doctor.check_tested_versions(tmp_path, has_gpu=False).state == "ok"
+
+
+def test_on_a_gpu_the_tested_versions_are_those_of_the_gpu_stack(tmp_path):
+    (tmp_path / "constraints.txt").write_text("numpy==0.1\n")
+    assert doctor.check_tested_versions(tmp_path, has_gpu=True).value == "no constraints.txt here"
+    (tmp_path / "constraints-gpu.txt").write_text("NumPy==0.2\n")
+    finding = doctor.check_tested_versions(tmp_path, has_gpu=True)
+    assert finding.state == "note" and "(tested: 0.2)" in finding.value and "0.1)" not in finding.value
+    assert finding.way_out == "make gpu"
 
 
 def test_a_small_disk_is_missing_something(monkeypatch, tmp_path, capsys):
@@ -48,11 +57,13 @@ def test_a_small_disk_is_missing_something(monkeypatch, tmp_path, capsys):
     assert "0.1 GB free" in text and "choose another --root" in text and "Missing: disk." in text
 
 
-def test_gpus(monkeypatch):
+def test_a_gpu_without_the_engine_is_slower_and_says_what_mends_it(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(doctor, "_gpu_names", lambda: ["NVIDIA H200, 143771 MiB"] * 8)
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
-    gpu, engine = doctor.check_gpus()
-    assert gpu.value == "8 x NVIDIA H200, 143771 MiB" and "[gpu]" in engine.way_out
+    gpu, engine = doctor.check_gpus(doctor._gpu_names())
+    assert gpu.value == "8 x NVIDIA H200, 143771 MiB"
+    assert engine.state == "note" and "slower" in engine.value and engine.way_out == "make gpu"
+    assert main(["doctor", "--root", str(tmp_path)]) == 0 and "make gpu" in capsys.readouterr().out
 
 
 def test_no_network_is_a_note():
@@ -64,6 +75,6 @@ def test_constraints_pin_every_requirement():
     names = {
         line.partition("==")[0].lower() for line in Path("constraints.txt").read_text().splitlines() if "==" in line
     }
-    declared = [Requirement(r) for r in doctor.importlib.metadata.requires("athanor") if "extra ==" not in r]
+    declared = [Requirement(r) for r in doctor.importlib.metadata.requires("athanor-vlm") if "extra ==" not in r]
     missing = {r.name.lower() for r in declared} - {name.replace("_", "-") for name in names} - names
     assert not missing

@@ -111,7 +111,7 @@ def test_prepare_data_makes_the_same_artifacts(address, tmp_path, monkeypatch):
         (
             "tcp://127.0.0.1:1",
             "prefect_dask",
-            "needs prefect_dask, which is not installed: pip install 'athanor[dask]'",
+            "needs prefect_dask, which is not installed: pip install -e '.[dask]'",
         ),
     ],
 )

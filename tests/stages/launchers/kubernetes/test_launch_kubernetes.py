@@ -443,7 +443,7 @@ def test_what_a_job_waits_for_is_said_once(tmp_path, fake):
 
 def test_without_the_package_the_manifest_is_there_all_the_same(tmp_path, fake, monkeypatch):
     monkeypatch.setattr(client, "kubernetes", None)
-    missing = r"needs the package kubernetes, which is not installed; pip install 'athanor\[kubernetes\]'"
+    missing = r"needs the package kubernetes, which is not installed; pip install -e '.\[kubernetes\]'"
     with pytest.raises(InputError, match=missing) as caught:
         _launcher(tmp_path).submit(_job(tmp_path))
     path = tmp_path / "root" / "train-1" / "trainjob.yaml"
