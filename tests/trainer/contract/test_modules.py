@@ -39,9 +39,7 @@ def test_choice(wanted, host, modules):
 
 @pytest.mark.parametrize("host", [CPU, H200])
 def test_an_engine_that_is_not_there_is_refused(host):
-    with pytest.raises(
-        InputError, match=r"^execution.modules=engine: Transformer Engine .*set execution.modules=auto$"
-    ):
+    with pytest.raises(InputError, match=r"^execution.modules=engine: .*set execution.modules=auto$"):
         modules_of("engine", host)
 
 
