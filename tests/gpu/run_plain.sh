@@ -25,10 +25,10 @@ flow() {
 suite() {
   local name=$1 path=$2
   shift 2
-  PYTHONPATH=$path timeout 400 python3 -m pytest -p no:cacheprovider -q -rf -s "$@" >"$directory/$name.txt" 2>&1
+  PYTHONPATH=$path timeout 400 python3 -m pytest -p no:cacheprovider -v -rf -s "$@" >"$directory/$name.txt" 2>&1
   printf '\n%s: ' "$name"
   grep -E '^(FAILED|ERROR)' "$directory/$name.txt" | cut -c 1-230 | head -n 30
-  tail -n 1 "$directory/$name.txt"
+  grep -E '^=+ .*(passed|failed)' "$directory/$name.txt"
   grep -E 'relative to float32|relative distance' "$directory/$name.txt" | head -n 40
 }
 
@@ -50,7 +50,7 @@ for part in "$@"; do
       wait
       ;;
     tests)
-      suite plain "$without" tests/parity/test_plain_gpu.py tests/parity/test_plain_kernels_gpu.py \
+      suite plain_modules "$without" tests/parity/test_plain_gpu.py tests/parity/test_plain_kernels_gpu.py \
         tests/parity/test_qwen3_vl_gpu.py tests/parity/test_qwen3_5_vl_gpu.py tests/parity/test_peft_gpu.py \
         tests/trainer/layers/test_float8_base_gpu.py tests/trainer/layers/test_attention_gpu.py \
         tests/trainer/loop/test_short_moments.py &
@@ -63,9 +63,11 @@ for part in "$@"; do
       flow lora --set 'train.adapter={rank: 8, alpha: 16}' --set train.num_steps=30 --set train.optim.warmup_steps=3 &
       wait
       ;;
+    again) suite again "$without" tests/equivalence/test_plain_trainings_gpu.py tests/parity/test_plain_gpu.py ;;
     bench)
-      bench qwen3_vl_2b --modules engine plain portable --peer --peer-micro-batch 4 --peer-steps 4
+      bench qwen3_vl_2b --modules engine plain --peer --peer-micro-batch 4 --peer-steps 4
       bench qwen3_5_2b --modules engine plain
       ;;
+    portable) bench qwen3_vl_2b --modules portable ;;
   esac
 done
