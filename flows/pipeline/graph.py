@@ -16,6 +16,7 @@ from dataset_builders.contracts.manifest import MANIFEST
 from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.storage.store import StorePath, location, side_dir
 from flows.pipeline.config import PipelineConfig
+from flows.resources.host import this_host
 from stages.artifacts.artifact import Artifact, External, Input, Stage, artifact_dir, stage_identity
 from stages.artifacts.run_stage import why_rebuild
 from stages.encode.images import load_image_config
@@ -25,6 +26,7 @@ from stages.inputs.adapter_directory import adapter_input
 from stages.inputs.hf_directory import check_hf_dir, hf_dir_of, model_input, processor_input, resolve_hf_dir
 from stages.inputs.raw_source import open_raw
 from stages.release.config import ReleaseConfig
+from trainer.contract.machine.modules import check_precision, describe
 from trainer.contract.model_shape import ModelShape
 from trainer.contract.peft import check_start
 from trainer.contract.run import TrainConfig
@@ -201,6 +203,23 @@ def _check_family(config: PipelineConfig, family: Family, shape: ModelShape) -> 
         check_cached(config.train.frozen, config.execution.parallel, family)
     check_training(config.train, config.execution.parallel, family)
     check_adapter(config.train, family, shape)
+    if trains_here(config):
+        check_precision(config.train.precision, config.execution.modules, this_host())
+        modules_line(config)
+
+
+def trains_here(config: PipelineConfig) -> bool:
+    """Whether this host is the one that trains."""
+    return config.execution.cluster.launcher == "torchrun"
+
+
+def modules_line(config: PipelineConfig) -> str:
+    """The modules with which the training will compute on this host.
+
+    Raises:
+        InputError: they are asked for and cannot be had.
+    """
+    return f"training will use {describe(config.execution.modules, this_host())}"
 
 
 def open_inputs(config: PipelineConfig, root: StorePath) -> dict[str, Input]:

@@ -20,6 +20,8 @@ rank too. Tokens are counted without padding; FLOPs are the model's, vision and 
 """
 
 import argparse
+import itertools
+import os
 import shlex
 import shutil
 import sys
@@ -31,6 +33,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
@@ -100,17 +103,20 @@ class Bench:
         if self.args.out:
             self.args.out.write_text(report(self.measured))
 
-    def add_layout(self, name: str, gpus: int, parallel: ParallelConfig, cuda_graphs: bool) -> None:
+    def add_layout(self, name: str, gpus: int, parallel: ParallelConfig, modules: str, cuda_graphs: bool) -> None:
         """Counted steps, then traced ones, in one job."""
         args = self.args
         share = args.global_batch * gpus // args.gpus
-        execution = Execution(gpus=gpus, parallel=parallel, loader_workers=args.loader_workers, cuda_graphs=cuda_graphs)
+        execution = Execution(gpus=gpus, parallel=parallel, loader_workers=args.loader_workers)
+        execution = execution.model_copy(update={"cuda_graphs": cuda_graphs, "modules": modules})
         train = bench_train_config(share, args.precision, args.moments, args.adapter)
         out = write_run(self.root, train, args.seq_len, execution)
         counted = args.warmup + args.steps
         ranks = sorted({0, gpus - 1 if parallel.pp > 1 else 0}) if args.trace_steps else []
         traced = [str(counted + 2), str(args.trace_steps), ",".join(map(str, ranks))]
-        job = start(out, gpus, "tests.bench.traced_trainer", traced) if ranks else start(out, gpus)
+        bare = args.bare if modules in ("plain", "portable") else None
+        with patch.dict(os.environ, {"PYTHONPATH": bare} if bare else {}):
+            job = start(out, gpus, "tests.bench.traced_trainer", traced) if ranks else start(out, gpus)
         traces = {rank: out / f"trace-{rank}.json" for rank in ranks}
         rows = await_steps(out, job, counted, [path.name for path in traces.values()])
         self.measured.gpus[name], self.measured.rows[name] = gpus, rows[args.warmup - 1 :]
@@ -173,9 +179,10 @@ def run_bench(root: Path, args: argparse.Namespace, command: str) -> Measured:
     layouts = [(1, ParallelConfig())] if args.one_gpu else []
     layouts += [(args.gpus, ParallelConfig.model_validate_json(text)) for text in args.parallel or ["{}"]]
     for gpus, parallel in [] if args.no_ours else layouts:
-        for cuda_graphs in [True, False] if args.eager else [True]:
-            name = name_of(gpus, parallel) + ("" if cuda_graphs else ", eager")
-            bench.attempt(name, partial(bench.add_layout, name, gpus, parallel, cuda_graphs))
+        for modules, cuda_graphs in itertools.product(args.modules, [True, False] if args.eager else [True]):
+            name = name_of(gpus, parallel) + ("" if modules == "auto" else f", {modules}")
+            name += "" if cuda_graphs else ", eager"
+            bench.attempt(name, partial(bench.add_layout, name, gpus, parallel, modules, cuda_graphs))
     if args.new_shapes:
         bench.attempt("new shapes", bench.add_new_shapes)
     if args.peer:
@@ -215,6 +222,8 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     ours.add_argument("--trace-steps", type=int, default=1, help="steps traced after them; 0: none")
     ours.add_argument("--traces", type=Path, help="directory that gets the traces, some 100 MB each")
     ours.add_argument("--loader-workers", type=int, default=2, help="of each GPU")
+    ours.add_argument("--modules", nargs="+", default=["auto"], help="sets of modules, each layout with each")
+    ours.add_argument("--bare", help="PYTHONPATH of jobs with plain or portable modules: one without the engine")
     ours.add_argument("--eager", action="store_true", help="each layout also with language layers not as CUDA graphs")
     ours.add_argument("--new-shapes", type=int, default=0, help="bins never seen, against the same bins again; one GPU")
     peer = parser.add_argument_group("transformers, on one GPU")

@@ -6,7 +6,7 @@ from torch.testing import assert_close
 
 from tests.equivalence.test_layouts_gpu import job
 from tests.helpers.gpu_world import run_worlds
-from tests.helpers.hardware import requires_gpus
+from tests.helpers.hardware import requires_engine, requires_gpus
 from tests.helpers.run_dir import changed
 from tests.helpers.world import World
 from trainer.contract.adapter import AdapterConfig
@@ -81,6 +81,7 @@ def test_graphs_give_the_bits_of_layers_launched_one_by_one(name, worlds):
 
 
 @requires_gpus(1)
+@requires_engine
 @pytest.mark.parametrize(("heads", "groups", "dim", "causal"), [(16, 8, 128, True), (16, 16, 64, False)])
 def test_attention_called_directly_gives_what_transformer_engine_s_own_way_gives(heads, groups, dim, causal):
     from megatron.core.process_groups_config import ProcessGroupCollection

@@ -13,7 +13,7 @@ import torch
 
 from tests.equivalence.test_layouts import CUT_VISION, DEALT, FULL, KINDS, SELECTIVE, SEQ_LEN, SMOOTH, SP, STEPS, own
 from tests.helpers.gpu_world import run_worlds
-from tests.helpers.hardware import requires_gpus
+from tests.helpers.hardware import requires_engine, requires_gpus
 from tests.helpers.reference import load_reference, random_hf_dir, reference_losses
 from tests.helpers.run_dir import changed, make_bins, write_job
 from tests.helpers.world import World
@@ -176,7 +176,7 @@ def test_a_checkpoint_of_one_layout_goes_on_in_another(tmp_path, worlds, yardsti
 
 
 @requires_gpus(1)
-@pytest.mark.parametrize("precision", ["bfloat16", "float8"])
+@pytest.mark.parametrize("precision", ["bfloat16", pytest.param("float8", marks=requires_engine)])
 def test_one_gpu_goes_on_from_its_own_checkpoint(tmp_path, precision):
     """No state of Transformer Engine's modules is kept: what is rounded to float8 has no history."""
     if precision == "float8" and torch.cuda.get_device_capability() < (9, 0):

@@ -1,5 +1,6 @@
 """Marks for tests that need GPUs."""
 
+import importlib.util
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -7,6 +8,13 @@ import pytest
 import torch
 
 F = TypeVar("F", bound=Callable)
+
+
+requires_engine = pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is None, reason="Transformer Engine is not installed"
+)
+# The sets of modules on CUDA, for tests of each.
+ON_CUDA = [pytest.param("engine", marks=requires_engine), "plain", "portable"]
 
 
 def requires_gpus(count: int) -> Callable[[F], F]:

@@ -11,8 +11,8 @@ from trainer.families.weight_rules import Rule
 
 
 def assert_logits_equal(pair: Any) -> None:
-    """The logits of every sample to 1e-4."""
-    ours = pair.ours.hidden_states(pair.batch)[:, 0] @ pair.ours.language.output_weight.t()
+    """The logits of every sample to 1e-4; ours may be on a GPU."""
+    ours = (pair.ours.hidden_states(pair.batch)[:, 0] @ pair.ours.language.output_weight.t()).cpu()
     start = 0
     for sample in pair.samples:
         theirs = reference_logits(pair.reference, sample)
@@ -28,12 +28,12 @@ def assert_losses_and_gradients_equal(pair: Any, rules: Sequence[Rule]) -> None:
     pair.ours.zero_grad()
     ours = pair.ours(pair.batch)
     ours.mean().backward()
-    assert_close(ours, theirs, atol=1e-4, rtol=0)
+    assert_close(ours.cpu(), theirs, atol=1e-4, rtol=0)
     grads = {name: p.grad for name, p in pair.reference.named_parameters()}
     params = dict(pair.ours.named_parameters())
     compared = set()
     for rule in rules:
-        for name, grad in zip(rule.hf, rule.packing.split(params[rule.ours].grad, len(rule.hf), 1)):
+        for name, grad in zip(rule.hf, rule.packing.split(params[rule.ours].grad.cpu(), len(rule.hf), 1)):
             assert grads[name].norm() > 1e-6, f"{name} shows nothing"
             assert float((grad - grads[name]).norm() / grads[name].norm()) <= 1e-4, name
             compared.add(name)

@@ -12,7 +12,8 @@ from trainer.contract.parallel import ParallelConfig
 from trainer.families.family import load
 from trainer.families.registry import read_model
 from trainer.layers.decoder import decoder_config
-from trainer.layers.module_set import TorchModules, transformer_engine_modules
+from trainer.layers.module_set import TorchModules
+from trainer.layers.modules.choice import choose_modules
 from trainer.layers.packed_model import PackedModel
 from trainer.parallel.mesh import Mesh, rank_mesh
 from trainer.parallel.runtime import cpu_runtime
@@ -30,13 +31,17 @@ def single_rank(seed: int = 1) -> Iterator[Mesh]:
 
 
 def build_tiny(
-    hf_dir: Path, mesh: Mesh, seq_len: int = 128, dtype: torch.dtype = torch.float32, *, fused: bool = False
+    hf_dir: Path, mesh: Mesh, seq_len: int = 128, dtype: torch.dtype = torch.float32, *, modules: str = "exact"
 ) -> PackedModel:
-    """Our model with the directory's weights and the tests' pixel normalisation; `fused`: by Transformer Engine."""
+    """Our model with the directory's weights and the tests' pixel normalisation.
+
+    Args:
+        modules: as `execution.modules`, or "exact": those for a CPU, on whatever device.
+    """
     family, shape = read_model(hf_dir)
-    modules = transformer_engine_modules() if fused else TorchModules()
+    chosen = TorchModules() if modules == "exact" else choose_modules(modules, mesh.device)
     config = decoder_config(shape.language, ParallelConfig(), dtype)
-    model = load(family.model)(shape, ParallelConfig(), config, modules, mesh, seq_len)
+    model = load(family.model)(shape, ParallelConfig(), config, chosen, mesh, seq_len)
     load_hf_weights(model, hf_dir, family.weight_rules(shape), family.carried)
     model.prepare_pixels(PIXELS)
     return model.to(mesh.device)

@@ -1,4 +1,4 @@
-"""Adapters on Transformer Engine's modules in bf16, beside what bf16 costs PEFT itself."""
+"""Adapters on each set of modules in bf16, beside what bf16 costs PEFT itself."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from peft import PeftModel
 
 from tests.helpers.adapters import adapted_model
 from tests.helpers.bins import MIXED, make_samples
-from tests.helpers.hardware import requires_gpus
+from tests.helpers.hardware import ON_CUDA, requires_gpus
 from tests.helpers.reference import load_reference, reference_losses
 from tests.helpers.run_dir import model_dir
 from tests.helpers.single_rank import build_tiny, single_rank
@@ -44,9 +44,10 @@ def of_peft(model, rules, samples) -> torch.Tensor:
 
 
 @requires_gpus(1)
+@pytest.mark.parametrize("modules", ON_CUDA)
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize("shape", EVERYWHERE)
-def test_gradients_in_bf16_are_as_near_to_float32_as_peft_s(shape, kind, tmp_path):
+def test_gradients_in_bf16_are_as_near_to_float32_as_peft_s(shape, kind, modules, tmp_path):
     adapter = AdapterConfig(kind=kind, rank=4, alpha=8, targets=EVERYWHERE[shape])
     family, read = read_model(model_dir(shape))
     table = family.weight_rules(read)
@@ -55,7 +56,7 @@ def test_gradients_in_bf16_are_as_near_to_float32_as_peft_s(shape, kind, tmp_pat
     with single_rank() as mesh:
         run, model = adapted_model(tmp_path, mesh, shape, adapter)
         write_peft_directory(tmp_path / "start", dict(hf_tensors([model], mesh, rules)), adapter, [])
-        model = build_tiny(run.hf_dir, mesh, SEQ_LEN, torch.bfloat16, fused=True)
+        model = build_tiny(run.hf_dir, mesh, SEQ_LEN, torch.bfloat16, modules=modules)
         give_adapters([model], run, table, tmp_path / "start")
         ours = of_ours(model.cuda(), rules, samples)
     theirs = {}

@@ -1,4 +1,4 @@
-"""Qwen3.5 on a GPU: plain modules in float32, Transformer Engine and the delta rule's kernels in bf16, the merger.
+"""Qwen3.5 on a GPU in bf16: each set of modules and the delta rule's kernels; the merger.
 
 The yardstick for bf16 is what bf16 costs transformers itself, as in test_qwen3_vl_gpu.py, of logits and of gradients.
 The plain modules are held to it on a CPU too.
@@ -11,10 +11,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch.testing import assert_close
 
 from tests.helpers.bins import make_samples
-from tests.helpers.hardware import requires_gpus
+from tests.helpers.hardware import ON_CUDA, requires_engine, requires_gpus
 from tests.helpers.reference import load_reference, reference_logits, reference_losses
 from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.tiny_hybrid_model import hybrid_hf_dir
@@ -105,31 +104,19 @@ def test_plain_modules_in_bf16(shape):
 
 
 @requires_gpus(1)
+@pytest.mark.parametrize("modules", ON_CUDA)
 @pytest.mark.parametrize("shape", ["second", "third"])
-def test_transformer_engine_in_bf16(shape):
+def test_a_set_of_modules_in_bf16(shape, modules):
     """The heads of the third shape are those of the kernels, the second goes the plain way."""
 
     def build(mesh) -> Qwen35VLModel:
-        model = build_tiny(hybrid_hf_dir(shape), mesh, SEQ_LEN, torch.bfloat16, fused=True)
+        model = build_tiny(hybrid_hf_dir(shape), mesh, SEQ_LEN, torch.bfloat16, modules=modules)
         like = torch.empty(0, dtype=torch.bfloat16, device=mesh.device)
         is_hopper = torch.cuda.get_device_capability()[0] == 9
-        assert kernels_fit(like, model._delta_heads()) is (shape == "third" and is_hopper)
+        assert kernels_fit(like, model._delta_heads()) is (shape == "third" and is_hopper and modules != "portable")
         return model
 
     check_bf16(shape, build)
-
-
-@requires_gpus(1)
-@pytest.mark.parametrize("shape", ["first", "second", "third"])
-def test_plain_modules_on_cuda_in_float32(shape):
-    reference = load_reference(hybrid_hf_dir(shape))
-    with torch.no_grad():
-        truth = torch.cat([reference_losses(reference, sample) for sample in samples_of(shape)])
-    with single_rank() as mesh:
-        torch.backends.cuda.matmul.allow_tf32 = False
-        ours = build_tiny(hybrid_hf_dir(shape), mesh, SEQ_LEN)
-        batch = make_micro_batch(samples_of(shape), geometry_of(ours.shape), SEQ_LEN).to(mesh.device)
-        assert_close(ours(batch).cpu(), truth, atol=1e-4, rtol=0)
 
 
 def merger_distances(modules, dtype: torch.dtype, mesh) -> tuple[float, float]:
@@ -172,14 +159,15 @@ _MERGER = """
 import torch
 from tests.helpers.single_rank import single_rank
 from tests.parity.test_qwen3_5_vl_gpu import merger_distances
-from trainer.layers.module_set import transformer_engine_modules
+from trainer.layers.modules.choice import choose_modules
 with single_rank() as mesh:
     torch.backends.cuda.matmul.allow_tf32 = False
-    print("distances", *merger_distances(transformer_engine_modules(), getattr(torch, "{dtype}"), mesh))
+    print("distances", *merger_distances(choose_modules("engine", mesh.device), getattr(torch, "{dtype}"), mesh))
 """
 
 
 @requires_gpus(1)
+@requires_engine
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_merger_of_transformer_engine(dtype):
     """In a process of its own, whose cuBLAS has no tf32: Transformer Engine takes it for float32 products (3.4e-4)."""

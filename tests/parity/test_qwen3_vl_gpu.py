@@ -1,4 +1,4 @@
-"""On a GPU: plain modules in float32 against transformers, Transformer Engine in bf16 within transformers' own error.
+"""On a GPU in bf16: each set of modules within transformers' own error. float32 is in test_plain_gpu.py.
 
 The yardstick for bf16 is what bf16 costs transformers itself: the distance of its bf16 from its float32. Two
 implementations that round at different places lie within twice that of each other, so ours may be at most that far
@@ -7,11 +7,10 @@ from the float32 truth.
 
 import pytest
 import torch
-from torch.testing import assert_close
 
 from tests.helpers.bins import MIXED, TEXT_ONLY, make_samples
-from tests.helpers.hardware import requires_gpus
-from tests.helpers.reference import load_reference, random_hf_dir, reference_logits, reference_losses
+from tests.helpers.hardware import ON_CUDA, requires_engine, requires_gpus
+from tests.helpers.reference import load_reference, random_hf_dir, reference_logits
 from tests.helpers.run_dir import log_of, metrics_of, run_trainer, write_job
 from tests.helpers.single_rank import build_tiny, single_rank
 from trainer.data.micro_batch import make_micro_batch
@@ -28,37 +27,28 @@ def relative(ours: torch.Tensor, truth: torch.Tensor) -> float:
 
 
 @requires_gpus(1)
+@pytest.mark.parametrize("modules", ON_CUDA)
 @pytest.mark.parametrize("shape", ["first", "second"])
-def test_plain_modules_on_cuda_in_float32(shape):
-    truth = torch.cat(_each(load_reference(random_hf_dir(shape)), shape, reference_losses))
-    with single_rank() as mesh:
-        torch.backends.cuda.matmul.allow_tf32 = False
-        ours = build_tiny(random_hf_dir(shape), mesh, SEQ_LEN)
-        batch = make_micro_batch(_samples(ours), geometry_of(ours.shape), SEQ_LEN).to(mesh.device)
-        assert_close(ours(batch).cpu(), truth, atol=1e-4, rtol=0)
-
-
-@requires_gpus(1)
-@pytest.mark.parametrize("shape", ["first", "second"])
-def test_transformer_engine_in_bf16(shape):
+def test_logits_in_bf16(shape, modules):
     reference = load_reference(random_hf_dir(shape))
     truth = torch.cat(_each(reference, shape, reference_logits))
     reference = reference.bfloat16()
     yardstick = relative(torch.cat(_each(reference, shape, reference_logits)), truth)
     with single_rank() as mesh:
-        model = build_tiny(random_hf_dir(shape), mesh, SEQ_LEN, torch.bfloat16, fused=True)
+        model = build_tiny(random_hf_dir(shape), mesh, SEQ_LEN, torch.bfloat16, modules=modules)
         batch = make_micro_batch(_samples(model), geometry_of(model.shape), SEQ_LEN).to(mesh.device)
         with torch.no_grad():
             logits = model.hidden_states(batch)[: len(truth), 0] @ model.language.output_weight.t()
         error = relative(logits, truth)
-        print(f"\n{shape}: logits, relative to float32: ours {error:.2e}, transformers bf16 {yardstick:.2e}")
+        print(f"\n{shape}, {modules}: logits, relative to float32: ours {error:.2e}, transformers bf16 {yardstick:.2e}")
         assert error <= YARDSTICKS * yardstick
 
 
 @requires_gpus(1)
-def test_a_bin_without_an_image_gives_vision_a_zero_gradient():
+@pytest.mark.parametrize("modules", ON_CUDA)
+def test_a_bin_without_an_image_gives_vision_a_zero_gradient(modules):
     with single_rank() as mesh:
-        model = build_tiny(random_hf_dir("first"), mesh, SEQ_LEN, torch.bfloat16, fused=True)
+        model = build_tiny(random_hf_dir("first"), mesh, SEQ_LEN, torch.bfloat16, modules=modules)
         geometry = geometry_of(model.shape)
         batch = make_micro_batch(make_samples([TEXT_ONLY], geometry, range(20, 300)), geometry, SEQ_LEN)
         model(batch.to(mesh.device)).sum().backward()
@@ -76,7 +66,7 @@ def test_pixels_are_normalised_to_the_same_bits_as_on_a_cpu():
 
 
 @requires_gpus(1)
-@pytest.mark.parametrize("precision", ["bfloat16", "float8"])
+@pytest.mark.parametrize("precision", ["bfloat16", pytest.param("float8", marks=requires_engine)])
 def test_training_in_a_low_precision_follows_float32(tmp_path, precision):
     run = write_job(tmp_path, num_steps=30)
     run = run.model_copy(update={"train": run.train.model_copy(update={"precision": precision})})

@@ -20,6 +20,7 @@ from dataset_builders.contracts.feature_store import FeatureType
 from dataset_builders.contracts.strict import EVERY_FIELD, StrictModel
 from dataset_builders.storage.store import Location
 from trainer.contract.adapter import AdapterConfig
+from trainer.contract.machine.modules import Wanted
 from trainer.contract.parallel import ParallelConfig
 
 # bfloat16 rounds to 2^-9 of a number, and a moment moves by 1 - decay of what it is off: from this decay on it stands
@@ -181,6 +182,11 @@ class TrainerExecution(StrictModel):
     )
     cuda_graphs: bool = Field(
         default=True, description="the trainer launches the language layers as CUDA graphs if that is possible"
+    )
+    modules: Wanted = Field(
+        default="auto",
+        description="what the trainer's layers are made of on a GPU: engine (Transformer Engine), plain (torch and our "
+        "kernels), portable (without our kernels); auto: the engine where it is installed, else what the GPU can run",
     )
     log_interval: int = Field(default=1, gt=0, le=10**8, description="steps between two lines of metrics.jsonl")
     profile: ProfileConfig | None = Field(

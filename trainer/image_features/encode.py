@@ -29,7 +29,7 @@ from trainer.data.reader import PREFETCH_DEPTH, prefetch
 from trainer.families.family import load
 from trainer.families.geometry import geometry_of
 from trainer.families.registry import read_model
-from trainer.layers.module_set import TorchModules, transformer_engine_modules
+from trainer.layers.modules.choice import choose_modules
 from trainer.parallel.mesh import Mesh
 
 BATCH_PATCHES = 16_384  # patches that are encoded at once; an image of more is alone
@@ -69,7 +69,7 @@ class ImageEncoder(torch.nn.Module):
 
 def _encoder(run: EncodeRun, mesh: Mesh) -> ImageEncoder:
     family, shape = read_model(run.hf_dir)
-    modules = transformer_engine_modules() if mesh.device.type == "cuda" else TorchModules()
+    modules = choose_modules(run.execution.modules, mesh.device)
     dtype = getattr(torch, run.precision)
     vision = load(family.encoder)(shape.vision, run.execution.parallel, dtype, modules, mesh)
     encoder = ImageEncoder(vision, shape.language.tie_word_embeddings, mesh)

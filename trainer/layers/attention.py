@@ -17,8 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer.data.packed_chunks import PackedChunks
 from trainer.layers.gather import gather_sequence
+from trainer.layers.kernels.permission import can_import, kernels_run
 
-if torch.cuda.is_available():
+if can_import():
     from trainer.layers.kernels.qkv import split_norm_rotate
 
 CUDNN_HEAD_DIM = 128  # the largest for which cuDNN's gradients are right
@@ -73,7 +74,8 @@ class RotarySelfAttention(SelfAttention):
 
     def prepare(self, hidden_states: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, ...]:
         """(T, 1, D) -> queries (T, h, d), keys and values (T, g, d), turned."""
-        if hidden_states.is_cuda and 2 * rotation.cos.size(-1) == self.hidden_size_per_attention_head:
+        is_whole = 2 * rotation.cos.size(-1) == self.hidden_size_per_attention_head
+        if is_whole and kernels_run(hidden_states.device):
             return self._prepare_fused(hidden_states, rotation)
         query, key, value = (x.squeeze(1) for x in self.get_query_key_value_tensors(hidden_states))
         return rotation.turn(query), rotation.turn(key), value
@@ -232,9 +234,10 @@ class TorchVarlenAttention(torch.nn.Module):
 
 
 class FlashAttention(TorchVarlenAttention):
-    """Core attention by torch's flash kernels, for heads that Transformer Engine gets wrong: cuDNN's backward pass for
-    heads of more than 128 numbers reads a workspace that it has not written (9.19 on Hopper, Transformer Engine issue
-    2186). Where that memory held NaN, gradients are NaN. float32, which flash kernels do not have, goes the plain way.
+    """Core attention by torch's flash kernels: of the plain modules, and for heads that Transformer Engine gets wrong:
+    cuDNN's backward pass for heads of more than 128 numbers reads a workspace that it has not written (9.19 on Hopper,
+    Transformer Engine issue 2186). Where that memory held NaN, gradients are NaN. float32, which flash kernels do not
+    have, goes by torch's memory-efficient ones. Heads of a number that is no multiple of 8 go the plain way.
 
     With context parallel every rank gathers the keys and values of all ranks. It holds two runs of each segment, as
     Transformer Engine's zigzag deals them, and computes each against the keys up to its end.
@@ -242,7 +245,7 @@ class FlashAttention(TorchVarlenAttention):
 
     def forward(self, query, key, value, attention_mask=None, *, packed_seq_params: PackedSegments, **_):
         """(t, h, d), (t, g, d), (t, g, d) -> (t, h * d); t = T / cp."""
-        if query.dtype is torch.float32:
+        if query.size(-1) % 8:
             return super().forward(query, key, value, packed_seq_params=packed_seq_params)
         bounds, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
         if self.cp_group is None:
@@ -264,11 +267,23 @@ class FlashAttention(TorchVarlenAttention):
 
     def _attend(self, query, key, value, query_bounds, key_bounds, most_queries: int, most_keys: int) -> torch.Tensor:
         """Of each segment, (h, d) of every query; the last query sees all its segment's keys, each before one fewer."""
+        if query.dtype is torch.float32:
+            return self._attend_exactly(query, key, value, query_bounds, key_bounds, most_queries, most_keys)
         return torch.ops.aten._flash_attention_forward(
             *(query.contiguous(), key.contiguous(), value.contiguous(), query_bounds, key_bounds),
             *(most_queries, most_keys, 0.0, self.causal, False),
             scale=self.scale,
         )[0]
+
+    def _attend_exactly(self, query, key, value, query_bounds, key_bounds, most_queries: int, most_keys: int):
+        heads_per_group = query.size(1) // key.size(1)
+        key, value = (x.repeat_interleave(heads_per_group, dim=1) for x in (key, value))
+        from_the_end = 2  # the mask that flash kernels have for `causal`
+        return torch.ops.aten._efficient_attention_forward(
+            *(query[None], key[None], value[None], None, query_bounds, key_bounds, most_queries, most_keys),
+            *(0.0, from_the_end if self.causal else 0, True),
+            scale=self.scale,
+        )[0][0]
 
 
 def _places(bounds: torch.Tensor, starts: torch.Tensor, count: int) -> torch.Tensor:

@@ -1,11 +1,10 @@
-"""The two sets of modules: Transformer Engine's on CUDA, plain torch modules on a CPU."""
+"""Layers from a set of modules, and the exact set, for CPUs. Those for CUDA and the choice are in modules/."""
 
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
@@ -26,9 +25,6 @@ from trainer.layers.delta_layer import DeltaAttention, DeltaSubmodules
 from trainer.layers.delta_rule.gated_delta_net import DeltaHeads
 from trainer.layers.output_loss import OutputLayer
 from trainer.layers.packed_layer import PackedLayer
-
-if HAVE_TE:
-    from trainer.layers.te_modules import FusedModules
 
 # By transformers' names.
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
@@ -86,17 +82,6 @@ class TorchModules(LocalSpecProvider):
         return TorchSwiglu
 
 
-def transformer_engine_modules() -> BackendSpecProvider:
-    """Transformer Engine's modules.
-
-    Raises:
-        InputError: it is not installed.
-    """
-    if not HAVE_TE:
-        raise InputError("training on CUDA needs transformer-engine, which is not installed: `make gpu` installs it")
-    return FusedModules()
-
-
 def shared_config(dtype: torch.dtype) -> dict[str, Any]:
     """The settings that the TransformerConfigs of all parts of a model share. Fusions that need CUDA stay off:
     Transformer Engine has its own."""
@@ -120,18 +105,13 @@ def shared_config(dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def check_float8(run: RunConfig, device: torch.device) -> None:
-    """Check that the language model's products can be in float8.
+def check_float8(run: RunConfig) -> None:
+    """Check that a job's layout allows the language model's products in float8.
 
     Raises:
-        InputError: they cannot on this device, or in this job.
+        InputError: it does not.
     """
     way_out = "set train.precision=bfloat16"
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
-        where = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
-        raise InputError(
-            f"train.precision=float8 needs a GPU of the Hopper generation or newer, not {where}; {way_out}"
-        )
     parallel = run.execution.parallel
     if parallel.sharding == "fsdp":
         raise InputError(f"train.precision=float8 does not go with parallel.sharding=fsdp; {way_out}")
@@ -150,7 +130,7 @@ def mark_tensor_parallel(model: torch.nn.Module) -> None:
     and the reading of weights depend on them. Transformer Engine's modules set them always.
     """
     for module in model.modules():
-        axis = _PARALLEL_AXES.get(type(module))
+        axis = next((axis for kind, axis in _PARALLEL_AXES.items() if isinstance(module, kind)), None)
         if axis is None or module.tp_group.size() == 1:
             continue
         parts = [module.weight] if axis == 1 else [module.weight, getattr(module, "bias", None)]

@@ -12,17 +12,15 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from trainer.contract.model_shape import LOSS_CHUNK
+from trainer.layers.kernels.permission import can_import, kernels_run
 
-if torch.cuda.is_available():
+if can_import():
     from trainer.layers.kernels.loss import differentiate, summarize
-if HAVE_TE:
-    from trainer.layers.te_modules import add_product
 
 # Loss tokens at a time: 1.24 GB of bf16 logits at 151,936 words. Of a bin of 8,192 tokens some 30% have loss, which is
 # one chunk. Smaller chunks cost time: each reads and writes the whole float32 gradient of the weight, which takes a
@@ -80,7 +78,7 @@ class _OutputLoss(torch.autograd.Function):
                 if ctx.group.size() > 1:  # while the product of the weight's gradient runs
                     sums.append(dist.all_reduce(grad_hidden[part], group=ctx.group, async_op=True))
             if grad_weight is not None:
-                _add_product(grad_weight, grad, hidden[part])
+                add_product(grad_weight, grad, hidden[part])
         for pending in sums:
             pending.wait()
         is_given = grad_weight is not None and ctx.main_grad is None
@@ -118,7 +116,7 @@ def _gradient_buffer(main_grad: torch.Tensor | None, weight: torch.Tensor, count
     return torch.zeros_like(weight, dtype=torch.float32 if count > CHUNK else weight.dtype)
 
 
-def _add_product(buffer: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) -> None:
+def add_product(buffer: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) -> None:
     """buffer (W, D) += grad^T (W, n) hidden (n, D), summed in float32."""
     if not buffer.is_cuda:
         # First the product, then one addition: two bins give the same bits on one rank and on two.
@@ -126,12 +124,12 @@ def _add_product(buffer: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor)
     elif buffer.dtype == grad.dtype:
         buffer.addmm_(grad.t(), hidden)
     else:
-        add_product(buffer, grad, hidden)
+        torch.ops.aten.addmm.dtype_out(buffer, grad.t(), hidden, buffer.dtype, out=buffer)
 
 
 def _summarize(logits: torch.Tensor, places: torch.Tensor, out: torch.Tensor) -> None:
-    """`kernels.loss.summarize`, and without CUDA the same step by step."""
-    if logits.is_cuda:
+    """`kernels.loss.summarize`, and where it does not run the same step by step."""
+    if kernels_run(logits.device):
         summarize(logits, places, out)
         return
     logits = logits.float()
@@ -144,8 +142,8 @@ def _summarize(logits: torch.Tensor, places: torch.Tensor, out: torch.Tensor) ->
 def _differentiate(
     logits: torch.Tensor, places: torch.Tensor, largest: torch.Tensor, total: torch.Tensor, upstream: torch.Tensor
 ) -> None:
-    """`kernels.loss.differentiate`, and without CUDA the same step by step."""
-    if logits.is_cuda:
+    """`kernels.loss.differentiate`, and where it does not run the same step by step."""
+    if kernels_run(logits.device):
         differentiate(logits, places, largest, total, upstream)
         return
     grad = (logits.float() - largest[:, None]).exp_().mul_((upstream / total)[:, None])

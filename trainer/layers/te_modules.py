@@ -17,7 +17,6 @@ from transformer_engine.pytorch import LayerNormMLP
 from transformer_engine.pytorch.attention.dot_product_attention import dot_product_attention
 from transformer_engine.pytorch.attention.dot_product_attention.backends import FusedAttnFunc
 from transformer_engine.pytorch.attention.dot_product_attention.context_parallel import attn_forward_func_with_cp
-from transformer_engine.pytorch.cpp_extensions import general_gemm
 from transformer_engine.pytorch.cpp_extensions.fused_attn import FusedAttnBackend
 
 from trainer.layers.attention import CUDNN_HEAD_DIM, FlashAttention, PackedSegments
@@ -167,11 +166,6 @@ def can_join(mlp: MLP) -> bool:
     plain = config.normalization == "LayerNorm" and config.add_bias_linear and not config.gated_linear_unit
     fits = config.params_dtype is torch.bfloat16 and config.ffn_hidden_size % 8 == 0
     return ours and by_tanh and plain and fits and mlp.linear_fc1.tp_size == 1
-
-
-def add_product(buffer: torch.Tensor, grad: torch.Tensor, x: torch.Tensor) -> None:
-    """buffer (m, k) += grad^T (m, n) x (n, k): float32 += bfloat16, in one product, as Transformer Engine does it."""
-    general_gemm(x, grad, out_dtype=buffer.dtype, accumulate=True, layout="NT", out=buffer, grad=True)
 
 
 class FusedModules(TESpecProvider):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, ParamKey, get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
@@ -20,6 +21,7 @@ from trainer.families.family import Family
 from trainer.parallel.cpu_runtime import patch_torch_adam
 from trainer.parallel.fsdp import FullyShardedModel
 from trainer.parallel.mesh import Mesh
+from trainer.parallel.without_engine import patch_clipping
 
 # The key of a parameter group that names its part. A checkpoint's groups are matched to the optimizer's by four keys
 # alone (megatron-core's `param_group_identifier_keys`: wd_mult, lr_mult, is_expert_parallel, is_decoupled_lr), and of
@@ -31,22 +33,22 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 PIECE = 2**28  # numbers: 2 GB of moments in float32 at once
 
 
-class ShortMomentsAdam(torch.optim.AdamW):
-    """torch's AdamW, whose moments are bfloat16 between two updates. The arithmetic is float32.
+class PiecewiseAdam(torch.optim.AdamW):
+    """torch's fused AdamW, whose moments may be bfloat16 between two updates. The arithmetic is float32.
 
     Transformer Engine's Adam can keep them so too, but copies the moments of a whole group to float32 for an update,
     and of the whole model to save or load it: 8 bytes a parameter, where 4 were to be saved. Here an update goes
-    through the parameters piece by piece.
+    through the parameters piece by piece. Like Transformer Engine's it counts updates by group, so that a checkpoint
+    of either loads into the other.
 
     Args:
         groups: of the optimizer whose place this one takes; shared with it. "step" counts their updates.
+        moments: dtype between two updates.
     """
 
-    moments = torch.bfloat16
-
-    def __init__(self, groups: list[dict[str, Any]]) -> None:
+    def __init__(self, groups: list[dict[str, Any]], moments: torch.dtype = torch.bfloat16) -> None:
         super().__init__([torch.empty(0)])
-        self.param_groups = groups
+        self.param_groups, self.moments = groups, moments
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -82,8 +84,9 @@ class ShortMomentsAdam(torch.optim.AdamW):
             beta2=beta2,
             **numbers,
         )
-        for shorts, updated in zip(stored, moments, strict=True):
-            torch._foreach_copy_(shorts, updated)
+        if self.moments is not torch.float32:  # else these were updated where they lie
+            for shorts, updated in zip(stored, moments, strict=True):
+                torch._foreach_copy_(shorts, updated)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The groups' numbers by torch, which would make moments float32; these are taken as they are."""
@@ -160,11 +163,14 @@ def build_optimizer(
         model,
         config_overrides=_groups(config, family, dtype),
     )
-    if optim.moments == "bfloat16":
-        if torch.cuda.is_available():  # on a CPU it is done already
+    is_cuda = torch.cuda.is_available()
+    if is_cuda and not HAVE_TE:
+        patch_clipping()
+    if optim.moments == "bfloat16" or (is_cuda and not HAVE_TE):
+        if is_cuda:  # on a CPU it is done already
             patch_torch_adam()
         for inner in optimizer.chained_optimizers:
-            inner.optimizer = ShortMomentsAdam(inner.optimizer.param_groups)
+            inner.optimizer = PiecewiseAdam(inner.optimizer.param_groups, getattr(torch, optim.moments))
     return optimizer
 
 

@@ -14,6 +14,7 @@ from trainer.checkpoint import save_and_load as checkpoint
 from trainer.checkpoint.adapter_files import load_peft_directory
 from trainer.checkpoint.directory import list_checkpoints, read_step
 from trainer.checkpoint.hf_read import load_hf_weights
+from trainer.contract.machine.modules import check_precision
 from trainer.contract.model_shape import ModelShape
 from trainer.contract.names import CHECKPOINTS
 from trainer.contract.run import RunConfig
@@ -33,7 +34,8 @@ from trainer.layers.decoder import decoder_config
 from trainer.layers.lora.convert import add_adapters
 from trainer.layers.lora.float8_base import base_packer, parameters_on_cpu
 from trainer.layers.lora.trained import train_whole, trained_rules
-from trainer.layers.module_set import TorchModules, check_float8, mark_tensor_parallel, transformer_engine_modules
+from trainer.layers.module_set import check_float8, mark_tensor_parallel
+from trainer.layers.modules.choice import choose_modules, host_of
 from trainer.loop.share_model import Chunk, share_model, weights_dtype
 from trainer.loop.step import finalize_gradients
 from trainer.parallel.mesh import Mesh
@@ -85,7 +87,8 @@ def build_chunks(
 ) -> list[torch.nn.Module]:
     """The chunks of the model that this rank holds, with the weights of `run.hf_dir`, on its device."""
     build, rules, parallel = load(family.model), family.weight_rules(shape), run.execution.parallel
-    modules = transformer_engine_modules() if mesh.device.type == "cuda" else TorchModules()
+    check_precision(run.train.precision, run.execution.modules, host_of(mesh.device))
+    modules = choose_modules(run.execution.modules, mesh.device)
     stages = range(parallel.vpp) if parallel.vpp > 1 else [None]
     pieces = pieces_of(run, shape) if parallel.pp > 1 else ()
     chunks, count, has_float8 = [], 0, run.train.has_float8_base
@@ -99,7 +102,7 @@ def build_chunks(
         pack = base_packer(chunk, mesh.device, packed) if has_float8 else None
         count += load_hf_weights(chunk, run.hf_dir, rules, family.carried, pack)
     if run.train.precision == "float8":
-        check_float8(run, mesh.device)
+        check_float8(run)
         for chunk in chunks:
             chunk.language.use_float8()
     if parallel.pp > 1:
@@ -180,7 +183,7 @@ def set_up_vision_rank(run: RunConfig, mesh: Mesh) -> Serving:
     owners = [places[replica, part.vision_rank] for replica in role.replicas]
     # Tensor parallel divides this encoder's matrices, where the language model's ranks may share images.
     own = parallel.model_copy(update={"tp": parallel.vision.tp, "vision_split": "tensor_parallel"})
-    modules = transformer_engine_modules() if mesh.device.type == "cuda" else TorchModules()
+    modules = choose_modules(run.execution.modules, mesh.device)
     encoder = load(family.encoder)(shape.vision, own, weights_dtype(run), modules, mesh)
     mark_tensor_parallel(encoder)
     patch_format = readers[0].patch_format

@@ -105,10 +105,8 @@ class FullyShardedModel(_BaseDataParallel):
         """Set the number of updates, which alone is not loaded in place."""
         by_parameter = isinstance(optimizer.optimizer, torch.optim.AdamW)
         for group in optimizer.param_groups:
-            if not by_parameter:
-                group["step"] = state["num_updates"]
-                continue
-            for piece in group["params"]:
+            group["step"] = state["num_updates"]
+            for piece in group["params"] if by_parameter else ():
                 optimizer.optimizer.state[piece]["step"] = torch.tensor(float(state["num_updates"]))
 
 

@@ -12,7 +12,7 @@ from flows.cli.check import recipe_of
 from flows.cli.text_table import print_table
 from flows.cli.vision_table import COLUMNS, NOTE, advice, is_worth_showing, vision_rows
 from flows.pipeline.config import PipelineConfig
-from flows.pipeline.graph import PlannedStage, pipeline_nodes, plan_stages
+from flows.pipeline.graph import PlannedStage, modules_line, pipeline_nodes, plan_stages, trains_here
 from stages.answer.job import answer_job
 from stages.answer.stage import answers_apart
 from stages.artifacts.artifact import Artifact, External, Input, stage_identity
@@ -51,6 +51,8 @@ def plan_command(args: argparse.Namespace) -> int:
     planned, available = plan_stages(recipe.config, args.root)
     is_terminal = sys.stdout.isatty()
     print(f"recipe {recipe.name}, root {args.root}")
+    if trains_here(recipe.config):
+        print(modules_line(recipe.config))
     rows = [(stage.name, "reuse" if stage.artifact else "make", stage.why) for stage in planned]
     print_table("Stages", ("stage", "", "why"), rows, is_terminal)
     print_table("Size", ("", "value"), size_rows(recipe.config, available), is_terminal)

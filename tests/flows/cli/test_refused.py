@@ -39,6 +39,18 @@ def test_nothing_heavy_is_loaded(arguments, words, tmp_path):
     check_refusal(arguments, words, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["plan", "--set", "execution.modules=engine"], "execution.modules=engine: Transformer Engine needs an NVIDIA"),
+        (["run", "--set", "train.precision=float8"], "train.precision=float8 needs a GPU of the Hopper generation"),
+    ],
+)
+def test_what_this_host_cannot_train_is_refused_before_any_stage(arguments, words, tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    check_refusal(arguments, words, tmp_path)
+
+
 def _write_template(hf_dir: Path) -> None:
     (hf_dir / "chat_template.jinja").write_text("{{ 'a' * 200000000 }}")
 

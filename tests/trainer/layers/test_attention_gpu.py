@@ -11,9 +11,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from tests.helpers.hardware import requires_gpus
+from tests.helpers.hardware import ON_CUDA, requires_gpus
 from trainer.layers.attention import PackedSegments
-from trainer.layers.module_set import transformer_engine_modules
+from trainer.layers.modules.choice import choose_modules
 
 BINS = {
     "shapes of a bin": [745] * 3 + [63, 64, 65, 1, 300, 4, 128, 1, 1187],
@@ -49,6 +49,7 @@ def distance(ours: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 @requires_gpus(1)
+@pytest.mark.parametrize("modules", ON_CUDA[:2])
 @pytest.mark.parametrize("name", BINS)
 @pytest.mark.parametrize(
     ("heads", "groups", "dim", "mask"),
@@ -61,7 +62,7 @@ def distance(ours: torch.Tensor, exact: torch.Tensor) -> float:
         (16, 16, 72, FULL),
     ],
 )
-def test_attention_and_its_gradients_are_those_of_float32(name, heads, groups, dim, mask, dirty_memory):
+def test_attention_and_its_gradients_are_those_of_float32(name, heads, groups, dim, mask, modules, dirty_memory):
     torch.manual_seed(0)
     config = TransformerConfig(
         num_layers=1,
@@ -73,7 +74,7 @@ def test_attention_and_its_gradients_are_those_of_float32(name, heads, groups, d
         bf16=True,
         params_dtype=torch.bfloat16,
     )
-    kind = transformer_engine_modules().core_attention(dim)
+    kind = choose_modules(modules, torch.device("cuda", 0)).core_attention(dim)
     groups_of_ranks = ProcessGroupCollection(tp=None, cp=None)
     core = kind(
         config=config, layer_number=1, attn_mask_type=mask, attention_type="self", pg_collection=groups_of_ranks

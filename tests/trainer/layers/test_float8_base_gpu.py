@@ -1,4 +1,4 @@
-"""A frozen base in float8 on a GPU: the kernel's bits, Transformer Engine's layers, memory while a model is loaded."""
+"""A frozen base in float8 on a GPU: the kernel's bits, the layers of each set, memory while a model is loaded."""
 
 import gc
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.helpers.bins import MIXED, make_samples
-from tests.helpers.hardware import requires_gpus
+from tests.helpers.hardware import ON_CUDA, requires_gpus
 from tests.helpers.run_dir import model_dir
 from tests.helpers.single_rank import build_tiny, single_rank
 from trainer.contract.adapter import AdapterConfig
@@ -44,9 +44,10 @@ def test_packing_gives_the_bits_of_a_cpu(dtype):
 
 
 @requires_gpus(1)
+@pytest.mark.parametrize("modules", ON_CUDA)
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize("shape", ["first", "second"])
-def test_transformer_engines_layers_compute_with_the_rounded_weights(shape, kind):
+def test_layers_compute_with_the_rounded_weights(shape, kind, modules):
     """The same losses to the bit, and gradients but for the order of attention's sums; a weight is unpacked once
     forward and once backward."""
     results = []
@@ -54,7 +55,7 @@ def test_transformer_engines_layers_compute_with_the_rounded_weights(shape, kind
         unpacked = []
         patch.setattr(float8_base, "unpack", lambda *args: unpacked.append(1) or unpack(*args))
         for is_packed in (True, False):
-            model = _adapted(shape, mesh, kind, is_packed=is_packed)
+            model = _adapted(shape, mesh, kind, modules, is_packed=is_packed)
             geometry = geometry_of(model.shape)
             batch = make_micro_batch(make_samples(MIXED, geometry, range(20, 300)), geometry, SEQ_LEN).to(mesh.device)
             unpacked.clear()
@@ -72,9 +73,9 @@ def test_transformer_engines_layers_compute_with_the_rounded_weights(shape, kind
     assert none == 0
 
 
-def _adapted(shape: str, mesh, kind: str, *, is_packed: bool) -> torch.nn.Module:
+def _adapted(shape: str, mesh, kind: str, modules: str, *, is_packed: bool) -> torch.nn.Module:
     family, read = read_model(model_dir(shape))
-    model = build_tiny(model_dir(shape), mesh, SEQ_LEN, torch.bfloat16, fused=True)
+    model = build_tiny(model_dir(shape), mesh, SEQ_LEN, torch.bfloat16, modules=modules)
     rules, config = family.weight_rules(read), AdapterConfig(kind=kind, rank=4, alpha=8)
     linears = {rule.ours for rule in rules if rule.sizes}
     packer = base_packer(model, mesh.device, linears)

@@ -17,7 +17,7 @@ from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import OptimConfig, RunConfig
 from trainer.families.shapes import check_run
 from trainer.loop import optim as loop_optim
-from trainer.loop.optim import MOMENTS, ShortMomentsAdam
+from trainer.loop.optim import MOMENTS, PiecewiseAdam
 
 UPDATES = 20
 SHORT = OPTIM.model_copy(update={"moments": "bfloat16"})
@@ -43,7 +43,7 @@ def updated(kind, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor, torc
 
 def check_close_to_float32(device: str) -> None:
     before, exact, _ = updated(torch.optim.AdamW, device)
-    _, short, adam = updated(ShortMomentsAdam, device)
+    _, short, adam = updated(PiecewiseAdam, device)
     off = float((short - exact).norm() / (exact - before).norm())
     print(f"\nafter {UPDATES} updates: {off:.1e} of the way off, bound {BOUND:.1e}")
     assert 0 < off < BOUND
@@ -63,7 +63,7 @@ def test_weights_stay_near_those_of_float32_moments_on_a_gpu():
 def test_arithmetic_is_float32():
     """One update from moments of zero rounds nothing: it is torch's own."""
     adams = [kind([{"params": [torch.ones(5).requires_grad_()], "betas": (0.9, 0.95), "eps": 1e-8, "lr": 1e-3,
-                    "weight_decay": 0.1}]) for kind in (torch.optim.AdamW, ShortMomentsAdam)]  # fmt: skip
+                    "weight_decay": 0.1}]) for kind in (torch.optim.AdamW, PiecewiseAdam)]  # fmt: skip
     for adam in adams:
         adam.param_groups[0]["params"][0].grad = torch.linspace(-1, 1, 5)
         adam.step()
@@ -72,23 +72,23 @@ def test_arithmetic_is_float32():
 
 
 def test_pieces_are_small_and_change_no_bit(monkeypatch):
-    _, whole, _ = updated(ShortMomentsAdam)
-    sizes, update = [], ShortMomentsAdam._update
+    _, whole, _ = updated(PiecewiseAdam)
+    sizes, update = [], PiecewiseAdam._update
 
     def counting(self, group, pieces):
         sizes.append(sum(part.stop - part.start for _, part in pieces))
         return update(self, group, pieces)
 
     monkeypatch.setattr(loop_optim, "PIECE", 300)
-    monkeypatch.setattr(ShortMomentsAdam, "_update", counting)
-    _, pieced, _ = updated(ShortMomentsAdam)
+    monkeypatch.setattr(PiecewiseAdam, "_update", counting)
+    _, pieced, _ = updated(PiecewiseAdam)
     assert torch.equal(pieced, whole)
     assert sizes == [300, 300, 300, 100, 37] * UPDATES
 
 
 def test_loaded_moments_are_the_same_bits():
-    _, _, adam = updated(ShortMomentsAdam)
-    other = ShortMomentsAdam([{**group} for group in adam.param_groups])
+    _, _, adam = updated(PiecewiseAdam)
+    other = PiecewiseAdam([{**group} for group in adam.param_groups])
     other.load_state_dict(copy.deepcopy(adam.state_dict()))
     for param, state in adam.state.items():
         assert all(torch.equal(other.state[param][name], state[name]) for name in (*MOMENTS, "step"))
@@ -122,7 +122,7 @@ def test_it_is_refused_with_fsdp_before_anything_starts(tmp_path):
 
 def step_memory(run: RunConfig) -> int:
     """Bytes that a GPU's last update takes beside what is there before it."""
-    taken, step = [], ShortMomentsAdam.step
+    taken, step = [], PiecewiseAdam.step
 
     def measured(self, closure=None):
         torch.cuda.reset_peak_memory_stats()
@@ -131,7 +131,7 @@ def step_memory(run: RunConfig) -> int:
         taken.append(torch.cuda.max_memory_allocated() - before)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ShortMomentsAdam, "step", measured)
+        patch.setattr(PiecewiseAdam, "step", measured)
         train_rank(run.output_dir, 0, save=False)
     return taken[-1]
 

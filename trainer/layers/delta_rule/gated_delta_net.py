@@ -9,8 +9,9 @@ import torch
 
 from trainer.data.packed_chunks import PackedChunks
 from trainer.layers.delta_rule import plain
+from trainer.layers.kernels.permission import can_import, hopper_kernels_run
 
-if torch.cuda.is_available():
+if can_import():
     from trainer.layers.delta_rule.convolution import convolve_heads
     from trainer.layers.delta_rule.gated_norm import gated_norm
     from trainer.layers.delta_rule.gates import delta_gates
@@ -31,12 +32,7 @@ class DeltaHeads:
 
 def kernels_fit(mixed: torch.Tensor, heads: DeltaHeads) -> bool:
     """The kernels are proven on Hopper, in bf16, for heads of 128; everything else goes the plain way."""
-    return (
-        mixed.is_cuda
-        and mixed.dtype == torch.bfloat16
-        and heads.dim == 128
-        and torch.cuda.get_device_capability(mixed.device)[0] == 9
-    )
+    return mixed.dtype == torch.bfloat16 and heads.dim == 128 and hopper_kernels_run(mixed.device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,9 @@ from torch.distributed import ProcessGroup
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from trainer.families.weight_rules import global_names
+from trainer.layers.kernels.permission import can_import, kernels_run
 
-if torch.cuda.is_available():
+if can_import():
     from trainer.layers.kernels.float8 import unpack_rows
 
 LARGEST = 448.0  # of e4m3
@@ -42,7 +43,7 @@ def pack(weight: torch.Tensor, sharers: ProcessGroup | None = None) -> tuple[tor
 
 def unpack(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """What `pack` gave -> (rows, width) numbers, exactly."""
-    if codes.is_cuda:
+    if kernels_run(codes.device):
         return unpack_rows(codes, scale, dtype)
     return codes.view(torch.float8_e4m3fn).to(dtype).mul_(scale[:, None])
 

@@ -1,0 +1,82 @@
+"""On a GPU in float32: the plain modules and those of older GPUs against transformers, every family; their attention,
+and that a model of each computes with our kernels or without."""
+
+import itertools
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from tests.helpers.bins import MIXED, TEXT_ONLY, Kind, make_samples
+from tests.helpers.hardware import requires_gpus
+from tests.helpers.parity import assert_logits_equal, assert_losses_and_gradients_equal
+from tests.helpers.reference import random_hf_dir
+from tests.helpers.single_rank import build_tiny, single_rank
+from tests.helpers.tiny_hybrid_model import hybrid_hf_dir
+from tests.helpers.tiny_text_model import text_hf_dir
+from tests.parity.test_qwen3_5_vl import KINDS
+from tests.parity.test_qwen3_5_vl import SEQ_LEN as HYBRID_SEQ_LEN
+from tests.trainer.layers.test_attention_gpu import in_float32
+from trainer.data.micro_batch import make_micro_batch
+from trainer.families.family import load
+from trainer.families.geometry import geometry_of
+from trainer.families.registry import read_model
+from trainer.layers.attention import FlashAttention, PackedSegments
+
+TEXT = [TEXT_ONLY, Kind(60), TEXT_ONLY, Kind(21)]
+MODELS = {
+    "qwen3_vl": (random_hf_dir, ("first", "second"), MIXED, 128),
+    "qwen3_5": (hybrid_hf_dir, ("first", "second", "third"), KINDS, HYBRID_SEQ_LEN),
+    "qwen3": (text_hf_dir, ("first", "second"), TEXT, 128),
+}
+CASES = [(name, shape) for name, (_, shapes, *_) in MODELS.items() for shape in shapes]
+
+
+class Pair:
+    """Ours on the GPU and the reference on the CPU with the same weights, and one bin."""
+
+    def __init__(self, name: str, shape: str, modules: str, mesh) -> None:
+        directory, _, kinds, seq_len = MODELS[name]
+        hf_dir = directory(shape)
+        self.family, self.shape = read_model(hf_dir)
+        kind = load(self.family.reference)
+        self.reference = kind.from_pretrained(hf_dir, dtype=torch.float32, attn_implementation="sdpa")
+        self.ours = build_tiny(hf_dir, mesh, seq_len, modules=modules)
+        self.samples = make_samples(kinds, geometry_of(self.shape), range(20, 300))
+        self.batch = make_micro_batch(self.samples, geometry_of(self.shape), seq_len).to(mesh.device)
+
+
+@requires_gpus(1)
+@pytest.mark.parametrize("modules", ["plain", "portable"])
+@pytest.mark.parametrize(("name", "shape"), CASES)
+def test_logits_and_the_gradient_of_every_parameter(name, shape, modules):
+    with single_rank() as mesh:
+        torch.backends.cuda.matmul.allow_tf32 = False
+        pair = Pair(name, shape, modules, mesh)
+        assert_logits_equal(pair)
+        assert_losses_and_gradients_equal(pair, list(pair.family.weight_rules(pair.shape)))
+
+
+@requires_gpus(1)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("heads", "groups", "dim"), [(4, 2, 16), (16, 8, 128), (16, 16, 72), (8, 2, 256)])
+def test_attention_in_float32(heads, groups, dim, causal):
+    from types import SimpleNamespace
+
+    from megatron.core.transformer.enums import AttnMaskType
+
+    torch.manual_seed(0)
+    bounds = [0, *itertools.accumulate([745, 63, 64, 65, 1, 300])]
+    segments = PackedSegments.of(torch.tensor(bounds, dtype=torch.int32, device="cuda"), 745)
+    mask = AttnMaskType.causal if causal else AttnMaskType.no_mask
+    core = FlashAttention(config=SimpleNamespace(context_parallel_size=1), attn_mask_type=mask)
+    inputs = [torch.randn(bounds[-1], n, dim, device="cuda", requires_grad=True) for n in (heads, groups, groups)]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    wanted, found = in_float32(*exact, bounds, causal), core(*inputs, packed_seq_params=segments)
+    assert_close(found.double(), wanted, atol=1e-5, rtol=1e-5)
+    grad = torch.randn_like(found)
+    pairs = zip(
+        torch.autograd.grad(found, inputs, grad), torch.autograd.grad(wanted, exact, grad.double()), strict=True
+    )
+    for ours, theirs in pairs:
+        assert float((ours.double() - theirs).norm() / theirs.norm()) < 1e-5

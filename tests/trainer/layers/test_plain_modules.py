@@ -1,0 +1,109 @@
+"""The plain modules of CUDA on a CPU, where they need no kernel: the numbers of the exact set, gradients in their
+buffers, and the GPUs on which our kernels run."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from tests.helpers.bins import MIXED, make_samples
+from tests.helpers.reference import random_hf_dir
+from tests.helpers.single_rank import build_tiny, single_rank
+from tests.helpers.tiny_hybrid_model import hybrid_hf_dir
+from tests.parity.test_qwen3_5_vl import SEQ_LEN
+from trainer.contract.machine.modules import Host
+from trainer.data.micro_batch import make_micro_batch
+from trainer.families.geometry import geometry_of
+from trainer.layers.attention import FlashAttention, TorchVarlenAttention
+from trainer.layers.kernels import permission
+from trainer.layers.kernels.permission import allow_kernels, hopper_kernels_run, kernels_run
+from trainer.layers.modules import choice
+from trainer.layers.modules.plain import PlainModules
+from trainer.parallel.vision.main_grads import add_to_main_grad
+
+GPU = torch.device("cuda", 0)
+
+
+class WithoutFlash(PlainModules):
+    """Attention by torch's plain functions: flash kernels need a GPU."""
+
+    def core_attention(self, head_dim: int = 0) -> type:
+        return TorchVarlenAttention
+
+
+@pytest.fixture
+def mesh():
+    with single_rank() as mesh:
+        yield mesh
+
+
+@pytest.mark.parametrize("hf_dir", [random_hf_dir("first"), hybrid_hf_dir("first")], ids=["qwen3_vl", "qwen3_5"])
+def test_losses_and_every_gradient_are_those_of_the_exact_set(hf_dir, mesh, monkeypatch):
+    exact = build_tiny(hf_dir, mesh, SEQ_LEN)
+    monkeypatch.setattr(choice, "host_of", lambda device: Host("NVIDIA H200", (9, 0)))
+    monkeypatch.setattr(choice, "PlainModules", WithoutFlash)
+    plain = build_tiny(hf_dir, mesh, SEQ_LEN, modules="plain")
+    layer = plain.language.decoder.layers[-1]
+    assert type(layer.mlp.linear_fc1).__name__ == "PlainColumnLinear"
+    geometry = geometry_of(exact.shape)
+    batch = make_micro_batch(make_samples(MIXED, geometry, range(20, 300)), geometry, SEQ_LEN)
+    losses = []
+    for model in (exact, plain):
+        losses.append(model(batch))
+        losses[-1].sum().backward()
+    assert_close(losses[1], losses[0], atol=1e-5, rtol=1e-5)
+    found, wanted = dict(plain.named_parameters()), dict(exact.named_parameters())
+    assert found.keys() == wanted.keys()
+    for name, param in found.items():
+        assert float((param.grad - wanted[name].grad).norm()) <= 1e-5 * float(wanted[name].grad.norm()), name
+
+
+def test_gradients_of_weights_are_added_to_their_buffers(mesh, monkeypatch):
+    monkeypatch.setattr(choice, "host_of", lambda device: Host("NVIDIA H200", (9, 0)))
+    monkeypatch.setattr(choice, "PlainModules", WithoutFlash)
+    model = build_tiny(random_hf_dir("first"), mesh, 128, modules="plain")
+    linear = model.vision.blocks.layers[0].mlp.linear_fc1
+    x = torch.randn(9, 1, linear.weight.size(1), requires_grad=True)
+    out, bias = linear(x)
+    assert bias is None
+    out.square().sum().backward()
+    wanted = [p.grad.clone() for p in (linear.weight, linear.bias, x)]
+    linear.fuse_wgrad_accumulation = True
+    for param in (linear.weight, linear.bias):
+        param.grad, param.main_grad, param.grad_added_to_main_grad = None, torch.ones_like(param), False
+    x.grad = None
+    linear(x)[0].square().sum().backward()
+    assert linear.weight.grad_added_to_main_grad and not linear.bias.grad_added_to_main_grad
+    for param in (linear.weight, linear.bias):
+        add_to_main_grad(param)
+    for found, expected in zip((linear.weight.main_grad - 1, linear.bias.main_grad - 1, x.grad), wanted, strict=True):
+        assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("capability", "ours", "hopper"), [((8, 0), False, False), ((8, 9), False, False), ((9, 0), True, True),
+                                       ((10, 0), True, False)],
+)  # fmt: skip
+def test_our_kernels_run_from_their_capability_on(capability, ours, hopper, monkeypatch):
+    monkeypatch.setattr(permission, "_capability", lambda device: capability)
+    monkeypatch.setattr(permission, "_allowed", True)
+    assert (kernels_run(GPU), hopper_kernels_run(GPU)) == (ours, hopper)
+    assert not kernels_run(torch.device("cpu"))
+    allow_kernels(False)
+    assert not kernels_run(GPU) and not hopper_kernels_run(GPU)
+
+
+def test_the_choice_lets_kernels_run_or_not_and_says_so(monkeypatch, caplog):
+    monkeypatch.setattr(permission, "_allowed", True)
+    monkeypatch.setattr(permission, "_capability", lambda device: (9, 0))
+    caplog.set_level("INFO")
+    for wanted, host, runs in (
+        ("portable", Host("NVIDIA H200", (9, 0)), False),
+        ("plain", Host("NVIDIA H200", (9, 0)), True),
+        ("auto", Host("NVIDIA A100", (8, 0)), False),
+    ):
+        monkeypatch.setattr(choice, "host_of", lambda device, host=host: host)
+        chosen = choice.choose_modules(wanted, GPU)
+        assert chosen.core_attention(64) is FlashAttention
+        assert kernels_run(GPU) is runs
+        assert f"modules: plain torch {'and' if runs else 'without'} our kernels, on {host.gpu}" in caplog.text
+        caplog.clear()

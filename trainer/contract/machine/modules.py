@@ -1,0 +1,107 @@
+"""Which modules a job trains with, decided in one place: by the trainer on its GPU, and by `run` and `plan` before the
+first stage where the host is this one.
+
+    engine     Transformer Engine's, on CUDA
+    plain      torch's and megatron-core's, with our Triton kernels
+    portable   the same without our kernels: for GPUs on which these were never tried
+    exact      for a CPU
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from dataset_builders.errors import InputError
+
+Wanted = Literal["auto", "engine", "plain", "portable"]
+Modules = Literal["engine", "plain", "portable", "exact"]
+
+# Of our Triton kernels. Most are ordinary Triton and might run on Ampere and Ada (8.0 to 8.9), but only Hopper was
+# there to try them on: below it a job takes the portable modules by itself.
+KERNEL_CAPABILITY = (9, 0)
+FLOAT8_CAPABILITY = (8, 9)
+ENGINE_GAIN = 1.3  # tokens per second of Qwen3-VL-2B and Qwen3.5-2B beside the plain modules, on an H200
+INSTALL = "make gpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What trains.
+
+    Attributes:
+        gpu: name of the GPU; "" if there is none that torch can use.
+        capability: its compute capability; None if nobody could tell.
+        engine: version of Transformer Engine; "" if it is not installed.
+    """
+
+    gpu: str = ""
+    capability: tuple[int, int] | None = None
+    engine: str = ""
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether our Triton kernels run on its GPU."""
+        return bool(self.gpu) and (self.capability is None or self.capability >= KERNEL_CAPABILITY)
+
+
+def modules_of(wanted: Wanted, host: Host) -> Modules:
+    """The set of modules for this host.
+
+    Raises:
+        InputError: Transformer Engine is asked for and not there.
+    """
+    if wanted == "engine" and not (host.engine and host.gpu):
+        why = f"is not installed ({INSTALL} installs it)" if host.gpu else "needs an NVIDIA GPU, and here is none"
+        raise InputError(f"execution.modules=engine: Transformer Engine {why}; or set execution.modules=auto")
+    if not host.gpu:
+        return "exact"
+    if wanted in ("engine", "portable") or (wanted == "auto" and host.engine):
+        return "engine" if wanted == "auto" else wanted
+    return "plain" if host.has_kernels else "portable"
+
+
+def check_precision(precision: str, wanted: Wanted, host: Host) -> None:
+    """Check that the host can compute in a precision.
+
+    Raises:
+        InputError: it cannot.
+    """
+    if precision != "float8":
+        return
+    way_out = "set train.precision=bfloat16"
+    if not host.gpu or (host.capability is not None and host.capability < FLOAT8_CAPABILITY):
+        where = host.gpu or "a CPU"
+        raise InputError(
+            f"train.precision=float8 needs a GPU of the Hopper generation or newer, not {where}; {way_out}"
+        )
+    if modules_of(wanted, host) != "engine":
+        why = f"is execution.modules={wanted}" if host.engine else f"is not installed: {INSTALL} installs it"
+        beside = "and this job" if host.engine else "which"
+        raise InputError(f"train.precision=float8 needs Transformer Engine, {beside} {why}; or {way_out}")
+
+
+def describe(wanted: Wanted, host: Host) -> str:
+    """The modules of a job in a line, with what Transformer Engine would gain where it is missing.
+
+    Raises:
+        InputError: as `modules_of`.
+    """
+    modules = modules_of(wanted, host)
+    if modules == "exact":
+        return "plain torch, on a CPU"
+    if modules == "engine":
+        kernels = "" if host.has_kernels else f", without our kernels ({_too_old(host)})"
+        return f"Transformer Engine {host.engine}{kernels}, on {host.gpu}"
+    names = "plain torch and our kernels" if modules == "plain" else "plain torch without our kernels"
+    reasons = [_too_old(host)] if modules == "portable" and not host.has_kernels else []
+    if host.engine or wanted != "auto":
+        reasons.append(f"execution.modules={wanted}")
+    if not host.engine:
+        reasons.append(
+            f"Transformer Engine is not installed ({INSTALL} installs it; it trains about {ENGINE_GAIN} times as fast)"
+        )
+    return f"{names}, on {host.gpu}; {'; '.join(reasons)}"
+
+
+def _too_old(host: Host) -> str:
+    needed, has = (".".join(map(str, pair)) for pair in (KERNEL_CAPABILITY, host.capability or (0, 0)))
+    return f"they need compute capability {needed}, and it has {has}"

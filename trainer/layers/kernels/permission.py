@@ -1,0 +1,36 @@
+"""Whether our Triton kernels run: the one place that decides it. What they need is in trainer/contract/machine."""
+
+from functools import cache
+
+import torch
+
+from trainer.contract.machine.modules import KERNEL_CAPABILITY
+
+_HOPPER = 9
+_allowed = True
+
+
+def can_import() -> bool:
+    """Whether the kernels' files can be imported, which takes Triton."""
+    return torch.cuda.is_available()
+
+
+def allow_kernels(allowed: bool) -> None:
+    """Let this process's models use our kernels from now on, or not."""
+    global _allowed
+    _allowed = allowed
+
+
+def kernels_run(device: torch.device) -> bool:
+    """Whether our kernels compute on a device: a GPU of at least KERNEL_CAPABILITY, in a job that may use them."""
+    return _allowed and device.type == "cuda" and _capability(device) >= KERNEL_CAPABILITY
+
+
+def hopper_kernels_run(device: torch.device) -> bool:
+    """The same of the delta rule's, which are proven on Hopper and not on newer GPUs."""
+    return kernels_run(device) and _capability(device)[0] == _HOPPER
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)

@@ -1,0 +1,85 @@
+"""RMS norm in one kernel a way (Triton, CUDA alone). torch's own takes no weight of another type than its input, so a
+weight that is centred at zero, of which 1 + weight is a float32 number, would take it three passes more.
+
+D = numbers of a row.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+_NUMBERS = 2048  # of a program at a time, at least one row
+_PROGRAMS = 132 * 2  # of the backward pass: each sums the weight's gradient over its rows
+
+
+@triton.jit
+def _forward(x, weight, out, rows, eps, CENTRE: tl.constexpr, D: tl.constexpr, D_P2: tl.constexpr, ROWS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, D_P2)[None, :]
+    inside = (row < rows)[:, None] & (column < D)
+    at = row[:, None] * D + column
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    w = tl.load(weight + column, mask=column < D, other=0.0).to(tl.float32) + CENTRE
+    rate = tl.rsqrt(tl.sum(value * value, 1) / D + eps)[:, None]
+    tl.store(out + at, (value * rate * w).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward(
+    x, weight, d_out, d_x, sums, rows, eps,
+    CENTRE: tl.constexpr, D: tl.constexpr, D_P2: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, D_P2)[None, :]
+    w = tl.load(weight + column, mask=column < D, other=0.0).to(tl.float32) + CENTRE
+    total = tl.zeros((ROWS, D_P2), tl.float32)
+    for block in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+        row = tl.arange(0, ROWS).to(tl.int64) + block * ROWS
+        inside = (row < rows)[:, None] & (column < D)
+        at = row[:, None] * D + column
+        value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        dy = tl.load(d_out + at, mask=inside, other=0.0).to(tl.float32)
+        rate = tl.rsqrt(tl.sum(value * value, 1) / D + eps)[:, None]
+        value *= rate
+        total += dy * value
+        dy *= w
+        dx = rate * (dy - value * (tl.sum(dy * value, 1) / D)[:, None])
+        tl.store(d_x + at, dx.to(d_x.dtype.element_ty), mask=inside)
+    place = tl.arange(0, D_P2)
+    tl.store(sums + tl.program_id(0) * D + place, tl.sum(total, 0), mask=place < D)
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps, centre):
+        x = x.contiguous()
+        ctx.save_for_backward(x, weight)
+        ctx.eps, ctx.centre = eps, centre
+        out, shape = torch.empty_like(x), _shape(x)
+        rows = x.numel() // x.size(-1)
+        grid = (triton.cdiv(rows, shape["ROWS"]),)
+        _forward[grid](x, weight, out, rows, eps, CENTRE=centre, **shape)
+        return out
+
+    @staticmethod
+    def backward(ctx, d_out):
+        x, weight = ctx.saved_tensors
+        shape, d_x = _shape(x), torch.empty_like(x)
+        rows = x.numel() // x.size(-1)
+        programs = min(_PROGRAMS, triton.cdiv(rows, shape["ROWS"]))
+        sums = x.new_empty(programs, x.size(-1), dtype=torch.float32)
+        _backward[(programs,)](x, weight, d_out.contiguous(), d_x, sums, rows, ctx.eps, CENTRE=ctx.centre, **shape)
+        return d_x, sums.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None, None, None
+
+
+def _shape(x: torch.Tensor) -> dict[str, int]:
+    width = triton.next_power_of_2(x.size(-1))
+    return {"D": x.size(-1), "D_P2": width, "ROWS": max(1, _NUMBERS // width), "num_warps": 4 if width <= 2048 else 8}
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, zero_centred: bool = False) -> torch.Tensor:
+    """(..., D) and (D,) -> (..., D), in float32 from the read to the write.
+
+    Args:
+        zero_centred: multiply by 1 + weight.
+    """
+    return _RmsNorm.apply(x, weight, eps, float(zero_centred))

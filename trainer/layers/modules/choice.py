@@ -1,0 +1,45 @@
+"""The choice of a job's modules: the one place for training, features and tests."""
+
+import importlib.metadata
+import logging
+
+import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.models.backends import BackendSpecProvider
+
+from trainer.contract.machine.modules import Host, Wanted, describe, modules_of
+from trainer.layers.kernels.permission import allow_kernels
+from trainer.layers.module_set import TorchModules
+from trainer.layers.modules.plain import PlainModules
+
+if HAVE_TE:
+    from trainer.layers.te_modules import FusedModules
+
+log = logging.getLogger("athanor.trainer")
+
+
+def host_of(device: torch.device) -> Host:
+    """What this process computes on."""
+    if device.type != "cuda":
+        return Host()
+    return Host(
+        gpu=torch.cuda.get_device_name(device),
+        capability=torch.cuda.get_device_capability(device),
+        engine=importlib.metadata.version("transformer-engine") if HAVE_TE else "",
+    )
+
+
+def choose_modules(wanted: Wanted, device: torch.device) -> BackendSpecProvider:
+    """The modules of a job on a device, named in its log; from now on our kernels run in this process if they belong
+    to them.
+
+    Raises:
+        InputError: they are asked for and cannot be had.
+    """
+    host = host_of(device)
+    modules = modules_of(wanted, host)
+    log.info("modules: %s", describe(wanted, host))
+    allow_kernels(modules != "portable")
+    if modules == "engine":
+        return FusedModules()
+    return TorchModules() if modules == "exact" else PlainModules()

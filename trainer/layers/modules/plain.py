@@ -1,0 +1,116 @@
+"""Plain modules on CUDA: torch's products, flash attention and norms, with our kernels where these run.
+
+D = input features, N = rows of a product (tokens or patches), O = output features of this rank.
+"""
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from torch.autograd.function import once_differentiable
+
+from trainer.layers.attention import FlashAttention
+from trainer.layers.kernels.permission import can_import, kernels_run
+from trainer.layers.module_set import TorchModules, TorchNorm, TorchSwiglu
+from trainer.layers.output_loss import add_product
+
+if can_import():
+    from trainer.layers.kernels.rms_norm import rms_norm
+    from trainer.layers.kernels.swiglu import swiglu
+
+
+class PlainNorm(TorchNorm):
+    """The same in one pass, rounded once: what is read and written is in the input's dtype, the arithmetic float32."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., hidden) -> the same."""
+        if self.bias is not None:
+            return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
+        if kernels_run(x.device):
+            return rms_norm(x, self.weight, self.eps, zero_centred=self.zero_centred)
+        if self.zero_centred:
+            return super().forward(x)
+        return F.rms_norm(x, self.shape, self.weight, self.eps)
+
+
+class PlainSwiglu(TorchSwiglu):
+    """By our kernel where it runs."""
+
+    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """(..., 2 F) -> (..., F)."""
+        return swiglu(gate_up) if kernels_run(gate_up.device) else super().__call__(gate_up)
+
+
+class _Product(torch.autograd.Function):
+    """x weight^T + bias, whose weight's gradient is added to `main_grad` in its own product if it is told so."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, adds):
+        ctx.save_for_backward(x, weight)
+        ctx.summed = weight if adds and weight.requires_grad else None
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        grad = grad.contiguous()
+        rows, grad_weight = grad.flatten(0, -2), None
+        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
+        if ctx.summed is not None:
+            add_product(ctx.summed.main_grad, rows, x.flatten(0, -2))
+            ctx.summed.grad_added_to_main_grad = True
+            grad_weight = torch.empty_like(weight)  # nobody reads it, but data parallelism waits for one
+        elif ctx.needs_input_grad[1]:
+            grad_weight = rows.t() @ x.flatten(0, -2)
+        return grad_x, grad_weight, rows.sum(0) if ctx.needs_input_grad[2] else None, None
+
+
+class _OneRankProduct:
+    """What both linear layers have in the place of megatron-core's product, where no other rank has a part in it."""
+
+    # True if the weight has a float32 buffer of its gradient, `main_grad`: the gradient is then added there at once.
+    fuse_wgrad_accumulation = False
+
+    def _forward_impl(self, input, weight, bias=None, **settings):
+        if self.tp_group.size() > 1:
+            return super()._forward_impl(input=input, weight=weight, bias=bias, **settings)
+        return _Product.apply(input, weight, bias, self.fuse_wgrad_accumulation)
+
+
+class PlainColumnLinear(_OneRankProduct, ColumnParallelLinear):
+    """megatron-core's. It adds its bias in the product; with `skip_bias_add` that is a pass over memory each way."""
+
+    def __init__(self, *args: object, skip_bias_add: bool = False, **kwargs: object) -> None:
+        super().__init__(*args, skip_bias_add=False, **kwargs)
+
+
+class PlainRowLinear(_OneRankProduct, RowParallelLinear):
+    """megatron-core's, which adds its bias after the sum over ranks. Here: in the product, where there is no sum."""
+
+    def __init__(self, *args: object, skip_bias_add: bool = False, **kwargs: object) -> None:
+        super().__init__(*args, skip_bias_add=False, **kwargs)
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """(N, 1, D) -> (N, 1, O), and None: no bias remains to be added."""
+        if self.tp_group.size() > 1 or not self.input_is_parallel:
+            return super().forward(input_)
+        return self._forward_impl(input_, self.weight, self.bias), None
+
+
+class PlainModules(TorchModules):
+    """megatron-core's choice for torch alone, with its slow parts replaced."""
+
+    def column_parallel_linear(self) -> type:
+        return PlainColumnLinear
+
+    def row_parallel_linear(self) -> type:
+        return PlainRowLinear
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+        return PlainNorm
+
+    def core_attention(self, head_dim: int = 0) -> type:
+        return FlashAttention
+
+    def activation_func(self) -> type:
+        return PlainSwiglu
