@@ -17,11 +17,12 @@ from trainer.checkpoint.hf_read import load_hf_weights
 from trainer.contract.model_shape import ModelShape
 from trainer.contract.names import CHECKPOINTS
 from trainer.contract.run import RunConfig
+from trainer.data.balance import CostModel
 from trainer.data.features import FeatureReader
 from trainer.data.order import TrainingOrder
 from trainer.data.reader import BinReader
 from trainer.families.family import Family, load
-from trainer.families.flops import cost_model
+from trainer.families.flops import cost_model, training_cost
 from trainer.families.geometry import geometry_of
 from trainer.families.parts import freeze
 from trainer.families.registry import read_model
@@ -57,6 +58,7 @@ class Trainer:
     optimizer: MegatronOptimizer
     order: TrainingOrder
     heldout: BinReader
+    cost: CostModel  # FLOPs of what is trained
     step: int = 0
     tokens: int = 0
     loss_tokens: int = 0
@@ -158,7 +160,8 @@ def set_up(run: RunConfig, mesh: Mesh) -> Trainer:
     if exchange:
         exchange.prepare(mesh.device)
     order = training_order(run, shape, readers[0], mesh.dp_rank, mesh.dp)
-    trainer = Trainer(run, mesh, family, chunks, optimizer, order, readers[1])
+    cost = training_cost(shape, family, run.train)
+    trainer = Trainer(run, mesh, family, chunks, optimizer, order, readers[1], cost)
     _resume(trainer)
     trainer.tell_encoders(Message.BEGIN, trainer.step)
     _log_arithmetic(trainer)
