@@ -251,7 +251,7 @@ def test_decays_are_float32_in_layers_of_bfloat16(recomputes, monkeypatch):
         geometry = geometry_of(model.shape)
         batch = make_micro_batch(make_samples(MIXED, geometry, range(20, 300)), geometry, model.seq_len)
         expected = {name: p.detach().clone() for name, p in model.named_parameters() if ".decay." in name}
-        chunk = FullyShardedModel(model, torch.bfloat16, mesh.groups.dp, state_of_model(model))
+        chunk = FullyShardedModel(model, torch.bfloat16, mesh.groups.dp, mesh.device, state_of_model(model))
         chunk(batch).sum().backward()
         chunk.finish_grad_sync()
     assert len(expected) == 6 and len(seen) == (6 if recomputes else 3)

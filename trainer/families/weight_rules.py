@@ -186,10 +186,9 @@ def decoder_rules(shape: DecoderShape, hf: str, attention: AttentionRules = atte
 
 
 def global_names(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter under the name of the table: layers numbered over all pipeline ranks, norms apart. It holds no
-    parameter that it has given: one that its caller replaces is freed."""
+    """Every parameter under the name of the table: layers numbered over all pipeline ranks, norms apart."""
     decoder = "language.decoder.layers."
-    for name, param in model.named_parameters(remove_duplicate=False):
+    for name, param in model.named_parameters():
         if name.startswith(decoder):
             local, rest = name.removeprefix(decoder).split(".", 1)
             name = f"{decoder}{model.language.decoder.layers[int(local)].layer_number - 1}.{rest}"
