@@ -55,7 +55,8 @@ def advice(choices: Sequence[Placement]) -> str:
     elif best.name == "cached":
         text = f"set encode_images.dtype=bfloat16: {gain} where images are read in more than one epoch or run."
     else:
-        text = f"set {', '.join(_settings(now.parallel, best.parallel))}: {gain}{cost}."
+        untried = "; not yet run over NCCL, only over gloo" if best.name in ("dealt", "own_ranks") else ""
+        text = f"set {', '.join(_settings(now.parallel, best.parallel))}: {gain}{cost}{untried}."
     return " ".join([f"Advice: {text}", *_without_room(choices, best)])
 
 

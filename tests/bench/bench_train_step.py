@@ -63,7 +63,7 @@ from tests.bench.trainer_job import (
 from trainer.contract.adapter import AdapterConfig
 from trainer.contract.parallel import ParallelConfig
 from trainer.data.order import bins_for_step
-from trainer.families.flops import cost_model
+from trainer.families.flops import training_cost
 from trainer.families.registry import read_model
 from trainer.families.targets import adapted_layers
 
@@ -174,7 +174,8 @@ def run_bench(root: Path, args: argparse.Namespace, command: str) -> Measured:
         host = pool.submit(apart, write_model_and_look, root / "hf", args.model)
         mix = apart(partial(write_data, model=args.model), root / "data", num_bins, args.seq_len)
         host = host.result()
-    cost = cost_model(read_model(root / "hf")[1])
+    family, shape = read_model(root / "hf")
+    cost = training_cost(shape, family, bench_train_config(1, args.precision, args.moments, args.adapter))
     bench = Bench(root, args, Measured(host=host, command=command, model=args.model, mix=mix, cost=cost))
     layouts = [(1, ParallelConfig())] if args.one_gpu else []
     layouts += [(args.gpus, ParallelConfig.model_validate_json(text)) for text in args.parallel or ["{}"]]

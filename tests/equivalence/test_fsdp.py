@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.equivalence.test_layouts import SMOOTH
 from tests.helpers.bins import MIXED, make_samples
@@ -17,6 +18,7 @@ from tests.helpers.run_dir import changed, log_of, make_bins, metrics_of, model_
 from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.tiers import full
 from tests.helpers.world import run_world
+from trainer.checkpoint import hf_read
 from trainer.checkpoint.save_and_load import state_of_model
 from trainer.contract.answer import MetricsRow
 from trainer.contract.names import HF_EXPORT
@@ -27,6 +29,8 @@ from trainer.data.order import bins_for_step
 from trainer.families.geometry import geometry_of
 from trainer.layers import delta_layer
 from trainer.loop.export import export
+from trainer.loop.set_up import set_up
+from trainer.parallel import fsdp
 from trainer.parallel.fsdp import FullyShardedModel
 
 NUM_STEPS, GLOBAL_BATCH = 5, 6  # six bins: one, two and three ranks share them
@@ -129,6 +133,29 @@ def test_layers_of_two_kinds(shape, parallel, parts, tmp_path):
     assert [row.loss for row in metrics_of(again)] == [row.loss for row in rows]
     run_world(on_one, 1)
     assert_same_training(on_one, ours, first_step=3)
+
+
+def test_a_model_is_divided_before_it_has_memory(tmp_path, monkeypatch):
+    """What FSDP2 divides has shapes alone; each weight is read once, and one at a time is in memory whole."""
+    run, read, alive = job(tmp_path, FSDP, "empty"), [], []
+    divide, read_part = fsdp._divide, hf_read.read_part
+
+    def dividing(module, *args):
+        assert all(param.is_meta for param in module.parameters())
+        divide(module, *args)
+
+    def reading(*args):
+        part = read_part(*args)
+        read.append(StorageWeakRef(part.untyped_storage()))
+        alive.append(sum(not storage.expired() for storage in read))
+        return part
+
+    monkeypatch.setattr(fsdp, "_divide", dividing)
+    monkeypatch.setattr(hf_read, "read_part", reading)
+    with single_rank() as mesh:
+        chunk = set_up(run, mesh).chunks[0]
+        assert len(read) == len(chunk.slices) > 8 and set(alive) == {1}
+        assert not any(piece.is_meta for piece in chunk.slices.values())
 
 
 def test_some_rank_sees_text_alone_in_each_step_of_three(one_process):
@@ -258,7 +285,7 @@ def test_decays_are_float32_in_layers_of_bfloat16(recomputes, monkeypatch):
         geometry = geometry_of(model.shape)
         batch = make_micro_batch(make_samples(MIXED, geometry, range(20, 300)), geometry, model.seq_len)
         expected = {name: p.detach().clone() for name, p in model.named_parameters() if ".decay." in name}
-        chunk = FullyShardedModel(model, torch.bfloat16, mesh.groups.dp, state_of_model(model))
+        chunk = FullyShardedModel(model, torch.bfloat16, mesh.groups.dp, mesh.device, state_of_model(model))
         chunk(batch).sum().backward()
         chunk.finish_grad_sync()
     assert len(expected) == 6 and len(seen) == (6 if recomputes else 3)

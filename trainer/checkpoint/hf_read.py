@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from dataset_builders.errors import InputError, one_line
 from dataset_builders.storage.files import read_object
 from trainer.families.weight_rules import Rule, global_names
+from trainer.parallel.late_memory import put, with_memory
 
 INDEX = "model.safetensors.index.json"
 
@@ -83,7 +84,8 @@ def load_hf_weights(
     carried: tuple[str, ...] = (),
     then: Callable[[str], None] | None = None,
 ) -> int:
-    """Fill every parameter of this rank's chunk from `hf_dir`; returns how many.
+    """Fill every parameter of this rank's chunk from `hf_dir`, but adapters; returns how many. One that has no memory
+    gets it when its turn comes, so that of what `then` replaces one at a time is there.
 
     Args:
         rules: the whole model's table of weights.
@@ -96,31 +98,33 @@ def load_hf_weights(
     source = HFTensors(hf_dir)
     table = {rule.ours: rule for rule in rules}
     _check_leftovers(source, table, model, carried)
-    count = 0
-    for name, param in global_names(model):
-        fill(param, source, table[name], model)
+    # Names alone: an iterator over the parameters would keep those that are replaced.
+    named = zip(global_names(model), model.named_parameters(), strict=True)
+    names = [(name, own) for (name, _), (own, _) in named if ".adapter." not in name]
+    for name, own in names:
+        fill(with_memory(model, own), source, table[name], model)
         if then is not None:
             then(name)
-        count += 1
-    return count
+    return len(names)
 
 
 @torch.no_grad()
 def fill(param: torch.nn.Parameter, source: HFTensors, rule: Rule, model: MegatronModule) -> None:
-    """Give a chunk's parameter this rank's slice of its HF tensors.
+    """Give a chunk's parameter this rank's slice of its HF tensors; a divided one its rows of that.
 
     Raises:
         InputError: a tensor is missing, or has another shape.
     """
-    part = _read(source, rule, param, model)
+    part = read_part(source, rule, param, model)
     if part.shape != param.shape:
         raise InputError(
             f"{source.dir}: {rule.hf[0]} gives the shape {tuple(part.shape)}, config.json {tuple(param.shape)}"
         )
-    param.copy_(part)
+    put(param, part)
 
 
-def _read(source: HFTensors, rule: Rule, param: torch.nn.Parameter, model: MegatronModule) -> torch.Tensor:
+def read_part(source: HFTensors, rule: Rule, param: torch.nn.Parameter, model: MegatronModule) -> torch.Tensor:
+    """A tensor-parallel rank's part of a parameter, on the CPU, in the stored dtype."""
     axis, tp = parallel_axis(param), model.groups.tp
     if axis is None or tp.size() == 1:
         return rule.packing.fuse([source.get(name) for name in rule.hf], 1)

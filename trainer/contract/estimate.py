@@ -9,6 +9,9 @@ from trainer.contract.model_shape import LOSS_CHUNK, ModelShape, VisionShape
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import TrainConfig
 
+# What torch's allocator holds beside the activations, of them.
+RESERVE = 0.1
+
 
 def estimate_memory(
     shape: ModelShape,
@@ -25,7 +28,8 @@ def estimate_memory(
 
     Of P parameters on a process, with the distributed optimizer over n = dp x cp ranks: weights 4 P, or in bfloat16
     2 P and 4 P / n of float32 copies; gradients 4 P; AdamW's two moments 8 P / n, in bfloat16 4 P / n. With fsdp
-    (4 + 4 + 8) P / dp, without the layers that are gathered for a moment. P counts language matrices / tp, and vision
+    (4 + 4 + 8) P / dp, and gathered: the weights outside of layers and of two layers, and of one of these the gradients
+    before and after their cast to float32. P counts language matrices / tp, and vision
     whole unless vision_split=tensor_parallel. Frozen parameters are weights alone, without float32 copies. Where vision
     is dealt, each rank of a pipeline but the first has a copy of it: weights, 4 P or in bfloat16 2 P, and gradients.
     Without fsdp these are exact.
@@ -40,8 +44,16 @@ def estimate_memory(
     micro batch in flight. A frozen vision encoder keeps nothing, but for the layer that runs. Where vision is dealt,
     patches are max_patches / (tp x cp x pp), on every process, for 2 pp micro batches, with vpp > 1 for 3 pp: they are
     encoded before their turn and wait for their gradient. The last process adds the logits of one chunk of loss tokens,
-    at most 4096 x vocabulary / tp. Qwen3-VL-2B in bins of 8,192 tokens and 25,300 patches: 77 GB by this; measured on
-    an H200: 80 GB without CUDA graphs, and about as much with them, of which 11 are the graphs' own.
+    at most 4096 x vocabulary / tp. Qwen3-VL-2B in bins of 8,192 tokens and 25,300 patches: 81 GB by this with its
+    reserve; measured on an H200: 80 GB without CUDA graphs, and about as much with them, of which 11 are the graphs'.
+
+    Reserve: what torch's allocator holds beside that, because bins of unequal shapes leave pieces that fit no other: a
+    tenth of the activations. Reserved on an H200 and by this: Qwen3.5-2B 84 to 87 GB and 91, Qwen3.5-4B 146 and 148,
+    Qwen3-VL-8B with LoRA 69 and 66.
+
+    Start: where a training takes more before its first step than ever after, that much more. megatron-core copies the
+    weights that are trained into one buffer, and has both for a moment; a base in float8 is made from one matrix at a
+    time, in three forms; with fsdp no rank ever has more than its part.
 
     With adapters, P are theirs alone, and the base model is weights, in float8 a byte for each of the language layers'
     matrices, of which one at a time is there unpacked. Per token and adapted layer k x rank numbers more are kept (k
@@ -81,6 +93,7 @@ def estimate_vision_rank(
     vision = _Vision(shape.vision, train.frozen, _sizes(train)[0], tp, recompute, adapters)
     parts = {"weights": vision.weights, "gradients": 4 * vision.trained}
     parts["activations"] = vision.activations(patches, in_flight)
+    parts["reserve"] = RESERVE * parts["activations"]
     return {name: round(value) for name, value in parts.items()}
 
 
@@ -205,7 +218,29 @@ class _Work:
         if rank > 0 and self.parallel.deals_vision:
             parts["weights"] += self._vision.weights
             parts["gradients"] += 4 * self._vision.trained
-        return {name: round(value) for name, value in (parts | {"activations": self._activations(rank)}).items()}
+        activations = self._activations(rank)
+        parts |= {"activations": activations, "reserve": RESERVE * activations}
+        if self.parallel.sharding == "fsdp":
+            parts["gathered"] = self._gathered()
+        elif (more := self._start(weights, trained) - sum(parts.values())) > 0:
+            parts["start"] = more
+        return {name: round(value) for name, value in parts.items()}
+
+    def _start(self, weights: float, trained: float) -> float:
+        """Bytes of a pipeline rank at most before its first step."""
+        matrix = 0.0
+        if self.adapters is not None and self.adapters.has_float8_base:
+            matrix = 2 * self.shape.language.intermediate_size * self.shape.language.hidden_size / self.parallel.tp
+        return max(weights + (self.size + 4) * trained, weights + 3 * self.size * matrix)
+
+    def _gathered(self) -> float:
+        """Bytes of what FSDP2 holds whole in forward and backward; fsdp is for data parallel alone."""
+        decoder, vision = self.shape.language, self.shape.vision
+        layer = max(map(decoder.layer_parameters, range(decoder.num_layers)))
+        outside = (1 if decoder.tie_word_embeddings else 2) * decoder.vocab_size * decoder.hidden_size
+        if vision is not None:
+            outside += vision.parameters["merger"] + vision.num_positions * vision.hidden_size
+        return self.size * (outside + 2 * layer) + (self.size + 4) * max(outside, layer) * (self.adapters is None)
 
     def saved(self, rank: int) -> int:
         """Bytes that a pipeline rank writes."""

@@ -44,7 +44,7 @@ class Interval:
         self._begin()
 
     def _begin(self) -> None:
-        self.totals = Totals.zero(self.trainer.mesh.device)
+        self.totals = Totals.zero(self.trainer.mesh.device, self.trainer.cost)
         self.steps = 0
         self.grad_norm = self.lr = 0.0
         self.part_norms: dict[str, float] = {}

@@ -18,11 +18,12 @@ from trainer.contract.machine.modules import check_precision
 from trainer.contract.model_shape import ModelShape
 from trainer.contract.names import CHECKPOINTS
 from trainer.contract.run import RunConfig
+from trainer.data.balance import CostModel
 from trainer.data.features import FeatureReader
 from trainer.data.order import TrainingOrder
 from trainer.data.reader import BinReader
 from trainer.families.family import Family, load
-from trainer.families.flops import cost_model
+from trainer.families.flops import cost_model, training_cost
 from trainer.families.geometry import geometry_of
 from trainer.families.parts import freeze
 from trainer.families.registry import read_model
@@ -32,12 +33,13 @@ from trainer.families.weight_rules import Rule
 from trainer.families.whole_modules import whole_rules
 from trainer.layers.decoder import decoder_config
 from trainer.layers.lora.convert import add_adapters
-from trainer.layers.lora.float8_base import base_packer, parameters_on_cpu
+from trainer.layers.lora.float8_base import base_packer
 from trainer.layers.lora.trained import train_whole, trained_rules
 from trainer.layers.module_set import check_float8, mark_tensor_parallel
 from trainer.layers.modules.choice import choose_modules, host_of
 from trainer.loop.share_model import Chunk, share_model, weights_dtype
 from trainer.loop.step import finalize_gradients
+from trainer.parallel.late_memory import all_with_memory, parameters_on_meta, return_freed_matrices
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.vision.exchange import Message, Window
 from trainer.parallel.vision.owner import RemoteOwner
@@ -59,6 +61,7 @@ class Trainer:
     optimizer: MegatronOptimizer
     order: TrainingOrder
     heldout: BinReader
+    cost: CostModel  # FLOPs of what is trained
     step: int = 0
     tokens: int = 0
     loss_tokens: int = 0
@@ -83,24 +86,37 @@ class Trainer:
 
 
 def build_chunks(
-    run: RunConfig, family: Family, shape: ModelShape, mesh: Mesh, dtype: torch.dtype
+    run: RunConfig, family: Family, shape: ModelShape, mesh: Mesh, dtype: torch.dtype, *, is_empty: bool = False
 ) -> list[torch.nn.Module]:
-    """The chunks of the model that this rank holds, with the weights of `run.hf_dir`, on its device."""
+    """The chunks of the model that this rank holds, with the weights of `run.hf_dir`, on its device.
+
+    Args:
+        is_empty: without memory instead; `share_model` divides and fills them.
+    """
     build, rules, parallel = load(family.model), family.weight_rules(shape), run.execution.parallel
     check_precision(run.train.precision, run.execution.modules, host_of(mesh.device))
     modules = choose_modules(run.execution.modules, mesh.device)
     stages = range(parallel.vpp) if parallel.vpp > 1 else [None]
     pieces = pieces_of(run, shape) if parallel.pp > 1 else ()
     chunks, count, has_float8 = [], 0, run.train.has_float8_base
-    with parameters_on_cpu() if has_float8 else contextlib.nullcontext():
+    with parameters_on_meta() if has_float8 or is_empty else contextlib.nullcontext():
         for stage in stages:
             config = decoder_config(shape.language, parallel, dtype, pieces)
             chunks.append(build(shape, parallel, config, modules, mesh, run.seq_len, stage))
+    for chunk in chunks:
+        chunk.clock = chunks[0].clock
+    if is_empty:
+        log.info("weights: %s (each rank its share, %s)", run.hf_dir, dtype)
+        return chunks
+    if has_float8:
+        return_freed_matrices()
     whole = whole_rules(rules, run.train.adapter) if has_float8 else []
     packed = {rule.ours for rule in rules if rule.sizes and rule not in whole}
     for chunk in chunks:
         pack = base_packer(chunk, mesh.device, packed) if has_float8 else None
         count += load_hf_weights(chunk, run.hf_dir, rules, family.carried, pack)
+        if chunk.exchange:
+            all_with_memory(chunk.exchange.part)
     if run.train.precision == "float8":
         check_float8(run)
         for chunk in chunks:
@@ -108,8 +124,6 @@ def build_chunks(
     if parallel.pp > 1:
         log.info("language layers of the pipeline's pieces: %s", ", ".join(str(len(piece)) for piece in pieces))
     log.info("weights: %s (%d parameters' tensors on this rank, %s)", run.hf_dir, count, dtype)
-    for chunk in chunks:
-        chunk.clock = chunks[0].clock
     return [chunk.to(mesh.device) for chunk in chunks]
 
 
@@ -136,8 +150,9 @@ def give_adapters(
 def set_up(run: RunConfig, mesh: Mesh) -> Trainer:
     """The state before the first step, resumed from the newest checkpoint of this run if there is one."""
     family, shape = read_model(run.hf_dir)
-    models = build_chunks(run, family, shape, mesh, weights_dtype(run))
     parallel = run.execution.parallel
+    is_divided = parallel.sharding == "fsdp"
+    models = build_chunks(run, family, shape, mesh, weights_dtype(run), is_empty=is_divided)
     part = mesh.slice_of_bin(parallel, has_vision=shape.vision is not None)
     features = None if run.features_dir is None else FeatureReader(run.features_dir, shape.feature_width)
     readers = [
@@ -146,7 +161,7 @@ def set_up(run: RunConfig, mesh: Mesh) -> Trainer:
     ]
     models[0].prepare_pixels(readers[0].patch_format)
     exchange, rules = models[0].exchange, family.weight_rules(shape)
-    give_adapters(models, run, rules, run.adapter_dir)
+    give_adapters(models, run, rules, None if is_divided else run.adapter_dir)
     if isinstance(exchange, PipelineWorker):
         give_adapters([exchange.part], run, rules)
     for model in models:
@@ -161,7 +176,8 @@ def set_up(run: RunConfig, mesh: Mesh) -> Trainer:
     if exchange:
         exchange.prepare(mesh.device)
     order = training_order(run, shape, readers[0], mesh.dp_rank, mesh.dp)
-    trainer = Trainer(run, mesh, family, chunks, optimizer, order, readers[1])
+    cost = training_cost(shape, family, run.train)
+    trainer = Trainer(run, mesh, family, chunks, optimizer, order, readers[1], cost)
     _resume(trainer)
     trainer.tell_encoders(Message.BEGIN, trainer.step)
     _log_arithmetic(trainer)

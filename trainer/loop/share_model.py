@@ -11,9 +11,14 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.transformer.module import MegatronModule
 
+from trainer.checkpoint.adapter_files import load_peft_directory
+from trainer.checkpoint.hf_read import HFTensors, load_hf_weights
 from trainer.checkpoint.save_and_load import state_of_model
 from trainer.contract.run import RunConfig
 from trainer.families.family import Family
+from trainer.families.targets import adapted_layers
+from trainer.layers.lora.convert import begin_adapters
+from trainer.layers.lora.trained import trained_rules
 from trainer.loop.optim import build_optimizer
 from trainer.parallel.fsdp import FullyShardedModel
 from trainer.parallel.mesh import Mesh
@@ -33,15 +38,31 @@ def weights_dtype(run: RunConfig) -> torch.dtype:
 def share_model(
     models: list[MegatronModule], run: RunConfig, mesh: Mesh, family: Family
 ) -> tuple[list[Chunk], ChainedOptimizer]:
-    """The wrapped chunks of this rank, whose frozen parts were frozen before, and the optimizer of the other parts."""
+    """The wrapped chunks of this rank, whose frozen parts were frozen before, and the optimizer of the other parts.
+    FSDP2 also divides a model without memory; then each rank's slices are filled here."""
     if run.execution.parallel.sharding == "fsdp":
         (model,) = models
-        chunk = FullyShardedModel(model, DTYPES[run.train.precision], mesh.groups.dp, state_of_model(model))
+        has_memory = not next(model.parameters()).is_meta
+        precision, state = DTYPES[run.train.precision], state_of_model(model)
+        chunk = FullyShardedModel(model, precision, mesh.groups.dp, mesh.device, state)
+        if not has_memory:
+            _fill(model, run, family)
         optimizer = build_optimizer([chunk], run.train, weights_dtype(run), family)
         chunk.optimize_slices(optimizer)
         return [chunk], optimizer
     chunks = _data_parallel(models)
     return chunks, build_optimizer(chunks, run.train, weights_dtype(run), family)
+
+
+def _fill(model: MegatronModule, run: RunConfig, family: Family) -> None:
+    """Give the slices of a divided model the weights of `run.hf_dir`, and its adapters their beginning."""
+    rules, config = family.weight_rules(model.shape), run.train.adapter
+    load_hf_weights(model, run.hf_dir, rules, family.carried)
+    if config is None:
+        return
+    begin_adapters(model, adapted_layers(rules, config), config, run.train.seed, HFTensors(run.hf_dir))
+    if run.adapter_dir is not None:
+        load_peft_directory([model], run.adapter_dir, trained_rules(rules, config))
 
 
 def _data_parallel(models: list[MegatronModule]) -> list[DistributedDataParallel]:

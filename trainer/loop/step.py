@@ -47,7 +47,7 @@ def run_micro_batches(
         batch = next(iterator)
         clock.switch("language")
         if chunk is chunks[0]:
-            totals.count(batch, model_flops(chunk.module.shape, batch))
+            totals.count(batch, {} if totals.cost is None else model_flops(totals.cost, batch))
         output = chunk(batch)
         clock.switch_on_gradient(output, "language")  # the end of a pipeline's step is backward passes alone
         return output, partial(loss_of, lengths=batch.loss_lengths if return_per_token_outputs else None)

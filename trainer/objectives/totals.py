@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from trainer.data.balance import CostModel
 from trainer.data.micro_batch import MicroBatch
 from trainer.parallel.mesh import Mesh
 
@@ -20,16 +21,18 @@ class Totals:
         tokens: without padding.
         slots: with padding.
         flops: of each part whose FLOPs are counted apart.
+        cost: FLOPs of one unit of each kind of work; None: they are not counted.
     """
 
     loss_and_tokens: torch.Tensor
     tokens: int = 0
     slots: int = 0
     flops: Counter[str] = field(default_factory=Counter)
+    cost: CostModel | None = None
 
     @classmethod
-    def zero(cls, device: torch.device) -> "Totals":
-        return cls(torch.zeros(2, dtype=torch.float64, device=device))
+    def zero(cls, device: torch.device, cost: CostModel | None = None) -> "Totals":
+        return cls(torch.zeros(2, dtype=torch.float64, device=device), cost=cost)
 
     def count(self, batch: MicroBatch, flops: Mapping[str, float]) -> None:
         """Count one micro batch."""

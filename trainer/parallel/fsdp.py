@@ -27,6 +27,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from trainer.parallel.late_memory import give_shares_memory
+
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -34,20 +36,28 @@ class FullyShardedModel(_BaseDataParallel):
     """A model whose weights are divided over a group of ranks.
 
     Args:
-        module: the whole model in float32, the same on every rank; it becomes this object's in place.
+        module: the whole model in float32, the same on every rank, or without memory; it becomes this object's in
+            place.
         dtype: arithmetic of forward and backward.
         group: the data-parallel ranks.
+        device: where the slices are; of a model without memory they are zeros.
         state: the places in a checkpoint of the parameters that it holds.
     """
 
     def __init__(
-        self, module: MegatronModule, dtype: torch.dtype, group: ProcessGroup, state: ShardedStateDict
+        self,
+        module: MegatronModule,
+        dtype: torch.dtype,
+        group: ProcessGroup,
+        device: torch.device,
+        state: ShardedStateDict,
     ) -> None:
         super().__init__(module.config, module)
         self.ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=False, grad_reduce_in_fp32=True)
         self.group = group
         self.places = _places(state)
-        _divide(module, dtype, group)
+        _divide(module, dtype, group, device)
+        give_shares_memory(module, device)
         # Valid outside a step: between forward and backward the module holds whole weights under these names.
         self.weights: dict[str, DTensor] = dict(module.named_parameters())
         self.slices: dict[str, torch.nn.Parameter] = {
@@ -110,13 +120,13 @@ class FullyShardedModel(_BaseDataParallel):
                 optimizer.optimizer.state[piece]["step"] = torch.tensor(float(state["num_updates"]))
 
 
-def _divide(module: MegatronModule, dtype: torch.dtype, group: ProcessGroup) -> None:
+def _divide(module: MegatronModule, dtype: torch.dtype, group: ProcessGroup, device: torch.device) -> None:
     """Put FSDP2 around each transformer layer, vision and language, and around the rest. Gradients are summed.
 
     A module with `computes_in_float32` is divided by itself. It gives others its weights, who use them after its
     forward pass; so these stay whole until the gradients have come. They are a few numbers a head.
     """
-    mesh = DeviceMesh.from_group(group, next(module.parameters()).device.type, mesh_dim_names=("dp",))
+    mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("dp",))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     exact = dataclasses.replace(policy, param_dtype=torch.float32)
     for unit in [unit for unit in module.modules() if getattr(unit, "computes_in_float32", False)]:

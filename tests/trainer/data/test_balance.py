@@ -68,7 +68,7 @@ def test_the_plans_cost_is_the_flops_of_the_bin():
             ref(len(s.input_ids), int(s.loss_mask[1:].sum()), len(s.patches), len(s.image_grid_thw)) for s in samples
         ]
         planned = cost_model(sizes).planned_cost(sum_bin(tuple(refs)), batch.num_tokens)
-        return planned, model_flops(sizes, batch).values()
+        return planned, model_flops(cost_model(sizes), batch).values()
 
     planned, (vision, language) = both([ONE_IMAGE, TEXT_ONLY, TALL_IMAGE])
     assert planned == vision + language

@@ -11,8 +11,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from dataset_builders.errors import InputError
 from tests.helpers.bins import MIXED, make_samples
-from tests.helpers.run_dir import model_dir
+from tests.helpers.run_dir import model_dir, write_job
 from tests.helpers.single_rank import build_tiny, single_rank
+from trainer.checkpoint import hf_read
 from trainer.contract.adapter import AdapterConfig
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import OptimConfig, TrainConfig
@@ -26,6 +27,7 @@ from trainer.layers.attention import recomputed
 from trainer.layers.lora import float8_base
 from trainer.layers.lora.convert import add_adapters
 from trainer.layers.lora.float8_base import base_packer, pack, pack_layer, unpack
+from trainer.loop.set_up import build_chunks
 
 SEQ_LEN = 128
 CODES = torch.arange(256, dtype=torch.uint8)[None]
@@ -165,6 +167,36 @@ def test_all_matrices_of_language_layers_are_packed_and_nothing_else(shape, mesh
     assert all(not after[name].requires_grad for name in packed)
     for name in before.keys() - packed:
         assert torch.equal(after[name], before[name])
+
+
+@pytest.mark.parametrize("shape", FAMILIES)
+def test_one_matrix_is_there_unpacked_while_a_base_is_loaded(shape, mesh, monkeypatch, tmp_path):
+    """Of all that the trainer makes a parameter of, and of all that it reads."""
+    run = write_job(tmp_path, num_steps=3, shape=shape)
+    adapter = AdapterConfig(rank=4, alpha=8, base="float8")
+    run = run.model_copy(update={"train": run.train.model_copy(update={"adapter": adapter})})
+    made, read, alive = [], [], []
+    with_memory, read_part = hf_read.with_memory, hf_read.read_part
+
+    def making(*args):
+        param = with_memory(*args)
+        made.append(StorageWeakRef(param.untyped_storage()))
+        return param
+
+    def reading(*args):
+        part = read_part(*args)
+        read.append(StorageWeakRef(part.untyped_storage()))
+        alive.append(sum(not storage.expired() for storage in read))
+        return part
+
+    monkeypatch.setattr(hf_read, "with_memory", making)
+    monkeypatch.setattr(hf_read, "read_part", reading)
+    family, sizes = read_model(run.hf_dir)
+    (model,) = build_chunks(run, family, sizes, mesh, torch.float32)
+    packed = [param for param in model.parameters() if param.dtype is torch.uint8]
+    kept = sum(not storage.expired() for storage in made)
+    assert len(packed) > 8 and kept == len(made) - len(packed)
+    assert set(alive) == {1}
 
 
 def test_a_weight_is_unpacked_for_one_product_at_a_time(mesh, monkeypatch):

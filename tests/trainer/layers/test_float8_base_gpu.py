@@ -16,7 +16,8 @@ from trainer.families.registry import read_model
 from trainer.families.targets import adapted_layers
 from trainer.layers.lora import float8_base
 from trainer.layers.lora.convert import add_adapters
-from trainer.layers.lora.float8_base import base_packer, pack, parameters_on_cpu, unpack
+from trainer.layers.lora.float8_base import base_packer, pack, unpack
+from trainer.parallel.late_memory import parameters_on_meta, with_memory
 
 SEQ_LEN = 128
 WIDTHS = [1, 96, 4096, 5000]
@@ -94,16 +95,17 @@ def _adapted(shape: str, mesh, kind: str, modules: str, *, is_packed: bool) -> t
 
 @requires_gpus(1)
 def test_a_model_on_its_way_takes_no_more_room_than_packed():
-    """Parameters are made on the CPU, and each matrix is packed on the device: never two of them there unpacked."""
+    """Parameters are made without memory, and each matrix is packed on the device: never two of them there unpacked."""
     width, count = 4096, 12
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    with parameters_on_cpu():
+    with parameters_on_meta():
         layers = [torch.nn.Linear(width, width, bias=False, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
-    assert all(not param.is_cuda for layer in layers for param in layer.parameters())
+    assert all(param.is_meta for layer in layers for param in layer.parameters())
     for layer in layers:
+        torch.nn.init.normal_(with_memory(layer, "weight"))
         layer.config = type("Config", (), {"params_dtype": torch.bfloat16})
         float8_base.pack_layer(layer, torch.device("cuda"))
     one = width * width

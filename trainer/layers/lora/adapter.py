@@ -26,6 +26,7 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, mak
 from trainer.contract.adapter import AdapterConfig
 from trainer.families.weight_rules import Rule
 from trainer.layers.delta_layer import in_runs
+from trainer.parallel.late_memory import put
 
 
 class LinearAdapter(torch.nn.Module):
@@ -59,8 +60,9 @@ class LinearAdapter(torch.nn.Module):
         self._squares: torch.Tensor | None = None
         self.magnitude = torch.nn.ParameterDict()
         if config.kind == "dora":
-            lengths = self.packing.split(self._row_lengths(weight, None, None), len(rule.hf), ranks)
-            self.magnitude.update({str(n): torch.nn.Parameter(lengths[n].clone()) for n in self.chosen})
+            sizes = {str(n): torch.empty(self.rows[n], **like) for n in self.chosen}
+            self.magnitude.update({name: torch.nn.Parameter(empty) for name, empty in sizes.items()})
+            self.measure(weight)
         self._mark()
 
     def _mark(self) -> None:
@@ -90,7 +92,15 @@ class LinearAdapter(torch.nn.Module):
             key = hashlib.sha256(f"{seed} {names[number]}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(key[:8]))
             whole = torch.empty(len(a), a.size(1) * ranks).uniform_(-1, 1, generator=generator)
-            a.copy_((whole / math.sqrt(whole.size(1))).chunk(ranks, 1)[rank])
+            put(a, (whole / math.sqrt(whole.size(1))).chunk(ranks, 1)[rank])
+
+    @torch.no_grad()
+    def measure(self, weight: torch.Tensor) -> None:
+        """DoRA's beginning: the lengths of the rows of the layer's weight."""
+        ranks = self.tp.size() if self.is_column else 1
+        lengths = self.packing.split(self._row_lengths(weight, None, None), len(self.rows), ranks)
+        for number, magnitude in self.magnitude.items():
+            put(magnitude, lengths[int(number)])
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None

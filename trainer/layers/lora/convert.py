@@ -1,11 +1,13 @@
 """Adapters for the layers of a chunk whose Hugging Face modules are asked for."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from megatron.core.transformer.module import MegatronModule
 
+from trainer.checkpoint.hf_read import HFTensors, read_part
 from trainer.contract.adapter import AdapterConfig
 from trainer.families.targets import Adapted
 from trainer.families.weight_rules import Rule, Stacked, global_names
@@ -25,17 +27,36 @@ def add_adapters(model: torch.nn.Module, layers: Sequence[Adapted], config: Adap
     for module in model.modules() if config.dropout else ():
         if hasattr(module, "is_random"):
             module.is_random = True
+    for layer, linear in _linears(model, layers):
+        adapter = LinearAdapter(linear, layer.rule, layer.chosen, config, is_column=_is_column(linear))
+        adapter.initialise(layer.modules, seed)
+        linear.adapter = adapter
+        if hasattr(linear, "return_layernorm_output"):  # Transformer Engine's, with the norm in it
+            linear.return_layernorm_output = True
+        linear.__class__ = _with_adapter(type(linear))
+
+
+def begin_adapters(
+    model: MegatronModule, layers: Sequence[Adapted], config: AdapterConfig, seed: int, source: HFTensors
+) -> None:
+    """Give the adapters of a chunk that was divided without memory the numbers of a beginning; B's are zero already.
+
+    Args:
+        source: the base model.
+    """
+    for layer, linear in _linears(model, layers):
+        linear.adapter.initialise(layer.modules, seed)
+        if config.kind == "dora":
+            linear.adapter.measure(read_part(source, layer.rule, linear.weight, model).to(linear.weight.dtype))
+
+
+def _linears(model: torch.nn.Module, layers: Sequence[Adapted]) -> Iterator[tuple[Adapted, torch.nn.Module]]:
+    """Those of the layers that a chunk has, with their modules."""
     ours = zip(model.named_parameters(), global_names(model), strict=True)
     modules = {whole.removesuffix(_WEIGHT): name.removesuffix(_WEIGHT) for (name, _), (whole, _) in ours}
     for layer in layers:
         if layer.ours in modules:
-            linear = model.get_submodule(modules[layer.ours])
-            adapter = LinearAdapter(linear, layer.rule, layer.chosen, config, is_column=_is_column(linear))
-            adapter.initialise(layer.modules, seed)
-            linear.adapter = adapter
-            if hasattr(linear, "return_layernorm_output"):  # Transformer Engine's, with the norm in it
-                linear.return_layernorm_output = True
-            linear.__class__ = _with_adapter(type(linear))
+            yield layer, model.get_submodule(modules[layer.ours])
 
 
 def _is_column(linear: torch.nn.Module) -> bool:

@@ -5,16 +5,14 @@ every device, precision and layout unpacks the same. A layer's weight exists unp
 and again backward: activations and products are those of the layer without float8.
 """
 
-import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ProcessGroup
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from trainer.families.weight_rules import global_names
 from trainer.layers.kernels.permission import can_import, kernels_run
@@ -147,22 +145,3 @@ def base_packer(model: torch.nn.Module, device: torch.device, packed: Collection
             pack_layer(linears[ours], device)
 
     return pack_weight
-
-
-@contextlib.contextmanager
-def parameters_on_cpu() -> Iterator[None]:
-    """Let modules that are made meanwhile have their parameters on the CPU. What is never written there takes no
-    memory."""
-
-    def move(module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> torch.nn.Parameter | None:
-        if param is None or not param.is_cuda:
-            return None
-        moved = torch.nn.Parameter(torch.empty_like(param, device="cpu"), requires_grad=param.requires_grad)
-        moved.__dict__.update(param.__dict__)
-        return moved
-
-    hook = register_module_parameter_registration_hook(move)
-    try:
-        yield
-    finally:
-        hook.remove()

@@ -1,0 +1,74 @@
+"""Models that are built without memory: each parameter gets its own when its numbers come, whole or a rank's rows."""
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+_MMAP_THRESHOLD = -3  # glibc's malloc.h
+
+
+@contextlib.contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Let the parameters of modules that are made meanwhile have shapes and no memory."""
+
+    def move(module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> torch.nn.Parameter | None:
+        return None if param is None or param.is_meta else _like(param, "meta")
+
+    hook = register_module_parameter_registration_hook(move)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def with_memory(model: torch.nn.Module, name: str) -> torch.nn.Parameter:
+    """A parameter by its name in the model; one without memory first gets some on the CPU, its numbers unset."""
+    module, _, own = name.rpartition(".")
+    held = model.get_submodule(module)._parameters
+    if held[own].is_meta and not isinstance(held[own], DTensor):
+        held[own] = _like(held[own], "cpu")
+    return held[own]
+
+
+def all_with_memory(model: torch.nn.Module) -> None:
+    """The same of every parameter."""
+    for name in [name for name, _ in model.named_parameters()]:
+        with_memory(model, name)
+
+
+def _like(param: torch.nn.Parameter, device: str) -> torch.nn.Parameter:
+    moved = torch.nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
+    moved.__dict__.update(param.__dict__)
+    return moved
+
+
+def return_freed_matrices() -> None:
+    """From now on let glibc map what has a megabyte by itself, and unmap it when it is freed. By its own rule, which
+    learns from what is freed, pieces of up to 32 MB stay in its heap between those still held: after many matrices of
+    unlike sizes several times what is held."""
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is not None:
+        set_option(_MMAP_THRESHOLD, 1 << 20)
+
+
+@torch.no_grad()
+def give_shares_memory(model: torch.nn.Module, device: torch.device) -> None:
+    """Zeros on the device for a rank's rows of every parameter that FSDP2 has divided without memory; buffers are
+    moved there as they are."""
+    model._apply(lambda held: torch.zeros_like(held, device=device) if held.is_meta else held.to(device))
+
+
+@torch.no_grad()
+def put(param: torch.Tensor, whole: torch.Tensor) -> None:
+    """Give a parameter its numbers, or a divided one this rank's rows of them."""
+    if not isinstance(param, DTensor):
+        param.copy_(whole)
+        return
+    rows = param.to_local()
+    _, (first, *_) = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+    rows.copy_(whole[first : first + len(rows)])
