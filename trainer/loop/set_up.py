@@ -99,6 +99,8 @@ def build_chunks(
     stages = range(parallel.vpp) if parallel.vpp > 1 else [None]
     pieces = pieces_of(run, shape) if parallel.pp > 1 else ()
     chunks, count, has_float8 = [], 0, run.train.has_float8_base
+    if has_float8:
+        return_freed_matrices()
     with parameters_on_meta() if has_float8 or is_empty else contextlib.nullcontext():
         for stage in stages:
             config = decoder_config(shape.language, parallel, dtype, pieces)
@@ -108,8 +110,6 @@ def build_chunks(
     if is_empty:
         log.info("weights: %s (each rank its share, %s)", run.hf_dir, dtype)
         return chunks
-    if has_float8:
-        return_freed_matrices()
     whole = whole_rules(rules, run.train.adapter) if has_float8 else []
     packed = {rule.ours for rule in rules if rule.sizes and rule not in whole}
     for chunk in chunks:

@@ -1,0 +1,91 @@
+"""Peak memory of each rank's process while a training by FSDP2 starts, against the same with the whole model first.
+
+    python -m tests.bench.bench_start_memory [--layers 38]      # two processes of a CPU, some minutes; 2.4 GB of disk
+
+A Qwen3 of random weights, float32; 38 layers are 598 million parameters. No step is trained: `set_up` alone, with
+everything that it makes. Two ways: each rank its share (as the trainer does), and the whole model divided afterwards
+(as it did).
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from unittest.mock import patch
+
+from tests.helpers.large_model import write_large_model
+from tests.helpers.run_dir import changed, make_bins, write_job
+from tests.helpers.tiny_text_model import text_config
+from trainer.contract.parallel import ParallelConfig
+from trainer.contract.run import RunConfig
+from trainer.loop import set_up
+from trainer.parallel.mesh import place_in_world, rank_mesh
+from trainer.parallel.runtime import prepare_runtime
+
+RANKS = 2
+SIZES = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8}
+
+
+def memory(name: str) -> float:
+    """GB of this process: VmRSS, now, or VmHWM, at most."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition(f"{name}:")[2].split()[0]) * 1024 / 1e9
+
+
+def run_rank(path: Path, *, whole: bool) -> None:
+    """Start the training of a run.json, and write down what it took."""
+    run = RunConfig.model_validate_json(path.read_text())
+    prepare_runtime()
+    build, before = set_up.build_chunks, memory("VmRSS")
+    with rank_mesh(run.execution.parallel, run.train.seed) as mesh:
+        # Without `is_empty` the whole model is there before it is divided.
+        way = (lambda *args, is_empty: build(*args)) if whole else build
+        with patch.object(set_up, "build_chunks", way):
+            trainer = set_up.set_up(run, mesh)
+        held = sum(piece.numel() * 4 for piece in trainer.chunks[0].slices.values()) / 1e9
+        sizes = {"before": before, "peak": memory("VmHWM"), "after": memory("VmRSS"), "share": held}
+    path.with_name(f"peak-{place_in_world()[0]}.json").write_text(json.dumps(sizes))
+
+
+def peaks_of(run: RunConfig, *, whole: bool = False) -> list[dict[str, float]]:
+    """Of each rank, in GB: before, at most, after, and its share of the weights."""
+    path = run.output_dir / "run.json"
+    path.write_text(run.model_dump_json())
+    torchrun = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
+    torchrun.append(f"--nproc-per-node={RANKS}")
+    module = ["-m", "tests.bench.bench_start_memory", "--rank", str(path), *(["--whole"] if whole else [])]
+    subprocess.run([*torchrun, *module], check=True)
+    return [json.loads(path.with_name(f"peak-{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+def large_job(root: Path, layers: int) -> RunConfig:
+    """A training by FSDP2 of a model of so many layers."""
+    write_large_model(root / "hf", text_config("first", **SIZES, num_hidden_layers=layers, head_dim=128))
+    parallel = ParallelConfig(sharding="fsdp")
+    run = write_job(root, num_steps=3, shape="text-first", bins=make_bins("text-first"), parallel=parallel)
+    return changed(run, hf_dir=root / "hf")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=38)
+    parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--whole", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank:
+        run_rank(args.rank, whole=args.whole)
+        return
+    print(
+        "| GB of a process | before | at most | after | its share of the weights |\n| --- | ---: | ---: | ---: | ---: |"
+    )
+    with tempfile.TemporaryDirectory(prefix="athanor-bench-") as folder:
+        run = large_job(Path(folder), args.layers)
+        for name, whole in (("each rank its share", False), ("the whole model first", True)):
+            for rank, sizes in enumerate(peaks_of(run, whole=whole)):
+                print(f"| {name}, rank {rank} | {' | '.join(f'{size:.2f}' for size in sizes.values())} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
