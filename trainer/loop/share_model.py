@@ -4,6 +4,7 @@ In both, the chunks have the interface of megatron-core's DistributedDataParalle
 the rest (schedule, normalisation of gradients, clipping, update) is the same code.
 """
 
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -12,7 +13,7 @@ from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.transformer.module import MegatronModule
 
 from trainer.checkpoint.adapter_files import load_peft_directory
-from trainer.checkpoint.hf_read import HFTensors, load_hf_weights
+from trainer.checkpoint.hf_read import HFTensors, load_hf_weights, read_part
 from trainer.checkpoint.save_and_load import state_of_model
 from trainer.contract.run import RunConfig
 from trainer.families.family import Family
@@ -60,7 +61,9 @@ def _fill(model: MegatronModule, run: RunConfig, family: Family) -> None:
     load_hf_weights(model, run.hf_dir, rules, family.carried)
     if config is None:
         return
-    begin_adapters(model, adapted_layers(rules, config), config, run.train.seed, HFTensors(run.hf_dir))
+    source = HFTensors(run.hf_dir)
+    read = partial(read_part, source, model=model)
+    begin_adapters(model, adapted_layers(rules, config), config, run.train.seed, read)
     if run.adapter_dir is not None:
         load_peft_directory([model], run.adapter_dir, trained_rules(rules, config))
 

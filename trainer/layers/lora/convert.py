@@ -1,13 +1,11 @@
 """Adapters for the layers of a chunk whose Hugging Face modules are asked for."""
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from megatron.core.transformer.module import MegatronModule
 
-from trainer.checkpoint.hf_read import HFTensors, read_part
 from trainer.contract.adapter import AdapterConfig
 from trainer.families.targets import Adapted
 from trainer.families.weight_rules import Rule, Stacked, global_names
@@ -37,17 +35,21 @@ def add_adapters(model: torch.nn.Module, layers: Sequence[Adapted], config: Adap
 
 
 def begin_adapters(
-    model: MegatronModule, layers: Sequence[Adapted], config: AdapterConfig, seed: int, source: HFTensors
+    model: torch.nn.Module,
+    layers: Sequence[Adapted],
+    config: AdapterConfig,
+    seed: int,
+    read: Callable[[Rule, torch.nn.Parameter], torch.Tensor],
 ) -> None:
     """Give the adapters of a chunk that was divided without memory the numbers of a beginning; B's are zero already.
 
     Args:
-        source: the base model.
+        read: the weight of a rule, whole, for its parameter.
     """
     for layer, linear in _linears(model, layers):
         linear.adapter.initialise(layer.modules, seed)
         if config.kind == "dora":
-            linear.adapter.measure(read_part(source, layer.rule, linear.weight, model).to(linear.weight.dtype))
+            linear.adapter.measure(read(layer.rule, linear.weight).to(linear.weight.dtype))
 
 
 def _linears(model: torch.nn.Module, layers: Sequence[Adapted]) -> Iterator[tuple[Adapted, torch.nn.Module]]:
