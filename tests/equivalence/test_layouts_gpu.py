@@ -203,6 +203,7 @@ def test_one_gpu_goes_on_from_its_own_checkpoint(tmp_path, precision):
 
 
 @requires_gpus(2)
+@requires_engine
 def test_our_zigzag_is_transformer_engines():
     import transformer_engine_torch as tex
 

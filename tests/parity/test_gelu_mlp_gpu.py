@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.helpers.hardware import requires_gpus
+from tests.helpers.hardware import requires_engine, requires_gpus
 from tests.helpers.single_rank import single_rank
 
 # Qwen3-VL's vision encoders: of 2B and 4B, of 8B
@@ -73,6 +73,7 @@ def check(mlp, hidden: int) -> None:
 
 
 @requires_gpus(1)
+@requires_engine
 @pytest.mark.parametrize(("hidden", "inner"), SHAPES)
 def test_gives_what_the_products_one_by_one_give(hidden, inner):
     with single_rank() as mesh:
@@ -80,6 +81,7 @@ def test_gives_what_the_products_one_by_one_give(hidden, inner):
 
 
 @requires_gpus(1)
+@requires_engine
 def test_gradients_of_the_weights_are_added_to_their_float32_buffers():
     """As the modules beside it do it, micro batch after micro batch."""
     from trainer.layers.te_modules import JointMLP

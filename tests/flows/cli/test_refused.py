@@ -43,7 +43,7 @@ def test_nothing_heavy_is_loaded(arguments, words, tmp_path):
     ("arguments", "words"),
     [
         (["plan", "--set", "execution.modules=engine"], "execution.modules=engine: Transformer Engine needs an NVIDIA"),
-        (["run", "--set", "train.precision=float8"], "train.precision=float8 needs a GPU of the Hopper generation"),
+        (["plan", "--set", "train.precision=float8"], "train.precision=float8 needs a GPU of the Hopper generation"),
     ],
 )
 def test_what_this_host_cannot_train_is_refused_before_any_stage(arguments, words, tmp_path, monkeypatch):

@@ -13,7 +13,9 @@ _PROGRAMS = 132 * 2  # of the backward pass: each sums the weight's gradient ove
 
 
 @triton.jit
-def _forward(x, weight, out, rows, eps, CENTRE: tl.constexpr, D: tl.constexpr, D_P2: tl.constexpr, ROWS: tl.constexpr):
+def _rms_norm_fwd(
+    x, weight, out, rows, eps, CENTRE: tl.constexpr, D: tl.constexpr, D_P2: tl.constexpr, ROWS: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, D_P2)[None, :]
     inside = (row < rows)[:, None] & (column < D)
@@ -25,7 +27,7 @@ def _forward(x, weight, out, rows, eps, CENTRE: tl.constexpr, D: tl.constexpr, D
 
 
 @triton.jit
-def _backward(
+def _rms_norm_bwd(
     x, weight, d_out, d_x, sums, rows, eps,
     CENTRE: tl.constexpr, D: tl.constexpr, D_P2: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -57,7 +59,7 @@ class _RmsNorm(torch.autograd.Function):
         out, shape = torch.empty_like(x), _shape(x)
         rows = x.numel() // x.size(-1)
         grid = (triton.cdiv(rows, shape["ROWS"]),)
-        _forward[grid](x, weight, out, rows, eps, CENTRE=centre, **shape)
+        _rms_norm_fwd[grid](x, weight, out, rows, eps, CENTRE=centre, **shape)
         return out
 
     @staticmethod
@@ -67,7 +69,7 @@ class _RmsNorm(torch.autograd.Function):
         rows = x.numel() // x.size(-1)
         programs = min(_PROGRAMS, triton.cdiv(rows, shape["ROWS"]))
         sums = x.new_empty(programs, x.size(-1), dtype=torch.float32)
-        _backward[(programs,)](x, weight, d_out.contiguous(), d_x, sums, rows, ctx.eps, CENTRE=ctx.centre, **shape)
+        _rms_norm_bwd[(programs,)](x, weight, d_out.contiguous(), d_x, sums, rows, ctx.eps, CENTRE=ctx.centre, **shape)
         return d_x, sums.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None, None, None
 
 

@@ -8,7 +8,7 @@ _BLOCK, _WARPS = 1024, 4  # numbers of a row at a time
 
 
 @triton.jit
-def _forward(gate_up, out, F, BLOCK: tl.constexpr):
+def _swiglu_fwd(gate_up, out, F, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < F
@@ -18,7 +18,7 @@ def _forward(gate_up, out, F, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _backward(d_out, gate_up, d_gate_up, F, BLOCK: tl.constexpr):
+def _swiglu_bwd(d_out, gate_up, d_gate_up, F, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < F
@@ -38,7 +38,7 @@ class _Swiglu(torch.autograd.Function):
         gate_up = gate_up.contiguous()
         ctx.save_for_backward(gate_up)
         out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.size(-1) // 2)
-        _forward[_grid(out)](gate_up, out, out.size(-1), BLOCK=_BLOCK, num_warps=_WARPS)
+        _swiglu_fwd[_grid(out)](gate_up, out, out.size(-1), BLOCK=_BLOCK, num_warps=_WARPS)
         return out
 
     @staticmethod
@@ -46,7 +46,7 @@ class _Swiglu(torch.autograd.Function):
         (gate_up,) = ctx.saved_tensors
         d_gate_up = torch.empty_like(gate_up)
         grid = _grid(d_out)
-        _backward[grid](d_out.contiguous(), gate_up, d_gate_up, d_out.size(-1), BLOCK=_BLOCK, num_warps=_WARPS)
+        _swiglu_bwd[grid](d_out.contiguous(), gate_up, d_gate_up, d_out.size(-1), BLOCK=_BLOCK, num_warps=_WARPS)
         return d_gate_up
 
 
