@@ -1,12 +1,15 @@
-"""The house rules, one assertion each: who may import whom, who may touch the environment, how long a function is."""
+"""The house rules: who may import whom, who may touch the environment, how long a function is.
+
+A test goes through all files and fails with every line that breaks its rule. `make lint` runs these tests too.
+"""
 
 import ast
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("flows", "stages", "dataset_builders", "trainer")
@@ -76,6 +79,8 @@ CHILD_ENVIRONMENT_WRITERS = (
 )
 VAGUE = {"utils", "util", "base", "common", "helpers", "misc", "core", "types", "interfaces"}
 
+STANDARD = sys.stdlib_module_names
+
 MAX_FILE_LINES = 400
 MAX_FILES = 12  # of a folder, beside __init__
 MAX_FUNCTION_LINES = 60
@@ -88,13 +93,19 @@ def name_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@cache
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
-def imports_of(tree: ast.AST, module: str, is_package: bool) -> Iterator[str]:
+@cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree_of(path)))
+
+
+def imports_of(nodes: Iterable[ast.AST], module: str, is_package: bool) -> Iterator[str]:
     """Dotted names of everything that is imported, also inside functions; `from a import b` gives a.b too."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -109,20 +120,28 @@ def is_within(name: str, prefix: str) -> bool:
     return name == prefix.rstrip(".") or name.startswith(prefix.rstrip(".") + ".")
 
 
-def each(paths: list[Path]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("path", paths, ids=[str(path.relative_to(ROOT)) for path in paths])
+@cache
+def imports(path: Path) -> tuple[str, ...]:
+    return tuple(imports_of(nodes_of(path), name_of(path), path.name == "__init__.py"))
 
 
-def imports(path: Path) -> list[str]:
-    return list(imports_of(tree_of(path), name_of(path), path.name == "__init__.py"))
+def at(path: Path, line: int = 1) -> str:
+    """trainer/loop/train.py:12"""
+    return f"{path.relative_to(ROOT)}:{line}"
+
+
+def fail_with(offences: Iterable[str]) -> None:
+    """Fail with every offence, one a line."""
+    found = list(offences)
+    assert not found, "\n" + "\n".join(found)
 
 
 def test_the_checks_see_what_they_look_for():
     code = "import a.b\nfrom . import c\nfrom ..d import e\ndef f():\n    from g import h\n"
-    found = set(imports_of(ast.parse(code), "top.inner.module", False))
+    found = set(imports_of(ast.walk(ast.parse(code)), "top.inner.module", False))
     assert {"a.b", "top.inner.c", "top.d.e", "g.h"} <= found
     writes = "os.environ['A'] = '1'\nos.environ.setdefault('A', '1')\ndel os.environ['A']\nos.putenv('A', '1')\n"
-    assert list(environment_writes(ast.parse(writes + "x = os.environ.get('A')"))) == [1, 3, 2, 4]
+    assert list(environment_writes(ast.walk(ast.parse(writes + "x = os.environ.get('A')")))) == [1, 3, 2, 4]
     assert is_within("stages.launchers.job", "stages.") and not is_within("stages_other", "stages")
 
 
@@ -131,19 +150,23 @@ def test_there_is_something_to_check():
     assert len(MODULES) > 40
 
 
-@each(MODULES)
-def test_imports_point_down(path):
-    name = name_of(path)
-    package = name.split(".")[0]
-    for imported in imports(path):
-        top = imported.split(".")[0]
-        assert top not in ("tests", "infra"), f"{name} imports {imported}"
-        if top not in PACKAGES or top == package:
-            continue
-        # `import a.b.c` also yields the packages above c, which load nothing by themselves.
-        allowed = ALLOWED[package]
-        is_allowed = any(is_within(imported, prefix) or is_within(prefix, imported) for prefix in allowed)
-        assert is_allowed, f"{name} imports {imported}; {package} may import {allowed}"
+def may_import(package: str, imported: str) -> bool:
+    """Whether a module of one of our packages may import a name."""
+    top = imported.split(".")[0]
+    if top not in PACKAGES or top == package:
+        return top not in ("tests", "infra")
+    # `import a.b.c` also yields the packages above c, which load nothing by themselves.
+    return any(is_within(imported, prefix) or is_within(prefix, imported) for prefix in ALLOWED[package])
+
+
+def test_imports_point_down():
+    fail_with(
+        f"{at(path)}: {name_of(path)} imports {imported}; {package} may import {ALLOWED[package]}"
+        for path in MODULES
+        for package in [name_of(path).split(".")[0]]
+        for imported in imports(path)
+        if not may_import(package, imported)
+    )
 
 
 FOLDERS = sorted({path.parent for path in MODULES})
@@ -178,39 +201,56 @@ def test_no_ring_of_folders():
     assert not left, left
 
 
-@each(FOLDERS)
-def test_a_folder_is_small_and_opens_with_what_it_is(path):
-    files = [file for file in path.glob("*.py") if file.name != "__init__.py"]
-    assert len(files) <= MAX_FILES, f"{path} holds {len(files)} files"
-    opening = ast.get_docstring(tree_of(path / "__init__.py")) or ""
-    assert "In: " in opening or "In and out: " in opening, f"{path}/__init__.py does not say what comes in and goes out"
-    assert "Read first: " in opening, f"{path}/__init__.py does not say which file to read first"
+def folder_offences(folder: Path) -> Iterator[str]:
+    files = [file for file in folder.glob("*.py") if file.name != "__init__.py"]
+    opening = folder / "__init__.py"
+    if len(files) > MAX_FILES:
+        yield f"{at(opening)}: the folder holds {len(files)} files, more than {MAX_FILES}"
+    text = ast.get_docstring(tree_of(opening)) or ""
+    if "In: " not in text and "In and out: " not in text:
+        yield f"{at(opening)}: does not say what comes in and goes out"
+    if "Read first: " not in text:
+        yield f"{at(opening)}: does not say which file to read first"
 
 
-@each(MODULES)
-def test_stages_and_flows_know_only_the_trainers_contract(path):
-    name = name_of(path)
-    if name.split(".")[0] in ("stages", "flows"):
-        bad = [i for i in imports(path) if is_within(i, "trainer") and not any(is_within(i, f) for f in TRAINER_FACE)]
-        assert set(bad) <= {"trainer", "trainer.families"}, f"{name} imports {bad}"
+def test_a_folder_is_small_and_opens_with_what_it_is():
+    fail_with(offence for folder in FOLDERS for offence in folder_offences(folder))
 
 
-@each(MODULES)
-def test_a_heavy_package_has_its_one_importer(path):
+def test_stages_and_flows_know_only_the_trainers_contract():
+    fail_with(
+        f"{at(path)}: {name_of(path)} imports {imported}"
+        for path in MODULES
+        if name_of(path).split(".")[0] in ("stages", "flows")
+        for imported in imports(path)
+        if is_within(imported, "trainer") and not any(is_within(imported, face) for face in TRAINER_FACE)
+        if imported not in ("trainer", "trainer.families")
+    )
+
+
+def importer_offences(path: Path) -> Iterator[str]:
     name = name_of(path)
     for imported in imports(path):
         places = IMPORTERS.get(imported.split(".")[0])
-        if places is not None:
-            assert any(is_within(name, place) for place in places), f"{name} imports {imported}; only {places} may"
-        if imported.split(".")[0] in ("megatron", "transformer_engine"):
-            assert not any(is_within(name, place) for place in NO_MEGATRON), f"{name} imports {imported}"
+        if places is not None and not any(is_within(name, place) for place in places):
+            yield f"{at(path)}: {name} imports {imported}; only {places} may"
+        is_gpu_package = imported.split(".")[0] in ("megatron", "transformer_engine")
+        if is_gpu_package and any(is_within(name, place) for place in NO_MEGATRON):
+            yield f"{at(path)}: {name} imports {imported}"
 
 
-@each(MODULES)
-def test_no_import_inside_a_function(path):
-    for function in functions(tree_of(path)):
-        nested = [n.lineno for n in ast.walk(function) if isinstance(n, ast.Import | ast.ImportFrom)]
-        assert not nested, f"{path}:{nested[0]}: import inside {function.name}; only registries import on use"
+def test_a_heavy_package_has_its_one_importer():
+    fail_with(offence for path in MODULES for offence in importer_offences(path))
+
+
+def test_no_import_inside_a_function():
+    fail_with(
+        f"{at(path, node.lineno)}: import inside {function.name}; only registries import on use"
+        for path in MODULES
+        for function in functions(path)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    )
 
 
 LIGHT = [
@@ -239,17 +279,19 @@ def test_help_loads_nothing_heavy():
     assert done.stdout.strip() == "[]"
 
 
-@each(MODULES)
-def test_only_distributed_reads_the_rank(path):
-    if name_of(path) in RANK_READERS:
-        return
-    found = [n.lineno for n in ast.walk(tree_of(path)) if isinstance(n, ast.Constant) and n.value in RANK_NAMES]
-    assert not found, f"{path}:{found[0]}: only {RANK_READERS} reads {RANK_NAMES}"
+def test_only_distributed_reads_the_rank():
+    fail_with(
+        f"{at(path, node.lineno)}: only {RANK_READERS} read {sorted(RANK_NAMES)}"
+        for path in MODULES
+        if name_of(path) not in RANK_READERS
+        for node in nodes_of(path)
+        if isinstance(node, ast.Constant) and node.value in RANK_NAMES
+    )
 
 
-def environment_writes(tree: ast.AST) -> Iterator[int]:
+def environment_writes(nodes: Iterable[ast.AST]) -> Iterator[int]:
     """Lines that change os.environ."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Assign | ast.AugAssign | ast.Delete):
             targets = [node.target] if isinstance(node, ast.AugAssign) else node.targets
             if any("os.environ" in ast.unparse(target) for target in targets):
@@ -261,78 +303,104 @@ def environment_writes(tree: ast.AST) -> Iterator[int]:
                 yield node.lineno
 
 
-@each(MODULES)
-def test_who_writes_the_environment(path):
-    name = name_of(path)
-    writes = list(environment_writes(tree_of(path)))
-    assert not writes or name in ENVIRONMENT_WRITERS, f"{path}:{writes[0]}: {name} writes os.environ"
+def test_who_writes_the_environment():
+    fail_with(
+        f"{at(path, line)}: {name_of(path)} writes os.environ"
+        for path in MODULES
+        if name_of(path) not in ENVIRONMENT_WRITERS
+        for line in environment_writes(nodes_of(path))
+    )
 
 
-@each(MODULES)
-def test_only_the_launcher_gives_a_child_its_environment(path):
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.Call) and any(keyword.arg == "env" for keyword in node.keywords):
-            assert name_of(path) in CHILD_ENVIRONMENT_WRITERS, f"{path}:{node.lineno}: env= for a child"
+def test_only_the_launcher_gives_a_child_its_environment():
+    fail_with(
+        f"{at(path, node.lineno)}: env= for a child"
+        for path in MODULES
+        if name_of(path) not in CHILD_ENVIRONMENT_WRITERS
+        for node in nodes_of(path)
+        if isinstance(node, ast.Call) and any(keyword.arg == "env" for keyword in node.keywords)
+    )
 
 
-@each(MODULES)
-def test_module_names_say_what_is_inside(path):
-    stem = path.parent.name if path.stem in ("__init__", "__main__") else path.stem
+def test_module_names_say_what_is_inside():
     # A file that is run as a script would shadow it; a folder, like stages/tokenize, shadows nothing.
-    assert path.stem not in sys.stdlib_module_names, f"{path} has the name of a standard module"
-    assert stem not in VAGUE, f"{path}: a name says what is inside"
+    shadows = [f"{at(path)}: has the name of a standard module" for path in MODULES if path.stem in STANDARD]
+    stems = {path: path.parent.name if path.stem in ("__init__", "__main__") else path.stem for path in MODULES}
+    fail_with(shadows + [f"{at(path)}: a name says what is inside" for path, stem in stems.items() if stem in VAGUE])
 
 
-@each([*MODULES, *TESTS])
-def test_no_sys_path(path):
-    if path == Path(__file__):
-        return
-    found = [n.lineno for n in ast.walk(tree_of(path)) if isinstance(n, ast.Attribute) and ast.unparse(n) == "sys.path"]
-    assert not found, f"{path}:{found[0]}: sys.path"
+def test_no_sys_path():
+    fail_with(
+        f"{at(path, node.lineno)}: sys.path"
+        for path in (*MODULES, *TESTS)
+        for node in nodes_of(path)
+        if isinstance(node, ast.Attribute) and node.attr == "path" and ast.unparse(node.value) == "sys"
+    )
 
 
-@each([*MODULES, *TESTS])
-def test_ascii_only(path):
-    text = path.read_text(encoding="utf-8")
-    bad = [i for i, line in enumerate(text.splitlines(), 1) if not line.isascii()]
-    assert not bad, f"{path}:{bad[0]}: not ASCII; write it as an escape"
+def test_ascii_only():
+    fail_with(
+        f"{at(path, number)}: not ASCII; write it as an escape"
+        for path in (*MODULES, *TESTS)
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if not line.isascii()
+    )
 
 
-@each(MODULES)
-def test_every_module_says_what_it_is(path):
-    is_empty_package = path.name == "__init__.py" and not path.read_text().strip()
-    assert is_empty_package or ast.get_docstring(tree_of(path)), f"{path} has no docstring"
+def test_every_module_says_what_it_is():
+    fail_with(
+        f"{at(path)}: has no docstring"
+        for path in MODULES
+        if not ast.get_docstring(tree_of(path))
+        if path.name != "__init__.py" or path.read_text().strip()
+    )
 
 
-def functions(tree: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+def functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [node for node in nodes_of(path) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
 
 
-@each(MODULES)
-def test_sizes(path):
+def size_offences(path: Path) -> Iterator[str]:
     lines = len(path.read_text(encoding="utf-8").splitlines())
-    assert lines <= MAX_FILE_LINES, f"{path} has {lines} lines"
-    for function in functions(tree_of(path)):
-        length = function.end_lineno - function.lineno + 1
-        assert length <= MAX_FUNCTION_LINES, f"{path}:{function.lineno}: {function.name} has {length} lines"
+    if lines > MAX_FILE_LINES:
+        yield f"{at(path)}: has {lines} lines, more than {MAX_FILE_LINES}"
+    for function in functions(path):
+        where, length = f"{at(path, function.lineno)}: {function.name}", function.end_lineno - function.lineno + 1
+        if length > MAX_FUNCTION_LINES:
+            yield f"{where} has {length} lines, more than {MAX_FUNCTION_LINES}"
         if any("triton.jit" in ast.unparse(decorator) for decorator in function.decorator_list):
             continue  # a kernel takes its pointers and constants one by one
         arguments = function.args
         count = len([*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs])
-        assert count <= MAX_PARAMETERS, f"{path}:{function.lineno}: {function.name} takes {count} parameters"
+        if count > MAX_PARAMETERS:
+            yield f"{where} takes {count} parameters, more than {MAX_PARAMETERS}"
 
 
-STAGE_MODULES = [
-    path for path in MODULES if is_within(name_of(path), "stages") and "STAGE = Stage(" in path.read_text()
-]
+def test_sizes():
+    fail_with(offence for path in MODULES for offence in size_offences(path))
 
 
-@each(STAGE_MODULES)
-def test_a_stage_has_its_version_and_the_flows_know_it(path):
-    assert any(
-        isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "VERSION" for node in tree_of(path).body
+def test_no_page_is_written_by_hand():
+    fail_with(
+        f"{at(path)}: {', '.join(tags)}; HTML lies in stages/pages/templates"
+        for path in MODULES
+        if "stages" in path.relative_to(ROOT).parts
+        if (tags := re.findall(r"</(?:a|b|div|h\d|p|pre|section|span|table|td|tr)>", path.read_text(encoding="utf-8")))
     )
-    assert f"{name_of(path)}:STAGE" in (ROOT / "flows" / "pipeline" / "graph.py").read_text()
+
+
+def stage_offences(path: Path) -> Iterator[str]:
+    names = [ast.unparse(node.targets[0]) for node in tree_of(path).body if isinstance(node, ast.Assign)]
+    if "VERSION" not in names:
+        yield f"{at(path)}: a stage has its VERSION"
+    if f"{name_of(path)}:STAGE" not in (ROOT / "flows" / "pipeline" / "graph.py").read_text():
+        yield f"{at(path)}: flows/pipeline/graph.py does not know this stage"
+
+
+def test_a_stage_has_its_version_and_the_flows_know_it():
+    stages = [path for path in MODULES if is_within(name_of(path), "stages") and "STAGE = Stage(" in path.read_text()]
+    assert len(stages) > 10
+    fail_with(offence for path in stages for offence in stage_offences(path))
 
 
 def test_the_trainers_command_line_is_one_file():

@@ -1,4 +1,4 @@
-"""What the code never does: unpickle, extract archives, run text, trust a model's code, keep a secret in a setting."""
+"""Prefect keeps no pickles, settings and URLs hold no secrets, archives write nothing outside; see test_unsafe_code."""
 
 import ast
 import io
@@ -21,106 +21,7 @@ from flows.pipeline.recipe import load_recipe
 from stages.inputs import hf_directory, raw_source
 from tests.helpers.json_rows import read_source, write_file
 from tests.helpers.raw_rows import png
-from tests.test_architecture import MODULES, ROOT, each, name_of, tree_of
-
-PICKLES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal", "jsonpickle", "pickletools"}
-# Who may import pickle all the same, and why that is no door for somebody's file.
-PICKLE_USERS = {
-    "trainer.checkpoint.reader": "an Unpickler that knows the few records of a checkpoint and refuses other names",
-}
-RUNS_TEXT = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "runpy.run_path", "runpy.run_module"}
-UNSAFE_LOADS = {"pd.read_pickle", "pandas.read_pickle", "torch.jit.load", "torch.hub.load", "torch.package"}
-EXTRACTS = {"extract", "extractall", "unpack_archive", "extract_archive"}
-# Nodes are text; a subclass of SafeLoader makes no objects but those that it says itself.
-SAFE_YAML = {
-    "safe_load",
-    "safe_load_all",
-    "safe_dump",
-    "YAMLError",
-    "SafeLoader",
-    "ScalarNode",
-    "MappingNode",
-    "constructor",
-}
-
-
-def findings(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """(line, what) of everything that must not be there, but for imports."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr in EXTRACTS:
-            yield node.lineno, f"{node.attr}: archives are read without extraction"
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "yaml" and node.attr not in SAFE_YAML:
-            yield node.lineno, f"yaml.{node.attr}"
-        if isinstance(node, ast.Call):
-            yield from ((node.lineno, what) for what in _calls(ast.unparse(node.func), node))
-
-
-def _calls(called: str, node: ast.Call) -> Iterator[str]:
-    given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-    if called in RUNS_TEXT | UNSAFE_LOADS:
-        yield called
-    if called.endswith("torch.load") and given.get("weights_only") != "True":
-        yield "torch.load without weights_only=True"
-    if given.get("allow_pickle", "False") != "False":
-        yield "allow_pickle"
-    if given.get("shell", "False") != "False":
-        yield "shell"
-    if given.get("trust_remote_code", "False") != "False":
-        yield "trust_remote_code"
-    if given.get("weights_only", "True") != "True":
-        yield "weights_only"
-
-
-def pickles(tree: ast.AST) -> list[str]:
-    names = [a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names]
-    names += [n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
-    return [name for name in names if name.split(".")[0] in PICKLES]
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        *("eval('1')", "exec(x)", "compile(x, '', 'exec')", "os.system(x)", "pd.read_pickle(x)"),
-        *(
-            "torch.load(x)",
-            "torch.load(x, weights_only=False)",
-            "f(weights_only=flag)",
-            "np.load(x, allow_pickle=True)",
-        ),
-        *("yaml.load(x)", "yaml.unsafe_load(x)", "yaml.Loader", "tar.extractall()", "zip.extract(x)"),
-        *(
-            "shutil.unpack_archive(x)",
-            "subprocess.run(x, shell=True)",
-            "AutoModel.from_pretrained(x, trust_remote_code=1)",
-        ),
-    ],
-)
-def test_the_check_sees(code):
-    assert list(findings(ast.parse(code)))
-
-
-@pytest.mark.parametrize(
-    "code", ["torch.load(x, weights_only=True)", "yaml.safe_load(x)", "model.eval()", "np.load(x)"]
-)
-def test_the_check_passes(code):
-    assert not list(findings(ast.parse(code)))
-
-
-@each(MODULES)
-def test_nothing_unsafe_is_called(path):
-    assert list(findings(tree_of(path))) == []
-
-
-@each(MODULES)
-def test_nothing_is_unpickled(path):
-    found = pickles(tree_of(path))
-    assert not found or name_of(path) in PICKLE_USERS, f"{path} imports {found}"
-
-
-def test_the_exceptions_are_still_needed():
-    assert pickles(ast.parse("import pickle\nfrom joblib import load\nimport os.path")) == ["pickle", "joblib"]
-    assert {name_of(path) for path in MODULES if pickles(tree_of(path))} == PICKLE_USERS.keys()
-
+from tests.test_architecture import MODULES, ROOT, name_of
 
 KEPT_RESULTS = """
 import importlib, sys

@@ -16,7 +16,7 @@ from tests.helpers.samples import make_sample, make_samples_artifact
 from tests.helpers.tiny_model import tiny_hf_dir
 
 
-def main(directory: Path) -> None:
+def main(directory: Path, every: int) -> None:
     torch.set_num_threads(1)  # a fork copies no threads, so there must be none
     shards = {f"train/shard-{i:05d}.tar": [make_sample(4 * i + j) for j in range(4)] for i in range(2)}
     shards["heldout/shard-00000.tar"] = [make_sample(100 + j) for j in range(3)]
@@ -37,11 +37,11 @@ def main(directory: Path) -> None:
 
     print_result(
         {
-            "tokenize": kill_and_rerun(run_tokenize, directory / "tokenize", every=5),
-            "plan_bins": kill_and_rerun(run_plan_bins, directory / "plan_bins", every=2),
+            "tokenize": kill_and_rerun(run_tokenize, directory / "tokenize", 5 * every),
+            "plan_bins": kill_and_rerun(run_plan_bins, directory / "plan_bins", 2 * every),
         }
     )
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -142,7 +142,7 @@ def tables_of(report):
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_command_fills_its_tables(tmp_path):
     out = tmp_path / "report.md"
     command = [sys.executable, "-W", "ignore", "-m", "tests.bench.bench_train_step", "--tiny", "--peer"]

@@ -214,7 +214,6 @@ def test_a_large_picture_is_flattened_block_by_block_to_the_same_pixels(mode, mo
     np.testing.assert_array_equal(pixels(data), at_once)
 
 
-@pytest.mark.slow
 def test_a_large_picture_with_transparency_takes_twice_its_own_memory():
     """88 million pixels: 4 bytes each as RGBA, as many as RGB, and blocks; all at once it was 1,684 MB."""
     code = """

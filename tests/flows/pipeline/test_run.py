@@ -1,19 +1,22 @@
 """`athanor` as a person uses it: the whole flow on little data with a stand-in trainer, and ways to get it wrong."""
 
+import contextlib
+import io
 import logging
 import os
 import re
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import filelock
 import pytest
 
-from dataset_builders.contracts import shard_io
 from flows.cli.main import main
 from flows.tracking.store import connect
+from stages.launchers.job import LAUNCHERS
 
 SMALL = {
     "data.num_scans": 40,
@@ -55,12 +58,38 @@ def root(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("root")
 
 
-@pytest.fixture
-def finished(root, capsys) -> Path:
-    """A root with a finished run in it; made once."""
-    if not (root / "mlflow.db").exists():
+def printed(root: Path) -> str:
+    """What a run prints that ends well."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
         assert athanor("run", root) == 0
-        capsys.readouterr()
+    return out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def stand_in() -> Iterator[None]:
+    """As tests/flows/conftest.py does for each test, for what the fixtures of this file make."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("PREFECT_API_URL", raising=False)
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        patch.setitem(LAUNCHERS, "torchrun", "tests.helpers.fake_trainer:FakeTrainerLauncher")
+        yield
+
+
+@pytest.fixture(scope="module")
+def first(root, stand_in) -> str:
+    """What the first run in the root printed."""
+    return printed(root)
+
+
+@pytest.fixture(scope="module")
+def second(root, first) -> str:
+    """What the same run printed when it was made again."""
+    return printed(root)
+
+
+@pytest.fixture
+def finished(root, first) -> Path:
+    """A root with a finished run in it; made once."""
     return root
 
 
@@ -70,9 +99,8 @@ def test_an_engine_that_is_not_installed_is_said_before_anything_is_made(tmp_pat
     assert not list(tmp_path.glob("artifacts/*"))
 
 
-def test_a_run_ends_with_scores_and_the_next_commands(root, capsys):
-    assert athanor("run", root) == 0
-    text = capsys.readouterr().out
+def test_a_run_ends_with_scores_and_the_next_commands(root, first):
+    text = first
     assert "14 of 14 stages made, 0 reused" in text and "overall" in text and "exact_match" in text
     assert re.search(r"train: 5 of 5  loss 0\.2000", text)
     hf_dir = Path(re.search(r"^Model: +(\S+)", text, re.M).group(1))
@@ -89,10 +117,8 @@ def test_both_models_are_asked_the_same(finished):
     assert len(found) > 1 and len(set(found)) == 1  # the stand-in trainer exports the weights that it was given
 
 
-def test_a_second_run_makes_nothing_and_stays_in_its_mlflow_run(finished, capsys):
-    assert athanor("run", finished) == 0
-    text = capsys.readouterr().out
-    assert "0 of 14 stages made, 14 reused" in text and "made in" not in text
+def test_a_second_run_makes_nothing_and_stays_in_its_mlflow_run(finished, second):
+    assert "0 of 14 stages made, 14 reused" in second and "made in" not in second
     client = connect(finished)
     experiment = client.get_experiment_by_name("athanor-embedded")
     runs = client.search_runs([experiment.experiment_id], "tags.`athanor.differs` != 'x'")
@@ -113,6 +139,19 @@ def test_a_second_run_makes_nothing_and_stays_in_its_mlflow_run(finished, capsys
     version = client.get_model_version_by_alias("athanor-embedded", "champion")
     assert version.run_id == run.info.run_id and "no champion before" in run.data.tags["athanor.champion"]
     assert len(client.search_model_versions("name='athanor-embedded'")) == 1
+
+
+def test_prefect_shows_stages_reports_scores_and_the_mlflow_run(second):
+    from prefect.client.orchestration import get_client
+
+    with get_client(sync_client=True) as client:
+        artifacts = client.read_artifacts()
+        flows = {flow.name for flow in client.read_flows()}
+    newest = {a.key: str(a.data) for a in sorted(artifacts, key=lambda artifact: artifact.created)}
+    assert {"stages", "reports", "scores", "mlflow-run"} <= newest.keys()
+    assert "| tokenize | reused |" in newest["stages"] and "exact_match" in newest["scores"]
+    assert "/runs/" in newest["mlflow-run"] and "report.html" in newest["reports"]
+    assert {"vlm-sft", "prepare-data", "evaluate"} <= flows
 
 
 def test_plan_says_which_field_changed(finished, capsys):
@@ -170,9 +209,8 @@ def test_without_comparison_and_contamination_nothing_of_them_is_made(finished, 
     assert "Not looked for." in card
 
 
-def test_the_recipe_on_the_card_makes_the_same_model(finished, capsys, tmp_path):
-    assert athanor("run", finished) == 0
-    card = (Path(re.search(r"^Model: +(\S+)", capsys.readouterr().out, re.M).group(1)) / "README.md").read_text()
+def test_the_recipe_on_the_card_makes_the_same_model(finished, first, capsys, tmp_path):
+    card = (Path(re.search(r"^Model: +(\S+)", first, re.M).group(1)) / "README.md").read_text()
     (tmp_path / "recipe.yaml").write_text(re.findall(r"```yaml\n(.*?)```", card, re.S)[0])
     assert main(["plan", str(tmp_path / "recipe.yaml"), "--root", str(finished)]) == 0
     assert "0 of 14 stages would be made" in capsys.readouterr().out
@@ -227,17 +265,18 @@ def test_an_unknown_recipe(tmp_path, capsys):
     assert "no recipe 'nope'; give " in error_line(capsys)
 
 
-def test_a_full_disk_loses_nothing(tmp_path, capsys, monkeypatch):
+def test_a_full_disk_loses_nothing(finished, capsys, monkeypatch):
     def full(*_args, **_kwargs):
         raise OSError(28, "No space left on device")
 
+    changes = {"compare": "null", "evaluate.max_new_tokens": 4}
     with monkeypatch.context() as patch:
-        patch.setattr(shard_io.ShardWriter, "write", full)
-        assert athanor("run", tmp_path) == 2
+        patch.setattr("stages.answer.parts._write_part", full)
+        assert athanor("run", finished, **changes) == 2
     line = error_line(capsys)
-    assert "disk full while convert wrote" in line and "run the same command again" in line
-    assert athanor("run", tmp_path) == 0
-    assert "embedded_data: reused" in capsys.readouterr().out
+    assert "disk full while answer wrote" in line and "run the same command again" in line
+    assert athanor("run", finished, **changes) == 0
+    assert "export: reused" in capsys.readouterr().out
 
 
 def test_a_second_run_at_the_same_time_waits_for_the_first(finished, capsys):
@@ -332,17 +371,3 @@ def test_debug_shows_the_traceback(tmp_path, capsys):
 def test_ask_refuses_what_is_no_model(tmp_path, capsys):
     assert main(["ask", str(tmp_path), "-", "Which digit?"]) == 2
     assert "has no config.json" in error_line(capsys)
-
-
-def test_prefect_shows_stages_reports_scores_and_the_mlflow_run(finished, capsys):
-    from prefect.client.orchestration import get_client
-
-    assert athanor("run", finished) == 0
-    with get_client(sync_client=True) as client:
-        artifacts = client.read_artifacts()
-        flows = {flow.name for flow in client.read_flows()}
-    newest = {a.key: str(a.data) for a in sorted(artifacts, key=lambda artifact: artifact.created)}
-    assert {"stages", "reports", "scores", "mlflow-run"} <= newest.keys()
-    assert "| tokenize | reused |" in newest["stages"] and "exact_match" in newest["scores"]
-    assert "/runs/" in newest["mlflow-run"] and "report.html" in newest["reports"]
-    assert {"vlm-sft", "prepare-data", "evaluate"} <= flows

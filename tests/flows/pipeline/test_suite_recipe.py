@@ -28,6 +28,7 @@ def own_log_handlers():
     logging.getLogger().handlers[:] = before
 
 
+@pytest.mark.full  # in the core: test_cauldron_recipe.py runs two of these sets, and each metric has its own tests
 def test_every_set_is_scored(tmp_path, capsys):
     source = write_suite(tmp_path / "raw", dict.fromkeys(SUBSETS, 6))
     sets = [f"--set={key}={value}" for key, value in {**SMALL, "data": source}.items()]

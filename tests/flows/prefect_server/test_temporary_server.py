@@ -132,6 +132,7 @@ def test_a_port_that_somebody_took_meanwhile_is_given_up(server, monkeypatch):
             second.end()
 
 
+@pytest.mark.full  # in the core: another has the port all the time, and a server that comes back at its port
 def test_a_port_that_was_taken_for_a_moment_is_no_end(tmp_path):
     with socket.socket() as other:
         server = TemporaryServer(tmp_path)
@@ -167,29 +168,25 @@ def test_a_server_that_is_set_is_left_alone(monkeypatch):
     start_prefect()
 
 
-def test_it_ends_with_its_process(server, tmp_path):
-    process = started(tmp_path / "home")
-    told, _ = process.communicate(timeout=120)
-    assert process.returncode == 0
-    wait_for(lambda: not psutil.pid_exists(int(told)), 10, "end of the server")
-
-
-def test_it_ends_when_its_process_is_killed(server, tmp_path):
-    process = started(tmp_path / "home", RUN + "import time\ntime.sleep(600)\n")
-    pid = int(process.stdout.readline())
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    wait_for(lambda: not psutil.pid_exists(pid), 20, "end of the server")
-
-
 def test_runs_that_start_on_a_fresh_root_at_once_make_its_tables_one_after_the_other(tmp_path):
-    homes = [tmp_path / "home"] * 2
-    processes = [started(home) for home in homes]
-    assert [process.wait(240) for process in processes] == [0, 0]
-    assert flows_of(tmp_path / "home") == [("asked",)]
+    """And each server ends with its own process, be it by itself or by kill -9."""
+    home = tmp_path / "home"
+    ending, living = processes = started(home), started(home, RUN + "import time\ntime.sleep(600)\n")
+    try:
+        its_own, others = servers = [int(process.stdout.readline()) for process in processes]
+        assert len(set(servers)) == 2 and flows_of(home) == [("asked",)]
+        assert ending.wait(120) == 0
+        wait_for(lambda: not psutil.pid_exists(its_own), 10, "end of the server with its process")
+        assert psutil.pid_exists(others)
+    finally:
+        living.kill()
+        living.wait()
+    wait_for(lambda: not psutil.pid_exists(others), 20, "end of the server when its process is killed")
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT], ids=["kill -9", "ctrl-c"])
+@pytest.mark.parametrize(
+    "signum", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.full)], ids=["kill -9", "ctrl-c"]
+)
 def test_a_first_start_that_is_interrupted_leaves_whole_tables(tmp_path, signum):
     home = tmp_path / "home"
     process = started(home)

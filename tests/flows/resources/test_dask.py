@@ -28,7 +28,7 @@ from tests.helpers.trees import tree_digest
 
 REPO = Path(__file__).parents[3]
 SMALL = {
-    "data.num_scans": 60,
+    "data.num_scans": 30,
     "data.num_multi": 8,
     "data.num_pairs": 8,
     "data.num_texts": 8,

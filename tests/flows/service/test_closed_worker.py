@@ -138,10 +138,26 @@ def test_no_stored_result_is_read(tmp_path):
         ResultRecord.deserialize_from_result_and_metadata(serializer.dumps(Bomb()), metadata.dump_bytes())
 
 
+# Every module is imported by a fork of a process that has imported Prefect and nothing of ours but its settings.
+IMPORT_EACH = """
+import importlib, os, sys
+import flows
+from prefect.results import ResultRecord
+for module in sys.argv[1:]:
+    if (pid := os.fork()) == 0:
+        importlib.import_module(module)
+        print(module, ResultRecord.deserialize.__module__, flush=True)
+        os._exit(0)
+    os.waitpid(pid, 0)
+print(ResultRecord.deserialize.__module__)
+"""
+
+
 def test_every_process_that_runs_a_flow_refuses_them():
     """The engine loads the flow by its module; `athanor run` and `sweep` by theirs."""
-    modules = sorted({make_deployment(offer, POOL).entrypoint.rpartition(".")[0] for offer in OFFERS})
-    for module in (*modules, "flows.cli.commands.run", "flows.cli.commands.sweep"):
-        code = f"import {module}\nfrom prefect.results import ResultRecord\nprint(ResultRecord.deserialize.__module__)"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        assert done.stdout.strip() == "flows.prefect_server.stored_results"
+    modules = {make_deployment(offer, POOL).entrypoint.rpartition(".")[0] for offer in OFFERS}
+    modules |= {"flows.cli.commands.run", "flows.cli.commands.sweep"}
+    command = [sys.executable, "-c", IMPORT_EACH, *sorted(modules)]
+    *found, before = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert found == [f"{module} flows.prefect_server.stored_results" for module in sorted(modules)]
+    assert before.startswith("prefect.")

@@ -176,6 +176,7 @@ def learnt_run(root: Path) -> str:
     return load_record(root, "broken").learnt.run_id
 
 
+@pytest.mark.full  # in the core: the same without a server
 def test_beside_a_server_on_this_disk_the_same_bytes_get_a_second_name(tmp_path, monkeypatch):
     (tmp_path / "server").mkdir()
     server, root = MlflowServer(tmp_path / "server"), tmp_path / "root"
@@ -289,7 +290,7 @@ class SlowUploads:
         return getattr(self.client, name)
 
     def log_model_artifact(self, model_id, path, folder=None):
-        time.sleep(8 if path.endswith(".safetensors") else 0)
+        time.sleep(4 if path.endswith(".safetensors") else 0)
         self.client.log_model_artifact(model_id, path, folder)
 
 
@@ -301,14 +302,14 @@ def slow_uploads(monkeypatch):
 
 def test_an_upload_is_waited_for_as_long_as_its_bytes_may_take(tmp_path, monkeypatch, slow_uploads):
     monkeypatch.setattr(flows.tracking.files, "_SLOWEST", 1.0)
-    monkeypatch.setattr(flows.tracking.sender, "LONGEST_WAIT_SECONDS", 6.0)
+    monkeypatch.setattr(flows.tracking.sender, "LONGEST_WAIT_SECONDS", 3.0)
     tell(tmp_path, "slow")
     sender = Sender(tmp_path)
     sender.submit("slow")
     while load_record(tmp_path, "slow").learnt.run_id is None or sender._busy_until < time.monotonic() + 60:
         time.sleep(0.05)
     assert not sender.wait("slow", patience=0.1, ends_uploads=True), "a cancelled flow has to end"
-    assert sender.wait("slow", patience=6.0)
+    assert sender.wait("slow", patience=3.0)
     assert load_record(tmp_path, "slow").learnt.verdict.endswith("champion")
 
 

@@ -87,7 +87,7 @@ def test_what_is_told_is_held(undisturbed):
     assert undisturbed["aliases"] == {"candidate": 1, "champion": 1}
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_calls_that_fail_and_answers_that_are_lost_change_nothing(tmp_path, monkeypatch, undisturbed, seed):
     die = random.Random(seed)
     monkeypatch.setattr(flows.tracking.publish, "connect", lambda root: Faulty(connect(root), die))
@@ -103,7 +103,7 @@ class Slow:
         self._client = client
 
     def __getattr__(self, name: str):
-        time.sleep(0.3)
+        time.sleep(0.1)
         return getattr(self._client, name)
 
 
@@ -114,7 +114,7 @@ def test_a_slow_server_is_waited_for_as_long_as_it_answers(tmp_path, monkeypatch
     sender, patience, began = Sender(tmp_path), 2.0, time.monotonic()
     sender.submit("slow")
     assert sender.wait("slow", patience)
-    assert time.monotonic() - began > 3 * patience, "no test of patience"
+    assert time.monotonic() - began > 2 * patience, "no test of patience"
 
 
 def test_a_resumed_training_gives_one_point_a_step(tmp_path, undisturbed):

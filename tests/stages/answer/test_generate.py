@@ -175,6 +175,7 @@ def test_a_prompt_with_too_few_images_is_skipped(generator):
         generator.encode_prompt([message], generator.encode_images([picture(1)]))
 
 
+@pytest.mark.full
 def test_a_cpu_is_not_advised_to_install_kernels_that_need_a_gpu():
     """transformers says it once a process, so this one asks another."""
     code = """

@@ -474,7 +474,6 @@ print("killed", killed)
 """
 
 
-@pytest.mark.slow
 def test_killed_at_any_moment_and_run_again_gives_the_same_bytes(tmp_path):
     source = write_source(tmp_path / "raw", {"mixed": mixed_rows()}, file_rows=30)
     config = ConvertConfig(**CONFIG | {"shard_size_mb": 0.1}).model_dump_json()

@@ -17,6 +17,7 @@ from stages.artifacts.workers import StageResources
 from stages.encode_images import stage
 from stages.encode_images.config import EncodingConfig
 from stages.inputs.hf_directory import model_input, processor_input
+from stages.launchers.config import ClusterConfig
 from stages.tokenize.stage import STAGE as TOKENIZE
 from tests.helpers.bins import TEXT_ONLY
 from tests.helpers.data_stages import SETTINGS, run_convert
@@ -65,6 +66,7 @@ def test_its_figures(made):
     assert stats["features"] == {"format_version": 1, "dtype": "float32", "width": WIDTH}
 
 
+@pytest.mark.full  # in the core: two ranks write what one writes from another codec
 def test_two_ranks_write_the_same_bytes(job, made, tmp_path):
     assert len(made.manifest.shards) > 2
     both = encoded(job.hf_dir, job.tokenized_dir, tmp_path, processes=2)
@@ -85,7 +87,9 @@ def test_a_killed_try_goes_on_with_its_finished_shards(job, made, tmp_path):
     assert tree_digest(again.dir) == tree_digest(made.dir)
 
 
-@pytest.mark.parametrize(("precision", "is_exact"), [("float32", False), ("bfloat16", True)])
+@pytest.mark.parametrize(
+    ("precision", "is_exact"), [("float32", False), pytest.param("bfloat16", True, marks=pytest.mark.full)]
+)
 def test_the_error_of_the_stored_type_is_said(precision, is_exact, job, made, tmp_path):
     config = EncodingConfig(dtype="bfloat16", precision=precision)
     short = encoded(job.hf_dir, job.tokenized_dir, tmp_path, config)
@@ -110,16 +114,17 @@ def test_data_without_an_image_start_no_trainer(tmp_path, monkeypatch):
     assert FeatureReader(made.dir, WIDTH).of_bin(refs)([]).shape == (0, WIDTH)
 
 
-def test_every_codec_of_pixels_gives_the_same_features(tmp_path):
-    """Images that are decoded when they are read, and shards of both splits."""
+def test_every_codec_of_pixels_and_two_ranks_give_the_same_features(tmp_path):
+    """Images that are decoded when they are read, by two ranks, and shards of both splits."""
     samples = run_convert(write_source(tmp_path / "raw", {"first": plain_rows(12)}), tmp_path)
     features = []
-    for codec in ("u8", "original"):
+    for codec, processes in (("u8", 1), ("original", 2)):
         config = load_recipe(overrides=[*SETTINGS, f"tokenize.codec={codec}"]).config.tokenize
         inputs = {"samples": Artifact.load(samples), "processor": processor_input(tiny_hf_dir())}
         tokenized = run_stage(TOKENIZE, config, inputs, tmp_path).artifact
+        resources = StageResources(cluster=ClusterConfig(processes=processes, num_threads=1))
         of_codec = {"model": model_input(tiny_hf_dir()), "tokenized": tokenized}
-        made = run_stage(stage.STAGE, FLOAT32, of_codec, tmp_path, StageResources()).artifact
+        made = run_stage(stage.STAGE, FLOAT32, of_codec, tmp_path, resources).artifact
         assert {shard.split for shard in made.manifest.shards} == {"train", "heldout"}
         features.append({name: value for name, value in tree_digest(made.dir).items() if name.startswith("features")})
     assert features[0] == features[1] and len(features[0]) > 1

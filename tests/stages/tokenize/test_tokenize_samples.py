@@ -450,11 +450,12 @@ def test_an_incomplete_model_directory_is_one_line(samples, tmp_path, name, word
     assert "\n" not in str(caught.value)
 
 
-def test_kill_at_many_moments_and_rerun_gives_the_same_bytes(tmp_path):
+@pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.full)])
+def test_kill_at_many_moments_and_rerun_gives_the_same_bytes(tmp_path, every):
     """tokenize and plan_bins both, in a process of their own that forks the ones to be killed."""
-    command = [sys.executable, "-m", "tests.helpers.kill_tokenize", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.helpers.kill_tokenize", str(tmp_path), str(every)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout.splitlines()[-1])
-    assert result["tokenize"]["kills"] >= 8 and result["plan_bins"]["kills"] >= 4
+    assert result["tokenize"]["kills"] >= 8 // every and result["plan_bins"]["kills"] >= 4 // every
     assert result["tokenize"]["differing"] == result["plan_bins"]["differing"] == {}

@@ -1,6 +1,7 @@
 """CIDEr-D, BLEU-4, ROUGE-L and their words, number by number against pycocoevalcap and sacrebleu."""
 
 import json
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
@@ -35,29 +36,37 @@ def test_there_are_enough_cases():
     assert len(RECORDED["cider"]) == len(RECORDED["rouge_l"]) == len(RECORDED["bleu4"]) == len(CAPTIONS)
 
 
-@pytest.mark.parametrize("at", NUMBERS)
-def test_cider_of_each_answer_is_the_references(cider_rows, at):
-    assert cider_rows[at, 0] == pytest.approx(RECORDED["cider"][at], **EXACT)
+def assert_recorded(name: str, scores: Iterable[float], at: Iterable[int] = NUMBERS) -> None:
+    """Every score is the recorded one; all that differ are named."""
+    recorded = [RECORDED[name][number] for number in at]
+    differ = [
+        f"{name}[{number}] is {score}, not {theirs}"
+        for number, score, theirs in zip(at, scores, recorded, strict=True)
+        if score != pytest.approx(theirs, **EXACT)
+    ]
+    assert differ == []
 
 
-@pytest.mark.parametrize("at", NUMBERS)
-def test_rouge_of_each_answer_is_the_references(at):
-    assert RougeL().score([ANSWERS[at]]) == pytest.approx(RECORDED["rouge_l"][at], **EXACT)
+def test_cider_of_each_answer_is_the_references(cider_rows):
+    assert_recorded("cider", cider_rows[:, 0])
 
 
-@pytest.mark.parametrize("at", NUMBERS)
-def test_bleu_of_each_answer_is_sacrebleus(at):
-    assert Bleu().score([ANSWERS[at]]) == pytest.approx(RECORDED["bleu4"][at], **EXACT)
+def test_rouge_of_each_answer_is_the_references():
+    assert_recorded("rouge_l", [RougeL().score([answer]) for answer in ANSWERS])
 
 
-@pytest.mark.parametrize("at", range(len(CAPTIONS) - 4))
-def test_bleu_of_five_answers_is_sacrebleus(at):
-    assert Bleu().score(ANSWERS[at : at + 5]) == pytest.approx(RECORDED["bleu4_of_five"][at], **EXACT)
+def test_bleu_of_each_answer_is_sacrebleus():
+    assert_recorded("bleu4", [Bleu().score([answer]) for answer in ANSWERS])
 
 
-@pytest.mark.parametrize("at", [at for at in NUMBERS if RECORDED["bleu4"][at] > 0])
-def test_bleu_of_each_answer_is_that_of_coco(at):
-    assert Bleu().score([ANSWERS[at]]) == pytest.approx(RECORDED["bleu4_coco"][at], **EXACT)
+def test_bleu_of_five_answers_is_sacrebleus():
+    at = range(len(CAPTIONS) - 4)
+    assert_recorded("bleu4_of_five", [Bleu().score(ANSWERS[first : first + 5]) for first in at], at)
+
+
+def test_bleu_of_each_answer_is_that_of_coco():
+    at = [number for number in NUMBERS if RECORDED["bleu4"][number] > 0]
+    assert_recorded("bleu4_coco", [Bleu().score([ANSWERS[number]]) for number in at], at)
 
 
 @pytest.mark.parametrize("metric", [Cider(), RougeL(), Bleu()], ids=lambda metric: metric.name)
@@ -69,9 +78,10 @@ def test_bleu_of_all_is_that_of_coco():
     assert Bleu().score(ANSWERS) == pytest.approx(RECORDED["all"]["bleu4_coco"], **EXACT)
 
 
-@pytest.mark.parametrize("at", range(len(TEXTS)))
-def test_words_are_those_of_java(at):
-    assert list(words_of(TEXTS[at])) == RECORDED["words"][at]
+def test_words_are_those_of_java():
+    assert len(TEXTS) == len(RECORDED["words"])
+    found = zip(TEXTS, RECORDED["words"])
+    assert [(text, words, words_of(text)) for text, words in found if list(words_of(text)) != words] == []
 
 
 # text, the reference's words, ours; why is in the docstring of ptb_tokens.py

@@ -11,25 +11,27 @@ anls cer denotation_accuracy exact_match multiple_choice relaxed_accuracy vqa_ac
 TOLERANCE = 1e-6
 
 
-def rows(kind):
-    return [
-        pytest.param(name, case, id=f"{name}-{place}")
-        for name, golden in GOLDEN.items()
-        for place, case in enumerate(golden[kind])
-    ]
+def others(name: str, kind: str) -> list[str]:
+    """The cases of a table whose score is another than the table has it."""
+    found = []
+    for at, case in enumerate(GOLDEN[name][kind]):
+        score = METRICS[name].score([judged(case)])
+        if score != pytest.approx(case["score"], abs=TOLERANCE, rel=0):
+            found.append(f"{kind}[{at}] of {name} scores {score}, not {case['score']}: {case}")
+    return found
 
 
-@pytest.mark.parametrize(("name", "case"), rows("cases"))
-def test_equals_the_reference(name, case):
-    assert METRICS[name].score([judged(case)]) == pytest.approx(case["score"], abs=TOLERANCE, rel=0)
+@pytest.mark.parametrize("name", GOLDEN)
+def test_equals_the_reference(name):
+    assert others(name, "cases") == []
 
 
-@pytest.mark.parametrize(("name", "case"), rows("differences"))
-def test_differs_where_it_should_and_as_it_should(name, case):
-    score = METRICS[name].score([judged(case)])
-    assert score == pytest.approx(case["score"], abs=TOLERANCE, rel=0)
-    assert abs(score - case["reference_score"]) > TOLERANCE
-    assert len(case["reason"]) > 20
+@pytest.mark.parametrize("name", GOLDEN)
+def test_differs_where_it_should_and_as_it_should(name):
+    assert others(name, "differences") == []
+    for case in GOLDEN[name]["differences"]:
+        assert abs(case["score"] - case["reference_score"]) > 2 * TOLERANCE, case
+        assert len(case["reason"]) > 20, case
 
 
 @pytest.mark.parametrize("name", GOLDEN)
