@@ -80,7 +80,7 @@ def test_help_names_it():
     assert "preview" in make_parser().format_help()
 
 
-@pytest.mark.parametrize("stage", ["convert", "tokenize"])
+@pytest.mark.parametrize("stage", ["convert", pytest.param("tokenize", marks=pytest.mark.full)])
 def test_an_artifact_in_a_store_gives_the_same_page(root, tmp_path, stage, monkeypatch):
     monkeypatch.setenv("ATHANOR_CACHE_DIR", str(tmp_path / "cache"))
     local, remote = tmp_path / "local.html", tmp_path / "remote.html"

@@ -165,9 +165,18 @@ def test_plan_says_which_field_changed(finished, capsys):
     assert re.search(r"parameters +[\d,]+ \(vision", text) and re.search(r"memory +about", text)
 
 
-def test_another_learning_rate_makes_the_training_and_what_follows(finished, capsys):
-    assert athanor("run", finished, **{"train.optim.lr": 0.004}) == 0
-    text = capsys.readouterr().out
+def test_another_learning_rate_makes_the_training_and_what_follows_once_nobody_else_does(finished, capsys):
+    changes = {"train.optim.lr": 0.004}
+    lock = filelock.FileLock(_train_lock(finished, changes), thread_local=False)
+    lock.acquire()
+    freer = _Freer(lock)
+    logging.getLogger("athanor.stage").addHandler(freer)
+    try:
+        assert athanor("run", finished, **changes) == 0
+    finally:
+        logging.getLogger("athanor.stage").removeHandler(freer)
+    text, told = capsys.readouterr()
+    assert "is being made by process" in told and not lock.is_locked
     assert "7 of 14 stages made, 7 reused" in text
     client = connect(finished)
     experiment = client.get_experiment_by_name("athanor-embedded")
@@ -188,11 +197,30 @@ def test_a_reused_training_is_whole_in_the_next_mlflow_run(finished, capsys):
     assert run.data.tags["reused.train"] == "true" and len(run.inputs.dataset_inputs) == 4
 
 
-def test_a_model_whose_scores_do_not_hold_is_not_registered(finished):
+PUSHED = {"execution.registry.push_to": "owner/digits"}
+
+
+@pytest.fixture
+def pushed(monkeypatch) -> list[tuple[Path, str, bool]]:
+    """What goes to the hub, which is not asked: directory, name, whether it is private."""
+    calls = []
+
+    def push(hf_dir: Path, repo_id: str, private: bool) -> str:
+        calls.append((hf_dir, repo_id, private))
+        return f"https://hub.example/{repo_id}"
+
+    monkeypatch.setattr("flows.pipeline.tasks.push_to_hub", push)
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: "hf_x")
+    return calls
+
+
+def test_a_model_whose_scores_do_not_hold_is_not_registered_and_not_pushed(finished, pushed):
     client, name = connect(finished), "athanor-embedded"
     before = len(client.search_model_versions(f"name='{name}'"))
     gates = "{exact_match: {min: 0.99}, score: {min_gain: 0.9}}"
-    assert athanor("run", finished, **{"evaluate.max_new_tokens": 1, "execution.registry.gates": gates}) == 0
+    changes = {"evaluate.max_new_tokens": 1, "execution.registry.gates": gates}
+    assert athanor("run", finished, **changes, **PUSHED) == 0
+    assert pushed == []
     experiment = client.get_experiment_by_name(name)
     (run,) = client.search_runs([experiment.experiment_id], "params.`evaluate.max_new_tokens` = '1'")
     reason = run.data.tags["athanor.champion"]
@@ -216,19 +244,8 @@ def test_the_recipe_on_the_card_makes_the_same_model(finished, first, capsys, tm
     assert "0 of 14 stages would be made" in capsys.readouterr().out
 
 
-def test_a_model_goes_to_the_hub_with_its_card_where_its_gates_hold(finished, monkeypatch):
-    pushed = []
-
-    def push(hf_dir: Path, repo_id: str, private: bool) -> str:
-        pushed.append((hf_dir, repo_id, private))
-        return f"https://hub.example/{repo_id}"
-
-    monkeypatch.setattr("flows.pipeline.tasks.push_to_hub", push)
-    monkeypatch.setattr("huggingface_hub.get_token", lambda: "hf_x")
-    to = {"execution.registry.push_to": "owner/digits"}
-    assert athanor("run", finished, **to, **{"execution.registry.gates": "{score: {min: 1.01}}"}) == 0
-    assert pushed == []
-    assert athanor("run", finished, **to) == 0
+def test_a_model_goes_to_the_hub_with_its_card(finished, pushed):
+    assert athanor("run", finished, **PUSHED) == 0
     ((hf_dir, repo_id, private),) = pushed
     assert (hf_dir.parent.parent.name, repo_id, private) == ("release", "owner/digits", True)
     assert "# athanor-embedded" in (hf_dir / "README.md").read_text()
@@ -277,19 +294,6 @@ def test_a_full_disk_loses_nothing(finished, capsys, monkeypatch):
     assert "disk full while answer wrote" in line and "run the same command again" in line
     assert athanor("run", finished, **changes) == 0
     assert "export: reused" in capsys.readouterr().out
-
-
-def test_a_second_run_at_the_same_time_waits_for_the_first(finished, capsys):
-    changes = {"train.optim.lr": 0.003}
-    lock = filelock.FileLock(_train_lock(finished, changes), thread_local=False)
-    lock.acquire()
-    freer = _Freer(lock)
-    logging.getLogger("athanor.stage").addHandler(freer)
-    try:
-        assert athanor("run", finished, **changes) == 0
-    finally:
-        logging.getLogger("athanor.stage").removeHandler(freer)
-    assert "is being made by process" in capsys.readouterr().err and not lock.is_locked
 
 
 class _Freer(logging.Handler):

@@ -76,6 +76,7 @@ def test_steps_that_are_past_are_told(tmp_path, caplog):
     assert not (tmp_path / "profile").exists()
 
 
+@pytest.mark.full
 def test_training_does_not_notice(tmp_path):
     plain = write_job(tmp_path, num_steps=4, name="plain")
     traced = write_job(tmp_path, num_steps=4, name="traced")

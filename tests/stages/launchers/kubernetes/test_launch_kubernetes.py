@@ -506,22 +506,20 @@ def _free_port() -> int:
         return listener.getsockname()[1]
 
 
-@pytest.mark.parametrize("is_cancelled", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_two_pods_train_and_go_on_after_they_were_cancelled(tmp_path, fake, is_cancelled):
+@pytest.mark.full  # in the core: the command and variables of a pod, and its life around a small script
+def test_two_pods_train_and_go_on_after_they_were_cancelled(tmp_path, fake):
     """torchrun's real command line with the variables that the torch plugin gives, two nodes of one process."""
     fake.command, fake.port = [], _free_port()
-    steps = 60 if is_cancelled else 4  # so many that it is there to be cancelled
-    run = write_job(tmp_path / "root", num_steps=steps, save_interval=20)
+    run = write_job(tmp_path / "root", num_steps=60, save_interval=20)  # so many that it is there to be cancelled
     run = run.model_copy(update={"hf_dir": shutil.copytree(run.hf_dir, tmp_path / "root" / "hf")})
     (run.output_dir / "run.json").write_text(run.model_dump_json())
     launcher = _launcher(tmp_path, nodes=2, processes=2, stop_grace_seconds=120, kubernetes={"gpus_per_node": 0})
     job = Job(str(run.output_dir), ("-m", "trainer", str(run.output_dir / "run.json")), run.output_dir / "logs" / "log")
-    if is_cancelled:
-        handle = launcher.submit(job)
-        _poll_until(launcher, handle, lambda: len(metrics_of(run)) >= 2)
-        launcher.cancel(handle)
-        assert result_of(run).status == "stopped" and result_of(run).checkpoint
-        fake.port = _free_port()
+    handle = launcher.submit(job)
+    _poll_until(launcher, handle, lambda: len(metrics_of(run)) >= 2)
+    launcher.cancel(handle)
+    assert result_of(run).status == "stopped" and result_of(run).checkpoint
+    fake.port = _free_port()
     run_job(launcher, job)
-    assert result_of(run).status == "finished" and [row.step for row in metrics_of(run)] == list(range(1, steps + 1))
+    assert result_of(run).status == "finished" and [row.step for row in metrics_of(run)] == list(range(1, 61))
     assert (job.log_path.parent / "rank-0001.log").is_file()
