@@ -32,7 +32,7 @@ PATHS = {
     "tests/golden/*": ("tests/stages/scoring/", "tests/dataset_builders/", "tests/parity/", "tests/e2e/"),
     "tests/durations.json": (),
     "tests/full_pass.json": (),
-    "tests/breaks/*.patch": (),
+    "tests/breaks/*.patch": ("tests/test_tiers.py",),
     "*.md": ("tests/test_documents.py",),
     "LICENSE": (),
     "infra/*": ("tests/infra/", "tests/service/", "tests/test_documents.py"),
@@ -105,6 +105,8 @@ def tests_for(paths: Iterable[str]) -> dict[str, str]:
     for path in paths:
         if path in by_path:
             changed_modules.add(by_path[path])
+            if path.endswith("/conftest.py"):  # pytest loads it; no test imports it
+                taken |= {test: path for test in tests if test.startswith(path.removesuffix("conftest.py"))}
             if not path.startswith("tests/"):
                 starts = WHOLE + TRAINER if path.startswith("trainer/") else WHOLE
                 taken |= {test: f"starts a process that runs {path}" for test in tests if test.startswith(starts)}
@@ -116,7 +118,7 @@ def tests_for(paths: Iterable[str]) -> dict[str, str]:
         if test in tests:
             taken.setdefault(test, "changed" if name == through else f"imports {through}")
     # These look at the text of every file.
-    always = ("tests/test_architecture.py", "tests/test_security.py", "tests/test_documents.py")
+    always = [f"tests/test_{name}.py" for name in ("architecture", "security", "documents", "tiers")]
     taken |= {test: "looks at every file" for test in always if test in tests and taken}
     return taken
 

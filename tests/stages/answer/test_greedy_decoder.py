@@ -78,10 +78,14 @@ def test_long_prompts_beside_short_ones_say_what_each_says_alone(generator, monk
     assert _decode(generator, prompts, group_size, PoolLimits(6, 1 << 20))[0] == alone
 
 
-def test_an_end_token_makes_room_and_cuts_nothing_of_the_others(generator, prompts, alone, monkeypatch):
+@pytest.mark.parametrize(("group_size", "rows"), [(2, 4), (16, 16)])
+def test_an_end_token_makes_room_and_cuts_nothing_of_the_others(
+    generator, prompts, alone, monkeypatch, group_size, rows
+):
+    """In a pool of 16 an answer that has ended stays beside the others for a while, and must not grow."""
     end = alone[1][4]
     monkeypatch.setattr(generator.decoder, "end_ids", frozenset([end]))
-    got, _ = _decode(generator, prompts, 2, PoolLimits(4, 1 << 20))
+    got, _ = _decode(generator, prompts, group_size, PoolLimits(rows, 1 << 20))
     wanted = [ids[: ids.index(end)] if end in ids else ids for ids in alone]
     assert got == wanted and got != alone
 

@@ -18,7 +18,7 @@ from dataset_builders.contracts.shard_io import ShardWriter, finished_shard
 from dataset_builders.errors import InputError
 from dataset_builders.storage.files import write_text
 from dataset_builders.storage.store import StorePath, location, side_dir, walk_files
-from stages.artifacts.artifact import Artifact, Stage, StageOutput, stage_identity
+from stages.artifacts.artifact import Artifact, External, Stage, StageOutput, stage_identity
 from stages.artifacts.run_stage import run_stage, why_rebuild
 
 
@@ -96,6 +96,15 @@ def test_a_stage_leaves_its_page_and_a_page_that_fails_costs_the_artifact_nothin
     without = run_stage(replace(stage(), preview=f"{__name__}:no_such_page"), Config(value=3), {}, root).artifact
     assert without.shown_files() == [MANIFEST, "report.html"]
     assert without.manifest.shards == made.manifest.shards and "no preview of" in caplog.text
+
+
+def test_another_parent_version_or_config_is_another_artifact(tmp_path):
+    parents = [{"data": External(tmp_path, "data", digest)} for digest in ("a", "b")]
+    runs = [(stage(), Config(), parents[0]), (stage(), Config(), parents[1]), (stage(), Config(value=2), parents[0])]
+    runs += [(replace(stage(), version=2), Config(), parents[0]), (stage(), Config(), {})]
+    made = [run_stage(*run, tmp_path / "root") for run in runs]
+    assert not any(result.reused for result in made)
+    assert len({result.artifact.dir for result in made}) == len(runs)
 
 
 def test_why_it_is_made_again_is_told_against_the_newest(root):

@@ -1,0 +1,112 @@
+"""The tiers of the suite: which tests a change takes, which files became slow, and whether the breaks still apply."""
+
+import subprocess
+from fnmatch import fnmatch
+
+import pytest
+
+from tests.breaks.__main__ import FOLDER, read_breaks
+from tests.tiers import changed
+from tests.tiers.passed import ROOT
+from tests.tiers.plugin import slower_than_recorded
+
+# Patterns of `PATHS` without a file: `make test-full` writes the first two, and the third is a file to come.
+MAY_BE_MISSING = ("tests/durations.json", "tests/full_pass.json", "LICENSE")
+
+TREE = {
+    "stages/__init__.py": "",
+    "stages/first.py": "",
+    "stages/second.py": "from stages import first",
+    "stages/other.py": "",
+    "tests/__init__.py": "",
+    "tests/conftest.py": "",
+    "tests/test_direct.py": "from stages.first import f",
+    "tests/test_through.py": "import stages.second",
+    "tests/test_named.py": "TARGET = 'stages.second:run'",
+    "tests/test_unrelated.py": "import stages.other",
+    "tests/below/__init__.py": "",
+    "tests/below/conftest.py": "",
+    "tests/below/test_deep.py": "",
+}
+TESTS = {path for path in TREE if "test_" in path}
+
+
+def clear_caches() -> None:
+    changed.modules.cache_clear()
+    changed.imports.cache_clear()
+
+
+@pytest.fixture
+def tree(tmp_path, monkeypatch):
+    """A checkout of a few modules and tests."""
+    for name, text in TREE.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.setattr(changed, "ROOT", tmp_path)
+    clear_caches()
+    yield tmp_path
+    clear_caches()
+
+
+def test_a_changed_module_takes_the_tests_that_import_it_also_through_others(tree):
+    taken = changed.tests_for(["stages/first.py"])
+    assert taken.keys() == {"tests/test_direct.py", "tests/test_through.py", "tests/test_named.py"}
+    assert taken["tests/test_through.py"] == "imports stages.second"
+
+
+def test_a_package_is_imported_with_its_modules(tree):
+    assert changed.tests_for(["stages/__init__.py"]).keys() == {
+        path for path in TESTS if path != "tests/below/test_deep.py"
+    }
+
+
+def test_a_conftest_takes_the_tests_of_its_folder(tree):
+    assert changed.tests_for(["tests/below/conftest.py"]).keys() == {"tests/below/test_deep.py"}
+    assert changed.tests_for(["tests/conftest.py"]).keys() == TESTS
+
+
+@pytest.mark.parametrize("path", ["pyproject.toml", "stages/deleted.py", ".ci/run", "stages/new/table.csv"])
+def test_a_path_that_nobody_knows_takes_all_tests(tree, path):
+    assert changed.tests_for([path]).keys() == TESTS
+
+
+def test_the_table_of_paths_names_what_is_there():
+    """A pattern without a file, or the beginning of no test file, is left from a folder that was renamed."""
+    files = subprocess.run(("git", "ls-files"), cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\n")
+    tests = [str(path) for path in changed.modules().values() if path.name.startswith("test_")]
+    patterns = [pattern for pattern in changed.PATHS if pattern not in MAY_BE_MISSING]
+    without_file = [pattern for pattern in patterns if not any(fnmatch(file, pattern) for file in files)]
+    starts = {start for starts in (changed.WHOLE, changed.TRAINER, *changed.PATHS.values()) for start in starts}
+    without_test = [start for start in starts if not any(test.startswith(start) for test in tests)]
+    assert (without_file, without_test) == ([], [])
+
+
+def test_every_break_applies_and_names_tests_that_are_there():
+    offenders = []
+    breaks = read_breaks()
+    for broken in breaks:
+        check = ("git", "apply", "--check", str(broken.path))
+        applied = subprocess.run(check, cwd=ROOT, check=False, capture_output=True, text=True)
+        if applied.returncode:
+            offenders.append(f"{broken.path.name}: {applied.stderr.strip()}")
+        files = [ROOT / argument for argument in broken.seen_by if argument.endswith(".py")]
+        texts = [file.read_text() for file in files if file.is_file()]
+        if len(texts) < max(1, len(files)):
+            offenders.append(f"{broken.path.name}: {' '.join(broken.seen_by)} names no test file, or one that is gone")
+        words = set(" ".join(broken.seen_by).partition("-k ")[2].split()) - {"and", "or", "not"}
+        lost = [word for word in words if not any(word.strip("()") in text for text in texts)]
+        offenders += [f"{broken.path.name}: no test is named {word}" for word in lost]
+    assert offenders == []
+    assert len(breaks) >= 30 and all(path.suffix in (".py", ".patch") for path in FOLDER.iterdir() if path.is_file())
+
+
+def test_a_slow_file_is_told_by_the_speed_of_the_machine():
+    recorded = {"a": 100.0, "b": 100.0, "c": 100.0, "short": 1.0, "unknown": 0.0}
+    on_a_slow_machine = {"a": 300.0, "b": 300.0, "c": 300.0, "short": 3.0, "unknown": 900.0, "new": 900.0}
+    assert slower_than_recorded(on_a_slow_machine, recorded) == []
+    # `short` takes twice as long as it should, which is less than the seconds that count.
+    grown = on_a_slow_machine | {"b": 900.0, "short": 9.5}
+    (line,) = slower_than_recorded(grown, recorded)
+    assert line.startswith("slower than recorded: b: 900 s, expected 50")
+    assert slower_than_recorded({"new": 5.0}, recorded) == []
