@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 
 from flows.cli.main import main
 from tests.e2e.test_families import DIGITS, made, own_process, run  # noqa: F401
-from tests.helpers.tiers import full
 from trainer.contract.answer import read_metrics
 
 FROZEN = {"train.vision.frozen": "true", "train.merger.frozen": "true", "compare": "null"}
@@ -23,10 +22,11 @@ def plan(root: Path, capsys, **changes: object) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "dtype", "first", "later"),
     # Rounded features change the first loss little; updates at this rate then drive the two courses apart.
-    [("qwen3_vl", "float32", 1e-6, 1e-4), full("qwen3_5", "bfloat16", 1e-3, 0.1)],
+    [("qwen3_vl", "float32", 1e-6, 1e-4), ("qwen3_5", "bfloat16", 1e-3, 0.1)],
 )
 def test_a_flow_encodes_each_image_once(family, dtype, first, later, tmp_path, capsys):
     settings = {**DIGITS, **FROZEN, "model.family": family}

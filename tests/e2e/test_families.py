@@ -93,6 +93,7 @@ def card_of(root: Path) -> str:
     return (made(root, "release")[0].dir / "hf" / "README.md").read_text()
 
 
+@pytest.mark.full
 def test_qwen3_is_tokenized_trained_exported_and_answered(tmp_path, capsys):
     model, root = tmp_path / "qwen3", tmp_path / "root"
     write_text_model(model, text_config())

@@ -44,7 +44,8 @@ def assert_same(artifacts: Path, expected: dict[str, str]) -> None:
     assert not differing
 
 
-def test_four_processes(source, expected, tmp_path, monkeypatch):
+@pytest.mark.parametrize("processes", [2, full(4)])
+def test_several_processes(processes, source, expected, tmp_path, monkeypatch):
     started: list[int] = []
 
     class Counted(ProcessPoolExecutor):
@@ -55,8 +56,8 @@ def test_four_processes(source, expected, tmp_path, monkeypatch):
     monkeypatch.setattr(workers, "ProcessPoolExecutor", Counted)
     monkeypatch.setattr(stages.convert.stage, "_ROWS_PER_WORKER", 1)
     monkeypatch.setattr(stages.tokenize.stage, "_PROCESS_WORTH", 1e-9)
-    assert_same(run_all(source, tiny_hf_dir(), tmp_path, StageResources(num_workers=4)), expected)
-    assert started[:3] == [4, 4, 4], "scan, write and tokenize"
+    assert_same(run_all(source, tiny_hf_dir(), tmp_path, StageResources(num_workers=processes)), expected)
+    assert started[:3] == [processes] * 3, "scan, write and tokenize"
 
 
 class ShuffledExecutor(Executor):

@@ -250,6 +250,7 @@ def test_bfloat16_rounds_as_the_other_does(shape, tmp_path):
     assert ours.vision_grad_norm == pytest.approx(theirs.vision_grad_norm, rel=2**-8)
 
 
+@pytest.mark.full
 def test_layers_of_two_kinds_in_bfloat16_resumed(tmp_path):
     """To the bit on as many ranks; on one as far off as bfloat16's products are."""
     ours = trained(tmp_path, FSDP, 2, shape="hybrid-first", precision="bfloat16")
