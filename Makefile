@@ -41,7 +41,7 @@ test-full: $(STAMP) ## all tests: every layout, fuzz with a new seed, `athanor u
 	@$(BIN)/python -m tests.tiers.passed
 
 test-changed: $(STAMP) ## of all tests those that the change since the last full pass can reach, longest first
-	@$(BIN)/python -m tests.tiers.changed $(SPREAD) $(ARGS)
+	@$(BIN)/python -m tests.tiers.changed --workers $(JOBS) $(ARGS)
 
 breaks: $(STAMP) ## break the code on purpose, one break at a time, and report the breaks that no core test sees
 	@$(BIN)/python -m tests.breaks $(ARGS)

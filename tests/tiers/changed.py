@@ -1,6 +1,6 @@
 """Run the tests that a change can reach: `make test-changed`.
 
-    python -m tests.tiers.changed [--since COMMIT] [pytest's arguments]
+    python -m tests.tiers.changed [--since COMMIT] [--budget SECONDS] [--workers N] [pytest's arguments]
 
 A change reaches a test file if the file imports a changed module, directly or through others. A module's name in a
 string counts as an import: registries, `python -m` and patches name modules so. `PATHS` says it for files that imports
@@ -11,7 +11,9 @@ import argparse
 import ast
 import functools
 import re
+import subprocess
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
 from pathlib import Path
@@ -124,7 +126,10 @@ def tests_for(paths: Iterable[str]) -> dict[str, str]:
 
 
 def changed_paths(since: str) -> list[str]:
-    """Paths that differ from a commit: committed, not committed, new, or deleted."""
+    """Paths that differ from a commit: committed, not committed, new, or deleted; all paths if git does not have it."""
+    if subprocess.run(("git", "cat-file", "-e", f"{since}^{{commit}}"), cwd=ROOT, stderr=subprocess.DEVNULL).returncode:
+        print(f"this clone does not have commit {since[:10]}: taking all tests")
+        return git("ls-files").splitlines()
     differing = git("diff", "--name-only", "--no-renames", since).splitlines()
     return sorted({*differing, *git("ls-files", "--others", "--exclude-standard").splitlines()})
 
@@ -133,7 +138,10 @@ def main(argv: list[str]) -> int:
     """Print which test files are taken and why, and run them, longest first."""
     parser = argparse.ArgumentParser(prog="python -m tests.tiers.changed")
     parser.add_argument("--since", help="a commit; default: the newest of which all tests passed")
+    parser.add_argument("--budget", type=float, help="seconds after which no further file is begun")
+    parser.add_argument("--workers", type=int, default=1, help="processes; files of tests/service/ run one by one")
     args, rest = parser.parse_known_args(argv)
+    began = time.monotonic()
     since = args.since or read_full_pass()
     paths = changed_paths(since)
     taken = tests_for(paths)
@@ -141,10 +149,14 @@ def main(argv: list[str]) -> int:
     seconds = read_durations()
     for test in sorted(taken, key=lambda test: -seconds.get(test, {}).get("full", 0.0)):
         print(f"  {seconds.get(test, {}).get('full', 0.0):6.0f} s  {test}: {taken[test]}")
-    if not taken:
-        return 0
-    code = pytest.main([*rest, *sorted(taken)])
-    return 0 if code == pytest.ExitCode.NO_TESTS_COLLECTED else int(code)
+    service = {test for test in taken if test.startswith("tests/service/")}
+    spread = [f"--numprocesses={args.workers}", "--dist=loadfile", "--no-loadscope-reorder"] if args.workers > 1 else []
+    codes = []
+    for tests, options in ((set(taken) - service, spread), (service, ["-p", "no:xdist"])):
+        budget = [] if args.budget is None else [f"--budget={max(0.0, args.budget - time.monotonic() + began)}"]
+        command = [sys.executable, "-m", "pytest", *options, *budget, *rest, *sorted(tests)]
+        codes += [subprocess.run(command, cwd=ROOT, check=False).returncode] if tests else []
+    return max((code for code in codes if code != pytest.ExitCode.NO_TESTS_COLLECTED), default=0)
 
 
 if __name__ == "__main__":
