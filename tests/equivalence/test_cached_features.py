@@ -124,6 +124,7 @@ def test_fsdp_too(job, features):
     assert rows[-1].heldout_loss == pytest.approx(expected[-1].heldout_loss, rel=1e-5)
 
 
+@pytest.mark.full
 def test_features_in_bfloat16_train_a_model_in_float32(job, outcome, tmp_path):
     run = job("short", "first", {})
     config = FLOAT32.model_copy(update={"dtype": "bfloat16"})

@@ -228,7 +228,7 @@ def test_layers_computed_again(tmp_path, one_process):
     assert_same_training(trained(tmp_path, FSDP_AGAIN, 2), one_process)
 
 
-@pytest.mark.parametrize("shape", ["first", full("hybrid-first"), "hybrid-second"])
+@pytest.mark.parametrize("shape", ["first", full("hybrid-first"), full("hybrid-second")])
 def test_bfloat16_rounds_as_the_other_does(shape, tmp_path):
     """From weights that bfloat16 holds, both begin with the same; the first step shows the casts and the sums.
 

@@ -166,7 +166,7 @@ def test_pipelines_of_other_pieces_go_on(shape, before, after, tmp_path):
         assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["alone", full("tp2"), "tp2-sp"])
+@pytest.mark.parametrize("name", ["alone", full("tp2"), full("tp2-sp")])
 @pytest.mark.parametrize("moments", [full("float32"), "bfloat16"])
 def test_layers_of_two_kinds_in_bfloat16_saved_and_resumed(name, moments, tmp_path):
     """A group of the optimizer would hold bfloat16 and float32 parameters, whose numbers change places in a checkpoint.

@@ -82,6 +82,7 @@ def test_deployments_pool_worker_and_limits_are_there(service):
     assert limits[ClusterConfig().limit] == 1
 
 
+@pytest.mark.full
 def test_a_run_finds_it_and_shows_up_in_both(service):
     done = service.athanor("run")
     assert done.returncode == 0, done.stderr + service.tell()

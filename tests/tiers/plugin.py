@@ -4,6 +4,7 @@
 `--record-durations`.
 """
 
+import gc
 import json
 import time
 from collections import defaultdict
@@ -45,6 +46,10 @@ class Tiers:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Longest files first; a file without a record comes before all others, for it may be long."""
         items.sort(key=lambda item: -self.recorded.get(_file(item.nodeid), float("inf")))
+
+    def pytest_collection_finish(self) -> None:
+        """Leave all that the imports made out of later garbage collections, which would visit it again and again."""
+        gc.freeze()
 
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         """Skip the tests of a file that would begin after the budget's end."""

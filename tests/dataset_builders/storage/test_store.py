@@ -246,6 +246,7 @@ def test_a_connection_cut_in_a_read_and_in_a_write(address, place, cache):
         assert proxy.cuts == 5
 
 
+@pytest.mark.full
 def test_a_store_that_stays_broken_is_an_error_that_says_what_failed(address, place):
     put(place / "a", content(100_000))
     with CuttingProxy(address) as proxy, environment(proxy.address):

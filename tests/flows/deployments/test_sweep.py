@@ -120,6 +120,7 @@ def test_a_run_that_fails_does_not_stop_the_others_and_what_is_there_is_not_made
     assert len(compared(text)) == 2 and len(runs_of(root)) == before
 
 
+@pytest.mark.full
 def test_the_deployed_flow_refuses_in_its_state_and_keeps_the_table(root, monkeypatch):
     from prefect.client.orchestration import get_client
 

@@ -168,6 +168,7 @@ def test_a_server_that_is_set_is_left_alone(monkeypatch):
     start_prefect()
 
 
+@pytest.mark.full
 def test_runs_that_start_on_a_fresh_root_at_once_make_its_tables_one_after_the_other(tmp_path):
     """And each server ends with its own process, be it by itself or by kill -9."""
     home = tmp_path / "home"

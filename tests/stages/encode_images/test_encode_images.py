@@ -114,6 +114,7 @@ def test_data_without_an_image_start_no_trainer(tmp_path, monkeypatch):
     assert FeatureReader(made.dir, WIDTH).of_bin(refs)([]).shape == (0, WIDTH)
 
 
+@pytest.mark.full
 def test_every_codec_of_pixels_and_two_ranks_give_the_same_features(tmp_path):
     """Images that are decoded when they are read, by two ranks, and shards of both splits."""
     samples = run_convert(write_source(tmp_path / "raw", {"first": plain_rows(12)}), tmp_path)
