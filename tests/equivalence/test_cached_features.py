@@ -104,7 +104,7 @@ def test_one_process_trains_as_with_computed_features(shape, outcome):
     compare(outcome("alone", shape, is_cached=True), outcome("alone", shape, is_cached=False))
 
 
-@pytest.mark.parametrize("name", tiered(LAYOUTS, ("dp2", "pp2", "tp2-sp", "hybrid-cp2")))
+@pytest.mark.parametrize("name", tiered(LAYOUTS, ("dp2", "pp2", "tp2-sp")))
 def test_a_layout_trains_as_one_process_with_computed_features(name, outcome):
     shape = LAYOUTS[name][2]
     cached = outcome(name, shape, is_cached=True)

@@ -24,7 +24,6 @@ from tests.helpers.run_dir import (
     write_job,
 )
 from tests.helpers.tiers import full
-from tests.helpers.world import start_ranks
 from trainer.contract.names import EXIT_STOPPED
 from trainer.contract.run import OptimConfig, RunConfig
 from trainer.data.order import bins_at, bins_for_step
@@ -96,7 +95,8 @@ def reference_training(
     return rows
 
 
-@pytest.mark.parametrize("shape", ["first", full("hybrid-second")])
+@pytest.mark.parametrize("shape", ["first", "hybrid-second"])
+@pytest.mark.full
 def test_killed_and_resumed_is_bit_equal(shape, undisturbed, tmp_path):
     run, whole = write_job(tmp_path, num_steps=6, save_interval=3, shape=shape), undisturbed(shape)
     process = start_trainer(run)
@@ -131,8 +131,7 @@ def test_sigterm_finishes_the_step_saves_and_says_so(tmp_path):
 
 def test_two_ranks_equal_one(undisturbed, tmp_path):
     run = write_job(tmp_path, num_steps=6)
-    ranks = start_ranks("trainer", 2, run.output_dir / "run.json", log=run.output_dir / "log.txt")
-    assert [rank.wait() for rank in ranks] == [0, 0], log_of(run)
+    assert run_trainer(run, processes=2) == 0, log_of(run)
     text_only_alone = False
     for ours, theirs in zip(metrics_of(run), metrics_of(undisturbed("first")), strict=True):
         assert ours.loss == pytest.approx(theirs.loss, rel=1e-6)

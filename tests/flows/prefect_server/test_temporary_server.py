@@ -109,6 +109,7 @@ def test_a_server_that_has_died_is_started_again(server):
         assert client.api_healthcheck() is None
 
 
+@pytest.mark.full
 def test_a_port_that_somebody_took_meanwhile_is_given_up(server, monkeypatch):
     with socket.socket() as other:
         other.bind((temporary_server.HOST, 0))
@@ -185,9 +186,8 @@ def test_runs_that_start_on_a_fresh_root_at_once_make_its_tables_one_after_the_o
     wait_for(lambda: not psutil.pid_exists(others), 20, "end of the server when its process is killed")
 
 
-@pytest.mark.parametrize(
-    "signum", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.full)], ids=["kill -9", "ctrl-c"]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT], ids=["kill -9", "ctrl-c"])
 def test_a_first_start_that_is_interrupted_leaves_whole_tables(tmp_path, signum):
     home = tmp_path / "home"
     process = started(home)

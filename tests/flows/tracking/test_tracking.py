@@ -246,6 +246,7 @@ def test_what_mlflow_never_takes_is_noted_and_the_rest_goes_on(tmp_path, caplog)
 
 
 @pytest.mark.parametrize("count", [3, pytest.param(8, marks=pytest.mark.full)])
+@pytest.mark.full
 def test_processes_that_meet_a_fresh_store_do_not_ruin_it(tmp_path, count):
     with multiprocessing.get_context("spawn").Pool(count) as pool:
         runs = pool.map(connect_and_log, [str(tmp_path)] * count, chunksize=1)

@@ -195,6 +195,7 @@ def test_killed_at_any_moment_it_gives_the_same_answers(tmp_path):
     assert result["kills"] >= 5 and result["differing"] == {}
 
 
+@pytest.mark.full
 def test_two_workers_give_the_bytes_of_one(made, tmp_path):
     seen, resources = [], {}
     resources = StageResources(

@@ -90,6 +90,7 @@ def test_a_killed_try_goes_on_with_its_finished_shards(job, made, tmp_path):
 @pytest.mark.parametrize(
     ("precision", "is_exact"), [("float32", False), pytest.param("bfloat16", True, marks=pytest.mark.full)]
 )
+@pytest.mark.full
 def test_the_error_of_the_stored_type_is_said(precision, is_exact, job, made, tmp_path):
     config = EncodingConfig(dtype="bfloat16", precision=precision)
     short = encoded(job.hf_dir, job.tokenized_dir, tmp_path, config)
