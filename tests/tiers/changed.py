@@ -31,6 +31,7 @@ TRAINER = ("tests/stages/train/", "tests/stages/encode_images/", "tests/stages/e
 # A changed file's pattern -> beginnings of the test files that it reaches; the first pattern that fits counts.
 PATHS = {
     "tests/bench/results/*": ("tests/test_documents.py",),
+    "tests/gpu/*": ("tests/infra/test_scripts.py", "tests/test_documents.py"),
     "tests/golden/*": ("tests/stages/scoring/", "tests/dataset_builders/", "tests/parity/", "tests/e2e/"),
     "tests/durations.json": (),
     "tests/full_pass.json": (),
