@@ -36,7 +36,7 @@ def with_memory(model: torch.nn.Module, name: str) -> torch.nn.Parameter:
 
 
 def all_with_memory(model: torch.nn.Module) -> None:
-    """The same of every parameter."""
+    """Give every parameter that has no memory some on the CPU, its numbers unset."""
     for name in [name for name, _ in model.named_parameters()]:
         with_memory(model, name)
 

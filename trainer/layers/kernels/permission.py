@@ -27,7 +27,7 @@ def kernels_run(device: torch.device) -> bool:
 
 
 def hopper_kernels_run(device: torch.device) -> bool:
-    """The same of the delta rule's, which are proven on Hopper and not on newer GPUs."""
+    """Whether the delta rule's kernels compute on a device: they are proven on Hopper, not on newer GPUs."""
     return kernels_run(device) and _capability(device)[0] == _HOPPER
 
 

@@ -19,7 +19,7 @@ if can_import():
 
 
 class PlainNorm(TorchNorm):
-    """The same in one pass, rounded once: what is read and written is in the input's dtype, the arithmetic float32."""
+    """A norm in one pass, rounded once: what is read and written is in the input's dtype, the arithmetic float32."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., hidden) -> the same."""
