@@ -59,7 +59,7 @@ for part in "$@"; do
       wait
       ;;
     more)
-      flow features --set encode_images={} --set train.vision.frozen=true --set train.merger.frozen=true &
+      flow features --set encode_images.dtype=bfloat16 --set train.vision.frozen=true --set train.merger.frozen=true &
       flow lora --set 'train.adapter={rank: 8, alpha: 16}' --set train.num_steps=30 --set train.optim.warmup_steps=3 &
       wait
       ;;
