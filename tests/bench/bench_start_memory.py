@@ -1,6 +1,6 @@
 """Peak memory of each rank's process while a training by FSDP2 starts, against the same with the whole model first.
 
-    python -m tests.bench.bench_start_memory [--layers 38]      # two processes of a CPU, some minutes; 2.4 GB of disk
+    python -m tests.bench.bench_start_memory [--layers 38]      # two processes of a CPU, or two GPUs; 2.4 GB of disk
 
 A Qwen3 of random weights, float32; 38 layers are 598 million parameters. No step is trained: `set_up` alone, with
 everything that it makes. Two ways: each rank its share (as the trainer does), and the whole model divided afterwards
@@ -14,6 +14,8 @@ import sys
 import tempfile
 from pathlib import Path
 from unittest.mock import patch
+
+import torch
 
 from tests.helpers.large_model import write_large_model
 from tests.helpers.run_dir import changed, make_bins, write_job
@@ -46,11 +48,13 @@ def run_rank(path: Path, *, whole: bool) -> None:
             trainer = set_up.set_up(run, mesh)
         held = sum(piece.numel() * 4 for piece in trainer.chunks[0].slices.values()) / 1e9
         sizes = {"before": before, "peak": memory("VmHWM"), "after": memory("VmRSS"), "share": held}
+        if torch.cuda.is_available():
+            sizes |= {"device": torch.cuda.max_memory_allocated() / 1e9}
     path.with_name(f"peak-{place_in_world()[0]}.json").write_text(json.dumps(sizes))
 
 
 def peaks_of(run: RunConfig, *, whole: bool = False) -> list[dict[str, float]]:
-    """Of each rank, in GB: before, at most, after, and its share of the weights."""
+    """GB of each rank: host memory before, at most and after, its share of the weights, and the peak of its GPU."""
     path = run.output_dir / "run.json"
     path.write_text(run.model_dump_json())
     torchrun = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
@@ -77,9 +81,9 @@ def main() -> None:
     if args.rank:
         run_rank(args.rank, whole=args.whole)
         return
-    print(
-        "| GB of a process | before | at most | after | its share of the weights |\n| --- | ---: | ---: | ---: | ---: |"
-    )
+    columns = ["GB of a process", "before", "at most", "after", "its share of the weights"]
+    columns += ["at most on its GPU"] if torch.cuda.is_available() else []
+    print(f"| {' | '.join(columns)} |\n| --- |{' ---: |' * (len(columns) - 1)}")
     with tempfile.TemporaryDirectory(prefix="athanor-bench-") as folder:
         run = large_job(Path(folder), args.layers)
         for name, whole in (("each rank its share", False), ("the whole model first", True)):
