@@ -72,8 +72,8 @@ def column_of_layout(measured: Measured, name: str) -> Column:
         "language and loss, s": "language_seconds",
         "optimizer, s": "optimizer_seconds",
     }
-    for title, field in parts.items():
-        values = [getattr(row, field, None) for row in rows]
+    for title, key in parts.items():
+        values = [getattr(row, key, None) for row in rows]
         if None not in values:
             column[title] = statistics.median(values)
     if measured.best_peer:
