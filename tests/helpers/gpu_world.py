@@ -21,20 +21,28 @@ def run_worlds(root: Path, jobs: dict[str, tuple[RunConfig, int]], *, save: bool
     gpus = max(processes for _, processes in jobs.values())
     for run, _ in jobs.values():
         (run.output_dir / "run.json").write_text(run.model_dump_json())
-    plan = [[str(run.output_dir), processes, save] for run, processes in jobs.values()]
-    (root / "jobs.json").write_text(json.dumps(plan))
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={gpus}", "-m", "tests.helpers.gpu_world", str(root / "jobs.json")]
     env = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     log = root / "worlds.log"
-    with log.open("w") as file:
-        subprocess.run(command, env=env, stdout=file, stderr=subprocess.STDOUT, check=False)
+    waiting = list(jobs.values())
+    while waiting:  # a job of several ranks that fails ends the others' processes too
+        (root / "jobs.json").write_text(json.dumps([[str(run.output_dir), n, save] for run, n in waiting]))
+        with log.open("w") as file:
+            subprocess.run(command, env=env, stdout=file, stderr=subprocess.STDOUT, check=False)
+        left = [(run, n) for run, n in waiting if not _is_whole(run, n) and not any(run.output_dir.glob("error-*.txt"))]
+        if len(left) == len(waiting):
+            break
+        waiting = left
     found = {}
     for name, (run, processes) in jobs.items():
-        whole = all((run.output_dir / f"rank-{rank}.json").is_file() for rank in range(processes))
         errors = "\n".join(path.read_text()[-2000:] for path in sorted(run.output_dir.glob("error-*.txt")))
-        found[name] = world_of(run, processes) if whole else errors or log.read_text()[-2000:]
+        found[name] = world_of(run, processes) if _is_whole(run, processes) else errors or log.read_text()[-2000:]
     return found
+
+
+def _is_whole(run: RunConfig, processes: int) -> bool:
+    return all((run.output_dir / f"rank-{rank}.json").is_file() for rank in range(processes))
 
 
 def main(plan: Path) -> None:

@@ -79,6 +79,26 @@ def test_gradients_of_weights_are_added_to_their_buffers(mesh, monkeypatch):
         assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
+def test_a_product_that_returns_no_gradient_has_added_it_by_itself():
+    """Transformer Engine's in a recomputed layer: it sees a detached weight, whose mark nobody reads."""
+
+    class Fused(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            return x * weight.detach()
+
+        @staticmethod
+        def backward(ctx, grad):
+            weight.main_grad += grad
+            return grad, None
+
+    x, weight = torch.ones(3, requires_grad=True), torch.nn.Parameter(torch.ones(3))
+    weight.main_grad, weight.grad_added_to_main_grad = torch.ones(3), False
+    weight.register_post_accumulate_grad_hook(add_to_main_grad)
+    Fused.apply(x, weight).sum().backward()
+    assert weight.main_grad.tolist() == [2.0, 2.0, 2.0]
+
+
 @pytest.mark.parametrize(
     ("capability", "ours", "hopper"), [((8, 0), False, False), ((8, 9), False, False), ((9, 0), True, True),
                                        ((10, 0), True, False)],

@@ -15,7 +15,11 @@ def fuse_gradients(module: torch.nn.Module) -> None:
 
 
 def add_to_main_grad(param: torch.nn.Parameter) -> None:
-    """As megatron-core's data parallelism does: a product may have added to it already."""
-    if not param.grad_added_to_main_grad:
+    """Add a parameter's gradient to its float32 sum, as megatron-core's data parallelism does.
+
+    A fused product has added to the sum by itself: it sets the mark or, in a recomputed layer, where it sees another
+    tensor than the parameter, returns no gradient.
+    """
+    if param.grad is not None and not param.grad_added_to_main_grad:
         param.main_grad.add_(param.grad)
     param.grad = None
