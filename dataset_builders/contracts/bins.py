@@ -74,7 +74,7 @@ class BinSums(NamedTuple):
     Attributes:
         num_samples: in the bin.
         num_tokens: without padding.
-        num_loss_tokens: tokens that are learnt.
+        num_loss_tokens: predicted tokens that are trained on; the first token of a sample is not predicted.
         num_patches: before merging.
         num_images: in the bin.
         tokens_squared: sum over samples of tokens^2.

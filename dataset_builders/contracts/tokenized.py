@@ -34,7 +34,7 @@ INDEX_SCHEMA = pa.schema(
         ("size", pa.int64()),
         ("checksum", pa.uint64()),  # xxh3_64 of the shard's bytes [offset, offset + size)
         ("num_tokens", pa.int32()),
-        ("num_loss_tokens", pa.int32()),
+        ("num_loss_tokens", pa.int32()),  # without the first token of the sample, which is not predicted
         ("num_patches", pa.int32()),
         ("num_images", pa.int32()),
     ]

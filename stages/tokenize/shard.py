@@ -267,7 +267,7 @@ def _index_row(task: ShardTask, sample: Sample, tokenized: TokenizedSample, at: 
         "size": at.size,
         "checksum": at.checksum,
         "num_tokens": len(tokenized.input_ids),
-        "num_loss_tokens": int(tokenized.loss_mask.sum()),
+        "num_loss_tokens": int(tokenized.loss_mask[1:].sum()),  # the first token is predicted from nothing
         "num_patches": int(tokenized.image_grid_thw.prod(-1).sum()),
         "num_images": len(tokenized.image_grid_thw),
     }

@@ -153,7 +153,7 @@ def _counts(sample: TokenizedSample) -> dict[str, int]:
     return {
         "num_tokens": len(sample.input_ids),
         "num_images": len(sample.image_grid_thw),
-        "num_loss_tokens": int(sample.loss_mask.sum()),
+        "num_loss_tokens": int(sample.loss_mask[1:].sum()),
         "num_patches": len(sample.patches),
     }
 

@@ -86,7 +86,9 @@ def steps_of(run: RunConfig) -> list[int]:
 
 
 def rows_of(run: RunConfig) -> list[tuple]:
-    return [(row.step, row.loss, row.grad_norm, row.heldout_loss, row.tokens) for row in metrics_of(run)]
+    return [
+        (row.step, row.loss, row.grad_norm, row.heldout_loss, row.tokens, row.loss_tokens) for row in metrics_of(run)
+    ]
 
 
 def content_of(run: RunConfig, step: int) -> tuple[dict, dict]:

@@ -112,7 +112,7 @@ def test_killed_and_resumed_is_bit_equal(shape, undisturbed, tmp_path):
     assert run_trainer(run) == 0, log_of(run)
     assert "resumed at step 3" in log_of(run)
     for ours, theirs in zip(metrics_of(run), metrics_of(whole), strict=True):
-        for name in ("step", "loss", "grad_norm", "param_norm", "heldout_loss", "tokens"):
+        for name in ("step", "loss", "grad_norm", "param_norm", "heldout_loss", "tokens", "loss_tokens"):
             assert getattr(ours, name) == getattr(theirs, name), (ours.step, name)
 
 

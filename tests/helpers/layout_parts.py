@@ -236,7 +236,9 @@ def gathered_images(parts: Mapping[int, Part] | Sequence[Part], part: Part) -> l
 def planned_bin(samples: Sequence[TokenizedSample]) -> Bin:
     """What a plan of bins knows of these samples."""
     return tuple(
-        SampleRef(s.key, "", 0, 0, len(s.input_ids), int(s.loss_mask.sum()), len(s.patches), len(s.image_grid_thw), 0)
+        SampleRef(
+            s.key, "", 0, 0, len(s.input_ids), int(s.loss_mask[1:].sum()), len(s.patches), len(s.image_grid_thw), 0
+        )
         for s in samples
     )
 

@@ -142,7 +142,7 @@ def _row(split: str, name: str, key: str, record, sample: TokenizedSample) -> di
         "size": record.size,
         "checksum": record.checksum,
         "num_tokens": len(sample.input_ids),
-        "num_loss_tokens": int(sample.loss_mask.sum()),
+        "num_loss_tokens": int(sample.loss_mask[1:].sum()),
         "num_patches": len(sample.patches),
         "num_images": len(sample.image_grid_thw),
     }

@@ -107,7 +107,7 @@ def test_what_is_stored_is_what_the_encoders_give(tokenized):
         assert np.array_equal(stored.input_ids, ids) and np.array_equal(stored.loss_mask, mask)
         assert stored.image_grid_thw.tolist() == [grid.tolist() for _, grid in encoded]
         assert np.array_equal(stored.patches, np.concatenate([np.zeros((0, 768), np.uint8), *(p for p, _ in encoded)]))
-        assert (row["num_tokens"], row["num_loss_tokens"]) == (len(ids), int(mask.sum()))
+        assert (row["num_tokens"], row["num_loss_tokens"]) == (len(ids), int(mask[1:].sum()))
         assert (row["num_patches"], row["num_images"]) == (len(stored.patches), len(sample.images))
         assert row["subset"] == sample.subset
         tokenize_shard.verify(sample, stored, chat)
