@@ -109,9 +109,9 @@ def test_a_failure_cancels_the_rest_and_waits_for_what_runs():
     with ThreadPoolExecutor(2) as executor:
         with pytest.raises(OSError, match="no disk"):
             list(run_tasks(work, range(40), StageResources(executor=executor)))
-        assert began == ended and len(began) < 5
+        assert sorted(began) == sorted(ended) and len(began) < 5
         time.sleep(0.1)
-        assert began == ended
+        assert sorted(began) == sorted(ended)
 
 
 def test_a_killed_worker_is_one_clear_error():
