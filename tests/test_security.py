@@ -34,6 +34,7 @@ print(*[f"{module}.{key}" for (module, key), x in found.items() if x.persist_res
 """
 
 
+@pytest.mark.full
 def test_prefect_keeps_no_results(tmp_path):
     """Its results would be pickles. In a process of its own: Prefect reads its home when it is imported."""
     names = [name_of(path) for path in MODULES if "prefect" in path.read_text() and name_of(path).startswith("flows.")]

@@ -76,6 +76,7 @@ def test_training_is_what_made_the_difference(root):
     assert rows[0]["gain"] == 1.0 and f"after (1): {rows[0]['tuned']}" in page and "Better than before" in page
 
 
+@pytest.mark.full  # in the core: tests/flows/pipeline/test_run.py
 def test_a_second_run_makes_nothing_again(root):
     text = athanor("run", "--root", str(root))
     assert "0 of 14 stages made, 14 reused" in text

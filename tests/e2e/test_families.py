@@ -114,6 +114,7 @@ def test_qwen3_is_tokenized_trained_exported_and_answered(tmp_path, capsys):
     capsys.readouterr()
 
 
+@pytest.mark.full
 def test_qwen3_5_is_trained_on_pictures_exported_with_what_it_carries_and_answers(tmp_path, capsys):
     model, root = hybrid_hf_dir(), tmp_path / "root"
     assert run(root, {**DIGITS, "model": model}) == 0

@@ -44,7 +44,8 @@ def assert_same(artifacts: Path, expected: dict[str, str]) -> None:
     assert not differing
 
 
-@pytest.mark.parametrize("processes", [2, full(4)])
+@pytest.mark.full  # in the core: convert and tokenize with two workers each
+@pytest.mark.parametrize("processes", [2, 4])
 def test_several_processes(processes, source, expected, tmp_path, monkeypatch):
     started: list[int] = []
 

@@ -170,7 +170,7 @@ def test_a_write_error_names_the_directory_and_the_reason(tmp_path, asynchronous
         full({"tp": 2}, 2),
         full({"pp": 2}, 2),
         full({"pp": 2, "vision": "dealt"}, 2),
-        ({"vision": {"ranks": 1}}, 2),
+        full({"vision": {"ranks": 1}}, 2),
         ({"sharding": "fsdp"}, 2),
     ],
     ids=str,

@@ -215,7 +215,8 @@ def test_a_checkpoint_of_the_other_sharding_is_refused(two_ranks, one_process):
             run_world(copy, 1)
 
 
-@pytest.mark.parametrize("frozen", ["vision", full("language")])
+@pytest.mark.full
+@pytest.mark.parametrize("frozen", ["vision", "language"])
 def test_frozen_parts_and_rates_of_their_own(frozen, tmp_path):
     parts = {frozen: PartConfig(frozen=True), "merger": PartConfig(lr=1e-3, weight_decay=0.5)}
     ours, theirs = trained(tmp_path, FSDP, 2, **parts), trained(tmp_path, PLAIN, 1, **parts)

@@ -14,7 +14,6 @@ import torch
 from tests.equivalence.test_training import wait_for
 from tests.helpers.hardware import requires_gpus
 from tests.helpers.run_dir import OPTIM, changed, log_of, metrics_of, run_trainer, start_trainer, write_job
-from tests.helpers.tiers import full
 from trainer.contract.run import RunConfig
 
 SAVED_AT = 3
@@ -58,7 +57,8 @@ def distance(ours: RunConfig, theirs: RunConfig) -> float:
     return max(abs(a / b - 1) for a, b in pairs if a is not None)
 
 
-@pytest.mark.parametrize("moments", [full("float32"), "bfloat16"])
+@pytest.mark.full
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
 def test_on_a_cpu(tmp_path, moments):
     whole = trained(low(tmp_path, "whole", "hybrid-first", moments))
     assert distance(kill_and_resume(low(tmp_path, "killed", "hybrid-first", moments, SAVED_AT)), whole) == 0

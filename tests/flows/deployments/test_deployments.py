@@ -56,6 +56,7 @@ def test_an_entrypoint_is_a_module_that_loads_anywhere(tmp_path):
     assert load_flow_from_entrypoint("flows.deployments.flows.vlm_sft_request").name == "vlm-sft"
 
 
+@pytest.mark.full
 def test_registered_again_it_keeps_what_people_have_set(tmp_path):
     names = register(tmp_path)
     assert "vlm-sft/vlm-sft-nightly" in names and "sweep/sweep" in names

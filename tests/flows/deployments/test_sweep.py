@@ -82,6 +82,7 @@ def test_a_wrong_grid_is_one_line_and_nothing_runs(tmp_path, capsys, grid, words
     assert not (tmp_path / "artifacts").exists() and not (tmp_path / "mlflow.db").exists()
 
 
+@pytest.mark.full  # in the core: the sweep one of whose runs fails
 def test_data_stages_are_made_once_and_every_run_has_its_own_mlflow_run(root, capsys):
     assert sweep(root, TWO) == 0
     text = capsys.readouterr().out

@@ -51,6 +51,7 @@ def test_it_is_planned(root, capsys):
     assert "15 of 15 stages would be made" in text
 
 
+@pytest.mark.full
 def test_it_runs_and_is_in_the_closing_table(root, capsys):
     assert athanor("run", root) == 0
     text = capsys.readouterr().out

@@ -99,6 +99,7 @@ def test_a_second_start_uses_the_one_that_runs(server):
     assert server.process.pid == before
 
 
+@pytest.mark.full
 def test_a_server_that_has_died_is_started_again(server):
     psutil.Process(server.process.pid).kill()
     server.process.wait()

@@ -98,6 +98,7 @@ def test_the_worker_is_found_by_its_type_and_looks_for_hooks_in_our_flows_alone(
     assert not any(offer.flow.on_crashed_hooks or offer.flow.on_cancellation_hooks for offer in OFFERS)
 
 
+@pytest.mark.full
 def test_a_pool_and_deployments_of_before_are_put_right(tmp_path):
     """As a version without a template of its own has left them, and as somebody with the password may."""
     register(tmp_path)

@@ -102,6 +102,7 @@ def files_of(client: MlflowClient, run_id: str, folder: str) -> set[str]:
     return found
 
 
+@pytest.mark.full
 def test_over_http_a_champion_is_downloaded_and_loaded_after_its_root_is_gone(server, tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.url)
     root = tmp_path / "root"
