@@ -3,6 +3,7 @@ in `make test` unless the document says that they are in the full tier or need a
 """
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,15 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted(
     path
-    for pattern in ("*.md", "tests/*.md", "infra/*.md", "stages/**/*.md", "trainer/**/*.md", "dataset_builders/*.md")
+    for pattern in (
+        "*.md",
+        "tests/*.md",
+        "tests/museum/*.md",
+        "infra/*.md",
+        "stages/**/*.md",
+        "trainer/**/*.md",
+        "dataset_builders/*.md",
+    )
     for path in ROOT.glob(pattern)
 )
 _PATH = re.compile(r"`((?:tests|flows|stages|trainer|dataset_builders|infra)/[\w./-]*?(?:\.\w+|/))`")
@@ -82,21 +91,22 @@ def named_tests(document: Path) -> Iterator[tuple[str, str]]:
 
 def test_every_test_that_a_document_names_runs_in_the_core_or_is_said_to_run_elsewhere():
     files = {path.stem: path for path in (ROOT / "tests").rglob("test_*.py")}
-    core = {stem: core_tests(path) for stem, path in files.items()}
-    functions = {name for path in files.values() for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)}
-    in_core = {stem for stem, tests in core.items() if tests}.union(*core.values())
+    functions = {
+        name: path for path in files.values() for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
+    }
+    core = functools.cache(core_tests)
     said = (ROOT / "tests" / "TIERS.md").read_text().partition(FULL_TIER)[2].partition("\n## ")[0]
-    said_folders = tuple(ROOT / folder for folder in re.findall(r"^.*\| `(tests/[\w/]+/)`", said, re.M))
+    said_folders = [ROOT / folder for folder in re.findall(r"^.*\| `(tests/[\w/]+/)`", said, re.M)]
     wrong = []
     for document in DOCUMENTS:
         for name, line in named_tests(document):
             where = f"{document.relative_to(ROOT)}: {name}"
-            if name not in files and name not in functions:
+            path = files.get(name) or functions.get(name)
+            if path is None:
                 wrong.append(f"{where} is no test")
                 continue
-            is_said = f"{name}.py" in said or any(
-                name in files and files[name].is_relative_to(folder) for folder in said_folders
-            )
-            if name not in in_core and not is_said and not _ELSEWHERE.search(line):
+            is_core = bool(core(path)) if name in files else name in core(path)
+            is_said = f"{path.name}" in said or any(path.is_relative_to(folder) for folder in said_folders)
+            if not (is_core or is_said or _ELSEWHERE.search(line)):
                 wrong.append(f"{where} does not run in `make test`; say so in its line, or in tests/TIERS.md")
     assert not wrong, "\n" + "\n".join(wrong)
