@@ -60,6 +60,13 @@ def test_the_documents_are_found():
     assert {"README.md", "CONTRIBUTING.md", "DECISIONS.md", "LAYOUTS.md", "SOURCES.md"} <= names
 
 
+def test_every_file_of_gpu_figures_names_card_commit_and_weights():
+    files = [path for path in (ROOT / "tests" / "bench" / "results").glob("*.md") if re.search(r"_h[12]00_", path.name)]
+    told = re.compile(r"^Card: .*(H100|H200).*\. Commit: .+\. Weights: .+\.$", re.MULTILINE)
+    wrong = [path.name for path in files if not told.search(path.read_text())]
+    assert len(files) > 15 and not wrong, f"no line 'Card: ... Commit: ... Weights: ...' in {wrong}"
+
+
 def may_be_skipped(decorators: list[ast.expr]) -> bool:
     """Whether `make test` leaves out a test, or may skip it, by its marks."""
     marks = [mark for decorator in decorators if "parametrize(" not in (mark := ast.unparse(decorator))]
@@ -107,7 +114,7 @@ def test_every_test_that_a_document_names_runs_in_the_core_or_is_said_to_run_els
                 wrong.append(f"{where} is no test")
                 continue
             is_core = any(core(path) if name in files else name in core(path) for path in paths)
-            is_said = any(path.name in said for path in paths) or any(
+            is_said = any(path.name in said or path.stem.endswith("_gpu") for path in paths) or any(
                 path.is_relative_to(folder) for path in paths for folder in said_folders
             )
             if not (is_core or is_said or _ELSEWHERE.search(re.sub(r"`[^`]*`", "", line))):
