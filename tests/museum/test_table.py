@@ -5,11 +5,14 @@ import unittest
 import pytest
 
 from tests.museum.fault import fault_seen
-from tests.museum.table import TABLE, read_exhibits, render
+from tests.museum.table import FOLDER, TABLE, read_exhibits, render
 
 
 def test_the_page_is_that_of_the_tests():
-    assert TABLE.read_text() == render(read_exhibits()), "run `python -m tests.museum.table`"
+    exhibits = read_exhibits()
+    assert TABLE.read_text() == render(exhibits), "run `python -m tests.museum.table`"
+    for document, words in (("README.md", "{} published faults"), ("CHANGELOG.md", "museum of {} silent bugs")):
+        assert words.format(len(exhibits)) in (FOLDER.parents[1] / document).read_text(), document
 
 
 def test_every_exhibit_tells_its_fault_where_it_was_reported_and_shows_it():
