@@ -131,7 +131,7 @@ def tokenized(chat: ChatEncoder, max_seq_len: int, is_cut: bool) -> TokenizedSam
 def test_no_picture_is_cut(pair, chat):
     """Text was cut at the longest length in the middle of a picture's tokens, while all of its features were kept.
 
-    https://github.com/huggingface/trl/pull/5904 https://github.com/hiyouga/LLaMA-Factory/issues/6559
+    https://github.com/huggingface/trl/pull/5904 https://github.com/hiyouga/LlamaFactory/issues/6559
     """
 
     def check(is_cut: bool) -> None:
