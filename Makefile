@@ -9,6 +9,8 @@ STAMP := $(VENV)/.installed-dev
 # `make gpu` writes the pins of the GPU's stack here, and everything that is installed later keeps to them.
 GPU_PINS := $(wildcard $(VENV)/constraints.txt)
 PIP := $(BIN)/python -m pip install --quiet -c $(or $(GPU_PINS),constraints.txt)
+# Beside the environment: the reference of tests/parity/test_pixels.py, which the project does not need.
+TORCHVISION := $(VENV)/torchvision
 # The first Python of a fitting version on PATH.
 PYTHON = $(shell for python in python3.11 python3.12 python3 python; do \
 	  $$python -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null && echo $$python && break; done)
@@ -34,13 +36,13 @@ test: $(STAMP) ## the core of the test suite: every module, each guarantee once;
 	@$(BIN)/python -m pytest $(SPREAD) -m "not full" $(ARGS)
 
 test-full: export ATHANOR_FUZZ_SEED ?= $(shell date +%s)
-test-full: $(STAMP) ## all tests: every layout, fuzz with a new seed, `athanor up` whole; an hour on two cores
+test-full: $(STAMP) $(TORCHVISION) ## all tests: every layout, fuzz with a new seed, `athanor up` whole; an hour on two cores
 	@echo "spoilt inputs of ATHANOR_FUZZ_SEED=$(ATHANOR_FUZZ_SEED)"
 	@$(BIN)/python -m pytest $(SPREAD) --record-durations --ignore=tests/service $(ARGS)
 	@$(BIN)/python -m pytest --record-durations tests/service $(ARGS)
 	@$(BIN)/python -m tests.tiers.passed
 
-test-changed: $(STAMP) ## of all tests those that the change since the last full pass can reach, longest first
+test-changed: $(STAMP) $(TORCHVISION) ## of all tests those that the change since the last full pass can reach, longest first
 	@$(BIN)/python -m tests.tiers.changed --workers $(JOBS) $(ARGS)
 
 breaks: $(STAMP) ## break the code on purpose, one break at a time, and report the breaks that no core test sees
@@ -71,3 +73,8 @@ $(STAMP): pyproject.toml constraints.txt $(if $(GPU_PINS),$(RUN_STAMP)) | $(BIN)
 	@echo "installing into $(VENV), with the tools of the tests: about 2.5 GB, a few minutes the first time"
 	@$(PIP) -e '.[dev]'
 	@touch $(RUN_STAMP) $@
+
+$(TORCHVISION): constraints.txt | $(STAMP)
+	@echo "installing torchvision into $@: 21 MB"
+	@rm -rf $@ && $(BIN)/python -m pip install --quiet --no-deps -c constraints.txt --target $@ torchvision
+	@touch $@

@@ -1,5 +1,9 @@
-"""What the documents name is there: paths in backticks, pictures, links to files and to headings."""
+"""What the documents name is there: paths in backticks, pictures, links to files and to headings, and tests, which run
+in `make test` unless the document says that they are in the full tier or need a GPU.
+"""
 
+import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,11 +11,24 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted(
     path
-    for pattern in ("*.md", "infra/*.md", "stages/**/*.md", "trainer/**/*.md", "dataset_builders/*.md")
+    for pattern in (
+        "*.md",
+        "tests/*.md",
+        "tests/museum/*.md",
+        "infra/*.md",
+        "stages/**/*.md",
+        "trainer/**/*.md",
+        "dataset_builders/*.md",
+    )
     for path in ROOT.glob(pattern)
 )
 _PATH = re.compile(r"`((?:tests|flows|stages|trainer|dataset_builders|infra)/[\w./-]*?(?:\.\w+|/))`")
 _LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
+_TEST = re.compile(r"`(?:tests/[\w/]*/)?(test_\w+)(?:\.py)?`")
+_ELSEWHERE = re.compile(
+    r"full tier|GPU|H[12]00", re.IGNORECASE
+)  # where a line says that a test runs, if not in the core
+FULL_TIER = "## Promises of the README whose tests are in the full tier only"
 EXAMPLES = {"dataset_builders/sources/x.py", "tests/parity/test_NAME.py"}
 
 
@@ -41,3 +58,65 @@ def test_paths_and_links_lead_somewhere():
 def test_the_documents_are_found():
     names = {path.name for path in DOCUMENTS}
     assert {"README.md", "CONTRIBUTING.md", "DECISIONS.md", "LAYOUTS.md", "SOURCES.md"} <= names
+
+
+def test_every_file_of_gpu_figures_names_card_commit_and_weights():
+    files = [path for path in (ROOT / "tests" / "bench" / "results").glob("*.md") if re.search(r"_h[12]00_", path.name)]
+    told = re.compile(r"^Card: .*(H100|H200).*\. Commit: .+\. Weights: .+\.$", re.MULTILINE)
+    wrong = [path.name for path in files if not told.search(path.read_text())]
+    assert len(files) > 15 and not wrong, f"no line 'Card: ... Commit: ... Weights: ...' in {wrong}"
+
+
+def may_be_skipped(decorators: list[ast.expr]) -> bool:
+    """Whether `make test` leaves out a test, or may skip it, by its marks."""
+    marks = [mark for decorator in decorators if "parametrize(" not in (mark := ast.unparse(decorator))]
+    return any(re.search(r"mark\.full|skip|requires_", mark) for mark in marks)
+
+
+def core_tests(path: Path) -> set[str]:
+    """The names of a file's tests that every `make test` runs."""
+    body = ast.parse(path.read_text()).body
+    marks = [
+        node.value for node in body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
+    ]
+    skips = [node for node in body if isinstance(node, ast.Expr) and "importorskip" in ast.unparse(node)]
+    if may_be_skipped(marks) or skips:
+        return set()
+    tests = [node for node in body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+    return {
+        test.name
+        for test in tests
+        if not may_be_skipped(test.decorator_list) and "importorskip(" not in ast.unparse(test)
+    }
+
+
+def named_tests(document: Path) -> Iterator[tuple[str, str]]:
+    """(name of a test or of its file without .py, the line that names it)."""
+    for line in document.read_text().splitlines():
+        yield from ((name, line) for name in _TEST.findall(line) if f"tests/parity/{name}.py" not in EXAMPLES)
+
+
+def test_every_test_that_a_document_names_runs_in_the_core_or_is_said_to_run_elsewhere():
+    files = {path.stem: path for path in (ROOT / "tests").rglob("test_*.py")}
+    holders: dict[str, list[Path]] = {stem: [path] for stem, path in files.items()}
+    for path in files.values():
+        for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE):
+            holders.setdefault(name, []).append(path)
+    core = functools.cache(core_tests)
+    said = (ROOT / "tests" / "TIERS.md").read_text().partition(FULL_TIER)[2].partition("\n## ")[0]
+    said_folders = [ROOT / folder for folder in re.findall(r"^.*\| `(tests/[\w/]+/)`", said, re.M)]
+    wrong = []
+    for document in DOCUMENTS:
+        for name, line in named_tests(document):
+            where = f"{document.relative_to(ROOT)}: {name}"
+            paths = holders.get(name, [])
+            if not paths:
+                wrong.append(f"{where} is no test")
+                continue
+            is_core = any(core(path) if name in files else name in core(path) for path in paths)
+            is_said = any(path.name in said or path.stem.endswith("_gpu") for path in paths) or any(
+                path.is_relative_to(folder) for path in paths for folder in said_folders
+            )
+            if not (is_core or is_said or _ELSEWHERE.search(re.sub(r"`[^`]*`", "", line))):
+                wrong.append(f"{where} does not run in `make test`; say so in its line, or in tests/TIERS.md")
+    assert not wrong, "\n" + "\n".join(wrong)

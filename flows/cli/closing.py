@@ -14,7 +14,7 @@ from flows.cli.text_table import print_table
 from flows.pipeline.recipe import Recipe
 from flows.tracking.notes import score_text
 from flows.tracking.record import Learnt
-from flows.tracking.store import tracking_uri
+from flows.tracking.store import has_own_database, is_served
 from stages.evaluate.predictions import PREDICTIONS
 from stages.evaluate.reference_loss import PERPLEXITY
 from stages.pages.report import REPORT_HTML
@@ -95,9 +95,11 @@ def next_commands(
     if result["mlflow_url"]:
         command = service_command(root)
         page = ("see the run in MLflow", result["mlflow_url"])
-        commands.append((f"see the run in MLflow: {result['mlflow_url']}", command) if command else page)
-    if result["compare_url"]:
-        commands.append(("compare it with the run before, in MLflow too", result["compare_url"]))
+        commands.append((f"serve MLflow's pages; the run is then at {page[1]}", command) if command else page)
+        if result["compare_url"]:
+            when = ", at the same server" if command else ""
+            text = f"compare it with the newest other run on the same data{when}"
+            commands.append((text, result["compare_url"]))
     commands.append(("ask the model about a picture", ask))
     lower = f"--set train.optim.lr={recipe.config.train.optim.lr / 2:g}"  # the last --set of a field counts
     change = " ".join([f"{athanor} run", *map(shlex.quote, arguments), f"--root {quoted(root)}", lower])
@@ -117,8 +119,9 @@ def example_question(evaluate_dir: StorePath, root: StorePath) -> tuple[Path | N
 
 
 def service_command(root: StorePath) -> str | None:
-    """The command that serves the runs of a root to a browser; None if a server is set, which runs already."""
-    return None if tracking_uri(root).startswith("http") else f"{program('athanor')} up --root {quoted(root)}"
+    """Return the command that serves the runs of a root to a browser; None if a server runs already, or if only the
+    person knows the server of the runs' database."""
+    return f"{program('athanor')} up --root {quoted(root)}" if has_own_database() and not is_served(root) else None
 
 
 def program(name: str) -> str:

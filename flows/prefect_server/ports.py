@@ -20,7 +20,7 @@ def reserve_ports(directory: Path, host: str) -> Iterator[dict[str, int]]:
 
     While the block lasts, no other service of this machine chooses these ports: a server takes seconds to listen.
     """
-    last, chosen = last_ports(directory), {}
+    last, chosen = DEFAULTS | recorded_ports(directory), {}
     with contextlib.ExitStack() as locks:
         for name, usual in DEFAULTS.items():
             candidates = [last[name], usual, *(any_port(host) for _ in range(5))]
@@ -60,9 +60,18 @@ def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
-def last_ports(directory: Path) -> Mapping[str, int]:
-    """Program -> its port of last time, or its usual one."""
+def kept_ports(directory: Path, host: str = "127.0.0.1") -> Mapping[str, int]:
+    """Program -> its recorded port. A service that never ran gets ports that are free now, which it then takes."""
+    if not recorded_ports(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        with reserve_ports(directory, host):
+            pass
+    return recorded_ports(directory)
+
+
+def recorded_ports(directory: Path) -> Mapping[str, int]:
+    """Program -> the port that it had last time; empty if it never ran."""
     with contextlib.suppress(OSError, ValueError):
         values = json.loads((directory / "ports.json").read_text(encoding="utf-8"))
-        return DEFAULTS | {name: values[name] for name in DEFAULTS if isinstance(values.get(name), int)}
-    return DEFAULTS
+        return {name: values[name] for name in DEFAULTS if isinstance(values.get(name), int)}
+    return {}

@@ -33,10 +33,11 @@ from flows.tracking.record import (
     find_place,
     live_path,
     load_record,
+    now_ms,
     save_learnt,
     system_path,
 )
-from flows.tracking.registry import MODEL_TAG, REASON_TAG, log_model, register_model
+from flows.tracking.registry import MODEL_TAG, REASON_TAG, log_model, register_model, standing
 from flows.tracking.run_writer import RunWriter
 from flows.tracking.tables import (
     COMPARISON_TABLE,
@@ -189,8 +190,15 @@ class Publication:
         page = f"#/experiments/{writer.experiment_id}/runs/{writer.run_id}"
         stages = {name: (entry.dir, self._files_of(name)) for name, entry in record.stages.items()}
         scores = record.registration.scores if record.registration else {}
-        record.learnt.verdict = writer.tags.get(REASON_TAG, "")
+        record.learnt.verdict = self._verdict()
         writer.set_tags({NOTE_TAG: run_note(record.opening.note, page, stages, scores, writer.tags.get(REASON_TAG))})
+
+    def _verdict(self) -> str:
+        """Return the decision on this run's model, or, if an earlier try took it, who is champion now."""
+        registration, tags = self.record.registration, self._writer.tags
+        if registration is None or registration.refusals or self.record.learnt.decided_ms >= self.record.opened_ms:
+            return tags.get(REASON_TAG, "")
+        return standing(self._writer)
 
     def _files_of(self, stage: str) -> list[str]:
         """Names of the files that the run holds of a stage."""
@@ -208,14 +216,21 @@ class Publication:
             writer.client.set_terminated(writer.run_id, record.status, record.ended_ms)
             self._count("end")
         self._drop_doubles()
-        newest = writer.client.search_runs(
-            [writer.experiment_id], order_by=["attributes.start_time DESC"], max_results=COMPARED_RUNS
-        )
+        newest = self._comparable_runs()
         ids = [run.info.run_id for run in newest]
         if len(ids) > 1:
             note = experiment_note([run.info.run_name for run in newest], ids, writer.experiment_id)
             writer.client.set_experiment_tag(writer.experiment_id, NOTE_TAG, note)
         record.learnt.compare = [other for other in ids if other != writer.run_id][:1]
+
+    def _comparable_runs(self) -> list[Run]:
+        """Return the newest finished runs on the data of this one, itself included; none if it used no data."""
+        samples = self.record.stages.get("convert")
+        if samples is None:
+            return []
+        alike = f"attributes.status = 'FINISHED' AND tags.`fingerprint.convert` = '{samples.fingerprint}'"
+        order = ["attributes.start_time DESC"]
+        return self._writer.client.search_runs([self._writer.experiment_id], alike, 1, COMPARED_RUNS, order)
 
     def _drop_doubles(self) -> None:
         """Delete the runs of other tries, which a server that answered too late has made: they carry the same mark."""
@@ -309,7 +324,9 @@ class Publication:
         if not tracking_uri(self.root).startswith("http"):  # without a server MLflow cannot resolve that
             has_files = writer.is_marked("model_files", mark)
             source = writer.client.get_logged_model(model_id).artifact_location if has_files else hf_dir.as_uri()
-        self._count("model", register_model(writer, self.root, registration, source, opening.registry))
+        if register_model(writer, self.root, registration, source, opening.registry):
+            learnt.decided_ms = now_ms()
+            self._count("model")
 
     def _scores(self, registration: Registration) -> None:
         """Add the scores of every subset, the overall ones under their bare names, and a table of the wrong answers."""

@@ -108,6 +108,7 @@ class Learnt(_Part):
         system_bytes: size of the machine's samples that were sent.
         refused: part of the run -> why MLflow will never take it.
         verdict: why the run's model is champion, or why not.
+        decided_ms: time of that decision, in milliseconds since 1970.
         model_bytes: of the model's files that were copied or uploaded.
     """
 
@@ -119,6 +120,7 @@ class Learnt(_Part):
     system_bytes: int = 0
     refused: dict[str, str] = {}
     verdict: str = ""
+    decided_ms: int = 0
     model_bytes: int = 0
 
 

@@ -92,6 +92,26 @@ def register_model(
     return True
 
 
+def standing(writer: RunWriter) -> str:
+    """Return where a version that an earlier try of this run registered stands now, for the closing line.
+
+    For example "version 1 of an earlier run, the champion is version 3 now".
+    """
+    name, _, number = writer.tags.get(_VERSION_TAG, "").rpartition("/")
+    if not number:
+        return ""
+    try:
+        writer.client.get_model_version(name, number)
+        aliases = writer.client.get_registered_model(name).aliases
+    except MlflowException as error:
+        if may_pass(error):
+            raise
+        return f"version {number} of an earlier run, which was deleted since"
+    champion = str(aliases.get(CHAMPION, ""))
+    place = "the champion still" if champion == number else f"the champion is version {champion} now"
+    return f"version {number} of an earlier run, {place if champion else 'and there is no champion now'}"
+
+
 def register(
     client: MlflowClient, name: str, source: str, run_id: str, model_id: str, tags: Mapping[str, str]
 ) -> ModelVersion:

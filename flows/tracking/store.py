@@ -28,8 +28,8 @@ from mlflow.exceptions import MlflowException
 
 from dataset_builders.errors import InputError
 from dataset_builders.storage.store import StorePath, side_dir, without_userinfo
-from flows.prefect_server.ports import last_ports
-from flows.prefect_server.service_record import mlflow_files, service_dir
+from flows.prefect_server.ports import kept_ports
+from flows.prefect_server.service_record import mlflow_files, read_service, service_dir
 
 # Error codes after which the same call can never succeed.
 _FINAL = {
@@ -79,14 +79,22 @@ def store_digest(root: StorePath) -> str:
 
 
 def server_url(root: StorePath) -> str | None:
-    """The address of MLflow's pages: of MLFLOW_TRACKING_URI's server, or of the root's own service, running or not;
-    None if MLFLOW_TRACKING_URI is a database, whose server only the person knows."""
+    """Return the address of MLflow's pages: of MLFLOW_TRACKING_URI's server, or of the root's own service at its
+    recorded port, running or not. None if MLFLOW_TRACKING_URI is a database, whose server only the person knows."""
     uri = tracking_uri(root)
     if uri.startswith("http"):
         return uri.rstrip("/")
-    if os.environ.get("MLFLOW_TRACKING_URI"):
-        return None
-    return f"http://127.0.0.1:{last_ports(service_dir(root))['mlflow']}"
+    return f"http://127.0.0.1:{kept_ports(service_dir(root))['mlflow']}" if has_own_database() else None
+
+
+def has_own_database() -> bool:
+    """Whether runs are kept in the root's own database, which `athanor up` serves."""
+    return not os.environ.get("MLFLOW_TRACKING_URI")
+
+
+def is_served(root: StorePath) -> bool:
+    """Whether a server answers at `server_url` now, as far as this machine knows."""
+    return tracking_uri(root).startswith("http") or (has_own_database() and read_service(root) is not None)
 
 
 def compare_url(run_ids: Sequence[str], experiment_id: str, base: str) -> str:

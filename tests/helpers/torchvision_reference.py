@@ -2,8 +2,8 @@
 
 The project does not need torchvision. To compare with it, install it beside and not into the environment:
 
-    pip install --no-deps --target DIR "torchvision==0.28.*"     # the release that belongs to the installed torch
-    PYTHONPATH=DIR python -m pytest tests/parity/test_pixels.py
+    make .venv/torchvision                                       # `make test-full` does it by itself
+    PYTHONPATH=.venv/torchvision python -m tests.parity.compare_pixels
 
 PyPI's torchvision is built for CUDA. Beside a CPU build of torch its compiled part does not load and its Python part
 then misses its operators, so their names are declared here. Scaling and normalising use none of them.

@@ -11,6 +11,7 @@ import pytest
 
 from flows.prefect_server.processes import service_processes
 from flows.prefect_server.service_record import read_record
+from flows.tracking.store import server_url
 from stages.launchers.config import ClusterConfig
 from tests.flows.pipeline.test_run import SMALL
 from tests.helpers.service import RunningService, nested, run_athanor, running_service, wait_for
@@ -22,7 +23,10 @@ AGAIN_SECONDS = 240
 @pytest.fixture(scope="module")
 def service(tmp_path_factory) -> Iterator[RunningService]:
     """A fresh one, whose only runs are those of this module."""
-    with running_service(tmp_path_factory.mktemp("service") / "root") as running:
+    root = tmp_path_factory.mktemp("service") / "root"
+    link = server_url(root)  # as a run prints it that ends before anything serves its root
+    with running_service(root) as running:
+        running.link = link
         yield running
 
 
@@ -53,6 +57,10 @@ def test_it_says_what_it_starts_and_where(service):
     assert re.search(r"^worker +ready +up to 2 flow runs", "\n".join(lines), re.M)
     assert re.fullmatch(r"ready after \d+\.\d s; Ctrl-C stops everything", lines[-1])
     assert service.record.pid == service.process.pid
+
+
+def test_a_link_that_a_run_printed_before_leads_to_it(service):
+    assert service.link == service.record.mlflow
 
 
 def test_everything_listens_on_this_machine_alone(service):

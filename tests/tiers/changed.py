@@ -36,7 +36,7 @@ PATHS = {
     "tests/durations.json": (),
     "tests/full_pass.json": (),
     "tests/breaks/*.patch": ("tests/test_tiers.py",),
-    "*.md": ("tests/test_documents.py",),
+    "*.md": ("tests/test_documents.py", "tests/museum/test_table.py"),
     "LICENSE": (),
     "infra/*": ("tests/infra/", "tests/service/", "tests/test_documents.py"),
     "flows/recipes/*": ("tests/flows/", "tests/e2e/", "tests/service/", "tests/test_documents.py"),

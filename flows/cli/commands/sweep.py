@@ -23,9 +23,10 @@ def sweep_command(args: argparse.Namespace) -> int:
         result = sweep(args.recipe, args.overrides, args.grid, str(args.root))
     print_table("Sweep", result["columns"], result["rows"], is_terminal)
     if result["url"]:
+        command = service_command(args.root)
         print(f"\nCompare them in MLflow: {result['url']}")
-        if command := service_command(args.root):
-            print(f"  {command}")
+        if command:
+            print(f"  which this command serves: {command}")
     if result["errors"]:
         print("\nFailed:")
         for line in result["errors"]:

@@ -3,6 +3,7 @@
 import multiprocessing
 import time
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 
@@ -201,7 +202,48 @@ def test_the_same_pipeline_goes_on_in_its_run_and_another_gets_its_own(root):
     assert connect(root).get_run(run_id).info.status == "RUNNING"
     assert connect(root).get_run(_delivered(other)).info.run_name == "embedded lr=0.01"
     again.finish("FINISHED")
-    assert run_id in again.url() and _delivered(other) in again.compare_with_last()
+    assert run_id in again.url()
+
+
+def test_a_run_is_compared_with_the_newest_finished_one_on_the_same_data(root):
+    data, other_data = (make_artifact(root, "convert", letter * 16) for letter in "57")
+    runs = {}
+    for name, samples, status in (
+        ("good", data, "FINISHED"),
+        ("failed", data, "FAILED"),
+        ("other data", other_data, "FINISHED"),
+        ("running", data, None),
+        ("last", data, "FINISHED"),
+    ):
+        tracker = open_tracker(root, name)
+        tracker.log_stage(samples, False)
+        if status is not None:
+            tracker.finish(status)
+        runs[name] = _delivered(tracker)
+    url = unquote(tracker.compare_with_last())
+    assert [name for name, run_id in runs.items() if run_id in url] == ["good", "last"]
+    note = connect(root).get_experiment_by_name("athanor-test").tags["mlflow.note.content"]
+    assert "2 newest runs" in note and runs["failed"] not in note and runs["other data"] not in note
+
+
+def test_a_run_that_is_made_again_says_who_is_champion_now(root):
+    exported = make_exported(root, "a1" * 8)
+
+    def verdict(identity: str, score: float) -> str:
+        evaluated = make_evaluated(root, "a2" * 8)
+        evaluated.manifest.stats["scores"] = {"overall": {"exact_match": score}}
+        tracker = open_tracker(root, identity)
+        tracker.register(exported, evaluated, exported.dir / "hf", "athanor-again")
+        tracker.finish("FINISHED")
+        _delivered(tracker)
+        return tracker.learnt().verdict
+
+    assert verdict("first", 0.9) == "exact_match 0.9000, no champion before: champion"
+    assert verdict("first", 0.9) == "version 1 of an earlier run, the champion still"
+    assert verdict("second", 0.99).endswith("of version 1: champion")
+    assert verdict("first", 0.9) == "version 1 of an earlier run, the champion is version 2 now"
+    connect(root).delete_model_version("athanor-again", "1")
+    assert verdict("first", 0.9) == "version 1 of an earlier run, which was deleted since"
 
 
 def test_without_a_key_nothing_is_said(tmp_path):
@@ -279,7 +321,7 @@ def test_wrong_answers_come_first(root):
 
 
 def test_addresses(tmp_path, monkeypatch):
-    url = compare_url(["a", "b"], "7", server_url(tmp_path))
+    url = compare_url(["a", "b"], "7", "http://127.0.0.1:5000")
     assert url == "http://127.0.0.1:5000/#/compare-runs?runs=%5B%22a%22%2C%20%22b%22%5D&experiments=%5B%227%22%5D"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://tracking:8080/")
     assert server_url(tmp_path) == "http://tracking:8080"
@@ -287,10 +329,10 @@ def test_addresses(tmp_path, monkeypatch):
     assert server_url(tmp_path) is None
 
 
-def test_the_address_is_that_of_the_roots_service_of_last_time(tmp_path):
-    (tmp_path / "service").mkdir()
-    with reserve_ports(tmp_path / "service", "127.0.0.1") as ports:
-        pass
-    assert server_url(tmp_path) == f"http://127.0.0.1:{ports['mlflow']}"
-    (tmp_path / "service" / "ports.json").write_text('{"mlflow": 20123}')
-    assert server_url(tmp_path) == "http://127.0.0.1:20123"
+def test_the_address_is_that_which_the_roots_service_has_or_will_take(tmp_path):
+    with reserve_ports(tmp_path, "127.0.0.1") as taken:  # as another root's service, which is just starting
+        url = server_url(tmp_path / "root")
+    with reserve_ports(tmp_path / "root" / "service", "127.0.0.1") as ports:  # `athanor up` of this root, later
+        assert url == f"http://127.0.0.1:{ports['mlflow']}" and ports["mlflow"] != taken["mlflow"]
+    (tmp_path / "root" / "service" / "ports.json").write_text('{"mlflow": 20123}')
+    assert server_url(tmp_path / "root") == "http://127.0.0.1:20123"

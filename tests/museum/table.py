@@ -1,0 +1,77 @@
+"""The table of the museum, made from the docstrings of its tests: `python -m tests.museum.table` writes README.md.
+
+An exhibit is a test function of a module `test_*.py` of this folder. Its docstring is one sentence that tells the
+published fault, an empty line, and the addresses of its reports. It shows that our code does not have the fault and,
+below `with fault_seen():`, that its check fails where the fault is put in.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+TABLE = FOLDER / "README.md"
+_REPORT = re.compile(r"https://github\.com/([\w.-]+)/([\w.-]+)/(?:pull|issues)/(\d+)")
+_HEAD = """\
+# A museum of silent bugs
+
+Published faults of trainers and their neighbours that change what is learnt, scored or exported without a word. Each
+has a test that our code does not have the fault, and that the test's check fails where the fault is put in. All run
+in `make test`. `python -m tests.museum.table` makes this page from the tests; a test compares the two.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Exhibit:
+    """One published fault.
+
+    Attributes:
+        theme: first sentence of its module.
+        told: the fault in one sentence.
+        reports: (owner/name, number, address) of each report.
+        shows_fault: whether the test puts the fault in.
+    """
+
+    file: str
+    name: str
+    theme: str
+    told: str
+    reports: tuple[tuple[str, str, str], ...]
+    shows_fault: bool
+
+
+def read_exhibits() -> list[Exhibit]:
+    """All exhibits, in the order of their files and lines."""
+    return [exhibit for path in sorted(FOLDER.glob("test_*.py")) for exhibit in _read(path)]
+
+
+def _read(path: Path) -> Iterator[Exhibit]:
+    tree = ast.parse(path.read_text())
+    theme = ast.get_docstring(tree).partition(".")[0]
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and path.name != "test_table.py":
+            told, _, rest = (ast.get_docstring(node) or "").partition("\n\n")
+            reports = tuple((f"{m[1]}/{m[2]}", m[3], m[0]) for m in _REPORT.finditer(rest))
+            shows_fault = "with fault_seen():" in ast.unparse(node)
+            yield Exhibit(path.name, node.name, theme, " ".join(told.split()), reports, shows_fault)
+
+
+def render(exhibits: list[Exhibit]) -> str:
+    """The page."""
+    lines, theme = [_HEAD], ""
+    for number, exhibit in enumerate(exhibits, 1):
+        if exhibit.theme != theme:
+            theme = exhibit.theme
+            lines += [f"## {theme}\n", "| | the fault | reported as | test |", "| ---: | --- | --- | --- |"]
+        reports = ", ".join(f"[{repository} {number}]({address})" for repository, number, address in exhibit.reports)
+        lines.append(f"| {number} | {exhibit.told} | {reports} | `{exhibit.name}` |")
+        is_last = number == len(exhibits) or exhibits[number].theme != theme
+        lines += [""] if is_last else []
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+if __name__ == "__main__":
+    TABLE.write_text(render(read_exhibits()))
+    print(f"{TABLE}: {len(read_exhibits())} exhibits")

@@ -1,0 +1,254 @@
+"""Losses, gradients and what the optimizer makes of them."""
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from tests.helpers.run_dir import write_job
+from tests.helpers.single_rank import single_rank
+from tests.museum.fault import fault_seen
+from tests.trainer.loop.test_optim import ALIKE, NUM_STEPS, Toy, give_gradients, wrap
+from trainer.contract.run import OptimConfig, PartConfig, TrainConfig
+from trainer.data.reader import prefetch
+from trainer.families.parts import freeze
+from trainer.families.qwen3_vl.family import FAMILY
+from trainer.layers.delta_layer import Decay
+from trainer.layers.output_loss import _OutputLoss
+from trainer.loop.optim import build_optimizer, grad_norms_by_part, set_learning_rate
+from trainer.loop.set_up import Trainer, set_up
+from trainer.loop.step import run_micro_batches
+from trainer.objectives.totals import Totals
+
+CLIPPED = ALIKE.model_copy(update={"optim": ALIKE.optim.model_copy(update={"clip_grad_norm": 0.5})})
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    with single_rank() as mesh:
+        yield mesh
+
+
+@pytest.fixture(scope="module")
+def trainer(mesh, tmp_path_factory) -> Trainer:
+    """A text model ready for its first step; its bins have unequal numbers of loss tokens."""
+    return set_up(write_job(tmp_path_factory.mktemp("job"), num_steps=9, shape="text-first"), mesh)
+
+
+def gradients(trainer: Trainer, bins: list[int]) -> torch.Tensor:
+    """The gradients of all parameters for one step over some bins, as the optimizer gets them."""
+    for chunk in trainer.chunks:
+        chunk.zero_grad_buffer()
+    batches = prefetch(trainer.order.reader, iter(bins), 1, pin=False)
+    run_micro_batches(trainer.chunks, batches, len(bins), trainer.mesh, Totals.zero(trainer.mesh.device))
+    return torch.cat([param.main_grad.flatten() for param in trainer.chunks[0].parameters()])
+
+
+def check_token_mean(trainer: Trainer) -> None:
+    """The gradient of two micro batches is that of the mean loss of all their tokens, however they share these."""
+    counts = [trainer.order.reader.read(number).num_loss_tokens for number in (0, 1)]
+    assert counts[0] != counts[1]
+    each = [gradients(trainer, [number]) for number in (0, 1)]
+    expected = sum(count * grad for count, grad in zip(counts, each)) / sum(counts)
+    torch.testing.assert_close(gradients(trainer, [0, 1]), expected, rtol=1e-4, atol=1e-7)
+
+
+def test_gradients_are_a_mean_over_tokens(trainer, monkeypatch):
+    """Each micro batch's gradient was a mean over its own tokens: tokens of short answers counted more than others.
+
+    https://github.com/huggingface/transformers/pull/34191 https://github.com/karpathy/nanochat/pull/59
+    """
+    check_token_mean(trainer)
+    config = trainer.chunks[0].module.config
+    monkeypatch.setattr(config, "calculate_per_token_loss", False)
+
+    def mean_of_micro_batch(losses: torch.Tensor, lengths: object = None) -> tuple[torch.Tensor, dict]:
+        return losses.mean(), {"loss_and_tokens": torch.stack([losses.sum().double(), losses.new_ones(()).double()])}
+
+    monkeypatch.setattr("trainer.loop.step.loss_of", mean_of_micro_batch)
+    with fault_seen():
+        check_token_mean(trainer)
+
+
+def test_ranks_add_sums_and_not_means(trainer, monkeypatch):
+    """Each rank divided by its own number of loss tokens: tokens of a rank that has few of them counted more.
+
+    https://github.com/PrimeIntellect-ai/prime-rl/pull/2562 https://github.com/NVIDIA/Megatron-LM/issues/906
+    """
+
+    monkeypatch.setattr("torch.distributed.ProcessGroup.size", lambda group: 2)
+
+    def check(config: TransformerConfig) -> None:
+        """Gradients of two ranks are added as they are; then the sum is divided by the tokens of both."""
+        chunk = DistributedDataParallel(config, DistributedDataParallelConfig(), Toy())
+        assert {buffer.gradient_scaling_factor for buffer in chunk.buffers} == {1.0}
+
+    config = trainer.chunks[0].module.config
+    check(config)
+    with fault_seen():
+        check(dataclasses.replace(config, calculate_per_token_loss=False))
+
+
+def test_the_loss_is_summed_in_float32(mesh):
+    """The cross entropy of bfloat16 logits was bfloat16 as well: a loss of 36 has steps of a quarter.
+
+    https://github.com/Modalities/modalities/pull/464 https://github.com/google-deepmind/optax/issues/1020
+    """
+    generator = torch.Generator().manual_seed(1)
+    hidden, weight = (torch.randn(size, 64, generator=generator).bfloat16() for size in (40, 300))
+    labels = torch.randint(300, (40,), generator=generator)
+    exact = F.cross_entropy((hidden @ weight.t()).double(), labels, reduction="none")
+
+    def check(losses: torch.Tensor) -> None:
+        torch.testing.assert_close(losses.double(), exact, rtol=0, atol=1e-4)
+
+    check(_OutputLoss.apply(hidden, weight, labels, mesh.groups.tp, False))
+    with fault_seen():
+        check(F.cross_entropy(hidden @ weight.t(), labels, reduction="none"))
+
+
+def rates(step_of: Callable[[int], int]) -> list[float]:
+    """The rates that the optimizer's groups have at each of the updates."""
+    optimizer = build_optimizer([wrap(Toy())], ALIKE, torch.float32, FAMILY)
+    taken = []
+    for update in range(NUM_STEPS):
+        set_learning_rate(optimizer, step_of(update), ALIKE.optim, NUM_STEPS)
+        taken.append({group["lr"] for group in optimizer.param_groups})
+    return [rate for (rate,) in taken]
+
+
+def test_the_learning_rate_counts_updates(mesh):
+    """The schedule went on with every micro batch, or once a process, and was over before half of the training.
+
+    https://github.com/huggingface/accelerate/issues/963 https://github.com/huggingface/transformers/pull/24088
+    """
+
+    def check(taken: list[float]) -> None:
+        optim = ALIKE.optim
+        assert taken.index(max(taken)) in (optim.warmup_steps - 1, optim.warmup_steps)
+        assert taken[-1] == pytest.approx(optim.lr * optim.min_lr_fraction) and taken[-1] < taken[-2]
+
+    check(rates(lambda update: update))
+    with fault_seen():
+        check(rates(lambda update: 4 * update))  # 4 micro batches a step
+
+
+def test_one_norm_clips_all_groups(mesh):
+    """Gradients were clipped group by group, or by norms of parts: the parts' gradients lost their proportions.
+
+    https://github.com/huggingface/transformers/pull/614 https://github.com/NVIDIA-NeMo/Automodel/issues/3816
+    """
+    chunk = wrap(Toy())
+    optimizer = build_optimizer([chunk], CLIPPED, torch.float32, FAMILY)
+    grads = give_gradients(chunk, 0)
+    whole = torch.nn.utils.get_total_norm(list(grads.values())).item()
+    by_part = grad_norms_by_part(optimizer, torch.device("cpu"))
+
+    def check(norm: float) -> None:
+        assert norm == pytest.approx(whole, rel=1e-6)
+
+    check(optimizer.step()[1])
+    factors = {name: chunk.module.get_parameter(name).main_grad.norm() / grad.norm() for name, grad in grads.items()}
+    assert all(factor == pytest.approx(0.5 / whole, rel=1e-4) for factor in factors.values())
+    with fault_seen():
+        check(max(by_part.values()))
+
+
+def moved_by_decay(config: TrainConfig, frozen: tuple[str, ...], *, are_left_out: bool) -> set[str]:
+    """Parameters that some updates without any gradient move; `frozen` parts are left out, or only get no gradient."""
+    module = Toy()
+    parts = {part: PartConfig(frozen=True) for part in frozen} if are_left_out else {}
+    config = config.model_copy(update=parts)
+    freeze(module, config, FAMILY)
+    before = {name: param.detach().clone() for name, param in module.named_parameters()}
+    optimizer = build_optimizer([wrap(module)], config, torch.float32, FAMILY)
+    for step in range(3):
+        set_learning_rate(optimizer, step, config.optim, NUM_STEPS)
+        optimizer.step()
+    return {name for name, param in module.named_parameters() if not torch.equal(param, before[name])}
+
+
+def test_frozen_weights_do_not_decay(mesh):
+    """Weights were frozen by gradients of zero, and weight decay went on to shrink them.
+
+    https://github.com/huggingface/diffusers/issues/1009
+    """
+
+    def check(moved: set[str]) -> None:
+        assert {name.partition(".")[0] for name in moved} == {"language"}
+
+    parts = ("vision", "merger")
+    check(moved_by_decay(ALIKE, parts, are_left_out=True))
+    with fault_seen():
+        check(moved_by_decay(ALIKE, parts, are_left_out=False))
+
+
+def test_norms_and_biases_do_not_decay(mesh):
+    """Weight decay was kept from norms by the names of their classes, and norms of other classes decayed.
+
+    https://github.com/huggingface/transformers/pull/35927 https://github.com/ServiceNow/Fast-LLM/issues/542
+    """
+
+    def check(moved: set[str]) -> None:
+        assert moved and all(name.endswith("linear.weight") for name in moved)
+
+    check(moved_by_decay(ALIKE, (), are_left_out=True))
+    module = Toy()
+    before = {name: param.detach().clone() for name, param in module.named_parameters()}
+    for param in module.parameters():
+        param.grad = torch.zeros_like(param)
+    torch.optim.AdamW(module.parameters(), lr=0.03, weight_decay=0.3).step()  # all parameters in one group
+    with fault_seen():
+        check({name for name, param in module.named_parameters() if not torch.equal(param, before[name])})
+
+
+def test_small_updates_of_bfloat16_weights_add_up(mesh):
+    """Weights were bfloat16 without a float32 copy: updates below half a step of their rounding were lost, every one.
+
+    https://github.com/NVIDIA-NeMo/Automodel/pull/3444 https://github.com/vllm-project/speculators/pull/765
+    """
+    steps, rate = 40, 2e-4  # of a norm's weight, which is one: 40 updates make two steps of bfloat16, one is lost
+    optim = OptimConfig(lr=rate, min_lr_fraction=1.0, warmup_steps=0, weight_decay=0.0)
+    config = ALIKE.model_copy(update={"optim": optim, "precision": "bfloat16"})
+
+    def check(module: Toy) -> None:
+        assert (module.language.norm.weight < 1 - 0.5 * steps * rate).all()
+
+    ours = Toy().bfloat16()
+    chunk = wrap(ours)
+    optimizer = build_optimizer([chunk], config, torch.bfloat16, FAMILY)
+    for step in range(steps):
+        set_learning_rate(optimizer, step, config.optim, steps)
+        for param in ours.parameters():
+            param.main_grad.fill_(1.0)
+        optimizer.step()
+    check(ours)
+    theirs = Toy().bfloat16()
+    adam = torch.optim.AdamW(theirs.parameters(), lr=rate, weight_decay=0.0)
+    for param in theirs.parameters():
+        param.grad = torch.ones_like(param)
+    for _ in range(steps):
+        adam.step()
+    with fault_seen():
+        check(theirs)
+
+
+def test_the_decay_of_the_delta_rule_stays_float32(mesh):
+    """The decay's logarithm of the gated delta rule was cast to bfloat16, although the models keep it in float32.
+
+    https://github.com/vllm-project/vllm/pull/37810 https://github.com/sgl-project/sglang/pull/19961
+    """
+    exact = torch.tensor([-1.003, 2.017, 0.3021])
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, params_dtype=torch.bfloat16)
+
+    def check(decay: Decay) -> None:
+        decay.a_log.data.copy_(exact)
+        assert torch.equal(decay.a_log.float(), exact)
+
+    check(Decay(config, 3))
+    with fault_seen():
+        check(Decay(config, 3).bfloat16())

@@ -1,0 +1,283 @@
+"""What is learnt of a conversation: labels, masks and templates."""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers.processors import TemplateProcessing
+
+from dataset_builders.contracts.sample import IMAGE_SLOT, Message, SkipSample
+from dataset_builders.contracts.tokenized import TokenizedSample
+from stages.encode.chat import ChatEncoder
+from tests.helpers.samples import turns
+from tests.helpers.think_templates import think_hf_dir
+from tests.helpers.tiny_model import tiny_hf_dir
+from tests.museum.fault import fault_seen
+from trainer.data.micro_batch import Geometry, MicroBatch, make_micro_batch
+
+# The words of the answer stand in the question too, and the picture takes more places than its placeholder.
+CONVERSATION = turns(f"{IMAGE_SLOT}Is it seven or seven and a half? Answer seven.", "seven", "How many strokes?", "two")
+GRIDS = np.array([[1, 4, 6]], np.int32)
+END = "<|im_end|>"
+NO_GRIDS = np.zeros((0, 3), np.int32)
+
+
+@pytest.fixture(scope="module")
+def chat() -> ChatEncoder:
+    return ChatEncoder(tiny_hf_dir())
+
+
+@pytest.fixture(scope="module")
+def encoded(chat) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids and loss mask of the conversation."""
+    return chat.encode(CONVERSATION, GRIDS)
+
+
+def check_mask(chat: ChatEncoder, ids: np.ndarray, mask: np.ndarray, messages: Sequence[Message] = CONVERSATION):
+    """Learnt are the answers with their ends, each from where its turn's header ends, and nothing else."""
+    starts = np.flatnonzero(np.diff(mask.astype(int), prepend=0) == 1)
+    stops = np.flatnonzero(np.diff(mask.astype(int), append=0) == -1) + 1
+    answers = [message.text for message in messages if message.role == "assistant"]
+    assert [chat.decode(ids[a:b]) for a, b in zip(starts, stops)] == [f"{answer}{END}" for answer in answers]
+    assert all(chat.decode(ids[:start]).endswith("<|im_start|>assistant\n") for start in starts)
+
+
+def as_sample(ids: np.ndarray, mask: np.ndarray, grids: np.ndarray = NO_GRIDS) -> TokenizedSample:
+    patches = np.zeros((int(grids.prod(-1).sum()), 12), np.uint8)
+    return TokenizedSample(key="a/0", input_ids=ids, loss_mask=mask, image_grid_thw=grids, patches=patches)
+
+
+def batch_of(chat: ChatEncoder, ids: np.ndarray, mask: np.ndarray) -> MicroBatch:
+    geometry = Geometry(image_token_id=chat.image_token_id, spatial_merge_size=2, patch_bytes=12)
+    return make_micro_batch([as_sample(ids, mask, GRIDS)], geometry, len(ids) + 5)
+
+
+def check_labels(chat: ChatEncoder, batch: MicroBatch) -> None:
+    """The label of each place is the token after it, and together the labels are the answers with their ends."""
+    assert torch.equal(batch.labels, batch.input_ids[0, batch.loss_index + 1])
+    assert chat.decode(batch.labels.numpy()) == f"seven{END}two{END}"
+
+
+def test_labels_are_shifted_once(chat, encoded):
+    """Labels that the model had shifted were shifted again by the loss: each place learnt the token after the next.
+
+    https://github.com/huggingface/transformers/pull/47395 https://github.com/huggingface/transformers/pull/46898
+    """
+    batch = batch_of(chat, *encoded)
+    check_labels(chat, batch)
+    with fault_seen():
+        check_labels(chat, dataclasses.replace(batch, labels=batch.input_ids[0, batch.loss_index + 2]))
+
+
+def test_the_first_token_of_an_answer_is_learnt(chat, encoded):
+    """The mask was not moved with the labels, so that the first token of every answer was never learnt.
+
+    https://github.com/verl-project/verl/pull/3287 https://github.com/NVIDIA-NeMo/Speech/pull/6409
+    """
+    ids, mask = encoded
+    check_labels(chat, batch_of(chat, ids, mask))
+    with fault_seen():
+        check_labels(chat, batch_of(chat, ids, np.roll(mask, 1)))
+
+
+def test_the_mask_is_moved_once(chat, encoded):
+    """The mask was moved twice, in the data set and in the trainer: the end of a turn was not learnt, its prompt's was.
+
+    https://github.com/verl-project/verl/issues/3562 https://github.com/verl-project/verl/pull/5362
+    """
+    ids, mask = encoded
+    check_labels(chat, batch_of(chat, ids, mask))
+    with fault_seen():
+        check_labels(chat, batch_of(chat, ids, np.roll(mask, -1)))
+
+
+def test_questions_are_not_learnt(chat, encoded):
+    """The mask was dropped on the way, or is all ones where a template marks no answers: questions are learnt as well.
+
+    https://github.com/karpathy/nanochat/pull/582 https://github.com/NVIDIA-NeMo/Megatron-Bridge/issues/3359
+    """
+    ids, mask = encoded
+    check_mask(chat, ids, mask)
+    with fault_seen():
+        check_mask(chat, ids, np.ones_like(mask))
+
+
+def test_the_header_of_an_answer_is_not_learnt(chat, encoded):
+    """The tokens that inference puts before an answer, its turn's header, were learnt as if the model wrote them.
+
+    https://github.com/AI-Hypercomputer/maxtext/pull/3284
+    """
+    ids, mask = encoded
+    header = len(chat.tokenizer("<|im_start|>assistant\n")["input_ids"])
+    check_mask(chat, ids, mask)
+    with fault_seen():
+        check_mask(chat, ids, np.maximum(mask, np.roll(mask, -header)))
+
+
+def test_the_end_of_a_turn_is_learnt(chat, encoded):
+    """The end of a turn counted as the next message's, so that the model never learnt to stop.
+
+    https://github.com/huggingface/trl/pull/5988 https://github.com/NVIDIA-NeMo/Megatron-Bridge/issues/4265
+    """
+    ids, mask = encoded
+    check_mask(chat, ids, mask)
+    with fault_seen():
+        check_mask(chat, ids, mask * (ids != chat.end_of_turn_id))
+
+
+def test_padding_is_known_by_its_place(chat, encoded):
+    """Labels equal to the padding's id were masked, which is that of the end of a turn in many tokenizers.
+
+    https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/4660 https://github.com/huggingface/trl/pull/6357
+    """
+    ids, mask = encoded
+    ids = np.where(ids == chat.end_of_turn_id, 0, ids)  # a bin is filled up with zeros
+    batch = batch_of(chat, ids, mask)
+
+    def check(batch: MicroBatch) -> None:
+        assert len(batch.labels) == mask.sum() and (batch.labels == 0).sum() == 2
+
+    check(batch)
+    with fault_seen():
+        check(dataclasses.replace(batch, labels=batch.labels[batch.labels != 0]))
+
+
+def test_an_answer_is_found_by_its_turn(chat, encoded):
+    """Answers were searched by their text, which the question may hold too: the question's words were learnt.
+
+    https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/4169
+    """
+    ids, mask = encoded
+    check_mask(chat, ids, mask)
+    answer = ids[mask.astype(bool)][:-1]
+    word = ids[np.flatnonzero(mask)[0]]
+    searched = mask.copy()
+    start = int(np.flatnonzero(ids == word)[0])
+    assert start < np.flatnonzero(mask)[0] and len(answer) > 1, "the question has to hold the answer's first token"
+    searched[np.flatnonzero(mask)[0]], searched[start] = 0, 1
+    with fault_seen():
+        check_mask(chat, ids, searched)
+
+
+def test_the_mask_grows_with_the_image_tokens(chat, encoded):
+    """A placeholder became many image tokens after the mask was made, so that the mask lay before the answers.
+
+    https://github.com/huggingface/transformers/pull/48793
+    """
+    ids, mask = encoded
+    check_mask(chat, ids, mask)
+    (text,) = chat.tokenize([CONVERSATION])
+    assert len(text.ids) < len(ids)
+    with fault_seen():
+        check_mask(chat, ids, np.pad(text.mask, (0, len(ids) - len(text.mask))))
+
+
+def test_a_mask_without_a_one_is_refused(chat, encoded):
+    """The processor's mask of answers is all zeros as soon as a conversation has a picture, and nothing is learnt.
+
+    https://github.com/huggingface/transformers/issues/46559 https://github.com/huggingface/transformers/issues/34172
+    """
+    ids, mask = encoded
+    check_mask(chat, ids, mask)
+    with fault_seen():
+        check_mask(chat, ids, np.zeros_like(mask))
+
+
+@pytest.mark.parametrize("text", ["seven<|im_end|>\n<|im_start|>assistant\neight", "Say <|image_pad|>."])
+def test_tokens_of_the_chat_in_a_question_make_no_turn(chat, text):
+    """A question that holds the chat's own tokens as text began a turn of the assistant, which was learnt.
+
+    https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/5166 https://github.com/huggingface/transformers/issues/29279
+    """
+
+    def check(encode) -> None:
+        try:
+            ids = np.array(encode(turns(text, "two")))
+        except SkipSample as skip:
+            assert skip.reason == "special_token_in_text"
+            return
+        assert (ids == chat.end_of_turn_id).sum() == 2 and not (ids == chat.image_token_id).any()
+
+    def by_transformers(messages: Sequence[Message]) -> list[int]:
+        rows = [{"role": message.role, "content": message.text} for message in messages]
+        return chat.tokenizer.apply_chat_template(rows, return_dict=False)
+
+    check(lambda messages: chat.encode(messages, NO_GRIDS)[0])
+    with fault_seen():
+        check(by_transformers)
+
+
+def test_no_token_begins_a_conversation_twice(chat):
+    """The template's text has a token for its beginning, and the tokenizer put another before it.
+
+    https://github.com/OpenRLHF/OpenRLHF/issues/393 https://github.com/baidu-baige/LoongForge/pull/170
+    """
+    chat = ChatEncoder(tiny_hf_dir())
+    first = "<|im_start|>"
+    begins = [(first, chat.tokenizer.convert_tokens_to_ids(first))]
+    chat.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{first} $A", special_tokens=begins)
+    text = chat._render(turns("Say yes.", "yes"), add_generation_prompt=False)
+
+    def check(ids: Sequence[int]) -> None:
+        assert chat.tokenizer.decode(ids) == text and text.startswith(first)
+
+    check(chat.encode(turns("Say yes.", "yes"), NO_GRIDS)[0])
+    with fault_seen():
+        check(chat.tokenizer(text)["input_ids"])
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory) -> ChatEncoder:
+    """A model whose prompt ends with an empty think block where it shall not think."""
+    return ChatEncoder(think_hf_dir("qwen3_5", tmp_path_factory.mktemp("think")))
+
+
+def check_prompt(chat: ChatEncoder, ids: np.ndarray, mask: np.ndarray, question: str = "Say yes.") -> None:
+    """Before the learnt tokens stand exactly those that inference gives."""
+    prompt = chat.encode_prompt(turns(question), NO_GRIDS)
+    assert np.array_equal(ids[: int(mask.argmax())], prompt)
+
+
+def test_an_empty_think_block_is_not_learnt(thinking):
+    """The empty think block, which inference puts before an answer, was learnt: the model forgot how to think.
+
+    https://github.com/snowflakedb/ArcticTraining/pull/286
+    """
+    ids, mask = thinking.encode(turns("Say yes.", "yes"), NO_GRIDS)
+    check_prompt(thinking, ids, mask)
+    block = len(thinking.tokenizer("<think>\n\n</think>\n\n")["input_ids"])
+    assert "<think>" in thinking.decode(ids)
+    with fault_seen():
+        check_prompt(thinking, ids, np.maximum(mask, np.roll(mask, -block)))
+
+
+def test_training_has_the_think_block_that_inference_has(thinking, chat):
+    """Training text had no think block where the prompt of inference ends with an empty one.
+
+    https://github.com/hiyouga/LlamaFactory/issues/10326
+    """
+    check_prompt(thinking, *thinking.encode(turns("Say yes.", "yes"), NO_GRIDS))
+    with fault_seen():
+        check_prompt(thinking, *chat.encode(turns("Say yes.", "yes"), NO_GRIDS))
+
+
+def test_the_image_token_is_the_models_own(tmp_path):
+    """The id of the image token was written into the code, and other models have another.
+
+    https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/2367
+    """
+    hf_dir = Path(shutil.copytree(tiny_hf_dir("second"), tmp_path / "model"))
+    known = json.loads((tiny_hf_dir() / "config.json").read_text())["image_token_id"]
+
+    def check(image_token_id: int) -> None:
+        ids, _ = ChatEncoder(hf_dir).encode(turns(f"{IMAGE_SLOT}Which digit?", "7"), GRIDS)
+        assert (ids == image_token_id).sum() == GRIDS.prod() // 4
+
+    check(ChatEncoder(hf_dir).image_token_id)
+    with fault_seen():
+        check(known)

@@ -1,0 +1,132 @@
+"""Which samples a step sees: over ranks, epochs and resumes."""
+
+from collections import Counter
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+from tests.helpers.bins import ListedPlan
+from tests.museum.fault import fault_seen
+from trainer.data.order import TrainingOrder, bins_for_step
+
+BINS, BATCH, STEPS = 10, 4, 12  # an epoch ends in the middle of a batch
+
+
+def order(rank: int = 0, ranks: int = 1, seed: int = 3) -> TrainingOrder:
+    reader = SimpleNamespace(bins=ListedPlan([()] * BINS))
+    return TrainingOrder(reader, seed=seed, global_batch_size=BATCH, dp_rank=rank, dp=ranks)
+
+
+def undisturbed() -> list[Counter]:
+    """Bins of each step of one process that nothing disturbs."""
+    return [Counter(bins_for_step([BINS], seed=3, step=step, global_batch_size=BATCH)) for step in range(STEPS)]
+
+
+def test_ranks_share_one_order():
+    """Each rank shuffled by a seed of its own before it took its share: some samples came twice, and others never.
+
+    https://github.com/QwenLM/Qwen3-VL/pull/1971 https://github.com/NVlabs/LongLive/issues/71
+    """
+
+    def check(seeds: Sequence[int]) -> None:
+        shares = [order(rank, 2, seed) for rank, seed in enumerate(seeds)]
+        assert [Counter(n for share in shares for n in share.share(step)) for step in range(STEPS)] == undisturbed()
+
+    check((3, 3))
+    with fault_seen():
+        check((3, 4))
+
+
+def test_every_epoch_has_an_order_of_its_own():
+    """Nobody told the sampler of a new epoch, so that every epoch had the order of the first.
+
+    https://github.com/pytorch/pytorch/issues/31771 https://github.com/Lightning-AI/pytorch-lightning/issues/224
+    """
+
+    def check(epochs: Sequence[Sequence[int]]) -> None:
+        assert all(sorted(epoch) == list(range(BINS)) for epoch in epochs) and epochs[0] != epochs[1]
+
+    seen = [number for step in range(5) for number in order().share(step)]  # two epochs
+    check((seen[:BINS], seen[BINS:]))
+    with fault_seen():
+        check((seen[:BINS], seen[:BINS]))
+
+
+def test_a_resumed_training_goes_on_in_the_data():
+    """A resumed training saw its data from the beginning again, and never the end of it.
+
+    https://github.com/hiyouga/EasyR1/issues/57 https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/4521
+    """
+    stopped = 5
+
+    def check(begin: int) -> None:
+        numbers = list(order()(begin, begin + STEPS - stopped))
+        steps = [Counter(numbers[first : first + BATCH]) for first in range(0, len(numbers), BATCH)]
+        assert steps == undisturbed()[stopped:]
+
+    check(stopped)
+    with fault_seen():
+        check(0)
+
+
+def test_a_resumed_training_skips_whole_batches():
+    """A resumed training skipped as many micro batches as it had made steps: it saw data of the last hours again.
+
+    https://github.com/EleutherAI/gpt-neox/pull/308
+    """
+    stopped = 5
+    whole = list(order()(0, STEPS))
+
+    def check(rest: list[int]) -> None:
+        assert rest == whole[stopped * BATCH :]
+
+    check(list(order()(stopped, STEPS)))
+    with fault_seen():
+        check(whole[stopped:])
+
+
+def test_a_resume_in_a_later_epoch_has_that_epochs_order():
+    """After a resume in the second epoch the skipped samples were those of the first epoch's order.
+
+    https://github.com/huggingface/accelerate/issues/2016
+    """
+    stopped = 4  # 6 bins of the second epoch are seen
+
+    def check(rest: list[int]) -> None:
+        assert rest == list(order()(0, STEPS))[stopped * BATCH :][: len(rest)]
+
+    check(list(order()(stopped, STEPS)))
+    first_epoch = list(order()(0, STEPS))[:BINS]
+    with fault_seen():
+        check(first_epoch[stopped * BATCH - BINS :])
+
+
+def test_another_number_of_ranks_goes_on_with_the_same_data():
+    """A training resumed on fewer ranks took one rank's place in the data, and left out what was the others'.
+
+    https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/5637
+    """
+    stopped = 5
+
+    def check(numbers: list[int]) -> None:
+        assert sum(undisturbed()[:stopped], Counter(numbers)) == sum(undisturbed(), Counter())
+
+    for ranks in (1, 4):
+        check([number for rank in range(ranks) for number in order(rank, ranks)(stopped, STEPS)])
+    with fault_seen():
+        check(list(order(0, 2)(stopped, STEPS)))
+
+
+def test_the_end_of_an_epoch_is_learnt():
+    """Batches at the end of an epoch that do not fill a step were left out, or their gradients went to the next one.
+
+    https://github.com/NVIDIA-NeMo/Automodel/pull/2257 https://github.com/meta-pytorch/torchtune/pull/2745
+    """
+
+    def check(steps: Sequence[Sequence[int]]) -> None:
+        seen = Counter(number for step in steps for number in step)
+        assert {len(step) for step in steps} == {BATCH} and set(seen.values()) == {2} and len(seen) == BINS
+
+    check([order().share(step) for step in range(5)])  # two epochs of two and a half steps
+    full = [order().share(step) for step in (0, 1)]
+    with fault_seen():
+        check(full + full)

@@ -1,0 +1,174 @@
+"""Samples side by side in a bin: what each of them sees, and where it believes to be."""
+
+import dataclasses
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from torch.testing import assert_close
+
+from dataset_builders.contracts.tokenized import TokenizedSample
+from tests.helpers.bins import MIXED, Kind, make_samples
+from tests.helpers.single_rank import build_tiny, single_rank
+from tests.helpers.tiny_hybrid_model import hybrid_config, hybrid_hf_dir
+from tests.museum.fault import fault_seen
+from trainer.data.micro_batch import MicroBatch, make_micro_batch
+from trainer.data.packed_chunks import PackedChunks
+from trainer.families.geometry import geometry_of
+from trainer.families.qwen3_vl.rope import mrope_angles
+from trainer.layers.attention import PackedSegments
+from trainer.layers.delta_rule import plain
+
+SEQ_LEN = 192
+KINDS = [Kind(70), *MIXED]
+
+
+@pytest.fixture(scope="module")
+def packed():
+    """A model with attention and with layers of the delta rule, and a bin of samples of every kind."""
+    with single_rank() as mesh:
+        model = build_tiny(hybrid_hf_dir(), mesh, SEQ_LEN)
+        geometry = geometry_of(model.shape)
+        samples = make_samples(KINDS, geometry, range(20, 300))
+        yield SimpleNamespace(model=model, geometry=geometry, samples=samples)
+
+
+def losses_of(packed, samples: list[TokenizedSample], **changes: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Losses of each sample's loss tokens in one bin; `changes` replaces fields of the micro batch."""
+    batch = dataclasses.replace(make_micro_batch(samples, packed.geometry, SEQ_LEN), **changes)
+    with torch.no_grad():
+        return dict(zip(batch.keys, packed.model(batch).split(batch.loss_lengths), strict=True))
+
+
+def check_apart(packed) -> None:
+    """Another first sample of the same length changes no bit of the others' losses."""
+    first = packed.samples[0]
+    other = dataclasses.replace(
+        make_samples(KINDS, packed.geometry, range(20, 300), seed=7)[0], key=first.key, loss_mask=first.loss_mask
+    )
+    before, after = losses_of(packed, packed.samples), losses_of(packed, [other, *packed.samples[1:]])
+    assert all(torch.equal(after[sample.key], before[sample.key]) for sample in packed.samples[1:])
+
+
+def check_as_alone(packed, **changes: torch.Tensor) -> None:
+    """Each sample's losses in the bin are those that it has alone."""
+    together = losses_of(packed, packed.samples, **changes)
+    for sample in packed.samples:
+        assert_close(together[sample.key], losses_of(packed, [sample])[sample.key], atol=1e-5, rtol=1e-5)
+
+
+def one_segment(chunks: PackedChunks) -> PackedChunks:
+    return PackedChunks.of([0, sum(chunks.lengths())])
+
+
+def test_attention_ends_with_a_sample(packed, monkeypatch):
+    """A mask of ones beside packed positions turned the block-diagonal mask off: samples attended to those before them.
+
+    https://github.com/huggingface/transformers/pull/46634 https://github.com/unslothai/unsloth/issues/1207
+    """
+    check_apart(packed)
+    of = PackedSegments.of
+    monkeypatch.setattr(PackedSegments, "of", lambda bounds, *rest: of(bounds[[0, -1]], int(bounds[-1]), *rest[1:]))
+    with fault_seen():
+        check_apart(packed)
+
+
+def test_the_state_of_the_delta_rule_ends_with_a_sample(packed, monkeypatch):
+    """The kernel of the gated delta rule got no bounds of samples, so that its state went from one into the next.
+
+    https://github.com/NVIDIA-NeMo/Automodel/pull/2147 https://github.com/THUDM/slime/pull/1686
+    """
+    check_apart(packed)
+    rule = plain.gated_delta_rule
+    monkeypatch.setattr(plain, "gated_delta_rule", lambda *inputs: rule(*inputs[:-1], one_segment(inputs[-1])))
+    with fault_seen():
+        check_apart(packed)
+
+
+def test_the_convolution_ends_with_a_sample(packed, monkeypatch):
+    """The short convolution before the delta rule reached over the bounds of samples: three tokens saw their neighbour.
+
+    https://github.com/EvolvingLMMs-Lab/lmms-engine/pull/167 https://github.com/modelscope/ms-swift/issues/9618
+    """
+    check_apart(packed)
+    convolve = plain.convolve
+    monkeypatch.setattr(plain, "convolve", lambda *inputs: convolve(*inputs[:-1], one_segment(inputs[-1])))
+    with fault_seen():
+        check_apart(packed)
+
+
+def test_positions_of_a_packed_image_are_its_own(packed):
+    """A packed row got the positions of plain text, 0 to n, where an image has rows and columns.
+
+    https://github.com/NVIDIA-NeMo/Automodel/pull/2172 https://github.com/hiyouga/LlamaFactory/pull/7754
+    """
+    check_as_alone(packed)
+    with fault_seen():
+        check_as_alone(packed, position_ids=torch.arange(SEQ_LEN).expand(3, -1))
+
+
+def mrope_reference() -> tuple[torch.nn.Module, torch.Tensor]:
+    """transformers' rotary embedding, and (3, T) positions of which the three rows differ, some of them far out."""
+    config = transformers.AutoConfig.for_model(**hybrid_config()).text_config
+    generator = torch.Generator().manual_seed(1)
+    positions = torch.randint(4000, (3, 64), generator=generator)
+    module = transformers.models.qwen3_5.modeling_qwen3_5.Qwen3_5TextRotaryEmbedding(config)
+    return module, positions
+
+
+def check_angles(angles_of) -> None:
+    rotary, positions = mrope_reference()
+    cos, sin = rotary(torch.zeros(1), positions[:, None])
+    angles = angles_of(positions).float()
+    assert_close(angles.cos().tile(2), cos[0], atol=1e-3, rtol=0)
+    assert_close(angles.sin().tile(2), sin[0], atol=1e-3, rtol=0)
+
+
+def test_sections_of_mrope_alternate(packed):
+    """The sections of mrope followed one another instead of alternating: the same for text, and wrong for images.
+
+    https://github.com/alibaba/MNN/pull/4133 https://github.com/vllm-project/vllm-gaudi/pull/1437
+    """
+    shape = packed.model.shape.language
+    check_angles(partial(mrope_angles, shape=shape))
+
+    def in_blocks(positions: torch.Tensor) -> torch.Tensor:
+        by_axis = [mrope_angles(row.expand(3, -1), shape).split(shape.mrope_section, -1) for row in positions]
+        return torch.cat([by_axis[axis][axis] for axis in range(3)], -1)
+
+    assert torch.equal(*(of(torch.arange(9).expand(3, -1)) for of in (in_blocks, partial(mrope_angles, shape=shape))))
+    with fault_seen():
+        check_angles(in_blocks)
+
+
+def test_angles_are_computed_in_float32(packed):
+    """Angles were computed in bfloat16, which has no odd numbers above 256: far positions fell together.
+
+    https://github.com/huggingface/transformers/pull/29285 https://github.com/EleutherAI/gpt-neox/issues/1003
+    """
+    shape = packed.model.shape.language
+    check_angles(partial(mrope_angles, shape=shape))
+    with fault_seen():
+        check_angles(lambda positions: mrope_angles(positions.bfloat16(), shape))
+
+
+def test_every_row_of_a_bin_is_written(packed):
+    """Rows after the last sample belonged to no segment, so that kernels left NaN in them and in the gradients.
+
+    https://github.com/Dao-AILab/flash-attention/pull/2324 https://github.com/pytorch/pytorch/pull/188933
+    """
+    batch = make_micro_batch(packed.samples[:2], packed.geometry, SEQ_LEN)
+    assert sum(batch.sample_lengths) < SEQ_LEN
+
+    def check(batch: MicroBatch) -> None:
+        """A kernel writes the rows of its segments alone; zero times NaN is NaN in the weight's gradient."""
+        rows = torch.full((SEQ_LEN, 4), torch.nan)
+        for start, stop in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:]):
+            rows[start:stop] = 1.0
+        assert (rows.T @ torch.zeros(SEQ_LEN, 4)).isfinite().all()
+
+    check(batch)
+    with fault_seen():
+        check(dataclasses.replace(batch, cu_seqlens=batch.cu_seqlens[:-1]))

@@ -1,0 +1,223 @@
+"""Pictures on their way from a file to the layers that see them."""
+
+import dataclasses
+import io
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.testing import assert_close
+
+from dataset_builders.contracts.sample import IMAGE_SLOT, Sample, SkipSample
+from dataset_builders.contracts.tokenized import PixelStore, TokenizedSample
+from dataset_builders.pictures.images import open_rgb
+from dataset_builders.pictures.pixels import encode_image
+from stages.encode.chat import ChatEncoder
+from stages.encode.images import load_image_config
+from stages.encode.prompt import read_prompt_format
+from stages.tokenize.config import TokenizeConfig
+from stages.tokenize.shard import tokenize_sample
+from tests.helpers.bins import MIXED, TEXT_ONLY, Kind, make_samples
+from tests.helpers.reference import load_reference, random_hf_dir, reference_losses
+from tests.helpers.samples import make_image, turns
+from tests.helpers.single_rank import build_tiny, single_rank
+from tests.helpers.tiny_model import tiny_hf_dir
+from tests.museum.fault import fault_seen
+from trainer.data.micro_batch import make_micro_batch
+from trainer.families.geometry import geometry_of
+
+SEQ_LEN = 96
+TWINS = Kind(12, ((1, 4, 4), (1, 4, 4)))  # two pictures of one size, which nothing but their order tells apart
+QUESTION = turns(f"{IMAGE_SLOT}Which digit is in the picture?", "7")
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """Ours and transformers' Qwen3-VL with the same weights, and a sample of two pictures of one size."""
+    with single_rank() as mesh:
+        hf_dir = random_hf_dir("first")
+        ours = build_tiny(hf_dir, mesh, SEQ_LEN)
+        geometry = geometry_of(ours.shape)
+        (sample,) = make_samples([TWINS], geometry, range(20, 300))
+        yield SimpleNamespace(ours=ours, theirs=load_reference(hf_dir), geometry=geometry, sample=sample)
+
+
+def check_losses(pair, sample: TokenizedSample | None = None) -> None:
+    """Our losses are transformers' of the same conversation."""
+    with torch.no_grad():
+        ours = pair.ours(make_micro_batch([sample or pair.sample], pair.geometry, SEQ_LEN))
+        assert_close(ours, reference_losses(pair.theirs, pair.sample), atol=1e-4, rtol=0)
+
+
+def test_levels_of_deepstack_keep_their_layers(pair, monkeypatch):
+    """Image tokens and deepstack levels were packed in one order and unpacked in another: layers got others' features.
+
+    https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/3869
+    """
+    check_losses(pair)
+    forward, parts = pair.ours.vision.forward, 1 + pair.ours.shape.num_deepstack
+    rolled = lambda batch: torch.cat(forward(batch).chunk(parts, -1)[::-1], -1)  # noqa: E731
+    monkeypatch.setattr(pair.ours.vision, "forward", rolled)
+    with fault_seen():
+        check_losses(pair)
+
+
+def test_pictures_stand_in_the_order_of_their_places(pair):
+    """Pictures were lined up by their field or kind and not by their places in the text, where others' places got them.
+
+    https://github.com/modelscope/evalscope/pull/1754 https://github.com/osaurus-ai/vmlx-swift/pull/404
+    """
+    check_losses(pair)
+    halves = np.split(pair.sample.patches, 2)
+    with fault_seen():
+        check_losses(pair, dataclasses.replace(pair.sample, patches=np.concatenate(halves[::-1])))
+
+
+def test_the_training_sees_the_pictures(pair, monkeypatch):
+    """The pictures were lost between rollout and training, which went on with the ids of their tokens alone.
+
+    https://github.com/microsoft/agent-lightning/pull/560
+    """
+    check_losses(pair)
+    forward = pair.ours.vision.forward
+    monkeypatch.setattr(pair.ours.vision, "forward", lambda batch: torch.zeros_like(forward(batch)))
+    with fault_seen():
+        check_losses(pair)
+
+
+def test_a_batch_without_a_picture_gives_the_encoder_gradients(pair, monkeypatch):
+    """A rank whose batch has no picture skipped the encoder, and the others waited for its gradients for ever.
+
+    https://github.com/huggingface/transformers/issues/37186 https://github.com/huggingface/trl/issues/6617
+    """
+
+    def check() -> None:
+        pair.ours.zero_grad()
+        batch = make_micro_batch(make_samples([TEXT_ONLY], pair.geometry, range(20, 300)), pair.geometry, SEQ_LEN)
+        pair.ours(batch).sum().backward()
+        assert all(param.grad is not None and not param.grad.any() for param in pair.ours.vision.parameters())
+
+    check()
+    rows = pair.ours.vision(make_micro_batch([pair.sample], pair.geometry, SEQ_LEN)).detach()[:1]
+    monkeypatch.setattr(pair.ours.vision, "forward", lambda batch: rows)
+    with fault_seen():
+        check()
+
+
+@pytest.fixture(scope="module")
+def chat() -> ChatEncoder:
+    return ChatEncoder(tiny_hf_dir())
+
+
+def tokenized(chat: ChatEncoder, max_seq_len: int, is_cut: bool) -> TokenizedSample | None:
+    """A sample with a picture under a limit of tokens: ours, or cut at the limit; None if it is left out."""
+    config = load_image_config(tiny_hf_dir())
+    sample = Sample(key="a/0", messages=QUESTION, images=(make_image(160, 128),))
+    limits = {"max_pixels": None, "max_skip_fraction": 1.0}
+    settings = TokenizeConfig(max_seq_len=10_000 if is_cut else max_seq_len, **limits)
+    (text,) = chat.tokenize([sample.messages])
+    try:
+        _, whole = tokenize_sample(sample, text, chat, PixelStore(config=config, codec="u8"), settings)
+    except SkipSample as skip:
+        assert skip.reason == "over_length"
+        return None
+    cut = {name: getattr(whole, name)[:max_seq_len] for name in ("input_ids", "loss_mask")}
+    return dataclasses.replace(whole, **cut) if is_cut else whole
+
+
+def test_no_picture_is_cut(pair, chat):
+    """Text was cut at the longest length in the middle of a picture's tokens, while all of its features were kept.
+
+    https://github.com/huggingface/trl/pull/5904 https://github.com/hiyouga/LlamaFactory/issues/6559
+    """
+
+    def check(is_cut: bool) -> None:
+        for limit in (20, 30, 200):
+            sample = tokenized(chat, limit, is_cut)
+            places = 0 if sample is None else int((sample.input_ids == pair.geometry.image_token_id).sum())
+            assert places == (0 if sample is None else sample.image_grid_thw.prod(-1).sum() // 4)
+
+    check(is_cut=False)
+    with fault_seen():
+        check(is_cut=True)
+    with pytest.raises(ValueError, match="image tokens, but its grids"):  # a trainer's last look at damaged data
+        make_micro_batch([tokenized(chat, 20, is_cut=True)], pair.geometry, SEQ_LEN)
+
+
+def saved(image: Image.Image, image_format: str, **settings: object) -> bytes:
+    out = io.BytesIO()
+    image.save(out, image_format, **settings)
+    return out.getvalue()
+
+
+def as_pillow_opens(data: bytes) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+
+
+def test_a_picture_is_turned_as_its_camera_says():
+    """The orientation in a picture's EXIF block was ignored, so that the model saw photographs lying on their side.
+
+    https://github.com/kohya-ss/sd-scripts/issues/1316 https://github.com/sgl-project/sglang/issues/33464
+    """
+    exif = Image.Exif()
+    exif[0x0112] = 6  # a quarter turn clockwise
+    data = saved(Image.new("RGB", (24, 16)), "JPEG", exif=exif)
+
+    def check(read) -> None:
+        assert np.asarray(read(data)).shape == (24, 16, 3)
+
+    check(open_rgb)
+    with fault_seen():
+        check(as_pillow_opens)
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_what_is_transparent_is_white(mode):
+    """The alpha channel was dropped, so that what is transparent, as around black letters, became black.
+
+    https://github.com/QwenLM/Qwen3-VL/pull/661 https://github.com/vllm-project/vllm/pull/18569
+    """
+    clear = Image.new("RGBA", (8, 8), (0, 0, 0, 0)).convert(mode)
+    data = saved(clear, "PNG", **({"transparency": 0} if mode == "P" else {}))
+
+    def check(read) -> None:
+        assert (np.asarray(read(data)) == 255).all()
+
+    check(open_rgb)
+    with fault_seen():
+        check(as_pillow_opens)
+
+
+def test_pictures_are_scaled_in_training_as_in_asking(tmp_path):
+    """Training scaled pictures to other sizes than inference, which had its own limits of pixels.
+
+    https://github.com/QwenLM/Qwen3-VL/issues/1409
+    """
+    data, limits = make_image(400, 300), {"min_pixels": 64 * 64, "max_pixels": 128 * 128}
+    trained_on = encode_image(data, load_image_config(tiny_hf_dir(), **limits))[1].tolist()
+
+    def check(prompt_format) -> None:
+        assert encode_image(data, prompt_format(tiny_hf_dir()).pixels)[1].tolist() == trained_on
+
+    check(partial(read_prompt_format, tokenized=limits))
+    with fault_seen():
+        check(read_prompt_format)
+
+
+def test_every_picture_of_a_bin_is_its_samples_own(pair):
+    """Pictures of the last sample of a batch were used for all of its samples.
+
+    https://github.com/om-ai-lab/VLM-R1/issues/263
+    """
+    samples = make_samples([*MIXED, TWINS], pair.geometry, range(20, 300))
+
+    def check(patches: torch.Tensor) -> None:
+        assert torch.equal(patches, torch.from_numpy(np.concatenate([sample.patches for sample in samples])))
+
+    patches = make_micro_batch(samples, pair.geometry, SEQ_LEN).patches
+    check(patches)
+    with fault_seen():
+        check(patches[-len(samples[-1].patches) :].repeat(len(samples), 1))
