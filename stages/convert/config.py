@@ -30,7 +30,7 @@ class ConvertConfig(StrictModel):
     max_skip_fraction: float = Field(
         ge=0,
         le=1,
-        description="if a larger share is left out, exact duplicates aside, the stage fails; from 200 samples on",
+        description="if a larger share is left out, exact duplicates aside, and at least 3, the stage fails",
     )
 
     @model_validator(mode="after")
