@@ -25,13 +25,14 @@ from stages.convert.card import convert_card
 from stages.convert.config import ConvertConfig
 from stages.convert.figures import gather_figures
 from stages.convert.pictures import PICTURES, distinct_pictures, write_pictures
-from stages.convert.plan import DUPLICATE, make_plan
+from stages.convert.plan import DUPLICATE, Draw, check_heldout, make_plan
 from stages.convert.report import Converted, choose_examples, convert_stats, iter_left_out, write_convert_report
 from stages.convert.scan import ScanTask, assert_parts_apart, scan_all, scan_path
 from stages.convert.write import RawRows, write_all, write_tasks
 from stages.pages.dataset_card import DATASET_CARD
 
-VERSION = 3  # 3: references of documents without the_cauldron's full stop
+# 3: references of documents without the_cauldron's full stop; 4: min_heldout, running numbers of any digits
+VERSION = 4
 
 _ROWS_PER_WORKER = 2000  # about the seconds of work that the start of a process costs
 
@@ -44,10 +45,12 @@ def _run(
     resources = (resources or StageResources()).at_most(max(1, num_rows // _ROWS_PER_WORKER))
     scan = scan_all(_scan_tasks(config, rows, work), resources)
     own_splits = [part.split for part in rows.parts.values()]
-    plan = make_plan(scan, own_splits, config.seed, config.heldout_fraction, int(config.shard_size_mb * 1e6))
+    draw = Draw(seed=config.seed, heldout_fraction=config.heldout_fraction, min_heldout=config.min_heldout)
+    plan = make_plan(scan, own_splits, draw, int(config.shard_size_mb * 1e6))
     num_left_out = write_quarantine(work, iter_left_out(scan, plan, rows.parts))
     lost = {reason: number for reason, number in plan.skips().items() if reason != DUPLICATE}
     check_lost(lost, len(scan), ("convert.max_skip_fraction", config.max_skip_fraction), source, work)
+    check_heldout(plan, own_splits, draw)
     num_kept = int(plan.kept.sum())
     shards = write_all(write_tasks(work, scan, plan, rows), num_kept, num_rows, resources)
     num_written = sum(shard.num_samples for shard in shards)

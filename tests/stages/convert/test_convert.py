@@ -40,6 +40,7 @@ CONFIG = {
     "subsets": (),
     "options": {"turns": "chat"},
     "heldout_fraction": 0.3,
+    "min_heldout": 0,
     "seed": 1,
     "max_image_pixels": 10**6,
     "min_image_side": 8,
@@ -144,6 +145,14 @@ def test_heldout_fraction_and_seed(tmp_path):
     held = [{s.key for s in samples_of(convert(tmp_path, source, seed=seed), "heldout")} for seed in (1, 2)]
     assert all(240 <= len(keys) <= 360 for keys in held) and held[0] != held[1]
     assert samples_of(convert(tmp_path, source, heldout_fraction=0), "heldout") == []
+
+
+def test_a_source_too_small_to_hold_out_enough_is_an_error_before_a_shard_is_written(tmp_path):
+    source = write_source(tmp_path / "raw", {"s": plain_rows(9)})
+    with pytest.raises(InputError, match=r"^convert\.min_heldout=5: of 9 usable samples only 4 can be held out"):
+        convert(tmp_path, source, min_heldout=5)
+    assert not list(tmp_path.rglob("*.tar"))
+    assert len(samples_of(convert(tmp_path, source, min_heldout=4), "heldout")) == 4
 
 
 def test_one_file_or_many_give_the_same_shards(tmp_path, mixed):
