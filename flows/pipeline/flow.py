@@ -4,6 +4,7 @@ Each is a loop over its nodes of the graph. The deployed flows have the same nam
 """
 
 import contextlib
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -23,12 +24,15 @@ from flows.resources.limits import has_server
 from flows.tracking.notes import run_name
 from flows.tracking.tracker import Tracker
 from stages.answer.engine import check_engine
+from stages.answer.plan import heldout_samples
 from stages.artifacts.artifact import Artifact, Input
+from stages.contamination.stage import contaminated_keys
 from stages.launchers.job import check_launcher
 from stages.release.hub import check_push
 from trainer.contract.names import HF_EXPORT
 
 Runs = dict[str, StageRun]
+_log = logging.getLogger("athanor.pipeline")
 _LINK_SECONDS = 0.3  # a fresh store takes longer; its link is published at the end
 refuse_stored_results()
 
@@ -111,7 +115,7 @@ def vlm_sft(
     check_cluster(config.execution, location(root), [item.dir for item in externals.values()])
     with tracked(config, root, externals, recipe or config.name, differs or {}) as tracker:
         runs, places = prepare_data(config, root, tracker.key)
-        _check_heldout(runs["convert"]["dir"])
+        check_heldout({name: run["dir"] for name, run in runs.items()}, config)
         mlflow_url = tracker.url(_LINK_SECONDS if has_server() else 0)  # for people who watch the training
         publish_mlflow(mlflow_url)
         runs |= run_nodes(config, root, tracker.key, pipeline_nodes(config, [TRAIN]), places)
@@ -168,11 +172,31 @@ def check_answering(config: PipelineConfig) -> None:
         check_engine(config.evaluate.engine)
 
 
-def _check_heldout(samples_dir: str) -> None:
-    """Before hours of training, check that there are samples to evaluate on."""
-    shards = Artifact.load(location(samples_dir)).manifest.shards
-    if not any(shard.split == "heldout" and shard.num_samples for shard in shards):
+def check_heldout(dirs: Mapping[str, str], config: PipelineConfig) -> None:
+    """Before hours of training, check that there are samples to score, and warn if there are few.
+
+    Args:
+        dirs: stage -> directory, for "convert" and, if the recipe has it, "contamination".
+
+    Raises:
+        InputError: there is no held-out sample, or each that would be asked has a picture that occurs in train.
+    """
+    samples = Artifact.load(location(dirs["convert"]))
+    num_asked = sum(shard.num_samples for shard in samples.manifest.shards if shard.split == "heldout")
+    if not num_asked:
         raise InputError(
-            f"{samples_dir} holds no held-out sample, so nothing could be evaluated; raise convert.heldout_fraction "
+            f"{samples.dir} holds no held-out sample, so nothing could be evaluated; raise convert.heldout_fraction "
             "or read a split that the source holds out"
         )
+    unscored = contaminated_keys(location(dirs["contamination"])) if "contamination" in dirs else {}
+    limit = config.evaluate.max_samples_per_subset
+    if unscored and limit is not None:
+        asked = {sample.key for sample in heldout_samples(samples, limit)}
+        num_asked, unscored = len(asked), asked & unscored.keys()
+    num_scored, least = num_asked - len(unscored), config.convert.min_heldout
+    why = f"{len(unscored)} of {num_asked} held-out samples have a picture that occurs in train and count in no score"
+    way_out = f"see {dirs.get('contamination')}/report.html, hold out others (convert.seed), or set contamination=null"
+    if not num_scored:
+        raise InputError(f"{why}, so nothing would be left; {way_out}")
+    if unscored and num_scored < least:
+        _log.warning("%s: %d are left, fewer than convert.min_heldout=%d; %s", why, num_scored, least, way_out)
