@@ -20,6 +20,7 @@ from stages.artifacts.quarantine import QUARANTINE, reason_words
 from stages.evaluate.predictions import PREDICTIONS
 from stages.evaluate.reference_loss import PERPLEXITY
 from stages.pages.report import REPORT_HTML
+from stages.scoring.intervals import Interval
 
 
 def print_closing(
@@ -40,7 +41,7 @@ def print_closing(
         for r in result["stages"]
     ]
     print_table(f"Stages, in {shorten(root)}", ("stage", "", "seconds", "directory"), rows, is_terminal)
-    print_scores(result["scores"], result["counts"], is_terminal)
+    print_scores(result["scores"], result["counts"], is_terminal, result["headlines"])
     num_made = sum(not r["reused"] for r in result["stages"])
     print("".join(f"\n{line}" for line in left_out_lines(result["stages"], root)))
     print(f"{num_made} of {len(rows)} stages made, {len(rows) - num_made} reused, {seconds:.0f} s in all.")
@@ -89,8 +90,17 @@ def registration(name: str, refusals: Sequence[str], has_record: bool, learnt: L
     return [f"Registered as {name} in MLflow{size}{verdict}."]
 
 
-def print_scores(scores: dict[str, dict[str, float]], counts: dict[str, dict[str, int]], is_terminal: bool) -> None:
-    """Print one row per subset, one column per metric."""
+def print_scores(
+    scores: Mapping[str, Mapping[str, float]],
+    counts: Mapping[str, Mapping[str, int]],
+    is_terminal: bool,
+    headlines: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Print one row per subset, one column per metric; the headline metric of each with its interval.
+
+    Args:
+        headlines: subset -> its headline metric, and the ends of the interval: "metric", "low", "high".
+    """
     names = dict.fromkeys(metric for values in scores.values() for metric in values)
     metrics = [name for name in names if not name.startswith("mean_") and name != PERPLEXITY]  # those are in MLflow
     kinds = list(dict.fromkeys(kind for values in counts.values() for kind, count in values.items() if count))
@@ -98,11 +108,18 @@ def print_scores(scores: dict[str, dict[str, float]], counts: dict[str, dict[str
         (
             subset,
             *(str(counts.get(subset, {}).get(kind, "")) for kind in kinds),
-            *(score_text(values.get(metric)) for metric in metrics),
+            *(score_text(values.get(metric), _interval(headlines.get(subset), metric)) for metric in metrics),
         )
         for subset, values in scores.items()
     ]
     print_table("Scores on held-out samples", ("subset", *kinds, *metrics), rows, is_terminal)
+
+
+def _interval(headline: Mapping[str, Any] | None, metric: str) -> Interval | None:
+    """The interval of a score, if it is the headline metric."""
+    if headline is None or headline["metric"] != metric:
+        return None
+    return Interval(**{name: headline[name] for name in ("value", "low", "high", "level")})
 
 
 def next_commands(

@@ -105,8 +105,8 @@ def vlm_sft(
         differs: fields that differ from the recipe; they go into the run's name.
 
     Returns:
-        plain values for a closing table: stages, hf_dir, scores, the model's registered name and one line per gate
-        that failed, the MLflow run, what MLflow has answered, and its pages.
+        plain values for a closing table: stages, hf_dir, scores with their intervals, the model's registered name and
+        one line per gate that failed, the MLflow run, what MLflow has answered, and its pages.
     """
     externals = open_inputs(config, location(root))
     check_launcher(config.execution.cluster)
@@ -129,6 +129,7 @@ def vlm_sft(
         "hf_dir": str(location(runs["release"]["dir"]) / HF_EXPORT),
         "scores": stats["scores"],
         "counts": stats.get("counts", {}),
+        "headlines": stats.get("headlines", {}),
         "registered_name": registered_name(config),
         "refusals": refusals,
         "mlflow_run": tracker.key,

@@ -7,6 +7,7 @@ Scores are compared if they are of the same held-out samples alone (HELDOUT_TAG)
 
 import contextlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from flows.tracking.config import RegistryConfig
 from flows.tracking.store import may_pass, store_lock
@@ -20,16 +21,20 @@ from mlflow.exceptions import MlflowException
 from dataset_builders.contracts.fingerprint import flatten
 from dataset_builders.errors import InputError
 from dataset_builders.storage.store import StorePath, absolute
+from flows.tracking.notes import score_text
 from flows.tracking.record import Registration, find_place
 from flows.tracking.run_writer import RunWriter
 from stages.artifacts.artifact import Artifact
-from stages.evaluate.predictions import heldout_fingerprint
+from stages.compare.certainty import ScoredAnswers
+from stages.evaluate.evaluation import BOOTSTRAP
+from stages.evaluate.predictions import PREDICTIONS, heldout_fingerprint
+from stages.scoring.intervals import Bootstrap, Difference, Interval
 from stages.scoring.names import flat_scores
 
 CANDIDATE, CHAMPION = "candidate", "champion"
 MODEL_TAG, _VERSION_TAG = "athanor.model_id", "athanor.model_version"
 REASON_TAG = "athanor.champion"
-HELDOUT_TAG = "heldout"
+HELDOUT_TAG, EVALUATION_TAG = "heldout", "evaluation"
 _NOT_COMPARED = "so that the two are not compared"
 _WAY_OUT = "the same command with --set execution.registry.other_heldout=champion"
 _BEATEN_TAG = "athanor.beaten_version"  # on a version that becomes champion: the one before it, or "none"
@@ -82,7 +87,7 @@ def register_model(
     if writer.is_marked("export_model", fingerprint) and not _is_open(writer.tags.get(REASON_TAG), config):
         return False
     tags = {"hf_dir": str(find_place(root, registration.hf_dir)), "fingerprint": fingerprint}
-    tags |= {HELDOUT_TAG: heldout_fingerprint(evaluated)}
+    tags |= {HELDOUT_TAG: heldout_fingerprint(evaluated), EVALUATION_TAG: evaluated.manifest.fingerprint}
     tags |= {name: f"{value:.6g}" for name, value in flat_scores(registration.scores).items()}
     model_id = writer.tags[MODEL_TAG]
     version = register(writer.client, registration.name, source, writer.run_id, model_id, tags).version
@@ -119,9 +124,9 @@ def promote(client: MlflowClient, root: StorePath, name: str, number: str, confi
         reason = version.tags.get(REASON_TAG)
         if reason is None or _is_open(reason, config):
             heldouts = [_heldout_of(client, root, each) for each in (version, champion) if each is not None]
-            wins, reason = decide(
-                version, champion, config, is_comparable=None not in heldouts and len({*heldouts}) == 1
-            )
+            is_comparable = None not in heldouts and len({*heldouts}) == 1
+            certainty = _certainty_of(client, root, version, champion if is_comparable else None, config.metric)
+            wins, reason = decide(version, champion, config, certainty, is_comparable)
             if wins:
                 before = _number(champion)
                 client.set_model_version_tag(name, number, _BEATEN_TAG, before)
@@ -133,27 +138,90 @@ def promote(client: MlflowClient, root: StorePath, name: str, number: str, confi
         return reason
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Certainty:
+    """How certain the score of a version is, as far as its evaluation and that of the champion are in the root.
+
+    Attributes:
+        num_answers: answers behind the score.
+        score: its interval.
+        lead: the paired interval of its lead over the champion; None if there is no champion to compare it with, or
+            if the champion's answers are gone.
+    """
+
+    num_answers: int
+    score: Interval
+    lead: Difference | None = None
+
+
 def decide(
-    version: ModelVersion, champion: ModelVersion | None, config: RegistryConfig, is_comparable: bool = True
+    version: ModelVersion,
+    champion: ModelVersion | None,
+    config: RegistryConfig,
+    certainty: Certainty | None,
+    is_comparable: bool = True,
 ) -> tuple[bool, str]:
     """Whether a version becomes champion, and why.
 
+    It does if it is better by the margin, and surely better. Its score has at least `min_answers` answers. Where there
+    is no champion, the interval of the score lies above 0. Where there is one, the interval of the lead over it, from
+    the same questions (paired bootstrap), lies above 0; if the champion's answers are gone, the interval of the score
+    is not wider than the lead.
+
     Args:
+        certainty: None: the score is not one of answers (a loss, a rate of the generation), so only the margin counts.
         is_comparable: whether both were scored on the same held-out samples.
     """
     ours = _score(version, config.metric)
+    about = f"{config.metric} {_text(ours, certainty)}"
+    if ours is None:
+        return False, f"{about}, which no score can be compared with: {CANDIDATE} only"
+    if certainty is not None and certainty.num_answers < config.min_answers:
+        few = f"{about} of {certainty.num_answers} answers, fewer than execution.registry.min_answers"
+        return False, f"{few}={config.min_answers}: {CANDIDATE} only; hold out more samples (convert.min_heldout)"
     if champion is None:
-        return True, f"{config.metric} {_text(ours)}, no champion before: {CHAMPION}"
+        if certainty is not None and not certainty.score.low > 0:
+            return False, f"{about}, no champion before, and the score is not surely above 0: {CANDIDATE} only"
+        return True, f"{about}, no champion before: {CHAMPION}"
     if not is_comparable:
-        other = f"{config.metric} {_text(ours)} of other held-out samples than those of version {champion.version}"
+        other = f"{about} of other held-out samples than those of version {champion.version}"
         if config.other_heldout == CHAMPION:
             return True, f"{other}, in whose place it is put: {CHAMPION}"
         return False, f"{other}, {_NOT_COMPARED}: {CANDIDATE} only; {_WAY_OUT} makes it {CHAMPION}"
     theirs = _score(champion, config.metric)
-    against = f"{config.metric} {_text(ours)} against {_text(theirs)} of version {champion.version}"
-    if ours is not None and (theirs is None or (ours > theirs and round(ours - theirs - config.margin, 9) >= 0)):
+    against = f"{about} against {_text(theirs)} of version {champion.version}"
+    if theirs is None:
         return True, f"{against}: {CHAMPION}"
-    return False, f"{against}: {CANDIDATE} only, the margin is {config.margin:g}"
+    if not (ours > theirs and round(ours - theirs - config.margin, 9) >= 0):
+        return False, f"{against}: {CANDIDATE} only, the margin is {config.margin:g}"
+    if doubt := _doubt(ours - theirs, certainty):
+        return False, f"{against}: {CANDIDATE} only, {doubt}"
+    return True, f"{against}: {CHAMPION}"
+
+
+def _doubt(lead: float, certainty: Certainty | None) -> str:
+    """Why a lead over the champion may be chance; empty if it is certain."""
+    if certainty is None:
+        return ""
+    if certainty.lead is not None:
+        low, high = certainty.lead.low, certainty.lead.high
+        return "" if low > 0 else f"the lead of {lead:.4f} may be chance ({low:+.4f} to {high:+.4f})"
+    width = certainty.score.high - certainty.score.low
+    return "" if width <= lead else f"the lead of {lead:.4f} is smaller than the interval of the score, {width:.4f}"
+
+
+def _certainty_of(
+    client: MlflowClient, root: StorePath, version: ModelVersion, champion: ModelVersion | None, metric: str
+) -> Certainty | None:
+    """The certainty of a version's score; None if its evaluation is gone or the score is not one of answers."""
+    evaluations = [_evaluation_of(client, root, each) for each in (version, champion) if each is not None]
+    if evaluations[0] is None:
+        return None
+    ours, *theirs = (ScoredAnswers(each, metric) for each in evaluations if each is not None)
+    score, lead = ours.interval(BOOTSTRAP), None
+    with contextlib.suppress(InputError):  # the same samples in another order are not paired
+        lead = ours.lead_over(theirs[0], Bootstrap()) if theirs else None
+    return None if score is None else Certainty(num_answers=len(ours), score=score, lead=lead)
 
 
 def _is_open(reason: str | None, config: RegistryConfig) -> bool:
@@ -166,15 +234,24 @@ def _heldout_of(client: MlflowClient, root: StorePath, version: ModelVersion) ->
     root; None if that is gone."""
     if heldout := version.tags.get(HELDOUT_TAG):
         return heldout
+    if (evaluated := _evaluation_of(client, root, version)) is None:
+        return None
+    heldout = heldout_fingerprint(evaluated)
+    client.set_model_version_tag(version.name, version.version, HELDOUT_TAG, heldout)
+    return heldout
+
+
+def _evaluation_of(client: MlflowClient, root: StorePath, version: ModelVersion) -> Artifact | None:
+    """The evaluation that a version's scores are of; None if its run or the evaluation is gone."""
     try:
-        fingerprint = client.get_run(version.run_id).data.tags.get("fingerprint.evaluate", "")
-        heldout = heldout_fingerprint(Artifact.load(absolute(root) / "artifacts" / "evaluate" / fingerprint))
+        fingerprint = version.tags.get(EVALUATION_TAG)
+        fingerprint = fingerprint or client.get_run(version.run_id).data.tags.get("fingerprint.evaluate", "")
+        evaluated = Artifact.load(absolute(root) / "artifacts" / "evaluate" / fingerprint)
+        return evaluated if (evaluated.dir / PREDICTIONS).is_file() else None
     except (MlflowException, InputError, FileNotFoundError) as error:
         if may_pass(error):
             raise
-        return None  # its run or its evaluation is gone
-    client.set_model_version_tag(version.name, version.version, HELDOUT_TAG, heldout)
-    return heldout
+        return None
 
 
 def _number(version: ModelVersion | None) -> str:
@@ -188,5 +265,5 @@ def _score(version: ModelVersion, metric: str) -> float | None:
         return None
 
 
-def _text(score: float | None) -> str:
-    return "unknown" if score is None else f"{score:.4f}"
+def _text(score: float | None, certainty: Certainty | None = None) -> str:
+    return "unknown" if score is None else score_text(score, certainty and certainty.score)

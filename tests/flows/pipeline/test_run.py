@@ -105,7 +105,8 @@ def test_a_run_ends_with_scores_and_the_next_commands(root, first):
     assert re.search(r"train: 5 of 5  loss 0\.2000", text)
     hf_dir = Path(re.search(r"^Model: +(\S+)", text, re.M).group(1))
     assert (hf_dir / "model.safetensors").is_file()
-    assert "\nRegistered as athanor-embedded in MLflow: exact_match " in text and "before: champion.\n" in text
+    assert "\nRegistered as athanor-embedded in MLflow: exact_match 0.0000 (0.00 to 0.00)" in text
+    assert ": candidate only" in text and re.search(r"^digits_single .* 0\.0000 \(0\.00 to 0\.00\)", text, re.M)
     for hint in ("report.html", f"athanor up --root {root}\n", " ask ", "--set train.optim.lr="):
         assert hint in text
     assert (root / "example.png").read_bytes().startswith(b"\x89PNG")
@@ -136,8 +137,8 @@ def test_a_second_run_makes_nothing_and_stays_in_its_mlflow_run(finished, second
         and "| overall |" in note
         and "report.html" in note
     )
-    version = client.get_model_version_by_alias("athanor-embedded", "champion")
-    assert version.run_id == run.info.run_id and "no champion before" in run.data.tags["athanor.champion"]
+    version = client.get_model_version_by_alias("athanor-embedded", "candidate")
+    assert version.run_id == run.info.run_id and "candidate only" in run.data.tags["athanor.champion"]
     assert len(client.search_model_versions("name='athanor-embedded'")) == 1
 
 
