@@ -17,7 +17,7 @@ from flows.pipeline.config import PipelineConfig
 from flows.pipeline.graph import EVALUATE, PREPARE_DATA, TRAIN, Node, Place, open_inputs, pipeline_nodes, place_of
 from flows.pipeline.mlflow_run import ends_with_failure, open_tracking
 from flows.pipeline.prefect_pages import publish_mlflow, publish_scores, publish_stages
-from flows.pipeline.tasks import StageRun, register_task, registered_name, stage_task
+from flows.pipeline.tasks import StageRun, register_task, stage_task
 from flows.prefect_server.stored_results import refuse_stored_results
 from flows.resources.dask_pool import check_cluster, on_cluster
 from flows.resources.limits import has_server
@@ -130,7 +130,7 @@ def vlm_sft(
         "scores": stats["scores"],
         "counts": stats.get("counts", {}),
         "headlines": stats.get("headlines", {}),
-        "registered_name": registered_name(config),
+        "registered_name": config.mlflow_name,
         "refusals": refusals,
         "mlflow_run": tracker.key,
         "learnt": tracker.learnt(),
