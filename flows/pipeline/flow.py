@@ -12,7 +12,7 @@ from prefect import flow
 from prefect.runtime import flow_run
 
 from dataset_builders.errors import InputError
-from dataset_builders.storage.store import location
+from dataset_builders.storage.store import local_dir, location
 from flows.pipeline.config import PipelineConfig
 from flows.pipeline.graph import EVALUATE, PREPARE_DATA, TRAIN, Node, Place, open_inputs, pipeline_nodes, place_of
 from flows.pipeline.mlflow_run import ends_with_failure, open_tracking
@@ -27,6 +27,7 @@ from stages.answer.engine import check_engine
 from stages.answer.plan import heldout_samples
 from stages.artifacts.artifact import Artifact, Input
 from stages.contamination.stage import contaminated_keys
+from stages.encode.chat import ChatEncoder
 from stages.launchers.job import check_launcher
 from stages.release.hub import check_push
 from trainer.contract.names import HF_EXPORT
@@ -110,6 +111,7 @@ def vlm_sft(
     """
     externals = open_inputs(config, location(root))
     check_launcher(config.execution.cluster)
+    check_chat(config, externals)
     check_answering(config)
     check_push(config.execution.registry.push_to)
     check_cluster(config.execution, location(root), [item.dir for item in externals.values()])
@@ -161,6 +163,16 @@ def publish_results(runs: Runs) -> dict[str, Any]:
     publish_stages(list(runs.values()))
     publish_scores(stats["scores"], runs["release"]["dir"])
     return stats
+
+
+def check_chat(config: PipelineConfig, externals: Mapping[str, Input]) -> None:
+    """Before any stage, see that the chat template of the user's model teaches what inference asks.
+
+    Raises:
+        InputError: it does not, or the tokenizer is not one that can be used.
+    """
+    if "processor" in externals:
+        ChatEncoder(local_dir(externals["processor"].dir), config.tokenize.learn, config.tokenize.system_prompt)
 
 
 def check_answering(config: PipelineConfig) -> None:
