@@ -20,7 +20,6 @@ from stages.artifacts.quarantine import QUARANTINE, reason_words
 from stages.evaluate.predictions import PREDICTIONS
 from stages.evaluate.reference_loss import PERPLEXITY
 from stages.pages.report import REPORT_HTML
-from stages.scoring.intervals import Interval
 
 
 def print_closing(
@@ -108,18 +107,16 @@ def print_scores(
         (
             subset,
             *(str(counts.get(subset, {}).get(kind, "")) for kind in kinds),
-            *(score_text(values.get(metric), _interval(headlines.get(subset), metric)) for metric in metrics),
+            *(score_text(values.get(metric), _ends(headlines.get(subset), metric)) for metric in metrics),
         )
         for subset, values in scores.items()
     ]
     print_table("Scores on held-out samples", ("subset", *kinds, *metrics), rows, is_terminal)
 
 
-def _interval(headline: Mapping[str, Any] | None, metric: str) -> Interval | None:
-    """The interval of a score, if it is the headline metric."""
-    if headline is None or headline["metric"] != metric:
-        return None
-    return Interval(**{name: headline[name] for name in ("value", "low", "high", "level")})
+def _ends(headline: Mapping[str, Any] | None, metric: str) -> tuple[float, float] | None:
+    """The ends of the interval of a score, if it is the headline metric."""
+    return None if headline is None or headline["metric"] != metric else (headline["low"], headline["high"])
 
 
 def next_commands(

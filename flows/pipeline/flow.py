@@ -4,6 +4,7 @@ Each is a loop over its nodes of the graph. The deployed flows have the same nam
 """
 
 import contextlib
+import importlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -24,7 +25,6 @@ from flows.resources.limits import has_server
 from flows.tracking.notes import run_name
 from flows.tracking.tracker import Tracker
 from stages.answer.engine import check_engine
-from stages.answer.plan import heldout_samples
 from stages.artifacts.artifact import Artifact, Input
 from stages.contamination.stage import contaminated_keys
 from stages.encode.chat import ChatEncoder
@@ -204,7 +204,8 @@ def check_heldout(dirs: Mapping[str, str], config: PipelineConfig) -> None:
     unscored = contaminated_keys(location(dirs["contamination"])) if "contamination" in dirs else {}
     limit = config.evaluate.max_samples_per_subset
     if unscored and limit is not None:
-        asked = {sample.key for sample in heldout_samples(samples, limit)}
+        plan = importlib.import_module("stages.answer.plan")  # imported now, since it loads torch
+        asked = {sample.key for sample in plan.heldout_samples(samples, limit)}
         num_asked, unscored = len(asked), asked & unscored.keys()
     num_scored, least = num_asked - len(unscored), config.convert.min_heldout
     why = f"{len(unscored)} of {num_asked} held-out samples have a picture that occurs in train and count in no score"

@@ -4,7 +4,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from flows.tracking.store import compare_url
-from stages.scoring.intervals import Interval
 
 NOTE_TAG = "mlflow.note.content"
 MAX_NAME = 250
@@ -85,10 +84,10 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]], number
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (columns, rule, *rows))
 
 
-def score_text(value: float | None, interval: Interval | None = None) -> str:
-    """A score with four decimals, and its interval with two; empty if there is none: `0.9328 (0.91 to 0.95)`."""
-    bounds = "" if interval is None else f" ({interval.low:.2f} to {interval.high:.2f})"
-    return "" if value is None else f"{value:.4f}{bounds}"
+def score_text(value: float | None, ends: tuple[float, float] | None = None) -> str:
+    """A score with four decimals, and its interval's ends with two, `0.9328 (0.91 to 0.95)`; or nothing."""
+    interval = "" if ends is None else f" ({ends[0]:.2f} to {ends[1]:.2f})"
+    return "" if value is None else f"{value:.4f}{interval}"
 
 
 def experiment_note(names: Sequence[str], run_ids: Sequence[str], experiment_id: str) -> str:

@@ -6,8 +6,9 @@ Scores are compared if they are of the same held-out samples alone (HELDOUT_TAG)
 """
 
 import contextlib
+import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from flows.tracking.config import RegistryConfig
 from flows.tracking.store import may_pass, store_lock
@@ -25,16 +26,17 @@ from flows.tracking.notes import score_text
 from flows.tracking.record import Registration, find_place
 from flows.tracking.run_writer import RunWriter
 from stages.artifacts.artifact import Artifact
-from stages.compare.certainty import ScoredAnswers
-from stages.evaluate.evaluation import BOOTSTRAP
 from stages.evaluate.predictions import PREDICTIONS, heldout_fingerprint
-from stages.scoring.intervals import Bootstrap, Difference, Interval
 from stages.scoring.names import flat_scores
+
+if TYPE_CHECKING:
+    from stages.compare.certainty import Certainty
 
 CANDIDATE, CHAMPION = "candidate", "champion"
 MODEL_TAG, _VERSION_TAG = "athanor.model_id", "athanor.model_version"
 REASON_TAG = "athanor.champion"
 HELDOUT_TAG, EVALUATION_TAG = "heldout", "evaluation"
+_CERTAINTY = "stages.compare.certainty"
 _NOT_COMPARED = "so that the two are not compared"
 _WAY_OUT = "the same command with --set execution.registry.other_heldout=champion"
 _BEATEN_TAG = "athanor.beaten_version"  # on a version that becomes champion: the one before it, or "none"
@@ -138,27 +140,11 @@ def promote(client: MlflowClient, root: StorePath, name: str, number: str, confi
         return reason
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Certainty:
-    """How certain the score of a version is, as far as its evaluation and that of the champion are in the root.
-
-    Attributes:
-        num_answers: answers behind the score.
-        score: its interval.
-        lead: the paired interval of its lead over the champion; None if there is no champion to compare it with, or
-            if the champion's answers are gone.
-    """
-
-    num_answers: int
-    score: Interval
-    lead: Difference | None = None
-
-
 def decide(
     version: ModelVersion,
     champion: ModelVersion | None,
     config: RegistryConfig,
-    certainty: Certainty | None,
+    certainty: "Certainty | None",
     is_comparable: bool = True,
 ) -> tuple[bool, str]:
     """Whether a version becomes champion, and why.
@@ -199,7 +185,7 @@ def decide(
     return True, f"{against}: {CHAMPION}"
 
 
-def _doubt(lead: float, certainty: Certainty | None) -> str:
+def _doubt(lead: float, certainty: "Certainty | None") -> str:
     """Why a lead over the champion may be chance; empty if it is certain."""
     if certainty is None:
         return ""
@@ -210,23 +196,18 @@ def _doubt(lead: float, certainty: Certainty | None) -> str:
     return "" if width <= lead else f"the lead of {lead:.4f} is smaller than the interval of the score, {width:.4f}"
 
 
-def _certainty_of(
-    client: MlflowClient, root: StorePath, version: ModelVersion, champion: ModelVersion | None, metric: str
-) -> Certainty | None:
-    """The certainty of a version's score; None if its evaluation is gone or the score is not one of answers."""
-    evaluations = [_evaluation_of(client, root, each) for each in (version, champion) if each is not None]
-    if evaluations[0] is None:
-        return None
-    ours, *theirs = (ScoredAnswers(each, metric) for each in evaluations if each is not None)
-    score, lead = ours.interval(BOOTSTRAP), None
-    with contextlib.suppress(InputError):  # the same samples in another order are not paired
-        lead = ours.lead_over(theirs[0], Bootstrap()) if theirs else None
-    return None if score is None else Certainty(num_answers=len(ours), score=score, lead=lead)
-
-
 def _is_open(reason: str | None, config: RegistryConfig) -> bool:
     """Whether a decision left the choice to a person, who has now made it."""
     return _NOT_COMPARED in (reason or "") and config.other_heldout == CHAMPION
+
+
+def _certainty_of(
+    client: MlflowClient, root: StorePath, version: ModelVersion, champion: ModelVersion | None, metric: str
+) -> "Certainty | None":
+    """The certainty of a version's score; None if its evaluation is gone or the score is not one of answers."""
+    ours, theirs = (None if each is None else _evaluation_of(client, root, each) for each in (version, champion))
+    # Imported now: the libraries of the metrics take a second to load.
+    return None if ours is None else importlib.import_module(_CERTAINTY).certainty_of(ours, theirs, metric)
 
 
 def _heldout_of(client: MlflowClient, root: StorePath, version: ModelVersion) -> str | None:
@@ -265,5 +246,5 @@ def _score(version: ModelVersion, metric: str) -> float | None:
         return None
 
 
-def _text(score: float | None, certainty: Certainty | None = None) -> str:
-    return "unknown" if score is None else score_text(score, certainty and certainty.score)
+def _text(score: float | None, certainty: "Certainty | None" = None) -> str:
+    return "unknown" if score is None else score_text(score, certainty and (certainty.score.low, certainty.score.high))

@@ -1,11 +1,15 @@
 """How certain one score of an evaluation is, and the lead of one model over another in it."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import pyarrow as pa
 
+from dataset_builders.errors import InputError
 from stages.artifacts.artifact import Artifact
 from stages.compare.difference import answers_of, check_same
+from stages.evaluate.evaluation import BOOTSTRAP
 from stages.evaluate.predictions import counted, read_predictions
 from stages.scoring.intervals import (
     Bootstrap,
@@ -23,6 +27,32 @@ from stages.scoring.summary import SCORE
 from stages.scoring.table import get_metric
 
 _COLUMNS = ("key", "turn", "subset", "question", "references", "answer", "pictures", "contaminated")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Certainty:
+    """How certain the score of a model is.
+
+    Attributes:
+        num_answers: answers behind the score.
+        score: its interval.
+        lead: the paired interval of its lead over another model's; None if there is none to compare it with on the same
+            questions.
+    """
+
+    num_answers: int
+    score: Interval
+    lead: Difference | None = None
+
+
+def certainty_of(evaluated: Artifact, other: Artifact | None, name: str) -> Certainty | None:
+    """The certainty of an evaluation's score of this name, and of its lead over another evaluation; None if it is not
+    a score of answers."""
+    ours = ScoredAnswers(evaluated, name)
+    score, lead = ours.interval(BOOTSTRAP), None
+    with contextlib.suppress(InputError):  # the same samples in another order are not paired
+        lead = None if other is None else ours.lead_over(ScoredAnswers(other, name), Bootstrap())
+    return None if score is None else Certainty(num_answers=len(ours), score=score, lead=lead)
 
 
 class ScoredAnswers:
