@@ -10,8 +10,9 @@ EXIF orientation is applied; a broken EXIF block leaves the picture as it is sto
 Pillow says what an image is, and decodes what `jpeg.py` does not.
 """
 
+import contextlib
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -101,7 +102,8 @@ def open_rgb(data: bytes) -> Image.Image:
     """
     image = _open(data)
     orientation = _load(image, data)
-    rgb = _to_rgb(image)
+    with _skipping(data):
+        rgb = _to_rgb(image)
     return rgb.transpose(_TRANSPOSE[orientation]) if orientation in _TRANSPOSE else rgb
 
 
@@ -180,17 +182,24 @@ def _open(data: bytes) -> Image.Image:
     """Read the header. No pixel is decoded here."""
     if not data:
         raise SkipSample("empty", "the image has zero bytes")
-    try:
+    with _skipping(data):
         image = Image.open(io.BytesIO(data), formats=_FORMATS)
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise SkipSample("bomb", str(error)) from None
-    except MemoryError:  # the machine's fault, not the image's
-        raise
-    except Exception as error:  # hostile bytes make Pillow's parsers raise nearly anything
-        raise _undecodable(data, error) from None
     if image.format in jpeg.FORMATS:
         jpeg.check_scans(data, *image.size)
     return image
+
+
+@contextlib.contextmanager
+def _skipping(data: bytes) -> Iterator[None]:
+    """Whatever Pillow raises in the block becomes SkipSample: hostile bytes make its parsers raise nearly anything."""
+    try:
+        yield
+    except MemoryError:  # the machine's fault, not the image's
+        raise
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise SkipSample("bomb", str(error)) from None
+    except Exception as error:
+        raise _undecodable(data, error) from None
 
 
 def _check_pixels(image: Image.Image, data: bytes) -> int:
@@ -217,19 +226,15 @@ def _check_header(image: Image.Image, limits: ImageLimits) -> None:
 def _check_mode(image: Image.Image) -> None:
     if image.mode not in _MODES:
         raise SkipSample("bad_mode", f"mode {image.mode} of a {image.format} file")
+    if image.mode in ("P", "PA") and image.palette is None:
+        raise SkipSample("decode_error", f"a {image.format} file of palette indexes without a palette")
 
 
 def _load(image: Image.Image, data: bytes) -> int:
     """Decode every pixel and check the mode; returns the EXIF orientation."""
     _check_mode(image)
-    try:
+    with _skipping(data):
         image.load()
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise SkipSample("bomb", str(error)) from None
-    except MemoryError:
-        raise
-    except Exception as error:  # see _open
-        raise _undecodable(data, error) from None
     if image.mode == "I":
         low, high = image.getextrema()
         if low < 0 or high > 65535:
@@ -267,7 +272,7 @@ def _flatten(image: Image.Image) -> Image.Image:
 
 
 def _undecodable(data: bytes, error: Exception) -> SkipSample:
-    text = one_line(error)
+    text = one_line(error) or type(error).__name__
     text = text if not text.startswith("cannot identify image file") else "no image format that is read here"
     reason = "truncated_image" if "truncated" in text.lower() or _is_cut(data) else "decode_error"
     return SkipSample(reason, f"{len(data)} bytes: {text}")

@@ -76,7 +76,9 @@ def decode_jpeg(image: Image.Image, data: bytes) -> np.ndarray | None:
         return None
     try:
         pixels = simplejpeg.decode_jpeg(data, "RGB")
-    except ValueError:  # also for a warning of the decoder: Pillow decides about such a file
+    except MemoryError:
+        raise
+    except Exception:  # also for a warning of the decoder: Pillow decides about such a file
         return None
     return pixels if pixels.shape == (image.height, image.width, 3) else None
 
@@ -89,7 +91,9 @@ def jpeg_warning(image: Image.Image, data: bytes) -> str:
     """
     try:
         simplejpeg.decode_jpeg(data, "CMYK" if image.mode == "CMYK" else "GRAY", min_height=1, min_width=1)
-    except ValueError as error:
+    except MemoryError:
+        raise
+    except Exception as error:
         return str(error) or "unknown"
     return ""
 

@@ -1,8 +1,8 @@
 """Rows of JSON files: one object per line, or one array of objects. A file is never in memory as a whole.
 
 A file `.json` whose first character is `[` is an array; any other file is JSON lines. Both are cut into parts by byte
-offsets in one pass over the file, so that workers read side by side. A row's number is that of its line, or its place
-in the array. Blank lines are not rows, but count as lines.
+offsets in one pass over the file, so that workers read side by side. Blank lines are no rows and have no number. A line
+may begin with a byte order mark, as where files were joined, and end in CRLF.
 
 A line that is not JSON is one unusable row. An array that breaks off or is malformed is an InputError: nothing tells
 where its next row would begin.
@@ -10,6 +10,7 @@ where its next row would begin.
 
 import codecs
 import json
+import re
 from collections.abc import Container, Iterator, Sequence
 from typing import Any, BinaryIO
 
@@ -29,6 +30,7 @@ _PART_BYTES = 64 << 20
 _BLOCK = 1 << 20
 _BOM = b"\xef\xbb\xbf"
 _SPACE = " \t\r\n"
+_CONTENT = re.compile(rb"[^\s\xef\xbb\xbf]")  # a line without such a byte is blank: white space, byte order marks
 _MAX_DIGITS = 4000  # Python refuses longer integers, with an error that is not one of json's
 _TAIL = 16  # an error this near to the end of the text that was read may come from the cut
 
@@ -107,18 +109,20 @@ def _is_array(path: StorePath) -> bool:
 
 def _line_spans(path: StorePath) -> Iterator[Span]:
     start = base = rows = 0  # base: the byte where the block begins
+    is_row = False  # whether the line that is open has content
     with open_at(path) as file:
         while block := file.read(_BLOCK):
             at = 0
             while (newline := block.find(b"\n", at)) >= 0:
-                at, rows = newline + 1, rows + 1
-                if rows == _PART_ROWS or base + at - start >= _PART_BYTES:
+                rows += is_row or _has_content(block, at, newline)
+                at, is_row = newline + 1, False
+                if rows == _PART_ROWS or (rows and base + at - start >= _PART_BYTES):
                     yield start, base + at, rows
                     start, rows = base + at, 0
+            is_row = is_row or _has_content(block, at, len(block))
             base += len(block)
-            is_open = not block.endswith(b"\n")
-    if base > start:
-        yield start, base, rows + is_open
+    if rows + is_row:
+        yield start, base, rows + is_row
 
 
 def _iter_lines(part: Part, rows: Container[int] | None) -> Iterator[tuple[int, Any]]:
@@ -127,31 +131,30 @@ def _iter_lines(part: Part, rows: Container[int] | None) -> Iterator[tuple[int, 
     with open_at(part.path, at) as file:
         while at < end:
             line = file.readline(MAX_ROW_BYTES)
-            size = len(line)
+            size, is_row = len(line), _has_content(line, 0, len(line))
             while line[-1:] != b"\n" and (rest := file.readline(_BLOCK)):  # the rest of a line that is too long
-                size, line = size + len(rest), rest
+                size, line, is_row = size + len(rest), rest, is_row or _has_content(rest, 0, len(rest))
             if not size:
                 raise InputError(f"{part.path} became shorter while it was read; run the same command again")
-            if rows is None or row in rows:
-                value = _line_value(line, size, is_first=at == 0)
-                if value is not None:
-                    yield row, value[0]
-            at, row = at + size, row + 1
+            if is_row and (rows is None or row in rows):
+                yield row, _line_value(line, size)
+            at, row = at + size, row + is_row
 
 
-def _line_value(line: bytes, size: int, is_first: bool) -> tuple[Any] | None:
-    """A tuple of the line's value or a SkipSample; None for a blank line."""
+def _has_content(data: bytes, start: int, end: int) -> bool:
+    return _CONTENT.search(data, start, end) is not None
+
+
+def _line_value(line: bytes, size: int) -> Any:
+    """The line's value, or why there is none."""
     if size > MAX_ROW_BYTES:
-        return (SkipSample("json_parse_error", f"a line of {size} bytes; the limit is {MAX_ROW_BYTES}"),)
-    line = line.removeprefix(_BOM) if is_first else line
-    if not line.strip():
-        return None
+        return SkipSample("json_parse_error", f"a line of {size} bytes; the limit is {MAX_ROW_BYTES}")
     try:
-        return (parse_json(line.decode("utf-8").strip(_SPACE)),)
+        return parse_json(line.decode("utf-8-sig").strip(_SPACE))
     except UnicodeDecodeError as error:
-        return (SkipSample("json_parse_error", f"not UTF-8: {error.reason} at byte {error.start} of the line"),)
+        return SkipSample("json_parse_error", f"not UTF-8: {error.reason} at byte {error.start} of the line")
     except SkipSample as skip:
-        return (skip,)
+        return skip
 
 
 def _array_spans(path: StorePath) -> Iterator[Span]:

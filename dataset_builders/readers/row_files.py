@@ -5,12 +5,16 @@ A subset is a folder of files, or the files directly in the source that share a 
     source/chart_qa/train-00000.jsonl  train-00001.jsonl      subset chart_qa
     source/llava_mix.json                                     subset llava_mix
     source/train-00000-of-00002.jsonl  ...-00001-of-00002     subset train
-    source/00000.tar  00001.tar                               subset data: the names are nothing but numbers
+    source/000.tar  001.tar                                   subset data: the names are nothing but numbers
+    source/vqa2.json                                          subset vqa2: no other file has the name with a number
+
+A number of four digits or more, or one with `-of-`, is always a running number; a shorter one only in several files.
 """
 
 import dataclasses
 import io
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import BinaryIO
 
@@ -22,7 +26,7 @@ from dataset_builders.storage.store import StorePath, is_local
 
 NUMBERED = "data"  # the subset of files whose names are numbers
 
-_RUNNING_NUMBER = re.compile(r"[-_.]?\d{4,}(-of-\d+)?$")
+_RUNNING_NUMBER = re.compile(r"[-_.]?(?:(?P<sure>\d{4,}(?:-of-\d+)?|\d+-of-\d+)|\d+)$")
 _STORE_BLOCK = 8 << 20  # bytes of one request to an object store
 
 
@@ -31,7 +35,8 @@ def subset_patterns(subsets: Sequence[str], suffixes: Sequence[str]) -> tuple[st
     patterns = []
     for suffix in suffixes:
         for subset in subsets:
-            patterns += [f"{subset}{suffix}", f"{subset}[-_.]*[0-9]{suffix}", f"{subset}/*{suffix}"]
+            numbered = [f"{subset}[-_.]*[0-9]{suffix}", f"{subset}[0-9]*{suffix}"]
+            patterns += [f"{subset}{suffix}", *numbered, f"{subset}/*{suffix}"]
             patterns += [f"[0-9]*{suffix}"] if subset == NUMBERED else []
         patterns += [] if subsets else [f"*{suffix}", f"*/*{suffix}"]
     return tuple(patterns)
@@ -46,8 +51,9 @@ def subset_files(
         InputError: no such source or subset, no file, or a name that cannot be part of a key.
     """
     files_of: dict[str, list[SourceFile]] = {}
-    for file in list_files(source, subset_patterns((), suffixes)):
-        files_of.setdefault(_subset_of(file.name, suffixes), []).append(file)
+    found = list_files(source, subset_patterns((), suffixes))
+    for file, subset in zip(found, _subsets_of([file.name for file in found], suffixes)):
+        files_of.setdefault(subset, []).append(file)
     if not files_of:
         globs = " or ".join(f"*{suffix}" for suffix in suffixes)
         raise InputError(f"raw data {source} holds neither {globs} nor folders of them")
@@ -124,10 +130,14 @@ def open_at(path: StorePath, offset: int = 0) -> BinaryIO:
         raise InputError(f"{path} cannot be read: {one_line(error)}") from error
 
 
-def _subset_of(name: str, suffixes: Sequence[str]) -> str:
-    """The folder; for a file in the source itself, its name without suffix and running number."""
-    folder, _, base = name.rpartition("/")
-    if folder:
-        return folder
-    suffix = max((s for s in suffixes if base.endswith(s)), key=len, default="")
-    return _RUNNING_NUMBER.sub("", base.removesuffix(suffix)) or NUMBERED
+def _subsets_of(names: Sequence[str], suffixes: Sequence[str]) -> list[str]:
+    """The folder of each file; for a file in the source itself, its name without suffix and running number."""
+    stems = [name.removesuffix(max((s for s in suffixes if name.endswith(s)), key=len, default="")) for name in names]
+    numbers = [None if "/" in stem else _RUNNING_NUMBER.search(stem) for stem in stems]
+    bare = [stem[: number.start()] if number else "" for stem, number in zip(stems, numbers)]
+    shared = Counter(name for name, number in zip(bare, numbers) if number)
+    subsets = []
+    for stem, number, name in zip(stems, numbers, bare):
+        is_running = number is not None and (number["sure"] is not None or shared[name] > 1)
+        subsets.append(name or NUMBERED if is_running else stem.rpartition("/")[0] or stem)
+    return subsets

@@ -5,19 +5,25 @@ whose file name begins with a dot, and those named `__like_this__`, are not data
 
 tarfile takes a header that it cannot read for the end of the tar. Here the end is what the format says, a block of
 zeros. Anything else is a tar that was cut or damaged.
+
+Members of one name that lie apart would become samples that lack a part, so such a tar is refused with the command that
+sorts it. Only a hash of each name is kept to see that.
 """
 
 import errno
 import re
+import shlex
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
+import xxhash
+
 from dataset_builders.contracts.sample import SkipSample
-from dataset_builders.errors import InputError, one_line
+from dataset_builders.errors import InputError, in_ascii, one_line
 from dataset_builders.readers.row_files import open_at
-from dataset_builders.storage.store import StorePath
+from dataset_builders.storage.store import StorePath, is_local
 
 _PART_ROWS = 512
 _PART_BYTES = 256 << 20
@@ -68,12 +74,17 @@ def list_group_spans(path: StorePath) -> Iterator[tuple[int, int, int]]:
     """(first byte, byte after the last, samples) of each part of a tar, about 512 samples or 256 MiB.
 
     Raises:
-        InputError: the tar breaks off, or the file is not a tar.
+        InputError: the tar breaks off, the file is not a tar, or the members of a sample lie apart.
     """
     start, rows, last = 0, 0, 0
+    seen: set[int] = set()
     with open_at(path) as file:
         reader = _TarReader(path, file)
         for group in reader.groups():
+            name = xxhash.xxh3_64_intdigest(group.name.encode("utf-8", "surrogateescape"))
+            if group.name and name in seen:
+                raise _unsorted(path, group)
+            seen.add(name)
             # Not at a member without a name: it may lie among the members of the sample before it.
             if group.name and (rows >= _PART_ROWS or (rows and last - start >= _PART_BYTES)):
                 yield start, group.start, rows
@@ -81,6 +92,16 @@ def list_group_spans(path: StorePath) -> Iterator[tuple[int, int, int]]:
             rows, last = rows + 1, reader.end
         if rows:
             yield start, reader.end, rows
+
+
+def _unsorted(path: StorePath, group: Group) -> InputError:
+    tar = shlex.quote(str(path) if is_local(path) else path.name)
+    where = "" if is_local(path) else ", on a copy of it"
+    return InputError(
+        f"{path}: the members of {in_ascii(group.name)!r} lie apart (again at byte {group.start}), so samples would "
+        f"lack images or texts; sort the tar by names{where}: mkdir unpacked && tar -xf {tar} -C unpacked && "
+        f"tar --sort=name -cf {tar} -C unpacked . && rm -r unpacked"
+    )
 
 
 def iter_groups(path: StorePath, span: tuple[int, int]) -> Iterator[Group]:
@@ -154,14 +175,14 @@ class _TarReader:
                 yield member
             if self._stop is None:
                 self._check_end()
-        except (tarfile.TarError, ValueError, OverflowError, EOFError) as error:
-            if isinstance(error, InputError):
-                raise
-            raise self._broken(one_line(error, 100)) from error
+        except (InputError, MemoryError):
+            raise
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
             raise self._broken("a header that points to where no file reaches") from error
+        except Exception as error:  # of tarfile: hostile headers make it raise nearly anything
+            raise self._broken(one_line(error, 100) or type(error).__name__) from error
 
     def _check_end(self) -> None:
         self._file.seek(self.end)

@@ -3,7 +3,7 @@
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from flows.pipeline.recipe import Recipe
 from flows.tracking.notes import score_text
 from flows.tracking.record import Learnt
 from flows.tracking.store import has_own_database, is_served
+from stages.artifacts.artifact import Artifact
+from stages.artifacts.quarantine import QUARANTINE, reason_words
 from stages.evaluate.predictions import PREDICTIONS
 from stages.evaluate.reference_loss import PERPLEXITY
 from stages.pages.report import REPORT_HTML
@@ -38,9 +40,10 @@ def print_closing(
         for r in result["stages"]
     ]
     print_table(f"Stages, in {shorten(root)}", ("stage", "", "seconds", "directory"), rows, is_terminal)
-    print_scores(result["scores"], result["counts"], is_terminal)
+    print_scores(result["scores"], result["counts"], is_terminal, result["headlines"])
     num_made = sum(not r["reused"] for r in result["stages"])
-    print(f"\n{num_made} of {len(rows)} stages made, {len(rows) - num_made} reused, {seconds:.0f} s in all.")
+    print("".join(f"\n{line}" for line in left_out_lines(result["stages"], root)))
+    print(f"{num_made} of {len(rows)} stages made, {len(rows) - num_made} reused, {seconds:.0f} s in all.")
     print(f"Model:  {shorten(location(result['hf_dir']))}  (loads with transformers' from_pretrained)")
     learnt = result["learnt"]
     for text in registration(result["registered_name"], result["refusals"], result["mlflow_run"] is not None, learnt):
@@ -48,6 +51,26 @@ def print_closing(
     print("\nNext:")
     for text, command in next_commands(result, root, recipe, arguments):
         print(f"  {text}\n    {command}")
+
+
+def left_out_lines(stages: Sequence[Mapping[str, Any]], root: StorePath) -> list[str]:
+    """One line for each data stage that left out rows: how many, why, and the file that names each of them.
+
+    Args:
+        stages: name and directory of each stage of the run, in order.
+    """
+    lines, kept = [], 0
+    for stage in stages:
+        manifest, quarantine = Artifact.load(location(stage["dir"])).manifest, location(stage["dir"]) / QUARANTINE
+        if not quarantine.is_file():
+            continue
+        lost = sum(manifest.skips.values())
+        kept = manifest.num_samples if manifest.shards else kept - lost  # plan_bins copies no samples
+        if lost:
+            noun = "rows" if manifest.stats.get("raw_rows") == kept + lost else "samples"
+            counts = f"{lost} of {kept + lost} {noun} ({reason_words(manifest.skips)})"
+            lines.append(f"{stage['stage']} left out: {counts}, each named in {_below(str(quarantine), root)}")
+    return lines
 
 
 def registration(name: str, refusals: Sequence[str], has_record: bool, learnt: Learnt) -> list[str]:
@@ -66,8 +89,17 @@ def registration(name: str, refusals: Sequence[str], has_record: bool, learnt: L
     return [f"Registered as {name} in MLflow{size}{verdict}."]
 
 
-def print_scores(scores: dict[str, dict[str, float]], counts: dict[str, dict[str, int]], is_terminal: bool) -> None:
-    """Print one row per subset, one column per metric."""
+def print_scores(
+    scores: Mapping[str, Mapping[str, float]],
+    counts: Mapping[str, Mapping[str, int]],
+    is_terminal: bool,
+    headlines: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Print one row per subset, one column per metric; the headline metric of each with its interval.
+
+    Args:
+        headlines: subset -> its headline metric, and the ends of the interval: "metric", "low", "high".
+    """
     names = dict.fromkeys(metric for values in scores.values() for metric in values)
     metrics = [name for name in names if not name.startswith("mean_") and name != PERPLEXITY]  # those are in MLflow
     kinds = list(dict.fromkeys(kind for values in counts.values() for kind, count in values.items() if count))
@@ -75,11 +107,16 @@ def print_scores(scores: dict[str, dict[str, float]], counts: dict[str, dict[str
         (
             subset,
             *(str(counts.get(subset, {}).get(kind, "")) for kind in kinds),
-            *(score_text(values.get(metric)) for metric in metrics),
+            *(score_text(values.get(metric), _ends(headlines.get(subset), metric)) for metric in metrics),
         )
         for subset, values in scores.items()
     ]
     print_table("Scores on held-out samples", ("subset", *kinds, *metrics), rows, is_terminal)
+
+
+def _ends(headline: Mapping[str, Any] | None, metric: str) -> tuple[float, float] | None:
+    """The ends of the interval of a score, if it is the headline metric."""
+    return None if headline is None or headline["metric"] != metric else (headline["low"], headline["high"])
 
 
 def next_commands(

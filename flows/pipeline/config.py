@@ -1,5 +1,7 @@
 """PipelineConfig: everything that a recipe says, checked at once and across stages."""
 
+import os
+import re
 from typing import Annotated
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
@@ -25,6 +27,9 @@ EMBEDDED = "embedded"
 SOURCE = "source"
 
 
+DIGITS_RECIPES = ("embedded", "adapter")  # names of the recipes whose data are the embedded digits
+
+
 def _kind(value: object) -> str:
     return SOURCE if isinstance(value, str) else EMBEDDED
 
@@ -46,7 +51,9 @@ class PipelineConfig(StrictModel):
     model_config = ConfigDict(hide_input_in_errors=True)  # else a traceback shows a URL with its password
 
     name: str = Field(
-        pattern="^[a-z0-9][a-z0-9-]*$", description="of the MLflow experiment and of the registered model"
+        pattern="^[a-z0-9][a-z0-9-]*$",
+        description="of the MLflow experiment and of the registered model; where a recipe of the embedded digits reads "
+        "other data, these have the data's name",
     )
     data: Data = Field(
         description="settings of the embedded digits; or a directory of <subset>/*.parquet, or a hub dataset"
@@ -165,6 +172,16 @@ class PipelineConfig(StrictModel):
             pad_multiple=self.plan_bins.pad_multiple,
             names=FieldNames("execution.parallel.", "execution.cluster.processes"),
         )
+
+    @property
+    def mlflow_name(self) -> str:
+        """The name of the MLflow experiment and of the registered model: the recipe's, or the last part of the data's
+        where the recipe is one of the embedded digits and the data are others."""
+        if not isinstance(self.data, str) or self.name not in DIGITS_RECIPES:
+            return f"athanor-{self.name}"
+        last = os.path.basename(os.path.abspath(self.data.partition("://")[2] or self.data))
+        words = re.sub("[^a-z0-9]+", "-", last.lower()).strip("-") or "data"
+        return f"athanor-{words}" if words not in DIGITS_RECIPES else f"athanor-{words}-data"
 
     def identity(self) -> dict[str, object]:
         """Everything but `execution`, as plain JSON; without newer fields where they are null, so that what was made

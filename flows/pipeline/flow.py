@@ -4,6 +4,8 @@ Each is a loop over its nodes of the graph. The deployed flows have the same nam
 """
 
 import contextlib
+import importlib
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -11,12 +13,12 @@ from prefect import flow
 from prefect.runtime import flow_run
 
 from dataset_builders.errors import InputError
-from dataset_builders.storage.store import location
+from dataset_builders.storage.store import local_dir, location
 from flows.pipeline.config import PipelineConfig
 from flows.pipeline.graph import EVALUATE, PREPARE_DATA, TRAIN, Node, Place, open_inputs, pipeline_nodes, place_of
 from flows.pipeline.mlflow_run import ends_with_failure, open_tracking
 from flows.pipeline.prefect_pages import publish_mlflow, publish_scores, publish_stages
-from flows.pipeline.tasks import StageRun, register_task, registered_name, stage_task
+from flows.pipeline.tasks import StageRun, register_task, stage_task
 from flows.prefect_server.stored_results import refuse_stored_results
 from flows.resources.dask_pool import check_cluster, on_cluster
 from flows.resources.limits import has_server
@@ -24,11 +26,14 @@ from flows.tracking.notes import run_name
 from flows.tracking.tracker import Tracker
 from stages.answer.engine import check_engine
 from stages.artifacts.artifact import Artifact, Input
+from stages.contamination.stage import contaminated_keys
+from stages.encode.chat import ChatEncoder
 from stages.launchers.job import check_launcher
 from stages.release.hub import check_push
 from trainer.contract.names import HF_EXPORT
 
 Runs = dict[str, StageRun]
+_log = logging.getLogger("athanor.pipeline")
 _LINK_SECONDS = 0.3  # a fresh store takes longer; its link is published at the end
 refuse_stored_results()
 
@@ -101,17 +106,18 @@ def vlm_sft(
         differs: fields that differ from the recipe; they go into the run's name.
 
     Returns:
-        plain values for a closing table: stages, hf_dir, scores, the model's registered name and one line per gate
-        that failed, the MLflow run, what MLflow has answered, and its pages.
+        plain values for a closing table: stages, hf_dir, scores with their intervals, the model's registered name and
+        one line per gate that failed, the MLflow run, what MLflow has answered, and its pages.
     """
     externals = open_inputs(config, location(root))
     check_launcher(config.execution.cluster)
+    check_chat(config, externals)
     check_answering(config)
     check_push(config.execution.registry.push_to)
     check_cluster(config.execution, location(root), [item.dir for item in externals.values()])
     with tracked(config, root, externals, recipe or config.name, differs or {}) as tracker:
         runs, places = prepare_data(config, root, tracker.key)
-        _check_heldout(runs["convert"]["dir"])
+        check_heldout({name: run["dir"] for name, run in runs.items()}, config)
         mlflow_url = tracker.url(_LINK_SECONDS if has_server() else 0)  # for people who watch the training
         publish_mlflow(mlflow_url)
         runs |= run_nodes(config, root, tracker.key, pipeline_nodes(config, [TRAIN]), places)
@@ -125,7 +131,8 @@ def vlm_sft(
         "hf_dir": str(location(runs["release"]["dir"]) / HF_EXPORT),
         "scores": stats["scores"],
         "counts": stats.get("counts", {}),
-        "registered_name": registered_name(config),
+        "headlines": stats.get("headlines", {}),
+        "registered_name": config.mlflow_name,
         "refusals": refusals,
         "mlflow_run": tracker.key,
         "learnt": tracker.learnt(),
@@ -158,6 +165,16 @@ def publish_results(runs: Runs) -> dict[str, Any]:
     return stats
 
 
+def check_chat(config: PipelineConfig, externals: Mapping[str, Input]) -> None:
+    """Before any stage, see that the chat template of the user's model teaches what inference asks.
+
+    Raises:
+        InputError: it does not, or the tokenizer is not one that can be used.
+    """
+    if "processor" in externals:
+        ChatEncoder(local_dir(externals["processor"].dir), config.tokenize.learn, config.tokenize.system_prompt)
+
+
 def check_answering(config: PipelineConfig) -> None:
     """Before hours of training, check that the library that answers is installed, if this machine is to answer.
 
@@ -168,11 +185,32 @@ def check_answering(config: PipelineConfig) -> None:
         check_engine(config.evaluate.engine)
 
 
-def _check_heldout(samples_dir: str) -> None:
-    """Before hours of training, check that there are samples to evaluate on."""
-    shards = Artifact.load(location(samples_dir)).manifest.shards
-    if not any(shard.split == "heldout" and shard.num_samples for shard in shards):
+def check_heldout(dirs: Mapping[str, str], config: PipelineConfig) -> None:
+    """Before hours of training, check that there are samples to score, and warn if there are few.
+
+    Args:
+        dirs: stage -> directory, for "convert" and, if the recipe has it, "contamination".
+
+    Raises:
+        InputError: there is no held-out sample, or each that would be asked has a picture that occurs in train.
+    """
+    samples = Artifact.load(location(dirs["convert"]))
+    num_asked = sum(shard.num_samples for shard in samples.manifest.shards if shard.split == "heldout")
+    if not num_asked:
         raise InputError(
-            f"{samples_dir} holds no held-out sample, so nothing could be evaluated; raise convert.heldout_fraction "
+            f"{samples.dir} holds no held-out sample, so nothing could be evaluated; raise convert.heldout_fraction "
             "or read a split that the source holds out"
         )
+    unscored = contaminated_keys(location(dirs["contamination"])) if "contamination" in dirs else {}
+    limit = config.evaluate.max_samples_per_subset
+    if unscored and limit is not None:
+        plan = importlib.import_module("stages.answer.plan")  # imported now, since it loads torch
+        asked = {sample.key for sample in plan.heldout_samples(samples, limit)}
+        num_asked, unscored = len(asked), asked & unscored.keys()
+    num_scored, least = num_asked - len(unscored), config.convert.min_heldout
+    why = f"{len(unscored)} of {num_asked} held-out samples have a picture that occurs in train and count in no score"
+    way_out = f"see {dirs.get('contamination')}/report.html, hold out others (convert.seed), or set contamination=null"
+    if not num_scored:
+        raise InputError(f"{why}, so nothing would be left; {way_out}")
+    if unscored and num_scored < least:
+        _log.warning("%s: %d are left, fewer than convert.min_heldout=%d; %s", why, num_scored, least, way_out)

@@ -159,7 +159,7 @@ def release_config(config: PipelineConfig) -> ReleaseConfig:
     """The run's facts for the model card."""
     data = config.data if isinstance(config.data, str) else f"{data_stage(config)} (made by athanor)"
     return ReleaseConfig(
-        name=f"athanor-{config.name}",
+        name=config.mlflow_name,
         base_model=config.model if isinstance(config.model, str) else None,
         datasets=[data],
         recipe=config.identity(),

@@ -60,7 +60,7 @@ def open_tracking(
         **execution_tags(config),
     }
     opening = Opening(
-        experiment=f"athanor-{config.name}",
+        experiment=config.mlflow_name,
         name=run_name(recipe, differs),
         identity=identity,
         params=config.identity(),

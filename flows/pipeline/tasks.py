@@ -163,14 +163,9 @@ def register_task(config: PipelineConfig, root: str, tracking_run: str | None, d
     failed_gates = refusals(registry.gates, flat_scores(scores), gains)
     for reason in failed_gates:
         get_run_logger().warning("the model is not registered: %s", reason)
-    name, hf_dir = registered_name(config), artifacts["release"].dir / HF_EXPORT
+    name, hf_dir = config.mlflow_name, artifacts["release"].dir / HF_EXPORT
     tracker.register(artifacts["export"], artifacts["evaluate"], hf_dir, name, failed_gates)
     if registry.push_to is not None and not failed_gates:
         page = push_to_hub(local_dir(hf_dir), registry.push_to, registry.push_private)
         get_run_logger().info("the model is at %s", page)
     return failed_gates
-
-
-def registered_name(config: PipelineConfig) -> str:
-    """The model's name in MLflow's registry."""
-    return f"athanor-{config.name}"

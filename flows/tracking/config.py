@@ -49,7 +49,7 @@ class Gate(StrictModel):
 
 class RegistryConfig(StrictModel):
     """A model that passes the gates is registered and gets the alias `candidate`; one that beats the champion by the
-    margin gets `champion`."""
+    margin, and surely, gets `champion` (see `flows.tracking.registry.decide`)."""
 
     metric: str = Field(
         default="exact_match",
@@ -57,6 +57,9 @@ class RegistryConfig(StrictModel):
         description="score that is compared, higher is better: a metric's name, or metric/subset",
     )
     margin: float = Field(default=0.005, ge=0, le=10**6, description="by how much a version must beat the champion")
+    min_answers: int = Field(
+        default=10, ge=1, le=10**9, description="answers that the score of a champion has at the least"
+    )
     other_heldout: Literal["candidate", "champion"] = Field(
         default="candidate",
         description="what a version becomes whose held-out samples are not the champion's, so that no score compares "

@@ -84,9 +84,10 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]], number
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (columns, rule, *rows))
 
 
-def score_text(value: float | None) -> str:
-    """A score with four decimals; empty if there is none."""
-    return "" if value is None else f"{value:.4f}"
+def score_text(value: float | None, ends: tuple[float, float] | None = None) -> str:
+    """A score with four decimals, and its interval's ends with two, `0.9328 (0.91 to 0.95)`; or nothing."""
+    interval = "" if ends is None else f" ({ends[0]:.2f} to {ends[1]:.2f})"
+    return "" if value is None else f"{value:.4f}{interval}"
 
 
 def experiment_note(names: Sequence[str], run_ids: Sequence[str], experiment_id: str) -> str:

@@ -6,7 +6,9 @@ Scores are compared if they are of the same held-out samples alone (HELDOUT_TAG)
 """
 
 import contextlib
+import importlib
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from flows.tracking.config import RegistryConfig
 from flows.tracking.store import may_pass, store_lock
@@ -20,16 +22,21 @@ from mlflow.exceptions import MlflowException
 from dataset_builders.contracts.fingerprint import flatten
 from dataset_builders.errors import InputError
 from dataset_builders.storage.store import StorePath, absolute
+from flows.tracking.notes import score_text
 from flows.tracking.record import Registration, find_place
 from flows.tracking.run_writer import RunWriter
 from stages.artifacts.artifact import Artifact
-from stages.evaluate.predictions import heldout_fingerprint
+from stages.evaluate.predictions import PREDICTIONS, heldout_fingerprint
 from stages.scoring.names import flat_scores
+
+if TYPE_CHECKING:
+    from stages.compare.certainty import Certainty
 
 CANDIDATE, CHAMPION = "candidate", "champion"
 MODEL_TAG, _VERSION_TAG = "athanor.model_id", "athanor.model_version"
 REASON_TAG = "athanor.champion"
-HELDOUT_TAG = "heldout"
+HELDOUT_TAG, EVALUATION_TAG = "heldout", "evaluation"
+_CERTAINTY = "stages.compare.certainty"
 _NOT_COMPARED = "so that the two are not compared"
 _WAY_OUT = "the same command with --set execution.registry.other_heldout=champion"
 _BEATEN_TAG = "athanor.beaten_version"  # on a version that becomes champion: the one before it, or "none"
@@ -82,7 +89,7 @@ def register_model(
     if writer.is_marked("export_model", fingerprint) and not _is_open(writer.tags.get(REASON_TAG), config):
         return False
     tags = {"hf_dir": str(find_place(root, registration.hf_dir)), "fingerprint": fingerprint}
-    tags |= {HELDOUT_TAG: heldout_fingerprint(evaluated)}
+    tags |= {HELDOUT_TAG: heldout_fingerprint(evaluated), EVALUATION_TAG: evaluated.manifest.fingerprint}
     tags |= {name: f"{value:.6g}" for name, value in flat_scores(registration.scores).items()}
     model_id = writer.tags[MODEL_TAG]
     version = register(writer.client, registration.name, source, writer.run_id, model_id, tags).version
@@ -139,9 +146,9 @@ def promote(client: MlflowClient, root: StorePath, name: str, number: str, confi
         reason = version.tags.get(REASON_TAG)
         if reason is None or _is_open(reason, config):
             heldouts = [_heldout_of(client, root, each) for each in (version, champion) if each is not None]
-            wins, reason = decide(
-                version, champion, config, is_comparable=None not in heldouts and len({*heldouts}) == 1
-            )
+            is_comparable = None not in heldouts and len({*heldouts}) == 1
+            certainty = _certainty_of(client, root, version, champion if is_comparable else None, config.metric)
+            wins, reason = decide(version, champion, config, certainty, is_comparable)
             if wins:
                 before = _number(champion)
                 client.set_model_version_tag(name, number, _BEATEN_TAG, before)
@@ -154,26 +161,59 @@ def promote(client: MlflowClient, root: StorePath, name: str, number: str, confi
 
 
 def decide(
-    version: ModelVersion, champion: ModelVersion | None, config: RegistryConfig, is_comparable: bool = True
+    version: ModelVersion,
+    champion: ModelVersion | None,
+    config: RegistryConfig,
+    certainty: "Certainty | None",
+    is_comparable: bool = True,
 ) -> tuple[bool, str]:
     """Whether a version becomes champion, and why.
 
+    It does if it is better by the margin, and surely better. Its score has at least `min_answers` answers. Where there
+    is no champion, the interval of the score lies above 0. Where there is one, the interval of the lead over it, from
+    the same questions (paired bootstrap), lies above 0; if the champion's answers are gone, the interval of the score
+    is not wider than the lead.
+
     Args:
+        certainty: None: the score is not one of answers (a loss, a rate of the generation), so only the margin counts.
         is_comparable: whether both were scored on the same held-out samples.
     """
     ours = _score(version, config.metric)
+    about = f"{config.metric} {_text(ours, certainty)}"
+    if ours is None:
+        return False, f"{about}, which no score can be compared with: {CANDIDATE} only"
+    if certainty is not None and certainty.num_answers < config.min_answers:
+        few = f"{about} of {certainty.num_answers} answers, fewer than execution.registry.min_answers"
+        return False, f"{few}={config.min_answers}: {CANDIDATE} only; hold out more samples (convert.min_heldout)"
     if champion is None:
-        return True, f"{config.metric} {_text(ours)}, no champion before: {CHAMPION}"
+        if certainty is not None and not certainty.score.low > 0:
+            return False, f"{about}, no champion before, and the score is not surely above 0: {CANDIDATE} only"
+        return True, f"{about}, no champion before: {CHAMPION}"
     if not is_comparable:
-        other = f"{config.metric} {_text(ours)} of other held-out samples than those of version {champion.version}"
+        other = f"{about} of other held-out samples than those of version {champion.version}"
         if config.other_heldout == CHAMPION:
             return True, f"{other}, in whose place it is put: {CHAMPION}"
         return False, f"{other}, {_NOT_COMPARED}: {CANDIDATE} only; {_WAY_OUT} makes it {CHAMPION}"
     theirs = _score(champion, config.metric)
-    against = f"{config.metric} {_text(ours)} against {_text(theirs)} of version {champion.version}"
-    if ours is not None and (theirs is None or (ours > theirs and round(ours - theirs - config.margin, 9) >= 0)):
+    against = f"{about} against {_text(theirs)} of version {champion.version}"
+    if theirs is None:
         return True, f"{against}: {CHAMPION}"
-    return False, f"{against}: {CANDIDATE} only, the margin is {config.margin:g}"
+    if not (ours > theirs and round(ours - theirs - config.margin, 9) >= 0):
+        return False, f"{against}: {CANDIDATE} only, the margin is {config.margin:g}"
+    if doubt := _doubt(ours - theirs, certainty):
+        return False, f"{against}: {CANDIDATE} only, {doubt}"
+    return True, f"{against}: {CHAMPION}"
+
+
+def _doubt(lead: float, certainty: "Certainty | None") -> str:
+    """Why a lead over the champion may be chance; empty if it is certain."""
+    if certainty is None:
+        return ""
+    if certainty.lead is not None:
+        low, high = certainty.lead.low, certainty.lead.high
+        return "" if low > 0 else f"the lead of {lead:.4f} may be chance ({low:+.4f} to {high:+.4f})"
+    width = certainty.score.high - certainty.score.low
+    return "" if width <= lead else f"the lead of {lead:.4f} is smaller than the interval of the score, {width:.4f}"
 
 
 def _is_open(reason: str | None, config: RegistryConfig) -> bool:
@@ -181,20 +221,38 @@ def _is_open(reason: str | None, config: RegistryConfig) -> bool:
     return _NOT_COMPARED in (reason or "") and config.other_heldout == CHAMPION
 
 
+def _certainty_of(
+    client: MlflowClient, root: StorePath, version: ModelVersion, champion: ModelVersion | None, metric: str
+) -> "Certainty | None":
+    """The certainty of a version's score; None if its evaluation is gone or the score is not one of answers."""
+    ours, theirs = (None if each is None else _evaluation_of(client, root, each) for each in (version, champion))
+    # Imported now: the libraries of the metrics take a second to load.
+    return None if ours is None else importlib.import_module(_CERTAINTY).certainty_of(ours, theirs, metric)
+
+
 def _heldout_of(client: MlflowClient, root: StorePath, version: ModelVersion) -> str | None:
     """What the scores of a version are of. A version from before this was kept learns it from its evaluation in the
     root; None if that is gone."""
     if heldout := version.tags.get(HELDOUT_TAG):
         return heldout
+    if (evaluated := _evaluation_of(client, root, version)) is None:
+        return None
+    heldout = heldout_fingerprint(evaluated)
+    client.set_model_version_tag(version.name, version.version, HELDOUT_TAG, heldout)
+    return heldout
+
+
+def _evaluation_of(client: MlflowClient, root: StorePath, version: ModelVersion) -> Artifact | None:
+    """The evaluation that a version's scores are of; None if its run or the evaluation is gone."""
     try:
-        fingerprint = client.get_run(version.run_id).data.tags.get("fingerprint.evaluate", "")
-        heldout = heldout_fingerprint(Artifact.load(absolute(root) / "artifacts" / "evaluate" / fingerprint))
+        fingerprint = version.tags.get(EVALUATION_TAG)
+        fingerprint = fingerprint or client.get_run(version.run_id).data.tags.get("fingerprint.evaluate", "")
+        evaluated = Artifact.load(absolute(root) / "artifacts" / "evaluate" / fingerprint)
+        return evaluated if (evaluated.dir / PREDICTIONS).is_file() else None
     except (MlflowException, InputError, FileNotFoundError) as error:
         if may_pass(error):
             raise
-        return None  # its run or its evaluation is gone
-    client.set_model_version_tag(version.name, version.version, HELDOUT_TAG, heldout)
-    return heldout
+        return None
 
 
 def _number(version: ModelVersion | None) -> str:
@@ -208,5 +266,5 @@ def _score(version: ModelVersion, metric: str) -> float | None:
         return None
 
 
-def _text(score: float | None) -> str:
-    return "unknown" if score is None else f"{score:.4f}"
+def _text(score: float | None, certainty: "Certainty | None" = None) -> str:
+    return "unknown" if score is None else score_text(score, certainty and (certainty.score.low, certainty.score.high))

@@ -2,15 +2,18 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from dataset_builders.contracts.sample import SKIP_REASONS
+from dataset_builders.errors import InputError
 from dataset_builders.storage.files import atomic_path
 from dataset_builders.storage.store import StorePath
 from stages.pages.report import Table
 
 QUARANTINE = "quarantine.jsonl"
 _SHOWN = 200
+_MIN_LOST = 3  # rows; a source that loses fewer is not judged by their share
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,38 @@ def write_quarantine(directory: StorePath, left_out: Iterable[LeftOut]) -> int:
 def count_reasons(left_out: Iterable[LeftOut]) -> dict[str, int]:
     """Reason -> number of samples, sorted by reason."""
     return dict(sorted(Counter(item.reason for item in left_out).items()))
+
+
+def reason_words(skips: Mapping[str, int]) -> str:
+    """Reasons with their numbers, the commonest first: `image_not_found 30, empty_target 2`."""
+    return ", ".join(f"{reason} {number}" for reason, number in Counter(skips).most_common())
+
+
+def check_lost(
+    skips: Mapping[str, int], num_samples: int, limit: tuple[str, float], source: StorePath, work: StorePath
+) -> None:
+    """See that a stage does not lose too many of its samples, however few it has.
+
+    Args:
+        skips: reason -> number of samples that are lost.
+        num_samples: samples that were read, with those that are lost.
+        limit: name of the field that bounds the share of lost samples, and its value.
+        source: where the samples come from, for the message.
+        work: directory that holds quarantine.jsonl.
+
+    Raises:
+        InputError: at least 3 samples and more than the allowed share are lost, or all of them are.
+    """
+    num_lost, (field, fraction) = sum(skips.values()), limit
+    if num_lost < num_samples and (num_lost < _MIN_LOST or num_lost <= fraction * num_samples):
+        return
+    worst = max(skips, key=skips.__getitem__, default="")
+    meaning = f"{worst}: {SKIP_REASONS[worst]}; " if worst else ""
+    raise InputError(
+        f"{num_lost} of {num_samples} samples of {source} cannot be used ({reason_words(skips)}), and "
+        f"{field}={fraction:g} allows {int(fraction * num_samples)}; {meaning}mend the data or raise the limit; "
+        f"each is named in {work / QUARANTINE}"
+    )
 
 
 def left_out_table(left_out: Sequence[LeftOut], total: int | None = None) -> Table:

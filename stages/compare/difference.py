@@ -43,7 +43,7 @@ class Comparison:
         return bounds
 
 
-def _answers_of(predictions: pa.Table) -> AnswerSet:
+def answers_of(predictions: pa.Table) -> AnswerSet:
     """The answers of an evaluation's predictions.parquet."""
     columns = predictions.select(["key", "subset", "question", "references", "answer", "pictures"]).to_pydict()
     judged = [
@@ -61,8 +61,8 @@ def compare_predictions(
     Raises:
         InputError: they do not answer the same questions.
     """
-    _check_same(base, tuned)
-    before, after = _answers_of(base), _answers_of(tuned)
+    check_same(base, tuned)
+    before, after = answers_of(base), answers_of(tuned)
     first, _ = score_subsets(before, overrides, bootstrap)
     second, _ = score_subsets(after, overrides, bootstrap)
     differences = {name: difference(first[name].statistics, second[name].statistics, bootstrap) for name in first}
@@ -79,7 +79,8 @@ def _rows(subsets: Sequence[str], first: Mapping[str, SubsetScores], second: Map
     return rows
 
 
-def _check_same(base: pa.Table, tuned: pa.Table) -> None:
+def check_same(base: pa.Table, tuned: pa.Table) -> None:
+    """Raise InputError unless both are answers to the same questions, in the same order."""
     for name in _SAME:
         if not base[name].equals(tuned[name]):
             raise InputError(

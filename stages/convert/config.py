@@ -16,6 +16,12 @@ class ConvertConfig(StrictModel):
     subsets: tuple[str, ...] = Field(description="subsets to read; none means all that the source holds")
     options: dict[str, Any] = Field(default={}, description="the builder's own settings; see its file")
     heldout_fraction: float = Field(ge=0, lt=1, description="share of pictures (with all their samples) held out")
+    min_heldout: int = Field(
+        default=10,
+        ge=0,
+        le=10**9,
+        description="least number of samples held out: of small data more than the share; a score of fewer is chance",
+    )
     seed: int = Field(ge=0, le=2**32 - 1, description="decides which pictures are held out")
     max_image_pixels: int = Field(gt=0, le=PILLOW_PIXEL_LIMIT, description="an image with more pixels is left out")
     min_image_side: int = Field(ge=1, le=10**5, description="an image with a shorter side, in pixels, is left out")
@@ -30,7 +36,7 @@ class ConvertConfig(StrictModel):
     max_skip_fraction: float = Field(
         ge=0,
         le=1,
-        description="if a larger share is left out, exact duplicates aside, the stage fails; from 200 samples on",
+        description="if a larger share is left out, exact duplicates aside, and at least 3, the stage fails",
     )
 
     @model_validator(mode="after")

@@ -14,12 +14,28 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from dataset_builders.contracts.sample import SKIP_REASONS, SPLITS, Split
+from dataset_builders.errors import InputError
 from stages.convert.scan import Scan
 
 DUPLICATE = "duplicate_sample"
 REASONS = tuple(SKIP_REASONS)
 LEFT_OUT = -1  # in Plan.splits
 STAYS = -1  # in Plan.reasons
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Draw:
+    """How samples are split that the source puts in no split.
+
+    Attributes:
+        seed: another seed holds out other samples.
+        heldout_fraction: share of the groups held out.
+        min_heldout: if fewer samples are held out then, groups next in order are too, as long as train has as many.
+    """
+
+    seed: int
+    heldout_fraction: float
+    min_heldout: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +80,12 @@ class Plan:
         return {reason: int(count) for reason, count in sorted(zip(REASONS, counts)) if count}
 
 
-def make_plan(scan: Scan, own_splits: list[Split | None], seed: int, heldout_fraction: float, shard_bytes: int) -> Plan:
+def make_plan(scan: Scan, own_splits: list[Split | None], draw: Draw, shard_bytes: int) -> Plan:
     """The plan for the scan of all parts.
 
     Args:
         own_splits: for each part the split that the source itself puts its rows in, or None.
+        draw: how the other rows are split.
         shard_bytes: a shard is closed before it grows over this.
     """
     scanned_reasons = pc.index_in(scan.table["reason"], value_set=pa.array(REASONS), skip_nulls=True)
@@ -82,7 +99,7 @@ def make_plan(scan: Scan, own_splits: list[Split | None], seed: int, heldout_fra
     own_of_parts = np.array([0 if split is None else 1 + SPLITS.index(split) for split in own_splits], np.int8)
     own = np.repeat(own_of_parts, np.diff(scan.starts))[usable]
     splits = np.full(len(scan), LEFT_OUT, np.int8)
-    splits[usable] = _Groups(scan, usable, codes, digests).splits(own, seed, heldout_fraction)
+    splits[usable] = _Groups(scan, usable, codes, digests).splits(own, draw, reasons[usable] == STAYS)
     splits[reasons != STAYS] = LEFT_OUT
     sizes = scan.table["size"].fill_null(0).to_numpy()
     return Plan(reasons, firsts, splits, _cut_shards(splits, sizes, shard_bytes))
@@ -90,8 +107,23 @@ def make_plan(scan: Scan, own_splits: list[Split | None], seed: int, heldout_fra
 
 def split_of(seed: int, digest: bytes, heldout_fraction: float) -> Split:
     """The split of a group of samples, drawn by the smallest hash in it: the same whatever else the dataset holds."""
-    draw = int.from_bytes(hashlib.sha256(b"%d:%b" % (seed, digest)).digest()[:8], "big")
-    return "heldout" if draw < heldout_fraction * 2**64 else "train"
+    return "heldout" if _ticket(seed, digest) < heldout_fraction * 2**64 else "train"
+
+
+def check_heldout(plan: Plan, own_splits: list[Split | None], draw: Draw) -> None:
+    """Raise InputError if the samples that the source leaves to us are too few for the least number to hold out."""
+    num_heldout, num_samples = int((plan.splits == SPLITS.index("heldout")).sum()), int(plan.kept.sum())
+    if draw.heldout_fraction and None in own_splits and num_heldout < draw.min_heldout:
+        raise InputError(
+            f"convert.min_heldout={draw.min_heldout}: of {num_samples} usable samples only {num_heldout} can be held "
+            "out if as many are to be trained on (samples that share a picture stay together); add data, or lower "
+            "convert.min_heldout"
+        )
+
+
+def _ticket(seed: int, digest: bytes) -> int:
+    """The number in [0, 2^64) that a group draws; small ones are held out."""
+    return int.from_bytes(hashlib.sha256(b"%d:%b" % (seed, digest)).digest()[:8], "big")
 
 
 def _first_places(codes: np.ndarray) -> np.ndarray:
@@ -117,7 +149,7 @@ class _Groups:
         firsts = _first_places(codes)
         self.names = pa.concat_arrays([hashes.take(pa.array(smallest)), digests.take(pa.array(firsts))])
 
-    def splits(self, own: np.ndarray, seed: int, heldout_fraction: float) -> np.ndarray:
+    def splits(self, own: np.ndarray, draw: Draw, stays: np.ndarray) -> np.ndarray:
         """(m,) int8, places in SPLITS, for the usable samples.
 
         A group is heldout if the source holds any of its samples out; else train if the source puts any in train; else
@@ -125,6 +157,7 @@ class _Groups:
 
         Args:
             own: (m,) int8: 1 + the place of the source's own split, 0 if the source has none.
+            stays: (m,) bool: whether a sample is no duplicate.
         """
         of_group = np.zeros(len(self.names), np.int8)
         np.maximum.at(of_group, self.of_sample, own)
@@ -132,10 +165,34 @@ class _Groups:
         has_samples[self.of_sample] = True
         undecided = np.flatnonzero(has_samples & (of_group == 0))
         for group, name in zip(undecided, self.names.take(pa.array(undecided))):
-            of_group[group] = 1 + SPLITS.index(split_of(seed, name.as_py(), heldout_fraction))
+            of_group[group] = 1 + SPLITS.index(split_of(draw.seed, name.as_py(), draw.heldout_fraction))
+        if draw.heldout_fraction:
+            self._hold_out_more(of_group, undecided, draw, np.bincount(self.of_sample[stays], minlength=len(of_group)))
         splits = of_group[self.of_sample] - 1
         self._assert_apart(splits)
         return splits
+
+    def _hold_out_more(self, of_group: np.ndarray, undecided: np.ndarray, draw: Draw, sizes: np.ndarray) -> None:
+        """Hold out drawn groups, next in the order of their draws, until there are `min_heldout` samples.
+
+        A group that would leave fewer samples in train than in heldout is passed over.
+
+        Args:
+            of_group: (groups,) int8: 1 + the place of each group's split; changed in place.
+            sizes: (groups,) samples that stay.
+        """
+        heldout = 1 + SPLITS.index("heldout")
+        num_heldout, most = int(sizes[of_group == heldout].sum()), int(sizes.sum()) // 2
+        if num_heldout >= draw.min_heldout:
+            return
+        others = undecided[of_group[undecided] != heldout]
+        tickets = [_ticket(draw.seed, name.as_py()) for name in self.names.take(pa.array(others))]
+        for _, group in sorted(zip(tickets, others.tolist())):
+            if num_heldout >= draw.min_heldout:
+                return
+            if num_heldout + sizes[group] <= most:
+                of_group[group] = heldout
+                num_heldout += int(sizes[group])
 
     def _assert_apart(self, splits: np.ndarray) -> None:
         of_use = np.repeat(splits, self.lengths)

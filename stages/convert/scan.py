@@ -12,6 +12,7 @@ import xxhash
 from dataset_builders.contracts.sample import IMAGE_SLOT, Sample, SkipSample
 from dataset_builders.contracts.sample_record import to_fields
 from dataset_builders.contracts.strict import StrictModel
+from dataset_builders.errors import InputError
 from dataset_builders.pictures.images import ImageInfo, ImageLimits, check_image
 from dataset_builders.readers.parts import Part, SkippedRow
 from dataset_builders.sources.registry import get_builder
@@ -130,7 +131,12 @@ def assert_parts_apart(parts: Sequence[Part]) -> None:
 
 
 def _nothing_lost(part: Part, items: Iterator[Sample | SkippedRow]) -> Iterator[Sample | SkippedRow]:
-    """The same items; raises AssertionError if a raw row gave none or a key comes twice."""
+    """The same items.
+
+    Raises:
+        InputError: other rows were read than were counted.
+        AssertionError: a key comes twice, or is not of the part's subset.
+    """
     row, rows, keys = -1, 0, set()
     for item in items:
         number = part.row(item.key)
@@ -139,9 +145,18 @@ def _nothing_lost(part: Part, items: Iterator[Sample | SkippedRow]) -> Iterator[
         assert item.key not in keys, f"{part.name}: the key {item.key} comes twice"
         keys.add(item.key)
         assert item.key.startswith(f"{part.subset}/"), f"{part.name}: {item.key} is not a key of {part.subset}"
-        assert rows <= part.num_rows and part.first_row <= row < part.first_row + part.num_rows, f"{part.name}: {row}"
+        if rows > part.num_rows or not part.first_row <= row < part.first_row + part.num_rows:
+            raise _miscounted(part, f"row {part.row_in_file(item.key)} is read, which is not among them")
         yield item
-    assert rows == part.num_rows, f"{part.name}: {part.num_rows} raw rows, but the builder tells of {rows}"
+    if rows != part.num_rows:
+        last = "none" if row < 0 else f"row {part.row_in_file(item.key)}"
+        raise _miscounted(part, f"{rows} are read, the last one is {last}")
+
+
+def _miscounted(part: Part, what: str) -> InputError:
+    counted = f"{part.num_rows} rows from row {part.file_row} on were counted"
+    way_out = "if the file did not change meanwhile, report it with the rows around there"
+    return InputError(f"{part.path}: {counted}, but {what}; run the same command again, and {way_out}")
 
 
 class _ImageChecks:

@@ -10,7 +10,6 @@ second copies samples into shards. Both commit piece by piece, so that an interr
 plan between them holds something of every sample, some hundred bytes (plan.py).
 """
 
-from collections import Counter
 from collections.abc import Mapping
 
 from dataset_builders.contracts.manifest import ShardEntry
@@ -20,21 +19,21 @@ from dataset_builders.sources.registry import get_builder
 from dataset_builders.storage.files import write_text
 from dataset_builders.storage.store import StorePath, make_dir, remove_tree
 from stages.artifacts.artifact import Input, Stage, StageOutput
-from stages.artifacts.quarantine import QUARANTINE, write_quarantine
+from stages.artifacts.quarantine import check_lost, write_quarantine
 from stages.artifacts.workers import StageResources
 from stages.convert.card import convert_card
 from stages.convert.config import ConvertConfig
 from stages.convert.figures import gather_figures
 from stages.convert.pictures import PICTURES, distinct_pictures, write_pictures
-from stages.convert.plan import DUPLICATE, Plan, make_plan
+from stages.convert.plan import DUPLICATE, Draw, check_heldout, make_plan
 from stages.convert.report import Converted, choose_examples, convert_stats, iter_left_out, write_convert_report
 from stages.convert.scan import ScanTask, assert_parts_apart, scan_all, scan_path
 from stages.convert.write import RawRows, write_all, write_tasks
 from stages.pages.dataset_card import DATASET_CARD
 
-VERSION = 3  # 3: references of documents without the_cauldron's full stop
+# 3: references of documents without the_cauldron's full stop; 4: min_heldout, running numbers of any digits
+VERSION = 4
 
-_JUDGED_FROM = 200  # samples from which on max_skip_fraction counts
 _ROWS_PER_WORKER = 2000  # about the seconds of work that the start of a process costs
 
 
@@ -46,9 +45,12 @@ def _run(
     resources = (resources or StageResources()).at_most(max(1, num_rows // _ROWS_PER_WORKER))
     scan = scan_all(_scan_tasks(config, rows, work), resources)
     own_splits = [part.split for part in rows.parts.values()]
-    plan = make_plan(scan, own_splits, config.seed, config.heldout_fraction, int(config.shard_size_mb * 1e6))
+    draw = Draw(seed=config.seed, heldout_fraction=config.heldout_fraction, min_heldout=config.min_heldout)
+    plan = make_plan(scan, own_splits, draw, int(config.shard_size_mb * 1e6))
     num_left_out = write_quarantine(work, iter_left_out(scan, plan, rows.parts))
-    _check_skips(config, plan, source, work / QUARANTINE)
+    lost = {reason: number for reason, number in plan.skips().items() if reason != DUPLICATE}
+    check_lost(lost, len(scan), ("convert.max_skip_fraction", config.max_skip_fraction), source, work)
+    check_heldout(plan, own_splits, draw)
     num_kept = int(plan.kept.sum())
     shards = write_all(write_tasks(work, scan, plan, rows), num_kept, num_rows, resources)
     num_written = sum(shard.num_samples for shard in shards)
@@ -106,22 +108,6 @@ def _write_reports(
     name = f"{config.builder}: {', '.join(converted.figures.subsets)}"
     write_text(work / DATASET_CARD, convert_card(name, config.model_dump(mode="json"), converted, shards))
     return stats
-
-
-def _check_skips(config: ConvertConfig, plan: Plan, source: StorePath, quarantine: StorePath) -> None:
-    """Raise InputError if too little of the source is usable."""
-    skips = Counter(plan.skips())
-    worst = ", ".join(f"{reason} ({number})" for reason, number in skips.most_common(3))
-    num_samples = len(plan.reasons)
-    if sum(skips.values()) == num_samples:
-        raise InputError(f"no usable sample in {source}: {worst}; each is named in {quarantine}")
-    num_bad = sum(skips.values()) - skips[DUPLICATE]
-    if num_samples >= _JUDGED_FROM and num_bad > config.max_skip_fraction * num_samples:
-        raise InputError(
-            f"{num_bad} of {num_samples} samples of {source} are unusable, over "
-            f"max_skip_fraction={config.max_skip_fraction}: "
-            f"{worst}; each is named in {quarantine}; mend the data or raise max_skip_fraction"
-        )
 
 
 STAGE = Stage("convert", VERSION, _run, dataset="samples", preview="stages.preview.render:stage_preview")

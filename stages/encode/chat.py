@@ -25,6 +25,7 @@ from dataset_builders.errors import InputError, one_line
 from stages.encode.config import LEARN_ALL, Learn
 from stages.encode.reasoning import Conversation, ReasoningFormat, cut_conversations, read_format
 from stages.encode.template import REASONING, Messages, chat_template, read_template
+from stages.encode.trial import mismatch
 from stages.inputs.hf_directory import check_processor_files
 from trainer.families.registry import read_model
 
@@ -106,7 +107,7 @@ class ChatEncoder:
         self.end_of_turn_id = added[self._end_of_turn]
         self._forbidden = re.compile("|".join(re.escape(token) for token in sorted(added, key=len, reverse=True)))
         self._header_text = f"{start_of_turn}assistant\n"
-        self._header = self._tokenize(self._header_text)
+        self._header = self.token_ids(self._header_text)
         token = re.search(f"{IMAGE_SLOT}|{self._forbidden.pattern}", system_prompt or "")
         if token:
             raise InputError(f"the system prompt holds {token.group()}, a token of the chat's own; leave it out")
@@ -128,7 +129,7 @@ class ChatEncoder:
             return [[messages] for messages in conversations]
         learnt = [learnt_answers(messages, self.learn) for messages in conversations]
         reasoned = [[bool(self.reasoning_of(m)) for m in messages] for messages in conversations]
-        return cut_conversations(conversations, learnt, reasoned, self._render_all, self.format.keeps)
+        return cut_conversations(conversations, learnt, reasoned, self.render, self.format.keeps)
 
     def encode(self, messages: Sequence[Message], grids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """A whole conversation.
@@ -151,13 +152,13 @@ class ChatEncoder:
 
     def count_tokens(self, messages: Sequence[Message]) -> int:
         """Number of tokens of a conversation with one placeholder per image; raises SkipSample as `encode` does."""
-        return len(self._tokenize(self._render(messages, add_generation_prompt=False)))
+        return len(self.token_ids(self._render(messages, add_generation_prompt=False)))
 
     def tokenize(self, conversations: Sequence[Sequence[Message]]) -> list[TokenizedText | SkipSample]:
         """Many conversations, in one call of the tokenizer; for one that cannot be encoded, why."""
         texts: list[TokenizedText | SkipSample | None] = [None] * len(conversations)
         rendered: dict[int, str] = {}
-        for i, text in enumerate(self._render_all(conversations)):
+        for i, text in enumerate(self.render(conversations)):
             if isinstance(text, SkipSample):
                 texts[i] = text
             else:
@@ -193,15 +194,15 @@ class ChatEncoder:
         return ids
 
     def _prompt(self, messages: Sequence[Message]) -> np.ndarray:
-        return self._tokenize(self._render(messages, add_generation_prompt=True))
+        return self.token_ids(self._render(messages, add_generation_prompt=True))
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
-        (text,) = self._render_all([messages], add_generation_prompt)
+        (text,) = self.render([messages], add_generation_prompt)
         if isinstance(text, SkipSample):
             raise text
         return text
 
-    def _render_all(
+    def render(
         self,
         conversations: Sequence[Sequence[Message]],
         add_generation_prompt: bool = False,
@@ -249,7 +250,8 @@ class ChatEncoder:
             content += [{"type": "text", "text": text}] if text else []
         return content
 
-    def _tokenize(self, text: str) -> np.ndarray:
+    def token_ids(self, text: str) -> np.ndarray:
+        """(n,) int32: the ids of a text."""
         return self._tokenize_all([text])[0]
 
     def _tokenize_all(self, texts: list[str]) -> list[np.ndarray]:
@@ -324,11 +326,13 @@ class ChatEncoder:
         grid = np.array([[1, self.merge_size, self.merge_size]] if self.images else [], np.int32)
         self.format = ReasoningFormat(opened="")  # so that the template is given reasoning
         try:
-            prompts = [self._render_all([question], True, thinks)[0] for thinks in (False, True)]
-            self.format = read_format(question[0].text, prompts, self._render_all, self._header_text, self._end_of_turn)
+            prompts = [self.render([question], True, thinks)[0] for thinks in (False, True)]
+            self.format = read_format(question[0].text, prompts, self.render, self._header_text, self._end_of_turn)
             self._given = [self._after_header(prompt) for prompt in prompts[: 1 + (self.format.opened is not None)]]
             self.encode_prompt(question, grid)
             self.encode([*question, Message(role="assistant", text="b")], grid)
+            if why := mismatch(self):
+                raise SkipSample("mask_span_mismatch", why)
         except SkipSample as error:
             raise InputError(
                 f"{hf_dir}: the chat template does not write ChatML turns with one image placeholder each ({error}); "
@@ -339,7 +343,7 @@ class ChatEncoder:
         """(n,) int32: the ids of a prompt from its only assistant header on."""
         if isinstance(prompt, SkipSample):
             raise prompt
-        ids = self._tokenize(prompt)
+        ids = self.token_ids(prompt)
         headers = _starts_of(self._header, ids)
         if len(headers) != 1:
             raise SkipSample("mask_span_mismatch", f"{len(headers)} assistant headers in a generation prompt")

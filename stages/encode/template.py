@@ -31,6 +31,7 @@ _PROGRAM = Path(__file__).with_name("template_process.py")
 _REQUEST_CHARACTERS = 1 << 22  # of conversations that are sent at a time
 _MAX_DEATHS = 3  # conversations that may end the process; more are the template's fault, and cost CPU_SECONDS each
 _WAY_OUT = "copy the chat_template.jinja of the model's makers"
+_TRIAL_TURNS = 3
 _TRIALS: tuple[tuple[list[dict[str, Any]], bool], ...] = (
     ([{"role": "user", "content": "What is it?"}], True),
     (
@@ -72,16 +73,34 @@ class ChatTemplate:
         self._deaths = 0
 
     def check(self) -> None:
-        """Render two small conversations.
+        """Render small conversations.
 
         Raises:
-            InputError: the template exceeds a limit, fails, or refuses a plain question.
+            InputError: the template exceeds a limit, fails, refuses a plain question, or writes another text before an
+                answer than the prompt that asks for it.
         """
         for number, trial in enumerate(_TRIALS):
             ((kind, text),) = self._outcomes([_request(*trial, thinks=False)])
             if kind == "failed" or (kind == "refused" and number == 0):
                 what = f"refuses a plain question ({text})" if kind == "refused" else text
                 raise InputError(f"{self._owner}: the chat template {what}; {_WAY_OUT}")
+        for begin in ([], [{"role": "system", "content": "Be brief."}]):
+            for num_turns in range(1, _TRIAL_TURNS + 1):
+                self._check_prompt([*begin, *_turns(num_turns)], num_turns)
+
+    def _check_prompt(self, messages: Messages, num_turns: int) -> None:
+        """See that a conversation begins with the prompt of its last answer. One that the template refuses passes."""
+        requests = [_request(messages, False, False), _request(messages[:-1], True, False)]
+        (text_kind, text), (prompt_kind, prompt) = self._outcomes(requests)
+        if (text_kind, prompt_kind) != ("text", "text") or text.startswith(prompt):
+            return
+        place = next((i for i, (a, b) in enumerate(zip(text, prompt)) if a != b), min(len(text), len(prompt)))
+        found, expected = (repr(one[max(0, place - 10) : place + 30]) for one in (text, prompt))
+        about = f"{num_turns} turn{'s' * (num_turns > 1)}{' and a system message' * (messages[0]['role'] == 'system')}"
+        raise InputError(
+            f"{self._owner}: with {about} the chat template writes {found} before the last answer where its prompt at "
+            f"inference has {expected}, so what is learnt is not what is asked; {_WAY_OUT}"
+        )
 
     def render(
         self, conversations: Sequence[Messages], add_generation_prompt: bool = False, thinks: bool | None = None
@@ -191,6 +210,13 @@ def read_template(hf_dir: Path) -> tuple[str | None, dict[str, Any]]:
     if template is None and (legacy := hf_dir / "chat_template.json").is_file():
         template = read_json(legacy).get("chat_template")
     return template if isinstance(template, str) else None, tokens
+
+
+def _turns(number: int) -> Messages:
+    """A conversation of questions and answers."""
+    pairs = [("What is it?", "A seven."), ("And now?", "Still a seven."), ("Is it odd?", "Yes.")][:number]
+    roles = ("user", "assistant")
+    return [{"role": role, "content": text} for pair in pairs for role, text in zip(roles, pair)]
 
 
 def _has_reasoning(messages: Messages) -> bool:

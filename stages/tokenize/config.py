@@ -35,7 +35,7 @@ class TokenizeConfig(StrictModel):
         default=None, min_length=1, description="put first if a conversation has no system message; null: nothing"
     )
     max_skip_fraction: float = Field(
-        ge=0, le=1, description="if a larger share is left out, the stage fails; from 200 samples on"
+        ge=0, le=1, description="if a larger share is left out, and at least 3 samples, the stage fails"
     )
 
     @field_validator("system_prompt")

@@ -24,11 +24,10 @@ from dataset_builders.contracts.manifest import Manifest
 from dataset_builders.contracts.sample import SPLITS
 from dataset_builders.contracts.shard_io import finished_shard
 from dataset_builders.contracts.tokenized import INDEX, INDEX_SCHEMA, SIZES, IndexWriter, PixelStore, iter_index
-from dataset_builders.errors import InputError
 from dataset_builders.storage.files import atomic_path, write_text
 from dataset_builders.storage.store import StorePath, local_dir
 from stages.artifacts.artifact import Artifact, External, Input, Stage, StageOutput
-from stages.artifacts.quarantine import QUARANTINE, LeftOut, count_reasons, write_quarantine
+from stages.artifacts.quarantine import LeftOut, check_lost, count_reasons, write_quarantine
 from stages.artifacts.workers import StageResources, run_tasks
 from stages.encode.chat import ChatEncoder
 from stages.encode.images import load_image_config
@@ -40,7 +39,6 @@ from stages.tokenize.shard import ShardTask, notes_path, read_notes, tokenize_sh
 VERSION = 2  # 2: partitioned index with checksums, codecs
 SHORTENED = "shortened.jsonl"
 _PROCESS_WORTH = 10.0  # seconds of work: a process imports torch and transformers first, which takes up to five
-_JUDGED_FROM = 200  # samples from which on max_skip_fraction counts
 
 
 def _run(
@@ -67,14 +65,15 @@ def _run(
     names = [shard.name for shard in samples.manifest.shards]
     left_out, stats_of_notes = _collect_notes(work, names, chat)
     stats = _stats(work, chat, pixels)
-    _check_skips(stats["total"]["num_samples"], left_out, config.max_skip_fraction, work)
+    skips, limit = count_reasons(left_out), ("tokenize.max_skip_fraction", config.max_skip_fraction)
+    check_lost(skips, stats["total"]["num_samples"] + len(left_out), limit, samples.dir, work)
     stats |= stats_of_notes | {"system_prompt": config.system_prompt}
     write_tokenize_report(work, left_out, stats, chat, pixels)
     _write_card(samples.dir, work, stats)
     shards = [finished_shard(work, name) for name in names]
     for name in names:
         notes_path(work, name).unlink()
-    return StageOutput(shards=shards, skips=count_reasons(left_out), stats=stats)
+    return StageOutput(shards=shards, skips=skips, stats=stats)
 
 
 def _tokenize(tasks: Iterable[ShardTask], resources: StageResources, manifest: Manifest) -> None:
@@ -119,18 +118,6 @@ def _collect_notes(work: StorePath, names: Sequence[str], chat: ChatEncoder) -> 
     if counts["num_reasoned"]:
         figures["reasoning"] = {"answers": counts["num_reasoned"], "is_learnt": chat.format.opened is not None}
     return left_out, figures
-
-
-def _check_skips(num_kept: int, left_out: Sequence[LeftOut], max_fraction: float, work: StorePath) -> None:
-    num_samples = num_kept + len(left_out)
-    if num_kept and (num_samples < _JUDGED_FROM or len(left_out) <= max_fraction * num_samples):
-        return
-    reasons = ", ".join(f"{reason} {count}" for reason, count in Counter(i.reason for i in left_out).most_common())
-    raise InputError(
-        f"{len(left_out)} of {num_samples} samples were left out ({reasons or 'there were none'}), "
-        f"tokenize.max_skip_fraction={max_fraction} allows fewer; look at {work / QUARANTINE}, "
-        "mend the data or raise the limit"
-    )
 
 
 def _stats(work: StorePath, chat: ChatEncoder, pixels: PixelStore) -> dict[str, Any]:

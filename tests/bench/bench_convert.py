@@ -29,7 +29,7 @@ from PIL import Image
 
 from stages.artifacts.artifact import External
 from stages.artifacts.run_stage import run_stage
-from stages.convert.plan import make_plan
+from stages.convert.plan import Draw, make_plan
 from stages.convert.scan import Scan
 from stages.convert.stage import STAGE, ConvertConfig
 from stages.inputs.digits import ROW_SCHEMA
@@ -227,7 +227,7 @@ def plan_once(num_rows: int) -> tuple[float, int]:
     """(seconds, bytes of the scan)."""
     scan = synthetic_scan(num_rows)
     started = time.perf_counter()
-    plan = make_plan(scan, [None] * (len(scan.starts) - 1), 0, 0.05, 200_000_000)
+    plan = make_plan(scan, [None] * (len(scan.starts) - 1), Draw(seed=0, heldout_fraction=0.05), 200_000_000)
     seconds = time.perf_counter() - started
     assert plan.kept.sum() > 0.9 * num_rows
     return seconds, scan.table.nbytes

@@ -35,11 +35,11 @@ def png(seed: int, width: int = 40, height: int = 32) -> bytes:
     return encode(picture(seed, width, height))
 
 
-def png_header(width: int, height: int) -> bytes:
-    """A PNG that says it has so many pixels and holds none: a decompression bomb's beginning."""
-    body = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+def png_header(width: int, height: int, color_type: int = 2, pixels: bytes = b"\0" * 64) -> bytes:
+    """A PNG of a header and bytes of pixels; as it comes a decompression bomb's beginning, which holds none."""
+    body = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, color_type, 0, 0, 0)
     chunk = struct.pack(">I", 13) + body + struct.pack(">I", zlib.crc32(body))
-    data = b"IDAT" + zlib.compress(b"\0" * 64)
+    data = b"IDAT" + zlib.compress(pixels)
     pixels = struct.pack(">I", len(data) - 4) + data + struct.pack(">I", zlib.crc32(data))
     end = struct.pack(">I", 0) + b"IEND" + struct.pack(">I", zlib.crc32(b"IEND"))
     return b"\x89PNG\r\n\x1a\n" + chunk + pixels + end
@@ -85,6 +85,7 @@ BAD_IMAGES: dict[str, tuple[Callable[[], bytes], str]] = {
     "half a gif": (lambda: encode(picture(1), "GIF")[:300], "truncated_image"),
     "half a tiff": (lambda: encode(picture(1), "TIFF")[:2000], "truncated_image"),
     "ten bytes of a png": (lambda: png(1)[:10], "truncated_image"),
+    "png of a palette that is not there": (lambda: png_header(16, 16, 3, bytes(17 * 16)), "decode_error"),
     "bomb over our limit": (lambda: png_header(1001, 1000), "bomb"),
     "bomb over Pillow's limit": (lambda: png_header(60000, 60000), "bomb"),
     "1 x 1": (lambda: png(1, 1, 1), "too_small"),

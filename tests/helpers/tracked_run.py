@@ -73,6 +73,8 @@ def make_evaluated(root: Path, fingerprint: str, num_answers: int = 100) -> Arti
         "subset": ["a"] * num_answers,
         "question": ["Which digit?"] * num_answers,
         "reference": ["1"] * num_answers,
+        "references": [["1"]] * num_answers,
+        "pictures": [[]] * num_answers,
         "answer": ["1"] * (num_answers - 2) + ["2", ""],
         "score": [1.0] * (num_answers - 2) + [0.0, 0.0],
         "image": [PNG if i % 2 else None for i in range(num_answers)],
@@ -112,7 +114,7 @@ def tell_a_run(root: Path, identity: str, num_steps: int = 12, *, live: range | 
     write_live(tracker, [timed_row(step) for step in (live if live is not None else range(1, num_steps + 1))])
     tracker.log_stage(make_trained(root, "d" * 16, num_steps), False)
     exported = make_exported(root, "e" * 16)
-    tracker.register(exported, make_evaluated(root, "f" * 16, 6), exported.dir / "hf", MODEL)
+    tracker.register(exported, make_evaluated(root, "f" * 16, 12), exported.dir / "hf", MODEL)
     tracker.finish("FINISHED")
     return tracker
 

@@ -3,6 +3,7 @@
 import io
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -11,7 +12,15 @@ from PIL.PngImagePlugin import PngInfo
 
 from dataset_builders.contracts.sample import SkipSample
 from dataset_builders.pictures import images
-from dataset_builders.pictures.images import ImageLimits, check_image, enlarge_grey, grey_png, open_rgb, preview_png
+from dataset_builders.pictures.images import (
+    ImageLimits,
+    check_image,
+    enlarge_grey,
+    grey_png,
+    open_rgb,
+    preview_png,
+    read_rgb,
+)
 from tests.helpers.raw_rows import (
     BAD_IMAGES,
     BROKEN_EXIF,
@@ -39,6 +48,23 @@ def test_bad_image_is_refused_with_its_reason(name):
     with pytest.raises(SkipSample) as caught:
         check_image(make(), LIMITS)
     assert caught.value.reason == reason, caught.value.detail
+
+
+@pytest.mark.parametrize("error", [AssertionError(), IndexError("7"), RuntimeError("odd"), RecursionError()], ids=type)
+@pytest.mark.parametrize("place", ["PIL.Image.open", "PIL.ImageFile.ImageFile.load", "PIL.Image.Image.convert"])
+def test_whatever_a_decoder_raises_is_a_reason(place, error, monkeypatch):
+    data = encode(picture(1, mode="P"))
+    monkeypatch.setattr(place, Mock(side_effect=error))
+    with pytest.raises(SkipSample, match=f"decode_error: {len(data)} bytes: {error or type(error).__name__}"):
+        open_rgb(data)
+
+
+def test_a_jpeg_decoder_may_fail_as_it_likes(monkeypatch):
+    data = encode(picture(1), "JPEG")
+    expected = read_rgb(data)
+    monkeypatch.setattr("simplejpeg.decode_jpeg", Mock(side_effect=AssertionError("odd")))
+    np.testing.assert_array_equal(read_rgb(data), expected)
+    assert check_image(data, LIMITS).format == "JPEG"
 
 
 def test_postscript_is_not_even_parsed():

@@ -292,6 +292,10 @@ def test_a_file_is_never_opened_for_a_row_that_is_refused_anyway(tmp_path, monke
     assert item.reason == "empty_target"
 
 
+def line(row):
+    return lines([row])
+
+
 def numbered(count):
     return [chat(f"What is {i}?", f"{i} \u00e4\u4e16\U0001f600") for i in range(count)]
 
@@ -300,6 +304,9 @@ SHAPES = {
     "lines": lambda rows: lines(rows),
     "lines without a last newline": lambda rows: lines(rows)[:-1],
     "lines with a byte order mark": lambda rows: b"\xef\xbb\xbf" + lines(rows),
+    "lines that end in CRLF": lambda rows: lines(rows).replace(b"\n", b"\r\n"),
+    "lines with blank ones": lambda rows: b"\xef\xbb\xbf \r\n\n" + b" \n\n".join(map(line, rows)) + b"\n" * 9 + b"\t ",
+    "joined files with marks": lambda rows: b"".join(b"\xef\xbb\xbf" + line(row) for row in rows) + b"\xef\xbb\xbf",
     "array": lambda rows: json.dumps(rows).encode(),
     "array of raw unicode": lambda rows: json.dumps(rows, ensure_ascii=False, indent=1).encode(),
     "array with a byte order mark": lambda rows: b"\xef\xbb\xbf \n" + json.dumps(rows).encode() + b"\n \n",
@@ -333,16 +340,12 @@ def test_parts_are_cut_by_bytes_too(tmp_path, monkeypatch):
     assert [item.key for item in read(tmp_path)] == [f"{s}/{i:08d}" for s in "ab" for i in range(20)]
 
 
-def test_blank_lines_are_no_rows_but_count(tmp_path):
-    write_file(tmp_path / "s.jsonl", b"\n" + lines([chat("1?", "1")]) + b" \t\r\n\n" + lines([chat("2?", "2")]))
-    assert [item.key for item in read(tmp_path)] == ["s/00000001", "s/00000004"]
-
-
 def test_a_line_that_is_too_long_is_one_bad_row(tmp_path, monkeypatch):
     monkeypatch.setattr(json_lines, "MAX_ROW_BYTES", 200)
     rows = [chat("1?", "1"), chat("x" * 1000, "y"), chat("2?", "2")]
     items = read_rows(tmp_path, rows)
     assert reasons(items) == [None, "json_parse_error", None] and "1087 bytes" in items[1].detail
+    assert reasons(read_rows(tmp_path, [rows[0], b" " * 1000, rows[2]])) == [None, None]
     (tmp_path / "s.jsonl").unlink()
     write_file(tmp_path / "s.json", json.dumps(rows).encode())
     with pytest.raises(InputError, match="row of over 200 bytes"):

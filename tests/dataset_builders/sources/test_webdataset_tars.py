@@ -3,6 +3,7 @@
 import io
 import itertools
 import json
+import subprocess
 import tarfile
 
 import pytest
@@ -208,10 +209,27 @@ def test_bad_sample_is_named_and_its_neighbours_stay(name, tmp_path):
     assert items[1].key == "s/00000001" and "'1'" in items[1].detail
 
 
-def test_halves_that_lie_apart_are_two_half_samples(tmp_path):
-    """A tar that is sorted by kind: nothing is put together wrongly, nothing is lost silently."""
-    members = [("1.png", ONE), ("2.png", TWO), ("1.txt", b"a"), ("2.txt", b"b")]
-    assert reasons(read(tmp_path, members, **CAPTION)) == ["schema_error"] * 2 + ["image_not_found"] * 2
+def test_an_unsorted_tar_is_refused_with_the_command_that_sorts_it(tmp_path):
+    names = ["b b/1", "b b/10", "b b/1-a", "a", "-"]
+    members = [
+        (f"{name}.{field}", png(i) if field == "png" else b"nr %d" % i)
+        for field in ("png", "txt")
+        for i, name in enumerate(names)
+    ]
+    with pytest.raises(InputError, match=r"00000\.tar: the members of 'b b/1' lie apart .* sort the tar") as caught:
+        read(tmp_path, members, **CAPTION)
+    assert "\n" not in str(caught.value)
+    command = str(caught.value).partition("by names: ")[2]
+    subprocess.run(["bash", "-c", command], check=True, cwd=tmp_path)
+    items = read_source("webdataset_tars", tmp_path, **CAPTION)
+    assert sorted(turns(item)[1][1] for item in items) == [f"nr {i}" for i in range(5)]
+    assert all(item.images == (png(int(turns(item)[1][1][3:])),) for item in items)
+
+
+def test_a_tar_sorted_by_kind_is_refused_in_every_part(tmp_path, monkeypatch):
+    monkeypatch.setattr(tar_files, "_PART_ROWS", 1)
+    with pytest.raises(InputError, match=r"'000000' lie apart"):
+        read(tmp_path, sorted(captions(3), key=lambda member: member[0][-3:]), **CAPTION)
 
 
 def test_samples_of_text_alone_where_they_are_meant(tmp_path):

@@ -10,9 +10,9 @@ from pydantic.fields import FieldInfo
 
 from dataset_builders.errors import InputError
 from dataset_builders.sources.registry import BUILDERS, get_builder
-from flows.pipeline.config import PipelineConfig
+from flows.pipeline.config import DIGITS_RECIPES, PipelineConfig
 from flows.pipeline.explain import submodels
-from flows.pipeline.graph import open_inputs, open_place, pipeline_nodes, place_of
+from flows.pipeline.graph import open_inputs, open_place, pipeline_nodes, place_of, release_config
 from flows.pipeline.recipe import RECIPES, known_recipes, load_recipe
 from tests.helpers.tiny_model import tiny_hf_dir
 from tests.helpers.tiny_text_model import text_hf_dir
@@ -337,3 +337,34 @@ def test_an_adapter_beside_the_base_needs_an_adapter_and_our_decoder():
     assert "and train.adapter is null; try evaluate.adapter=merged" in _error("evaluate.adapter=beside")
     refused = _error("evaluate.adapter=beside", *ADAPTED, "evaluate.engine=vllm")
     assert "evaluate.adapter=beside is not for evaluate.engine=vllm" in refused
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings", "name"),
+    [
+        ("embedded", [], "embedded"),
+        ("embedded", ["data=/data/My Receipts (v2)/"], "my-receipts-v2"),
+        ("embedded", ["data=s3://bucket/sets/charts"], "charts"),
+        ("embedded", ["data=HuggingFaceM4/the_cauldron"], "the-cauldron"),
+        ("embedded", ["data=/data/embedded"], "embedded-data"),
+        ("embedded", ["data=/"], "data"),
+        ("embedded", ["data=/data/\u56fe"], "data"),
+        ("embedded", ["data=/data/charts", "name=mine"], "mine"),
+        ("adapter", ["data=/data/charts"], "charts"),
+        ("cauldron", ["data=/data/charts"], "cauldron"),
+    ],
+)
+def test_own_data_never_go_under_the_name_of_the_digits(recipe, settings, name):
+    config = load_recipe(recipe, settings).config
+    assert config.mlflow_name == f"athanor-{name}" == release_config(config).name
+
+
+def test_a_relative_path_has_the_name_of_its_directory(tmp_path, monkeypatch):
+    (tmp_path / "pets").mkdir()
+    monkeypatch.chdir(tmp_path / "pets")
+    assert load_recipe(overrides=["data=."]).config.mlflow_name == "athanor-pets"
+
+
+def test_every_recipe_of_the_digits_is_known_as_one():
+    configs = [load_recipe(name).config for name in known_recipes()]
+    assert sorted(c.name for c in configs if not isinstance(c.data, str)) == sorted(DIGITS_RECIPES)

@@ -17,6 +17,7 @@ import pytest
 from flows.cli.main import main
 from flows.tracking.store import connect
 from stages.launchers.job import LAUNCHERS
+from tests.stages.encode.test_template import REWRITING, model_with
 
 SMALL = {
     "data.num_scans": 40,
@@ -99,13 +100,21 @@ def test_an_engine_that_is_not_installed_is_said_before_anything_is_made(tmp_pat
     assert not list(tmp_path.glob("artifacts/*"))
 
 
+def test_a_template_that_teaches_what_is_not_asked_is_refused_before_any_stage(tmp_path, capsys):
+    hf_dir = model_with(tmp_path, REWRITING)
+    assert athanor("run", tmp_path / "root", model=hf_dir, tokenize__system_prompt="null") == 2
+    assert f"{hf_dir}: the chat template does not write " in (line := error_line(capsys)) and "with 2 turns" in line
+    assert not list((tmp_path / "root").glob("artifacts/*"))
+
+
 def test_a_run_ends_with_scores_and_the_next_commands(root, first):
     text = first
     assert "14 of 14 stages made, 0 reused" in text and "overall" in text and "exact_match" in text
     assert re.search(r"train: 5 of 5  loss 0\.2000", text)
     hf_dir = Path(re.search(r"^Model: +(\S+)", text, re.M).group(1))
     assert (hf_dir / "model.safetensors").is_file()
-    assert "\nRegistered as athanor-embedded in MLflow: exact_match " in text and "before: champion.\n" in text
+    assert "\nRegistered as athanor-embedded in MLflow: exact_match 0.0000 (0.00 to 0.00)" in text
+    assert ": candidate only" in text and re.search(r"^  digits_single .* 0\.0000 \(0\.00 to 0\.00\)", text, re.M)
     for hint in ("report.html", f"athanor up --root {root}\n", " ask ", "--set train.optim.lr="):
         assert hint in text
     assert (root / "example.png").read_bytes().startswith(b"\x89PNG")
@@ -136,8 +145,8 @@ def test_a_second_run_makes_nothing_and_stays_in_its_mlflow_run(finished, second
         and "| overall |" in note
         and "report.html" in note
     )
-    version = client.get_model_version_by_alias("athanor-embedded", "champion")
-    assert version.run_id == run.info.run_id and "no champion before" in run.data.tags["athanor.champion"]
+    version = client.get_model_version_by_alias("athanor-embedded", "candidate")
+    assert version.run_id == run.info.run_id and "candidate only" in run.data.tags["athanor.champion"]
     assert len(client.search_model_versions("name='athanor-embedded'")) == 1
 
 

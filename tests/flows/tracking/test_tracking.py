@@ -100,7 +100,7 @@ def test_a_run_holds_everything_and_nothing_twice(root):
     pictures = client.list_artifacts(run_id, "table_images/predictions")
     assert len(pictures) == 2 * 64  # a picture and its thumbnail, for 64 rows
     note = run.data.tags["mlflow.note.content"]
-    assert note.startswith("Held-out: exact_match 0.7500, stop_rate 1.0000. Registered model: exact_match 0.7500, no ")
+    assert note.startswith("Held-out: exact_match 0.7500, stop_rate 1.0000. Registered model: exact_match 0.7500 (0.9")
     assert "What it is." in note and "| overall | 0.7500 | 1.0000 |" in note
     assert f"runs/{run_id}/artifacts/stages/convert/preview.html" in note
     assert Path(client.download_artifacts(run_id, "recipe.yaml")).read_text() == "name: embedded\n"

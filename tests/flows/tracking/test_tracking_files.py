@@ -89,7 +89,7 @@ def tell(root: Path, key: str, level: str = "small") -> Tracker:
     tracker.log_stage(make_trained(root, "d" * 16, 3), False)
     exported = make_exported(root, "e" * 16)
     shutil.copytree(tiny_hf_dir("first"), exported.dir / "hf", dirs_exist_ok=True)
-    tracker.register(exported, make_evaluated(root, "f" * 16, 6), exported.dir / "hf", MODEL)
+    tracker.register(exported, make_evaluated(root, "f" * 16, 12), exported.dir / "hf", MODEL)
     tracker.finish("FINISHED")
     return tracker
 
@@ -269,7 +269,7 @@ def test_an_adapter_goes_with_its_model(server, tmp_path, monkeypatch):
         (exported.dir / folder / "adapter_model.safetensors").write_bytes(b"adapter")
     tracker = open_tracker(tmp_path, "adapter")
     tracker.log_stage(exported, False)
-    tracker.register(exported, make_evaluated(tmp_path, "f" * 16, 6), exported.dir / "hf", f"{MODEL}-adapter")
+    tracker.register(exported, make_evaluated(tmp_path, "f" * 16, 12), exported.dir / "hf", f"{MODEL}-adapter")
     Publication(tmp_path, "adapter").run()
     client, run_id = MlflowClient(server.url), load_record(tmp_path, "adapter").learnt.run_id
     model_id = client.get_run(run_id).data.tags["athanor.model_id"]

@@ -1,14 +1,19 @@
 """Aliases of the registered model: who is candidate, who is champion, why, and never twice."""
 
+import re
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from flows.tracking.config import RegistryConfig
 from flows.tracking.registry import promote, register
 from flows.tracking.store import connect
-from stages.evaluate.predictions import heldout_fingerprint
-from tests.helpers.tracked_run import make_evaluated
+from stages.compare.certainty import ScoredAnswers
+from stages.evaluate.predictions import PREDICTIONS, PREDICTIONS_SCHEMA, heldout_fingerprint
+from stages.scoring.intervals import Bootstrap
+from tests.helpers.tracked_run import make_artifact, make_evaluated
 
 CONFIG = RegistryConfig(metric="exact_match", margin=0.005)
 
@@ -25,11 +30,14 @@ def make(root, request, monkeypatch):
     client, name = connect(root), request.node.name
     run_id = client.create_run("0").info.run_id
 
-    def version(score: float | None, fingerprint: str = "", heldout: str | None = "h1", config=CONFIG) -> str:
+    def version(
+        score: float | None, fingerprint: str = "", heldout: str | None = "h1", config=CONFIG, evaluation: str = ""
+    ) -> str:
         number = len(client.search_model_versions(f"name='{name}'"))
         tags = {"fingerprint": fingerprint or f"{number:016d}"}
         tags |= {} if score is None else {"exact_match": f"{score:.6g}"}
         tags |= {} if heldout is None else {"heldout": heldout}
+        tags |= {"evaluation": evaluation} if evaluation else {}
         model = client.create_logged_model("0", source_run_id=run_id)
         made = register(client, name, f"file://{root}/hf", run_id, model.model_id, tags)
         return promote(client, root, name, str(made.version), config)
@@ -66,8 +74,8 @@ def test_an_interrupted_promotion_is_finished(make):
 
 
 def test_a_version_without_the_score(make):
-    assert make(None) == "exact_match unknown, no champion before: champion"
-    assert make(0.1) == "exact_match 0.1000 against unknown of version 1: champion"
+    assert make(None) == "exact_match unknown, which no score can be compared with: candidate only"
+    assert make(0.1) == "exact_match 0.1000, no champion before: champion"
     assert "candidate only" in make(None)
 
 
@@ -106,5 +114,86 @@ def test_a_champion_of_before_is_asked_what_its_scores_are_of(make, root):
     assert "not compared" in make(0.95, heldout=heldout_fingerprint(evaluated)), "its evaluation is gone"
     make.client.set_tag(run_id, "fingerprint.evaluate", "9" * 16)
     reason = make(0.96, heldout=heldout_fingerprint(evaluated))
-    assert reason == "exact_match 0.9600 against 0.9000 of version 1: champion"
+    assert (
+        " against 0.9000 of version 1: candidate only, the lead of 0.0600 may be chance" in reason
+    )  # the same answers
     assert make.client.get_model_version(make.name, "1").tags["heldout"] == heldout_fingerprint(evaluated)
+
+
+@pytest.fixture
+def judge(make, root):
+    """Registers a version with its answers to thirty questions, one character each: + is right; returns the reason."""
+
+    def judged(answers: str, config: RegistryConfig = CONFIG, subsets: str = "") -> str:
+        fingerprint = f"{make.name}{answers}".encode().hex()[-200:]
+        artifact = make_artifact(root, "evaluate", fingerprint)
+        rows = [
+            {"key": f"s/{i:08d}", "turn": 0, "subset": "t" if subset == "t" else "s", "question": f"{i}?"}
+            | {"references": ["yes"], "answer": "yes" if answer == "+" else "no", "pictures": [f"{i}"]}
+            for i, (answer, subset) in enumerate(zip(answers, subsets or "s" * len(answers)))
+        ]
+        pq.write_table(pa.Table.from_pylist(rows, PREDICTIONS_SCHEMA), artifact.dir / PREDICTIONS)
+        judged.evaluations.append(artifact)
+        return make(answers.count("+") / len(answers), config=config, evaluation=fingerprint)
+
+    judged.aliases, judged.evaluations = make.aliases, []
+    return judged
+
+
+def test_few_answers_make_no_champion(judge):
+    reason = judge("+" * 9)
+    assert reason == (
+        "exact_match 1.0000 (1.00 to 1.00) of 9 answers, fewer than execution.registry.min_answers=10: candidate only; "
+        "hold out more samples (convert.min_heldout)"
+    )
+    assert judge.aliases() == {"candidate": 1}
+    assert judge("+" * 4, RegistryConfig(min_answers=4)).endswith("no champion before: champion")
+
+
+def test_the_first_champion_has_a_score_surely_above_zero(judge):
+    nothing = (
+        "exact_match 0.0000 (0.00 to 0.00), no champion before, and the score is not surely above 0: candidate only"
+    )
+    assert judge("-" * 30) == nothing and judge.aliases() == {"candidate": 1}
+    assert "not surely above 0: candidate only" in judge("+" + "-" * 29)
+    assert re.fullmatch(r"exact_match 0\.6667 \(0\.[45]\d to 0\.8\d\), no .* before: champion", judge("++-" * 10))
+    assert judge.aliases() == {"candidate": 3, "champion": 3}
+
+
+def test_a_lead_that_may_be_chance_makes_no_champion(judge):
+    judge("+" * 18 + "-" * 12)
+    reason = judge("-" * 8 + "+" * 22)  # twelve better, eight worse
+    assert re.search(
+        r"0\.7333 \(0\.\d\d to 0\.\d\d\) against 0\.6000 of version 1: candidate only, the lead of 0\.1333 ", reason
+    )
+    assert re.search(r"may be chance \(-0\.1\d{3} to \+0\.[45]\d{3}\)$", reason)
+    assert judge.aliases() == {"candidate": 2, "champion": 1}
+
+
+def test_a_lead_on_the_same_questions_may_be_smaller_than_the_interval_of_the_score(judge):
+    judge("+" * 18 + "-" * 12)
+    reason = judge("+" * 24 + "-" * 6)  # six better, none worse
+    assert reason.endswith("against 0.6000 of version 1: champion") and judge.aliases()["champion"] == 2
+    for evaluation in judge.evaluations:
+        (evaluation.dir / PREDICTIONS).unlink()
+    reason = judge("+" * 28 + "-" * 2)
+    assert re.search(r"candidate only, the lead of 0\.1333 is smaller than the interval of the score, 0\.1[67]", reason)
+    assert judge("+" * 30).endswith("champion")  # no width
+
+
+def test_the_lead_of_any_score_of_answers_is_judged_and_of_others_the_margin_alone(judge):
+    judge("+-" * 15, subsets="st" * 15)
+    judge("--" * 15, subsets="st" * 15)
+    first, second = judge.evaluations
+    for name, count, value in [
+        ("score", 30, 0.5),
+        ("score/s", 15, 1),
+        ("exact_match/t", 15, 0),
+        ("exact_match", 30, 0.5),
+    ]:
+        ours, theirs = ScoredAnswers(first, name), ScoredAnswers(second, name)
+        assert len(ours) == count and ours.interval(Bootstrap(resamples=50)).value == value, name
+        assert ours.lead_over(theirs, Bootstrap(resamples=50)).difference == value, name
+    for name in ("stop_rate", "cer", "exact_match/other"):
+        assert ScoredAnswers(first, name).interval(Bootstrap()) is None
+    assert judge("+-" * 15, RegistryConfig(metric="stop_rate")).startswith("stop_rate unknown")

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -39,6 +40,7 @@ CONFIG = {
     "subsets": (),
     "options": {"turns": "chat"},
     "heldout_fraction": 0.3,
+    "min_heldout": 0,
     "seed": 1,
     "max_image_pixels": 10**6,
     "min_image_side": 8,
@@ -145,6 +147,14 @@ def test_heldout_fraction_and_seed(tmp_path):
     assert samples_of(convert(tmp_path, source, heldout_fraction=0), "heldout") == []
 
 
+def test_a_source_too_small_to_hold_out_enough_is_an_error_before_a_shard_is_written(tmp_path):
+    source = write_source(tmp_path / "raw", {"s": plain_rows(9)})
+    with pytest.raises(InputError, match=r"^convert\.min_heldout=5: of 9 usable samples only 4 can be held out"):
+        convert(tmp_path, source, min_heldout=5)
+    assert not list(tmp_path.rglob("*.tar"))
+    assert len(samples_of(convert(tmp_path, source, min_heldout=4), "heldout")) == 4
+
+
 def test_one_file_or_many_give_the_same_shards(tmp_path, mixed):
     source = write_source(tmp_path / "raw", {"mixed": mixed_rows()}, file_rows=4, group_rows=2)
     many = convert(tmp_path / "root", source)
@@ -181,7 +191,7 @@ def test_everything_left_out_is_named_with_reason_file_and_row(tmp_path):
     reasons = [reason for _, reason in BAD_IMAGES.values()]
     reasons += ["truncated_image", "image_count_mismatch", "empty_target", "control_chars"]
     rows = [r for pair in zip(plain_rows(len(bad), 100), bad) for r in pair]
-    artifact = convert(tmp_path, write_source(tmp_path / "raw", {"s": rows}, file_rows=10))
+    artifact = convert(tmp_path, write_source(tmp_path / "raw", {"s": rows}, file_rows=10), max_skip_fraction=1)
     lines = quarantine(artifact.dir)
     assert [line["reason"] for line in lines] == reasons and set(reasons) <= set(SKIP_REASONS)
     for i, line in enumerate(lines):
@@ -197,7 +207,7 @@ def test_pictures_of_left_out_samples_do_not_tie_groups(tmp_path):
     pictures = [png(i) for i in range(40)]
     rows = [row([p], [("What?", f"{i}")]) for i, p in enumerate(pictures)]
     rows += [row([a, b], [("Both?", "")]) for a, b in pairwise(pictures)]
-    artifact = convert(tmp_path, write_source(tmp_path / "raw", {"s": rows}))
+    artifact = convert(tmp_path, write_source(tmp_path / "raw", {"s": rows}), max_skip_fraction=1)
     assert samples_of(artifact, "heldout") and samples_of(artifact, "train")
 
 
@@ -222,23 +232,30 @@ def test_too_many_left_out_is_an_error_that_names_the_quarantine(tmp_path):
     with pytest.raises(InputError) as caught:
         convert(tmp_path / "root", source)
     message = str(caught.value)
-    assert "25 of 215 samples" in message and "max_skip_fraction=0.1" in message and "\n" not in message
-    assert "decode_error (15), empty_target (10)" in message
-    path = Path(message.split("each is named in ")[1].split(";")[0])
+    assert f"25 of 215 samples of {source} cannot be used (decode_error 15, empty_target 10)" in message
+    assert "convert.max_skip_fraction=0.1 allows 21; decode_error: the image bytes are no image" in message
+    path = Path(message.split("each is named in ")[1])
     assert path.is_absolute() and len(path.read_text().splitlines()) == 25
     assert convert(tmp_path / "root", source, max_skip_fraction=0.12).manifest.num_samples == 190
 
 
-def test_a_small_source_and_duplicates_are_not_held_against_it(tmp_path):
-    small = write_source(tmp_path / "small", {"s": plain_rows(5) + [row([], [("What?", "")])] * 100})
-    assert convert(tmp_path, small).manifest.skips == {"empty_target": 100}
+def test_a_small_source_is_judged_from_three_lost_rows_on(tmp_path):
+    bad = row([], [("What?", "")])
+    two = write_source(tmp_path / "two", {"s": plain_rows(5) + [bad] * 2})
+    assert convert(tmp_path, two).manifest.skips == {"empty_target": 2}
+    three = write_source(tmp_path / "three", {"s": plain_rows(5) + [bad] * 3})
+    with pytest.raises(InputError, match=r"^3 of 8 samples .* \(empty_target 3\), .*=0\.1 allows 0; empty_target: "):
+        convert(tmp_path, three, digest="1" * 16)
+
+
+def test_duplicates_are_not_held_against_a_source(tmp_path):
     twice = write_source(tmp_path / "twice", {"s": plain_rows(5) * 60}, group_rows=100)
     assert convert(tmp_path, twice, digest="1" * 16).manifest.skips == {"duplicate_sample": 295}
 
 
 def test_a_source_without_a_usable_sample_is_an_error(tmp_path):
     source = write_source(tmp_path / "raw", {"s": [row([], [("What?", "")])] * 3})
-    with pytest.raises(InputError, match=r"no usable sample in .*raw: empty_target \(3\)"):
+    with pytest.raises(InputError, match=r"^3 of 3 samples of .*raw cannot be used \(empty_target 3\)"):
         convert(tmp_path, source)
     with pytest.raises(InputError, match="hold no rows"):
         convert(tmp_path, write_source(tmp_path / "empty", {"s": []}), digest="1" * 16)
@@ -362,14 +379,17 @@ def test_a_builder_that_loses_or_repeats_a_row_is_caught(tmp_path):
     part = Part(path=tmp_path, name="s/x", subset="s", span=(0, 1), first_row=4, file_row=0, num_rows=3)
     good = ["s/00000004", "s/00000005-0", "s/00000005-1", "s/00000006"]
     assert len(list(_nothing_lost(part, Lines(good).items))) == 4
-    for bad, message in [
-        (good[:1] + good[3:], "3 raw rows, but the builder tells of 2"),
-        ([*good[:2], good[1], good[3]], "the key s/00000005-0 comes twice"),
-        ([*good, "s/00000007"], "s/x: 7"),
-        (["t/00000004", *good[1:]], "t/00000004 is not a key of s"),
+    for bad, kind, message in [
+        (good[:1] + good[3:], InputError, "3 rows from row 0 on were counted, but 2 are read, the last one is row 2;"),
+        (good[:3], InputError, "but 2 are read, the last one is row 1;"),
+        ([], InputError, "but 0 are read, the last one is none;"),
+        ([*good, "s/00000007"], InputError, f"^{re.escape(str(part.path))}: 3 rows .* row 3 is read, which is not"),
+        ([*good[:2], good[1], good[3]], AssertionError, "the key s/00000005-0 comes twice"),
+        (["t/00000004", *good[1:]], AssertionError, "t/00000004 is not a key of s"),
     ]:
-        with pytest.raises(AssertionError, match=message):
+        with pytest.raises(kind, match=message) as caught:
             list(_nothing_lost(part, Lines(bad).items))
+        assert "\n" not in str(caught.value)
     with pytest.raises(AssertionError, match="s/x and s/y share keys of s"):
         assert_parts_apart([part, dataclasses.replace(part, name="s/y", first_row=6)])
     assert_parts_apart([part, dataclasses.replace(part, first_row=7), dataclasses.replace(part, subset="t")])

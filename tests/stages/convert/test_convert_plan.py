@@ -10,7 +10,8 @@ import pytest
 
 from dataset_builders.contracts.sample import SPLITS
 from dataset_builders.contracts.strict import StrictModel
-from stages.convert.plan import DUPLICATE, LEFT_OUT, Plan, make_plan, split_of
+from dataset_builders.errors import InputError
+from stages.convert.plan import DUPLICATE, LEFT_OUT, Draw, Plan, check_heldout, make_plan, split_of
 from stages.convert.scan import PLAN_COLUMNS, SCAN_SCHEMA, Scan
 from stages.convert.write import RawRows, write_tasks
 from tests.bench.bench_convert import synthetic_scan
@@ -38,8 +39,11 @@ def scan_of(samples: list[list[int]], sizes: list[int] | None = None, digests: l
     return Scan(pa.concat_tables(parts), np.array([*range(0, count, 5), count]))
 
 
-def plan_of(scan: Scan, seed: int, heldout_fraction: float, shard_bytes: int, own: list | None = None) -> Plan:
-    return make_plan(scan, own or [None] * (len(scan.starts) - 1), seed, heldout_fraction, shard_bytes)
+def plan_of(
+    scan: Scan, seed: int, heldout_fraction: float, shard_bytes: int, own: list | None = None, least: int = 0
+) -> Plan:
+    draw = Draw(seed=seed, heldout_fraction=heldout_fraction, min_heldout=least)
+    return make_plan(scan, own or [None] * (len(scan.starts) - 1), draw, shard_bytes)
 
 
 def named(plan: Plan) -> list[str]:
@@ -99,6 +103,46 @@ def test_a_sample_in_both_of_the_sources_splits_is_heldout_once(pictures):
     assert plan.skips() == {"duplicate_sample": 1} and plan.firsts.tolist() == [0, 1, 2, 3, 4, 4, 6]
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_small_data_meets_the_least_number_held_out(seed):
+    """What the share holds out stays so; then the smallest draws follow, and train keeps as many samples."""
+    rng = random.Random(seed)
+    samples = [rng.sample(range(100), rng.choice([0, 1, 1, 2])) for _ in range(60)]
+    scan = scan_of(samples, digests=[*range(50), *range(10)])  # ten duplicates at most, which count as no samples
+    by_share, met = (named(plan_of(scan, seed, 0.1, 10**6, least=least)) for least in (0, 20))
+    assert 20 <= met.count("heldout") <= met.count("train") and by_share.count("heldout") < 20
+    assert all(after == "heldout" for before, after in zip(by_share, met) if before == "heldout")
+    assert named(plan_of(scan, seed, 0.1, 10**6, least=by_share.count("heldout"))) == by_share
+    alone = [i for i, images in enumerate(samples) if not images and i < 50]
+    held = [i for i in alone if met[i] == "heldout"]
+    tickets = {i: min(share for share in np.linspace(0, 1, 500) if drawn_at(seed, i, share)) for i in alone}
+    assert not held or max(tickets[i] for i in held) <= min([tickets[i] for i in alone if i not in held], default=1)
+
+
+def drawn_at(seed: int, sample: int, share: float) -> bool:
+    return split_of(seed, digest(10**6 + sample), share) == "heldout"
+
+
+def test_a_large_group_does_not_take_all_to_meet_the_least_number():
+    samples = [[0]] * 15 + [[i] for i in range(1, 16)]
+    for seed in range(10):
+        plan = plan_of(scan_of(samples), seed, 0.001, 10**6, least=14)
+        assert named(plan).count("heldout") in (14, 15)
+
+
+def test_data_too_small_for_the_least_number_is_an_error():
+    draw = Draw(seed=0, heldout_fraction=0.1, min_heldout=6)
+    own = [None, None, None]
+    check_heldout(plan_of(scan_of([[i] for i in range(12)]), 0, 0.1, 10**6, least=6), own, draw)
+    plan = plan_of(scan_of([[i] for i in range(11)]), 0, 0.1, 10**6, least=6)
+    with pytest.raises(
+        InputError, match=r"convert\.min_heldout=6: of 11 usable samples only 5 can be held out .* lower"
+    ):
+        check_heldout(plan, own, draw)
+    check_heldout(plan, ["train"] * 3, draw)  # the source's own choice
+    check_heldout(plan, own, Draw(seed=0, heldout_fraction=0, min_heldout=6))
+
+
 def test_split_of_is_pinned():
     """A change of this function would move pictures between splits of data that people already trained on."""
     drawn = "".join(split_of(7, bytes([i]) * 32, 0.5)[0] for i in range(16))
@@ -156,7 +200,7 @@ def test_memory_a_row_is_bounded():
     assert scan.table.nbytes / len(scan) < 250
     before = pa.total_allocated_bytes()
     tracemalloc.start()
-    plan = make_plan(scan, [None] * (len(scan.starts) - 1), 0, 0.05, 10**8)
+    plan = make_plan(scan, [None] * (len(scan.starts) - 1), Draw(seed=0, heldout_fraction=0.05), 10**8)
     kept, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak / len(scan) < 400 and kept / len(scan) < 40, (peak / len(scan), kept / len(scan))

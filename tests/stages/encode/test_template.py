@@ -72,6 +72,61 @@ def test_a_hostile_template_is_one_line_before_any_tokenizer(text, tmp_path, req
     assert "copy the chat_template.jinja of the model's makers" in str(caught.value)
 
 
+_COUNTED = "<|im_start|>system\n{{ messages|length }} messages<|im_end|>\n"
+_HELD = "<|im_start|>system\nHello.<|im_end|>\n"
+# what is put before a sound template -> the trial whose prompt is not the beginning of its text
+_UNLIKE_THE_PROMPT = {
+    "{%- if add_generation_prompt %}" + _HELD + "{% endif -%}\n": "with 1 turn the",
+    _COUNTED: "with 1 turn the",
+    "{%- if messages|length > 4 %}" + _COUNTED + "{% endif -%}\n": "with 3 turns the",
+    "{%- if messages[0].role == 'system' %}" + _COUNTED + "{% endif -%}\n": "with 1 turn and a system message the",
+    "{%- if messages[0].role == 'system' and messages|length > 3 %}" + _COUNTED + "{% endif -%}\n": (
+        "with 2 turns and a system message the"
+    ),
+}
+
+
+@pytest.mark.parametrize("added", _UNLIKE_THE_PROMPT)
+def test_a_template_whose_text_is_not_its_prompt_is_refused_by_its_files_alone(added, tmp_path):
+    hf_dir = model_with(tmp_path, added + (tiny_hf_dir() / "chat_template.jinja").read_text())
+    with pytest.raises(InputError, match=f"{hf_dir}: {_UNLIKE_THE_PROMPT[added]} chat template writes ") as caught:
+        check_template(hf_dir)
+    assert "before the last answer where its prompt at inference has " in str(caught.value)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+
+
+# Each text begins with its prompt, but one text of several turns does not begin with those of its first turns.
+REWRITING = (
+    "{%- set ns = namespace(last=0) %}{% for m in messages %}"
+    "{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor -%}\n"
+    "{%- for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'user' and loop.index0 < ns.last and messages[0].role == 'system' %}(old) {% endif %}"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    "{{ '<|vision_start|><|image_pad|><|vision_end|>' if part.type == 'image' else part.text }}"
+    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_a_template_that_rewrites_questions_after_a_system_message_is_refused_by_the_ids(tmp_path):
+    hf_dir = model_with(tmp_path, REWRITING)
+    check_template(hf_dir)
+    with pytest.raises(InputError, match=r"with 2 turns and a system message the ids before message 2 are not those"):
+        ChatEncoder(hf_dir)
+    (hf_dir / "chat_template.jinja").write_text(REWRITING.replace("(old) ", ""))
+    ChatEncoder(hf_dir)
+
+
+def test_a_template_that_refuses_system_messages_or_a_second_turn_passes(tmp_path):
+    """A conversation that it refuses is left out, with the template's own words."""
+    sound = (tiny_hf_dir() / "chat_template.jinja").read_text()
+    for condition in ("messages[0].role == 'system'", "messages|length > 2"):
+        refusing = f"{{%- if {condition} %}}{{{{ raise_exception('no') }}}}{{% endif -%}}\n{sound}"
+        hf_dir = model_with(tmp_path / condition[:11], refusing)
+        check_template(hf_dir)
+        ChatEncoder(hf_dir)
+
+
 def test_an_encoder_of_a_hostile_template_says_the_same(tmp_path):
     with pytest.raises(InputError, match="the chat template fails with ZeroDivisionError"):
         ChatEncoder(model_with(tmp_path, "{{ 1 // 0 }}"))

@@ -1,0 +1,60 @@
+"""Before the training starts: whether the stage contamination leaves held-out samples to score."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from dataset_builders.contracts.sample import Sample
+from dataset_builders.errors import InputError
+from flows.pipeline.flow import check_heldout
+from flows.pipeline.recipe import load_recipe
+from stages.artifacts.run_stage import run_stage
+from stages.contamination.config import ContaminationConfig
+from stages.contamination.stage import STAGE
+from tests.helpers.drawn_pictures import chart, encoded
+from tests.helpers.samples import make_samples_artifact, turns
+
+
+def dirs_of(directory: Path, num_copies: int, num_fresh: int) -> dict[str, str]:
+    """Held-out samples, those first whose pictures occur in train as another file."""
+    charts = [*range(num_copies), *range(100, 100 + num_fresh)]
+    samples = [
+        Sample(key=f"s/{i:08d}", messages=turns("<image>?", str(i)), images=(encoded(chart(number), "BMP"),))
+        for i, number in enumerate(charts)
+    ]
+    train = [Sample(key=f"t/{i:08d}", messages=turns("<image>?", "a"), images=(encoded(chart(i)),)) for i in range(3)]
+    shards = {"train/shard-00000.tar": train, "heldout/shard-00000.tar": samples}
+    artifact = make_samples_artifact(directory / "samples", shards)
+    scan = run_stage(STAGE, ContaminationConfig(), {"samples": artifact}, directory / "root").artifact
+    return {"convert": str(artifact.dir), "contamination": str(scan.dir)}
+
+
+def check(dirs: dict[str, str], caplog, *settings: str) -> list[str]:
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        check_heldout(dirs, load_recipe(overrides=settings).config)
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_nothing_left_to_score_ends_before_the_training(tmp_path, caplog):
+    dirs = dirs_of(tmp_path, 2, 0)
+    with pytest.raises(
+        InputError, match=r"^2 of 2 held-out samples have a picture .* would be left; see .*report.html"
+    ):
+        check(dirs, caplog)
+    assert check({"convert": dirs["convert"]}, caplog) == []  # contamination=null: all of them count
+
+
+def test_few_left_to_score_are_a_warning(tmp_path, caplog):
+    dirs = dirs_of(tmp_path, 2, 3)
+    (line,) = check(dirs, caplog)
+    assert line.startswith("2 of 5 held-out samples") and "3 are left, fewer than convert.min_heldout=10; see" in line
+    assert "\n" not in line and check(dirs, caplog, "convert.min_heldout=3") == []
+
+
+def test_only_samples_that_are_asked_count(tmp_path, caplog):
+    dirs = dirs_of(tmp_path, 2, 3)
+    with pytest.raises(InputError, match="2 of 2 held-out samples"):
+        check(dirs, caplog, "evaluate.max_samples_per_subset=2")
+    assert "1 are left" in check(dirs, caplog, "evaluate.max_samples_per_subset=3")[0]
