@@ -18,7 +18,7 @@ from dataset_builders.contracts.manifest import file_entry
 from stages.launchers.config import ClusterConfig
 from stages.launchers.job import Job
 from stages.launchers.torchrun import TorchrunLauncher
-from trainer.contract.answer import MetricsRow, TrainResult
+from trainer.contract.answer import MetricsRow, TrainResult, write_checkpoint_record
 from trainer.contract.names import (
     ADAPTER_EXPORT,
     EXIT_FAILED,
@@ -53,6 +53,7 @@ def _train(run: RunConfig) -> TrainResult:
     steps = run.train.num_steps
     name = f"checkpoints/step-{steps:06d}"
     (run.output_dir / name).mkdir(parents=True, exist_ok=True)
+    write_checkpoint_record(run.output_dir / name, {"step": steps})
     with (run.output_dir / METRICS_JSONL).open("w") as file:
         for step in range(1, steps + 1):
             heldout = {"heldout_loss": 2.0} if step == steps else {}

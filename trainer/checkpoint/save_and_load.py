@@ -15,8 +15,8 @@ from torch.distributed.checkpoint import CheckpointException
 
 from dataset_builders.errors import InputError
 from trainer.checkpoint import optimizer_state, rng
-from trainer.checkpoint.directory import read_record
 from trainer.checkpoint.reader import CheckpointNotTrusted, CommonState, check_metadata
+from trainer.contract.answer import read_checkpoint_record
 from trainer.layers.lora.convert import has_adapters
 from trainer.layers.lora.trained import trained_parameters
 from trainer.parallel.fsdp import FullyShardedModel
@@ -46,7 +46,7 @@ def load(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer
 
 def _check_sharding(chunk: DistributedDataParallel | FullyShardedModel, checkpoint: Path) -> None:
     """Refuse a checkpoint of the other sharding: its weights would fit, the state of its optimizer does not."""
-    saved = read_record(checkpoint)["parallel"]["sharding"]
+    saved = read_checkpoint_record(checkpoint)["parallel"]["sharding"]
     ours = "fsdp" if isinstance(chunk, FullyShardedModel) else "distributed_optimizer"
     if saved != ours:
         raise InputError(
