@@ -9,7 +9,7 @@ from dataset_builders.errors import DamagedFile, InputError
 from dataset_builders.storage.files import GrowingFile, write_text
 from stages.artifacts.workers import StageResources
 from stages.launchers.job import EXIT_DEADLINE, Job, JobFailed, make_launcher, run_job
-from trainer.contract.answer import MetricsRow, TrainResult, check_checkpoint, parse_metrics
+from trainer.contract.answer import KEPT_ASIDE, MetricsRow, TrainResult, check_checkpoint, parse_metrics
 from trainer.contract.names import METRICS_JSONL, RESULT_JSON, RUN_JSON
 from trainer.contract.run import EncodeRun, RunConfig
 
@@ -63,7 +63,7 @@ def run_trainer(run: RunConfig | EncodeRun, resources: StageResources, name: str
     """
     directory = run.output_dir
     follower = MetricsFollower(directory / METRICS_JSONL, resources.on_rows)
-    job = trainer_job(directory, resources.on_line)
+    job = trainer_job(directory, _telling(resources.on_line))
     text = run.model_dump_json(indent=1) + "\n"
     if (earlier := _finished_before(run, text)) is not None:
         log.info("%s: the trainer finished while nobody waited for it", name)
@@ -90,6 +90,17 @@ def trainer_job(output_dir: Path, on_line: Callable[[str], None] = lambda line: 
     """The trainer with the run.json of a run's output directory, as a launcher takes it."""
     arguments = ("-m", "trainer", str(output_dir / RUN_JSON))
     return Job(str(output_dir), arguments, output_dir / TRAINER_LOG, on_line)
+
+
+def _telling(on_line: Callable[[str], None]) -> Callable[[str], None]:
+    """`on_line`, which also logs the trainer's line about a damaged checkpoint as a warning, for the terminal."""
+
+    def listen(line: str) -> None:
+        if KEPT_ASIDE in line:
+            log.warning("%s", line.strip())
+        on_line(line)
+
+    return listen
 
 
 def _finished_before(run: RunConfig | EncodeRun, text: str) -> TrainResult | None:

@@ -4,6 +4,7 @@ step-000500/athanor.json   what it is, read before anything else; written last
 step-000500/...            model, optimizer states, main parameters, RNG (dist_checkpointing), digests
 saving-step-000500/        a save that has not ended; deleted at the next start
 deleting-step-000500/      a deletion that has not ended; deleted at the next start
+damaged-step-000500/       a checkpoint that was found damaged at a start; kept for a person, never read or deleted
 """
 
 import math
@@ -29,6 +30,19 @@ def list_checkpoints(directory: Path) -> list[Path]:
     """Whole checkpoints, oldest first."""
     steps = [(int(m[1]), p) for p in directory.glob("step-*") if (m := _NAME.fullmatch(p.name))]
     return [path for _, path in sorted(steps) if (path / CHECKPOINT_RECORD).is_file()]
+
+
+def newest_path(directory: Path) -> Path | None:
+    """The newest checkpoint, whole or not; None if there is none."""
+    steps = [(int(m[1]), path) for path in directory.glob("step-*") if (m := _NAME.fullmatch(path.name))]
+    return max(steps)[1] if steps else None
+
+
+def keep_aside(checkpoint: Path) -> Path:
+    """Rename a damaged checkpoint, so that nothing reads it again, and return its new path."""
+    names = [f"damaged-{checkpoint.name}", *(f"damaged-{checkpoint.name}-{n}" for n in range(2, 1000))]
+    aside = next(path for path in map(checkpoint.with_name, names) if not path.exists())
+    return checkpoint.rename(aside)
 
 
 def read_step(checkpoint: Path, run: RunConfig) -> int:

@@ -9,7 +9,7 @@ import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import xxhash
 from pydantic import ConfigDict, Field, ValidationError, model_validator
@@ -23,7 +23,9 @@ from trainer.contract.names import METRICS_JSONL
 
 CHECKPOINT_RECORD = "athanor.json"
 STATE_FILE, STATE_DIGESTS = ".distcp", ".xxh3"  # the ends of the names
+KEPT_ASIDE = "is kept aside as"  # in the trainer's line about a damaged checkpoint, which a person should see
 _FILES, _OWN = "digests", "digest"  # keys of the record
+_PIECE = 16 << 20  # bytes
 
 
 class MetricsRow(StrictModel):
@@ -159,8 +161,7 @@ def check_state_file(path: Path) -> str:
         starts = sorted(digests)
         with path.open("rb") as file:
             for start, end in zip(starts, [*starts[1:], path.stat().st_size], strict=True):
-                file.seek(start)
-                if digest_of(file.read(end - start)) != digests[start]:
+                if _digest_of_part(file, start, end) != digests[start]:
                     raise ValueError(f"{path.name}: the {end - start} bytes at {start} are not what was written")
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise damaged(path.parent, f"is damaged ({error})") from error
@@ -181,6 +182,15 @@ def check_checkpoint(
     read_checkpoint_record(checkpoint)
     for path in state_files(checkpoint):
         digest(path, check_state_file)
+
+
+def _digest_of_part(file: BinaryIO, start: int, end: int) -> str:
+    """`digest_of` the bytes from `start` to `end`, read in pieces."""
+    file.seek(start)
+    digest = xxhash.xxh3_64()
+    while piece := file.read(min(_PIECE, end - file.tell())):
+        digest.update(piece)
+    return digest.hexdigest()
 
 
 def _digest_of_record(record: dict[str, Any]) -> str:

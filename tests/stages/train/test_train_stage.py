@@ -211,6 +211,14 @@ def test_a_finished_training_whose_checkpoint_is_damaged_goes_on(
     assert _run(inputs, tmp_path).reused
 
 
+def test_a_damaged_checkpoint_is_told_on_the_terminal(inputs, tmp_path, caplog, monkeypatch):
+    monkeypatch.setenv("FAKE_TRAINER", "aside")
+    _run(inputs, tmp_path)
+    (record,) = [record for record in caplog.records if "kept aside" in record.message]
+    assert (record.levelname, record.name) == ("WARNING", "athanor.train")
+    assert "step-000004 is damaged; it is kept aside as damaged-step-000004" in record.message
+
+
 def test_follower_hands_on_each_step_once_and_only_whole_lines(tmp_path):
     path, steps = tmp_path / METRICS_JSONL, []
     follower = MetricsFollower(path, lambda rows: steps.extend(row.step for row in rows))
