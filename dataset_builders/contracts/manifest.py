@@ -13,7 +13,7 @@ from dataset_builders.storage.files import read_object, sha256_file, write_json
 from dataset_builders.storage.store import StorePath, local_copy
 
 FORMAT_VERSION = 1
-_DIGEST = "digest"  # of manifest.json: SHA-256 of its other fields; manifests of before 2026-11-23 have none
+_DIGEST = "digest"  # of manifest.json: SHA-256 of its other fields
 
 
 class ShardEntry(StrictModel):
@@ -58,7 +58,7 @@ class Manifest(StrictModel):
     config: dict[str, Any] = Field(description="the stage's identity config, whole")
     parents: dict[str, Parent] = Field(description="role -> input")
     shards: list[ShardEntry] = Field(default=[], description="in order of their names, train before heldout")
-    files: list[FileEntry] = Field(default=[], description="by name; none in manifests of before 2026-11-23")
+    files: list[FileEntry] = Field(default=[], description="by name")
     skips: dict[str, int] = Field(default={}, description="samples left out, by reason")
     stats: dict[str, Any] = Field(default={}, description="counts and figures a person or a later stage reads")
 
@@ -82,18 +82,21 @@ def load_manifest(directory: StorePath) -> Manifest:
         raise InputError(
             f"{directory} has no {MANIFEST}: it is not a finished artifact; run the flow that makes it again"
         )
-    return read_format(path, Manifest, FORMAT_VERSION)
+    return read_format(path, Manifest, FORMAT_VERSION, has_digest=True)
 
 
 Schema = TypeVar("Schema", bound=StrictModel)
 
 
-def read_format(path: StorePath, schema: type[Schema], version: int, stage: str = "") -> Schema:
+def read_format(
+    path: StorePath, schema: type[Schema], version: int, stage: str = "", *, has_digest: bool = False
+) -> Schema:
     """The content of an artifact's JSON file.
 
     Args:
         version: the format version that the caller reads.
         stage: the stage that makes the file, if the file itself does not name it.
+        has_digest: one of its fields is the digest of the others.
 
     Raises:
         InputError: the file has another format version, or is damaged.
@@ -104,9 +107,8 @@ def read_format(path: StorePath, schema: type[Schema], version: int, stage: str 
             f"{path}: format_version is {str(raw.get('format_version'))[:40]}, this code reads {version}; "
             f"delete {path.parent} and run the {stage or raw.get('stage')} stage again"
         )
-    digest = raw.pop(_DIGEST, None)
-    if digest is not None and digest != _digest(raw):
-        raise damaged(path, "is damaged: it is not as it was written")
+    if has_digest and (digest := raw.pop(_DIGEST, None)) != _digest(raw):
+        raise damaged(path, "is damaged: it " + ("has no digest" if digest is None else "is not as it was written"))
     try:
         return schema.model_validate(raw)
     except ValidationError as error:

@@ -8,6 +8,7 @@ import argparse
 from flows.deployments.grid import expand, parse_grid
 from flows.pipeline.graph import check_model, check_start_adapter
 from flows.pipeline.recipe import Recipe, load_recipe
+from stages.artifacts.intact import check_written
 from stages.inputs.adapter_directory import read_adapter_dir
 from stages.inputs.hf_directory import check_hf_dir, resolve_hf_dir
 
@@ -37,8 +38,11 @@ def check_points(args: argparse.Namespace) -> None:
 
 
 def check_model_dir(args: argparse.Namespace) -> None:
-    """Raise InputError if the directory does not hold a model that can answer, or the adapter is not the model's."""
+    """Raise InputError if the directory does not hold a model that can answer, the adapter is not the model's, or a
+    file of an artifact was changed."""
     hf_dir = resolve_hf_dir(args.model)
+    check_written(hf_dir)
     check_hf_dir(hf_dir)
     if args.adapter is not None:
+        check_written(args.adapter.resolve())
         read_adapter_dir(args.adapter, hf_dir)

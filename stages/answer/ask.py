@@ -5,6 +5,7 @@ from pathlib import Path
 from dataset_builders.contracts.sample import IMAGE_SLOT, Message, SkipSample
 from dataset_builders.errors import InputError
 from stages.answer.transformers_engine import EncodedImages, Generator
+from stages.artifacts.intact import check_written
 
 
 def ask(
@@ -20,14 +21,16 @@ def ask(
         adapter_dir: PEFT's directory of an adapter beside the model.
 
     Raises:
-        InputError: there is no such model, adapter or picture, the picture is not usable, or the question cannot be
-            asked.
+        InputError: there is no such model, adapter or picture, the model or adapter of an artifact was changed, the
+            picture is not usable, or the question cannot be asked.
     """
     data = None if picture is None else _read_picture(picture)
     if not question.strip():
         raise InputError('the question is empty; ask for example "Which digit is in the picture?"')
     if IMAGE_SLOT in question:
         raise InputError(f"the question holds {IMAGE_SLOT}, which stands for a picture; leave it out")
+    for directory in filter(None, (hf_dir, adapter_dir)):
+        check_written(directory.resolve())
     generator = Generator(hf_dir, adapter_dir=adapter_dir)
     images = _encode(generator, picture, data)
     slot = IMAGE_SLOT if images.patches else ""

@@ -5,6 +5,7 @@ The fingerprint is one of the stage's name and VERSION, its identity config and 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
@@ -53,6 +54,7 @@ class External:
 
 
 Input = Artifact | External
+Check = Callable[[Artifact, Callable[[Path, Callable[[Path], str]], str]], None]  # artifact, see `Whole.digest`
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,9 @@ class Stage:
             writes whole files only (`atomic_path`, `ShardWriter`), which may as well go to an object store.
         dataset: the artifact's part in a run as data, for example "training"; None: it is not data.
         digested: globs of the files, beside the shards, that other stages read: the manifest has their SHA-256.
+        check: see that what the manifest does not list is as it was written, before an artifact on a disk is reused; it
+            raises DamagedFile. The work then begins with the files of the damaged artifact. None: nothing else is
+            looked at, and a damaged artifact is an error.
         preview: "module:function" that makes the page of an artifact's contents, from it and the stage's inputs; None:
             no such page. It is imported on use, since it needs more libraries than a worker should load.
     """
@@ -86,6 +91,7 @@ class Stage:
     on_disk: bool = False
     dataset: str | None = None
     digested: tuple[str, ...] = ()
+    check: Check | None = None
     preview: str | None = None
 
 

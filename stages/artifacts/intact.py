@@ -1,21 +1,24 @@
 """Whether an artifact is still what was written: its files by name and size, and those that are read whole by SHA-256.
 
-    reused, or read by another stage   every shard and file of the manifest is there and has its size
-    read by another stage              every file beside the shards has its SHA-256, before the stage begins
+    reused, or read by another stage   every shard and file of the manifest is there and has its size, and every file
+                                       beside the shards has its SHA-256 (see unchanged.py for which files are read)
+    a model or adapter that answers    every file of its directory has its size and its SHA-256
     while it is read                   each shard or record is compared by `shard_io`
 
-So nothing is read twice but index, plan and weights, and a million shards are only counted.
+So nothing is read twice but index, plan and weights, and a million shards are only counted. Of an artifact in an object
+store that is reused only the sizes are compared: nothing changes an object in its place.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from dataset_builders.contracts.manifest import FileEntry, file_entry
-from dataset_builders.errors import damaged
-from dataset_builders.storage.files import sha256_file
+from dataset_builders.errors import MANIFEST, damaged
 from dataset_builders.storage.store import StorePath, is_local, local_copy, local_dir
 from stages.artifacts.artifact import Artifact, Input
-from trainer.contract.names import HF_EXPORT
+from stages.artifacts.unchanged import digest_once
+from trainer.contract.names import ADAPTER_EXPORT, HF_EXPORT
 
 _HASHERS = 4  # files read at a time: one core digests 1.3 GB/s
 
@@ -57,17 +60,57 @@ def check_inputs(inputs: Mapping[str, Input]) -> None:
     for item in inputs.values():
         if isinstance(item, Artifact):
             check_sizes(item)
-            with ThreadPoolExecutor(_HASHERS) as pool:
-                list(pool.map(lambda entry, item=item: _check_file(item.dir, entry), item.manifest.files))
+            _check_digests(item.dir, item.manifest.files, digest_once)
 
 
-def _check_file(directory: StorePath, entry: FileEntry) -> None:
+def check_reused(artifact: Artifact, digest: Callable[[Path], str]) -> None:
+    """Check that an artifact which is used again is what was written.
+
+    Args:
+        digest: the SHA-256 of a file of this machine, see `Whole.digest`.
+
+    Raises:
+        DamagedFile: a file is missing, or is not the one that was written.
+    """
+    check_sizes(artifact)
+    if is_local(artifact.dir):
+        _check_digests(artifact.dir, artifact.manifest.files, digest)
+
+
+def check_written(directory: StorePath) -> None:
+    """Check a model's or an adapter's directory, if it is an artifact's: hf/, adapter/ or hf/adapter/ of an export or
+    release. Files that the manifest does not list are not looked at.
+
+    Raises:
+        DamagedFile: a file is missing, or is not the one that was written.
+    """
+    made = directory.parent
+    if directory.name == ADAPTER_EXPORT and made.name == HF_EXPORT:
+        made = made.parent
+    elif directory.name not in (HF_EXPORT, ADAPTER_EXPORT):
+        return
+    if not (made / MANIFEST).is_file():
+        return
+    artifact, below = Artifact.load(made), f"{str(directory)[len(str(made)) + 1 :]}/"
+    files = [entry for entry in artifact.manifest.files if entry.name.startswith(below)]
+    check_sizes(Artifact(made, artifact.manifest.model_copy(update={"files": files, "shards": []})))
+    _check_digests(made, files, digest_once)
+
+
+def _check_digests(directory: StorePath, files: Sequence[FileEntry], digest: Callable[[Path], str]) -> None:
+    with ThreadPoolExecutor(_HASHERS) as pool:
+        list(pool.map(lambda entry: _check_file(directory, entry, digest), files))
+
+
+def _check_file(directory: StorePath, entry: FileEntry, digest: Callable[[Path], str]) -> None:
     folder, _, name = entry.name.partition("/")
-    if is_local(directory) or folder != HF_EXPORT:
+    if not is_local(directory) and folder != HF_EXPORT:
         local_copy(directory / entry.name, entry.sha256)
-    elif (digest := sha256_file(local_dir(directory / folder) / name)) != entry.sha256:  # the copy that is used
-        what = f"is damaged: its SHA-256 is {digest[:12]}..., and {entry.sha256[:12]}... was written"
-        raise damaged(directory / entry.name, what)
+        return
+    here = directory / entry.name if is_local(directory) else local_dir(directory / folder) / name  # the one to be used
+    if (found := digest(here)) != entry.sha256:
+        what = f"is damaged: its SHA-256 is {found[:12]}..., and {entry.sha256[:12]}... was written"
+        raise damaged(directory / entry.name, f"{what} (to change it, copy its directory elsewhere)")
 
 
 def _sizes(directory: StorePath, names: Sequence[str]) -> list[int | None]:

@@ -29,11 +29,12 @@ from pydantic import BaseModel
 from dataset_builders.contracts.fingerprint import describe_drift, fingerprint
 from dataset_builders.contracts.manifest import MANIFEST, Manifest, Parent, load_manifest
 from dataset_builders.contracts.shard_io import remove_entries
-from dataset_builders.errors import InputError
+from dataset_builders.errors import DamagedFile, InputError
 from dataset_builders.storage.files import write_text
 from dataset_builders.storage.store import StorePath, is_local, make_dir, modified, side_dir, upload_dir
 from stages.artifacts.artifact import Artifact, Input, Stage, StageOutput, StageResult, artifact_dir, stage_identity
-from stages.artifacts.intact import check_inputs, check_sizes, file_entries
+from stages.artifacts.intact import check_inputs, check_reused, file_entries
+from stages.artifacts.unchanged import Whole
 
 LOCK_POLL_SECONDS = 0.5
 PREVIEW_HTML = "preview.html"
@@ -64,25 +65,45 @@ def run_stage(
     started = time.perf_counter()
     identity = stage_identity(stage, config, inputs)
     final = artifact_dir(root, stage, identity)
-    if (final / MANIFEST).is_file():
-        return StageResult(_reused(final), True, time.perf_counter() - started)
     work = scratch_dir(root, stage, identity)
     lock = side_dir(root) / "scratch" / f"{stage.name}-{fingerprint(identity)}"
+    if (found := _reused(stage, final, lock, logging.DEBUG)) is not None:
+        return StageResult(found, True, time.perf_counter() - started)
     lock.parent.mkdir(parents=True, exist_ok=True)
     with _locked(work, lock):
-        is_made = (final / MANIFEST).is_file()  # by the process that this one waited for
-        if not is_made:
+        found = _reused(stage, final, lock, logging.WARNING)  # made by the process that this one waited for
+        if found is None:
             check_inputs(inputs)
-            make_dir(work)
+            _reopen(final, work)
             _make(stage, config, inputs, work, resources, identity)
             _publish(work, final)
-    return StageResult(Artifact.load(final), is_made, time.perf_counter() - started)
+    return StageResult(found or Artifact.load(final), found is not None, time.perf_counter() - started)
 
 
-def _reused(directory: StorePath) -> Artifact:
-    artifact = Artifact.load(directory)
-    check_sizes(artifact)
+def _reused(stage: Stage, final: StorePath, beside: Path, level: int) -> Artifact | None:
+    """Return the finished artifact, if there is one and the stage has nothing to do again in it."""
+    if not (final / MANIFEST).is_file():
+        return None
+    artifact, whole = Artifact.load(final), Whole(beside.with_name(f"{beside.name}.whole.json"))
+    check_reused(artifact, whole.digest)
+    if stage.check is not None and is_local(final):
+        try:
+            stage.check(artifact, whole.digest)
+        except DamagedFile as error:
+            log.log(level, "%s: %s; it goes on from what is whole", stage.name, str(error).partition("; delete ")[0])
+            return None
+    whole.keep()
     return artifact
+
+
+def _reopen(final: StorePath, work: StorePath) -> None:
+    """Make a work directory: that of a finished artifact in which the stage found damage, or an empty one."""
+    if is_local(final) and (final / MANIFEST).is_file():
+        shutil.rmtree(work, ignore_errors=True)
+        work.parent.mkdir(parents=True, exist_ok=True)
+        os.rename(final, work)
+        (work / MANIFEST).unlink()
+    make_dir(work)
 
 
 def _make(stage, config, inputs, work: StorePath, resources, identity: dict[str, Any]) -> None:

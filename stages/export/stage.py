@@ -30,7 +30,7 @@ from stages.train.stage import digest_of_base
 from trainer.contract.adapter import AdapterConfig
 from trainer.contract.names import ADAPTER_EXPORT, HF_EXPORT, RUN_JSON
 from trainer.contract.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from trainer.contract.run import RunConfig
+from trainer.contract.run import RunConfig, TrainConfig
 
 VERSION = 2
 JOB_DIR = "job"  # in the work directory: the output directory of the trainer's run
@@ -92,13 +92,16 @@ def _write_report(work_dir: Path, stats: Mapping[str, Any], files: Sequence[File
 
 
 def _run_config(inputs: Mapping[str, Input], source: Path, job_dir: Path, resources: StageResources) -> RunConfig:
-    """The training's own config, but in this run's layout: a checkpoint can be read in any layout."""
+    """The training's own config, but in this run's layout: a checkpoint can be read in any layout. What decides the
+    weights is the manifest's, which has a digest; run.json has none."""
     trained: Artifact = inputs["train"]
     run = RunConfig.model_validate_json((trained.dir / RUN_JSON).read_text(encoding="utf-8"))
     checkpoint = trained.manifest.stats["checkpoint"]
     return run.model_copy(
         update={
             "task": "export",
+            "train": TrainConfig.model_validate(trained.manifest.config),
+            "fingerprint": trained.manifest.fingerprint,
             "hf_dir": source.resolve(),
             "base_digest": digest_of_base(inputs["model"]),
             "tokenized_dir": absolute(inputs["tokenized"].dir),

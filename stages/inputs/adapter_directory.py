@@ -11,9 +11,10 @@ from typing import Any
 
 from dataset_builders.contracts.fingerprint import fingerprint
 from dataset_builders.errors import InputError, in_ascii
-from dataset_builders.storage.files import sha256_file
 from dataset_builders.storage.store import local_dir
 from stages.artifacts.artifact import Artifact, External, Input
+from stages.artifacts.intact import check_written
+from stages.artifacts.unchanged import digest_once
 from stages.inputs.hf_directory import safetensors_header, weight_files
 from trainer.contract.names import ADAPTER_EXPORT
 from trainer.contract.peft import (
@@ -94,9 +95,14 @@ def _check_tensor(
 
 
 def adapter_input(path: Path) -> External:
-    """An adapter of the user's, by the digests of its two files."""
+    """An adapter of the user's, by the digests of its two files.
+
+    Raises:
+        InputError: the directory holds no adapter that we compute, or it is an artifact's and a file was changed.
+    """
     read_peft_config(path, f"adapter {path}")
-    digests = {name: sha256_file(path / name) for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)}
+    check_written(path)
+    digests = {name: digest_once(path / name) for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)}
     return External(dir=path, name="adapter", digest=fingerprint(digests))
 
 

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,12 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from safetensors import SafetensorError, safe_open
 
 from dataset_builders.contracts.fingerprint import fingerprint
-from dataset_builders.contracts.manifest import load_manifest
-from dataset_builders.errors import MANIFEST, InputError, damaged, in_ascii, one_line
-from dataset_builders.storage.files import read_object, sha256_file
+from dataset_builders.errors import InputError, in_ascii, one_line
+from dataset_builders.storage.files import read_object
 from dataset_builders.storage.store import home_expanded, local_dir, location
 from stages.artifacts.artifact import Artifact, External, Input
+from stages.artifacts.intact import check_written
+from stages.artifacts.unchanged import digest_once
 from stages.inputs.remote_code import check_remote_code
 from trainer.contract.model_shape import ModelShape
 from trainer.contract.names import HF_EXPORT
@@ -43,9 +44,11 @@ def resolve_hf_dir(name_or_path: str, field: str = "model") -> Path:
         field: that names it.
 
     Raises:
-        InputError: neither a directory here nor a hub name that can be downloaded now.
+        InputError: neither a directory here nor a hub name that can be downloaded now; or the copy of a URL's artifact
+            is damaged.
     """
     if "://" in name_or_path:
+        check_written(location(name_or_path))
         return local_dir(location(name_or_path))
     path = home_expanded(name_or_path)
     if path.is_dir():
@@ -137,18 +140,8 @@ def model_input(path: Path) -> External:
     """
     names = {file.name for pattern in _MODEL_FILE_PATTERNS for file in path.glob(pattern) if file.is_file()}
     digests = _digests(path, sorted(names))
-    _check_written(path, digests)
+    check_written(path)
     return External(dir=path, name="hf_dir", digest=fingerprint(digests))
-
-
-def _check_written(path: Path, digests: Mapping[str, str]) -> None:
-    """Compare the files of a directory with the manifest beside it, if it is an artifact's."""
-    if not (path.parent / MANIFEST).is_file():
-        return
-    for entry in load_manifest(path.parent).files:
-        folder, _, name = entry.name.partition("/")
-        if folder == path.name and digests.get(name, entry.sha256) != entry.sha256:
-            raise damaged(path / name, "is not as it was written (to change it, copy the directory elsewhere)")
 
 
 def count_parameters(path: Path) -> dict[str, int]:
@@ -242,7 +235,7 @@ def _check_weights(path: Path, family: Family, shape: ModelShape) -> None:
 def _digests(path: Path, names: Iterable[str]) -> dict[str, str]:
     names = list(names)
     with ThreadPoolExecutor(_HASHERS) as pool:
-        return dict(zip(names, pool.map(lambda name: sha256_file(path / name), names)))
+        return dict(zip(names, pool.map(lambda name: digest_once(path / name), names)))
 
 
 def hf_dir_of(model: Input) -> Path:

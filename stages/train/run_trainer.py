@@ -5,11 +5,11 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from dataset_builders.errors import InputError
+from dataset_builders.errors import DamagedFile, InputError
 from dataset_builders.storage.files import GrowingFile, write_text
 from stages.artifacts.workers import StageResources
 from stages.launchers.job import EXIT_DEADLINE, Job, JobFailed, make_launcher, run_job
-from trainer.contract.answer import MetricsRow, TrainResult, parse_metrics
+from trainer.contract.answer import KEPT_ASIDE, MetricsRow, TrainResult, check_checkpoint, parse_metrics
 from trainer.contract.names import METRICS_JSONL, RESULT_JSON, RUN_JSON
 from trainer.contract.run import EncodeRun, RunConfig
 
@@ -63,7 +63,7 @@ def run_trainer(run: RunConfig | EncodeRun, resources: StageResources, name: str
     """
     directory = run.output_dir
     follower = MetricsFollower(directory / METRICS_JSONL, resources.on_rows)
-    job = trainer_job(directory, resources.on_line)
+    job = trainer_job(directory, _telling(resources.on_line))
     text = run.model_dump_json(indent=1) + "\n"
     if (earlier := _finished_before(run, text)) is not None:
         log.info("%s: the trainer finished while nobody waited for it", name)
@@ -92,13 +92,30 @@ def trainer_job(output_dir: Path, on_line: Callable[[str], None] = lambda line: 
     return Job(str(output_dir), arguments, output_dir / TRAINER_LOG, on_line)
 
 
+def _telling(on_line: Callable[[str], None]) -> Callable[[str], None]:
+    """`on_line`, which also logs the trainer's line about a damaged checkpoint as a warning, for the terminal."""
+
+    def listen(line: str) -> None:
+        if KEPT_ASIDE in line:
+            log.warning("%s", line.strip())
+        on_line(line)
+
+    return listen
+
+
 def _finished_before(run: RunConfig | EncodeRun, text: str) -> TrainResult | None:
-    """The result of this very run.json, from a job that outlived the flow that waited for it; None if there is none."""
+    """The result of this very run.json, from a job that outlived the flow that waited for it; None if there is none, or
+    its checkpoint is damaged."""
     path, result = run.output_dir / RUN_JSON, _read_result(run.output_dir)
     is_same = path.is_file() and path.read_text(encoding="utf-8") == text
     is_there = result is not None and result.status == "finished" and run.task == "train"
-    is_saved = is_there and (run.output_dir / (result.checkpoint or "")).is_dir()
-    return result if is_same and is_saved else None
+    if not (is_same and is_there):
+        return None
+    try:
+        check_checkpoint(run.output_dir / (result.checkpoint or ""))
+    except DamagedFile:  # the trainer itself resumes from an older one
+        return None
+    return result
 
 
 def _raise_for(result: TrainResult, error: JobFailed, name: str) -> None:

@@ -5,10 +5,11 @@
     logs/trainer.log  logs/rank-0001.log ...   job.sbatch  slurm.json  slurm-end   the last three of a SLURM job
     profile/rank-0.json.gz  profile/rank-0.md   if steps are traced
 
-A rerun in the same scratch directory starts the trainer again, which goes on from its newest checkpoint.
+A rerun in the same scratch directory starts the trainer again, which resumes from its newest checkpoint. A finished
+training whose newest checkpoint is damaged is such a rerun too.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from dataset_builders.contracts.fingerprint import fingerprint
@@ -20,7 +21,7 @@ from stages.artifacts.workers import StageResources
 from stages.inputs.hf_directory import hf_dir_of
 from stages.train.report import write_train_report
 from stages.train.run_trainer import run_trainer
-from trainer.contract.answer import read_metrics
+from trainer.contract.answer import check_checkpoint, read_metrics
 from trainer.contract.names import HELDOUT_BASE_JSONL, HELDOUT_JSONL
 from trainer.contract.pieces import mean_work
 from trainer.contract.placement import Placement, PlacementJob, at_hand
@@ -113,4 +114,17 @@ def _check_encoder(inputs: Mapping[str, Input]) -> None:
         )
 
 
-STAGE = Stage("train", VERSION, train, on_disk=True, digested=(HELDOUT_JSONL, HELDOUT_BASE_JSONL))
+def check_training(training: Artifact, digest: Callable[[Path, Callable[[Path], str]], str]) -> None:
+    """Check the newest checkpoint of a finished training, which an export reads. Its files are in no manifest, because
+    they depend on the layout.
+
+    Args:
+        digest: see `Whole.digest`.
+
+    Raises:
+        DamagedFile: a file is not what was written.
+    """
+    check_checkpoint(training.dir / training.manifest.stats["checkpoint"], digest)
+
+
+STAGE = Stage("train", VERSION, train, on_disk=True, digested=(HELDOUT_JSONL, HELDOUT_BASE_JSONL), check=check_training)

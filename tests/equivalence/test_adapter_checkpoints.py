@@ -17,8 +17,8 @@ from tests.helpers.single_rank import single_rank
 from tests.helpers.started import Started
 from tests.helpers.tiers import full, tiered
 from tests.helpers.world import World, run_world
-from trainer.checkpoint.directory import read_record, read_step
-from trainer.contract.answer import read_metrics
+from trainer.checkpoint.directory import read_step
+from trainer.contract.answer import read_checkpoint_record, read_metrics
 from trainer.contract.names import ADAPTER_EXPORT, HF_EXPORT
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.peft import ADAPTER_WEIGHTS
@@ -130,7 +130,10 @@ def test_a_checkpoint_holds_what_is_trained_and_its_optimizer_alone(saved):
 @pytest.mark.parametrize("task", ["train", "export"])
 def test_another_base_is_refused_in_one_line_that_names_both(saved, task):
     _, run, _ = saved
-    assert read_record(checkpoint_of(run, STEPS))["base"] == {"hf_dir": str(run.hf_dir), "digest": "hf_dir@1234"}
+    assert read_checkpoint_record(checkpoint_of(run, STEPS))["base"] == {
+        "hf_dir": str(run.hf_dir),
+        "digest": "hf_dir@1234",
+    }
     other = run.model_copy(update={"base_digest": "hf_dir@5678", "task": task, "fingerprint": "0" * 16})
     with pytest.raises(InputError, match="holds adapters of the base model") as error:
         read_step(checkpoint_of(run, STEPS), other)

@@ -143,7 +143,8 @@ def test_a_kill_at_any_point_of_a_save_costs_that_save_and_no_more(undisturbed, 
     (run.output_dir / "checkpoints/step-000005").mkdir()
     assert start(run).wait(240) == 0, log_of(run)
     assert f"resumed at step {6 if place == 'delete' else 3}" in log_of(run)
-    assert sorted(path.name for path in (run.output_dir / "checkpoints").iterdir()) == ["step-000005", "step-000008"]
+    aside = "damaged-step-000005"  # has no record
+    assert sorted(path.name for path in (run.output_dir / "checkpoints").iterdir()) == [aside, "step-000008"]
     assert rows_of(run) == rows_of(undisturbed)
     assert_same_content(content_of(run, 8), content_of(undisturbed, 8))
 
@@ -303,6 +304,61 @@ def test_a_pipeline_goes_on_where_it_stopped(pipeline, tmp_path, pp, vision):
     if pp == 2 and vision == "first_rank":
         assert ours == theirs
     assert [row[1] for row in ours] == pytest.approx([row[1] for row in theirs], rel=1e-6)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("__1_0.distcp", flip),  # the first rank sees no damage in its own file
+        full("athanor.json", remove),
+        full("common.pt", remove),
+        full("__0_0.distcp", lambda path: os.truncate(path, 1000)),
+    ],
+)
+def test_a_damaged_newest_checkpoint_is_kept_aside_and_the_ranks_go_on_from_the_one_before(
+    pipeline, tmp_path, name, damage
+):
+    run = tmp_path / "run"
+    shutil.copytree(pipeline.output_dir, run)
+    run = rewrite(pipeline.model_copy(update={"output_dir": run}))
+    damage(run.output_dir / "checkpoints/step-000008" / name)
+    kept = {path.name for path in (run.output_dir / "checkpoints/step-000008").iterdir()}
+    before = log_of(run)
+    train_on(run, 2)
+    told = log_of(run).removeprefix(before)
+    (line,) = [line for line in told.splitlines() if "damaged" in line]
+    assert name in line and "is kept aside as damaged-step-000008, and the training goes on from step-000006" in line
+    assert told.count("resumed at step 6") == 1
+    assert {path.name for path in (run.output_dir / "checkpoints/damaged-step-000008").iterdir()} == kept
+    assert rows_of(run) == rows_of(pipeline)
+    assert_same_content(content_of(run, 8), content_of(pipeline, 8))
+
+
+@pytest.mark.full
+def test_a_training_whose_checkpoints_are_all_damaged_begins_anew(undisturbed, tmp_path):
+    run = make_run(tmp_path, asynchronous=False)
+    shutil.copytree(undisturbed.output_dir / "checkpoints", run.output_dir / "checkpoints")
+    for step in (3, 6, 8):
+        flip(run.output_dir / f"checkpoints/step-{step:06d}/__0_0.distcp")
+    (run.output_dir / "checkpoints/damaged-step-000008").mkdir()  # of an earlier start
+    assert start(run).wait(240) == 0, log_of(run)
+    lines = [line for line in log_of(run).splitlines() if "is kept aside as" in line]
+    assert ["goes on from step-000006" in lines[0], "goes on from step-000003" in lines[1]] == [True, True]
+    assert "and the training begins anew, for there is no older one" in lines[2] and "data state: fresh" in log_of(run)
+    aside = sorted(path.name for path in (run.output_dir / "checkpoints").glob("damaged-*"))
+    assert aside == [f"damaged-step-{name}" for name in ("000003", "000006", "000008", "000008-2")]
+    assert rows_of(run) == rows_of(undisturbed)
+    assert_same_content(content_of(run, 8), content_of(undisturbed, 8))
 
 
 def test_parameters_with_a_bucket_of_their_own_are_saved_where_they_are(tmp_path):

@@ -1,7 +1,7 @@
 """A stand-in for the trainer that keeps its contract: run.json in; metrics.jsonl, checkpoints, result.json, hf/ out.
 
 Run as a script with the path of run.json. FAKE_TRAINER in the environment makes it fail: fail, input, stop, die, or
-wait for SIGTERM.
+wait for SIGTERM; aside: it says that a checkpoint was damaged, and trains.
 """
 
 import json
@@ -18,7 +18,7 @@ from dataset_builders.contracts.manifest import file_entry
 from stages.launchers.config import ClusterConfig
 from stages.launchers.job import Job
 from stages.launchers.torchrun import TorchrunLauncher
-from trainer.contract.answer import MetricsRow, TrainResult
+from trainer.contract.answer import KEPT_ASIDE, MetricsRow, TrainResult, write_checkpoint_record
 from trainer.contract.names import (
     ADAPTER_EXPORT,
     EXIT_FAILED,
@@ -53,6 +53,7 @@ def _train(run: RunConfig) -> TrainResult:
     steps = run.train.num_steps
     name = f"checkpoints/step-{steps:06d}"
     (run.output_dir / name).mkdir(parents=True, exist_ok=True)
+    write_checkpoint_record(run.output_dir / name, {"step": steps})
     with (run.output_dir / METRICS_JSONL).open("w") as file:
         for step in range(1, steps + 1):
             heldout = {"heldout_loss": 2.0} if step == steps else {}
@@ -87,6 +88,8 @@ def main() -> int:
     run = RunConfig.model_validate(json.loads(Path(sys.argv[1]).read_text()))
     print("fake trainer", run.task, flush=True)
     how = os.environ.get("FAKE_TRAINER", "")
+    if how == "aside":
+        print(f"12:00:00 step-000004 is damaged; it {KEPT_ASIDE} damaged-step-000004", flush=True)
     answers = {
         "fail": (
             TrainResult(status="failed", step=3, message="loss is nan at step 4", keys=["a/00000001"]),

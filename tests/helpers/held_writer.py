@@ -79,7 +79,7 @@ def main() -> int:
     else:
         owners = {
             "copy": (host_memory.HostMemory, "copy"),
-            "publish": (directory, "write_record"),
+            "publish": (saver, "write_checkpoint_record"),
             "delete": (directory, "delete"),
         }
         _before(*owners[place])

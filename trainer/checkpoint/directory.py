@@ -4,26 +4,22 @@ step-000500/athanor.json   what it is, read before anything else; written last
 step-000500/...            model, optimizer states, main parameters, RNG (dist_checkpointing), digests
 saving-step-000500/        a save that has not ended; deleted at the next start
 deleting-step-000500/      a deletion that has not ended; deleted at the next start
+damaged-step-000500/       a checkpoint that was found damaged at a start; kept for a person, never read or deleted
 """
 
-import json
 import math
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 from dataset_builders.contracts.fingerprint import describe_drift
 from dataset_builders.errors import InputError
-from dataset_builders.storage.files import write_json
-from trainer.checkpoint.writer import digest_of
+from trainer.contract.answer import CHECKPOINT_RECORD, read_checkpoint_record
 from trainer.contract.names import CHECKPOINTS
 from trainer.contract.run import CheckpointConfig, RunConfig
 
 FORMAT_VERSION = 2  # 2: with RNG states
-META = "athanor.json"
 _NAME = re.compile(r"step-(\d{6,})")
-_DIGESTS, _OWN_DIGEST = "digests", "digest"  # of the small files; of the record itself
 
 
 def checkpoint_name(step: int) -> str:
@@ -33,38 +29,20 @@ def checkpoint_name(step: int) -> str:
 def list_checkpoints(directory: Path) -> list[Path]:
     """Whole checkpoints, oldest first."""
     steps = [(int(m[1]), p) for p in directory.glob("step-*") if (m := _NAME.fullmatch(p.name))]
-    return [path for _, path in sorted(steps) if (path / META).is_file()]
+    return [path for _, path in sorted(steps) if (path / CHECKPOINT_RECORD).is_file()]
 
 
-def write_record(checkpoint: Path, record: dict[str, Any]) -> None:
-    """Write athanor.json, with digests of the small files; those of the large ones' entries are in small ones."""
-    small = (path for path in checkpoint.iterdir() if path.suffix != ".distcp")
-    record = record | {_DIGESTS: {path.name: digest_of(path.read_bytes()) for path in small}}
-    write_json(checkpoint / META, record | {_OWN_DIGEST: _digest_of(record)})
+def newest_path(directory: Path) -> Path | None:
+    """The newest checkpoint, whole or not; None if there is none."""
+    steps = [(int(m[1]), path) for path in directory.glob("step-*") if (m := _NAME.fullmatch(path.name))]
+    return max(steps)[1] if steps else None
 
 
-def read_record(checkpoint: Path) -> dict[str, Any]:
-    """athanor.json, after a check of all that is small. A checkpoint of before digests is taken as it is.
-
-    Raises:
-        InputError: a file is damaged or missing.
-    """
-    try:
-        record = json.loads((checkpoint / META).read_bytes())
-        if _OWN_DIGEST in record and record.pop(_OWN_DIGEST) != _digest_of(record):
-            raise ValueError(f"{META} is not what was written")
-        for name, digest in record.get(_DIGESTS, {}).items():
-            if digest_of((checkpoint / name).read_bytes()) != digest:
-                raise ValueError(f"{name} is not what was written")
-    except (OSError, ValueError, AttributeError) as error:
-        raise InputError(
-            f"{checkpoint} is damaged ({error}); delete it, and the run goes on from the one before"
-        ) from error
-    return record
-
-
-def _digest_of(record: dict[str, Any]) -> str:
-    return digest_of(json.dumps(record, sort_keys=True).encode())
+def keep_aside(checkpoint: Path) -> Path:
+    """Rename a damaged checkpoint, so that nothing reads it again, and return its new path."""
+    names = [f"damaged-{checkpoint.name}", *(f"damaged-{checkpoint.name}-{n}" for n in range(2, 1000))]
+    aside = next(path for path in map(checkpoint.with_name, names) if not path.exists())
+    return checkpoint.rename(aside)
 
 
 def read_step(checkpoint: Path, run: RunConfig) -> int:
@@ -73,7 +51,7 @@ def read_step(checkpoint: Path, run: RunConfig) -> int:
     Raises:
         InputError: the checkpoint is damaged, has another format, or belongs to another base model or training config.
     """
-    meta = read_record(checkpoint)
+    meta = read_checkpoint_record(checkpoint)
     if meta["format_version"] != FORMAT_VERSION:
         raise InputError(
             f"{checkpoint}: format_version is {meta['format_version']}, this code reads {FORMAT_VERSION}; delete it"

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
-from trainer.checkpoint.writer import DIGESTS, digest_of
+from trainer.contract.answer import STATE_DIGESTS, digest_of
 
 # Plain records and enumerations of torch, and constructors without side effects.
 _METADATA_GLOBALS = {
@@ -71,12 +71,10 @@ class MetadataReader(CachedMetadataFileSystemReader):
     def _slice_file(self, file: BinaryIO, sinfo: _StorageInfo) -> BinaryIO:
         name = sinfo.relative_path
         if name not in self._digests:
-            beside = Path(self.path) / (name + DIGESTS)  # missing: of before digests, or athanor.json misses it too
-            self._digests[name] = json.loads(beside.read_bytes()) if beside.is_file() else {}
+            self._digests[name] = _read_digests(Path(self.path) / (name + STATE_DIGESTS))
         file.seek(sinfo.offset)
         data = file.read(sinfo.length)
-        digest = self._digests[name].get(str(sinfo.offset))
-        if digest is not None and digest_of(data) != digest:
+        if digest_of(data) != self._digests[name].get(str(sinfo.offset)):
             raise CheckpointingException(f"{name}: the {sinfo.length} bytes at {sinfo.offset} are not what was written")
         return io.BytesIO(data)
 
@@ -153,6 +151,13 @@ def _read_metadata(path: Path) -> Metadata:
     metadata.storage_meta = metadata.storage_meta or StorageMeta()
     _check_places(metadata)
     return metadata
+
+
+def _read_digests(path: Path) -> dict[str, str]:
+    try:
+        return dict(json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointingException(f"{path.name} cannot be read: {error}") from error
 
 
 def _check_places(metadata: Metadata) -> None:

@@ -1,5 +1,6 @@
 """What a checkpoint holds, in megatron-core's reshardable format, and how it is loaded into any layout."""
 
+import logging
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,17 +14,56 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from torch.distributed.checkpoint import CheckpointException
 
-from dataset_builders.errors import InputError
+from dataset_builders.errors import DamagedFile, InputError
 from trainer.checkpoint import optimizer_state, rng
-from trainer.checkpoint.directory import read_record
+from trainer.checkpoint.directory import keep_aside, newest_path
 from trainer.checkpoint.reader import CheckpointNotTrusted, CommonState, check_metadata
+from trainer.contract.answer import KEPT_ASIDE, check_state_file, read_checkpoint_record, state_files
 from trainer.layers.lora.convert import has_adapters
 from trainer.layers.lora.trained import trained_parameters
 from trainer.parallel.fsdp import FullyShardedModel
 from trainer.parallel.mesh import Mesh
 
+log = logging.getLogger("athanor.trainer")
+
 # The only kind of optimizer checkpoint that any other layout can read.
 _SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
+
+
+def newest_whole(directory: Path, mesh: Mesh) -> Path | None:
+    """Return the newest checkpoint of a directory whose files are all what was written, or None; a collective.
+
+    A newer one that is damaged is renamed, and a line says so. Rank 0 alone lists and renames, and all ranks take its
+    path, so that no two resume from different steps. The ranks read the files with each other's help, each its share,
+    once; loading then finds them in the page cache.
+    """
+    while path := mesh.from_main(newest_path(directory) if mesh.is_main else None):
+        damages = [damage for damage in mesh.gather(_damage_of(path, mesh)) if damage]
+        if not damages:
+            return path
+        if mesh.is_main:
+            aside = keep_aside(path)
+            older = newest_path(directory)
+            log.warning(
+                "%s; it %s %s, and the training %s",
+                damages[0],
+                KEPT_ASIDE,
+                aside.name,
+                "begins anew, for there is no older one" if older is None else f"goes on from {older.name}",
+            )
+    return None
+
+
+def _damage_of(checkpoint: Path, mesh: Mesh) -> str | None:
+    """What is wrong with this rank's share of a checkpoint's files, in one line."""
+    try:
+        if mesh.is_main:
+            read_checkpoint_record(checkpoint)
+        for path in state_files(checkpoint)[mesh.rank :: mesh.world_size]:
+            check_state_file(path)
+    except DamagedFile as error:
+        return str(error).partition("; delete ")[0]
+    return None
 
 
 def load(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, checkpoint: Path, mesh: Mesh) -> None:
@@ -46,7 +86,7 @@ def load(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer
 
 def _check_sharding(chunk: DistributedDataParallel | FullyShardedModel, checkpoint: Path) -> None:
     """Refuse a checkpoint of the other sharding: its weights would fit, the state of its optimizer does not."""
-    saved = read_record(checkpoint)["parallel"]["sharding"]
+    saved = read_checkpoint_record(checkpoint)["parallel"]["sharding"]
     ours = "fsdp" if isinstance(chunk, FullyShardedModel) else "distributed_optimizer"
     if saved != ours:
         raise InputError(

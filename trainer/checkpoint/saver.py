@@ -27,6 +27,7 @@ from trainer.checkpoint.directory import FORMAT_VERSION, checkpoint_name
 from trainer.checkpoint.host_memory import HostMemory, available_memory, copied_one_by_one
 from trainer.checkpoint.save_and_load import state_of
 from trainer.checkpoint.writer import OneFile, RankFile, Written
+from trainer.contract.answer import write_checkpoint_record
 from trainer.contract.names import CHECKPOINTS
 from trainer.contract.run import RunConfig
 from trainer.parallel.mesh import Mesh, processes_here
@@ -166,7 +167,7 @@ class Checkpointer:
         }
         if self._run.train.adapter is not None:  # its weights alone are no model
             record["base"] = {"hf_dir": str(self._run.hf_dir), "digest": self._run.base_digest}
-        directory.write_record(self._work, record)
+        write_checkpoint_record(self._work, record)
         final = self._directory / checkpoint_name(self._step)
         if final.exists():
             directory.delete(final)

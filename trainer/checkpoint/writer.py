@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dataset_builders.storage.files import write_json
+from trainer.contract.answer import STATE_DIGESTS
 
-DIGESTS = ".xxh3"  # behind the name of the file
 _CHUNK = 64 << 20  # bytes between two looks at whether to go on
 
 torch.serialization.set_crc32_options(False)
@@ -99,7 +99,7 @@ class RankFile(FileSystemWriterAsync):
             size = stream.tell()
             file.flush()
             os.fsync(file.fileno())
-        write_json(path.with_name(path.name + DIGESTS), digests)
+        write_json(path.with_name(path.name + STATE_DIGESTS), digests)
         return Written(results, size)
 
 
@@ -154,11 +154,6 @@ class _DigestingStream:
         """Of everything since the last call."""
         digest, self._digest = self._digest.hexdigest(), xxhash.xxh3_64()
         return digest
-
-
-def digest_of(data: bytes) -> str:
-    """As it is written for an entry."""
-    return xxhash.xxh3_64_hexdigest(data)
 
 
 torch_strategy.FileSystemWriterAsync = RankFile

@@ -1,14 +1,31 @@
-"""The trainer's output: MetricsRow lines, held-out losses, TrainResult; and how they are read."""
+"""The trainer's output: MetricsRow lines, held-out losses, TrainResult, a checkpoint's digests; and how they are read.
+
+athanor.json               a checkpoint's record, with the xxh3 digest of itself and of each small file beside it
+__0_0.distcp               the state of a rank, entry by entry
+__0_0.distcp.xxh3          where each entry begins -> its digest; a small file
+"""
 
 import contextlib
-from typing import Literal
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
 
+import xxhash
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from dataset_builders.contracts.manifest import FileEntry
 from dataset_builders.contracts.strict import StrictModel
+from dataset_builders.errors import damaged
+from dataset_builders.storage.files import write_json
 from dataset_builders.storage.store import StorePath
 from trainer.contract.names import METRICS_JSONL
+
+CHECKPOINT_RECORD = "athanor.json"
+STATE_FILE, STATE_DIGESTS = ".distcp", ".xxh3"  # the ends of the names
+KEPT_ASIDE = "is kept aside as"  # in the trainer's line about a damaged checkpoint, which a person should see
+_FILES, _OWN = "digests", "digest"  # keys of the record
+_PIECE = 16 << 20  # bytes
 
 
 class MetricsRow(StrictModel):
@@ -95,3 +112,86 @@ class TrainResult(StrictModel):
     loss: float | None = None
     heldout_loss: float | None = None
     files: list[FileEntry] = Field(default=[], description="of an export: its files of weights")
+
+
+def digest_of(data: bytes) -> str:
+    """The xxh3 digest of some bytes, as checkpoints have it."""
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def write_checkpoint_record(checkpoint: Path, record: dict[str, Any]) -> None:
+    """Write athanor.json, with digests of the small files beside it."""
+    small = (path for path in checkpoint.iterdir() if path.suffix != STATE_FILE and path.name != CHECKPOINT_RECORD)
+    record = record | {_FILES: {path.name: digest_of(path.read_bytes()) for path in small}}
+    write_json(checkpoint / CHECKPOINT_RECORD, record | {_OWN: _digest_of_record(record)})
+
+
+def read_checkpoint_record(checkpoint: Path) -> dict[str, Any]:
+    """Return the content of athanor.json, after a check of all small files.
+
+    Raises:
+        DamagedFile: a file is damaged or missing.
+    """
+    try:
+        record = json.loads((checkpoint / CHECKPOINT_RECORD).read_bytes())
+        if record.pop(_OWN, None) != _digest_of_record(record):
+            raise ValueError(f"{CHECKPOINT_RECORD} is not what was written")
+        for name, digest in record[_FILES].items():
+            if digest_of((checkpoint / name).read_bytes()) != digest:
+                raise ValueError(f"{name} is not what was written")
+    except (OSError, ValueError, AttributeError, LookupError, TypeError, RecursionError) as error:
+        raise damaged(checkpoint, f"is damaged ({error})") from error
+    return record
+
+
+def state_files(checkpoint: Path) -> list[Path]:
+    """The files with the states of the ranks that a checkpoint has digests of, by name."""
+    return sorted(path.with_suffix("") for path in checkpoint.glob(f"*{STATE_FILE}{STATE_DIGESTS}"))
+
+
+def check_state_file(path: Path) -> str:
+    """Read a rank's state, compare each entry, and return the digest of their digests.
+
+    Raises:
+        DamagedFile: an entry is not what was written, or the file is missing, cut or too long.
+    """
+    try:
+        beside = path.with_name(path.name + STATE_DIGESTS).read_bytes()
+        digests = {int(start): digest for start, digest in json.loads(beside).items()}
+        starts = sorted(digests)
+        with path.open("rb") as file:
+            for start, end in zip(starts, [*starts[1:], path.stat().st_size], strict=True):
+                if _digest_of_part(file, start, end) != digests[start]:
+                    raise ValueError(f"{path.name}: the {end - start} bytes at {start} are not what was written")
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise damaged(path.parent, f"is damaged ({error})") from error
+    return digest_of(beside)
+
+
+def check_checkpoint(
+    checkpoint: Path, digest: Callable[[Path, Callable[[Path], str]], str] = lambda path, read: read(path)
+) -> None:
+    """Check that every file of a checkpoint is what was written.
+
+    Args:
+        digest: calls its second argument with its first, unless it knows the answer.
+
+    Raises:
+        DamagedFile: one is not.
+    """
+    read_checkpoint_record(checkpoint)
+    for path in state_files(checkpoint):
+        digest(path, check_state_file)
+
+
+def _digest_of_part(file: BinaryIO, start: int, end: int) -> str:
+    """`digest_of` the bytes from `start` to `end`, read in pieces."""
+    file.seek(start)
+    digest = xxhash.xxh3_64()
+    while piece := file.read(min(_PIECE, end - file.tell())):
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def _digest_of_record(record: dict[str, Any]) -> str:
+    return digest_of(json.dumps(record, sort_keys=True).encode())

@@ -12,7 +12,7 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from trainer.checkpoint import save_and_load as checkpoint
 from trainer.checkpoint.adapter_files import load_peft_directory
-from trainer.checkpoint.directory import list_checkpoints, read_step
+from trainer.checkpoint.directory import read_step
 from trainer.checkpoint.hf_read import load_hf_weights
 from trainer.contract.machine.modules import check_precision
 from trainer.contract.model_shape import ModelShape
@@ -229,11 +229,11 @@ def training_order(run: RunConfig, shape: ModelShape, reader: BinReader, dp_rank
 
 
 def _resume(trainer: Trainer) -> None:
-    checkpoints = list_checkpoints(trainer.run.output_dir / CHECKPOINTS)
-    if checkpoints:
-        trainer.step = read_step(checkpoints[-1], trainer.run)
-        checkpoint.load(trainer.chunks, trainer.optimizer, checkpoints[-1], trainer.mesh)
-    log.info("data state: %s", f"resumed at step {trainer.step}" if checkpoints else "fresh")
+    newest = checkpoint.newest_whole(trainer.run.output_dir / CHECKPOINTS, trainer.mesh)
+    if newest is not None:
+        trainer.step = read_step(newest, trainer.run)
+        checkpoint.load(trainer.chunks, trainer.optimizer, newest, trainer.mesh)
+    log.info("data state: %s", "fresh" if newest is None else f"resumed at step {trainer.step}")
     trainer.tokens, trainer.loss_tokens = trainer.order.tokens_before(trainer.step)
 
 

@@ -1,6 +1,7 @@
 """Every damage to a file of an artifact ends in one line that names file and way out; none is learnt."""
 
 import json
+import os
 import shutil
 import tarfile
 from collections.abc import Callable
@@ -12,13 +13,16 @@ from dataset_builders.contracts.bins import read_bins
 from dataset_builders.contracts.manifest import Manifest, load_manifest
 from dataset_builders.contracts.shard_io import iter_records
 from dataset_builders.errors import InputError
+from dataset_builders.storage.files import sha256_file
 from stages.answer.plan import heldout_samples
+from stages.artifacts import unchanged
 from stages.artifacts.artifact import Artifact
+from stages.artifacts.intact import check_inputs
 from stages.artifacts.run_stage import run_stage
+from stages.artifacts.unchanged import Whole
 from stages.contamination.stage import STAGE as CONTAMINATION
 from stages.contamination.stage import ContaminationConfig
 from stages.plan_bins.stage import STAGE as PLAN_BINS
-from stages.tokenize import stage as tokenize_stage
 from tests.helpers.data_stages import run_all, run_convert, run_plan_bins, run_tokenize
 from tests.helpers.raw_rows import plain_rows, write_source
 from tests.helpers.tiny_model import tiny_hf_dir
@@ -153,19 +157,9 @@ def line_of(error: pytest.ExceptionInfo[BaseException], directory: Path, *words:
     return line
 
 
-def forget_digests(directory: Path) -> None:
-    """The manifest as it was before it had digests of itself and of files."""
-    raw = json.loads((directory / "manifest.json").read_text())
-    del raw["digest"], raw["files"]
-    (directory / "manifest.json").write_text(json.dumps(raw))
-
-
-@pytest.mark.parametrize("is_old", [False, True], ids=["new", "old"])
 @pytest.mark.parametrize("name", [*OF_FILES, *OF_SAMPLES])
-def test_a_damaged_sample_shard_is_not_tokenized(root, name, is_old, tmp_path):
+def test_a_damaged_sample_shard_is_not_tokenized(root, name, tmp_path):
     samples = artifact(root, "convert")
-    if is_old:
-        forget_digests(samples)
     (OF_FILES | OF_SAMPLES)[name](samples)
     with pytest.raises(InputError) as error:
         run_tokenize(samples, tiny_hf_dir(), tmp_path / "other")
@@ -221,12 +215,9 @@ def test_whole_records_are_read(root):
     assert sum(len(reader.read(number).keys) for number in range(len(reader.bins))) > 30
 
 
-@pytest.mark.parametrize("is_old", [False, True], ids=["new", "old"])
 @pytest.mark.parametrize("name", list(OF_FILES)[:5])
-def test_sizes_are_compared_before_a_stage_begins(root, name, is_old, tmp_path, monkeypatch):
+def test_sizes_are_compared_before_a_stage_begins(root, name, tmp_path, monkeypatch):
     tokenized = artifact(root, "tokenize")
-    if is_old:
-        forget_digests(tokenized)
     OF_FILES[name](tokenized)
     monkeypatch.setattr("stages.plan_bins.stage.scan_partition", lambda task: pytest.fail("it began"))
     with pytest.raises(InputError) as error:
@@ -245,11 +236,8 @@ def test_sizes_are_compared_when_an_artifact_is_used_again(root, name):
 
 
 @pytest.mark.parametrize("stage", ["convert", "tokenize"])
-@pytest.mark.parametrize("is_old", [False, True], ids=["new", "old"])
-def test_a_manifest_that_counts_other_samples_is_noticed(root, stage, is_old, tmp_path):
+def test_a_manifest_that_counts_other_samples_is_noticed(root, stage, tmp_path):
     directory = artifact(root, stage)
-    if is_old:
-        forget_digests(directory)
     raw = json.loads((directory / "manifest.json").read_text())
     raw["shards"][0]["num_samples"] += 1
     (directory / "manifest.json").write_text(json.dumps(raw))
@@ -275,12 +263,9 @@ OF_JSON: dict[str, Callable[[bytearray], object]] = {
 }
 
 
-@pytest.mark.parametrize("is_old", [False, True], ids=["new", "old"])
 @pytest.mark.parametrize("name", OF_JSON)
-def test_a_damaged_manifest_is_one_line(root, name, is_old):
+def test_a_damaged_manifest_is_one_line(root, name):
     directory = artifact(root, "convert")
-    if is_old:
-        forget_digests(directory)
     edit("manifest.json", OF_JSON[name])(directory)
     with pytest.raises(InputError) as error:
         Artifact.load(directory)
@@ -363,11 +348,68 @@ def test_a_bit_of_the_index_is_seen_before_bins_are_planned(root, tmp_path):
     line_of(error, tokenized, str(tokenized / "index" / "00000.parquet"))
 
 
-def test_old_artifacts_are_used_again(root, monkeypatch):
-    """Of before manifests had digests: nothing is made again, and they are inputs as before."""
-    for stage in ("convert", "tokenize", "plan_bins"):
-        forget_digests(artifact(root, stage))
-    monkeypatch.setattr(tokenize_stage, "tokenize_shard", lambda task: pytest.fail("it was made again"))
-    tokenized = run_tokenize(run_convert(root, root), tiny_hf_dir(), root)
-    assert run_plan_bins(tokenized, root) == artifact(root, "plan_bins")
-    assert all(len(list((root / "artifacts" / stage).iterdir())) == 1 for stage in ("convert", "tokenize"))
+@pytest.mark.parametrize("stage", ["convert", "tokenize", "plan_bins"])
+def test_a_manifest_without_its_digest_is_refused(root, stage):
+    """Nothing is taken as an artifact of an older version: a list of shards could be cut without a word."""
+    directory = artifact(root, stage)
+    raw = json.loads((directory / "manifest.json").read_text())
+    del raw["digest"], raw["shards"]
+    (directory / "manifest.json").write_text(json.dumps(raw))
+    with pytest.raises(InputError) as error:
+        Artifact.load(directory)
+    line_of(error, directory, f"{directory / 'manifest.json'} is damaged: it has no digest")
+
+
+def same_times(path: Path, before: os.stat_result) -> None:
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.fixture
+def settled(monkeypatch) -> None:
+    monkeypatch.setattr(unchanged, "_SETTLED_NS", 0)
+
+
+def read_files(monkeypatch) -> list[Path]:
+    """The files that are read whole from now on; another process's memory, which is empty."""
+    found: list[Path] = []
+    monkeypatch.setattr(unchanged, "_read", {})
+    monkeypatch.setattr(Whole.digest, "__defaults__", (lambda path: found.append(path) or sha256_file(path),))
+    return found
+
+
+def test_a_reused_artifact_is_read_once_and_again_when_a_bit_changed(root, settled, monkeypatch):
+    """The bit is changed in place, and size and time of modification are as before."""
+    tokenized, index = artifact(root, "tokenize"), artifact(root, "tokenize") / "index" / "00000.parquet"
+    for number, is_first in enumerate((True, False)):
+        found = read_files(monkeypatch)
+        run_tokenize(artifact(root, "convert"), tiny_hf_dir(), root)
+        assert (index in found) == is_first, number
+    before, data = index.stat(), bytearray(index.read_bytes())
+    data[len(data) // 2] ^= 1
+    with index.open("r+b") as file:
+        file.write(data)
+    same_times(index, before)
+    with pytest.raises(InputError) as error:
+        run_tokenize(artifact(root, "convert"), tiny_hf_dir(), root)
+    line_of(error, tokenized, f"{index} is damaged: its SHA-256")
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{", b'{"a": 1}', b"\xff", None])
+def test_kept_digests_that_are_damaged_are_made_again(root, settled, monkeypatch, content):
+    for _ in range(2):
+        found = read_files(monkeypatch)
+        run_tokenize(artifact(root, "convert"), tiny_hf_dir(), root)
+        (kept,) = (root / "scratch").glob("tokenize-*.whole.json")
+        whole = kept.read_bytes()
+        assert found and str(artifact(root, "tokenize") / "index") in whole.decode()
+        kept.unlink() if content is None else kept.write_bytes(content)
+
+
+def test_a_stages_inputs_are_read_in_each_process_whatever_was_kept(root, settled, monkeypatch, tmp_path):
+    run_tokenize(artifact(root, "convert"), tiny_hf_dir(), root)
+    monkeypatch.setattr(unchanged, "_read", {})
+    index, found = artifact(root, "tokenize") / "index" / "00000.parquet", []
+    monkeypatch.setattr(unchanged.digest_once, "__defaults__", (lambda p: found.append(p) or sha256_file(p),))
+    for _ in range(2):
+        check_inputs({"tokenized": Artifact.load(artifact(root, "tokenize"))})
+    assert found == [index]

@@ -12,8 +12,12 @@ from transformers import AutoModelForImageTextToText
 
 from dataset_builders.contracts.manifest import Manifest
 from dataset_builders.errors import InputError
+from flows.cli.check import check_model_dir
+from flows.cli.main import make_parser
+from stages.answer.ask import ask
 from stages.artifacts.intact import file_entries
 from stages.inputs.hf_directory import check_hf_dir, count_parameters, model_input, processor_input, resolve_hf_dir
+from tests.helpers.adapter_files import write_adapter
 from tests.helpers.tiny_hybrid_model import hybrid_hf_dir
 from tests.helpers.tiny_model import SHAPES, tiny_hf_dir
 from trainer.checkpoint.hf_read import HFTensors
@@ -247,19 +251,44 @@ def test_weights_of_another_size_are_named(hf_dir):
     assert "and the sizes in config.json make" in _refusal(hf_dir)
 
 
-def test_a_model_of_an_artifact_is_what_was_written(hf_dir, tmp_path):
-    """model=.../artifacts/release/0123456789abcdef/hf: its manifest lies beside it."""
-    files = file_entries(tmp_path, ("model/*",))
+@pytest.fixture
+def released(hf_dir, tmp_path) -> Path:
+    """A release's directory, with an adapter."""
+    hf_dir.rename(tmp_path / "hf")
+    write_adapter(tmp_path / "hf" / "adapter", tmp_path / "hf")
+    files = file_entries(tmp_path, ("hf/*", "hf/adapter/*"))
     Manifest(stage="release", version=1, fingerprint="a" * 16, config={}, parents={}, files=files).write(tmp_path)
-    assert len(files) > 5
-    model_input(hf_dir)
-    data = bytearray((hf_dir / "model.safetensors").read_bytes())
+    assert len(files) > 7
+    return tmp_path / "hf"
+
+
+def test_a_model_of_an_artifact_is_what_was_written(released, tmp_path):
+    """model=.../artifacts/release/0123456789abcdef/hf: its manifest lies beside it."""
+    model_input(released)
+    data = bytearray((released / "model.safetensors").read_bytes())
     data[-1] ^= 1
-    (hf_dir / "model.safetensors").write_bytes(data)
-    with pytest.raises(InputError, match=r"safetensors is not as it was written .*; delete") as error:
-        model_input(hf_dir)
-    assert str(hf_dir / "model.safetensors") in str(error.value) and f"delete {tmp_path}" in str(error.value)
-    model_input(Path(shutil.copytree(hf_dir, tmp_path / "elsewhere" / "model")))  # meant
+    (released / "model.safetensors").write_bytes(data)
+    with pytest.raises(InputError, match=r"safetensors is damaged: .*; delete") as error:
+        model_input(released)
+    assert str(released / "model.safetensors") in str(error.value) and f"delete {tmp_path}" in str(error.value)
+    model_input(Path(shutil.copytree(released, tmp_path / "elsewhere" / "hf")))  # meant
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "adapter/adapter_model.safetensors"])
+def test_a_model_or_adapter_is_not_asked_if_a_file_is_damaged_or_missing(released, name):
+    given = ["ask", str(released), "-", "Which digit?", "--adapter", str(released / "adapter")]
+    check_model_dir(make_parser().parse_args(given))
+    path = released / name
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    for what in ("is damaged: its SHA-256", "is missing"):
+        with pytest.raises(InputError, match=f"{path} {what}"):
+            check_model_dir(make_parser().parse_args(given))
+        with pytest.raises(InputError, match=f"{path} {what}"):
+            ask(released, None, "Which digit?", adapter_dir=released / "adapter")
+        if path.is_file():
+            path.unlink()
 
 
 def test_digests_follow_content_not_place(hf_dir):

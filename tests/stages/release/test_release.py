@@ -86,8 +86,10 @@ def test_a_bit_of_the_one_file_with_two_names_is_noticed_under_both(inputs, tmp_
     for artifact in (released, inputs["export"]):
         with pytest.raises(InputError, match=f"model.safetensors is damaged: .*; delete {artifact.dir} and run"):
             check_inputs({"hf": artifact})
-    with pytest.raises(InputError, match=r"model\.safetensors is not as it was written"):
+    with pytest.raises(InputError, match=r"model\.safetensors is damaged"):
         push_to_hub(released.dir / "hf", "somebody/model")
+    with pytest.raises(InputError, match=f"model.safetensors is damaged: .*; delete {released.dir} and run"):
+        run_stage(STAGE, CONFIG, inputs, tmp_path / "root")
     shutil.rmtree(released.dir)
     with pytest.raises(InputError, match=f"delete {inputs['export'].dir} and run"):
         run_stage(STAGE, CONFIG, inputs, tmp_path / "root")

@@ -185,6 +185,40 @@ def test_checkpoints_survive_into_the_next_try(inputs, tmp_path, monkeypatch):
     assert (_run(inputs, tmp_path).artifact.dir / "checkpoints" / "step-000002").is_dir()
 
 
+@pytest.mark.parametrize("is_noticed_late", [False, True])
+def test_a_finished_training_whose_checkpoint_is_damaged_goes_on(
+    inputs, tmp_path, caplog, monkeypatch, is_noticed_late
+):
+    """Not reused: the trainer starts again where the files are, and its first line says what it resumes from.
+    `is_noticed_late`: a flow that was killed after the trainer's end finds its result and the damage."""
+    done = _run(inputs, tmp_path).artifact
+    checkpoint = done.dir / done.manifest.stats["checkpoint"]
+    assert _run(inputs, tmp_path).reused
+    if is_noticed_late:
+        (done.dir / "manifest.json").unlink()
+        done.dir.rename(tmp_path / "scratch" / f"train-{done.dir.name}")
+        checkpoint = tmp_path / "scratch" / f"train-{done.dir.name}" / done.manifest.stats["checkpoint"]
+    data = (checkpoint / "athanor.json").read_text()
+    (checkpoint / "athanor.json").write_text(data.replace('"step": 4', '"step": 5'))
+    (checkpoint / "kept").touch()
+    lines = []
+    again = _run(inputs, tmp_path, on_line=lines.append)
+    assert not again.reused and "fake trainer train" in lines and again.artifact.dir == done.dir
+    assert (done.dir / done.manifest.stats["checkpoint"] / "kept").is_file()
+    assert (
+        is_noticed_late or f"{checkpoint} is damaged (athanor.json is not what was written); it goes on" in caplog.text
+    )
+    assert _run(inputs, tmp_path).reused
+
+
+def test_a_damaged_checkpoint_is_told_on_the_terminal(inputs, tmp_path, caplog, monkeypatch):
+    monkeypatch.setenv("FAKE_TRAINER", "aside")
+    _run(inputs, tmp_path)
+    (record,) = [record for record in caplog.records if "kept aside" in record.message]
+    assert (record.levelname, record.name) == ("WARNING", "athanor.train")
+    assert "step-000004 is damaged; it is kept aside as damaged-step-000004" in record.message
+
+
 def test_follower_hands_on_each_step_once_and_only_whole_lines(tmp_path):
     path, steps = tmp_path / METRICS_JSONL, []
     follower = MetricsFollower(path, lambda rows: steps.extend(row.step for row in rows))

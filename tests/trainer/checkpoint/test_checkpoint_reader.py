@@ -18,9 +18,10 @@ from dataset_builders.errors import InputError
 from tests.helpers.run_dir import write_job
 from tests.helpers.single_rank import single_rank
 from trainer.checkpoint import save_and_load as checkpoint
-from trainer.checkpoint.directory import META, list_checkpoints
+from trainer.checkpoint.directory import list_checkpoints
 from trainer.checkpoint.reader import CheckpointNotTrusted, CommonState, MetadataReader, _MetadataUnpickler, load_plain
 from trainer.checkpoint.saver import Checkpointer
+from trainer.contract.answer import check_checkpoint, digest_of, write_checkpoint_record
 from trainer.contract.run import RunConfig
 from trainer.families.registry import read_model
 from trainer.loop.set_up import build_chunks
@@ -74,18 +75,23 @@ def saved(tmp_path_factory) -> tuple[RunConfig, Path]:
 
 @pytest.fixture
 def copied(saved, tmp_path) -> Path:
-    """The checkpoint without its digests, as of before them, and as one who spoils it would leave it."""
-    copy = Path(shutil.copytree(saved[1], tmp_path / saved[1].name))
-    record = json.loads((copy / META).read_text())
-    (copy / META).write_text(json.dumps({k: v for k, v in record.items() if k not in ("digest", "digests")}))
-    (copy / "__0_0.distcp.xxh3").unlink()
-    return copy
+    return Path(shutil.copytree(saved[1], tmp_path / saved[1].name))
 
 
 def load(run: RunConfig, directory: Path) -> None:
     with single_rank() as mesh:
         chunks, optimizer = make_parts(run, mesh)
         checkpoint.load(chunks, optimizer, directory, mesh)
+
+
+def sign(directory: Path) -> None:
+    """The digests of the files as they are now, as one who spoils a checkpoint would leave it."""
+    record = read_signed(directory / "athanor.json")
+    write_checkpoint_record(directory, record)
+
+
+def read_signed(path: Path) -> dict:
+    return {key: value for key, value in json.loads(path.read_text()).items() if key not in ("digest", "digests")}
 
 
 def spoil_metadata(directory: Path, touch: Touch) -> None:
@@ -108,6 +114,8 @@ def spoil_object(directory: Path, touch: Touch | None, name: str = BYTES_OBJECT,
     file = directory / place.relative_path
     place.offset, place.length = file.stat().st_size, len(stream.getvalue())
     file.write_bytes(file.read_bytes() + stream.getvalue())
+    beside = file.with_name(f"{file.name}.xxh3")
+    beside.write_text(json.dumps({**json.loads(beside.read_text()), place.offset: digest_of(stream.getvalue())}))
     (directory / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
@@ -118,8 +126,24 @@ def test_what_we_wrote_is_loaded(saved):
     load(*saved)
 
 
-def test_a_checkpoint_of_before_digests_is_loaded(saved, copied):
-    load(saved[0], copied)
+@pytest.mark.parametrize("name", ["athanor.json", "__0_0.distcp.xxh3"])
+def test_a_checkpoint_without_its_digests_is_damaged(saved, copied, name):
+    check_checkpoint(copied)
+    if name == "athanor.json":
+        (copied / name).write_text(json.dumps(read_signed(copied / name)))
+    else:
+        (copied / name).unlink()
+    for look in (check_checkpoint, lambda path: load(saved[0], path)):
+        with pytest.raises(InputError, match=r"damaged .*delete it") as caught:
+            look(copied)
+        assert name in str(caught.value)
+
+
+@pytest.mark.parametrize("change", [lambda data: data[:-1], lambda data: data + b"0", lambda data: b""])
+def test_a_state_of_another_size_is_damaged(copied, change):
+    (copied / "__0_0.distcp").write_bytes(change((copied / "__0_0.distcp").read_bytes()))
+    with pytest.raises(InputError, match=r"damaged \(__0_0\.distcp: the .* are not what was written"):
+        check_checkpoint(copied)
 
 
 @pytest.mark.parametrize(
@@ -131,8 +155,9 @@ def test_one_flipped_bit_anywhere_is_refused_in_one_line(saved, tmp_path, name):
     for _ in range(8):
         place, bit = draw.randrange(len(data)), draw.randrange(8)
         (copy / name).write_bytes(data[:place] + bytes([data[place] ^ (1 << bit)]) + data[place + 1 :])
-        with pytest.raises(InputError, match=r"damaged .*delete it") as caught:
-            load(saved[0], copy)
+        for look in (check_checkpoint, lambda path: load(saved[0], path)):
+            with pytest.raises(InputError, match=r"damaged .*delete it") as caught:
+                look(copy)
         assert "\n" not in str(caught.value) and str(copy) in str(caught.value)
 
 
@@ -142,6 +167,7 @@ def test_a_pickle_that_calls_is_refused_and_calls_nothing(saved, copied, tmp_pat
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", force)
     target = tmp_path / "touched"
     SPOILERS[name](copied, Touch(target))
+    sign(copied)
     with pytest.raises(InputError, match=r"was not loaded: it asks for code to be run .*delete it$") as caught:
         load(saved[0], copied)
     assert "\n" not in str(caught.value) and str(copied) in str(caught.value)
@@ -169,6 +195,7 @@ def test_no_module_is_given_an_extra_state(saved, copied, monkeypatch):
     places = MetadataReader(copied).read_metadata().storage_data
     name = next(index.fqn for index in places if "mlp.linear_fc1._extra_state" in index.fqn)
     spoil_object(copied, None, name, [torch.tensor(list(pickle.dumps(Touch(copied / "touched"))), dtype=torch.uint8)])
+    sign(copied)
     load(saved[0], copied)
     assert given and set(given) == {None}
 
@@ -202,6 +229,7 @@ def test_a_metadata_file_that_is_something_else(copied):
 def test_a_spoilt_metadata_file_is_one_line(saved, copied, kept):
     data = (copied / ".metadata").read_bytes()
     (copied / ".metadata").unlink() if kept is None else (copied / ".metadata").write_bytes(data[:kept])
+    sign(copied)
     with pytest.raises(InputError, match=r"is damaged \(\.metadata cannot be read: ") as caught:
         load(saved[0], copied)
     assert "\n" not in str(caught.value)

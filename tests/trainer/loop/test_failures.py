@@ -15,6 +15,7 @@ from dataset_builders.errors import InputError
 from tests.helpers.reference import random_hf_dir
 from tests.helpers.run_dir import changed, log_of, make_bins, result_of, run_trainer, write_job
 from trainer.checkpoint.directory import list_checkpoints, read_step
+from trainer.contract.answer import write_checkpoint_record
 from trainer.contract.names import EXIT_FAILED, EXIT_INPUT
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import OptimConfig, TrainConfig
@@ -97,7 +98,7 @@ def test_a_checkpoint_of_another_training_is_refused(tmp_path):
     newest = list_checkpoints(run.output_dir / "checkpoints")[-1]
     with pytest.raises(InputError, match="belongs to another training"):
         read_step(newest, run)
-    (newest / "athanor.json").write_text('{"format_version": 0}')
+    write_checkpoint_record(newest, {"format_version": 0})
     with pytest.raises(InputError, match="format_version is 0, this code reads 2"):
         read_step(newest, run)
 
