@@ -135,10 +135,15 @@ def _iter_lines(part: Part, rows: Container[int] | None) -> Iterator[tuple[int, 
             while line[-1:] != b"\n" and (rest := file.readline(_BLOCK)):  # the rest of a line that is too long
                 size, line, is_row = size + len(rest), rest, is_row or _has_content(rest, 0, len(rest))
             if not size:
-                raise InputError(f"{part.path} became shorter while it was read; run the same command again")
+                raise _became_shorter(part, row)
             if is_row and (rows is None or row in rows):
                 yield row, _line_value(line, size)
             at, row = at + size, row + is_row
+
+
+def _became_shorter(part: Part, row: int) -> InputError:
+    at = row - part.first_row + part.file_row
+    return InputError(f"{part.path} became shorter while it was read, before row {at}; run the same command again")
 
 
 def _has_content(data: bytes, start: int, end: int) -> bool:
@@ -177,7 +182,7 @@ def _iter_array(part: Part, rows: Container[int] | None) -> Iterator[tuple[int, 
         for row in range(part.first_row, part.first_row + part.num_rows):
             _, value = next(items, (0, _MISSING))
             if value is _MISSING:
-                raise InputError(f"{part.path} became shorter while it was read; run the same command again")
+                raise _became_shorter(part, row)
             if rows is None or row in rows:
                 yield row, value
 

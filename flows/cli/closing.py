@@ -42,7 +42,7 @@ def print_closing(
     print_table(f"Stages, in {shorten(root)}", ("stage", "", "seconds", "directory"), rows, is_terminal)
     print_scores(result["scores"], result["counts"], is_terminal, result["headlines"])
     num_made = sum(not r["reused"] for r in result["stages"])
-    print("".join(f"\n{line}" for line in left_out_lines(result["stages"], root)))
+    print("".join(f"\n{line}" for line in left_out_lines(result["stages"])))
     print(f"{num_made} of {len(rows)} stages made, {len(rows) - num_made} reused, {seconds:.0f} s in all.")
     print(f"Model:  {shorten(location(result['hf_dir']))}  (loads with transformers' from_pretrained)")
     learnt = result["learnt"]
@@ -53,7 +53,7 @@ def print_closing(
         print(f"  {text}\n    {command}")
 
 
-def left_out_lines(stages: Sequence[Mapping[str, Any]], root: StorePath) -> list[str]:
+def left_out_lines(stages: Sequence[Mapping[str, Any]]) -> list[str]:
     """One line for each data stage that left out rows: how many, why, and the file that names each of them.
 
     Args:
@@ -69,7 +69,7 @@ def left_out_lines(stages: Sequence[Mapping[str, Any]], root: StorePath) -> list
         if lost:
             noun = "rows" if manifest.stats.get("raw_rows") == kept + lost else "samples"
             counts = f"{lost} of {kept + lost} {noun} ({reason_words(manifest.skips)})"
-            lines.append(f"{stage['stage']} left out: {counts}, each named in {_below(str(quarantine), root)}")
+            lines.append(f"{stage['stage']} left out: {counts}, each named in {shorten(quarantine)}")
     return lines
 
 

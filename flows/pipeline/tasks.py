@@ -33,6 +33,7 @@ from flows.resources.run_record import record_run
 from flows.tracking.config import refusals
 from flows.tracking.tracker import Tracker
 from stages.artifacts.artifact import Artifact, Input, StageResult, artifact_dir, stage_identity
+from stages.artifacts.quarantine import reason_words
 from stages.artifacts.run_stage import run_stage, scratch_dir
 from stages.artifacts.workers import StageResources
 from stages.release.hub import push_to_hub
@@ -142,7 +143,9 @@ def _run(node: Node, inputs: Mapping[str, Input], root: StorePath, resources: St
     wait_for_server()
     display().ended(node.name, result.reused, result.seconds)
     how = "reused" if result.reused else f"made in {result.seconds:.1f} s:"
-    get_run_logger().info("%s %s %s", node.name, how, result.artifact.dir)
+    skips = result.artifact.manifest.skips
+    left_out = f"; left out: {reason_words(skips)}" if skips else ""
+    get_run_logger().info("%s %s %s%s", node.name, how, result.artifact.dir, left_out)
     return result
 
 

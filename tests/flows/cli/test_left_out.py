@@ -170,16 +170,16 @@ def test_a_third_of_small_data_is_broken_and_all_of_it_is_accounted_for(builder,
     assert {int(key.rpartition("/")[2]) for key in kept} == {i for i, sound in enumerate(rows) if sound}
     assert len(kept) == artifact.manifest.num_samples == count - count // 3
     reasons = ", ".join(f"{why} {number}" for why, number in Counter(line["reason"] for line in named).most_common())
-    (line,) = left_out_lines([{"stage": "convert", "dir": str(artifact.dir)}], tmp_path / "root")
+    (line,) = left_out_lines([{"stage": "convert", "dir": str(artifact.dir)}])
     counts = line.removeprefix("convert left out: ").partition(", each named in ")
     assert re.sub(r"\d+", "", counts[0]).count(" of ") == 1 and counts[0].startswith(f"{count // 3} of {count} rows (")
     assert Counter(re.findall(r"\w+ \d+", counts[0].partition("(")[2])) == Counter(re.findall(r"\w+ \d+", reasons))
-    assert (tmp_path / "root" / counts[2]).samefile(artifact.dir / "quarantine.jsonl")
+    assert Path(counts[2]).samefile(artifact.dir / "quarantine.jsonl")
     assert f"{count // 3} of {count} samples of {tmp_path / 'raw'} cannot be used (" in str(caught.value)
     assert "\n" not in str(caught.value) and named[0]["reason"] in str(caught.value)
 
 
-def test_every_stage_that_leaves_out_samples_has_a_line(tmp_path):
+def test_every_stage_that_leaves_out_samples_has_a_line(tmp_path, monkeypatch):
     def artifact(stage: str, num_samples: int, *reasons: str, **stats: int) -> dict[str, str]:
         directory = tmp_path / "artifacts" / stage
         directory.mkdir(parents=True)
@@ -200,7 +200,8 @@ def test_every_stage_that_leaves_out_samples_has_a_line(tmp_path):
         artifact("plan_bins", 0, "too_many_patches"),
     ]
     (tmp_path / "artifacts/contamination/quarantine.jsonl").unlink()
-    assert left_out_lines(stages, tmp_path) == [
+    monkeypatch.chdir(tmp_path)
+    assert left_out_lines(stages) == [
         "convert left out: 2 of 60 rows (duplicate_sample 1, image_not_found 1), each named in "
         "artifacts/convert/quarantine.jsonl",
         "tokenize left out: 3 of 58 samples (over_length 2, bomb 1), each named in artifacts/tokenize/quarantine.jsonl",
