@@ -3,7 +3,8 @@
 In: a recipe. Out: a pipeline run, in Prefect and in MLflow.
 Read first: `pipeline/graph.py`, then `pipeline/flow.py`.
 
-The defaults below must be in the environment before prefect is imported: it reads them once.
+The defaults below must be in the environment before prefect is imported: it reads them once. The umask makes every file
+of a root private (see `prefect_server/private_root.py`), and the processes that a flow starts inherit it.
 """
 
 import os
@@ -18,5 +19,6 @@ _DEFAULTS = {
     "PREFECT_LOGGING_HANDLERS_CONSOLE_FLOW_RUNS_LEVEL": "CRITICAL",
     "PREFECT_LOGGING_HANDLERS_CONSOLE_TASK_RUNS_LEVEL": "CRITICAL",
 }
+os.umask(0o077)
 for _name, _value in _DEFAULTS.items():
     os.environ.setdefault(_name, _value)

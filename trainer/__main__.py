@@ -4,6 +4,7 @@ Exit codes: 0 finished, 2 the config or an input is wrong, 75 told to stop and s
 """
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -19,4 +20,5 @@ if __name__ == "__main__":
     # Here and not above: a process that is spawned from this one loads this module, and needs none of it.
     from trainer.loop.job import run_file
 
+    os.umask(0o077)  # on a cluster no flow is the parent; a root is its owner's alone
     sys.exit(run_file(parse_args(sys.argv[1:])))

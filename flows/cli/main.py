@@ -26,6 +26,7 @@ from dataset_builders.errors import LONGEST_LINE, InputError, first_line, shown,
 from dataset_builders.storage.store import absolute, check_reachable, location, side_dir
 from flows.cli.bytecode import keep_bytecode
 from flows.prefect_server.home import prefect_home
+from flows.prefect_server.private_root import make_private_root
 from flows.prefect_server.service_record import DEFAULT_ROOT, use_service
 from trainer.contract.names import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED
 
@@ -51,6 +52,8 @@ CHECKS: dict[str, str] = {
 }
 
 STARTING = dict.fromkeys(("run", "sweep"), "flows.prefect_server.temporary:start_early")
+
+WRITE = ("run", "sweep", "up")  # commands that make a root
 
 SERVED = ("run", "sweep", "sync")  # commands that talk to the servers of a running `athanor up`
 
@@ -87,6 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.command in SERVED:
             use_service(args.root)
+        if args.command in WRITE and (line := make_private_root(root)):
+            _say_error(line, False)
         if args.command == "run":
             log_path = _log_to_file(root)
         if args.command in CHECKS:
@@ -209,7 +214,7 @@ def _log_to_file(root: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         handler = logging.FileHandler(path, encoding="utf-8")
     except OSError as error:
-        raise InputError(f"--root {root} cannot be written ({error.strerror}); choose another root") from error
+        raise InputError(f"{path} cannot be written ({error.strerror}); choose another root") from error
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.raiseExceptions = False  # on a full disk every line of the log would print a traceback
     root_logger = logging.getLogger()

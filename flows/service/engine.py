@@ -14,7 +14,7 @@ from flows.prefect_server.processes import SERVICE_VARIABLE
 
 def print_into(path: Path) -> None:
     """Append this process's standard output and error to a file."""
-    log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)

@@ -7,9 +7,11 @@ import argparse
 import sys
 
 from dataset_builders.errors import InputError
+from dataset_builders.storage.store import side_dir
 from flows.deployments.allowed import allowed_stores
 from flows.deployments.offers import register
 from flows.deployments.request import service_root
+from flows.prefect_server.private_root import make_private_root
 from flows.prefect_server.service_record import POOL
 from flows.resources.limits import create_limits, wait_for_server
 from flows.service.programs import parse_limits
@@ -28,6 +30,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         root = service_root()
+        if line := make_private_root(side_dir(root)):
+            print(line, flush=True)
         allowed_stores()  # a wrong one is told now, not to the first who asks
         wait_for_server(SERVER_SECONDS)
         summary = []

@@ -21,6 +21,7 @@ REFUSED = "refused.txt"  # beside job.json: in one line, why a worker refused it
 
 def main(argv: Sequence[str]) -> int:
     """The exit status, after this worker has answered its share."""
+    os.umask(0o077)  # on a cluster no flow is the parent; a root is its owner's alone
     parser = argparse.ArgumentParser(prog="python -m stages.answer.worker")
     parser.add_argument("job_json", type=Path, help="an AnswerJob, written by the answer stage")
     path = parser.parse_args(argv).job_json

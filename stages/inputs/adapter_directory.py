@@ -3,11 +3,14 @@
 adapter_config.json  adapter_model.safetensors
 """
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from dataset_builders.contracts.fingerprint import fingerprint
 from dataset_builders.errors import InputError, in_ascii
@@ -24,8 +27,12 @@ from trainer.contract.peft import (
     LORA_B,
     MAGNITUDE,
     PREFIX,
+    adapts,
     read_peft_config,
 )
+from trainer.families.registry import read_model
+
+_FINITE = {"F32": ("<u4", 0x7F800000), "BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00)}  # dtype -> bits, of exponent
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +58,10 @@ def read_adapter_dir(path: Path, hf_dir: Path) -> AdapterDirectory:
         InputError: a file is missing, the adapter is not one that we compute, or it belongs to another model.
     """
     config = read_peft_config(path, f"adapter {path}")
-    header = {
-        name.removeprefix(PREFIX): tuple(e["shape"]) for name, e in safetensors_header(path / ADAPTER_WEIGHTS).items()
-    }
+    header = _read_header(path, config)
+    family, model = read_model(hf_dir)
+    weights = {name for rule in family.weight_rules(model) if rule.sizes for name in rule.hf}
+    linear = {name.removesuffix(".weight") for name in weights}
     base = {
         name: tuple(entry["shape"])
         for file in weight_files(hf_dir)
@@ -63,9 +71,68 @@ def read_adapter_dir(path: Path, hf_dir: Path) -> AdapterDirectory:
     whole = tuple(name for name in header if not name.endswith((LORA_A, LORA_B, MAGNITUDE)))
     for name, shape in header.items():
         _check_tensor(path, hf_dir, name, shape, base, config)
+    if others := sorted(set(modules) - linear - {"lm_head"}):
+        raise InputError(f"{path / ADAPTER_WEIGHTS}: {others[0]} is no linear layer, and only these have adapters here")
+    lacking = sorted(name for name in linear - set(modules) if adapts(path / ADAPTER_CONFIG, config, name))
+    if lacking:
+        raise InputError(
+            f"{path / ADAPTER_WEIGHTS} has no adapter of {lacking[0]} and {len(lacking) - 1} others that "
+            "target_modules names; save the adapter with PEFT again"
+        )
     rank = config["r"]
     scaling = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
     return AdapterDirectory(path, scaling, modules, whole)
+
+
+def _read_header(path: Path, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of an adapter's tensors by their names without PEFT's prefix, after every check that needs no
+    base model: pairs, dtypes, finite numbers, and the modules that the settings name."""
+    file, shapes = path / ADAPTER_WEIGHTS, {}
+    for name, entry in safetensors_header(file).items():
+        if not name.startswith(PREFIX):
+            raise InputError(f"{file}: {in_ascii(name)} does not begin with {PREFIX}; save the adapter with PEFT again")
+        if entry["dtype"] not in _FINITE:
+            raise InputError(
+                f"{file}: {in_ascii(name)} is of dtype {entry['dtype']}; an adapter's are {', '.join(_FINITE)}"
+            )
+        shapes[name.removeprefix(PREFIX)] = tuple(entry["shape"])
+    modules = {name.removesuffix(end) for name in shapes for end in (LORA_A, LORA_B, MAGNITUDE) if name.endswith(end)}
+    wanted = (LORA_A, LORA_B, MAGNITUDE) if config.get("use_dora") else (LORA_A, LORA_B)
+    for module in sorted(modules):
+        for end in (LORA_A, LORA_B, MAGNITUDE):
+            if (module + end in shapes) != (end in wanted):
+                what = "lacks" if end in wanted else "without use_dora holds"
+                raise InputError(f"{file} {what} {in_ascii(module + end)}; save the adapter with PEFT again")
+    for module in sorted(modules):
+        if not adapts(path / ADAPTER_CONFIG, config, module):
+            raise InputError(
+                f"{path / ADAPTER_CONFIG}: target_modules leaves out {in_ascii(module)}, which has an adapter; save "
+                "the adapter with PEFT again"
+            )
+    digest_once(file, _check_finite)
+    return shapes
+
+
+def _check_finite(file: Path) -> str:
+    """Check every number of a safetensors file: its exponent has a zero among its bits.
+
+    Raises:
+        InputError: a number is infinite or none.
+    """
+    data = np.memmap(file, mode="r")
+    end = 8 + int.from_bytes(data[:8].tobytes(), "little")
+    for name, entry in json.loads(data[8:end].tobytes()).items():
+        if name == "__metadata__":
+            continue
+        kind, exponent = _FINITE[entry["dtype"]]
+        first, last = entry["data_offsets"]
+        bits = np.frombuffer(data[end + first : end + last].tobytes(), kind)
+        if count := int(((bits & exponent) == exponent).sum()):
+            raise InputError(
+                f"{file}: {in_ascii(name)} holds {count} numbers that are infinite or NaN; the adapter's training "
+                "diverged or the file is damaged: give another one"
+            )
+    return "finite"
 
 
 def _check_tensor(
@@ -100,8 +167,9 @@ def adapter_input(path: Path) -> External:
     Raises:
         InputError: the directory holds no adapter that we compute, or it is an artifact's and a file was changed.
     """
-    read_peft_config(path, f"adapter {path}")
+    config = read_peft_config(path, f"adapter {path}")
     check_written(path)
+    _read_header(path, config)
     digests = {name: digest_once(path / name) for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)}
     return External(dir=path, name="adapter", digest=fingerprint(digests))
 

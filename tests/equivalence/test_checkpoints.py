@@ -116,6 +116,12 @@ def undisturbed(tmp_path_factory) -> RunConfig:
     return run
 
 
+def test_files_of_a_training_are_their_owners_alone(undisturbed):
+    """The trainer sets its own umask: on a cluster it has no flow as its parent."""
+    written = [path for path in undisturbed.output_dir.rglob("*") if path.name not in ("run.json", "log.txt")]
+    assert len(written) > 20 and not [path for path in written if path.stat().st_mode & 0o077]
+
+
 def test_what_is_written_late_is_the_state_at_the_step_of_the_save(undisturbed, tmp_path):
     run = make_run(tmp_path)
     process = start_held(run)

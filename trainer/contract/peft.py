@@ -3,7 +3,8 @@
 adapter_config.json  adapter_model.safetensors   what lies in a directory of PEFT's
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,49 @@ LORA_A, LORA_B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude
 # What decides no number of the adapted model, or is compared elsewhere: modules, by the names of the tensors.
 _UNIMPORTANT = {
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version", "revision"),
-    *("exclude_modules", "layers_pattern", "layers_to_transform", "modules_to_save", "target_modules"),
+    *("exclude_modules", "layers_to_transform", "modules_to_save", "target_modules"),
     *("init_lora_weights", "lora_dropout", "megatron_config", "megatron_core", "qalora_group_size"),
     *("ephemeral_gpu_offload", "runtime_config", "task_type"),
 }
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
+
+
+def _is_text(value: object) -> bool:
+    return value is None or isinstance(value, str)
+
+
+def _are_names(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) and name for name in value)
+
+
+def _is_among(value: object, known: Sequence[object]) -> bool:
+    """`value in known`, where 1 is not True and 0 not False."""
+    return any(value == other and type(value) is type(other) for other in known)
+
+
+def _is_switch(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+# key -> whether a value can be computed with, and what it is not otherwise
+_WANTED: dict[str, tuple[Callable[[object], bool], str]] = {
+    "r": (lambda value: _is_number(value) and isinstance(value, int) and value > 0, "whole number above 0"),
+    "lora_alpha": (lambda value: _is_number(value) and 0 < value <= 1e6, "number above 0 and up to a million"),
+    "lora_dropout": (lambda value: _is_number(value) and 0 <= value < 1, "number from 0 up to 1"),
+    "use_rslora": (_is_switch, "true or false"),
+    "use_dora": (_is_switch, "true or false"),
+    "inference_mode": (_is_switch, "true or false"),
+    **dict.fromkeys(("rank_pattern", "alpha_pattern"), (lambda value: isinstance(value, dict), "object")),
+    "exclude_modules": (lambda value: _is_text(value) or _are_names(value), "list of names"),
+    "modules_to_save": (lambda value: value is None or _are_names(value), "list of names"),
+    **dict.fromkeys(("base_model_name_or_path", "peft_version", "revision", "task_type"), (_is_text, "text")),
+}
+_REQUIRED = ("r", "lora_alpha")
 _COMPUTED = {"r", "lora_alpha", "use_rslora", "use_dora"}
-_OFF = (None, False, "none", {}, [])
+_OFF = (None, False, {}, [])
 # The other ways to begin put a part of the base model's weights into the adapter: it belongs to another base then.
 _KEEPS_BASE = (True, False, None, "gaussian", "orthogonal", "eva")
 
@@ -71,21 +109,60 @@ def read_peft_config(directory: Path, named: str) -> dict[str, Any]:
     config = read_object(path, "save the adapter with PEFT again")
     if config.get("peft_type") != "LORA":
         raise InputError(f"{path}: peft_type is {shown(config.get('peft_type'))}; only LORA is computed (DoRA is one)")
-    if (start := config.get("init_lora_weights")) not in _KEEPS_BASE:
+    if not _is_among(start := config.get("init_lora_weights"), _KEEPS_BASE):
         raise InputError(
             f"{path}: init_lora_weights is {shown(start)}, which changes the base model; convert the adapter with "
             "PEFT's path_initial_model_for_weight_conversion"
         )
-    for key in ("r", "lora_alpha"):
-        if not isinstance(config.get(key), int | float) or config[key] <= 0:
-            raise InputError(f"{path}: {key} is {shown(config.get(key))}, no number above 0; save it with PEFT again")
+    for key, (fits, wanted) in _WANTED.items():
+        if (key in config and not fits(config[key])) or (key not in config and key in _REQUIRED):
+            raise InputError(f"{path}: {key} is {shown(config.get(key))}, no {wanted}; save it with PEFT again")
     for key in sorted(config.keys() - _UNIMPORTANT - _COMPUTED):
-        if config[key] not in _OFF:
+        if not _is_among(config[key], ("none",) if key == "bias" else _OFF):
             raise InputError(
                 f"{path}: {key} is {shown(config[key])}, which is not computed here; merge the adapter into its model "
                 "with PEFT's merge_and_unload, and give that model"
             )
     return config
+
+
+def adapts(path: Path, config: Mapping[str, Any], module: str) -> bool:
+    """Whether PEFT gives a linear layer an adapter. It leaves out a file's tensors of other layers.
+
+    Args:
+        path: adapter_config.json.
+        config: its content.
+        module: the layer's name in the model.
+
+    Raises:
+        InputError: a setting cannot be read.
+    """
+    layers, excluded = config.get("layers_to_transform"), config.get("exclude_modules")
+    if not _is_named(path, "target_modules", config.get("target_modules"), module):
+        return False
+    if excluded and _is_named(path, "exclude_modules", excluded, module):
+        return False
+    if layers is None:
+        return True
+    layers = layers if isinstance(layers, list) else [layers]
+    if not all(isinstance(layer, int) and not isinstance(layer, bool) for layer in layers):
+        raise InputError(f"{path}: layers_to_transform is {shown(layers)}, no list of whole numbers")
+    number = re.match(r".*\.[^.]*\.(\d+)\.", module)
+    return number is not None and int(number[1]) in layers
+
+
+def _is_named(path: Path, key: str, names: object, module: str) -> bool:
+    """Whether a setting of PEFT's names a module: by a regular expression, or by the end of its name."""
+    if names == "all-linear":
+        return True
+    if isinstance(names, str):
+        try:
+            return re.fullmatch(names, module) is not None
+        except re.error as error:
+            raise InputError(f"{path}: {key} is {shown(names)}, no regular expression: {error}") from error
+    if not _are_names(names):
+        raise InputError(f"{path}: {key} is {shown(names)}, no list of names; save the adapter with PEFT again")
+    return any(module == name or module.endswith(f".{name}") for name in names)
 
 
 def check_start(directory: Path, config: AdapterConfig | None) -> None:

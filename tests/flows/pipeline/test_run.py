@@ -121,6 +121,11 @@ def test_a_run_ends_with_scores_and_the_next_commands(root, first):
     assert str(root) in text.split("--root")[1]
 
 
+def test_files_of_a_root_are_their_owners_alone(finished):
+    written = list(finished.rglob("*"))
+    assert len(written) > 100 and not [path for path in written if path.stat().st_mode & 0o077]
+
+
 def test_both_models_are_asked_the_same(finished):
     found = [path.read_bytes() for path in finished.glob("artifacts/answer/*/answers.jsonl")]
     assert len(found) > 1 and len(set(found)) == 1  # the stand-in trainer exports the weights that it was given

@@ -23,6 +23,7 @@ from tests.helpers.tiny_model import tiny_hf_dir
 
 MODELS = {"qwen3_vl": talkative_hf_dir, "qwen3_5": talkative_hybrid_dir}
 NEW_TOKENS = 12
+WRONG_NUMBERS = (float("nan"), float("inf"), float("-inf"), True, "6", None, 0, 1e9)
 
 
 def logits(model: transformers.PreTrainedModel) -> torch.Tensor:
@@ -99,7 +100,17 @@ def test_a_module_that_was_trained_whole_stands_in_the_place_of_the_models(tmp_p
             "rank_pattern is {'q_proj': 8}, which is not computed here; merge the adapter",
         ),
         ({"bias": "all"}, "bias is 'all', which is not computed here"),
-        ({"r": 0}, "r is 0, no number above 0"),
+        ({"r": 0}, "r is 0, no whole number above 0"),
+        ({"r": 4.0}, "r is 4.0, no whole number above 0"),
+        ({"r": True}, "r is True, no whole number above 0"),
+        *(({"lora_alpha": value}, "lora_alpha is .*, no number above 0") for value in WRONG_NUMBERS),
+        ({"use_dora": "false"}, "use_dora is 'false', no true or false"),
+        ({"use_rslora": 1}, "use_rslora is 1, no true or false"),
+        ({"target_modules": ["q_proj"]}, "target_modules leaves out model.*, which has an adapter"),
+        ({"target_modules": 7}, "target_modules is 7, no list of names"),
+        ({"exclude_modules": ["up_proj"]}, "target_modules leaves out .*up_proj, which has an adapter"),
+        ({"layers_to_transform": [0]}, "target_modules leaves out .*, which has an adapter"),
+        ({"target_modules": "all-linear"}, "has no adapter of .* others that target_modules names"),
         ({"r": 8}, "is of another model: .*lora_A.weight is .4, 64., and .* with r=8 asks for .8, 64."),
     ],
 )
@@ -108,6 +119,40 @@ def test_what_is_not_computed_is_refused_in_one_line(config, words, tmp_path):
     with pytest.raises(InputError, match=words) as caught:
         read_adapter_dir(adapter, tiny_hf_dir())
     assert "\n" not in str(caught.value)
+
+
+NAME = "base_model.model.model.language_model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda held: held.pop(f"{NAME}.lora_A.weight"), "lacks .*q_proj.lora_A.weight"),
+        (lambda held: held.pop(f"{NAME}.lora_B.weight"), "lacks .*q_proj.lora_B.weight"),
+        (
+            lambda held: held[f"{NAME}.lora_A.weight"].view(-1)[7].fill_(float("nan")),
+            "q_proj.lora_A.weight holds 1 num",
+        ),
+        (lambda held: held[f"{NAME}.lora_B.weight"].view(-1)[:3].fill_(float("inf")), "lora_B.weight holds 3 numbers"),
+        (lambda held: held.update({f"{NAME}.lora_A.weight": torch.zeros(4, 64).int()}), "is of dtype I32; an adapter"),
+        (
+            lambda held: held.update({f"{NAME}.lora_magnitude_vector": torch.ones(64)}),
+            "without use_dora holds .*q_proj",
+        ),
+        (lambda held: held.update({"lm_head.weight": torch.ones(1)}), "lm_head.weight does not begin with base_model"),
+    ],
+)
+def test_tensors_that_are_no_adapter_are_refused_in_one_line(change, words, tmp_path):
+    """By the name of the file and the tensor, for a model that is asked and for a training that goes on from it."""
+    adapter = write_adapter(tmp_path / "adapter", tiny_hf_dir())
+    adapter_input(adapter)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    change(tensors)
+    save_file(tensors, adapter / "adapter_model.safetensors", metadata={"format": "pt"})
+    for read in (lambda: read_adapter_dir(adapter, tiny_hf_dir()), lambda: adapter_input(adapter)):
+        with pytest.raises(InputError, match=words) as caught:
+            read()
+        assert "\n" not in str(caught.value) and f"{adapter / 'adapter_model.safetensors'}" in str(caught.value)
 
 
 def test_an_adapter_of_another_model_is_refused_by_names_and_by_sizes(tmp_path):

@@ -4,7 +4,9 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from dataset_builders.contracts.manifest import Manifest
 from dataset_builders.errors import InputError
@@ -64,8 +66,15 @@ def start(tmp_path) -> Path:
     directory = tmp_path / "start"
     directory.mkdir()
     (directory / ADAPTER_CONFIG).write_text(json.dumps(peft_config(ADAPTER, ["lm_head"], [])))
-    (directory / ADAPTER_WEIGHTS).write_bytes(b"weights")
+    write_tensors(directory, 1.0)
     return directory
+
+
+def write_tensors(directory: Path, number: float) -> None:
+    """An adapter of the output projection, of one number."""
+    shapes = {"lora_A.weight": (4, 4), "lora_B.weight": (4, 4), "lora_magnitude_vector": (4,)}
+    tensors = {f"base_model.model.lm_head.{name}": np.full(shape, number, "f4") for name, shape in shapes.items()}
+    save_file(tensors, directory / ADAPTER_WEIGHTS)
 
 
 def trained(inputs, root: Path) -> Artifact:
@@ -132,12 +141,14 @@ def test_an_adapter_to_go_on_from_is_known_by_its_content(inputs, start, tmp_pat
     elsewhere = shutil.copytree(start, tmp_path / "elsewhere")
     again = run_stage(train.STAGE, CONFIG, {**inputs, "adapter": adapter_input(elsewhere)}, tmp_path, StageResources())
     assert again.reused and again.artifact.dir == made.dir
-    (elsewhere / ADAPTER_WEIGHTS).write_bytes(b"others!")
+    write_tensors(elsewhere, 2.0)
     assert trained({**inputs, "adapter": adapter_input(elsewhere)}, tmp_path).dir != made.dir
 
 
 def test_another_adapter_is_refused_before_anything_is_started(inputs, start, tmp_path):
-    (start / ADAPTER_CONFIG).write_text(json.dumps(peft_config(ADAPTER.model_copy(update={"rank": 8}), [], [])))
+    (start / ADAPTER_CONFIG).write_text(
+        json.dumps(peft_config(ADAPTER.model_copy(update={"rank": 8}), ["lm_head"], []))
+    )
     with pytest.raises(InputError, match=r"r is 8, and train\.adapter says 4"):
         trained({**inputs, "adapter": adapter_input(start)}, tmp_path)
     assert not list(tmp_path.glob("scratch/*/run.json"))

@@ -1,0 +1,68 @@
+"""A root is its owner's alone: made so, tightened with one line, and one line where that cannot be."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dataset_builders.errors import InputError
+from flows.cli.main import main
+from flows.prefect_server.private_root import make_private_root
+
+
+def mode_of(path: Path) -> int:
+    return path.stat().st_mode & 0o7777
+
+
+@pytest.mark.parametrize("umask", [0, 0o022])
+def test_a_root_is_made_for_its_owner_alone(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        assert make_private_root(tmp_path / "a" / "root") is None
+    finally:
+        os.umask(before)
+    assert mode_of(tmp_path / "a" / "root") == 0o700
+
+
+@pytest.mark.parametrize(("before", "after"), [(0o755, 0o700), (0o777, 0o700), (0o2770, 0o2700), (0o550, 0o500)])
+def test_an_existing_root_is_tightened_once_and_a_line_says_so(tmp_path, before, after):
+    tmp_path.chmod(before)
+    line = make_private_root(tmp_path)
+    assert f"--root {tmp_path} was open to other users (mode {before:o}); it is now its owner's alone" in line
+    assert mode_of(tmp_path) == after and make_private_root(tmp_path) is None
+
+
+def test_a_directory_for_everybody_stays_as_it_is(tmp_path):
+    tmp_path.chmod(0o1777)
+    assert make_private_root(tmp_path) is None and mode_of(tmp_path) == 0o1777
+
+
+def test_a_root_of_another_user_is_told_and_used(tmp_path, monkeypatch):
+    tmp_path.chmod(0o775)
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "chmod", refuse)
+    assert f"belongs to user {os.getuid()}, who alone can close it: chmod 700" in make_private_root(tmp_path)
+
+
+@pytest.mark.parametrize("command", ["run", "sweep", "up"])
+@pytest.mark.parametrize("root", ["/proc", "/proc/root-of-athanor"])
+def test_a_root_that_cannot_be_written_is_one_line(root, command, capsys):
+    with pytest.raises(InputError):
+        make_private_root(Path(root))
+    assert main([command, "--root", root]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith(f"athanor: --root {root} cannot be written (") and line.endswith("; choose another root")
+
+
+@pytest.mark.parametrize("module", ["flows", "flows.service.engine"])
+def test_every_process_of_a_flow_makes_private_files(module, tmp_path):
+    """Also where nobody before it had a umask: a worker of Compose, the engine of a flow run, a server."""
+    code = f"import os; os.umask(0o022); import {module}; open('file', 'w').close(); os.mkdir('folder')"
+    path = {"PYTHONPATH": str(Path(__file__).parents[3])}
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, **path}, check=True)
+    assert (mode_of(tmp_path / "file"), mode_of(tmp_path / "folder")) == (0o600, 0o700)
