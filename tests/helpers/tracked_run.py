@@ -65,7 +65,7 @@ def make_trained(root: Path, fingerprint: str, num_steps: int) -> Artifact:
     return artifact
 
 
-def make_evaluated(root: Path, fingerprint: str, num_answers: int = 100) -> Artifact:
+def make_evaluated(root: Path, fingerprint: str, num_answers: int = 100, num_wrong: int = 2) -> Artifact:
     parents = {"samples": Parent(name="convert", fingerprint="c" * 16)}
     artifact = make_artifact(root, "evaluate", fingerprint, parents=parents, stats={"scores": SCORES})
     answers = {
@@ -75,8 +75,8 @@ def make_evaluated(root: Path, fingerprint: str, num_answers: int = 100) -> Arti
         "reference": ["1"] * num_answers,
         "references": [["1"]] * num_answers,
         "pictures": [[]] * num_answers,
-        "answer": ["1"] * (num_answers - 2) + ["2", ""],
-        "score": [1.0] * (num_answers - 2) + [0.0, 0.0],
+        "answer": ["1"] * (num_answers - num_wrong) + ["2"] * (num_wrong - 1) + [""],
+        "score": [1.0] * (num_answers - num_wrong) + [0.0] * num_wrong,
         "image": [PNG if i % 2 else None for i in range(num_answers)],
     }
     pq.write_table(pa.table(answers), artifact.dir / "predictions.parquet")

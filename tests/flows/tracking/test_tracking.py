@@ -229,21 +229,22 @@ def test_a_run_is_compared_with_the_newest_finished_one_on_the_same_data(root):
 def test_a_run_that_is_made_again_says_who_is_champion_now(root):
     exported = make_exported(root, "a1" * 8)
 
-    def verdict(identity: str, score: float) -> str:
-        evaluated = make_evaluated(root, "a2" * 8)
-        evaluated.manifest.stats["scores"] = {"overall": {"exact_match": score}}
+    def verdict(identity: str, num_wrong: int) -> str:
+        evaluated = make_evaluated(root, f"{num_wrong:016x}", num_wrong=num_wrong)
+        evaluated.manifest.stats["scores"] = {"overall": {"exact_match": 1 - num_wrong / 100}}
         tracker = open_tracker(root, identity)
         tracker.register(exported, evaluated, exported.dir / "hf", "athanor-again")
         tracker.finish("FINISHED")
         _delivered(tracker)
         return tracker.learnt().verdict
 
-    assert verdict("first", 0.9) == "exact_match 0.9000, no champion before: champion"
-    assert verdict("first", 0.9) == "version 1 of an earlier run, the champion still"
-    assert verdict("second", 0.99).endswith("of version 1: champion")
-    assert verdict("first", 0.9) == "version 1 of an earlier run, the champion is version 2 now"
+    first = verdict("first", 20)
+    assert first.startswith("exact_match 0.8000 (0.") and first.endswith("), no champion before: champion")
+    assert verdict("first", 20) == "version 1 of an earlier run, the champion still"
+    assert verdict("second", 2).endswith("of version 1: champion")
+    assert verdict("first", 20) == "version 1 of an earlier run, the champion is version 2 now"
     connect(root).delete_model_version("athanor-again", "1")
-    assert verdict("first", 0.9) == "version 1 of an earlier run, which was deleted since"
+    assert verdict("first", 20) == "version 1 of an earlier run, which was deleted since"
 
 
 def test_without_a_key_nothing_is_said(tmp_path):
