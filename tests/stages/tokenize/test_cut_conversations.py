@@ -11,6 +11,7 @@ import pytest
 from dataset_builders.contracts.sample import IMAGE_SLOT, Sample
 from dataset_builders.contracts.shard_io import read_record
 from dataset_builders.contracts.tokenized import TokenizedSample, read_pixel_store
+from dataset_builders.errors import InputError
 from dataset_builders.pictures.pixel_codecs import decode_sample
 from stages.artifacts.artifact import Artifact
 from stages.artifacts.run_stage import run_stage
@@ -150,6 +151,9 @@ def test_the_check_sees_a_conversation_that_was_not_cut(hf_dirs, tmp_path, monke
 
 def test_a_probe_that_sees_too_little_loses_samples_and_learns_nothing_wrong(hf_dirs, tmp_path, monkeypatch):
     monkeypatch.setattr(ReasoningFormat, "is_fixed", property(lambda self: True))
+    with pytest.raises(InputError, match=r"with 2 turns found 'A seven\.' for the answer 'A seven\.'"):
+        tokenize(SAMPLES, hf_dirs["qwen3_5"], tmp_path / "refused")
+    monkeypatch.setattr("stages.encode.chat.mismatch", lambda chat: "")  # trials that see too little as well
     tokenized = tokenize(SAMPLES, hf_dirs["qwen3_5"], tmp_path)
     assert list(stored(tokenized)) == ["multi/00000002"]
     assert tokenized.manifest.skips == {"mask_span_mismatch": 3}
