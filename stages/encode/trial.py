@@ -1,16 +1,17 @@
 """Trial conversations: whether the ids before each learnt answer are those of its prompt at inference."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dataset_builders.contracts.sample import Message, SkipSample
+from stages.encode.reasoning import Conversation
 
 if TYPE_CHECKING:
     from stages.encode.chat import ChatEncoder
 
-_QUESTIONS, _ANSWERS = ("What is it?", "And now?", "Is it odd?"), ("A seven.", "Still a seven.", "Yes.")
+_PAIRS = (("What is it?", "A seven."), ("And now?", "Still a seven."), ("Is it odd?", "Yes."))
 _THOUGHT = "It has a stroke."
 
 
@@ -20,43 +21,37 @@ def mismatch(chat: "ChatEncoder") -> str:
     There are conversations of one, two and three turns, with and without a system message, and with reasoning if the
     template writes some. One that the template itself refuses is no trial.
     """
-    for system in ((), (Message(role="system", text="Be brief."),)):
-        for reasoning in ("", _THOUGHT) if chat.format.opened is not None and chat.learn.reasoning else ("",):
-            for num_turns in range(1, len(_QUESTIONS) + 1):
-                messages = (*system, *_turns(num_turns, reasoning))
-                if why := _why_not(chat, messages):
-                    about = f"{num_turns} turn{'s' * (num_turns > 1)}{' and a system message' * bool(system)}"
-                    return f"with {about}{' and reasoning' * bool(reasoning)} {why}"
-    return ""
-
-
-def _turns(number: int, reasoning: str) -> list[Message]:
-    pairs = list(zip(_QUESTIONS, _ANSWERS))[:number]
-    return [
-        message
-        for question, answer in pairs
-        for message in (
-            Message(role="user", text=question),
-            Message(role="assistant", text=answer, reasoning=reasoning),
-        )
-    ]
-
-
-def _why_not(chat: "ChatEncoder", messages: Sequence[Message]) -> str:
-    (whole,) = chat.render([messages])
-    if isinstance(whole, SkipSample):
-        return ""
-    (parts,) = chat.cut([tuple(messages)])
-    for part, text in zip(parts, chat.tokenize(parts)):
+    trials = dict(_trials(has_reasoning=chat.format.opened is not None and chat.learn.reasoning))
+    texts = chat.render(list(trials.values()))
+    names = [name for name, text in zip(trials, texts) if not isinstance(text, SkipSample)]
+    parts = [(n, part) for n, cut in zip(names, chat.cut([trials[n] for n in names])) for part in cut]
+    places: list[tuple[str, Conversation, int, np.ndarray]] = []  # trial, its part, place of an answer, ids before it
+    for (name, part), text in zip(parts, chat.tokenize([part for _, part in parts])):
         if isinstance(text, SkipSample):
-            return text.detail
+            return f"with {name} {text.detail}"
         starts = np.flatnonzero(np.diff(text.mask, prepend=0, append=0))[::2]
-        places = [place for place, message in enumerate(part) if message.role == "assistant" and message.is_learnt]
-        for place, start in zip(places[-len(starts) :], starts, strict=True):  # all of them, or the last alone
-            thinks = bool(chat.reasoning_of(part[place]))
-            (prompt,) = chat.render([part[:place]], add_generation_prompt=True, thinks=thinks)
+        learnt = [place for place, message in enumerate(part) if message.role == "assistant" and message.is_learnt]
+        # all of them, or the last alone
+        places += [(name, part, p, text.ids[:s]) for p, s in zip(learnt[-len(starts) :], starts, strict=True)]
+    for thinks in (False, True):
+        asked = [each for each in places if bool(chat.reasoning_of(each[1][each[2]])) == thinks]
+        prompts = chat.render([part[:place] for _, part, place, _ in asked], add_generation_prompt=True, thinks=thinks)
+        for (name, _, place, ids), prompt in zip(asked, prompts):
             if isinstance(prompt, SkipSample):
-                return prompt.detail
-            if not np.array_equal(chat.token_ids(prompt), text.ids[:start]):
-                return f"the ids before message {place} are not those of its prompt at inference"
+                return f"with {name} {prompt.detail}"
+            if not np.array_equal(chat.token_ids(prompt), ids):
+                return f"with {name} the ids before message {place} are not those of its prompt at inference"
     return ""
+
+
+def _trials(has_reasoning: bool) -> Iterator[tuple[str, Conversation]]:
+    """(name, conversation) of each trial."""
+    for system in ((), (Message(role="system", text="Be brief."),)):
+        for reasoning in ("", _THOUGHT)[: 1 + has_reasoning]:
+            for number in range(1, len(_PAIRS) + 1):
+                messages = list(system)
+                for question, answer in _PAIRS[:number]:
+                    messages.append(Message(role="user", text=question))
+                    messages.append(Message(role="assistant", text=answer, reasoning=reasoning))
+                about = f"{number} turn{'s' * (number > 1)}{' and a system message' * bool(system)}"
+                yield f"{about}{' and reasoning' * bool(reasoning)}", tuple(messages)
