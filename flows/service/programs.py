@@ -13,6 +13,7 @@ from pathlib import Path
 
 from dataset_builders.errors import InputError
 from dataset_builders.storage.store import StorePath, side_dir
+from flows import NO_TELEMETRY
 from flows.prefect_server.access import (
     MLFLOW_PASSWORD,
     MLFLOW_USER,
@@ -127,7 +128,6 @@ def mlflow_server(plan: Plan) -> Program:
     environment = {
         **service_environment(plan.root, "mlflow"),
         "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false",
-        "MLFLOW_DISABLE_TELEMETRY": "true",
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # more processes, for judges of generated text
         # as `mlflow server` sets them for its application
         "_MLFLOW_SERVER_FILE_STORE": f"sqlite:///{files.with_name('mlflow.db')}",
@@ -197,8 +197,7 @@ def service_environment(root: StorePath, part: str) -> dict[str, str]:
         PART_VARIABLE: part,
         ROOT_VARIABLE: str(root),
         "PREFECT_HOME": str(prefect_home(root)),
-        "DO_NOT_TRACK": "true",
-        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        **NO_TELEMETRY,
         "PYTHONUNBUFFERED": "1",
         "TERM": "dumb",
         "COLUMNS": "200",
