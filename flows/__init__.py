@@ -9,9 +9,15 @@ of a root private (see `prefect_server/private_root.py`), and the processes that
 
 import os
 
-_DEFAULTS = {
+NO_TELEMETRY = {
     "DO_NOT_TRACK": "true",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "PREFECT_CLOUD_ENABLE_ORCHESTRATION_TELEMETRY": "false",
+    "PREFECT_TELEMETRY_ENABLE_RESOURCE_METRICS": "false",
+}
+_DEFAULTS = {
+    **NO_TELEMETRY,
     "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
     "PREFECT_SERVER_LOGGING_LEVEL": "CRITICAL",
     # Prefect's own lines go to its server and UI; the command line prints its own.

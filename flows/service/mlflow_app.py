@@ -39,9 +39,15 @@ CLOSED = frozenset(
     {"assistant", "gateway", "gateway-proxy", "webhooks", "jobs", "prompt-optimization", "scorers", "upload-artifact"}
 )
 _SERVED = "mlflow-artifacts:"
-# On a browser's first visit MLflow begins with its pages for generated text, and opens the assistant, which is closed.
+# On a browser's first visit MLflow begins with its pages for generated text, opens the assistant, which is closed, says
+# that it collects usage data, and shows its switch for that on: the server's own setting is not asked.
 _FIRST_VISIT = """<head><script>
-const first = {"mlflow.workflowType_v1": '"machine_learning"', "mlflow.assistant.fab.autoOpenedOnFirstLoad_v1": "true"};
+const first = {
+  "mlflow.workflowType_v1": '"machine_learning"',
+  "mlflow.assistant.fab.autoOpenedOnFirstLoad_v1": "true",
+  "mlflow.settings.telemetry.enabled_v1": "false",
+  "mlflow.telemetry.info.alert.dismissed_v1": "true",
+};
 for (const [key, value] of Object.entries(first)) localStorage.getItem(key) ?? localStorage.setItem(key, value);
 </script>"""
 

@@ -5,6 +5,7 @@ import json
 import os
 import socket
 import sys
+import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from dataset_builders.errors import InputError
 from dataset_builders.storage.store import StorePath, side_dir
+from flows import NO_TELEMETRY
 from flows.prefect_server.access import (
     MLFLOW_PASSWORD,
     MLFLOW_USER,
@@ -36,7 +38,8 @@ _NOT_INHERITED = (
     *("MLFLOW_AUTH_ADMIN_USERNAME", "MLFLOW_AUTH_ADMIN_PASSWORD", "MLFLOW_FLASK_SERVER_SECRET_KEY"),
     *("MLFLOW_SERVER_DISABLE_SECURITY_MIDDLEWARE", "PREFECT_SERVER_CORS_ALLOWED_ORIGINS"),
 )
-_ANSWER_SECONDS = 5.0
+_ANSWER_SECONDS = 10.0
+_BEAT_SECONDS, _BEATS_MISSED = 10, 3  # between two heartbeats of a worker; after so many it hangs
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy on the way to this machine
 
 
@@ -46,6 +49,7 @@ class Program:
 
     Attributes:
         is_up: whether it answers, given the time of its start in seconds since 1970. May raise OSError.
+        is_alive: the same of one that has answered; None: `is_up`.
         address: shown to people.
         shares_session: with processes that outlive it and save, as the flow runs of a killed worker.
     """
@@ -57,6 +61,7 @@ class Program:
     is_up: Callable[[float], bool]
     address: str
     shares_session: bool = False
+    is_alive: Callable[[float], bool] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +132,6 @@ def mlflow_server(plan: Plan) -> Program:
     environment = {
         **service_environment(plan.root, "mlflow"),
         "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false",
-        "MLFLOW_DISABLE_TELEMETRY": "true",
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # more processes, for judges of generated text
         # as `mlflow server` sets them for its application
         "_MLFLOW_SERVER_FILE_STORE": f"sqlite:///{files.with_name('mlflow.db')}",
@@ -165,11 +169,16 @@ def worker(plan: Plan) -> Program:
     return Program(
         name="worker",
         command=[sys.executable, "-m", "flows.service.work", "--name", name, "--max-runs", str(plan.max_runs), *limits],
-        environment={"PREFECT_WORKER_QUERY_SECONDS": "3", **client_environment(plan, "worker")},
+        environment={
+            "PREFECT_WORKER_QUERY_SECONDS": "3",
+            "PREFECT_WORKER_HEARTBEAT_SECONDS": str(_BEAT_SECONDS),
+            **client_environment(plan, "worker"),
+        },
         log_path=plan.log_path("worker"),
         is_up=lambda started: _worker_is_online(plan, name, started),
         address=f"up to {plan.max_runs} flow runs at a time",
         shares_session=True,
+        is_alive=lambda started: _worker_beats(plan, name, started),
     )
 
 
@@ -197,8 +206,7 @@ def service_environment(root: StorePath, part: str) -> dict[str, str]:
         PART_VARIABLE: part,
         ROOT_VARIABLE: str(root),
         "PREFECT_HOME": str(prefect_home(root)),
-        "DO_NOT_TRACK": "true",
-        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        **NO_TELEMETRY,
         "PYTHONUNBUFFERED": "1",
         "TERM": "dumb",
         "COLUMNS": "200",
@@ -227,6 +235,14 @@ def _answers(url: str) -> bool:
     """Whether a server reports that it is healthy."""
     with _OPENER.open(url, timeout=_ANSWER_SECONDS) as answer:
         return answer.status == 200
+
+
+def _worker_beats(plan: Plan, name: str, started: float) -> bool:
+    """Whether the worker has lately told the server that it lives. True where the server itself does not answer."""
+    try:
+        return _worker_is_online(plan, name, max(started, time.time() - _BEATS_MISSED * _BEAT_SECONDS))
+    except OSError:
+        return True
 
 
 def _worker_is_online(plan: Plan, name: str, started: float) -> bool:

@@ -1,4 +1,4 @@
-"""Starts programs, sees them answer, restarts those that die, and ends all of them.
+"""Starts programs, sees them answer, restarts those that die or hang, and ends all of them.
 
 One thread does everything, in turns of a quarter of a second: Linux ends a child with the thread that started it.
 """
@@ -7,6 +7,7 @@ import contextlib
 import http.client
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ FIRST_TRIES = 2  # deaths after which a program that never answered is given up
 STEADY_SECONDS = 60.0  # of answering, after which a death counts as the first one
 MAX_BACKOFF_SECONDS = 30.0
 STOP_SECONDS = 15.0
+HEALTH_SECONDS = 10.0  # between two looks at a program that answered
+HEALTH_MISSES = 2  # in a row, after which it hangs: at most 40 s, where a look takes 10 s
 
 
 class StartFailed(Exception):
@@ -54,6 +57,9 @@ class Child:
         since: time of the process's start or, once it has answered, of its first answer; time.monotonic().
         start_at: earliest time of the next start; time.monotonic().
         deaths: in a row; starts: in all.
+        look: the running look at whether it still answers.
+        look_at: earliest time of the next look; time.monotonic().
+        misses: looks in a row at which it did not answer.
     """
 
     program: Program
@@ -65,6 +71,26 @@ class Child:
     start_at: float = 0.0
     deaths: int = 0
     starts: int = 0
+    look: "Look | None" = None
+    look_at: float = 0.0
+    misses: int = 0
+
+
+class Look(threading.Thread):
+    """Asks a program whether it answers, beside the thread that watches: an answer may take seconds.
+
+    Attributes:
+        answers: whether it does; set at the end.
+    """
+
+    def __init__(self, program: Program, started: float) -> None:
+        super().__init__(name=f"look at {program.name}", daemon=True)
+        self._is_alive, self._since, self.answers = program.is_alive or program.is_up, started, False
+        self.start()
+
+    def run(self) -> None:
+        with contextlib.suppress(OSError, http.client.HTTPException, ValueError, KeyError):
+            self.answers = self._is_alive(self._since)
 
 
 class Supervisor:
@@ -96,9 +122,10 @@ class Supervisor:
                 if time.monotonic() >= child.start_at:
                     self._start(child)
             elif (status := child.process.poll()) is not None:
-                self._died(child, status)
+                self._died(child, f"died (signal {-status})" if status < 0 else f"died (status {status})")
             elif child.is_ready:
                 trim_log(child.program.log_path)
+                self._look(child)
             else:
                 self._ask(child)
 
@@ -109,19 +136,32 @@ class Supervisor:
         child.starts += 1
         self.lines.show(program.name, "starting", program.address)
 
-    def _died(self, child: Child, status: int) -> None:
-        program, how = child.program, f"signal {-status}" if status < 0 else f"status {status}"
+    def _look(self, child: Child) -> None:
+        """See from time to time whether a program still answers; kill one that hangs."""
+        if child.look is None:
+            if time.monotonic() >= child.look_at:
+                child.look = Look(child.program, child.started)
+        elif not child.look.is_alive():
+            child.misses = 0 if child.look.answers else child.misses + 1
+            child.look, child.look_at = None, time.monotonic() + HEALTH_SECONDS
+            if child.misses >= HEALTH_MISSES:
+                child.process.kill()
+                child.process.wait()
+                self._died(child, f"hangs: it did not answer {child.misses} times")
+
+    def _died(self, child: Child, how: str) -> None:
+        program = child.program
         if not program.shares_session:
             end_process(child.process, 0)  # and the rest of its session
         was_steady = child.is_ready and time.monotonic() - child.since > STEADY_SECONDS
         child.deaths = 1 if was_steady else child.deaths + 1
-        child.process, child.is_ready = None, False
+        child.process, child.is_ready, child.look, child.misses = None, False, None, 0
         if not child.was_ready and child.deaths >= FIRST_TRIES:
-            raise StartFailed(_last_words(program, f"ended with {how}, {child.deaths} times"))
+            raise StartFailed(_last_words(program, f"{how}, {child.deaths} times"))
         delay = min(MAX_BACKOFF_SECONDS, 2.0 ** (child.deaths - 1) - 1)
         child.start_at = time.monotonic() + delay
         when = f" in {delay:.0f} s" if delay else ""
-        self.lines.show(program.name, "waiting", f"died ({how}); starts again{when}")
+        self.lines.show(program.name, "waiting", f"{how}; starts again{when}")
 
     def _ask(self, child: Child) -> None:
         """See whether a starting program answers now."""
@@ -132,6 +172,7 @@ class Supervisor:
             if child.was_ready:
                 self.revived.add(program.name)
             child.is_ready, child.was_ready, child.since = True, True, time.monotonic()
+            child.look_at = child.since + HEALTH_SECONDS
             note = "  started again" if child.starts > 1 else ""
             note += f", {child.starts - 1} times in all" if child.starts > 2 else ""
             self.lines.show(program.name, "ready", program.address + note)

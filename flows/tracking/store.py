@@ -13,8 +13,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from urllib.parse import quote, unquote, urlparse
 
-os.environ.setdefault("DO_NOT_TRACK", "true")
-os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 os.environ.setdefault("MLFLOW_ALLOW_PICKLE_DESERIALIZATION", "false")
 # The sending thread tries again by itself, after it has seen whether the last try arrived; the client only repeats.

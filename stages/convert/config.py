@@ -1,19 +1,25 @@
 """The config of convert: which rows are read, which are left out, which are held out."""
 
+import re
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from dataset_builders.contracts.strict import StrictModel
+from dataset_builders.errors import shown
 from dataset_builders.pictures.images import PILLOW_PIXEL_LIMIT
 from dataset_builders.sources.registry import get_builder
+
+_SUBSET = re.compile(r"[A-Za-z0-9_-]{1,100}")
 
 
 class ConvertConfig(StrictModel):
     """Identity of the sample shards, beside the raw rows."""
 
     builder: str = Field(description="which dataset's rows these are: a name in dataset_builders/sources/registry.py")
-    subsets: tuple[str, ...] = Field(description="subsets to read; none means all that the source holds")
+    subsets: tuple[str, ...] = Field(
+        max_length=10_000, description="names of the subsets to read; none means all that the source holds"
+    )
     options: dict[str, Any] = Field(default={}, description="the builder's own settings; see its file")
     heldout_fraction: float = Field(ge=0, lt=1, description="share of pictures (with all their samples) held out")
     min_heldout: int = Field(
@@ -38,6 +44,15 @@ class ConvertConfig(StrictModel):
         le=1,
         description="if a larger share is left out, exact duplicates aside, and at least 3, the stage fails",
     )
+
+    @field_validator("subsets")
+    @classmethod
+    def _are_names(cls, subsets: tuple[str, ...]) -> tuple[str, ...]:
+        """Refuse what cannot be part of a key, and would be a pattern of files anywhere."""
+        for name in subsets:
+            if not _SUBSET.fullmatch(name):
+                raise ValueError(f"{shown(name)} is no name of a subset; it has letters, digits, _ and - alone")
+        return subsets
 
     @model_validator(mode="after")
     def _options_fit(self) -> "ConvertConfig":

@@ -3,6 +3,7 @@
 import re
 import signal
 import sqlite3
+import time
 import urllib.request
 from collections.abc import Iterator
 
@@ -134,6 +135,26 @@ def test_a_killed_program_is_started_again_in_its_place(service, part):
     assert all(program(service, name) for name in ("prefect", "mlflow", "worker"))
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("part", ["mlflow", "prefect", "worker"])
+def test_a_program_that_hangs_is_started_again_within_a_minute(service, part):
+    hung, begun = program(service, part), time.monotonic()
+    hung.send_signal(signal.SIGSTOP)
+
+    def is_told() -> bool:
+        return any(line.startswith(f"{part} ") and "hangs: it did not answer" in line for line in service.printed())
+
+    wait_for(is_told, 70, f"line about {part}", service.tell)
+    assert time.monotonic() - begun < 60
+    wait_for(
+        lambda: _said(service, part, "ready") and _is_new(service, part, hung.pid),
+        AGAIN_SECONDS,
+        f"new {part}",
+        service.tell,
+    )
+    assert all(program(service, name) for name in ("prefect", "mlflow", "worker"))
+
+
 def _said(service: RunningService, part: str, state: str) -> bool:
     last = [line for line in service.printed() if line.startswith(f"{part} ")][-1]
     return last.split()[1] == state
@@ -191,6 +212,6 @@ def test_a_program_that_cannot_start_is_told_with_the_end_of_its_log(tmp_path):
     finally:
         failed.stop()
     text = failed.output.read_text()
-    assert "athanor: mlflow ended with status 1" in text
+    assert "athanor: mlflow died (status 1)" in text
     assert "file is not a database" in text.split("athanor: mlflow")[1]
     assert not failed.processes()

@@ -4,9 +4,11 @@ import itertools
 import json
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+from safetensors.numpy import save_file
 
 from dataset_builders.errors import InputError
 from dataset_builders.sources.registry import BUILDERS, get_builder
@@ -60,6 +62,13 @@ def test_an_unknown_key_names_the_nearest(override, words):
     [
         ("train.optim.lr=3", "train.optim.lr=3 should be less than or equal to 1 [peak learning rate]"),
         ("train.optim.lr=-1e-5", "should be greater than 0"),
+        *(
+            (f"convert.subsets={given}", f"{name} is no name of a subset; it has letters, digits, _ and - alone")
+            for given, name in (
+                *(("[/absolute]", "'/absolute'"), ('["a\\0"]', r"'a\x00'"), ('["."]', "'.'"), ('["**"]', "'**'")),
+                *(("[a, ../b]", "'../b'"), ('["a\\n"]', r"'a\n'"), ('[""]', "''"), ("[a/b]", "'a/b'")),
+            )
+        ),
         ("train.num_steps=many", "train.num_steps='many' should be a valid integer"),
         ("train.precision=float16", "train.precision='float16' should be 'float32', 'bfloat16' or 'float8'"),
         ("data.num_scans=5", "data.num_scans=5 should be greater than or equal to 10"),
@@ -289,7 +298,8 @@ ADAPTED = ["train.adapter.rank=4", "train.adapter.alpha=8"]
 
 def test_an_adapter_to_go_on_from_is_an_input_of_the_training(tmp_path):
     (tmp_path / "start").mkdir()
-    (tmp_path / "start" / ADAPTER_WEIGHTS).write_bytes(b"weights")
+    tensors = {f"base_model.model.q_proj.lora_{which}.weight": np.ones((4, 4), "f4") for which in "AB"}
+    save_file(tensors, tmp_path / "start" / ADAPTER_WEIGHTS)
     written = json.dumps(peft_config(AdapterConfig(rank=4, alpha=8), ["q_proj"], []))
     (tmp_path / "start" / ADAPTER_CONFIG).write_text(written)
     started = [*ADAPTED, f"start_adapter={tmp_path / 'start'}"]

@@ -5,12 +5,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
+from flows.prefect_server.access import make_access
 from flows.prefect_server.ports import is_free
 from flows.prefect_server.processes import (
     PART_VARIABLE,
@@ -20,7 +22,7 @@ from flows.prefect_server.processes import (
     service_processes,
     trim_log,
 )
-from flows.service import run_service
+from flows.service import programs, run_service
 from flows.service import supervisor as supervised
 from flows.service.programs import Program
 from flows.service.supervisor import StartFailed, StatusLines, Supervisor
@@ -105,9 +107,53 @@ def test_one_that_dies_again_and_again_is_started_less_and_less_often(make, line
     ]
 
 
+def test_one_that_hangs_is_noticed_within_a_minute_and_started_again(make, lines, tmp_path, monkeypatch):
+    """Stopped as by SIGSTOP: its port takes connections, and nobody answers."""
+    assert supervised.HEALTH_MISSES * (supervised.HEALTH_SECONDS + programs._ANSWER_SECONDS) < 60
+    assert programs._BEATS_MISSED * programs._BEAT_SECONDS + 2 * supervised.HEALTH_SECONDS < 60
+    monkeypatch.setattr(supervised, "HEALTH_SECONDS", 0.1)
+    looks: list[bool] = []
+
+    def is_up() -> bool:
+        running = psutil.Process(watcher.children["prefect"].process.pid).status() != psutil.STATUS_STOPPED
+        looks.append(running)
+        if not running:
+            raise TimeoutError
+        return True
+
+    watcher = Supervisor([make("prefect", is_up=is_up), make("mlflow")], lines)
+    run(watcher, lambda: watcher.answers("prefect", "mlflow") and len(looks) > 3)
+    old = watcher.children["prefect"].process
+    assert watcher.children["prefect"].starts == 1, "one that answers is left alone"
+    old.send_signal(signal.SIGSTOP)
+    run(watcher, lambda: watcher.revived == {"prefect"})
+    assert looks.count(False) == 2 and old.returncode == -signal.SIGKILL
+    told = [line for line in lines.said if line.startswith("prefect")][2:]
+    assert told[0] == "prefect waiting hangs: it did not answer 2 times; starts again"
+    assert told[-1] == "prefect ready http://here started again" and watcher.children["mlflow"].starts == 1
+
+
+def test_one_miss_is_no_hang(make, lines, monkeypatch):
+    monkeypatch.setattr(supervised, "HEALTH_SECONDS", 0.05)
+    answers = iter([True, *[False, True] * 3])
+    watcher = Supervisor([make("prefect", is_up=lambda: next(answers, True))], lines)
+    run(watcher, lambda: next(answers, None) is None)
+    assert watcher.children["prefect"].starts == 1
+
+
+def test_a_worker_is_not_killed_while_the_server_that_it_tells_does_not_answer(tmp_path, monkeypatch):
+    plan = programs.Plan(tmp_path, make_access("127.0.0.1", tmp_path), {"prefect": free_port(), "mlflow": 1}, 1, {})
+    worker = programs.worker(plan)
+    assert worker.is_alive(0.0) is True
+    beats = []
+    monkeypatch.setattr(programs, "_worker_is_online", lambda plan, name, since: beats.append(since))
+    worker.is_alive(0.0)
+    assert beats[0] == pytest.approx(time.time() - 30, abs=5)
+
+
 def test_one_that_never_answers_ends_the_start_with_the_end_of_its_log(make, lines):
     watcher = Supervisor([make("mlflow", "raise SystemExit('no such database')")], lines)
-    with pytest.raises(StartFailed, match=r"(?s)mlflow ended with status 1, 2 times.*log:\n.*no such database"):
+    with pytest.raises(StartFailed, match=r"(?s)mlflow died .status 1., 2 times.*log:\n.*no such database"):
         run(watcher, lambda: False)
 
 
