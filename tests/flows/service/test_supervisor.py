@@ -148,7 +148,7 @@ def test_a_worker_is_not_killed_while_the_server_that_it_tells_does_not_answer(t
     beats = []
     monkeypatch.setattr(programs, "_worker_is_online", lambda plan, name, since: beats.append(since))
     worker.is_alive(0.0)
-    assert beats[0] == pytest.approx(time.time() - 30, abs=5)
+    assert beats[0] == pytest.approx(time.time() - 21, abs=5)
 
 
 def test_one_that_never_answers_ends_the_start_with_the_end_of_its_log(make, lines):
