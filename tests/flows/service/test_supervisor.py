@@ -129,8 +129,25 @@ def test_one_that_hangs_is_noticed_within_a_minute_and_started_again(make, lines
     run(watcher, lambda: watcher.revived == {"prefect"})
     assert looks.count(False) == 2 and old.returncode == -signal.SIGKILL
     told = [line for line in lines.said if line.startswith("prefect")][2:]
-    assert told[0] == "prefect waiting hangs: it did not answer 2 times; starts again"
+    assert told[0] == "prefect waiting hangs: it did not answer; starts again"
     assert told[-1] == "prefect ready http://here started again" and watcher.children["mlflow"].starts == 1
+
+
+def test_one_that_computes_may_answer_late_for_longer(make, lines, monkeypatch):
+    """At load 20 a server that works needs longer than ten seconds for an answer, and must not be killed for it."""
+    monkeypatch.setattr(supervised, "HEALTH_SECONDS", 0.01)
+    looks: list[float] = []
+
+    def is_up() -> bool:
+        looks.append(time.monotonic())
+        if len(looks) > 1:
+            time.sleep(0.15)
+            raise TimeoutError
+        return True
+
+    watcher = Supervisor([make("prefect", "print('here', flush=True)\nwhile True: pass", is_up)], lines)
+    run(watcher, lambda: any("hangs" in line for line in lines.said))
+    assert len(looks) == 1 + 3 * supervised.HEALTH_MISSES
 
 
 def test_one_miss_is_no_hang(make, lines, monkeypatch):
