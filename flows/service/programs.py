@@ -39,7 +39,7 @@ _NOT_INHERITED = (
     *("MLFLOW_SERVER_DISABLE_SECURITY_MIDDLEWARE", "PREFECT_SERVER_CORS_ALLOWED_ORIGINS"),
 )
 _ANSWER_SECONDS = 10.0
-_BEAT_SECONDS, _BEATS_MISSED = 10, 3  # between two heartbeats of a worker; after so many it hangs
+_BEAT_SECONDS, _BEATS_MISSED = 7, 3  # between two heartbeats of a worker; after so many it hangs
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy on the way to this machine
 
 

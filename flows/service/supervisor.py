@@ -12,6 +12,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import psutil
+
 from flows.prefect_server.processes import begin_log, end_process, log_tail, start_process, trim_log
 from flows.service.programs import Program
 
@@ -23,6 +25,7 @@ MAX_BACKOFF_SECONDS = 30.0
 STOP_SECONDS = 15.0
 HEALTH_SECONDS = 10.0  # between two looks at a program that answered
 HEALTH_MISSES = 2  # in a row, after which it hangs: at most 40 s, where a look takes 10 s
+_BUSY_MISS = 1 / 3  # what a miss counts of a program that computed meanwhile: a loaded machine answers late
 
 
 class StartFailed(Exception):
@@ -59,7 +62,7 @@ class Child:
         deaths: in a row; starts: in all.
         look: the running look at whether it still answers.
         look_at: earliest time of the next look; time.monotonic().
-        misses: looks in a row at which it did not answer.
+        misses: looks in a row at which it did not answer; see `Look.weight`.
     """
 
     program: Program
@@ -73,7 +76,7 @@ class Child:
     starts: int = 0
     look: "Look | None" = None
     look_at: float = 0.0
-    misses: int = 0
+    misses: float = 0.0
 
 
 class Look(threading.Thread):
@@ -81,16 +84,27 @@ class Look(threading.Thread):
 
     Attributes:
         answers: whether it does; set at the end.
+        weight: what a miss counts; less for a process that used the processor during the look.
     """
 
-    def __init__(self, program: Program, started: float) -> None:
+    def __init__(self, program: Program, started: float, pid: int) -> None:
         super().__init__(name=f"look at {program.name}", daemon=True)
+        self._pid, self.weight = pid, 1.0
         self._is_alive, self._since, self.answers = program.is_alive or program.is_up, started, False
         self.start()
 
     def run(self) -> None:
+        before = self._used()
         with contextlib.suppress(OSError, http.client.HTTPException, ValueError, KeyError):
             self.answers = self._is_alive(self._since)
+        if self._used() != before:
+            self.weight = _BUSY_MISS
+
+    def _used(self) -> float:
+        """Seconds of the processor that the process has used."""
+        with contextlib.suppress(psutil.Error):
+            return sum(psutil.Process(self._pid).cpu_times()[:2])
+        return 0.0
 
 
 class Supervisor:
@@ -140,14 +154,14 @@ class Supervisor:
         """See from time to time whether a program still answers; kill one that hangs."""
         if child.look is None:
             if time.monotonic() >= child.look_at:
-                child.look = Look(child.program, child.started)
+                child.look = Look(child.program, child.started, child.process.pid)
         elif not child.look.is_alive():
-            child.misses = 0 if child.look.answers else child.misses + 1
+            child.misses = 0.0 if child.look.answers else child.misses + child.look.weight
             child.look, child.look_at = None, time.monotonic() + HEALTH_SECONDS
-            if child.misses >= HEALTH_MISSES:
+            if child.misses > HEALTH_MISSES - 0.01:
                 child.process.kill()
                 child.process.wait()
-                self._died(child, f"hangs: it did not answer {child.misses} times")
+                self._died(child, "hangs: it did not answer")
 
     def _died(self, child: Child, how: str) -> None:
         program = child.program
@@ -155,7 +169,7 @@ class Supervisor:
             end_process(child.process, 0)  # and the rest of its session
         was_steady = child.is_ready and time.monotonic() - child.since > STEADY_SECONDS
         child.deaths = 1 if was_steady else child.deaths + 1
-        child.process, child.is_ready, child.look, child.misses = None, False, None, 0
+        child.process, child.is_ready, child.look, child.misses = None, False, None, 0.0
         if not child.was_ready and child.deaths >= FIRST_TRIES:
             raise StartFailed(_last_words(program, f"{how}, {child.deaths} times"))
         delay = min(MAX_BACKOFF_SECONDS, 2.0 ** (child.deaths - 1) - 1)

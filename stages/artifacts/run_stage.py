@@ -29,7 +29,7 @@ from pydantic import BaseModel
 from dataset_builders.contracts.fingerprint import describe_drift, fingerprint
 from dataset_builders.contracts.manifest import MANIFEST, Manifest, Parent, load_manifest
 from dataset_builders.contracts.shard_io import remove_entries
-from dataset_builders.errors import DamagedFile, InputError
+from dataset_builders.errors import DamagedFile, InputError, damaged
 from dataset_builders.storage.files import write_text
 from dataset_builders.storage.store import StorePath, is_local, make_dir, modified, side_dir, upload_dir
 from stages.artifacts.artifact import Artifact, Input, Stage, StageOutput, StageResult, artifact_dir, stage_identity
@@ -83,8 +83,12 @@ def run_stage(
 def _reused(stage: Stage, final: StorePath, beside: Path, level: int) -> Artifact | None:
     """Return the finished artifact, if there is one and the stage has nothing to do again in it."""
     if not (final / MANIFEST).is_file():
+        if is_local(final) and final.is_dir():
+            raise InputError(f"{final / MANIFEST} is missing; delete {final} and run the same command again")
         return None
     artifact, whole = Artifact.load(final), Whole(beside.with_name(f"{beside.name}.whole.json"))
+    if artifact.manifest.fingerprint != final.name:
+        raise damaged(final / MANIFEST, f"is that of another artifact, {artifact.manifest.fingerprint}")
     check_reused(artifact, whole.digest)
     if stage.check is not None and is_local(final):
         try:

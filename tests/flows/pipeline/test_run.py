@@ -17,6 +17,7 @@ import pytest
 from flows.cli.main import main
 from flows.tracking.store import connect
 from stages.launchers.job import LAUNCHERS
+from tests.flows.pipeline.damages import KINDS, account
 from tests.stages.encode.test_template import REWRITING, model_with
 
 SMALL = {
@@ -389,3 +390,11 @@ def test_debug_shows_the_traceback(tmp_path, capsys):
 def test_ask_refuses_what_is_no_model(tmp_path, capsys):
     assert main(["ask", str(tmp_path), "-", "Which digit?"]) == 2
     assert "has no config.json" in error_line(capsys)
+
+
+def test_sixty_damages_of_a_finished_root_are_accounted_for(finished, tmp_path, caplog):
+    """Of data, models before and after training, checkpoints, answers, scores: each is named by file."""
+    told = [account(number, finished, tmp_path, caplog) for number in range(60)]
+    assert all(line for _, _, line in told)
+    stages, kinds = {stage for stage, _, _ in told}, {kind for _, kind, _ in told}
+    assert kinds == set(KINDS) and len(stages) > 10

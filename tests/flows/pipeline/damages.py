@@ -1,0 +1,92 @@
+"""Damages to files of a finished root, by a seeded generator, and what sees them."""
+
+import logging
+import os
+import random
+import shutil
+from pathlib import Path
+
+from dataset_builders.contracts.manifest import load_manifest
+from dataset_builders.contracts.shard_io import iter_records
+from dataset_builders.errors import InputError
+from stages.artifacts.artifact import Artifact, Stage
+from stages.artifacts.intact import check_written
+from stages.artifacts.run_stage import _reused
+from stages.train.stage import STAGE as TRAIN
+
+KINDS = ("bit", "cut", "longer", "removed", "swapped", "manifest of another")
+
+
+def files_of(directory: Path) -> list[Path]:
+    """The files of an artifact that a stage or a person's model reads: not pages, reports and logs."""
+    manifest = load_manifest(directory)
+    names = ["manifest.json", *(entry.name for entry in (*manifest.files, *manifest.shards))]
+    if manifest.stage == "train":
+        names += [str(path.relative_to(directory)) for path in (directory / manifest.stats["checkpoint"]).iterdir()]
+    return [directory / name for name in names]
+
+
+def damage(rng: random.Random, kind: str, path: Path, directory: Path) -> Path:
+    """The damaged file. A file of a root may have a second name; only this name's is changed."""
+    data = bytearray(path.read_bytes())
+    others = [file for file in files_of(directory) if file != path and file.read_bytes() != data]
+    path.unlink()
+    if kind == "bit":
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    elif kind == "cut":
+        data = data[: rng.randrange(len(data))]
+    elif kind == "longer":
+        data += rng.randbytes(rng.randrange(1, 600))
+    elif kind == "swapped" and others:
+        data = rng.choice(others).read_bytes()
+    elif kind == "manifest of another":
+        path.write_bytes(data)
+        path = directory / "manifest.json"
+        stranger = rng.choice([place for place in directory.parents[1].glob("*/*") if place != directory])
+        data = (stranger / "manifest.json").read_bytes()
+        path.unlink()
+    else:  # removed
+        return path
+    path.write_bytes(data)
+    return path
+
+
+def seen(directory: Path, caplog) -> str:
+    """The line that tells of the damage, when the artifact is used again, read, or its model is asked; else empty."""
+    caplog.clear()
+    stage = TRAIN if directory.parent.name == "train" else Stage(directory.parent.name, 1, lambda *_: None)
+    try:
+        found = _reused(stage, directory, directory / "beside", logging.WARNING)
+        if found is None:
+            return caplog.text
+        for shard in found.manifest.shards:
+            list(iter_records(directory / shard.name, shard))
+    except InputError as error:
+        line = str(error)
+        if (directory / "hf").is_dir() and "/hf/" in line:
+            try:
+                check_written(directory / "hf")
+            except InputError as told:
+                return str(told)
+            return ""
+        return line
+    return ""
+
+
+def account(number: int, root: Path, spare: Path, caplog) -> tuple[str, str, str]:
+    """(stage, kind of damage, line) of one damage; the root is as before afterwards."""
+    rng = random.Random(f"damage {number}")
+    directory = rng.choice(sorted(root.glob("artifacts/*/*")))
+    kind, path = KINDS[number % len(KINDS)], rng.choice(files_of(directory))
+    assert seen(directory, caplog) == "", directory
+    kept = Path(shutil.copytree(directory, spare / "kept", copy_function=os.link))
+    try:
+        spoilt = damage(rng, kind, path, directory)
+        line = seen(directory, caplog)
+        name = spoilt.parent.name if spoilt.parent.parent.name == "checkpoints" else spoilt.name
+        assert name in line, (number, kind, spoilt, line)
+    finally:
+        shutil.rmtree(directory)
+        kept.rename(directory)
+    Artifact.load(directory)
+    return directory.parent.name, kind, line
