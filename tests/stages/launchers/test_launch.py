@@ -196,8 +196,9 @@ def test_ranks_know_their_place_and_the_error_has_the_status_of_the_first_to_fai
     for name, value in {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "elsewhere"}.items():  # of a flow within a job
         monkeypatch.setenv(name, value)
     code = """
-    import os, sys
+    import os, sys, time
     print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], os.environ.get("MASTER_ADDR"), flush=True)
+    time.sleep(60 * (os.environ["RANK"] != "0"))  # or torchrun ends rank 0, perhaps before it has printed
     sys.exit(7)
     """
     launcher = make_launcher(ClusterConfig(processes=processes))
