@@ -105,6 +105,8 @@ def prefect_server(plan: Plan) -> Program:
         "PREFECT_UI_API_URL": f"{plan.prefect_ui}/api",  # the old name and the new: some versions read only one
         "PREFECT_SERVER_UI_API_URL": f"{plan.prefect_ui}/api",
         "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
+        # The form whose nested and optional fields the browser test fills; Prefect's newer pages stay at /v2.
+        "PREFECT_SERVER_UI_V2_ENABLED": "false",
         "PREFECT__SERVER_FINAL": "1",  # as `prefect server start`: less memory
         # By default in memory: a killed server forgets who holds a slot, which is then never free again.
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",

@@ -26,6 +26,12 @@ def test_mlflow_begins_with_its_pages_for_training_and_without_an_assistant_that
     assert page.evaluate("localStorage.getItem('mlflow.workflowType_v1')") == '"genai"', "a person's choice stays"
 
 
+def test_prefect_begins_with_the_pages_whose_form_is_tested(service, page):
+    page.goto(service.record.prefect_ui)
+    page.get_by_text("Dashboard").first.wait_for()
+    assert "/v2" not in page.url
+
+
 def test_settings_pages_show_telemetry_as_off(service, page):
     page.goto(f"{service.record.mlflow}/#/settings")
     page.get_by_text("Enable telemetry").wait_for()
