@@ -101,7 +101,7 @@ def trained(tmp_path_factory):
 
 
 # What is the adapters' own: divided inputs and outputs (DoRA's lengths too), images elsewhere, delta layers.
-CORE = ("tp2-sp-vision-full", "pp2-dealt", "own-1+1", "hybrid-cp2")
+CORE = ("pp2-dealt", "own-1+1", "hybrid-cp2")
 
 
 @pytest.mark.parametrize("name", tiered(LAYOUTS, CORE))

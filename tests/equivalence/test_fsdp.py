@@ -166,7 +166,8 @@ def test_some_rank_sees_text_alone_in_each_step_of_three(one_process):
         assert any(all(len(s.image_grid_thw) == 0 for s in bins[n]) for n in numbers)
 
 
-@pytest.mark.parametrize("processes", [full(1, id="one"), pytest.param(3, id="three")])
+@pytest.mark.full
+@pytest.mark.parametrize("processes", [1, 3], ids=["one", "three"])
 def test_other_numbers_of_ranks_equal_one_process(processes, root, one_process):
     """Three ranks share two held-out bins, and rows that do not divide by three."""
     assert_same_training(trained(root, FSDP, processes), one_process)

@@ -60,6 +60,7 @@ def test_it_runs_and_is_in_the_closing_table(root, capsys):
     assert json.loads((artifact_of(root) / "words.json").read_text())["digits_single"] > 10
 
 
+@pytest.mark.full
 def test_it_is_reused_and_planned_as_such(finished, capsys):
     assert athanor("run", finished) == 0
     text = capsys.readouterr().out
@@ -70,6 +71,7 @@ def test_it_is_reused_and_planned_as_such(finished, capsys):
     assert re.search(r"word_count +make +its input convert will", capsys.readouterr().out)
 
 
+@pytest.mark.full
 def test_prefect_has_its_task_and_shows_its_artifact_and_report(finished, capsys):
     assert athanor("run", finished) == 0
     with get_client(sync_client=True) as client:
@@ -81,6 +83,7 @@ def test_prefect_has_its_task_and_shows_its_artifact_and_report(finished, capsys
     assert f"`{artifact_of(finished)}/report.html`" in newest["reports"] and "words counted" in newest["reports"]
 
 
+@pytest.mark.full
 def test_mlflow_has_its_fingerprint_manifest_report_and_preview(finished):
     client = connect(finished)
     experiment = client.get_experiment_by_name("athanor-embedded")
@@ -91,6 +94,7 @@ def test_mlflow_has_its_fingerprint_manifest_report_and_preview(finished):
     assert "word_count" in run.data.tags["mlflow.note.content"]
 
 
+@pytest.mark.full
 def test_it_has_a_preview(finished, tmp_path, capsys):
     page = tmp_path / "page.html"
     assert main(["preview", "word_count", "--root", str(finished), "--out", str(page)]) == 0
