@@ -40,6 +40,7 @@ COMMANDS: dict[str, str] = {
     "lmms-eval": "flows.cli.commands.lmms_eval:lmms_eval_command",
     "up": "flows.cli.commands.up:up_command",
     "sync": "flows.cli.commands.sync:sync_command",
+    "recipes": "flows.cli.commands.recipes:recipes_command",
 }
 
 # Recipes and model directories are checked before the command's libraries are loaded.
@@ -119,9 +120,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGTERM
 
 
+class _Version(argparse.Action):
+    """Print the installed version and exit; the module that knows it is imported only then."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        metadata = importlib.import_module("importlib.metadata")
+        print(f"athanor {metadata.version('athanor-vlm')}")
+        parser.exit()
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The whole command line."""
     parser = argparse.ArgumentParser(prog="athanor", description="From raw vision-language data to a scored model.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version of athanor")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     run = commands.add_parser("run", help="run a recipe: convert, tokenize, pack, train, export, answer, evaluate")
     _add_recipe(run)
@@ -150,6 +161,7 @@ def make_parser() -> argparse.ArgumentParser:
     up = commands.add_parser("up", help="start Prefect, MLflow and a worker on this machine, until Ctrl-C")
     _add_up(up)
     commands.add_parser("sync", help="send to MLflow what it has missed")
+    commands.add_parser("recipes", help="list the recipes that are part of athanor")
     for command in commands.choices.values():
         command.add_argument(
             "--root", default=DEFAULT_ROOT, help="directory for everything, or the URL of an object store (%(default)s)"
