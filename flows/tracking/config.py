@@ -58,7 +58,7 @@ class RegistryConfig(StrictModel):
     )
     margin: float = Field(default=0.005, ge=0, le=10**6, description="by how much a version must beat the champion")
     min_answers: int = Field(
-        default=10, ge=1, le=10**9, description="answers that the score of a champion has at the least"
+        default=10, ge=1, le=10**9, description="least number of answers behind the score of a champion"
     )
     other_heldout: Literal["candidate", "champion"] = Field(
         default="candidate",

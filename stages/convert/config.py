@@ -26,7 +26,7 @@ class ConvertConfig(StrictModel):
         default=10,
         ge=0,
         le=10**9,
-        description="least number of samples held out: of small data more than the share; a score of fewer is chance",
+        description="least number of samples held out; small data holds out more than the share to reach it",
     )
     seed: int = Field(ge=0, le=2**32 - 1, description="decides which pictures are held out")
     max_image_pixels: int = Field(gt=0, le=PILLOW_PIXEL_LIMIT, description="an image with more pixels is left out")

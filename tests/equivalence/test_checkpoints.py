@@ -344,7 +344,7 @@ def test_a_damaged_newest_checkpoint_is_kept_aside_and_the_ranks_go_on_from_the_
     train_on(run, 2)
     told = log_of(run).removeprefix(before)
     (line,) = [line for line in told.splitlines() if "damaged" in line]
-    assert name in line and "is kept aside as damaged-step-000008, and the training goes on from step-000006" in line
+    assert name in line and "is kept aside as damaged-step-000008, and the training resumes from step-000006" in line
     assert told.count("resumed at step 6") == 1
     assert {path.name for path in (run.output_dir / "checkpoints/damaged-step-000008").iterdir()} == kept
     assert rows_of(run) == rows_of(pipeline)
@@ -360,8 +360,10 @@ def test_a_training_whose_checkpoints_are_all_damaged_begins_anew(undisturbed, t
     (run.output_dir / "checkpoints/damaged-step-000008").mkdir()  # of an earlier start
     assert start(run).wait(240) == 0, log_of(run)
     lines = [line for line in log_of(run).splitlines() if "is kept aside as" in line]
-    assert ["goes on from step-000006" in lines[0], "goes on from step-000003" in lines[1]] == [True, True]
-    assert "and the training begins anew, for there is no older one" in lines[2] and "data state: fresh" in log_of(run)
+    assert ["resumes from step-000006" in lines[0], "resumes from step-000003" in lines[1]] == [True, True]
+    assert "and the training starts from the beginning, because there is no older one" in lines[
+        2
+    ] and "data state: fresh" in log_of(run)
     aside = sorted(path.name for path in (run.output_dir / "checkpoints").glob("damaged-*"))
     assert aside == [f"damaged-step-{name}" for name in ("000003", "000006", "000008", "000008-2")]
     assert rows_of(run) == rows_of(undisturbed)

@@ -49,7 +49,9 @@ def newest_whole(directory: Path, mesh: Mesh) -> Path | None:
                 damages[0],
                 KEPT_ASIDE,
                 aside.name,
-                "begins anew, for there is no older one" if older is None else f"goes on from {older.name}",
+                "starts from the beginning, because there is no older one"
+                if older is None
+                else f"resumes from {older.name}",
             )
     return None
 
