@@ -118,7 +118,7 @@ def test_data_without_an_image_start_no_trainer(tmp_path, monkeypatch):
 @pytest.mark.full
 def test_every_codec_of_pixels_and_two_ranks_give_the_same_features(tmp_path):
     """Images that are decoded when they are read, by two ranks, and shards of both splits."""
-    samples = run_convert(write_source(tmp_path / "raw", {"first": plain_rows(12)}), tmp_path)
+    samples = run_convert(write_source(tmp_path / "raw", {"first": plain_rows(24)}), tmp_path)
     features = []
     for codec, processes in (("u8", 1), ("original", 2)):
         config = load_recipe(overrides=[*SETTINGS, f"tokenize.codec={codec}"]).config.tokenize
