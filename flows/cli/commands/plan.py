@@ -28,6 +28,7 @@ from trainer.contract.model_shape import ModelShape
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.pieces import mean_work
 from trainer.contract.placement import PlacementJob, at_hand, placements
+from trainer.contract.run import TrainConfig
 from trainer.families.family import Family
 from trainer.families.registry import get_family, read_model
 from trainer.families.targets import adapter_sizes, list_matches
@@ -100,13 +101,11 @@ def size_rows(config: PipelineConfig, available: Mapping[str, Input]) -> list[tu
     bins, job = available.get("plan_bins"), _placement_job(config, available)
     parts = job.shape.parameters
     memory = at_hand(job).memory
-    steps, batch = config.train.num_steps, config.train.global_batch_size
-    tokens = steps * batch * config.plan_bins.seq_len
     return [
         ("samples", _samples(available.get("tokenize"))),
         ("bins", _bins(bins)),
-        ("steps", f"{steps:,} of {batch} bins of {config.plan_bins.seq_len:,} tokens (up to {tokens:,} tokens)"),
-        ("epochs", _epochs(bins, steps * batch)),
+        ("steps", _steps(job.train, config.plan_bins.seq_len)),
+        ("epochs", _epochs(bins, job.train)),
         (
             "parameters",
             f"{sum(parts.values()):,} ({', '.join(f'{name} {n:,}' for name, n in parts.items())})",
@@ -143,13 +142,20 @@ def _placement_job(config: PipelineConfig, available: Mapping[str, Input]) -> Pl
     return PlacementJob(
         shape=shape,
         parallel=config.execution.parallel,
-        train=config.train,
+        train=_train(config, bins),
         processes=config.execution.cluster.processes,
         seq_len=plan.seq_len,
         max_patches=plan.max_patches,
         work=mean_work(plan.seq_len, plan.model_dump(), stats),
         is_cached=config.encode_images is not None,
         adapters=adapter_sizes(config.train, family, shape),
+    )
+
+
+def _train(config: PipelineConfig, bins: Input | None) -> TrainConfig:
+    """The training, its steps counted where the bins are known."""
+    return (
+        config.train.for_bins(bins.manifest.stats["num_bins"]["train"]) if isinstance(bins, Artifact) else config.train
     )
 
 
@@ -224,8 +230,9 @@ def _features(config: PipelineConfig, shape: ModelShape, available: Mapping[str,
 
 def _host_memory(config: PipelineConfig, job: PlacementJob) -> list[tuple[str, str]]:
     """A row where saves are asynchronous; a training that saves at its end alone keeps no copy."""
-    execution, train = config.execution, config.train
-    if not execution.checkpoint.asynchronous or execution.checkpoint.save_interval >= train.num_steps:
+    execution, train = config.execution, job.train
+    saves_late = train.num_steps is not None and execution.checkpoint.save_interval >= train.num_steps
+    if not execution.checkpoint.asynchronous or saves_late:
         return []
     dp = execution.parallel.data_parallel(execution.cluster.processes)
     sizes = {"pieces": job.pieces, "dp": dp, "adapters": job.adapters}
@@ -253,10 +260,17 @@ def _bins(bins: Input | None) -> str:
     return ", ".join(f"{stats['num_bins'][split]:,} {split}" for split in SPLITS) + padding
 
 
-def _epochs(bins: Input | None, num_bins: int) -> str:
-    if not isinstance(bins, Artifact):
+def _steps(train: TrainConfig, seq_len: int) -> str:
+    if train.num_steps is None:
         return UNKNOWN
-    return f"{num_bins / max(1, bins.manifest.stats['num_bins']['train']):.2f}"
+    steps, batch = train.num_steps, train.global_batch_size
+    return f"{steps:,} of {batch} bins of {seq_len:,} tokens (up to {steps * batch * seq_len:,} tokens)"
+
+
+def _epochs(bins: Input | None, train: TrainConfig) -> str:
+    if not isinstance(bins, Artifact):
+        return UNKNOWN if train.num_epochs is None else f"{train.num_epochs:g}"
+    return f"{train.num_steps * train.global_batch_size / max(1, bins.manifest.stats['num_bins']['train']):.2f}"
 
 
 def _size(number: float) -> str:
