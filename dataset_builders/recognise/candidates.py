@@ -28,12 +28,14 @@ class Survey:
     Attributes:
         readings: the ways, the likelier first.
         problems: why files were put aside: a line each.
+        rows: names of the files that may hold rows, tars among them.
         images: names of the image files, in natural order.
         others: names of the files that no builder reads.
     """
 
     readings: list[Reading]
     problems: list[str]
+    rows: list[str]
     images: list[str]
     others: list[str]
 
@@ -52,15 +54,14 @@ def survey(source: StorePath) -> Survey:
     """
     files = [file for file in list_files(source, ("*", "**/*")) if not file.name.endswith(_NO_ROWS)]
     images = [file.name for file in files if _suffix(file.name) in IMAGE_SUFFIXES]
-    found = Survey([], [], images, [])
+    rows = [file.name for file in files if file.name.endswith((*ROW_SUFFIXES, TAR_SUFFIX))]
+    found = Survey([], [], rows, images, [])
     found.readings.extend(_row_readings(source, files, found.problems))
     found.readings.extend(_tar_readings(files, found.problems))
     texts = [file.name for file in files if _suffix(file.name) in CAPTION_SUFFIXES]
     found.readings.extend(_image_readings(images, texts))
     read = {*images, *(texts if any(r.options.get("answer") == "text_file" for r in found.readings) else ())}
-    found.others.extend(
-        file.name for file in files if file.name not in read and not file.name.endswith((*ROW_SUFFIXES, TAR_SUFFIX))
-    )
+    found.others.extend(file.name for file in files if file.name not in {*read, *rows})
     return found
 
 

@@ -31,6 +31,7 @@ from flows.prefect_server.service_record import DEFAULT_ROOT, use_service
 from trainer.contract.names import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED
 
 COMMANDS: dict[str, str] = {
+    "init": "flows.cli.commands.init:init_command",
     "run": "flows.cli.commands.run:run_command",
     "plan": "flows.cli.commands.plan:plan_command",
     "doctor": "flows.cli.commands.doctor:doctor_command",
@@ -54,7 +55,7 @@ CHECKS: dict[str, str] = {
 
 STARTING = dict.fromkeys(("run", "sweep"), "flows.prefect_server.temporary:start_early")
 
-WRITE = ("run", "sweep", "up")  # commands that make a root
+WRITE = ("init", "run", "sweep", "up")  # commands that make a root
 
 SERVED = ("run", "sweep", "sync")  # commands that talk to the servers of a running `athanor up`
 
@@ -134,6 +135,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="athanor", description="From raw vision-language data to a scored model.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version of athanor")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    init = commands.add_parser("init", help="look at raw data, say how it can be read, and write a recipe that runs")
+    init.add_argument("data", help="directory, file, URL or hub name of the raw data")
+    init.add_argument("--model", metavar="DIR_OR_NAME", help="HF directory or hub name; without it one that fits")
+    init.add_argument(
+        "--gpu-memory", type=float, metavar="GB", help="of the GPU to train on; without it this machine's"
+    )
+    init.add_argument("--out", type=Path, metavar="FILE", help="the recipe (NAME_OF_THE_DATA.yaml)")
     run = commands.add_parser("run", help="run a recipe: convert, tokenize, pack, train, export, answer, evaluate")
     _add_recipe(run)
     plan = commands.add_parser("plan", help="say what `run` would do: which stages it would make, why, how big")
