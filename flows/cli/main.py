@@ -149,6 +149,7 @@ def make_parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--launcher", choices=("torchrun", "slurm", "kubernetes"), help="also show what this launcher would submit"
     )
+    plan.add_argument("--gpu-memory", type=float, metavar="GB", help="also list what fits one GPU of this memory")
     doctor = commands.add_parser("doctor", help="say what this machine has, what is missing and how to get it")
     doctor.add_argument("--network", action="store_true", help="also try to reach the Hugging Face hub")
     ask = commands.add_parser("ask", help="ask an exported model about a picture")

@@ -58,6 +58,13 @@ def fit_model(family: Family, shape: ModelShape, memory: float, longest: int) ->
     return None
 
 
+def fit_sizes(family: Family, shape: ModelShape, seq_len: int) -> list[tuple[str, int]]:
+    """(settings in words, bytes on one GPU) of each of the settings, for bins of so many tokens."""
+    return [
+        (words, estimate(family, shape, adapter, parallel, seq_len)) for adapter, parallel, words in _choices(shape)
+    ]
+
+
 def smallest(family: Family, shape: ModelShape, longest: int) -> int:
     """Bytes of the settings that take least."""
     return min(estimate(family, shape, a, p, bin_sizes(longest)[-1]) for a, p, _ in _choices(shape))
