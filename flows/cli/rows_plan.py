@@ -94,7 +94,9 @@ def rows_table(plan: RowsPlan, config: PipelineConfig, root: StorePath) -> list[
     if plan.too_long:
         cut = f"tokenize.max_seq_len={config.tokenize.max_seq_len}"
         rows.append(("too long", f"{plan.too_long} samples are longer than {cut} and would be left out"))
-    rows.append(("train bins", f"about {max(1, round(plan.bins)):,} of {config.plan_bins.seq_len:,} tokens to train on"))
+    rows.append(
+        ("train bins", f"about {max(1, round(plan.bins)):,} of {config.plan_bins.seq_len:,} tokens to train on")
+    )
     return [*rows, ("length", _length(config.train, plan.bins)), ("disk", _disk(plan, root))]
 
 
