@@ -41,6 +41,7 @@ COMMANDS: dict[str, str] = {
     "lmms-eval": "flows.cli.commands.lmms_eval:lmms_eval_command",
     "up": "flows.cli.commands.up:up_command",
     "sync": "flows.cli.commands.sync:sync_command",
+    "status": "flows.cli.commands.status:status_command",
     "recipes": "flows.cli.commands.recipes:recipes_command",
 }
 
@@ -57,7 +58,7 @@ STARTING = dict.fromkeys(("run", "sweep"), "flows.prefect_server.temporary:start
 
 WRITE = ("init", "run", "sweep", "up")  # commands that make a root
 
-SERVED = ("run", "sweep", "sync")  # commands that talk to the servers of a running `athanor up`
+SERVED = ("run", "sweep", "sync", "status")  # commands that talk to the servers of a running `athanor up`
 
 RENAMED = {"compare": "sweep"}  # command of earlier versions -> the same command now
 
@@ -170,6 +171,7 @@ def make_parser() -> argparse.ArgumentParser:
     up = commands.add_parser("up", help="start Prefect, MLflow and a worker on this machine, until Ctrl-C")
     _add_up(up)
     commands.add_parser("sync", help="send to MLflow what it has missed")
+    commands.add_parser("status", help="list the newest runs, what they do and what they wait for")
     commands.add_parser("recipes", help="list the recipes that are part of athanor")
     for command in commands.choices.values():
         command.add_argument(
