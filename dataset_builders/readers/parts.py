@@ -19,11 +19,12 @@ class Part:
         name: the file as a person knows it, below the source: `ai2d/train-00000-of-00002.parquet`.
         subset: the subset its rows belong to.
         span: where the run begins and ends in the file, in the units of its builder: row groups of a parquet file,
-            bytes of a JSONL or tar file. A part may hold only some of the rows there.
+            bytes of a CSV, JSONL or tar file. A part may hold only some of the rows there.
         first_row: number of its first row in the subset, over all of the subset's files.
         file_row: number of its first row in the file.
         num_rows: rows in it.
         split: the split that the source itself gives these rows; None leaves the choice to convert.
+        skip: number of rows at the start of the span that belong to the parts before.
     """
 
     path: StorePath
@@ -34,6 +35,7 @@ class Part:
     file_row: int
     num_rows: int
     split: Split | None = None
+    skip: int = 0
 
     def key(self, row: int) -> str:
         """The key of row number `row` of the subset. It does not depend on how the subset is cut into files."""
