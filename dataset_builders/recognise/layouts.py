@@ -1,7 +1,8 @@
 """The nearest layout that is read, with an example, for a source that is not recognised."""
 
+from dataset_builders.readers.csv_files import CSV_SUFFIXES
 from dataset_builders.readers.json_lines import JSON_SUFFIXES
-from dataset_builders.recognise.peek import DELIMITED_SUFFIXES, TABLE_SUFFIXES
+from dataset_builders.recognise.peek import TABLE_SUFFIXES
 from dataset_builders.recognise.recognise import Recognised
 from dataset_builders.storage.store import StorePath
 
@@ -21,7 +22,7 @@ def nearest_layout(source: StorePath, found: Recognised) -> str:
     names = found.survey.rows
     if any(name.endswith(JSON_SUFFIXES) for name in names):
         layout = f"JSON lines like {_JSON}"
-    elif any(name.endswith(DELIMITED_SUFFIXES) for name in names):
+    elif any(name.endswith(CSV_SUFFIXES) for name in names):
         layout = _DELIMITED
     elif any(name.endswith(TABLE_SUFFIXES) for name in names):
         layout = _TABLE

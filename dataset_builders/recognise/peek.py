@@ -1,16 +1,14 @@
 """The first rows of a file, and the first samples of a tar, whatever their columns and members are."""
 
-import csv
-import io
 import itertools
 from collections.abc import Mapping
 from typing import Any
 
 from dataset_builders.contracts.sample import SkipSample
+from dataset_builders.readers.csv_files import CSV_SUFFIXES, csv_file_parts, csv_header, iter_csv_rows
 from dataset_builders.readers.file_patterns import SourceFile
 from dataset_builders.readers.json_lines import JSON_SUFFIXES, MAX_ROW_BYTES, iter_json_rows, json_file_parts
 from dataset_builders.readers.parts import SkippedRow
-from dataset_builders.readers.row_files import open_at
 from dataset_builders.readers.table_files import (
     ARROW_SUFFIXES,
     iter_table_rows,
@@ -21,8 +19,7 @@ from dataset_builders.readers.table_files import (
 from dataset_builders.readers.tar_files import Group, iter_groups, list_group_spans
 
 TABLE_SUFFIXES = (".parquet", *ARROW_SUFFIXES)
-DELIMITED_SUFFIXES = (".csv", ".tsv")
-ROW_SUFFIXES = (*TABLE_SUFFIXES, *DELIMITED_SUFFIXES, *JSON_SUFFIXES)
+ROW_SUFFIXES = (*TABLE_SUFFIXES, *CSV_SUFFIXES, *JSON_SUFFIXES)
 TAR_SUFFIX = ".tar"
 _ROWS = 40
 
@@ -33,14 +30,14 @@ def peek_rows(file: SourceFile) -> list[Mapping[str, Any]]:
     Raises:
         InputError: the file is not what its suffix says.
     """
-    if file.name.endswith(DELIMITED_SUFFIXES):
-        return _delimited(file)
-    if file.name.endswith(JSON_SUFFIXES):
-        parts = json_file_parts(file, "peek")
-        rows = itertools.islice(iter_json_rows(parts[0]), _ROWS) if parts else ()
+    if file.name.endswith((*CSV_SUFFIXES, *JSON_SUFFIXES)):
+        is_csv = file.name.endswith(CSV_SUFFIXES)
+        parts = csv_file_parts(file, "", csv_header(file.path)) if is_csv else json_file_parts(file, "")
+        read = iter_csv_rows if is_csv else iter_json_rows
+        rows = itertools.islice(read(parts[0]), _ROWS) if parts else ()
         return [record for _, record in rows if not isinstance(record, SkippedRow)]
     (facts,) = table_facts([file.path])
-    parts = list_table_parts([file], "peek", None, lambda *_: None)
+    parts = list_table_parts([file], "", None, lambda *_: None)
     names = [name for name in facts.schema.names if facts.schema.names.count(name) == 1]
     if not parts:
         return [dict.fromkeys(names)]
@@ -65,16 +62,6 @@ def _json(group: Group, field: str) -> bytes:
         return group.read(field, MAX_ROW_BYTES, "schema_error") if field == "json" else b""
     except SkipSample:
         return b""
-
-
-def _delimited(file: SourceFile) -> list[Mapping[str, Any]]:
-    with open_at(file.path) as raw, io.TextIOWrapper(raw, "utf-8-sig", errors="replace", newline="") as text:
-        header = text.readline()
-        delimiter = "\t" if file.name.endswith(".tsv") else max(",;\t", key=header.count)
-        names = next(csv.reader([header], delimiter=delimiter), [])
-        return [
-            dict(zip(names, cells)) for cells in itertools.islice(csv.reader(text, delimiter=delimiter), _ROWS) if cells
-        ]
 
 
 def _value(record: Any, name: str) -> Any:
