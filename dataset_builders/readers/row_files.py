@@ -17,7 +17,7 @@ import dataclasses
 import io
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import BinaryIO
 
 from dataset_builders.contracts.sample import Split
@@ -60,6 +60,20 @@ def subset_files(
     if not files_of:
         globs = " or ".join(f"*{suffix}" for suffix in suffixes)
         raise InputError(f"raw data {source} holds neither {globs} nor folders of them")
+    return choose_subsets(source, subsets, files_of)
+
+
+def choose_subsets(
+    source: StorePath, subsets: Sequence[str], files_of: Mapping[str, list[SourceFile]]
+) -> list[tuple[str, list[SourceFile]]]:
+    """(subset, its files) of these subsets (none: of all), in natural order of the subsets' names.
+
+    Args:
+        files_of: subset -> its files.
+
+    Raises:
+        InputError: no such subset, or a name that cannot be part of a key.
+    """
     for name in subsets:
         if name not in files_of:
             known = ", ".join(sorted(files_of))

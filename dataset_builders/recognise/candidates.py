@@ -113,7 +113,10 @@ def _of_rows(rows: Sequence[Mapping[str, Any]], name: str) -> Reading | str:
     if any(_has_turns(row.get("conversations"), "from") for row in rows):
         return Reading(builder="llava", why=f"rows of {name} have `conversations` with from and value, LLaVA's form")
     if is_table and {"images", "texts"} <= keys and any(_has_turns(row.get("texts"), "user") for row in rows):
-        return Reading(builder="the_cauldron", why=f"{name} has the_cauldron's columns images and texts")
+        options = {"turns": "chat"}
+        return Reading(
+            builder="the_cauldron", options=options, why=f"{name} has the_cauldron's columns images and texts"
+        )
     if is_table and {"image", "ground_truth"} <= keys and any("gt_parse" in str(row["ground_truth"]) for row in rows):
         return Reading(builder="cord_v2", why=f"{name} has CORD v2's columns image and ground_truth")
     columns = find_columns(rows)

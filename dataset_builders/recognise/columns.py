@@ -47,6 +47,9 @@ def find_columns(rows: Sequence[Mapping[str, Any]]) -> Columns | str:
         rows: the first rows, as name -> value.
     """
     names = list(dict.fromkeys(name for row in rows for name in row))
+    if any(_shows(name) for name in names):
+        example = "image,question,answer"
+        return f"its first line is a row and no header; write the columns' names above it, for example {example}"
     values = {name: [row[name] for row in rows if row.get(name) not in (None, "")] for name in names}
     images = [name for name in names if _is_image(values[name])]
     texts = [name for name in names if name not in images and _is_text(values[name])]

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dataset_builders.contracts.sample import SkipSample
+from dataset_builders.errors import InputError
 from dataset_builders.readers.csv_files import CSV_SUFFIXES, csv_file_parts, csv_header, iter_csv_rows
 from dataset_builders.readers.file_patterns import SourceFile
 from dataset_builders.readers.json_lines import JSON_SUFFIXES, MAX_ROW_BYTES, iter_json_rows, json_file_parts
@@ -28,14 +29,17 @@ def peek_rows(file: SourceFile) -> list[Mapping[str, Any]]:
     """The first 40 rows as name -> value, without those that cannot be read.
 
     Raises:
-        InputError: the file is not what its suffix says.
+        InputError: the file is not what its suffix says, or not one of the rows can be read.
     """
     if file.name.endswith((*CSV_SUFFIXES, *JSON_SUFFIXES)):
         is_csv = file.name.endswith(CSV_SUFFIXES)
         parts = csv_file_parts(file, "", csv_header(file.path)) if is_csv else json_file_parts(file, "")
         read = iter_csv_rows if is_csv else iter_json_rows
-        rows = itertools.islice(read(parts[0]), _ROWS) if parts else ()
-        return [record for _, record in rows if not isinstance(record, SkippedRow)]
+        rows = [row for _, row in itertools.islice(read(parts[0]), _ROWS)] if parts else []
+        records = [row for row in rows if not isinstance(row, SkippedRow)]
+        if rows and not records:
+            raise InputError(f"{file.name}: its first rows cannot be read; row 0: {rows[0].reason}: {rows[0].detail}")
+        return records
     (facts,) = table_facts([file.path])
     parts = list_table_parts([file], "", None, lambda *_: None)
     names = [name for name in facts.schema.names if facts.schema.names.count(name) == 1]

@@ -82,7 +82,7 @@ def _stored_digest(source: StorePath, patterns: Sequence[str], builder: str) -> 
     """16 hex digits over names, sizes and ETags of the files in a store that the patterns match."""
     check_reachable(source)
     files = list_files(source, patterns)
-    if not _has_rows(files):
+    if not _has_rows(files, builder):
         raise InputError(f"raw data {source} holds no file that the builder {builder} reads; check the address")
     return _digest((file.name, file.stored) for file in files)
 
@@ -107,8 +107,10 @@ def _sha256(path: Path) -> str:
         raise InputError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _has_rows(files: Sequence[SourceFile]) -> bool:
-    """Whether any of the files is not a picture."""
+def _has_rows(files: Sequence[SourceFile], builder: str) -> bool:
+    """Whether any of the files holds rows of this builder."""
+    if get_builder(builder).images_are_rows:
+        return bool(files)
     return any(not file.name.lower().endswith(IMAGE_SUFFIXES) for file in files)
 
 
@@ -119,7 +121,7 @@ def _download(name: str, subsets: Sequence[str], builder: str) -> Path:
     with _hub_errors(name):
         directory = Path(huggingface_hub.snapshot_download(name, repo_type="dataset", allow_patterns=list(patterns)))
     for chosen in [[subset] for subset in subsets] or [[]]:
-        if not _has_rows(list_files(directory, get_builder(builder).patterns(chosen))):
+        if not _has_rows(list_files(directory, get_builder(builder).patterns(chosen)), builder):
             what = f"subset {chosen[0]!r}" if chosen else "file"
             where = f"see https://huggingface.co/datasets/{name}"
             raise InputError(f"hub dataset {name} has no {what} that the builder {builder} reads; {where}")

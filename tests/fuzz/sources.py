@@ -202,11 +202,25 @@ def write_tars(rng: random.Random, count: int, source: Path) -> None:
                 tar.addfile(info, io.BytesIO(data))
 
 
+def write_images(rng: random.Random, count: int, source: Path) -> None:
+    """Images with texts beside them; now and then one of the two is missing."""
+    for i in range(count):
+        stem, missing = source / f"{rng.choice(('', 'train/', 's/', 'val/s/'))}{i}", rng.random()
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        if missing > 0.1:
+            stem.with_suffix(rng.choice((".png", ".JPG", ".webp"))).write_bytes(image(rng))
+        if not 0.1 < missing < 0.2:
+            words = text(rng) if rng.random() < 0.5 else "seven"
+            stem.with_suffix(".txt").write_bytes(_utf8(rng, words) or b"")
+    (source / "notes.md").write_bytes(rng.randbytes(100))
+
+
 KINDS: dict[str, Kind] = {
     "the_cauldron": Kind({"turns": "chat"}, write_cauldron, "s/train-0.parquet"),
     "cord_v2": Kind({}, write_cord, "train-0.parquet"),
     "table": Kind({"image": "picture", "question": "ask", "answer": "reply"}, write_table, "s/1.csv"),
     "openai_messages": Kind({}, _json_writer(openai_row), "array.json"),
     "llava": Kind({}, _json_writer(llava_row), "array.json"),
+    "image_folder": Kind({"answer": "text_file", "question": "What?"}, write_images, "notes.md"),
     "webdataset_tars": Kind({"messages": "json:chat"}, write_tars, "s/0.tar"),
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 from dataset_builders.contracts.sample import IMAGE_SLOT
 from dataset_builders.errors import InputError
 from dataset_builders.recognise.trial import Trial
-from flows.cli.init.fit import Fit, bin_sizes, check_memory, fit_model, smallest
+from flows.cli.init.fit import ROOMY, Fit, bin_sizes, check_memory, fit_model, smallest
 from stages.inputs.config import EmbeddedModelConfig
 from stages.inputs.hf_directory import resolve_hf_dir
 from trainer.contract.model_shape import ModelShape
@@ -142,7 +142,7 @@ def _variant(name: str) -> tuple[Family, ModelShape]:
 
 def _is_roomy(family: Family, shape: ModelShape, room: float, longest: int) -> bool:
     fit = fit_model(family, shape, room, longest)
-    return fit is not None and not fit.parallel and (fit.adapter is None or "base" not in fit.adapter)
+    return fit is not None and fit.seq_len >= ROOMY and fit.is_plain
 
 
 def _pixels(trial: Trial, most: int) -> int:

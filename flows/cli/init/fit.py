@@ -15,6 +15,7 @@ from trainer.families.targets import adapter_sizes
 PATCHES = 4  # patches of one image token
 # Bytes of a GPU that a training may take, of 10^9 a GB: CUDA's own and what the estimate may be off stay free.
 USABLE = 0.92
+ROOMY = 4096
 _BINS = (8192, 6144, 4096, 3072, 2048)  # tokens, the faster first
 _LORA: Mapping[str, Any] = {"rank": 16, "alpha": 32}
 _RECOMPUTE: Mapping[str, Any] = {"recompute": "full", "recompute_vision": True}
@@ -42,19 +43,29 @@ class Fit:
     memory: int
     words: str
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is computed again, and no weight is held in float8."""
+        return not self.parallel and (self.adapter is None or "base" not in self.adapter)
+
 
 def fit_model(family: Family, shape: ModelShape, memory: float, longest: int) -> Fit | None:
     """The first of the settings that fits, from the whole model to adapters beside a recomputed base in float8.
+
+    Bins of fewer than ROOMY tokens are the last resort: they fill badly.
 
     Args:
         memory: bytes that the training may take.
         longest: tokens of the longest sample, which a bin must hold.
     """
-    for adapter, parallel, words in _choices(shape):
-        for seq_len in bin_sizes(longest):
-            size = estimate(family, shape, adapter, parallel, seq_len)
-            if size <= memory:
-                return Fit(adapter=adapter, parallel=parallel, seq_len=seq_len, memory=size, words=words)
+    sizes = bin_sizes(longest)
+    roomy = [size for size in sizes if size >= ROOMY]
+    for some in (roomy, [size for size in sizes if size < ROOMY]):
+        for adapter, parallel, words in _choices(shape):
+            for seq_len in some:
+                size = estimate(family, shape, adapter, parallel, seq_len)
+                if size <= memory:
+                    return Fit(adapter=adapter, parallel=parallel, seq_len=seq_len, memory=size, words=words)
     return None
 
 
