@@ -4,12 +4,11 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from io import BytesIO
 
-from PIL import Image
+import numpy as np
 
 from dataset_builders.contracts.sample import IMAGE_SLOT, Sample
-from dataset_builders.pictures.images import preview_png
+from dataset_builders.pictures.images import read_rgb
 from dataset_builders.recognise.candidates import Survey
 from dataset_builders.recognise.recognise import Recognised
 from dataset_builders.recognise.trial import Trial
@@ -74,15 +73,16 @@ def is_colourful() -> bool:
 
 def _blocks(data: bytes) -> Iterator[str]:
     """An image in half blocks of 24-bit colour (ECMA-48, SGR 38 and 48): two pixels to a character."""
-    image = Image.open(BytesIO(preview_png([data], _SIDE * 2))).convert("RGB")
-    height = max(2, round(image.height * _SIDE / max(image.width, image.height)) // 2 * 2)
-    image = image.resize((max(1, round(image.width * _SIDE / max(image.width, image.height))), height))
-    for y in range(0, height, 2):
-        cells = ((image.getpixel((x, y)), image.getpixel((x, y + 1))) for x in range(image.width))
-        yield "  " + "".join(f"{_colour(38, a)}{_colour(48, b)}▀" for a, b in cells) + "\x1b[0m"
+    pixels = read_rgb(data)
+    scale = _SIDE / max(pixels.shape[:2])
+    rows, columns = (max(2, round(side * scale)) for side in pixels.shape[:2])
+    rows -= rows % 2
+    small = pixels[np.arange(rows) * pixels.shape[0] // rows][:, np.arange(columns) * pixels.shape[1] // columns]
+    for upper, lower in zip(small[::2], small[1::2]):
+        yield "  " + "".join(f"{_colour(38, a)}{_colour(48, b)}\u2580" for a, b in zip(upper, lower)) + "\x1b[0m"
 
 
-def _colour(ground: int, rgb: tuple[int, int, int]) -> str:
+def _colour(ground: int, rgb: np.ndarray) -> str:
     return f"\x1b[{ground};2;{rgb[0]};{rgb[1]};{rgb[2]}m"
 
 
