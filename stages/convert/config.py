@@ -3,9 +3,17 @@
 import re
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    Field,
+    SerializationInfo,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
-from dataset_builders.contracts.strict import StrictModel
+from dataset_builders.contracts.strict import EVERY_FIELD, StrictModel
 from dataset_builders.errors import shown
 from dataset_builders.pictures.images import PILLOW_PIXEL_LIMIT
 from dataset_builders.sources.registry import get_builder
@@ -21,6 +29,12 @@ class ConvertConfig(StrictModel):
         max_length=10_000, description="names of the subsets to read; none means all that the source holds"
     )
     options: dict[str, Any] = Field(default={}, description="the builder's own settings; see its file")
+    max_rows: int | None = Field(
+        default=None,
+        ge=1,
+        le=10**12,
+        description="read only this many rows of the source, always the same ones; more rows add to them; null: all",
+    )
     heldout_fraction: float = Field(ge=0, lt=1, description="share of pictures (with all their samples) held out")
     min_heldout: int = Field(
         default=10,
@@ -67,3 +81,11 @@ class ConvertConfig(StrictModel):
             raise ValueError(f"{field} of builder {self.builder}: {first['msg']}; its options: {known}") from error
         object.__setattr__(self, "options", whole)
         return self
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, whole: SerializerFunctionWrapHandler, info: SerializationInfo) -> Any:
+        """Omits `max_rows` where it is null, so that fingerprints from before the field stay valid."""
+        fields = whole(self)
+        if self.max_rows is None and info.context != EVERY_FIELD:
+            fields.pop("max_rows", None)
+        return fields

@@ -32,12 +32,14 @@ class Converted:
     """The values behind the report, the card and the manifest's figures.
 
     Attributes:
+        source_rows: raw rows in the source.
         num_rows: raw rows read.
         pictures: of `distinct_pictures`.
         parts: number of a part -> the part.
         examples: some train samples of every subset.
     """
 
+    source_rows: int
     num_rows: int
     scan: Scan
     plan: Plan
@@ -84,6 +86,7 @@ def convert_stats(converted: Converted) -> dict[str, object]:
     """The manifest's figures: counts by subset and split; formats, modes and sides of distinct pictures."""
     splits = converted.plan.splits[converted.pictures["row"].to_numpy()]
     return {
+        **({"source_rows": converted.source_rows} if converted.source_rows > converted.num_rows else {}),
         "raw_rows": converted.num_rows,
         "seen": len(converted.scan),
         "samples": {name: dict(subset.samples) for name, subset in converted.figures.subsets.items()},
@@ -124,6 +127,7 @@ def write_convert_report(directory: StorePath, converted: Converted, stats: Mapp
         Table("Samples without a picture", ["key", "text"], texts),
     ]
     summary = {
+        **({"rows of the source": stats["source_rows"]} if "source_rows" in stats else {}),
         "raw rows": converted.num_rows,
         "samples made of them": len(converted.scan),
         "samples": int(plan.kept.sum()),

@@ -63,15 +63,21 @@ class ScanTask:
     """One part to scan, and where the result goes.
 
     Attributes:
+        rows: (m,) int64: which rows of the subset are read; None: all of the part.
         decode: whether images are decoded, or only their headers read.
     """
 
     part: Part
+    rows: np.ndarray | None
     builder: str
     options: StrictModel
     limits: ImageLimits
     decode: bool
     out: StorePath
+
+    @property
+    def num_rows(self) -> int:
+        return self.part.num_rows if self.rows is None else len(self.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +108,10 @@ def scan_path(work: StorePath, number: int) -> StorePath:
 def scan_part(task: ScanTask) -> int:
     """Write the part's scan table (SCAN_SCHEMA), whole or not at all; returns the raw rows read."""
     images = _ImageChecks(task.limits, task.decode)
-    items = get_builder(task.builder).iter_part(task.part, task.options, None)
-    write_rows(task.out, (_scan_row(item, images) for item in _nothing_lost(task.part, items)), SCAN_SCHEMA)
-    return task.part.num_rows
+    rows = None if task.rows is None else set(task.rows.tolist())
+    items = get_builder(task.builder).iter_part(task.part, task.options, rows)
+    write_rows(task.out, (_scan_row(item, images) for item in _nothing_lost(task.part, rows, items)), SCAN_SCHEMA)
+    return task.num_rows
 
 
 def scan_all(tasks: Sequence[ScanTask], resources: StageResources) -> Scan:
@@ -112,9 +119,9 @@ def scan_all(tasks: Sequence[ScanTask], resources: StageResources) -> Scan:
 
     Progress is reported in raw rows, out of twice their number: the second half is for writing.
     """
-    total_rows = sum(task.part.num_rows for task in tasks)
+    total_rows = sum(task.num_rows for task in tasks)
     to_do = [task for task in tasks if not task.out.is_file()]
-    finished_rows = total_rows - sum(task.part.num_rows for task in to_do)
+    finished_rows = total_rows - sum(task.num_rows for task in to_do)
     for _, num_rows in run_tasks(scan_part, to_do, resources):
         finished_rows += num_rows
         resources.report(finished_rows, 2 * total_rows)
@@ -130,13 +137,19 @@ def assert_parts_apart(parts: Sequence[Part]) -> None:
         assert subset != next_subset or first + rows <= next_first, f"{name} and {next_name} share keys of {subset}"
 
 
-def _nothing_lost(part: Part, items: Iterator[Sample | SkippedRow]) -> Iterator[Sample | SkippedRow]:
+def _nothing_lost(
+    part: Part, chosen: set[int] | None, items: Iterator[Sample | SkippedRow]
+) -> Iterator[Sample | SkippedRow]:
     """The same items.
+
+    Args:
+        chosen: the rows that were to be read; None: all of the part.
 
     Raises:
         InputError: other rows were read than were counted.
         AssertionError: a key comes twice, or is not of the part's subset.
     """
+    expected = range(part.first_row, part.first_row + part.num_rows) if chosen is None else chosen
     row, rows, keys = -1, 0, set()
     for item in items:
         number = part.row(item.key)
@@ -145,12 +158,13 @@ def _nothing_lost(part: Part, items: Iterator[Sample | SkippedRow]) -> Iterator[
         assert item.key not in keys, f"{part.name}: the key {item.key} comes twice"
         keys.add(item.key)
         assert item.key.startswith(f"{part.subset}/"), f"{part.name}: {item.key} is not a key of {part.subset}"
-        if rows > part.num_rows or not part.first_row <= row < part.first_row + part.num_rows:
+        if rows > len(expected) or row not in expected:
             raise _miscounted(part, f"row {part.row_in_file(item.key)} is read, which is not among them")
         yield item
-    if rows != part.num_rows:
+    if rows != len(expected):
         last = "none" if row < 0 else f"row {part.row_in_file(item.key)}"
-        raise _miscounted(part, f"{rows} are read, the last one is {last}")
+        wanted = "" if chosen is None else f" of {len(chosen)} chosen ones"
+        raise _miscounted(part, f"{rows}{wanted} are read, the last one is {last}")
 
 
 def _miscounted(part: Part, what: str) -> InputError:

@@ -10,7 +10,9 @@ second copies samples into shards. Both commit piece by piece, so that an interr
 plan between them holds something of every sample, some hundred bytes (plan.py).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+
+import numpy as np
 
 from dataset_builders.contracts.manifest import ShardEntry
 from dataset_builders.errors import InputError
@@ -22,6 +24,7 @@ from stages.artifacts.artifact import Input, Stage, StageOutput
 from stages.artifacts.quarantine import QUARANTINE, check_lost, write_quarantine
 from stages.artifacts.workers import StageResources
 from stages.convert.card import convert_card
+from stages.convert.choice import choose_rows
 from stages.convert.config import ConvertConfig
 from stages.convert.figures import gather_figures
 from stages.convert.pictures import PICTURES, distinct_pictures, write_pictures
@@ -41,9 +44,10 @@ def _run(
     config: ConvertConfig, inputs: Mapping[str, Input], work: StorePath, resources: StageResources | None
 ) -> StageOutput:
     source = inputs["raw"].dir
-    rows, num_rows = _list_rows(config, source)
+    rows, chosen, source_rows = _list_rows(config, source)
+    num_rows = source_rows if config.max_rows is None else min(config.max_rows, source_rows)
     resources = (resources or StageResources()).at_most(max(1, num_rows // _ROWS_PER_WORKER))
-    scan = scan_all(_scan_tasks(config, rows, work), resources)
+    scan = scan_all(_scan_tasks(config, rows, chosen, work), resources)
     own_splits = [part.split for part in rows.parts.values()]
     draw = Draw(seed=config.seed, heldout_fraction=config.heldout_fraction, min_heldout=config.min_heldout)
     plan = make_plan(scan, own_splits, draw, int(config.shard_size_mb * 1e6))
@@ -57,6 +61,7 @@ def _run(
     counts = (num_written, num_kept, num_left_out, len(scan))
     assert num_written == num_kept and num_written + num_left_out == len(scan), counts
     converted = Converted(
+        source_rows=source_rows,
         num_rows=num_rows,
         scan=scan,
         plan=plan,
@@ -70,24 +75,31 @@ def _run(
     return StageOutput(shards=shards, skips=plan.skips(), stats=stats)
 
 
-def _list_rows(config: ConvertConfig, source: StorePath) -> tuple[RawRows, int]:
-    """The source's parts, and the number of raw rows in them."""
+def _list_rows(config: ConvertConfig, source: StorePath) -> tuple[RawRows, Sequence[np.ndarray | None], int]:
+    """The parts that are read, the chosen rows of each (None: all), and the number of raw rows in the source."""
     builder = get_builder(config.builder)
     options = builder.options.model_validate(config.options)
     parts = builder.list_parts(source, config.subsets, options)
     assert_parts_apart(parts)
-    num_rows = sum(part.num_rows for part in parts)
-    if not num_rows:
+    source_rows = sum(part.num_rows for part in parts)
+    if not source_rows:
         raise InputError(f"the files below {source} hold no rows; give a source with some")
-    return RawRows(builder=config.builder, options=options, parts=dict(enumerate(parts))), num_rows
+    chosen: Sequence[np.ndarray | None] = [None] * len(parts)
+    if config.max_rows is not None and config.max_rows < source_rows:
+        read = [(part, rows) for part, rows in zip(parts, choose_rows(parts, config.max_rows)) if len(rows)]
+        parts, chosen = zip(*read)
+    return RawRows(builder=config.builder, options=options, parts=dict(enumerate(parts))), chosen, source_rows
 
 
-def _scan_tasks(config: ConvertConfig, rows: RawRows, work: StorePath) -> list[ScanTask]:
+def _scan_tasks(
+    config: ConvertConfig, rows: RawRows, chosen: Sequence[np.ndarray | None], work: StorePath
+) -> list[ScanTask]:
     make_dir(scan_path(work, 0).parent)
     limits = ImageLimits(max_pixels=config.max_image_pixels, min_side=config.min_image_side)
     return [
         ScanTask(
             part=part,
+            rows=chosen[i],
             builder=rows.builder,
             options=rows.options,
             limits=limits,

@@ -1,5 +1,6 @@
 """Small data of every builder with a third of its rows broken: each is kept, or named and counted on the terminal."""
 
+import csv
 import io
 import json
 import random
@@ -61,6 +62,12 @@ def write_table(rng: random.Random, rows: Rows, source: Path) -> None:
     pairs = [(png(i), f"noise {i}") if sound else broken(i) for i, sound in enumerate(rows)]
     made = [{"picture": picture, "reply": reply} for picture, reply in pairs]
     source.mkdir(parents=True)
+    if rng.random() < 0.5:
+        with (source / "s.csv").open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file, delimiter=rng.choice(",;\t"), quoting=csv.QUOTE_ALL)
+            writer.writerow(["picture", "reply"])
+            writer.writerows([data_uri(picture) if picture else "", reply] for picture, reply in pairs)
+        return
     schema = pa.schema({"picture": pa.binary(), "reply": pa.string()})
     pq.write_table(pa.Table.from_pylist(made, schema), source / "s.parquet", row_group_size=7)
 

@@ -378,7 +378,7 @@ def test_a_builder_that_loses_or_repeats_a_row_is_caught(tmp_path):
 
     part = Part(path=tmp_path, name="s/x", subset="s", span=(0, 1), first_row=4, file_row=0, num_rows=3)
     good = ["s/00000004", "s/00000005-0", "s/00000005-1", "s/00000006"]
-    assert len(list(_nothing_lost(part, Lines(good).items))) == 4
+    assert len(list(_nothing_lost(part, None, Lines(good).items))) == 4
     for bad, kind, message in [
         (good[:1] + good[3:], InputError, "3 rows from row 0 on were counted, but 2 are read, the last one is row 2;"),
         (good[:3], InputError, "but 2 are read, the last one is row 1;"),
@@ -388,7 +388,7 @@ def test_a_builder_that_loses_or_repeats_a_row_is_caught(tmp_path):
         (["t/00000004", *good[1:]], AssertionError, "t/00000004 is not a key of s"),
     ]:
         with pytest.raises(kind, match=message) as caught:
-            list(_nothing_lost(part, Lines(bad).items))
+            list(_nothing_lost(part, None, Lines(bad).items))
         assert "\n" not in str(caught.value)
     with pytest.raises(AssertionError, match="s/x and s/y share keys of s"):
         assert_parts_apart([part, dataclasses.replace(part, name="s/y", first_row=6)])
