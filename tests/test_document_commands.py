@@ -15,6 +15,7 @@ import yaml
 from dataset_builders.sources.registry import BUILDERS, get_builder
 from flows.cli.check import check_points, recipe_of
 from flows.cli.main import COMMANDS, main, make_parser
+from tests.helpers.own_data import csv_paths, draw_rows
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))
@@ -24,9 +25,6 @@ _INLINE = re.compile(r"(?<!`)`(athanor [^`]+)`")
 _OPTIONAL = re.compile(r"\s\[(?:[A-Z]{2}|--)|\.\.\.")  # of a line that shows what may be given: `athanor run [RECIPE]`
 SETTINGS = {"run", "plan", "sweep", "lmms-eval"}
 RUN_AT_ONCE = {"recipes", "doctor", "--version"}
-# Documented before they were merged; empty once they are there.
-TO_COME = {"init"} - COMMANDS.keys()
-BUILDERS_TO_COME = {"image_folder"} - BUILDERS.keys()
 
 
 def commands_of(page: Path) -> list[str]:
@@ -51,7 +49,8 @@ USAGES = [command for _, command in EXAMPLES if _OPTIONAL.search(command)]
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """A directory with the recipe that the page about own data shows."""
+    """The working directory, with the recipe that the page about own data shows and a reader's DATA."""
+    csv_paths(tmp_path / "DATA", draw_rows(seed=0, number=40))
     (recipe,) = re.findall(r"^```yaml title=\"my\.yaml\"\n(.*?)^```", OWN_DATA.read_text(), re.MULTILINE | re.DOTALL)
     (tmp_path / "my.yaml").write_text(recipe)
     monkeypatch.chdir(tmp_path)
@@ -68,14 +67,13 @@ def parsed(command: str) -> argparse.Namespace:
 
 def test_there_are_examples_of_every_command():
     named = {words_of(command)[0] for _, command in EXAMPLES}
-    assert named - {"--version"} == COMMANDS.keys() | TO_COME
+    assert named - {"--version"} == COMMANDS.keys()
     assert len(LINES) > 40 and len(USAGES) > 5
 
 
 @pytest.mark.parametrize(("page", "command"), LINES)
 def test_the_command_accepts_the_line(page, command, here):
-    words = words_of(command)
-    if words[0] in TO_COME or words == ["--version"]:
+    if words_of(command) == ["--version"]:
         return
     args = parsed(command)
     if args.command == "sweep":
@@ -87,18 +85,16 @@ def test_the_command_accepts_the_line(page, command, here):
 @pytest.mark.parametrize("usage", USAGES)
 def test_the_command_has_the_options_of_the_line(usage):
     name = words_of(usage.replace("[", " ").replace("]", " "))[0]
-    if name in TO_COME:
-        return
     (choices,) = (action.choices for action in make_parser()._actions if isinstance(action.choices, dict))
     known = {option for action in choices[name]._actions for option in action.option_strings}
     assert set(re.findall(r"--[a-z-]+", usage)) <= known
 
 
 def runs_at_once(command: str) -> bool:
-    """Whether a line needs neither data nor a model: it prints, or plans a recipe that makes both."""
+    """Whether a line needs no data and model of the reader's: it prints, looks at DATA, or plans the default recipe."""
     words = words_of(command)
     if words[0] != "plan":
-        return words[0] in RUN_AT_ONCE
+        return words[0] in RUN_AT_ONCE or words[:2] == ["init", "DATA"]
     args = parsed(command)
     embedded = args.recipe == "embedded"
     return embedded and not any(text.startswith(("data=", "start_adapter=")) for text in args.overrides)
@@ -110,6 +106,7 @@ EXECUTED = [command for _, command in LINES if runs_at_once(command)]
 @pytest.mark.parametrize("command", EXECUTED)
 def test_the_line_runs(command, here, capsys, monkeypatch):
     monkeypatch.setenv("PREFECT_HOME", str(here / "prefect"))
+    (here / "my.yaml").unlink()  # init writes it
     try:
         status = main(words_of(command))
     except SystemExit as end:  # of --version
@@ -119,7 +116,7 @@ def test_the_line_runs(command, here, capsys, monkeypatch):
 
 
 def test_lines_of_several_kinds_are_executed():
-    assert {words_of(command)[0] for command in EXECUTED} == {"plan", *RUN_AT_ONCE} and len(EXECUTED) >= 8
+    assert {words_of(command)[0] for command in EXECUTED} == {"plan", "init", *RUN_AT_ONCE} and len(EXECUTED) >= 10
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -132,10 +129,9 @@ def test_help_is_printed(command, capsys):
 def test_every_builder_has_a_section_whose_options_it_accepts():
     page = (ROOT / "docs" / "data-formats.md").read_text()
     sections = dict(re.findall(r"^## `(\w+)`\n(.*?)(?=^## )", page, re.MULTILINE | re.DOTALL))
-    assert sections.keys() == BUILDERS.keys() | BUILDERS_TO_COME
+    assert sections.keys() == BUILDERS.keys()
     for name, section in sections.items():
         (text,) = re.findall(r"^```yaml\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
         convert = yaml.safe_load(text)["convert"]
         assert convert["builder"] == name
-        if name in BUILDERS:
-            get_builder(name).options.model_validate(convert["options"])
+        get_builder(name).options.model_validate(convert["options"])

@@ -18,7 +18,7 @@ from dataset_builders.contracts.sample import SkipSample
 from dataset_builders.errors import InputError, one_line
 from dataset_builders.readers.file_patterns import SourceFile
 from dataset_builders.readers.parts import Part, SkippedRow
-from dataset_builders.readers.row_files import number_on, open_at, span_parts, subset_files
+from dataset_builders.readers.row_files import became_shorter, number_on, open_at, span_parts, subset_files, text_start
 from dataset_builders.storage.store import StorePath
 
 JSON_SUFFIXES = (".jsonl", ".json")
@@ -98,12 +98,7 @@ _DECODER = json.JSONDecoder(parse_int=_integer)
 
 
 def _is_array(path: StorePath) -> bool:
-    with open_at(path) as file:
-        start = file.read(4096)
-    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise InputError(f"{path} is UTF-16; convert it to UTF-8 (iconv -f UTF-16 -t UTF-8)")
-    if start.startswith(b"\x1f\x8b"):
-        raise InputError(f"{path} is compressed by gzip; unpack it (gunzip)")
+    start = text_start(path)
     return path.name.endswith(".json") and start.removeprefix(_BOM).lstrip().startswith(b"[")
 
 
@@ -135,15 +130,10 @@ def _iter_lines(part: Part, rows: Container[int] | None) -> Iterator[tuple[int, 
             while line[-1:] != b"\n" and (rest := file.readline(_BLOCK)):  # the rest of a line that is too long
                 size, line, is_row = size + len(rest), rest, is_row or _has_content(rest, 0, len(rest))
             if not size:
-                raise _became_shorter(part, row)
+                raise became_shorter(part, row)
             if is_row and (rows is None or row in rows):
                 yield row, _line_value(line, size)
             at, row = at + size, row + is_row
-
-
-def _became_shorter(part: Part, row: int) -> InputError:
-    at = row - part.first_row + part.file_row
-    return InputError(f"{part.path} became shorter while it was read, before row {at}; run the same command again")
 
 
 def _has_content(data: bytes, start: int, end: int) -> bool:
@@ -182,7 +172,7 @@ def _iter_array(part: Part, rows: Container[int] | None) -> Iterator[tuple[int, 
         for row in range(part.first_row, part.first_row + part.num_rows):
             _, value = next(items, (0, _MISSING))
             if value is _MISSING:
-                raise _became_shorter(part, row)
+                raise became_shorter(part, row)
             if rows is None or row in rows:
                 yield row, value
 

@@ -19,11 +19,14 @@ class Part:
         name: the file as a person knows it, below the source: `ai2d/train-00000-of-00002.parquet`.
         subset: the subset its rows belong to.
         span: where the run begins and ends in the file, in the units of its builder: row groups of a parquet file,
-            bytes of a JSONL or tar file. A part may hold only some of the rows there.
+            bytes of a CSV, JSONL or tar file. A part may hold only some of the rows there.
         first_row: number of its first row in the subset, over all of the subset's files.
         file_row: number of its first row in the file.
         num_rows: rows in it.
         split: the split that the source itself gives these rows; None leaves the choice to convert.
+        skip: number of rows at the start of the span that belong to the parts before.
+        files: where each row is a file of its own, the name below the source of each row's file; `path` and `name` are
+            those of the first one.
     """
 
     path: StorePath
@@ -34,6 +37,8 @@ class Part:
     file_row: int
     num_rows: int
     split: Split | None = None
+    skip: int = 0
+    files: tuple[str, ...] = ()
 
     def key(self, row: int) -> str:
         """The key of row number `row` of the subset. It does not depend on how the subset is cut into files."""
@@ -46,6 +51,12 @@ class Part:
     def row_in_file(self, key: str) -> int:
         """The number in the file, from 0, of the row of one of this part's keys."""
         return self.row(key) - self.first_row + self.file_row
+
+    def place(self, key: str) -> tuple[str, int]:
+        """(name of the file, number in it) of the row of one of this part's keys."""
+        if self.files:
+            return self.files[self.row(key) - self.first_row], 0
+        return self.name, self.row_in_file(key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +87,7 @@ class Builder:
         iter_part: (part, options, rows) -> the part's samples in order. `rows` limits it to these row numbers of the
             subset; None means all. Raises InputError if the file breaks off.
         has_splits: whether its parts may say which split they belong to.
+        images_are_rows: whether an image is a row by itself, so that a source may hold nothing else.
     """
 
     options: type[StrictModel]
@@ -83,6 +95,7 @@ class Builder:
     list_parts: Callable[[StorePath, Sequence[str], Any], list[Part]]
     iter_part: Callable[[Part, Any, Container[int] | None], Iterator[Sample | SkippedRow]]
     has_splits: bool = False
+    images_are_rows: bool = False
 
 
 def natural_order(text: str) -> list[tuple[int, int | str]]:

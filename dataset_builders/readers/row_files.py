@@ -9,13 +9,15 @@ A subset is a folder of files, or the files directly in the source that share a 
     source/vqa2.json                                          subset vqa2: no other file has the name with a number
 
 A number of four digits or more, or one with `-of-`, is always a running number; a shorter one only in several files.
+JSON files that the library datasets writes about its data (`dataset_info.json`, `state.json`, ...) hold no rows.
 """
 
+import codecs
 import dataclasses
 import io
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import BinaryIO
 
 from dataset_builders.contracts.sample import Split
@@ -28,6 +30,7 @@ NUMBERED = "data"  # the subset of files whose names are numbers
 
 _RUNNING_NUMBER = re.compile(r"[-_.]?(?:(?P<sure>\d{4,}(?:-of-\d+)?|\d+-of-\d+)|\d+)$")
 _STORE_BLOCK = 8 << 20  # bytes of one request to an object store
+_ABOUT = ("/dataset_dict.json", "/dataset_info.json", "/dataset_infos.json", "/state.json")
 
 
 def subset_patterns(subsets: Sequence[str], suffixes: Sequence[str]) -> tuple[str, ...]:
@@ -51,12 +54,26 @@ def subset_files(
         InputError: no such source or subset, no file, or a name that cannot be part of a key.
     """
     files_of: dict[str, list[SourceFile]] = {}
-    found = list_files(source, subset_patterns((), suffixes))
+    found = [file for file in list_files(source, subset_patterns((), suffixes)) if not f"/{file.name}".endswith(_ABOUT)]
     for file, subset in zip(found, _subsets_of([file.name for file in found], suffixes)):
         files_of.setdefault(subset, []).append(file)
     if not files_of:
         globs = " or ".join(f"*{suffix}" for suffix in suffixes)
         raise InputError(f"raw data {source} holds neither {globs} nor folders of them")
+    return choose_subsets(source, subsets, files_of)
+
+
+def choose_subsets(
+    source: StorePath, subsets: Sequence[str], files_of: Mapping[str, list[SourceFile]]
+) -> list[tuple[str, list[SourceFile]]]:
+    """(subset, its files) of these subsets (none: of all), in natural order of the subsets' names.
+
+    Args:
+        files_of: subset -> its files.
+
+    Raises:
+        InputError: no such subset, or a name that cannot be part of a key.
+    """
     for name in subsets:
         if name not in files_of:
             known = ", ".join(sorted(files_of))
@@ -128,6 +145,27 @@ def open_at(path: StorePath, offset: int = 0) -> BinaryIO:
         return file
     except (FileNotFoundError, PermissionError) as error:
         raise InputError(f"{path} cannot be read: {one_line(error)}") from error
+
+
+def text_start(path: StorePath) -> bytes:
+    """The first bytes of a text file, 4096 at most.
+
+    Raises:
+        InputError: the file cannot be read, is UTF-16, or is compressed.
+    """
+    with open_at(path) as file:
+        start = file.read(4096)
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise InputError(f"{path} is UTF-16; convert it to UTF-8 (iconv -f UTF-16 -t UTF-8)")
+    if start.startswith(b"\x1f\x8b"):
+        raise InputError(f"{path} is compressed by gzip; unpack it (gunzip)")
+    return start
+
+
+def became_shorter(part: Part, row: int) -> InputError:
+    """The error for a file that ends before `row` of the subset, which was counted."""
+    at = row - part.first_row + part.file_row
+    return InputError(f"{part.path} became shorter while it was read, before row {at}; run the same command again")
 
 
 def _subsets_of(names: Sequence[str], suffixes: Sequence[str]) -> list[str]:

@@ -142,7 +142,7 @@ def image_bytes(image: object, number: int, reader: ImageReader) -> bytes:
         return reader.read(path)
     if data == b"":
         raise SkipSample("empty", f"image {number} has zero bytes")
-    raise SkipSample("schema_error", f"image {number} is null, and names no file")
+    raise SkipSample("schema_error", f"image {number} has no bytes and names no file")
 
 
 def kind_of(kind: pa.DataType) -> pa.DataType:

@@ -1,6 +1,7 @@
 """LLaVA's JSON and ShareGPT's -> Sample.
 
-The source is a directory of `<subset>.json` or `<subset>/*.json`, an array of rows; `.jsonl` too. A raw row:
+The source is a directory of `<subset>.json` or `<subset>/*.json`, an array of rows; `.jsonl` and `.parquet` too. A raw
+row:
 
     {"id": "000000033471", "image": "coco/train2017/000000033471.jpg",
      "conversations": [{"from": "human", "value": "<image>\\nWhat are the colors of the bus?"},
@@ -26,8 +27,12 @@ from collections.abc import Container, Iterator, Sequence
 
 from dataset_builders.contracts.sample import Sample, SkipSample
 from dataset_builders.readers.conversation import from_sharegpt, images_of
+from dataset_builders.readers.conversation_rows import (
+    CONVERSATION_SUFFIXES,
+    iter_conversation_rows,
+    list_conversation_parts,
+)
 from dataset_builders.readers.image_refs import IMAGE_PATTERNS, ImageReader, ImageRefOptions, check_image_root
-from dataset_builders.readers.json_lines import JSON_SUFFIXES, iter_json_rows, list_json_parts
 from dataset_builders.readers.parts import Builder, Part, SkippedRow
 from dataset_builders.readers.row_files import subset_patterns
 from dataset_builders.storage.store import StorePath
@@ -38,24 +43,24 @@ class LlavaOptions(ImageRefOptions):
 
 
 def patterns(subsets: Sequence[str]) -> tuple[str, ...]:
-    """The JSON files of these subsets, and every picture: a row may name any of them."""
-    return (*subset_patterns(subsets, JSON_SUFFIXES), *IMAGE_PATTERNS)
+    """The files of rows of these subsets, and every picture: a row may name any of them."""
+    return (*subset_patterns(subsets, CONVERSATION_SUFFIXES), *IMAGE_PATTERNS)
 
 
 def list_parts(source: StorePath, subsets: Sequence[str], options: LlavaOptions) -> list[Part]:
-    """The parts of all files. Raises InputError as `list_json_parts` does, and for an unknown image_root."""
+    """The parts of all files. Raises InputError as `list_conversation_parts`, and for an unknown image_root."""
     check_image_root(source, options.image_root)
-    return list_json_parts(source, subsets)
+    return list_conversation_parts(source, subsets, "conversations")
 
 
 def iter_part(part: Part, options: LlavaOptions, rows: Container[int] | None = None) -> Iterator[Sample | SkippedRow]:
     """Samples and unusable rows of one part, in order. One row is in memory at a time.
 
     Raises:
-        InputError: the file is an array and malformed.
+        InputError: a malformed array, or a parquet file that breaks off.
     """
     reader = ImageReader(part, options.image_root)
-    for row, record in iter_json_rows(part, rows):
+    for row, record in iter_conversation_rows(part, rows):
         if isinstance(record, SkippedRow):
             yield record
             continue

@@ -23,9 +23,6 @@ take the images beside the messages in order:
     {"messages": [{"role": "user", "content": "Is <image> a cat?"}, {"role": "assistant", "content": "Yes"}],
      "images": ["pictures/1.png"]}
 
-In parquet, `messages` is a list of structs or a text of JSON. Columns that are marked as JSON are parsed (Arrow's
-`arrow.json`, which the library datasets gives to a content that is text in one row and a list in another).
-
 `developer` is `system`. Parts of a text are joined as they are. An answer of weight 0 (ms-swift: loss false) is context
 and not learnt. Its reasoning is in `reasoning_content` (or `reasoning`), or in a block `<think>...</think>` that its
 text begins with. Texts are stripped, and CRLF becomes LF. An image is a data URI, a path relative to the file or to
@@ -38,28 +35,18 @@ message that is not first, no answer at the end (bad_role); a literal `<image>` 
 """
 
 from collections.abc import Container, Iterator, Sequence
-from typing import Any
-
-import pyarrow as pa
 
 from dataset_builders.contracts.sample import Sample, SkipSample
-from dataset_builders.readers.conversation import ROW_FIELDS, from_openai, images_of
-from dataset_builders.readers.file_patterns import SourceFile
-from dataset_builders.readers.image_refs import IMAGE_PATTERNS, ImageReader, ImageRefOptions, check_image_root
-from dataset_builders.readers.json_lines import JSON_SUFFIXES, iter_json_rows, json_file_parts, parse_json
-from dataset_builders.readers.parts import Builder, Part, SkippedRow
-from dataset_builders.readers.row_files import number_on, subset_files, subset_patterns
-from dataset_builders.readers.table_files import (
-    check_columns,
-    iter_table_rows,
-    list_table_parts,
-    table_facts,
-    value_of,
+from dataset_builders.readers.conversation import from_openai, images_of
+from dataset_builders.readers.conversation_rows import (
+    CONVERSATION_SUFFIXES,
+    iter_conversation_rows,
+    list_conversation_parts,
 )
+from dataset_builders.readers.image_refs import IMAGE_PATTERNS, ImageReader, ImageRefOptions, check_image_root
+from dataset_builders.readers.parts import Builder, Part, SkippedRow
+from dataset_builders.readers.row_files import subset_patterns
 from dataset_builders.storage.store import StorePath
-
-_TABLE = ".parquet"
-_SUFFIXES = (*JSON_SUFFIXES, _TABLE)
 
 
 class OpenAIOptions(ImageRefOptions):
@@ -68,7 +55,7 @@ class OpenAIOptions(ImageRefOptions):
 
 def patterns(subsets: Sequence[str]) -> tuple[str, ...]:
     """Globs of the files of these subsets, and of every picture: a row may name any of them."""
-    return (*subset_patterns(subsets, _SUFFIXES), *IMAGE_PATTERNS)
+    return (*subset_patterns(subsets, CONVERSATION_SUFFIXES), *IMAGE_PATTERNS)
 
 
 def list_parts(source: StorePath, subsets: Sequence[str], options: OpenAIOptions) -> list[Part]:
@@ -79,8 +66,7 @@ def list_parts(source: StorePath, subsets: Sequence[str], options: OpenAIOptions
             has no column `messages`.
     """
     check_image_root(source, options.image_root)
-    chosen = subset_files(source, subsets, _SUFFIXES)
-    return [part for subset, files in chosen for part in number_on(_file_parts(file, subset) for file in files)]
+    return list_conversation_parts(source, subsets, "messages")
 
 
 def iter_part(part: Part, options: OpenAIOptions, rows: Container[int] | None = None) -> Iterator[Sample | SkippedRow]:
@@ -90,7 +76,7 @@ def iter_part(part: Part, options: OpenAIOptions, rows: Container[int] | None = 
         InputError: a malformed array, or a parquet file that breaks off.
     """
     reader = ImageReader(part, options.image_root)
-    for row, record in _iter_table(part, rows) if _is_table(part.path) else iter_json_rows(part, rows):
+    for row, record in iter_conversation_rows(part, rows):
         try:
             if isinstance(record, SkippedRow):
                 raise SkipSample(record.reason, record.detail)
@@ -100,41 +86,3 @@ def iter_part(part: Part, options: OpenAIOptions, rows: Container[int] | None = 
 
 
 BUILDER = Builder(options=OpenAIOptions, patterns=patterns, list_parts=list_parts, iter_part=iter_part)
-
-
-def _is_table(path: StorePath) -> bool:
-    return path.name.endswith(_TABLE)
-
-
-def _file_parts(file: SourceFile, subset: str) -> list[Part]:
-    if not _is_table(file.path):
-        return json_file_parts(file, subset)
-    return list_table_parts([file], subset, None, _check_schema)
-
-
-def _check_schema(path: StorePath, schema: pa.Schema) -> None:
-    check_columns(path, schema, ("messages",))
-
-
-def _iter_table(part: Part, rows: Container[int] | None) -> Iterator[tuple[int, dict[str, Any] | SkippedRow]]:
-    """(row number in the subset, the row as JSON would give it or why there is none)."""
-    (facts,) = table_facts([part.path])
-    columns = [name for name in facts.schema.names if name in ROW_FIELDS]
-    for row, record in iter_table_rows(part, columns, rows):
-        try:
-            yield row, {name: _json_value(value_of(record, name), record[name].type) for name in columns}
-        except SkipSample as skip:
-            yield row, SkippedRow(part.key(row), skip.reason, skip.detail)
-
-
-def _json_value(value: Any, kind: pa.DataType) -> Any:
-    """The value, every text in it that Arrow marks as JSON parsed."""
-    if value is None or isinstance(value, bytes):
-        return value
-    if isinstance(kind, pa.JsonType):
-        return parse_json(value)
-    if isinstance(value, list):
-        return [_json_value(item, kind.value_type) for item in value]
-    if isinstance(value, dict):
-        return {field.name: _json_value(value[field.name], field.type) for field in kind}
-    return value

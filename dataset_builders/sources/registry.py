@@ -12,6 +12,7 @@ BUILDERS = {
     "openai_messages": "dataset_builders.sources.openai_messages:BUILDER",
     "llava": "dataset_builders.sources.llava:BUILDER",
     "webdataset_tars": "dataset_builders.sources.webdataset_tars:BUILDER",
+    "image_folder": "dataset_builders.sources.image_folder:BUILDER",
 }
 
 

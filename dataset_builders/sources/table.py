@@ -1,7 +1,8 @@
-"""Any parquet or Arrow files by a map of their columns -> Sample.
+"""Any parquet, Arrow, CSV or JSON files by a map of their columns -> Sample.
 
-The source is a directory or a URL of .parquet, .arrow, .feather or .ipc files, in folders or directly, or one such
-file; `row_files.py` says which files make a subset. A raw row, and the options that say what its columns are:
+The source is a directory or a URL of .parquet, .arrow, .feather, .ipc, .csv, .tsv, .jsonl or .json files, in folders or
+directly, or one such file. See `row_files.py` for the files of a subset, `csv_files.py` for the form of a CSV file and
+`json_lines.py` for that of a JSON file. A raw row, and the options that say what its columns are:
 
     {"picture": {"bytes": b"\\x89PNG...", "path": None}, "topic": "cats", "replies": ["two", "2"], "part": "test"}
 
@@ -18,11 +19,15 @@ becomes
 held out. With `references: replies` both replies stand beside the answer, for scores alone. An image column holds
 bytes, a struct {bytes, path}, a text that names a file (`image_refs.py`), or a list of one of these. Bytes are taken
 before a path. A text column holds texts, numbers, or true and false. Questions with as many `<image>` as the row has
-images keep them where they are. Texts are stripped, and CRLF becomes LF.
+images keep them where they are. Texts are stripped, and CRLF becomes LF. In a CSV file every value is text, and an
+empty cell of an image, of references or of the split is null. A row of a JSON file is an object that has every field
+that the options name; a value that is not there is written as null.
 
 Left out: values that are null or not UTF-8, NaN and infinities (schema_error), images that are not there
 (image_not_found), answers or system texts that hold `<image>` (special_token_in_text), rows whose split column is null
-(schema_error), and whatever Sample.check refuses.
+(schema_error), rows of a CSV file with too few or too many cells (schema_error), JSON rows without a field or with an
+array or an object in place of a text (schema_error), lines that are not JSON (json_parse_error), and whatever
+Sample.check refuses.
 """
 
 import dataclasses
@@ -30,17 +35,19 @@ import math
 import re
 from collections.abc import Container, Iterator, Sequence
 from decimal import Decimal
-from typing import Literal
+from typing import Any, Literal
 
 import pyarrow as pa
 from pydantic import Field
 
 from dataset_builders.contracts.sample import IMAGE_SLOT, Message, Sample, SkipSample, Split
 from dataset_builders.errors import InputError
-from dataset_builders.readers.file_patterns import nearest
+from dataset_builders.readers.csv_files import CSV_SUFFIXES, csv_file_parts, csv_header, iter_csv_rows
+from dataset_builders.readers.file_patterns import SourceFile, nearest
 from dataset_builders.readers.image_refs import IMAGE_PATTERNS, ImageReader, ImageRefOptions, check_image_root
+from dataset_builders.readers.json_lines import JSON_SUFFIXES, iter_json_rows, json_file_parts, json_type
 from dataset_builders.readers.parts import Builder, Part, SkippedRow
-from dataset_builders.readers.row_files import subset_files, subset_patterns
+from dataset_builders.readers.row_files import number_on, subset_files, subset_patterns
 from dataset_builders.readers.table_files import (
     ARROW_SUFFIXES,
     image_bytes,
@@ -55,7 +62,9 @@ from dataset_builders.readers.table_files import (
 )
 from dataset_builders.storage.store import StorePath
 
-SUFFIXES = (".parquet", *ARROW_SUFFIXES)
+TEXT_SUFFIXES = (*CSV_SUFFIXES, *JSON_SUFFIXES)
+SUFFIXES = (".parquet", *ARROW_SUFFIXES, *TEXT_SUFFIXES)
+Record = pa.StructScalar | dict[str, Any]  # a row of a table; of a CSV or JSON file
 _MAX_RUNS = 64  # per part; each run of a split becomes a part of its own, which reads its row groups again
 _MARK = re.compile(r"\{([^{}]*)\}")
 
@@ -106,7 +115,7 @@ def list_parts(source: StorePath, subsets: Sequence[str], options: TableOptions)
     check_image_root(source.parent if source.is_file() else source, options.image_root)
     parts: list[Part] = []
     for subset, files in chosen:
-        parts += list_table_parts(files, subset, None, lambda path, schema: _check_schema(path, schema, options))
+        parts += _subset_parts(files, subset, options)
     return parts if options.split is None else [run for part in parts for run in _split_part(part, options)]
 
 
@@ -117,15 +126,53 @@ def iter_part(part: Part, options: TableOptions, rows: Container[int] | None = N
         InputError: the file cannot be read to its end.
     """
     reader = ImageReader(part, options.image_root)
-    for row, record in iter_table_rows(part, _columns(options), rows):
+    for row, record in _iter_rows(part, _columns(options), options, rows):
         key = part.key(row)
         try:
-            yield _sample(key, record, reader, options)
+            yield record if isinstance(record, SkippedRow) else _sample(key, record, reader, options)
         except SkipSample as skip:
             yield SkippedRow(key, skip.reason, skip.detail)
 
 
 BUILDER = Builder(options=TableOptions, patterns=patterns, list_parts=list_parts, iter_part=iter_part, has_splits=True)
+
+
+def _subset_parts(files: Sequence[SourceFile], subset: str, options: TableOptions) -> list[Part]:
+    """The parts of a subset's files, which may be of different kinds."""
+    parts_of: dict[str, list[Part]] = {}
+    tables = [file for file in files if not file.name.endswith(TEXT_SUFFIXES)]
+    for part in list_table_parts(tables, subset, None, lambda path, schema: _check_schema(path, schema, options)):
+        parts_of.setdefault(part.name, []).append(part)
+    for file in files:
+        if file.name.endswith(CSV_SUFFIXES):
+            header = csv_header(file.path)
+            _check_columns(file.path, header.columns, options)
+            parts_of[file.name] = csv_file_parts(file, subset, header)
+        elif file.name.endswith(JSON_SUFFIXES):
+            parts_of[file.name] = json_file_parts(file, subset)
+    return number_on(parts_of.get(file.name, []) for file in files)
+
+
+def _iter_rows(
+    part: Part, columns: Sequence[str], options: TableOptions, rows: Container[int] | None
+) -> Iterator[tuple[int, Record | SkippedRow]]:
+    """(row number in the subset, the row or why there is none) of a part of any kind of file."""
+    if not part.name.endswith(TEXT_SUFFIXES):
+        yield from iter_table_rows(part, columns, rows)
+        return
+    nullable = {*_image_columns(options), options.references, options.split} - {options.answer}
+    own = range(part.first_row, part.first_row + part.num_rows)
+    chosen = own if rows is None else {row for row in own if row in rows}
+    whole = dataclasses.replace(
+        part, first_row=own.start - part.skip, file_row=part.file_row - part.skip, num_rows=part.skip + part.num_rows
+    )
+    if part.name.endswith(JSON_SUFFIXES):
+        yield from iter_json_rows(whole, chosen)
+        return
+    for row, record in iter_csv_rows(whole, chosen):
+        if not isinstance(record, SkippedRow):
+            record |= {name: None for name in nullable & record.keys() if not record[name].strip()}
+        yield row, record
 
 
 def _split_part(part: Part, options: TableOptions) -> Iterator[Part]:
@@ -135,7 +182,7 @@ def _split_part(part: Part, options: TableOptions) -> Iterator[Part]:
         InputError: a value that is in neither list, or more than _MAX_RUNS runs.
     """
     runs: list[tuple[Split, int]] = []  # split, first row
-    for row, record in iter_table_rows(part, [options.split], None):
+    for row, record in _iter_rows(part, [options.split], options, None):
         try:
             split = _split_of(record, options) or (runs[-1][0] if runs else "train")
         except LookupError as error:
@@ -153,14 +200,18 @@ def _split_part(part: Part, options: TableOptions) -> Iterator[Part]:
         )
     ends = [first for _, first in runs[1:]] + [part.first_row + part.num_rows]
     for (split, first), end in zip(runs, ends):
-        file_row = first - part.first_row + part.file_row
-        yield dataclasses.replace(part, split=split, first_row=first, file_row=file_row, num_rows=end - first)
+        skip = first - part.first_row
+        yield dataclasses.replace(
+            part, split=split, first_row=first, file_row=part.file_row + skip, num_rows=end - first, skip=skip
+        )
 
 
-def _split_of(record: pa.StructScalar, options: TableOptions) -> Split | None:
-    """Our split of a row, None if its value is null; LookupError for a value that is in neither list."""
+def _split_of(record: Record | SkippedRow, options: TableOptions) -> Split | None:
+    """Our split of a row; None for a null or a row that cannot be read; LookupError for a value in neither list."""
+    if isinstance(record, SkippedRow):
+        return None
     try:
-        value = _text(value_of(record, options.split), options.split)
+        value = _text(_value(record, options.split), options.split)
     except SkipSample:
         return None
     if value not in (*options.train_splits, *options.heldout_splits):
@@ -194,13 +245,18 @@ def _text_columns(text: str) -> list[str]:
     return marks if marks or IMAGE_SLOT in text or not text else [text]
 
 
-def _check_schema(path: StorePath, schema: pa.Schema, options: TableOptions) -> None:
+def _check_columns(path: StorePath, names: Sequence[str], options: TableOptions) -> None:
     for column in _columns(options):
-        if column not in schema.names:
-            known = f"the columns there are: {', '.join(schema.names)}{nearest(column, schema.names)}"
-            raise InputError(f"{path} has no column {column!r}; {known}")
-        if schema.names.count(column) > 1:
-            raise InputError(f"{path} has the column {column!r} {schema.names.count(column)} times; rename the others")
+        if column not in names:
+            known = ", ".join(name if name.isprintable() else ascii(name) for name in names)
+            way_out = f"the columns there are: {known}{nearest(column, names)}"
+            raise InputError(f"{path} has no column {column!r}; {way_out}")
+        if names.count(column) > 1:
+            raise InputError(f"{path} has the column {column!r} {names.count(column)} times; rename the others")
+
+
+def _check_schema(path: StorePath, schema: pa.Schema, options: TableOptions) -> None:
+    _check_columns(path, schema.names, options)
     for columns, is_readable, kinds in (
         (_image_columns(options), _is_image, "bytes, a struct {bytes, path}, text, or a list of one of them"),
         (_answer_columns(options), _is_answer, "text, numbers, true and false, or a list of them"),
@@ -230,9 +286,9 @@ def _is_value(kind: pa.DataType) -> bool:
     return is_text(kind) or any(test(kind) for test in tests)
 
 
-def _sample(key: str, record: pa.StructScalar, reader: ImageReader, options: TableOptions) -> Sample:
+def _sample(key: str, record: Record, reader: ImageReader, options: TableOptions) -> Sample:
     if options.split is not None:
-        _text(value_of(record, options.split), options.split)
+        _text(_value(record, options.split), options.split)
     images = _images(record, reader, options)
     question = _filled(options.question, record)
     if not images and options.null_image == "absent" and "<" in options.question:
@@ -251,11 +307,11 @@ def _sample(key: str, record: pa.StructScalar, reader: ImageReader, options: Tab
     return sample
 
 
-def _images(record: pa.StructScalar, reader: ImageReader, options: TableOptions) -> tuple[bytes, ...]:
+def _images(record: Record, reader: ImageReader, options: TableOptions) -> tuple[bytes, ...]:
     """The row's images, in order of columns and of a list's items."""
     images: list[bytes] = []
     for column in _image_columns(options):
-        value = value_of(record, column)
+        value = _value(record, column)
         if value is None or (isinstance(value, dict) and not any(value.get(name) for name in ("bytes", "path"))):
             if options.null_image == "absent":
                 continue
@@ -265,16 +321,16 @@ def _images(record: pa.StructScalar, reader: ImageReader, options: TableOptions)
     return tuple(images)
 
 
-def _filled(text: str, record: pa.StructScalar) -> str:
+def _filled(text: str, record: Record) -> str:
     """The text of the column, or the text with the columns' values in place of {column}."""
     columns = _text_columns(text)
     if columns == [text]:
-        return _text(value_of(record, text), text)
-    return _MARK.sub(lambda mark: _text(value_of(record, mark[1]), mark[1]), text).strip()
+        return _text(_value(record, text), text)
+    return _MARK.sub(lambda mark: _text(_value(record, mark[1]), mark[1]), text).strip()
 
 
-def _answer(record: pa.StructScalar, options: TableOptions) -> str:
-    value = value_of(record, options.answer)
+def _answer(record: Record, options: TableOptions) -> str:
+    value = _value(record, options.answer)
     if not isinstance(value, list):
         return _text(value, options.answer)
     if not value:
@@ -283,15 +339,26 @@ def _answer(record: pa.StructScalar, options: TableOptions) -> str:
     return options.separator.join(_text(item, options.answer) for item in chosen)
 
 
-def _references(record: pa.StructScalar, options: TableOptions) -> tuple[str, ...]:
+def _references(record: Record, options: TableOptions) -> tuple[str, ...]:
     """All right answers; none if the column is null."""
-    value = None if options.references is None else value_of(record, options.references)
+    value = None if options.references is None else _value(record, options.references)
     items = value if isinstance(value, list) else [] if value is None else [value]
     return tuple(_text(item, options.references or "") for item in items)
 
 
+def _value(record: Record, column: str) -> object:
+    """A field of a row as a Python value."""
+    if isinstance(record, pa.StructScalar):
+        return value_of(record, column)
+    if column not in record:
+        raise SkipSample("schema_error", f"the row has no field {column!r}{nearest(column, record)}")
+    return record[column]
+
+
 def _text(value: object, column: str) -> str:
     """A value as text."""
+    if isinstance(value, list | dict):
+        raise SkipSample("schema_error", f"{column} holds {json_type(value)}")
     if isinstance(value, str):
         return stripped(value)
     if isinstance(value, bool):

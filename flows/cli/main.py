@@ -31,6 +31,7 @@ from flows.prefect_server.service_record import DEFAULT_ROOT, use_service
 from trainer.contract.names import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED
 
 COMMANDS: dict[str, str] = {
+    "init": "flows.cli.commands.init:init_command",
     "run": "flows.cli.commands.run:run_command",
     "plan": "flows.cli.commands.plan:plan_command",
     "doctor": "flows.cli.commands.doctor:doctor_command",
@@ -40,6 +41,7 @@ COMMANDS: dict[str, str] = {
     "lmms-eval": "flows.cli.commands.lmms_eval:lmms_eval_command",
     "up": "flows.cli.commands.up:up_command",
     "sync": "flows.cli.commands.sync:sync_command",
+    "status": "flows.cli.commands.status:status_command",
     "recipes": "flows.cli.commands.recipes:recipes_command",
 }
 
@@ -54,9 +56,9 @@ CHECKS: dict[str, str] = {
 
 STARTING = dict.fromkeys(("run", "sweep"), "flows.prefect_server.temporary:start_early")
 
-WRITE = ("run", "sweep", "up")  # commands that make a root
+WRITE = ("init", "run", "sweep", "up")  # commands that make a root
 
-SERVED = ("run", "sweep", "sync")  # commands that talk to the servers of a running `athanor up`
+SERVED = ("run", "sweep", "sync", "status")  # commands that talk to the servers of a running `athanor up`
 
 RENAMED = {"compare": "sweep"}  # command of earlier versions -> the same command now
 
@@ -134,6 +136,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="athanor", description="From raw vision-language data to a scored model.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version of athanor")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    init = commands.add_parser("init", help="look at raw data, say how it can be read, and write a recipe that runs")
+    init.add_argument("data", help="directory, file, URL or hub name of the raw data")
+    init.add_argument("--model", metavar="DIR_OR_NAME", help="HF directory or hub name; without it one that fits")
+    init.add_argument(
+        "--gpu-memory", type=float, metavar="GB", help="of the GPU to train on; without it this machine's"
+    )
+    init.add_argument("--out", type=Path, metavar="FILE", help="the recipe (NAME_OF_THE_DATA.yaml)")
     run = commands.add_parser("run", help="run a recipe: convert, tokenize, pack, train, export, answer, evaluate")
     _add_recipe(run)
     plan = commands.add_parser("plan", help="say what `run` would do: which stages it would make, why, how big")
@@ -141,6 +150,7 @@ def make_parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--launcher", choices=("torchrun", "slurm", "kubernetes"), help="also show what this launcher would submit"
     )
+    plan.add_argument("--gpu-memory", type=float, metavar="GB", help="also list what fits one GPU of this memory")
     doctor = commands.add_parser("doctor", help="say what this machine has, what is missing and how to get it")
     doctor.add_argument("--network", action="store_true", help="also try to reach the Hugging Face hub")
     ask = commands.add_parser("ask", help="ask an exported model about a picture")
@@ -161,6 +171,7 @@ def make_parser() -> argparse.ArgumentParser:
     up = commands.add_parser("up", help="start Prefect, MLflow and a worker on this machine, until Ctrl-C")
     _add_up(up)
     commands.add_parser("sync", help="send to MLflow what it has missed")
+    commands.add_parser("status", help="list the newest runs, what they do and what they wait for")
     commands.add_parser("recipes", help="list the recipes that are part of athanor")
     for command in commands.choices.values():
         command.add_argument(

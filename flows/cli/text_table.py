@@ -24,5 +24,14 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
         print(("  " + "  ".join(cells)).rstrip())
 
 
+def bytes_text(number: float) -> str:
+    """A number of bytes in three digits with its unit: 1.5 MB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 1000:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.3g} TB"
+
+
 def _is_number(cell: str) -> bool:
     return cell.replace(",", "").replace(".", "", 1).replace("-", "", 1).replace("%", "").isdigit() or cell == ""

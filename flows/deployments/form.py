@@ -20,7 +20,7 @@ from typing import Any
 from dataset_builders.contracts.strict import EVERY_FIELD
 from flows.deployments.allowed import is_recipe_only
 from flows.pipeline.config import PipelineConfig
-from flows.pipeline.recipe import NONE, known_recipes, load_recipe
+from flows.pipeline.recipe import NONE, load_recipe, whole_recipes
 
 _AS_RECIPE = {"type": "null", "title": "as the recipe says"}
 _CHANGE = {"type": "object", "title": "change"}
@@ -81,7 +81,7 @@ _SECTIONS = {
 def form_schema() -> dict[str, Any]:
     """JSON schema (draft 2020-12) of a request's overrides: nested as PipelineConfig, nothing required."""
     whole = PipelineConfig.model_json_schema()
-    values = {name: load_recipe(name).config.model_dump(mode="json", context=EVERY_FIELD) for name in known_recipes()}
+    values = {name: load_recipe(name).config.model_dump(mode="json", context=EVERY_FIELD) for name in whole_recipes()}
     form = _Form(whole["$defs"], values)
     return form.section(whole, ())
 

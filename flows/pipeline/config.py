@@ -131,7 +131,7 @@ class PipelineConfig(StrictModel):
         profile, processes = self.execution.profile, self.execution.cluster.processes
         if profile is None:
             return
-        if profile.first_step > self.train.num_steps:
+        if self.train.num_steps is not None and profile.first_step > self.train.num_steps:
             raise ValueError(
                 f"execution.profile.first_step={profile.first_step} is beyond train.num_steps={self.train.num_steps}; "
                 "try execution.profile.first_step=1"

@@ -79,10 +79,10 @@ def data_nodes(config: PipelineConfig) -> Iterator[Node]:
     workers, raw = Needs.WORKERS, {"raw": data_stage(config) or "raw"}
     if isinstance(config.data, BaseModel):
         yield Node("embedded_data", "stages.inputs.digits:STAGE", config.data, {}, workers)
-    if isinstance(config.model, BaseModel):
-        yield Node("embedded_model", "stages.inputs.tiny_model:STAGE", config.model, raw, workers)
     yield Node("convert", "stages.convert.stage:STAGE", config.convert, raw, workers)
     samples = {"samples": "convert"}
+    if isinstance(config.model, BaseModel):
+        yield Node("embedded_model", "stages.inputs.tiny_model:STAGE", config.model, samples, workers)
     if config.contamination is not None:
         yield Node("contamination", "stages.contamination.stage:STAGE", config.contamination, samples, workers)
     processor = "processor" if isinstance(config.model, str) else "embedded_model"

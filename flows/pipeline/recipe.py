@@ -18,6 +18,7 @@ from flows.pipeline.explain import explain, submodels
 RECIPES = Path(__file__).parents[1] / "recipes"
 
 DEFAULT_RECIPE = "embedded"
+_WHOLE = ("data", "model", "options")  # settings that a recipe replaces as a whole in its base
 NONE = "none"  # a request's word for null: null itself means "as the recipe says"
 
 
@@ -40,6 +41,11 @@ def known_recipes() -> list[str]:
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
+def whole_recipes() -> list[str]:
+    """The names of the recipes that are part of athanor and have no base."""
+    return [name for name in known_recipes() if "base" not in _read(RECIPES / f"{name}.yaml")]
+
+
 def load_recipe(
     name_or_path: str = DEFAULT_RECIPE, overrides: Sequence[str] = (), changes: Mapping[str, object] | None = None
 ) -> Recipe:
@@ -54,7 +60,7 @@ def load_recipe(
             of bounds.
     """
     path = _find(name_or_path)
-    raw = _read(path)
+    raw = _with_base(path)
     base = _validate(raw, f"recipe {path.stem}") if overrides or changes else None
     for override in overrides:
         _set(raw, override)
@@ -78,6 +84,32 @@ def _find(name_or_path: str) -> Path:
     raise InputError(
         f"there is no recipe {name_or_path!r}; give {', '.join(known_recipes())} or the path of a YAML file"
     )
+
+
+def _with_base(path: Path, below: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The settings of a recipe over those of the recipe that its key `base` names, if it has one.
+
+    Raises:
+        InputError: as `_read`; or recipes are each other's base.
+    """
+    raw = _read(path)
+    base = raw.pop("base", None)
+    if base is None:
+        return raw
+    if not isinstance(base, str):
+        raise InputError(f"{path}: base={shown(base)} is not the name or path of a recipe")
+    if base in below:
+        raise InputError(f"{path}: base={base} is a recipe that has this one as its base; remove one of them")
+    return _merged(_with_base(_find(base), (*below, base)), raw)
+
+
+def _merged(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of both. Mappings are merged, but `model`, `data` and a builder's options are replaced."""
+    merged = dict(base)
+    for key, value in over.items():
+        is_section = isinstance(value, dict) and isinstance(base.get(key), dict) and key not in _WHOLE
+        merged[key] = _merged(base[key], value) if is_section else value
+    return merged
 
 
 def _read(path: Path) -> dict[str, Any]:

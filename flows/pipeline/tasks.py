@@ -84,7 +84,7 @@ def stage_task(
     record_run(location(root), tracking_run)
     stage = node.load()
     work_dir = scratch_dir(location(root), stage, stage_identity(stage, node.config, inputs))
-    with _resources(node, config, tracker, work_dir) as resources:
+    with _resources(node, config, inputs, tracker, work_dir) as resources:
         result = _run(node, inputs, location(root), resources)
     tracker.log_stage(result.artifact, result.reused, name, stage.dataset)
     directory, seconds = str(result.artifact.dir), round(result.seconds, 2)
@@ -92,7 +92,9 @@ def stage_task(
 
 
 @contextlib.contextmanager
-def _resources(node: Node, config: PipelineConfig, tracker: Tracker, work_dir: StorePath) -> Iterator[StageResources]:
+def _resources(
+    node: Node, config: PipelineConfig, inputs: Mapping[str, Input], tracker: Tracker, work_dir: StorePath
+) -> Iterator[StageResources]:
     """The stage's workers and listeners until it ends.
 
     Args:
@@ -111,7 +113,8 @@ def _resources(node: Node, config: PipelineConfig, tracker: Tracker, work_dir: S
             resources = stack.enter_context(with_cluster(resources, execution))
         if Needs.METRICS in node.needs:
             to_mlflow = stack.enter_context(contextlib.closing(tracker.follow(work_dir / METRICS_JSONL)))
-            on_rows = _listener(node.name, config.train.num_steps, to_mlflow)
+            train = config.train.for_bins(inputs["bins"].manifest.stats["num_bins"]["train"])
+            on_rows = _listener(node.name, train.num_steps, to_mlflow)
             resources = dataclasses.replace(resources, on_rows=on_rows)
         yield resources
 

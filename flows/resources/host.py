@@ -16,10 +16,10 @@ _NONE = ("", "-1")  # CUDA_VISIBLE_DEVICES that hides every GPU
 def this_host() -> Host:
     """The first GPU that torch would find here, and Transformer Engine's version."""
     hides = os.environ.get("CUDA_VISIBLE_DEVICES") in _NONE
-    listing = "" if hides or _version("torch").endswith("+cpu") else _ask_driver()
+    listing = [] if hides or _version("torch").endswith("+cpu") else ask_driver("name", "compute_cap")
     if not listing:
         return Host()
-    name, _, capability = listing.splitlines()[0].rpartition(", ")
+    name, _, capability = listing[0].rpartition(", ")
     major, _, minor = capability.partition(".")
     known = (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
     has_engine = importlib.util.find_spec("transformer_engine") is not None
@@ -33,13 +33,21 @@ def _version(name: str) -> str:
         return ""
 
 
-def _ask_driver() -> str:
-    """A line for each GPU, "name, capability"; empty if there is none."""
+def ask_driver(*fields: str) -> list[str]:
+    """A line for each GPU with these fields of nvidia-smi, joined by ", "; none if there is no GPU."""
     if not shutil.which("nvidia-smi"):
-        return ""
-    query = ["nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader"]
+        return []
+    query = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
     try:
         listing = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return listing.stdout.strip() if listing.returncode == 0 else ""
+        return []
+    return listing.stdout.strip().splitlines() if listing.returncode == 0 else []
+
+
+def gpu_memory_gb() -> float | None:
+    """Memory of the first GPU in 10^9 bytes; None if there is none, or torch is the build for a CPU."""
+    if not this_host().gpu:
+        return None
+    number, _, unit = ask_driver("memory.total")[0].partition(" ")
+    return float(number) * {"MiB": 2**20}.get(unit, 1) / 1e9

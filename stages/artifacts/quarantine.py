@@ -69,7 +69,7 @@ def reason_words(skips: Mapping[str, int]) -> str:
 
 
 def check_lost(
-    skips: Mapping[str, int], num_samples: int, limit: tuple[str, float], source: StorePath, work: StorePath
+    skips: Mapping[str, int], num_samples: int, limit: tuple[str, float], source: StorePath, where: str
 ) -> None:
     """See that a stage does not lose too many of its samples, however few it has.
 
@@ -78,7 +78,7 @@ def check_lost(
         num_samples: samples that were read, with those that are lost.
         limit: name of the field that bounds the share of lost samples, and its value.
         source: where the samples come from, for the message.
-        work: directory that holds quarantine.jsonl.
+        where: what names each of them, for the message.
 
     Raises:
         InputError: at least 3 samples and more than the allowed share are lost, or all of them are.
@@ -91,7 +91,7 @@ def check_lost(
     raise InputError(
         f"{num_lost} of {num_samples} samples of {source} cannot be used ({reason_words(skips)}), and "
         f"{field}={fraction:g} allows {int(fraction * num_samples)}; {meaning}mend the data or raise the limit; "
-        f"each is named in {work / QUARANTINE}"
+        f"each is named in {where}"
     )
 
 

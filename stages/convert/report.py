@@ -58,7 +58,7 @@ def iter_left_out(scan: Scan, plan: Plan, parts: Mapping[int, Part]) -> Iterator
             part = parts[int(number)]
             if plan.firsts[row] != row:
                 detail = f"the same images and messages as {first_key}"
-            yield LeftOut(key, REASONS[plan.reasons[row]], detail, part.name, part.row_in_file(key))
+            yield LeftOut(key, REASONS[plan.reasons[row]], detail, *part.place(key))
 
 
 def choose_examples(scan: Scan, plan: Plan, rows: RawRows) -> list[Sample]:

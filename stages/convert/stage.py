@@ -19,7 +19,7 @@ from dataset_builders.sources.registry import get_builder
 from dataset_builders.storage.files import write_text
 from dataset_builders.storage.store import StorePath, make_dir, remove_tree
 from stages.artifacts.artifact import Input, Stage, StageOutput
-from stages.artifacts.quarantine import check_lost, write_quarantine
+from stages.artifacts.quarantine import QUARANTINE, check_lost, write_quarantine
 from stages.artifacts.workers import StageResources
 from stages.convert.card import convert_card
 from stages.convert.config import ConvertConfig
@@ -49,7 +49,7 @@ def _run(
     plan = make_plan(scan, own_splits, draw, int(config.shard_size_mb * 1e6))
     num_left_out = write_quarantine(work, iter_left_out(scan, plan, rows.parts))
     lost = {reason: number for reason, number in plan.skips().items() if reason != DUPLICATE}
-    check_lost(lost, len(scan), ("convert.max_skip_fraction", config.max_skip_fraction), source, work)
+    check_lost(lost, len(scan), ("convert.max_skip_fraction", config.max_skip_fraction), source, str(work / QUARANTINE))
     check_heldout(plan, own_splits, draw)
     num_kept = int(plan.kept.sum())
     shards = write_all(write_tasks(work, scan, plan, rows), num_kept, num_rows, resources)

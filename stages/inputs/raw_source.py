@@ -5,10 +5,11 @@ of their names, sizes and ETags, so that nothing has to be downloaded for it. Pi
 they lie below the source; pictures elsewhere do not.
 """
 
+import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from huggingface_hub.errors import (
 from dataset_builders.errors import InputError
 from dataset_builders.readers.file_patterns import SourceFile, list_files
 from dataset_builders.readers.image_refs import IMAGE_PATTERNS, IMAGE_SUFFIXES
+from dataset_builders.readers.parts import natural_order
 from dataset_builders.sources.hub_subsets import check_hub_subsets
 from dataset_builders.sources.registry import get_builder
 from dataset_builders.storage.files import sha256_file, write_json
@@ -80,7 +82,7 @@ def _stored_digest(source: StorePath, patterns: Sequence[str], builder: str) -> 
     """16 hex digits over names, sizes and ETags of the files in a store that the patterns match."""
     check_reachable(source)
     files = list_files(source, patterns)
-    if not _has_rows(files):
+    if not _has_rows(files, builder):
         raise InputError(f"raw data {source} holds no file that the builder {builder} reads; check the address")
     return _digest((file.name, file.stored) for file in files)
 
@@ -105,8 +107,10 @@ def _sha256(path: Path) -> str:
         raise InputError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _has_rows(files: Sequence[SourceFile]) -> bool:
-    """Whether any of the files is not a picture."""
+def _has_rows(files: Sequence[SourceFile], builder: str) -> bool:
+    """Whether any of the files holds rows of this builder."""
+    if get_builder(builder).images_are_rows:
+        return bool(files)
     return any(not file.name.lower().endswith(IMAGE_SUFFIXES) for file in files)
 
 
@@ -114,8 +118,42 @@ def _download(name: str, subsets: Sequence[str], builder: str) -> Path:
     """The newest snapshot of a hub dataset in the hub's own cache, with the files of these subsets."""
     check_hub_subsets(name, subsets)
     patterns = get_builder(builder).patterns(subsets)
-    try:
+    with _hub_errors(name):
         directory = Path(huggingface_hub.snapshot_download(name, repo_type="dataset", allow_patterns=list(patterns)))
+    for chosen in [[subset] for subset in subsets] or [[]]:
+        if not _has_rows(list_files(directory, get_builder(builder).patterns(chosen)), builder):
+            what = f"subset {chosen[0]!r}" if chosen else "file"
+            where = f"see https://huggingface.co/datasets/{name}"
+            raise InputError(f"hub dataset {name} has no {what} that the builder {builder} reads; {where}")
+    return directory
+
+
+def download_first(name: str, suffixes: Sequence[str]) -> tuple[Path, str, int]:
+    """A snapshot of a hub dataset with its first file of rows alone.
+
+    Args:
+        suffixes: of files that may hold rows.
+
+    Returns:
+        the snapshot, the name of the file below it, and how many such files the dataset has.
+
+    Raises:
+        InputError: no such dataset or file, or no way to reach the hub.
+    """
+    with _hub_errors(name):
+        names = huggingface_hub.HfApi().list_repo_files(name, repo_type="dataset")
+        rows = sorted((each for each in names if each.endswith(tuple(suffixes))), key=natural_order)
+        if not rows:
+            raise InputError(f"hub dataset {name} has no file of {', '.join(suffixes)}; download it and see what it is")
+        directory = huggingface_hub.snapshot_download(name, repo_type="dataset", allow_patterns=rows[:1])
+    return Path(directory), rows[0], len(rows)
+
+
+@contextlib.contextmanager
+def _hub_errors(name: str) -> Iterator[None]:
+    """Errors of the hub's client as InputError with the way out."""
+    try:
+        yield
     except GatedRepoError as error:
         page = f"https://huggingface.co/datasets/{name}"
         raise InputError(f"hub dataset {name} is gated: accept its terms at {page}, then `hf auth login`") from error
@@ -131,9 +169,3 @@ def _download(name: str, subsets: Sequence[str], builder: str) -> Path:
             f"raw data {name!r} is not a directory here, and the hub cannot be reached ({why}); "
             "give a directory, or get online and run the same command again"
         ) from error
-    for chosen in [[subset] for subset in subsets] or [[]]:
-        if not _has_rows(list_files(directory, get_builder(builder).patterns(chosen))):
-            what = f"subset {chosen[0]!r}" if chosen else "file"
-            where = f"see https://huggingface.co/datasets/{name}"
-            raise InputError(f"hub dataset {name} has no {what} that the builder {builder} reads; {where}")
-    return directory

@@ -4,28 +4,23 @@
     hf/tokenizer.json  tokenizer_config.json  chat_template.jinja
 
 It has every part of a real model of its family, Qwen's special tokens and ChatML, so that later stages need not know
-whether they work on this or on a directory from the hub.
+whether they work on this or on a directory from the hub. Its tokenizer is trained on the texts of the train split.
 """
 
-import contextlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 import transformers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
-from dataset_builders.errors import InputError, one_line
-from dataset_builders.sources.cord_target import from_json, to_json, to_tags
-from dataset_builders.sources.cord_v2 import PROMPTS
+from dataset_builders.contracts.sample import IMAGE_SLOT
+from dataset_builders.contracts.shard_io import iter_records
 from dataset_builders.storage.files import write_json, write_text
-from dataset_builders.storage.store import StorePath, local_copy
 from stages.artifacts.artifact import Artifact, Stage, StageOutput
 from stages.inputs.config import EmbeddedModelConfig
 from stages.inputs.transformers_progress import no_progress_bar
@@ -33,8 +28,7 @@ from trainer.contract.names import HF_EXPORT
 from trainer.families.family import load
 from trainer.families.registry import get_family
 
-VERSION = 1
-CORD_TRUTH = "ground_truth"  # CORD-V2's column, where the_cauldron has texts
+VERSION = 2  # 2: the tokenizer is trained on the samples of convert, whatever their source
 
 # Qwen3's added tokens in Qwen3's order. The text tokens stay when a decoder drops special ones, as in Qwen3.
 _CONTROL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>"]
@@ -155,41 +149,18 @@ def _save_model(directory: Path, config: EmbeddedModelConfig, ids: Mapping[str, 
         model.save_pretrained(directory)
 
 
-def _raw_texts(directory: StorePath) -> Iterator[str]:
-    files = sorted(directory.glob("*/*.parquet"))
-    if not files:
-        raise InputError(
-            f"{directory} holds no <subset>/*.parquet to train the embedded model's tokenizer on; "
-            "give a model: --set model=DIRECTORY_OR_HUB_NAME"
-        )
-    for path in files:
-        try:
-            file = local_copy(path)
-            if CORD_TRUTH in pq.read_schema(file).names:
-                yield from _cord_texts(pq.read_table(file, columns=[CORD_TRUTH])[CORD_TRUTH].to_pylist())
-                continue
-            rows = pq.read_table(file, columns=["texts"])["texts"].to_pylist()
-        except (pa.ArrowException, KeyError, UnicodeDecodeError) as error:
-            raise InputError(
-                f"{path}: the embedded model's tokenizer learns from its column 'texts', which cannot be read "
-                f"({one_line(error, 160)}); mend the file, or give a model: "
-                "--set model=DIRECTORY_OR_HUB_NAME"
-            ) from error
-        turns = (turn for row in rows for turn in row or () if turn)  # convert names what is null
-        yield from (text for turn in turns for text in (turn["user"], turn["assistant"]) if text)
-
-
-def _cord_texts(truths: Iterable[str | None]) -> Iterator[str]:
-    """The questions and answers of the cord_v2 builder; convert names the rows that cannot be read."""
-    yield from PROMPTS.values()
-    for truth in truths:
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            parse = from_json(truth)["gt_parse"]
-            yield from (to_json(parse), to_tags(parse))
+def _texts(samples: Artifact) -> Iterator[str]:
+    """Every text that may be trained on: of questions, answers and their reasoning in the train split, without image
+    slots."""
+    for shard in (shard for shard in samples.manifest.shards if shard.split == "train"):
+        for _, fields in iter_records(samples.dir / shard.name, shard):
+            for message in json.loads(fields["json"])["messages"]:
+                yield message["text"].replace(IMAGE_SLOT, "")
+                yield from filter(None, [message.get("reasoning")])
 
 
 def _run(config: EmbeddedModelConfig, inputs: Mapping[str, Artifact], work: Path, resources: object) -> StageOutput:
-    texts = list(_raw_texts(inputs["raw"].dir))
+    texts = list(_texts(inputs["samples"]))
     directory = make_tiny_hf_dir(work / HF_EXPORT, config, texts)
     vocab = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
     return StageOutput(stats={"texts": len(texts), "text_tokens": len(vocab), "vocab_size": config.vocab_size})

@@ -27,7 +27,7 @@ from dataset_builders.contracts.tokenized import INDEX, INDEX_SCHEMA, SIZES, Ind
 from dataset_builders.storage.files import atomic_path, write_text
 from dataset_builders.storage.store import StorePath, local_dir
 from stages.artifacts.artifact import Artifact, External, Input, Stage, StageOutput
-from stages.artifacts.quarantine import LeftOut, check_lost, count_reasons, write_quarantine
+from stages.artifacts.quarantine import QUARANTINE, LeftOut, check_lost, count_reasons, write_quarantine
 from stages.artifacts.workers import StageResources, run_tasks
 from stages.encode.chat import ChatEncoder
 from stages.encode.images import load_image_config
@@ -66,7 +66,7 @@ def _run(
     left_out, stats_of_notes = _collect_notes(work, names, chat)
     stats = _stats(work, chat, pixels)
     skips, limit = count_reasons(left_out), ("tokenize.max_skip_fraction", config.max_skip_fraction)
-    check_lost(skips, stats["total"]["num_samples"] + len(left_out), limit, samples.dir, work)
+    check_lost(skips, stats["total"]["num_samples"] + len(left_out), limit, samples.dir, str(work / QUARANTINE))
     stats |= stats_of_notes | {"system_prompt": config.system_prompt}
     write_tokenize_report(work, left_out, stats, chat, pixels)
     _write_card(samples.dir, work, stats)

@@ -48,7 +48,7 @@ def make_run_config(
         base_digest=digest_of_base(inputs["model"]),
         output_dir=output_dir.resolve(),
         seq_len=inputs["bins"].manifest.config["seq_len"],
-        train=config,
+        train=config.for_bins(inputs["bins"].manifest.stats["num_bins"]["train"]),
         execution=resources.trainer,
         num_threads=resources.cluster.num_threads,
     )
@@ -77,7 +77,7 @@ def train(config: TrainConfig, inputs: Mapping[str, Input], work_dir: Path, reso
         "loss_tokens": rows[-1].loss_tokens if rows else None,
         "epochs": rows[-1].epoch if rows else None,
     }
-    write_train_report(work_dir, config, rows, stats, predict(run, resources.cluster.processes))
+    write_train_report(work_dir, run.train, rows, stats, predict(run, resources.cluster.processes))
     return StageOutput(stats=stats)
 
 

@@ -58,8 +58,8 @@ def _environment(cache: Path) -> dict[str, str]:
 def make_locally(raw: Path, root: Path) -> None:
     """The data stages of the default recipe on a disk."""
     config, source = load_recipe().config, {"raw": External(raw, "raw", "0" * 16)}
-    hf_dir = run_stage(EMBEDDED_MODEL, config.model, source, root).artifact.dir / "hf"
     samples = run_stage(CONVERT, config.convert, source, root).artifact
+    hf_dir = run_stage(EMBEDDED_MODEL, config.model, {"samples": samples}, root).artifact.dir / "hf"
     inputs = {"samples": samples, "processor": processor_input(hf_dir)}
     tokenized = run_stage(TOKENIZE, config.tokenize, inputs, root).artifact
     run_stage(PLAN_BINS, config.plan_bins, {"tokenized": tokenized}, root)

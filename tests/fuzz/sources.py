@@ -1,5 +1,6 @@
 """For each builder: a source whose rows are mutations of sound ones, and a source that is one spoilt file."""
 
+import csv
 import io
 import json
 import random
@@ -132,9 +133,18 @@ def write_table(rng: random.Random, count: int, source: Path) -> None:
 
     rows = [
         {"picture": None if rng.random() < 0.1 else image(rng), "ask": words(), "reply": [words()] * rng.randrange(3)}
-        for _ in range(count)
+        for _ in range(count - 2 * (count // 3))
     ]
     _table(source / "s/0.parquet", rows, schema(pa.binary()), schema(pa.string()))
+    (source / "s/a.png").write_bytes(image(rng))
+    cells = [{"picture": "a.png", "ask": "What?", "reply": "b"} for _ in range(2 * (count // 3))]
+    cells = [row | {rng.choice(list(row)): text(rng)} if rng.random() < 0.7 else row for row in cells]
+    with (source / "s/1.csv").open("w", encoding="utf-8", errors="surrogatepass", newline="") as file:
+        writer = csv.DictWriter(file, list(cells[0]), quoting=csv.QUOTE_ALL)
+        writer.writeheader()
+        writer.writerows(cells[: count // 3])
+    rows = [changed(rng, row) if rng.random() < 0.5 else row for row in cells[count // 3 :]]
+    (source / "s/2.jsonl").write_bytes(b"\n".join(_json_line(rng, row) for row in rows))
 
 
 def openai_row(rng: random.Random) -> Any:
@@ -192,11 +202,25 @@ def write_tars(rng: random.Random, count: int, source: Path) -> None:
                 tar.addfile(info, io.BytesIO(data))
 
 
+def write_images(rng: random.Random, count: int, source: Path) -> None:
+    """Images with texts beside them; now and then one of the two is missing."""
+    for i in range(count):
+        stem, missing = source / f"{rng.choice(('', 'train/', 's/', 'val/s/'))}{i}", rng.random()
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        if missing > 0.1:
+            stem.with_suffix(rng.choice((".png", ".JPG", ".webp"))).write_bytes(image(rng))
+        if not 0.1 < missing < 0.2:
+            words = text(rng) if rng.random() < 0.5 else "seven"
+            stem.with_suffix(".txt").write_bytes(_utf8(rng, words) or b"")
+    (source / "notes.md").write_bytes(rng.randbytes(100))
+
+
 KINDS: dict[str, Kind] = {
     "the_cauldron": Kind({"turns": "chat"}, write_cauldron, "s/train-0.parquet"),
     "cord_v2": Kind({}, write_cord, "train-0.parquet"),
-    "table": Kind({"image": "picture", "question": "ask", "answer": "reply"}, write_table, "s/0.parquet"),
+    "table": Kind({"image": "picture", "question": "ask", "answer": "reply"}, write_table, "s/1.csv"),
     "openai_messages": Kind({}, _json_writer(openai_row), "array.json"),
     "llava": Kind({}, _json_writer(llava_row), "array.json"),
+    "image_folder": Kind({"answer": "text_file", "question": "What?"}, write_images, "notes.md"),
     "webdataset_tars": Kind({"messages": "json:chat"}, write_tars, "s/0.tar"),
 }

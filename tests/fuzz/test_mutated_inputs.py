@@ -22,14 +22,15 @@ from tests.fuzz.sources import KINDS
 SEED = 20261121
 NEW_SEED = int(os.environ.get("ATHANOR_FUZZ_SEED") or secrets.randbelow(1 << 31))
 COUNTS = {  # of the core and of the full tier
-    "images": (50, 3000),
-    "chat": (50, 1000),
+    "images": (40, 2400),
+    "chat": (40, 1000),
     "the_cauldron": (50, 1000),
     "cord_v2": (50, 1000),
     "table": (40, 800),
     "openai_messages": (60, 1200),
-    "llava": (50, 1000),
-    "webdataset_tars": (150, 1000),  # of these few come through
+    "llava": (40, 1000),
+    "image_folder": (40, 600),
+    "webdataset_tars": (140, 1000),  # of these few come through
 }
 MODELS = (90, 900)
 MAX_GROWTH = 1 << 30

@@ -29,7 +29,7 @@ def hub_server(name: str, directory: Path) -> Iterator[tuple[str, list[str]]]:
             file = path.removeprefix(f"/datasets/{name}/resolve/{COMMIT}/")
             if path == f"/api/datasets/{name}/revision/main":
                 self._send(json.dumps({"id": name, "sha": COMMIT, "siblings": []}).encode(), {})
-            elif path == f"/api/datasets/{name}/tree/{COMMIT}":
+            elif path in (f"/api/datasets/{name}/tree/{COMMIT}", f"/api/datasets/{name}/tree/main"):
                 files = [f for f in sorted(directory.rglob("*")) if f.is_file()]
                 self._send(json.dumps([_entry(f, directory) for f in files]).encode(), {})
             elif file != path and (directory / file).is_file():

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -46,15 +47,11 @@ def test_ascii_only():
 
 
 @pytest.fixture
-def postgres(tmp_path_factory):
+def postgres():
     """An empty Postgres of this machine; the address of its socket."""
-    directory = tmp_path_factory.mktemp("pg", numbered=True)
+    # Not below pytest's own directory: each pytest that starts shuts it to the user postgres.
+    data = Path(tempfile.mkdtemp(prefix="athanor-postgres-"))
     user = {"user": "postgres"} if os.geteuid() == 0 else {}
-    for parent in (directory, *directory.parents):
-        if os.geteuid() == 0 and parent.stat().st_uid == 0 and not parent.stat().st_mode & 0o001:
-            parent.chmod(parent.stat().st_mode | 0o011)  # for the user postgres to pass
-    data = directory / "data"
-    data.mkdir()
     if user:
         shutil.chown(data, "postgres")
     subprocess.run(
@@ -77,6 +74,7 @@ def postgres(tmp_path_factory):
     yield data
     process.terminate()
     process.wait(30)
+    shutil.rmtree(data, ignore_errors=True)
 
 
 @pytest.mark.skipif(POSTGRES is None, reason="needs PostgreSQL's server (apt-get install postgresql)")

@@ -4,6 +4,7 @@ To add a hyperparameter: a field here with its bounds and one line of descriptio
 a value in the recipes if it is a decision. The command line, the form and the tracking follow by themselves.
 """
 
+import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from pydantic import (
 
 from dataset_builders.contracts.feature_store import FeatureType
 from dataset_builders.contracts.strict import EVERY_FIELD, StrictModel
+from dataset_builders.errors import InputError
 from dataset_builders.storage.store import Location
 from trainer.contract.adapter import AdapterConfig
 from trainer.contract.machine.modules import Wanted
@@ -33,7 +35,12 @@ class OptimConfig(StrictModel):
 
     lr: float = Field(gt=0, le=1, description="peak learning rate")
     min_lr_fraction: float = Field(ge=0, le=1, description="learning rate at the last step, as a fraction of the peak")
-    warmup_steps: int = Field(ge=0, le=10**8, description="steps of linear warmup from 0 to the peak")
+    warmup_steps: int | None = Field(
+        default=None, ge=0, le=10**8, description="steps of linear warmup from 0 to the peak; null: warmup_fraction"
+    )
+    warmup_fraction: float | None = Field(
+        default=None, ge=0, le=0.5, description="warmup as a share of all steps; null: warmup_steps"
+    )
     weight_decay: float = Field(ge=0, le=1, description="decoupled weight decay")
     adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="decay of the first moment")
     adam_beta2: float = Field(default=0.95, ge=0, lt=1, description="decay of the second moment")
@@ -48,6 +55,15 @@ class OptimConfig(StrictModel):
     )
 
     @model_validator(mode="after")
+    def _warmup_is_given_once(self) -> "OptimConfig":
+        if (self.warmup_steps is None) == (self.warmup_fraction is None):
+            raise ValueError(
+                "give either warmup_steps or warmup_fraction and make the other null, not warmup_steps="
+                f"{self.warmup_steps} and warmup_fraction={self.warmup_fraction}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _moments_move(self) -> "OptimConfig":
         for name in ("adam_beta1", "adam_beta2") if self.moments == "bfloat16" else ():
             if getattr(self, name) > LONGEST_DECAY_IN_BFLOAT16:
@@ -59,10 +75,12 @@ class OptimConfig(StrictModel):
 
     @model_serializer(mode="wrap")
     def _as_before(self, whole: SerializerFunctionWrapHandler, info: SerializationInfo) -> Any:
-        """Without `moments` where it is the default, so that trainings of before it are found."""
+        """Leave out newer fields at their defaults, so that older fingerprints stay valid."""
         fields = whole(self)
-        if self.moments == "float32" and info.context != EVERY_FIELD:
-            fields.pop("moments", None)
+        if info.context != EVERY_FIELD:
+            for name in ("moments", "warmup_fraction"):
+                if getattr(self, name) == type(self).model_fields[name].default:
+                    fields.pop(name, None)
         return fields
 
 
@@ -88,7 +106,13 @@ class TrainConfig(StrictModel):
     """Identity: everything that changes the trained weights or the recorded metrics."""
 
     seed: int = Field(ge=0, le=2**32 - 1, description="order of the bins")
-    num_steps: int = Field(gt=0, le=10**8, description="optimizer updates")
+    num_steps: int | None = Field(default=None, gt=0, le=10**8, description="optimizer updates; null: num_epochs")
+    num_epochs: float | None = Field(
+        default=None,
+        gt=0,
+        le=10**6,
+        description="passes over the training bins, which decide the steps; null: num_steps",
+    )
     global_batch_size: int = Field(
         gt=0, le=10**6, description="bins between two optimizer updates, over all data-parallel ranks"
     )
@@ -107,11 +131,32 @@ class TrainConfig(StrictModel):
 
     @model_serializer(mode="wrap")
     def _as_before(self, whole: SerializerFunctionWrapHandler, info: SerializationInfo) -> Any:
-        """Without `adapter` where there is none, so that trainings of before it are found."""
+        """Leave out newer fields that are null, so that older fingerprints stay valid."""
         fields = whole(self)
-        if self.adapter is None and info.context != EVERY_FIELD:
-            fields.pop("adapter", None)
+        if info.context != EVERY_FIELD:
+            for name in ("adapter", "num_epochs"):
+                if getattr(self, name) is None:
+                    fields.pop(name, None)
         return fields
+
+    def for_bins(self, num_bins: int) -> "TrainConfig":
+        """Return this training with its steps and its warmup counted, for so many training bins.
+
+        Raises:
+            InputError: the warmup leaves no step.
+        """
+        steps, optim = self.num_steps, self.optim
+        if self.num_epochs is not None:
+            steps = max(1, math.ceil(self.num_epochs * num_bins / self.global_batch_size))
+        if optim.warmup_fraction is not None:
+            warmup = int(optim.warmup_fraction * steps)
+            optim = optim.model_copy(update={"warmup_steps": warmup, "warmup_fraction": None})
+        if optim.warmup_steps >= steps:
+            raise InputError(
+                f"train.optim.warmup_steps={optim.warmup_steps} leaves nothing of the {steps} steps that "
+                f"train.num_epochs={self.num_epochs} is; try train.optim.warmup_steps={steps // 10}"
+            )
+        return self.model_copy(update={"num_steps": steps, "num_epochs": None, "optim": optim})
 
     @property
     def has_float8_base(self) -> bool:
@@ -140,8 +185,17 @@ class TrainConfig(StrictModel):
         return self
 
     @model_validator(mode="after")
+    def _length_is_given_once(self) -> "TrainConfig":
+        if (self.num_steps is None) == (self.num_epochs is None):
+            raise ValueError(
+                f"give either num_steps or num_epochs and make the other null, not num_steps={self.num_steps} and "
+                f"num_epochs={self.num_epochs}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _warmup_fits(self) -> "TrainConfig":
-        if self.optim.warmup_steps >= self.num_steps:
+        if None not in (self.num_steps, self.optim.warmup_steps) and self.optim.warmup_steps >= self.num_steps:
             raise ValueError(
                 f"optim.warmup_steps={self.optim.warmup_steps} leaves nothing of num_steps={self.num_steps}; "
                 f"try optim.warmup_steps={self.num_steps // 10}"

@@ -6,7 +6,6 @@ import importlib.util
 import os
 import platform
 import shutil
-import subprocess
 import sys
 import urllib.error
 import urllib.request
@@ -20,6 +19,7 @@ from packaging.utils import canonicalize_name
 
 from dataset_builders.storage.store import side_dir
 from flows.cli.text_table import print_table
+from flows.resources.host import ask_driver
 
 HUB = "https://huggingface.co"
 MIN_MEMORY_GB = 3.0
@@ -41,7 +41,7 @@ class Finding:
 
 def doctor_command(args: argparse.Namespace) -> int:
     """Print the findings; 0 if the default recipe can run here, 1 if something that it needs is missing."""
-    gpu_names = _gpu_names()
+    gpu_names = ask_driver("name", "memory.total")
     findings = [
         check_python(),
         *check_packages(),
@@ -149,17 +149,6 @@ def check_gpus(names: list[str]) -> list[Finding]:
     else:
         engine = Finding("transformer engine", "ok", importlib.metadata.version("transformer-engine"))
     return [Finding("GPU", "ok", f"{len(names)} x {names[0]}"), engine]
-
-
-def _gpu_names() -> list[str]:
-    if not shutil.which("nvidia-smi"):
-        return []
-    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
-    try:
-        listing = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return listing.stdout.strip().splitlines() if listing.returncode == 0 else []
 
 
 def check_network(url: str = HUB) -> Finding:

@@ -9,10 +9,12 @@ from dataset_builders.contracts.feature_store import FeatureStore
 from dataset_builders.contracts.sample import SPLITS
 from dataset_builders.storage.store import StorePath, side_dir
 from flows.cli.check import recipe_of
-from flows.cli.text_table import print_table
+from flows.cli.init.fit import check_memory, fit_sizes
+from flows.cli.rows_plan import plan_rows, rows_table
+from flows.cli.text_table import bytes_text, print_table
 from flows.cli.vision_table import COLUMNS, NOTE, advice, is_worth_showing, vision_rows
 from flows.pipeline.config import PipelineConfig
-from flows.pipeline.graph import PlannedStage, modules_line, pipeline_nodes, plan_stages, trains_here
+from flows.pipeline.graph import PlannedStage, data_stage, modules_line, pipeline_nodes, plan_stages, trains_here
 from stages.answer.job import answer_job
 from stages.answer.stage import answers_apart
 from stages.artifacts.artifact import Artifact, External, Input, stage_identity
@@ -28,6 +30,7 @@ from trainer.contract.model_shape import ModelShape
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.pieces import mean_work
 from trainer.contract.placement import PlacementJob, at_hand, placements
+from trainer.contract.run import TrainConfig
 from trainer.families.family import Family
 from trainer.families.registry import get_family, read_model
 from trainer.families.targets import adapter_sizes, list_matches
@@ -55,14 +58,47 @@ def plan_command(args: argparse.Namespace) -> int:
         print(modules_line(recipe.config))
     rows = [(stage.name, "reuse" if stage.artifact else "make", stage.why) for stage in planned]
     print_table("Stages", ("stage", "", "why"), rows, is_terminal)
+    _print_rows(recipe.config, planned, available, args.root, is_terminal)
     print_table("Size", ("", "value"), size_rows(recipe.config, available), is_terminal)
     _print_adapters(recipe.config, available, is_terminal)
     _print_vision(recipe.config, available, is_terminal)
     num_made = sum(stage.artifact is None for stage in planned)
     print(f"\n{num_made} of {len(planned)} stages would be made, {len(planned) - num_made} reused.")
+    if args.gpu_memory is not None:
+        _print_fits(recipe.config, available, args.gpu_memory, is_terminal)
     if args.launcher or recipe.config.execution.cluster.launcher != "torchrun":
         print_submission(recipe.config, args.root, planned, available)
     return 0
+
+
+def _print_rows(
+    config: PipelineConfig,
+    planned: list[PlannedStage],
+    available: Mapping[str, Input],
+    root: StorePath,
+    is_terminal: bool,
+) -> None:
+    """A table of what the first rows say, where the samples of a source are still to be made.
+
+    Raises:
+        InputError: a run would refuse the rows.
+    """
+    converted = next(stage.artifact for stage in planned if stage.name == "convert")
+    if "raw" not in available or converted is not None or data_stage(config) is not None:
+        return
+    plan = plan_rows(config, available["raw"].dir, available.get("model"))
+    print_table("Rows", ("", "value"), rows_table(plan, config, root), is_terminal)
+
+
+def _print_fits(config: PipelineConfig, available: Mapping[str, Input], gigabytes: float, is_terminal: bool) -> None:
+    """A table of the settings with which the model trains on one GPU, and whether each fits."""
+    room = check_memory(gigabytes)
+    rows = [
+        (words, bytes_text(size), "yes" if size <= room else "no")
+        for words, size in fit_sizes(*_model(config, available), config.plan_bins.seq_len)
+    ]
+    title = f"One GPU of {gigabytes:g} GB, bins of {config.plan_bins.seq_len:,} tokens"
+    print_table(title, ("trained", "memory", "fits"), rows, is_terminal)
 
 
 def print_submission(
@@ -100,13 +136,11 @@ def size_rows(config: PipelineConfig, available: Mapping[str, Input]) -> list[tu
     bins, job = available.get("plan_bins"), _placement_job(config, available)
     parts = job.shape.parameters
     memory = at_hand(job).memory
-    steps, batch = config.train.num_steps, config.train.global_batch_size
-    tokens = steps * batch * config.plan_bins.seq_len
     return [
         ("samples", _samples(available.get("tokenize"))),
         ("bins", _bins(bins)),
-        ("steps", f"{steps:,} of {batch} bins of {config.plan_bins.seq_len:,} tokens (up to {tokens:,} tokens)"),
-        ("epochs", _epochs(bins, steps * batch)),
+        ("steps", _steps(job.train, config.plan_bins.seq_len)),
+        ("epochs", _epochs(bins, job.train)),
         (
             "parameters",
             f"{sum(parts.values()):,} ({', '.join(f'{name} {n:,}' for name, n in parts.items())})",
@@ -117,9 +151,9 @@ def size_rows(config: PipelineConfig, available: Mapping[str, Input]) -> list[tu
         *_carried(available.get("model")),
         (
             "memory",
-            f"about {_size(sum(memory.values()))} in the fullest process, without the {_RUNTIME} of torch itself",
+            f"about {bytes_text(sum(memory.values()))} in the fullest process, without the {_RUNTIME} of torch itself",
         ),
-        *((f"  {name}", _size(value)) for name, value in memory.items()),
+        *((f"  {name}", bytes_text(value)) for name, value in memory.items()),
         *_host_memory(config, job),
         ("processes", str(config.execution.cluster.processes)),
     ]
@@ -143,13 +177,20 @@ def _placement_job(config: PipelineConfig, available: Mapping[str, Input]) -> Pl
     return PlacementJob(
         shape=shape,
         parallel=config.execution.parallel,
-        train=config.train,
+        train=_train(config, bins),
         processes=config.execution.cluster.processes,
         seq_len=plan.seq_len,
         max_patches=plan.max_patches,
         work=mean_work(plan.seq_len, plan.model_dump(), stats),
         is_cached=config.encode_images is not None,
         adapters=adapter_sizes(config.train, family, shape),
+    )
+
+
+def _train(config: PipelineConfig, bins: Input | None) -> TrainConfig:
+    """The training, its steps counted where the bins are known."""
+    return (
+        config.train.for_bins(bins.manifest.stats["num_bins"]["train"]) if isinstance(bins, Artifact) else config.train
     )
 
 
@@ -215,22 +256,25 @@ def _features(config: PipelineConfig, shape: ModelShape, available: Mapping[str,
     if isinstance(encoded, Artifact):
         stats = encoded.manifest.stats
         images = f"{stats['image_tokens']:,} tokens of {stats['distinct_images']:,} distinct images"
-        return [("image features", f"{each}; {_size(stats['bytes'])} for {images}")]
+        return [("image features", f"{each}; {bytes_text(stats['bytes'])} for {images}")]
     if isinstance(tokenized, Artifact):
         tokens = tokenized.manifest.stats["total"]["num_patches"] // shape.vision.spatial_merge_size**2
-        return [("image features", f"{each}; {_size(tokens * store.token_bytes)} if no image occurs twice")]
+        return [("image features", f"{each}; {bytes_text(tokens * store.token_bytes)} if no image occurs twice")]
     return [("image features", f"{each}; in all {UNKNOWN}")]
 
 
 def _host_memory(config: PipelineConfig, job: PlacementJob) -> list[tuple[str, str]]:
     """A row where saves are asynchronous; a training that saves at its end alone keeps no copy."""
-    execution, train = config.execution, config.train
-    if not execution.checkpoint.asynchronous or execution.checkpoint.save_interval >= train.num_steps:
+    execution, train = config.execution, job.train
+    saves_late = train.num_steps is not None and execution.checkpoint.save_interval >= train.num_steps
+    if not execution.checkpoint.asynchronous or saves_late:
         return []
     dp = execution.parallel.data_parallel(execution.cluster.processes)
     sizes = {"pieces": job.pieces, "dp": dp, "adapters": job.adapters}
     copied = estimate_saved(job.shape, execution.parallel, train, **sizes)
-    return [("host memory", f"{_size(copied)} in the fullest process, page-locked: checkpoints are written from it")]
+    return [
+        ("host memory", f"{bytes_text(copied)} in the fullest process, page-locked: checkpoints are written from it")
+    ]
 
 
 def _samples(tokenized: Input | None) -> str:
@@ -253,15 +297,14 @@ def _bins(bins: Input | None) -> str:
     return ", ".join(f"{stats['num_bins'][split]:,} {split}" for split in SPLITS) + padding
 
 
-def _epochs(bins: Input | None, num_bins: int) -> str:
-    if not isinstance(bins, Artifact):
+def _steps(train: TrainConfig, seq_len: int) -> str:
+    if train.num_steps is None:
         return UNKNOWN
-    return f"{num_bins / max(1, bins.manifest.stats['num_bins']['train']):.2f}"
+    steps, batch = train.num_steps, train.global_batch_size
+    return f"{steps:,} of {batch} bins of {seq_len:,} tokens (up to {steps * batch * seq_len:,} tokens)"
 
 
-def _size(number: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if number < 1000:
-            return f"{number:.3g} {unit}"
-        number /= 1000
-    return f"{number:.3g} TB"
+def _epochs(bins: Input | None, train: TrainConfig) -> str:
+    if not isinstance(bins, Artifact):
+        return UNKNOWN if train.num_epochs is None else f"{train.num_epochs:g}"
+    return f"{train.num_steps * train.global_batch_size / max(1, bins.manifest.stats['num_bins']['train']):.2f}"

@@ -58,9 +58,9 @@ def test_a_small_disk_is_missing_something(monkeypatch, tmp_path, capsys):
 
 
 def test_a_gpu_without_the_engine_is_slower_and_says_what_mends_it(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(doctor, "_gpu_names", lambda: ["NVIDIA H200, 143771 MiB"] * 8)
+    monkeypatch.setattr(doctor, "ask_driver", lambda *_: ["NVIDIA H200, 143771 MiB"] * 8)
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
-    gpu, engine = doctor.check_gpus(doctor._gpu_names())
+    gpu, engine = doctor.check_gpus(["NVIDIA H200, 143771 MiB"] * 8)
     assert gpu.value == "8 x NVIDIA H200, 143771 MiB"
     assert engine.state == "note" and "slower" in engine.value and engine.way_out == "make gpu"
     assert main(["doctor", "--root", str(tmp_path)]) == 0 and "make gpu" in capsys.readouterr().out

@@ -33,7 +33,9 @@ def with_data(tmp_path_factory) -> tuple[Path, dict]:
 
 def shown(capsys, root: Path, launcher: str | None, *overrides: str) -> str:
     """What the plan prints between its two rulers; empty where there are none."""
-    args = argparse.Namespace(recipe="embedded", overrides=[*OVERRIDES, *overrides], root=root, launcher=launcher)
+    args = argparse.Namespace(
+        gpu_memory=None, recipe="embedded", overrides=[*OVERRIDES, *overrides], root=root, launcher=launcher
+    )
     assert plan.plan_command(args) == 0
     parts = capsys.readouterr().out.split(plan.RULER + "\n")
     return parts[1] if len(parts) > 1 else ""
@@ -85,7 +87,7 @@ def test_before_the_data_is_made_the_unknown_part_of_a_path_is_named(capsys, tmp
 
 
 def test_the_other_jobs_are_named(tmp_path, capsys):
-    args = argparse.Namespace(recipe="embedded", overrides=OVERRIDES, root=tmp_path, launcher="slurm")
+    args = argparse.Namespace(gpu_memory=None, recipe="embedded", overrides=OVERRIDES, root=tmp_path, launcher="slurm")
     assert plan.plan_command(args) == 0
     others = capsys.readouterr().out.split(plan.RULER + "\n")[2].splitlines()
     answering = f"the same, with -m stages.answer.worker {tmp_path}/scratch/answer-FINGERPRINT/job/job.json"

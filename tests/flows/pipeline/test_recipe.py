@@ -12,10 +12,11 @@ from safetensors.numpy import save_file
 
 from dataset_builders.errors import InputError
 from dataset_builders.sources.registry import BUILDERS, get_builder
+from flows.cli.commands.plan import size_rows
 from flows.pipeline.config import DIGITS_RECIPES, PipelineConfig
 from flows.pipeline.explain import submodels
 from flows.pipeline.graph import open_inputs, open_place, pipeline_nodes, place_of, release_config
-from flows.pipeline.recipe import RECIPES, known_recipes, load_recipe
+from flows.pipeline.recipe import RECIPES, known_recipes, load_recipe, whole_recipes
 from tests.helpers.tiny_model import tiny_hf_dir
 from tests.helpers.tiny_text_model import text_hf_dir
 from trainer.contract.adapter import AdapterConfig
@@ -34,6 +35,54 @@ def _error(*overrides: str) -> str:
 @pytest.mark.parametrize("name", known_recipes())
 def test_every_recipe_loads(name):
     assert load_recipe(name).differs == {}
+
+
+def write_recipes(tmp_path, **texts: str) -> dict[str, str]:
+    """Recipe files; returns name -> path."""
+    for name, text in texts.items():
+        (tmp_path / f"{name}.yaml").write_text(text)
+    return {name: str(tmp_path / f"{name}.yaml") for name in texts}
+
+
+def test_a_recipe_over_another_one_says_what_differs(tmp_path):
+    paths = write_recipes(
+        tmp_path,
+        middle="base: cauldron\nname: middle\ntrain: {global_batch_size: 4, optim: {lr: 2.0e-5}}\n",
+        top=f"base: {tmp_path}/middle.yaml\nmodel: {{seed: 3}}\nconvert: {{builder: llava, options: {{}}}}\n"
+        "train: {num_steps: 50}\n",
+    )
+    top, cauldron = load_recipe(paths["top"]).config, load_recipe("cauldron").config
+    assert (top.name, top.model.seed, top.convert.builder) == ("middle", 3, "llava")
+    assert (top.train.num_steps, top.train.global_batch_size, top.train.optim.lr) == (50, 4, 2e-5)
+    assert top.train.optim.warmup_steps == cauldron.train.optim.warmup_steps and top.plan_bins == cauldron.plan_bins
+
+
+def test_bases_without_an_end_are_refused(tmp_path):
+    paths = write_recipes(tmp_path, a=f"base: {tmp_path}/b.yaml\n", b=f"base: {tmp_path}/a.yaml\n")
+    with pytest.raises(InputError, match=r"a\.yaml: base=.*b\.yaml is a recipe that has this one as its base"):
+        load_recipe(paths["a"])
+    (tmp_path / "c.yaml").write_text("base: 3\n")
+    with pytest.raises(InputError, match=r"base=3 is not the name or path of a recipe"):
+        load_recipe(str(tmp_path / "c.yaml"))
+
+
+PUBLISHED = {
+    "Qwen/Qwen3-VL-2B-Instruct": "qwen3_vl_2b",
+    "Qwen/Qwen3-VL-4B-Instruct": "qwen3_vl_4b",
+    "Qwen/Qwen3-VL-8B-Instruct": "qwen3_vl_8b",
+    "Qwen/Qwen3.5-2B": "qwen3_5_2b",
+    "Qwen/Qwen3.5-4B": "qwen3_5_4b",
+    "Qwen/Qwen3.5-9B": "qwen3_5_9b",
+}
+ROOM = {"24gb": 22.6e9, "80gb": 80e9, "8x80gb": 80e9}  # bytes of a GPU beside CUDA's own and some
+
+
+@pytest.mark.parametrize("name", [name for name in known_recipes() if name not in whole_recipes()])
+def test_a_recipe_of_a_gpu_fits_it_by_estimate(name):
+    config = load_recipe(name).config
+    config = load_recipe(name, changes={"model": {"variant": PUBLISHED[config.model], "seed": 0}}).config
+    memory = float(dict(size_rows(config, {}))["memory"].split()[1]) * 1e9
+    assert 0.4 * ROOM[name.split("_")[1]] < memory < ROOM[name.split("_")[1]]
 
 
 def test_the_default_is_the_embedded_one():
@@ -127,6 +176,8 @@ def test_nothing_held_out_is_fine_where_the_source_has_splits_of_its_own():
     [
         (["tokenize.max_seq_len=99999"], "tokenize.max_seq_len=99999 is more than a bin holds (plan_bins.seq_len="),
         (["train.optim.warmup_steps=100000"], "leaves nothing of num_steps"),
+        (["train.num_epochs=2"], "give either num_steps or num_epochs and make the other null, not num_steps=1000"),
+        (["train.optim.warmup_fraction=0.1"], "give either warmup_steps or warmup_fraction and make the other null"),
         (["convert.heldout_fraction=0"], "leaves nothing to evaluate on; try convert.heldout_fraction=0.1"),
         (
             ["execution.parallel.cp=2", "plan_bins.pad_multiple=4"],

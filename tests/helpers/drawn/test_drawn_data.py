@@ -15,7 +15,6 @@ from flows.pipeline.recipe import load_recipe
 from stages.artifacts.artifact import External
 from stages.artifacts.run_stage import run_stage
 from stages.convert.stage import STAGE as CONVERT
-from stages.inputs import tiny_model as embedded_model
 from tests.helpers.drawn.suite import SUBSETS, iter_cord_splits
 from tests.helpers.drawn.write import CORD_SCHEMA, ROW_SCHEMA, SUITE_YAML, write_receipts, write_suite
 from tests.helpers.json_rows import read_source, turns
@@ -97,11 +96,3 @@ def test_cords_files_have_its_schema_and_names(receipts):
     names = sorted(path.name for path in (receipts / "data").iterdir())
     assert names == [f"{split}-00000-of-00001.parquet" for split in ("test", "train", "validation")]
     assert all(pq.read_schema(receipts / "data" / name).equals(CORD_SCHEMA) for name in names)
-
-
-def test_the_embedded_models_tokenizer_learns_from_either_layout(suite, receipts):
-    texts = list(embedded_model._raw_texts(receipts))
-    (parse,) = (json.loads(row["ground_truth"])["gt_parse"] for _, row in iter_cord_splits(0, 1))
-    assert parse in [from_json(text) for text in texts if text.startswith("{")]
-    assert parse in [from_tags(text) for text in texts if text.startswith("<")]
-    assert "unanswerable" not in " ".join(embedded_model._raw_texts(suite))  # references are never learnt

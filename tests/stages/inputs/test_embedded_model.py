@@ -7,19 +7,17 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from pydantic import ValidationError
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
-from dataset_builders.contracts.manifest import Manifest
-from dataset_builders.errors import InputError
+from dataset_builders.contracts.sample import IMAGE_SLOT, Message, Sample
 from stages.artifacts.artifact import Artifact
 from stages.artifacts.run_stage import run_stage
 from stages.inputs.hf_directory import check_hf_dir
-from stages.inputs.tiny_model import STAGE, _raw_texts, make_tiny_hf_dir
+from stages.inputs.tiny_model import STAGE, _texts, make_tiny_hf_dir
+from tests.helpers.samples import make_samples_artifact, turns
 from tests.helpers.tiny_model import FIRST, SHAPES, TEXTS, tiny_hf_dir
 from trainer.contract.names import HF_EXPORT
 
@@ -27,6 +25,7 @@ _MAKE_SHAPES = """
 import sys
 from pathlib import Path
 from stages.inputs.tiny_model import make_tiny_hf_dir
+from tests.helpers.samples import make_samples_artifact, turns
 from tests.helpers.tiny_model import SHAPES, TEXTS
 for shape, config in SHAPES.items():
     make_tiny_hf_dir(Path(sys.argv[1]) / shape, config, TEXTS)
@@ -118,26 +117,27 @@ def test_chat_template_writes_qwen_structure():
     )
 
 
-def _raw(directory: Path) -> Artifact:
-    texts = [{"user": text, "assistant": str(i), "source": "s"} for i, text in enumerate(TEXTS)]
-    (directory / "one").mkdir(parents=True)
-    pq.write_table(pa.table({"images": [[]], "texts": [texts]}), directory / "one" / "part-0.parquet")
-    Manifest(stage="embedded_data", version=1, fingerprint="0" * 16, config={}, parents={}).write(directory)
-    return Artifact.load(directory)
+def _samples(directory: Path) -> Artifact:
+    """Samples of the texts: a question and its answer each, one of them with reasoning, and a held-out one."""
+    train = [
+        Sample(key=f"a/{i:08d}", messages=turns(f"{IMAGE_SLOT}{text}", str(i)), images=(b"x",))
+        for i, text in enumerate(TEXTS)
+    ]
+    answer = Message(role="assistant", text="a", reasoning="because", references=("unseen",))
+    train.append(Sample(key="b/00000000", messages=(Message(role="user", text="q"), answer), images=()))
+    heldout = [Sample(key="a/99999999", messages=turns("held", "out"), images=())]
+    return make_samples_artifact(directory, {"train/shard-00000.tar": train, "heldout/shard-00000.tar": heldout})
 
 
-def test_the_stage_trains_its_tokenizer_on_the_raw_texts(tmp_path):
-    result = run_stage(STAGE, FIRST, {"raw": _raw(tmp_path / "raw")}, tmp_path / "root")
+def test_the_stage_trains_its_tokenizer_on_the_texts_of_the_train_split(tmp_path):
+    samples = _samples(tmp_path / "samples")
+    result = run_stage(STAGE, FIRST, {"samples": samples}, tmp_path / "root")
     path = result.artifact.dir / HF_EXPORT
     check_hf_dir(path)
     assert len(AutoTokenizer.from_pretrained(path)("digit")["input_ids"]) < len("digit")
-    assert result.artifact.manifest.stats["texts"] == 2 * len(TEXTS)
-
-
-def test_the_stage_says_when_there_is_no_text(tmp_path):
-    Manifest(stage="embedded_data", version=1, fingerprint="0" * 16, config={}, parents={}).write(tmp_path)
-    with pytest.raises(InputError, match="holds no <subset>/"):
-        run_stage(STAGE, FIRST, {"raw": Artifact.load(tmp_path)}, tmp_path / "root")
+    numbered = [text for i, question in enumerate(TEXTS) for text in (question, str(i))]
+    assert list(_texts(samples)) == [*numbered, "q", "a", "because"]
+    assert result.artifact.manifest.stats["texts"] == len(numbered) + 3
 
 
 @pytest.mark.parametrize(
@@ -162,18 +162,3 @@ def test_patches_reach_the_vision_encoder():
     pixels = torch.from_numpy(np.random.default_rng(0).normal(size=(16, 1536)).astype(np.float32))
     out = model.model.visual(pixels, grid_thw=torch.tensor([[1, 4, 4]]))
     assert out.pooler_output.shape == (4, 64) and len(out.deepstack_features) == 2
-
-
-def test_texts_that_are_null_are_passed_over_and_broken_files_are_one_line(tmp_path):
-    folder = tmp_path / "s"
-    folder.mkdir()
-    turns = [[{"user": "a", "assistant": None}, None], None, [{"user": "b", "assistant": "c"}]]
-    pq.write_table(pa.table({"texts": turns}), folder / "a.parquet")
-    assert list(_raw_texts(tmp_path)) == ["a", "b", "c"]
-    for content in (b"no parquet", None):
-        if content is None:
-            pq.write_table(pa.table({"other": [1]}), folder / "b.parquet")
-        else:
-            (folder / "b.parquet").write_bytes(content)
-        with pytest.raises(InputError, match=r"s/b.parquet: the embedded model's tokenizer .*; mend the file, or give"):
-            list(_raw_texts(tmp_path))

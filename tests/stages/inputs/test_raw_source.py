@@ -89,6 +89,7 @@ ROW_FILES = {
     "llava": "x.json",
     "webdataset_tars": "x.tar",
     "table": "x.arrow",
+    "image_folder": "x.txt",
 }
 
 

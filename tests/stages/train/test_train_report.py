@@ -31,7 +31,7 @@ PREDICTED = Placement(
 
 def run_of(tmp_path: Path, config: TrainConfig, patches: int, parallel: ParallelConfig) -> RunConfig:
     sums = {**SUMS, "num_patches": patches}
-    stats = {"epochs": [{"num_bins": 4, "num_tokens": 800, "subsets": {"all": sums}}]}
+    stats = {"num_bins": {"train": 4}, "epochs": [{"num_bins": 4, "num_tokens": 800, "subsets": {"all": sums}}]}
     inputs = {
         "model": model_input(tiny_hf_dir()),
         "tokenized": _artifact(tmp_path, "tokenize", {}, {}),

@@ -38,6 +38,8 @@ CONFIG = TrainConfig(
     optim=OptimConfig(lr=1e-3, min_lr_fraction=0.1, warmup_steps=1, weight_decay=0.0),
 )
 
+BINS = {"num_bins": {"train": 6, "heldout": 1}}
+
 
 @pytest.fixture(autouse=True)
 def fake_trainer(monkeypatch):
@@ -58,7 +60,7 @@ def inputs(tmp_path):
     return {
         "model": model_input(tiny_hf_dir()),
         "tokenized": _artifact(tmp_path / "in", "tokenize", {}, {"min_pixels": 2048, "max_pixels": 9216}),
-        "bins": _artifact(tmp_path / "in", "plan_bins", {"seq_len": 512, "pad_multiple": 4}, {}),
+        "bins": _artifact(tmp_path / "in", "plan_bins", {"seq_len": 512, "pad_multiple": 4}, BINS),
     }
 
 
@@ -102,6 +104,25 @@ def test_run_json_says_what_to_train(inputs, tmp_path):
     assert run.task == "train" and run.seq_len == 512 and run.train == CONFIG
     assert run.fingerprint == result.artifact.manifest.fingerprint
     assert run.hf_dir == inputs["model"].dir.resolve() and run.bins_dir == inputs["bins"].dir.resolve()
+
+
+@pytest.mark.parametrize(
+    ("epochs", "fraction", "steps", "warmup"), [(1, 0.5, 3, 1), (2.4, 0.25, 8, 2), (0.01, 0.4, 1, 0)]
+)
+def test_epochs_and_a_share_of_warmup_are_counted_in_steps(inputs, tmp_path, epochs, fraction, steps, warmup):
+    optim = CONFIG.optim.model_copy(update={"warmup_steps": None, "warmup_fraction": fraction})
+    config = CONFIG.model_copy(update={"num_steps": None, "num_epochs": epochs, "global_batch_size": 2, "optim": optim})
+    run = make_run_config(config, inputs, tmp_path, StageResources()).train
+    assert (run.num_steps, run.num_epochs, run.optim.warmup_steps) == (steps, None, warmup)
+    assert "num_epochs" not in run.model_dump() and "warmup_fraction" not in run.model_dump()["optim"]
+
+
+def test_a_warmup_that_is_longer_than_the_epochs_is_refused(inputs, tmp_path):
+    config = CONFIG.model_copy(update={"num_steps": None, "num_epochs": 0.1})
+    with pytest.raises(
+        InputError, match=r"^train\.optim\.warmup_steps=1 leaves nothing of the 1 steps .*num_epochs=0\.1"
+    ):
+        make_run_config(config, inputs, tmp_path, StageResources())
 
 
 def test_a_model_that_a_stage_made_lies_in_its_hf_folder(inputs, tmp_path):

@@ -1,0 +1,82 @@
+"""Rows of conversations from JSON files or parquet, as JSON would give them.
+
+In parquet, a column of messages is a list of structs or a text of JSON. Columns that are marked as JSON are parsed
+(Arrow's `arrow.json`, which the library datasets gives to a content that is text in one row and a list in another).
+"""
+
+from collections.abc import Container, Iterator, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from dataset_builders.contracts.sample import SkipSample
+from dataset_builders.readers.conversation import ROW_FIELDS
+from dataset_builders.readers.file_patterns import SourceFile
+from dataset_builders.readers.json_lines import JSON_SUFFIXES, iter_json_rows, json_file_parts, parse_json
+from dataset_builders.readers.parts import Part, SkippedRow
+from dataset_builders.readers.row_files import number_on, subset_files
+from dataset_builders.readers.table_files import (
+    check_columns,
+    iter_table_rows,
+    list_table_parts,
+    table_facts,
+    value_of,
+)
+from dataset_builders.storage.store import StorePath
+
+_TABLE = ".parquet"
+CONVERSATION_SUFFIXES = (*JSON_SUFFIXES, _TABLE)
+
+
+def list_conversation_parts(source: StorePath, subsets: Sequence[str], column: str) -> list[Part]:
+    """The parts of all files, in order of subsets, files and rows.
+
+    Args:
+        column: that a parquet file must have.
+
+    Raises:
+        InputError: no such source, subset or file; a malformed array; a parquet file that cannot be read or lacks the
+            column.
+    """
+    chosen = subset_files(source, subsets, CONVERSATION_SUFFIXES)
+    return [part for subset, files in chosen for part in number_on(_file_parts(f, subset, column) for f in files)]
+
+
+def iter_conversation_rows(
+    part: Part, rows: Container[int] | None
+) -> Iterator[tuple[int, dict[str, Any] | SkippedRow]]:
+    """(row number in the subset, the row or why there is none) of a part's rows, or of those among `rows`.
+
+    Raises:
+        InputError: a malformed array, or a parquet file that breaks off.
+    """
+    return _iter_table(part, rows) if part.path.name.endswith(_TABLE) else iter_json_rows(part, rows)
+
+
+def _file_parts(file: SourceFile, subset: str, column: str) -> list[Part]:
+    if not file.path.name.endswith(_TABLE):
+        return json_file_parts(file, subset)
+    return list_table_parts([file], subset, None, lambda path, schema: check_columns(path, schema, (column,)))
+
+
+def _iter_table(part: Part, rows: Container[int] | None) -> Iterator[tuple[int, dict[str, Any] | SkippedRow]]:
+    (facts,) = table_facts([part.path])
+    columns = [name for name in facts.schema.names if name in ROW_FIELDS]
+    for row, record in iter_table_rows(part, columns, rows):
+        try:
+            yield row, {name: _json_value(value_of(record, name), record[name].type) for name in columns}
+        except SkipSample as skip:
+            yield row, SkippedRow(part.key(row), skip.reason, skip.detail)
+
+
+def _json_value(value: Any, kind: pa.DataType) -> Any:
+    """The value, every text in it that Arrow marks as JSON parsed."""
+    if value is None or isinstance(value, bytes):
+        return value
+    if isinstance(kind, pa.JsonType):
+        return parse_json(value)
+    if isinstance(value, list):
+        return [_json_value(item, kind.value_type) for item in value]
+    if isinstance(value, dict):
+        return {field.name: _json_value(value[field.name], field.type) for field in kind}
+    return value

@@ -1,0 +1,174 @@
+"""Rows of CSV and TSV files, as Python's csv module reads them. A file is never in memory as a whole.
+
+The first line that is not blank is the header and names the columns. The delimiter of a .tsv file is a tab; that of a
+.csv file is a comma, a semicolon or a tab, whichever the header line holds most often. A cell in double quotes may hold
+delimiters and line breaks. White space before a cell does not count. Lines end in LF, CRLF or CR. Blank lines are no
+rows and have no number.
+
+A file is cut into parts by byte offsets in one pass, so that workers read side by side. A row that has another number
+of cells than the header, text behind a closing quote, or bytes that are not UTF-8, is one unusable row. A quote that is
+never closed is an InputError: nothing tells where the next row would begin.
+"""
+
+import csv
+import io
+import re
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from dataset_builders.errors import InputError, one_line
+from dataset_builders.readers.file_patterns import SourceFile
+from dataset_builders.readers.json_lines import MAX_ROW_BYTES
+from dataset_builders.readers.parts import Part, SkippedRow
+from dataset_builders.readers.row_files import became_shorter, open_at, span_parts, text_start
+from dataset_builders.storage.store import StorePath
+
+CSV_SUFFIXES = (".csv", ".tsv")
+
+_PART_ROWS = 512
+_PART_BYTES = 64 << 20
+_DELIMITERS = ",;\t"
+_BYTE_ORDER_MARK = "\ufeff"
+_NOT_UTF8 = re.compile("[\udc80-\udcff]")  # what a byte that is not UTF-8 is decoded to
+
+csv.field_size_limit(MAX_ROW_BYTES)  # the module's own limit, 128 KiB, is less than an image in base64
+
+
+@dataclass(frozen=True, slots=True)
+class CsvHeader:
+    """The header line of a file.
+
+    Attributes:
+        columns: names without white space around them, in order of the file.
+        end: the byte after the header.
+    """
+
+    columns: tuple[str, ...]
+    delimiter: str
+    end: int
+
+
+def csv_header(path: StorePath) -> CsvHeader:
+    """The header of a file.
+
+    Raises:
+        InputError: the file cannot be read, is not UTF-8 text, or has no header line.
+    """
+    start = text_start(path).decode("utf-8", "replace").removeprefix(_BYTE_ORDER_MARK).lstrip("\r\n ")
+    line = re.split("[\r\n]", start, maxsplit=1)[0]
+    delimiter = "\t" if path.name.endswith(".tsv") else max(_DELIMITERS, key=line.count)
+    with open_at(path) as file:
+        records = _Records(path, file, 0, delimiter)
+        cells = next(iter(records), None)
+        if cells is None:
+            raise InputError(f"{path} has no header line; write the names of the columns into its first line")
+        if isinstance(cells, csv.Error):
+            raise InputError(f"{path}: the header line is malformed: {one_line(cells)}; mend it")
+        if any(_NOT_UTF8.search(cell) for cell in cells):
+            raise InputError(f"{path}: the header line is not UTF-8; convert the file (iconv -f ISO-8859-1 -t UTF-8)")
+        return CsvHeader(tuple(cell.strip() for cell in cells), delimiter, records.byte)
+
+
+def csv_file_parts(file: SourceFile, subset: str, header: CsvHeader) -> list[Part]:
+    """The parts of one file, each of about 512 rows or 64 MiB. The file's first row is number 0.
+
+    Raises:
+        InputError: a quote is not closed.
+    """
+    return span_parts(file, subset, _spans(file.path, header))
+
+
+def iter_csv_rows(part: Part, rows: Container[int] | None = None) -> Iterator[tuple[int, dict[str, str] | SkippedRow]]:
+    """(row number in the subset, column -> text or why there is none) of a part's rows, or of those among `rows`.
+
+    Raises:
+        InputError: the file is no longer what it was when it was cut into parts.
+    """
+    header = csv_header(part.path)
+    columns = header.columns
+    with open_at(part.path, part.span[0]) as file:
+        records = _Records(part.path, file, part.span[0], header.delimiter)
+        found = iter(records)
+        for row in range(part.first_row, part.first_row + part.num_rows):
+            cells = next(found, None)
+            if cells is None:
+                raise became_shorter(part, row)
+            if rows is None or row in rows:
+                fault = _fault(cells, columns, records.num_lines)
+                yield row, SkippedRow(part.key(row), "schema_error", fault) if fault else dict(zip(columns, cells))
+
+
+def _spans(path: StorePath, header: CsvHeader) -> Iterator[tuple[int, int, int]]:
+    """(first byte, byte after the last, rows) of each part."""
+    start, rows = header.end, 0
+    with open_at(path, start) as file:
+        records = _Records(path, file, start, header.delimiter)
+        for _ in records:
+            rows += 1
+            if rows == _PART_ROWS or records.byte - start >= _PART_BYTES:
+                yield start, records.byte, rows
+                start, rows = records.byte, 0
+    if rows:
+        yield start, records.byte, rows
+
+
+def _fault(cells: Sequence[str] | csv.Error, columns: Sequence[str], num_lines: int) -> str:
+    """Why a record is no row; empty if it is one."""
+    lines = f"; it has {num_lines} lines, so a quote may be missing" if num_lines > 1 else ""
+    if isinstance(cells, csv.Error):
+        return f"the row is malformed: {one_line(cells)}{lines}"
+    if len(cells) != len(columns):
+        return f"the row has {len(cells)} cells, the header {len(columns)}{lines}"
+    broken = (name for name, cell in zip(columns, cells) if not cell.isascii() and _NOT_UTF8.search(cell))
+    name = next(broken, None)
+    return "" if name is None else f"{name}: not UTF-8; convert the file, or mend the row"
+
+
+class _Records:
+    """The records of a file from a byte on, blank lines left out.
+
+    Attributes:
+        byte: the byte after the last record.
+        num_lines: lines of the last record.
+    """
+
+    def __init__(self, path: StorePath, file: BinaryIO, byte: int, delimiter: str) -> None:
+        self.byte, self.num_lines = byte, 0
+        self._path, self._start, self._line, self._has_ended = path, byte, "", False
+        self._text = io.TextIOWrapper(file, "utf-8", errors="surrogateescape", newline="")
+        # strict: else a quote that is not closed joins rows, and they may have the right number of cells
+        self._reader = csv.reader(self._lines(), delimiter=delimiter, skipinitialspace=True, strict=True)
+
+    def __iter__(self) -> Iterator[list[str] | csv.Error]:
+        """The cells of each record, or what is wrong with it."""
+        while True:
+            self._start, self.num_lines = self.byte, 0
+            try:
+                cells = next(self._reader, None)
+            except csv.Error as error:
+                if self._has_ended:
+                    raise self._open_quote("the end of the file") from error
+                yield error
+                continue
+            if cells is None:
+                return
+            if cells and not (len(cells) == 1 and self._line.isspace()):
+                yield cells
+
+    def _lines(self) -> Iterator[str]:
+        while line := self._text.readline(MAX_ROW_BYTES + 1):
+            is_first = self.byte == 0
+            self.byte += len(line) if line.isascii() else len(line.encode("utf-8", "surrogateescape"))
+            if self.byte - self._start > MAX_ROW_BYTES:
+                raise self._open_quote(f"{MAX_ROW_BYTES} bytes on")
+            self.num_lines += 1
+            self._line = line
+            yield line.removeprefix(_BYTE_ORDER_MARK) if is_first else line
+        self._has_ended = True
+
+    def _open_quote(self, where: str) -> InputError:
+        return InputError(
+            f"{self._path}: the row at byte {self._start} is not finished at {where}; close its quote, or put the cell "
+            'in quotes and write each quote that belongs to its text twice ("")'
+        )

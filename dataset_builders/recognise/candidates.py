@@ -1,0 +1,170 @@
+"""The ways in which a source may be read, from its files' names and the beginnings of some of them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+from dataset_builders.errors import InputError
+from dataset_builders.readers.file_patterns import SourceFile, list_files
+from dataset_builders.readers.image_refs import IMAGE_SUFFIXES
+from dataset_builders.readers.row_files import subset_files
+from dataset_builders.recognise.columns import CLASSIFY, DESCRIBE, find_columns
+from dataset_builders.recognise.members import tar_options
+from dataset_builders.recognise.peek import ROW_SUFFIXES, TAR_SUFFIX, peek_groups, peek_rows
+from dataset_builders.recognise.reading import Reading
+from dataset_builders.storage.store import StorePath
+
+CAPTION_SUFFIXES = ("txt", "caption")
+# Files of tools beside the data: of the library datasets, of the hub, of Kaggle.
+_NO_ROWS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "dataset-metadata.json")
+_MOST_DIRS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What a source holds, and the ways in which it may be read.
+
+    Attributes:
+        readings: the ways, the likelier first.
+        problems: why files were put aside: a line each.
+        rows: names of the files that may hold rows, tars among them.
+        images: names of the image files, in natural order.
+        others: names of the files that no builder reads.
+    """
+
+    readings: list[Reading]
+    problems: list[str]
+    rows: list[str]
+    images: list[str]
+    others: list[str]
+
+    @property
+    def image_dirs(self) -> list[str]:
+        """Directories below the source that hold images, or directories of them; the source itself not among them."""
+        dirs = {str(parent) for name in self.images for parent in PurePosixPath(name).parents} - {"."}
+        return sorted(dirs, key=lambda name: (name.count("/"), name))[:_MOST_DIRS]
+
+
+def survey(source: StorePath) -> Survey:
+    """Look at a directory, a file or a URL.
+
+    Raises:
+        InputError: there is nothing, or a file leads out of the source by a link.
+    """
+    files = [file for file in list_files(source, ("*", "**/*")) if not file.name.endswith(_NO_ROWS)]
+    images = [file.name for file in files if _suffix(file.name) in IMAGE_SUFFIXES]
+    rows = [file.name for file in files if file.name.endswith((*ROW_SUFFIXES, TAR_SUFFIX))]
+    found = Survey([], [], rows, images, [])
+    found.readings.extend(_row_readings(source, files, found.problems))
+    found.readings.extend(_tar_readings(files, found.problems))
+    texts = [file.name for file in files if _suffix(file.name) in CAPTION_SUFFIXES]
+    found.readings.extend(_image_readings(images, texts))
+    read = {*images, *(texts if any(r.options.get("answer") == "text_file" for r in found.readings) else ())}
+    found.others.extend(file.name for file in files if file.name not in {*read, *rows})
+    return found
+
+
+def _row_readings(source: StorePath, files: Sequence[SourceFile], problems: list[str]) -> Iterator[Reading]:
+    """A reading for each kind of rows: subsets whose first file's rows have the same form are read together."""
+    if not any(file.name.endswith(ROW_SUFFIXES) for file in files):
+        return
+    kinds: dict[tuple, tuple[Reading, list[str]]] = {}
+    names = {file.name for file in files}
+    chosen = [
+        (subset, [file for file in members if file.name in names])
+        for subset, members in subset_files(source, (), ROW_SUFFIXES)
+    ]
+    for subset, members in chosen:
+        if not members:
+            continue
+        try:
+            reading = _of_rows(peek_rows(members[0]), members[0].name)
+        except InputError as error:
+            reading = str(error)
+        if isinstance(reading, str):
+            problems.append(reading)
+            continue
+        kind = (reading.builder, str(reading.options))
+        kinds.setdefault(kind, (reading, []))[1].append(subset)
+    everything = len(kinds) == 1 and len(next(iter(kinds.values()))[1]) == len(chosen)
+    for reading, subsets in kinds.values():
+        yield (
+            reading
+            if everything
+            else Reading(
+                builder=reading.builder,
+                options=reading.options,
+                subsets=tuple(subsets),
+                why=reading.why,
+                unused=reading.unused,
+            )
+        )
+
+
+def _of_rows(rows: Sequence[Mapping[str, Any]], name: str) -> Reading | str:
+    """The reading of a file's rows, or why there is none."""
+    keys = {key for row in rows for key in row}
+    is_table = name.endswith(".parquet")
+    if not keys:
+        return f"{name} has no row with fields"
+    if any(_has_turns(row.get("messages"), "role") for row in rows):
+        return Reading(builder="openai_messages", why=f"rows of {name} have `messages` with roles, OpenAI's form")
+    if any(_has_turns(row.get("conversations"), "from") for row in rows):
+        return Reading(builder="llava", why=f"rows of {name} have `conversations` with from and value, LLaVA's form")
+    if is_table and {"images", "texts"} <= keys and any(_has_turns(row.get("texts"), "user") for row in rows):
+        options = {"turns": "chat"}
+        return Reading(
+            builder="the_cauldron", options=options, why=f"{name} has the_cauldron's columns images and texts"
+        )
+    if is_table and {"image", "ground_truth"} <= keys and any("gt_parse" in str(row["ground_truth"]) for row in rows):
+        return Reading(builder="cord_v2", why=f"{name} has CORD v2's columns image and ground_truth")
+    columns = find_columns(rows)
+    if isinstance(columns, str):
+        return f"{name}: {columns}"
+    return Reading(builder="table", options=columns.options, why=f"{name}: {columns.why}", unused=columns.unused)
+
+
+def _has_turns(value: Any, field: str) -> bool:
+    """Whether a value is a list of objects with this field, or such a list as JSON text."""
+    if isinstance(value, str):
+        return value.lstrip().startswith("[") and f'"{field}"' in value
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and field in value[0]
+
+
+def _tar_readings(files: Sequence[SourceFile], problems: list[str]) -> Iterator[Reading]:
+    tars = [file for file in files if file.name.endswith(TAR_SUFFIX)]
+    if not tars:
+        return
+    try:
+        options = tar_options(peek_groups(tars[0]))
+    except InputError as error:
+        options = str(error)
+    if isinstance(options, str):
+        problems.append(f"{tars[0].name}: {options}")
+    else:
+        where = options.get("messages") or f"question {options['question']}, answer {options['answer']}"
+        yield Reading(builder="webdataset_tars", options=options, why=f"{tars[0].name}: {where}", tier=1)
+
+
+def _image_readings(images: Sequence[str], texts: Sequence[str]) -> Iterator[Reading]:
+    stems = {_stem(name) for name in images}
+    for suffix in CAPTION_SUFFIXES:
+        paired = sum(_stem(name) in stems for name in texts if _suffix(name) == suffix)
+        if paired >= 2:
+            options = {"answer": "text_file", "question": DESCRIBE} | ({} if suffix == "txt" else {"suffix": suffix})
+            why = f"{paired} of {len(images)} images have a .{suffix} file of the same name beside them"
+            yield Reading(builder="image_folder", options=options, why=why, tier=2)
+    folders = {PurePosixPath(name).parent.name for name in images}
+    if len(folders - {""}) >= 2:
+        options = {"answer": "folder_name", "question": CLASSIFY}
+        why = f"images in {len(folders)} folders, whose names are taken as answers"
+        yield Reading(builder="image_folder", options=options, why=why, tier=3)
+
+
+def _suffix(name: str) -> str:
+    return name.rpartition(".")[2].lower() if "." in PurePosixPath(name).name else ""
+
+
+def _stem(name: str) -> str:
+    return name.rpartition(".")[0]

@@ -1,0 +1,49 @@
+"""Which members of a WebDataset tar are the image, the question and the answer."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dataset_builders.readers.image_refs import IMAGE_SUFFIXES
+from dataset_builders.recognise.columns import DESCRIBE, find_columns
+
+_TEXTS = ("txt", "caption", "text", "cls")
+
+
+def tar_options(groups: Sequence[Mapping[str, bytes]]) -> dict[str, Any] | str:
+    """Options of the builder `webdataset_tars` for the first samples of a tar, or why there are none."""
+    fields = list(dict.fromkeys(field for group in groups for field in group))
+    if not fields:
+        return "it holds no sample"
+    options: dict[str, Any] = {}
+    if not all(any(field.rpartition(".")[2] in IMAGE_SUFFIXES for field in group) for group in groups):
+        options["text_only"] = True
+    if "json" in fields and (found := _of_json(groups)) is not None:
+        return options | found
+    text = next((field for field in _TEXTS if field in fields), None)
+    if text is None:
+        return f"no member with text (json, {', '.join(_TEXTS)}) among: {', '.join(fields)}"
+    return options | {"question": f"constant:{DESCRIBE}", "answer": text}
+
+
+def _of_json(groups: Sequence[Mapping[str, bytes]]) -> dict[str, Any] | None:
+    records = [record for group in groups if (record := _record(group)) is not None]
+    if any(isinstance(record, list) for record in records):
+        return {"messages": "json"}
+    for name in ("messages", "conversations"):
+        if any(record.get(name) for record in records):
+            return {"messages": f"json:{name}"}
+    columns = find_columns([{**record, "image": b""} for record in records])
+    if isinstance(columns, str):
+        return None
+    question = columns.options["question"]
+    asked = f"json:{question}" if not question.startswith("<image>") else f"constant:{question.removeprefix('<image>')}"
+    return {"question": asked, "answer": f"json:{columns.options['answer']}"}
+
+
+def _record(group: Mapping[str, bytes]) -> Any:
+    try:
+        value = json.loads(group.get("json", b""))
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict | list) else None

@@ -1,0 +1,25 @@
+"""A way to read a source: a builder, its options and subsets, and why it may fit."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """A builder with options that may fit a source.
+
+    Attributes:
+        builder: a name in sources/registry.py.
+        options: the builder's options that differ from their defaults.
+        subsets: names of the subsets that are read; none means all.
+        why: what was seen in the source, in words for the user.
+        unused: columns that have no part.
+        tier: 0 files of rows, 1 tars, 2 images with texts beside them, 3 images alone; a lower one is preferred.
+    """
+
+    builder: str
+    options: dict[str, Any] = field(default_factory=dict)
+    subsets: tuple[str, ...] = ()
+    why: str
+    unused: tuple[str, ...] = ()
+    tier: int = 0

@@ -1,0 +1,54 @@
+"""The best way to read a source: every candidate reads the first rows, and the one that gives most samples wins."""
+
+from dataclasses import dataclass, replace
+
+from dataset_builders.pictures.images import ImageLimits
+from dataset_builders.recognise.candidates import Survey, survey
+from dataset_builders.recognise.reading import Reading
+from dataset_builders.recognise.trial import Trial, try_reading
+from dataset_builders.sources.registry import get_builder
+from dataset_builders.storage.store import StorePath
+
+ENOUGH = 0.5  # share of usable rows with which a likelier reading wins over a less likely one
+_ROOT_ROWS = 10  # rows on which a directory of images is tried
+
+
+@dataclass(frozen=True, slots=True)
+class Recognised:
+    """What a source is.
+
+    Attributes:
+        survey: its files.
+        best: the trial of the best reading; None if no reading gives a single sample.
+        trials: of all readings, in order.
+    """
+
+    survey: Survey
+    best: Trial | None
+    trials: list[Trial]
+
+
+def recognise(source: StorePath, limits: ImageLimits) -> Recognised:
+    """Look at a source and try the readings that may fit.
+
+    Raises:
+        InputError: there is no such source, or a file leads out of it by a link.
+    """
+    found = survey(source)
+    trials = [_with_image_root(source, reading, found, limits) for reading in found.readings]
+    usable = [trial for trial in trials if trial.samples]
+    good = [trial for trial in usable if trial.usable >= ENOUGH]
+    best = min(good, key=lambda t: (t.reading.tier, -t.usable * t.rows), default=None)
+    return Recognised(found, best or max(usable, key=lambda t: t.usable * t.rows, default=None), trials)
+
+
+def _with_image_root(source: StorePath, reading: Reading, found: Survey, limits: ImageLimits) -> Trial:
+    """The trial of a reading; with the directory that its image paths are relative to, where most are not found."""
+    trial = try_reading(source, reading, limits=limits)
+    has_root = "image_root" in get_builder(reading.builder).options.model_fields
+    if not has_root or trial.reasons["image_not_found"] <= trial.tried / 2:
+        return trial
+    roots = [replace(reading, options={**reading.options, "image_root": name}) for name in found.image_dirs]
+    tries = [try_reading(source, rooted, limit=_ROOT_ROWS) for rooted in roots]
+    best = max(tries, key=lambda t: t.usable, default=trial)
+    return try_reading(source, best.reading, limits=limits) if best.usable > trial.usable else trial

@@ -1,0 +1,103 @@
+"""The first rows of a source, read by a builder: how many are usable, and what is wrong with the others."""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from dataset_builders.contracts.sample import Sample, SkipSample
+from dataset_builders.errors import InputError
+from dataset_builders.pictures.images import ImageLimits, check_image
+from dataset_builders.readers.parts import Part, SkippedRow
+from dataset_builders.recognise.reading import Reading
+from dataset_builders.sources.registry import get_builder
+from dataset_builders.storage.store import StorePath
+
+MAX_ROWS = 200
+_MAX_PARTS = 8  # parts that are opened: of a source in many files not each one
+
+
+@dataclass(slots=True)
+class Trial:
+    """What the first rows of a source are to a builder.
+
+    Attributes:
+        reading: the builder and its options.
+        rows: rows that the source has; 0 if the builder refuses it.
+        tried: rows that were read.
+        samples: the usable ones.
+        sizes: (width, height) of each of their images.
+        reasons: reason -> the rows left out for it.
+        details: reason -> the first such row's key and what is wrong with it.
+        duplicates: samples that are equal to one before them.
+        refused: why the builder refuses the source; empty if it does not.
+        subsets: subset -> rows.
+        splits: whether the source says which rows are held out.
+    """
+
+    reading: Reading
+    rows: int = 0
+    tried: int = 0
+    samples: list[Sample] = field(default_factory=list)
+    sizes: list[tuple[int, int]] = field(default_factory=list)
+    reasons: Counter[str] = field(default_factory=Counter)
+    details: dict[str, str] = field(default_factory=dict)
+    duplicates: int = 0
+    refused: str = ""
+    subsets: Counter[str] = field(default_factory=Counter)
+    splits: bool = False
+
+    @property
+    def usable(self) -> float:
+        """The share of the rows tried that are samples."""
+        return len(self.samples) / self.tried if self.tried else 0.0
+
+
+def try_reading(source: StorePath, reading: Reading, limit: int = MAX_ROWS, limits: ImageLimits | None = None) -> Trial:
+    """Read up to `limit` rows, from the beginnings of up to eight parts that are spread over the source.
+
+    Args:
+        limits: bounds of an image, which is then decoded; None: images are read and not looked at.
+    """
+    trial, builder = Trial(reading), get_builder(reading.builder)
+    digests: set[str] = set()
+    try:
+        options = builder.options.model_validate(reading.options)
+        parts = builder.list_parts(source, reading.subsets, options)
+        trial.rows = sum(part.num_rows for part in parts)
+        trial.splits = any(part.split is not None for part in parts)
+        for part in parts:
+            trial.subsets[part.subset] += part.num_rows
+        for item in _rows(parts, reading, options, limit):
+            trial.tried += 1
+            if (skip := _check(item, trial, limits)) is not None:
+                trial.reasons[skip[0]] += 1
+                trial.details.setdefault(skip[0], f"{item.key}: {skip[1]}")
+                continue
+            trial.duplicates += item.digest() in digests
+            digests.add(item.digest())
+            trial.samples.append(item)
+    except (InputError, ValueError) as error:  # ValueError: options that do not fit
+        trial.refused = str(error)
+    return trial
+
+
+def _rows(parts: list[Part], reading: Reading, options: object, limit: int) -> Iterator[Sample | SkippedRow]:
+    chosen = parts if len(parts) <= _MAX_PARTS else [parts[i * len(parts) // _MAX_PARTS] for i in range(_MAX_PARTS)]
+    for i, part in enumerate(chosen):
+        share = -(-(limit * (i + 1)) // len(chosen)) - -(-(limit * i) // len(chosen))
+        rows = range(part.first_row, part.first_row + min(share, part.num_rows))
+        yield from itertools.islice(get_builder(reading.builder).iter_part(part, options, rows), 4 * share)
+
+
+def _check(item: Sample | SkippedRow, trial: Trial, limits: ImageLimits | None) -> tuple[str, str] | None:
+    """The reason and the detail of a row that cannot be used; None for a sample."""
+    if isinstance(item, SkippedRow):
+        return item.reason, item.detail
+    if limits is not None:
+        try:
+            infos = [check_image(data, limits, True) for data in item.images]
+        except SkipSample as skip:
+            return skip.reason, skip.detail
+        trial.sizes += [(info.width, info.height) for info in infos]
+    return None

@@ -1,0 +1,192 @@
+"""Images in folders, with a text beside each one or with folders that name their classes -> Sample.
+
+The source is a directory or a URL. With {answer: text_file, question: "Describe the image."} the file of the same name
+with the suffix `suffix` is the answer:
+
+    train/pets/1.jpg  train/pets/1.txt: "A dog in the snow."      subset pets, split train
+
+becomes
+
+    Sample(key="pets/00000000", images=(b"\\xff\\xd8\\xff...",), messages=(
+        user "<image>Describe the image.", assistant "A dog in the snow."))
+
+With {answer: folder_name, question: "Which flower is it?"} the folder of the image is, `_` and `-` as spaces:
+
+    val/water_lily/7.png                                          subset data, held out, assistant "water lily"
+
+A top folder whose name is in `train_splits` or `heldout_splits` is a split; convert chooses the split of other images.
+For text_file the top folder, below that of a split, is the subset; without a folder, and for folder_name, the subset is
+`data`. Folders may be nested. The rows of a subset are numbered in natural order of the names of their files. Two
+images of the same name with different suffixes are two rows that share a text. Other files are no rows.
+
+Left out: an image without a text file, a text that is not UTF-8, or an image in no folder that could name its class
+(schema_error); a text file without an image, an image that leads out of the source by a link (image_not_found); a text
+that holds `<image>` (special_token_in_text); an empty text (empty_target); and whatever Sample.check refuses.
+"""
+
+from collections.abc import Container, Iterator, Sequence
+from itertools import groupby
+from typing import Literal
+
+from pydantic import Field
+
+from dataset_builders.contracts.sample import IMAGE_SLOT, Message, Sample, SkipSample, Split
+from dataset_builders.contracts.strict import StrictModel
+from dataset_builders.errors import InputError
+from dataset_builders.readers.file_patterns import SourceFile, list_files
+from dataset_builders.readers.image_refs import IMAGE_SUFFIXES, ImageReader
+from dataset_builders.readers.parts import Builder, Part, SkippedRow
+from dataset_builders.readers.row_files import NUMBERED, choose_subsets
+from dataset_builders.readers.table_files import stripped
+from dataset_builders.storage.store import StorePath
+
+_PART_ROWS = 512
+# Pictures of the last ones may be refused, each with its name.
+_IMAGES = tuple(f".{suffix}" for suffix in (*IMAGE_SUFFIXES, "avif", "jfif", "jp2", "jpe", "heic", "heif"))
+
+
+class ImageFolderOptions(StrictModel):
+    """What is asked about each image, and where its answer is."""
+
+    question: str = Field(min_length=1, description="the text that is asked about each image")
+    answer: Literal["text_file", "folder_name"] = Field(
+        description="text_file: the file of the same name beside the image; folder_name: the name of its folder"
+    )
+    suffix: str = Field(default="txt", pattern=r"^[A-Za-z0-9_.-]+$", description="the suffix of the text files")
+    train_splits: tuple[str, ...] = Field(default=("train",), description="top folders to train on")
+    heldout_splits: tuple[str, ...] = Field(
+        default=("validation", "valid", "val", "test"), description="top folders that are held out"
+    )
+
+
+def patterns(subsets: Sequence[str]) -> tuple[str, ...]:
+    """Globs of every file: the options say which suffix is that of a text."""
+    return ("*", "**/*")
+
+
+def list_parts(source: StorePath, subsets: Sequence[str], options: ImageFolderOptions) -> list[Part]:
+    """All parts of the source, each with the names of its rows' files. The source is listed once.
+
+    Raises:
+        InputError: no such directory or subset, no image, a folder whose name cannot be part of a key, or a text file
+            that leads out of the source by a link.
+    """
+    if source.is_file():
+        raise InputError(f"raw data {source} is a file; the builder image_folder reads a directory of images")
+    rows_of: dict[str, list[SourceFile]] = {}
+    for file in _row_files(list_files(source, patterns(())), options):
+        folders = _folders(file.name, options)
+        is_named = options.answer == "text_file" and folders
+        rows_of.setdefault(folders[0] if is_named else NUMBERED, []).append(file)
+    if not rows_of:
+        raise InputError(f"raw data {source} holds no image; the builder image_folder reads {', '.join(_IMAGES)}")
+    return [
+        part for subset, files in choose_subsets(source, subsets, rows_of) for part in _parts(files, subset, options)
+    ]
+
+
+def iter_part(
+    part: Part, options: ImageFolderOptions, rows: Container[int] | None = None
+) -> Iterator[Sample | SkippedRow]:
+    """Samples and unusable rows of one part, in order. One image is in memory at a time."""
+    reader = ImageReader(part, ".")
+    for row, name in enumerate(part.files, part.first_row):
+        if rows is not None and row not in rows:
+            continue
+        try:
+            yield _sample(part.key(row), name, reader, options)
+        except SkipSample as skip:
+            yield SkippedRow(part.key(row), skip.reason, f"{name!r}: {skip.detail}")
+
+
+BUILDER = Builder(
+    options=ImageFolderOptions,
+    patterns=patterns,
+    list_parts=list_parts,
+    iter_part=iter_part,
+    has_splits=True,
+    images_are_rows=True,
+)
+
+
+def _row_files(files: Sequence[SourceFile], options: ImageFolderOptions) -> Iterator[SourceFile]:
+    """One file per row, in order: every image, and every text file that has no image."""
+    with_image = {_stem(file.name) for file in files if _is_image(file.name)}
+    for file in files:
+        is_text = options.answer == "text_file" and file.name.endswith(f".{options.suffix}")
+        if _is_image(file.name) or (is_text and file.name.removesuffix(f".{options.suffix}") not in with_image):
+            yield file
+
+
+def _parts(files: Sequence[SourceFile], subset: str, options: ImageFolderOptions) -> Iterator[Part]:
+    first_row = 0
+    for split, run in groupby(files, lambda file: _split(file.name, options)):
+        of_split = list(run)
+        for start in range(0, len(of_split), _PART_ROWS):
+            chosen = of_split[start : start + _PART_ROWS]
+            yield Part(
+                path=chosen[0].path,
+                name=chosen[0].name,
+                subset=subset,
+                span=(first_row, first_row + len(chosen)),
+                first_row=first_row,
+                file_row=0,
+                num_rows=len(chosen),
+                split=split,
+                files=tuple(file.name for file in chosen),
+            )
+            first_row += len(chosen)
+
+
+def _sample(key: str, name: str, reader: ImageReader, options: ImageFolderOptions) -> Sample:
+    if not _is_image(name):
+        raise SkipSample("image_not_found", "a text without an image of the same name")
+    answer = _text(name, reader, options) if options.answer == "text_file" else _folder_name(name, options)
+    if IMAGE_SLOT in answer:
+        raise SkipSample("special_token_in_text", f"the text holds {IMAGE_SLOT}")
+    question = options.question if IMAGE_SLOT in options.question else IMAGE_SLOT + options.question
+    messages = (Message(role="user", text=stripped(question)), Message(role="assistant", text=answer))
+    sample = Sample(key=key, messages=messages, images=(reader.read(f"./{name}"),))
+    sample.check()
+    return sample
+
+
+def _text(name: str, reader: ImageReader, options: ImageFolderOptions) -> str:
+    """The text of the file beside an image."""
+    text_name = f"{_stem(name)}.{options.suffix}"
+    try:
+        return stripped(reader.read(f"./{text_name}").decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise SkipSample("schema_error", f"{text_name!r} is not UTF-8: {error.reason} at byte {error.start}") from None
+    except SkipSample as skip:
+        raise SkipSample("schema_error", f"no caption file ({skip.detail})") from None
+
+
+def _folder_name(name: str, options: ImageFolderOptions) -> str:
+    """The folder of an image, in words."""
+    folders = _folders(name, options)
+    if not folders:
+        raise SkipSample("schema_error", "the image lies in no folder that names its class")
+    return folders[-1].replace("_", " ").replace("-", " ").strip()
+
+
+def _folders(name: str, options: ImageFolderOptions) -> list[str]:
+    """The folders of a file below the source, that of a split left out."""
+    folders = name.split("/")[:-1]
+    return folders[1:] if _split(name, options) is not None else folders
+
+
+def _split(name: str, options: ImageFolderOptions) -> Split | None:
+    top, slash, _ = name.partition("/")
+    if slash and top in options.heldout_splits:
+        return "heldout"
+    return "train" if slash and top in options.train_splits else None
+
+
+def _is_image(name: str) -> bool:
+    return name.lower().endswith(_IMAGES)
+
+
+def _stem(name: str) -> str:
+    """A name without its last suffix."""
+    return name.rpartition(".")[0]

@@ -1,0 +1,97 @@
+"""`athanor init`: look at raw data, say how it can be read, and write a recipe that runs."""
+
+import argparse
+from pathlib import Path
+
+from dataset_builders.contracts.sample import Sample
+from dataset_builders.errors import InputError
+from dataset_builders.pictures.images import PILLOW_PIXEL_LIMIT, ImageLimits, preview_png
+from dataset_builders.recognise.layouts import nearest_layout
+from dataset_builders.recognise.peek import ROW_SUFFIXES, TAR_SUFFIX
+from dataset_builders.recognise.recognise import recognise
+from dataset_builders.recognise.trial import Trial
+from dataset_builders.storage.files import write_text
+from dataset_builders.storage.store import StorePath, absolute, check_reachable, is_local, location, side_dir
+from flows.cli.init.choice import choose, data_name
+from flows.cli.init.findings import SHOWN, anomalies, is_colourful, sample_lines, summary
+from flows.cli.init.recipe_text import recipe_text
+from flows.pipeline.recipe import load_recipe
+from flows.resources.host import gpu_memory_gb
+from stages.inputs.raw_source import download_first
+from stages.pages.report import REPORT_HTML, Pictures, Table, write_report
+
+_LIMITS = ImageLimits(max_pixels=PILLOW_PIXEL_LIMIT, min_side=4)  # convert.min_image_side of the recipes
+_PAGE_SAMPLES = 12
+
+
+def init_command(args: argparse.Namespace) -> int:
+    """Recognise the data, show samples and what looks wrong, and write the recipe.
+
+    Raises:
+        InputError: the data cannot be read, or the recipe's file is there already.
+    """
+    out = Path(args.out or f"{data_name(args.data)}.yaml")
+    if out.exists():
+        raise InputError(f"--out {out} is there already; delete it, or give --out another name")
+    data, source, notes = _open(args.data)
+    found = recognise(source, _LIMITS)
+    if found.best is None:
+        raise InputError(nearest_layout(source, found))
+    trial = found.best
+    memory = args.gpu_memory if args.gpu_memory is not None else gpu_memory_gb()
+    choice = choose(trial, args.model, memory)
+    for line in summary(found, trial):
+        print(line)
+    for sample in trial.samples[:SHOWN]:
+        print()
+        for line in sample_lines(sample, is_colourful()):
+            print(line)
+    page = _write_page(side_dir(args.root) / "init" / data_name(args.data), trial)
+    print(f"\nMore samples, with their images: {page}")
+    for line in (*notes, *anomalies(found.survey, trial)):
+        print(f"look at: {line}")
+    write_text(out, recipe_text(data_name(args.data), data, trial, choice))
+    load_recipe(str(out))
+    print(f"\nModel: {choice.words}")
+    print(f"Wrote {out}. Next:\n  athanor plan {out}\n  athanor run {out}")
+    return 0
+
+
+def _open(data: str) -> tuple[str, StorePath, list[str]]:
+    """The recipe's `data`, the source that is looked at, and what to say about it.
+
+    Raises:
+        InputError: there is no such directory, file, URL or hub dataset.
+    """
+    source = location(data)
+    if not is_local(source):
+        check_reachable(source)
+        return data, source, []
+    if source.exists():
+        return str(absolute(source)), source, []
+    if data.startswith(("/", ".", "~")) or data.count("/") != 1:
+        raise InputError(f"{data} does not exist; give a directory, a file, a URL or a hub name (owner/name)")
+    directory, name, number = download_first(data, (*ROW_SUFFIXES, TAR_SUFFIX))
+    return data, directory, [f"of the hub's {number:,} files of rows only {name} was downloaded and looked at"]
+
+
+def _write_page(directory: Path, trial: Trial) -> Path:
+    """A page of samples with their images."""
+    directory.mkdir(parents=True, exist_ok=True)
+    shown = [sample for sample in trial.samples[:_PAGE_SAMPLES] if sample.images]
+    pictures = [(preview_png(list(sample.images), 320), _caption(sample)) for sample in shown]
+    rows = [(s.key, len(s.images), m.role, m.text) for s in trial.samples[:_PAGE_SAMPLES] for m in s.messages]
+    sections = [
+        Pictures("Samples", pictures),
+        Table("Their messages", ["key", "images", "role", "text"], rows),
+        Table(
+            "Left out", ["reason", "rows", "the first"], [(r, n, trial.details[r]) for r, n in trial.reasons.items()]
+        ),
+    ]
+    figures = {"rows": trial.rows, "rows read": trial.tried, "usable": len(trial.samples)}
+    write_report(directory, title="Raw rows as samples", summary=figures, sections=sections)
+    return directory / REPORT_HTML
+
+
+def _caption(sample: Sample) -> str:
+    return "\n".join(f"{message.role}: {message.text}" for message in sample.messages)

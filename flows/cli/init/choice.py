@@ -1,0 +1,188 @@
+"""The settings of a new recipe: from the trial of the data, the model and the memory of the GPU."""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dataset_builders.contracts.sample import IMAGE_SLOT
+from dataset_builders.errors import InputError
+from dataset_builders.recognise.trial import Trial
+from flows.cli.init.fit import ROOMY, Fit, bin_sizes, check_memory, fit_model, smallest
+from stages.inputs.config import EmbeddedModelConfig
+from stages.inputs.hf_directory import resolve_hf_dir
+from trainer.contract.model_shape import ModelShape
+from trainer.families.family import Family
+from trainer.families.registry import get_family, get_variant, read_model
+
+# Published models that the recipe may name without a download: hub name -> the sizes of `model.variant`.
+_HUB = {
+    **{f"Qwen/Qwen3-VL-{size}-Instruct": f"qwen3_vl_{size.lower()}" for size in ("2B", "4B", "8B", "32B")},
+    **{f"Qwen/Qwen3.5-{size}": f"qwen3_5_{size.lower()}" for size in ("2B", "4B", "9B", "27B")},
+}
+_DEFAULTS = tuple(f"Qwen/Qwen3-VL-{size}-Instruct" for size in ("8B", "4B", "2B"))
+_IMAGE_TOKEN = 32 * 32  # pixels
+_MAX_PIXELS = 1_048_576
+_TINY_PIXELS = 65_536  # of the model of random weights, which trains on a CPU
+_TINY_BINS = (1024, 2048, 4096, 8192)
+_TINY_STEPS = 500  # half a minute: the tiny model is there to try the whole path
+_STEP_TOKENS = 65_536  # tokens between two updates where there is enough data
+_MOST_EPOCHS = 200
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """The settings of a recipe that depend on the data and the machine.
+
+    Attributes:
+        model: a directory or hub name; None: the tiny model of random weights.
+        fit: adapters and layout; None on a CPU.
+        is_tiny: the model is small enough for a CPU, in float32.
+        seq_len: tokens of a bin.
+        max_pixels: of an image.
+        epochs, batch: passes over the data, and bins between two updates.
+        max_new_tokens: of an answer.
+        metric: the headline metric of all subsets; empty: the default.
+    """
+
+    model: str | None
+    fit: Fit | None
+    is_tiny: bool
+    seq_len: int
+    max_pixels: int
+    epochs: int
+    batch: int
+    max_new_tokens: int
+    metrics: tuple[str, ...]
+    words: str
+
+
+def choose(trial: Trial, model: str | None, gpu_memory: float | None) -> Choice:
+    """Choose the settings.
+
+    Args:
+        model: `--model`; None: one that fits, or the tiny one where there is no GPU.
+        gpu_memory: of the GPU in GB; None: the training is on a CPU.
+
+    Raises:
+        InputError: the model is none, or does not fit the memory.
+    """
+    if gpu_memory is None and model is None:
+        return _on_cpu(trial, None)
+    if gpu_memory is None:
+        return _on_cpu(trial, model)
+    pixels = _pixels(trial, _MAX_PIXELS)
+    longest, room = _longest(trial, pixels, 3.0), check_memory(gpu_memory)
+    name, family, shape = _model(model, lambda f, s: _is_roomy(f, s, room, longest))
+    fit = fit_model(family, shape, room, longest)
+    if fit is None:
+        raise InputError(
+            f"{name} does not fit {gpu_memory:g} GB: adapters beside a base in float8, computed again, take "
+            f"{smallest(family, shape, longest) / 1e9:.0f} GB in bins of {bin_sizes(longest)[-1]:,} tokens; take a "
+            "smaller model or more memory"
+        )
+    bins = max(1, round(_tokens(trial, pixels, 3.0) * trial.rows / fit.seq_len))
+    return Choice(
+        model=name,
+        fit=fit,
+        is_tiny=False,
+        seq_len=fit.seq_len,
+        max_pixels=pixels,
+        epochs=next(epochs for rows, epochs in ((1e3, 5), (1e4, 3), (1e5, 2), (math.inf, 1)) if trial.rows < rows),
+        batch=max(1, min(_STEP_TOKENS // fit.seq_len, bins // 20)),
+        max_new_tokens=_new_tokens(trial, 3.0),
+        metrics=_metrics(trial),
+        words=f"{name}, {fit.words}: {fit.memory / 1e9:.1f} GB of {gpu_memory:g} GB by estimate",
+    )
+
+
+def data_name(source: str) -> str:
+    """A recipe's name from the data's: letters, digits and dashes."""
+    last = Path(source.rstrip("/").rpartition("/")[2] or source).name
+    stem = last.partition(".")[0] if "." in last.strip(".") else last
+    return re.sub("[^a-z0-9]+", "-", stem.lower()).strip("-") or "data"
+
+
+def _on_cpu(trial: Trial, model: str | None) -> Choice:
+    pixels = _pixels(trial, _TINY_PIXELS)
+    longest = _longest(trial, pixels, 1.5)
+    seq_len = next((size for size in _TINY_BINS if size >= longest), -(-longest // 1024) * 1024)
+    bins = max(1.0, 0.85 * _tokens(trial, pixels, 2.0) * trial.rows / seq_len)
+    if model is not None:
+        model, *_ = _model(model, lambda *_: True)
+    return Choice(
+        model=model,
+        fit=None,
+        is_tiny=True,
+        seq_len=seq_len,
+        max_pixels=pixels,
+        epochs=max(1, min(_MOST_EPOCHS, round(_TINY_STEPS / bins))),
+        batch=1,
+        max_new_tokens=_new_tokens(trial, 1.5),
+        metrics=_metrics(trial),
+        words="the tiny model of random weights" if model is None else f"{model} in float32 on the CPU",
+    )
+
+
+def _model(name: str | None, is_roomy: Callable[[Family, ModelShape], bool]) -> tuple[str, Family, ModelShape]:
+    """The named model, or the largest of the default ones that has room for LoRA."""
+    if name is None:
+        sizes = [(hub, *_variant(_HUB[hub])) for hub in _DEFAULTS]
+        return next((found for found in sizes if is_roomy(*found[1:])), sizes[-1])
+    if name in _HUB and not Path(name).exists():
+        return name, *_variant(_HUB[name])
+    return name, *read_model(resolve_hf_dir(name, "--model"))
+
+
+def _variant(name: str) -> tuple[Family, ModelShape]:
+    model_type, _ = get_variant(name)
+    return get_family(model_type), EmbeddedModelConfig(variant=name, seed=0).shape
+
+
+def _is_roomy(family: Family, shape: ModelShape, room: float, longest: int) -> bool:
+    fit = fit_model(family, shape, room, longest)
+    return fit is not None and fit.seq_len >= ROOMY and fit.is_plain
+
+
+def _pixels(trial: Trial, most: int) -> int:
+    """Area to which images are scaled down: that of the largest one seen, in whole image tokens, at most `most`."""
+    largest = max((width * height for width, height in trial.sizes), default=_IMAGE_TOKEN)
+    return min(most, max(4, -(-largest // _IMAGE_TOKEN)) * _IMAGE_TOKEN)
+
+
+def _tokens_of(trial: Trial, pixels: int, chars_per_token: float) -> list[float]:
+    sizes = iter(trial.sizes)
+    lengths = []
+    for sample in trial.samples:
+        images = [min(pixels, width * height) / _IMAGE_TOKEN + 4 for _, (width, height) in zip(sample.images, sizes)]
+        chars = sum(len(m.text.replace(IMAGE_SLOT, "")) + len(m.reasoning) for m in sample.messages)
+        lengths.append(sum(images) + chars / chars_per_token + 8 * len(sample.messages))
+    return lengths
+
+
+def _tokens(trial: Trial, pixels: int, chars_per_token: float) -> float:
+    """Mean tokens of a sample."""
+    lengths = _tokens_of(trial, pixels, chars_per_token)
+    return sum(lengths) / len(lengths)
+
+
+def _longest(trial: Trial, pixels: int, chars_per_token: float) -> int:
+    """Tokens that a bin should hold: of the longest sample seen, and a tenth more."""
+    return math.ceil(1.1 * max(_tokens_of(trial, pixels, chars_per_token)))
+
+
+def _answers(trial: Trial) -> Sequence[str]:
+    return [m.text for sample in trial.samples for m in sample.messages if m.role == "assistant"]
+
+
+def _new_tokens(trial: Trial, chars_per_token: float) -> int:
+    longest = max(len(text) for text in _answers(trial)) / chars_per_token
+    return min(1024, max(16, 2 ** math.ceil(math.log2(1.3 * longest + 2))))
+
+
+def _metrics(trial: Trial) -> tuple[str, ...]:
+    """Metrics for long answers, which are hardly ever equal to the reference; none: the table's."""
+    answers = _answers(trial)
+    words = sorted(len(text.split()) for text in answers)[len(answers) // 2]
+    return ("rouge_l", "bleu4", "exact_match") if words > 5 else ()

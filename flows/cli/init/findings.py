@@ -1,0 +1,90 @@
+"""What `athanor init` prints: the source, three samples, and everything that looks wrong."""
+
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+
+from dataset_builders.contracts.sample import IMAGE_SLOT, Sample
+from dataset_builders.pictures.images import read_rgb
+from dataset_builders.recognise.candidates import Survey
+from dataset_builders.recognise.recognise import Recognised
+from dataset_builders.recognise.trial import Trial
+
+SHOWN = 3
+_CHARS = 300  # of a text that is shown
+_SIDE = 36  # columns of an image on the terminal
+_FEW = 5  # names that are listed
+
+
+def summary(found: Recognised, trial: Trial) -> Iterator[str]:
+    """Lines that say what was recognised, and why."""
+    reading = trial.reading
+    options = ", ".join(f"{name}={value!r}" for name, value in reading.options.items())
+    yield f"Recognised: builder {reading.builder}{f' with {options}' if options else ''}"
+    yield f"  because {reading.why}"
+    subsets = ", ".join(f"{name} ({rows:,})" for name, rows in trial.subsets.most_common(_FEW))
+    more = f" and {len(trial.subsets) - _FEW} more" if len(trial.subsets) > _FEW else ""
+    yield f"  {trial.rows:,} rows in {_counted(len(trial.subsets), 'subset')}: {subsets}{more}"
+    yield f"  {len(trial.samples):,} of the {trial.tried:,} rows that were read can be used"
+    others = [other.reading for other in found.trials if other is not trial and other.samples]
+    for other in others:
+        yield f"  it could also be {other.builder}: {other.why}"
+
+
+def sample_lines(sample: Sample, is_terminal: bool) -> Iterator[str]:
+    """A sample's images, if the terminal has colours, and its texts."""
+    yield f"{sample.key}: {_counted(len(sample.images), 'image')}"
+    if is_terminal:
+        for data in sample.images[:2]:
+            yield from _blocks(data)
+    for message in sample.messages:
+        text = " ".join(message.text.replace(IMAGE_SLOT, "<image> ").split())
+        yield f"  {message.role}: {text if len(text) <= _CHARS else text[:_CHARS] + ' ...'}"
+
+
+def anomalies(found: Survey, trial: Trial) -> Iterator[str]:
+    """A line for everything that a user should look at before a run."""
+    for reason, number in trial.reasons.most_common():
+        yield f"{number} of {trial.tried} rows are left out as {reason}; the first: {trial.details[reason]}"
+    if trial.duplicates:
+        yield f"{trial.duplicates} of {len(trial.samples)} samples repeat one before them, and will be left out"
+    if trial.reading.unused:
+        yield f"columns that are not used: {', '.join(trial.reading.unused)}"
+    yield from found.problems
+    used = sum(len(sample.images) for sample in trial.samples)
+    if found.images and not used:
+        yield f"no row uses one of the {len(found.images):,} image files, for example {found.images[0]}"
+    if found.others:
+        names = ", ".join(found.others[:_FEW]) + (" ..." if len(found.others) > _FEW else "")
+        yield f"files that are not read: {names}"
+    answers = Counter(sample.messages[-1].text for sample in trial.samples)
+    text, times = answers.most_common(1)[0]
+    if len(trial.samples) >= 10 and times > 0.9 * len(trial.samples):
+        yield f"{times} of {len(trial.samples)} answers are {text[:60]!r}: there is little to learn"
+
+
+def is_colourful() -> bool:
+    """Whether output goes to a terminal that is wide enough for an image."""
+    return sys.stdout.isatty() and shutil.get_terminal_size().columns >= 2 * _SIDE
+
+
+def _blocks(data: bytes) -> Iterator[str]:
+    """An image in half blocks of 24-bit colour (ECMA-48, SGR 38 and 48): two pixels to a character."""
+    pixels = read_rgb(data)
+    scale = _SIDE / max(pixels.shape[:2])
+    rows, columns = (max(2, round(side * scale)) for side in pixels.shape[:2])
+    rows -= rows % 2
+    small = pixels[np.arange(rows) * pixels.shape[0] // rows][:, np.arange(columns) * pixels.shape[1] // columns]
+    for upper, lower in zip(small[::2], small[1::2]):
+        yield "  " + "".join(f"{_colour(38, a)}{_colour(48, b)}\u2580" for a, b in zip(upper, lower)) + "\x1b[0m"
+
+
+def _colour(ground: int, rgb: np.ndarray) -> str:
+    return f"\x1b[{ground};2;{rgb[0]};{rgb[1]};{rgb[2]}m"
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

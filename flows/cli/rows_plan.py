@@ -1,0 +1,169 @@
+"""What the first rows of a source say about a run, before anything is made: what is left out, how long samples are."""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from dataset_builders.contracts.sample import IMAGE_SLOT, Sample
+from dataset_builders.errors import InputError
+from dataset_builders.pictures.images import ImageLimits
+from dataset_builders.recognise.reading import Reading
+from dataset_builders.recognise.trial import Trial, try_reading
+from dataset_builders.storage.store import StorePath, is_local
+from flows.cli.text_table import bytes_text
+from flows.pipeline.config import PipelineConfig
+from stages.artifacts.quarantine import check_lost, reason_words
+from stages.encode.images import load_image_config
+from stages.inputs.config import EmbeddedModelConfig
+from stages.inputs.hf_directory import hf_dir_of
+from trainer.contract.run import TrainConfig
+
+_CHARS_PER_TOKEN = 2.0  # of a tokenizer that is still to be trained, on these texts
+_TURN_TOKENS = 5  # <|im_start|>, the role, two line ends, <|im_end|>
+_VISION_TOKENS = 2  # before and after an image
+_FULL = 0.97  # tokens of a bin that packing fills
+
+
+@dataclass(frozen=True, slots=True)
+class RowsPlan:
+    """What a run would do with a source, by its first rows.
+
+    Attributes:
+        trial: of the recipe's own builder.
+        tokens: of each usable sample, about.
+        too_long: samples that are longer than `tokenize.max_seq_len`.
+        bins: training bins of the whole source, about.
+        disk: bytes of the sample shards and of the tokenized shards.
+    """
+
+    trial: Trial
+    tokens: Sequence[float]
+    too_long: int
+    bins: float
+    disk: Mapping[str, float]
+
+
+def plan_rows(config: PipelineConfig, source: StorePath, model: object) -> RowsPlan:
+    """Read the first rows of the recipe's source.
+
+    Args:
+        model: the external model; None: the embedded one, whose tokenizer is trained on these rows.
+
+    Raises:
+        InputError: the builder refuses the source; or all rows were read, and a run would refuse them.
+    """
+    convert = config.convert
+    reading = Reading(builder=convert.builder, options=convert.options, subsets=convert.subsets, why="")
+    limits = ImageLimits(max_pixels=convert.max_image_pixels, min_side=convert.min_image_side)
+    trial = try_reading(source, reading, limits=limits)
+    if trial.refused:
+        raise InputError(trial.refused)
+    if not trial.rows:
+        raise InputError(f"the files below {source} hold no rows; give a source with some")
+    _check(config, trial, source)
+    tokens = _lengths(config, trial.samples, trial.sizes, model)
+    kept = [number for number in tokens if number <= config.tokenize.max_seq_len]
+    share = trial.rows / trial.tried
+    train = 1 - convert.heldout_fraction
+    size = sum(len(image) for sample in trial.samples for image in sample.images) * share
+    stored = size if config.tokenize.codec == "original" else 3 * sum(_areas(config, trial.sizes, model)) * share
+    return RowsPlan(
+        trial,
+        tokens,
+        len(tokens) - len(kept),
+        sum(kept) * share * train / (config.plan_bins.seq_len * _FULL),
+        {"samples": size, "tokenized": stored},
+    )
+
+
+def rows_table(plan: RowsPlan, config: PipelineConfig, root: StorePath) -> list[tuple[str, str]]:
+    """(name, value) of the rows, for a table."""
+    trial, samples = plan.trial, plan.trial.samples
+    images = sum(len(sample.images) for sample in samples)
+    rows = [("rows", f"{trial.rows:,}, of which {trial.tried:,} were read")]
+    left_out = f"; left out: {reason_words(trial.reasons)}" if trial.reasons else ""
+    rows.append(("usable", f"{len(samples):,}{left_out}"))
+    rows += [(f"  {reason}", trial.details[reason]) for reason in trial.reasons]
+    if samples:
+        mean, longest = sum(plan.tokens) / len(plan.tokens), max(plan.tokens)
+        rows.append(("images", f"{images / len(samples):.2g} a sample"))
+        rows.append(("tokens", f"about {mean:,.0f} a sample, {longest:,.0f} the longest"))
+    if plan.too_long:
+        cut = f"tokenize.max_seq_len={config.tokenize.max_seq_len}"
+        rows.append(("too long", f"{plan.too_long} samples are longer than {cut} and would be left out"))
+    rows.append(
+        ("train bins", f"about {max(1, round(plan.bins)):,} of {config.plan_bins.seq_len:,} tokens to train on")
+    )
+    return [*rows, ("length", _length(config.train, plan.bins)), ("disk", _disk(plan, root))]
+
+
+def _check(config: PipelineConfig, trial: Trial, source: StorePath) -> None:
+    """Refuse what a run would refuse, where all rows were read."""
+    if trial.tried < trial.rows:
+        return
+    limit = ("convert.max_skip_fraction", config.convert.max_skip_fraction)
+    first = next(iter(trial.details.values()), "")
+    check_lost(trial.reasons, trial.tried, limit, source, f"a run's quarantine.jsonl; the first is {first}")
+    least, distinct = config.convert.min_heldout, len(trial.samples) - trial.duplicates
+    if config.convert.heldout_fraction and not trial.splits and distinct < 2 * least:
+        raise InputError(
+            f"convert.min_heldout={least}: of {distinct} usable samples only {distinct // 2} can be held out if as "
+            "many are to be trained on; add data, or lower convert.min_heldout"
+        )
+
+
+def _lengths(
+    config: PipelineConfig, samples: Sequence[Sample], sizes: Sequence[tuple[int, int]], model: object
+) -> list[float]:
+    """Tokens of each sample: its texts by the model's tokenizer, its images by their area, and those of the turns."""
+    texts = [[m.reasoning + m.text.replace(IMAGE_SLOT, "") for m in sample.messages] for sample in samples]
+    file = None if model is None else hf_dir_of(model) / "tokenizer.json"
+    if file is not None and file.is_file():
+        tokenizer = Tokenizer.from_file(str(file))
+        counts = [sum(len(one.ids) for one in tokenizer.encode_batch(turns)) for turns in texts]
+    else:
+        counts = [sum(map(len, turns)) / _CHARS_PER_TOKEN for turns in texts]
+    areas, factor = iter(_areas(config, sizes, model)), _pixel_limits(config, model)[2]
+    return [
+        count
+        + _TURN_TOKENS * len(sample.messages)
+        + sum(next(areas) / factor**2 + _VISION_TOKENS for _ in sample.images)
+        for count, sample in zip(counts, samples)
+    ]
+
+
+def _areas(config: PipelineConfig, sizes: Sequence[tuple[int, int]], model: object) -> list[float]:
+    """Pixels of each image after it is scaled."""
+    low, high, _ = _pixel_limits(config, model)
+    return [min(high, max(low, width * height)) for width, height in sizes]
+
+
+def _pixel_limits(config: PipelineConfig, model: object) -> tuple[int, int, int]:
+    """Least and largest area of a scaled image, and the side of the square that becomes one token."""
+    low, high = config.tokenize.min_pixels, config.tokenize.max_pixels
+    if isinstance(config.model, EmbeddedModelConfig):
+        merge = config.model.shape.vision.spatial_merge_size if config.model.shape.vision else 1
+        return low or config.model.min_pixels, high or config.model.max_pixels, config.model.patch_size * merge
+    found = load_image_config(hf_dir_of(model), low, high)
+    return found.min_pixels, found.max_pixels, found.factor
+
+
+def _length(train: TrainConfig, bins: float) -> str:
+    batch = train.global_batch_size
+    if train.num_epochs is not None:
+        return f"{train.num_epochs:g} epochs are about {max(1, round(train.num_epochs * bins / batch)):,} steps"
+    return f"{train.num_steps:,} steps are about {train.num_steps * batch / max(1.0, bins):.2g} epochs"
+
+
+def _disk(plan: RowsPlan, root: StorePath) -> str:
+    need = sum(plan.disk.values())
+    parts = ", ".join(f"{name} {bytes_text(value)}" for name, value in plan.disk.items())
+    if not is_local(root):
+        return f"about {bytes_text(need)} ({parts})"
+    place = next(parent for parent in (Path(root), *Path(root).resolve().parents) if parent.exists())
+    free = shutil.disk_usage(place).free
+    note = "" if need < free else ": TOO LITTLE"
+    return f"about {bytes_text(need)} ({parts}); {bytes_text(free)} are free{note}"

@@ -1,0 +1,80 @@
+"""Which columns are the image, the question and the answer."""
+
+import pytest
+
+from dataset_builders.recognise.columns import CLASSIFY, DESCRIBE, READ, find_columns
+from dataset_builders.recognise.members import tar_options
+
+STRUCT = {"bytes": b"\x89PNG", "path": None}
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"image": STRUCT, "question": "a?", "answer": "b"}, ("image", "question", "answer")),
+        ({"Image": b"\x89PNG", "Query": "a?", "Response": "b", "id": 3}, ("Image", "Query", "Response")),
+        ({"file_name": "a/1.JPG", "text": "a cat"}, ("file_name", f"<image>{DESCRIBE}", "text")),
+        ({"img": [STRUCT, STRUCT], "prompt": "both?", "completion": "yes"}, ("img", "prompt", "completion")),
+        ({"image": STRUCT, "label": "cat", "width": 3}, ("image", f"<image>{CLASSIFY}", "label")),
+        ({"image": STRUCT, "latex_formula": "x^2"}, ("image", f"<image>{READ}", "latex_formula")),
+        ({"picture": "data:image/png;base64,iVBO", "q": "Is it a dog?", "a": "no"}, ("picture", "q", "a")),
+        ({"instruction": "Add.", "output": 3, "source": "web"}, (None, "instruction", "output")),
+        ({"page scan": STRUCT, "id": 1, "words": "a b"}, ("page scan", f"<image>{DESCRIBE}", "words")),
+    ],
+)
+def test_columns_by_their_names_and_values(row, expected):
+    found = find_columns([row, row])
+    assert (found.options["image"], found.options["question"], found.options["answer"]) == expected
+    assert set(found.unused) == set(row) - set(expected)
+
+
+def test_several_answers_are_references_and_a_null_image_may_be_absent():
+    rows = [
+        {"image": "1.png", "question": "a?", "answers": ["x", "y"]},
+        {"image": "", "question": "b?", "answers": ["z"]},
+    ]
+    options = find_columns(rows).options
+    assert options["references"] == options["answer"] == "answers" and options["null_image"] == "absent"
+
+
+def test_a_column_of_splits_is_taken_where_its_values_are_known():
+    rows = [{"question": "a", "answer": "b", "split": split} for split in ("train", "train", "dev")]
+    assert find_columns(rows).options["heldout_splits"] == ["dev", "validation", "test"]
+    rows[0]["split"] = "north"
+    assert "split" not in find_columns(rows).options
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ({"image": STRUCT, "width": [3, None]}, "no column looks like an answer among: image, width"),
+        ({"answer": "b", "id": 3}, "no column looks like a question, and none holds images, among: answer, id"),
+    ],
+)
+def test_why_there_is_no_reading(row, why):
+    assert find_columns([row]) == why
+
+
+@pytest.mark.parametrize(
+    ("group", "options"),
+    [
+        ({"jpg": b"", "txt": b""}, {"question": f"constant:{DESCRIBE}", "answer": "txt"}),
+        ({"0.png": b"", "1.png": b"", "json": b'{"messages": [1]}'}, {"messages": "json:messages"}),
+        (
+            {"jpg": b"", "json": b'{"question": "a?", "answer": "b"}'},
+            {"question": "json:question", "answer": "json:answer"},
+        ),
+        ({"jpg": b"", "json": b'{"caption": "b"}'}, {"question": f"constant:{DESCRIBE}", "answer": "json:caption"}),
+        ({"json": b'[{"role": "user"}]'}, {"text_only": True, "messages": "json"}),
+        ({"jpg": b"", "json": b"{", "cls": b"3"}, {"question": f"constant:{DESCRIBE}", "answer": "cls"}),
+    ],
+)
+def test_members_of_a_tar(group, options):
+    assert tar_options([group, group]) == options
+
+
+def test_a_tar_without_text_is_refused():
+    assert (
+        tar_options([{"jpg": b"", "npy": b""}]) == "no member with text (json, txt, caption, text, cls) among: jpg, npy"
+    )
+    assert tar_options([]) == "it holds no sample"

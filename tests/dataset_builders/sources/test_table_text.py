@@ -1,0 +1,277 @@
+"""Tables in CSV, TSV and JSON files: the same samples as from parquet, and the odd rows and files of text."""
+
+import csv
+import gzip
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dataset_builders.contracts.sample import Sample
+from dataset_builders.errors import InputError
+from dataset_builders.readers import csv_files, json_lines, table_files
+from dataset_builders.sources.table import TableOptions, iter_part, list_parts
+from dataset_builders.storage.store import location
+from tests.helpers.json_rows import data_uri, read_source, reasons, turns, write_file
+from tests.helpers.json_rows import json_lines as as_lines
+from tests.helpers.object_store import BUCKET, moto_server
+from tests.helpers.raw_rows import png
+
+ONE = png(1)
+MAP = {"image": "image", "question": "question", "answer": "answer"}
+HEADER = "image,question,answer\n"
+GOOD = "1.png,What?,this\n"
+
+
+@pytest.fixture
+def source(tmp_path):
+    write_file(tmp_path / "1.png", ONE)
+    return tmp_path
+
+
+def read(source, **options):
+    return read_source("table", source, **MAP | options)
+
+
+def read_csv(source, text, name="t.csv", **options):
+    """What comes of a file of this text."""
+    write_file(source / name, text if isinstance(text, bytes) else text.encode())
+    return read(source / name, **options)
+
+
+def write_rows(path, rows):
+    """The rows, one dict each, as a file of the kind that the suffix names."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=3)
+    elif path.suffix in (".csv", ".tsv"):
+        delimiter = "\t" if path.suffix == ".tsv" else ";" if "semicolon" in path.name else ","
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]), delimiter=delimiter)
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        path.write_bytes(as_lines(rows) if path.suffix == ".jsonl" else json.dumps(rows).encode())
+    return path
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    for module in (csv_files, json_lines, table_files):
+        monkeypatch.setattr(module, "_PART_ROWS", 3)
+
+
+ROWS = [{"image": "1.png", "question": f'{i}, "two";\n\u00e9\tthree', "answer": str(i), "more": ""} for i in range(10)]
+KINDS = ("a.parquet", "a.csv", "a_semicolon.csv", "a.tsv", "a.jsonl", "a.json")
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_parts_of_every_kind_of_file_give_the_same_rows_side_by_side(name, source, small_parts):
+    path, options = write_rows(source / name, ROWS), TableOptions(**MAP)
+    parts = list_parts(path, (), options)
+    assert [(part.first_row, part.num_rows) for part in parts] == [(0, 3), (3, 3), (6, 3), (9, 1)]
+    backwards = [list(iter_part(part, options)) for part in reversed(parts)]
+    found = [item for items in reversed(backwards) for item in items]
+    assert [turns(item) for item in found] == [
+        [("user", f"<image>{row['question']}"), ("assistant", row["answer"])] for row in ROWS
+    ]
+    assert [int(item.key[-8:]) for item in found] == list(range(10))
+    assert [item.key[-1] for item in read_source("table", path, rows={2, 7}, **MAP)] == ["2", "7"]
+
+
+def test_files_of_different_kinds_in_a_subset_are_numbered_on(source, small_parts):
+    for i, suffix in enumerate(("jsonl", "parquet", "tsv", "json", "csv")):
+        write_rows(source / "mix" / f"{i}.{suffix}", [{**row, "answer": f"{i}"} for row in ROWS[:4]])
+    write_file(source / "other/state.json", b'{"written": "by the library datasets"}')
+    write_rows(source / "other" / "dataset-0.csv", ROWS[:1])
+    found = read(source, image_root=".")
+    assert [item.key for item in found] == [*(f"mix/{i:08d}" for i in range(20)), "other/00000000"]
+    assert [turns(item)[1][1] for item in found] == [str(i) for i in range(5) for _ in range(4)] + ["0"]
+    assert [item.key for item in read_source("table", source, ["other"], **MAP, image_root=".")] == ["other/00000000"]
+
+
+FORMS = {
+    "byte order mark": b"\xef\xbb\xbf" + (HEADER + GOOD).encode(),
+    "byte order mark before a quote": b'\xef\xbb\xbf"image",question,answer\n1.png,What?,this\n',
+    "CRLF": (HEADER + GOOD).replace("\n", "\r\n").encode(),
+    "CR": (HEADER + GOOD).replace("\n", "\r").encode(),
+    "no line break at the end": (HEADER + GOOD).encode()[:-1],
+    "blank lines": ("\n \n" + HEADER + "\r\n" + "  \t\n" + GOOD + "\n\n").encode(),
+    "white space before cells": b'image, question, answer\n1.png, "What?", this\n',
+    "more columns than are read": b"a,image,question,,answer,a\n0,1.png,What?,,this,\n",
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_forms_of_csv_files(name, source):
+    (item,) = read_csv(source, FORMS[name])
+    assert item.images == (ONE,) and turns(item) == [("user", "<image>What?"), ("assistant", "this")]
+
+
+def test_the_delimiter_is_that_of_the_header(source):
+    assert turns(read_csv(source, "image\tquestion\tanswer\n1.png\ta;b;c;d,e\tf\n")[0])[1] == ("assistant", "f")
+    assert turns(read_csv(source, "image;question;answer,\n1.png;a;f\n", answer="answer,")[0])[1] == ("assistant", "f")
+    assert turns(read_csv(source, "answer\nlike,this\nthat\n", image=None, question="{answer}?")[1])[1][1] == "that"
+
+
+# the middle row of three -> (its reason, what its detail says)
+BAD_ROWS = {
+    "1.png,What?": ("schema_error", "the row has 2 cells, the header 3"),
+    "1.png,What?,this,that": ("schema_error", "the row has 4 cells, the header 3"),
+    '1.png,"What?\n1.png,What?,this\n1.png,"What"?,this': ("schema_error", "3 lines, so a quote may be missing"),
+    '1.png,"What?\n1.png,What?,this\n1.png,What",a,b,c': ("schema_error", "5 cells, the header 3; it has 3 lines"),
+    '1.png,"What"?,this': ("schema_error", "the row is malformed: ',' expected after '\"'"),
+    b"1.png,What?,\xe9t\xe9": ("schema_error", "answer: not UTF-8"),
+    b"1.png,What?,\xed\xa0\x80": ("schema_error", "answer: not UTF-8"),
+    ",What?,this": ("schema_error", "image is null"),
+    ",,": ("schema_error", "image is null"),
+    "1.png,What?,": ("empty_target", ""),
+    "1.png,What?,a\0b": ("control_chars", ""),
+    "2.png,What?,this": ("image_not_found", "'2.png'"),
+    "../1.png,What?,this": ("image_not_found", "outside"),
+}
+
+
+@pytest.mark.parametrize("row", BAD_ROWS)
+def test_a_bad_row_is_named_and_its_neighbours_stay(row, source):
+    write_file(source.parent / "1.png", ONE)
+    line = row if isinstance(row, bytes) else row.encode()
+    found = read_csv(source, HEADER.encode() + GOOD.encode() + line + b"\n" + GOOD.encode())
+    reason, detail = BAD_ROWS[row]
+    assert reasons(found) == [None, reason, None] and detail in found[1].detail
+    assert [item.key for item in found] == [f"t/{i:08d}" for i in range(3)]
+
+
+def test_empty_cells_of_images_and_references_are_null(source):
+    text = "image,question,answer,all\n ,What?,this,\n1.png,What?,this,that\n1.png,,this,\n"
+    found = read_csv(source, text, null_image="absent", references="all")
+    assert [item.images for item in found] == [(), (ONE,), (ONE,)]
+    assert [item.messages[1].references for item in found] == [(), ("that",), ()]
+    assert turns(found[2])[0] == ("user", "<image>")
+
+
+WRONG = {
+    "UTF-16": ((HEADER + GOOD).encode("utf-16"), r"t\.csv is UTF-16; convert it to UTF-8"),
+    "gzip": (gzip.compress((HEADER + GOOD).encode()), r"t\.csv is compressed by gzip; unpack it"),
+    "empty": (b"", r"t\.csv has no header line"),
+    "blank": (b"\n \r\n", r"t\.csv has no header line"),
+    "no such column": (b"image,questions,answer\n", r"has no column 'question'.*answer; did you mean 'questions'"),
+    "a name of two lines": (
+        b'"ima\nge",question,answer\n',
+        r"has no column 'image'.*: 'ima\\nge', question, answer; did",
+    ),
+    "a column twice": (b"image,question,answer, answer\n", "has the column 'answer' 2 times"),
+    "header not UTF-8": (b"image,question,answer,r\xe9f\n", "the header line is not UTF-8; convert the file"),
+    "open quote": (
+        (HEADER + GOOD + '1.png,"What?,this\n' + GOOD).encode(),
+        f"the row at byte {len(HEADER + GOOD)} is not finished at the end of the file",
+    ),
+    "open quote in the header": (b'image,"question,answer\n', "the row at byte 0 is not finished"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_file_that_cannot_be_read_ends_in_one_line(name, source):
+    content, message = WRONG[name]
+    with pytest.raises(InputError, match=message) as caught:
+        read_csv(source, content)
+    assert "\n" not in str(caught.value) and str(source / "t.csv") in str(caught.value)
+
+
+def test_a_quote_that_is_open_for_too_long_is_refused_before_it_fills_memory(source, monkeypatch):
+    monkeypatch.setattr(csv_files, "MAX_ROW_BYTES", 100)
+    assert reasons(read_csv(source, HEADER + GOOD + '1.png,"' + "a " * 40 + '\n",this\n')) == [None, None]
+    for row in ('1.png,"' + "a b\n" * 25 + '",this\n', "1.png," + "a" * 100 + ",this\n"):
+        with pytest.raises(InputError, match=r"the row at byte 39 is not finished at 100 bytes on"):
+            read_csv(source, HEADER + GOOD + row + GOOD)
+
+
+def test_an_image_in_a_cell_may_be_long(source):
+    image = png(2, 400, 400) + b"\0" * 200_000
+    assert read_csv(source, f'{HEADER}"{data_uri(image)}",What?,this\n')[0].images == (image,)
+
+
+def test_a_file_that_changes_after_it_was_cut_is_refused(source):
+    path = write_file(source / "t.csv", (HEADER + GOOD * 3).encode())
+    (part,) = list_parts(path, (), TableOptions(**MAP))
+    path.write_text(HEADER + GOOD * 2)
+    with pytest.raises(InputError, match="became shorter while it was read, before row 2"):
+        list(iter_part(part, TableOptions(**MAP)))
+
+
+BAD_JSON = {
+    '{"image": "1.png", "question": "What?"}': ("schema_error", "the row has no field 'answer'"),
+    '{"image": "1.png", "question": "What?", "answers": "a"}': ("schema_error", "did you mean 'answers'"),
+    '{"question": "What?", "answer": "a"}': ("schema_error", "no field 'image'"),
+    '{"image": null, "question": "What?", "answer": "a"}': ("schema_error", "image is null"),
+    '{"image": 7, "question": "What?", "answer": "a"}': ("schema_error", "image 0 has no bytes and names no file"),
+    '{"image": ["1.png", 7], "question": "What?", "answer": "a"}': ("schema_error", "image 1 has no bytes"),
+    '{"image": "1.png", "question": ["What?"], "answer": "a"}': ("schema_error", "question holds an array"),
+    '{"image": "1.png", "question": "What?", "answer": {"a": 1}}': ("schema_error", "answer holds an object"),
+    '{"image": "1.png", "question": "What?", "answer": [["a"]]}': ("schema_error", "answer holds an array"),
+    '{"image": "1.png", "question": "What?", "answer": null}': ("schema_error", "answer is null"),
+    '{"image": "1.png", "question": "What?", "answer": NaN}': ("schema_error", "answer is nan"),
+    '{"image": "1.png", "question": "What?", "answer": "\\ud800"}': ("schema_error", "not Unicode"),
+    '["1.png", "What?", "a"]': ("schema_error", "the row is an array, not an object"),
+    '{"image": "1.png"': ("json_parse_error", ""),
+}
+
+
+@pytest.mark.parametrize("row", BAD_JSON)
+def test_a_bad_json_row_is_named_and_its_neighbours_stay(row, source):
+    good = {"image": ["1.png"], "question": 1, "answer": ["yes", True, 1.5]}
+    write_file(source / "t.jsonl", as_lines([good, row.encode(), {**good, "image": {"path": "1.png"}}]))
+    found = read(source, answers="join")
+    reason, detail = BAD_JSON[row]
+    assert reasons(found) == [None, reason, None] and detail in found[1].detail
+    assert turns(found[0]) == turns(found[2]) == [("user", "<image>1"), ("assistant", "yes, true, 1.5")]
+
+
+SPLITS = ["train", "test", "train", "", "validation", "test", "test", "test", "train"]
+
+
+@pytest.mark.parametrize("name", ["t.csv", "t.jsonl", "t.json"])
+def test_a_split_column_divides_every_part(name, source, monkeypatch):
+    for module in (csv_files, json_lines):
+        monkeypatch.setattr(module, "_PART_ROWS", 4)
+    null = "" if name == "t.csv" else None
+    write_rows(source / name, [{**row, "part": split or null} for row, split in zip(ROWS, SPLITS)])
+    options = TableOptions(**MAP, split="part")
+    parts = list_parts(source, (), options)
+    assert [(p.split, p.first_row, p.file_row, p.num_rows) for p in parts] == [
+        ("train", 0, 0, 1),
+        ("heldout", 1, 1, 1),
+        ("train", 2, 2, 2),
+        ("heldout", 4, 4, 4),
+        ("train", 8, 8, 1),
+    ]
+    found = [(i, item) for i, part in enumerate(parts) for item in iter_part(part, options)]
+    assert [(i, int(item.key[2:])) for i, item in found] == list(zip((0, 1, 2, 2, 3, 3, 3, 3, 4), range(9)))
+    assert [turns(item)[1][1] for _, item in found if isinstance(item, Sample)] == list("01245678")
+    assert [item.key[-1] for item in read_source("table", source, rows={1, 6}, **MAP, split="part")] == ["1", "6"]
+
+
+def test_an_unknown_split_is_named_with_its_row(source):
+    write_rows(source / "t.csv", [{**ROWS[0], "part": split} for split in ("train", "", "dev")])
+    with pytest.raises(InputError, match=r"t\.csv, row 2: column 'part' holds 'dev', which is neither"):
+        read(source, split="part")
+
+
+def test_images_of_a_text_table_begin_at_a_folder_of_the_source(source):
+    write_file(source / "tables/t.csv", (HEADER + GOOD).encode())
+    write_file(source / "pictures/1.png", png(2))
+    assert reasons(read(source)) == ["image_not_found"]
+    assert read(source, image_root="pictures")[0].images == (png(2),)
+
+
+def test_text_tables_in_a_store(source, small_parts):
+    with moto_server():
+        top = location(f"s3://{BUCKET}/raw")
+        (top / "a/1.png").write_bytes(ONE)
+        for name in ("a/0.csv", "a/1.jsonl", "a/2.json", "a/3.parquet"):
+            here = write_rows(source / name, ROWS)
+            (top / name).write_bytes(here.read_bytes())
+        found = read(top)
+    assert [item.key for item in found] == [f"a/{i:08d}" for i in range(40)] and reasons(found) == [None] * 40
+    assert [turns(item)[1][1] for item in found] == [row["answer"] for row in ROWS] * 4

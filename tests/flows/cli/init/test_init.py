@@ -1,0 +1,125 @@
+"""`athanor init`: each common layout of a user's own data is recognised, each fault named, and the recipe runs."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flows.cli.main import main
+from flows.pipeline.recipe import load_recipe
+from stages.artifacts.artifact import External
+from stages.artifacts.run_stage import run_stage
+from stages.convert.stage import STAGE as CONVERT
+from tests.helpers.hub import hub_server
+from tests.helpers.own_data import LAYOUTS, csv_paths, draw_rows, parquet_images
+from tests.helpers.own_faults import FAULTS
+
+ROWS = 40
+REPO = Path(__file__).parents[4]
+
+
+def init(tmp_path, capsys, data, *more: str) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of `athanor init DATA`, whose recipe is tmp_path/my.yaml."""
+    status = main(["init", str(data), "--out", str(tmp_path / "my.yaml"), "--root", str(tmp_path / "root"), *more])
+    return status, *capsys.readouterr()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_layout_becomes_a_recipe_whose_samples_are_the_rows(tmp_path, capsys, layout):
+    write, builder = LAYOUTS[layout]
+    rows = draw_rows(seed=len(layout), number=ROWS)
+    write(tmp_path / "my data", rows)
+    status, out, err = init(tmp_path, capsys, tmp_path / "my data")
+    assert status == 0, err
+    assert f"builder {builder}" in out and f"{ROWS} of the {ROWS} rows that were read can be used" in out
+    config = load_recipe(str(tmp_path / "my.yaml")).config
+    assert config.name == "my-data" and config.convert.builder == builder
+    raw = {"raw": External(tmp_path / "my data", "raw", "0" * 16)}
+    made = run_stage(CONVERT, config.convert, raw, tmp_path / "root").artifact.manifest
+    assert made.num_samples == len({(row.image, row.question, row.answer) for row in rows}) and made.skips == {}
+    assert {shard.split for shard in made.shards} == {"train", "heldout"}
+    page = (tmp_path / "root" / "init" / "my-data" / "report.html").read_text()
+    assert layout == "text_alone" or page.count("data:image/png") >= 10
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_fault_is_named_in_one_line(tmp_path, capsys, fault):
+    write, words = FAULTS[fault]
+    write(tmp_path / "data", draw_rows(5, ROWS))
+    status, out, err = init(tmp_path, capsys, tmp_path / "data")
+    lines = err.splitlines() if status else [line for line in out.splitlines() if line.startswith("look at: ")]
+    assert any(words in line for line in lines), (status, out, err)
+    assert status in (0, 2) and (status == 0 or len(lines) == 1)
+    assert (tmp_path / "my.yaml").exists() == (status == 0)
+
+
+def test_a_recipe_is_not_overwritten(tmp_path, capsys):
+    csv_paths(tmp_path / "data", draw_rows(1, 20))
+    (tmp_path / "my.yaml").write_text("mine")
+    status, _, err = init(tmp_path, capsys, tmp_path / "data")
+    assert status == 2 and "my.yaml is there already; delete it, or give --out another name" in err
+    assert (tmp_path / "my.yaml").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("memory", "model", "adapter", "recompute"),
+    [
+        ("24", "Qwen/Qwen3-VL-2B-Instruct", "train_precision", "none"),
+        ("48", "Qwen/Qwen3-VL-8B-Instruct", "train_precision", "none"),
+        ("80", "Qwen/Qwen3-VL-8B-Instruct", "train_precision", "none"),
+    ],
+)
+def test_a_model_that_fits_the_gpu(tmp_path, capsys, memory, model, adapter, recompute):
+    csv_paths(tmp_path / "data", draw_rows(1, 30))
+    status, out, err = init(tmp_path, capsys, tmp_path / "data", "--gpu-memory", memory)
+    assert status == 0, err
+    config = load_recipe(str(tmp_path / "my.yaml")).config
+    assert (config.model, config.train.adapter.base) == (model, adapter)
+    assert config.execution.parallel.recompute == recompute and config.train.precision == "bfloat16"
+    assert f"{model}, LoRA of rank 16: " in out and f"of {memory} GB by estimate" in out
+
+
+@pytest.mark.parametrize(
+    ("model", "memory", "words"),
+    [
+        ("2B", "141", "the whole model: "),
+        ("4B", "24", "LoRA of rank 16, layers computed again in backward: "),
+        ("8B", "24", "LoRA of rank 16 beside a base in float8, layers computed again in backward: "),
+    ],
+)
+def test_settings_with_which_a_model_fits(tmp_path, capsys, model, memory, words):
+    name = f"Qwen/Qwen3-VL-{model}-Instruct"
+    csv_paths(tmp_path / "data", draw_rows(1, 30))
+    status, out, err = init(tmp_path, capsys, tmp_path / "data", "--gpu-memory", memory, "--model", name)
+    assert status == 0 and f"Model: {name}, {words}" in out, (out, err)
+
+
+def test_a_model_that_does_not_fit_is_refused(tmp_path, capsys):
+    csv_paths(tmp_path / "data", draw_rows(1, 30))
+    more = ("--gpu-memory", "24", "--model", "Qwen/Qwen3-VL-32B-Instruct")
+    status, _, err = init(tmp_path, capsys, tmp_path / "data", *more)
+    assert status == 2 and "Qwen3-VL-32B-Instruct does not fit 24 GB: adapters beside a base in float8" in err
+    status, _, err = init(tmp_path, capsys, tmp_path / "data", "--gpu-memory", "0")
+    assert status == 2 and "--gpu-memory 0 is no memory of a GPU in GB" in err
+
+
+def test_a_dataset_of_the_hub_is_looked_at_by_its_first_file(tmp_path):
+    directory = tmp_path / "hub"
+    parquet_images(directory, draw_rows(2, ROWS))
+    (directory / "zz.parquet").write_bytes(b"never asked for")
+    with hub_server("me/squares", directory) as (address, fetched):
+        unset = ("HF_HUB_OFFLINE", "HF_ENDPOINT", "HF_HOME")
+        env = {name: value for name, value in os.environ.items() if name not in unset}
+        done = subprocess.run(
+            [sys.executable, "-m", "flows.cli.main", "init", "me/squares", "--out", "my.yaml"],
+            env={**env, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": str(REPO)},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
+    assert done.returncode == 0, done.stderr
+    assert load_recipe(str(tmp_path / "my.yaml")).config.data == "me/squares"
+    assert fetched == ["train-00000-of-00001.parquet"]
+    assert "of the hub's 2 files of rows only train-00000-of-00001.parquet was downloaded" in done.stdout

@@ -1,0 +1,83 @@
+"""`athanor plan` on rows that are not converted yet: what they are, what a run would refuse, and what fits a GPU."""
+
+import re
+
+import pytest
+
+from flows.cli.main import main
+from tests.helpers.json_rows import json_lines, write_file
+from tests.helpers.raw_rows import png
+from tests.helpers.tiny_model import tiny_hf_dir
+
+SETTINGS = ("convert.builder=openai_messages", "convert.options={}")
+
+
+def chat(number: int, text: str = "What is it?") -> dict:
+    content = [{"type": "image_url", "image_url": {"url": f"{number % 4}.png"}}, {"type": "text", "text": text}]
+    return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": f"a {number}"}]}
+
+
+def plan(tmp_path, capsys, rows, *settings: str, more: tuple[str, ...] = ()) -> tuple[int, dict[str, str], str]:
+    """Exit status, the lines of the tables by their first words, and what goes to stderr."""
+    for number in range(4):
+        write_file(tmp_path / f"raw/{number}.png", png(number, 64, 64))
+    write_file(tmp_path / "raw/chats.jsonl", json_lines(rows))
+    overrides = [word for each in (f"data={tmp_path / 'raw'}", *SETTINGS, *settings) for word in ("--set", each)]
+    status = main(["plan", *overrides, *more, "--root", str(tmp_path / "root")])
+    out, err = capsys.readouterr()
+    lines = dict(re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in out.splitlines() if "  " in line.strip())
+    return status, lines, err
+
+
+def test_the_first_rows_tell_images_tokens_bins_epochs_and_disk(tmp_path, capsys):
+    rows = [chat(number) for number in range(60)] + [chat(60, "long " * 2000), {"messages": []}]
+    model = f"model={tiny_hf_dir()}"
+    settings = ("tokenize.max_pixels=4096", "train.num_steps=null", "train.num_epochs=4")
+    status, lines, _ = plan(tmp_path, capsys, rows, model, *settings)
+    assert status == 0
+    assert lines["rows"] == "62, of which 62 were read"
+    assert lines["usable"] == "61; left out: no_text 1" and lines["no_text"].startswith("chats/00000061: ")
+    assert lines["images"] == "1 a sample"
+    assert lines["too long"].startswith("1 samples are longer than tokenize.max_seq_len=1024")
+    assert re.fullmatch(r"about \d of 1,024 tokens to train on", lines["train bins"])
+    assert re.fullmatch(r"4 epochs are about \d+ steps", lines["length"])
+    assert " are free" in lines["disk"]
+
+
+def test_tokens_are_those_of_the_models_tokenizer(tmp_path, capsys):
+    _, lines, _ = plan(tmp_path, capsys, [chat(n) for n in range(40)], f"model={tiny_hf_dir()}")
+    mean = float(lines["tokens"].split()[1])
+    # An image of 64 x 64 is 4 tokens with 2 around it; 2 turns of 5; the texts of some 10 tokens.
+    assert 6 + 10 + 4 < mean < 6 + 10 + 20
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "words"),
+    [
+        (
+            [{"messages": []}] * 10 + [chat(n) for n in range(30)],
+            (),
+            "10 of 40 samples of .* cannot be used .no_text 10.*max_skip_fraction=0.05",
+        ),
+        ([chat(n) for n in range(12)], (), "convert.min_heldout=10: of 12 usable samples only 6 can be held out"),
+        ([chat(n) for n in range(30)], ("convert.subsets=[other]",), "no subset 'other'"),
+        ([], (), "hold no rows"),
+    ],
+)  # fmt: skip
+def test_what_a_run_would_refuse_is_refused(tmp_path, capsys, rows, settings, words):
+    status, _, err = plan(tmp_path, capsys, rows, *settings)
+    assert status == 2 and re.search(words, err), err
+    assert err.count("\n") == 1
+
+
+def test_what_fits_a_gpu(tmp_path, capsys):
+    sizes = (
+        "model={variant: qwen3_vl_8b, seed: 0}",
+        "plan_bins.seq_len=6144",
+        "plan_bins.max_patches=24576",
+        "tokenize.max_pixels=1048576",
+    )
+    _, lines, _ = plan(tmp_path, capsys, [chat(n) for n in range(30)], *sizes, more=("--gpu-memory", "24"))
+    assert re.fullmatch(r"2\d\d GB\s+no", lines["the whole model"])
+    smallest = "LoRA of rank 16 beside a base in float8, layers computed again in backward"
+    assert re.fullmatch(r"17 GB\s+yes", lines[smallest])

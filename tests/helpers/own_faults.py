@@ -1,0 +1,181 @@
+"""A user's own data with faults, and the line that names each."""
+
+import gzip
+import json
+import shutil
+
+from tests.helpers.own_data import LAYOUTS, csv_paths, draw_rows, json_lines, llava_json, parquet_images
+
+
+def _drop_half_of_the_images(d, rows):
+    csv_paths(d, rows)
+    for row in rows[::2]:
+        (d / "imgs" / f"{row.name}.png").unlink()
+
+
+def _write(name, content):
+    def write(d, rows):
+        d.mkdir()
+        (d / name).write_bytes(content if isinstance(content, bytes) else content(rows))
+
+    return write
+
+
+def _after(layout, change):
+    def write(d, rows):
+        layout(d, rows)
+        change(d)
+
+    return write
+
+
+def _replace(name, *pairs):
+    def change(d):
+        text = (d / name).read_text()
+        for old, new in pairs:
+            assert old in text
+            text = text.replace(old, new)
+        (d / name).write_text(text)
+
+    return change
+
+
+def _broken_images(d, rows):
+    csv_paths(d, rows)
+    for row in rows[:5]:
+        (d / "imgs" / f"{row.name}.png").write_bytes(row.image[:60])
+
+
+def _lines(rows):
+    return [{"image": "x.png", "question": row.question, "answer": row.answer} for row in rows]
+
+
+# Fault -> (how it is written, what one line of stderr or of the anomalies says).
+FAULTS = {
+    "nothing": (lambda d, rows: d.mkdir(), "it holds no file; nearest layout: JSON lines like"),
+    "images alone": (
+        lambda d, rows: LAYOUTS["captions"][0](d, rows) or [f.unlink() for f in d.glob("*.txt")],
+        "40 images and nothing that says what to learn about them; nearest layout: a text file with its caption",
+    ),
+    "half of the images are missing": (
+        _drop_half_of_the_images,
+        "20 of 40 rows are left out as image_not_found; the first: data/00000000: 'imgs/0000.png'",
+    ),
+    "images in another folder": (
+        _after(csv_paths, lambda d: shutil.move(d / "imgs", d.parent / "elsewhere")),
+        "40 of 40 rows are image_not_found as table",
+    ),
+    "damaged images": (_broken_images, "5 of 40 rows are left out as truncated_image"),
+    "empty csv": (_write("a.csv", b""), "a.csv has no header line"),
+    "header alone": (
+        _write("a.csv", b"image,question,answer\n"),
+        "nearest layout: a first line `image,question,answer`",
+    ),
+    "no header": (
+        _write("a.csv", lambda rows: "".join(f"imgs/{r.name}.png,{r.question},{r.answer}\n" for r in rows).encode()),
+        "a.csv: its first line is a row and no header; write the columns' names above it, for example image",
+    ),
+    "csv in utf-16": (
+        _write("a.csv", "image,question,answer\na.png,b,c\n".encode("utf-16")),
+        "a.csv is UTF-16; convert it to UTF-8",
+    ),
+    "csv by gzip": (
+        _write("a.csv", gzip.compress(b"image,question,answer\n")),
+        "a.csv is compressed by gzip; unpack it",
+    ),
+    "open quote": (_write("a.csv", b'image,question,answer\na.png,"b,c\nd.png,e,f\n'), "close its quote"),
+    "ragged rows": (_after(csv_paths, _replace("data.csv", (",red", ""))), "the row has 3 cells, the header 4"),
+    "empty answers": (_after(csv_paths, _replace("data.csv", (",blue", ","))), "left out as empty_target"),
+    "no answer column": (
+        _after(csv_paths, _replace("data.csv", ("answer", "thing"), ("question", "note"), ("?", "."))),
+        "no column looks like an answer among: id, image, note, thing",
+    ),
+    "column twice": (
+        _after(csv_paths, _replace("data.csv", ("id,image", "answer,image"))),
+        "has the column 'answer' 2 times; rename the others",
+    ),
+    "json cut": (
+        _after(llava_json, lambda d: (d / "train.json").write_text((d / "train.json").read_text()[:-30])),
+        "train.json",
+    ),
+    "json lines cut": (
+        _after(json_lines, _replace("vqa.jsonl", ('"response"', '"response'))),
+        "vqa.jsonl: its first rows cannot be read; row 0: json_parse_error: ",
+    ),
+    "json of one object": (
+        _write("a.json", b'{"version": 1}'),
+        "a.json: no column looks like a question, and none holds images, among: version",
+    ),
+    "json of numbers": (
+        _write("a.jsonl", b"1\n2\n3\n"),
+        "a.jsonl: its first rows cannot be read; row 0: schema_error: the row is a number, not an object",
+    ),
+    "images from the web": (
+        _write(
+            "a.jsonl",
+            lambda rows: "".join(
+                json.dumps({**r, "image": "https://x.org/1.png"}) + "\n" for r in _lines(rows)
+            ).encode(),
+        ),
+        "addresses of the web are not fetched",
+    ),
+    "paths out of the data": (
+        _write(
+            "a.jsonl",
+            lambda rows: "".join(json.dumps({**r, "image": "../../etc/x.png"}) + "\n" for r in _lines(rows)).encode(),
+        ),
+        "image_not_found",
+    ),
+    "roles that are none": (
+        _write(
+            "a.jsonl",
+            lambda rows: "".join(
+                json.dumps(
+                    {"messages": [{"role": "robot", "content": r.question}, {"role": "assistant", "content": r.answer}]}
+                )
+                + "\n"
+                for r in rows
+            ).encode(),
+        ),
+        "40 of 40 rows are bad_role as openai_messages",
+    ),
+    "no answers": (
+        _write(
+            "a.jsonl",
+            lambda rows: "".join(
+                json.dumps({"messages": [{"role": "user", "content": r.question}]}) + "\n" for r in rows
+            ).encode(),
+        ),
+        "40 of 40 rows are bad_role as openai_messages",
+    ),
+    "marks without images": (
+        _after(llava_json, _replace("train.json", ("<image>", "<image><image>"))),
+        "40 of 40 rows are image_count_mismatch as llava",
+    ),
+    "parquet cut": (
+        _after(parquet_images, lambda d: [f.write_bytes(f.read_bytes()[:-9]) for f in d.glob("*.parquet")]),
+        "is not a readable parquet file",
+    ),
+    "no parquet": (_write("a.parquet", b"hello"), "a.parquet is not a readable parquet file"),
+    "tar without text": (
+        _after(LAYOUTS["tar_captions"][0], lambda d: shutil.copy(d / "shard-000000.tar", d / "x.tgz")),
+        "files that are not read: x.tgz",
+    ),
+    "no tar": (_write("a.tar", b"hello" * 300), "a.tar"),
+    "one answer": (
+        _after(csv_paths, _replace("data.csv", (",red", ",blue"), (",green", ",blue"), (",yellow", ",blue"))),
+        "answers are 'blue': there is little to learn",
+    ),
+    "rows twice": (
+        _after(json_lines, lambda d: (d / "vqa.jsonl").write_text((d / "vqa.jsonl").read_text() * 2)),
+        "40 of 80 samples repeat one before them",
+    ),
+    "files of no kind": (_write("a.docx", b"x"), "none of its files is read, for example a.docx"),
+    "images that no row names": (
+        _after(
+            LAYOUTS["text_alone"][0],
+            lambda d: csv_paths(d / "more", draw_rows(1, 3)) or (d / "more" / "data.csv").unlink(),
+        ),
+        "no row uses one of the 3 image files",
+    ),
+}
