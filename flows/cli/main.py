@@ -56,7 +56,7 @@ CHECKS: dict[str, str] = {
 
 STARTING = dict.fromkeys(("run", "sweep"), "flows.prefect_server.temporary:start_early")
 
-WRITE = ("init", "run", "sweep", "up")  # commands that make a root
+WRITE = ("init", "preview", "run", "sweep", "up")  # commands that make a root
 
 SERVED = ("run", "sweep", "sync", "status")  # commands that talk to the servers of a running `athanor up`
 
@@ -206,7 +206,9 @@ def _add_preview(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "path", help="an artifact's directory or URL, a shard, or below the root a stage or the start of a fingerprint"
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="the page (./preview-<stage>-<fingerprint>.html)")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="the page (in the root: previews/<stage>-<fingerprint>.html)"
+    )
     parser.add_argument("--samples", type=int, default=24, metavar="N", help="samples or bins to show (%(default)s)")
     parser.add_argument("--key", help="show this one sample, or the bin that holds it")
     parser.add_argument(

@@ -96,5 +96,7 @@ def _prediction_table(rows: Sequence[MetricsRow], prediction: Placement) -> list
         (name, float(f"{seconds:.3g}"), float(f"{statistics.median(getattr(row, name, 0.0) for row in rows):.3g}"))
         for name, seconds in predicted.items()
     ]
+    memory = sum(prediction.memory.values()) / 1e9
+    lines.append(("memory_gb", float(f"{memory:.3g}"), float(f"{max(row.memory_gb for row in rows):.3g}")))
     title = f"What the plan predicted for an H200: rank 0, {waiting / prediction.step:.0%} of the step waiting"
-    return [Table(title, ("", "predicted", "measured (medians)"), lines)]
+    return [Table(title, ("", "predicted", "measured (medians, memory the most)"), lines)]

@@ -1,10 +1,10 @@
 """`athanor preview PATH`: one self-contained HTML file that shows an artifact. Serves nothing."""
 
 import argparse
-from pathlib import Path
 
 from dataset_builders.errors import InputError
 from dataset_builders.storage.files import write_text
+from dataset_builders.storage.store import side_dir
 from stages.inputs.hf_directory import resolve_hf_dir
 from stages.preview.render import PreviewOptions, render_preview
 from stages.preview.target import find_target
@@ -15,7 +15,9 @@ def preview_command(args: argparse.Namespace) -> int:
     if args.samples < 1:
         raise InputError(f"--samples {args.samples} is too few; give 1 or more")
     target = find_target(args.path, args.root)
-    out = args.out or Path(f"preview-{target.name}.html")
+    out = args.out or side_dir(args.root) / "previews" / f"{target.name}.html"
+    if args.out is None:
+        out.parent.mkdir(parents=True, exist_ok=True)
     if not out.parent.is_dir():
         raise InputError(f"--out {out}: {out.parent} is not a directory; make it or choose another")
     hf_dir = resolve_hf_dir(args.model) if args.model else None

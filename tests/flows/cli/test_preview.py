@@ -36,16 +36,17 @@ def _preview(*arguments: object) -> int:
     return main(["preview", *map(str, arguments)])
 
 
-def test_a_page_is_written_and_its_path_printed(root, tmp_path, monkeypatch, capsys):
+def test_a_page_is_written_below_the_root_and_its_path_printed(root, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (directory,) = (root / "artifacts" / "convert").iterdir()
     assert _preview("convert", "--root", root) == _preview(directory) == 0
-    first, second = capsys.readouterr().out.splitlines()
-    assert first == second == f"preview-convert-{directory.name[:8]}.html"
-    page = (tmp_path / first).read_text(encoding="utf-8")
+    first, second = map(Path, capsys.readouterr().out.splitlines())
+    name = f"convert-{directory.name[:8]}.html"
+    assert (first, second) == (root / "previews" / name, tmp_path / "athanor-root" / "previews" / name)
+    page = first.read_text(encoding="utf-8")
     assert_self_contained(page)
     assert all(make_sample(number).key in page for number in range(8))
-    assert [path.name for path in tmp_path.iterdir()] == [first], "nothing else is written"
+    assert [path.name for path in first.parent.iterdir()] == [name], "nothing else is written"
 
 
 def test_out_samples_and_key(root, tmp_path, capsys):

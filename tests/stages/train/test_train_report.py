@@ -25,7 +25,7 @@ PREDICTED = Placement(
     ranks=(RankSeconds(3.0, 1.0), RankSeconds(0.0, 2.0)),
     step=5.0,
     start=1.0,
-    memory={},
+    memory={"weights": 20_000_000_000, "activations": 5_200_000_000},
 )
 
 
@@ -49,7 +49,7 @@ def tables(directory: Path) -> dict[str, list]:
 def test_the_prediction_stands_beside_what_rank_0_measured(tmp_path):
     seconds = [(2.8, 2.0, 5.1), (2.6, 2.4, 5.5), (9.0, 9.0, 9.0)]  # medians 2.8, 2.4, 5.5
     rows = [
-        metrics_row(step, vision_seconds=vision, language_seconds=language, step_seconds=whole)
+        metrics_row(step, vision_seconds=vision, language_seconds=language, step_seconds=whole, memory_gb=20.0 + step)
         for step, (vision, language, whole) in enumerate(seconds, 1)
     ]
     write_train_report(tmp_path, HALF, rows, {}, PREDICTED)
@@ -58,6 +58,7 @@ def test_the_prediction_stands_beside_what_rank_0_measured(tmp_path):
         ["vision_seconds", 3.0, 2.8],
         ["language_seconds", 2.0, 2.4],
         ["step_seconds", 5.0, 5.5],
+        ["memory_gb", 25.2, 23.0],
     ]
     write_train_report(tmp_path, HALF, rows, {})
     assert not [title for title in tables(tmp_path) if "predicted" in title]
