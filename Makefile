@@ -20,7 +20,7 @@ JOBS ?= 3
 SPREAD := --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help run gpu test test-full test-changed breaks lint doctor
+.PHONY: help run gpu test test-full test-changed breaks lint docs doctor
 .DEFAULT_GOAL := help
 
 help: ## show this
@@ -51,6 +51,10 @@ breaks: $(STAMP) ## break the code on purpose, one break at a time, and report t
 lint: $(STAMP) ## check style, format and the rules of the house
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	@$(BIN)/python -m pytest -p no:xdist tests/test_architecture.py tests/test_unsafe_code.py tests/test_documents.py
+
+docs: $(STAMP) ## build the pages of docs/ as a site in build/site
+	@$(BIN)/zensical build --strict
+	@echo "open build/site/index.html"
 
 doctor: $(RUN_STAMP) ## what this machine has, what is missing and how to get it
 	@$(BIN)/athanor doctor $(ARGS)

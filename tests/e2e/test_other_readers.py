@@ -126,7 +126,7 @@ def test_names_over_100_bytes_are_read_too(tmp_path):
 
 
 def test_energon_prepares_and_iterates_sample_shards(samples, tmp_path):
-    """The commands of the README, on a directory of hard links: an artifact itself is never written to."""
+    """The commands of docs/commands.md, on a directory of hard links: an artifact itself is never written to."""
     energon = pytest.importorskip("megatron.energon")
     linked = tmp_path / "energon"
     for name in SHARDS:

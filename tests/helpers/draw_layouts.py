@@ -1,7 +1,7 @@
-"""Drawings of one packed micro batch in every parallel layout, for trainer/parallel/LAYOUTS.md.
+"""Drawings of one packed micro batch in every parallel layout, for docs/layouts.md.
 
 What is drawn is what layout_parts.py gets from the trainer. `python -m tests.helpers.draw_layouts` writes
-infra/pictures/layouts/*.svg.
+docs/pictures/layouts/*.svg.
 """
 
 import html
@@ -27,7 +27,7 @@ from tests.helpers.layout_parts import (
 )
 from trainer.data.micro_batch import MicroBatch
 
-PICTURES = Path(__file__).parents[2] / "infra/pictures/layouts"
+PICTURES = Path(__file__).parents[2] / "docs/pictures/layouts"
 CELL, LEFT, RIGHT, PATCH = 18, 132, 16, 8
 WIDTH = LEFT + SEQ_LEN * CELL + RIGHT
 TEXT_FILL = ("#cfe2f7", "#fbdcb8", "#d0ebd0")  # a sample each

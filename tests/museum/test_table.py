@@ -11,7 +11,7 @@ from tests.museum.table import FOLDER, TABLE, read_exhibits, render
 def test_the_page_is_that_of_the_tests():
     exhibits = read_exhibits()
     assert TABLE.read_text() == render(exhibits), "run `python -m tests.museum.table`"
-    for document, words in (("README.md", "{} published faults"), ("CHANGELOG.md", "museum of {} silent bugs")):
+    for document, words in (("docs/evidence.md", "{} published faults"), ("CHANGELOG.md", "museum of {} silent bugs")):
         assert words.format(len(exhibits)) in (FOLDER.parents[1] / document).read_text(), document
 
 

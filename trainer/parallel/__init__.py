@@ -1,5 +1,5 @@
 """The ranks and their groups, and how torch and megatron-core are prepared for them.
 
 In: the environment of torchrun. Out: a Mesh of process groups.
-Read first: `LAYOUTS.md`, with its drawings, then `mesh.py`.
+Read first: `docs/layouts.md`, with its drawings, then `mesh.py`.
 """

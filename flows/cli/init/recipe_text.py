@@ -24,7 +24,7 @@ def recipe_text(name: str, data: str, trial: Trial, choice: Choice) -> str:
         *_model(choice),
         "",
         "convert:",
-        f"  builder: {reading.builder}  # dataset_builders/SOURCES.md lists the builders and their options",
+        f"  builder: {reading.builder}  # docs/data-formats.md lists the builders and their options",
         f"  subsets: {_value(list(reading.subsets))}  # empty: all of them",
         f"  options: {_value(reading.options)}",
         f"  heldout_fraction: {_heldout(trial)}  # {splits}, with all their samples; never trained on",

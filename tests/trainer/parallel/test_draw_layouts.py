@@ -1,4 +1,4 @@
-"""The drawings of LAYOUTS.md are what the trainer does today, and the page names what is drawn and tested."""
+"""The drawings of docs/layouts.md are what the trainer does today, and the page names what is drawn and tested."""
 
 import contextlib
 import functools
@@ -35,7 +35,7 @@ from trainer.parallel import mesh as distributed
 from trainer.parallel.mesh import Mesh, rank_mesh
 from trainer.parallel.runtime import cpu_runtime
 
-PAGE = (Path(__file__).parents[3] / "trainer/parallel/LAYOUTS.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs/layouts.md").read_text(encoding="utf-8")
 FOURFOLD = ParallelConfig(tp=2, pp=2, cp=2, sequence_parallel=True)
 # What is not drawn is checked all the same: data parallel beside the rest, four context-parallel ranks.
 CHECKED = {name: (layout.parallel, layout.ranks) for name, layout in LAYOUTS.items()} | {
@@ -68,7 +68,7 @@ def once(places: list[np.ndarray], count: int) -> bool:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_picture_is_what_the_code_draws_today(name):
     assert (PICTURES / f"{name}.svg").read_text(encoding="utf-8") == draw(name), (
-        "run `python -m tests.helpers.draw_layouts`, look at the pictures, and at what LAYOUTS.md says of them"
+        "run `python -m tests.helpers.draw_layouts`, look at the pictures, and at what docs/layouts.md says of them"
     )
 
 
@@ -79,9 +79,7 @@ def test_there_is_a_picture_for_each_layout_and_no_other():
 def test_the_page_has_a_row_a_section_and_a_picture_for_each_layout():
     table = PAGE.split("\n## ")[1]
     assert re.findall(r"^\| `([\w-]+)` \|", table, re.MULTILINE) == [*LAYOUTS, "fsdp"]
-    pictures = dict(
-        re.findall(r"^## `([\w-]+)`.*\n\n!\[.+\]\(\.\./\.\./infra/pictures/layouts/([\w-]+)\.svg\)", PAGE, re.MULTILINE)
-    )
+    pictures = dict(re.findall(r"^## `([\w-]+)`.*\n\n!\[.+\]\(pictures/layouts/([\w-]+)\.svg\)", PAGE, re.MULTILINE))
     assert pictures == {name: name for name in LAYOUTS}
     assert "\n## `fsdp`" in PAGE
 
