@@ -28,6 +28,7 @@ CSV_SUFFIXES = (".csv", ".tsv")
 
 _PART_ROWS = 512
 _PART_BYTES = 64 << 20
+_HEADER_BYTES = 1 << 16  # of one request to an object store
 _DELIMITERS = ",;\t"
 _BYTE_ORDER_MARK = "\ufeff"
 _NOT_UTF8 = re.compile("[\udc80-\udcff]")  # what a byte that is not UTF-8 is decoded to
@@ -58,7 +59,7 @@ def csv_header(path: StorePath) -> CsvHeader:
     start = text_start(path).decode("utf-8", "replace").removeprefix(_BYTE_ORDER_MARK).lstrip("\r\n ")
     line = re.split("[\r\n]", start, maxsplit=1)[0]
     delimiter = "\t" if path.name.endswith(".tsv") else max(_DELIMITERS, key=line.count)
-    with open_at(path) as file:
+    with open_at(path, size=_HEADER_BYTES) as file:
         records = _Records(path, file, 0, delimiter)
         cells = next(iter(records), None)
         if cells is None:
@@ -87,7 +88,7 @@ def iter_csv_rows(part: Part, rows: Container[int] | None = None) -> Iterator[tu
     """
     header = csv_header(part.path)
     columns = header.columns
-    with open_at(part.path, part.span[0]) as file:
+    with open_at(part.path, part.span[0], part.span[1] - part.span[0]) as file:
         records = _Records(part.path, file, part.span[0], header.delimiter)
         found = iter(records)
         for row in range(part.first_row, part.first_row + part.num_rows):

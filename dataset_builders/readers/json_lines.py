@@ -123,7 +123,7 @@ def _line_spans(path: StorePath) -> Iterator[Span]:
 def _iter_lines(part: Part, rows: Container[int] | None) -> Iterator[tuple[int, Any]]:
     at, end = part.span
     row = part.first_row
-    with open_at(part.path, at) as file:
+    with open_at(part.path, at, end - at) as file:
         while at < end:
             line = file.readline(MAX_ROW_BYTES)
             size, is_row = len(line), _has_content(line, 0, len(line))
@@ -167,7 +167,7 @@ def _array_spans(path: StorePath) -> Iterator[Span]:
 
 
 def _iter_array(part: Part, rows: Container[int] | None) -> Iterator[tuple[int, Any]]:
-    with open_at(part.path, part.span[0]) as file:
+    with open_at(part.path, part.span[0], part.span[1] - part.span[0]) as file:
         items = _Window(part.path, file, part.span[0]).items()
         for row in range(part.first_row, part.first_row + part.num_rows):
             _, value = next(items, (0, _MISSING))

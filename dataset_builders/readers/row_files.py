@@ -30,6 +30,7 @@ NUMBERED = "data"  # the subset of files whose names are numbers
 
 _RUNNING_NUMBER = re.compile(r"[-_.]?(?:(?P<sure>\d{4,}(?:-of-\d+)?|\d+-of-\d+)|\d+)$")
 _STORE_BLOCK = 8 << 20  # bytes of one request to an object store
+_START = 4096  # bytes that tell what a text file is
 _ABOUT = ("/dataset_dict.json", "/dataset_info.json", "/dataset_infos.json", "/state.json")
 
 
@@ -129,8 +130,11 @@ def number_on(files: Iterable[list[Part]]) -> list[Part]:
     return parts
 
 
-def open_at(path: StorePath, offset: int = 0) -> BinaryIO:
+def open_at(path: StorePath, offset: int = 0, size: int = _STORE_BLOCK) -> BinaryIO:
     """The file, opened at a byte. An object store's file is read in blocks; one block is in memory.
+
+    Args:
+        size: bytes that will be read, if they are few: a block of a store's file is no larger.
 
     Raises:
         InputError: the file cannot be read.
@@ -139,8 +143,8 @@ def open_at(path: StorePath, offset: int = 0) -> BinaryIO:
         if is_local(path):
             file = path.open("rb", buffering=1 << 20)
         else:
-            remote = path.fs.open(path.path, "rb", block_size=_STORE_BLOCK, cache_type="readahead")
-            file = io.BufferedReader(remote, 1 << 20)
+            remote = path.fs.open(path.path, "rb", block_size=min(size, _STORE_BLOCK), cache_type="readahead")
+            file = io.BufferedReader(remote, min(size, 1 << 20))
         file.seek(offset)
         return file
     except (FileNotFoundError, PermissionError) as error:
@@ -148,13 +152,13 @@ def open_at(path: StorePath, offset: int = 0) -> BinaryIO:
 
 
 def text_start(path: StorePath) -> bytes:
-    """The first bytes of a text file, 4096 at most.
+    """The first bytes of a text file, _START at most.
 
     Raises:
         InputError: the file cannot be read, is UTF-16, or is compressed.
     """
-    with open_at(path) as file:
-        start = file.read(4096)
+    with open_at(path, size=_START) as file:
+        start = file.read(_START)
     if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise InputError(f"{path} is UTF-16; convert it to UTF-8 (iconv -f UTF-16 -t UTF-8)")
     if start.startswith(b"\x1f\x8b"):

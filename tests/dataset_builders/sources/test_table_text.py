@@ -7,6 +7,7 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from s3fs.core import S3File
 
 from dataset_builders.contracts.sample import Sample
 from dataset_builders.errors import InputError
@@ -275,3 +276,22 @@ def test_text_tables_in_a_store(source, small_parts):
         found = read(top)
     assert [item.key for item in found] == [f"a/{i:08d}" for i in range(40)] and reasons(found) == [None] * 40
     assert [turns(item)[1][1] for item in found] == [row["answer"] for row in ROWS] * 4
+
+
+@pytest.mark.parametrize("name", ["t.csv", "t.jsonl", "t.json"])
+def test_a_part_of_a_stored_file_takes_little_more_than_its_bytes(name, tmp_path, monkeypatch):
+    fetched, fetch = [], S3File._fetch_range
+
+    def count(file, start, end):
+        fetched.append(end - start)
+        return fetch(file, start, end)
+
+    path = write_rows(tmp_path / name, [{"question": f"{i}?", "answer": "a" * 300} for i in range(12_000)])
+    options = TableOptions(image=None, question="question", answer="answer")
+    with moto_server():
+        stored = location(f"s3://{BUCKET}/raw/{name}")
+        stored.write_bytes(path.read_bytes())
+        part, stored_size = list_parts(stored, (), options)[3], path.stat().st_size
+        monkeypatch.setattr(S3File, "_fetch_range", count)
+        assert len(list(iter_part(part, options))) == part.num_rows == 512
+    assert 100_000 < part.span[1] - part.span[0] < sum(fetched) < 2 << 20 < stored_size
