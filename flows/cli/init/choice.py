@@ -29,6 +29,7 @@ _TINY_BINS = (1024, 2048, 4096, 8192)
 _TINY_STEPS = 500  # half a minute: the tiny model is there to try the whole path
 _STEP_TOKENS = 65_536  # tokens between two updates where there is enough data
 _MOST_EPOCHS = 200
+_MOST_PIXEL_BYTES = 100e9  # of scaled pixels, above which the image files are kept instead
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,9 +42,11 @@ class Choice:
         is_tiny: the model is small enough for a CPU, in float32.
         seq_len: tokens of a bin.
         max_pixels: of an image.
+        codec: u8 where the scaled pixels of all images take little space, else original.
         epochs, batch: passes over the data, and bins between two updates.
         max_new_tokens: of an answer.
-        metric: the headline metric of all subsets; empty: the default.
+        metrics: of all subsets, the headline first; none: those of the table.
+        words: the model and its settings for the user.
     """
 
     model: str | None
@@ -51,6 +54,7 @@ class Choice:
     is_tiny: bool
     seq_len: int
     max_pixels: int
+    codec: str
     epochs: int
     batch: int
     max_new_tokens: int
@@ -89,6 +93,7 @@ def choose(trial: Trial, model: str | None, gpu_memory: float | None) -> Choice:
         is_tiny=False,
         seq_len=fit.seq_len,
         max_pixels=pixels,
+        codec=_codec(trial, pixels),
         epochs=next(epochs for rows, epochs in ((1e3, 5), (1e4, 3), (1e5, 2), (math.inf, 1)) if trial.rows < rows),
         batch=max(1, min(_STEP_TOKENS // fit.seq_len, bins // 20)),
         max_new_tokens=_new_tokens(trial, 3.0),
@@ -117,6 +122,7 @@ def _on_cpu(trial: Trial, model: str | None) -> Choice:
         is_tiny=True,
         seq_len=seq_len,
         max_pixels=pixels,
+        codec=_codec(trial, pixels),
         epochs=max(1, min(_MOST_EPOCHS, round(_TINY_STEPS / bins))),
         batch=1,
         max_new_tokens=_new_tokens(trial, 1.5),
@@ -149,6 +155,11 @@ def _pixels(trial: Trial, most: int) -> int:
     """Area to which images are scaled down: that of the largest one seen, in whole image tokens, at most `most`."""
     largest = max((width * height for width, height in trial.sizes), default=_IMAGE_TOKEN)
     return min(most, max(4, -(-largest // _IMAGE_TOKEN)) * _IMAGE_TOKEN)
+
+
+def _codec(trial: Trial, pixels: int) -> str:
+    area = sum(min(pixels, width * height) for width, height in trial.sizes) * trial.rows / trial.tried
+    return "u8" if 3 * area <= _MOST_PIXEL_BYTES else "original"
 
 
 def _tokens_of(trial: Trial, pixels: int, chars_per_token: float) -> list[float]:
