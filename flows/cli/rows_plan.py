@@ -16,6 +16,7 @@ from dataset_builders.storage.store import StorePath, is_local
 from flows.cli.text_table import bytes_text
 from flows.pipeline.config import PipelineConfig
 from stages.artifacts.quarantine import check_lost, reason_words
+from stages.convert.config import SourceReading
 from stages.encode.images import load_image_config
 from stages.inputs.config import EmbeddedModelConfig
 from stages.inputs.hf_directory import hf_dir_of
@@ -46,8 +47,8 @@ class RowsPlan:
     disk: Mapping[str, float]
 
 
-def plan_rows(config: PipelineConfig, source: StorePath, model: object) -> RowsPlan:
-    """Read the first rows of the recipe's source.
+def plan_rows(config: PipelineConfig, reading: SourceReading, source: StorePath, model: object) -> RowsPlan:
+    """Read the first rows of a source of the recipe.
 
     Args:
         model: the external model; None: the embedded one, whose tokenizer is trained on these rows.
@@ -56,9 +57,9 @@ def plan_rows(config: PipelineConfig, source: StorePath, model: object) -> RowsP
         InputError: the builder refuses the source; or all rows were read, and a run would refuse them.
     """
     convert = config.convert
-    reading = Reading(builder=convert.builder, options=convert.options, subsets=convert.subsets, why="")
+    tried = Reading(builder=reading.builder, options=reading.options, subsets=reading.subsets, why="")
     limits = ImageLimits(max_pixels=convert.max_image_pixels, min_side=convert.min_image_side)
-    trial = try_reading(source, reading, limits=limits)
+    trial = try_reading(source, tried, limits=limits)
     if trial.refused:
         raise InputError(trial.refused)
     if not trial.rows:
@@ -97,7 +98,9 @@ def rows_table(plan: RowsPlan, config: PipelineConfig, root: StorePath) -> list[
     rows.append(
         ("train bins", f"about {max(1, round(plan.bins)):,} of {config.plan_bins.seq_len:,} tokens to train on")
     )
-    return [*rows, ("length", _length(config.train, plan.bins)), ("disk", _disk(plan, root))]
+    if len(config.sources) == 1:
+        rows.append(("length", _length(config.train, plan.bins)))
+    return [*rows, ("disk", _disk(plan, root))]
 
 
 def _check(config: PipelineConfig, trial: Trial, source: StorePath) -> None:
@@ -108,7 +111,7 @@ def _check(config: PipelineConfig, trial: Trial, source: StorePath) -> None:
     first = next(iter(trial.details.values()), "")
     check_lost(trial.reasons, trial.tried, limit, source, f"a run's quarantine.jsonl; the first is {first}")
     least, distinct = config.convert.min_heldout, len(trial.samples) - trial.duplicates
-    if config.convert.heldout_fraction and not trial.splits and distinct < 2 * least:
+    if config.convert.heldout_fraction and not trial.splits and len(config.sources) == 1 and distinct < 2 * least:
         raise InputError(
             f"convert.min_heldout={least}: of {distinct} usable samples only {distinct // 2} can be held out if as "
             "many are to be trained on; add data, or lower convert.min_heldout"

@@ -11,7 +11,7 @@ from dataset_builders.sources.registry import get_builder
 from dataset_builders.storage.store import check_no_userinfo
 from flows.resources.execution import ExecutionConfig
 from stages.contamination.config import ContaminationConfig
-from stages.convert.config import ConvertConfig
+from stages.convert.config import RAW, ConvertConfig, MixedConvertConfig, SourceReading, raw_role
 from stages.encode_images.config import EncodeImagesConfig
 from stages.evaluate.config import CompareConfig, EvaluateConfig
 from stages.export.config import ExportConfig
@@ -25,17 +25,42 @@ from trainer.contract.run import TrainConfig
 EMBEDDED = "embedded"
 
 SOURCE = "source"
+SOURCES = "sources"
 
 
 DIGITS_RECIPES = ("embedded", "adapter")  # names of the recipes whose data are the embedded digits
 
 
 def _kind(value: object) -> str:
-    return SOURCE if isinstance(value, str) else EMBEDDED
+    return SOURCES if isinstance(value, list | tuple) else SOURCE if isinstance(value, str) else EMBEDDED
+
+
+class DataSource(SourceReading):
+    """One of several sources of raw rows."""
+
+    source: str = Field(description="directory, file, URL or hub name")
+    name: str = Field(
+        pattern="^[A-Za-z0-9-]{1,40}$",
+        description="what the names of its subsets begin with, before an underscore: mine_train",
+    )
+    share: float | None = Field(
+        default=None,
+        gt=0,
+        le=10**6,
+        description="its share of an epoch's tokens, in proportion to the other shares; the scarcest is taken whole; "
+        "null: all of it",
+    )
+
+    @property
+    def reading(self) -> SourceReading:
+        """How its rows are read, without where they are."""
+        return SourceReading(**{name: getattr(self, name) for name in SourceReading.model_fields})
 
 
 Data = Annotated[
-    Annotated[EmbeddedDataConfig, Tag(EMBEDDED)] | Annotated[str, Tag(SOURCE)],
+    Annotated[EmbeddedDataConfig, Tag(EMBEDDED)]
+    | Annotated[str, Tag(SOURCE)]
+    | Annotated[tuple[DataSource, ...], Tag(SOURCES), Field(min_length=1)],
     Discriminator(_kind),
 ]
 
@@ -56,7 +81,8 @@ class PipelineConfig(StrictModel):
         "other data, these have the data's name",
     )
     data: Data = Field(
-        description="settings of the embedded digits; or a directory of <subset>/*.parquet, or a hub dataset"
+        description="settings of the embedded digits; or a directory, a file, a URL or a hub name; or a list of "
+        "sources, each with name, source, builder, subsets, options and share"
     )
     model: Model = Field(description="embedded model's settings; or an HF directory or hub name")
     start_adapter: str | None = Field(
@@ -102,15 +128,36 @@ class PipelineConfig(StrictModel):
         }
         for field, value in urls.items():
             check_no_userinfo(value if isinstance(value, str) else "", field)
+        self._check_sources()
         self._check_lengths()
         self._check_profile()
         self._check_adapter()
         self.check_parallel(self.model.shape if isinstance(self.model, EmbeddedModelConfig) else None)
-        if self.convert.heldout_fraction == 0 and not get_builder(self.convert.builder).has_splits:
+        builders = [get_builder(reading.builder) for reading in self.convert_config.readings.values()]
+        if self.convert.heldout_fraction == 0 and not all(builder.has_splits for builder in builders):
             raise ValueError(
                 "convert.heldout_fraction=0 leaves nothing to evaluate on; try convert.heldout_fraction=0.1"
             )
         return self
+
+    def _check_sources(self) -> None:
+        """Check that each source has a builder, and several of them names of their own."""
+        if not isinstance(self.data, tuple):
+            if self.convert.builder is None:
+                raise ValueError("convert.builder is missing; `athanor init DATA` finds the one that reads the data")
+            return
+        names = [each.name for each in self.data]
+        if self.convert.builder is not None:
+            raise ValueError(
+                f"convert.builder={self.convert.builder} belongs to one source, and data lists {len(names)}; give each "
+                "of them its builder and options, and leave out those of convert"
+            )
+        for each in self.data:
+            check_no_userinfo(each.source, f"the source of data {each.name}")
+            if each.builder is None:
+                raise ValueError(f"the source {each.name} of data has no builder; `athanor init` finds it")
+        if len(set(names)) < len(names):
+            raise ValueError(f"two sources of data have the same name: {', '.join(names)}; rename one")
 
     def _check_lengths(self) -> None:
         if self.tokenize.max_seq_len > self.plan_bins.seq_len:
@@ -174,11 +221,35 @@ class PipelineConfig(StrictModel):
         )
 
     @property
+    def sources(self) -> dict[str, str]:
+        """Role of each raw input of the user's -> where it is; none for the embedded digits."""
+        if isinstance(self.data, tuple):
+            return {raw_role(each.name): each.source for each in self.data}
+        return {RAW: self.data} if isinstance(self.data, str) else {}
+
+    @property
+    def convert_config(self) -> ConvertConfig:
+        """The identity of convert, with how each of several sources is read."""
+        if not isinstance(self.data, tuple):
+            return self.convert
+        readings = {each.name: each.reading for each in self.data}
+        return MixedConvertConfig(**self.convert.model_dump(), sources=readings)
+
+    @property
+    def plan_bins_config(self) -> PlanBinsConfig:
+        """The identity of plan_bins, with the shares of several sources."""
+        sources = self.data if isinstance(self.data, tuple) else ()
+        shares = {each.name: each.share for each in sources if each.share is not None}
+        return self.plan_bins.model_copy(update={"shares": shares}) if shares else self.plan_bins
+
+    @property
     def mlflow_name(self) -> str:
         """The name of the MLflow experiment and of the registered model: the recipe's, or the last part of the data's
         where the recipe is one of the embedded digits and the data are others."""
-        if not isinstance(self.data, str) or self.name not in DIGITS_RECIPES:
+        if isinstance(self.data, EmbeddedDataConfig) or self.name not in DIGITS_RECIPES:
             return f"athanor-{self.name}"
+        if isinstance(self.data, tuple):
+            return f"athanor-{'-'.join(each.name.lower() for each in self.data)}"
         last = os.path.basename(os.path.abspath(self.data.partition("://")[2] or self.data))
         words = re.sub("[^a-z0-9]+", "-", last.lower()).strip("-") or "data"
         return f"athanor-{words}" if words not in DIGITS_RECIPES else f"athanor-{words}-data"

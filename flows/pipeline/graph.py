@@ -19,6 +19,7 @@ from flows.pipeline.config import PipelineConfig
 from flows.resources.host import this_host
 from stages.artifacts.artifact import Artifact, External, Input, Stage, artifact_dir, stage_identity
 from stages.artifacts.run_stage import why_rebuild
+from stages.convert.config import RAW
 from stages.encode.images import load_image_config
 from stages.encode.template import check_template
 from stages.encode_images.config import EncodeImagesConfig, EncodingConfig
@@ -76,10 +77,10 @@ class Node:
 
 def data_nodes(config: PipelineConfig) -> Iterator[Node]:
     """Raw rows -> sample shards -> tokenized shards -> bins."""
-    workers, raw = Needs.WORKERS, {"raw": data_stage(config) or "raw"}
+    workers, raw = Needs.WORKERS, {role: role for role in config.sources} or {RAW: "embedded_data"}
     if isinstance(config.data, BaseModel):
         yield Node("embedded_data", "stages.inputs.digits:STAGE", config.data, {}, workers)
-    yield Node("convert", "stages.convert.stage:STAGE", config.convert, raw, workers)
+    yield Node("convert", "stages.convert.stage:STAGE", config.convert_config, raw, workers)
     samples = {"samples": "convert"}
     if isinstance(config.model, BaseModel):
         yield Node("embedded_model", "stages.inputs.tiny_model:STAGE", config.model, samples, workers)
@@ -88,7 +89,7 @@ def data_nodes(config: PipelineConfig) -> Iterator[Node]:
     processor = "processor" if isinstance(config.model, str) else "embedded_model"
     tokenized = samples | {"processor": processor}
     yield Node("tokenize", "stages.tokenize.stage:STAGE", config.tokenize, tokenized, workers)
-    yield Node("plan_bins", "stages.plan_bins.stage:STAGE", config.plan_bins, {"tokenized": "tokenize"}, workers)
+    yield Node("plan_bins", "stages.plan_bins.stage:STAGE", config.plan_bins_config, {"tokenized": "tokenize"}, workers)
 
 
 def training_nodes(config: PipelineConfig) -> Iterator[Node]:
@@ -141,7 +142,7 @@ def pipeline_nodes(config: PipelineConfig, flows: Iterable[str] = tuple(NODES)) 
 
 def data_stage(config: PipelineConfig) -> str | None:
     """The stage that makes the raw rows; None if they are a source of the user's."""
-    return None if isinstance(config.data, str) else "embedded_data"
+    return None if config.sources else "embedded_data"
 
 
 def model_source(config: PipelineConfig) -> str:
@@ -157,11 +158,11 @@ def encoding_config(settings: EncodeImagesConfig, train: TrainConfig) -> Encodin
 
 def release_config(config: PipelineConfig) -> ReleaseConfig:
     """The run's facts for the model card."""
-    data = config.data if isinstance(config.data, str) else f"{data_stage(config)} (made by athanor)"
+    data = list(config.sources.values()) or [f"{data_stage(config)} (made by athanor)"]
     return ReleaseConfig(
         name=config.mlflow_name,
         base_model=config.model if isinstance(config.model, str) else None,
-        datasets=[data],
+        datasets=data,
         recipe=config.identity(),
     )
 
@@ -223,16 +224,16 @@ def modules_line(config: PipelineConfig) -> str:
 
 
 def open_inputs(config: PipelineConfig, root: StorePath) -> dict[str, Input]:
-    """The external inputs of a configuration, checked: "raw", "model", "processor", "adapter", those that no stage
-    makes.
+    """The external inputs of a configuration, checked: "raw" (or "raw-NAME" of several sources), "model",
+    "processor", "adapter", those that no stage makes.
 
     Raises:
         InputError: a directory or hub name is missing, is of an unknown kind, or does not fit the layout.
     """
     externals: dict[str, Input] = {}
-    if isinstance(config.data, str):
-        convert = config.convert
-        externals["raw"] = open_raw(config.data, convert.subsets, convert.builder, side_dir(root) / RAW_DIGESTS)
+    for role, reading in config.convert_config.readings.items() if config.sources else ():
+        memo = side_dir(root) / RAW_DIGESTS
+        externals[role] = open_raw(config.sources[role], reading.subsets, reading.builder, memo)
     if (hf_dir := check_model(config)) is not None:
         externals["model"] = model_input(hf_dir)
         externals["processor"] = processor_input(hf_dir)

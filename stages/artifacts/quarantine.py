@@ -69,7 +69,7 @@ def reason_words(skips: Mapping[str, int]) -> str:
 
 
 def check_lost(
-    skips: Mapping[str, int], num_samples: int, limit: tuple[str, float], source: StorePath, where: str
+    skips: Mapping[str, int], num_samples: int, limit: tuple[str, float], source: StorePath | str, where: str
 ) -> None:
     """See that a stage does not lose too many of its samples, however few it has.
 

@@ -18,17 +18,54 @@ from dataset_builders.errors import shown
 from dataset_builders.pictures.images import PILLOW_PIXEL_LIMIT
 from dataset_builders.sources.registry import get_builder
 
+RAW = "raw"  # role of the only raw input
 _SUBSET = re.compile(r"[A-Za-z0-9_-]{1,100}")
 
 
-class ConvertConfig(StrictModel):
-    """Identity of the sample shards, beside the raw rows."""
+class SourceReading(StrictModel):
+    """How the rows of one source are read."""
 
-    builder: str = Field(description="which dataset's rows these are: a name in dataset_builders/sources/registry.py")
+    builder: str | None = Field(
+        default=None,
+        description="which dataset's rows these are: a name in dataset_builders/sources/registry.py; null where `data` "
+        "lists several sources, each with its own",
+    )
     subsets: tuple[str, ...] = Field(
-        max_length=10_000, description="names of the subsets to read; none means all that the source holds"
+        default=(), max_length=10_000, description="names of the subsets to read; none means all that the source holds"
     )
     options: dict[str, Any] = Field(default={}, description="the builder's own settings; see its file")
+
+    @field_validator("subsets")
+    @classmethod
+    def _are_names(cls, subsets: tuple[str, ...]) -> tuple[str, ...]:
+        """Refuse what cannot be part of a key, and would be a pattern of files anywhere."""
+        for name in subsets:
+            if not _SUBSET.fullmatch(name):
+                raise ValueError(f"{shown(name)} is no name of a subset; it has letters, digits, _ and - alone")
+        return subsets
+
+    @model_validator(mode="after")
+    def _options_fit(self) -> "SourceReading":
+        """Check the options against the builder's model and write out its defaults."""
+        if self.builder is None:
+            if self.options or self.subsets:
+                raise ValueError("subsets and options belong to a builder, and builder is null")
+            return self
+        model = get_builder(self.builder).options
+        try:
+            whole = model.model_validate(self.options).model_dump(mode="json")
+        except ValidationError as error:
+            first = error.errors()[0]
+            field = ".".join(["options", *map(str, first["loc"])])
+            known = ", ".join(model.model_fields) or "none"
+            raise ValueError(f"{field} of builder {self.builder}: {first['msg']}; its options: {known}") from error
+        object.__setattr__(self, "options", whole)
+        return self
+
+
+class ConvertConfig(SourceReading):
+    """Identity of the sample shards, beside the raw rows."""
+
     max_rows: int | None = Field(
         default=None,
         ge=1,
@@ -59,29 +96,6 @@ class ConvertConfig(StrictModel):
         description="if a larger share is left out, exact duplicates aside, and at least 3, the stage fails",
     )
 
-    @field_validator("subsets")
-    @classmethod
-    def _are_names(cls, subsets: tuple[str, ...]) -> tuple[str, ...]:
-        """Refuse what cannot be part of a key, and would be a pattern of files anywhere."""
-        for name in subsets:
-            if not _SUBSET.fullmatch(name):
-                raise ValueError(f"{shown(name)} is no name of a subset; it has letters, digits, _ and - alone")
-        return subsets
-
-    @model_validator(mode="after")
-    def _options_fit(self) -> "ConvertConfig":
-        """Check the options against the builder's model and write out its defaults."""
-        model = get_builder(self.builder).options
-        try:
-            whole = model.model_validate(self.options).model_dump(mode="json")
-        except ValidationError as error:
-            first = error.errors()[0]
-            field = ".".join(["options", *map(str, first["loc"])])
-            known = ", ".join(model.model_fields) or "none"
-            raise ValueError(f"{field} of builder {self.builder}: {first['msg']}; its options: {known}") from error
-        object.__setattr__(self, "options", whole)
-        return self
-
     @model_serializer(mode="wrap")
     def _as_before(self, whole: SerializerFunctionWrapHandler, info: SerializationInfo) -> Any:
         """Omits `max_rows` where it is null, so that fingerprints from before the field stay valid."""
@@ -89,3 +103,29 @@ class ConvertConfig(StrictModel):
         if self.max_rows is None and info.context != EVERY_FIELD:
             fields.pop("max_rows", None)
         return fields
+
+    @property
+    def readings(self) -> dict[str, SourceReading]:
+        """Role of each raw input -> how it is read."""
+        return {RAW: self}
+
+
+class MixedConvertConfig(ConvertConfig):
+    """Identity of the sample shards of several sources, each of which has a name that its subsets begin with."""
+
+    sources: dict[str, SourceReading] = Field(description="name of a source -> how it is read")
+
+    @property
+    def readings(self) -> dict[str, SourceReading]:
+        """Role of each raw input -> how it is read."""
+        return {raw_role(name): reading for name, reading in self.sources.items()}
+
+
+def raw_role(name: str) -> str:
+    """The role of a named source among the inputs of convert."""
+    return f"{RAW}-{name}"
+
+
+def subset_prefix(role: str) -> str:
+    """What the subsets' names of a raw input begin with; empty for the only one."""
+    return f"{role.removeprefix(f'{RAW}-')}_" if role != RAW else ""

@@ -10,13 +10,16 @@ second copies samples into shards. Both commit piece by piece, so that an interr
 plan between them holds something of every sample, some hundred bytes (plan.py).
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from dataset_builders.contracts.manifest import ShardEntry
+from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.errors import InputError
 from dataset_builders.pictures.images import ImageLimits
+from dataset_builders.readers.parts import Part
 from dataset_builders.sources.registry import get_builder
 from dataset_builders.storage.files import write_text
 from dataset_builders.storage.store import StorePath, make_dir, remove_tree
@@ -25,7 +28,7 @@ from stages.artifacts.quarantine import QUARANTINE, check_lost, write_quarantine
 from stages.artifacts.workers import StageResources
 from stages.convert.card import convert_card
 from stages.convert.choice import choose_rows
-from stages.convert.config import ConvertConfig
+from stages.convert.config import ConvertConfig, subset_prefix
 from stages.convert.figures import gather_figures
 from stages.convert.pictures import PICTURES, distinct_pictures, write_pictures
 from stages.convert.plan import DUPLICATE, Draw, check_heldout, make_plan
@@ -43,8 +46,7 @@ _ROWS_PER_WORKER = 2000  # about the seconds of work that the start of a process
 def _run(
     config: ConvertConfig, inputs: Mapping[str, Input], work: StorePath, resources: StageResources | None
 ) -> StageOutput:
-    source = inputs["raw"].dir
-    rows, chosen, source_rows = _list_rows(config, source)
+    rows, chosen, source_rows = _list_rows(config, inputs)
     num_rows = source_rows if config.max_rows is None else min(config.max_rows, source_rows)
     resources = (resources or StageResources()).at_most(max(1, num_rows // _ROWS_PER_WORKER))
     scan = scan_all(_scan_tasks(config, rows, chosen, work), resources)
@@ -53,7 +55,10 @@ def _run(
     plan = make_plan(scan, own_splits, draw, int(config.shard_size_mb * 1e6))
     num_left_out = write_quarantine(work, iter_left_out(scan, plan, rows.parts))
     lost = {reason: number for reason, number in plan.skips().items() if reason != DUPLICATE}
-    check_lost(lost, len(scan), ("convert.max_skip_fraction", config.max_skip_fraction), source, str(work / QUARANTINE))
+    sources = " and ".join(str(inputs[role].dir) for role in config.readings)
+    check_lost(
+        lost, len(scan), ("convert.max_skip_fraction", config.max_skip_fraction), sources, str(work / QUARANTINE)
+    )
     check_heldout(plan, own_splits, draw)
     num_kept = int(plan.kept.sum())
     shards = write_all(write_tasks(work, scan, plan, rows), num_kept, num_rows, resources)
@@ -75,20 +80,25 @@ def _run(
     return StageOutput(shards=shards, skips=plan.skips(), stats=stats)
 
 
-def _list_rows(config: ConvertConfig, source: StorePath) -> tuple[RawRows, Sequence[np.ndarray | None], int]:
-    """The parts that are read, the chosen rows of each (None: all), and the number of raw rows in the source."""
-    builder = get_builder(config.builder)
-    options = builder.options.model_validate(config.options)
-    parts = builder.list_parts(source, config.subsets, options)
+def _list_rows(config: ConvertConfig, inputs: Mapping[str, Input]) -> tuple[RawRows, Sequence[np.ndarray | None], int]:
+    """The parts that are read, the chosen rows of each (None: all), and the number of raw rows in all sources."""
+    parts: list[Part] = []
+    readers: list[tuple[str, StrictModel]] = []
+    for role, reading in config.readings.items():
+        builder, source = get_builder(reading.builder), inputs[role].dir
+        options = builder.options.model_validate(reading.options)
+        found = builder.list_parts(source, reading.subsets, options)
+        if not any(part.num_rows for part in found):
+            raise InputError(f"the files below {source} hold no rows; give a source with some")
+        parts += [dataclasses.replace(part, subset=f"{subset_prefix(role)}{part.subset}") for part in found]
+        readers += [(reading.builder, options)] * len(found)
     assert_parts_apart(parts)
     source_rows = sum(part.num_rows for part in parts)
-    if not source_rows:
-        raise InputError(f"the files below {source} hold no rows; give a source with some")
     chosen: Sequence[np.ndarray | None] = [None] * len(parts)
     if config.max_rows is not None and config.max_rows < source_rows:
-        read = [(part, rows) for part, rows in zip(parts, choose_rows(parts, config.max_rows)) if len(rows)]
-        parts, chosen = zip(*read)
-    return RawRows(builder=config.builder, options=options, parts=dict(enumerate(parts))), chosen, source_rows
+        rows_of = zip(parts, readers, choose_rows(parts, config.max_rows))
+        parts, readers, chosen = zip(*((part, reader, rows) for part, reader, rows in rows_of if len(rows)))
+    return RawRows(parts=dict(enumerate(parts)), readers=dict(enumerate(readers))), chosen, source_rows
 
 
 def _scan_tasks(
@@ -100,8 +110,8 @@ def _scan_tasks(
         ScanTask(
             part=part,
             rows=chosen[i],
-            builder=rows.builder,
-            options=rows.options,
+            builder=rows.readers[i][0],
+            options=rows.readers[i][1],
             limits=limits,
             decode=config.decode_check == "full",
             out=scan_path(work, i),
@@ -117,7 +127,8 @@ def _write_reports(
     write_pictures(work / PICTURES, converted.pictures, converted.scan, converted.plan)
     stats = convert_stats(converted)
     write_convert_report(work, converted, stats)
-    name = f"{config.builder}: {', '.join(converted.figures.subsets)}"
+    builders = dict.fromkeys(reading.builder for reading in config.readings.values())
+    name = f"{', '.join(builders)}: {', '.join(converted.figures.subsets)}"
     write_text(work / DATASET_CARD, convert_card(name, config.model_dump(mode="json"), converted, shards))
     return stats
 

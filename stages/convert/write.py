@@ -1,6 +1,5 @@
 """Pass 2 of convert: the planned samples copied from the source into shards."""
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -27,17 +26,15 @@ _IDENTITY_COLUMNS = ("key", "digest", "pictures.list.element.sha256", "checksums
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RawRows:
-    """A source, whole or some parts of it, and how its rows are read.
+    """The parts of all sources, or some of them, and how their rows are read.
 
     Attributes:
-        builder: name of the builder.
-        options: the builder's settings.
         parts: number of a part -> the part.
+        readers: number of a part -> name of its builder, and the builder's settings.
     """
 
-    builder: str
-    options: StrictModel
     parts: Mapping[int, Part]
+    readers: Mapping[int, tuple[str, StrictModel]]
 
     def read(self, number: int, keys: Sequence[str]) -> Iterator[Sample]:
         """The samples of these keys of a part, in the order of the source.
@@ -45,9 +42,9 @@ class RawRows:
         Raises:
             InputError: the part no longer holds what it held when it was scanned.
         """
-        part, chosen_keys = self.parts[number], set(keys)
+        part, (builder, options), chosen_keys = self.parts[number], self.readers[number], set(keys)
         num_samples = 0
-        for item in get_builder(self.builder).iter_part(part, self.options, {part.row(key) for key in keys}):
+        for item in get_builder(builder).iter_part(part, options, {part.row(key) for key in keys}):
             if isinstance(item, Sample) and item.key in chosen_keys:
                 num_samples += 1
                 yield item
@@ -79,7 +76,10 @@ def write_tasks(work: StorePath, scan: Scan, plan: Plan, source: RawRows) -> Ite
         numbers, begins = np.unique(parts, return_index=True)
         pieces = np.split(shard.rows, begins[1:])
         rows = {int(number): piece - scan.starts[number] for number, piece in zip(numbers, pieces)}
-        own_source = dataclasses.replace(source, parts={number: source.parts[number] for number in rows})
+        own_source = RawRows(
+            parts={number: source.parts[number] for number in rows},
+            readers={number: source.readers[number] for number in rows},
+        )
         yield WriteTask(work=work, name=shard.name, split=shard.split, rows=rows, source=own_source)
 
 

@@ -1,10 +1,11 @@
 """The config of plan_bins: the room of a bin, and how much of each subset an epoch takes."""
 
 from dataclasses import dataclass
+from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializationInfo, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from dataset_builders.contracts.strict import StrictModel
+from dataset_builders.contracts.strict import EVERY_FIELD, StrictModel
 
 
 class SubsetMix(StrictModel):
@@ -45,6 +46,11 @@ class PlanBinsConfig(StrictModel):
     mixture: dict[str, SubsetMix] = Field(
         default={}, description="how much of each subset an epoch takes; a subset that is not named: all of it, once"
     )
+    shares: dict[str, float] = Field(
+        default={},
+        description="share of an epoch's tokens of each named source of `data`, in proportion; from `data`, where it "
+        "lists several sources",
+    )
     epochs: int = Field(
         default=1, gt=0, le=10**4, description="epochs with a draw of their own, if draws differ; then they start over"
     )
@@ -58,6 +64,14 @@ class PlanBinsConfig(StrictModel):
                 f"try {down or self.pad_multiple}"
             )
         return self
+
+    @model_serializer(mode="wrap")
+    def _without_newer_fields(self, whole: SerializerFunctionWrapHandler, info: SerializationInfo) -> Any:
+        """Leave out `shares` where there are none, so that older fingerprints stay valid."""
+        fields = whole(self)
+        if not self.shares and info.context != EVERY_FIELD:
+            fields.pop("shares", None)
+        return fields
 
     @property
     def limits(self) -> BinLimits:

@@ -60,6 +60,31 @@ class SubsetDraw:
         return np.where(places < self.num_used, times, 0)
 
 
+def with_shares(
+    mixture: Mapping[str, SubsetMix], shares: Mapping[str, float], sizes: Mapping[str, SubsetSize]
+) -> dict[str, SubsetMix]:
+    """The mixture with a weight for every subset of a source that has a share, in proportion to the subset's tokens.
+
+    Args:
+        shares: name of a source, which its subsets' names begin with -> its share of an epoch's tokens.
+
+    Raises:
+        InputError: a source has no training sample that fits a bin, or the mixture names one of its subsets.
+    """
+    mixed = dict(mixture)
+    for source, share in shares.items():
+        members = [name for name in sizes if name.partition("_")[0] == source]
+        if not members:
+            raise InputError(f"data: the source {source} has a share, and no training sample of it fits a bin")
+        if named := [name for name in members if name in mixture]:
+            raise InputError(
+                f"plan_bins.mixture.{named[0]}: its source {source} has a share in data; remove one of them"
+            )
+        total = sum(sizes[name].num_tokens for name in members)
+        mixed |= {name: SubsetMix(weight=share * sizes[name].num_tokens / total) for name in members}
+    return mixed
+
+
 def make_draws(mixture: Mapping[str, SubsetMix], sizes: Mapping[str, SubsetSize]) -> dict[str, SubsetDraw]:
     """Name -> draw, for every subset.
 

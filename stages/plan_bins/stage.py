@@ -22,7 +22,7 @@ from stages.artifacts.artifact import Artifact, Stage, StageOutput
 from stages.artifacts.quarantine import QUARANTINE, count_reasons, write_quarantine
 from stages.artifacts.workers import StageResources, run_tasks
 from stages.plan_bins.config import PlanBinsConfig
-from stages.plan_bins.mixture import SubsetDraw, SubsetSize, count_epochs, make_draws
+from stages.plan_bins.mixture import SubsetDraw, SubsetSize, count_epochs, make_draws, with_shares
 from stages.plan_bins.partition import (
     EpochPart,
     PartitionPlan,
@@ -56,7 +56,7 @@ def _run(
             f"no sample of the train split fits a bin (seq_len={config.seq_len}, max_patches={config.max_patches}, "
             f"{len(left_out)} of {samples} samples too large); see {work / QUARANTINE} and raise the limits"
         )
-    draws = make_draws(config.mixture, sizes)
+    draws = make_draws(with_shares(config.mixture, config.shares, sizes), sizes)
     tasks = _plan_tasks(config, partitions, work, scans, draws)
     plans = _plan_all(tasks, resources)
     # By split and epoch, then by partition: an epoch's bins are numbered one after the other.

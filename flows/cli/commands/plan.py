@@ -14,7 +14,7 @@ from flows.cli.rows_plan import plan_rows, rows_table
 from flows.cli.text_table import bytes_text, print_table
 from flows.cli.vision_table import COLUMNS, NOTE, advice, is_worth_showing, vision_rows
 from flows.pipeline.config import PipelineConfig
-from flows.pipeline.graph import PlannedStage, data_stage, modules_line, pipeline_nodes, plan_stages, trains_here
+from flows.pipeline.graph import PlannedStage, modules_line, pipeline_nodes, plan_stages, trains_here
 from stages.answer.job import answer_job
 from stages.answer.stage import answers_apart
 from stages.artifacts.artifact import Artifact, External, Input, stage_identity
@@ -78,16 +78,18 @@ def _print_rows(
     root: StorePath,
     is_terminal: bool,
 ) -> None:
-    """A table of what the first rows say, where the samples of a source are still to be made.
+    """A table of what the first rows say for each source whose samples are still to be made.
 
     Raises:
         InputError: a run would refuse the rows.
     """
     converted = next(stage.artifact for stage in planned if stage.name == "convert")
-    if "raw" not in available or converted is not None or data_stage(config) is not None:
+    if converted is not None:
         return
-    plan = plan_rows(config, available["raw"].dir, available.get("model"))
-    print_table("Rows", ("", "value"), rows_table(plan, config, root), is_terminal)
+    for role, source in config.sources.items():
+        plan = plan_rows(config, config.convert_config.readings[role], available[role].dir, available.get("model"))
+        title = "Rows" if len(config.sources) == 1 else f"Rows of {source}"
+        print_table(title, ("", "value"), rows_table(plan, config, root), is_terminal)
 
 
 def _print_fits(config: PipelineConfig, available: Mapping[str, Input], gigabytes: float, is_terminal: bool) -> None:

@@ -43,7 +43,7 @@ def rows_of(one: PlacementJob) -> list[dict[str, str]]:
 def plan_of(capsys, monkeypatch, tmp_path, *overrides: str) -> str:
     recipe: Recipe = load_recipe("embedded", list(overrides))
     monkeypatch.setattr(plan, "recipe_of", lambda args: recipe)
-    args = type("Arguments", (), {"root": tmp_path, "launcher": None})
+    args = type("Arguments", (), {"root": tmp_path, "launcher": None, "gpu_memory": None})
     assert plan.plan_command(args) == 0
     return capsys.readouterr().out
 

@@ -429,3 +429,38 @@ def test_a_relative_path_has_the_name_of_its_directory(tmp_path, monkeypatch):
 def test_every_recipe_of_the_digits_is_known_as_one():
     configs = [load_recipe(name).config for name in known_recipes()]
     assert sorted(c.name for c in configs if not isinstance(c.data, str)) == sorted(DIGITS_RECIPES)
+
+
+ONE = {"name": "a", "source": "/a", "builder": "llava", "share": 2}
+OTHER = {"name": "b", "source": "s3://bucket/b", "builder": "the_cauldron", "options": {"turns": "chat"}}
+NO_BUILDER = ("convert.builder=null", "convert.options={}")
+
+
+def test_several_sources_are_inputs_of_convert_and_their_shares_are_the_bins():
+    config = load_recipe("embedded", NO_BUILDER, {"data": [ONE, OTHER]}).config
+    nodes = {node.name: node for node in pipeline_nodes(config)}
+    assert nodes["convert"].inputs == {"raw-a": "raw-a", "raw-b": "raw-b"} and "embedded_data" not in nodes
+    dumped = nodes["convert"].config.model_dump(mode="json")
+    assert dumped["sources"]["b"]["options"] == {"turns": "chat"} and "/a" not in str(dumped)
+    assert nodes["plan_bins"].config.shares == {"a": 2.0}
+    assert release_config(config).datasets == ["/a", "s3://bucket/b"] and config.mlflow_name == "athanor-a-b"
+
+
+@pytest.mark.parametrize(
+    ("data", "settings", "words"),
+    [
+        ([ONE, OTHER], (), "convert.builder=the_cauldron belongs to one source, and data lists 2"),
+        ([ONE, {**OTHER, "name": "a"}], NO_BUILDER, "two sources of data have the same name: a, a; rename one"),
+        ([{**ONE, "builder": None}], NO_BUILDER, "the source a of data has no builder"),
+        ([{**ONE, "name": "a_b"}], NO_BUILDER, "data.0.name='a_b' "),
+        ([{**ONE, "bulder": "llava"}], NO_BUILDER, "unknown key data.0.bulder; did you mean data.builder?"),
+        ([{**OTHER, "options": {"turn": 1}}], NO_BUILDER, "data.0: options.turns of builder the_cauldron: Field required"),
+        ([{**ONE, "source": "s3://me:secret@host/x"}], NO_BUILDER, "the source of data a"),
+        ("/a", NO_BUILDER, "convert.builder is missing"),
+        ([], NO_BUILDER, "data"),
+    ],
+)
+def test_sources_that_do_not_fit_are_refused(data, settings, words):
+    with pytest.raises(InputError) as caught:
+        load_recipe("embedded", settings, {"data": data})
+    assert words in str(caught.value) and "secret" not in str(caught.value) and "\n" not in str(caught.value)

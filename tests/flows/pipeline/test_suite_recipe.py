@@ -48,4 +48,5 @@ def test_what_makes_the_raw_rows():
     source = load_recipe("embedded", ["data=/somewhere"]).config
     assert data_stage(source) is None and pipeline_nodes(source)[0].inputs == {"raw": "raw"}
     first, second, third, *_ = pipeline_nodes(load_recipe("embedded").config)
-    assert first.name == "embedded_data" and second.inputs == third.inputs == {"raw": "embedded_data"}
+    assert (first.name, second.name, third.name) == ("embedded_data", "convert", "embedded_model")
+    assert (second.inputs, third.inputs) == ({"raw": "embedded_data"}, {"samples": "convert"})

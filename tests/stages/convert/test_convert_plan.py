@@ -9,7 +9,6 @@ import pyarrow as pa
 import pytest
 
 from dataset_builders.contracts.sample import SPLITS
-from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.errors import InputError
 from stages.convert.plan import DUPLICATE, LEFT_OUT, Draw, Plan, check_heldout, make_plan, split_of
 from stages.convert.scan import PLAN_COLUMNS, SCAN_SCHEMA, Scan
@@ -154,7 +153,7 @@ def test_shards_cut_where_the_next_sample_would_not_fit():
     scan = scan_of([[] for _ in sizes], sizes)
     plan = plan_of(scan, 0, 0.0, 100)
     assert [shard.rows.tolist() for shard in plan.shards] == [[0, 1, 2], [3], [4], [5, 6], [7]]
-    source = RawRows(builder="none", options=StrictModel(), parts={0: None, 1: None})
+    source = RawRows(parts={0: None, 1: None}, readers={0: None, 1: None})
     tasks = list(write_tasks(Path("work"), scan, plan, source))
     places = [{number: rows.tolist() for number, rows in task.rows.items()} for task in tasks]
     assert places == [{0: [0, 1, 2]}, {0: [3]}, {0: [4]}, {1: [0, 1]}, {1: [2]}]
@@ -167,7 +166,7 @@ def test_a_shard_over_several_parts_knows_each_ones_rows():
         Path("work"),
         scan,
         plan_of(scan, 0, 0.0, 10**6),
-        RawRows(builder="none", options=StrictModel(), parts={0: None, 1: None, 2: None}),
+        RawRows(parts=dict.fromkeys(range(3)), readers=dict.fromkeys(range(3))),
     )
     assert {number: rows.tolist() for number, rows in task.rows.items()} == {
         0: [0, 1, 2, 3, 4],

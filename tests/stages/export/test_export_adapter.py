@@ -57,7 +57,7 @@ def inputs(tmp_path) -> dict:
     return {
         "model": model_input(model),
         "tokenized": artifact("tokenize", {}, {"min_pixels": 2048, "max_pixels": 9216}),
-        "bins": artifact("plan_bins", {"seq_len": 512, "pad_multiple": 4}, {}),
+        "bins": artifact("plan_bins", {"seq_len": 512, "pad_multiple": 4}, {"num_bins": {"train": 4, "heldout": 1}}),
     }
 
 

@@ -12,6 +12,7 @@ from stages.plan_bins.mixture import (
     draw_samples,
     make_draws,
     part_copies,
+    with_shares,
 )
 
 SIZES = {"ai2d": SubsetSize(100, 50_000), "chartqa": SubsetSize(300, 30_000), "text": SubsetSize(40, 4000)}
@@ -109,3 +110,30 @@ def test_copies_are_parted_and_no_bin_overflows():
 def test_copies_that_cannot_be_parted_are_counted():
     bins, left = part_copies(np.zeros(3, int), np.array([0, 0, 1]), np.ones((3, 1), int), np.array([3]))
     assert left == 1 and bins.tolist() == [0, 0, 0]
+
+
+MIXED = {"mine_a": SubsetSize(100, 1000), "mine_b": SubsetSize(100, 3000), "web_x": SubsetSize(1000, 50_000)}
+
+
+def tokens_of(draws, name):
+    return draws[name].per_epoch * MIXED[name].num_tokens / MIXED[name].num_samples
+
+
+def test_sources_share_an_epochs_tokens_and_their_subsets_share_by_their_own():
+    draws = make_draws(with_shares({}, {"mine": 0.25, "web": 0.75}, MIXED), MIXED)
+    assert tokens_of(draws, "mine_a") == 1000 and tokens_of(draws, "mine_b") == 3000  # the scarcest is taken whole
+    assert tokens_of(draws, "web_x") == pytest.approx(12_000, rel=1e-2)
+    one = make_draws(with_shares({}, {"web": 1}, MIXED), MIXED)
+    assert [draw.per_epoch for draw in one.values()] == [100, 100, 1000]  # a source without a share is taken whole
+
+
+@pytest.mark.parametrize(
+    ("mixture", "shares", "words"),
+    [
+        ({}, {"none": 1}, "data: the source none has a share, and no training sample of it fits a bin"),
+        ({"web_x": SubsetMix(repeats=2)}, {"web": 1}, "plan_bins.mixture.web_x: its source web has a share in data"),
+    ],
+)
+def test_shares_that_cannot_be_are_refused(mixture, shares, words):
+    with pytest.raises(InputError, match=words):
+        with_shares(mixture, shares, MIXED)

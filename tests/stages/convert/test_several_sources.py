@@ -1,0 +1,78 @@
+"""Several sources in one convert: each reads as it does alone, under names of its own."""
+
+import pytest
+
+from dataset_builders.contracts.sample_record import from_fields
+from dataset_builders.contracts.shard_io import iter_records
+from dataset_builders.errors import InputError
+from stages.artifacts.artifact import External
+from stages.artifacts.run_stage import run_stage
+from stages.convert.config import ConvertConfig, MixedConvertConfig, SourceReading
+from stages.convert.stage import STAGE
+from tests.helpers.own_data import captions, csv_paths, draw_rows
+
+TABLE = {"builder": "table", "options": {"image": "image", "question": "question", "answer": "answer"}}
+FOLDER = {"builder": "image_folder", "options": {"answer": "text_file", "question": "Describe the image."}}
+LIMITS = {
+    "heldout_fraction": 0.2,
+    "seed": 0,
+    "max_image_pixels": 10**6,
+    "min_image_side": 4,
+    "shard_size_mb": 0.05,
+    "max_skip_fraction": 0.1,
+    "min_heldout": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """A table and a folder of captions, with a picture in common."""
+    directory = tmp_path_factory.mktemp("sources")
+    rows = draw_rows(7, 40)
+    csv_paths(directory / "table", rows[:20])
+    captions(directory / "folder", rows[19:])
+    return {name: External(directory / name, "raw", "0" * 16) for name in ("table", "folder")}
+
+
+def samples(config, inputs, root) -> dict[str, tuple[str, object]]:
+    """Key -> split and sample of all that is made."""
+    made = run_stage(STAGE, config, inputs, root).artifact
+    return {
+        key: (shard.split, from_fields(key, fields))
+        for shard in made.manifest.shards
+        for key, fields in iter_records(made.dir / shard.name, shard)
+    }
+
+
+def mixed(**limits) -> MixedConvertConfig:
+    readings = {"mine": SourceReading(**TABLE), "caps": SourceReading(**FOLDER)}
+    return MixedConvertConfig(**{**LIMITS, **limits}, sources=readings)
+
+
+def test_each_source_gives_the_samples_that_it_gives_alone(sources, tmp_path):
+    both = samples(mixed(), {"raw-mine": sources["table"], "raw-caps": sources["folder"]}, tmp_path)
+    for name, kind, reading in (("mine", "table", TABLE), ("caps", "folder", FOLDER)):
+        alone = samples(ConvertConfig(**LIMITS, **reading), {"raw": sources[kind]}, tmp_path)
+        found = {key: sample for key, (_, sample) in both.items() if key.startswith(f"{name}_")}
+        assert {key.removeprefix(f"{name}_") for key in found} == set(alone)
+        assert {(s.messages, s.images) for s in found.values()} == {(s.messages, s.images) for _, s in alone.values()}
+    assert len(both) == 41
+    splits = {}
+    for split, sample in both.values():
+        splits.setdefault(sample.images, set()).add(split)
+    assert len(splits) == 40 and all(len(found) == 1 for found in splits.values())  # also of the picture in common
+
+
+def test_a_few_rows_are_taken_from_all_sources_together(sources, tmp_path):
+    inputs = {"raw-mine": sources["table"], "raw-caps": sources["folder"]}
+    few, more = (samples(mixed(max_rows=number), inputs, tmp_path) for number in (15, 30))
+    assert (len(few), len(more)) == (15, 30) and set(few) < set(more)
+    assert {key.partition("_")[0] for key in few} == {"mine", "caps"}
+
+
+def test_a_source_without_rows_is_named(sources, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "data.csv").write_text("image,question,answer\n")
+    inputs = {"raw-mine": External(tmp_path / "empty", "raw", "0" * 16), "raw-caps": sources["folder"]}
+    with pytest.raises(InputError, match=r"the files below .*empty hold no rows"):
+        run_stage(STAGE, mixed(), inputs, tmp_path / "root")
