@@ -143,6 +143,7 @@ def size_rows(config: PipelineConfig, available: Mapping[str, Input]) -> list[tu
         ("bins", _bins(bins)),
         ("steps", _steps(job.train, config.plan_bins.seq_len)),
         ("epochs", _epochs(bins, job.train)),
+        *_seconds(job),
         (
             "parameters",
             f"{sum(parts.values()):,} ({', '.join(f'{name} {n:,}' for name, n in parts.items())})",
@@ -297,6 +298,26 @@ def _bins(bins: Input | None) -> str:
     shown = fraction.get("train") if isinstance(fraction, dict) else fraction
     padding = "" if shown is None else f"; {shown:.1%} padding"
     return ", ".join(f"{stats['num_bins'][split]:,} {split}" for split in SPLITS) + padding
+
+
+def _seconds(job: PlacementJob) -> list[tuple[str, str]]:
+    """A row where the rate of a GPU is known: of the whole model in bfloat16. With adapters, the placement's FLOPs
+    would count gradients of frozen weights."""
+    if job.train.precision != "bfloat16" or job.train.adapter is not None:
+        return []
+    step = at_hand(job).step
+    whole = "" if job.train.num_steps is None else f", {_hours(step * job.train.num_steps)} in all"
+    return [("time", f"about {step:.2g} s a step{whole} on an H200; on another GPU in proportion to its bfloat16 rate")]
+
+
+def _hours(seconds: float) -> str:
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 120
+        else f"{seconds / 60:.0f} min"
+        if seconds < 7200
+        else f"{seconds / 3600:.1f} h"
+    )
 
 
 def _steps(train: TrainConfig, seq_len: int) -> str:

@@ -454,7 +454,11 @@ def test_several_sources_are_inputs_of_convert_and_their_shares_are_the_bins():
         ([{**ONE, "builder": None}], NO_BUILDER, "the source a of data has no builder"),
         ([{**ONE, "name": "a_b"}], NO_BUILDER, "data.0.name='a_b' "),
         ([{**ONE, "bulder": "llava"}], NO_BUILDER, "unknown key data.0.bulder; did you mean data.builder?"),
-        ([{**OTHER, "options": {"turn": 1}}], NO_BUILDER, "data.0: options.turns of builder the_cauldron: Field required"),
+        (
+            [{**OTHER, "options": {"turn": 1}}],
+            NO_BUILDER,
+            "data.0: options.turns of builder the_cauldron: Field required",
+        ),
         ([{**ONE, "source": "s3://me:secret@host/x"}], NO_BUILDER, "the source of data a"),
         ("/a", NO_BUILDER, "convert.builder is missing"),
         ([], NO_BUILDER, "data"),
