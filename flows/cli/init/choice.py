@@ -94,7 +94,7 @@ def choose(trial: Trial, model: str | None, gpu_memory: float | None) -> Choice:
         seq_len=fit.seq_len,
         max_pixels=pixels,
         codec=_codec(trial, pixels),
-        epochs=next(epochs for rows, epochs in ((1e3, 5), (1e4, 3), (1e5, 2), (math.inf, 1)) if trial.rows < rows),
+        epochs=_epochs(trial),
         batch=max(1, min(_STEP_TOKENS // fit.seq_len, bins // 20)),
         max_new_tokens=_new_tokens(trial, 3.0),
         metrics=_metrics(trial),
@@ -114,8 +114,9 @@ def _on_cpu(trial: Trial, model: str | None) -> Choice:
     longest = _longest(trial, pixels, 1.5)
     seq_len = next((size for size in _TINY_BINS if size >= longest), -(-longest // 1024) * 1024)
     bins = max(1.0, 0.85 * _tokens(trial, pixels, 2.0) * trial.rows / seq_len)
+    epochs = max(1, min(_MOST_EPOCHS, round(_TINY_STEPS / bins)))
     if model is not None:
-        model, *_ = _model(model, lambda *_: True)
+        (model, *_), epochs = _model(model, lambda *_: True), _epochs(trial)
     return Choice(
         model=model,
         fit=None,
@@ -123,7 +124,7 @@ def _on_cpu(trial: Trial, model: str | None) -> Choice:
         seq_len=seq_len,
         max_pixels=pixels,
         codec=_codec(trial, pixels),
-        epochs=max(1, min(_MOST_EPOCHS, round(_TINY_STEPS / bins))),
+        epochs=epochs,
         batch=1,
         max_new_tokens=_new_tokens(trial, 1.5),
         metrics=_metrics(trial),
@@ -138,7 +139,8 @@ def _model(name: str | None, is_roomy: Callable[[Family, ModelShape], bool]) -> 
         return next((found for found in sizes if is_roomy(*found[1:])), sizes[-1])
     if name in _HUB and not Path(name).exists():
         return name, *_variant(_HUB[name])
-    return name, *read_model(resolve_hf_dir(name, "--model"))
+    directory = resolve_hf_dir(name, "--model")
+    return str(directory) if Path(name).expanduser().is_dir() else name, *read_model(directory)
 
 
 def _variant(name: str) -> tuple[Family, ModelShape]:
@@ -155,6 +157,11 @@ def _pixels(trial: Trial, most: int) -> int:
     """Area to which images are scaled down: that of the largest one seen, in whole image tokens, at most `most`."""
     largest = max((width * height for width, height in trial.sizes), default=_IMAGE_TOKEN)
     return min(most, max(4, -(-largest // _IMAGE_TOKEN)) * _IMAGE_TOKEN)
+
+
+def _epochs(trial: Trial) -> int:
+    """Passes over the data for a model that is trained already."""
+    return next(epochs for rows, epochs in ((1e3, 5), (1e4, 3), (1e5, 2), (math.inf, 1)) if trial.rows < rows)
 
 
 def _codec(trial: Trial, pixels: int) -> str:

@@ -1,6 +1,7 @@
 """`athanor init`: each common layout of a user's own data is recognised, each fault named, and the recipe runs."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from stages.convert.stage import STAGE as CONVERT
 from tests.helpers.hub import hub_server
 from tests.helpers.own_data import LAYOUTS, csv_paths, draw_rows, parquet_images
 from tests.helpers.own_faults import FAULTS
+from tests.helpers.tiny_model import tiny_hf_dir
 
 ROWS = 40
 REPO = Path(__file__).parents[4]
@@ -111,6 +113,17 @@ def test_a_model_that_does_not_fit_is_refused(tmp_path, capsys):
     assert status == 2 and "Qwen3-VL-32B-Instruct does not fit 24 GB: adapters beside a base in float8" in err
     status, _, err = init(tmp_path, capsys, tmp_path / "data", "--gpu-memory", "0")
     assert status == 2 and "--gpu-memory 0 is no memory of a GPU in GB" in err
+
+
+def test_a_model_of_ones_own_on_a_cpu_is_named_by_its_whole_path(tmp_path, capsys, monkeypatch):
+    csv_paths(tmp_path / "data", draw_rows(1, 30))
+    shutil.copytree(tiny_hf_dir(), tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    status, _, err = init(tmp_path, capsys, "data", "--model", "model")
+    assert status == 0, err
+    config = load_recipe("my.yaml").config
+    assert (config.model, config.data) == (str(tmp_path / "model"), str(tmp_path / "data"))
+    assert (config.train.precision, config.train.num_epochs) == ("float32", 5)
 
 
 def test_a_dataset_of_the_hub_is_looked_at_by_its_first_file(tmp_path):
