@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 ATHANOR = Path(sys.executable).parent / "athanor"
-# Fewer steps than the recipe's, without the model before training. Read right, seeds 0 and 1: 0.9257 and 0.9659 after 500
-# steps, where the loss still falls fast; 0.9659 and 0.9690 after 800.
+# Fewer steps than the recipe's, without the model before training. Read right, seeds 0 and 1: 0.9257 and 0.9659 after
+# 500 steps, where the loss still falls fast; 0.9659 and 0.9690 after 800.
 SETTINGS = ("model.family=qwen3_5", "train.num_steps=800", "compare=null")
 
 
