@@ -113,7 +113,7 @@ def test_two_ranks_equal_one_process(two_ranks, one_process):
     ("shape", "parallel", "parts"),
     [
         full("hybrid-first", FSDP, {}, id="first"),
-        pytest.param("hybrid-second", FSDP_AGAIN, {}, id="second-recompute"),
+        full("hybrid-second", FSDP_AGAIN, {}, id="second-recompute"),
         full("hybrid-first", FSDP, {part: PartConfig(frozen=True) for part in ("vision", "merger")}, id="first-frozen"),
     ],
 )

@@ -50,7 +50,9 @@ def program(service: RunningService, part: str) -> psutil.Process | None:
 
 
 def test_it_says_what_it_starts_and_where(service):
-    lines = service.printed()
+    deadline = time.monotonic() + 30  # the record of the service, for which `service` waits, comes before the line
+    while not (lines := service.printed())[-1].startswith("ready after") and time.monotonic() < deadline:
+        time.sleep(0.05)
     for part, address in (("prefect", service.record.prefect_ui), ("mlflow", service.record.mlflow)):
         states = [line.split()[1] for line in lines if line.startswith(f"{part} ")]
         assert states == ["starting", "ready"]

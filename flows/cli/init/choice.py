@@ -72,8 +72,6 @@ def choose(trial: Trial, model: str | None, gpu_memory: float | None) -> Choice:
     Raises:
         InputError: the model is none, or does not fit the memory.
     """
-    if gpu_memory is None and model is None:
-        return _on_cpu(trial, None)
     if gpu_memory is None:
         return _on_cpu(trial, model)
     pixels = _pixels(trial, _MAX_PIXELS)

@@ -131,6 +131,7 @@ def test_without_a_root_nothing_runs(monkeypatch):
     assert state.is_failed() and state.message.startswith("ATHANOR_ROOT is not set")
 
 
+@pytest.mark.full
 def test_prepare_then_evaluate_then_the_whole_then_evaluate(served):
     overrides = nested(SMALL)
     prepared = prepare_data_request("embedded", overrides)
