@@ -79,6 +79,7 @@ def test_registered_again_it_keeps_what_people_have_set(tmp_path):
         assert after.id == nightly.id and len(client.read_deployments()) >= len(OFFERS)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("tags", "is_ours"), [(["athanor", "more"], True), ([], False)])
 def test_the_sweep_under_its_earlier_name_is_no_longer_offered(tmp_path, caplog, tags, is_ours):
     """A deployment of the same name that is somebody's own, without our tag, stays."""
