@@ -11,14 +11,14 @@ where its next row would begin.
 import codecs
 import json
 import re
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator
 from typing import Any, BinaryIO
 
 from dataset_builders.contracts.sample import SkipSample
 from dataset_builders.errors import InputError, one_line
 from dataset_builders.readers.file_patterns import SourceFile
 from dataset_builders.readers.parts import Part, SkippedRow
-from dataset_builders.readers.row_files import became_shorter, number_on, open_at, span_parts, subset_files, text_start
+from dataset_builders.readers.row_files import became_shorter, open_at, span_parts, text_start
 from dataset_builders.storage.store import StorePath
 
 JSON_SUFFIXES = (".jsonl", ".json")
@@ -37,16 +37,6 @@ _TAIL = 16  # an error this near to the end of the text that was read may come f
 _MISSING = object()
 
 Span = tuple[int, int, int]  # first byte, byte after the last, rows
-
-
-def list_json_parts(source: StorePath, subsets: Sequence[str]) -> list[Part]:
-    """The parts of every JSON file of these subsets.
-
-    Raises:
-        InputError: no such directory, subset or file, or a malformed array.
-    """
-    chosen = subset_files(source, subsets, JSON_SUFFIXES)
-    return [part for subset, files in chosen for part in number_on(json_file_parts(file, subset) for file in files)]
 
 
 def json_file_parts(file: SourceFile, subset: str) -> list[Part]:

@@ -14,6 +14,7 @@ from dataset_builders.storage.files import write_text
 from dataset_builders.storage.store import StorePath, absolute, check_reachable, is_local, location, side_dir
 from flows.cli.init.choice import choose, data_name
 from flows.cli.init.findings import SHOWN, anomalies, is_colourful, sample_lines, summary
+from flows.cli.init.fit import check_memory
 from flows.cli.init.recipe_text import recipe_text
 from flows.pipeline.recipe import load_recipe
 from flows.resources.host import gpu_memory_gb
@@ -33,12 +34,16 @@ def init_command(args: argparse.Namespace) -> int:
     out = Path(args.out or f"{data_name(args.data)}.yaml")
     if out.exists():
         raise InputError(f"--out {out} is there already; delete it, or give --out another name")
+    if not out.absolute().parent.is_dir():
+        raise InputError(f"--out {out}: {out.parent} is not a directory; make it, or give --out another name")
+    memory = args.gpu_memory if args.gpu_memory is not None else gpu_memory_gb()
+    if memory is not None:
+        check_memory(memory)
     data, source, notes = _open(args.data)
     found = recognise(source, _LIMITS)
     if found.best is None:
         raise InputError(nearest_layout(source, found))
     trial = found.best
-    memory = args.gpu_memory if args.gpu_memory is not None else gpu_memory_gb()
     choice = choose(trial, args.model, memory)
     for line in summary(found, trial):
         print(line)

@@ -51,6 +51,8 @@ _JOBS: dict[str, Callable[[Path], Job]] = {
 def plan_command(args: argparse.Namespace) -> int:
     """Print the plan."""
     recipe = recipe_of(args)
+    if args.gpu_memory is not None:
+        check_memory(args.gpu_memory)
     planned, available = plan_stages(recipe.config, args.root)
     is_terminal = sys.stdout.isatty()
     print(f"recipe {recipe.name}, root {args.root}")

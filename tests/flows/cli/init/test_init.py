@@ -65,6 +65,14 @@ def test_a_recipe_is_not_overwritten(tmp_path, capsys):
     assert (tmp_path / "my.yaml").read_text() == "mine"
 
 
+def test_a_recipe_in_no_directory_is_refused_before_the_data_are_read(tmp_path, capsys):
+    assert (
+        main(["init", str(tmp_path), "--out", str(tmp_path / "no" / "my.yaml"), "--root", str(tmp_path / "root")]) == 2
+    )
+    out, err = capsys.readouterr()
+    assert out == "" and f"{tmp_path / 'no'} is not a directory; make it, or give --out another name" in err
+
+
 @pytest.mark.parametrize(
     ("memory", "model", "adapter", "recompute"),
     [
@@ -111,7 +119,8 @@ def test_a_model_that_does_not_fit_is_refused(tmp_path, capsys):
     more = ("--gpu-memory", "24", "--model", "Qwen/Qwen3-VL-32B-Instruct")
     status, _, err = init(tmp_path, capsys, tmp_path / "data", *more)
     assert status == 2 and "Qwen3-VL-32B-Instruct does not fit 24 GB: adapters beside a base in float8" in err
-    status, _, err = init(tmp_path, capsys, tmp_path / "data", "--gpu-memory", "0")
+    status, out, err = init(tmp_path, capsys, tmp_path / "data", "--gpu-memory", "0")
+    assert out == ""
     assert status == 2 and "--gpu-memory 0 is no memory of a GPU in GB" in err
 
 
