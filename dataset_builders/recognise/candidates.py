@@ -23,7 +23,7 @@ _MOST_DIRS = 200
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What a source holds, and the ways in which it may be read.
+    """The files of a source, and the ways in which it may be read.
 
     Attributes:
         readings: the ways, the likelier first.

@@ -15,7 +15,7 @@ _ROOT_ROWS = 10  # rows on which a directory of images is tried
 
 @dataclass(frozen=True, slots=True)
 class Recognised:
-    """What a source is.
+    """The result of recognising a source.
 
     Attributes:
         survey: its files.

@@ -19,7 +19,7 @@ _MAX_PARTS = 8  # parts that are opened: of a source in many files not each one
 
 @dataclass(slots=True)
 class Trial:
-    """What the first rows of a source are to a builder.
+    """The first rows of a source, as a builder reads them.
 
     Attributes:
         reading: the builder and its options.

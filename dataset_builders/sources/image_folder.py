@@ -46,7 +46,7 @@ _IMAGES = tuple(f".{suffix}" for suffix in (*IMAGE_SUFFIXES, "avif", "jfif", "jp
 
 
 class ImageFolderOptions(StrictModel):
-    """What is asked about each image, and where its answer is."""
+    """The question about each image, and where its answer is."""
 
     question: str = Field(min_length=1, description="the text that is asked about each image")
     answer: Literal["text_file", "folder_name"] = Field(

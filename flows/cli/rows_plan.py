@@ -1,4 +1,4 @@
-"""What the first rows of a source say about a run, before anything is made: what is left out, how long samples are."""
+"""Read the first rows of a source before a run: rows that are left out, lengths of samples, bins, disk."""
 
 import shutil
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ _FULL = 0.97  # tokens of a bin that packing fills
 
 @dataclass(frozen=True, slots=True)
 class RowsPlan:
-    """What a run would do with a source, by its first rows.
+    """The first rows of a source, and what a run would make of all of them.
 
     Attributes:
         trial: of the recipe's own builder.

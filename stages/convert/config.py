@@ -127,5 +127,5 @@ def raw_role(name: str) -> str:
 
 
 def subset_prefix(role: str) -> str:
-    """What the subsets' names of a raw input begin with; empty for the only one."""
+    """Prefix of the names of a raw input's subsets; empty for the only input."""
     return f"{role.removeprefix(f'{RAW}-')}_" if role != RAW else ""

@@ -140,7 +140,7 @@ class TrainConfig(StrictModel):
         return fields
 
     def for_bins(self, num_bins: int) -> "TrainConfig":
-        """Return this training with its steps and its warmup counted, for so many training bins.
+        """Return this training with its epochs and warmup as numbers of steps, given the number of training bins.
 
         Raises:
             InputError: the warmup leaves no step.

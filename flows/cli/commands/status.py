@@ -53,7 +53,7 @@ def _when(run: FlowRun) -> str:
 
 
 def _now(client: SyncPrefectClient, run: FlowRun) -> str:
-    """What a run does or waits for; how long it took, if it has ended."""
+    """Say in words which stage of a run works or what the run waits for; its duration, if it has ended."""
     if run.state.type == StateType.SCHEDULED:
         late = run.expected_start_time is not None and run.expected_start_time < datetime.now(UTC)
         return "waits for a free worker (`athanor up --max-runs`)" if late else "waits for its time"

@@ -1,4 +1,4 @@
-"""What `athanor init` prints: the source, three samples, and everything that looks wrong."""
+"""Lines that `athanor init` prints: the source, three samples, and everything that looks wrong."""
 
 import shutil
 import sys

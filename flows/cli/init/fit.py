@@ -70,7 +70,7 @@ def fit_model(family: Family, shape: ModelShape, memory: float, longest: int) ->
 
 
 def fit_sizes(family: Family, shape: ModelShape, seq_len: int) -> list[tuple[str, int]]:
-    """(settings in words, bytes on one GPU) of each of the settings, for bins of so many tokens."""
+    """(settings in words, bytes on one GPU) of each choice of settings, for bins of `seq_len` tokens."""
     return [
         (words, estimate(family, shape, adapter, parallel, seq_len)) for adapter, parallel, words in _choices(shape)
     ]

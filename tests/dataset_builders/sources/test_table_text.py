@@ -36,7 +36,7 @@ def read(source, **options):
 
 
 def read_csv(source, text, name="t.csv", **options):
-    """What comes of a file of this text."""
+    """Samples and skipped rows of a file with this text."""
     write_file(source / name, text if isinstance(text, bytes) else text.encode())
     return read(source / name, **options)
 
