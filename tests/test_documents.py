@@ -1,6 +1,6 @@
-"""Everything that the documents name exists: paths in backticks, pictures, links to files and to headings, targets of make,
-error messages, and tests, which run in `make test` unless the document says that they are in the full tier or need a
-GPU. The README is short, and the site builds and asks no other server.
+"""Everything that the documents name exists: paths in backticks, pictures, links to files and to headings, targets of
+make, error messages, and tests, which run in `make test` unless the document says that they are in the full tier or
+need a GPU. The README is short, and the site builds and asks no other server.
 """
 
 import ast
