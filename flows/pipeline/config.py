@@ -15,7 +15,7 @@ from stages.convert.config import RAW, ConvertConfig, MixedConvertConfig, Source
 from stages.encode_images.config import EncodeImagesConfig
 from stages.evaluate.config import CompareConfig, EvaluateConfig
 from stages.export.config import ExportConfig
-from stages.inputs.config import EmbeddedDataConfig, EmbeddedModelConfig
+from stages.inputs.config import EmbeddedDataConfig, EmbeddedModelConfig, EmbeddedReceiptsConfig
 from stages.plan_bins.config import PlanBinsConfig
 from stages.tokenize.config import TokenizeConfig
 from trainer.contract.layout import FieldNames, check_layout
@@ -23,16 +23,21 @@ from trainer.contract.model_shape import ModelShape
 from trainer.contract.run import TrainConfig
 
 EMBEDDED = "embedded"
-
+RECEIPTS = "receipts"
 SOURCE = "source"
 SOURCES = "sources"
 
 
-DIGITS_RECIPES = ("embedded", "adapter")  # names of the recipes whose data are the embedded digits
+EMBEDDED_RECIPES = ("embedded", "adapter", "receipts")  # names of the recipes whose data a stage makes
 
 
 def _kind(value: object) -> str:
     return SOURCES if isinstance(value, list | tuple) else SOURCE if isinstance(value, str) else EMBEDDED
+
+
+def _data_kind(value: object) -> str:
+    kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
+    return RECEIPTS if kind == RECEIPTS else _kind(value)
 
 
 class DataSource(SourceReading):
@@ -59,9 +64,10 @@ class DataSource(SourceReading):
 
 Data = Annotated[
     Annotated[EmbeddedDataConfig, Tag(EMBEDDED)]
+    | Annotated[EmbeddedReceiptsConfig, Tag(RECEIPTS)]
     | Annotated[str, Tag(SOURCE)]
     | Annotated[tuple[DataSource, ...], Tag(SOURCES), Field(min_length=1)],
-    Discriminator(_kind),
+    Discriminator(_data_kind),
 ]
 
 Model = Annotated[
@@ -81,8 +87,8 @@ class PipelineConfig(StrictModel):
         "other data, these have the data's name",
     )
     data: Data = Field(
-        description="settings of the embedded digits; or a directory, a file, a URL or a hub name; or a list of "
-        "sources, each with name, source, builder, subsets, options and share"
+        description="settings of the embedded digits, or with kind=receipts of drawn receipts; or a directory, a file, "
+        "a URL or a hub name; or a list of sources, each with name, source, builder, subsets, options and share"
     )
     model: Model = Field(description="embedded model's settings; or an HF directory or hub name")
     start_adapter: str | None = Field(
@@ -245,14 +251,14 @@ class PipelineConfig(StrictModel):
     @property
     def mlflow_name(self) -> str:
         """The name of the MLflow experiment and of the registered model: the recipe's, or the last part of the data's
-        where the recipe is one of the embedded digits and the data are others."""
-        if isinstance(self.data, EmbeddedDataConfig) or self.name not in DIGITS_RECIPES:
+        where the recipe is one of EMBEDDED_RECIPES and the data are others."""
+        if isinstance(self.data, EmbeddedDataConfig | EmbeddedReceiptsConfig) or self.name not in EMBEDDED_RECIPES:
             return f"athanor-{self.name}"
         if isinstance(self.data, tuple):
             return f"athanor-{'-'.join(each.name.lower() for each in self.data)}"
         last = os.path.basename(os.path.abspath(self.data.partition("://")[2] or self.data))
         words = re.sub("[^a-z0-9]+", "-", last.lower()).strip("-") or "data"
-        return f"athanor-{words}" if words not in DIGITS_RECIPES else f"athanor-{words}-data"
+        return f"athanor-{words}" if words not in EMBEDDED_RECIPES else f"athanor-{words}-data"
 
     def identity(self) -> dict[str, object]:
         """Everything but `execution`, as plain JSON; without newer fields where they are null, so that what was made

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pydantic import BaseModel, ValidationError
 
 from dataset_builders.errors import shown, without_middle
-from flows.pipeline.config import EMBEDDED, SOURCE, SOURCES
+from flows.pipeline.config import EMBEDDED, RECEIPTS, SOURCE, SOURCES
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
@@ -17,7 +17,8 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
     # An unknown key is the likely cause of a missing one, so it comes first.
     first = min(details, key=lambda d: d["type"] != "extra_forbidden")
     # The tag of a union's member comes second, as in ("data", "embedded", "seed"), or is in brackets.
-    untagged = [part for i, part in enumerate(first["loc"]) if i != 1 or part not in (EMBEDDED, SOURCE, SOURCES)]
+    tags = (EMBEDDED, RECEIPTS, SOURCE, SOURCES)
+    untagged = [part for i, part in enumerate(first["loc"]) if i != 1 or part not in tags]
     path = [part for part in map(str, untagged) if not part.startswith("(")]
     dotted, more = without_middle(".".join(path), 200), f" (and {len(details) - 1} more)" if len(details) > 1 else ""
     if first["type"] == "extra_forbidden":

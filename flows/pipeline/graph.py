@@ -24,6 +24,7 @@ from stages.encode.images import load_image_config
 from stages.encode.template import check_template
 from stages.encode_images.config import EncodeImagesConfig, EncodingConfig
 from stages.inputs.adapter_directory import adapter_input
+from stages.inputs.config import EmbeddedReceiptsConfig
 from stages.inputs.hf_directory import check_hf_dir, hf_dir_of, model_input, processor_input, resolve_hf_dir
 from stages.inputs.raw_source import open_raw
 from stages.release.config import ReleaseConfig
@@ -79,7 +80,8 @@ def data_nodes(config: PipelineConfig) -> Iterator[Node]:
     """Raw rows -> sample shards -> tokenized shards -> bins."""
     workers, raw = Needs.WORKERS, {role: role for role in config.sources} or {RAW: "embedded_data"}
     if isinstance(config.data, BaseModel):
-        yield Node("embedded_data", "stages.inputs.digits:STAGE", config.data, {}, workers)
+        kind = "receipts" if isinstance(config.data, EmbeddedReceiptsConfig) else "digits"
+        yield Node("embedded_data", f"stages.inputs.{kind}:STAGE", config.data, {}, workers)
     yield Node("convert", "stages.convert.stage:STAGE", config.convert_config, raw, workers)
     samples = {"samples": "convert"}
     if isinstance(config.model, BaseModel):

@@ -7,8 +7,8 @@ from typing import Any, Literal
 from pydantic import Field, SerializationInfo, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from dataset_builders.contracts.strict import EVERY_FIELD, StrictModel
+from dataset_builders.embedded.digits import NUM_SCANS
 from dataset_builders.errors import shown
-from dataset_builders.sources.digits import NUM_SCANS
 from trainer.contract.model_shape import ModelShape
 from trainer.families.registry import EMBEDDED, get_family, get_variant, get_variants
 
@@ -34,6 +34,15 @@ class EmbeddedDataConfig(StrictModel):
         if self.num_words == 0 and info.context != EVERY_FIELD:
             del dumped["num_words"]
         return dumped
+
+
+class EmbeddedReceiptsConfig(StrictModel):
+    """Identity of the drawn receipts: how many there are, and from which seed."""
+
+    kind: Literal["receipts"] = Field(description="receipts: drawn receipts in place of the digits")
+    seed: int = Field(ge=0, le=2**32 - 1, description="seed of the receipts and of how they are photographed")
+    num_train: int = Field(ge=1, le=10**7, description="receipts in the split train")
+    num_heldout: int = Field(ge=1, le=10**6, description="receipts in the split validation")
 
 
 class DeltaSizes(StrictModel):

@@ -10,8 +10,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from dataset_builders.embedded.digits import DigitCounts, Row, iter_digit_rows
 from dataset_builders.pictures.images import preview_png
-from dataset_builders.sources.digits import DigitCounts, Row, iter_digit_rows
 from dataset_builders.storage.files import atomic_path
 from stages.artifacts.artifact import Stage, StageOutput
 from stages.inputs.config import EmbeddedDataConfig

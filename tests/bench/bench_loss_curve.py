@@ -15,7 +15,9 @@ gradients are wrong on some GPUs, and transformers' own rule is what this traine
 import argparse
 import json
 import tempfile
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -23,6 +25,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForImageTextToText
 
+from dataset_builders.contracts.tokenized import PatchFormat, TokenizedSample
 from tests.bench.host import describe
 from tests.bench.mix import write_data, write_model
 from tests.bench.peer import IGNORE_INDEX, collate
@@ -40,6 +43,7 @@ OURS = ("bfloat16", "float8", SHORT_MOMENTS)
 PEER = "transformers"
 SEQ_LEN = 8192
 PEER_SAMPLES = 4  # of a micro batch
+READERS = 4  # threads that read samples for transformers
 
 
 def train_config(steps: int, name: str) -> TrainConfig:
@@ -57,31 +61,59 @@ def curve_of_ours(root: Path, steps: int, name: str) -> list[float]:
 
 
 def curve_of_transformers(root: Path, steps: int) -> Iterator[float]:
-    """transformers' losses on the same bins, as they come."""
+    """Losses of transformers on the same bins, as they come."""
+    reader = bin_reader(root / "data", root / "data", root / "hf", SEQ_LEN)
+    yield from train_transformers(load_transformers(root / "hf"), reader, train_config(steps, "bfloat16"))
+
+
+def bin_reader(tokenized: Path, bins: Path, hf_dir: Path, seq_len: int) -> BinReader:
+    """The training bins, whole."""
+    geometry = geometry_of(read_model(hf_dir)[1])
+    return BinReader(tokenized, bins, "train", geometry, seq_len, RankSlice(pad_multiple=4))
+
+
+def load_transformers(hf_dir: Path) -> torch.nn.Module:
+    """The model in float32, on the GPU if there is one."""
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.set_float32_matmul_precision("high")
-    config = train_config(steps, "bfloat16")
-    model = AutoModelForImageTextToText.from_pretrained(root / "hf", dtype=torch.float32).train()
-    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    model = AutoModelForImageTextToText.from_pretrained(hf_dir, dtype=torch.float32).train()
+    return model.to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def train_transformers(
+    model: torch.nn.Module, reader: BinReader, config: TrainConfig, micro_batch: int = PEER_SAMPLES
+) -> Iterator[float]:
+    """Train on the bins in the trainer's own order; yields the loss of each step.
+
+    Args:
+        micro_batch: samples that are padded to the longest of them.
+    """
     optim = config.optim
     weights, rest = ([p for p in model.parameters() if (p.ndim > 1) is is_weight] for is_weight in (True, False))
     groups = [{"params": weights, "weight_decay": optim.weight_decay}, {"params": rest, "weight_decay": 0.0}]
     adam = torch.optim.AdamW(groups, betas=(optim.adam_beta1, optim.adam_beta2), eps=optim.adam_eps, fused=True)
-    whole = RankSlice(pad_multiple=4)
-    reader = BinReader(root / "data", root / "data", "train", geometry_of(read_model(root / "hf")[1]), SEQ_LEN, whole)
-    order = TrainingOrder(reader, seed=0, global_batch_size=1, dp_rank=0, dp=1, bin_cost=None)
-    for step in range(steps):
-        for group in adam.param_groups:
-            group["lr"] = learning_rate(step, config.optim, steps)
-        yield _step(model, adam, reader.samples(next(iter(order(step, step + 1)))), config.optim.clip_grad_norm)
+    order = TrainingOrder(reader, seed=config.seed, global_batch_size=config.global_batch_size, dp_rank=0, dp=1)
+
+    def samples(step: int) -> list[TokenizedSample]:
+        return [sample for number in order.global_batch(step) for sample in reader.samples(number)]
+
+    with ThreadPoolExecutor(max_workers=READERS) as pool:
+        ahead = deque(pool.submit(samples, step) for step in range(min(READERS, config.num_steps)))
+        for step in range(config.num_steps):
+            for group in adam.param_groups:
+                group["lr"] = learning_rate(step, optim, config.num_steps)
+            batch = ahead.popleft().result()
+            if step + READERS < config.num_steps:
+                ahead.append(pool.submit(samples, step + READERS))
+            yield _step(model, adam, batch, optim.clip_grad_norm, micro_batch, reader.patch_format)
 
 
-def _step(model, adam, samples, clip: float) -> float:
+def _step(model, adam, samples, clip: float, micro_batch: int, pixels: PatchFormat) -> float:
     count = sum(int(sample.loss_mask[1:].sum()) for sample in samples)
     total = torch.zeros((), device=model.device)
     by_length = sorted(samples, key=lambda sample: len(sample.input_ids))
-    for first in range(0, len(by_length), PEER_SAMPLES):
-        batch = collate(by_length[first : first + PEER_SAMPLES], model.config.image_token_id, torch.float32)
+    for first in range(0, len(by_length), micro_batch):
+        batch = collate(by_length[first : first + micro_batch], model.config.image_token_id, torch.float32, pixels)
         inputs = {name: value.to(model.device) for name, value in batch.inputs.items()}
         labels = inputs.pop("labels")[:, 1:]
         learnt = labels != IGNORE_INDEX

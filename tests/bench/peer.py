@@ -20,9 +20,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.utils.import_utils import is_flash_linear_attention_available
 
-from dataset_builders.contracts.tokenized import TokenizedSample
+from dataset_builders.contracts.tokenized import PatchFormat, TokenizedSample
 from tests.bench.mix import PAD_MULTIPLE, Mix
-from tests.helpers.reference import reference_inputs
+from tests.helpers.reference import PIXELS, reference_inputs
 from trainer.contract.adapter import AdapterConfig
 from trainer.data.micro_batch import Geometry
 from trainer.data.reader import BinReader
@@ -101,8 +101,11 @@ class PaddedBatch:
         return self.inputs["input_ids"].numel()
 
 
-def collate(samples: Sequence[TokenizedSample], image_token_id: int, dtype: torch.dtype) -> PaddedBatch:
-    """(B, S) ids, attention mask, token types and labels, padded on the right to the longest; (P, C) pixels of `dtype`.
+def collate(
+    samples: Sequence[TokenizedSample], image_token_id: int, dtype: torch.dtype, pixels: PatchFormat = PIXELS
+) -> PaddedBatch:
+    """Return (B, S) ids, attention mask, token types and labels, padded on the right to the longest sample, and (P, C)
+    pixels of `dtype`.
 
     Labels are at the loss tokens alone, unshifted: transformers shifts them.
     """
@@ -110,20 +113,20 @@ def collate(samples: Sequence[TokenizedSample], image_token_id: int, dtype: torc
     names = ("input_ids", "attention_mask", "mm_token_type_ids", "labels")
     padded = {name: torch.zeros(len(samples), longest, dtype=torch.int64) for name in names}
     padded["labels"].fill_(IGNORE_INDEX)
-    pixels: dict[str, list[torch.Tensor]] = {"pixel_values": [], "image_grid_thw": []}
+    images: dict[str, list[torch.Tensor]] = {"pixel_values": [], "image_grid_thw": []}
     for row, sample in enumerate(samples):
-        inputs = reference_inputs(sample, image_token_id)
+        inputs = reference_inputs(sample, image_token_id, pixels)
         length = len(sample.input_ids)
         padded["input_ids"][row, :length] = inputs["input_ids"][0]
         padded["mm_token_type_ids"][row, :length] = inputs["mm_token_type_ids"][0]
         padded["attention_mask"][row, :length] = 1
         learnt = torch.from_numpy(sample.loss_mask.astype(bool))
         padded["labels"][row, :length][learnt] = inputs["input_ids"][0][learnt]
-        for name, values in pixels.items():
+        for name, values in images.items():
             values += [inputs[name]] if name in inputs else []
-    if pixels["pixel_values"]:
-        padded["pixel_values"] = torch.cat([value.to(dtype) for value in pixels["pixel_values"]])
-        padded["image_grid_thw"] = torch.cat(pixels["image_grid_thw"])
+    if images["pixel_values"]:
+        padded["pixel_values"] = torch.cat([value.to(dtype) for value in images["pixel_values"]])
+        padded["image_grid_thw"] = torch.cat(images["image_grid_thw"])
     loss_tokens = int((padded["labels"][:, 1:] != IGNORE_INDEX).sum())
     return PaddedBatch(padded, int(padded["attention_mask"].sum()), loss_tokens)
 

@@ -39,11 +39,14 @@ def load_reference(hf_dir: Path, attention: str = "sdpa") -> PreTrainedModel:
     return reference.from_pretrained(hf_dir, dtype=torch.float32, attn_implementation=attention)
 
 
-def reference_inputs(sample: TokenizedSample, image_token_id: int | None) -> dict[str, torch.Tensor]:
-    """A sample as transformers takes it: (1, n) ids, (P, C) normalised pixels with the temporal copy.
+def reference_inputs(
+    sample: TokenizedSample, image_token_id: int | None, pixels: PatchFormat = PIXELS
+) -> dict[str, torch.Tensor]:
+    """Return a sample as transformers takes it: (1, n) ids, (P, C) normalised pixels with the temporal copy.
 
     Args:
         image_token_id: None for a model of text alone.
+        pixels: mean and standard deviation by which pixels are normalised.
     """
     ids = torch.from_numpy(sample.input_ids.astype("int64"))[None]
     inputs = {"input_ids": ids}
@@ -51,9 +54,9 @@ def reference_inputs(sample: TokenizedSample, image_token_id: int | None) -> dic
         inputs["mm_token_type_ids"] = (ids == image_token_id).int()
     if len(sample.image_grid_thw):
         patches = torch.from_numpy(sample.patches.copy()).view(len(sample.patches), 3, 1, -1).float()
-        mean, std = (255 * torch.tensor(v).view(3, 1, 1) for v in (PIXELS.image_mean, PIXELS.image_std))
-        pixels = ((patches - mean) / std).expand(-1, 3, PIXELS.temporal_patch_size, -1)
-        inputs["pixel_values"] = pixels.reshape(len(patches), -1)
+        mean, std = (255 * torch.tensor(v).view(3, 1, 1) for v in (pixels.image_mean, pixels.image_std))
+        values = ((patches - mean) / std).expand(-1, 3, pixels.temporal_patch_size, -1)
+        inputs["pixel_values"] = values.reshape(len(patches), -1)
         inputs["image_grid_thw"] = torch.from_numpy(sample.image_grid_thw.astype("int64"))
     return inputs
 

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_digits
 
-from dataset_builders.pictures.images import open_rgb
-from dataset_builders.sources.digits import (
+from dataset_builders.embedded.digits import (
     EVEN_QUESTION,
     FIVE_QUESTION,
     LARGER_QUESTION,
@@ -21,6 +20,7 @@ from dataset_builders.sources.digits import (
     DigitCounts,
     iter_digit_rows,
 )
+from dataset_builders.pictures.images import open_rgb
 from stages.inputs.config import EmbeddedDataConfig
 
 COUNTS = DigitCounts(scans=NUM_SCANS, multi=400, pairs=400, texts=300, words=50)

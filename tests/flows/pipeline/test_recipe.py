@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from dataset_builders.errors import InputError
 from dataset_builders.sources.registry import BUILDERS, get_builder
 from flows.cli.commands.plan import size_rows
-from flows.pipeline.config import DIGITS_RECIPES, PipelineConfig
+from flows.pipeline.config import EMBEDDED_RECIPES, PipelineConfig
 from flows.pipeline.explain import submodels
 from flows.pipeline.graph import open_inputs, open_place, pipeline_nodes, place_of, release_config
 from flows.pipeline.recipe import RECIPES, known_recipes, load_recipe, whole_recipes
@@ -415,7 +415,7 @@ def test_an_adapter_beside_the_base_needs_an_adapter_and_our_decoder():
         ("cauldron", ["data=/data/charts"], "cauldron"),
     ],
 )
-def test_own_data_never_go_under_the_name_of_the_digits(recipe, settings, name):
+def test_own_data_never_go_under_the_name_of_embedded_data(recipe, settings, name):
     config = load_recipe(recipe, settings).config
     assert config.mlflow_name == f"athanor-{name}" == release_config(config).name
 
@@ -426,9 +426,9 @@ def test_a_relative_path_has_the_name_of_its_directory(tmp_path, monkeypatch):
     assert load_recipe(overrides=["data=."]).config.mlflow_name == "athanor-pets"
 
 
-def test_every_recipe_of_the_digits_is_known_as_one():
+def test_every_recipe_whose_data_a_stage_makes_is_known_as_one():
     configs = [load_recipe(name).config for name in known_recipes()]
-    assert sorted(c.name for c in configs if not isinstance(c.data, str)) == sorted(DIGITS_RECIPES)
+    assert sorted(c.name for c in configs if not isinstance(c.data, str)) == sorted(EMBEDDED_RECIPES)
 
 
 ONE = {"name": "a", "source": "/a", "builder": "llava", "share": 2}

@@ -1,0 +1,122 @@
+"""transformers on the samples of a finished run of the recipe `receipts`: the same bins in the same order, the same
+optimizer, the same questions and scores.
+
+    athanor run receipts --root ROOT
+    python -m tests.bench.bench_receipts --root ROOT --train --score --out DIRECTORY
+
+--train trains and leaves the model and its losses in DIRECTORY; --score answers and scores it, prints the table and
+draws both loss curves. transformers: float32 weights under bf16 autocast, sdpa without cuDNN, samples of like length
+padded to the longest, torch's AdamW.
+"""
+
+import argparse
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+from stages.answer.config import AnswerConfig
+from stages.answer.stage import STAGE as ANSWER
+from stages.artifacts.artifact import Artifact
+from stages.artifacts.run_stage import run_stage
+from stages.evaluate.config import EvaluateConfig
+from stages.evaluate.stage import STAGE as EVALUATE
+from stages.inputs.hf_directory import hf_dir_of, model_input
+from tests.bench.bench_loss_curve import bin_reader, load_transformers, train_transformers
+from tests.bench.host import describe
+from trainer.contract.answer import read_metrics
+from trainer.contract.run import TrainConfig
+
+MICRO_BATCH = 32
+WINDOWS = 10
+
+
+def artifact(root: Path, stage: str) -> Artifact:
+    """The only artifact of a stage in a root."""
+    found = [path.parent for path in (root / "artifacts" / stage).glob("*/manifest.json")]
+    if len(found) != 1:
+        raise SystemExit(f"{root} has {len(found)} artifacts of {stage}; run the recipe into a root of its own")
+    return Artifact.load(found[0])
+
+
+def train(root: Path, out: Path) -> None:
+    """Write DIRECTORY/hf and DIRECTORY/losses.json."""
+    source, trained, bins = hf_dir_of(artifact(root, "embedded_model")), artifact(root, "train"), "plan_bins"
+    config = TrainConfig.model_validate(trained.manifest.config)
+    seq_len = artifact(root, bins).manifest.config["seq_len"]
+    reader = bin_reader(artifact(root, "tokenize").dir, artifact(root, bins).dir, source, seq_len)
+    model, losses, start = load_transformers(source), [], time.perf_counter()
+    for loss in train_transformers(model, reader, config, MICRO_BATCH):
+        losses.append(loss)
+        if len(losses) % 100 == 0:
+            print(
+                f"step {len(losses)}: loss {np.mean(losses[-100:]):.4f}, {time.perf_counter() - start:.0f} s",
+                flush=True,
+            )
+    seconds = time.perf_counter() - start
+    shutil.copytree(source, out / "hf", ignore=shutil.ignore_patterns("*.safetensors"))
+    model.save_pretrained(out / "hf")
+    (out / "losses.json").write_text(json.dumps({"losses": losses, "seconds": seconds}))
+
+
+def score(root: Path, out: Path) -> dict[str, Any]:
+    """Answer and score transformers' model as the run did its own; return the statistics of the evaluation."""
+    samples, tokenized = artifact(root, "convert"), artifact(root, "tokenize")
+    config = AnswerConfig.model_validate(artifact(root, "answer").manifest.config)
+    asked = {"hf": model_input(out / "hf"), "samples": samples, "tokenized": tokenized}
+    answers = run_stage(ANSWER, config, asked, out / "root").artifact
+    config = EvaluateConfig.model_validate(artifact(root, "evaluate").manifest.config)
+    return run_stage(EVALUATE, config, {"answers": answers, "samples": samples}, out / "root").artifact.manifest.stats
+
+
+def report(root: Path, out: Path, peer: dict[str, Any]) -> None:
+    """Print the table of scores and losses, and draw the curves."""
+    rows, told = read_metrics(artifact(root, "train").dir), json.loads((out / "losses.json").read_text())
+    ours, theirs = np.array([row.loss for row in rows]), np.array(told["losses"])
+    own_seconds = sum(row.step_seconds for row in rows)
+    print("| | athanor | transformers |\n| --- | ---: | ---: |")
+    print(f"| seconds of training | {own_seconds:.0f} | {told['seconds']:.0f} |")
+    print(f"| useful tokens/s | {rows[-1].tokens / own_seconds:,.0f} | {rows[-1].tokens / told['seconds']:,.0f} |")
+    own = artifact(root, "evaluate").manifest.stats
+    for subset, scores in own["scores"].items():
+        for name in scores:
+            print(f"| {subset} {name} | {scores[name]} | {peer['scores'][subset][name]} |")
+        print(f"| {subset} headline | {own['headlines'][subset]} | {peer['headlines'][subset]} |")
+    width = max(1, len(ours) // WINDOWS)
+    for first in range(0, len(ours), width):
+        window = slice(first, first + width)
+        print(
+            f"| loss, steps {first + 1} to {first + width} | {ours[window].mean():.4f} | {theirs[window].mean():.4f} |"
+        )
+    plt.switch_backend("Agg")
+    figure, axes = plt.subplots(figsize=(9, 4.5))
+    for name, curve in (("athanor", ours), ("transformers", theirs)):
+        smooth = np.convolve(curve, np.ones(25) / 25, "valid")
+        axes.plot(np.arange(len(smooth)) + 25, smooth, label=name, linewidth=1)
+    axes.set(xlabel="step", ylabel="loss, mean of 25 steps", yscale="log")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(out / "curves.png", dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--root", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--train", action="store_true")
+    parser.add_argument("--score", action="store_true")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    print(", ".join(describe()), flush=True)
+    if args.train:
+        train(args.root, args.out)
+    if args.score:
+        report(args.root, args.out, score(args.root, args.out))
+
+
+if __name__ == "__main__":
+    main()
