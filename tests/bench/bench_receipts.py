@@ -4,9 +4,9 @@ optimizer, the same questions and scores.
     athanor run receipts --root ROOT
     python -m tests.bench.bench_receipts --root ROOT --train --score --out DIRECTORY
 
---train trains and leaves the model and its losses in DIRECTORY; --score answers and scores it, prints the table and
-draws both loss curves. transformers: float32 weights under bf16 autocast, sdpa without cuDNN, samples of like length
-padded to the longest, torch's AdamW.
+--train trains and leaves the model and its losses in DIRECTORY; it needs the run's bins alone, and the same --set.
+--score answers and scores it, prints the table and draws both loss curves. transformers: float32 weights under bf16
+autocast, sdpa without cuDNN, samples of like length padded to the longest, torch's AdamW.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 
+from flows.pipeline.recipe import load_recipe
 from stages.answer.config import AnswerConfig
 from stages.answer.stage import STAGE as ANSWER
 from stages.artifacts.artifact import Artifact
@@ -43,12 +44,10 @@ def artifact(root: Path, stage: str) -> Artifact:
     return Artifact.load(found[0])
 
 
-def train(root: Path, out: Path) -> None:
+def train(root: Path, out: Path, config: TrainConfig) -> None:
     """Write DIRECTORY/hf and DIRECTORY/losses.json."""
-    source, trained, bins = hf_dir_of(artifact(root, "embedded_model")), artifact(root, "train"), "plan_bins"
-    config = TrainConfig.model_validate(trained.manifest.config)
-    seq_len = artifact(root, bins).manifest.config["seq_len"]
-    reader = bin_reader(artifact(root, "tokenize").dir, artifact(root, bins).dir, source, seq_len)
+    source, bins = hf_dir_of(artifact(root, "embedded_model")), artifact(root, "plan_bins")
+    reader = bin_reader(artifact(root, "tokenize").dir, bins.dir, source, bins.manifest.config["seq_len"])
     model, losses, start = load_transformers(source), [], time.perf_counter()
     for loss in train_transformers(model, reader, config, MICRO_BATCH):
         losses.append(loss)
@@ -83,7 +82,7 @@ def report(root: Path, out: Path, peer: dict[str, Any]) -> None:
     print(f"| useful tokens/s | {rows[-1].tokens / own_seconds:,.0f} | {rows[-1].tokens / told['seconds']:,.0f} |")
     own = artifact(root, "evaluate").manifest.stats
     for subset, scores in own["scores"].items():
-        for name in scores:
+        for name in scores.keys() & peer["scores"][subset].keys():
             print(f"| {subset} {name} | {scores[name]} | {peer['scores'][subset][name]} |")
         print(f"| {subset} headline | {own['headlines'][subset]} | {peer['headlines'][subset]} |")
     width = max(1, len(ours) // WINDOWS)
@@ -107,13 +106,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--set", action="append", default=[], dest="overrides", help="as for `athanor run receipts`")
     parser.add_argument("--train", action="store_true")
     parser.add_argument("--score", action="store_true")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     print(", ".join(describe()), flush=True)
     if args.train:
-        train(args.root, args.out)
+        train(args.root, args.out, load_recipe("receipts", args.overrides).config.train)
     if args.score:
         report(args.root, args.out, score(args.root, args.out))
 
