@@ -8,12 +8,16 @@
                    "meta": {...}, "valid_line": [{"words": [{"quad", "is_key", "row_id", "text"}], "category",
                    "group_id", "sub_group_id"}, ...], "roi": {}, "repeating_symbol": [], "dontcare": []}
 
+A strip is one line of a receipt, or one field cut out tightly, in the same schema; its parse has what is printed. A
+model of random weights learns letters from strips, where nothing has to be found, long before it reads whole slips.
+
 As in CORD a menu of one item is the item itself and not a list, and prices are text with the separator of the slip.
 Every leaf of the parse is printed as it is, and `valid_line` gives its place. Sums are right: the prices make the
 subtotal; discount, tax and service lead from there to the total; change is cash minus total. Names are drawn from
 some 50,000 combinations of words, so most names of a held-out receipt were not in any training receipt.
 """
 
+import dataclasses
 import itertools
 import json
 from collections.abc import Sequence
@@ -32,6 +36,8 @@ WIDTH = 320  # pixels
 _MARGIN = 16
 _MAX_TILT = 2.0  # degrees
 _SIZES = (18, 17, 16, 15, 14, 13)  # of the font, in pixels: the largest with which every line fits
+_MIN_SIDE = 32  # pixels of a strip
+_CELL_SHARE = 0.5  # of strips that are one field
 _GAP = 10  # pixels between two columns, at least
 _ITEM_SHARES = (0.20, 0.24, 0.20, 0.16, 0.12, 0.08)  # of slips with 1, 2, ... items
 
@@ -130,15 +136,20 @@ class _Cell:
     """A text in a line of the slip.
 
     Attributes:
-        category: as in CORD's valid_line, "menu.nm"; empty for a text that is no field.
+        category: as in CORD's valid_line, "menu.nm".
         is_key: it is the label of the field and not its value.
+        value: the leaf of the parse, where it differs from the text: "2" of "2 x".
     """
 
     text: str
     x: float
     align: str
-    category: str = ""
+    category: str
     is_key: bool = False
+    value: str = ""
+
+
+_PrintedLine = tuple[list[tuple[_Cell, Quad]], int]  # cells with the boxes of their ink; the number of their group
 
 
 def receipt_row(seed: int, split: str, index: int) -> CordRow:
@@ -150,6 +161,31 @@ def receipt_row(seed: int, split: str, index: int) -> CordRow:
     rng = np.random.default_rng([seed, len(split), index])
     receipt = make_receipt(rng)
     slip, lines = _print_slip(receipt, rng)
+    return _row(split, index, parse_of(receipt), slip, lines, rng)
+
+
+def strip_row(seed: int, index: int) -> CordRow:
+    """One row of the split train whose image is a strip; the same row for the same arguments."""
+    rng = np.random.default_rng([seed, 0, index])
+    receipt, font, size = make_receipt(rng), _choose(rng, FONTS), _choose(rng, _SIZES)
+    lines = [cells for item in receipt.items for cells in _item_lines(receipt, item)]
+    lines += [_sum_line(*line, rng) for line in receipt.sums]
+    cells = _choose(rng, lines)
+    width, height = WIDTH, max(_MIN_SIDE, round(size * rng.uniform(1.5, 2.2)))
+    if rng.random() < _CELL_SHARE or not _fits(cells, font, size):
+        cell = _choose(rng, [cell for cell in cells if not cell.is_key])
+        left, right = rng.integers(4, 24, 2).tolist()
+        width = max(_MIN_SIDE, round(text_width(cell.text, font, size)) + left + right)
+        cells = [dataclasses.replace(cell, x=left, align="left")]
+    slip = Slip(width, height, paper=int(rng.integers(225, 256)), ink=int(rng.integers(0, 70)))
+    boxes = [(cell, slip.text(cell.x, height / 2, cell.text, font, size, cell.align)) for cell in cells]
+    return _row("train", index, _parse_of_cells(cells), slip, [(boxes, 0)], rng)
+
+
+def _row(
+    split: str, index: int, parse: dict[str, Tree], slip: Slip, lines: list[_PrintedLine], rng: np.random.Generator
+) -> CordRow:
+    """Photograph a printed slip, and return its row."""
     photo = Photo(
         tilt=float(rng.uniform(-_MAX_TILT, _MAX_TILT)),
         shade=float(rng.uniform(-30, 30)),
@@ -158,7 +194,7 @@ def receipt_row(seed: int, split: str, index: int) -> CordRow:
         quality=int(rng.integers(60, 95)),
     )
     truth = {
-        "gt_parse": parse_of(receipt),
+        "gt_parse": parse,
         "meta": {
             "version": "2.0.0",
             "split": split,
@@ -203,6 +239,20 @@ def parse_of(receipt: Receipt) -> dict[str, Tree]:
     return parse
 
 
+def _parse_of_cells(cells: Sequence[_Cell]) -> dict[str, Tree]:
+    """The parse of the fields in some cells."""
+    parse: dict[str, Tree] = {}
+    for cell in cells:
+        if cell.is_key:
+            continue
+        group, key = cell.category.split(".")
+        fields = parse.setdefault(group, {})
+        if key.startswith("sub_"):
+            fields, key = fields.setdefault("sub", {}), key.removeprefix("sub_")
+        fields[key] = cell.value or cell.text
+    return parse
+
+
 def _make_item(upper: bool, rng: np.random.Generator) -> Item:
     words = [_choose(rng, _DISHES), *(_choose(rng, _KINDS) for _ in range(int(rng.choice(3, p=(0.3, 0.55, 0.15)))))]
     has_option = rng.random() < 0.2
@@ -224,11 +274,11 @@ def _menu_entry(receipt: Receipt, item: Item) -> dict[str, Tree]:
     return entry
 
 
-def _print_slip(receipt: Receipt, rng: np.random.Generator) -> tuple[Slip, list[tuple[list[tuple[_Cell, Quad]], int]]]:
+def _print_slip(receipt: Receipt, rng: np.random.Generator) -> tuple[Slip, list[_PrintedLine]]:
     """Print a receipt.
 
     Returns:
-        the slip, and for each line with a field: its cells with their boxes, and the number of its group.
+        the slip, and its lines that have fields.
     """
     font = _choose(rng, FONTS)
     body = [(cells, group) for group, item in enumerate(receipt.items) for cells in _item_lines(receipt, item)]
@@ -265,10 +315,10 @@ def _item_lines(receipt: Receipt, item: Item) -> list[list[_Cell]]:
             [_Cell(str(item.count), left, "left", "menu.cnt"), _Cell(item.name, left + 30, "left", "menu.nm"), price]
         ]
     elif receipt.layout == "times":
-        lines = [[name, _Cell(f"x{item.count}", right - 78, "right", "menu.cnt"), price]]
+        lines = [[name, _Cell(f"x{item.count}", right - 78, "right", "menu.cnt", value=str(item.count)), price]]
     else:
         unit = _Cell(receipt.printed(item.unit_price), left + 60, "left", "menu.unitprice")
-        count = _Cell(f"{item.count} x", left + 50, "right", "menu.cnt")
+        count = _Cell(f"{item.count} x", left + 50, "right", "menu.cnt", value=str(item.count))
         lines = [[name], [count, unit, price]]
     if item.option:
         option_price = _Cell(receipt.printed(item.option_price), right, "right", "menu.sub_price")
@@ -310,7 +360,7 @@ def _print_rule(slip: Slip, y: int, rule: str, font: str, size: int) -> None:
         slip.text(WIDTH / 2, y, rule * count, font, size, "center")
 
 
-def _valid_lines(slip: Slip, lines: list[tuple[list[tuple[_Cell, Quad]], int]], tilt: float) -> list[dict[str, object]]:
+def _valid_lines(slip: Slip, lines: list[_PrintedLine], tilt: float) -> list[dict[str, object]]:
     """CORD's list of fields with the place of each word."""
     found: dict[tuple[str, int], dict[str, object]] = {}
     for row_id, (cells, group) in enumerate(lines):

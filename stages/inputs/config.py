@@ -42,6 +42,9 @@ class EmbeddedReceiptsConfig(StrictModel):
     kind: Literal["receipts"] = Field(description="receipts: drawn receipts in place of the digits")
     seed: int = Field(ge=0, le=2**32 - 1, description="seed of the receipts and of how they are photographed")
     num_train: int = Field(ge=1, le=10**7, description="receipts in the split train")
+    num_strips: int = Field(
+        ge=0, le=10**7, description="single lines and single fields of other receipts in the split train, as images"
+    )
     num_heldout: int = Field(ge=1, le=10**6, description="receipts in the split validation")
 
 

@@ -1,6 +1,6 @@
 """embedded_receipts: drawn receipts as parquet files in the schema of CORD-V2; no input, no network.
 
-train-00000-of-00080.parquet ...   validation-00000-of-00001.parquet
+train-00000-of-00080.parquet ...   train-strips-00000-of-00160.parquet ...   validation-00000-of-00001.parquet
 """
 
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dataset_builders.embedded.receipts import receipt_row
+from dataset_builders.embedded.receipts import receipt_row, strip_row
 from dataset_builders.storage.files import atomic_path
 from stages.artifacts.artifact import Stage, StageOutput
 from stages.artifacts.workers import StageResources, run_tasks
@@ -26,15 +26,16 @@ ROW_SCHEMA = pa.schema(
         ("ground_truth", pa.string()),
     ]
 )
+_STRIPS = "train-strips"
 _FILE_ROWS = 500
 _GROUP_ROWS = 100
-_SHOWN = 12  # receipts in the report
+_SHOWN = 12  # receipts in the report, and as many strips
 
 
 def _run(
     config: EmbeddedReceiptsConfig, inputs: Mapping[str, object], work: Path, resources: StageResources
 ) -> StageOutput:
-    counts = {"train": config.num_train, "validation": config.num_heldout}
+    counts = {"train": config.num_train, _STRIPS: config.num_strips, "validation": config.num_heldout}
     tasks = []
     for split, count in counts.items():
         starts = range(0, count, _FILE_ROWS)
@@ -52,7 +53,8 @@ def _write_file(seed: int, task: tuple[Path, str, int, int]) -> None:
     path, split, start, end = task
     if path.exists():
         return
-    table = pa.Table.from_pylist([receipt_row(seed, split, i) for i in range(start, end)], schema=ROW_SCHEMA)
+    row_of = partial(strip_row, seed) if split == _STRIPS else partial(receipt_row, seed, split)
+    table = pa.Table.from_pylist([row_of(i) for i in range(start, end)], schema=ROW_SCHEMA)
     with atomic_path(path) as tmp:
         pq.write_table(table, tmp, row_group_size=_GROUP_ROWS, compression="zstd")
 
@@ -60,11 +62,12 @@ def _write_file(seed: int, task: tuple[Path, str, int, int]) -> None:
 def _write_report(work: Path, config: EmbeddedReceiptsConfig, counts: Mapping[str, int]) -> None:
     """Write the report: counts, and some receipts with their parses."""
     pictures = []
-    for index in range(min(_SHOWN, config.num_train)):
-        row = receipt_row(config.seed, "train", index)
+    rows = [receipt_row(config.seed, "train", i) for i in range(min(_SHOWN, config.num_train))]
+    rows += [strip_row(config.seed, i) for i in range(min(_SHOWN, config.num_strips))]
+    for row in rows:
         parse = json.loads(row["ground_truth"])["gt_parse"]
         pictures.append((row["image"]["bytes"], json.dumps(parse, indent=1)))
-    sections = [Table("Splits", ["split", "receipts"], list(counts.items())), Pictures("Raw rows", pictures)]
+    sections = [Table("Splits", ["files", "rows"], list(counts.items())), Pictures("Raw rows", pictures)]
     write_report(
         work, title="Drawn receipts as raw rows", summary={"receipts": sum(counts.values())}, sections=sections
     )

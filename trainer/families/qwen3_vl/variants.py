@@ -67,7 +67,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "vision_num_heads": 8,
         "vision_intermediate_size": 2048,
         "position_grid": 48,
-        "min_pixels": 64 * 16**2,
+        "min_pixels": 4 * 16**2,
         "max_pixels": 2048 * 16**2,
         "initializer_range": 0.02,
         "dtype": "float32",
