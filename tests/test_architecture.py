@@ -50,7 +50,7 @@ IMPORTERS = {
     "webdataset": ("dataset_builders.contracts.shard_io",),
     "PIL": (
         *("dataset_builders.pictures.images", "dataset_builders.pictures.jpeg", "dataset_builders.pictures.pixels"),
-        "stages.encode.images",
+        *("dataset_builders.pictures.slip", "stages.encode.images"),
     ),
     "simplejpeg": ("dataset_builders.pictures.jpeg",),
 }

@@ -80,8 +80,9 @@ def data_nodes(config: PipelineConfig) -> Iterator[Node]:
     """Raw rows -> sample shards -> tokenized shards -> bins."""
     workers, raw = Needs.WORKERS, {role: role for role in config.sources} or {RAW: "embedded_data"}
     if isinstance(config.data, BaseModel):
-        kind = "receipts" if isinstance(config.data, EmbeddedReceiptsConfig) else "digits"
-        yield Node("embedded_data", f"stages.inputs.{kind}:STAGE", config.data, {}, workers)
+        is_drawn = isinstance(config.data, EmbeddedReceiptsConfig)
+        stage = "stages.inputs.receipts:STAGE" if is_drawn else "stages.inputs.digits:STAGE"
+        yield Node("embedded_data", stage, config.data, {}, workers)
     yield Node("convert", "stages.convert.stage:STAGE", config.convert_config, raw, workers)
     samples = {"samples": "convert"}
     if isinstance(config.model, BaseModel):
