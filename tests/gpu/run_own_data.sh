@@ -5,13 +5,15 @@
 #   PYTHONPATH=... bash tests/gpu/run_own_data.sh DIRECTORY PART...
 #
 # DIRECTORY gets models, data, roots and logs: 60 GB. Parts: 24gb, 80gb, receipts, peer (which waits for the bins of
-# receipts), score (which waits for both trainings). LR and STEPS change the settings of receipts.
+# receipts), score (which waits for both trainings). LR, STEPS and STRIPS change the settings of receipts; LIMIT is the
+# longest time of a run in seconds.
 set -uo pipefail
 
 readonly directory=$1
 shift
 mkdir -p "$directory"
-declare -a receipts=(--set "train.optim.lr=${LR:-6.0e-4}" --set "train.num_steps=${STEPS:-5000}")
+declare -a receipts=(--set "train.optim.lr=${LR:-6.0e-4}" --set "train.num_steps=${STEPS:-5000}"
+  --set "data.num_strips=${STRIPS:-80000}")
 
 athanor() { python3 -m flows.cli.main "$@"; }
 
@@ -35,7 +37,7 @@ planned_run() {
   local name=$1 began=$SECONDS
   shift
   athanor plan "$@" --root "$directory/$name-root" >"$directory/$name-plan.txt" 2>&1 || tail -n 5 "$directory/$name-plan.txt"
-  timeout 560 python3 -m flows.cli.main run "$@" --root "$directory/$name-root" >"$directory/$name.txt" 2>&1
+  timeout "${LIMIT:-560}" python3 -m flows.cli.main run "$@" --root "$directory/$name-root" >"$directory/$name.txt" 2>&1
   printf '%s: exit %s, %s s\n' "$name" $? $((SECONDS - began))
   peaks "$name"
 }
