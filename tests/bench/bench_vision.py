@@ -20,10 +20,13 @@ from stages.plan_bins.pack import pack
 from tests.bench.bench_train_step import MAX_PATCHES_PER_TOKEN, draw_kind
 from tests.bench.mix import random_model
 from tests.bench.trainer_job import bench_train_config
-from trainer.contract.model_shape import DecoderShape, ModelShape, VisionShape, Work
 from trainer.contract.parallel import ParallelConfig
-from trainer.contract.pieces import mean_work
-from trainer.contract.placement import (
+from trainer.contract.run import PartConfig, TrainConfig
+from trainer.data.balance import spread_images
+from trainer.data.flops import cost_model
+from trainer.model.shape import DecoderShape, ModelShape, VisionShape, Work
+from trainer.plan.pieces import mean_work
+from trainer.plan.placement import (
     LANGUAGE_RATE,
     VISION_RATE,
     Placement,
@@ -33,9 +36,6 @@ from trainer.contract.placement import (
     own_ranks,
     placements,
 )
-from trainer.contract.run import PartConfig, TrainConfig
-from trainer.data.balance import spread_images
-from trainer.families.flops import cost_model
 
 SEQ_LEN = 8192
 SAMPLES = 20_000

@@ -23,10 +23,10 @@ from tests.helpers.tiny_text_model import text_config, write_text_model
 from tests.toy_family.family import write_distribution
 from tests.toy_family.reference import write_toy
 from trainer.contract.answer import read_metrics
+from trainer.data.geometry import geometry_of
 from trainer.data.micro_batch import make_micro_batch
-from trainer.families.family import load
-from trainer.families.geometry import geometry_of
-from trainer.families.registry import read_model
+from trainer.model.family import load
+from trainer.model.registry import read_model
 
 SETTINGS = {
     "convert.builder": "openai_messages",

@@ -24,9 +24,9 @@ from trainer.contract.answer import MetricsRow
 from trainer.contract.names import HF_EXPORT
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import PartConfig, RunConfig, TrainConfig
+from trainer.data.geometry import geometry_of
 from trainer.data.micro_batch import make_micro_batch
 from trainer.data.order import bins_for_step
-from trainer.families.geometry import geometry_of
 from trainer.layers import delta_layer
 from trainer.loop.export import export
 from trainer.loop.set_up import set_up

@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from trainer.contract.model_shape import ModelShape
 from trainer.families.qwen3_vl.shape import read_shape
+from trainer.model.shape import ModelShape
 
 # As config.json of Qwen3-VL-2B-Instruct has them.
 CONFIG_2B = {

@@ -19,16 +19,16 @@ from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.tiny_hybrid_model import hybrid_hf_dir
 from tests.parity.test_qwen3_5_vl import KINDS, SEQ_LEN
 from tests.parity.test_qwen3_vl_gpu import YARDSTICKS, relative
-from trainer.contract.model_shape import VisionShape
+from trainer.data.geometry import geometry_of
 from trainer.data.micro_batch import make_micro_batch
-from trainer.families.geometry import geometry_of
 from trainer.families.qwen3_5_vl.model import Qwen35VLModel
 from trainer.families.qwen3_5_vl.weights import rules
 from trainer.families.qwen3_vl.family import part_of
-from trainer.families.registry import read_model
-from trainer.families.weight_rules import global_names
 from trainer.layers.delta_rule.gated_delta_net import kernels_fit
 from trainer.layers.module_set import TorchModules
+from trainer.model.registry import read_model
+from trainer.model.rules import global_names
+from trainer.model.shape import VisionShape
 
 EXACT = ("A_log", "dt_bias")
 # transformers' merger of the large encoders in a model of width 3584. megatron-core's examples/multimodal_dev found

@@ -9,14 +9,14 @@ from tests.helpers.shapes import QWEN_2B
 from tests.helpers.tiny_hybrid_model import hybrid_config
 from tests.helpers.tiny_model import FIRST, SECOND, tiny_hf_dir
 from trainer.contract.adapter import AdapterConfig
-from trainer.contract.estimate import RESERVE, estimate_memory, estimate_saved, estimate_vision_rank
-from trainer.contract.model_shape import Work
 from trainer.contract.parallel import ParallelConfig
-from trainer.contract.pieces import pipeline_pieces
 from trainer.contract.run import OptimConfig, PartConfig, TrainConfig
 from trainer.families.qwen3_5_vl.shape import read_shape
-from trainer.families.registry import get_family, read_model
-from trainer.families.targets import adapter_sizes
+from trainer.model.registry import get_family, read_model
+from trainer.model.shape import Work
+from trainer.model.targets import adapter_sizes
+from trainer.plan.estimate import RESERVE, estimate_memory, estimate_saved, estimate_vision_rank
+from trainer.plan.pieces import pipeline_pieces
 
 TOKENS_ALONE = Work(1024, 0, 0, 0, 0)  # layers of one kind cost alike: equal pieces
 

@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 from pydantic import PositiveInt
 
-from trainer.contract.model_shape import DecoderShape, ModelShape
-from trainer.families.config_keys import decoder_sizes, read_keys
 from trainer.families.qwen3_vl import shape as qwen3_vl
 from trainer.families.qwen3_vl.family import FAMILY as QWEN3_VL
+from trainer.model.config_keys import decoder_sizes, read_keys
+from trainer.model.shape import DecoderShape, ModelShape
 
 MODEL_TYPE = "toy_gated_vl"
 

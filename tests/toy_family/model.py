@@ -8,12 +8,12 @@ from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from trainer.contract.model_shape import ModelShape
 from trainer.families.qwen3_vl.model import Qwen3VLModel
 from trainer.families.qwen3_vl.weights import rules as qwen3_vl_rules
-from trainer.families.weight_rules import Rule
 from trainer.layers.chosen_rows import ChosenRows
 from trainer.layers.packed_layer import PackedLayer
+from trainer.model.rules import Rule
+from trainer.model.shape import ModelShape
 
 
 class GatedLayer(PackedLayer):

@@ -19,13 +19,13 @@ from megatron.core.transformer.transformer_block import TransformerBlock, Transf
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import make_viewless_tensor
 
-from trainer.contract.model_shape import DecoderShape
 from trainer.contract.parallel import ParallelConfig
 from trainer.layers.attention import PackedSegments, Rotation, recomputed
 from trainer.layers.chosen_rows import ChosenRows
 from trainer.layers.cuda_graphs import LayerGraphs
 from trainer.layers.module_set import ACTIVATIONS, FLOAT8_ROWS, shared_config
 from trainer.layers.output_loss import OutputLayer
+from trainer.model.shape import DecoderShape
 
 # (number of a layer, from 0 over the whole model; its output (s, 1, D)) -> the next layer's input
 Between = Callable[[int, torch.Tensor], torch.Tensor]

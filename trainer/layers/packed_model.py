@@ -20,7 +20,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from dataset_builders.contracts.tokenized import PatchFormat
-from trainer.contract.model_shape import ModelShape
 from trainer.contract.parallel import ParallelConfig
 from trainer.data.micro_batch import MicroBatch
 from trainer.layers.attention import PackedSegments, Rotation
@@ -28,6 +27,7 @@ from trainer.layers.chosen_rows import ChosenRows
 from trainer.layers.decoder import Between, LanguageModel
 from trainer.layers.module_set import layer_spec, mark_tensor_parallel
 from trainer.layers.part_clock import PartClock
+from trainer.model.shape import ModelShape
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.vision.owner import VisionOwner
 from trainer.parallel.vision.worker import PipelineWorker

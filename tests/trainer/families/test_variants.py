@@ -9,7 +9,7 @@ from dataset_builders.errors import InputError
 from flows.pipeline.graph import check_model
 from flows.pipeline.recipe import load_recipe
 from stages.inputs.config import EmbeddedModelConfig
-from trainer.families.registry import FAMILIES, get_family
+from trainer.model.registry import FAMILIES, get_family
 
 # Millions of parameters: language model, and encoder with its mergers. Qwen3-VL as its cards have them (2.1, 4.4, 8.8
 # and 33.4 thousand together), Qwen3.5 by arithmetic from its published sizes.

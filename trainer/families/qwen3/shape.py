@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dataset_builders.errors import InputError
-from trainer.contract.model_shape import DecoderShape, ModelShape
-from trainer.families.config_keys import DecoderKeys, RotaryKeys, decoder_sizes, read_keys, rotary_of
+from trainer.model.config_keys import DecoderKeys, RotaryKeys, decoder_sizes, read_keys, rotary_of
+from trainer.model.shape import DecoderShape, ModelShape
 
 
 class Qwen3Keys(DecoderKeys):

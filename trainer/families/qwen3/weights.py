@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from trainer.contract.model_shape import ModelShape
-from trainer.families.weight_rules import Rule, decoder_rules
+from trainer.model.rules import Rule, decoder_rules
+from trainer.model.shape import ModelShape
 
 
 def rules(shape: ModelShape) -> Iterator[Rule]:

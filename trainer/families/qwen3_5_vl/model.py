@@ -4,11 +4,11 @@ import torch
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from trainer.families.family import load
 from trainer.families.qwen3_vl.model import Qwen3VLModel
 from trainer.layers.delta_layer import DeltaAttention
 from trainer.layers.delta_rule.gated_delta_net import DeltaHeads, kernels_fit
 from trainer.layers.module_set import delta_layer_spec, layer_spec
+from trainer.model.family import load
 
 
 class Qwen35VLModel(Qwen3VLModel):

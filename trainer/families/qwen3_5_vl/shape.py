@@ -8,9 +8,9 @@ from typing import Any, Literal
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from dataset_builders.errors import InputError
-from trainer.contract.model_shape import DELTA_CHUNK, DecoderShape, ModelShape
-from trainer.families.config_keys import DecoderKeys, decoder_sizes, read_keys, rotary_of
 from trainer.families.qwen3_vl import shape as qwen3_vl
+from trainer.model.config_keys import DecoderKeys, decoder_sizes, read_keys, rotary_of
+from trainer.model.shape import DELTA_CHUNK, DecoderShape, ModelShape
 
 DELTA, ATTENTION = "linear_attention", "full_attention"
 

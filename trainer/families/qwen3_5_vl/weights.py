@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from trainer.contract.model_shape import ModelShape
 from trainer.families.qwen3_5_vl.shape import HybridDecoderShape
 from trainer.families.qwen3_vl.weights import vision_rules
-from trainer.families.weight_rules import Rule, StackedRuns, attention_rules, decoder_rules
+from trainer.model.rules import Rule, StackedRuns, attention_rules, decoder_rules
+from trainer.model.shape import ModelShape
 
 
 def rules(shape: ModelShape) -> Iterator[Rule]:

@@ -12,7 +12,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed import ProcessGroup
 
 from dataset_builders.contracts.tokenized import PatchFormat
-from trainer.contract.model_shape import VisionShape
 from trainer.contract.parallel import ParallelConfig
 from trainer.data.micro_batch import MicroBatch
 from trainer.families.qwen3_vl.rope import mrope_angles
@@ -21,6 +20,7 @@ from trainer.layers.attention import Rotation
 from trainer.layers.decoder import Between
 from trainer.layers.gather import gather_rows
 from trainer.layers.packed_model import PackedModel
+from trainer.model.shape import VisionShape
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.vision.exchange import Window, pipeline_links
 from trainer.parallel.vision.owner import RemoteOwner, VisionOwner

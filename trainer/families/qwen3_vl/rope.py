@@ -2,8 +2,8 @@
 
 import torch
 
-from trainer.contract.model_shape import DecoderShape, VisionShape
 from trainer.layers.attention import inverse_frequencies
+from trainer.model.shape import DecoderShape, VisionShape
 
 
 def mrope_angles(position_ids: torch.Tensor, shape: DecoderShape) -> torch.Tensor:

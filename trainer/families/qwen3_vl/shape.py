@@ -7,8 +7,8 @@ from typing import Any, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from dataset_builders.errors import InputError
-from trainer.contract.model_shape import DecoderShape, ImageTokens, ModelShape, VisionShape
-from trainer.families.config_keys import CommonKeys, DecoderKeys, RotaryKeys, decoder_sizes, read_keys, rotary_of
+from trainer.model.config_keys import CommonKeys, DecoderKeys, RotaryKeys, decoder_sizes, read_keys, rotary_of
+from trainer.model.shape import DecoderShape, ImageTokens, ModelShape, VisionShape
 
 
 class TextRotaryKeys(RotaryKeys):

@@ -17,12 +17,12 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from trainer.contract.model_shape import VisionShape
 from trainer.contract.parallel import ParallelConfig
 from trainer.data.micro_batch import MicroBatch
 from trainer.families.qwen3_vl.rope import vision_angles
 from trainer.layers.attention import PackedSegments, Rotation, recomputed
 from trainer.layers.module_set import ACTIVATIONS, layer_spec, shared_config
+from trainer.model.shape import VisionShape
 
 
 def vision_config(shape: VisionShape, parallel: ParallelConfig, dtype: torch.dtype) -> TransformerConfig:

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from trainer.contract.model_shape import ModelShape, VisionShape
-from trainer.families.weight_rules import STACKED, JointQKV, Rule, Stacked, decoder_rules
+from trainer.model.rules import STACKED, JointQKV, Rule, Stacked, decoder_rules
+from trainer.model.shape import ModelShape, VisionShape
 
 
 def rules(shape: ModelShape) -> Iterator[Rule]:

@@ -6,8 +6,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.tiny_hybrid_model import hybrid_hf_dir
 from trainer.data.packed_chunks import CHUNK, PackedChunks
-from trainer.families.registry import read_model
 from trainer.layers.delta_rule import plain
+from trainer.model.registry import read_model
 
 
 def counted_rule(tokens: int, key_heads: int, value_heads: int, dim: int) -> int:

@@ -10,7 +10,7 @@ from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.tiny_hybrid_model import hybrid_config, hybrid_hf_dir
 from trainer.contract.parallel import ParallelConfig
 from trainer.families.qwen3_5_vl.shape import read_shape
-from trainer.families.shapes import check_run
+from trainer.plan.checks import check_run
 
 REFUSED = [
     ("float8", {}, 1, "train.precision is float8, in which the delta layers of a qwen3_5 model"),

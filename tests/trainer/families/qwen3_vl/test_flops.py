@@ -10,13 +10,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.helpers.bins import MIXED, ONE_IMAGE, TEXT_ONLY, TWO_IMAGES, Kind, make_samples
 from tests.helpers.reference import load_reference, random_hf_dir, reference_inputs
 from trainer.contract.adapter import ROLES, AdapterConfig
-from trainer.contract.model_shape import DecoderShape
 from trainer.contract.run import OptimConfig, PartConfig, TrainConfig
+from trainer.data.flops import cost_model, model_flops, training_cost
+from trainer.data.geometry import geometry_of
 from trainer.data.micro_batch import make_micro_batch
-from trainer.families.flops import cost_model, model_flops, training_cost
-from trainer.families.geometry import geometry_of
-from trainer.families.registry import read_model
-from trainer.families.targets import adapted_layers
+from trainer.model.registry import read_model
+from trainer.model.shape import DecoderShape
+from trainer.model.targets import adapted_layers
 
 
 def after_last_attention(lm: DecoderShape) -> int:

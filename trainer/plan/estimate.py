@@ -4,10 +4,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from trainer.contract.adapter_sizes import AdapterSizes, PlaceSizes
-from trainer.contract.model_shape import LOSS_CHUNK, ModelShape, VisionShape
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import TrainConfig
+from trainer.model.adapter_sizes import AdapterSizes, PlaceSizes
+from trainer.model.shape import LOSS_CHUNK, ModelShape, VisionShape
 
 # What torch's allocator holds beside the activations, of them.
 RESERVE = 0.1
@@ -63,7 +63,7 @@ def estimate_memory(
     Args:
         pieces: of the pipeline, see `pipeline_pieces`.
         dp: data-parallel ranks.
-        adapters: see `trainer.families.targets.adapter_sizes`.
+        adapters: see `trainer.model.targets.adapter_sizes`.
     """
     num_micro_batches = train.global_batch_size // dp
     sizes = (seq_len, max_patches, *_sizes(train))

@@ -1,7 +1,7 @@
 """The facts of a model's shape that its micro batches need."""
 
-from trainer.contract.model_shape import ModelShape
 from trainer.data.micro_batch import Geometry
+from trainer.model.shape import ModelShape
 
 
 def geometry_of(shape: ModelShape) -> Geometry:

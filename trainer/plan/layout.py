@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from dataset_builders.errors import InputError
-from trainer.contract.model_shape import ModelShape, VisionShape
 from trainer.contract.parallel import ParallelConfig
-from trainer.contract.pieces import pipeline_room
+from trainer.model.shape import ModelShape, VisionShape
+from trainer.plan.pieces import pipeline_room
 
 
 class FieldNames(NamedTuple):

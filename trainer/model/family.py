@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.contract.model_shape import ModelShape
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import TrainConfig
+from trainer.model.shape import ModelShape
 
 
 def load(place: str) -> Any:
@@ -44,7 +44,7 @@ class Family:
         part_of: the name of a parameter of the bare model -> its part; ValueError if it has none.
         model: "module:class" of a chunk of the model, see `trainer.layers.packed_model.PackedModel`.
         encoder: "module:function", what builds its vision encoder alone; empty for a family of text alone.
-        rules: "module:function", shape -> the table of weights, see `trainer.families.weight_rules.Rule`.
+        rules: "module:function", shape -> the table of weights, see `trainer.model.rules.Rule`.
         reference: "module:class" of transformers that generates with a directory of this family.
         turn_tokens: the tokens that begin and end a turn in its chat template.
         image_processor: None for a family of text alone.

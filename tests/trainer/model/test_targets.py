@@ -16,11 +16,11 @@ from tests.helpers.tiny_model import tiny_hf_dir
 from tests.helpers.tiny_text_model import text_hf_dir
 from trainer.contract.adapter import AdapterConfig
 from trainer.contract.run import PartConfig, TrainConfig
-from trainer.families.registry import read_model
-from trainer.families.shapes import check_run
-from trainer.families.targets import adapted_layers, adapter_sizes, list_matches
-from trainer.families.whole_modules import check_adapter
 from trainer.layers.lora.convert import add_adapters
+from trainer.model.registry import read_model
+from trainer.model.targets import adapted_layers, adapter_sizes, list_matches
+from trainer.model.whole_modules import check_adapter
+from trainer.plan.checks import check_run
 
 OPTIM = {"lr": 1e-3, "min_lr_fraction": 0.1, "warmup_steps": 0, "weight_decay": 0.1}
 TRAIN = {"seed": 1, "num_steps": 5, "global_batch_size": 1, "precision": "float32", "heldout_interval": 1}

@@ -18,14 +18,14 @@ from tests.helpers.run_dir import changed as changed_run
 from tests.helpers.run_dir import log_of, result_of, run_trainer, write_job
 from tests.helpers.shapes import QWEN_2B, changed, named_sizes
 from tests.helpers.tiny_model import FIRST, SECOND, tiny_hf_dir
-from trainer.contract.layout import FieldNames, check_layout
-from trainer.contract.model_shape import ModelShape, Work
 from trainer.contract.names import EXIT_INPUT
 from trainer.contract.parallel import ParallelConfig
-from trainer.contract.pieces import pipeline_pieces
-from trainer.families.registry import read_model
-from trainer.families.shapes import check_run
 from trainer.layers.decoder import decoder_config
+from trainer.model.registry import read_model
+from trainer.model.shape import ModelShape, Work
+from trainer.plan.checks import check_run
+from trainer.plan.layout import FieldNames, check_layout
+from trainer.plan.pieces import pipeline_pieces
 
 TINY = {"first": FIRST.shape, "second": SECOND.shape}
 AROUND = ("world_size", "global_batch_size", "seq_len", "pad_multiple")

@@ -5,11 +5,11 @@ from collections.abc import Iterator, Sequence
 
 from dataset_builders.errors import InputError
 from trainer.contract.adapter import AdapterConfig
-from trainer.contract.model_shape import ModelShape
 from trainer.contract.run import TrainConfig
-from trainer.families.family import Family
-from trainer.families.targets import Adapted, adapted_layers, check_targets
-from trainer.families.weight_rules import Rule
+from trainer.model.family import Family
+from trainer.model.rules import Rule
+from trainer.model.shape import ModelShape
+from trainer.model.targets import Adapted, adapted_layers, check_targets
 
 
 def check_adapter(train: TrainConfig, family: Family, shape: ModelShape) -> None:

@@ -10,17 +10,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from trainer.contract.adapter_sizes import AdapterSizes
-from trainer.contract.estimate import estimate_memory, estimate_vision_rank, vision_in_flight
-from trainer.contract.model_shape import ModelShape, Work
 from trainer.contract.parallel import ParallelConfig, VisionRanks
-from trainer.contract.pieces import (
+from trainer.contract.run import TrainConfig
+from trainer.model.adapter_sizes import AdapterSizes
+from trainer.model.shape import ModelShape, Work
+from trainer.plan.estimate import estimate_memory, estimate_vision_rank, vision_in_flight
+from trainer.plan.pieces import (
     EVEN_ENOUGH,
     language_flops,
     pipeline_pieces,
     vision_flops,
 )
-from trainer.contract.run import TrainConfig
 
 # FLOP/s of one H200 in bfloat16, the medians of eight trainings of Qwen3-VL and Qwen3.5, 2B to 8B: vision 310 to 453,
 # language model and loss 499 to 580. tests/bench/results/vision_placement_2026-11-23.md has them all.

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.contract.model_shape import DecoderShape
-from trainer.families.family import load
+from trainer.model.family import load
+from trainer.model.shape import DecoderShape
 
 Tensor = Any  # torch's
 

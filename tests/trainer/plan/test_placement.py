@@ -6,11 +6,12 @@ import pytest
 
 from tests.helpers.shapes import QWEN_2B
 from tests.stages.test_estimate import training
-from tests.trainer.contract.test_pieces import MIX, priced
+from tests.trainer.plan.test_pieces import MIX, priced
 from trainer.contract import placement
-from trainer.contract.model_shape import ModelShape, VisionShape, Work
 from trainer.contract.parallel import ParallelConfig
-from trainer.contract.placement import (
+from trainer.contract.run import PartConfig
+from trainer.model.shape import ModelShape, VisionShape, Work
+from trainer.plan.placement import (
     LANGUAGE_RATE,
     VISION_RATE,
     Placement,
@@ -20,7 +21,6 @@ from trainer.contract.placement import (
     own_ranks,
     placements,
 )
-from trainer.contract.run import PartConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,14 +12,14 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from trainer.contract.adapter import AdapterConfig
-from trainer.contract.model_shape import ModelShape, Work
 from trainer.contract.run import TrainConfig
 from trainer.data.balance import CostModel
 from trainer.data.micro_batch import MicroBatch
-from trainer.families.family import Family
-from trainer.families.targets import adapted_layers
-from trainer.families.weight_rules import Rule
-from trainer.families.whole_modules import whole_rules
+from trainer.model.family import Family
+from trainer.model.rules import Rule
+from trainer.model.shape import ModelShape, Work
+from trainer.model.targets import adapted_layers
+from trainer.model.whole_modules import whole_rules
 
 FORWARD_AND_BACKWARD = 3
 _OF_LAYER = re.compile(r"language\.decoder\.layers\.(\d+)\.")

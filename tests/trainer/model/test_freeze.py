@@ -6,10 +6,10 @@ import torch
 from flows.pipeline.explain import explain
 from tests.helpers.tiny_model import tiny_hf_dir
 from trainer.contract.run import PartConfig, TrainConfig
-from trainer.families.parts import freeze
 from trainer.families.qwen3_vl.family import FAMILY, part_of
 from trainer.families.qwen3_vl.weights import rules
-from trainer.families.registry import read_model
+from trainer.model.freeze import freeze
+from trainer.model.registry import read_model
 
 OPTIM = {"lr": 1e-3, "min_lr_fraction": 0.1, "warmup_steps": 0, "weight_decay": 0.1}
 TRAIN = {"seed": 1, "num_steps": 5, "global_batch_size": 1, "precision": "float32", "heldout_interval": 1}

@@ -6,15 +6,15 @@ from dataset_builders.contracts.feature_store import read_feature_store
 from dataset_builders.contracts.manifest import load_manifest
 from dataset_builders.errors import InputError
 from dataset_builders.storage.store import StorePath
-from trainer.contract.layout import check_layout
-from trainer.contract.model_shape import ModelShape
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.peft import check_start
-from trainer.contract.pieces import mean_work, pipeline_pieces
 from trainer.contract.run import PartConfig, RunConfig, TrainConfig
-from trainer.families.family import Family
-from trainer.families.registry import read_model
-from trainer.families.whole_modules import check_adapter
+from trainer.model.family import Family
+from trainer.model.registry import read_model
+from trainer.model.shape import ModelShape
+from trainer.model.whole_modules import check_adapter
+from trainer.plan.layout import check_layout
+from trainer.plan.pieces import mean_work, pipeline_pieces
 
 ENCODING_PARTS = ("vision", "merger")  # what makes image tokens of pixels
 

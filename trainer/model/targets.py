@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from dataset_builders.errors import InputError, shown
 from trainer.contract.adapter import ROLES, AdapterConfig
-from trainer.contract.adapter_sizes import AdapterSizes, PlaceSizes, Shared
-from trainer.contract.model_shape import ModelShape
 from trainer.contract.run import TrainConfig
-from trainer.families.family import Family
-from trainer.families.weight_rules import Rule
+from trainer.model.adapter_sizes import AdapterSizes, PlaceSizes, Shared
+from trainer.model.family import Family
+from trainer.model.rules import Rule
+from trainer.model.shape import ModelShape
 
 _WEIGHT = ".weight"
 _OF_LAYER = re.compile(r"language\.decoder\.layers\.(\d+)\.")

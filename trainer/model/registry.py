@@ -11,8 +11,8 @@ from typing import Any
 
 from dataset_builders.errors import InputError, shown
 from dataset_builders.storage.files import read_object
-from trainer.contract.model_shape import ModelShape
-from trainer.families.family import Family, load
+from trainer.model.family import Family, load
+from trainer.model.shape import ModelShape
 
 FAMILIES = {
     "qwen3": "trainer.families.qwen3.family:FAMILY",

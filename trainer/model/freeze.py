@@ -1,12 +1,12 @@
 """Freezing the parts of a model."""
 
-import torch
+from typing import Any
 
 from trainer.contract.run import TrainConfig
-from trainer.families.family import Family
+from trainer.model.family import Family
 
 
-def freeze(module: torch.nn.Module, config: TrainConfig, family: Family) -> None:
+def freeze(module: Any, config: TrainConfig, family: Family) -> None:
     """Take the parameters of frozen parts out of training.
 
     Call it before megatron-core's DDP wraps the model: that gives a buffer to every parameter that requires a gradient.

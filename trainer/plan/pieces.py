@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
-from trainer.contract.model_shape import ModelShape, Work
 from trainer.contract.parallel import ParallelConfig
+from trainer.model.shape import ModelShape, Work
 
 # Equal pieces are kept where the costliest rank costs at most so much more than it would: no cost model is more exact.
 EVEN_ENOUGH = 1.02

@@ -10,12 +10,12 @@ from dataset_builders.contracts.manifest import load_manifest
 from tests.helpers.run_dir import changed as changed_run
 from tests.helpers.run_dir import write_job
 from tests.helpers.shapes import QWEN_2B, changed
-from trainer.contract.model_shape import DecoderShape, ModelShape, Work
 from trainer.contract.parallel import ParallelConfig
-from trainer.contract.pieces import mean_work, pipeline_pieces
 from trainer.contract.run import PartConfig
-from trainer.families.registry import read_model
-from trainer.families.shapes import pieces_of
+from trainer.model.registry import read_model
+from trainer.model.shape import DecoderShape, ModelShape, Work
+from trainer.plan.checks import pieces_of
+from trainer.plan.pieces import mean_work, pipeline_pieces
 
 # Of a mean bin of 16,384 tokens of the bench's mix (tests/bench/results/train_step_h200_2026-11-22.md): per sample 748
 # tokens, 51 of them with loss, 2,312 patches in 1.09 images.

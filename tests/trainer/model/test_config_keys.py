@@ -21,15 +21,15 @@ from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.tiny_hybrid_model import hybrid_config
 from tests.helpers.tiny_model import tiny_hf_dir
 from tests.helpers.tiny_text_model import randomize, text_config
-from trainer.contract.model_shape import ModelShape
+from trainer.data.geometry import geometry_of
 from trainer.data.micro_batch import make_micro_batch
 from trainer.families import config_keys
-from trainer.families.family import load
-from trainer.families.geometry import geometry_of
 from trainer.families.qwen3 import shape as qwen3
 from trainer.families.qwen3_5_vl import shape as qwen3_5_vl
 from trainer.families.qwen3_vl import shape as qwen3_vl
-from trainer.families.registry import FAMILIES, get_family, read_model
+from trainer.model.family import load
+from trainer.model.registry import FAMILIES, get_family, read_model
+from trainer.model.shape import ModelShape
 
 ODD = (None, True, False, 0, 1, 2, 3, 5, 7, -1, 16, 2.0, 0.5, "2", "none", [], [2], {}, {"a": 1})
 PLAUSIBLE: dict[str, tuple[object, ...]] = {
