@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 
-from trainer.model.family import load
+from trainer.model.late_import import load
 from trainer.model.registry import get_family
 
 FILE_BYTES = 4 << 30  # of one file, nearly: a reader that maps a file whole has no more of it

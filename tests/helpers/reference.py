@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from dataset_builders.contracts.tokenized import PatchFormat, TokenizedSample
 from tests.helpers.tiny_model import tiny_hf_dir
-from trainer.model.family import load
+from trainer.model.late_import import load
 from trainer.model.registry import read_model
 
 PIXELS = PatchFormat(

@@ -13,7 +13,7 @@ from trainer.layers.decoder import decoder_config
 from trainer.layers.module_set import TorchModules
 from trainer.layers.modules.choice import choose_modules
 from trainer.layers.packed_model import PackedModel
-from trainer.model.family import load
+from trainer.model.late_import import load
 from trainer.model.registry import read_model
 from trainer.parallel.mesh import Mesh, rank_mesh
 from trainer.parallel.runtime import cpu_runtime

@@ -12,7 +12,7 @@ from trainer.checkpoint.hf_read import HFTensors
 from trainer.checkpoint.hf_write import save_hf_weights
 from trainer.data.geometry import geometry_of
 from trainer.data.micro_batch import make_micro_batch
-from trainer.model.family import load
+from trainer.model.late_import import load
 from trainer.model.registry import read_model
 
 SEQ_LEN = 128

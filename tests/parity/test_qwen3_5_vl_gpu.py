@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from trainer.families.qwen3_5_vl.model import Qwen35VLModel
+from trainer.families.qwen3_5_vl.weights import rules
 
 from tests.helpers.bins import make_samples
 from tests.helpers.hardware import ON_CUDA, requires_engine, requires_gpus
@@ -21,14 +23,12 @@ from tests.parity.test_qwen3_5_vl import KINDS, SEQ_LEN
 from tests.parity.test_qwen3_vl_gpu import YARDSTICKS, relative
 from trainer.data.geometry import geometry_of
 from trainer.data.micro_batch import make_micro_batch
-from trainer.families.qwen3_5_vl.model import Qwen35VLModel
-from trainer.families.qwen3_5_vl.weights import rules
 from trainer.families.qwen3_vl.family import part_of
-from trainer.layers.delta_rule.gated_delta_net import kernels_fit
 from trainer.layers.module_set import TorchModules
 from trainer.model.registry import read_model
 from trainer.model.rules import global_names
 from trainer.model.shape import VisionShape
+from trainer.parts.delta.rule.gated_delta_net import kernels_fit
 
 EXACT = ("A_log", "dt_bias")
 # transformers' merger of the large encoders in a model of width 3584. megatron-core's examples/multimodal_dev found
@@ -126,7 +126,7 @@ def merger_distances(modules, dtype: torch.dtype, mesh) -> tuple[float, float]:
     from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionConfig, Qwen3_5VisionPatchMerger
 
     from trainer.contract.parallel import ParallelConfig
-    from trainer.families.qwen3_vl.vision import PatchMerger, vision_config
+    from trainer.parts.vision.module import PatchMerger, vision_config
 
     torch.manual_seed(0)
     theirs = Qwen3_5VisionPatchMerger(Qwen3_5VisionConfig(**MERGER)).to(mesh.device, dtype)

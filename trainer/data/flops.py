@@ -104,7 +104,7 @@ class _Count:
                 others[rule.ours] = rule
         flows = flows or self._trains(others[_EMBEDDING])
         for number in range(decoder.num_layers):
-            before, after, squared = decoder.layer_flops(number)
+            before, after, squared = decoder.layers[number].flops
             is_after = [_AFTER_ATTENTION.search(rule.ours) is not None for rule in layers[number]]
             split = is_after.index(True)
             flows = self._half(layers[number][:split], before, "per_token", flows)

@@ -28,7 +28,7 @@ from trainer.data.geometry import geometry_of
 from trainer.data.micro_batch import MicroBatch, make_micro_batch
 from trainer.data.reader import PREFETCH_DEPTH, prefetch
 from trainer.layers.modules.choice import choose_modules
-from trainer.model.family import load
+from trainer.model.late_import import load
 from trainer.model.registry import read_model
 from trainer.parallel.mesh import Mesh
 

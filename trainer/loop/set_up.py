@@ -31,8 +31,9 @@ from trainer.layers.module_set import check_float8, mark_tensor_parallel
 from trainer.layers.modules.choice import choose_modules, host_of
 from trainer.loop.share_model import Chunk, share_model, weights_dtype
 from trainer.loop.step import finalize_gradients
-from trainer.model.family import Family, load
+from trainer.model.family import Family
 from trainer.model.freeze import freeze
+from trainer.model.late_import import load
 from trainer.model.registry import read_model
 from trainer.model.rules import Rule
 from trainer.model.shape import ModelShape

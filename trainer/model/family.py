@@ -1,9 +1,8 @@
 """A family of models: everything that the house needs to know of it, in one object. Loads neither torch nor megatron.
 
-Values of the form "module:name" are imported by `load`, in the process that needs them.
+Values of the form "module:name" are imported by `late_import.load`, in the process that needs them.
 """
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,13 +10,8 @@ from typing import Any
 
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import TrainConfig
+from trainer.model.late_import import load
 from trainer.model.shape import ModelShape
-
-
-def load(place: str) -> Any:
-    """The object that "module:name" names."""
-    module, _, name = place.partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

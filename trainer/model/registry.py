@@ -11,7 +11,8 @@ from typing import Any
 
 from dataset_builders.errors import InputError, shown
 from dataset_builders.storage.files import read_object
-from trainer.model.family import Family, load
+from trainer.model.family import Family
+from trainer.model.late_import import load
 from trainer.model.shape import ModelShape
 
 FAMILIES = {

@@ -6,12 +6,12 @@ MLP one after the other; HF keeps them apart. A family that does otherwise defin
 Importing this file does not load torch: a recipe's check reads the table alone.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.model.family import load
-from trainer.model.shape import DecoderShape
+from trainer.model.late_import import load
 
 Tensor = Any  # torch's
 
@@ -20,12 +20,9 @@ def _cat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
     return load("torch:cat")(tuple(parts), dim)
 
 
-# Transformer Engine keeps a norm and the linear after it in one module.
-_FUSED_NORMS = (
-    ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
-    ("self_attention.in_proj.layer_norm_", "input_layernorm."),
-    ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
-)
+# Transformer Engine keeps a norm and the linear layer after it in one module.
+_FUSED_NORM = re.compile(r"(self_attention|mlp)\.\w+\.layer_norm_")
+_NORMS = {"self_attention": "input_layernorm.", "mlp": "pre_mlp_layernorm."}
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,60 +126,16 @@ class Rule:
 
     Attributes:
         sizes: (out, in) of each HF tensor, if it is the weight of a linear layer that can have adapters.
+        role: name by which `train.adapter.targets` selects the layer; empty for weights without `sizes`.
+        axis: of a linear layer's weight, the axis that tensor-parallel ranks divide: 0, its outputs, or 1, its inputs.
     """
 
     ours: str
     hf: tuple[str, ...]
     packing: Stacked = STACKED
     sizes: tuple[tuple[int, int], ...] = ()
-
-
-# (sizes, number of the layer, beginning of our names, beginning of HF's names) -> the rules of what stands in the place
-# of attention
-AttentionRules = Callable[[DecoderShape, int, str, str], Iterator[Rule]]
-
-
-def attention_rules(shape: DecoderShape, number: int, ours: str, hf: str) -> Iterator[Rule]:
-    """Attention with norms of queries and keys, in every layer; with gates if the shape says so."""
-    group = shape.num_heads // shape.num_kv_heads * shape.head_dim
-    width, heads, keys = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    queries = 2 * heads if shape.gated_attention else heads
-    qkv = GroupedQKV(groups=shape.num_kv_heads, widths=(group, shape.head_dim, shape.head_dim))
-    if shape.gated_attention:
-        widths = (2 * group, shape.head_dim, shape.head_dim)
-        qkv = GatedGroupedQKV(groups=shape.num_kv_heads, widths=widths, head_dim=shape.head_dim)
-    yield Rule(
-        ours + "self_attention.linear_qkv.weight",
-        tuple(f"{hf}self_attn.{name}_proj.weight" for name in "qkv"),
-        qkv,
-        sizes=((queries, width), (keys, width), (keys, width)),
-    )
-    yield Rule(ours + "self_attention.q_layernorm.weight", (hf + "self_attn.q_norm.weight",))
-    yield Rule(ours + "self_attention.k_layernorm.weight", (hf + "self_attn.k_norm.weight",))
-    output = (hf + "self_attn.o_proj.weight",)
-    yield Rule(ours + "self_attention.linear_proj.weight", output, sizes=((width, heads),))
-
-
-def decoder_rules(shape: DecoderShape, hf: str, attention: AttentionRules = attention_rules) -> Iterator[Rule]:
-    """The rules of a decoder of Qwen's, in HF's order: layers with a gated MLP, norms before both halves.
-
-    Args:
-        hf: the beginning of HF's names: "model.".
-        attention: the rules of a layer's first half.
-    """
-    width, inner = shape.hidden_size, shape.intermediate_size
-    yield Rule("language.embedding.weight", (f"{hf}embed_tokens.weight",))
-    for number in range(shape.num_layers):
-        ours, theirs = f"language.decoder.layers.{number}.", f"{hf}layers.{number}."
-        yield Rule(ours + "input_layernorm.weight", (theirs + "input_layernorm.weight",))
-        yield from attention(shape, number, ours, theirs)
-        yield Rule(ours + "pre_mlp_layernorm.weight", (theirs + "post_attention_layernorm.weight",))
-        gate_and_up = (theirs + "mlp.gate_proj.weight", theirs + "mlp.up_proj.weight")
-        yield Rule(ours + "mlp.linear_fc1.weight", gate_and_up, sizes=((inner, width), (inner, width)))
-        yield Rule(ours + "mlp.linear_fc2.weight", (theirs + "mlp.down_proj.weight",), sizes=((width, inner),))
-    yield Rule("language.decoder.final_layernorm.weight", (f"{hf}norm.weight",))
-    if not shape.tie_word_embeddings:
-        yield Rule("language.output_layer.weight", ("lm_head.weight",))
+    role: str = ""
+    axis: int = 0
 
 
 def global_names(model: Any) -> Iterator[tuple[str, Tensor]]:
@@ -192,6 +145,4 @@ def global_names(model: Any) -> Iterator[tuple[str, Tensor]]:
         if name.startswith(decoder):
             local, rest = name.removeprefix(decoder).split(".", 1)
             name = f"{decoder}{model.language.decoder.layers[int(local)].layer_number - 1}.{rest}"
-        for fused, apart in _FUSED_NORMS:
-            name = name.replace(fused, apart)
-        yield name, param
+        yield _FUSED_NORM.sub(lambda found: _NORMS[found[1]], name), param

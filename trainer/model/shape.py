@@ -1,11 +1,15 @@
 """The sizes of a model, read once from its config.json, for memory, layouts, FLOPs and weights.
 
-A family's `shape.py` returns a `ModelShape`; nothing here loads torch. A decoder or an encoder of another kind is a
-subclass that computes its own parameters and FLOPs.
+A family's `shape.py` returns a `ModelShape`; nothing here loads torch. Layers of another kind have parts of their own,
+see `trainer.model.layer`.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from trainer.model.layer import Layer, Mixer, Part
+from trainer.model.rules import Rule
 
 # Loss tokens whose logits exist at a time; trainer/layers/output_loss.py gives the reason for the number.
 LOSS_CHUNK = 4096
@@ -37,95 +41,88 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderShape:
-    """A language model: grouped-query attention and a gated MLP in every layer, norms before each.
+    """A language model: an embedding, layers with a norm before each half, a norm and an output projection.
 
     Attributes:
-        activation: of the MLP's gate, in transformers' spelling.
+        rotary_dim: how many leading components of each attention head are rotated.
         mrope_section: rotary pairs of each of three position axes; None: positions have one axis.
         zero_centred_norms: RMSNorm multiplies by 1 + weight.
-        gated_attention: each query head has a gate, which its output is multiplied by; the gates are projected with
-            the queries.
     """
 
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    layers: tuple[Layer, ...]
     norm_eps: float
-    activation: str
     rope_theta: float
+    rotary_dim: int
     tie_word_embeddings: bool
     mrope_section: tuple[int, int, int] | None = None
     zero_centred_norms: bool = False
-    gated_attention: bool = False
 
     @property
-    def rotary_dim(self) -> int:
-        """The position turns so many numbers of a head, the first ones."""
-        return self.head_dim
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def parts(self) -> list[Part]:
+        """The different halves of the layers, each once, in the order of the model."""
+        return list(dict.fromkeys(half for layer in self.layers for half in layer.halves))
+
+    @property
+    def mixers(self) -> list[Mixer]:
+        """The different mixers of the layers, each once."""
+        return list(dict.fromkeys(layer.mixer for layer in self.layers))
 
     @property
     def in_chunks(self) -> bool:
         """Whether some layers take a bin's segments in chunks."""
-        return False
+        return any(mixer.in_chunks for mixer in self.mixers)
 
     def divided_widths(self) -> dict[str, int]:
-        """The widths that tensor-parallel ranks divide, by their names in messages."""
-        names = ("num_heads", "num_kv_heads", "intermediate_size", "vocab_size")
-        return {name: getattr(self, name) for name in names}
+        """Return the widths that tensor-parallel ranks divide, by their names in messages."""
+        widths = {name: size for part in self.parts for name, size in part.divided_widths().items()}
+        return widths | {"vocab_size": self.vocab_size}
 
     def context_divided_widths(self) -> dict[str, int]:
-        """Those that context-parallel ranks divide, after the tensor-parallel ranks."""
-        return {}
-
-    def layer_parameters(self, number: int) -> int:
-        """Parameters of a layer, counted from 0."""
-        attention = self._projections() + self._output_projection() + 2 * self.head_dim
-        return attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
-
-    def kept_numbers(self, number: int, *, selective: bool) -> int:
-        """Numbers per token that the attention of a layer, counted from 0, keeps for backward in its heads: queries,
-        keys, values and output are about four hidden sizes; a gate adds itself and the output that it multiplies.
-
-        Args:
-            selective: the core is computed again, see `recompute`.
-        """
-        return 4 * self.hidden_size + (2 * self.num_heads * self.head_dim if self.gated_attention else 0)
+        """Return the widths that context-parallel ranks divide, after the tensor-parallel ranks."""
+        return {name: size for part in self.parts for name, size in part.context_divided_widths().items()}
 
     @property
     def parameters(self) -> int:
         """Parameters of embedding, layers, final norm and output projection; a tied weight counts once."""
-        layers = sum(self.layer_parameters(number) for number in range(self.num_layers))
+        layers = sum(layer.parameters for layer in self.layers)
         matrices = 1 if self.tie_word_embeddings else 2
         return layers + self.hidden_size + matrices * self.vocab_size * self.hidden_size
 
-    def layer_flops(self, number: int) -> tuple[int, int, int]:
-        """Forward FLOPs of a layer per token: up to its attention, after it, and of attention per token^2 of a sample,
-        the causal half."""
-        mlp = 6 * self.hidden_size * self.intermediate_size
-        return 2 * self._projections(), 2 * self._output_projection() + mlp, 2 * self.num_heads * self.head_dim
+    @property
+    def largest_matrix(self) -> int:
+        """Numbers of the largest matrix of a layer."""
+        return max(layer.largest_matrix for layer in dict.fromkeys(self.layers))
 
     @property
     def forward_flops(self) -> dict[str, int]:
         """FLOPs per unit of each kind of work, by the names of `trainer.data.balance.CostModel`. Only loss tokens have
-        logits, and in the last layer a part after the attention."""
-        layers = [self.layer_flops(number) for number in range(self.num_layers)]
-        after = sum(layer[1] for layer in layers[:-1])
+        logits, and in the last layer a part after the mixing of tokens."""
+        layers = [layer.flops for layer in self.layers]
+        after = sum(layer.after for layer in layers[:-1])
         return {
-            "per_token": sum(layer[0] for layer in layers) + after,
-            "per_loss_token": layers[-1][1] + 2 * self.hidden_size * self.vocab_size,
-            "per_token_squared": sum(layer[2] for layer in layers),
+            "per_token": sum(layer.before for layer in layers) + after,
+            "per_loss_token": layers[-1].after + 2 * self.hidden_size * self.vocab_size,
+            "per_token_squared": sum(layer.squared for layer in layers),
         }
 
-    def _projections(self) -> int:
-        per_query = 2 if self.gated_attention else 1
-        return self.hidden_size * (per_query * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+    def rules(self, hf: str) -> Iterator[Rule]:
+        """Yield the table of weights in Hugging Face's order.
 
-    def _output_projection(self) -> int:
-        return self.hidden_size * self.num_heads * self.head_dim
+        Args:
+            hf: beginning of Hugging Face's names: "model.".
+        """
+        yield Rule("language.embedding.weight", (f"{hf}embed_tokens.weight",))
+        for number, layer in enumerate(self.layers):
+            yield from layer.rules(f"language.decoder.layers.{number}.", f"{hf}layers.{number}.")
+        yield Rule("language.decoder.final_layernorm.weight", (f"{hf}norm.weight",))
+        if not self.tie_word_embeddings:
+            yield Rule("language.output_layer.weight", ("lm_head.weight",))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,7 +18,6 @@ from trainer.model.shape import ModelShape
 
 _WEIGHT = ".weight"
 _OF_LAYER = re.compile(r"language\.decoder\.layers\.(\d+)\.")
-_ROW_PARALLEL = re.compile(r"linear_(proj|fc2)\.weight$")  # tensor-parallel ranks divide its input
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,20 +88,11 @@ def adapted_layers(rules: Sequence[Rule], config: AdapterConfig) -> list[Adapted
 
 def _modules(rules: Sequence[Rule]) -> list[_Module]:
     """Every module that can have an adapter, in HF's order."""
-    delta = {rule.ours.rpartition(".in_proj.")[0] for rule in rules if ".in_proj." in rule.ours}
     return [
-        _Module(rule, number, name.removesuffix(_WEIGHT), _role_of(rule.ours, delta))
+        _Module(rule, number, name.removesuffix(_WEIGHT), rule.role)
         for rule in rules
         for number, name in enumerate(rule.hf[: len(rule.sizes)])
     ]
-
-
-def _role_of(ours: str, delta: set[str]) -> str:
-    if ours.startswith("vision."):
-        return "merger" if "merger" in ours else "vision"
-    if ".mlp." in ours:
-        return "mlp"
-    return "delta" if ours.rsplit(".", 2)[0] in delta else "attention"
 
 
 def _names_nothing(target: str, modules: Sequence[_Module]) -> InputError:
@@ -198,7 +188,7 @@ def _layer_sizes(rule: Rule, chosen: Sequence[bool], config: AdapterConfig) -> P
     rows, all_rows = sum(out for out, _ in adapted), sum(out for out, _ in rule.sizes)
     lengths, scaled = (rows, all_rows) if config.kind == "dora" else (0, 0)
     # DoRA keeps the sum that it scales, the scale, and the lengths in it.
-    if _ROW_PARALLEL.search(rule.ours):
+    if rule.axis == 1:
         return PlaceSizes(
             parameters=Shared(rank * width * len(adapted), rank * rows + lengths),
             products=Shared(low * width, low * all_rows + 2 * scaled),

@@ -36,12 +36,12 @@ def estimate_memory(
 
     Activations are a rule of thumb for attention that keeps no score matrix (Korthikanti et al. 2022, arXiv:2205.05198,
     table 2). Bytes per token and layer of width D in half precision are 10 D + (16 D + 2 A) / tp; with sequence
-    parallel all is divided by tp; if recomputed 2 D, and one whole layer more. A is the numbers that the heads keep
-    (`DecoderShape.kept_numbers`): 4 D by the table; with h gates of d, 2 h d more; of a gated delta net with k and v
-    numbers of keys and values and H value heads 4 k + 5 v + 6 H, what its kernels save (backward takes 2 KB per token
-    and value head for a moment more, of one layer at a time). Tokens are seq_len / cp; patches are max_patches / (tp x
-    cp) if the images are dealt evenly, max_patches / cp with vision_split=tensor_parallel. All this exists for every
-    micro batch in flight. A frozen vision encoder keeps nothing, but for the layer that runs. Where vision is dealt,
+    parallel all is divided by tp; if recomputed 2 D, and one whole layer more. 8 D are the MLP's `kept_numbers` and A
+    the mixer's: of attention 4 D by the table, with h gates of d, 2 h d more; of a gated delta net with k and v
+    numbers of keys and values and H value heads 4 k + 5 v + 6 H, the numbers that its kernels save (backward takes 2 KB
+    per token and value head for a moment more, of one layer at a time). Tokens are seq_len / cp; patches are
+    max_patches / (tp x cp) if the images are dealt evenly, max_patches / cp with vision_split=tensor_parallel. All this
+    exists for every micro batch in flight. A frozen vision encoder keeps nothing, but for the layer that runs. Where vision is dealt,
     patches are max_patches / (tp x cp x pp), on every process, for 2 pp micro batches, with vpp > 1 for 3 pp: they are
     encoded before their turn and wait for their gradient. The last process adds the logits of one chunk of loss tokens,
     at most 4096 x vocabulary / tp. Qwen3-VL-2B in bins of 8,192 tokens and 25,300 patches: 81 GB by this with its
@@ -129,9 +129,10 @@ def _sizes(train: TrainConfig) -> tuple[int, int]:
 def _layer_bytes(
     width: int, kept: Sequence[int], size: int, in_flight: float, tp: int, is_cut: bool, recompute: bool
 ) -> float:
-    """Bytes per token of layers whose attentions keep so many numbers, for the micro batches in flight."""
+    """Bytes per token of layers whose halves keep these numbers beside their inputs, for the micro batches in
+    flight."""
     whole_width = width / tp if is_cut else width
-    layers = [size * (5 * whole_width + (8 * width + numbers) / tp) for numbers in kept]
+    layers = [size * (5 * whole_width + numbers / tp) for numbers in kept]
     if recompute:
         return in_flight * len(layers) * size * whole_width + max(layers, default=0)
     return in_flight * sum(layers)
@@ -177,7 +178,7 @@ class _Vision:
         if self.shape is None:
             return 0
         width, layers = self.shape.hidden_size, self.shape.num_layers
-        kept, tp, adapters = [4 * width] * layers, self.tp, self.adapters
+        kept, tp, adapters = [12 * width] * layers, self.tp, self.adapters
         if "vision" in self.frozen or (adapters is not None and not adapters.trains("vision")):
             total = patches * _layer_bytes(width, kept[:1], self.size, 1, tp, False, False)
         else:
@@ -230,13 +231,13 @@ class _Work:
         """Bytes of a pipeline rank at most before its first step."""
         matrix = 0.0
         if self.adapters is not None and self.adapters.has_float8_base:
-            matrix = 2 * self.shape.language.intermediate_size * self.shape.language.hidden_size / self.parallel.tp
+            matrix = self.shape.language.largest_matrix / self.parallel.tp
         return max(weights + (self.size + 4) * trained, weights + 3 * self.size * matrix)
 
     def _gathered(self) -> float:
         """Bytes of what FSDP2 holds whole in forward and backward; fsdp is for data parallel alone."""
         decoder, vision = self.shape.language, self.shape.vision
-        layer = max(map(decoder.layer_parameters, range(decoder.num_layers)))
+        layer = max(layer.parameters for layer in decoder.layers)
         outside = (1 if decoder.tie_word_embeddings else 2) * decoder.vocab_size * decoder.hidden_size
         if vision is not None:
             outside += vision.parameters["merger"] + vision.num_positions * vision.hidden_size
@@ -285,7 +286,8 @@ class _Work:
         decoder, parallel = self.shape.language, self.parallel
         is_first, is_last = rank == 0, rank == parallel.pp - 1
         embeddings = is_first + is_last if parallel.pp > 1 or not decoder.tie_word_embeddings else 1
-        language = sum(map(decoder.layer_parameters, self._layers(rank))) + decoder.hidden_size * is_last
+        layers = (decoder.layers[number] for number in self._layers(rank))
+        language = sum(layer.parameters for layer in layers) + decoder.hidden_size * is_last
         return (language + embeddings * decoder.vocab_size * decoder.hidden_size) / parallel.tp
 
     def _activations(self, rank: int) -> float:
@@ -293,14 +295,14 @@ class _Work:
         tokens, is_cut = self.seq_len / p.cp, p.sequence_parallel
         chunk_passes = 2 * (p.pp - 1 - rank) + (p.vpp - 1) * p.pp + 1 if p.vpp > 1 else p.pp - rank
         is_selective = p.recompute == "selective"
-        kept = [decoder.kept_numbers(number, selective=is_selective) for number in self._layers(rank)]
+        kept = [decoder.layers[number].kept_numbers(selective=is_selective) for number in self._layers(rank)]
         in_flight = min(chunk_passes / p.vpp, self.num_micro_batches)
         is_full = p.recompute == "full"
         total = tokens * _layer_bytes(decoder.hidden_size, kept, self.size, in_flight, p.tp, is_cut, is_full)
         added = [_adapter_bytes(place, tokens, self.size, p.tp) for place in self._places(rank)]
         total += max(added, default=0) if is_full else in_flight * sum(added)
         if self.adapters is not None and self.adapters.has_float8_base:
-            total += self.size * 2 * decoder.intermediate_size * decoder.hidden_size / p.tp  # gate and up, unpacked
+            total += self.size * decoder.largest_matrix / p.tp  # unpacked
         if rank == 0 or p.deals_vision:
             total += self._vision_activations()
         if rank == p.pp - 1:

@@ -138,8 +138,8 @@ def _costs(shape: ModelShape, parallel: ParallelConfig, work: Work, frozen: Coll
     decoder = shape.language
     passes = 3 - ("language" in frozen) + (parallel.recompute == "full")
     layers = []
-    for number in range(decoder.num_layers):
-        before, after, squared = decoder.layer_flops(number)
+    for number, layer in enumerate(decoder.layers):
+        before, after, squared = layer.flops
         rows = work.loss_tokens if number == decoder.num_layers - 1 else work.tokens
         layers.append(round(passes * (before * work.tokens + after * rows + squared * work.tokens_squared)))
     is_elsewhere = parallel.deals_vision or parallel.vision_ranks

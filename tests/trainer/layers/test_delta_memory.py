@@ -15,11 +15,12 @@ from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.tiny_hybrid_model import hybrid_config, hybrid_hf_dir
 from trainer.data.packed_chunks import PackedChunks
 from trainer.families.qwen3_5_vl.shape import read_shape
-from trainer.layers.attention import GatedSelfAttention, PackedSegments, RotarySelfAttention
-from trainer.layers.delta_layer import DeltaAttention
-from trainer.layers.delta_rule import gated_delta_net
+from trainer.layers.segments import PackedSegments
+from trainer.parts.attention.module import GatedSelfAttention, RotarySelfAttention
+from trainer.parts.delta.module import DeltaAttention
+from trainer.parts.delta.rule import gated_delta_net
 
-PACKAGE = "trainer.layers.delta_rule"
+PACKAGE = "trainer.parts.delta.rule"
 FUNCTIONS = {
     "convolution": "convolve_heads",
     "gated_norm": "gated_norm",

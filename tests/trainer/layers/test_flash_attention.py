@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from megatron.core.transformer.enums import AttnMaskType
 
 from trainer.layers import attention
-from trainer.layers.attention import FlashAttention, PackedSegments
+from trainer.layers.attention_cores import FlashAttention
+from trainer.layers.segments import PackedSegments
 
 HEADS, GROUPS, DIM = 4, 2, 8
 

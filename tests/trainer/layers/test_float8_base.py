@@ -19,10 +19,10 @@ from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import OptimConfig, TrainConfig
 from trainer.data.geometry import geometry_of
 from trainer.data.micro_batch import make_micro_batch
-from trainer.layers.attention import recomputed
 from trainer.layers.lora import float8_base
 from trainer.layers.lora.convert import add_adapters
 from trainer.layers.lora.float8_base import base_packer, pack, pack_layer, unpack
+from trainer.layers.segments import recomputed
 from trainer.loop.set_up import build_chunks
 from trainer.model.registry import read_model
 from trainer.model.rules import Rule

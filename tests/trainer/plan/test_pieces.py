@@ -12,6 +12,7 @@ from tests.helpers.run_dir import write_job
 from tests.helpers.shapes import QWEN_2B, changed
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import PartConfig
+from trainer.model.layer import LayerFlops
 from trainer.model.registry import read_model
 from trainer.model.shape import DecoderShape, ModelShape, Work
 from trainer.plan.checks import pieces_of
@@ -22,28 +23,26 @@ from trainer.plan.pieces import mean_work, pipeline_pieces
 MIX = Work(16_384, 1_117, 16_384 * 748, 50_640, 50_640 * 2_121)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Priced(DecoderShape):
-    """A decoder whose layers have these prices, for a bin of one token; a loss token costs 2, as hidden_size and
-    vocab_size are 1."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Priced:
+    """A layer that costs this much for a bin of one token."""
 
-    prices: tuple[int, ...]
+    price: int
 
-    def layer_flops(self, number: int) -> tuple[int, int, int]:
-        return self.prices[number], 0, 0
+    @property
+    def flops(self) -> LayerFlops:
+        return LayerFlops(self.price, 0, 0)
 
 
 def priced(*prices: int) -> ModelShape:
-    sizes = dict.fromkeys(
-        ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"), 1
-    )
-    language = Priced(
-        **sizes,
-        num_layers=len(prices),
-        prices=prices,
+    """A decoder whose layers have these prices; a loss token costs 2, as hidden_size and vocab_size are 1."""
+    language = DecoderShape(
+        vocab_size=1,
+        hidden_size=1,
+        layers=tuple(map(Priced, prices)),
         norm_eps=1e-6,
-        activation="silu",
         rope_theta=1e4,
+        rotary_dim=2,
         tie_word_embeddings=True,
     )
     return ModelShape(language=language)

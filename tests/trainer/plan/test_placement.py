@@ -7,10 +7,10 @@ import pytest
 from tests.helpers.shapes import QWEN_2B
 from tests.stages.test_estimate import training
 from tests.trainer.plan.test_pieces import MIX, priced
-from trainer.contract import placement
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import PartConfig
 from trainer.model.shape import ModelShape, VisionShape, Work
+from trainer.plan import placement
 from trainer.plan.placement import (
     LANGUAGE_RATE,
     VISION_RATE,

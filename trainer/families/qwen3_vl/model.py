@@ -14,18 +14,17 @@ from torch.distributed import ProcessGroup
 from dataset_builders.contracts.tokenized import PatchFormat
 from trainer.contract.parallel import ParallelConfig
 from trainer.data.micro_batch import MicroBatch
-from trainer.families.qwen3_vl.rope import mrope_angles
-from trainer.families.qwen3_vl.vision import VisionEncoder, vision_config
-from trainer.layers.attention import Rotation
 from trainer.layers.decoder import Between
 from trainer.layers.gather import gather_rows
 from trainer.layers.packed_model import PackedModel
+from trainer.layers.segments import Rotation, mrope_angles
 from trainer.model.shape import VisionShape
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.vision.exchange import Window, pipeline_links
 from trainer.parallel.vision.owner import RemoteOwner, VisionOwner
 from trainer.parallel.vision.worker import PipelineWorker
 from trainer.parallel.vision.world import Bridge
+from trainer.parts.vision.module import VisionEncoder, vision_config
 
 
 def build_encoder(

@@ -21,7 +21,8 @@ from trainer.model.targets import adapted_layers
 
 def after_last_attention(lm: DecoderShape) -> int:
     """FLOPs of a token in the last layer after its attention: its output projection and MLP."""
-    return 2 * lm.hidden_size * (lm.num_heads * lm.head_dim + 3 * lm.intermediate_size)
+    attention, mlp = lm.layers[-1].halves
+    return 2 * lm.hidden_size * (attention.num_heads * attention.head_dim + 3 * mlp.intermediate_size)
 
 
 @pytest.mark.parametrize("shape", ["first", "second"])

@@ -9,9 +9,9 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from trainer.data.packed_chunks import CHUNK, PackedChunks
-from trainer.layers.delta_rule.chunk_kernel import prepare_chunks
-from trainer.layers.delta_rule.gradient_kernel import chunk_gradients
-from trainer.layers.delta_rule.state_kernels import backward_states, forward_states
+from trainer.parts.delta.rule.chunk_kernel import prepare_chunks
+from trainer.parts.delta.rule.gradient_kernel import chunk_gradients
+from trainer.parts.delta.rule.state_kernels import backward_states, forward_states
 
 # How each kernel is launched, by what was fastest on an H200: warps, loads in flight, value dims a program.
 PRECISION = "tf32"

@@ -19,7 +19,8 @@ from transformer_engine.pytorch.attention.dot_product_attention.backends import 
 from transformer_engine.pytorch.attention.dot_product_attention.context_parallel import attn_forward_func_with_cp
 from transformer_engine.pytorch.cpp_extensions.fused_attn import FusedAttnBackend
 
-from trainer.layers.attention import CUDNN_HEAD_DIM, FlashAttention, PackedSegments
+from trainer.layers.attention_cores import CUDNN_HEAD_DIM, FlashAttention
+from trainer.layers.segments import PackedSegments
 
 _MASKS = {AttnMaskType.causal: "padding_causal", AttnMaskType.no_mask: "padding"}  # inside each segment
 _CUDNN = FusedAttnBackend["F16_arbitrary_seqlen"]

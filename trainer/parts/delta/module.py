@@ -4,23 +4,26 @@ T = tokens of the bin on this rank, s = T / tp with sequence parallel, else T; H
 rank, d = head dim, D = hidden size. A row of the input projection is [q | k | v | z | b | a].
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.utils import apply_prefix_mapping
+from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 
-from trainer.layers.attention import PackedSegments, Rotation, recomputed
-from trainer.layers.delta_rule.gated_delta_net import DeltaHeads, DeltaParameters, gated_delta_net
 from trainer.layers.gather import to_heads, to_sequence
+from trainer.layers.module_set import column_after_norm
+from trainer.layers.segments import PackedSegments, Rotation, recomputed
+from trainer.layers.sharded_runs import in_runs
+from trainer.model.late_import import load
+from trainer.parts.delta.part import DeltaNet
+from trainer.parts.delta.rule.gated_delta_net import DeltaHeads, DeltaParameters, gated_delta_net, kernels_fit
 
 TAPS = 4  # of the convolution
 # Each rank has the channels and the heads of its own; the norm's weight is whole on every rank.
@@ -148,6 +151,10 @@ class DeltaAttention(MegatronModule):
         """H * d, the width of `attend`'s output."""
         return self.heads.value * self.heads.dim
 
+    def partial_gradients(self) -> list[torch.nn.Parameter]:
+        """Return the norm, which is whole on every tensor-parallel rank and used by each for its own heads."""
+        return [self.norm_weight] if self.tp_group.size() > 1 and self.norm_weight.requires_grad else []
+
     def _of_heads(self, rank: int, ranks: int) -> DeltaParameters:
         """Those of the heads of one of the context-parallel ranks."""
         runs = self.conv_weight.squeeze(1).split(self.heads.widths)
@@ -181,30 +188,17 @@ def _weight(shape: tuple[int, ...], dtype: torch.dtype) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.empty(shape, dtype=dtype))
 
 
-def in_runs(place: ShardedTensor, rows: Sequence[int], rank: int, ranks: int) -> ShardedTensorFactory:
-    """The place of a parameter of which a rank holds not one run of rows but a part of each of several runs.
+def _heads(part: DeltaNet) -> DeltaHeads:
+    return DeltaHeads(part.key_heads, part.value_heads, part.head_dim)
 
-    Args:
-        place: as if it were one run; its layers are not stacked.
-        rows: of this rank, in each run.
-    """
-    whole = place.without_data()
 
-    def build(key: str, tensor: torch.Tensor, replica_id: tuple, flattened_range: slice | None) -> list[ShardedTensor]:
-        parts = []
-        for part, before in zip(tensor.split(tuple(rows)), accumulate(rows, initial=0)):
-            parts.append(
-                ShardedTensor(
-                    key=key,
-                    data=part,
-                    dtype=part.dtype,
-                    local_shape=tuple(part.shape),
-                    global_shape=whole.global_shape,
-                    global_offset=(before * ranks + rank * len(part), *whole.global_offset[1:]),
-                    axis_fragmentations=None,  # the runs are of unequal lengths
-                    replica_id=replica_id,
-                )
-            )
-        return parts
+def spec(part: DeltaNet, modules: BackendSpecProvider) -> ModuleSpec:
+    """The mixer of a decoder layer."""
+    projections = DeltaSubmodules(column_after_norm(modules), modules.row_parallel_linear())
+    return ModuleSpec(module=DeltaAttention, params={"heads": _heads(part)}, submodules=projections)
 
-    return ShardedTensorFactory(place.key, place.data, build, torch.cat, place.replica_id)
+
+def check_device(part: DeltaNet, dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse a compiler that gets the delta rule's kernels wrong, where these would be used."""
+    if kernels_fit(torch.empty(0, dtype=dtype, device=device), _heads(part)):
+        load("trainer.parts.delta.rule.kernel_check:prove_kernels")(device.index)

@@ -19,10 +19,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trainer.contract.parallel import ParallelConfig
 from trainer.data.micro_batch import MicroBatch
-from trainer.families.qwen3_vl.rope import vision_angles
-from trainer.layers.attention import PackedSegments, Rotation, recomputed
-from trainer.layers.module_set import ACTIVATIONS, layer_spec, shared_config
+from trainer.layers.module_set import ACTIVATIONS, layer_around, shared_config
+from trainer.layers.segments import PackedSegments, Rotation, inverse_frequencies, recomputed
 from trainer.model.shape import VisionShape
+from trainer.parts.attention.module import attention_spec
+from trainer.parts.mlp.module import mlp_spec
 
 
 def vision_config(shape: VisionShape, parallel: ParallelConfig, dtype: torch.dtype) -> TransformerConfig:
@@ -62,6 +63,12 @@ def position_taps(coordinates: torch.Tensor, frames: torch.Tensor, side: int) ->
     weights = torch.stack((1 - fraction, fraction), -1)
     taps = near[:, 0, :, None] * side + near[:, 1, None]
     return taps.flatten(1), (weights[:, 0, :, None] * weights[:, 1, None]).flatten(1)
+
+
+def vision_angles(patch_coordinates: torch.Tensor, shape: VisionShape) -> torch.Tensor:
+    """(P, 2) rows and columns -> (P, head_dim / 2) float32: half of the pairs turn by the row, half by the column."""
+    inverse = inverse_frequencies(shape.rope_theta, shape.head_dim // 2, patch_coordinates.device)
+    return (patch_coordinates[..., None].float() * inverse).flatten(1)
 
 
 class PatchEmbedding(torch.nn.Module):
@@ -140,7 +147,8 @@ class VisionEncoder(MegatronModule):
         self.pos_embed = torch.nn.Parameter(
             torch.empty(shape.num_positions, shape.hidden_size, dtype=config.params_dtype)
         )
-        spec = layer_spec(modules, head_dim=shape.head_dim, causal=False, qk_norm=False)
+        attention = attention_spec(modules, head_dim=shape.head_dim, causal=False, qk_norm=False)
+        spec = layer_around(attention, mlp_spec(modules), modules, first_linears=("linear_qkv", "linear_fc1"))
         self.blocks = TransformerBlock(
             config,
             TransformerBlockSubmodules(layer_specs=[spec] * shape.num_layers),

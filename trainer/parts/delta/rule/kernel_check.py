@@ -10,9 +10,9 @@ import torch
 import triton
 
 from trainer.data.packed_chunks import PackedChunks
-from trainer.layers.delta_rule import plain
-from trainer.layers.delta_rule.gates import delta_gates
-from trainer.layers.delta_rule.kernel_rule import gated_delta_rule
+from trainer.parts.delta.rule import plain
+from trainer.parts.delta.rule.gates import delta_gates
+from trainer.parts.delta.rule.kernel_rule import gated_delta_rule
 
 TOLERANCE = 0.03  # of the norm; bf16 operands leave 0.003 to 0.004 here
 _BOUNDS = (0, 1, 64, 128, 193, 320, 700)

@@ -12,7 +12,7 @@ gradients of G and of log(beta) need no more products:
 import triton
 import triton.language as tl
 
-from trainer.layers.delta_rule.chunk_kernel import chunk_decay
+from trainer.parts.delta.rule.chunk_kernel import chunk_decay
 
 
 @triton.jit

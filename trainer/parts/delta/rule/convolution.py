@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from trainer.data.packed_chunks import PackedChunks
-from trainer.layers.delta_rule.plain import L2_EPS
+from trainer.parts.delta.rule.plain import L2_EPS
 
 TAPS = 4
 FORWARD = {"ROWS": 16, "num_warps": 2}

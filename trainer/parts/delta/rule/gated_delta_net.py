@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 
 from trainer.data.packed_chunks import PackedChunks
-from trainer.layers.delta_rule import plain
 from trainer.layers.kernels.permission import can_import, hopper_kernels_run
+from trainer.parts.delta.rule import plain
 
 if can_import():
-    from trainer.layers.delta_rule.convolution import convolve_heads
-    from trainer.layers.delta_rule.gated_norm import gated_norm
-    from trainer.layers.delta_rule.gates import delta_gates
-    from trainer.layers.delta_rule.kernel_rule import gated_delta_rule
+    from trainer.parts.delta.rule.convolution import convolve_heads
+    from trainer.parts.delta.rule.gated_norm import gated_norm
+    from trainer.parts.delta.rule.gates import delta_gates
+    from trainer.parts.delta.rule.kernel_rule import gated_delta_rule
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,9 +27,10 @@ from trainer.families import config_keys
 from trainer.families.qwen3 import shape as qwen3
 from trainer.families.qwen3_5_vl import shape as qwen3_5_vl
 from trainer.families.qwen3_vl import shape as qwen3_vl
-from trainer.model.family import load
+from trainer.model.late_import import load
 from trainer.model.registry import FAMILIES, get_family, read_model
 from trainer.model.shape import ModelShape
+from trainer.parts.attention.part import Attention
 
 ODD = (None, True, False, 0, 1, 2, 3, 5, 7, -1, 16, 2.0, 0.5, "2", "none", [], [2], {}, {"a": 1})
 PLAUSIBLE: dict[str, tuple[object, ...]] = {
@@ -144,8 +145,10 @@ def assert_same(shape: ModelShape, config: dict[str, Any]) -> None:
     text, language = theirs.get_text_config(), shape.language
     assert text.rope_parameters["rope_theta"] == language.rope_theta
     assert text.rope_parameters["rope_type"] == "default"
-    assert (text.hidden_act, text.rms_norm_eps) == (language.activation, language.norm_eps)
-    assert (text.num_attention_heads, text.num_key_value_heads) == (language.num_heads, language.num_kv_heads)
+    assert text.rms_norm_eps == language.norm_eps
+    assert {layer.feed_forward.activation for layer in language.layers} == {text.hidden_act}
+    heads = {(m.num_heads, m.num_kv_heads) for m in language.mixers if isinstance(m, Attention)}
+    assert heads <= {(text.num_attention_heads, text.num_key_value_heads)}
     assert theirs.tie_word_embeddings == language.tie_word_embeddings
     with torch.device("meta"):
         model = load(get_family(config["model_type"]).reference)(theirs)
