@@ -22,7 +22,7 @@ DOCUMENTS = sorted(
         "infra/*.md",
         "stages/**/*.md",
         "trainer/**/*.md",
-        "docs/*.md",
+        "docs/**/*.md",
     )
     for path in ROOT.glob(pattern)
 )
@@ -61,8 +61,8 @@ def test_paths_and_links_lead_somewhere():
 
 
 def test_the_documents_are_found():
-    names = {path.name for path in DOCUMENTS}
-    assert {"README.md", "CONTRIBUTING.md", "DECISIONS.md", "layouts.md", "data-formats.md"} <= names
+    names = {path.name for path in DOCUMENTS} | {f"{path.parent.name}/{path.name}" for path in DOCUMENTS}
+    assert {"README.md", "CONTRIBUTING.md", "decisions/scores.md", "layouts.md", "data-formats.md"} <= names
 
 
 def test_every_file_of_gpu_figures_names_card_commit_and_weights():
@@ -131,6 +131,21 @@ def test_the_readme_is_one_page():
     assert len((ROOT / "README.md").read_text().split()) <= 900
 
 
+def test_every_decision_has_a_date_and_at_most_twelve_lines():
+    """Of at most 120 characters each; empty lines do not count."""
+    date = re.compile(r"\*\d{4}-\d\d-\d\d(, \d{4}-\d\d-\d\d)*\*")
+    wrong, count = [], 0
+    for path in sorted((ROOT / "docs" / "decisions").glob("*.md")):
+        for entry in path.read_text().split("\n## ")[1:]:
+            heading, *rest = (line for line in entry.splitlines() if line.strip())
+            dated, lines = rest[:1], rest[1:]
+            is_dated = bool(dated) and date.fullmatch(dated[0]) is not None
+            count += 1
+            if not is_dated or not 1 <= len(lines) <= 12 or max(map(len, [heading, *lines])) > 120:
+                wrong.append(f"{path.name}: {heading}: {len(lines)} lines")
+    assert count > 80 and not wrong, "\n" + "\n".join(wrong)
+
+
 def test_every_file_of_figures_that_a_document_names_is_there():
     name = re.compile(r"\b([a-z]\w*_[\w-]*\d{4}-\d\d-\d\d\.md)")
     names = [(path.name, found) for path in DOCUMENTS for found in name.findall(path.read_text())]
@@ -177,8 +192,9 @@ def test_the_site_builds_and_asks_no_other_server(tmp_path):
     command = (sys.executable, "-m", "zensical", "build", "--strict")
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    pages = {path.stem: path.read_text() for path in (tmp_path / "site").glob("*.html")}
-    assert pages.keys() >= {path.stem for path in (ROOT / "docs").glob("*.md")}
+    site, docs = tmp_path / "site", ROOT / "docs"
+    pages = {path.relative_to(site).with_suffix(""): path.read_text() for path in site.rglob("*.html")}
+    assert pages.keys() >= {path.relative_to(docs).with_suffix("") for path in docs.rglob("*.md")}
     address = r"\"?(?:https?:)?//[^>]*"
     loaded = re.compile(rf"<(?:script|img|iframe)[^>]*src={address}|<link(?![^>]*canonical)[^>]*href={address}")
     assert {name: found for name, page in pages.items() if (found := loaded.findall(page))} == {}

@@ -81,7 +81,8 @@ class DecoderShape:
     def divided_widths(self) -> dict[str, int]:
         """Return the widths that tensor-parallel ranks divide, by their names in messages."""
         widths = {name: size for part in self.parts for name, size in part.divided_widths().items()}
-        return widths | {"vocab_size": self.vocab_size}
+        shared, own = self.context_divided_widths(), {"vocab_size": self.vocab_size}
+        return {name: size for name, size in widths.items() if name not in shared} | own | shared
 
     def context_divided_widths(self) -> dict[str, int]:
         """Return the widths that context-parallel ranks divide, after the tensor-parallel ranks."""

@@ -191,7 +191,13 @@ def test_one_that_answers_no_more_after_a_death_is_ended_and_started_again(make,
 
 def test_one_that_is_silent_from_its_start_on_ends_the_start(make, lines, monkeypatch):
     monkeypatch.setattr(supervised, "START_SECONDS", 0.5)
-    watcher = Supervisor([make("prefect", is_up=lambda: False)], lines)
+
+    def is_up() -> bool:
+        wait_for(lambda: "here" in program.log_path.read_text(), 30, "a line in the log")
+        return False
+
+    program = make("prefect", is_up=is_up)
+    watcher = Supervisor([program], lines)
     with pytest.raises(StartFailed, match=r"(?s)prefect did not answer within 0 s; the end of .*here"):
         run(watcher, lambda: False)
 

@@ -15,6 +15,7 @@ from trainer.parts.delta.part import DeltaNet
 # Millions of parameters: language model, and encoder with its mergers. Qwen3-VL as its cards have them (2.1, 4.4, 8.8
 # and 33.4 thousand together), Qwen3.5 by arithmetic from its published sizes.
 PARAMETERS = {
+    "qwen3_vl_100m": (77.1, 50.3),
     "qwen3_vl_2b": (1720.6, 406.9),
     "qwen3_vl_4b": (4022.5, 415.3),
     "qwen3_vl_8b": (8190.7, 576.4),
@@ -68,7 +69,7 @@ def test_the_embedded_recipes_model_is_that_of_before_there_were_variants():
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["model.variant=qwen3_5_3b"], "model: variant='qwen3_5_3b' is not known; known: qwen3_vl_tiny, qwen3_vl_2b"),
+        (["model.variant=qwen3_5_3b"], "model: variant='qwen3_5_3b' is not known; known: qwen3_vl_tiny, qwen3_vl_100m"),
         (["model.variant=[1]"], "model: variant=[1] is not known"),
         (["model.family=qwen3"], "model: family='qwen3' has no random weights; try qwen3_vl or qwen3_5"),
         (["model.family=[1]"], "model: family=[1] has no random weights"),

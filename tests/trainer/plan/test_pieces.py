@@ -28,10 +28,14 @@ class Priced:
     """A layer that costs this much for a bin of one token."""
 
     price: int
+    parameters = 11
 
     @property
     def flops(self) -> LayerFlops:
         return LayerFlops(self.price, 0, 0)
+
+    def kept_numbers(self, *, selective: bool) -> int:
+        return 12
 
 
 def priced(*prices: int) -> ModelShape:

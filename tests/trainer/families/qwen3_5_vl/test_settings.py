@@ -100,4 +100,4 @@ def test_the_published_sizes(text, language, whole):
     shape = read_shape(config)
     assert round(shape.language.parameters / 1e9, 3) == whole
     assert shape.language.rotary_dim == 64 and shape.language.mrope_section == (11, 11, 10)
-    assert [isinstance(layer.mixer, DeltaNet) for layer in shape.language.layers] == [True, True, True, False]
+    assert [isinstance(layer.mixer, DeltaNet) for layer in shape.language.layers[:4]] == [True, True, True, False]
