@@ -11,8 +11,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from trainer.families.qwen3_5_vl.model import Qwen35VLModel
-from trainer.families.qwen3_5_vl.weights import rules
 
 from tests.helpers.bins import make_samples
 from tests.helpers.hardware import ON_CUDA, requires_engine, requires_gpus
@@ -24,6 +22,8 @@ from tests.parity.test_qwen3_vl_gpu import YARDSTICKS, relative
 from trainer.data.geometry import geometry_of
 from trainer.data.micro_batch import make_micro_batch
 from trainer.families.qwen3_vl.family import part_of
+from trainer.families.qwen3_vl.model import Qwen3VLModel
+from trainer.families.qwen3_vl.weights import rules
 from trainer.layers.module_set import TorchModules
 from trainer.model.registry import read_model
 from trainer.model.rules import global_names
@@ -109,7 +109,7 @@ def test_plain_modules_in_bf16(shape):
 def test_a_set_of_modules_in_bf16(shape, modules):
     """The heads of the third shape are those of the kernels, the second goes the plain way."""
 
-    def build(mesh) -> Qwen35VLModel:
+    def build(mesh) -> Qwen3VLModel:
         model = build_tiny(hybrid_hf_dir(shape), mesh, SEQ_LEN, torch.bfloat16, modules=modules)
         like = torch.empty(0, dtype=torch.bfloat16, device=mesh.device)
         is_hopper = torch.cuda.get_device_capability()[0] == 9

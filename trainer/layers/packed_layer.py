@@ -4,8 +4,14 @@ T = tokens (or patches) of the bin on this rank, s = T / tp with sequence parall
 rank, g = its key-value heads, d = head dim, D = hidden size.
 """
 
+import dataclasses
+
 import torch
-from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from trainer.layers.chosen_rows import ChosenRows
 from trainer.layers.segments import PackedSegments, Rotation
@@ -18,6 +24,19 @@ class PackedLayer(TransformerLayer):
     The module of a mixer has `prepare`, `attend`, `linear_proj`, `modules_of_prepare`, `attended_width` and
     `partial_gradients`.
     """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: TransformerLayerSubmodules,
+        *args: object,
+        pg_collection: ProcessGroupCollection,
+        **kwargs: object,
+    ) -> None:
+        # megatron-core gives its groups only to the feed-forward modules that it knows.
+        without = dataclasses.replace(submodules, mlp=IdentityOp)
+        super().__init__(config, without, *args, pg_collection=pg_collection, **kwargs)
+        self.mlp = build_module(submodules.mlp, config=self.config, pg_collection=pg_collection)
 
     def forward(
         self, hidden: torch.Tensor, rotation: Rotation, segments: PackedSegments, rows: ChosenRows | None = None

@@ -7,8 +7,6 @@ t = tokens of this context-parallel rank, s = t / tp with sequence parallel, els
 D = hidden size.
 """
 
-from collections.abc import Sequence
-
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor
 from megatron.core.enums import ModelType
@@ -115,7 +113,7 @@ class PackedModel(MegatronModule):
     def prepare_pixels(self, patch_format: PatchFormat) -> None:
         """Set how the data's patches become pixel values."""
 
-    def partial_gradients(self) -> Sequence[torch.nn.Parameter]:
+    def partial_gradients(self) -> list[torch.nn.Parameter]:
         """Parameters that are whole on every tensor-parallel rank, while each rank has only a part of their gradient:
         the parts must be summed over these ranks."""
         layers = [module for module in self.modules() if isinstance(module, PackedLayer)]

@@ -37,15 +37,16 @@ def estimate_memory(
     Activations are a rule of thumb for attention that keeps no score matrix (Korthikanti et al. 2022, arXiv:2205.05198,
     table 2). Bytes per token and layer of width D in half precision are 10 D + (16 D + 2 A) / tp; with sequence
     parallel all is divided by tp; if recomputed 2 D, and one whole layer more. 8 D are the MLP's `kept_numbers` and A
-    the mixer's: of attention 4 D by the table, with h gates of d, 2 h d more; of a gated delta net with k and v
-    numbers of keys and values and H value heads 4 k + 5 v + 6 H, the numbers that its kernels save (backward takes 2 KB
-    per token and value head for a moment more, of one layer at a time). Tokens are seq_len / cp; patches are
-    max_patches / (tp x cp) if the images are dealt evenly, max_patches / cp with vision_split=tensor_parallel. All this
-    exists for every micro batch in flight. A frozen vision encoder keeps nothing, but for the layer that runs. Where vision is dealt,
-    patches are max_patches / (tp x cp x pp), on every process, for 2 pp micro batches, with vpp > 1 for 3 pp: they are
-    encoded before their turn and wait for their gradient. The last process adds the logits of one chunk of loss tokens,
-    at most 4096 x vocabulary / tp. Qwen3-VL-2B in bins of 8,192 tokens and 25,300 patches: 81 GB by this with its
-    reserve; measured on an H200: 80 GB without CUDA graphs, and about as much with them, of which 11 are the graphs'.
+    the mixer's: of attention 4 D by the table, with h gates of d, 2 h d more; of a gated delta net with k and v numbers
+    of keys and values and H value heads 4 k + 5 v + 6 H, the numbers that its kernels save (backward takes 2 KB per
+    token and value head for a moment more, of one layer at a time). Tokens are seq_len / cp; patches are max_patches /
+    (tp x cp) if the images are dealt evenly, max_patches / cp with vision_split=tensor_parallel. All this exists for
+    every micro batch in flight. A frozen vision encoder keeps nothing, but for the layer that runs. Where vision is
+    dealt, patches are max_patches / (tp x cp x pp), on every process, for 2 pp micro batches, with vpp > 1 for 3 pp:
+    they are encoded before their turn and wait for their gradient. The last process adds the logits of one chunk of
+    loss tokens, at most 4096 x vocabulary / tp. Qwen3-VL-2B in bins of 8,192 tokens and 25,300 patches: 81 GB by this
+    with its reserve; measured on an H200: 80 GB without CUDA graphs, and about as much with them, of which 11 are the
+    graphs'.
 
     Reserve: what torch's allocator holds beside that, because bins of unequal shapes leave pieces that fit no other: a
     tenth of the activations. Reserved on an H200 and by this: Qwen3.5-2B 84 to 87 GB and 91, Qwen3.5-4B 146 and 148,

@@ -122,9 +122,10 @@ class Qwen3VLModel(PackedModel):
         return encoders, users
 
     def partial_gradients(self) -> list[torch.nn.Parameter]:
-        """Those of the vision encoder, if tensor-parallel ranks share the images."""
+        """Return also the parameters of the vision encoder, if tensor-parallel ranks share the images."""
         shared = self.pre_process and self.parallel.vision_split == "images" and self.parallel.tp > 1
-        return [p for p in self.vision.parameters() if p.requires_grad] if shared else []
+        vision = self.vision.parameters() if shared else ()
+        return super().partial_gradients() + [param for param in vision if param.requires_grad]
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None

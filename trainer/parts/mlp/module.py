@@ -5,8 +5,10 @@ from functools import cached_property
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trainer.layers.module_set import column_after_norm
 from trainer.parts.mlp.part import GatedMLP
@@ -17,6 +19,16 @@ if HAVE_TE:
 
 class PackedMLP(MLP):
     """megatron-core's MLP, whose GELU is part of its matrix products where Transformer Engine can do that."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MLPSubmodules,
+        *,
+        pg_collection: ProcessGroupCollection,
+        **kwargs: object,
+    ) -> None:
+        super().__init__(config, submodules, tp_group=pg_collection.tp, **kwargs)
 
     @cached_property
     def _joint(self) -> "JointMLP | None":
