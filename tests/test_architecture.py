@@ -18,11 +18,7 @@ MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 # What others may know of the trainer: what it is told and answers, and the numbers of a model directory.
-TRAINER_FACE = (
-    "trainer.contract",
-    *("trainer.families.family", "trainer.families.registry", "trainer.families.shapes"),
-    *("trainer.families.targets", "trainer.families.whole_modules"),
-)
+TRAINER_FACE = ("trainer.contract", "trainer.model", "trainer.plan")
 # package -> what of ours it may import, beside itself
 ALLOWED = {
     "dataset_builders": (),

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
 from trainer.contract.parallel import ParallelConfig, VisionRanks
-from trainer.contract.pieces import EVEN_ENOUGH
-from trainer.contract.placement import LANGUAGE_RATE, VISION_RATE, Placement, PlacementJob, advised
+from trainer.plan.pieces import EVEN_ENOUGH
+from trainer.plan.placement import LANGUAGE_RATE, VISION_RATE, Placement, PlacementJob, advised
 
 COLUMNS = ("images are encoded by", "vision", "language", "waiting", "step", "start, end", "memory", "tokens/s")
 _RATES = f"vision at {VISION_RATE / 1e12:.0f} and language at {LANGUAGE_RATE / 1e12:.0f} TFLOP/s per GPU"

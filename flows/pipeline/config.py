@@ -18,9 +18,9 @@ from stages.export.config import ExportConfig
 from stages.inputs.config import EmbeddedDataConfig, EmbeddedModelConfig, EmbeddedReceiptsConfig
 from stages.plan_bins.config import PlanBinsConfig
 from stages.tokenize.config import TokenizeConfig
-from trainer.contract.layout import FieldNames, check_layout
-from trainer.contract.model_shape import ModelShape
 from trainer.contract.run import TrainConfig
+from trainer.model.shape import ModelShape
+from trainer.plan.layout import FieldNames, check_layout
 
 EMBEDDED = "embedded"
 RECEIPTS = "receipts"

@@ -29,13 +29,13 @@ from stages.inputs.hf_directory import check_hf_dir, hf_dir_of, model_input, pro
 from stages.inputs.raw_source import open_raw
 from stages.release.config import ReleaseConfig
 from trainer.contract.machine.modules import check_precision, describe
-from trainer.contract.model_shape import ModelShape
 from trainer.contract.peft import check_start
 from trainer.contract.run import TrainConfig
-from trainer.families.family import Family
-from trainer.families.registry import get_family, read_model
-from trainer.families.shapes import check_cached, check_training
-from trainer.families.whole_modules import check_adapter
+from trainer.model.family import Family
+from trainer.model.registry import get_family, read_model
+from trainer.model.shape import ModelShape
+from trainer.model.whole_modules import check_adapter
+from trainer.plan.checks import check_cached, check_training
 
 RAW_DIGESTS = "raw-digests.json"
 

@@ -19,8 +19,8 @@ from stages.inputs.adapter_directory import read_adapter_dir
 from stages.inputs.adapter_layers import add_adapters
 from stages.inputs.hf_directory import check_hf_dir
 from stages.inputs.transformers_progress import no_progress_bar
-from trainer.families.family import load
-from trainer.families.registry import read_model
+from trainer.model.late_import import load
+from trainer.model.registry import read_model
 
 _UNLIMITED = PoolLimits(rows=1 << 30, tokens=1 << 60)
 

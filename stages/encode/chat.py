@@ -27,7 +27,7 @@ from stages.encode.reasoning import Conversation, ReasoningFormat, cut_conversat
 from stages.encode.template import REASONING, Messages, chat_template, read_template
 from stages.encode.trial import mismatch
 from stages.inputs.hf_directory import check_processor_files
-from trainer.families.registry import read_model
+from trainer.model.registry import read_model
 
 SYSTEM_PROMPT = "system_prompt.txt"  # in an exported directory: the prompt that it was trained with
 

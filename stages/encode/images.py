@@ -14,8 +14,8 @@ from dataset_builders.contracts.tokenized import PatchFormat, PixelConfig
 from dataset_builders.errors import InputError
 from dataset_builders.storage.files import write_json
 from stages.inputs.hf_directory import read_json
-from trainer.contract.model_shape import ModelShape
-from trainer.families.registry import read_model
+from trainer.model.registry import read_model
+from trainer.model.shape import ModelShape
 
 _BICUBIC = 3  # PIL's number, which preprocessor_config.json uses
 # For a model of text alone, whose samples have no pictures: a patch of one pixel.

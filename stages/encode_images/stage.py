@@ -35,7 +35,7 @@ from stages.pages.report import Table, write_report
 from stages.train.run_trainer import run_trainer
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import EncodeRun
-from trainer.families.registry import read_model
+from trainer.model.registry import read_model
 
 VERSION = 1
 JOB_DIR = "job"  # in the work directory: the output directory of the trainer's run

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from stages.inputs.hf_directory import safetensors_header, weight_files
-from trainer.families.registry import read_model
+from trainer.model.registry import read_model
 
 
 def count_carried(hf_dir: Path) -> dict[str, int]:

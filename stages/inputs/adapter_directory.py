@@ -30,7 +30,7 @@ from trainer.contract.peft import (
     adapts,
     read_peft_config,
 )
-from trainer.families.registry import read_model
+from trainer.model.registry import read_model
 
 _FINITE = {"F32": ("<u4", 0x7F800000), "BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00)}  # dtype -> bits, of exponent
 

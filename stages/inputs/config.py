@@ -9,8 +9,8 @@ from pydantic import Field, SerializationInfo, SerializerFunctionWrapHandler, mo
 from dataset_builders.contracts.strict import EVERY_FIELD, StrictModel
 from dataset_builders.embedded.digits import NUM_SCANS
 from dataset_builders.errors import shown
-from trainer.contract.model_shape import ModelShape
-from trainer.families.registry import EMBEDDED, get_family, get_variant, get_variants
+from trainer.model.registry import EMBEDDED, get_family, get_variant, get_variants
+from trainer.model.shape import ModelShape
 
 _LATER = ("family", "dtype", "rotary_fraction", "delta")
 

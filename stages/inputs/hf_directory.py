@@ -19,10 +19,10 @@ from stages.artifacts.artifact import Artifact, External, Input
 from stages.artifacts.intact import check_written
 from stages.artifacts.unchanged import digest_once
 from stages.inputs.remote_code import check_remote_code
-from trainer.contract.model_shape import ModelShape
 from trainer.contract.names import HF_EXPORT
-from trainer.families.family import Family
-from trainer.families.registry import read_model
+from trainer.model.family import Family
+from trainer.model.registry import read_model
+from trainer.model.shape import ModelShape
 
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"

@@ -25,8 +25,8 @@ from stages.artifacts.artifact import Artifact, Stage, StageOutput
 from stages.inputs.config import EmbeddedModelConfig
 from stages.inputs.transformers_progress import no_progress_bar
 from trainer.contract.names import HF_EXPORT
-from trainer.families.family import load
-from trainer.families.registry import get_family
+from trainer.model.late_import import load
+from trainer.model.registry import get_family
 
 VERSION = 2  # 2: the tokenizer is trained on the samples of convert, whatever their source
 

@@ -22,8 +22,8 @@ from dataset_builders.pictures.pixels import encode_rgb, pixel_values
 from stages.encode.chat import ChatEncoder, learnt_answers
 from stages.encode.template import REASONING, Messages
 from stages.inputs.hf_directory import read_json
-from trainer.families.family import load
-from trainer.families.registry import read_model
+from trainer.model.late_import import load
+from trainer.model.registry import read_model
 
 WITHOUT_TORCHVISION = (
     "Pillow's decoding; with transformers' image processor too where torchvision imports: "

@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 from dataset_builders.contracts.fingerprint import flatten
 from stages.pages.report import Table, Text, write_report
 from trainer.contract.answer import MetricsRow
-from trainer.contract.placement import Placement
 from trainer.contract.run import TrainConfig
+from trainer.plan.placement import Placement
 
 # title on the page -> (fields of MetricsRow drawn together, whether the axis is logarithmic)
 _CURVES: dict[str, tuple[tuple[str, ...], bool]] = {

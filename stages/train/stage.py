@@ -23,12 +23,12 @@ from stages.train.report import write_train_report
 from stages.train.run_trainer import run_trainer
 from trainer.contract.answer import check_checkpoint, read_metrics
 from trainer.contract.names import HELDOUT_BASE_JSONL, HELDOUT_JSONL
-from trainer.contract.pieces import mean_work
-from trainer.contract.placement import Placement, PlacementJob, at_hand
 from trainer.contract.run import RunConfig, TrainConfig
-from trainer.families.registry import read_model
-from trainer.families.shapes import check_run
-from trainer.families.targets import adapter_sizes
+from trainer.model.registry import read_model
+from trainer.model.targets import adapter_sizes
+from trainer.plan.checks import check_run
+from trainer.plan.pieces import mean_work
+from trainer.plan.placement import Placement, PlacementJob, at_hand
 
 VERSION = 2  # 2: heldout-base.jsonl
 

@@ -13,13 +13,13 @@ from flows.pipeline.config import PipelineConfig
 from flows.pipeline.recipe import load_recipe
 from stages.inputs.config import EmbeddedModelConfig
 from trainer.contract.adapter import AdapterConfig
-from trainer.contract.estimate import estimate_memory
-from trainer.contract.model_shape import ModelShape
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import TrainConfig
-from trainer.families.family import Family
-from trainer.families.registry import get_family
-from trainer.families.targets import adapter_sizes
+from trainer.model.family import Family
+from trainer.model.registry import get_family
+from trainer.model.shape import ModelShape
+from trainer.model.targets import adapter_sizes
+from trainer.plan.estimate import estimate_memory
 
 VARIANTS = (
     *(f"qwen3_vl_{size}" for size in ("2b", "4b", "8b", "32b")),

@@ -21,24 +21,24 @@ WHOLE = 3.5
 
 def measure(name: str, lengths: list[int]) -> tuple[float, float]:
     """TFLOP/s of a variant's attention, forward and whole."""
-    shape = random_model(name).shape.language
+    part = random_model(name).shape.language.layers[-1].mixer
     bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
     core = DotProductAttention(
-        shape.num_heads,
-        shape.head_dim,
-        num_gqa_groups=shape.num_kv_heads,
+        part.num_heads,
+        part.head_dim,
+        num_gqa_groups=part.num_kv_heads,
         attention_dropout=0.0,
         qkv_format="thd",
         attn_mask_type="padding_causal",
     )
-    heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
-    inputs = [torch.randn(TOKENS, n, shape.head_dim, device="cuda", dtype=torch.bfloat16) for n in heads]
+    heads = (part.num_heads, part.num_kv_heads, part.num_kv_heads)
+    inputs = [torch.randn(TOKENS, n, part.head_dim, device="cuda", dtype=torch.bfloat16) for n in heads]
     longest = max(lengths)
 
     def attend() -> torch.Tensor:
         return core(*inputs, cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest)
 
-    work = 2 * shape.num_heads * shape.head_dim * sum(n * n for n in lengths) / 1e12
+    work = 2 * part.num_heads * part.head_dim * sum(n * n for n in lengths) / 1e12
     with torch.no_grad():
         forward = median_us(attend)
     for tensor in inputs:
@@ -53,7 +53,10 @@ def main() -> None:
     print("| bin | model | heads of | forward | forward and backward |\n| --- | --- | ---: | ---: | ---: |")
     for (lengths_of, lengths), name in itertools.product(bins().items(), itertools.chain.from_iterable(PAIRS)):
         rates = " | ".join(f"{rate:,.0f}" for rate in measure(name, lengths))
-        print(f"| {lengths_of} | {name} | {random_model(name).shape.language.head_dim} | {rates} |", flush=True)
+        print(
+            f"| {lengths_of} | {name} | {random_model(name).shape.language.layers[-1].mixer.head_dim} | {rates} |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 
 Bins of 8,192 tokens, planned by the stage out of the samples of bench_train_step: image tokens log-normal around 500,
 one tenth text only, one tenth with several images. 200 global batches a layout. Costs are model FLOPs
-(trainer/families/flops.py); the deal sees what the plan knows, and its result is also measured by what is in
+(trainer/data/flops.py); the deal sees what the plan knows, and its result is also measured by what is in
 the bins, image by image.
 """
 
@@ -25,9 +25,9 @@ from tests.bench.bench_train_step import MAX_PATCHES_PER_TOKEN, draw_kind
 from tests.bench.mix import config_of
 from tests.helpers.bins import sum_bin
 from trainer.data.balance import CostModel, Work, deal, planned_work
+from trainer.data.flops import cost_model
 from trainer.data.order import bins_for_step
-from trainer.families.flops import cost_model
-from trainer.families.registry import read_model
+from trainer.model.registry import read_model
 
 SEQ_LEN = 8192
 STEPS = 200

@@ -31,12 +31,12 @@ from tests.bench.mix import write_data, write_model
 from tests.bench.peer import IGNORE_INDEX, collate
 from tests.bench.trainer_job import train_steps
 from trainer.contract.run import OptimConfig, TrainConfig
+from trainer.data.geometry import geometry_of
 from trainer.data.order import TrainingOrder
 from trainer.data.reader import BinReader
 from trainer.data.slices import RankSlice
-from trainer.families.geometry import geometry_of
-from trainer.families.registry import read_model
 from trainer.loop.optim import learning_rate
+from trainer.model.registry import read_model
 
 SHORT_MOMENTS = "bfloat16 moments"
 OURS = ("bfloat16", "float8", SHORT_MOMENTS)

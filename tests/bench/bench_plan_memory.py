@@ -31,12 +31,12 @@ from tests.bench.mix import MAX_PATCHES_PER_TOKEN, config_of, image_token, rando
 from tests.bench.trainer_job import Execution, TrainerEnded, await_steps, bench_train_config, start, write_run
 from tests.helpers.large_model import write_large_model
 from trainer.contract.adapter import AdapterConfig
-from trainer.contract.estimate import estimate_memory
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import TrainConfig
-from trainer.families.registry import get_family
-from trainer.families.targets import adapter_sizes
 from trainer.loop import interval, job
+from trainer.model.registry import get_family
+from trainer.model.targets import adapter_sizes
+from trainer.plan.estimate import estimate_memory
 
 PEAKS = "peaks.json"
 STEPS, GLOBAL_BATCH = 8, 2

@@ -16,7 +16,7 @@ little.
 The trainer runs as it is (`-m trainer`'s own code, torchrun's environment as the launcher gives it); its counted steps
 are untouched, and the steps after them are traced (tests/bench/traced_trainer.py) on rank 0, for a pipeline on the last
 rank too. Tokens are counted without padding; FLOPs are the model's, vision and language, without padding
-(trainer/families/flops.py). Bins are padded for up to cp 2.
+(trainer/data/flops.py). Bins are padded for up to cp 2.
 """
 
 import argparse
@@ -62,10 +62,10 @@ from tests.bench.trainer_job import (
 )
 from trainer.contract.adapter import AdapterConfig
 from trainer.contract.parallel import ParallelConfig
+from trainer.data.flops import training_cost
 from trainer.data.order import bins_for_step
-from trainer.families.flops import training_cost
-from trainer.families.registry import read_model
-from trainer.families.targets import adapted_layers
+from trainer.model.registry import read_model
+from trainer.model.targets import adapted_layers
 
 # What other benches take from here.
 __all__ = ["MAX_PATCHES_PER_TOKEN", "draw_kind", "train_steps", "write_data", "write_model"]

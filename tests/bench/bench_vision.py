@@ -20,10 +20,16 @@ from stages.plan_bins.pack import pack
 from tests.bench.bench_train_step import MAX_PATCHES_PER_TOKEN, draw_kind
 from tests.bench.mix import random_model
 from tests.bench.trainer_job import bench_train_config
-from trainer.contract.model_shape import DecoderShape, ModelShape, VisionShape, Work
 from trainer.contract.parallel import ParallelConfig
-from trainer.contract.pieces import mean_work
-from trainer.contract.placement import (
+from trainer.contract.run import PartConfig, TrainConfig
+from trainer.data.balance import spread_images
+from trainer.data.flops import cost_model
+from trainer.model.layer import Layer
+from trainer.model.shape import DecoderShape, ModelShape, VisionShape, Work
+from trainer.parts.attention.part import Attention
+from trainer.parts.mlp.part import GatedMLP
+from trainer.plan.pieces import mean_work
+from trainer.plan.placement import (
     LANGUAGE_RATE,
     VISION_RATE,
     Placement,
@@ -33,9 +39,6 @@ from trainer.contract.placement import (
     own_ranks,
     placements,
 )
-from trainer.contract.run import PartConfig, TrainConfig
-from trainer.data.balance import spread_images
-from trainer.families.flops import cost_model
 
 SEQ_LEN = 8192
 SAMPLES = 20_000
@@ -71,14 +74,17 @@ HEAVY = ModelShape(
     language=DecoderShape(
         vocab_size=151_936,
         hidden_size=1024,
-        intermediate_size=3072,
-        num_layers=28,
-        num_heads=16,
-        num_kv_heads=8,
-        head_dim=128,
+        layers=28
+        * (
+            Layer(
+                1024,
+                Attention(hidden_size=1024, num_heads=16, num_kv_heads=8, head_dim=128),
+                GatedMLP(hidden_size=1024, intermediate_size=3072, activation="silu"),
+            ),
+        ),
         norm_eps=1e-6,
-        activation="silu",
         rope_theta=5e6,
+        rotary_dim=128,
         tie_word_embeddings=True,
     ),
     vision=VisionShape(

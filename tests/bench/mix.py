@@ -24,8 +24,8 @@ from tests.helpers.bins import Kind, make_sample, write_plan
 from tests.helpers.reference import PIXELS
 from trainer.data.balance import Work
 from trainer.data.micro_batch import Geometry
-from trainer.families.family import load
-from trainer.families.registry import FAMILIES, get_family
+from trainer.model.late_import import load
+from trainer.model.registry import FAMILIES, get_family
 
 MAX_PATCHES_PER_TOKEN = 4
 PAD_MULTIPLE = 4

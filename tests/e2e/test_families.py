@@ -23,10 +23,10 @@ from tests.helpers.tiny_text_model import text_config, write_text_model
 from tests.toy_family.family import write_distribution
 from tests.toy_family.reference import write_toy
 from trainer.contract.answer import read_metrics
+from trainer.data.geometry import geometry_of
 from trainer.data.micro_batch import make_micro_batch
-from trainer.families.family import load
-from trainer.families.geometry import geometry_of
-from trainer.families.registry import read_model
+from trainer.model.late_import import load
+from trainer.model.registry import read_model
 
 SETTINGS = {
     "convert.builder": "openai_messages",
@@ -156,7 +156,7 @@ def toy(tmp_path, monkeypatch) -> Path:
 
 def test_the_toys_losses_are_its_references(toy):
     family, shape = read_model(toy)
-    assert shape.num_deepstack == 0 and shape.language.rotary_dim < shape.language.head_dim
+    assert shape.num_deepstack == 0 and shape.language.rotary_dim < shape.language.layers[0].mixer.head_dim
     reference = load(family.reference).from_pretrained(toy, dtype=torch.float32).eval()
     assert sum(param.numel() for param in reference.parameters()) == sum(shape.parameters.values())
     samples = make_samples(MIXED, geometry_of(shape), range(20, 300))

@@ -22,11 +22,11 @@ from trainer.contract.names import HELDOUT_BASE_JSONL, HELDOUT_JSONL
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import PartConfig, RunConfig
 from trainer.data.features import FeatureReader
+from trainer.data.geometry import geometry_of
 from trainer.data.micro_batch import make_micro_batch
 from trainer.data.reader import BinReader
 from trainer.data.slices import WHOLE
-from trainer.families.geometry import geometry_of
-from trainer.families.registry import read_model
+from trainer.model.registry import read_model
 
 FROZEN = {"vision": PartConfig(frozen=True), "merger": PartConfig(frozen=True)}
 # name -> (layout, processes, shape)

@@ -11,8 +11,8 @@ from tests.helpers.bins import Kind, make_sample
 from tests.helpers.reference import load_reference, random_hf_dir, reference_logits
 from tests.helpers.run_dir import OPTIM, make_bins, write_job
 from tests.helpers.world import exported, run_world
-from trainer.families.geometry import geometry_of
-from trainer.families.registry import read_model
+from trainer.data.geometry import geometry_of
+from trainer.model.registry import read_model
 
 # word's token id -> red, green and blue as parts of the brightest
 COLOURS = {40: (1, 0, 0), 41: (0, 1, 0), 42: (0, 0, 1), 43: (1, 1, 0), 44: (1, 0, 1), 45: (0, 1, 1)}

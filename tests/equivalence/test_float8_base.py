@@ -30,8 +30,8 @@ from trainer.contract.names import ADAPTER_EXPORT, CHECKPOINTS, HELDOUT_BASE_JSO
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.peft import ADAPTER_WEIGHTS
 from trainer.contract.run import RunConfig
-from trainer.families.registry import read_model
 from trainer.layers.lora.float8_base import pack, unpack
+from trainer.model.registry import read_model
 
 # name -> (layout, processes, shape, kind)
 LAYOUTS = {

@@ -19,8 +19,8 @@ from trainer.checkpoint.directory import list_checkpoints
 from trainer.checkpoint.saver import Checkpointer
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import PartConfig, RunConfig, TrainConfig
+from trainer.data.geometry import geometry_of
 from trainer.data.micro_batch import make_micro_batch
-from trainer.families.geometry import geometry_of
 from trainer.families.qwen3_vl.family import part_of
 from trainer.loop import step
 from trainer.loop.optim import grad_norms_by_part

@@ -24,14 +24,14 @@ from trainer.contract.answer import MetricsRow
 from trainer.contract.names import HF_EXPORT
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import PartConfig, RunConfig, TrainConfig
+from trainer.data.geometry import geometry_of
 from trainer.data.micro_batch import make_micro_batch
 from trainer.data.order import bins_for_step
-from trainer.families.geometry import geometry_of
-from trainer.layers import delta_layer
 from trainer.loop.export import export
 from trainer.loop.set_up import set_up
 from trainer.parallel import fsdp
 from trainer.parallel.fsdp import FullyShardedModel
+from trainer.parts.delta import module as delta_module
 
 NUM_STEPS, GLOBAL_BATCH = 5, 6  # six bins: one, two and three ranks share them
 FSDP = ParallelConfig(sharding="fsdp", balance=False)
@@ -274,14 +274,14 @@ def test_bfloat16_keeps_float32_weights(tmp_path):
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_decays_are_float32_in_layers_of_bfloat16(recomputes, monkeypatch):
     """What the delta rule is given, forward and in the second forward pass, and the gradients that come of it."""
-    seen, compute = [], delta_layer.gated_delta_net
+    seen, compute = [], delta_module.gated_delta_net
 
     def looked_at(*args):
         given = args[4]
         seen.append([getattr(given, field.name).dtype for field in dataclasses.fields(given)])
         return compute(*args)
 
-    monkeypatch.setattr(delta_layer, "gated_delta_net", looked_at)
+    monkeypatch.setattr(delta_module, "gated_delta_net", looked_at)
     with single_rank() as mesh:
         model = build_tiny(model_dir("hybrid-first"), mesh)
         model.language.decoder.recompute = recomputes

@@ -88,8 +88,8 @@ def test_attention_called_directly_gives_what_transformer_engine_s_own_way_gives
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from trainer.layers.attention import PackedSegments
-    from trainer.layers.te_modules import PackedAttention
+    from trainer.layers.modules.engine import PackedAttention
+    from trainer.layers.segments import PackedSegments
 
     torch.manual_seed(0)
     like = {"device": "cuda", "dtype": torch.bfloat16}

@@ -20,9 +20,9 @@ from trainer.contract.answer import HeldoutRow, read_heldout
 from trainer.contract.names import HELDOUT_BASE_JSONL, HELDOUT_JSONL
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import PartConfig
+from trainer.data.geometry import geometry_of
 from trainer.data.micro_batch import make_micro_batch
-from trainer.families.geometry import geometry_of
-from trainer.families.registry import read_model
+from trainer.model.registry import read_model
 
 STEPS, SEQ_LEN = 5, 192
 # A gradient that is nothing but rounding would move a weight by a whole step; with this eps it moves it by rounding.

@@ -14,7 +14,7 @@ from dataset_builders.storage.files import write_json
 from stages.inputs.config import EmbeddedModelConfig
 from stages.inputs.tiny_model import make_tiny_hf_dir
 from tests.helpers.large_model import write_large_model
-from trainer.families.registry import get_variant
+from trainer.model.registry import get_variant
 
 TEXTS = ["What does the chart show?", "Which tree is taller?", "Answer with one word: red, green, blue or 1984."] * 20
 

@@ -11,10 +11,10 @@ from tests.helpers.run_dir import write_job
 from tests.helpers.single_rank import build_tiny
 from trainer.contract.adapter import AdapterConfig
 from trainer.contract.run import RunConfig
-from trainer.families.registry import read_model
 from trainer.layers.lora.trained import trained_parameters
 from trainer.layers.packed_model import PackedModel
 from trainer.loop.set_up import give_adapters
+from trainer.model.registry import read_model
 from trainer.parallel.mesh import Mesh
 
 LANGUAGE = ("attention", "mlp")

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import transformers
 
-from trainer.families.family import load
-from trainer.families.registry import get_family
+from trainer.model.late_import import load
+from trainer.model.registry import get_family
 
 FILE_BYTES = 4 << 30  # of one file, nearly: a reader that maps a file whole has no more of it
 BLOCK = 1 << 25  # numbers that differ from each other

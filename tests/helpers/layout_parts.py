@@ -21,13 +21,13 @@ from dataset_builders.contracts.tokenized import TokenizedSample
 from tests.helpers.bins import Kind, make_samples, sum_bin
 from tests.helpers.shapes import QWEN_2B
 from trainer.contract.parallel import ParallelConfig
-from trainer.contract.pieces import pipeline_pieces
 from trainer.data.balance import deal, planned_work
+from trainer.data.flops import cost_model
 from trainer.data.micro_batch import Geometry, MicroBatch, make_micro_batch
 from trainer.data.slices import zigzag_order
-from trainer.families.flops import cost_model
 from trainer.families.qwen3_vl.model import Qwen3VLModel
 from trainer.parallel.mesh import Mesh
+from trainer.plan.pieces import pipeline_pieces
 
 SEQ_LEN = 48
 GEOMETRY = Geometry(image_token_id=9, spatial_merge_size=2, patch_bytes=12)

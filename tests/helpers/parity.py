@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from tests.helpers.reference import reference_logits, reference_losses
-from trainer.families.weight_rules import Rule
+from trainer.model.rules import Rule
 
 
 def assert_logits_equal(pair: Any) -> None:

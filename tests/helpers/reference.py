@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from dataset_builders.contracts.tokenized import PatchFormat, TokenizedSample
 from tests.helpers.tiny_model import tiny_hf_dir
-from trainer.families.family import load
-from trainer.families.registry import read_model
+from trainer.model.late_import import load
+from trainer.model.registry import read_model
 
 PIXELS = PatchFormat(
     patch_size=16, temporal_patch_size=2, merge_size=2, image_mean=(0.5, 0.4, 0.3), image_std=(0.5, 0.25, 0.3)

@@ -23,8 +23,8 @@ from tests.helpers.world import start
 from trainer.contract.answer import MetricsRow, TrainResult, read_metrics
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import CheckpointConfig, OptimConfig, RunConfig, TrainConfig, TrainerExecution
-from trainer.families.geometry import geometry_of
-from trainer.families.registry import read_model
+from trainer.data.geometry import geometry_of
+from trainer.model.registry import read_model
 
 SEQ_LEN = 128
 BIN_KINDS: list[list[Kind]] = [MIXED, [TEXT_ONLY] * 4, MIXED[::-1], MIXED[:3], [TEXT_ONLY, MIXED[0]], MIXED[1:]]

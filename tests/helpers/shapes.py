@@ -2,8 +2,9 @@
 
 import dataclasses
 
-from trainer.contract.model_shape import ModelShape
 from trainer.families.qwen3_vl.shape import read_shape
+from trainer.model.layer import Layer
+from trainer.model.shape import ModelShape
 
 # As config.json of Qwen3-VL-2B-Instruct has them.
 CONFIG_2B = {
@@ -43,11 +44,28 @@ def changed(shape: ModelShape, **sizes: int) -> ModelShape:
     vision = {name.removeprefix("vision_"): sizes.pop(name) for name in [*sizes] if name.startswith("vision_")}
     if "num_deepstack" in sizes:
         vision["deepstack_layers"] = tuple(range(sizes.pop("num_deepstack")))
-    language = dataclasses.replace(shape.language, **sizes)
+    halves = [
+        {
+            name: sizes.pop(name)
+            for name in [*sizes]
+            if name in type(half).__dataclass_fields__ and name != "hidden_size"
+        }
+        for half in shape.language.layers[0].halves
+    ]
+    layers = tuple(
+        Layer(layer.width, *(dataclasses.replace(half, **new) for half, new in zip(layer.halves, halves)))
+        for layer in shape.language.layers
+    )
+    if "num_layers" in sizes:
+        layers = layers[:1] * sizes.pop("num_layers")
+    language = dataclasses.replace(shape.language, layers=layers, **sizes)
     return dataclasses.replace(shape, language=language, vision=dataclasses.replace(shape.vision, **vision))
 
 
 def named_sizes(shape: ModelShape) -> dict[str, object]:
     """Every size by the name that a message gives it."""
     vision = {f"vision_{name}": value for name, value in dataclasses.asdict(shape.vision).items()}
-    return {**dataclasses.asdict(shape.language), **vision, "num_deepstack": shape.num_deepstack}
+    sizes = {**dataclasses.asdict(shape.language), "num_layers": shape.language.num_layers}
+    for half in shape.language.layers[0].halves:
+        sizes |= dataclasses.asdict(half)
+    return {**sizes, **vision, "num_deepstack": shape.num_deepstack}

@@ -9,12 +9,12 @@ import torch
 from tests.helpers.reference import PIXELS
 from trainer.checkpoint.hf_read import load_hf_weights
 from trainer.contract.parallel import ParallelConfig
-from trainer.families.family import load
-from trainer.families.registry import read_model
 from trainer.layers.decoder import decoder_config
 from trainer.layers.module_set import TorchModules
 from trainer.layers.modules.choice import choose_modules
 from trainer.layers.packed_model import PackedModel
+from trainer.model.late_import import load
+from trainer.model.registry import read_model
 from trainer.parallel.mesh import Mesh, rank_mesh
 from trainer.parallel.runtime import cpu_runtime
 

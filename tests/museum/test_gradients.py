@@ -15,14 +15,14 @@ from tests.museum.fault import fault_seen
 from tests.trainer.loop.test_optim import ALIKE, NUM_STEPS, Toy, give_gradients, wrap
 from trainer.contract.run import OptimConfig, PartConfig, TrainConfig
 from trainer.data.reader import prefetch
-from trainer.families.parts import freeze
 from trainer.families.qwen3_vl.family import FAMILY
-from trainer.layers.delta_layer import Decay
 from trainer.layers.output_loss import _OutputLoss
 from trainer.loop.optim import build_optimizer, grad_norms_by_part, set_learning_rate
 from trainer.loop.set_up import Trainer, set_up
 from trainer.loop.step import run_micro_batches
+from trainer.model.freeze import freeze
 from trainer.objectives.totals import Totals
+from trainer.parts.delta.module import Decay
 
 CLIPPED = ALIKE.model_copy(update={"optim": ALIKE.optim.model_copy(update={"clip_grad_norm": 0.5})})
 

@@ -14,12 +14,11 @@ from tests.helpers.bins import MIXED, Kind, make_samples
 from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.tiny_hybrid_model import hybrid_config, hybrid_hf_dir
 from tests.museum.fault import fault_seen
+from trainer.data.geometry import geometry_of
 from trainer.data.micro_batch import MicroBatch, make_micro_batch
 from trainer.data.packed_chunks import PackedChunks
-from trainer.families.geometry import geometry_of
-from trainer.families.qwen3_vl.rope import mrope_angles
-from trainer.layers.attention import PackedSegments
-from trainer.layers.delta_rule import plain
+from trainer.layers.segments import PackedSegments, mrope_angles
+from trainer.parts.delta.rule import plain
 
 SEQ_LEN = 192
 KINDS = [Kind(70), *MIXED]

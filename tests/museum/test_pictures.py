@@ -26,8 +26,8 @@ from tests.helpers.samples import make_image, turns
 from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.tiny_model import tiny_hf_dir
 from tests.museum.fault import fault_seen
+from trainer.data.geometry import geometry_of
 from trainer.data.micro_batch import make_micro_batch
-from trainer.families.geometry import geometry_of
 
 SEQ_LEN = 96
 TWINS = Kind(12, ((1, 4, 4), (1, 4, 4)))  # two pictures of one size, which nothing but their order tells apart

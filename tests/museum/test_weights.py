@@ -18,13 +18,13 @@ from tests.helpers.single_rank import single_rank
 from tests.museum.fault import fault_seen
 from trainer.checkpoint.hf_read import HFTensors
 from trainer.checkpoint.hf_write import save_hf_weights
+from trainer.data.geometry import geometry_of
 from trainer.data.micro_batch import make_micro_batch
-from trainer.families.geometry import geometry_of
-from trainer.families.registry import read_model
 from trainer.layers.lora.trained import trained_parameters
 from trainer.loop.export import write_weights
 from trainer.loop.heldout import heldout_loss
 from trainer.loop.set_up import set_up
+from trainer.model.registry import read_model
 
 RANK, ALPHA = 4, 6
 

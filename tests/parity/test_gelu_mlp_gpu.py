@@ -18,7 +18,7 @@ def build(hidden: int, inner: int, tp_group):
     from megatron.core.transformer.mlp import MLP, MLPSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from trainer.layers.te_modules import NormColumnLinear, RowLinear
+    from trainer.layers.modules.engine import NormColumnLinear, RowLinear
 
     config = TransformerConfig(
         num_layers=1,
@@ -58,7 +58,7 @@ def outputs_and_gradients(function, mlp, hidden: torch.Tensor, upstream: torch.T
 
 
 def check(mlp, hidden: int) -> None:
-    from trainer.layers.te_modules import JointMLP, can_join
+    from trainer.layers.modules.engine import JointMLP, can_join
 
     assert can_join(mlp)
     joint = JointMLP(mlp)
@@ -84,7 +84,7 @@ def test_gives_what_the_products_one_by_one_give(hidden, inner):
 @requires_engine
 def test_gradients_of_the_weights_are_added_to_their_float32_buffers():
     """As the modules beside it do it, micro batch after micro batch."""
-    from trainer.layers.te_modules import JointMLP
+    from trainer.layers.modules.engine import JointMLP
 
     hidden, inner = SHAPES[0]
     with single_rank() as mesh:

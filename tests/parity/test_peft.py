@@ -16,9 +16,9 @@ from trainer.checkpoint.hf_write import hf_tensors
 from trainer.contract.adapter import ROLES, AdapterConfig
 from trainer.contract.names import ADAPTER_EXPORT
 from trainer.contract.peft import ADAPTER_WEIGHTS
-from trainer.families.registry import read_model
 from trainer.layers.lora.trained import trained_rules
 from trainer.loop.set_up import give_adapters
+from trainer.model.registry import read_model
 
 STEPS = 20
 # A gradient that is nothing but rounding would move a weight by a whole step; with this eps it moves it by rounding.

@@ -15,12 +15,12 @@ from tests.parity.test_qwen3_vl_gpu import YARDSTICKS, relative
 from trainer.checkpoint.adapter_files import write_peft_directory
 from trainer.checkpoint.hf_write import hf_tensors
 from trainer.contract.adapter import AdapterConfig
+from trainer.data.geometry import geometry_of
 from trainer.data.micro_batch import make_micro_batch
-from trainer.families.geometry import geometry_of
-from trainer.families.registry import read_model
-from trainer.families.weight_rules import global_names
 from trainer.layers.lora.trained import trained_rules
 from trainer.loop.set_up import give_adapters
+from trainer.model.registry import read_model
+from trainer.model.rules import global_names
 
 SEQ_LEN = 128
 

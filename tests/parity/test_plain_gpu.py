@@ -17,11 +17,12 @@ from tests.helpers.tiny_text_model import text_hf_dir
 from tests.parity.test_qwen3_5_vl import KINDS
 from tests.parity.test_qwen3_5_vl import SEQ_LEN as HYBRID_SEQ_LEN
 from tests.trainer.layers.test_attention_gpu import in_float32
+from trainer.data.geometry import geometry_of
 from trainer.data.micro_batch import make_micro_batch
-from trainer.families.family import load
-from trainer.families.geometry import geometry_of
-from trainer.families.registry import read_model
-from trainer.layers.attention import FlashAttention, PackedSegments
+from trainer.layers.attention_cores import FlashAttention
+from trainer.layers.segments import PackedSegments
+from trainer.model.late_import import load
+from trainer.model.registry import read_model
 
 TEXT = [TEXT_ONLY, Kind(60), TEXT_ONLY, Kind(21)]
 MODELS = {

@@ -45,7 +45,7 @@ def results(function, dtype, tensors, angles, groups, head_dim):
 @requires_gpus(1)
 @pytest.mark.parametrize(("tokens", "groups", "queries", "head_dim", "norm"), SHAPES)
 def test_equals_plain_torch(tokens, groups, queries, head_dim, norm):
-    from trainer.layers.kernels.qkv import split_norm_rotate
+    from trainer.parts.attention.qkv_kernel import split_norm_rotate
 
     generator = torch.Generator("cuda").manual_seed(1)
     mixed = torch.randn(tokens, groups * (queries + 2) * head_dim, device="cuda", generator=generator).bfloat16()

@@ -10,10 +10,10 @@ from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.tiny_text_model import text_hf_dir
 from trainer.checkpoint.hf_read import HFTensors
 from trainer.checkpoint.hf_write import save_hf_weights
+from trainer.data.geometry import geometry_of
 from trainer.data.micro_batch import make_micro_batch
-from trainer.families.family import load
-from trainer.families.geometry import geometry_of
-from trainer.families.registry import read_model
+from trainer.model.late_import import load
+from trainer.model.registry import read_model
 
 SEQ_LEN = 128
 

@@ -18,10 +18,11 @@ from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.tiny_hybrid_model import hybrid_hf_dir
 from trainer.checkpoint.hf_read import HFTensors
 from trainer.checkpoint.hf_write import save_hf_weights
+from trainer.data.geometry import geometry_of
 from trainer.data.micro_batch import make_micro_batch
-from trainer.families.geometry import geometry_of
-from trainer.families.qwen3_5_vl.weights import rules
-from trainer.families.qwen3_vl.rope import mrope_angles
+from trainer.families.qwen3_vl.weights import rules
+from trainer.layers.segments import mrope_angles
+from trainer.parts.attention.part import Attention
 
 # Samples end one before, at and one after the end of a chunk of the delta rule, one has a single token, and so has the
 # padding.
@@ -68,7 +69,9 @@ def test_positions_and_angles_turn_the_first_quarter_of_a_head(pair):
         assert torch.equal(ours, positions[:, 0])
         cos, sin = rotary(torch.zeros(1), positions)
         angles = mrope_angles(ours, pair.ours.shape.language)
-        assert angles.shape[1] == 4 and pair.ours.shape.language.head_dim == 32
+        assert angles.shape[1] == 4 and {
+            m.head_dim for m in pair.ours.shape.language.mixers if isinstance(m, Attention)
+        } == {32}
         assert_close(angles.cos().tile(2), cos[0], atol=1e-6, rtol=0)
         assert_close(angles.sin().tile(2), sin[0], atol=1e-6, rtol=0)
         start += len(sample.input_ids)

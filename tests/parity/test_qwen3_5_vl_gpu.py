@@ -19,16 +19,16 @@ from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.tiny_hybrid_model import hybrid_hf_dir
 from tests.parity.test_qwen3_5_vl import KINDS, SEQ_LEN
 from tests.parity.test_qwen3_vl_gpu import YARDSTICKS, relative
-from trainer.contract.model_shape import VisionShape
+from trainer.data.geometry import geometry_of
 from trainer.data.micro_batch import make_micro_batch
-from trainer.families.geometry import geometry_of
-from trainer.families.qwen3_5_vl.model import Qwen35VLModel
-from trainer.families.qwen3_5_vl.weights import rules
 from trainer.families.qwen3_vl.family import part_of
-from trainer.families.registry import read_model
-from trainer.families.weight_rules import global_names
-from trainer.layers.delta_rule.gated_delta_net import kernels_fit
+from trainer.families.qwen3_vl.model import Qwen3VLModel
+from trainer.families.qwen3_vl.weights import rules
 from trainer.layers.module_set import TorchModules
+from trainer.model.registry import read_model
+from trainer.model.rules import global_names
+from trainer.model.shape import VisionShape
+from trainer.parts.delta.rule.gated_delta_net import kernels_fit
 
 EXACT = ("A_log", "dt_bias")
 # transformers' merger of the large encoders in a model of width 3584. megatron-core's examples/multimodal_dev found
@@ -109,7 +109,7 @@ def test_plain_modules_in_bf16(shape):
 def test_a_set_of_modules_in_bf16(shape, modules):
     """The heads of the third shape are those of the kernels, the second goes the plain way."""
 
-    def build(mesh) -> Qwen35VLModel:
+    def build(mesh) -> Qwen3VLModel:
         model = build_tiny(hybrid_hf_dir(shape), mesh, SEQ_LEN, torch.bfloat16, modules=modules)
         like = torch.empty(0, dtype=torch.bfloat16, device=mesh.device)
         is_hopper = torch.cuda.get_device_capability()[0] == 9
@@ -126,7 +126,7 @@ def merger_distances(modules, dtype: torch.dtype, mesh) -> tuple[float, float]:
     from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionConfig, Qwen3_5VisionPatchMerger
 
     from trainer.contract.parallel import ParallelConfig
-    from trainer.families.qwen3_vl.vision import PatchMerger, vision_config
+    from trainer.parts.vision.module import PatchMerger, vision_config
 
     torch.manual_seed(0)
     theirs = Qwen3_5VisionPatchMerger(Qwen3_5VisionConfig(**MERGER)).to(mesh.device, dtype)

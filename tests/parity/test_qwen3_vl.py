@@ -18,10 +18,10 @@ from tests.helpers.reference import (
 from tests.helpers.single_rank import build_tiny, single_rank
 from trainer.checkpoint.hf_read import HFTensors
 from trainer.checkpoint.hf_write import save_hf_weights
+from trainer.data.geometry import geometry_of
 from trainer.data.micro_batch import make_micro_batch
-from trainer.families.geometry import geometry_of
-from trainer.families.qwen3_vl.rope import mrope_angles
 from trainer.families.qwen3_vl.weights import rules
+from trainer.layers.segments import mrope_angles
 
 SEQ_LEN = 128
 

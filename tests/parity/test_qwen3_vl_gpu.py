@@ -13,9 +13,9 @@ from tests.helpers.hardware import ON_CUDA, requires_engine, requires_gpus
 from tests.helpers.reference import load_reference, random_hf_dir, reference_logits
 from tests.helpers.run_dir import log_of, metrics_of, run_trainer, write_job
 from tests.helpers.single_rank import build_tiny, single_rank
+from trainer.data.geometry import geometry_of
 from trainer.data.micro_batch import make_micro_batch
-from trainer.families.geometry import geometry_of
-from trainer.families.registry import read_model
+from trainer.model.registry import read_model
 
 SEQ_LEN = 128
 # Tiny widths make bf16's rounding large and erratic; twice the yardstick is derived above, not fitted.

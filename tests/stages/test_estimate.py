@@ -9,14 +9,14 @@ from tests.helpers.shapes import QWEN_2B
 from tests.helpers.tiny_hybrid_model import hybrid_config
 from tests.helpers.tiny_model import FIRST, SECOND, tiny_hf_dir
 from trainer.contract.adapter import AdapterConfig
-from trainer.contract.estimate import RESERVE, estimate_memory, estimate_saved, estimate_vision_rank
-from trainer.contract.model_shape import Work
 from trainer.contract.parallel import ParallelConfig
-from trainer.contract.pieces import pipeline_pieces
 from trainer.contract.run import OptimConfig, PartConfig, TrainConfig
 from trainer.families.qwen3_5_vl.shape import read_shape
-from trainer.families.registry import get_family, read_model
-from trainer.families.targets import adapter_sizes
+from trainer.model.registry import get_family, read_model
+from trainer.model.shape import Work
+from trainer.model.targets import adapter_sizes
+from trainer.plan.estimate import RESERVE, estimate_memory, estimate_saved, estimate_vision_rank
+from trainer.plan.pieces import pipeline_pieces
 
 TOKENS_ALONE = Work(1024, 0, 0, 0, 0)  # layers of one kind cost alike: equal pieces
 
@@ -263,7 +263,7 @@ def test_fsdp_holds_some_weights_whole_for_a_moment():
     language, vision = QWEN_2B.language, QWEN_2B.vision
     outside = language.vocab_size * language.hidden_size + vision.num_positions * vision.hidden_size
     outside += QWEN_2B.parameters["merger"]
-    layers = 2 * language.layer_parameters(0)
+    layers = 2 * language.layers[0].parameters
     assert memory(dp=8, sharding="fsdp")["gathered"] == 2 * (outside + layers) + (2 + 4) * outside
     train, sizes = adapted("attention")
     assert memory(dp=8, sharding="fsdp", train=train, adapters=sizes)["gathered"] == 2 * (outside + layers)
@@ -278,7 +278,7 @@ def test_a_start_that_takes_more_than_the_training_is_shown():
     assert sum(many.values()) == pytest.approx((2 + 2 + 4) * parameters, abs=2)
     train, sizes = adapted("attention", "mlp", base="float8")
     packed = memory(train=train, adapters=sizes, **short)
-    matrix = 2 * QWEN_2B.language.intermediate_size * QWEN_2B.language.hidden_size
+    matrix = 2 * QWEN_2B.language.layers[0].feed_forward.intermediate_size * QWEN_2B.language.hidden_size
     weights = packed["weights"] - 4 * sizes.parameters
     assert sum(packed.values()) >= weights + 3 * 2 * matrix - 2
 

@@ -1,16 +1,19 @@
 """The toy in one object, without torch; and the registration of an installed package, as an environment's path."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import PositiveInt
 
-from trainer.contract.model_shape import DecoderShape, ModelShape
-from trainer.families.config_keys import decoder_sizes, read_keys
+from trainer.families.config_keys import attention_of, decoder_sizes, mlp_of, read_keys
 from trainer.families.qwen3_vl import shape as qwen3_vl
 from trainer.families.qwen3_vl.family import FAMILY as QWEN3_VL
+from trainer.model.layer import Layer, LayerFlops
+from trainer.model.rules import Rule
+from trainer.model.shape import DecoderShape, ModelShape
+from trainer.parts.attention.part import Attention
 
 MODEL_TYPE = "toy_gated_vl"
 
@@ -29,34 +32,46 @@ class ToyKeys(qwen3_vl.Qwen3VLKeys):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ToyDecoderShape(DecoderShape):
-    """A decoder of two kinds of layers."""
+class GateAfterAttention(Attention):
+    """Attention whose output is multiplied by a gate of the layer's normalised input."""
 
-    turned: int
+    spec = "tests.toy_family.model:gated_spec"
 
     @property
-    def rotary_dim(self) -> int:
-        return self.turned
+    def parameters(self) -> int:
+        return Attention.parameters.fget(self) + self._gate
 
-    def layer_parameters(self, number: int) -> int:
-        gate = self.hidden_size * self.num_heads * self.head_dim if number % 2 else 0
-        return DecoderShape.layer_parameters(self, number) + gate
+    @property
+    def flops(self) -> LayerFlops:
+        before, after, squared = Attention.flops.fget(self)
+        return LayerFlops(before, after + 2 * self._gate, squared)
 
-    def layer_flops(self, number: int) -> tuple[int, int, int]:
-        before, after, squared = DecoderShape.layer_flops(self, number)
-        return before, after + (2 * self.hidden_size * self.num_heads * self.head_dim if number % 2 else 0), squared
+    def rules(self, ours: str, hf: str) -> Iterator[Rule]:
+        yield from Attention.rules(self, ours, hf)
+        heads = self.num_heads * self.head_dim
+        name, sizes = f"{ours}self_attention.gate.weight", ((heads, self.hidden_size),)
+        yield Rule(name, (f"{hf}self_attn.g_proj.weight",), sizes=sizes, role=self.role)
+
+    @property
+    def _gate(self) -> int:
+        return self.hidden_size * self.num_heads * self.head_dim
 
 
 def read_shape(config: Mapping[str, Any], path: Path | str = "config.json") -> ModelShape:
-    """Sizes as Qwen3-VL's, but for `text_config.rotary_dim`."""
+    """Return Qwen3-VL's sizes with `text_config.rotary_dim`, and a gate in every other layer."""
     keys = read_keys(ToyKeys, config, path)
-    section, theta = qwen3_vl.mrope_of(keys.text_config, keys.text_config.rotary_dim, path)
-    language = ToyDecoderShape(
-        **decoder_sizes(keys.text_config, f"{path}: text_config."),
+    text, where = keys.text_config, f"{path}: text_config."
+    section, theta = qwen3_vl.mrope_of(text, text.rotary_dim, path)
+    attention = attention_of(text, where)
+    sizes = {field.name: getattr(attention, field.name) for field in dataclasses.fields(attention)}
+    mixers = (attention, GateAfterAttention(**sizes))
+    language = DecoderShape(
+        **decoder_sizes(text, where),
+        layers=tuple(Layer(text.hidden_size, mixers[n % 2], mlp_of(text)) for n in range(text.num_hidden_layers)),
         rope_theta=theta,
+        rotary_dim=text.rotary_dim,
         mrope_section=section,
         tie_word_embeddings=keys.tie_word_embeddings,
-        turned=keys.text_config.rotary_dim,
     )
     return qwen3_vl.with_vision(language, keys, path)
 
@@ -65,8 +80,6 @@ FAMILY = dataclasses.replace(
     QWEN3_VL,
     model_type=MODEL_TYPE,
     read_shape=read_shape,
-    model="tests.toy_family.model:ToyModel",
-    rules="tests.toy_family.model:rules",
     reference="tests.toy_family.reference:ToyForConditionalGeneration",
     embedded=None,
 )

@@ -1,22 +1,16 @@
-"""Our side of the toy: a layer of another kind, and its weights."""
-
-import dataclasses
-from collections.abc import Iterator
+"""Our side of the toy: attention of another kind."""
 
 import torch
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from trainer.contract.model_shape import ModelShape
-from trainer.families.qwen3_vl.model import Qwen3VLModel
-from trainer.families.qwen3_vl.weights import rules as qwen3_vl_rules
-from trainer.families.weight_rules import Rule
-from trainer.layers.chosen_rows import ChosenRows
-from trainer.layers.packed_layer import PackedLayer
+from tests.toy_family.family import GateAfterAttention
+from trainer.layers.segments import PackedSegments, Rotation
+from trainer.parts.attention.module import RotarySelfAttention, spec
 
 
-class GatedLayer(PackedLayer):
+class GatedAfterAttention(RotarySelfAttention):
     """What attention gives is multiplied by a gate of the layer's normalised input."""
 
     def __init__(self, config, *args: object, pg_collection=None, **kwargs: object) -> None:
@@ -31,29 +25,17 @@ class GatedLayer(PackedLayer):
             tp_group=pg_collection.tp,
         )
 
-    def after_attention(
-        self, hidden: torch.Tensor, attended: torch.Tensor, rows: ChosenRows | None = None
-    ) -> torch.Tensor:
-        if rows is not None:
-            hidden, attended = rows.of_hidden(hidden), rows.of_attended(attended)
-        gate, _ = self.gate(self.input_layernorm(hidden))
-        return super().after_attention(hidden, attended * gate.sigmoid())
+    def prepare(self, hidden_states: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, ...]:
+        return *super().prepare(hidden_states, rotation), self.gate(hidden_states)[0]
 
-    def modules_after_attention(self) -> list[torch.nn.Module]:
-        return [*super().modules_after_attention(), self.input_layernorm, self.gate]
+    def attend(self, query, key, value, gate, segments: PackedSegments) -> torch.Tensor:
+        return super().attend(query, key, value, segments) * gate.sigmoid()
+
+    def modules_of_prepare(self) -> list[torch.nn.Module]:
+        return [*super().modules_of_prepare(), self.gate]
 
 
-class ToyModel(Qwen3VLModel):
-    """Qwen3-VL with a gate in every other layer; how many numbers of a head are turned, its shape says."""
-
-    def layer_spec(self, modules: BackendSpecProvider, number: int) -> ModuleSpec:
-        spec = super().layer_spec(modules, number)
-        return dataclasses.replace(spec, module=GatedLayer) if number % 2 else spec
-
-
-def rules(shape: ModelShape) -> Iterator[Rule]:
-    """Qwen3-VL's table, and the gates."""
-    yield from qwen3_vl_rules(shape)
-    for number in range(1, shape.language.num_layers, 2):
-        hf = f"model.language_model.layers.{number}.self_attn.g_proj.weight"
-        yield Rule(f"language.decoder.layers.{number}.gate.weight", (hf,))
+def gated_spec(part: GateAfterAttention, modules: BackendSpecProvider) -> ModuleSpec:
+    """The mixer of a layer with a gate."""
+    plain = spec(part, modules)
+    return ModuleSpec(module=GatedAfterAttention, params=plain.params, submodules=plain.submodules)

@@ -15,9 +15,9 @@ from tests.bench.mix import write_data, write_model
 from tests.bench.peer import PeerPlan, collate, read_samples, shuffled
 from tests.bench.trace_parts import MARK, STEP_BEGINS, STEP_ENDS, kind_of, read_parts
 from tests.helpers.reference import load_reference, reference_losses
+from trainer.data.geometry import geometry_of
 from trainer.data.micro_batch import make_micro_batch
-from trainer.families.geometry import geometry_of
-from trainer.families.registry import read_model
+from trainer.model.registry import read_model
 
 SEQ_LEN = 256
 

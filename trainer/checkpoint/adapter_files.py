@@ -24,7 +24,7 @@ from trainer.contract.peft import (
     PREFIX,
     peft_config,
 )
-from trainer.families.weight_rules import Rule, global_names
+from trainer.model.rules import Rule, global_names
 
 
 def write_peft_directory(

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from dataset_builders.errors import InputError, one_line
 from dataset_builders.storage.files import read_object
-from trainer.families.weight_rules import Rule, global_names
+from trainer.model.rules import Rule, global_names
 from trainer.parallel.late_memory import put, with_memory
 
 INDEX = "model.safetensors.index.json"

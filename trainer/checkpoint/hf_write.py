@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from dataset_builders.contracts.manifest import FileEntry, file_entry
 from dataset_builders.storage.files import write_json
 from trainer.checkpoint.hf_read import INDEX, HFTensors, left_over, parallel_axis
-from trainer.families.weight_rules import Rule, global_names
+from trainer.model.rules import Rule, global_names
 from trainer.parallel.mesh import Mesh
 
 FILE_BYTES = 5_000_000_000

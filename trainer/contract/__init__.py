@@ -1,5 +1,5 @@
 """The trainer's input and its output. Loads neither torch nor megatron.
 
 In: `RunConfig`, as run.json. Out: `MetricsRow` lines in metrics.jsonl and a `TrainResult`, as result.json.
-Read first: `run.py`; then `answer.py`, and `layout.py` for the layouts that are refused before anything starts.
+Read first: `run.py`, then `answer.py`.
 """

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dataset_builders.contracts.bins import BinSums
-from trainer.contract.model_shape import Work
+from trainer.model.shape import Work
 
 # Ranks whose totals differ by less than this fraction count as equal: a cost model is not more exact.
 TOLERANCE = 1e-3
@@ -50,7 +50,7 @@ def planned_work(sums: BinSums, seq_len: int) -> Work:
 class CostModel:
     """Forward and backward cost of one unit of each kind of `Work`, one field per kind.
 
-    They are FLOPs by the model's formulas, see `cost_model` in trainer/families/flops.py. Bins are only compared with
+    They are FLOPs by the model's formulas, see `cost_model` in trainer/data/flops.py. Bins are only compared with
     bins, so the unit does not matter, and neither does `per_token`: every bin has seq_len tokens.
     """
 

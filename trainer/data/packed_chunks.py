@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from trainer.contract.model_shape import DELTA_CHUNK as CHUNK
 from trainer.data.slices import joined_ranges
+from trainer.model.shape import DELTA_CHUNK as CHUNK
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,8 @@ from pydantic import (
 )
 
 from dataset_builders.errors import InputError, in_ascii
+from trainer.parts.attention.part import Attention
+from trainer.parts.mlp.part import GatedMLP
 
 
 class Keys(BaseModel):
@@ -155,8 +157,8 @@ def rotary_of(keys: Any, missing: RotaryT, default_theta: float) -> tuple[Rotary
     return rotary, float(rotary.rope_theta or keys.rope_theta or default_theta)
 
 
-def decoder_sizes(keys: DecoderKeys, where: str) -> dict[str, Any]:
-    """Sizes by their names in `DecoderShape`.
+def attention_of(keys: DecoderKeys, where: str, *, gated: bool = False) -> Attention:
+    """Return the attention of every layer that has one.
 
     Args:
         where: the file and the object, for messages.
@@ -170,6 +172,29 @@ def decoder_sizes(keys: DecoderKeys, where: str) -> dict[str, Any]:
             f"{where}num_key_value_heads is {kv_heads}, which does not divide num_attention_heads={heads}; take a "
             "complete model"
         )
+    return Attention(
+        hidden_size=keys.hidden_size,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=keys.head_dim,
+        gated=gated,
+    )
+
+
+def mlp_of(keys: DecoderKeys) -> GatedMLP:
+    """Return the MLP of every layer."""
+    return GatedMLP(hidden_size=keys.hidden_size, intermediate_size=keys.intermediate_size, activation=keys.hidden_act)
+
+
+def decoder_sizes(keys: DecoderKeys, where: str) -> dict[str, Any]:
+    """Return the sizes that are of no layer, by their names in `DecoderShape`.
+
+    Args:
+        where: the file and the object, for messages.
+
+    Raises:
+        InputError: two keys do not go together.
+    """
     if (keys.pad_token_id or 0) >= keys.vocab_size:
         raise InputError(
             f"{where}pad_token_id is {keys.pad_token_id}, and vocab_size {keys.vocab_size}; take both from the same "
@@ -178,11 +203,5 @@ def decoder_sizes(keys: DecoderKeys, where: str) -> dict[str, Any]:
     return {
         "vocab_size": keys.vocab_size,
         "hidden_size": keys.hidden_size,
-        "intermediate_size": keys.intermediate_size,
-        "num_layers": keys.num_hidden_layers,
-        "num_heads": heads,
-        "num_kv_heads": kv_heads,
-        "head_dim": keys.head_dim,
         "norm_eps": keys.rms_norm_eps,
-        "activation": keys.hidden_act,
     }

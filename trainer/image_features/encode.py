@@ -24,12 +24,12 @@ from trainer.checkpoint.hf_read import load_hf_weights
 from trainer.contract.answer import TrainResult
 from trainer.contract.run import EncodeRun
 from trainer.data.balance import spread_images
+from trainer.data.geometry import geometry_of
 from trainer.data.micro_batch import MicroBatch, make_micro_batch
 from trainer.data.reader import PREFETCH_DEPTH, prefetch
-from trainer.families.family import load
-from trainer.families.geometry import geometry_of
-from trainer.families.registry import read_model
 from trainer.layers.modules.choice import choose_modules
+from trainer.model.late_import import load
+from trainer.model.registry import read_model
 from trainer.parallel.mesh import Mesh
 
 BATCH_PATCHES = 16_384  # patches that are encoded at once; an image of more is alone

@@ -27,8 +27,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from trainer.layers.attention import PackedSegments, Rotation
 from trainer.layers.packed_layer import PackedLayer
+from trainer.layers.segments import PackedSegments, Rotation
 
 WARMUPS = 2  # before a capture: in their first calls libraries choose kernels and allocate memory
 

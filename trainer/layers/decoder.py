@@ -19,13 +19,13 @@ from megatron.core.transformer.transformer_block import TransformerBlock, Transf
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import make_viewless_tensor
 
-from trainer.contract.model_shape import DecoderShape
 from trainer.contract.parallel import ParallelConfig
-from trainer.layers.attention import PackedSegments, Rotation, recomputed
 from trainer.layers.chosen_rows import ChosenRows
 from trainer.layers.cuda_graphs import LayerGraphs
 from trainer.layers.module_set import ACTIVATIONS, FLOAT8_ROWS, shared_config
 from trainer.layers.output_loss import OutputLayer
+from trainer.layers.segments import PackedSegments, Rotation, recomputed
+from trainer.model.shape import DecoderShape
 
 # (number of a layer, from 0 over the whole model; its output (s, 1, D)) -> the next layer's input
 Between = Callable[[int, torch.Tensor], torch.Tensor]
@@ -39,22 +39,18 @@ def decoder_config(
     Args:
         pieces: of the pipeline, see `pipeline_pieces`; without a pipeline they are not used.
     """
+    settings = {name: value for part in shape.parts for name, value in part.transformer_settings().items()}
+    activation = settings.pop("activation")
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
-        ffn_hidden_size=shape.intermediate_size,
-        num_attention_heads=shape.num_heads,
-        num_query_groups=shape.num_kv_heads,
-        kv_channels=shape.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=shape.norm_eps,
         layernorm_zero_centered_gamma=shape.zero_centred_norms,
-        qk_layernorm=True,
-        attention_output_gate=shape.gated_attention,
-        gated_linear_unit=True,
+        **settings,
         # So megatron-core calls the module set's own gate. Other gates are computed step by step.
-        use_te_activation_func=shape.activation == "silu",
-        activation_func=ACTIVATIONS[shape.activation],
+        use_te_activation_func=activation == "silu",
+        activation_func=ACTIVATIONS[activation],
         add_bias_linear=False,
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,

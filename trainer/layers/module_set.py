@@ -11,18 +11,13 @@ from megatron.core.tensor_parallel import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from megatron.core.transformer.attention import SelfAttentionSubmodules
-from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 from dataset_builders.errors import InputError
 from trainer.contract.run import RunConfig
-from trainer.layers.attention import GatedSelfAttention, RotarySelfAttention, TorchVarlenAttention
-from trainer.layers.delta_layer import DeltaAttention, DeltaSubmodules
-from trainer.layers.delta_rule.gated_delta_net import DeltaHeads
+from trainer.layers.attention_cores import TorchVarlenAttention
 from trainer.layers.output_loss import OutputLayer
 from trainer.layers.packed_layer import PackedLayer
 
@@ -139,78 +134,34 @@ def mark_tensor_parallel(model: torch.nn.Module) -> None:
                 param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, axis, 1
 
 
-def layer_spec(
-    modules: BackendSpecProvider, *, head_dim: int, causal: bool, qk_norm: bool, gated: bool = False
-) -> ModuleSpec:
-    """A transformer layer of this module set.
-
-    Args:
-        head_dim: of its attention.
-        causal: each token sees itself and the tokens before it in its segment; otherwise the whole segment.
-        qk_norm: normalise queries and keys; `TransformerConfig.qk_layernorm` must be the same, because only if it is
-            true does megatron-core sum the gradients of these norms over the tensor-parallel ranks.
-        gated: each head has a gate; `TransformerConfig.attention_output_gate` must be the same.
-    """
-    norm = modules.layer_norm() if qk_norm else None
-    attention = ModuleSpec(
-        module=GatedSelfAttention if gated else RotarySelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal if causal else AttnMaskType.no_mask},
-        submodules=SelfAttentionSubmodules(
-            linear_qkv=_column_after_norm(modules),
-            core_attention=modules.core_attention(head_dim),
-            linear_proj=modules.row_parallel_linear(),
-            q_layernorm=norm,
-            k_layernorm=norm,
-        ),
-    )
-    return _layer_around(attention, "linear_qkv", modules)
-
-
-def delta_layer_spec(modules: BackendSpecProvider, heads: DeltaHeads) -> ModuleSpec:
-    """A layer of this module set with a gated delta net in the place of attention.
-
-    Args:
-        heads: of the whole model.
-    """
-    projections = DeltaSubmodules(_column_after_norm(modules), modules.row_parallel_linear())
-    delta = ModuleSpec(module=DeltaAttention, params={"heads": heads}, submodules=projections)
-    return _layer_around(delta, "in_proj", modules)
-
-
-def _column_after_norm(modules: BackendSpecProvider) -> type:
-    """The first linear of a half of a layer; a fused set has the norm in it."""
+def column_after_norm(modules: BackendSpecProvider) -> type:
+    """Return the class of the first linear layer of a half of a layer; a fused set has the norm in it."""
     fused = modules.fuse_layernorm_and_linear()
     return modules.column_parallel_layer_norm_linear() if fused else modules.column_parallel_linear()
 
 
-def _layer_around(attention: ModuleSpec, first_linear: str, modules: BackendSpecProvider) -> ModuleSpec:
-    """The layer of an attention, or of what stands in its place.
+def layer_around(
+    mixer: ModuleSpec, feed_forward: ModuleSpec, modules: BackendSpecProvider, *, first_linears: tuple[str, str]
+) -> ModuleSpec:
+    """Return the spec of a layer with these halves.
 
     Args:
-        first_linear: the attention's name of its `_column_after_norm`.
+        first_linears: name of the `column_after_norm` of each half.
     """
     fused = modules.fuse_layernorm_and_linear()
     norm = IdentityOp if fused else modules.layer_norm()
     # In checkpoints the norms have the fused modules' names, whichever set wrote them.
     stored = {
-        "input_layernorm.": f"self_attention.{first_linear}.layer_norm_",
-        "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+        "input_layernorm.": f"self_attention.{first_linears[0]}.layer_norm_",
+        "pre_mlp_layernorm.": f"mlp.{first_linears[1]}.layer_norm_",
     }
-    mlp = ModuleSpec(
-        module=MLP,
-        submodules=MLPSubmodules(
-            linear_fc1=_column_after_norm(modules),
-            linear_fc2=modules.row_parallel_linear(),
-            activation_func=modules.activation_func(),  # used if the config's `use_te_activation_func` is true
-        ),
-    )
     return ModuleSpec(
         module=PackedLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,
-            self_attention=attention,
+            self_attention=mixer,
             pre_mlp_layernorm=norm,
-            mlp=mlp,
+            mlp=feed_forward,
             sharded_state_dict_keys_map={} if fused else stored,
         ),
     )

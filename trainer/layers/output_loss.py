@@ -16,8 +16,8 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from trainer.contract.model_shape import LOSS_CHUNK
 from trainer.layers.kernels.permission import can_import, kernels_run
+from trainer.model.shape import LOSS_CHUNK
 
 if can_import():
     from trainer.layers.kernels.loss import differentiate, summarize

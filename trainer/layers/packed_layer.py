@@ -4,30 +4,39 @@ T = tokens (or patches) of the bin on this rank, s = T / tp with sequence parall
 rank, g = its key-value heads, d = head dim, D = hidden size.
 """
 
-from functools import cached_property
+import dataclasses
 
 import torch
-from megatron.core.extensions.transformer_engine import HAVE_TE
-from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from trainer.layers.attention import PackedSegments, Rotation
 from trainer.layers.chosen_rows import ChosenRows
-
-if HAVE_TE:
-    from trainer.layers.te_modules import JointMLP, can_join
+from trainer.layers.segments import PackedSegments, Rotation
 
 
 class PackedLayer(TransformerLayer):
     """megatron-core's layer, norms before attention and MLP, without features that packed training never uses (caches,
     cross attention, dropout). Its halves depend on the number of tokens alone, its attention on the bin's samples.
 
-    What stands in attention's place has `prepare`, `attend`, `linear_proj`, `modules_of_prepare`, `attended_width`.
+    The module of a mixer has `prepare`, `attend`, `linear_proj`, `modules_of_prepare`, `attended_width` and
+    `partial_gradients`.
     """
 
-    @cached_property
-    def _joint_mlp(self) -> "JointMLP | None":
-        # Not before it is used: adapters that the layers of the MLP get meanwhile come between its products.
-        return JointMLP(self.mlp) if HAVE_TE and can_join(self.mlp) else None
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: TransformerLayerSubmodules,
+        *args: object,
+        pg_collection: ProcessGroupCollection,
+        **kwargs: object,
+    ) -> None:
+        # megatron-core gives its groups only to the feed-forward modules that it knows.
+        without = dataclasses.replace(submodules, mlp=IdentityOp)
+        super().__init__(config, without, *args, pg_collection=pg_collection, **kwargs)
+        self.mlp = build_module(submodules.mlp, config=self.config, pg_collection=pg_collection)
 
     def forward(
         self, hidden: torch.Tensor, rotation: Rotation, segments: PackedSegments, rows: ChosenRows | None = None
@@ -64,8 +73,7 @@ class PackedLayer(TransformerLayer):
         if rows is not None:
             hidden, attended = rows.of_hidden(hidden), rows.of_attended(attended)
         hidden = hidden + _with_bias(*self.self_attention.linear_proj(attended))
-        mlp = self._joint_mlp or self.mlp
-        return hidden + _with_bias(*mlp(self.pre_mlp_layernorm(hidden)))
+        return hidden + _with_bias(*self.mlp(self.pre_mlp_layernorm(hidden)))
 
 
 def _with_bias(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

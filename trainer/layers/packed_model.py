@@ -7,8 +7,6 @@ t = tokens of this context-parallel rank, s = t / tp with sequence parallel, els
 D = hidden size.
 """
 
-from collections.abc import Sequence
-
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor
 from megatron.core.enums import ModelType
@@ -20,14 +18,16 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from dataset_builders.contracts.tokenized import PatchFormat
-from trainer.contract.model_shape import ModelShape
 from trainer.contract.parallel import ParallelConfig
 from trainer.data.micro_batch import MicroBatch
-from trainer.layers.attention import PackedSegments, Rotation
 from trainer.layers.chosen_rows import ChosenRows
 from trainer.layers.decoder import Between, LanguageModel
-from trainer.layers.module_set import layer_spec, mark_tensor_parallel
+from trainer.layers.module_set import layer_around, mark_tensor_parallel
+from trainer.layers.packed_layer import PackedLayer
 from trainer.layers.part_clock import PartClock
+from trainer.layers.segments import PackedSegments, Rotation
+from trainer.model.late_import import load
+from trainer.model.shape import ModelShape
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.vision.owner import VisionOwner
 from trainer.parallel.vision.worker import PipelineWorker
@@ -36,8 +36,8 @@ from trainer.parallel.vision.worker import PipelineWorker
 class PackedModel(MegatronModule):
     """One chunk of a model, whose weights are unset until they are loaded. This class is a language model alone.
 
-    A family defines how positions turn a head (`rotation`), and may define its layers (`layer_spec`), other parts of a
-    chunk (`build_parts`) and how tokens are embedded (`embed`).
+    A family defines how positions rotate a head (`rotation`), and may define other parts of a chunk (`build_parts`) and
+    how tokens are embedded (`embed`). The layers are those of the shape.
 
     Args:
         config: of the language model, see `decoder_config`; every chunk needs one of its own.
@@ -70,6 +70,9 @@ class PackedModel(MegatronModule):
         self.seq_len = seq_len
         self.clock = PartClock()
         self.exchange: VisionOwner | PipelineWorker | None = None
+        for mixer in shape.language.mixers:
+            if mixer.check_device:
+                load(mixer.check_device)(mixer, config.params_dtype, mesh.device)
         self.build_parts(config.params_dtype, modules)
         first = get_transformer_layer_offset(config, vp_stage, pp.rank())
         numbers = range(first, first + get_num_layers_to_build(config, vp_stage, pp.rank()))
@@ -92,9 +95,11 @@ class PackedModel(MegatronModule):
         """Build the parts of this chunk that come before the language model."""
 
     def layer_spec(self, modules: BackendSpecProvider, number: int) -> ModuleSpec:
-        """A layer of the language model, counted from 0 over the whole model: a `PackedLayer`, or a module with its
+        """Return the spec of a layer, counted from 0 over the whole model: a `PackedLayer`, or a module with its
         methods."""
-        return layer_spec(modules, head_dim=self.shape.language.head_dim, causal=True, qk_norm=True)
+        mixer, feed_forward = self.shape.language.layers[number].halves
+        specs = (load(half.spec)(half, modules) for half in (mixer, feed_forward))
+        return layer_around(*specs, modules, first_linears=(mixer.first_linear, feed_forward.first_linear))
 
     def rotation(self, batch: MicroBatch) -> Rotation:
         """How the positions of the t tokens turn queries and keys."""
@@ -108,10 +113,11 @@ class PackedModel(MegatronModule):
     def prepare_pixels(self, patch_format: PatchFormat) -> None:
         """Set how the data's patches become pixel values."""
 
-    def partial_gradients(self) -> Sequence[torch.nn.Parameter]:
+    def partial_gradients(self) -> list[torch.nn.Parameter]:
         """Parameters that are whole on every tensor-parallel rank, while each rank has only a part of their gradient:
         the parts must be summed over these ranks."""
-        return []
+        layers = [module for module in self.modules() if isinstance(module, PackedLayer)]
+        return [param for layer in layers for param in layer.self_attention.partial_gradients()]
 
     def _mark_tied_weight(self) -> None:
         """Mark for megatron-core the weight that the first and the last pipeline rank both hold."""

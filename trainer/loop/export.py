@@ -13,11 +13,11 @@ from trainer.checkpoint.hf_write import hf_tensors, save_hf_weights
 from trainer.contract.answer import TrainResult
 from trainer.contract.names import ADAPTER_EXPORT, HF_EXPORT
 from trainer.contract.run import RunConfig
-from trainer.families.registry import read_model
-from trainer.families.whole_modules import whole_modules
 from trainer.layers.lora.trained import trained_rules
 from trainer.loop.set_up import build_chunks, give_adapters, log
 from trainer.loop.share_model import DTYPES, weights_dtype
+from trainer.model.registry import read_model
+from trainer.model.whole_modules import whole_modules
 from trainer.parallel.mesh import Mesh
 
 

@@ -15,7 +15,7 @@ from dataset_builders.storage.files import write_json
 from trainer.contract.answer import TrainResult
 from trainer.contract.names import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED, RESULT_JSON
 from trainer.contract.run import EncodeRun, RunConfig, parse_run
-from trainer.families.shapes import check_run
+from trainer.plan.checks import check_run
 
 # megatron-core warns at import of all that a machine without CUDA lacks; the module sets handle that.
 warnings.filterwarnings("ignore", module=r"megatron\..*")

@@ -17,7 +17,7 @@ from megatron.core.transformer.module import param_is_not_shared
 from torch.optim.adamw import adamw
 
 from trainer.contract.run import OptimConfig, TrainConfig
-from trainer.families.family import Family
+from trainer.model.family import Family
 from trainer.parallel.cpu_runtime import patch_torch_adam
 from trainer.parallel.fsdp import FullyShardedModel
 from trainer.parallel.mesh import Mesh

@@ -15,22 +15,14 @@ from trainer.checkpoint.adapter_files import load_peft_directory
 from trainer.checkpoint.directory import read_step
 from trainer.checkpoint.hf_read import load_hf_weights
 from trainer.contract.machine.modules import check_precision
-from trainer.contract.model_shape import ModelShape
 from trainer.contract.names import CHECKPOINTS
 from trainer.contract.run import RunConfig
 from trainer.data.balance import CostModel
 from trainer.data.features import FeatureReader
+from trainer.data.flops import cost_model, training_cost
+from trainer.data.geometry import geometry_of
 from trainer.data.order import TrainingOrder
 from trainer.data.reader import BinReader
-from trainer.families.family import Family, load
-from trainer.families.flops import cost_model, training_cost
-from trainer.families.geometry import geometry_of
-from trainer.families.parts import freeze
-from trainer.families.registry import read_model
-from trainer.families.shapes import pieces_of
-from trainer.families.targets import adapted_layers
-from trainer.families.weight_rules import Rule
-from trainer.families.whole_modules import whole_rules
 from trainer.layers.decoder import decoder_config
 from trainer.layers.lora.convert import add_adapters
 from trainer.layers.lora.float8_base import base_packer
@@ -39,6 +31,14 @@ from trainer.layers.module_set import check_float8, mark_tensor_parallel
 from trainer.layers.modules.choice import choose_modules, host_of
 from trainer.loop.share_model import Chunk, share_model, weights_dtype
 from trainer.loop.step import finalize_gradients
+from trainer.model.family import Family
+from trainer.model.freeze import freeze
+from trainer.model.late_import import load
+from trainer.model.registry import read_model
+from trainer.model.rules import Rule
+from trainer.model.shape import ModelShape
+from trainer.model.targets import adapted_layers
+from trainer.model.whole_modules import whole_rules
 from trainer.parallel.late_memory import all_with_memory, parameters_on_meta, return_freed_matrices
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.vision.exchange import Message, Window
@@ -46,6 +46,7 @@ from trainer.parallel.vision.owner import RemoteOwner
 from trainer.parallel.vision.serve import Serving, part_of
 from trainer.parallel.vision.worker import PipelineWorker, VisionWorker
 from trainer.parallel.vision.world import roles
+from trainer.plan.checks import pieces_of
 
 log = logging.getLogger("athanor.trainer")
 

@@ -16,11 +16,11 @@ from trainer.checkpoint.adapter_files import load_peft_directory
 from trainer.checkpoint.hf_read import HFTensors, load_hf_weights, read_part
 from trainer.checkpoint.save_and_load import state_of_model
 from trainer.contract.run import RunConfig
-from trainer.families.family import Family
-from trainer.families.targets import adapted_layers
 from trainer.layers.lora.convert import begin_adapters
 from trainer.layers.lora.trained import trained_rules
 from trainer.loop.optim import build_optimizer
+from trainer.model.family import Family
+from trainer.model.targets import adapted_layers
 from trainer.parallel.fsdp import FullyShardedModel
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.vision.main_grads import fuse_gradients

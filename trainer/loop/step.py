@@ -10,8 +10,8 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from trainer.data.flops import model_flops
 from trainer.data.micro_batch import MicroBatch
-from trainer.families.flops import model_flops
 from trainer.layers.part_clock import PartClock
 from trainer.loop.optim import grad_norms_by_part
 from trainer.objectives.sft import loss_of

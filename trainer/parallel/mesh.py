@@ -14,11 +14,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from trainer.contract.layout import check_world
 from trainer.contract.parallel import ParallelConfig
 from trainer.data.slices import RankSlice
 from trainer.parallel.vision.world import Bridge, join
 from trainer.parallel.watch import Place, watched
+from trainer.plan.layout import check_world
 
 T = TypeVar("T")
 log = logging.getLogger("athanor.trainer")

@@ -25,15 +25,15 @@ from stages.export.stage import JOB_DIR
 from stages.inputs.hf_directory import hf_dir_of
 from stages.launchers.job import Job, make_launcher
 from stages.train.run_trainer import trainer_job
-from trainer.contract.estimate import estimate_saved
-from trainer.contract.model_shape import ModelShape
 from trainer.contract.parallel import ParallelConfig
-from trainer.contract.pieces import mean_work
-from trainer.contract.placement import PlacementJob, at_hand, placements
 from trainer.contract.run import TrainConfig
-from trainer.families.family import Family
-from trainer.families.registry import get_family, read_model
-from trainer.families.targets import adapter_sizes, list_matches
+from trainer.model.family import Family
+from trainer.model.registry import get_family, read_model
+from trainer.model.shape import ModelShape
+from trainer.model.targets import adapter_sizes, list_matches
+from trainer.plan.estimate import estimate_saved
+from trainer.plan.pieces import mean_work
+from trainer.plan.placement import PlacementJob, at_hand, placements
 
 UNKNOWN = "known once the data is made"
 UNKNOWN_FINGERPRINT = "FINGERPRINT"

@@ -12,9 +12,9 @@ from dataset_builders.recognise.trial import Trial
 from flows.cli.init.fit import ROOMY, Fit, bin_sizes, check_memory, fit_model, smallest
 from stages.inputs.config import EmbeddedModelConfig
 from stages.inputs.hf_directory import resolve_hf_dir
-from trainer.contract.model_shape import ModelShape
-from trainer.families.family import Family
-from trainer.families.registry import get_family, get_variant, read_model
+from trainer.model.family import Family
+from trainer.model.registry import get_family, get_variant, read_model
+from trainer.model.shape import ModelShape
 
 # Published models that the recipe may name without a download: hub name -> the sizes of `model.variant`.
 _HUB = {

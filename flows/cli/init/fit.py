@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from dataset_builders.errors import InputError
-from trainer.contract.estimate import estimate_memory
-from trainer.contract.model_shape import ModelShape
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import TrainConfig
-from trainer.families.family import Family
-from trainer.families.targets import adapter_sizes
+from trainer.model.family import Family
+from trainer.model.shape import ModelShape
+from trainer.model.targets import adapter_sizes
+from trainer.plan.estimate import estimate_memory
 
 PATCHES = 4  # patches of one image token
 # Bytes of a GPU that a training may take, of 10^9 a GB: CUDA's own and what the estimate may be off stay free.

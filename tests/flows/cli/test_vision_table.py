@@ -10,9 +10,9 @@ from flows.cli.vision_table import COLUMNS, advice, is_worth_showing, vision_row
 from flows.pipeline.recipe import Recipe, load_recipe
 from tests.helpers.shapes import QWEN_2B
 from tests.stages.test_estimate import frozen, training
-from tests.trainer.contract.test_pieces import MIX
+from tests.trainer.plan.test_pieces import MIX
 from trainer.contract.parallel import ParallelConfig
-from trainer.contract.placement import PlacementJob, placements
+from trainer.plan.placement import PlacementJob, placements
 
 REAL = (
     "model={kind: random, variant: qwen3_vl_2b, seed: 0}",

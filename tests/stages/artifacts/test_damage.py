@@ -26,10 +26,10 @@ from stages.plan_bins.stage import STAGE as PLAN_BINS
 from tests.helpers.data_stages import run_all, run_convert, run_plan_bins, run_tokenize
 from tests.helpers.raw_rows import plain_rows, write_source
 from tests.helpers.tiny_model import tiny_hf_dir
+from trainer.data.geometry import geometry_of
 from trainer.data.reader import BinReader
 from trainer.data.slices import RankSlice
-from trainer.families.geometry import geometry_of
-from trainer.families.registry import read_model
+from trainer.model.registry import read_model
 
 Damage = Callable[[Path], None]  # of the artifact's directory
 SHARD, OTHER, HELDOUT = "train/shard-00000.tar", "train/shard-00001.tar", "heldout/shard-00000.tar"

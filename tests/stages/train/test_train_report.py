@@ -14,8 +14,8 @@ from tests.helpers.fake_trainer import metrics_row
 from tests.helpers.tiny_model import tiny_hf_dir
 from tests.stages.train.test_train_stage import CONFIG, _artifact
 from trainer.contract.parallel import ParallelConfig
-from trainer.contract.placement import Placement, RankSeconds
 from trainer.contract.run import RunConfig, TrainConfig, TrainerExecution
+from trainer.plan.placement import Placement, RankSeconds
 
 HALF = CONFIG.model_copy(update={"precision": "bfloat16"})
 SUMS = {"num_samples": 8, "num_tokens": 800, "num_loss_tokens": 80, "num_patches": 4096, "num_images": 16}

@@ -18,11 +18,11 @@ from tests.helpers.single_rank import single_rank
 from trainer.checkpoint.adapter_files import with_adapters
 from trainer.checkpoint.hf_read import HFTensors
 from trainer.contract.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_start
+from trainer.data.geometry import geometry_of
 from trainer.data.micro_batch import make_micro_batch
-from trainer.families.geometry import geometry_of
-from trainer.families.registry import read_model
-from trainer.families.whole_modules import whole_modules
 from trainer.loop.export import write_weights
+from trainer.model.registry import read_model
+from trainer.model.whole_modules import whole_modules
 
 WHOLE = (
     "lm_head",

@@ -23,9 +23,9 @@ from trainer.checkpoint.reader import CheckpointNotTrusted, CommonState, Metadat
 from trainer.checkpoint.saver import Checkpointer
 from trainer.contract.answer import check_checkpoint, digest_of, write_checkpoint_record
 from trainer.contract.run import RunConfig
-from trainer.families.registry import read_model
 from trainer.loop.set_up import build_chunks
 from trainer.loop.share_model import share_model
+from trainer.model.registry import read_model
 from trainer.parallel.runtime import cpu_runtime
 
 BYTES_OBJECT = "rng/shard_0_1"

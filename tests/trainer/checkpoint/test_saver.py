@@ -15,8 +15,8 @@ from trainer.checkpoint import directory, saver
 from trainer.checkpoint.directory import list_checkpoints
 from trainer.checkpoint.saver import Checkpointer
 from trainer.checkpoint.writer import RankFile
-from trainer.contract.estimate import estimate_saved
-from trainer.families.registry import read_model
+from trainer.model.registry import read_model
+from trainer.plan.estimate import estimate_saved
 
 STEPS, INTERVAL = 20, 2
 

@@ -9,11 +9,11 @@ from dataset_builders.contracts.bins import SampleRef
 from tests.helpers.bins import ONE_IMAGE, TALL_IMAGE, TEXT_ONLY, TWO_IMAGES, ListedPlan, make_samples, sum_bin
 from tests.helpers.reference import random_hf_dir
 from trainer.data.balance import TOLERANCE, CostModel, Work, deal, planned_work, spread_images
+from trainer.data.flops import cost_model, model_flops
+from trainer.data.geometry import geometry_of
 from trainer.data.micro_batch import make_micro_batch
 from trainer.data.order import TrainingOrder, bins_for_step
-from trainer.families.flops import cost_model, model_flops
-from trainer.families.geometry import geometry_of
-from trainer.families.registry import read_model
+from trainer.model.registry import read_model
 
 LAYOUTS = [(ranks, slots) for ranks in (1, 2, 3, 8, 64) for slots in (1, 2, 5, 8)]
 

@@ -14,11 +14,11 @@ from dataset_builders.contracts.tokenized import INDEX_SCHEMA
 from tests.helpers.bins import ListedPlan
 from tests.helpers.run_dir import SEQ_LEN, write_job
 from trainer.data.balance import CostModel
+from trainer.data.geometry import geometry_of
 from trainer.data.order import TrainingOrder, bins_at, bins_for_step
 from trainer.data.reader import BinReader, prefetch
 from trainer.data.slices import RankSlice
-from trainer.families.geometry import geometry_of
-from trainer.families.registry import read_model
+from trainer.model.registry import read_model
 
 
 @pytest.mark.parametrize(("num_bins", "size"), [(10, 4), (3, 4), (7, 7), (5, 13)])

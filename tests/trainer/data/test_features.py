@@ -16,11 +16,11 @@ from tests.helpers.run_dir import SEQ_LEN, changed, make_bins, write_job
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import PartConfig, RunConfig
 from trainer.data.features import FeatureReader
+from trainer.data.geometry import geometry_of
 from trainer.data.reader import BinReader
 from trainer.data.slices import WHOLE, RankSlice
-from trainer.families.geometry import geometry_of
-from trainer.families.registry import read_model
-from trainer.families.shapes import check_run, pieces_of
+from trainer.model.registry import read_model
+from trainer.plan.checks import check_run, pieces_of
 
 WIDTH = 192
 TRAIN = "train/shard-00000.tar"

@@ -12,7 +12,7 @@ from tests.helpers.hardware import requires_gpus
 from trainer.data.micro_batch import Geometry, make_micro_batch
 from trainer.data.mrope import mrope_positions
 from trainer.data.patch_grid import patch_coordinates
-from trainer.families.qwen3_vl.vision import position_taps
+from trainer.parts.vision.module import position_taps
 
 IMAGE = 9
 

@@ -21,15 +21,16 @@ from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.tiny_hybrid_model import hybrid_config
 from tests.helpers.tiny_model import tiny_hf_dir
 from tests.helpers.tiny_text_model import randomize, text_config
-from trainer.contract.model_shape import ModelShape
+from trainer.data.geometry import geometry_of
 from trainer.data.micro_batch import make_micro_batch
 from trainer.families import config_keys
-from trainer.families.family import load
-from trainer.families.geometry import geometry_of
 from trainer.families.qwen3 import shape as qwen3
 from trainer.families.qwen3_5_vl import shape as qwen3_5_vl
 from trainer.families.qwen3_vl import shape as qwen3_vl
-from trainer.families.registry import FAMILIES, get_family, read_model
+from trainer.model.late_import import load
+from trainer.model.registry import FAMILIES, get_family, read_model
+from trainer.model.shape import ModelShape
+from trainer.parts.attention.part import Attention
 
 ODD = (None, True, False, 0, 1, 2, 3, 5, 7, -1, 16, 2.0, 0.5, "2", "none", [], [2], {}, {"a": 1})
 PLAUSIBLE: dict[str, tuple[object, ...]] = {
@@ -144,8 +145,10 @@ def assert_same(shape: ModelShape, config: dict[str, Any]) -> None:
     text, language = theirs.get_text_config(), shape.language
     assert text.rope_parameters["rope_theta"] == language.rope_theta
     assert text.rope_parameters["rope_type"] == "default"
-    assert (text.hidden_act, text.rms_norm_eps) == (language.activation, language.norm_eps)
-    assert (text.num_attention_heads, text.num_key_value_heads) == (language.num_heads, language.num_kv_heads)
+    assert text.rms_norm_eps == language.norm_eps
+    assert {layer.feed_forward.activation for layer in language.layers} == {text.hidden_act}
+    heads = {(m.num_heads, m.num_kv_heads) for m in language.mixers if isinstance(m, Attention)}
+    assert heads <= {(text.num_attention_heads, text.num_key_value_heads)}
     assert theirs.tie_word_embeddings == language.tie_word_embeddings
     with torch.device("meta"):
         model = load(get_family(config["model_type"]).reference)(theirs)

@@ -9,7 +9,8 @@ from dataset_builders.errors import InputError
 from flows.pipeline.graph import check_model
 from flows.pipeline.recipe import load_recipe
 from stages.inputs.config import EmbeddedModelConfig
-from trainer.families.registry import FAMILIES, get_family
+from trainer.model.registry import FAMILIES, get_family
+from trainer.parts.delta.part import DeltaNet
 
 # Millions of parameters: language model, and encoder with its mergers. Qwen3-VL as its cards have them (2.1, 4.4, 8.8
 # and 33.4 thousand together), Qwen3.5 by arithmetic from its published sizes.
@@ -46,7 +47,11 @@ def test_a_variant_has_the_published_number_of_parameters(name):
 def test_a_name_stands_for_its_sizes():
     """The artifact is the same whether sizes are named or written out."""
     named = load_recipe(overrides=["model.variant=qwen3_5_2b", "model.num_layers=8", SMALL_PICTURES]).config.model
-    assert named.num_layers == 8 and named.delta.value_heads == 16 and named.shape.language.is_delta(2)
+    assert (
+        named.num_layers == 8
+        and named.delta.value_heads == 16
+        and isinstance(named.shape.language.layers[2].mixer, DeltaNet)
+    )
     whole = json.dumps({"kind": "random", **named.model_dump(mode="json")})
     assert load_recipe(overrides=[f"model={whole}", SMALL_PICTURES]).config.model.model_dump() == named.model_dump()
     assert not {"kind", "variant"} & named.model_dump().keys()

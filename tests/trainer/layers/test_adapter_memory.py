@@ -9,11 +9,11 @@ import torch
 from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.tiny_hybrid_model import hybrid_hf_dir
 from tests.helpers.tiny_model import tiny_hf_dir
-from tests.trainer.families.test_targets import ALL, training
 from tests.trainer.layers.test_delta_memory import kept_bytes
-from trainer.families.registry import read_model
-from trainer.families.targets import adapted_layers, adapter_sizes
+from tests.trainer.model.test_targets import ALL, training
 from trainer.layers.lora.convert import add_adapters
+from trainer.model.registry import read_model
+from trainer.model.targets import adapted_layers, adapter_sizes
 
 TOKENS = 24
 

@@ -12,8 +12,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from tests.helpers.hardware import ON_CUDA, requires_gpus
-from trainer.layers.attention import PackedSegments
 from trainer.layers.modules.choice import choose_modules
+from trainer.layers.segments import PackedSegments
 
 BINS = {
     "shapes of a bin": [745] * 3 + [63, 64, 65, 1, 300, 4, 128, 1, 1187],

@@ -10,8 +10,8 @@ import torch
 
 from tests.helpers.hardware import requires_gpus
 from trainer.data.packed_chunks import PackedChunks
-from trainer.layers.delta_rule import plain
-from trainer.layers.delta_rule.gated_delta_net import DeltaHeads, DeltaParameters, gated_delta_net
+from trainer.parts.delta.rule import plain
+from trainer.parts.delta.rule.gated_delta_net import DeltaHeads, DeltaParameters, gated_delta_net
 
 MIXED = (1, 63, 64, 65, 127, 745, 1, 1000, 2, 300)
 LENGTHS = [(1,), (63,), (64,), (65,), (127,), (745,), (1000,), (4096,), MIXED]
@@ -51,7 +51,7 @@ def rule_inputs(tokens: int, key_heads: int, value_heads: int, alike: bool) -> l
 @pytest.mark.parametrize("heads", [(2, 2), (2, 6)])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_rule(lengths, heads, alike, keep_states):
-    from trainer.layers.delta_rule.kernel_rule import gated_delta_rule
+    from trainer.parts.delta.rule.kernel_rule import gated_delta_rule
 
     chunks = PackedChunks.of(bounds_of(lengths)).to("cuda")
     exact = rule_inputs(chunks.tokens, *heads, alike)
@@ -72,7 +72,7 @@ def test_rule(lengths, heads, alike, keep_states):
 
 @requires_gpus(1)
 def test_runs_are_equal_to_the_bit():
-    from trainer.layers.delta_rule.kernel_rule import gated_delta_rule
+    from trainer.parts.delta.rule.kernel_rule import gated_delta_rule
 
     chunks = PackedChunks.of(bounds_of((*MIXED, 4000))).to("cuda")
     q, k, v, g, beta = (x.detach() for x in rule_inputs(chunks.tokens, 16, 32, False))
@@ -119,6 +119,6 @@ def test_layer(value_heads):
 
 @requires_gpus(1)
 def test_the_kernels_prove_themselves():
-    from trainer.layers.delta_rule.kernel_check import prove_kernels
+    from trainer.parts.delta.rule.kernel_check import prove_kernels
 
     assert max(prove_kernels(torch.cuda.current_device()).values()) < TOLERANCE

@@ -15,11 +15,12 @@ from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.tiny_hybrid_model import hybrid_config, hybrid_hf_dir
 from trainer.data.packed_chunks import PackedChunks
 from trainer.families.qwen3_5_vl.shape import read_shape
-from trainer.layers.attention import GatedSelfAttention, PackedSegments, RotarySelfAttention
-from trainer.layers.delta_layer import DeltaAttention
-from trainer.layers.delta_rule import gated_delta_net
+from trainer.layers.segments import PackedSegments
+from trainer.parts.attention.module import GatedSelfAttention, RotarySelfAttention
+from trainer.parts.delta.module import DeltaAttention
+from trainer.parts.delta.rule import gated_delta_net
 
-PACKAGE = "trainer.layers.delta_rule"
+PACKAGE = "trainer.parts.delta.rule"
 FUNCTIONS = {
     "convolution": "convolve_heads",
     "gated_norm": "gated_norm",
@@ -97,21 +98,21 @@ def test_a_delta_layer_keeps_what_the_estimate_counts(selective, layers, monkeyp
         return kept_bytes(run) - hidden.nbytes
 
     per_token = (kept(2) - kept(1)) / bin_of(1)[0]  # what does not grow with the tokens is the layer's parameters
-    assert per_token == 2 * SHAPE.kept_numbers(0, selective=selective)
+    assert per_token == 2 * SHAPE.layers[0].mixer.kept_numbers(selective=selective)
 
 
 def test_a_gate_keeps_itself_and_the_output_that_it_multiplies(layers):
     _, layer = layers
     assert isinstance(layer, GatedSelfAttention)
-    tokens, segments = bin_of(1)
+    tokens, segments, part = *bin_of(1), SHAPE.layers[3].mixer
     query, key, value, gate = (
-        torch.randn(tokens, heads, SHAPE.head_dim, dtype=torch.bfloat16, requires_grad=True)
-        for heads in (SHAPE.num_heads, SHAPE.num_kv_heads, SHAPE.num_kv_heads, SHAPE.num_heads)
+        torch.randn(tokens, heads, part.head_dim, dtype=torch.bfloat16, requires_grad=True)
+        for heads in (part.num_heads, part.num_kv_heads, part.num_kv_heads, part.num_heads)
     )
     gated = kept_bytes(lambda: layer.linear_proj(layer.attend(query, key, value, gate, segments))[0])
     plain = kept_bytes(lambda: layer.linear_proj(RotarySelfAttention.attend(layer, query, key, value, segments))[0])
-    without = dataclasses.replace(SHAPE, gated_attention=False).kept_numbers(3, selective=False)
-    assert gated - plain == 2 * (SHAPE.kept_numbers(3, selective=False) - without) * tokens
+    without = dataclasses.replace(part, gated=False).kept_numbers(selective=False)
+    assert gated - plain == 2 * (part.kept_numbers(selective=False) - without) * tokens
 
 
 def test_what_a_delta_layer_keeps_is_asked_for_once(layers, monkeypatch):

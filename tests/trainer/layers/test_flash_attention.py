@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.enums import AttnMaskType
 
-from trainer.layers import attention
-from trainer.layers.attention import FlashAttention, PackedSegments
+from trainer.layers import attention_cores
+from trainer.layers.attention_cores import FlashAttention
+from trainer.layers.segments import PackedSegments
 
 HEADS, GROUPS, DIM = 4, 2, 8
 
@@ -55,7 +56,7 @@ def test_ranks_together_compute_the_whole_bin(ranks, monkeypatch):
     whole = core(1)(query, key, value, packed_seq_params=segments)
     # Every rank's keys and values lie in the whole ones, so gathering them is to take these.
     gathered = iter([key, value] * ranks)
-    monkeypatch.setattr(attention, "gather_sequence", lambda *_: next(gathered))
+    monkeypatch.setattr(attention_cores, "gather_sequence", lambda *_: next(gathered))
     parts = []
     for rank, mine in enumerate(order.chunk(ranks)):
         part = core(ranks, rank)(query[mine], key[mine], value[mine], packed_seq_params=segments)

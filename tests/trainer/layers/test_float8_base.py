@@ -17,17 +17,17 @@ from trainer.checkpoint import hf_read
 from trainer.contract.adapter import AdapterConfig
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import OptimConfig, TrainConfig
+from trainer.data.geometry import geometry_of
 from trainer.data.micro_batch import make_micro_batch
-from trainer.families.geometry import geometry_of
-from trainer.families.registry import read_model
-from trainer.families.shapes import check_training
-from trainer.families.targets import adapted_layers
-from trainer.families.weight_rules import Rule
-from trainer.layers.attention import recomputed
 from trainer.layers.lora import float8_base
 from trainer.layers.lora.convert import add_adapters
 from trainer.layers.lora.float8_base import base_packer, pack, pack_layer, unpack
+from trainer.layers.segments import recomputed
 from trainer.loop.set_up import build_chunks
+from trainer.model.registry import read_model
+from trainer.model.rules import Rule
+from trainer.model.targets import adapted_layers
+from trainer.plan.checks import check_training
 
 SEQ_LEN = 128
 CODES = torch.arange(256, dtype=torch.uint8)[None]

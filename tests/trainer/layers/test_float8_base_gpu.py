@@ -10,13 +10,13 @@ from tests.helpers.hardware import ON_CUDA, requires_gpus
 from tests.helpers.run_dir import model_dir
 from tests.helpers.single_rank import build_tiny, single_rank
 from trainer.contract.adapter import AdapterConfig
+from trainer.data.geometry import geometry_of
 from trainer.data.micro_batch import make_micro_batch
-from trainer.families.geometry import geometry_of
-from trainer.families.registry import read_model
-from trainer.families.targets import adapted_layers
 from trainer.layers.lora import float8_base
 from trainer.layers.lora.convert import add_adapters
 from trainer.layers.lora.float8_base import base_packer, pack, unpack
+from trainer.model.registry import read_model
+from trainer.model.targets import adapted_layers
 from trainer.parallel.late_memory import parameters_on_meta, with_memory
 
 SEQ_LEN = 128

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from trainer.data.packed_chunks import PackedChunks
-from trainer.layers.delta_rule import plain
-from trainer.layers.delta_rule.gated_delta_net import DeltaHeads, DeltaParameters, gated_delta_net
+from trainer.parts.delta.rule import plain
+from trainer.parts.delta.rule.gated_delta_net import DeltaHeads, DeltaParameters, gated_delta_net
 
 BOUNDS = (0, 1, 64, 128, 193, 320)  # 1, 63, 64, 65 and 127 tokens
 

@@ -14,10 +14,10 @@ from tests.helpers.single_rank import single_rank
 from tests.parity import test_qwen3_5_vl, test_qwen3_vl
 from trainer.contract.parallel import ParallelConfig
 from trainer.layers import cuda_graphs as layer_graphs
-from trainer.layers.attention import Rotation
 from trainer.layers.cuda_graphs import LayerGraphs, plan_pieces
-from trainer.layers.delta_layer import DeltaAttention
+from trainer.layers.segments import Rotation
 from trainer.loop import train as loop
+from trainer.parts.delta.module import DeltaAttention
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.helpers.bins import MIXED, make_samples
 from tests.helpers.reference import random_hf_dir
 from tests.helpers.single_rank import build_tiny, single_rank
+from trainer.data.geometry import geometry_of
 from trainer.data.micro_batch import make_micro_batch
-from trainer.families.geometry import geometry_of
 from trainer.layers import output_loss
 from trainer.layers.output_loss import OutputLayer
 

@@ -11,9 +11,9 @@ from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.tiny_hybrid_model import hybrid_hf_dir
 from tests.parity.test_qwen3_5_vl import SEQ_LEN
 from trainer.contract.machine.modules import Host
+from trainer.data.geometry import geometry_of
 from trainer.data.micro_batch import make_micro_batch
-from trainer.families.geometry import geometry_of
-from trainer.layers.attention import FlashAttention, TorchVarlenAttention
+from trainer.layers.attention_cores import FlashAttention, TorchVarlenAttention
 from trainer.layers.kernels import permission
 from trainer.layers.kernels.permission import allow_kernels, hopper_kernels_run, kernels_run
 from trainer.layers.modules import choice

@@ -19,9 +19,9 @@ from trainer.contract.answer import write_checkpoint_record
 from trainer.contract.names import EXIT_FAILED, EXIT_INPUT
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import OptimConfig, TrainConfig
-from trainer.families.geometry import geometry_of
-from trainer.families.registry import read_model
+from trainer.data.geometry import geometry_of
 from trainer.loop import job
+from trainer.model.registry import read_model
 
 
 def rewrite(run, **changes):

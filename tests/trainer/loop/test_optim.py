@@ -9,9 +9,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from tests.helpers.single_rank import single_rank
 from trainer.contract.run import OptimConfig, PartConfig, TrainConfig
-from trainer.families.parts import freeze
 from trainer.families.qwen3_vl.family import FAMILY, part_of
 from trainer.loop.optim import build_optimizer, grad_norms_by_part, learning_rate, set_learning_rate
+from trainer.model.freeze import freeze
 
 CONFIG = OptimConfig(lr=1.0, min_lr_fraction=0.1, warmup_steps=4, weight_decay=0)
 NUM_STEPS = 6

@@ -15,9 +15,9 @@ from tests.helpers.run_dir import OPTIM, changed, write_job
 from tests.helpers.world import train_rank
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import OptimConfig, RunConfig
-from trainer.families.shapes import check_run
 from trainer.loop import optim as loop_optim
 from trainer.loop.optim import MOMENTS, PiecewiseAdam
+from trainer.plan.checks import check_run
 
 UPDATES = 20
 SHORT = OPTIM.model_copy(update={"moments": "bfloat16"})

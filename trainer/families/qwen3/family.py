@@ -1,7 +1,7 @@
 """Qwen3 in one object, without torch."""
 
-from trainer.families.family import Family
 from trainer.families.qwen3.shape import read_shape
+from trainer.model.family import Family
 
 
 def part_of(name: str) -> str:

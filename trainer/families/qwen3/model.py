@@ -1,8 +1,8 @@
 """Qwen3: the language model alone, its positions on one axis."""
 
 from trainer.data.micro_batch import MicroBatch
-from trainer.layers.attention import Rotation, rope_angles
 from trainer.layers.packed_model import PackedModel
+from trainer.layers.segments import Rotation, rope_angles
 
 
 class Qwen3Model(PackedModel):

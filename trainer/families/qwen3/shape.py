@@ -5,8 +5,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dataset_builders.errors import InputError
-from trainer.contract.model_shape import DecoderShape, ModelShape
-from trainer.families.config_keys import DecoderKeys, RotaryKeys, decoder_sizes, read_keys, rotary_of
+from trainer.families.config_keys import (
+    DecoderKeys,
+    RotaryKeys,
+    attention_of,
+    decoder_sizes,
+    mlp_of,
+    read_keys,
+    rotary_of,
+)
+from trainer.model.layer import Layer
+from trainer.model.shape import DecoderShape, ModelShape
 
 
 class Qwen3Keys(DecoderKeys):
@@ -33,5 +42,12 @@ def read_shape(config: Mapping[str, Any], path: Path | str = "config.json") -> M
             "take a complete qwen3 model"
         )
     _, theta = rotary_of(keys, RotaryKeys(), default_theta=10_000.0)
-    sizes = decoder_sizes(keys, f"{path}: ")
-    return ModelShape(language=DecoderShape(**sizes, rope_theta=theta, tie_word_embeddings=keys.tie_word_embeddings))
+    layer = Layer(keys.hidden_size, attention_of(keys, f"{path}: "), mlp_of(keys))
+    language = DecoderShape(
+        **decoder_sizes(keys, f"{path}: "),
+        layers=(layer,) * keys.num_hidden_layers,
+        rope_theta=theta,
+        rotary_dim=keys.head_dim,
+        tie_word_embeddings=keys.tie_word_embeddings,
+    )
+    return ModelShape(language=language)

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from trainer.contract.model_shape import ModelShape
-from trainer.families.weight_rules import Rule, decoder_rules
+from trainer.model.rules import Rule
+from trainer.model.shape import ModelShape
 
 
 def rules(shape: ModelShape) -> Iterator[Rule]:
-    """The whole table, in HF's order of tensors."""
-    return decoder_rules(shape.language, "model.")
+    """Yield the whole table, in HF's order of tensors."""
+    return shape.language.rules("model.")

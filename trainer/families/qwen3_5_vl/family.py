@@ -29,9 +29,6 @@ FAMILY = dataclasses.replace(
     QWEN3_VL,
     model_type="qwen3_5",
     read_shape=read_shape,
-    model="trainer.families.qwen3_5_vl.model:Qwen35VLModel",
-    rules="trainer.families.qwen3_5_vl.weights:rules",
-    encoder="trainer.families.qwen3_vl.model:build_encoder",
     reference="transformers:Qwen3_5ForConditionalGeneration",
     check_settings=check_settings,
     carried=("mtp.",),  # the layer that predicts a second token, for speculative decoding

@@ -1,99 +1,19 @@
 """config.json of a Qwen3.5 directory -> its sizes. Without torch. Defaults are transformers' (5.23)."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from dataset_builders.errors import InputError
-from trainer.contract.model_shape import DELTA_CHUNK, DecoderShape, ModelShape
-from trainer.families.config_keys import DecoderKeys, decoder_sizes, read_keys, rotary_of
+from trainer.families.config_keys import DecoderKeys, attention_of, decoder_sizes, mlp_of, read_keys, rotary_of
 from trainer.families.qwen3_vl import shape as qwen3_vl
+from trainer.model.layer import Layer
+from trainer.model.shape import DecoderShape, ModelShape
+from trainer.parts.delta.part import DeltaNet
 
 DELTA, ATTENTION = "linear_attention", "full_attention"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HybridDecoderShape(DecoderShape):
-    """A decoder whose layers are gated delta nets or gated attention.
-
-    Attributes:
-        layer_types: of each layer, in transformers' words.
-        turned: the position turns so many numbers of an attention head, the first ones.
-        delta_key_heads, delta_value_heads: of a delta layer; each key head serves equally many value heads.
-        delta_head_dim: of queries, keys and values of a delta layer.
-        taps: of its convolution.
-    """
-
-    layer_types: tuple[str, ...]
-    turned: int
-    delta_key_heads: int
-    delta_value_heads: int
-    delta_head_dim: int
-    taps: int
-
-    @property
-    def rotary_dim(self) -> int:
-        return self.turned
-
-    @property
-    def in_chunks(self) -> bool:
-        return DELTA in self.layer_types
-
-    def is_delta(self, number: int) -> bool:
-        """Whether a layer, counted from 0, is a gated delta net."""
-        return self.layer_types[number] == DELTA
-
-    @property
-    def delta_channels(self) -> tuple[int, int, int]:
-        """Numbers of the queries, keys and values of a token in a delta layer."""
-        key, value = self.delta_key_heads * self.delta_head_dim, self.delta_value_heads * self.delta_head_dim
-        return key, key, value
-
-    def divided_widths(self) -> dict[str, int]:
-        return DecoderShape.divided_widths(self) | self.context_divided_widths()
-
-    def context_divided_widths(self) -> dict[str, int]:
-        return {"linear_num_key_heads": self.delta_key_heads} if DELTA in self.layer_types else {}
-
-    def layer_parameters(self, number: int) -> int:
-        whole = DecoderShape.layer_parameters(self, number)
-        if not self.is_delta(number):
-            return whole
-        attention = self._projections() + self._output_projection() + 2 * self.head_dim
-        own = self.taps * sum(self.delta_channels) + 2 * self.delta_value_heads + self.delta_head_dim
-        return whole - attention + self._delta_projections() + self._delta_output() + own
-
-    def kept_numbers(self, number: int, *, selective: bool) -> int:
-        """Of a delta layer exactly what its kernels save: the projected [q | k | v | z | b | a] and the input of the
-        output projection; unless they are computed again also q, k and v after the convolution, what the rule gives to
-        the norm, and decay and beta in float32, here two numbers each."""
-        if not self.is_delta(number):
-            return DecoderShape.kept_numbers(self, number, selective=selective)
-        queries, keys, values = self.delta_channels
-        inside = queries + keys + values + values + 4 * self.delta_value_heads
-        return queries + keys + 3 * values + 2 * self.delta_value_heads + (0 if selective else inside)
-
-    def layer_flops(self, number: int) -> tuple[int, int, int]:
-        """The delta rule counts before: a state needs every token. Per token and value head it is three products
-        inside a chunk of C tokens (6 C d), the solution of a triangular system (2 C d), and three products with the
-        state (6 d^2); nothing grows with the length of a sample."""
-        before, after, squared = DecoderShape.layer_flops(self, number)
-        if not self.is_delta(number):
-            return before, after, squared
-        width = self.delta_head_dim
-        rule = self.delta_value_heads * (8 * DELTA_CHUNK * width + 6 * width**2)
-        convolution = 2 * self.taps * sum(self.delta_channels)
-        after += 2 * (self._delta_output() - self._output_projection())
-        return 2 * self._delta_projections() + convolution + rule, after, 0
-
-    def _delta_projections(self) -> int:
-        return self.hidden_size * (sum(self.delta_channels) + self.delta_channels[-1] + 2 * self.delta_value_heads)
-
-    def _delta_output(self) -> int:
-        return self.hidden_size * self.delta_channels[-1]
 
 
 class TextRotaryKeys(qwen3_vl.TextRotaryKeys):
@@ -158,23 +78,19 @@ def read_shape(config: Mapping[str, Any], path: Path | str = "config.json") -> M
         InputError: a key is not understood, or two do not go together.
     """
     keys = read_keys(Qwen35VLKeys, config, path)
-    text = keys.text_config
-    sizes = decoder_sizes(text, f"{path}: text_config.")
+    text, where = keys.text_config, f"{path}: text_config."
     rotary, theta = rotary_of(text, TextRotaryKeys(), default_theta=10_000.0)
-    turned = int(text.head_dim * (rotary.partial_rotary_factor or text.partial_rotary_factor))
-    language = HybridDecoderShape(
+    rotary_dim = int(text.head_dim * (rotary.partial_rotary_factor or text.partial_rotary_factor))
+    sizes, types = decoder_sizes(text, where), _layer_types(text, path)
+    mixers, mlp = {ATTENTION: attention_of(text, where, gated=True), DELTA: _delta_net(text, path)}, mlp_of(text)
+    language = DecoderShape(
         **sizes,
+        layers=tuple(Layer(text.hidden_size, mixers[kind], mlp) for kind in types),
         rope_theta=theta,
-        mrope_section=qwen3_vl.checked_section(rotary.mrope_section, turned, path),
+        rotary_dim=rotary_dim,
+        mrope_section=qwen3_vl.checked_section(rotary.mrope_section, rotary_dim, path),
         tie_word_embeddings=keys.tie_word_embeddings,
         zero_centred_norms=True,
-        gated_attention=True,
-        layer_types=_layer_types(text, path),
-        turned=turned,
-        delta_key_heads=text.linear_num_key_heads,
-        delta_value_heads=text.linear_num_value_heads,
-        delta_head_dim=_delta_head_dim(text, path),
-        taps=text.linear_conv_kernel_dim,
     )
     return qwen3_vl.with_vision(language, keys, path)
 
@@ -191,7 +107,7 @@ def _layer_types(keys: TextKeys, path: Path | str) -> tuple[str, ...]:
     return tuple(keys.layer_types)
 
 
-def _delta_head_dim(keys: TextKeys, path: Path | str) -> int:
+def _delta_net(keys: TextKeys, path: Path | str) -> DeltaNet:
     key_heads, value_heads = keys.linear_num_key_heads, keys.linear_num_value_heads
     if value_heads % key_heads:
         raise InputError(
@@ -203,4 +119,10 @@ def _delta_head_dim(keys: TextKeys, path: Path | str) -> int:
             f"{path}: text_config.linear_key_head_dim is {keys.linear_key_head_dim}, linear_value_head_dim "
             f"{keys.linear_value_head_dim}; only equal ones are understood"
         )
-    return keys.linear_key_head_dim
+    return DeltaNet(
+        hidden_size=keys.hidden_size,
+        key_heads=key_heads,
+        value_heads=value_heads,
+        head_dim=keys.linear_key_head_dim,
+        taps=keys.linear_conv_kernel_dim,
+    )

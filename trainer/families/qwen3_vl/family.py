@@ -1,9 +1,9 @@
 """Qwen3-VL in one object, without torch."""
 
-from trainer.families.family import Family, ImageProcessor
 from trainer.families.qwen3_vl.embedded import embedded_configs
 from trainer.families.qwen3_vl.shape import read_shape
 from trainer.families.qwen3_vl.variants import VARIANTS
+from trainer.model.family import Family, ImageProcessor
 
 _MERGERS = ("vision.merger.", "vision.deepstack_mergers.")
 

@@ -12,20 +12,19 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed import ProcessGroup
 
 from dataset_builders.contracts.tokenized import PatchFormat
-from trainer.contract.model_shape import VisionShape
 from trainer.contract.parallel import ParallelConfig
 from trainer.data.micro_batch import MicroBatch
-from trainer.families.qwen3_vl.rope import mrope_angles
-from trainer.families.qwen3_vl.vision import VisionEncoder, vision_config
-from trainer.layers.attention import Rotation
 from trainer.layers.decoder import Between
 from trainer.layers.gather import gather_rows
 from trainer.layers.packed_model import PackedModel
+from trainer.layers.segments import Rotation, mrope_angles
+from trainer.model.shape import VisionShape
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.vision.exchange import Window, pipeline_links
 from trainer.parallel.vision.owner import RemoteOwner, VisionOwner
 from trainer.parallel.vision.worker import PipelineWorker
 from trainer.parallel.vision.world import Bridge
+from trainer.parts.vision.module import VisionEncoder, vision_config
 
 
 def build_encoder(
@@ -123,9 +122,10 @@ class Qwen3VLModel(PackedModel):
         return encoders, users
 
     def partial_gradients(self) -> list[torch.nn.Parameter]:
-        """Those of the vision encoder, if tensor-parallel ranks share the images."""
+        """Return also the parameters of the vision encoder, if tensor-parallel ranks share the images."""
         shared = self.pre_process and self.parallel.vision_split == "images" and self.parallel.tp > 1
-        return [p for p in self.vision.parameters() if p.requires_grad] if shared else []
+        vision = self.vision.parameters() if shared else ()
+        return super().partial_gradients() + [param for param in vision if param.requires_grad]
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None

@@ -7,8 +7,18 @@ from typing import Any, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from dataset_builders.errors import InputError
-from trainer.contract.model_shape import DecoderShape, ImageTokens, ModelShape, VisionShape
-from trainer.families.config_keys import CommonKeys, DecoderKeys, RotaryKeys, decoder_sizes, read_keys, rotary_of
+from trainer.families.config_keys import (
+    CommonKeys,
+    DecoderKeys,
+    RotaryKeys,
+    attention_of,
+    decoder_sizes,
+    mlp_of,
+    read_keys,
+    rotary_of,
+)
+from trainer.model.layer import Layer
+from trainer.model.shape import DecoderShape, ImageTokens, ModelShape, VisionShape
 
 
 class TextRotaryKeys(RotaryKeys):
@@ -77,10 +87,16 @@ def read_shape(config: Mapping[str, Any], path: Path | str = "config.json") -> M
         InputError: a key is not understood, or two do not go together.
     """
     keys = read_keys(Qwen3VLKeys, config, path)
-    sizes = decoder_sizes(keys.text_config, f"{path}: text_config.")
-    section, theta = mrope_of(keys.text_config, sizes["head_dim"], path)
+    text, where = keys.text_config, f"{path}: text_config."
+    layer, sizes = Layer(text.hidden_size, attention_of(text, where), mlp_of(text)), decoder_sizes(text, where)
+    section, theta = mrope_of(text, text.head_dim, path)
     language = DecoderShape(
-        **sizes, rope_theta=theta, mrope_section=section, tie_word_embeddings=keys.tie_word_embeddings
+        **sizes,
+        layers=(layer,) * text.num_hidden_layers,
+        rope_theta=theta,
+        rotary_dim=text.head_dim,
+        mrope_section=section,
+        tie_word_embeddings=keys.tie_word_embeddings,
     )
     return with_vision(language, keys, path)
 
@@ -89,7 +105,7 @@ def mrope_of(keys: TextKeys, rotary_dim: int, path: Path | str) -> tuple[tuple[i
     """Rotary pairs of each axis, and the base.
 
     Args:
-        rotary_dim: how many numbers of a head are turned.
+        rotary_dim: how many leading components of a head are rotated.
 
     Raises:
         InputError: the pairs are not those of a head.

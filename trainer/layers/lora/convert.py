@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from trainer.contract.adapter import AdapterConfig
-from trainer.families.targets import Adapted
-from trainer.families.weight_rules import Rule, Stacked, global_names
 from trainer.layers.lora.adapter import LinearAdapter
+from trainer.model.rules import Rule, Stacked, global_names
+from trainer.model.targets import Adapted
 
 _WEIGHT = ".weight"
 

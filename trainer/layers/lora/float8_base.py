@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ProcessGroup
 
-from trainer.families.weight_rules import global_names
 from trainer.layers.kernels.permission import can_import, kernels_run
+from trainer.model.rules import global_names
 
 if can_import():
     from trainer.layers.kernels.float8 import unpack_rows

@@ -5,11 +5,11 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from trainer.contract.adapter import AdapterConfig
-from trainer.families.targets import adapted_layers
-from trainer.families.weight_rules import Rule, global_names
-from trainer.families.whole_modules import whole_rules
 from trainer.layers.lora.adapter import LinearAdapter
 from trainer.layers.lora.convert import adapter_rules
+from trainer.model.rules import Rule, global_names
+from trainer.model.targets import adapted_layers
+from trainer.model.whole_modules import whole_rules
 
 
 def trained_rules(rules: Sequence[Rule], config: AdapterConfig) -> list[Rule]:

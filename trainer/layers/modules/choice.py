@@ -13,7 +13,7 @@ from trainer.layers.module_set import TorchModules
 from trainer.layers.modules.plain import PlainModules
 
 if HAVE_TE:
-    from trainer.layers.te_modules import FusedModules
+    from trainer.layers.modules.engine import FusedModules
 
 log = logging.getLogger("athanor.trainer")
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch.autograd.function import once_differentiable
 
-from trainer.layers.attention import FlashAttention
+from trainer.layers.attention_cores import FlashAttention
 from trainer.layers.kernels.permission import can_import, kernels_run
 from trainer.layers.module_set import TorchModules, TorchNorm, TorchSwiglu
 from trainer.layers.output_loss import add_product

@@ -6,8 +6,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.tiny_hybrid_model import hybrid_hf_dir
 from trainer.data.packed_chunks import CHUNK, PackedChunks
-from trainer.families.registry import read_model
-from trainer.layers.delta_rule import plain
+from trainer.model.registry import read_model
+from trainer.parts.delta.rule import plain
 
 
 def counted_rule(tokens: int, key_heads: int, value_heads: int, dim: int) -> int:
@@ -22,28 +22,28 @@ def counted_rule(tokens: int, key_heads: int, value_heads: int, dim: int) -> int
 
 def test_a_delta_layer_counts_its_products_and_nothing_that_grows_with_a_sample():
     shape = read_model(hybrid_hf_dir("second"))[1].language
-    heads, dim = shape.delta_value_heads, shape.delta_head_dim
-    before, after, squared = shape.layer_flops(0)
+    part = shape.layers[0].mixer
+    heads, dim = part.value_heads, part.head_dim
+    before, after, squared = shape.layers[0].flops
     with single_rank() as mesh:
         layer = build_tiny(hybrid_hf_dir("second"), mesh).language.decoder.layers[0]
     delta = layer.self_attention
     tokens = 4 * CHUNK
-    rule = counted_rule(tokens, shape.delta_key_heads, heads, dim) // tokens + heads * 2 * CHUNK * dim
+    rule = counted_rule(tokens, part.key_heads, heads, dim) // tokens + heads * 2 * CHUNK * dim
     assert before == 2 * delta.in_proj.weight.numel() + 2 * delta.conv_weight.numel() + rule
     assert after == 2 * sum(linear.weight.numel() for linear in (delta.linear_proj, *layer.mlp.children()))
     assert squared == 0
-    assert counted_rule(2 * tokens, shape.delta_key_heads, heads, dim) == 2 * counted_rule(
-        tokens, shape.delta_key_heads, heads, dim
-    )
+    assert counted_rule(2 * tokens, part.key_heads, heads, dim) == 2 * counted_rule(tokens, part.key_heads, heads, dim)
 
 
 def test_a_layer_of_gated_attention_counts_its_gates():
     shape = read_model(hybrid_hf_dir("second"))[1].language
     with single_rank() as mesh:
         layer = build_tiny(hybrid_hf_dir("second"), mesh).language.decoder.layers[1]
-    before, after, squared = shape.layer_flops(1)
+    before, after, squared = shape.layers[1].flops
     attention = layer.self_attention
     assert before == 2 * attention.linear_qkv.weight.numel()
     assert after == 2 * sum(linear.weight.numel() for linear in (attention.linear_proj, *layer.mlp.children()))
-    assert squared == 2 * shape.num_heads * shape.head_dim
-    assert sum(param.numel() for param in layer.parameters()) == shape.layer_parameters(1)
+    part = shape.layers[1].mixer
+    assert squared == 2 * part.num_heads * part.head_dim
+    assert sum(param.numel() for param in layer.parameters()) == shape.layers[1].parameters

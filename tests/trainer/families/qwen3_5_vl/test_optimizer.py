@@ -6,8 +6,8 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from tests.helpers.run_dir import OPTIM, write_job
 from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.tiny_hybrid_model import hybrid_hf_dir
-from trainer.families.registry import get_family
 from trainer.loop.optim import build_optimizer, set_learning_rate
+from trainer.model.registry import get_family
 
 EXACT = ("a_log", "dt_bias")
 

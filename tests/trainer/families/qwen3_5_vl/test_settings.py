@@ -10,7 +10,8 @@ from tests.helpers.single_rank import build_tiny, single_rank
 from tests.helpers.tiny_hybrid_model import hybrid_config, hybrid_hf_dir
 from trainer.contract.parallel import ParallelConfig
 from trainer.families.qwen3_5_vl.shape import read_shape
-from trainer.families.shapes import check_run
+from trainer.parts.delta.part import DeltaNet
+from trainer.plan.checks import check_run
 
 REFUSED = [
     ("float8", {}, 1, "train.precision is float8, in which the delta layers of a qwen3_5 model"),
@@ -99,4 +100,4 @@ def test_the_published_sizes(text, language, whole):
     shape = read_shape(config)
     assert round(shape.language.parameters / 1e9, 3) == whole
     assert shape.language.rotary_dim == 64 and shape.language.mrope_section == (11, 11, 10)
-    assert [shape.language.is_delta(number) for number in range(4)] == [True, True, True, False]
+    assert [isinstance(layer.mixer, DeltaNet) for layer in shape.language.layers[:4]] == [True, True, True, False]

@@ -10,18 +10,19 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.helpers.bins import MIXED, ONE_IMAGE, TEXT_ONLY, TWO_IMAGES, Kind, make_samples
 from tests.helpers.reference import load_reference, random_hf_dir, reference_inputs
 from trainer.contract.adapter import ROLES, AdapterConfig
-from trainer.contract.model_shape import DecoderShape
 from trainer.contract.run import OptimConfig, PartConfig, TrainConfig
+from trainer.data.flops import cost_model, model_flops, training_cost
+from trainer.data.geometry import geometry_of
 from trainer.data.micro_batch import make_micro_batch
-from trainer.families.flops import cost_model, model_flops, training_cost
-from trainer.families.geometry import geometry_of
-from trainer.families.registry import read_model
-from trainer.families.targets import adapted_layers
+from trainer.model.registry import read_model
+from trainer.model.shape import DecoderShape
+from trainer.model.targets import adapted_layers
 
 
 def after_last_attention(lm: DecoderShape) -> int:
     """FLOPs of a token in the last layer after its attention: its output projection and MLP."""
-    return 2 * lm.hidden_size * (lm.num_heads * lm.head_dim + 3 * lm.intermediate_size)
+    attention, mlp = lm.layers[-1].halves
+    return 2 * lm.hidden_size * (attention.num_heads * attention.head_dim + 3 * mlp.intermediate_size)
 
 
 @pytest.mark.parametrize("shape", ["first", "second"])
@@ -44,7 +45,7 @@ def test_counts_equal_torchs_counter(shape):
     lm, v = sizes.language, sizes.vision
     # Theirs: attention counted without causality; the whole last layer at every token; the patch embedding over both
     # frames.
-    causal_half = 2 * lm.num_layers * lm.num_heads * lm.head_dim * sum(len(s.input_ids) ** 2 for s in samples)
+    causal_half = sum(layer.flops.squared * len(s.input_ids) ** 2 for layer in lm.layers for s in samples)
     head = 2 * lm.hidden_size * lm.vocab_size * batch.num_loss_tokens
     not_needed = after_last_attention(lm) * (batch.num_tokens - batch.num_loss_tokens)
     second_frame = 2 * 3 * v.patch_size**2 * v.hidden_size * sum(batch.image_patches)
@@ -134,8 +135,9 @@ def test_what_a_training_counts_by_hand():
     adapter = AdapterConfig(rank=4, alpha=8, targets=("mlp",))
     adapted = training_cost(sizes, family, of_training(adapter=adapter))
     # Nothing goes back through the first layer's attention, and of its MLP only through the second product.
-    width, inner, heads = lm.hidden_size, lm.intermediate_size, lm.num_heads * lm.head_dim
-    before, after, squared = lm.layer_flops(0)
+    attention, mlp = lm.layers[0].halves
+    width, inner, heads = lm.hidden_size, mlp.intermediate_size, attention.num_heads * attention.head_dim
+    before, after, squared = lm.layers[0].flops
     first = 3 * 2 * width * inner + before + 2 * width * heads + 2 * width * inner
     first += 2 * 4 * (2 * (2 * width + 3 * inner) + 3 * inner + 3 * width)
     other = 2 * (before + after) + 2 * 4 * (2 * (3 * width + 3 * inner) + 3 * inner + 3 * width)

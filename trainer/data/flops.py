@@ -1,0 +1,156 @@
+"""Model FLOPs of a bin: those of the model's arithmetic, forward and backward, without padding.
+
+A matrix product of (n, a) by (a, b) is 2*n*a*b. The gradient of its input is as much, where something before it is
+trained, and so is that of its weight, where that is trained: of a frozen weight nobody computes one. Adapters add their
+own products; DoRA's lengths of rows, which are computed once a bin, are left out. Attention of s tokens: 4*s^2*width,
+half of that if it is causal, and twice as much backward. Logits, and the last layer after its attention, count for the
+loss tokens alone: for other tokens they are not needed. What is computed again in backward is never counted.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+
+from trainer.contract.adapter import AdapterConfig
+from trainer.contract.run import TrainConfig
+from trainer.data.balance import CostModel
+from trainer.data.micro_batch import MicroBatch
+from trainer.model.family import Family
+from trainer.model.rules import Rule
+from trainer.model.shape import ModelShape, Work
+from trainer.model.targets import adapted_layers
+from trainer.model.whole_modules import whole_rules
+
+FORWARD_AND_BACKWARD = 3
+_OF_LAYER = re.compile(r"language\.decoder\.layers\.(\d+)\.")
+_AFTER_ATTENTION = re.compile(r"linear_proj|\.mlp\.")
+_EMBEDDING, _HEAD = "language.embedding.weight", "language.output_layer.weight"
+
+
+def model_flops(cost: CostModel, batch: MicroBatch) -> dict[str, float]:
+    """FLOPs of one bin, of the language model and of the vision encoder if there is one; none are of an encoder whose
+    features were read.
+
+    Args:
+        cost: FLOPs of one unit of each kind of work.
+    """
+    work = Work(
+        tokens=batch.num_tokens,
+        loss_tokens=batch.num_loss_tokens,
+        tokens_squared=sum(n * n for n in batch.sample_lengths),
+        patches=sum(batch.image_patches),
+        patches_squared=sum(n * n for n in batch.image_patches),
+    )
+    encoded = 0.0 if batch.are_features_read else cost.vision(work)
+    return ({"vision": encoded} if cost.per_patch else {}) | {"language": cost.language(work)}
+
+
+def cost_model(shape: ModelShape) -> CostModel:
+    """What bins cost beside each other, whatever is trained: forward, and twice as much backward. Bins are dealt by
+    it."""
+    return CostModel(**{name: FORWARD_AND_BACKWARD * flops for name, flops in shape.forward_flops.items()})
+
+
+def training_cost(shape: ModelShape, family: Family, train: TrainConfig) -> CostModel:
+    """FLOPs, forward and backward, of one unit of each kind of work in this training."""
+    count = _Count(shape, family, train)
+    flows = count.vision() if shape.vision is not None else False
+    count.language(flows)
+    return CostModel(**{name: float(count.flops[name]) for name in CostModel.__dataclass_fields__})
+
+
+class _Count:
+    """The sum over the table of weights, in the order of the forward pass. `flows`: something before is trained, so
+    that a gradient goes through."""
+
+    def __init__(self, shape: ModelShape, family: Family, train: TrainConfig) -> None:
+        self.shape, self.family, self.frozen = shape, family, train.frozen
+        self.rules: Sequence[Rule] = family.weight_rules(shape)
+        self.adapter: AdapterConfig | None = train.adapter
+        self.chosen = {} if train.adapter is None else _chosen(self.rules, train.adapter)
+        self.whole = None if train.adapter is None else {rule.ours for rule in whole_rules(self.rules, train.adapter)}
+        self.flops: defaultdict[str, float] = defaultdict(float)
+
+    def vision(self) -> bool:
+        """Count the encoder and its mergers; returns whether something of them is trained."""
+        vision, flows = self.shape.vision, False
+        forward, block, mergers = vision.forward_flops, vision.spatial_merge_size**2, {}
+        attention = forward["per_patch_squared"] / vision.num_layers
+        pixels = forward["per_patch"]  # what the matrices of the table leave: the product with the pixels
+        for rule in (rule for rule in self.rules if not rule.ours.startswith("language.")):
+            merger = rule.ours.rsplit(".", 2)[0] if self.family.part_of(rule.ours) == "merger" else None
+            before = flows if merger is None else mergers.get(merger, flows)
+            if "linear_proj.weight" in rule.ours:
+                self.flops["per_patch_squared"] += attention * (1 + 2 * flows)
+            if "patch_embed.weight" in rule.ours:
+                is_embedding_trained = self._trains(rule)
+            self.flops["per_patch"] += self._products(rule, before) / (1 if merger is None else block)
+            pixels -= 2 * _size(rule) / (1 if merger is None else block)
+            after = before or self._changes(rule)
+            if merger is None:
+                flows = after
+            else:
+                mergers[merger] = after
+        self.flops["per_patch"] += pixels * (1 + is_embedding_trained)
+        return flows or any(mergers.values())
+
+    def language(self, flows: bool) -> None:
+        """Count the language model."""
+        decoder, layers, others = self.shape.language, defaultdict(list), {}
+        for rule in self.rules:
+            if found := _OF_LAYER.match(rule.ours):
+                layers[int(found[1])].append(rule)
+            elif rule.ours.startswith("language."):
+                others[rule.ours] = rule
+        flows = flows or self._trains(others[_EMBEDDING])
+        for number in range(decoder.num_layers):
+            before, after, squared = decoder.layers[number].flops
+            is_after = [_AFTER_ATTENTION.search(rule.ours) is not None for rule in layers[number]]
+            split = is_after.index(True)
+            flows = self._half(layers[number][:split], before, "per_token", flows)
+            self.flops["per_token_squared"] += squared * (1 + 2 * flows)
+            rows = "per_loss_token" if number == decoder.num_layers - 1 else "per_token"
+            flows = self._half(layers[number][split:], after, rows, flows)
+        head = others.get(_HEAD, others[_EMBEDDING])
+        flows = flows or any(self._trains(rule) for name, rule in others.items() if "norm" in name)
+        logits = 2 * decoder.hidden_size * decoder.vocab_size
+        self.flops["per_loss_token"] += logits * (1 + flows + self._trains(head))
+
+    def _half(self, rules: Sequence[Rule], forward: int, rows: str, flows: bool) -> bool:
+        """Count a part of a layer that has these forward FLOPs per row; what of them is in no matrix of the table (the
+        delta rule) costs twice as much backward. Returns whether a gradient goes through what comes next."""
+        for rule in rules:
+            self.flops[rows] += self._products(rule, flows)
+            forward -= 2 * _size(rule)
+            flows = flows or self._changes(rule)
+        self.flops[rows] += forward * (1 + 2 * flows)
+        return flows
+
+    def _products(self, rule: Rule, flows: bool) -> float:
+        """Of a linear layer's weight and its adapters, per row."""
+        flops = 2 * _size(rule) * (1 + flows + self._trains(rule))
+        for (out, width), is_chosen in zip(rule.sizes, self._adapted(rule)):
+            if is_chosen:  # forward A and B, backward both weights, what lies between them, and the input
+                flops += 2 * self.adapter.rank * ((2 + flows) * width + 3 * out)
+        return flops
+
+    def _trains(self, rule: Rule) -> bool:
+        """Whether the weight itself is trained."""
+        is_free = self.family.part_of(rule.ours) not in self.frozen
+        return is_free and (self.whole is None or rule.ours in self.whole)
+
+    def _adapted(self, rule: Rule) -> Sequence[bool]:
+        is_free = self.family.part_of(rule.ours) not in self.frozen
+        return self.chosen.get(rule.ours, ()) if is_free else ()
+
+    def _changes(self, rule: Rule) -> bool:
+        return self._trains(rule) or any(self._adapted(rule))
+
+
+def _chosen(rules: Sequence[Rule], config: AdapterConfig) -> dict[str, tuple[bool, ...]]:
+    return {layer.rule.ours: layer.chosen for layer in adapted_layers(rules, config)}
+
+
+def _size(rule: Rule) -> int:
+    """Numbers of a linear layer's weight."""
+    return sum(out * width for out, width in rule.sizes)

@@ -1,0 +1,113 @@
+"""Attention over a packed bin between queries, keys and values: the cores that are not Transformer Engine's.
+
+T = tokens (or patches) of the bin, t = those of a context-parallel rank, h = query heads, g = key-value heads,
+d = head dim, n = segments.
+"""
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.enums import AttnMaskType
+
+from trainer.layers.gather import gather_sequence
+from trainer.layers.segments import PackedSegments
+
+CUDNN_HEAD_DIM = 128  # the largest for which cuDNN's gradients are right
+
+
+class TorchVarlenAttention(torch.nn.Module):
+    """Core attention by torch's scaled_dot_product_attention, one call per group of segments of similar length.
+
+    With context parallel every rank gathers the keys and values of all ranks and computes the rows of its own queries:
+    as slow as one rank alone, and exact.
+    """
+
+    def __init__(
+        self, *, config, attn_mask_type: AttnMaskType, softmax_scale: float | None = None, pg_collection=None, **_
+    ) -> None:
+        super().__init__()
+        self.scale = softmax_scale
+        self.causal = attn_mask_type == AttnMaskType.causal
+        self.cp_group = pg_collection.cp if config.context_parallel_size > 1 else None
+
+    def forward(self, query, key, value, attention_mask=None, *, packed_seq_params: PackedSegments, **_):
+        """(t, h, d), (t, g, d), (t, g, d) -> (t, h * d); t = T / cp."""
+        if self.cp_group is None:
+            return self._whole(query, key, value, packed_seq_params)
+        order = packed_seq_params.cp_order
+        mine = order.chunk(self.cp_group.size())[self.cp_group.rank()]
+        key, value = (gather_sequence(x, order, self.cp_group) for x in (key, value))
+        # Other ranks' queries are zero here and their rows are dropped: no gradient comes from them.
+        query = query.new_zeros(len(order), *query.shape[1:]).index_copy(0, mine, query)
+        return self._whole(query, key, value, packed_seq_params).index_select(0, mine)
+
+    def _whole(self, query, key, value, segments: PackedSegments) -> torch.Tensor:
+        out = query.new_zeros(query.shape)
+        for places, mask in segments.groups:
+            q, k, v = (x[places].transpose(1, 2) for x in (query, key, value))
+            # With a causal mask no real token sees the filling, which comes after it.
+            seen = None if self.causal or bool(mask.all()) else mask[:, None, None]
+            o = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=seen, is_causal=self.causal, scale=self.scale, enable_gqa=True
+            )
+            out = out.index_put((places[mask],), o.transpose(1, 2)[mask])
+        return out.reshape(len(out), -1)
+
+
+class FlashAttention(TorchVarlenAttention):
+    """Core attention by torch's flash kernels: of the plain modules, and for heads that Transformer Engine gets wrong:
+    cuDNN's backward pass for heads of more than 128 numbers reads a workspace that it has not written (9.19 on Hopper,
+    Transformer Engine issue 2186). Where that memory held NaN, gradients are NaN. float32, which flash kernels do not
+    have, goes by torch's memory-efficient ones. Heads of a number that is no multiple of 8 go the plain way.
+
+    With context parallel every rank gathers the keys and values of all ranks. It holds two runs of each segment, as
+    Transformer Engine's zigzag deals them, and computes each against the keys up to its end.
+    """
+
+    def forward(self, query, key, value, attention_mask=None, *, packed_seq_params: PackedSegments, **_):
+        """(t, h, d), (t, g, d), (t, g, d) -> (t, h * d); t = T / cp."""
+        if query.size(-1) % 8:
+            return super().forward(query, key, value, packed_seq_params=packed_seq_params)
+        bounds, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
+        if self.cp_group is None:
+            return self._attend(query, key, value, bounds, bounds, longest, longest).flatten(1)
+        ranks, rank = self.cp_group.size(), self.cp_group.rank()
+        key, value = (gather_sequence(x, packed_seq_params.cp_order, self.cp_group) for x in (key, value))
+        out = torch.empty_like(query)
+        run, longest_run = bounds // (2 * ranks), -(-longest // (2 * ranks))  # every segment has 2 * ranks equal runs
+        for second, number in enumerate((rank, 2 * ranks - 1 - rank)):
+            places = _places(run, bounds // ranks + second * F.pad(run.diff(), (0, 1)), len(query) // 2)
+            seen = run * (number + 1)
+            keys = _places(seen, bounds, len(query) // 2 * (number + 1))
+            mine = self._attend(
+                *(query.index_select(0, places), key.index_select(0, keys), value.index_select(0, keys)),
+                *(run, seen, longest_run, longest_run * (number + 1)),
+            )
+            out = out.index_copy(0, places, mine)
+        return out.flatten(1)
+
+    def _attend(self, query, key, value, query_bounds, key_bounds, most_queries: int, most_keys: int) -> torch.Tensor:
+        """Of each segment, (h, d) of every query; the last query sees all its segment's keys, each before one fewer."""
+        if query.dtype is torch.float32:
+            return self._attend_exactly(query, key, value, query_bounds, key_bounds, most_queries, most_keys)
+        return torch.ops.aten._flash_attention_forward(
+            *(query.contiguous(), key.contiguous(), value.contiguous(), query_bounds, key_bounds),
+            *(most_queries, most_keys, 0.0, self.causal, False),
+            scale=self.scale,
+        )[0]
+
+    def _attend_exactly(self, query, key, value, query_bounds, key_bounds, most_queries: int, most_keys: int):
+        heads_per_group = query.size(1) // key.size(1)
+        key, value = (x.repeat_interleave(heads_per_group, dim=1) for x in (key, value))
+        from_the_end = 2  # the mask that flash kernels have for `causal`
+        return torch.ops.aten._efficient_attention_forward(
+            *(query[None], key[None], value[None], None, query_bounds, key_bounds, most_queries, most_keys),
+            *(0.0, from_the_end if self.causal else 0, True),
+            scale=self.scale,
+        )[0][0]
+
+
+def _places(bounds: torch.Tensor, starts: torch.Tensor, count: int) -> torch.Tensor:
+    """(count,) int64 places of the tokens whose cumulated lengths are `bounds`, if segment i begins at starts[i]."""
+    lengths = bounds.diff().long()
+    shift = torch.repeat_interleave((starts - bounds)[:-1].long(), lengths, output_size=count)  # no wait for the device
+    return torch.arange(count, device=bounds.device) + shift

@@ -1,0 +1,185 @@
+"""Transformer Engine's modules as this trainer uses them. Imported only if Transformer Engine is installed."""
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+import transformer_engine_torch as tex
+from megatron.core.extensions.transformer_engine import (
+    TEDotProductAttention,
+    TELayerNormColumnParallelLinear,
+    TERowParallelLinear,
+)
+from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP
+from transformer_engine.pytorch import LayerNormMLP
+from transformer_engine.pytorch.attention.dot_product_attention import dot_product_attention
+from transformer_engine.pytorch.attention.dot_product_attention.backends import FusedAttnFunc
+from transformer_engine.pytorch.attention.dot_product_attention.context_parallel import attn_forward_func_with_cp
+from transformer_engine.pytorch.cpp_extensions.fused_attn import FusedAttnBackend
+
+from trainer.layers.attention_cores import CUDNN_HEAD_DIM, FlashAttention
+from trainer.layers.segments import PackedSegments
+
+_MASKS = {AttnMaskType.causal: "padding_causal", AttnMaskType.no_mask: "padding"}  # inside each segment
+_CUDNN = FusedAttnBackend["F16_arbitrary_seqlen"]
+
+
+class NormColumnLinear(TELayerNormColumnParallelLinear):
+    """Adds its bias in the matrix product; with megatron-core's `skip_bias_add` that is a pass over memory each way."""
+
+    def __init__(self, *args: object, skip_bias_add: bool = False, **kwargs: object) -> None:
+        super().__init__(*args, skip_bias_add=False, **kwargs)
+
+
+class RowLinear(TERowParallelLinear):
+    """The same. Transformer Engine adds a row-parallel bias after the sum over ranks, even on one rank, where there is
+    no sum."""
+
+    def __init__(self, *args: object, skip_bias_add: bool = False, **kwargs: object) -> None:
+        super().__init__(*args, skip_bias_add=False, **kwargs)
+        if self.tp_size == 1:
+            self.gemm_bias_unfused_add = False
+
+
+class PackedAttention(TEDotProductAttention):
+    """Transformer Engine's attention over a packed bin, with its own module passed over.
+
+    In every call that module chooses a back end, looks at layouts and strides and keeps a random state: on the host
+    that takes three times as long as the call itself, and its choice depends on nothing that changes from bin to bin.
+    So only the first call goes through it; if it chose cuDNN, later calls go there directly. The arguments are those of
+    Transformer Engine 2.11 (FusedAttention.forward in its dot_product_attention/backends.py).
+    """
+
+    _uses_cudnn: bool | None = None  # None until the first call
+
+    def forward(
+        self, query, key, value, attention_mask=None, *, attn_mask_type: AttnMaskType, packed_seq_params: PackedSegments
+    ) -> torch.Tensor:
+        """(T, h, d), (T, g, d), (T, g, d) -> (T, h * d)."""
+        if self._uses_cudnn is None:
+            out = super().forward(query, key, value, attention_mask, attn_mask_type, None, packed_seq_params)
+            chosen = dot_product_attention._attention_backends
+            self._uses_cudnn = bool(chosen["use_fused_attention"]) and chosen["fused_attention_backend"] == _CUDNN
+            return out
+        if not self._uses_cudnn:
+            return super().forward(query, key, value, attention_mask, attn_mask_type, None, packed_seq_params)
+        attend = self._over_ranks if packed_seq_params.cp > 1 else self._alone
+        # cuDNN is told of no strides; values that are views of a projection would be read at wrong places.
+        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+        return attend(query, key, value, _MASKS[attn_mask_type], packed_seq_params).view(len(query), -1)
+
+    def _alone(self, query, key, value, mask: str, segments: PackedSegments) -> torch.Tensor:
+        bounds, longest = segments.cu_seqlens_q, segments.max_seqlen_q
+        window = (-1, 0) if mask == "padding_causal" else (-1, -1)
+        return FusedAttnFunc.apply(
+            *(self.training, longest, longest, bounds, bounds, bounds, bounds, None, None),
+            *(query, key, value, None, self.fused_attention.softmax_scale, 0.0, True),
+            *("thd_thd_thd", "no_bias", mask, "vanilla"),
+            *(window, None, _CUDNN, self.fused_attention.use_FAv2_bwd, False, None, None, self.deterministic),
+            *(None, False, self.layer_number, False),
+        )
+
+    def _over_ranks(self, query, key, value, mask: str, segments: PackedSegments) -> torch.Tensor:
+        bounds, longest = segments.cu_seqlens_q, segments.max_seqlen_q
+        return attn_forward_func_with_cp(
+            *(self.training, query, key, value, bounds, bounds, longest, longest, bounds, bounds, 0.0),
+            *(self.cp_group, self.cp_global_ranks, self.cp_stream, self.cp_comm_type),
+            softmax_scale=self.fused_attention.softmax_scale,
+            qkv_format="thd",
+            attn_mask_type=mask,
+            deterministic=self.deterministic,
+            use_fused_attention=True,
+            window_size=(-1, 0) if mask == "padding_causal" else (-1, -1),
+            layer_number=self.layer_number,
+        )
+
+
+class _Swiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate_up):
+        ctx.save_for_backward(gate_up)
+        return tex.swiglu(gate_up, None)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (gate_up,) = ctx.saved_tensors
+        return tex.dswiglu(grad.contiguous(), gate_up, None)
+
+
+class Swiglu:
+    """silu(first half) * second half, each value read and written once. It has no state to be saved, so it is not a
+    torch module."""
+
+    def __init__(self, *, config: object) -> None:
+        pass
+
+    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return _Swiglu.apply(gate_up)
+
+
+class JointMLP:
+    """An MLP whose GELU is part of the matrix products beside it: norm, products and GELU by one module of Transformer
+    Engine. The weights stay those of the original MLP, which loads, saves and reduces them; so this is not a torch
+    module, or the model would have them twice.
+
+    Args:
+        mlp: of `NormColumnLinear` and `RowLinear`.
+    """
+
+    def __init__(self, mlp: MLP) -> None:
+        self._fc1, self._fc2 = mlp.linear_fc1, mlp.linear_fc2
+        config = mlp.config
+        self._module = LayerNormMLP(
+            config.hidden_size,
+            config.ffn_hidden_size,
+            eps=config.layernorm_epsilon,
+            activation="gelu",
+            params_dtype=config.params_dtype,
+            zero_centered_gamma=config.layernorm_zero_centered_gamma,
+            device="meta",
+        )
+        self._module.bias_gelu_nvfusion = False  # a kernel between the products, and its first choice
+
+    def __call__(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """(T, 1, D) before the norm -> (T, 1, D), and None: no bias remains to be added."""
+        module, fc1, fc2 = self._module, self._fc1, self._fc2
+        module.fuse_wgrad_accumulation = fc1.fuse_wgrad_accumulation
+        module._parameters.update(  # in every call, because others may take their place between calls
+            layer_norm_weight=fc1.layer_norm_weight,
+            layer_norm_bias=fc1.layer_norm_bias,
+            fc1_weight=fc1.weight,
+            fc1_bias=fc1.bias,
+            fc2_weight=fc2.weight,
+            fc2_bias=fc2.bias,
+        )
+        return module(hidden), None
+
+
+def can_join(mlp: MLP) -> bool:
+    """Whether `JointMLP` can compute it. cuBLAS's GELU is the one by tanh, in bfloat16 (float32 is for proofs, and
+    stays step by step) and on rows of whole 16 bytes; with several ranks their sum would come before the second
+    bias."""
+    config, gelu = mlp.config, mlp.activation_func
+    ours = type(mlp.linear_fc1) is NormColumnLinear and type(mlp.linear_fc2) is RowLinear
+    by_tanh = isinstance(gelu, partial) and gelu.func is F.gelu and gelu.keywords == {"approximate": "tanh"}
+    plain = config.normalization == "LayerNorm" and config.add_bias_linear and not config.gated_linear_unit
+    fits = config.params_dtype is torch.bfloat16 and config.ffn_hidden_size % 8 == 0
+    return ours and by_tanh and plain and fits and mlp.linear_fc1.tp_size == 1
+
+
+class FusedModules(TESpecProvider):
+    """megatron-core's choice of Transformer Engine's modules, some of them replaced by ours."""
+
+    def column_parallel_layer_norm_linear(self) -> type:
+        return NormColumnLinear
+
+    def row_parallel_linear(self) -> type:
+        return RowLinear
+
+    def core_attention(self, head_dim: int = 0) -> type:
+        return PackedAttention if head_dim <= CUDNN_HEAD_DIM else FlashAttention
+
+    def activation_func(self) -> type:
+        return Swiglu

@@ -1,0 +1,36 @@
+"""Checkpoints of a parameter of which a rank holds a part of each of several runs of rows."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+
+def in_runs(place: ShardedTensor, rows: Sequence[int], rank: int, ranks: int) -> ShardedTensorFactory:
+    """The place of a parameter of which a rank holds not one run of rows but a part of each of several runs.
+
+    Args:
+        place: as if it were one run; its layers are not stacked.
+        rows: of this rank, in each run.
+    """
+    whole = place.without_data()
+
+    def build(key: str, tensor: torch.Tensor, replica_id: tuple, flattened_range: slice | None) -> list[ShardedTensor]:
+        parts = []
+        for part, before in zip(tensor.split(tuple(rows)), accumulate(rows, initial=0)):
+            parts.append(
+                ShardedTensor(
+                    key=key,
+                    data=part,
+                    dtype=part.dtype,
+                    local_shape=tuple(part.shape),
+                    global_shape=whole.global_shape,
+                    global_offset=(before * ranks + rank * len(part), *whole.global_offset[1:]),
+                    axis_fragmentations=None,  # the runs are of unequal lengths
+                    replica_id=replica_id,
+                )
+            )
+        return parts
+
+    return ShardedTensorFactory(place.key, place.data, build, torch.cat, place.replica_id)

@@ -1,0 +1,145 @@
+"""A layer of a decoder, described without torch: a mixer of tokens, then a feed-forward network.
+
+A part (`trainer/parts/`) is a subclass of `Mixer` or `FeedForward`. Memory, FLOPs, layouts, adapters and weights are
+sums over the parts of the layers, so none of these names a kind of part.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+from trainer.model.rules import Rule
+
+
+class LayerFlops(NamedTuple):
+    """Forward FLOPs of a layer.
+
+    Attributes:
+        before: per token, up to the mixing of tokens and with it.
+        after: per token, after the mixing. In the last layer only loss tokens get so far.
+        squared: per token^2 of a sample.
+    """
+
+    before: int
+    after: int
+    squared: int
+
+
+class Part(ABC):
+    """One half of a layer.
+
+    Attributes:
+        spec: "module:function" which returns the megatron-core spec of the half: (part, set of modules) -> ModuleSpec.
+        first_linear: name of the module's first linear layer. A fused set of modules has the norm before it inside.
+        role: name by which `train.adapter.targets` selects the linear layers of the part.
+    """
+
+    spec: ClassVar[str]
+    first_linear: ClassVar[str]
+    role: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def parameters(self) -> int:
+        """Number of parameters, without the norm before the part."""
+
+    @abstractmethod
+    def kept_numbers(self, *, selective: bool) -> int:
+        """Return how many numbers per token the part keeps for backward beside its input.
+
+        Args:
+            selective: the core of the part is computed again, see `recompute`.
+        """
+
+    @abstractmethod
+    def rules(self, ours: str, hf: str) -> Iterator[Rule]:
+        """Yield the table of the part's weights.
+
+        Args:
+            ours: beginning of our names: "language.decoder.layers.0.".
+            hf: beginning of Hugging Face's names: "model.language_model.layers.0.".
+        """
+
+    def divided_widths(self) -> dict[str, int]:
+        """Return the widths that tensor-parallel ranks divide, by their names in messages."""
+        return {}
+
+    def context_divided_widths(self) -> dict[str, int]:
+        """Return the widths that context-parallel ranks divide, after the tensor-parallel ranks."""
+        return {}
+
+    def transformer_settings(self) -> Mapping[str, Any]:
+        """Return the fields of megatron-core's TransformerConfig that the part sets; `activation` is by name."""
+        return {}
+
+
+class Mixer(Part):
+    """The first half of a layer, which mixes the tokens of a segment: attention, or a part in its stead.
+
+    Attributes:
+        in_chunks: it takes a bin's segments in chunks.
+        check_device: "module:function" which refuses a device on which the part computes wrong numbers: (part, dtype,
+            device) -> None. It runs before any weight is read. Empty: no check.
+    """
+
+    in_chunks: ClassVar[bool] = False
+    check_device: ClassVar[str] = ""
+
+    @property
+    @abstractmethod
+    def flops(self) -> LayerFlops:
+        """Forward FLOPs; `after` is the output projection."""
+
+
+class FeedForward(Part):
+    """The second half of a layer, which computes every token by itself."""
+
+    @property
+    @abstractmethod
+    def flops(self) -> int:
+        """Forward FLOPs per token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A layer with a norm before each half.
+
+    Attributes:
+        width: hidden size, the width of the norms.
+    """
+
+    width: int
+    mixer: Mixer
+    feed_forward: FeedForward
+
+    @property
+    def halves(self) -> tuple[Part, Part]:
+        return self.mixer, self.feed_forward
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters, both norms included."""
+        return self.mixer.parameters + self.feed_forward.parameters + 2 * self.width
+
+    @property
+    def flops(self) -> LayerFlops:
+        """Forward FLOPs of both halves."""
+        before, after, squared = self.mixer.flops
+        return LayerFlops(before, after + self.feed_forward.flops, squared)
+
+    def kept_numbers(self, *, selective: bool) -> int:
+        """Return how many numbers per token both halves keep for backward beside their inputs."""
+        return sum(half.kept_numbers(selective=selective) for half in self.halves)
+
+    def rules(self, ours: str, hf: str) -> Iterator[Rule]:
+        """Yield the table of the layer's weights in Hugging Face's order. See `Part.rules`."""
+        yield Rule(ours + "input_layernorm.weight", (hf + "input_layernorm.weight",))
+        yield from self.mixer.rules(ours, hf)
+        yield Rule(ours + "pre_mlp_layernorm.weight", (hf + "post_attention_layernorm.weight",))
+        yield from self.feed_forward.rules(ours, hf)
+
+    @property
+    def largest_matrix(self) -> int:
+        """Numbers of the largest matrix of the layer."""
+        return max(sum(out * width for out, width in rule.sizes) for rule in self.rules("", ""))

@@ -1,0 +1,85 @@
+"""The families: HF `model_type` -> the module that describes it, imported when it is needed.
+
+Another package adds a family by an entry point of the group "athanor.families", whose name is the model_type and whose
+value is the place of its `Family`: see README.md.
+"""
+
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from dataset_builders.errors import InputError, shown
+from dataset_builders.storage.files import read_object
+from trainer.model.family import Family
+from trainer.model.late_import import load
+from trainer.model.shape import ModelShape
+
+FAMILIES = {
+    "qwen3": "trainer.families.qwen3.family:FAMILY",
+    "qwen3_vl": "trainer.families.qwen3_vl.family:FAMILY",
+    "qwen3_5": "trainer.families.qwen3_5_vl.family:FAMILY",
+}
+EMBEDDED = "qwen3_vl"  # the family of a model of random weights, if the recipe names none
+ENTRY_POINTS = "athanor.families"
+
+
+def get_family(model_type: object, path: Path | str = "config.json") -> Family:
+    """The family of a `model_type`.
+
+    Args:
+        path: the file that has it, for messages.
+
+    Raises:
+        InputError: there is none.
+    """
+    # A search through the installed packages takes a while.
+    places = FAMILIES if str(model_type) in FAMILIES else _all_places()
+    if not isinstance(model_type, str) or model_type not in places:
+        raise InputError(f"{path}: model_type is {shown(model_type)}; supported: {', '.join(sorted(places))}")
+    return load(places[model_type])
+
+
+def _all_places() -> dict[str, str]:
+    return {point.name: point.value for point in entry_points(group=ENTRY_POINTS)} | FAMILIES
+
+
+def get_variant(name: object) -> tuple[str, Mapping[str, Any]]:
+    """The model_type and the sizes of a variant.
+
+    Raises:
+        InputError: there is none of this name.
+    """
+    known = {}
+    for model_type in _all_places():
+        known |= {variant: (model_type, sizes) for variant, sizes in get_family(model_type).variants.items()}
+    if not isinstance(name, str) or name not in known:
+        raise InputError(f"variant={shown(name)} is not known; known: {', '.join(known)}")
+    return known[name]
+
+
+def get_variants(model_type: object) -> Mapping[str, Mapping[str, Any]]:
+    """The variants of a family.
+
+    Raises:
+        InputError: there is no such family, or it has none.
+    """
+    families = {name: get_family(name).variants for name in _all_places()}
+    having = [name for name, variants in families.items() if variants]
+    if not isinstance(model_type, str) or model_type not in having:
+        raise InputError(f"family={shown(model_type)} has no random weights; try {' or '.join(having)}")
+    return families[model_type]
+
+
+def read_model(hf_dir: Path) -> tuple[Family, ModelShape]:
+    """The family and the sizes of an HF directory.
+
+    Raises:
+        InputError: there is no config.json, its family is not supported, or one of its keys is not understood.
+    """
+    path = hf_dir / "config.json"
+    if not path.is_file():
+        raise InputError(f"{path} does not exist; give the HF directory of a model")
+    config = read_object(path, "copy the model's own file again")
+    family = get_family(config.get("model_type"), path)
+    return family, family.read_shape(config, path)

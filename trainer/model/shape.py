@@ -1,0 +1,234 @@
+"""The sizes of a model, read once from its config.json, for memory, layouts, FLOPs and weights.
+
+A family's `shape.py` returns a `ModelShape`; nothing here loads torch. Layers of another kind have parts of their own,
+see `trainer.model.layer`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from trainer.model.layer import Layer, Mixer, Part
+from trainer.model.rules import Rule
+
+# Loss tokens whose logits exist at a time; trainer/layers/output_loss.py gives the reason for the number.
+LOSS_CHUNK = 4096
+# Tokens of a chunk of the gated delta rule: matrix products inside it, a recurrence from chunk to chunk.
+DELTA_CHUNK = 64
+
+
+class Work(NamedTuple):
+    """The work in a bin, by the kinds that cost differently; or arrays, for many bins.
+
+    Attributes:
+        tokens: of the linear layers of the language model.
+        loss_tokens: tokens whose logits are computed.
+        tokens_squared: sum over samples of length^2; that only the causal half is computed is in the coefficient.
+        patches: of the vision encoder.
+        patches_squared: sum over images of patches^2.
+    """
+
+    tokens: float
+    loss_tokens: float
+    tokens_squared: float
+    patches: float
+    patches_squared: float
+
+    def without_images(self) -> "Work":
+        """The same where the vision encoder has nothing to do."""
+        return self._replace(patches=0, patches_squared=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecoderShape:
+    """A language model: an embedding, layers with a norm before each half, a norm and an output projection.
+
+    Attributes:
+        rotary_dim: how many leading components of each attention head are rotated.
+        mrope_section: rotary pairs of each of three position axes; None: positions have one axis.
+        zero_centred_norms: RMSNorm multiplies by 1 + weight.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    layers: tuple[Layer, ...]
+    norm_eps: float
+    rope_theta: float
+    rotary_dim: int
+    tie_word_embeddings: bool
+    mrope_section: tuple[int, int, int] | None = None
+    zero_centred_norms: bool = False
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def parts(self) -> list[Part]:
+        """The different halves of the layers, each once, in the order of the model."""
+        return list(dict.fromkeys(half for layer in self.layers for half in layer.halves))
+
+    @property
+    def mixers(self) -> list[Mixer]:
+        """The different mixers of the layers, each once."""
+        return list(dict.fromkeys(layer.mixer for layer in self.layers))
+
+    @property
+    def in_chunks(self) -> bool:
+        """Whether some layers take a bin's segments in chunks."""
+        return any(mixer.in_chunks for mixer in self.mixers)
+
+    def divided_widths(self) -> dict[str, int]:
+        """Return the widths that tensor-parallel ranks divide, by their names in messages."""
+        widths = {name: size for part in self.parts for name, size in part.divided_widths().items()}
+        shared, own = self.context_divided_widths(), {"vocab_size": self.vocab_size}
+        return {name: size for name, size in widths.items() if name not in shared} | own | shared
+
+    def context_divided_widths(self) -> dict[str, int]:
+        """Return the widths that context-parallel ranks divide, after the tensor-parallel ranks."""
+        return {name: size for part in self.parts for name, size in part.context_divided_widths().items()}
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of embedding, layers, final norm and output projection; a tied weight counts once."""
+        layers = sum(layer.parameters for layer in self.layers)
+        matrices = 1 if self.tie_word_embeddings else 2
+        return layers + self.hidden_size + matrices * self.vocab_size * self.hidden_size
+
+    @property
+    def largest_matrix(self) -> int:
+        """Numbers of the largest matrix of a layer."""
+        return max(layer.largest_matrix for layer in dict.fromkeys(self.layers))
+
+    @property
+    def forward_flops(self) -> dict[str, int]:
+        """FLOPs per unit of each kind of work, by the names of `trainer.data.balance.CostModel`. Only loss tokens have
+        logits, and in the last layer a part after the mixing of tokens."""
+        layers = [layer.flops for layer in self.layers]
+        after = sum(layer.after for layer in layers[:-1])
+        return {
+            "per_token": sum(layer.before for layer in layers) + after,
+            "per_loss_token": layers[-1].after + 2 * self.hidden_size * self.vocab_size,
+            "per_token_squared": sum(layer.squared for layer in layers),
+        }
+
+    def rules(self, hf: str) -> Iterator[Rule]:
+        """Yield the table of weights in Hugging Face's order.
+
+        Args:
+            hf: beginning of Hugging Face's names: "model.".
+        """
+        yield Rule("language.embedding.weight", (f"{hf}embed_tokens.weight",))
+        for number, layer in enumerate(self.layers):
+            yield from layer.rules(f"language.decoder.layers.{number}.", f"{hf}layers.{number}.")
+        yield Rule("language.decoder.final_layernorm.weight", (f"{hf}norm.weight",))
+        if not self.tie_word_embeddings:
+            yield Rule("language.output_layer.weight", ("lm_head.weight",))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VisionShape:
+    """A vision encoder whose layers have biases and LayerNorms, with a merger that turns patches into image tokens.
+
+    Attributes:
+        out_hidden_size: width of an image token.
+        num_positions: rows of the table of learned positions, a square.
+        deepstack_layers: layers whose output, merged, is added to the language model's first layers; may be empty.
+    """
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    out_hidden_size: int
+    patch_size: int
+    temporal_patch_size: int
+    spatial_merge_size: int
+    num_positions: int
+    deepstack_layers: tuple[int, ...]
+    rope_theta: float
+    activation: str
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def position_side(self) -> int:
+        """The side of the square of learned positions."""
+        return int(self.num_positions**0.5)
+
+    def divided_widths(self) -> dict[str, int]:
+        """The widths that tensor-parallel ranks divide with vision_split=tensor_parallel. The merger's width is a
+        multiple of the heads."""
+        return {"vision_num_heads": self.num_heads, "vision_intermediate_size": self.intermediate_size}
+
+    @property
+    def parameters(self) -> dict[str, int]:
+        """Parameters of the encoder and of its mergers."""
+        width, inner = self.hidden_size, self.intermediate_size
+        patch = 3 * self.temporal_patch_size * self.patch_size**2
+        attention = (3 * width + 3) * width + (width + 1) * width
+        layer = 2 * 2 * width + attention + (width + 1) * inner + (inner + 1) * width
+        encoder = patch * width + width + self.num_positions * width + self.num_layers * layer
+        merged = width * self.spatial_merge_size**2
+        merger = (merged + 1) * merged + (merged + 1) * self.out_hidden_size
+        mergers = merger + 2 * width + len(self.deepstack_layers) * (merger + 2 * merged)
+        return {"vision": encoder, "merger": mergers}
+
+    @property
+    def forward_flops(self) -> dict[str, int]:
+        """FLOPs per unit of each kind of work, by the names of `trainer.data.balance.CostModel`."""
+        embedding = 2 * 3 * self.patch_size**2 * self.hidden_size
+        layer = 2 * self.hidden_size * (4 * self.hidden_size + 2 * self.intermediate_size)
+        # One product per merged block of patches: (merged, merged), then (merged, out); shared by the block's patches.
+        merger = 2 * self.hidden_size * (self.hidden_size * self.spatial_merge_size**2 + self.out_hidden_size)
+        return {
+            "per_patch": embedding + self.num_layers * layer + (1 + len(self.deepstack_layers)) * merger,
+            "per_patch_squared": self.num_layers * 4 * self.hidden_size,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageTokens:
+    """The ids that mark the images of a prompt."""
+
+    image_token_id: int
+    video_token_id: int
+    vision_start_token_id: int
+    vision_end_token_id: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShape:
+    """A whole model.
+
+    Attributes:
+        vision, images: both None for a model of text alone.
+    """
+
+    language: DecoderShape
+    vision: VisionShape | None = None
+    images: ImageTokens | None = None
+
+    @property
+    def num_deepstack(self) -> int:
+        """The number of first language layers after which a feature of the vision encoder is added."""
+        return 0 if self.vision is None else len(self.vision.deepstack_layers)
+
+    @property
+    def feature_width(self) -> int:
+        """Numbers that the vision encoder gives of an image token: its own, then those of each deepstack level."""
+        return (1 + self.num_deepstack) * self.language.hidden_size
+
+    @property
+    def parameters(self) -> dict[str, int]:
+        """Parameters of each part of the model."""
+        vision = {} if self.vision is None else self.vision.parameters
+        return {**vision, "language": self.language.parameters}
+
+    @property
+    def forward_flops(self) -> dict[str, int]:
+        """FLOPs per unit of each kind of work, by the names of `trainer.data.balance.CostModel`."""
+        vision = {"per_patch": 0, "per_patch_squared": 0} if self.vision is None else self.vision.forward_flops
+        return self.language.forward_flops | vision

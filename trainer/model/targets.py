@@ -1,0 +1,203 @@
+"""Which layers of a model get adapters, and what these add to it in numbers. Without torch, if the family's table is.
+
+A module is one of Hugging Face's linear layers; a layer of ours may hold several modules' weights in one matrix.
+"""
+
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dataset_builders.errors import InputError, shown
+from trainer.contract.adapter import ROLES, AdapterConfig
+from trainer.contract.run import TrainConfig
+from trainer.model.adapter_sizes import AdapterSizes, PlaceSizes, Shared
+from trainer.model.family import Family
+from trainer.model.rules import Rule
+from trainer.model.shape import ModelShape
+
+_WEIGHT = ".weight"
+_OF_LAYER = re.compile(r"language\.decoder\.layers\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class Adapted:
+    """A layer of ours that gets adapters.
+
+    Attributes:
+        ours: its name in the whole model.
+        chosen: for each HF tensor of the rule whether its module is adapted.
+    """
+
+    ours: str
+    rule: Rule
+    chosen: tuple[bool, ...]
+
+    @property
+    def modules(self) -> list[str]:
+        """Names of the HF modules of the layer."""
+        return [name.removesuffix(_WEIGHT) for name in self.rule.hf]
+
+
+@dataclass(frozen=True, slots=True)
+class Matches:
+    """What a target adapts.
+
+    Attributes:
+        modules: names of the HF modules, in the model's order.
+        parameters: of their adapters.
+    """
+
+    target: str
+    modules: tuple[str, ...]
+    parameters: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Module:
+    """A module that can have an adapter: rule, place in it, name, role."""
+
+    rule: Rule
+    number: int
+    name: str
+    role: str
+
+    def is_named_by(self, target: str) -> bool:
+        return target == self.role or (target not in ROLES and re.fullmatch(target, self.name) is not None)
+
+
+def adapted_layers(rules: Sequence[Rule], config: AdapterConfig) -> list[Adapted]:
+    """The layers of the whole model with modules that the targets name.
+
+    Raises:
+        InputError: a regular expression names none, or all targets together.
+    """
+    modules = _modules(rules)
+    named = {target: [m for m in modules if m.is_named_by(target)] for target in config.targets}
+    for target, found in named.items():
+        if not found and (target not in ROLES or not any(named.values())):
+            raise _names_nothing(target, modules)
+    chosen = {(m.rule.ours, m.number) for found in named.values() for m in found}
+    layers = []
+    for rule in rules:
+        wanted = tuple((rule.ours, number) in chosen for number in range(len(rule.hf)))
+        if any(wanted):
+            layers.append(Adapted(rule.ours.removesuffix(_WEIGHT), rule, wanted))
+    return layers
+
+
+def _modules(rules: Sequence[Rule]) -> list[_Module]:
+    """Every module that can have an adapter, in HF's order."""
+    return [
+        _Module(rule, number, name.removesuffix(_WEIGHT), rule.role)
+        for rule in rules
+        for number, name in enumerate(rule.hf[: len(rule.sizes)])
+    ]
+
+
+def _names_nothing(target: str, modules: Sequence[_Module]) -> InputError:
+    """The error with the nearest names: roles, a whole name, or a name's end as an expression."""
+    roles = ", ".join(dict.fromkeys(module.role for module in modules))
+    if target in ROLES:
+        return InputError(f"train.adapter.targets: this model has no layers of role {target}; its roles: {roles}")
+    near = {module.role: module.role for module in modules}
+    for name in {re.sub(r"\d+", "0", module.name): module.name for module in reversed(modules)}.values():
+        near |= {name: name, name.rpartition(".")[2]: rf".*\.{name.rpartition('.')[2]}"}
+    words = re.sub(r"[^\w.]", "", target.replace(r"\d", "0").replace("\\", "")).lstrip(".")
+    close = difflib.get_close_matches(words, near, n=3, cutoff=0.6)
+    close = close or difflib.get_close_matches(words.rpartition(".")[2], near, n=3, cutoff=0)
+    return InputError(
+        f"train.adapter.targets: {shown(target)} names no linear layer of this model; nearest: "
+        f"{', '.join(near[name] for name in close)}; roles: {roles}; other targets are regular expressions over the "
+        "whole names of modules"
+    )
+
+
+def check_targets(train: TrainConfig, family: Family, rules: Sequence[Rule]) -> None:
+    """Check that the targets of an adapter name layers of the model that are trained.
+
+    Args:
+        rules: the model's table of weights.
+
+    Raises:
+        InputError: one names none, or frozen ones alone.
+    """
+    adapted_layers(rules, train.adapter)
+    for target in train.adapter.targets:
+        parts = {family.part_of(m.rule.ours) for m in _modules(rules) if m.is_named_by(target)}
+        if parts and parts <= train.frozen:
+            part = sorted(parts)[0]
+            raise InputError(
+                f"train.adapter.targets: {shown(target)} names layers of {part} alone, and train.{part}.frozen=true; "
+                f"leave it out, or set train.{part}.frozen=false"
+            )
+
+
+def list_matches(train: TrainConfig, family: Family, shape: ModelShape) -> list[Matches]:
+    """What each target adapts, without what is frozen; a module may be named by several.
+
+    Raises:
+        InputError: see `adapted_layers`.
+    """
+    rules, config = family.weight_rules(shape), train.adapter
+    adapted_layers(rules, config)
+    matches = []
+    for target in config.targets:
+        named = [m for m in _modules(rules) if m.is_named_by(target)]
+        trained = [m for m in named if family.part_of(m.rule.ours) not in train.frozen]
+        parameters = sum(_parameters(m.rule.sizes[m.number], config) for m in trained)
+        matches.append(Matches(target, tuple(m.name for m in trained), parameters))
+    return matches
+
+
+def _parameters(size: tuple[int, int], config: AdapterConfig) -> int:
+    """Of the adapter of a module with a weight of (out, in)."""
+    out, width = size
+    return config.rank * (out + width) + (out if config.kind == "dora" else 0)
+
+
+def adapter_sizes(train: TrainConfig, family: Family, shape: ModelShape) -> AdapterSizes | None:
+    """What the adapters of a training add to each place of the model; None: it has none. Those of frozen parts,
+    which stay as they begin, are not counted."""
+    if train.adapter is None:
+        return None
+    rules = family.weight_rules(shape)
+    chosen = {layer.rule.ours: layer.chosen for layer in adapted_layers(rules, train.adapter)}
+    language = [PlaceSizes()] * shape.language.num_layers
+    vision = {part: PlaceSizes() for part in family.parts if part != "language"}
+    for rule in rules:
+        if not rule.sizes:
+            continue
+        part = family.part_of(rule.ours)
+        is_trained = rule.ours in chosen and part not in train.frozen
+        sizes = _layer_sizes(rule, chosen[rule.ours] if is_trained else (), train.adapter)
+        if layer := _OF_LAYER.match(rule.ours):
+            language[int(layer[1])] = language[int(layer[1])].plus(sizes)
+        else:
+            vision[part] = vision[part].plus(sizes)
+    return AdapterSizes(language=tuple(language), vision=vision, has_float8_base=train.has_float8_base)
+
+
+def _layer_sizes(rule: Rule, chosen: Sequence[bool], config: AdapterConfig) -> PlaceSizes:
+    """Of a layer of ours whose chosen modules have adapters; see trainer/layers/lora/adapter.py."""
+    base = sum(out * width for out, width in rule.sizes)
+    adapted = [size for size, is_chosen in zip(rule.sizes, chosen) if is_chosen]
+    if not adapted:
+        return PlaceSizes(base=base)
+    rank, low, width = config.rank, config.rank * len(adapted), rule.sizes[0][1]
+    rows, all_rows = sum(out for out, _ in adapted), sum(out for out, _ in rule.sizes)
+    lengths, scaled = (rows, all_rows) if config.kind == "dora" else (0, 0)
+    # DoRA keeps the sum that it scales, the scale, and the lengths in it.
+    if rule.axis == 1:
+        return PlaceSizes(
+            parameters=Shared(rank * width * len(adapted), rank * rows + lengths),
+            products=Shared(low * width, low * all_rows + 2 * scaled),
+            per_token=Shared(whole=low + scaled),
+            base=base,
+        )
+    return PlaceSizes(
+        parameters=Shared(rank * rows + lengths, rank * width * len(adapted)),
+        products=Shared(low * all_rows + 2 * scaled, low * width),
+        per_token=Shared(scaled, low),
+        base=base,
+    )

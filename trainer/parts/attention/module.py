@@ -1,0 +1,116 @@
+"""Self-attention in the pieces of a PackedLayer: queries, keys and values are rotated by explicit angles.
+
+T = tokens (or patches) of the bin, h = query heads, g = key-value heads, d = head dim, D = hidden size.
+"""
+
+from functools import partial
+
+import torch
+from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from trainer.layers.kernels.permission import can_import, kernels_run
+from trainer.layers.module_set import column_after_norm
+from trainer.layers.segments import PackedSegments, Rotation, recomputed
+from trainer.parts.attention.part import Attention
+
+if can_import():
+    from trainer.parts.attention.qkv_kernel import split_norm_rotate
+
+
+class RotarySelfAttention(SelfAttention):
+    """megatron-core's self-attention for packed training, in the pieces of a PackedLayer. It applies the angles itself.
+
+    megatron-core 0.16.1 guesses from a length which of two meanings the angles of a packed sequence have, and its
+    fused rotation uses the first angles for every segment; both are wrong for positions with three axes.
+    """
+
+    def forward(self, *_: object, **__: object):
+        raise NotImplementedError("a PackedLayer calls prepare, attend and linear_proj")
+
+    def prepare(self, hidden_states: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, ...]:
+        """(T, 1, D) -> queries (T, h, d), keys and values (T, g, d), turned."""
+        is_whole = 2 * rotation.cos.size(-1) == self.hidden_size_per_attention_head
+        if is_whole and kernels_run(hidden_states.device):
+            return self._prepare_fused(hidden_states, rotation)
+        query, key, value = (x.squeeze(1) for x in self.get_query_key_value_tensors(hidden_states))
+        return rotation.turn(query), rotation.turn(key), value
+
+    def attend(self, query, key, value, segments: PackedSegments) -> torch.Tensor:
+        """The values of `prepare` -> (T, 1, h * d)."""
+        core = partial(recomputed, self.core_attention) if self.checkpoint_core_attention else self.core_attention
+        out = core(query, key, value, None, attn_mask_type=self.attn_mask_type, packed_seq_params=segments)
+        return out.view(out.size(0), 1, -1)
+
+    def modules_of_prepare(self) -> list[torch.nn.Module]:
+        """The modules whose parameters `prepare` uses."""
+        modules = (self.linear_qkv, self.q_layernorm, self.k_layernorm)
+        return [module for module in modules if module is not None]
+
+    @property
+    def attended_width(self) -> int:
+        """h * d, the width of `attend`'s output."""
+        return self.num_attention_heads_per_partition * self.hidden_size_per_attention_head
+
+    def partial_gradients(self) -> list[torch.nn.Parameter]:
+        """Return no parameter: megatron-core sums the gradients of the norms over the tensor-parallel ranks."""
+        return []
+
+    def _prepare_fused(self, hidden_states: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, ...]:
+        """The same as `prepare`, by one kernel after the projection."""
+        mixed, _ = self.get_query_key_value_tensors(hidden_states, split_qkv=False)
+        return split_norm_rotate(
+            mixed.reshape(len(mixed), -1),
+            *rotation,
+            self.num_query_groups_per_partition,
+            self.hidden_size_per_attention_head,
+            None if self.q_layernorm is None else self.q_layernorm.weight,
+            None if self.k_layernorm is None else self.k_layernorm.weight,
+            self.config.layernorm_epsilon,
+        )
+
+
+class GatedSelfAttention(RotarySelfAttention):
+    """Each head's output is multiplied by the sigmoid of its gate, which `linear_qkv` gives beside the queries."""
+
+    def prepare(self, hidden_states: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, ...]:
+        """(T, 1, D) -> queries (T, h, d), keys and values (T, g, d), turned, and gates (T, h, d)."""
+        projected = self.get_query_key_value_tensors(hidden_states, output_gate=True)
+        query, key, value, gate = (x.squeeze(1) for x in projected)
+        return rotation.turn(query), rotation.turn(key), value, gate
+
+    def attend(self, query, key, value, gate, segments: PackedSegments) -> torch.Tensor:
+        """The values of `prepare` -> (T, 1, h * d)."""
+        return super().attend(query, key, value, segments) * gate.sigmoid().flatten(1)[:, None]
+
+
+def spec(part: Attention, modules: BackendSpecProvider) -> ModuleSpec:
+    """The attention of a decoder layer: causal, with norms of queries and keys."""
+    return attention_spec(modules, head_dim=part.head_dim, causal=True, qk_norm=True, gated=part.gated)
+
+
+def attention_spec(
+    modules: BackendSpecProvider, *, head_dim: int, causal: bool, qk_norm: bool, gated: bool = False
+) -> ModuleSpec:
+    """The attention of a layer, made of this set of modules.
+
+    Args:
+        causal: each token sees itself and the tokens before it in its segment; otherwise the whole segment.
+        qk_norm: normalise queries and keys. `TransformerConfig.qk_layernorm` must be the same, because only if it is
+            true does megatron-core sum the gradients of these norms over the tensor-parallel ranks.
+        gated: each head has a gate. `TransformerConfig.attention_output_gate` must be the same.
+    """
+    norm = modules.layer_norm() if qk_norm else None
+    return ModuleSpec(
+        module=GatedSelfAttention if gated else RotarySelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal if causal else AttnMaskType.no_mask},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=column_after_norm(modules),
+            core_attention=modules.core_attention(head_dim),
+            linear_proj=modules.row_parallel_linear(),
+            q_layernorm=norm,
+            k_layernorm=norm,
+        ),
+    )

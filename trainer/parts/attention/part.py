@@ -1,0 +1,83 @@
+"""Grouped-query attention, described without torch."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.model.layer import LayerFlops, Mixer
+from trainer.model.rules import GatedGroupedQKV, GroupedQKV, Rule
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attention(Mixer):
+    """Attention with norms of queries and keys.
+
+    Attributes:
+        gated: the output of each query head is multiplied by the sigmoid of a gate, which is projected with the
+            queries.
+    """
+
+    spec = "trainer.parts.attention.module:spec"
+    first_linear = "linear_qkv"
+    role = "attention"
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    gated: bool = False
+
+    @property
+    def parameters(self) -> int:
+        return self._projections + self._output_projection + 2 * self.head_dim
+
+    @property
+    def flops(self) -> LayerFlops:
+        """The attention of the causal half: 2 products of 2 FLOPs, halved."""
+        return LayerFlops(2 * self._projections, 2 * self._output_projection, 2 * self.num_heads * self.head_dim)
+
+    def kept_numbers(self, *, selective: bool) -> int:
+        """Queries, keys, values and output are about four hidden sizes; a gate adds itself and the output that it
+        multiplies."""
+        return 4 * self.hidden_size + (2 * self.num_heads * self.head_dim if self.gated else 0)
+
+    def divided_widths(self) -> dict[str, int]:
+        return {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}
+
+    def transformer_settings(self) -> Mapping[str, Any]:
+        return {
+            "num_attention_heads": self.num_heads,
+            "num_query_groups": self.num_kv_heads,
+            "kv_channels": self.head_dim,
+            "qk_layernorm": True,
+            "attention_output_gate": self.gated,
+        }
+
+    def rules(self, ours: str, hf: str) -> Iterator[Rule]:
+        ours, hf = f"{ours}self_attention.", f"{hf}self_attn."
+        group, dim = self.num_heads // self.num_kv_heads * self.head_dim, self.head_dim
+        heads, keys = self.num_heads * dim, self.num_kv_heads * dim
+        packing, queries = GroupedQKV(groups=self.num_kv_heads, widths=(group, dim, dim)), heads
+        if self.gated:
+            packing = GatedGroupedQKV(groups=self.num_kv_heads, widths=(2 * group, dim, dim), head_dim=dim)
+            queries = 2 * heads
+        yield Rule(
+            ours + "linear_qkv.weight",
+            tuple(f"{hf}{name}_proj.weight" for name in "qkv"),
+            packing,
+            sizes=tuple((rows, self.hidden_size) for rows in (queries, keys, keys)),
+            role=self.role,
+        )
+        yield Rule(ours + "q_layernorm.weight", (hf + "q_norm.weight",))
+        yield Rule(ours + "k_layernorm.weight", (hf + "k_norm.weight",))
+        output = ((self.hidden_size, heads),)
+        yield Rule(ours + "linear_proj.weight", (hf + "o_proj.weight",), sizes=output, role=self.role, axis=1)
+
+    @property
+    def _projections(self) -> int:
+        per_query = 2 if self.gated else 1
+        return self.hidden_size * (per_query * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    @property
+    def _output_projection(self) -> int:
+        return self.hidden_size * self.num_heads * self.head_dim

@@ -1,0 +1,204 @@
+"""The gated delta net in the place of a layer's attention: its projections and parameters, divided over ranks by heads.
+
+T = tokens of the bin on this rank, s = T / tp with sequence parallel, else T; H = value heads of this tensor-parallel
+rank, d = head dim, D = hidden size. A row of the input projection is [q | k | v | z | b | a].
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.utils import apply_prefix_mapping
+from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
+
+from trainer.layers.gather import to_heads, to_sequence
+from trainer.layers.module_set import column_after_norm
+from trainer.layers.segments import PackedSegments, Rotation, recomputed
+from trainer.layers.sharded_runs import in_runs
+from trainer.model.late_import import load
+from trainer.parts.delta.part import DeltaNet
+from trainer.parts.delta.rule.gated_delta_net import DeltaHeads, DeltaParameters, gated_delta_net, kernels_fit
+
+TAPS = 4  # of the convolution
+# Each rank has the channels and the heads of its own; the norm's weight is whole on every rank.
+_DIVIDED = ("conv_weight", "decay.a_log", "decay.dt_bias")
+
+
+def heads_of_rank(heads: DeltaHeads, ranks: int) -> DeltaHeads:
+    """The number of heads of each of the ranks that divide them."""
+    return DeltaHeads(heads.key // ranks, heads.value // ranks, heads.dim)
+
+
+def rows_of(heads: DeltaHeads) -> tuple[int, ...]:
+    """Rows of q, k, v, z, b and a in the input projection."""
+    return (*heads.widths, heads.widths[-1], heads.value, heads.value)
+
+
+def _split(projected: torch.Tensor, heads: DeltaHeads) -> tuple[torch.Tensor, ...]:
+    """(T, rows) -> [q | k | v], z, b and a, each (T, ...)."""
+    rows = rows_of(heads)
+    return projected.split((sum(rows[:3]), *rows[3:]), dim=1)
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaSubmodules:
+    """The modules of the two projections."""
+
+    in_proj: type
+    linear_proj: type
+
+
+class Decay(MegatronModule):
+    """How fast each head forgets: parameters that are float32 whatever the other weights are.
+
+    In bfloat16 steps of training are lost in them. FSDP2 casts the weights of a module when its forward pass begins,
+    so these are a module of their own.
+    """
+
+    computes_in_float32 = True  # trainer/parallel/fsdp.py reads it
+
+    def __init__(self, config: TransformerConfig, heads: int) -> None:
+        super().__init__(config)
+        self.a_log, self.dt_bias = (_weight((heads,), torch.float32) for _ in range(2))
+
+    def forward(self, rank: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A_log and dt_bias of the heads of one of the context-parallel ranks, (H / ranks,) float32."""
+        return self.a_log.chunk(ranks)[rank], self.dt_bias.chunk(ranks)[rank]
+
+
+class DeltaAttention(MegatronModule):
+    """A gated delta net in the pieces of a PackedLayer.
+
+    Args:
+        heads: of the whole model; tensor-parallel ranks divide them.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: DeltaSubmodules,
+        heads: DeltaHeads,
+        pg_collection: ProcessGroupCollection,
+        **_: object,
+    ) -> None:
+        super().__init__(config)
+        self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
+        ranks = self.tp_group.size()
+        self.heads = heads_of_rank(heads, ranks)
+        inner = heads.value * heads.dim
+        shared = {"config": config, "bias": False, "is_expert": False, "tp_group": self.tp_group}
+        self.in_proj = build_module(
+            submodules.in_proj,
+            config.hidden_size,
+            ranks * sum(rows_of(self.heads)),
+            init_method=config.init_method,
+            gather_output=False,
+            skip_bias_add=False,
+            tp_comm_buffer_name="qkv",
+            **shared,
+        )
+        self.linear_proj = build_module(
+            submodules.linear_proj,
+            inner,
+            config.hidden_size,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_comm_buffer_name="proj",
+            **shared,
+        )
+        self.conv_weight = _weight((sum(self.heads.widths), 1, TAPS), config.params_dtype)
+        self.decay = Decay(config, self.heads.value)
+        self.norm_weight = _weight((heads.dim,), config.params_dtype)
+        for name in _DIVIDED if ranks > 1 else ():
+            param = self.get_parameter(name)
+            param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, 0, 1
+
+    def prepare(self, hidden_states: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, ...]:
+        """(s, 1, D) -> (T, [q | k | v]), z (T, H * d), b and a (T, H). Nothing is turned: the order of the tokens is in
+        the state."""
+        projected, _ = self.in_proj(hidden_states)
+        return _split(projected.squeeze(1), self.heads)
+
+    def attend(self, mixed, z, b, a, segments: PackedSegments) -> torch.Tensor:
+        """The values of `prepare` -> (T, 1, H * d). A state needs its tokens one after another, so context-parallel
+        ranks turn their slices of the sequence into slices of the heads, and back."""
+        inputs, heads, group, parameters = (mixed, z, b, a), self.heads, self.cp_group, self._of_heads(0, 1)
+        ranks = group.size()
+        if ranks > 1:
+            by_rank = [x.unflatten(1, (ranks, -1)) for x in (*mixed.split(heads.widths, 1), z, b, a)]
+            heads, parameters = heads_of_rank(heads, ranks), self._of_heads(group.rank(), ranks)
+            inputs = _split(to_heads(torch.cat(by_rank, 2), segments.cp_order, group), heads)
+        is_recomputed = self.config.recompute_granularity == "selective"
+        compute = partial(recomputed, gated_delta_net) if is_recomputed else gated_delta_net
+        out = compute(*inputs, parameters, heads, segments.chunks, self.config.layernorm_epsilon)
+        if ranks > 1:
+            out = to_sequence(out, segments.cp_order, group).flatten(1)
+        return out[:, None]
+
+    def modules_of_prepare(self) -> list[torch.nn.Module]:
+        """The modules whose parameters `prepare` uses; the others are `attend`'s."""
+        return [self.in_proj]
+
+    @property
+    def attended_width(self) -> int:
+        """H * d, the width of `attend`'s output."""
+        return self.heads.value * self.heads.dim
+
+    def partial_gradients(self) -> list[torch.nn.Parameter]:
+        """Return the norm, which is whole on every tensor-parallel rank and used by each for its own heads."""
+        return [self.norm_weight] if self.tp_group.size() > 1 and self.norm_weight.requires_grad else []
+
+    def _of_heads(self, rank: int, ranks: int) -> DeltaParameters:
+        """Those of the heads of one of the context-parallel ranks."""
+        runs = self.conv_weight.squeeze(1).split(self.heads.widths)
+        return DeltaParameters(
+            torch.cat([run.chunk(ranks)[rank] for run in runs]), *self.decay(rank, ranks), self.norm_weight
+        )
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> ShardedStateDict:
+        """megatron-core's, with the parameters that tensor-parallel ranks divide in their places, and no word of
+        `decay` in the stored names."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        state |= make_sharded_tensors_for_checkpoint(
+            {name: self.get_parameter(name) for name in _DIVIDED},
+            prefix,
+            dict.fromkeys(_DIVIDED, 0),
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        apply_prefix_mapping(state, {prefix + "decay.": prefix})
+        if self.tp_group.size() > 1:
+            for name, rows in (("in_proj.weight", rows_of(self.heads)), ("conv_weight", self.heads.widths)):
+                state[prefix + name] = in_runs(state[prefix + name], rows, self.tp_group.rank(), self.tp_group.size())
+        return state
+
+
+def _weight(shape: tuple[int, ...], dtype: torch.dtype) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.empty(shape, dtype=dtype))
+
+
+def _heads(part: DeltaNet) -> DeltaHeads:
+    return DeltaHeads(part.key_heads, part.value_heads, part.head_dim)
+
+
+def spec(part: DeltaNet, modules: BackendSpecProvider) -> ModuleSpec:
+    """The mixer of a decoder layer."""
+    projections = DeltaSubmodules(column_after_norm(modules), modules.row_parallel_linear())
+    return ModuleSpec(module=DeltaAttention, params={"heads": _heads(part)}, submodules=projections)
+
+
+def check_device(part: DeltaNet, dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse a compiler that gets the delta rule's kernels wrong, where these would be used."""
+    if kernels_fit(torch.empty(0, dtype=dtype, device=device), _heads(part)):
+        load("trainer.parts.delta.rule.kernel_check:prove_kernels")(device.index)

@@ -1,0 +1,88 @@
+"""The gated delta net of Qwen3.5, described without torch."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from trainer.model.layer import LayerFlops, Mixer
+from trainer.model.rules import Rule, StackedRuns
+from trainer.model.shape import DELTA_CHUNK
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeltaNet(Mixer):
+    """A gated delta net.
+
+    Attributes:
+        key_heads, value_heads: each key head serves equally many value heads.
+        head_dim: width of a head's query, key and value.
+        taps: width of the convolution, in tokens.
+    """
+
+    spec = "trainer.parts.delta.module:spec"
+    first_linear = "in_proj"
+    role = "delta"
+    in_chunks = True
+    check_device = "trainer.parts.delta.module:check_device"
+
+    hidden_size: int
+    key_heads: int
+    value_heads: int
+    head_dim: int
+    taps: int
+
+    @property
+    def channels(self) -> tuple[int, int, int]:
+        """Widths of a token's queries, keys and values."""
+        key, value = self.key_heads * self.head_dim, self.value_heads * self.head_dim
+        return key, key, value
+
+    @property
+    def parameters(self) -> int:
+        own = self.taps * sum(self.channels) + 2 * self.value_heads + self.head_dim
+        return self._projections + self._output_projection + own
+
+    @property
+    def flops(self) -> LayerFlops:
+        """The delta rule counts as `before`, because a state needs every token. Per token and value head it is three
+        products inside a chunk of C tokens (6 C d), the solution of a triangular system (2 C d), and three products
+        with the state (6 d^2); nothing grows with the length of a sample."""
+        width = self.head_dim
+        rule = self.value_heads * (8 * DELTA_CHUNK * width + 6 * width**2)
+        convolution = 2 * self.taps * sum(self.channels)
+        return LayerFlops(2 * self._projections + convolution + rule, 2 * self._output_projection, 0)
+
+    def kept_numbers(self, *, selective: bool) -> int:
+        """The numbers that the kernels save: the projected [q | k | v | z | b | a] and the input of the output
+        projection. Unless they are computed again, also q, k and v after the convolution, the rule's output, and decay
+        and beta in float32, which count as two numbers each."""
+        queries, keys, values = self.channels
+        inside = queries + keys + values + values + 4 * self.value_heads
+        return queries + keys + 3 * values + 2 * self.value_heads + (0 if selective else inside)
+
+    def divided_widths(self) -> dict[str, int]:
+        return self.context_divided_widths()
+
+    def context_divided_widths(self) -> dict[str, int]:
+        return {"linear_num_key_heads": self.key_heads}
+
+    def rules(self, ours: str, hf: str) -> Iterator[Rule]:
+        ours, hf = f"{ours}self_attention.", f"{hf}linear_attn."
+        channels, heads, width = self.channels, self.value_heads, self.hidden_size
+        joined = StackedRuns(rows=(channels, channels[-1:], (heads,), (heads,)))
+        names = tuple(f"{hf}in_proj_{name}.weight" for name in ("qkv", "z", "b", "a"))
+        sizes = tuple((out, width) for out in (sum(channels), channels[-1], heads, heads))
+        yield Rule(ours + "in_proj.weight", names, joined, sizes=sizes, role=self.role)
+        yield Rule(ours + "conv_weight", (hf + "conv1d.weight",), StackedRuns(rows=(channels,)))
+        yield Rule(ours + "decay.a_log", (hf + "A_log",))
+        yield Rule(ours + "decay.dt_bias", (hf + "dt_bias",))
+        yield Rule(ours + "norm_weight", (hf + "norm.weight",))
+        output = ((width, channels[-1]),)
+        yield Rule(ours + "linear_proj.weight", (hf + "out_proj.weight",), sizes=output, role=self.role, axis=1)
+
+    @property
+    def _projections(self) -> int:
+        return self.hidden_size * (sum(self.channels) + self.channels[-1] + 2 * self.value_heads)
+
+    @property
+    def _output_projection(self) -> int:
+        return self.hidden_size * self.channels[-1]

@@ -1,0 +1,77 @@
+"""The gated delta net of Qwen3.5 between its projections: in torch everywhere, in Triton kernels on Hopper in bf16.
+
+T = tokens of a bin, HK = key heads, H = value heads, d = head dim.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from trainer.data.packed_chunks import PackedChunks
+from trainer.layers.kernels.permission import can_import, hopper_kernels_run
+from trainer.parts.delta.rule import plain
+
+if can_import():
+    from trainer.parts.delta.rule.convolution import convolve_heads
+    from trainer.parts.delta.rule.gated_norm import gated_norm
+    from trainer.parts.delta.rule.gates import delta_gates
+    from trainer.parts.delta.rule.kernel_rule import gated_delta_rule
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaHeads:
+    key: int
+    value: int
+    dim: int
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Channels of q, k and v, as the projection and the convolution have them one after another."""
+        return self.key * self.dim, self.key * self.dim, self.value * self.dim
+
+
+def kernels_fit(mixed: torch.Tensor, heads: DeltaHeads) -> bool:
+    """The kernels are proven on Hopper, in bf16, for heads of 128; everything else goes the plain way."""
+    return mixed.dtype == torch.bfloat16 and heads.dim == 128 and hopper_kernels_run(mixed.device)
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaParameters:
+    conv_weight: torch.Tensor  # (channels, 4); the last tap is the token's own
+    a_log: torch.Tensor  # (H,)
+    dt_bias: torch.Tensor  # (H,)
+    norm_weight: torch.Tensor  # (d,), centred at one
+
+
+def gated_delta_net(
+    mixed: torch.Tensor,
+    z: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    parameters: DeltaParameters,
+    heads: DeltaHeads,
+    chunks: PackedChunks,
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """From the input projections to what the output projection takes; state and convolution begin anew at each segment.
+
+    Args:
+        mixed: (T, [q | k | v]); rows of it, z, b and a may be parts of one projection's rows.
+        z: (T, H * d), the gate of the norm.
+        b: (T, H), beta before its sigmoid.
+        a: (T, H), the decay before dt_bias is added.
+
+    Returns:
+        (T, H * d).
+    """
+    gate = z.unflatten(1, (heads.value, heads.dim))
+    weight, a_log, dt_bias = parameters.conv_weight, parameters.a_log, parameters.dt_bias
+    if kernels_fit(mixed, heads):
+        q, k, v = convolve_heads(mixed, weight, chunks, heads.key, heads.value, heads.dim)
+        o = gated_delta_rule(q, k, v, *delta_gates(a, b, a_log, dt_bias, chunks), chunks)
+        return gated_norm(o, gate, parameters.norm_weight, eps).flatten(1)
+    q, k, v = plain.split_heads(plain.convolve(mixed, weight, chunks), heads.key, heads.value, heads.dim)
+    g, beta = plain.gates(a, b, a_log, dt_bias)
+    exact = g.dtype
+    o = plain.gated_delta_rule(q.to(exact), k.to(exact), v.to(exact), g, beta, chunks)
+    return plain.gated_norm(o, gate.to(exact), parameters.norm_weight.to(exact), eps).to(mixed.dtype).flatten(1)

@@ -1,0 +1,199 @@
+"""The vision encoder of Qwen3-VL: patches of all images of a bin -> image tokens and deepstack features.
+
+P = patches, V = image tokens = P / merge^2, C = bytes of a patch (3 * patch_size^2), D = language hidden size,
+L = deepstack levels.
+"""
+
+from functools import partial
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from trainer.contract.parallel import ParallelConfig
+from trainer.data.micro_batch import MicroBatch
+from trainer.layers.module_set import ACTIVATIONS, layer_around, shared_config
+from trainer.layers.segments import PackedSegments, Rotation, inverse_frequencies, recomputed
+from trainer.model.shape import VisionShape
+from trainer.parts.attention.module import attention_spec
+from trainer.parts.mlp.module import mlp_spec
+
+
+def vision_config(shape: VisionShape, parallel: ParallelConfig, dtype: torch.dtype) -> TransformerConfig:
+    """megatron-core's config of the vision encoder: all its layers are on the first pipeline rank, its sequence is
+    never cut, and each matrix is whole unless vision_split=tensor_parallel."""
+    return TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        ffn_hidden_size=shape.intermediate_size,
+        num_attention_heads=shape.num_heads,
+        kv_channels=shape.head_dim,
+        normalization="LayerNorm",
+        layernorm_epsilon=1e-6,
+        activation_func=ACTIVATIONS[shape.activation],
+        add_bias_linear=True,
+        tensor_model_parallel_size=parallel.tp if parallel.vision_split == "tensor_parallel" else 1,
+        **shared_config(dtype),
+    )
+
+
+def position_taps(coordinates: torch.Tensor, frames: torch.Tensor, side: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(P, 4) int64 rows of a side x side table of learned positions for each patch, and their (P, 4) float32 weights,
+    which sum to 1: the table is resampled to each frame's grid.
+
+    Bilinear with corners aligned, as in transformers' `get_vision_interpolation_indices_and_weights`. Every operation
+    on floats is a single float32 operation: all devices give the same bits, and nothing waits for a device.
+
+    Args:
+        coordinates: (P, 2) int32 row and column of each patch.
+        frames: (P, 2) int32 rows and columns of its frame.
+    """
+    source = coordinates.float() * (side - 1) / (frames - 1).clamp(min=1)
+    low = source.floor()
+    fraction = source - low
+    index = low.long()
+    near = torch.stack((index, (index + 1).clamp(max=side - 1)), -1)  # (P, axis, 2)
+    weights = torch.stack((1 - fraction, fraction), -1)
+    taps = near[:, 0, :, None] * side + near[:, 1, None]
+    return taps.flatten(1), (weights[:, 0, :, None] * weights[:, 1, None]).flatten(1)
+
+
+def vision_angles(patch_coordinates: torch.Tensor, shape: VisionShape) -> torch.Tensor:
+    """(P, 2) rows and columns -> (P, head_dim / 2) float32: half of the pairs turn by the row, half by the column."""
+    inverse = inverse_frequencies(shape.rope_theta, shape.head_dim // 2, patch_coordinates.device)
+    return (patch_coordinates[..., None].float() * inverse).flatten(1)
+
+
+class PatchEmbedding(torch.nn.Module):
+    """Normalises uint8 patches and projects them. The weight has a frame axis; a still image's frames are equal."""
+
+    def __init__(self, config: TransformerConfig, shape: VisionShape) -> None:
+        super().__init__()
+        axes = (shape.hidden_size, 3, shape.temporal_patch_size, shape.patch_size, shape.patch_size)
+        self.weight = torch.nn.Parameter(torch.empty(axes, dtype=config.params_dtype))
+        self.bias = torch.nn.Parameter(torch.empty(shape.hidden_size, dtype=config.params_dtype))
+        self.register_buffer("offset", torch.zeros(3), persistent=False)
+        self.register_buffer("divisor", torch.ones(3), persistent=False)
+
+    def set_normalisation(self, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+        """Set the image processor's mean and standard deviation per channel, on the scale 0 to 1."""
+        self.offset.copy_(torch.tensor(mean) * 255)
+        self.divisor.copy_(torch.tensor(std) * 255)
+
+    def forward(self, patches: torch.Tensor) -> torch.Tensor:
+        """(P, C) uint8 -> (P, hidden). Frames are equal, so one product with the sum of their weights is enough."""
+        pixels = patches.view(len(patches), 3, -1).float()
+        pixels = pixels.sub(self.offset[:, None]).div(self.divisor[:, None]).flatten(1)
+        weight = self.weight.sum(dim=2).flatten(1)
+        return F.linear(pixels.to(weight.dtype), weight, self.bias)
+
+
+class PatchMerger(MegatronModule):
+    """merge x merge patches -> one image token. Deepstack's mergers normalise after the patches are joined."""
+
+    def __init__(self, config, shape: VisionShape, modules: BackendSpecProvider, groups, *, norm_after: bool) -> None:
+        super().__init__(config)
+        self.width = shape.hidden_size * shape.spatial_merge_size**2
+        self.norm_after = norm_after
+        norm_size = self.width if norm_after else shape.hidden_size
+        self.norm = build_module(modules.layer_norm(), config=config, hidden_size=norm_size, eps=1e-6)
+        shared = {
+            "config": config,
+            "init_method": config.init_method,
+            "bias": True,
+            "skip_bias_add": False,
+            "is_expert": False,
+            "tp_group": groups.tp,
+        }
+        column, row = modules.column_parallel_linear(), modules.row_parallel_linear()
+        self.linear_fc1 = column(self.width, self.width, gather_output=False, **shared)
+        self.linear_fc2 = row(self.width, shape.out_hidden_size, input_is_parallel=True, **shared)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(P, 1, hidden) -> (V, D)."""
+        hidden = self.norm(hidden.reshape(-1, self.width)) if self.norm_after else self.norm(hidden)
+        hidden, _ = self.linear_fc1(hidden.reshape(-1, 1, self.width))
+        hidden, _ = self.linear_fc2(F.gelu(hidden))
+        return hidden.squeeze(1)
+
+
+class VisionEncoder(MegatronModule):
+    """Patches -> transformer with full attention inside each image -> merged image tokens.
+
+    It encodes the images of its rank alone; the model gathers the image tokens of all ranks.
+    """
+
+    is_random = False  # a layer draws numbers: adapters with dropout
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        shape: VisionShape,
+        modules: BackendSpecProvider,
+        groups: ProcessGroupCollection,
+        *,
+        recompute: bool = False,
+    ) -> None:
+        super().__init__(config)
+        self.shape, self.recompute = shape, recompute
+        self.patch_embed = PatchEmbedding(config, shape)
+        self.pos_embed = torch.nn.Parameter(
+            torch.empty(shape.num_positions, shape.hidden_size, dtype=config.params_dtype)
+        )
+        attention = attention_spec(modules, head_dim=shape.head_dim, causal=False, qk_norm=False)
+        spec = layer_around(attention, mlp_spec(modules), modules, first_linears=("linear_qkv", "linear_fc1"))
+        self.blocks = TransformerBlock(
+            config,
+            TransformerBlockSubmodules(layer_specs=[spec] * shape.num_layers),
+            post_layer_norm=False,
+            pg_collection=groups,
+        )
+        self.merger = PatchMerger(config, shape, modules, groups, norm_after=False)
+        self.deepstack_mergers = torch.nn.ModuleList(
+            PatchMerger(config, shape, modules, groups, norm_after=True) for _ in shape.deepstack_layers
+        )
+
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        """(V, (1 + L) * D): each image token, and after it its feature of every deepstack level."""
+        # If nothing before the mergers is trained, only they need a graph.
+        before = (self.pos_embed, *self.patch_embed.parameters(), *self.blocks.parameters())
+        with torch.set_grad_enabled(torch.is_grad_enabled() and any(param.requires_grad for param in before)):
+            taps = self._hidden_states(batch)
+        # The features are in the order of their layers, whatever the order of the config's list.
+        by_layer = [self.deepstack_mergers[i] for i in np.argsort(self.shape.deepstack_layers)]
+        levels = [merger(hidden) for merger, hidden in zip([*by_layer, self.merger], taps)]
+        return torch.cat([levels[-1], *levels[:-1]], dim=-1)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> ShardedStateDict:
+        """megatron-core's, which takes the modules of a ModuleList for whole on every tensor-parallel rank, with these
+        replaced by their own."""
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        for number, merger in enumerate(self.deepstack_mergers):
+            state |= merger.sharded_state_dict(f"{prefix}deepstack_mergers.{number}.", sharded_offsets, metadata)
+        return state
+
+    def _hidden_states(self, batch: MicroBatch) -> list[torch.Tensor]:
+        """(P, 1, hidden) after each deepstack layer and after the last."""
+        side = self.shape.position_side
+        taps, weights = position_taps(batch.patch_coordinates, batch.patch_frames, side)
+        weights = weights.to(self.pos_embed.dtype)
+        positions = F.embedding_bag(taps, self.pos_embed, per_sample_weights=weights, mode="sum")
+        hidden = (self.patch_embed(batch.patches) + positions)[:, None]
+        rotation = Rotation.of(vision_angles(batch.patch_coordinates, self.shape))
+        segments = PackedSegments.of(batch.vision_cu_seqlens, batch.vision_max_seqlen)
+        tapped = []
+        for number, layer in enumerate(self.blocks.layers):
+            call = partial(recomputed, layer, is_random=self.is_random) if self.recompute else layer
+            hidden = call(hidden, rotation, segments)
+            if number in self.shape.deepstack_layers:
+                tapped.append(hidden)
+        return [*tapped, hidden]

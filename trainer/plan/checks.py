@@ -1,0 +1,137 @@
+"""Checks that a job fits its model: its layout, and the parts that its settings name. Without torch."""
+
+from collections.abc import Collection
+
+from dataset_builders.contracts.feature_store import read_feature_store
+from dataset_builders.contracts.manifest import load_manifest
+from dataset_builders.errors import InputError
+from dataset_builders.storage.store import StorePath
+from trainer.contract.parallel import ParallelConfig
+from trainer.contract.peft import check_start
+from trainer.contract.run import PartConfig, RunConfig, TrainConfig
+from trainer.model.family import Family
+from trainer.model.registry import read_model
+from trainer.model.shape import ModelShape
+from trainer.model.whole_modules import check_adapter
+from trainer.plan.layout import check_layout
+from trainer.plan.pieces import mean_work, pipeline_pieces
+
+ENCODING_PARTS = ("vision", "merger")  # what makes image tokens of pixels
+
+
+def check_run(run: RunConfig, world_size: int) -> None:
+    """`check_layout`, `check_training` and `check_adapter` for a job whose inputs are on disk.
+
+    Raises:
+        InputError: something does not fit, `hf_dir` is not a model, `bins_dir` is not an artifact of plan_bins,
+            `features_dir` is not one of encode_images for these samples, or `adapter_dir` holds another adapter.
+    """
+    plan = load_manifest(run.bins_dir).config
+    if "pad_multiple" not in plan:
+        raise InputError(f"bins_dir={run.bins_dir} is not an artifact of plan_bins: its manifest has no pad_multiple")
+    family, shape = read_model(run.hf_dir)
+    if run.features_dir is not None:
+        check_cached(run.train.frozen, run.execution.parallel, family)
+        _check_features(run.features_dir, run.tokenized_dir)
+    check_training(run.train, run.execution.parallel, family)
+    if run.adapter_dir is not None:
+        check_start(run.adapter_dir, run.train.adapter)
+    check_adapter(run.train, family, shape)
+    check_layout(
+        run.execution.parallel,
+        shape,
+        world_size=world_size,
+        global_batch_size=run.train.global_batch_size,
+        seq_len=run.seq_len,
+        pad_multiple=plan["pad_multiple"],
+    )
+
+
+def check_cached(frozen: Collection[str], parallel: ParallelConfig, family: Family) -> None:
+    """Check that the features of images can be computed once, before the training.
+
+    Args:
+        frozen: parts of the model that are not trained.
+
+    Raises:
+        InputError: the family has no vision encoder that runs by itself, a part of it is trained, or a layout gives
+            ranks images to encode.
+    """
+    if parallel.vision != "first_rank":
+        raise InputError(
+            "encode_images leaves no image to encode in training, and execution.parallel.vision gives them to other "
+            "ranks; set execution.parallel.vision=first_rank, or encode_images=null"
+        )
+    if not family.encoder:
+        raise InputError(
+            f"encode_images encodes images once, and a {family.model_type} model has no vision encoder for it; set "
+            "encode_images=null"
+        )
+    trained = [part for part in ENCODING_PARTS if part not in frozen]
+    if trained:
+        raise InputError(
+            f"encode_images encodes images once, and train.{trained[0]}.frozen=false changes what they become; set "
+            f"{' and '.join(f'train.{part}.frozen=true' for part in trained)}, or encode_images=null"
+        )
+
+
+def _check_features(features_dir: StorePath, tokenized_dir: StorePath) -> None:
+    manifest = load_manifest(features_dir)
+    read_feature_store(features_dir, manifest.stats)
+    encoded, samples = manifest.parents["tokenized"].fingerprint, load_manifest(tokenized_dir).fingerprint
+    if encoded != samples:
+        raise InputError(
+            f"features_dir={features_dir} was made of the samples {encoded}, and tokenized_dir={tokenized_dir} holds "
+            f"{samples}; run the encode_images stage with these"
+        )
+
+
+def pieces_of(run: RunConfig, shape: ModelShape) -> tuple[range, ...]:
+    """The language layers of each piece of a job's pipeline, by the plan of its bins."""
+    plan = load_manifest(run.bins_dir)
+    work = mean_work(run.seq_len, plan.config, plan.stats)
+    if run.features_dir is not None:
+        work = work.without_images()
+    return pipeline_pieces(shape, run.execution.parallel, work, run.train.frozen)
+
+
+def check_training(train: TrainConfig, parallel: ParallelConfig, family: Family) -> None:
+    """Check that a training's settings are what its family can do, that they name parts that the model has, and that
+    one of these is trained.
+
+    Raises:
+        InputError: they are not, do not, or all parts are frozen.
+    """
+    family.check_settings(train, parallel)
+    if train.optim.moments == "bfloat16" and parallel.sharding == "fsdp":
+        raise InputError(
+            "train.optim.moments is bfloat16 and execution.parallel.sharding is fsdp, which divides moments over the "
+            "ranks as they are; set train.optim.moments=float32"
+        )
+    if train.has_float8_base:
+        _check_float8_base(train, parallel)
+    for name, settings in train.parts.items():
+        changed = settings.model_dump(exclude_defaults=True)
+        if name not in family.parts and settings != PartConfig():
+            field, value = next(iter(changed.items()))
+            raise InputError(
+                f"train.{name}.{field} is {value}, and a {family.model_type} model has no part {name!r}; its parts: "
+                f"{', '.join(family.parts)}"
+            )
+    if all(train.part(name).frozen for name in family.parts):
+        names = ", ".join(f"train.{name}.frozen" for name in family.parts)
+        raise InputError(f"{names}: nothing is left to train in a {family.model_type} model; make one of them false")
+
+
+def _check_float8_base(train: TrainConfig, parallel: ParallelConfig) -> None:
+    without = "train.adapter.base=train_precision"
+    if parallel.sharding == "fsdp":
+        raise InputError(
+            "train.adapter.base is float8 and execution.parallel.sharding is fsdp, which divides numbers that it can "
+            f"cast and not codes of them; set execution.parallel.sharding=distributed_optimizer, or {without}"
+        )
+    if train.precision == "float8":
+        raise InputError(
+            "train.adapter.base is float8 and train.precision is float8, which keeps a float8 copy of each weight for "
+            f"its products; set train.precision=bfloat16, or {without}"
+        )

@@ -1,0 +1,318 @@
+"""The memory that a training takes, from the model's shape alone, without torch."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from trainer.contract.parallel import ParallelConfig
+from trainer.contract.run import TrainConfig
+from trainer.model.adapter_sizes import AdapterSizes, PlaceSizes
+from trainer.model.shape import LOSS_CHUNK, ModelShape, VisionShape
+
+# What torch's allocator holds beside the activations, of them.
+RESERVE = 0.1
+
+
+def estimate_memory(
+    shape: ModelShape,
+    parallel: ParallelConfig,
+    train: TrainConfig,
+    *,
+    pieces: Sequence[range],
+    dp: int,
+    seq_len: int,
+    max_patches: int,
+    adapters: AdapterSizes | None = None,
+) -> dict[str, int]:
+    """Bytes that the fullest process needs to train: of a pipeline often its first (vision) or its last (logits).
+
+    Of P parameters on a process, with the distributed optimizer over n = dp x cp ranks: weights 4 P, or in bfloat16
+    2 P and 4 P / n of float32 copies; gradients 4 P; AdamW's two moments 8 P / n, in bfloat16 4 P / n. With fsdp
+    (4 + 4 + 8) P / dp, and gathered: the weights outside of layers and of two layers, and of one of these the gradients
+    before and after their cast to float32. P counts language matrices / tp, and vision
+    whole unless vision_split=tensor_parallel. Frozen parameters are weights alone, without float32 copies. Where vision
+    is dealt, each rank of a pipeline but the first has a copy of it: weights, 4 P or in bfloat16 2 P, and gradients.
+    Without fsdp these are exact.
+
+    Activations are a rule of thumb for attention that keeps no score matrix (Korthikanti et al. 2022, arXiv:2205.05198,
+    table 2). Bytes per token and layer of width D in half precision are 10 D + (16 D + 2 A) / tp; with sequence
+    parallel all is divided by tp; if recomputed 2 D, and one whole layer more. 8 D are the MLP's `kept_numbers` and A
+    the mixer's: of attention 4 D by the table, with h gates of d, 2 h d more; of a gated delta net with k and v numbers
+    of keys and values and H value heads 4 k + 5 v + 6 H, the numbers that its kernels save (backward takes 2 KB per
+    token and value head for a moment more, of one layer at a time). Tokens are seq_len / cp; patches are max_patches /
+    (tp x cp) if the images are dealt evenly, max_patches / cp with vision_split=tensor_parallel. All this exists for
+    every micro batch in flight. A frozen vision encoder keeps nothing, but for the layer that runs. Where vision is
+    dealt, patches are max_patches / (tp x cp x pp), on every process, for 2 pp micro batches, with vpp > 1 for 3 pp:
+    they are encoded before their turn and wait for their gradient. The last process adds the logits of one chunk of
+    loss tokens, at most 4096 x vocabulary / tp. Qwen3-VL-2B in bins of 8,192 tokens and 25,300 patches: 81 GB by this
+    with its reserve; measured on an H200: 80 GB without CUDA graphs, and about as much with them, of which 11 are the
+    graphs'.
+
+    Reserve: what torch's allocator holds beside that, because bins of unequal shapes leave pieces that fit no other: a
+    tenth of the activations. Reserved on an H200 and by this: Qwen3.5-2B 84 to 87 GB and 91, Qwen3.5-4B 146 and 148,
+    Qwen3-VL-8B with LoRA 69 and 66.
+
+    Start: where a training takes more before its first step than ever after, that much more. megatron-core copies the
+    weights that are trained into one buffer, and has both for a moment; a base in float8 is made from one matrix at a
+    time, in three forms; with fsdp no rank ever has more than its part.
+
+    With adapters, P are theirs alone, and the base model is weights, in float8 a byte for each of the language layers'
+    matrices, of which one at a time is there unpacked. Per token and adapted layer k x rank numbers more are kept (k
+    modules in the layer), with DoRA the layer's output too, and per micro batch the matrices of the adapters' products.
+    A vision encoder without adapters counts as frozen.
+
+    Args:
+        pieces: of the pipeline, see `pipeline_pieces`.
+        dp: data-parallel ranks.
+        adapters: see `trainer.model.targets.adapter_sizes`.
+    """
+    num_micro_batches = train.global_batch_size // dp
+    sizes = (seq_len, max_patches, *_sizes(train))
+    work = _Work(shape, parallel, train.frozen, pieces, dp, num_micro_batches, *sizes, adapters)
+    return max((work.memory(rank) for rank in range(parallel.pp)), key=lambda parts: sum(parts.values()))
+
+
+def estimate_vision_rank(
+    shape: ModelShape,
+    train: TrainConfig,
+    *,
+    tp: int,
+    recompute: bool,
+    patches: float,
+    in_flight: float,
+    adapters: AdapterSizes | None = None,
+) -> dict[str, int]:
+    """Bytes that a process needs which has a copy of the vision encoder with its mergers and nothing else, by the same
+    rules: weights, and gradients of what is trained.
+
+    Args:
+        tp: processes that divide the matrices.
+        recompute: every layer is computed again in backward.
+        patches: that it encodes at a time.
+        in_flight: such times before the first one's gradients have come.
+    """
+    vision = _Vision(shape.vision, train.frozen, _sizes(train)[0], tp, recompute, adapters)
+    parts = {"weights": vision.weights, "gradients": 4 * vision.trained}
+    parts["activations"] = vision.activations(patches, in_flight)
+    parts["reserve"] = RESERVE * parts["activations"]
+    return {name: round(value) for name, value in parts.items()}
+
+
+def estimate_saved(
+    shape: ModelShape,
+    parallel: ParallelConfig,
+    train: TrainConfig,
+    *,
+    pieces: Sequence[range],
+    dp: int,
+    adapters: AdapterSizes | None = None,
+) -> int:
+    """Bytes of a checkpoint that the fullest process writes, and copies into host memory if saves are asynchronous.
+
+    Of P parameters on a process, with the distributed optimizer over n = dp x cp ranks: the weights, 2 P in bfloat16
+    and 4 P in float32, written by one of the n, and 12 P / n of float32 weights and moments, or 8 P / n with moments in
+    bfloat16; of frozen parameters the weights alone, with adapters nothing. With fsdp 12 P / dp.
+    """
+    work = _Work(shape, parallel, train.frozen, pieces, dp, 1, 1, 0, *_sizes(train), adapters)
+    return max(work.saved(rank) for rank in range(parallel.pp))
+
+
+def vision_in_flight(parallel: ParallelConfig) -> int:
+    """Micro batches whose images a rank has encoded ahead and not yet learnt from, where vision is dealt."""
+    return (3 if parallel.vpp > 1 else 2) * parallel.pp
+
+
+def _sizes(train: TrainConfig) -> tuple[int, int]:
+    """Bytes of a number in forward and backward, and of one of Adam's moments."""
+    return 4 if train.precision == "float32" else 2, 4 if train.optim.moments == "float32" else 2
+
+
+def _layer_bytes(
+    width: int, kept: Sequence[int], size: int, in_flight: float, tp: int, is_cut: bool, recompute: bool
+) -> float:
+    """Bytes per token of layers whose halves keep these numbers beside their inputs, for the micro batches in
+    flight."""
+    whole_width = width / tp if is_cut else width
+    layers = [size * (5 * whole_width + numbers / tp) for numbers in kept]
+    if recompute:
+        return in_flight * len(layers) * size * whole_width + max(layers, default=0)
+    return in_flight * sum(layers)
+
+
+def _adapter_bytes(place: PlaceSizes, tokens: float, size: int, tp: int) -> float:
+    """Bytes that the adapters of a place keep for backward."""
+    return size * (tokens * place.per_token.on(tp) + place.products.on(tp))
+
+
+@dataclass(frozen=True, slots=True)
+class _Vision:
+    """The vision encoder with its mergers, on a rank that has it."""
+
+    shape: VisionShape | None
+    frozen: Collection[str]
+    size: int  # bytes of a number in forward and backward
+    tp: int  # ranks that divide its matrices
+    recompute: bool
+    adapters: AdapterSizes | None
+
+    @property
+    def trained(self) -> float:
+        """Parameters that are trained."""
+        if self.adapters is not None:
+            return sum(place.parameters.on(self.tp) for place in self.adapters.vision.values())
+        return self._parameters(self.frozen)
+
+    @property
+    def weights(self) -> float:
+        """Bytes of the weights in forward and backward."""
+        weights = self.size * self._parameters()
+        if self.adapters is not None:
+            weights += self.size * self.trained
+        return weights
+
+    def _parameters(self, without: Collection[str] = ()) -> float:
+        counts = {} if self.shape is None else self.shape.parameters
+        return sum(count for part, count in counts.items() if part not in without) / self.tp
+
+    def activations(self, patches: float, in_flight: float) -> float:
+        """Bytes of these patches for so many micro batches. Frozen layers run without a graph, one after the other."""
+        if self.shape is None:
+            return 0
+        width, layers = self.shape.hidden_size, self.shape.num_layers
+        kept, tp, adapters = [12 * width] * layers, self.tp, self.adapters
+        if "vision" in self.frozen or (adapters is not None and not adapters.trains("vision")):
+            total = patches * _layer_bytes(width, kept[:1], self.size, 1, tp, False, False)
+        else:
+            total = patches * _layer_bytes(width, kept, self.size, in_flight, tp, False, self.recompute)
+        if adapters is not None:
+            blocks = _adapter_bytes(adapters.vision["vision"], patches, self.size, tp)
+            total += blocks / layers if self.recompute else in_flight * blocks
+            tokens = patches / self.shape.spatial_merge_size**2
+            total += in_flight * _adapter_bytes(adapters.vision["merger"], tokens, self.size, tp)
+        return total
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    shape: ModelShape
+    parallel: ParallelConfig
+    frozen: Collection[str]
+    pieces: Sequence[range]
+    dp: int
+    num_micro_batches: int
+    seq_len: int
+    max_patches: int
+    size: int  # bytes of a number in forward and backward
+    moment_size: int  # bytes of a number of Adam's moments
+    adapters: AdapterSizes | None
+
+    def memory(self, rank: int) -> dict[str, int]:
+        """Bytes of a pipeline rank."""
+        weights, trained = self._weights(rank), self._trained(rank)
+        ranks = self.dp * self.parallel.cp
+        parts = {
+            "weights": weights + (4 * trained / ranks if self.size == 2 else 0),
+            "gradients": 4 * trained,
+            "optimizer": 2 * self.moment_size * trained / ranks,
+        }
+        if self.parallel.sharding == "fsdp":
+            parts |= {"weights": 4 * weights / self.size / ranks, "gradients": 4 * trained / ranks}
+        if rank > 0 and self.parallel.deals_vision:
+            parts["weights"] += self._vision.weights
+            parts["gradients"] += 4 * self._vision.trained
+        activations = self._activations(rank)
+        parts |= {"activations": activations, "reserve": RESERVE * activations}
+        if self.parallel.sharding == "fsdp":
+            parts["gathered"] = self._gathered()
+        elif (more := self._start(weights, trained) - sum(parts.values())) > 0:
+            parts["start"] = more
+        return {name: round(value) for name, value in parts.items()}
+
+    def _start(self, weights: float, trained: float) -> float:
+        """Bytes of a pipeline rank at most before its first step."""
+        matrix = 0.0
+        if self.adapters is not None and self.adapters.has_float8_base:
+            matrix = self.shape.language.largest_matrix / self.parallel.tp
+        return max(weights + (self.size + 4) * trained, weights + 3 * self.size * matrix)
+
+    def _gathered(self) -> float:
+        """Bytes of what FSDP2 holds whole in forward and backward; fsdp is for data parallel alone."""
+        decoder, vision = self.shape.language, self.shape.vision
+        layer = max(layer.parameters for layer in decoder.layers)
+        outside = (1 if decoder.tie_word_embeddings else 2) * decoder.vocab_size * decoder.hidden_size
+        if vision is not None:
+            outside += vision.parameters["merger"] + vision.num_positions * vision.hidden_size
+        return self.size * (outside + 2 * layer) + (self.size + 4) * max(outside, layer) * (self.adapters is None)
+
+    def saved(self, rank: int) -> int:
+        """Bytes that a pipeline rank writes."""
+        trained = self._trained(rank)
+        weights = self._weights(rank) if self.adapters is None else self.size * trained
+        ranks, moments = self.dp * self.parallel.cp, 2 * self.moment_size * trained
+        if self.parallel.sharding == "fsdp":
+            return round((4 * weights / self.size + moments) / ranks)
+        return round(weights + (4 * trained + moments) / ranks)
+
+    @property
+    def _vision(self) -> _Vision:
+        p = self.parallel
+        tp = p.tp if p.vision_split == "tensor_parallel" else 1
+        return _Vision(self.shape.vision, self.frozen, self.size, tp, p.recompute_vision, self.adapters)
+
+    def _layers(self, rank: int) -> list[int]:
+        """The numbers of the language layers of a pipeline rank."""
+        return list(chain.from_iterable(self.pieces[rank :: self.parallel.pp]))
+
+    def _trained(self, rank: int) -> float:
+        """Parameters of a pipeline rank that are trained."""
+        vision = self._vision.trained if rank == 0 else 0
+        if self.adapters is not None:
+            return sum(place.parameters.on(self.parallel.tp) for place in self._places(rank)) + vision
+        return self._language(rank) * ("language" not in self.frozen) + vision
+
+    def _weights(self, rank: int) -> float:
+        """Bytes of the weights of a pipeline rank in forward and backward."""
+        weights, tp = self.size * self._language(rank), self.parallel.tp
+        if self.adapters is not None:
+            weights -= self.adapters.saved_bytes(self._places(rank), self.size) / tp
+            weights += self.size * sum(place.parameters.on(tp) for place in self._places(rank))
+        return weights + (self._vision.weights if rank == 0 else 0)
+
+    def _places(self, rank: int) -> list[PlaceSizes]:
+        """What adapters add to each language layer of a pipeline rank; empty without adapters."""
+        return [] if self.adapters is None else [self.adapters.language[number] for number in self._layers(rank)]
+
+    def _language(self, rank: int) -> float:
+        """Parameters of a pipeline rank's part of the language model."""
+        decoder, parallel = self.shape.language, self.parallel
+        is_first, is_last = rank == 0, rank == parallel.pp - 1
+        embeddings = is_first + is_last if parallel.pp > 1 or not decoder.tie_word_embeddings else 1
+        layers = (decoder.layers[number] for number in self._layers(rank))
+        language = sum(layer.parameters for layer in layers) + decoder.hidden_size * is_last
+        return (language + embeddings * decoder.vocab_size * decoder.hidden_size) / parallel.tp
+
+    def _activations(self, rank: int) -> float:
+        decoder, p = self.shape.language, self.parallel
+        tokens, is_cut = self.seq_len / p.cp, p.sequence_parallel
+        chunk_passes = 2 * (p.pp - 1 - rank) + (p.vpp - 1) * p.pp + 1 if p.vpp > 1 else p.pp - rank
+        is_selective = p.recompute == "selective"
+        kept = [decoder.layers[number].kept_numbers(selective=is_selective) for number in self._layers(rank)]
+        in_flight = min(chunk_passes / p.vpp, self.num_micro_batches)
+        is_full = p.recompute == "full"
+        total = tokens * _layer_bytes(decoder.hidden_size, kept, self.size, in_flight, p.tp, is_cut, is_full)
+        added = [_adapter_bytes(place, tokens, self.size, p.tp) for place in self._places(rank)]
+        total += max(added, default=0) if is_full else in_flight * sum(added)
+        if self.adapters is not None and self.adapters.has_float8_base:
+            total += self.size * decoder.largest_matrix / p.tp  # unpacked
+        if rank == 0 or p.deals_vision:
+            total += self._vision_activations()
+        if rank == p.pp - 1:
+            total += self.size * min(tokens, LOSS_CHUNK) * decoder.vocab_size / p.tp
+        return total
+
+    def _vision_activations(self) -> float:
+        p, vision = self.parallel, self._vision
+        in_flight, sharers = (2 * p.pp - 1 if p.vpp > 1 else p.pp), p.cp * p.tp // vision.tp
+        if p.deals_vision:
+            in_flight, sharers = vision_in_flight(p), sharers * p.pp
+        return vision.activations(self.max_patches / sharers, min(in_flight, self.num_micro_batches))

@@ -1,0 +1,170 @@
+"""Which language layers each piece of a pipeline holds: dealt by cost, a pure function that every process computes.
+
+Cost is FLOPs by the model's formulas, in whole numbers, so that every host compares the same ones. It depends on the
+model, the layout, the frozen parts and the plan of the bins: every rank finds the same, and so does a resumed run.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+from trainer.contract.parallel import ParallelConfig
+from trainer.model.shape import ModelShape, Work
+
+# Equal pieces are kept where the costliest rank costs at most so much more than it would: no cost model is more exact.
+EVEN_ENOUGH = 1.02
+
+
+class PipelineRoom(NamedTuple):
+    """What a layout asks of the pieces, in the order of the model; piece i is on pipeline rank i % pp.
+
+    Attributes:
+        least: layers that each piece holds at least.
+        groups: pieces that share a number of layers which is given, and that number.
+    """
+
+    least: list[int]
+    groups: list[tuple[Sequence[int], int]]
+
+
+def pipeline_room(shape: ModelShape, parallel: ParallelConfig) -> PipelineRoom:
+    """A layer for each piece, and the first piece one for each deepstack level. With `first_pipeline_layers` the pieces
+    of the first rank are a group, and those of the others."""
+    pieces, layers, first = range(parallel.pp * parallel.vpp), shape.language.num_layers, parallel.first_pipeline_layers
+    least = [max(1, shape.num_deepstack), *(1 for _ in pieces[1:])]
+    if first is None:
+        return PipelineRoom(least, [(pieces, layers)])
+    mine = pieces[:: parallel.pp]
+    return PipelineRoom(least, [(mine, first), ([i for i in pieces if i not in mine], layers - first)])
+
+
+def mean_work(seq_len: int, plan: Mapping[str, Any], stats: Mapping[str, Any]) -> Work:
+    """The work in a mean training bin, in whole numbers. A sample's length and an image's patches are those of the
+    mean of its subset.
+
+    Where a plan's figures are not known, a bin is full: a loss at every token, all the patches that it has room for.
+    The squares, which need the samples, are then left out.
+
+    Args:
+        plan: the config of plan_bins.
+        stats: of its manifest; empty before there is one.
+    """
+    epochs = stats.get("epochs", [])
+    bins = sum(epoch["num_bins"] for epoch in epochs)
+    if not bins:
+        return Work(seq_len, seq_len, 0, plan.get("max_patches", 0), 0)
+    subsets = [sums for epoch in epochs for sums in epoch["subsets"].values()]
+
+    def mean(name: str) -> int:
+        return sum(sums[name] for sums in subsets) // bins
+
+    def mean_squares(name: str, of: str) -> int:
+        return sum(sums[name] ** 2 // max(1, sums[of]) for sums in subsets) // bins
+
+    tokens, patches = mean_squares("num_tokens", "num_samples"), mean_squares("num_patches", "num_images")
+    return Work(seq_len, mean("num_loss_tokens"), tokens, mean("num_patches"), patches)
+
+
+def pipeline_pieces(
+    shape: ModelShape, parallel: ParallelConfig, work: Work, frozen: Collection[str] = ()
+) -> tuple[range, ...]:
+    """The numbers of the language layers of each piece, in the order of the model; rank r has pieces[r::pp].
+
+    The costliest rank is as cheap as it can become by moving single layers from one piece to any other; then the other
+    ranks alike, then the pieces. The first piece has the vision encoder too, unless others encode as
+    well or alone (`parallel.vision`), the last one output layer and loss.
+    `check_layout` has found that the layers fit.
+
+    Args:
+        work: of a mean bin.
+        frozen: parts of the model that are not trained.
+    """
+    if parallel.pp == 1:
+        return (range(shape.language.num_layers),)
+    room, costs = pipeline_room(shape, parallel), _costs(shape, parallel, work, frozen)
+    even = best = _even(room)
+    while costs.of(moved := min(_moved(best, room), key=costs.of, default=best)) < costs.of(best):
+        best = moved
+    is_even = all(max(even[i] for i in group) == min(even[i] for i in group) for group, _ in room.groups)
+    if is_even and costs.of(even)[0] <= EVEN_ENOUGH * costs.of(best)[0]:
+        best = even
+    return tuple(range(start, stop) for start, stop in pairwise(accumulate(best, initial=0)))
+
+
+def language_flops(
+    shape: ModelShape, parallel: ParallelConfig, work: Work, frozen: Collection[str], pieces: Sequence[range]
+) -> list[int]:
+    """FLOPs of the language model on a bin, forward and backward, of each pipeline rank with these pieces."""
+    costs = _costs(shape, parallel, work.without_images(), frozen)
+    return costs.ranks(costs.pieces([len(piece) for piece in pieces]))
+
+
+def vision_flops(shape: ModelShape, parallel: ParallelConfig, work: Work, frozen: Collection[str]) -> int:
+    """FLOPs of the vision encoder on a bin, as often as it is run: forward, backward for its inputs and its weights,
+    and forward again where its layers are computed again."""
+    flops = shape.forward_flops
+    forward = flops["per_patch"] * work.patches + flops["per_patch_squared"] * work.patches_squared
+    return round(forward * (1 if "vision" in frozen else 3 + parallel.recompute_vision))
+
+
+class _Costs(NamedTuple):
+    before: list[int]  # of all layers before a layer
+    first: int  # of what the first piece has beside its layers
+    last: int  # of output layer and loss
+    pp: int
+
+    def of(self, counts: Sequence[int]) -> tuple[int, int, int]:
+        """To be made small: the costliest rank, then the squares of all ranks, then those of all pieces."""
+        pieces = self.pieces(counts)
+        ranks = self.ranks(pieces)
+        return max(ranks), sum(cost * cost for cost in ranks), sum(cost * cost for cost in pieces)
+
+    def ranks(self, pieces: Sequence[int]) -> list[int]:
+        """Of each pipeline rank, from those of the pieces."""
+        return [sum(pieces[rank :: self.pp]) for rank in range(self.pp)]
+
+    def pieces(self, counts: Sequence[int]) -> list[int]:
+        """Of each piece, where the pieces have so many layers."""
+        bounds = [self.before[bound] for bound in accumulate(counts, initial=0)]
+        pieces = [stop - start for start, stop in pairwise(bounds)]
+        pieces[0] += self.first
+        pieces[-1] += self.last
+        return pieces
+
+
+def _costs(shape: ModelShape, parallel: ParallelConfig, work: Work, frozen: Collection[str]) -> _Costs:
+    """Passes: one forward, two backward, one of them for the weights, and one more where layers are computed again.
+    Vision that is dealt costs all ranks alike, and that of other ranks these nothing."""
+    decoder = shape.language
+    passes = 3 - ("language" in frozen) + (parallel.recompute == "full")
+    layers = []
+    for number, layer in enumerate(decoder.layers):
+        before, after, squared = layer.flops
+        rows = work.loss_tokens if number == decoder.num_layers - 1 else work.tokens
+        layers.append(round(passes * (before * work.tokens + after * rows + squared * work.tokens_squared)))
+    is_elsewhere = parallel.deals_vision or parallel.vision_ranks
+    first = 0 if is_elsewhere else vision_flops(shape, parallel, work, frozen)
+    logits = 2 * decoder.hidden_size * decoder.vocab_size * work.loss_tokens
+    logits *= 3 - ("language" in frozen)
+    return _Costs(list(accumulate(layers, initial=0)), first, round(logits), parallel.pp)
+
+
+def _even(room: PipelineRoom) -> tuple[int, ...]:
+    """As equal numbers as can be."""
+    counts = list(room.least)
+    for group, layers in room.groups:
+        for _ in range(layers - sum(counts[i] for i in group)):
+            counts[min(group, key=counts.__getitem__)] += 1
+    return tuple(counts)
+
+
+def _moved(counts: tuple[int, ...], room: PipelineRoom) -> Iterator[tuple[int, ...]]:
+    """Every split with one layer moved."""
+    for group, _ in room.groups:
+        for giver in group:
+            for taker in group if counts[giver] > room.least[giver] else ():
+                if taker != giver:
+                    moved = list(counts)
+                    moved[giver] -= 1
+                    moved[taker] += 1
+                    yield tuple(moved)
