@@ -44,7 +44,7 @@ def file_entry(directory: StorePath, name: str) -> FileEntry:
 class Parent(StrictModel):
     """An input of the stage: another artifact, or something outside, identified by the digest of its content."""
 
-    name: str = Field(description="the stage that made it, or what it is: hf_dir, raw")
+    name: str = Field(description="the stage that made it, or its kind: hf_dir, raw")
     fingerprint: str
 
 

@@ -81,9 +81,11 @@ Codec = Literal["u8", "u8_zstd", "original"]
 class PixelStore(StrictModel):
     """How a tokenized artifact's shards store pixels: stats["pixels"] of its manifest."""
 
-    format_version: Literal[2] = Field(default=2, description="of records and index; a reader knows no other")
+    format_version: Literal[2] = Field(default=2, description="format of records and index; a reader accepts no other")
     codec: Codec = Field(description="u8: patches; u8_zstd: patches compressed; original: the image files themselves")
-    config: PixelConfig = Field(description="what was done to the images, or for original is done when they are read")
+    config: PixelConfig = Field(
+        description="resizing and patches of the images; for original: applied when they are read"
+    )
 
 
 def read_pixel_store(directory: StorePath, stats: Mapping[str, Any]) -> PixelStore:
@@ -120,7 +122,7 @@ class TokenizedSample:
     patches: np.ndarray
 
     def check(self) -> None:
-        """Assert what every writer guarantees."""
+        """Assert the invariants that every writer guarantees."""
         assert self.input_ids.dtype == np.int32 and self.input_ids.ndim == 1, self.key
         assert self.loss_mask.dtype == np.uint8 and self.loss_mask.shape == self.input_ids.shape, self.key
         assert self.image_grid_thw.dtype == np.int32 and self.image_grid_thw.shape[1:] == (3,), self.key

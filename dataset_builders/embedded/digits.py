@@ -47,8 +47,13 @@ Row = dict[str, list[dict[str, object]]]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DigitCounts:
     """The maximal number of rows of each subset.
-    scans: rows of digits_single, and the scans that the other subsets choose from. => scans: rows of digits_single; the
-    other subsets choose from these scans.
+
+    Attributes:
+        scans: rows of digits_single; the other subsets choose from these scans.
+        multi: rows of digits_multi.
+        pairs: rows of digits_compare.
+        texts: rows of digits_text.
+        words: rows of digits_words.
     """
 
     scans: int

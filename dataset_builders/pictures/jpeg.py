@@ -23,8 +23,7 @@ MAX_SCANS = 100
 MAX_SCAN_PIXELS = 1 << 31  # scans * width * height: 24 scans of Pillow's largest image
 
 # Files that simplejpeg decodes to Pillow's bits (tests/dataset_builders/pictures/test_pixels.py): baseline and
-# progressive frames of grey, or of three components with these sampling factors. Four components (CMYK, YCCK) are
-# excluded.
+# progressive frames of grey, or of three components with these sampling factors. Not: four components (CMYK, YCCK).
 _FRAMES = (0xC0, 0xC1, 0xC2)
 _SEQUENTIAL = (0xC0, 0xC1)
 _SAMPLINGS = {((1, 1),), *(((h, v), (1, 1), (1, 1)) for h, v in ((1, 1), (2, 1), (2, 2), (1, 2), (4, 1)))}

@@ -97,8 +97,7 @@ def check_subset_name(name: str, path: StorePath) -> None:
 def span_parts(
     file: SourceFile, subset: str, spans: Iterable[tuple[int, int, int]], split: Split | None = None
 ) -> list[Part]:
-    """Return the parts of a file from each part's (start, end, rows), in the builder's units. The file's first row is
-    number 0."""
+    """Return the parts of a file from (start, end, rows) of each, in the builder's units; its first row is number 0."""
     parts: list[Part] = []
     row = 0
     for start, end, num_rows in spans:

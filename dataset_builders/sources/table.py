@@ -72,17 +72,19 @@ class TableOptions(ImageRefOptions):
     """The roles of the columns, and how they are read."""
 
     image: str | tuple[str, ...] | None = Field(
-        description="the column of the image or images, several columns in order, or none for text alone"
+        description="the column of the image or images, several columns in order, or null for only text"
     )
     question: str = Field(
         min_length=1,
         description="a column, or a text with {column} in it; a text that is the same for all rows begins with <image>",
     )
     answer: str = Field(min_length=1, description="the column of the answer")
-    answers: Literal["first", "join"] = Field(default="first", description="of a list of answers: the first, or all")
+    answers: Literal["first", "join"] = Field(
+        default="first", description="if the answer is a list: use the first, or join all"
+    )
     references: str | None = Field(
         default=None,
-        description="the column of all right answers, one or a list, the answer's own column too; for scores alone",
+        description="the column of all right answers, one or a list; may be the answer's column; used only for scores",
     )
     separator: str = Field(default=", ", description="between the answers that are joined")
     system: str | None = Field(default=None, description="the column of the system message, or a text with {column}")
@@ -90,7 +92,7 @@ class TableOptions(ImageRefOptions):
         default="skip", description="skip: a row with a null image is left out; absent: the image just is not there"
     )
     split: str | None = Field(
-        default=None, description="the column that says the split, its values in runs; none: convert chooses"
+        default=None, description="the column of the split, with equal values in runs; null: convert chooses"
     )
     train_splits: tuple[str, ...] = Field(default=("train",), description="values of the split column to train on")
     heldout_splits: tuple[str, ...] = Field(
@@ -206,8 +208,7 @@ def _split_part(part: Part, options: TableOptions) -> Iterator[Part]:
 
 
 def _split_of(record: Record | SkippedRow, options: TableOptions) -> Split | None:
-    """Return our split of a row; None for a null or a row that cannot be read. Raises LookupError for a value in
-    neither list."""
+    """Return our split of a row; None if it is null or unreadable. Raises LookupError for a value in neither list."""
     if isinstance(record, SkippedRow):
         return None
     try:
