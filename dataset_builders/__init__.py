@@ -1,4 +1,4 @@
-"""Turn somebody's dataset into Samples. CPU only, knows no tokens, no Prefect, no MLflow.
+"""Convert raw datasets to Samples. Runs on the CPU and imports no tokenizer, no Prefect and no MLflow.
 
 In: a raw dataset. Out: Samples, and the contracts that every package reads and writes.
 Read first: `docs/data-formats.md`, then `sources/the_cauldron.py`.

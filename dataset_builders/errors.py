@@ -1,17 +1,17 @@
-"""The errors whose text is meant for the person at the keyboard, and any error in one line."""
+"""Errors whose text is meant for the user, and functions that shorten the text of any error."""
 
 from pathlib import PurePath
 
-MANIFEST = "manifest.json"  # in the directory of every finished artifact
+MANIFEST = "manifest.json"  # written in the directory of every finished artifact
 
-LONGEST_LINE = 1500  # characters of an error's text, which may end in a command to paste
+LONGEST_LINE = 1500  # most characters of an error's text, which may end in a command to paste
 
 
 class InputError(ValueError):
-    """Something the user gave is wrong, or the machine lacks something.
+    """The user's input is wrong, or the machine lacks something.
 
-    The text is one line: the file, key or field, the value, and the way out. A value may be of any length, so the
-    middle of a long text is left out. The command line prints it without a traceback and exits with 2.
+    The text is one line: the file, key or field, its value, and the way out. A value may have any length, so the middle
+    of a long text is left out. The command line prints the text without a traceback and exits with 2.
     """
 
     def __init__(self, text: str) -> None:
@@ -19,7 +19,7 @@ class InputError(ValueError):
 
 
 def without_middle(text: str, limit: int) -> str:
-    """A text of at most `limit` characters: of a longer one the first two thirds of them and the end."""
+    """Return a text of at most `limit` characters; a mark replaces the middle of a longer text."""
     if len(text) <= limit:
         return text
     mark = f" ...({len(text)} characters)... "
@@ -28,20 +28,21 @@ def without_middle(text: str, limit: int) -> str:
 
 
 def shown(value: object) -> str:
-    """A value that somebody gave, for a message: its repr, at most 200 characters of it."""
+    """Return a user's value for a message: its repr, cut to at most 200 characters."""
     return without_middle(repr(value), 200)
 
 
 class DamagedFile(InputError):
-    """A file of ours is missing, cut, or not what was written."""
+    """A file that we wrote is missing, cut short, or changed."""
 
 
 def damaged(path: PurePath, what: str) -> DamagedFile:
-    """The error for a file of an artifact; its text names the directory to delete, so that it is made again.
+    """Return the error for a damaged file of an artifact. Its text names the directory to delete, so that it is made
+    again.
 
     Args:
         path: the file, or a URL.
-        what: is wrong with it, after the file's name: "is missing".
+        what: what is wrong, in words that follow the file's name: "is missing".
     """
     made = next((folder for folder in path.parents if (folder / MANIFEST).is_file()), None)
     way_out = "delete it" if made is None else f"delete {made}"
@@ -49,15 +50,15 @@ def damaged(path: PurePath, what: str) -> DamagedFile:
 
 
 def one_line(error: Exception, limit: int = 200) -> str:
-    """An error's text without line breaks, cut to `limit` characters."""
+    """Return an error's text without line breaks, cut to `limit` characters."""
     return " ".join(str(error).split())[:limit]
 
 
 def in_ascii(text: object, limit: int = 100) -> str:
-    """A text out of a file as a message shows it: on one line, in ASCII, cut to `limit` characters."""
+    """Return a text from a file in a form for messages: on one line, in ASCII, cut to `limit` characters."""
     return ascii(str(text))[1:-1][:limit]
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's text, without the middle of a long one; the name of its class if it has no text."""
+    """Return the first line of an error's text, its middle cut if it is long; the class name if there is no text."""
     return without_middle((str(error).strip() or type(error).__name__).splitlines()[0], LONGEST_LINE)

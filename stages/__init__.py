@@ -1,5 +1,5 @@
-"""One function, one output directory. No Prefect here, and no megatron.
+"""Stages: each is one function that writes one output directory. No module here imports Prefect or megatron.
 
-In: artifacts of other stages, or what is the user's. Out: a directory with a manifest.
+In: artifacts of other stages, or the user's own files. Out: a directory with a manifest.
 Read first: `artifacts/artifact.py`, then `convert/stage.py`.
 """

@@ -3,13 +3,14 @@
     bins.json                          `BinsFile`: the partitions in order of their bins, with checksums
     bins/train-000-00000.arrow         the bins of one split, epoch and partition of the index, one row per bin
 
-A partition is an Arrow IPC file of one record batch, not compressed, so that it can be mapped into memory: the column
-`samples` is a list, whose offsets say where each bin's samples begin; beside it `sums` holds the `BinSums` of the bin.
-A sample carries its whole address, so that a reader needs the plan and the shards alone. A reader opens a partition
-when it first needs a bin of it (and fetches it then, if the plan lies in a store), and holds nothing else.
+A partition is an Arrow IPC file of one record batch. It is not compressed, so that it can be mapped into memory. The
+column `samples` is a list whose offsets give the start of each bin's samples. The column `sums` holds the `BinSums` of
+each bin. A sample's row holds its shard, offset and size, so a reader needs only the plan and the shards. A reader
+opens a partition when it first needs one of its bins. If the plan is in an object store, the partition is downloaded at
+that moment.
 
-Bin numbers of a split start at 0 and run through all its epochs. If training takes more epochs than are planned, they
-start over.
+Bin numbers of a split start at 0 and run through all its epochs. If training takes more epochs than are planned, the
+planned epochs are repeated.
 """
 
 import bisect
@@ -36,7 +37,7 @@ from dataset_builders.storage.store import StorePath, local_copy, make_dir
 FORMAT_VERSION = 2
 BINS = "bins.json"
 _FOLDER = "bins"
-# Texts that repeat are stored as numbers of a dictionary in the file. The split is that of the partition.
+# Repeated texts are stored once, in a dictionary. The split is not a column: it is a property of the partition.
 _REPEATED = {"subset", "shard"}
 _SAMPLE = pa.struct(
     [
@@ -45,13 +46,13 @@ _SAMPLE = pa.struct(
         if f.name != "split"
     ]
 )
-# The fields of `BinSums` lie side by side: a reader of scattered bins touches one place per bin.
+# The fields of `BinSums` are stored next to each other, so that reading one bin's sums touches one memory location.
 BINS_SCHEMA = pa.schema([("sums", pa.list_(pa.float64(), 7)), ("samples", pa.list_(_SAMPLE))])
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRef:
-    """A sample of a bin and where it lies in the tokenized artifact; `checksum` is xxh3_64 of its record's bytes."""
+    """A sample of a bin and its byte range in the tokenized artifact; `checksum` is xxh3_64 of the record's bytes."""
 
     key: str
     shard: str
@@ -72,11 +73,11 @@ class BinSums(NamedTuple):
     """The sums over the samples of bins: numbers for one bin, or (m,) arrays for m bins.
 
     Attributes:
-        num_samples: in the bin.
-        num_tokens: without padding.
+        num_samples: number of samples.
+        num_tokens: number of tokens, without padding.
         num_loss_tokens: predicted tokens that are trained on; the first token of a sample is not predicted.
-        num_patches: before merging.
-        num_images: in the bin.
+        num_patches: number of vision patches before merging.
+        num_images: number of images.
         tokens_squared: sum over samples of tokens^2.
         patches_squared: sum over samples of patches^2 / images, as if a sample's images were of one size.
     """
@@ -91,7 +92,7 @@ class BinSums(NamedTuple):
 
 
 class BinPartition(StrictModel):
-    """One file of the plan."""
+    """One entry of bins.json: a file that holds some of the plan's bins."""
 
     name: str = Field(description="path below the artifact's directory, bins/train-000-00000.arrow")
     split: Split
@@ -105,7 +106,7 @@ class BinPartition(StrictModel):
 
 
 class BinsFile(StrictModel):
-    """bins.json."""
+    """The content of bins.json."""
 
     format_version: int = FORMAT_VERSION
     partitions: list[BinPartition] = Field(description="train before heldout; in order of epoch, then of the index")
@@ -118,7 +119,7 @@ def write_bin_partition(
 
     Args:
         number: the number of the index's partition.
-        rows: (n) rows with INDEX_SCHEMA's columns, in (bin, place) order.
+        rows: (n) rows with INDEX_SCHEMA's columns, ordered by bin, then by position in the bin.
         bins: (n,) the bin of each row, ascending from 0 without a gap.
 
     Returns:
@@ -156,14 +157,14 @@ def write_bin_partition(
 
 
 def _sums_in_order(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """(m,) sums of doubles between starts, added from left to right: the same bits on every machine."""
+    """Return the (m,) sums of `values` between starts, added from left to right: the same bits on every machine."""
     sums = np.zeros(len(starts))
     np.add.at(sums, np.repeat(np.arange(len(starts)), np.diff(starts, append=len(values))), values)
     return sums
 
 
 def write_bins(directory: StorePath, partitions: Sequence[BinPartition]) -> None:
-    """Write bins.json from the entries of all partitions, in order, and number their bins. The plan is then whole."""
+    """Write bins.json from the entries of all partitions, in order, and number their bins. This completes the plan."""
     counts = {"train": 0, "heldout": 0}
     numbered = []
     for partition in partitions:
@@ -173,7 +174,7 @@ def write_bins(directory: StorePath, partitions: Sequence[BinPartition]) -> None
 
 
 def read_bins(directory: StorePath, split: Split) -> "BinPlan":
-    """The bins of one split, in order of their numbers. Nothing but bins.json is read here.
+    """Return the bins of one split, in order of their numbers. Only bins.json is read here.
 
     Raises:
         InputError: there is no plan, it has another format version, or is damaged.
@@ -187,7 +188,7 @@ def read_bins(directory: StorePath, split: Split) -> "BinPlan":
 
 
 def _check_numbers(path: StorePath, partitions: Sequence[BinPartition]) -> None:
-    """Check that the bins of each split are numbered without a gap: an entry that is gone or changed leaves one."""
+    """Check that the bins of each split are numbered without a gap; a missing or changed entry leaves a gap."""
     counts = dict.fromkeys(SPLITS, 0)
     for partition in partitions:
         if partition.first_bin != counts[partition.split]:
@@ -199,7 +200,7 @@ class BinPlan(Sequence[Bin]):
     """The bins of one split, each read on its first use. Several threads may share it.
 
     Args:
-        partitions: those of the split, in order.
+        partitions: the partitions of the split, in order.
     """
 
     def __init__(self, directory: StorePath, partitions: Sequence[BinPartition]) -> None:
@@ -220,7 +221,7 @@ class BinPlan(Sequence[Bin]):
 
     @cached_property
     def epoch_sizes(self) -> tuple[int, ...]:
-        """Bins of each planned epoch."""
+        """The number of bins in each planned epoch."""
         groups = itertools.groupby(self.partitions, key=lambda partition: partition.epoch)
         return tuple(sum(partition.num_bins for partition in group) for _, group in groups)
 
@@ -231,7 +232,7 @@ class BinPlan(Sequence[Bin]):
         return tuple((sum(p.num_tokens for p in group), sum(p.num_loss_tokens for p in group)) for group in groups)
 
     def sums(self, numbers: Sequence[int] | np.ndarray) -> BinSums:
-        """The sums of these bins as (m,) arrays, from the plan's columns; they cost the same wherever the bins lie."""
+        """Return the sums of these bins as (m,) arrays, from the column `sums`, at the same cost for any bins."""
         numbers = np.asarray(numbers, np.int64)
         rows = np.empty((len(numbers), len(BinSums._fields)))
         places = np.searchsorted(self._firsts, numbers, side="right") - 1
@@ -254,8 +255,8 @@ class BinPlan(Sequence[Bin]):
 class _OpenPartition:
     """A partition's file mapped into memory.
 
-    Pages that were touched are given back after each read. The kernel may map two megabytes for one byte, so that a
-    reader that goes at random through a thousand partitions would else count as holding all of them.
+    Touched pages are released after each read. The kernel may map two megabytes for one byte, so a reader that jumps
+    between a thousand partitions would otherwise count as holding all of them in memory.
     """
 
     def __init__(self, path: StorePath, sha256: str, num_bins: int) -> None:
@@ -276,7 +277,7 @@ class _OpenPartition:
         return tuple(itertools.starmap(SampleRef, zip(*columns)))
 
     def sums(self, numbers: np.ndarray) -> np.ndarray:
-        """(m, 7) doubles."""
+        """Return (m, 7) float64, one row per bin."""
         sums = self._sums[numbers]
         self._map.madvise(mmap.MADV_DONTNEED)
         return sums

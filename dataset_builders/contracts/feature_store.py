@@ -1,4 +1,4 @@
-"""What the records of image features hold. Loads no library of arrays, so that a recipe's check can name it."""
+"""The header of stored image features. This module loads no array library, so that a recipe check can import it."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -14,7 +14,7 @@ ITEM_BYTES: dict[FeatureType, int] = {"bfloat16": 2, "float32": 4}
 
 
 class FeatureStore(StrictModel):
-    """How an artifact holds features: stats["features"] of its manifest."""
+    """How an artifact stores image features: stats["features"] of its manifest."""
 
     format_version: Literal[1] = 1
     dtype: FeatureType = Field(description="type of the numbers")
@@ -26,7 +26,7 @@ class FeatureStore(StrictModel):
 
 
 def read_feature_store(directory: StorePath, stats: Mapping[str, Any]) -> FeatureStore:
-    """The `FeatureStore` of an artifact, from its manifest's stats.
+    """Return the `FeatureStore` of an artifact, from its manifest's stats.
 
     Raises:
         InputError: the artifact does not hold features, or has another format version.

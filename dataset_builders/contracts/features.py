@@ -1,14 +1,14 @@
-"""Features of images, computed once: shards of what a frozen vision encoder makes of each distinct image.
+"""Image features, computed once: shards with the output of a frozen vision encoder for each distinct image.
 
     features/00000.tar               one record per image: `features`, (tokens, width) numbers in C order, little endian
-    index/00000.arrow                where each record of the shard lies, in its order, and what storing cost it
-    images/00000.parquet             the images of the shard: their digest, and a tokenized sample that has each
-    samples/train/shard-00000.arrow  for a tokenized shard: which records are the images of each of its samples
+    index/00000.arrow                byte range of each record of the shard, in order, and its rounding error in storage
+    images/00000.parquet             the shard's images: digest, and one tokenized sample that has the image
+    samples/train/shard-00000.arrow  for each sample of a tokenized shard, the records of its images
     manifest.json                    stats["features"] is a `FeatureStore`
 
-An image is known by its content (`image_digest`), so that samples that share it share one record. A sample is found by
-the place of its own record, which a plan of bins knows: nothing is looked up by key, and no table is read whole that a
-reader does not need.
+An image is identified by its content (`image_digest`), so samples that share an image share one record. A sample is
+found by the shard and offset of its tokenized record, which a bin plan contains. No lookup by key is needed, and a
+reader opens only the tables that it needs.
 """
 
 import hashlib
@@ -26,9 +26,9 @@ from dataset_builders.errors import damaged
 from dataset_builders.storage.files import atomic_path
 from dataset_builders.storage.store import StorePath, local_copy, make_dir
 
-FIELD = "features"  # of a record
+FIELD = "features"  # the field's name in a record
 INDEX_FILES, SAMPLE_FILES, IMAGE_FILES = "index/*.arrow", "samples/*/*.arrow", "images/*.parquet"
-_TABLES_OPEN = 1024  # of each kind, of a reader
+_TABLES_OPEN = 1024  # the maximal number of open tables of each kind, per reader
 
 FEATURE_INDEX = pa.schema(
     [
@@ -36,14 +36,14 @@ FEATURE_INDEX = pa.schema(
         ("size", pa.int64()),
         ("checksum", pa.uint64()),  # xxh3_64 of the shard's bytes [offset, offset + size)
         ("tokens", pa.int32()),
-        ("largest_error", pa.float64()),  # of any number, by its stored type
+        ("largest_error", pa.float64()),  # largest rounding error of a number in its stored type
     ]
 )
 IMAGE_SCHEMA = pa.schema(
     [
         ("digest", pa.binary(32)),
         ("patches", pa.int32()),
-        ("key", pa.string()),  # of the sample; the next four say where it lies, and which of its images this is
+        ("key", pa.string()),  # the sample's key; then its byte range, and the number of the image in the sample
         ("shard", pa.string()),
         ("offset", pa.int64()),
         ("size", pa.int64()),
@@ -56,14 +56,14 @@ SAMPLE_SCHEMA = pa.schema([("offset", pa.int64()), ("shards", pa.list_(pa.int32(
 
 
 class FeaturePlace(NamedTuple):
-    """A record: the number of its shard, and of its row there."""
+    """The address of a record: the number of its shard, and of its row in that shard."""
 
     shard: int
     row: int
 
 
 def image_digest(grid: np.ndarray, patches: np.ndarray) -> bytes:
-    """SHA-256 of an image as the encoder sees it.
+    """Return the SHA-256 of an image as the encoder receives it.
 
     Args:
         grid: (3,) int32, in patches.
@@ -73,34 +73,34 @@ def image_digest(grid: np.ndarray, patches: np.ndarray) -> bytes:
 
 
 def shard_name(number: int) -> str:
-    """Of the shard, below the artifact's directory."""
+    """Return the shard's file name, relative to the artifact's directory."""
     return f"features/{number:05d}.tar"
 
 
 def index_name(number: int) -> str:
-    """Of a shard's index."""
+    """Return the file name of a shard's index."""
     return f"index/{number:05d}.arrow"
 
 
 def images_name(number: int) -> str:
-    """Of the table of a shard's images."""
+    """Return the file name of the table of a shard's images."""
     return f"images/{number:05d}.parquet"
 
 
 def samples_name(shard: str) -> str:
-    """Of the table of a tokenized shard's samples."""
+    """Return the file name of the table of a tokenized shard's samples."""
     return f"samples/{shard.removesuffix('.tar')}.arrow"
 
 
 def write_table(path: StorePath, columns: Mapping[str, Sequence[object]], schema: pa.Schema) -> None:
-    """Write one table, whole or not at all, so that it can be mapped into memory."""
+    """Write one table atomically, as an Arrow IPC file that can be mapped into memory."""
     make_dir(path.parent)
     with atomic_path(path) as tmp, pa.ipc.new_file(tmp, schema) as writer:
         writer.write_batch(pa.record_batch([pa.array(columns[field.name], field.type) for field in schema], schema))
 
 
 def read_table(path: StorePath, sha256: str | None = None) -> pa.RecordBatch:
-    """The table of `write_table`, mapped into memory.
+    """Return a table that `write_table` wrote, mapped into memory.
 
     Raises:
         DamagedFile: the file is missing, or does not have this SHA-256.
@@ -109,7 +109,7 @@ def read_table(path: StorePath, sha256: str | None = None) -> pa.RecordBatch:
 
 
 class FeatureShards:
-    """The records of an artifact, each read when it is asked for. Several threads may share it.
+    """The feature records of an artifact, each read on request. Several threads may share it.
 
     Raises:
         InputError: the directory does not hold features.
@@ -123,13 +123,13 @@ class FeatureShards:
         self._index = lru_cache(_TABLES_OPEN)(self._open_index)
 
     def places(self, shard: str, offset: int, num_images: int) -> list[FeaturePlace]:
-        """The records of a sample's images, in their order.
+        """Return the addresses of the records of a sample's images, in order.
 
         Args:
-            shard, offset: of the sample's record in the tokenized artifact.
+            shard, offset: shard name and byte offset of the sample's record in the tokenized artifact.
 
         Raises:
-            DamagedFile: there are none, or another number of them.
+            DamagedFile: the number of records is not `num_images`.
         """
         if num_images == 0:
             return []
@@ -145,7 +145,7 @@ class FeatureShards:
         return [*map(FeaturePlace, *lists)]
 
     def read(self, place: FeaturePlace) -> memoryview:
-        """The bytes of one image's features, (tokens, width) numbers.
+        """Return the bytes of one image's features, (tokens, width) numbers.
 
         Raises:
             DamagedFile: the record is not the one that was written.

@@ -1,4 +1,4 @@
-"""Fingerprints, 16 hex digits that name an artifact by what it was made from, and what changed between two configs."""
+"""Fingerprints: 16 hex digits that identify an artifact by its inputs. Also, the differences of two configs."""
 
 import dataclasses
 import hashlib
@@ -8,10 +8,10 @@ from pathlib import PurePath
 
 
 def canonical_json(value: object) -> str:
-    """JSON with sorted keys and no spaces; the same in every process.
+    """Return the value as JSON with sorted keys and no spaces; the text is the same in every process.
 
     Raises:
-        TypeError: a value without a stable form (a callable, an object with a default repr).
+        TypeError: the value has no stable text form (a callable, an object with a default repr).
     """
 
     def encode(item: object) -> object:
@@ -25,19 +25,19 @@ def canonical_json(value: object) -> str:
 
 
 def fingerprint(value: object) -> str:
-    """16 hex digits of the value's canonical JSON."""
+    """Return 16 hex digits of the SHA-256 of the value's canonical JSON."""
     return hashlib.sha256(canonical_json(value).encode()).hexdigest()[:16]
 
 
 def describe_drift(old: Mapping[str, object], new: Mapping[str, object]) -> str:
-    """What changed between two nested mappings, as dotted fields: `optim.lr: 0.001 -> 0.002; seed: 1 -> 2`."""
+    """Describe how two nested mappings differ, by dotted field: `optim.lr: 0.001 -> 0.002; seed: 1 -> 2`."""
     before, after = flatten(old), flatten(new)
     changed = sorted(k for k in before.keys() | after.keys() if before.get(k, None) != after.get(k, None))
     return "; ".join(f"{k}: {before.get(k, 'absent')!r} -> {after.get(k, 'absent')!r}" for k in changed)
 
 
 def flatten(value: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """A nested mapping as one level of dotted keys; lists stay values."""
+    """Return a nested mapping as one level of dotted keys; lists stay values."""
     flat: dict[str, object] = {}
     for key, item in value.items():
         if isinstance(item, Mapping) and item:

@@ -1,4 +1,4 @@
-"""manifest.json: written last into an artifact's directory, so that its presence says that the directory is whole."""
+"""manifest.json: written last into an artifact's directory, so its presence shows that the artifact is complete."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ from dataset_builders.storage.files import read_object, sha256_file, write_json
 from dataset_builders.storage.store import StorePath, local_copy
 
 FORMAT_VERSION = 1
-_DIGEST = "digest"  # of manifest.json: SHA-256 of its other fields
+_DIGEST = "digest"  # field of manifest.json: SHA-256 of its other fields
 
 
 class ShardEntry(StrictModel):
@@ -28,7 +28,7 @@ class ShardEntry(StrictModel):
 
 
 class FileEntry(StrictModel):
-    """A file beside the shards that a later stage reads."""
+    """A file of an artifact that is not a shard and that a later stage reads."""
 
     name: str = Field(description="path below the artifact's directory, index/00000.parquet")
     size_bytes: int = Field(ge=0)
@@ -36,7 +36,7 @@ class FileEntry(StrictModel):
 
 
 def file_entry(directory: StorePath, name: str) -> FileEntry:
-    """The entry of a file below a directory; the file is read whole."""
+    """Return the entry of a file below a directory; reads the whole file to hash it."""
     path = directory / name
     return FileEntry(name=name, size_bytes=path.stat().st_size, sha256=sha256_file(local_copy(path)))
 
@@ -44,12 +44,12 @@ def file_entry(directory: StorePath, name: str) -> FileEntry:
 class Parent(StrictModel):
     """An input of the stage: another artifact, or something outside, identified by the digest of its content."""
 
-    name: str = Field(description="the stage that made it, or what it is: hf_dir, raw")
+    name: str = Field(description="the stage that made it, or its kind: hf_dir, raw")
     fingerprint: str
 
 
 class Manifest(StrictModel):
-    """What an artifact is and what it was made from. Holds no time and no host: a rerun gives the same bytes."""
+    """The description of an artifact and its inputs. Holds no time and no host name: a rerun gives the same bytes."""
 
     format_version: int = FORMAT_VERSION
     stage: str
@@ -91,12 +91,12 @@ Schema = TypeVar("Schema", bound=StrictModel)
 def read_format(
     path: StorePath, schema: type[Schema], version: int, stage: str = "", *, has_digest: bool = False
 ) -> Schema:
-    """The content of an artifact's JSON file.
+    """Return the content of an artifact's JSON file.
 
     Args:
         version: the format version that the caller reads.
         stage: the stage that makes the file, if the file itself does not name it.
-        has_digest: one of its fields is the digest of the others.
+        has_digest: whether one field is the digest of the other fields.
 
     Raises:
         InputError: the file has another format version, or is damaged.

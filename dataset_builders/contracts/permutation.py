@@ -1,11 +1,11 @@
-"""A permutation of [0, n) that is computed, not stored: every place costs the same, however large n is.
+"""A permutation of [0, n) that is computed, not stored: each index costs the same, however large n is.
 
-A Feistel network (Luby and Rackoff 1988, "How to construct pseudorandom permutations from pseudorandom functions")
-over pairs (left, right) with left < a and right < b, a * b >= n, whose halves are added modulo a and b; a result of n
-or more goes through the network again until it is below n. Both are from Black and Rogaway 2002, "Ciphers with
-arbitrary finite domains" (generalized Feistel cipher, cycle walking). The round function is the finalizer of
-SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators"). All
-arithmetic is on 64-bit integers, so every machine gives the same.
+It is a Feistel network (Luby and Rackoff 1988, "How to construct pseudorandom permutations from pseudorandom
+functions") over pairs (left, right) with left < a, right < b and a * b >= n; the halves are added modulo a and b. A
+result of n or more passes through the network again until it is below n. Both methods are from Black and Rogaway 2002,
+"Ciphers with arbitrary finite domains" (generalized Feistel cipher, cycle walking). The round function is the finalizer
+of SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators"). All arithmetic is on
+64-bit integers, so every machine gives the same result.
 """
 
 import hashlib
@@ -14,9 +14,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-_ROUNDS = 8  # four are indistinguishable from random for few queries (Luby and Rackoff); small halves want more
+_ROUNDS = 8  # four rounds suffice for few queries (Luby and Rackoff); small halves need more
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-_MOST = 1 << 62  # a * b then still fits into 64 bits
+_MOST = 1 << 62  # the largest size for which a * b fits into 64 bits
 
 
 class KeyedPermutation:
@@ -27,26 +27,26 @@ class KeyedPermutation:
         key: integers and texts that choose the permutation, in this order.
 
     Raises:
-        ValueError: the size is out of these bounds.
+        ValueError: the size is not in these bounds.
     """
 
     def __init__(self, size: int, key: Sequence[int | str]) -> None:
         if not 1 <= size <= _MOST:
             raise ValueError(f"a permutation of {size} values; it must be 1 to {_MOST}")
         self.size = size
-        left = math.isqrt(size - 1) + 1  # the root, rounded up
+        left = math.isqrt(size - 1) + 1  # square root, rounded up
         self._left, self._right = np.uint64(left), np.uint64(-(-size // left))
         digest = hashlib.shake_256(repr([size, *key]).encode()).digest(8 * _ROUNDS)
         self._keys = np.frombuffer(digest, "<u8")
 
     def __call__(self, places: np.ndarray) -> np.ndarray:
-        """The values at these places.
+        """Return the values of the permutation at these indices.
 
         Args:
             places: (m,) integers in [0, size).
 
         Returns:
-            (m,) int64 in [0, size); different places give different values.
+            (m,) int64 in [0, size); different indices give different values.
         """
         values = self._network(np.asarray(places).astype(np.uint64))
         limit = np.uint64(self.size)

@@ -1,4 +1,4 @@
-"""Sample: one conversation with its encoded images, the same for every source dataset."""
+"""Sample: one conversation with its encoded images, in one form for every source dataset."""
 
 import hashlib
 import re
@@ -12,27 +12,27 @@ Split = Literal["train", "heldout"]
 SPLITS: tuple[Split, ...] = ("train", "heldout")
 _KEY = re.compile(r"[A-Za-z0-9_-]+/[0-9]{8,}(-[0-9]+)?")
 _TURN = re.compile(r"-t[0-9]+$")
-_CONTROL_CHARS = re.compile(r"[\x00-\x08\x0b-\x1f]")  # all but tab and newline
-_SURROGATES = re.compile(r"[\ud800-\udfff]")  # JSON can spell one alone; UTF-8 cannot
+_CONTROL_CHARS = re.compile(r"[\x00-\x08\x0b-\x1f]")  # every control character except tab and newline
+_SURROGATES = re.compile(r"[\ud800-\udfff]")  # JSON can contain a lone surrogate; UTF-8 cannot
 
 
 def subset_of(key: str) -> str:
-    """The subset that the key of a sample begins with."""
+    """Return the subset that a sample's key begins with."""
     return key.partition("/")[0]
 
 
 def turn_key(key: str, turn: int) -> str:
-    """The key of a sample's part that ends with its `turn`-th answer, from 0, if it is cut into several."""
+    """Return the key of the part of a cut sample that ends with answer number `turn`, from 0."""
     return f"{key}-t{turn}"
 
 
 def whole_key(key: str) -> str:
-    """The key of the sample that a part was cut from; any other key as it is."""
+    """Return the key of the sample that a part was cut from; any other key is returned unchanged."""
     return _TURN.sub("", key) if "-t" in key else key
 
 
 class SkipSample(Exception):
-    """One sample cannot be used: it is left out, `reason` is counted, `detail` goes into the quarantine.
+    """One sample cannot be used. It is left out, `reason` is counted, and `detail` is written to the quarantine.
 
     Args:
         reason: a member of SKIP_REASONS.
@@ -44,7 +44,7 @@ class SkipSample(Exception):
             raise ValueError(f"unknown skip reason {reason!r}; add it to SKIP_REASONS with its meaning")
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason = reason
-        self.detail = detail.encode("utf-8", "backslashreplace").decode()  # it may quote text that is not Unicode
+        self.detail = detail.encode("utf-8", "backslashreplace").decode()  # it may quote text that is not valid Unicode
 
 
 SKIP_REASONS: dict[str, str] = {
@@ -77,13 +77,13 @@ SKIP_REASONS: dict[str, str] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
-    """One role's text. `IMAGE_SLOT` in a user's text marks where an image goes.
+    """One message of a conversation. `IMAGE_SLOT` in a user's text marks where an image goes.
 
     Attributes:
-        is_learnt: False for an assistant's message that is context only, never a target.
-        reasoning: of an assistant's message, what was thought before `text`; empty if nothing was.
-        references: of an assistant's message, all answers that count as right, repeats included, if the source has
-            more than the one that is learnt (ten annotators, say). For scores alone; not part of `Sample.digest`.
+        is_learnt: whether an assistant's message is trained on; False: it is only context.
+        reasoning: the reasoning before `text` in an assistant's message; empty if there is none.
+        references: all answers that count as right for an assistant's message, repeats included, if the source has more
+            than the one that is trained on (ten annotators, say). Used only for scores; not part of `Sample.digest`.
     """
 
     role: Role
@@ -98,7 +98,8 @@ class Sample:
     """One conversation.
 
     Attributes:
-        key: unique in the dataset, stable across rebuilds, `subset/00001234`; the member stem in a shard.
+        key: unique in the dataset and stable across rebuilds: `subset/00001234`; also the stem of its members' names in
+            a shard.
         messages: in order; a user message comes before each assistant message.
         images: the original encoded bytes, one for each `IMAGE_SLOT`, in order of appearance.
     """
@@ -124,7 +125,7 @@ class Sample:
             _check_text(message)
 
     def digest(self, images: Sequence[str] | None = None) -> str:
-        """64 hex digits over messages and images, not the key: equal for exact duplicates.
+        """Return 64 hex digits over messages and images, not the key: equal for exact duplicates.
 
         Args:
             images: `image_digests(self)` if the caller has them already; None: they are computed here.
@@ -142,7 +143,7 @@ class Sample:
 
 
 def image_digests(sample: Sample) -> list[str]:
-    """64 hex digits of SHA-256 for each image's encoded bytes, in order."""
+    """Return 64 hex digits of SHA-256 for each image's encoded bytes, in order."""
     return [hashlib.sha256(image).hexdigest() for image in sample.images]
 
 

@@ -1,11 +1,11 @@
-"""One sample as the members of a sample shard, and back.
+"""Conversion of a Sample to the members of a sample shard, and back.
 
 train/shard-00000.tar
     ai2d/00001234.json    {"messages": [{"role", "text", "is_learnt", "reasoning", "references"}],
                            "images": [{"name", "sha256"}], "digest"}
     ai2d/00001234.0.png   the original bytes, untouched
 
-`is_learnt` is written only if it is false, `reasoning` and `references` only if there is some.
+`is_learnt` is written only if it is false; `reasoning` and `references` are written only if they are not empty.
 """
 
 import json
@@ -17,7 +17,7 @@ _MAGIC = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpg", b"GIF8": "gif", b"II*\x00":
 
 
 def to_fields(sample: Sample, digests: Sequence[str] | None = None) -> dict[str, bytes]:
-    """Field name -> bytes. A field name is the member's name after the key and a dot.
+    """Return field name -> bytes. A field name is the member's name without the key and the dot after it.
 
     Args:
         digests: `image_digests(sample)` if the caller has them already; None: they are computed here.
@@ -34,7 +34,7 @@ def to_fields(sample: Sample, digests: Sequence[str] | None = None) -> dict[str,
 
 
 def from_fields(key: str, fields: Mapping[str, bytes | memoryview]) -> Sample:
-    """The inverse of `to_fields`."""
+    """Return the sample of these fields. Inverse of `to_fields`."""
     record = json.loads(bytes(fields["json"]))
     messages = [{**message, "references": tuple(message.get("references", ()))} for message in record["messages"]]
     return Sample(

@@ -1,7 +1,7 @@
-"""Shards: plain WebDataset tars whose bytes depend on their samples alone. One record is read by its offset.
+"""Shards: plain WebDataset tars whose bytes depend only on their samples. One record can be read by its offset.
 
-A shard is written under a temporary name, published when whole, and then committed by `<name>.json` beside it,
-a ShardEntry. A rerun in the same work directory skips every shard that has its entry.
+A shard is written under a temporary name, renamed when it is complete, and then committed by a ShardEntry in the file
+`<name>.json` in the same directory. A rerun in the same work directory skips every shard that has its entry.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from dataset_builders.storage.store import StorePath, local_copy, make_dir, publ
 
 @dataclass(frozen=True, slots=True)
 class RecordRange:
-    """Where one sample's members lie in a shard: bytes [offset, offset + size), whose xxh3_64 is `checksum`."""
+    """The byte range of one sample's members in a shard: [offset, offset + size), whose xxh3_64 is `checksum`."""
 
     key: str
     offset: int
@@ -33,7 +33,7 @@ class RecordRange:
 
 
 class ShardWriter:
-    """Writes one shard. Members are `key.field`; no time, owner or host enters the bytes.
+    """Writer of one shard. Members are named `key.field`. The bytes contain no time, owner or host.
 
     Use as a context manager; call `commit` inside it after the last record.
     """
@@ -55,7 +55,7 @@ class ShardWriter:
         self._tmp.unlink(missing_ok=True)
 
     def write(self, key: str, fields: Mapping[str, bytes]) -> RecordRange:
-        """Append one sample, and return where it lies."""
+        """Append one sample, and return its byte range."""
         start, checksum = self._offset, xxhash.xxh3_64()
         for field in sorted(fields):
             for block in _member(f"{key}.{field}", fields[field]):
@@ -67,7 +67,7 @@ class ShardWriter:
 
     def commit(self, split: Split, skips: Mapping[str, int] | None = None) -> ShardEntry:
         """Close, publish and record the shard."""
-        end = self._offset + 2 * tarfile.BLOCKSIZE  # two empty blocks, filled up to a whole record
+        end = self._offset + 2 * tarfile.BLOCKSIZE  # two empty blocks, then padding up to a whole tar record
         self._append(bytes(-(-end // tarfile.RECORDSIZE) * tarfile.RECORDSIZE - self._offset))
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -91,20 +91,20 @@ class ShardWriter:
 
 
 def _member(name: str, data: bytes) -> tuple[bytes, bytes, bytes]:
-    """Header, content and filling of one member, byte for byte what webdataset's TarWriter writes."""
+    """Return header, content and padding of one member, byte for byte as webdataset's TarWriter writes them."""
     return _header(name, len(data)), data, bytes(-len(data) % tarfile.BLOCKSIZE)
 
 
 def _header(name: str, size: int) -> bytes:
-    """The ustar header of a plain file (POSIX.1-1988, pax(1)): name, octal size at 124, checksum at 148."""
+    """Return the ustar header of a regular file (POSIX.1-1988, pax(1)): name, octal size at 124, checksum at 148."""
     if (
         len(name) > 100 or not name.isascii()
-    ):  # the name needs two fields or a member of its own: rare, and tarfile knows how
+    ):  # the name needs two header fields or a member of its own: rare, so tarfile does it
         return _tar_info(name, size).tobuf(tarfile.USTAR_FORMAT)
     header = bytearray(_HEADER)
     header[: len(name)] = name.encode()
     header[124:135] = b"%011o" % size
-    header[148:156] = b"%06o\0 " % sum(header)  # summed over blanks in the checksum's own place, as in _HEADER
+    header[148:156] = b"%06o\0 " % sum(header)  # the checksum field counts as blanks in its own sum, as in _HEADER
     return bytes(header)
 
 
@@ -120,7 +120,7 @@ _HEADER[148:156] = b" " * 8
 
 
 def finished_shard(directory: StorePath, name: str) -> ShardEntry | None:
-    """The entry of a shard that an earlier, interrupted try committed in this directory; None if there is none."""
+    """Return the entry of a shard that an interrupted run committed in this directory; None if there is none."""
     path = _entry_path(directory, name)
     if not path.is_file():
         return None
@@ -130,7 +130,7 @@ def finished_shard(directory: StorePath, name: str) -> ShardEntry | None:
 
 
 def remove_entries(directory: StorePath, names: list[str]) -> None:
-    """Delete the commit records beside the shards, once the manifest holds them."""
+    """Delete the shards' commit records, once the manifest holds their entries."""
     for name in names:
         _entry_path(directory, name).unlink(missing_ok=True)
 
@@ -138,17 +138,17 @@ def remove_entries(directory: StorePath, names: list[str]) -> None:
 def read_record(
     path: StorePath, offset: int, size: int, without: Container[str] = (), checksum: int | None = None, key: str = ""
 ) -> dict[str, memoryview]:
-    """The fields of one sample, by one positioned read of its byte range in the shard.
+    """Return the fields of one sample, by one positioned read of its byte range in the shard.
 
-    The range is read whole, also for a caller that passes over fields, for its checksum is one of the whole.
+    The whole range is read even if fields are skipped, because the checksum covers the whole range.
 
     Args:
-        without: fields that are passed over.
-        checksum: of the range, as in the index; None: an old record of places has none.
-        key: the sample's, for messages.
+        without: fields that are skipped.
+        checksum: xxh3_64 of the range, as in the index; None: a record of an older version has none.
+        key: the sample's key, for messages.
 
     Raises:
-        DamagedFile: the shard is missing or cut short, or the bytes are not those of a record with this checksum.
+        DamagedFile: the shard is missing or cut short, or the bytes are not a record with this checksum.
     """
     try:
         data = _InMemory(read_range(path, offset, size, checksum))
@@ -160,20 +160,20 @@ def read_record(
 
 
 def iter_records(path: StorePath, entry: ShardEntry | None = None) -> Iterator[tuple[str, dict[str, bytes]]]:
-    """(key, fields) of every sample in a shard, in order.
+    """Return an iterator over (key, fields) of every sample in a shard, in order.
 
     Args:
-        entry: of the manifest. The shard's SHA-256 is compared before the first sample is given, the number of its
-            samples after the last.
+        entry: the shard's entry in the manifest. The SHA-256 is compared before the first sample is returned, the
+            number of samples after the last one.
 
     Raises:
-        DamagedFile: the shard is missing, cut short or damaged, or is not the one of the entry.
+        DamagedFile: the shard is missing, cut short or damaged, or does not match the entry.
     """
     return ((key, fields) for key, _, _, fields in _iter_shard(path, _checked_copy(path, entry), entry))
 
 
 def iter_located(path: StorePath, entry: ShardEntry) -> Iterator[tuple[RecordRange, dict[str, bytes]]]:
-    """Every sample in a shard, in order: its place for `read_record`, and its fields; else as `iter_records`."""
+    """Yield byte range, for `read_record`, and fields of every sample in a shard, in order. See `iter_records`."""
     copy = _checked_copy(path, entry)
     for key, offset, size, fields in _iter_shard(path, copy, entry):
         yield RecordRange(key, offset, size, xxhash.xxh3_64_intdigest(read_range(copy, offset, size))), fields
@@ -193,7 +193,7 @@ def _opened(path: StorePath, copy: Path) -> BinaryIO:
 def _iter_shard(
     path: StorePath, copy: Path, entry: ShardEntry | None
 ) -> Iterator[tuple[str, int, int, dict[str, bytes]]]:
-    """(key, offset, size, fields) of every sample in the shard `path`, whose bytes lie in `copy`."""
+    """Yield (key, offset, size, fields) of every sample in the shard `path`; it is read from the local file `copy`."""
     key, fields = None, {}
     start = end = num_samples = 0
     with _opened(path, copy) as file:
@@ -212,7 +212,7 @@ def _iter_shard(
 
 
 class _InMemory:
-    """Bytes in memory with the methods of a file that `_members` uses; what it reads is not copied."""
+    """Bytes in memory with the file methods that `_members` uses; a read returns a view, not a copy."""
 
     def __init__(self, data: bytes) -> None:
         self._data, self._place = memoryview(data), 0
@@ -232,14 +232,14 @@ class _InMemory:
 def _members(
     path: StorePath, file: BinaryIO | _InMemory, end: int | None = None, without: Container[str] = ()
 ) -> Iterator[tuple[str, tuple[str, bytes | memoryview]]]:
-    """(key, (field, content)) of the members from the file's position up to `end`, or to the archive's own end.
+    """Yield (key, (field, content)) of the members from the file's position up to `end`, or to the end of the archive.
 
-    Each content is read in one piece: tarfile's own stream goes through small blocks, which costs a large record ten
-    times as much. Shards hold plain files with names that fit a header, nothing else.
+    Each content is read in one piece: tarfile's own stream reads small blocks, which takes ten times as long for a
+    large record. Shards hold only regular files whose names fit into a header.
     """
     while end is None or file.tell() < end:
         header = bytes(file.read(tarfile.BLOCKSIZE))
-        if header == bytes(len(header)):  # the two empty blocks of the end
+        if header == bytes(len(header)):  # the two empty blocks at the end of the tar
             if end is not None or len(header) < tarfile.BLOCKSIZE:
                 raise damaged(path, f"is cut short at byte {file.tell()}")
             return
@@ -258,10 +258,10 @@ def _members(
 
 
 def _parse_header(path: StorePath, header: bytes) -> tuple[str, int]:
-    """(name, size) of a plain file's ustar header, at a quarter of the cost of TarInfo.frombuf.
+    """Return (name, size) from a regular file's ustar header, in a quarter of the time of TarInfo.frombuf.
 
     Raises:
-        DamagedFile: the checksum is not that of the header's bytes, or the member is not a plain file.
+        DamagedFile: the checksum does not match the header's bytes, or the member is not a regular file.
     """
     try:
         if sum(header) - sum(header[148:156]) + 8 * ord(" ") != int(header[148:154], 8) or header[156:157] != b"0":

@@ -2,7 +2,7 @@
 
 from pydantic import BaseModel, ConfigDict
 
-# The context of a dump for people, as the form's: also the fields that a fingerprint leaves out at their defaults.
+# Serialization context for people (the form, for example): includes the fields that a fingerprint omits at defaults.
 EVERY_FIELD = {"every_field": True}
 
 

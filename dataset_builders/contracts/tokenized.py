@@ -1,11 +1,11 @@
-"""Tokenized samples, which the trainer reads: shards with an index beside them.
+"""Tokenized samples, which the trainer reads: shards and their index.
 
-    train/shard-00000.tar    records: input_ids.i32, loss_mask.u8, image_grid_thw.i32, and the pixels by their codec
-    index/00000.parquet      where each record lies and how long it is; each partition holds the rows of whole shards
+    train/shard-00000.tar    records: input_ids.i32, loss_mask.u8, image_grid_thw.i32, pixels as the codec stores them
+    index/00000.parquet      byte range and sizes of each record; each partition holds the rows of whole shards
     manifest.json            stats["pixels"] is a `PixelStore`: how the pixels are stored and how they were scaled
 
-Arrays are little endian, C order. The normalised `pixel_values` of the HF processor are a function of the patches alone
-(see `PatchFormat`); a record is read by `dataset_builders.pictures.pixel_codecs`.
+Arrays are little endian, C order. The normalised `pixel_values` of the HF processor depend only on the patches (see
+`PatchFormat`). A record is decoded by `dataset_builders.pictures.pixel_codecs`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,7 +22,7 @@ from dataset_builders.errors import InputError
 from dataset_builders.storage.files import atomic_path
 from dataset_builders.storage.store import StorePath, local_copy, make_dir
 
-INDEX = "index"  # the folder of the index's partitions
+INDEX = "index"  # folder of the index's partitions
 PARTITION_ROWS = 1_000_000  # a partition takes whole shards up to about this many rows
 INDEX_SCHEMA = pa.schema(
     [
@@ -34,20 +34,20 @@ INDEX_SCHEMA = pa.schema(
         ("size", pa.int64()),
         ("checksum", pa.uint64()),  # xxh3_64 of the shard's bytes [offset, offset + size)
         ("num_tokens", pa.int32()),
-        ("num_loss_tokens", pa.int32()),  # without the first token of the sample, which is not predicted
+        ("num_loss_tokens", pa.int32()),  # without the sample's first token, which is not predicted
         ("num_patches", pa.int32()),
         ("num_images", pa.int32()),
     ]
 )
-SIZES = ("num_tokens", "num_loss_tokens", "num_patches", "num_images")  # the columns of INDEX_SCHEMA that add up
+SIZES = ("num_tokens", "num_loss_tokens", "num_patches", "num_images")  # the columns of INDEX_SCHEMA that can be summed
 
 
 class PatchFormat(StrictModel):
-    """How stored patches become pixel values.
+    """The conversion of stored patches to pixel values.
 
     pixel_values (P, C) float32, C = 3 * temporal_patch_size * patch_size^2, ordered (channel, frame, row, column):
-    (byte - 255 * mean) / (255 * std) per channel, the same in each frame. Patches of an image are in HF order: by
-    blocks of merge_size x merge_size, row by row.
+    (byte - 255 * mean) / (255 * std) per channel, the same in each frame. Patches of an image are in HF order: blocks
+    of merge_size x merge_size patches, row by row.
     """
 
     patch_size: int = Field(gt=0, description="side of a patch in pixels")
@@ -58,12 +58,12 @@ class PatchFormat(StrictModel):
 
     @property
     def patch_bytes(self) -> int:
-        """The bytes of a stored patch: 3 * patch_size^2."""
+        """The number of bytes of a stored patch: 3 * patch_size^2."""
         return 3 * self.patch_size**2
 
 
 class PixelConfig(StrictModel):
-    """How an image is scaled and cut, as the model's preprocessor_config.json says."""
+    """How an image is resized and cut into patches, from the model's preprocessor_config.json."""
 
     min_pixels: int = Field(gt=0, description="images with fewer pixels are scaled up to this area")
     max_pixels: int = Field(gt=0, description="images with more pixels are scaled down to this area")
@@ -71,7 +71,7 @@ class PixelConfig(StrictModel):
 
     @property
     def factor(self) -> int:
-        """The sides of a scaled image are multiples of this many pixels."""
+        """The number of pixels that both sides of a resized image are multiples of."""
         return self.patch_format.patch_size * self.patch_format.merge_size
 
 
@@ -79,15 +79,17 @@ Codec = Literal["u8", "u8_zstd", "original"]
 
 
 class PixelStore(StrictModel):
-    """How a tokenized artifact's shards hold pixels: stats["pixels"] of its manifest."""
+    """How a tokenized artifact's shards store pixels: stats["pixels"] of its manifest."""
 
-    format_version: Literal[2] = Field(default=2, description="of records and index; a reader knows no other")
+    format_version: Literal[2] = Field(default=2, description="format of records and index; a reader accepts no other")
     codec: Codec = Field(description="u8: patches; u8_zstd: patches compressed; original: the image files themselves")
-    config: PixelConfig = Field(description="what was done to the images, or for original is done when they are read")
+    config: PixelConfig = Field(
+        description="resizing and patches of the images; for original: applied when they are read"
+    )
 
 
 def read_pixel_store(directory: StorePath, stats: Mapping[str, Any]) -> PixelStore:
-    """The `PixelStore` of a tokenized artifact, from its manifest's stats.
+    """Return the `PixelStore` of a tokenized artifact, from its manifest's stats.
 
     Raises:
         InputError: the artifact has another format version.
@@ -103,12 +105,12 @@ def read_pixel_store(directory: StorePath, stats: Mapping[str, Any]) -> PixelSto
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class TokenizedSample:
-    """One sample, nothing shifted, nothing padded.
+    """One tokenized sample, neither shifted nor padded.
 
     Attributes:
         key: the sample's key.
         input_ids: (n,) int32.
-        loss_mask: (n,) uint8, 1 where the token itself is to be learnt.
+        loss_mask: (n,) uint8, 1 where the token itself is trained on.
         image_grid_thw: (g, 3) int32, patches before merging; t = 1 for a still image.
         patches: (p, 3 * patch_size^2) uint8 in HF patch order, without the temporal copy; p = sum of t*h*w.
     """
@@ -120,7 +122,7 @@ class TokenizedSample:
     patches: np.ndarray
 
     def check(self) -> None:
-        """Assert what every writer guarantees."""
+        """Assert the invariants that every writer guarantees."""
         assert self.input_ids.dtype == np.int32 and self.input_ids.ndim == 1, self.key
         assert self.loss_mask.dtype == np.uint8 and self.loss_mask.shape == self.input_ids.shape, self.key
         assert self.image_grid_thw.dtype == np.int32 and self.image_grid_thw.shape[1:] == (3,), self.key
@@ -129,9 +131,9 @@ class TokenizedSample:
 
 
 class IndexWriter:
-    """Writes the index shard after shard; one partition's rows are in memory.
+    """Writer of the index, shard after shard; only one partition's rows are in memory.
 
-    The end of a partition depends on the shards' row counts alone, so a rerun writes the same files again.
+    The end of a partition depends only on the shards' row counts, so a rerun writes the same files.
 
     Args:
         partition_rows: a partition is closed before the shard that would bring it over this many rows.
@@ -164,7 +166,7 @@ class IndexWriter:
 
 
 def index_partitions(directory: StorePath) -> list[StorePath]:
-    """The partitions of an artifact's index, in shard order.
+    """Return the paths of the partitions of an artifact's index, in shard order.
 
     Raises:
         InputError: there is no index.
@@ -177,11 +179,11 @@ def index_partitions(directory: StorePath) -> list[StorePath]:
 
 
 def read_partition(path: StorePath) -> pa.Table:
-    """One partition, with INDEX_SCHEMA: the rows of whole shards, in the order of their records."""
+    """Read one partition, with INDEX_SCHEMA: the rows of whole shards, in the order of their records."""
     return pq.read_table(local_copy(path), schema=INDEX_SCHEMA)
 
 
 def iter_index(directory: StorePath) -> Iterator[pa.Table]:
-    """The index, partition by partition; one of them is in memory at a time."""
+    """Yield the partitions of the index; only one of them is in memory at a time."""
     for path in index_partitions(directory):
         yield read_partition(path)

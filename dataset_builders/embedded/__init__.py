@@ -1,4 +1,4 @@
-"""Generators of raw rows that need no download: scans of digits, drawn receipts.
+"""Generators of raw rows that need no download: scanned digits and drawn receipts.
 
 In: a seed and counts. Out: rows in the schema of a published dataset. Read first: `digits.py`.
 """

@@ -1,14 +1,14 @@
 """scikit-learn's bundled handwritten digits as raw rows in the_cauldron's schema: real, small, offline.
 
-1,797 scans of 8 x 8 grey values become one PNG each: enlarged smoothly to 32 to 160 pixels, dark ink on white, a
-third of them in one half of a sheet twice as wide or as high. A scan's bytes are the same in every row that shows it.
-Four subsets, and a fifth that is empty unless it is asked for:
+1,797 scans of 8 x 8 grey values become one PNG each, dark ink on white, smoothly enlarged to 32 to 160 pixels. A third
+of them are placed in one half of a sheet that is twice as wide or as high. A scan's bytes are the same in every row
+that shows it. There are four subsets, and a fifth that is empty unless it is requested:
 
     digits_single   every scan once: one question, the answer is the digit            "Which digit is this?"  "7"
     digits_multi    some scans again, several questions each: a chat of several turns
     digits_compare  pairs of scans, each scan in at most one pair                     "Which is larger, ..."  "first"
     digits_text     no image                                                          "What is 3 plus 4?"     "7"
-    digits_words    some scans again: a task that a model of the others does not know "Spell the digit."      "seven"
+    digits_words    some scans again: a task that the other subsets do not teach      "Spell the digit."      "seven"
 """
 
 import importlib.metadata
@@ -46,10 +46,10 @@ Row = dict[str, list[dict[str, object]]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DigitCounts:
-    """How many rows of each subset there are at most.
+    """The maximal number of rows of each subset.
 
     Attributes:
-        scans: rows of digits_single, and the scans that the other subsets choose from.
+        scans: rows of digits_single; the other subsets choose from these scans.
         multi: rows of digits_multi.
         pairs: rows of digits_compare.
         texts: rows of digits_text.
@@ -64,7 +64,7 @@ class DigitCounts:
 
 
 def iter_digit_rows(seed: int, counts: DigitCounts) -> Iterator[tuple[str, Row]]:
-    """(subset, row) in order of the subsets; the same rows for the same seed and counts."""
+    """Yield (subset, row) in order of the subsets; the rows are the same for the same seed and counts."""
     table = np.loadtxt(_bundled_file(), delimiter=",")[: counts.scans]
     scans, labels = table[:, :-1].reshape(-1, 8, 8), [int(label) for label in table[:, -1]]
     rng = np.random.default_rng([seed, 0])
@@ -78,18 +78,18 @@ def iter_digit_rows(seed: int, counts: DigitCounts) -> Iterator[tuple[str, Row]]
 
 
 def _rng(seed: int, stream: int) -> np.random.Generator:
-    """A stream of its own for each subset, so that one's size does not change another's rows."""
+    """Return a random stream for one subset, so that the size of one subset does not change the rows of another."""
     return np.random.default_rng([seed, stream])
 
 
 def _bundled_file() -> str:
-    """scikit-learn's: rows of 64 grey values, 0 to 16, and the digit. Its `load_digits` would load SciPy first, which
-    takes seconds."""
+    """Return the path of scikit-learn's file: rows of 64 grey values, 0 to 16, and the digit. scikit-learn's
+    `load_digits` would first import SciPy, which takes seconds."""
     return str(importlib.metadata.distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz"))
 
 
 def _scan_png(scan: np.ndarray, rng: np.random.Generator) -> bytes:
-    """(8, 8) floats from 0 to 16, ink high -> a grey PNG of some size."""
+    """Convert (8, 8) floats from 0 to 16, where 16 is ink, to a grey PNG of a random size."""
     side = int(rng.choice(_SIDES, p=_SIDE_SHARES))
     ink = np.round(_PAPER - scan * (_PAPER / 16)).astype(np.uint8)
     picture = enlarge_grey(np.pad(ink, 1, constant_values=_PAPER), side, side)  # the scans touch their border
@@ -99,10 +99,10 @@ def _scan_png(scan: np.ndarray, rng: np.random.Generator) -> bytes:
 
 
 def _on_longer_sheet(picture: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """The picture in one half of a sheet that is exactly twice as long along one axis.
+    """Return the image in one half of a sheet that is exactly twice as long along one axis.
 
-    Halves, and not any offset: the default model learns from 1,500 scans in a minute, and with free offsets that is too
-    few (0.88 instead of 0.98 of the held-out digits).
+    The offset is a half and not arbitrary: the default model trains on 1,500 scans in a minute, which is too few for
+    arbitrary offsets (0.88 instead of 0.98 of the held-out digits are right).
     """
     side = len(picture)
     before = side * int(rng.integers(2))
@@ -147,7 +147,7 @@ def _compare_rows(images: list[bytes], labels: list[int], count: int, rng: np.ra
 
 
 def _text_rows(count: int, rng: np.random.Generator) -> Iterator[Row]:
-    """Questions that all differ: an exact duplicate would be left out later anyway."""
+    """Yield questions that all differ; an exact duplicate would be left out later anyway."""
     pairs = [(f"Which number comes after {n}?", str(n + 1)) for n in range(40)]
     pairs += [(f"Which number comes before {n}?", str(n - 1)) for n in range(1, 41)]
     pairs += [(f"Is {n} even or odd?", "odd" if n % 2 else "even") for n in range(40)]

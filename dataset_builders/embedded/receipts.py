@@ -1,4 +1,4 @@
-"""Drawn till receipts as raw rows in the schema of naver-clova-ix/cord-v2, without end and offline.
+"""Drawn till receipts as raw rows in the schema of naver-clova-ix/cord-v2, in any number and offline.
 
     image         a grey JPEG of a slip 320 pixels wide: one of eight fonts and three layouts, tilted by up to two
                   degrees, shaded, blurred and noisy
@@ -8,13 +8,14 @@
                    "meta": {...}, "valid_line": [{"words": [{"quad", "is_key", "row_id", "text"}], "category",
                    "group_id", "sub_group_id"}, ...], "roi": {}, "repeating_symbol": [], "dontcare": []}
 
-A strip is one line of a receipt, or one field cut out tightly, in the same schema; its parse has what is printed. A
-model of random weights learns letters from strips, where nothing has to be found, long before it reads whole slips.
+A strip is one line of a receipt, or one field cut out tightly, in the same schema. Its parse has the fields that are
+printed on it. A model with random weights reads letters on strips, where no field has to be located, long before it
+reads whole slips.
 
-As in CORD a menu of one item is the item itself and not a list, and prices are text with the separator of the slip.
-Every leaf of the parse is printed as it is, and `valid_line` gives its place. Sums are right: the prices make the
-subtotal; discount, tax and service lead from there to the total; change is cash minus total. Names are drawn from
-some 50,000 combinations of words, so most names of a held-out receipt were not in any training receipt.
+CORD's conventions hold: a menu of one item is the item itself and not a list, and prices are text with the separator of
+the slip. Every leaf of the parse is printed as it is, and `valid_line` gives its box. The sums are right: the prices
+add up to the subtotal; the total is the subtotal minus discount plus service and tax; change is cash minus total. Names
+are drawn from some 50,000 combinations of words, so most names of a held-out receipt are in no training receipt.
 """
 
 import dataclasses
@@ -35,11 +36,11 @@ CordRow = dict[str, object]
 WIDTH = 320  # pixels
 _MARGIN = 16
 _MAX_TILT = 2.0  # degrees
-_SIZES = (18, 17, 16, 15, 14, 13)  # of the font, in pixels: the largest with which every line fits
-_MIN_SIDE = 32  # pixels of a strip
-_CELL_SHARE = 0.5  # of strips that are one field
-_GAP = 10  # pixels between two columns, at least
-_ITEM_SHARES = (0.20, 0.24, 0.20, 0.16, 0.12, 0.08)  # of slips with 1, 2, ... items
+_SIZES = (18, 17, 16, 15, 14, 13)  # font sizes in pixels: the largest one at which every line fits is used
+_MIN_SIDE = 32  # smallest side of a strip, in pixels
+_CELL_SHARE = 0.5  # share of strips that show only one field
+_GAP = 10  # smallest gap between two columns, in pixels
+_ITEM_SHARES = (0.20, 0.24, 0.20, 0.16, 0.12, 0.08)  # shares of slips with 1, 2, ... items
 
 _DISHES = (
     "Nasi Goreng", "Nasi Uduk", "Mie Ayam", "Mie Goreng", "Bakmi", "Soto", "Sate", "Gado Gado", "Rendang", "Bakso",
@@ -74,7 +75,7 @@ class Item:
     """A line of the menu. Prices are whole rupiah.
 
     Attributes:
-        option: printed below the item with its price; empty: none.
+        option: an extra that is printed below the item with its price; empty: none.
     """
 
     name: str
@@ -93,9 +94,9 @@ class Receipt:
     """The facts that are printed on a slip. Prices are whole rupiah.
 
     Attributes:
-        layout: of an item: "columns" is count, name, price; "below" has count and unit price in a line below the name;
-            "times" is name, count, price.
-        separator: between thousands.
+        layout: the order of an item's fields: "columns" is count, name, price; "below" has count and unit price in a
+            line below the name; "times" is name, count, price.
+        separator: the separator between thousands.
         discount, service, tax, cash: 0 where the slip has no such line.
     """
 
@@ -120,7 +121,7 @@ class Receipt:
 
     @property
     def sums(self) -> list[tuple[str, str]]:
-        """(category, printed price) of the lines below the menu, from top to bottom."""
+        """The (category, printed price) of each line below the menu, from top to bottom."""
         lines = [("sub_total.subtotal_price", self.subtotal)]
         lines += [("sub_total.discount_price", self.discount)] if self.discount else []
         lines += [("sub_total.service_price", self.service)] if self.service else []
@@ -136,9 +137,9 @@ class _Cell:
     """A text in a line of the slip.
 
     Attributes:
-        category: as in CORD's valid_line, "menu.nm".
-        is_key: it is the label of the field and not its value.
-        value: the leaf of the parse, where it differs from the text: "2" of "2 x".
+        category: the category in CORD's valid_line, "menu.nm".
+        is_key: whether the text is the label of the field and not its value.
+        value: the leaf of the parse, where it differs from the text: "2" for "2 x".
     """
 
     text: str
@@ -149,14 +150,14 @@ class _Cell:
     value: str = ""
 
 
-_PrintedLine = tuple[list[tuple[_Cell, Quad]], int]  # cells with the boxes of their ink; the number of their group
+_PrintedLine = tuple[list[tuple[_Cell, Quad]], int]  # cells and the boxes of their ink; the group's number
 
 
 def receipt_row(seed: int, split: str, index: int) -> CordRow:
-    """One row: {"image": {"bytes", "path"}, "ground_truth": text}; the same row for the same arguments.
+    """Return one row: {"image": {"bytes", "path"}, "ground_truth": text}. The same arguments give the same row.
 
     Args:
-        split: train or validation. The receipts of two splits have nothing in common but the words.
+        split: train or validation. The receipts of the two splits have only the words in common.
     """
     rng = np.random.default_rng([seed, len(split), index])
     receipt = make_receipt(rng)
@@ -165,7 +166,7 @@ def receipt_row(seed: int, split: str, index: int) -> CordRow:
 
 
 def strip_row(seed: int, index: int) -> CordRow:
-    """One row of the split train whose image is a strip; the same row for the same arguments."""
+    """Return one row of the split train whose image is a strip. The same arguments give the same row."""
     rng = np.random.default_rng([seed, 0, index])
     receipt, font, size = make_receipt(rng), _choose(rng, FONTS), _choose(rng, _SIZES)
     lines = [cells for item in receipt.items for cells in _item_lines(receipt, item)]
@@ -210,7 +211,7 @@ def _row(
 
 
 def make_receipt(rng: np.random.Generator) -> Receipt:
-    """A random receipt."""
+    """Return a random receipt."""
     upper = rng.random() < 0.4
     items = tuple(_make_item(upper, rng) for _ in range(1 + int(rng.choice(len(_ITEM_SHARES), p=_ITEM_SHARES))))
     subtotal = sum(item.price + item.option_price for item in items)
@@ -230,7 +231,7 @@ def make_receipt(rng: np.random.Generator) -> Receipt:
 
 
 def parse_of(receipt: Receipt) -> dict[str, Tree]:
-    """The parse of a receipt, as CORD-V2 writes it."""
+    """Return the parse of a receipt, in the form of CORD-V2."""
     menu = [_menu_entry(receipt, item) for item in receipt.items]
     parse: dict[str, Tree] = {"menu": menu if len(menu) > 1 else menu[0]}
     for category, price in receipt.sums:
@@ -240,7 +241,7 @@ def parse_of(receipt: Receipt) -> dict[str, Tree]:
 
 
 def _parse_of_cells(cells: Sequence[_Cell]) -> dict[str, Tree]:
-    """The parse of the fields in some cells."""
+    """Return the parse of the fields in some cells."""
     parse: dict[str, Tree] = {}
     for cell in cells:
         if cell.is_key:
@@ -278,7 +279,7 @@ def _print_slip(receipt: Receipt, rng: np.random.Generator) -> tuple[Slip, list[
     """Print a receipt.
 
     Returns:
-        the slip, and its lines that have fields.
+        The slip, and its lines that have fields.
     """
     font = _choose(rng, FONTS)
     body = [(cells, group) for group, item in enumerate(receipt.items) for cells in _item_lines(receipt, item)]
@@ -306,7 +307,7 @@ def _print_slip(receipt: Receipt, rng: np.random.Generator) -> tuple[Slip, list[
 
 
 def _item_lines(receipt: Receipt, item: Item) -> list[list[_Cell]]:
-    """The lines of an item, from top to bottom."""
+    """Return the lines of an item, from top to bottom."""
     left, right = _MARGIN, WIDTH - _MARGIN
     name = _Cell(item.name, left, "left", "menu.nm")
     price = _Cell(receipt.printed(item.price), right, "right", "menu.price")
@@ -343,7 +344,7 @@ def _head_lines(rng: np.random.Generator) -> list[str]:
 
 
 def _fits(cells: Sequence[_Cell], font: str, size: int) -> bool:
-    """Whether the cells of a line, from left to right, do not touch."""
+    """Whether the cells of a line, given from left to right, do not touch."""
     edges = []
     for cell in cells:
         width = text_width(cell.text, font, size)
@@ -361,7 +362,7 @@ def _print_rule(slip: Slip, y: int, rule: str, font: str, size: int) -> None:
 
 
 def _valid_lines(slip: Slip, lines: list[_PrintedLine], tilt: float) -> list[dict[str, object]]:
-    """CORD's list of fields with the place of each word."""
+    """Return CORD's list of fields with the box of each word."""
     found: dict[tuple[str, int], dict[str, object]] = {}
     for row_id, (cells, group) in enumerate(lines):
         for cell, quad in cells:

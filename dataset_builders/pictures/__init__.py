@@ -1,5 +1,5 @@
-"""Pictures: checked RGB images, the patches of a model, and hashes that recognise a copy.
+"""Images: checked RGB pixels, the patches of a model, and hashes that recognise a copy.
 
 In: the encoded image bytes of a row. Out: RGB pixels, uint8 patches, the codecs of tokenized pixels.
-Read first: `images.py` (what is refused and why), then `pixels.py` (the one path to patches).
+Read first: `images.py` (which images are refused and why), then `pixels.py` (the one conversion to patches).
 """

@@ -1,13 +1,13 @@
-"""The only place that opens raw images: what is refused and why, and what 8-bit RGB each pixel format becomes.
+"""The only module that opens raw images: which images are refused, and how each pixel format is converted to 8-bit RGB.
 
     1, L, P, YCbCr, CMYK       Pillow's conversion (of an animation or a multi-page file: the first frame)
-    RGBA, LA, PA, transparency composited on white, as a reader of the page would have seen it
+    RGBA, LA, PA, transparency composited on white, as a reader of the page would see it
     I;16, I                    16-bit grey scaled to 8 bits, 65535 -> 255; wider values are refused
     F, LAB, HSV                refused as bad_mode: there is no agreement on what their range means
 
-EXIF orientation is applied; a broken EXIF block leaves the picture as it is stored.
+EXIF orientation is applied; an image with a broken EXIF block keeps its stored orientation.
 
-Pillow says what an image is, and decodes what `jpeg.py` does not.
+Pillow identifies the format, and decodes every image that `jpeg.py` does not.
 """
 
 import contextlib
@@ -22,12 +22,12 @@ from dataset_builders.contracts.sample import SkipSample
 from dataset_builders.errors import one_line
 from dataset_builders.pictures import jpeg
 
-PILLOW_PIXEL_LIMIT = 89_478_485  # Pillow's own guard warns from here on, and raises at twice that
-_BLOCK_PIXELS = 1 << 20  # whose transparency is put on white at a time
-MAX_ASPECT = 200  # the longer side over the shorter one; smart_resize of the Qwen processors refuses more
+PILLOW_PIXEL_LIMIT = 89_478_485  # Pillow's own guard warns above this number, and raises at twice the number
+_BLOCK_PIXELS = 1 << 20  # pixels whose transparency is composited on white at a time
+MAX_ASPECT = 200  # longer side / shorter side; smart_resize of the Qwen processors refuses more
 
-# Left out on purpose: EPS, which Pillow hands to Ghostscript, a program that runs what is in the file; ICO, whose
-# header need not say the size of the picture inside.
+# Left out on purpose: EPS, which Pillow hands to Ghostscript, a program that runs code from the file; ICO, whose header
+# need not give the size of the image inside.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
 _GREY_16 = ("I", "I;16", "I;16B", "I;16L", "I;16N")
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", *_GREY_16)
@@ -45,7 +45,7 @@ _TRANSPOSE = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageLimits:
-    """The limits that the header alone shows, before a pixel is decoded.
+    """Limits that are checked from the header, before a pixel is decoded.
 
     Attributes:
         max_pixels: width * height, at most PILLOW_PIXEL_LIMIT.
@@ -78,8 +78,8 @@ def check_image(data: bytes, limits: ImageLimits, decode: bool = True) -> ImageI
     """Decode the whole image, and return its facts.
 
     Args:
-        decode: False reads the header alone. An image that is cut or damaged after its header then passes, as does
-            32-bit grey that is out of range, and EXIF behind a PNG's pixels is not seen.
+        decode: False reads only the header. Then an image that is cut or damaged after its header passes, 32-bit grey
+            that is out of range passes, and EXIF after a PNG's pixels is not seen.
 
     Raises:
         SkipSample: decode_error, truncated_image, bomb, too_small, aspect or bad_mode.
@@ -95,7 +95,7 @@ def check_image(data: bytes, limits: ImageLimits, decode: bool = True) -> ImageI
 
 
 def open_rgb(data: bytes) -> Image.Image:
-    """The image as 8-bit RGB, upright, transparency on white.
+    """Return the image as 8-bit RGB, upright, with transparency on white.
 
     Raises:
         SkipSample: decode_error, truncated_image, bomb (by Pillow's own guard) or bad_mode.
@@ -108,10 +108,10 @@ def open_rgb(data: bytes) -> Image.Image:
 
 
 def read_rgb(data: bytes, whole: bool = False) -> np.ndarray:
-    """`open_rgb` as an array, faster: (height, width, 3) uint8, upright, transparency on white.
+    """Return the image as (height, width, 3) uint8, like `open_rgb` but faster: upright, with transparency on white.
 
     Args:
-        whole: True refuses a JPEG whose picture data are damaged, as `check_image` does; False reads what there is.
+        whole: True refuses a JPEG with damaged pixel data, as `check_image` does; False reads the data that are left.
 
     Raises:
         SkipSample: as for `open_rgb`.
@@ -130,7 +130,7 @@ def read_rgb(data: bytes, whole: bool = False) -> np.ndarray:
 
 
 def image_size(data: bytes) -> tuple[int, int]:
-    """(height, width) as stored, from the header; EXIF may swap the two. No pixel is decoded.
+    """Return (height, width) as stored, from the header; EXIF may swap the two. No pixel is decoded.
 
     Raises:
         SkipSample: decode_error, truncated_image or bomb.
@@ -139,7 +139,7 @@ def image_size(data: bytes) -> tuple[int, int]:
 
 
 def preview_png(images: Sequence[bytes], side: int) -> bytes:
-    """A PNG of the images side by side, each shrunk to fit into side x side pixels, never enlarged."""
+    """Return a PNG of the images in a row, each shrunk to fit into side x side pixels, never enlarged."""
     thumbnails = [open_rgb(data) for data in images]
     for image in thumbnails:
         image.thumbnail((side, side))
@@ -154,21 +154,22 @@ def preview_png(images: Sequence[bytes], side: int) -> bytes:
 
 
 def enlarge_grey(pixels: np.ndarray, width: int, height: int) -> np.ndarray:
-    """(h, w) uint8 -> (height, width) uint8, smooth (bicubic)."""
+    """Resize (h, w) uint8 to (height, width) uint8 by bicubic interpolation."""
     return np.asarray(Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC))
 
 
 def shrink_grey(rgb: np.ndarray, side: int) -> np.ndarray:
-    """(h, w, 3) uint8 -> (side, side) uint8: ITU-R 601 luma, scaled by Lanczos with antialiasing, aspect given up.
+    """Convert (h, w, 3) uint8 to (side, side) uint8: ITU-R 601 luma, scaled by Lanczos with antialiasing. The aspect
+    ratio is not kept.
 
-    Pillow computes it in fixed point, so every machine gives the same.
+    Pillow computes it in fixed point, so every machine gives the same result.
     """
     grey = Image.fromarray(rgb).convert("L")
     return np.asarray(grey.resize((side, side), Image.Resampling.LANCZOS))
 
 
 def grey_png(pixels: np.ndarray) -> bytes:
-    """(h, w) uint8 -> a grey PNG."""
+    """Encode (h, w) uint8 as a grey PNG."""
     return _png(Image.fromarray(pixels))
 
 
@@ -191,7 +192,7 @@ def _open(data: bytes) -> Image.Image:
 
 @contextlib.contextmanager
 def _skipping(data: bytes) -> Iterator[None]:
-    """Whatever Pillow raises in the block becomes SkipSample: hostile bytes make its parsers raise nearly anything."""
+    """Convert any error of Pillow in the block to SkipSample: hostile bytes make its parsers raise nearly anything."""
     try:
         yield
     except MemoryError:  # the machine's fault, not the image's
@@ -203,7 +204,7 @@ def _skipping(data: bytes) -> Iterator[None]:
 
 
 def _check_pixels(image: Image.Image, data: bytes) -> int:
-    """Decode every coded bit; returns the EXIF orientation."""
+    """Decode every coded bit; return the EXIF orientation."""
     warning = jpeg.jpeg_warning(image, data) if image.format in jpeg.FORMATS else ""
     if not warning and jpeg.is_plain_jpeg(image, data):
         return _orientation(image)
@@ -231,7 +232,7 @@ def _check_mode(image: Image.Image) -> None:
 
 
 def _load(image: Image.Image, data: bytes) -> int:
-    """Decode every pixel and check the mode; returns the EXIF orientation."""
+    """Decode every pixel and check the mode; return the EXIF orientation."""
     _check_mode(image)
     with _skipping(data):
         image.load()
@@ -245,7 +246,7 @@ def _load(image: Image.Image, data: bytes) -> int:
 def _orientation(image: Image.Image) -> int:
     try:
         value = image.getexif().get(0x0112, 1)
-    except Exception:  # a broken EXIF or XMP block is no reason to lose the picture
+    except Exception:  # a broken EXIF or XMP block is no reason to lose the image
         return 1
     return value if isinstance(value, int) and value in _TRANSPOSE else 1
 
@@ -253,7 +254,7 @@ def _orientation(image: Image.Image) -> int:
 def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode not in _GREY_16 and not image.has_transparency_data:
         return image.convert("RGB")
-    # Row by row block, since the steps in between take four more pictures' memory.
+    # Converted in blocks of rows, since the intermediate steps take the memory of four more images.
     rgb = Image.new("RGB", image.size)
     block_rows = max(1, _BLOCK_PIXELS // image.width)
     for top in range(0, image.height, block_rows):
@@ -263,7 +264,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _flatten(image: Image.Image) -> Image.Image:
-    """RGB of 16-bit grey, or of a picture with transparency."""
+    """Convert 16-bit grey, or an image with transparency, to RGB."""
     if image.mode in _GREY_16:
         wide = np.asarray(image).astype(np.uint32)
         return Image.fromarray(((wide + 128) // 257).astype(np.uint8)).convert("RGB")
@@ -283,4 +284,4 @@ def _is_cut(data: bytes) -> bool:
     if data[:4] == b"RIFF":
         return len(data) < 8 + int.from_bytes(data[4:8], "little")
     ending = next((end for magic, end in _ENDINGS.items() if data.startswith(magic)), b"")
-    return ending not in data[-64 if len(ending) > 1 else -1 :]  # cameras and servers append a few bytes
+    return ending not in data[-64 if len(ending) > 1 else -1 :]  # cameras and servers append a few bytes after the end

@@ -1,8 +1,9 @@
-"""JPEG files: a bound on their scans, the damage that Pillow keeps silent about, and a decoder faster than Pillow's.
+"""JPEG files: a bound on their scans, a check for damage that Pillow does not report, and a decoder faster than
+Pillow's.
 
-Most files are decoded by simplejpeg, which gives Pillow's bits: both are libjpeg-turbo with its exact integer
-transform. A file that simplejpeg warns about goes to Pillow, which reads it without a word; `refuse_damage` judges the
-warning.
+Most files are decoded by simplejpeg, which gives the same bits as Pillow: both use libjpeg-turbo with its exact integer
+transform. A file that simplejpeg warns about is decoded by Pillow, which reads it without a warning. `refuse_damage`
+decides whether the warning means damage.
 """
 
 import re
@@ -14,25 +15,26 @@ from PIL import Image
 
 from dataset_builders.contracts.sample import SkipSample
 
-FORMATS = ("JPEG", "MPO")  # Pillow's names; MPO: a JPEG with others behind it, as phones write them
-# Every scan of a progressive file passes over all pixels (0.6 ns each), however few bytes it has. Encoders write about
-# 10. 100 is also libtiff's limit for JPEG inside TIFF; together the two bound the seconds of a picture of any size.
+FORMATS = ("JPEG", "MPO")  # Pillow's names; MPO: a JPEG with further images after it, as phones write them
+# Every scan of a progressive file passes over all pixels (0.6 ns per pixel), however few bytes the scan has. Encoders
+# write about 10 scans. 100 is also libtiff's limit for JPEG inside TIFF; together the two limits bound the decoding
+# time of an image of any size.
 MAX_SCANS = 100
-MAX_SCAN_PIXELS = 1 << 31  # scans * width * height: 24 scans of Pillow's largest picture
+MAX_SCAN_PIXELS = 1 << 31  # scans * width * height: 24 scans of Pillow's largest image
 
-# What simplejpeg decodes to Pillow's bits (tests/dataset_builders/pictures/test_pixels.py): baseline and progressive
-# frames of grey, or of three components with these sampling factors. Four components (CMYK, YCCK) are not among them.
+# Files that simplejpeg decodes to Pillow's bits (tests/dataset_builders/pictures/test_pixels.py): baseline and
+# progressive frames of grey, or of three components with these sampling factors. Not: four components (CMYK, YCCK).
 _FRAMES = (0xC0, 0xC1, 0xC2)
 _SEQUENTIAL = (0xC0, 0xC1)
 _SAMPLINGS = {((1, 1),), *(((h, v), (1, 1), (1, 1)) for h, v in ((1, 1), (2, 1), (2, 2), (1, 2), (4, 1)))}
 _START_OF_SCAN = b"\xff\xda"
-# A marker as libjpeg-turbo finds the next one: not a stuffed zero, a fill byte, a restart or a code without a meaning.
+# The next marker as libjpeg-turbo finds it: not a stuffed zero, a fill byte, a restart, or a code without a meaning.
 _MARKER = re.compile(rb"\xff[\xc0-\xcf\xd8-\xfe]")
 _WITHOUT_LENGTH, _END_OF_IMAGE = 0xD8, 0xD9
-# libjpeg-turbo's warnings of missing or undecodable picture data -> the reason. Its other warnings (bytes too many
-# before a marker, an unknown JFIF version, scan parameters) come with pictures that are whole, and are no reason.
+# libjpeg-turbo's warnings of missing or undecodable pixel data -> the skip reason. Its other warnings (excess bytes
+# before a marker, an unknown JFIF version, scan parameters) occur in files with complete images and are ignored.
 _DAMAGE = {
-    "premature end": "truncated_image",  # of the data of a scan, or of a file without its end mark
+    "premature end": "truncated_image",  # in a scan's data, or the file has no end mark
     "bad Huffman code": "decode_error",
     "bad arithmetic code": "decode_error",
     "instead of RST": "decode_error",  # a restart interval is missing
@@ -40,11 +42,11 @@ _DAMAGE = {
 
 
 class _Head(NamedTuple):
-    """Of a JPEG file up to its first scan.
+    """Facts from a JPEG file's headers up to its first scan.
 
     Attributes:
         frame: the frame header's marker, 0xC0 to 0xCF (ITU T.81, table B.1); 0 if there is none.
-        num_components: of the frame.
+        num_components: components of the frame.
         num_in_scan: components in the first scan.
     """
 
@@ -54,23 +56,23 @@ class _Head(NamedTuple):
 
 
 def check_scans(data: bytes, width: int, height: int) -> None:
-    """Raise SkipSample (bomb) for a JPEG of more scans than a picture of this size may have. Nothing is decoded."""
+    """Raise SkipSample (bomb) for a JPEG with more scans than an image of this size may have. Nothing is decoded."""
     head = _read_head(data)
     if head.frame in _SEQUENTIAL and head.num_in_scan == head.num_components:
-        return  # one scan, in which all components are interleaved: libjpeg-turbo refuses a second one
+        return  # one scan with all components interleaved: libjpeg-turbo refuses a second scan
     limit = min(MAX_SCANS, MAX_SCAN_PIXELS // (width * height))
     if data.count(_START_OF_SCAN) > limit and _count_scans(data) > limit:
         raise SkipSample("bomb", f"a JPEG of {_count_scans(data)} scans, the limit is {limit} at {width} x {height}")
 
 
 def decode_jpeg(image: Image.Image, data: bytes) -> np.ndarray | None:
-    """The pixels as they are stored, by simplejpeg, if they are sure to be those that Pillow gives.
+    """Decode the stored pixels with simplejpeg, if the result is sure to equal Pillow's.
 
     Args:
         image: `data`, opened by Pillow and not yet decoded.
 
     Returns:
-        (height, width, 3) uint8, not turned; None: the file is broken, or one that Pillow must decode.
+        (height, width, 3) uint8, not rotated; None: the file is broken, or Pillow must decode it.
     """
     if not is_plain_jpeg(image, data):
         return None
@@ -78,16 +80,16 @@ def decode_jpeg(image: Image.Image, data: bytes) -> np.ndarray | None:
         pixels = simplejpeg.decode_jpeg(data, "RGB")
     except MemoryError:
         raise
-    except Exception:  # also for a warning of the decoder: Pillow decides about such a file
+    except Exception:  # includes warnings of the decoder: Pillow decides about such a file
         return None
     return pixels if pixels.shape == (image.height, image.width, 3) else None
 
 
 def jpeg_warning(image: Image.Image, data: bytes) -> str:
-    """libjpeg-turbo's first warning or error about the file, or "".
+    """Return libjpeg-turbo's first warning or error about the file, or "".
 
-    Every coded bit is read. Only the arithmetic that turns coefficients into pixels, which cannot fail, is done for one
-    pixel in 64 (1 in 8 per side is the coarsest scale of libjpeg-turbo).
+    Every coded bit is read. Only the conversion of coefficients to pixels, which cannot fail, is reduced to one pixel
+    in 64 (libjpeg-turbo's coarsest scale is 1/8 per side).
     """
     try:
         simplejpeg.decode_jpeg(data, "CMYK" if image.mode == "CMYK" else "GRAY", min_height=1, min_width=1)
@@ -99,7 +101,7 @@ def jpeg_warning(image: Image.Image, data: bytes) -> str:
 
 
 def refuse_damage(warning: str) -> None:
-    """Raise SkipSample if a `jpeg_warning` says that picture data are missing or cannot be decoded."""
+    """Raise SkipSample if a `jpeg_warning` means that pixel data are missing or cannot be decoded."""
     for text, reason in _DAMAGE.items():
         if text.lower() in warning.lower():
             raise SkipSample(reason, warning)
@@ -127,7 +129,7 @@ def _read_head(data: bytes) -> _Head:
 
 
 def _count_scans(data: bytes) -> int:
-    """Scans up to the end of the image; those of a thumbnail, or of another picture behind it, do not count."""
+    """Count the scans up to the end of the image, without scans of a thumbnail or of a further image after it."""
     scans, place = 0, 2
     while match := _MARKER.search(data, place):
         place, marker = match.end(), data[match.end() - 1]

@@ -1,12 +1,12 @@
-"""The look of a picture in a few bytes: a 64-bit perceptual hash, and the grey thumbnail that it is made from.
+"""Image similarity in a few bytes: a 64-bit perceptual hash, and the grey thumbnail that it is computed from.
 
 The hash is pHash's, as the ImageHash library defines it (github.com/JohannesBuchner/imagehash, `phash`; Zauner,
 "Implementation and Benchmarking of Perceptual Image Hash Functions", 2010): the 8 x 8 lowest frequencies of the DCT of
-a 32 x 32 grey thumbnail, one bit each: above their median or not. The cosines here are integers, so that a picture of
-one colour, whose frequencies are rounding alone, has the same hash on every machine.
+a 32 x 32 grey thumbnail, one bit each: above their median or not. The cosines here are integers. An image of one
+colour, whose frequencies would otherwise be only rounding errors, therefore has the same hash on every machine.
 
-A hash of 64 bits cannot tell scans of one digit or two receipts apart (docs/decisions/data.md has the rates). Pictures
-of equal hashes are therefore compared by their thumbnails.
+A hash of 64 bits cannot distinguish scans of one digit, or two receipts (docs/decisions/data.md has the rates). Images with equal
+hashes are therefore compared by their thumbnails.
 """
 
 import hashlib
@@ -18,15 +18,15 @@ from dataset_builders.pictures.images import read_rgb, shrink_grey
 
 THUMBNAIL_SIDE = 32  # pixels
 _FREQUENCIES = 8  # per axis
-_SCALE = 1 << 14  # of the integer cosines; 32 * 32 * 255 * 2^28 stays below 2^63
+_SCALE = 1 << 14  # scale of the integer cosines; 32 * 32 * 255 * 2^28 stays below 2^63
 
 
 @dataclass(frozen=True, slots=True)
 class PictureLook:
-    """The record of a decoded picture.
+    """The perceptual record of a decoded image.
 
     Attributes:
-        pixels_sha256: 32 bytes, of height, width and the RGB pixels: equal for equal pixels in any file format.
+        pixels_sha256: 32 bytes, SHA-256 of height, width and the RGB pixels: equal for equal pixels in any file format.
         width, height: in pixels, upright.
         phash: the 64-bit hash.
         thumbnail: 1,024 bytes, (32, 32) uint8 grey.
@@ -40,7 +40,7 @@ class PictureLook:
 
 
 def look_at(data: bytes) -> PictureLook:
-    """Decode a picture, upright and with transparency on white, and return its look.
+    """Decode an image, upright and with transparency on white, and return its perceptual record.
 
     Raises:
         SkipSample: decode_error, truncated_image, bomb or bad_mode.
@@ -54,21 +54,21 @@ def look_at(data: bytes) -> PictureLook:
 
 
 def phash(thumbnail: np.ndarray) -> int:
-    """(32, 32) uint8 grey -> 64 bits, the lowest frequency in the highest bit."""
+    """Return the 64-bit hash of a (32, 32) uint8 grey thumbnail, with the lowest frequency in the highest bit."""
     low = _COSINES @ thumbnail.astype(np.int64) @ _COSINES.T
     bits = 2 * low > _double_median(low)
     return int.from_bytes(np.packbits(bits).tobytes(), "big")
 
 
 def _double_median(values: np.ndarray) -> int:
-    """Twice the median, which is an integer for an even number of integers."""
+    """Return twice the median: an integer, because there is an even number of integers."""
     ordered = np.sort(values, axis=None)
     middle = len(ordered) // 2
     return int(ordered[middle - 1] + ordered[middle])
 
 
 def _cosines() -> np.ndarray:
-    """(8, 32) int64: the first rows of the DCT-II, not normalised, times _SCALE."""
+    """Return (8, 32) int64: the first rows of the DCT-II, not normalised, times _SCALE."""
     frequency, place = np.mgrid[0:_FREQUENCIES, 0:THUMBNAIL_SIDE]
     angles = np.pi * frequency * (2 * place + 1) / (2 * THUMBNAIL_SIDE)
     return np.round(_SCALE * np.cos(angles)).astype(np.int64)

@@ -1,10 +1,10 @@
-"""Records of tokenized shards: a tokenized sample, its pixels by the artifact's codec, and back.
+"""Records of tokenized shards: encode a tokenized sample, with the pixels in the artifact's codec, and decode it.
 
-    u8          `patches.u8`: the patches of the pixel path, 3 * patch_size^2 bytes each, ready as they are read
+    u8          `patches.u8`: the patches of `pixels.py`, 3 * patch_size^2 bytes each, used as they are read
     u8_zstd     `patches.u8.zst`: the same, compressed; for documents and drawings, as photos gain little
-    original    `0.jpg`, `1.png`, ...: the image files as they came; the pixel path runs whenever a record is read
+    original    `0.jpg`, `1.png`, ...: the original image files; `pixels.py` converts them whenever a record is read
 
-A reader gets the same bytes of patches with each codec.
+A reader gets the same patch bytes with each codec.
 """
 
 from collections.abc import Container, Mapping
@@ -21,13 +21,13 @@ _ZSTD = pa.Codec("zstd", compression_level=3)
 
 
 class _ImageNames:
-    """The names of image files in a record: all that begin with a digit."""
+    """The names of a record's image files: all names that begin with a digit."""
 
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and name[:1].isdigit()
 
 
-# The fields of a record that hold its pixels: a reader without a vision encoder may pass over them.
+# The fields of a record that hold its pixels: a reader without a vision encoder may skip them.
 PIXEL_FIELDS: dict[Codec, Container[str]] = {
     "u8": (_PATCHES,),
     "u8_zstd": (_COMPRESSED,),
@@ -36,11 +36,11 @@ PIXEL_FIELDS: dict[Codec, Container[str]] = {
 
 
 def encode_sample(sample: TokenizedSample, codec: Codec, images: Mapping[str, bytes]) -> dict[str, bytes]:
-    """The fields of one record.
+    """Return the fields of one record.
 
     Args:
-        sample: its patches are not used with codec original, and may then be empty.
-        images: the sample's image files by their names in the sample shard, `0.jpg`; used with codec original alone.
+        sample: the sample; with codec original its patches are not used and may be empty.
+        images: the sample's image files by their names in the sample shard, `0.jpg`; used only with codec original.
     """
     fields = {
         "image_grid_thw.i32": sample.image_grid_thw.tobytes(),
@@ -55,10 +55,11 @@ def encode_sample(sample: TokenizedSample, codec: Codec, images: Mapping[str, by
 
 
 def decode_sample(key: str, fields: Mapping[str, bytes | memoryview], pixels: PixelStore) -> TokenizedSample:
-    """The inverse of `encode_sample`. A record that was read without its pixel fields gives a sample without patches.
+    """Return the sample of a record. Inverse of `encode_sample`; without pixel fields, the sample has no patches.
 
     Raises:
-        ValueError: a field is missing or cut, or with codec original an image cannot be decoded; names the key.
+        ValueError: a field is missing or cut short, or, with codec original, an image cannot be decoded. The text names
+            the key.
     """
     try:
         grids = np.frombuffer(fields["image_grid_thw.i32"], np.int32).reshape(-1, 3)
@@ -74,7 +75,7 @@ def decode_sample(key: str, fields: Mapping[str, bytes | memoryview], pixels: Pi
 
 
 def _decode_patches(fields: Mapping[str, bytes | memoryview], grids: np.ndarray, pixels: PixelStore) -> np.ndarray:
-    """(P, 3 * patch_size^2) uint8."""
+    """Return (P, 3 * patch_size^2) uint8."""
     if pixels.codec == "original":
         return _encode_images(fields, grids, pixels.config)
     width = pixels.config.patch_format.patch_bytes

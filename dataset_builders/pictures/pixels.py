@@ -1,8 +1,8 @@
-"""The one pixel path, encoded image bytes -> uint8 patches, the same for training and for evaluation.
+"""The only conversion of encoded image bytes to uint8 patches, the same for training and evaluation.
 
 decode, EXIF, alpha on white, RGB (`images.py`) -> smart_resize -> uint8 antialiased bicubic -> patches in HF order.
-Normalisation and the temporal copy act on single bytes, so they happen later (in `pixel_values` here, on the device in
-training). The result is bit-equal to that of transformers' torchvision image processor.
+Normalisation and the temporal copy act on single bytes, so they happen later: in `pixel_values` here, on the device in
+training. The result equals the result of transformers' torchvision image processor bit for bit.
 """
 
 import math
@@ -14,11 +14,12 @@ from dataset_builders.contracts.sample import SkipSample
 from dataset_builders.contracts.tokenized import PatchFormat, PixelConfig
 from dataset_builders.pictures.images import MAX_ASPECT, image_size, read_rgb
 
-_BLOCK = 1024  # patches that are normalised at a time
+_BLOCK = 1024  # number of patches that are normalised at a time
 
 
 def smart_resize(height: int, width: int, config: PixelConfig) -> tuple[int, int]:
-    """(height, width) to scale to: multiples of `config.factor`, area within the limits, aspect nearly kept.
+    """Return the (height, width) to resize to: multiples of `config.factor`, area within the limits, aspect nearly
+    kept.
 
     Raises:
         SkipSample: aspect, if the longer side is over 200 times the shorter.
@@ -37,26 +38,26 @@ def smart_resize(height: int, width: int, config: PixelConfig) -> tuple[int, int
 
 
 def count_patches(data: bytes, config: PixelConfig) -> int:
-    """The number of patches that `encode_image` will give, from the image's header alone.
+    """Return the number of patches that `encode_image` will give; reads only the image's header.
 
     Raises:
         SkipSample: the header cannot be read, or the image cannot be scaled.
     """
-    # That EXIF may swap the sides does not matter: smart_resize treats them alike.
+    # EXIF may swap the sides, which does not matter: smart_resize treats both alike.
     return int(image_grid(*image_size(data), config).prod())
 
 
 def image_grid(height: int, width: int, config: PixelConfig) -> np.ndarray:
-    """(3,) int32: 1, h, w in patches, of an image of this size in pixels. Raises SkipSample as `smart_resize` does."""
+    """Return the (3,) int32 grid (1, h, w) in patches for an image size in pixels. Raises as `smart_resize`."""
     size = config.patch_format.patch_size
     return np.array([1, *(side // size for side in smart_resize(height, width, config))], np.int32)
 
 
 def encode_image(data: bytes, config: PixelConfig) -> tuple[np.ndarray, np.ndarray]:
-    """One image's patches and grid.
+    """Return one image's patches and grid.
 
     Args:
-        data: the encoded image, any format Pillow reads.
+        data: the encoded image, in any format that Pillow reads.
 
     Returns:
         patches: (h*w, 3 * patch_size^2) uint8 in HF patch order, without the temporal copy.
@@ -69,12 +70,12 @@ def encode_image(data: bytes, config: PixelConfig) -> tuple[np.ndarray, np.ndarr
 
 
 def encode_rgb(pixels: np.ndarray, config: PixelConfig) -> tuple[np.ndarray, np.ndarray]:
-    """`encode_image` for a decoded image, (height, width, 3) uint8."""
+    """Return the patches and the grid of a decoded image, (height, width, 3) uint8. See `encode_image`."""
     height, width = smart_resize(pixels.shape[0], pixels.shape[1], config)
-    # Without a copy: torch scales interleaved pixels faster than planes, to the same bits.
+    # No copy to planes: torch resizes interleaved pixels faster, to the same bits.
     planes = torch.from_numpy(_writable(pixels)).permute(2, 0, 1)[None]
     if planes.shape[-2:] != (height, width):
-        # On uint8, not on floats: rounding between the two passes is part of the reference result.
+        # On uint8, not on floats: the rounding between the two passes is part of the reference result.
         planes = torch.nn.functional.interpolate(
             planes, size=(height, width), mode="bicubic", antialias=True, align_corners=False
         )
@@ -82,23 +83,24 @@ def encode_rgb(pixels: np.ndarray, config: PixelConfig) -> tuple[np.ndarray, np.
 
 
 def pixel_values(patches: np.ndarray, patch_format: PatchFormat, out: np.ndarray | None = None) -> np.ndarray:
-    """The HF processor's pixel_values.
+    """Return the HF processor's pixel_values.
 
     Args:
         patches: (P, 3 * patch_size^2) uint8.
-        out: (at least P, C) float32, contiguous, which is filled; fresh memory costs more than the arithmetic.
+        out: (at least P, C) float32, contiguous, written in place of new memory, whose allocation costs more than the
+            arithmetic.
 
     Returns:
         (P, C) float32, C = 3 * temporal_patch_size * patch_size^2.
     """
     size, frames = patch_format.patch_size**2, patch_format.temporal_patch_size
     values = (np.empty((len(patches), 3 * frames * size), np.float32) if out is None else out)[: len(patches)]
-    # The products in float32, as the reference has them: with other means than 0.5 float64 would round differently.
+    # The products are in float32, as in the reference: float64 would round differently for means other than 0.5.
     mean, std = (
         torch.tensor(channels, dtype=torch.float32).mul_(255).repeat_interleave(size)
         for channels in (patch_format.image_mean, patch_format.image_std)
     )
-    # Block by block, so that the numbers stay in the cache. A channel of a frame is one element of the last copy.
+    # In blocks, so that the numbers stay in the cache. A channel of a frame is one element of the last copy.
     work = torch.empty((min(len(patches), _BLOCK), 3 * size))
     frame = f"V{4 * size}"
     for start in range(0, len(patches), _BLOCK):
@@ -110,10 +112,10 @@ def pixel_values(patches: np.ndarray, patch_format: PatchFormat, out: np.ndarray
 
 
 def _patchify(planes: np.ndarray, patch_format: PatchFormat) -> tuple[np.ndarray, np.ndarray]:
-    """(3, height, width) uint8, contiguous -> patches by blocks of merge_size^2, row by row, and the grid."""
+    """Cut (3, height, width) uint8, contiguous, into patches by blocks of merge_size^2; return patches and grid."""
     size, merge = patch_format.patch_size, patch_format.merge_size
     rows, columns = planes.shape[1] // size, planes.shape[2] // size
-    # A row of a patch is one element of the copy: with single bytes it takes twice as long.
+    # One row of a patch is one element of the copy: with single bytes the copy takes twice as long.
     lines = planes.view(f"V{size}")
     lines = lines.reshape(3, rows // merge, merge, size, columns // merge, merge).transpose(1, 4, 2, 5, 0, 3)
     patches = np.ascontiguousarray(lines).view(np.uint8).reshape(rows * columns, patch_format.patch_bytes)
@@ -121,5 +123,5 @@ def _patchify(planes: np.ndarray, patch_format: PatchFormat) -> tuple[np.ndarray
 
 
 def _writable(pixels: np.ndarray) -> np.ndarray:
-    """The same memory if it may be written, else a copy: torch warns of read-only memory."""
+    """Return the same memory if it is writable, else a copy: torch warns of read-only memory."""
     return pixels if pixels.flags.writeable else pixels.copy()

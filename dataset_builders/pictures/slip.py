@@ -1,7 +1,7 @@
-"""A printed slip of paper: lines of text in one of several fonts, then tilted, shaded, blurred and noisy like a photo.
+"""A drawn paper slip: lines of text in one of several fonts, then rotated, shaded, blurred and noisy like a photo.
 
-The fonts are those that matplotlib brings (DejaVu and STIX) and Pillow's own, so no font of the machine is needed. The
-same calls give the same bytes with the same versions of Pillow and matplotlib.
+The fonts come with matplotlib (DejaVu and STIX) and Pillow, so no installed font is needed. The same calls give the
+same bytes with the same versions of Pillow and matplotlib.
 """
 
 import functools
@@ -31,14 +31,14 @@ Quad = tuple[tuple[int, int], ...]  # four corners (x, y), clockwise from the up
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Photo:
-    """How a slip is photographed.
+    """The parameters of a slip's photo.
 
     Attributes:
         tilt: rotation about the middle of the slip, in degrees, counter-clockwise.
         shade: difference of brightness between the left and the right edge, in grey levels.
         blur: radius of a Gaussian blur in pixels; 0: none.
         noise: standard deviation of the noise of each pixel, in grey levels.
-        quality: of the JPEG, 1 to 95.
+        quality: quality of the JPEG, 1 to 95.
     """
 
     tilt: float
@@ -73,10 +73,10 @@ class Slip:
         self._draw.line([(margin, y), (self.size[0] - margin, y)], fill=self._ink)
 
     def jpeg(self, photo: Photo, rng: np.random.Generator) -> bytes:
-        """The photo of the slip as a grey JPEG.
+        """Return the photo of the slip as a grey JPEG.
 
         Args:
-            rng: draws the noise.
+            rng: source of the noise.
         """
         image = self._image.rotate(photo.tilt, Image.Resampling.BICUBIC, fillcolor=self._paper)
         image = image.filter(ImageFilter.GaussianBlur(photo.blur)) if photo.blur else image
@@ -88,7 +88,7 @@ class Slip:
         return out.getvalue()
 
     def tilted(self, quad: Quad, tilt: float) -> Quad:
-        """The corners of a box after a rotation by `tilt` degrees about the middle of the slip."""
+        """Return the corners of a box after a rotation by `tilt` degrees about the middle of the slip."""
         middle_x, middle_y = self.size[0] / 2, self.size[1] / 2
         cos, sin = math.cos(math.radians(tilt)), math.sin(math.radians(tilt))
         moved = ((x - middle_x, y - middle_y) for x, y in quad)
@@ -96,7 +96,7 @@ class Slip:
 
 
 def text_width(text: str, font: str, size: int) -> float:
-    """Width of one line of text in pixels."""
+    """Return the width of one line of text in pixels."""
     return _font(font, size).getlength(text)
 
 

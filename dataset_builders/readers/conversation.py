@@ -1,14 +1,14 @@
-"""Conversations as other tools write them: OpenAI's messages and ShareGPT's conversations -> messages and images.
+"""Conversations in the forms of other tools: OpenAI's messages and ShareGPT's conversations -> messages and images.
 
-There are two ways to say where an image goes. The row's fields tell them apart; nobody guesses at its text:
+There are two ways to mark the position of an image. The row's fields decide which one applies, not its text:
 
-    content parts   {"type": "image_url", "image_url": {"url": ...}}   the part names its image; a part that names
-                    {"type": "image"}                                  none takes the next one beside the messages
-    marks           "What is <image> and <image>?"                     only where the row has images beside the messages
-                                                                       and no content part is one
+    content parts   {"type": "image_url", "image_url": {"url": ...}}   the part names its image; a part without a
+                    {"type": "image"}                                  name takes the next image of the images field
+    marks           "What is <image> and <image>?"                     only where the row has an images field
+                                                                       and no content part is an image
 
-If there are no marks at all, the images come before the first user's text, as the tools that write such rows read them.
-Anywhere else a literal `<image>` is text that would turn into a slot: special_token_in_text.
+If there are no marks at all, the images come before the first user's text, as in the tools that write such rows. In all
+other cases a literal `<image>` is refused (special_token_in_text), since it would become a slot.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ from typing import Any
 from dataset_builders.contracts.sample import IMAGE_SLOT, Message, Role, Sample, SkipSample
 from dataset_builders.readers.json_lines import json_type, parse_json
 
-ImageRef = str | bytes | None  # an image's name, the image itself, or None: the next one beside the messages
+ImageRef = str | bytes | None  # an image's name, its bytes, or None: the next image of the row's images field
 
 OPENAI_ROLES: Mapping[str, Role] = {
     "system": "system",
@@ -36,40 +36,40 @@ SHAREGPT_ROLES: Mapping[str, Role] = {
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _IMAGE_PARTS = ("image", "image_url", "input_image")
 _IMAGE_NAMES = ("image_url", "image", "url", "path")
-_NOT_READ = ("tools", "functions", "videos", "video", "audios", "audio")  # they would change what the model is shown
-ROW_FIELDS = ("messages", "conversations", "system", "images", "image", *_NOT_READ)  # a row's others are ignored
+_NOT_READ = ("tools", "functions", "videos", "video", "audios", "audio")  # they would change the model's input
+ROW_FIELDS = ("messages", "conversations", "system", "images", "image", *_NOT_READ)  # other fields of a row are ignored
 _CALLS = ("tool_calls", "function_call")
-_REASONING = ("reasoning_content", "reasoning")  # the older and the newer name of servers that speak OpenAI's protocol
+_REASONING = ("reasoning_content", "reasoning")  # the older and the newer name in servers that follow OpenAI's protocol
 _THINK, _END_OF_THINK = "<think>", "</think>"
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A row's messages with a slot for each image, and the images' names in order of the slots."""
+    """A row's messages with a slot for each image, and the references to the images in order of the slots."""
 
     messages: tuple[Message, ...]
     refs: tuple[ImageRef, ...]
 
     def sample(self, key: str, read: Callable[[str], bytes]) -> Sample:
-        """The sample, its images read.
+        """Read the images, and return the sample.
 
         Raises:
-            SkipSample: as `read` and Sample.check do; bad_role for messages in an order that is not a conversation.
+            SkipSample: see `read` and Sample.check; bad_role if the order of the messages is not a conversation.
         """
         _check_order([message.role for message in self.messages])
         for message in self.messages:
             if message.role != "user" and IMAGE_SLOT in message.text:
                 raise SkipSample("special_token_in_text", f"{IMAGE_SLOT} in a message of {message.role}")
-        Sample(key=key, messages=self.messages, images=(b"",) * len(self.refs)).check()  # before a file is touched
+        Sample(key=key, messages=self.messages, images=(b"",) * len(self.refs)).check()  # checked before a file is read
         images = [ref if isinstance(ref, bytes) else read(ref) for ref in self.refs]
         return Sample(key=key, messages=self.messages, images=tuple(images))
 
 
 def from_openai(record: Mapping[str, Any], images: Sequence[ImageRef] | None) -> Conversation:
-    """A row with `messages`, a list of {"role", "content"}.
+    """Return the conversation of a row with `messages`, a list of {"role", "content"}.
 
     Args:
-        images: those beside the messages; None if the row has no such field.
+        images: the row's images field; None if the row has no such field.
 
     Raises:
         SkipSample: schema_error, bad_role, no_text, special_token_in_text or image_count_mismatch.
@@ -93,7 +93,7 @@ def from_openai(record: Mapping[str, Any], images: Sequence[ImageRef] | None) ->
 
 
 def from_sharegpt(record: Mapping[str, Any], images: Sequence[ImageRef]) -> Conversation:
-    """A row with `conversations`, a list of {"from", "value"}. Raises as `from_openai`."""
+    """Return the conversation of a row with `conversations`, a list of {"from", "value"}. Raises as `from_openai`."""
     messages = []
     for i, turn in enumerate(_turns(record, "conversations", "messages")):
         where = f"conversations[{i}]"
@@ -104,12 +104,12 @@ def from_sharegpt(record: Mapping[str, Any], images: Sequence[ImageRef]) -> Conv
 
 
 def images_of(record: Mapping[str, Any], *fields: str) -> list[ImageRef] | None:
-    """The images beside a row's messages: a list or a single one, in the one of these fields that is not null.
+    """Return the images of a row: a list or a single image, from the only one of these fields that is not null.
 
-    An image is a text that names it, or an object with its `bytes`, `path` or `url`.
+    An image is a text with its name, or an object with its `bytes`, `path` or `url`.
 
     Raises:
-        SkipSample: schema_error, also if two of the fields are there.
+        SkipSample: schema_error, also if two of the fields are present.
     """
     present = [field for field in fields if record.get(field) is not None]
     if len(present) > 1:
@@ -132,7 +132,7 @@ def _turns(record: Mapping[str, Any], field: str, other: str) -> list[dict[str, 
         if record.get(name):
             raise SkipSample("schema_error", f"the row has {name!r}, which is not read")
     turns = record.get(field)
-    turns = parse_json(turns) if isinstance(turns, str) else turns  # a table may hold it as text
+    turns = parse_json(turns) if isinstance(turns, str) else turns  # a table may hold the list as JSON text
     if not isinstance(turns, list):
         raise SkipSample("schema_error", f"{field!r} is {json_type(turns)}, not an array")
     if not turns:
@@ -152,7 +152,7 @@ def _role(name: Any, roles: Mapping[str, Role], where: str) -> Role:
 
 
 def _check_order(roles: Sequence[Role]) -> None:
-    """At most one system message, which comes first; each answer after a question; an answer last."""
+    """Check that only the first role may be system, each answer follows a question, and an answer is last."""
     turns = roles[1:] if roles[0] == "system" else roles
     if "system" in turns:
         raise SkipSample("bad_role", "a system message that is not the first one")
@@ -164,7 +164,7 @@ def _check_order(roles: Sequence[Role]) -> None:
 
 
 def _message(turn: Mapping[str, Any], role: Role, text: str, where: str) -> Message:
-    """A message; an answer with its reasoning, from a field of the turn or from a think block before its text."""
+    """Return a message; an answer has its reasoning, from a field of the turn or from a think block before its text."""
     if role != "assistant":
         return Message(role=role, text=text)
     fields = [field for field in _REASONING if turn.get(field)]
@@ -176,7 +176,7 @@ def _message(turn: Mapping[str, Any], role: Role, text: str, where: str) -> Mess
 
 
 def _is_learnt(turn: Mapping[str, Any], where: str) -> bool:
-    """Whether an answer is learnt, by OpenAI's `weight`, 0 or 1, or ms-swift's `loss`, true or false."""
+    """Whether an answer is trained on: OpenAI's `weight`, 0 or 1, or ms-swift's `loss`, true or false."""
     learnt = True
     for field in ("weight", "loss"):
         value = turn.get(field)
@@ -204,7 +204,7 @@ def _is_image_part(part: Any) -> bool:
 
 
 def _content(content: Any, role: Role, has_marks: bool, where: str) -> tuple[str, list[ImageRef]]:
-    """The text of a message, with slots in it, and the names of the images of these slots."""
+    """Return the text of a message, with image slots in it, and the references to the images of these slots."""
     pieces: list[str] = []
     refs: list[ImageRef] = []
     for i, part in enumerate(content if isinstance(content, list) else [{"type": "text", "text": content}]):
@@ -224,7 +224,7 @@ def _content(content: Any, role: Role, has_marks: bool, where: str) -> tuple[str
         if not isinstance(text, str):
             raise SkipSample("schema_error", f"{place} is {json_type(text)}, not text")
         pieces.append(text)
-    # counted when they are joined: two parts can make a mark together
+    # Counted after joining, because two parts can form a mark together.
     if not has_marks and "".join(pieces).count(IMAGE_SLOT) != len(refs):
         raise SkipSample("special_token_in_text", f"{IMAGE_SLOT} in {where}")
     return _text("".join(pieces), where), refs
@@ -240,7 +240,7 @@ def _image(value: Any, where: str) -> str | bytes:
 
 
 def _with_system(record: Mapping[str, Any], messages: list[Message]) -> list[Message]:
-    """The messages, with a row's own `system` field as the first one."""
+    """Return the messages, with a row's own `system` field as the first one."""
     if record.get("system") in (None, ""):
         return messages
     if messages[0].role == "system":
@@ -249,7 +249,7 @@ def _with_system(record: Mapping[str, Any], messages: list[Message]) -> list[Mes
 
 
 def _with_marks(messages: Sequence[Message], images: Sequence[ImageRef]) -> Conversation:
-    """Slots where the marks are; if there is none, before the first user's text."""
+    """Return the conversation with slots at the marks; without marks, the slots come before the first user's text."""
     messages = list(messages)
     first = next((i for i, message in enumerate(messages) if message.role == "user"), None)
     if first is not None and not any(IMAGE_SLOT in message.text for message in messages):
@@ -258,7 +258,7 @@ def _with_marks(messages: Sequence[Message], images: Sequence[ImageRef]) -> Conv
 
 
 def _fill(refs: Iterable[ImageRef], images: Sequence[ImageRef]) -> tuple[ImageRef, ...]:
-    """The refs, those without a name filled with the images beside the messages, in order. Every image must be used."""
+    """Replace each None by the next image of the row's images field, in order. Every image must be used."""
     refs, rest = list(refs), list(images)
     num_open = sum(ref is None for ref in refs)
     if num_open != len(rest):

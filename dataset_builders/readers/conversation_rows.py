@@ -1,7 +1,7 @@
-"""Rows of conversations from JSON files or parquet, as JSON would give them.
+"""Rows of conversations from JSON or parquet files, with values as parsed from JSON.
 
-In parquet, a column of messages is a list of structs or a text of JSON. Columns that are marked as JSON are parsed
-(Arrow's `arrow.json`, which the library datasets gives to a content that is text in one row and a list in another).
+In parquet, a column of messages is a list of structs or JSON text. Columns of Arrow's type `arrow.json` are parsed; the
+library datasets uses this type for a content that is text in one row and a list in another.
 """
 
 from collections.abc import Container, Iterator, Sequence
@@ -29,10 +29,10 @@ CONVERSATION_SUFFIXES = (*JSON_SUFFIXES, _TABLE)
 
 
 def list_conversation_parts(source: StorePath, subsets: Sequence[str], column: str) -> list[Part]:
-    """The parts of all files, in order of subsets, files and rows.
+    """Return the parts of all files, in order of subsets, files and rows.
 
     Args:
-        column: that a parquet file must have.
+        column: the column that a parquet file must have.
 
     Raises:
         InputError: no such source, subset or file; a malformed array; a parquet file that cannot be read or lacks the
@@ -45,10 +45,10 @@ def list_conversation_parts(source: StorePath, subsets: Sequence[str], column: s
 def iter_conversation_rows(
     part: Part, rows: Container[int] | None
 ) -> Iterator[tuple[int, dict[str, Any] | SkippedRow]]:
-    """(row number in the subset, the row or why there is none) of a part's rows, or of those among `rows`.
+    """Yield (row number in the subset, the row or the reason why it is skipped) of a part's rows, or only of `rows`.
 
     Raises:
-        InputError: a malformed array, or a parquet file that breaks off.
+        InputError: a malformed array, or a truncated parquet file.
     """
     return _iter_table(part, rows) if part.path.name.endswith(_TABLE) else iter_json_rows(part, rows)
 
@@ -70,7 +70,7 @@ def _iter_table(part: Part, rows: Container[int] | None) -> Iterator[tuple[int, 
 
 
 def _json_value(value: Any, kind: pa.DataType) -> Any:
-    """The value, every text in it that Arrow marks as JSON parsed."""
+    """Return the value, with every text in it that Arrow marks as JSON parsed."""
     if value is None or isinstance(value, bytes):
         return value
     if isinstance(kind, pa.JsonType):

@@ -1,13 +1,13 @@
-"""Rows of CSV and TSV files, as Python's csv module reads them. A file is never in memory as a whole.
+"""Rows of CSV and TSV files, as Python's csv module reads them. A file is never completely in memory.
 
-The first line that is not blank is the header and names the columns. The delimiter of a .tsv file is a tab; that of a
-.csv file is a comma, a semicolon or a tab, whichever the header line holds most often. A cell in double quotes may hold
-delimiters and line breaks. White space before a cell does not count. Lines end in LF, CRLF or CR. Blank lines are no
-rows and have no number.
+The first line that is not blank is the header and names the columns. The delimiter of a .tsv file is a tab. The
+delimiter of a .csv file is a comma, a semicolon or a tab, whichever is most frequent in the header line. A cell in
+double quotes may hold delimiters and line breaks. White space before a cell is ignored. Lines end in LF, CRLF or CR.
+Blank lines are not rows and have no number.
 
-A file is cut into parts by byte offsets in one pass, so that workers read side by side. A row that has another number
-of cells than the header, text behind a closing quote, or bytes that are not UTF-8, is one unusable row. A quote that is
-never closed is an InputError: nothing tells where the next row would begin.
+A file is cut into parts by byte offsets in one pass, so that workers can read in parallel. A row is skipped if its
+number of cells differs from the header, if text follows a closing quote, or if its bytes are not UTF-8. A quote that is
+never closed is an InputError, because the start of the next row is unknown.
 """
 
 import csv
@@ -28,12 +28,12 @@ CSV_SUFFIXES = (".csv", ".tsv")
 
 _PART_ROWS = 512
 _PART_BYTES = 64 << 20
-_HEADER_BYTES = 1 << 16  # of one request to an object store
+_HEADER_BYTES = 1 << 16  # size of one request to an object store
 _DELIMITERS = ",;\t"
 _BYTE_ORDER_MARK = "\ufeff"
-_NOT_UTF8 = re.compile("[\udc80-\udcff]")  # what a byte that is not UTF-8 is decoded to
+_NOT_UTF8 = re.compile("[\udc80-\udcff]")  # how Python decodes a byte that is not UTF-8
 
-csv.field_size_limit(MAX_ROW_BYTES)  # the module's own limit, 128 KiB, is less than an image in base64
+csv.field_size_limit(MAX_ROW_BYTES)  # the module's default limit, 128 KiB, is less than an image in base64
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class CsvHeader:
 
     Attributes:
         columns: names without white space around them, in order of the file.
-        end: the byte after the header.
+        end: byte offset after the header.
     """
 
     columns: tuple[str, ...]
@@ -51,7 +51,7 @@ class CsvHeader:
 
 
 def csv_header(path: StorePath) -> CsvHeader:
-    """The header of a file.
+    """Return the header of a file.
 
     Raises:
         InputError: the file cannot be read, is not UTF-8 text, or has no header line.
@@ -72,7 +72,7 @@ def csv_header(path: StorePath) -> CsvHeader:
 
 
 def csv_file_parts(file: SourceFile, subset: str, header: CsvHeader) -> list[Part]:
-    """The parts of one file, each of about 512 rows or 64 MiB. The file's first row is number 0.
+    """Return the parts of one file, each of about 512 rows or 64 MiB. The file's first row is number 0.
 
     Raises:
         InputError: a quote is not closed.
@@ -81,10 +81,10 @@ def csv_file_parts(file: SourceFile, subset: str, header: CsvHeader) -> list[Par
 
 
 def iter_csv_rows(part: Part, rows: Container[int] | None = None) -> Iterator[tuple[int, dict[str, str] | SkippedRow]]:
-    """(row number in the subset, column -> text or why there is none) of a part's rows, or of those among `rows`.
+    """Yield (row number in the subset, column -> text or the reason for skipping) of a part's rows, or only of `rows`.
 
     Raises:
-        InputError: the file is no longer what it was when it was cut into parts.
+        InputError: the file changed after it was cut into parts.
     """
     header = csv_header(part.path)
     columns = header.columns
@@ -101,7 +101,7 @@ def iter_csv_rows(part: Part, rows: Container[int] | None = None) -> Iterator[tu
 
 
 def _spans(path: StorePath, header: CsvHeader) -> Iterator[tuple[int, int, int]]:
-    """(first byte, byte after the last, rows) of each part."""
+    """Yield (first byte, byte after the last, rows) for each part."""
     start, rows = header.end, 0
     with open_at(path, start) as file:
         records = _Records(path, file, start, header.delimiter)
@@ -115,7 +115,7 @@ def _spans(path: StorePath, header: CsvHeader) -> Iterator[tuple[int, int, int]]
 
 
 def _fault(cells: Sequence[str] | csv.Error, columns: Sequence[str], num_lines: int) -> str:
-    """Why a record is no row; empty if it is one."""
+    """Return why a record is not a usable row; empty if it is usable."""
     lines = f"; it has {num_lines} lines, so a quote may be missing" if num_lines > 1 else ""
     if isinstance(cells, csv.Error):
         return f"the row is malformed: {one_line(cells)}{lines}"
@@ -127,22 +127,22 @@ def _fault(cells: Sequence[str] | csv.Error, columns: Sequence[str], num_lines: 
 
 
 class _Records:
-    """The records of a file from a byte on, blank lines left out.
+    """The records of a file from a byte offset on, without blank lines.
 
     Attributes:
-        byte: the byte after the last record.
-        num_lines: lines of the last record.
+        byte: byte offset after the last record.
+        num_lines: number of lines of the last record.
     """
 
     def __init__(self, path: StorePath, file: BinaryIO, byte: int, delimiter: str) -> None:
         self.byte, self.num_lines = byte, 0
         self._path, self._start, self._line, self._has_ended = path, byte, "", False
         self._text = io.TextIOWrapper(file, "utf-8", errors="surrogateescape", newline="")
-        # strict: else a quote that is not closed joins rows, and they may have the right number of cells
+        # strict: otherwise an unclosed quote joins rows, which may happen to have the right number of cells
         self._reader = csv.reader(self._lines(), delimiter=delimiter, skipinitialspace=True, strict=True)
 
     def __iter__(self) -> Iterator[list[str] | csv.Error]:
-        """The cells of each record, or what is wrong with it."""
+        """Yield the cells of each record, or the error in it."""
         while True:
             self._start, self.num_lines = self.byte, 0
             try:

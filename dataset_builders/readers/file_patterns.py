@@ -1,11 +1,11 @@
-"""The files of a source that match globs, with the same names in a directory, a single file and an object store.
+"""The files of a source that match globs, with the same names for a directory, a single file and an object store.
 
-Globs are fsspec's: `*` stays inside one directory, `**` does not. Files and directories whose names begin with a dot
+Globs follow fsspec: `*` stays inside one directory, `**` does not. Files and directories whose names begin with a dot
 belong to some tool and are not data.
 
-A source may come from somebody else, and must not name files of this machine: a file whose links lead out of the source
-is refused. Pictures are listed all the same, for many are named by no row; a row that names one is left out
-(`image_refs.py`).
+A source may be untrusted and must not reach other files of this machine: a file whose links lead out of the source is
+refused. An image is still listed then,
+because many images are named by no row; a row that names it is left out (`image_refs.py`).
 """
 
 import difflib
@@ -28,8 +28,8 @@ class SourceFile:
     """One file of a source.
 
     Attributes:
-        path: where it is.
-        name: below the source, with forward slashes.
+        path: location of the file.
+        name: path below the source, with forward slashes.
         stored: size and ETag in an object store, which change with the content; empty for a file on a disk.
     """
 
@@ -39,9 +39,10 @@ class SourceFile:
 
 
 def list_files(source: StorePath, patterns: Sequence[str]) -> list[SourceFile]:
-    """The files below the source that match a pattern, in natural order of their names. The source is walked once.
+    """Return the files below the source that match a pattern, in natural order of their names. The source is walked
+    once.
 
-    If the source is one file, that file is returned, whatever the patterns.
+    If the source is one file, that file is returned, whatever the patterns are.
 
     Raises:
         InputError: there is no such directory or file, or a file is a link that leads out of the source.
@@ -76,13 +77,13 @@ def _refuse_links_out(source: Path, files: Sequence[SourceFile]) -> None:
 
 
 def nearest(name: str, known: Collection[str]) -> str:
-    """`; did you mean 'x'?`, or nothing if no known name is near."""
+    """Return `; did you mean 'x'?`, or an empty text if no known name is similar."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _tops(patterns: Sequence[str]) -> list[str]:
-    """The directories that have to be walked: those that patterns name without a wildcard, none inside another."""
+    """Return the directories to walk: the parts of patterns before the first wildcard, none inside another."""
     tops: list[str] = []
     for top in sorted({_literal_part(pattern) for pattern in patterns}):
         if not any(top == other or other == "" or top.startswith(other + "/") for other in tops):
@@ -97,7 +98,7 @@ def _literal_part(pattern: str) -> str:
 
 
 def _walk(source: StorePath, top: str) -> Iterator[SourceFile]:
-    """Every file below source/top but hidden ones."""
+    """Yield every file below source/top that is not hidden."""
     if is_local(source):
         yield from _walk_disk(source, source / top)
         return
@@ -110,7 +111,7 @@ def _walk(source: StorePath, top: str) -> Iterator[SourceFile]:
 
 
 def _walk_disk(source: Path, top: Path) -> Iterator[SourceFile]:
-    """Every file below a directory. Links are followed, but not those that lead back up."""
+    """Yield every file below a directory. Links are followed, except links to a parent directory."""
     for parent, directories, names in os.walk(top, followlinks=True):
         directories[:] = [d for d in directories if not d.startswith(".") and not _is_loop(Path(parent), d)]
         below = Path(parent).relative_to(source)
@@ -124,5 +125,5 @@ def _is_loop(parent: Path, name: str) -> bool:
 
 
 def _stored(info: dict) -> str:
-    """Size and ETag; if the store has no ETag, the time of the last change."""
+    """Return size and ETag; if the store has no ETag, size and time of the last change."""
     return f"{info['size']}|{info.get('ETag') or info.get('LastModified') or info.get('mtime') or ''}"

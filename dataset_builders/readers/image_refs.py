@@ -1,12 +1,12 @@
-"""The bytes of an image that a row only names, by a data URI, a path, or the address of an object in a store.
+"""Reading of an image that a row only names, by a data URI, a path, or the address of an object in a store.
 
     data:image/png;base64,iVBORw0...     decoded; also percent-encoded, without ;base64
     coco/000000033471.jpg                relative to the file that names it, or to `image_root` below the source
     s3://bucket/pictures/1.jpg           read from that store
 
-A path must end up inside the source after `..` and symbolic links are followed: rows come from somebody else, and must
-not name files of this machine. Addresses of the web are refused: their content changes, and a server that is slow or
-gone would decide what is trained on.
+A path must be inside the source after `..` and symbolic links are resolved: rows are untrusted and must not reach other
+files of this machine. Web addresses are refused: their content changes, and a slow or missing server would decide which
+samples are trained on.
 """
 
 import base64
@@ -39,7 +39,7 @@ _NO_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL)
 
 
 class ImageRefOptions(StrictModel):
-    """Where the paths of a row begin."""
+    """The directory that the image paths of a row are relative to."""
 
     image_root: str = Field(
         default="",
@@ -48,7 +48,7 @@ class ImageRefOptions(StrictModel):
 
 
 class ImageReader:
-    """Reads the images that the rows of one part name."""
+    """Reader of the images that the rows of one part name."""
 
     def __init__(self, part: Part, image_root: str = "") -> None:
         self._source = part.path.parents[part.name.count("/")]
@@ -56,7 +56,7 @@ class ImageReader:
         self._real = real_dirs(self._source) if is_local(self._source) else None
 
     def read(self, ref: str) -> bytes:
-        """The image's encoded bytes.
+        """Return the image's encoded bytes.
 
         Raises:
             SkipSample: image_not_found, decode_error for a broken data URI, bomb for a file over 256 MiB.
@@ -90,7 +90,7 @@ class ImageReader:
             return path.read_bytes()
         except _NOT_THERE as error:
             raise _missing(ref, error.strerror or "") from None
-        except (ValueError, RuntimeError) as error:  # the file system cannot have such a name, or links form a ring
+        except (ValueError, RuntimeError) as error:  # the file system allows no such name, or links form a ring
             raise _missing(ref, one_line(error, 100)) from None
         except OSError as error:
             if error.errno in _NO_PATH:
@@ -98,7 +98,7 @@ class ImageReader:
             raise
 
     def _read_beside(self, ref: str) -> bytes:
-        """The object at a path below a source in a store."""
+        """Return the object at a path below a source in a store."""
         name = posixpath.normpath(posixpath.join(self._base.path, ref))
         if not name.startswith(self._source.path.rstrip("/") + "/"):
             raise _missing(ref, "it leads outside of the source")
@@ -106,7 +106,7 @@ class ImageReader:
 
 
 def real_dirs(source: Path) -> tuple[Path, ...]:
-    """Where a source's files may really lie: below it, and for a snapshot of the hub's cache among its blobs."""
+    """Return the directories that may hold a source's files: the source, and for a snapshot of the hub its blobs."""
     real = source.resolve()
     caches = [parent.parent for parent in (real, *real.parents) if parent.name == "snapshots"]
     return (real, *((cache / "blobs").resolve() for cache in caches[:1]))
@@ -123,7 +123,7 @@ def check_image_root(source: StorePath, image_root: str) -> None:
 
 
 def _data_uri(ref: str) -> bytes:
-    """RFC 2397: data:[<media type>][;base64],<data>"""
+    """Return the content of a data URI (RFC 2397): data:[<media type>][;base64],<data>"""
     head, comma, body = ref.partition(",")
     if not comma:
         raise SkipSample("decode_error", "a data URI without a comma")
@@ -137,7 +137,7 @@ def _data_uri(ref: str) -> bytes:
 
 
 def _read_object(fs, name: str, ref: str) -> bytes:
-    """The bytes of an object of an fsspec file system."""
+    """Return the bytes of an object of an fsspec file system."""
     try:
         _check_size(fs.info(name).get("size") or 0)
         return fs.cat_file(name)

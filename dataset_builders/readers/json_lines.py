@@ -1,11 +1,11 @@
-"""Rows of JSON files: one object per line, or one array of objects. A file is never in memory as a whole.
+"""Rows of JSON files: one object per line, or one array of objects. A file is never completely in memory.
 
 A file `.json` whose first character is `[` is an array; any other file is JSON lines. Both are cut into parts by byte
-offsets in one pass over the file, so that workers read side by side. Blank lines are no rows and have no number. A line
-may begin with a byte order mark, as where files were joined, and end in CRLF.
+offsets in one pass over the file, so that workers can read in parallel. Blank lines are not rows and have no number. A
+line may begin with a byte order mark, as in concatenated files, and may end in CRLF.
 
-A line that is not JSON is one unusable row. An array that breaks off or is malformed is an InputError: nothing tells
-where its next row would begin.
+A line that is not JSON is one unusable row. An array that is cut short or malformed is an InputError, because the start
+of the next row is unknown.
 """
 
 import codecs
@@ -22,7 +22,7 @@ from dataset_builders.readers.row_files import became_shorter, open_at, span_par
 from dataset_builders.storage.store import StorePath
 
 JSON_SUFFIXES = (".jsonl", ".json")
-# A longer row is refused: as text, parsed and with its images decoded it takes ten times as much memory.
+# A longer row is refused: as text, parsed, and with decoded images, it takes ten times as much memory.
 MAX_ROW_BYTES = 64 << 20
 
 _PART_ROWS = 512
@@ -30,9 +30,9 @@ _PART_BYTES = 64 << 20
 _BLOCK = 1 << 20
 _BOM = b"\xef\xbb\xbf"
 _SPACE = " \t\r\n"
-_CONTENT = re.compile(rb"[^\s\xef\xbb\xbf]")  # a line without such a byte is blank: white space, byte order marks
-_MAX_DIGITS = 4000  # Python refuses longer integers, with an error that is not one of json's
-_TAIL = 16  # an error this near to the end of the text that was read may come from the cut
+_CONTENT = re.compile(rb"[^\s\xef\xbb\xbf]")  # a blank line has no such byte: only white space or byte order marks
+_MAX_DIGITS = 4000  # Python refuses longer integers with an error that is not json's
+_TAIL = 16  # an error this close to the end of the text read so far may come from the cut
 
 _MISSING = object()
 
@@ -40,7 +40,7 @@ Span = tuple[int, int, int]  # first byte, byte after the last, rows
 
 
 def json_file_parts(file: SourceFile, subset: str) -> list[Part]:
-    """The parts of one file, each of about 512 rows or 64 MiB. The file's first row is number 0.
+    """Return the parts of one file, each of about 512 rows or 64 MiB. The file's first row is number 0.
 
     Raises:
         InputError: the file is a malformed array.
@@ -49,7 +49,7 @@ def json_file_parts(file: SourceFile, subset: str) -> list[Part]:
 
 
 def iter_json_rows(part: Part, rows: Container[int] | None = None) -> Iterator[tuple[int, dict[str, Any] | SkippedRow]]:
-    """(row number in the subset, the object or why there is none) of a part's rows, or of those among `rows`."""
+    """Yield (row number in the subset, the object or the reason for skipping) of a part's rows, or only of `rows`."""
     read = _iter_array if _is_array(part.path) else _iter_lines
     for row, value in read(part, rows):
         if isinstance(value, SkipSample):
@@ -61,7 +61,7 @@ def iter_json_rows(part: Part, rows: Container[int] | None = None) -> Iterator[t
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text.
+    """Return the value of a JSON text.
 
     Raises:
         SkipSample: json_parse_error.
@@ -75,7 +75,7 @@ def parse_json(text: str) -> Any:
 
 
 def json_type(value: object) -> str:
-    """JSON's name for the type of a parsed value."""
+    """Return JSON's name for the type of a parsed value."""
     names = {dict: "an object", list: "an array", str: "text", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number")
 
@@ -93,8 +93,8 @@ def _is_array(path: StorePath) -> bool:
 
 
 def _line_spans(path: StorePath) -> Iterator[Span]:
-    start = base = rows = 0  # base: the byte where the block begins
-    is_row = False  # whether the line that is open has content
+    start = base = rows = 0  # base: byte offset of the block
+    is_row = False  # whether the unfinished line has content
     with open_at(path) as file:
         while block := file.read(_BLOCK):
             at = 0
@@ -117,7 +117,7 @@ def _iter_lines(part: Part, rows: Container[int] | None) -> Iterator[tuple[int, 
         while at < end:
             line = file.readline(MAX_ROW_BYTES)
             size, is_row = len(line), _has_content(line, 0, len(line))
-            while line[-1:] != b"\n" and (rest := file.readline(_BLOCK)):  # the rest of a line that is too long
+            while line[-1:] != b"\n" and (rest := file.readline(_BLOCK)):  # the rest of a line that is over the limit
                 size, line, is_row = size + len(rest), rest, is_row or _has_content(rest, 0, len(rest))
             if not size:
                 raise became_shorter(part, row)
@@ -131,7 +131,7 @@ def _has_content(data: bytes, start: int, end: int) -> bool:
 
 
 def _line_value(line: bytes, size: int) -> Any:
-    """The line's value, or why there is none."""
+    """Return the line's value, or the reason why it has none."""
     if size > MAX_ROW_BYTES:
         return SkipSample("json_parse_error", f"a line of {size} bytes; the limit is {MAX_ROW_BYTES}")
     try:
@@ -168,7 +168,7 @@ def _iter_array(part: Part, rows: Container[int] | None) -> Iterator[tuple[int, 
 
 
 class _Window:
-    """The text of an array that was read and is not yet parsed, and the byte of the file where it begins."""
+    """The text of an array that was read but not parsed yet, and its byte offset in the file."""
 
     def __init__(self, path: StorePath, file: BinaryIO, byte: int) -> None:
         self.path, self.byte = path, byte
@@ -178,7 +178,7 @@ class _Window:
         self._text, self._at, self._has_ended = "", 0, False
 
     def open_array(self) -> int:
-        """Go behind the opening bracket, and return the byte there."""
+        """Move past the opening bracket, and return the byte offset there."""
         if self._next() == "\ufeff":
             self._advance(self._at + 1)
         assert self._next() == "["
@@ -186,7 +186,7 @@ class _Window:
         return self.byte
 
     def items(self) -> Iterator[tuple[int, Any]]:
-        """(first byte, value) of the elements up to the closing bracket."""
+        """Yield (first byte, value) of the elements up to the closing bracket."""
         while (char := self._next()) != "]":
             if not char:
                 raise self._broken("ends within the array; download it again")
@@ -209,7 +209,7 @@ class _Window:
         while True:
             try:
                 value, end = _DECODER.raw_decode(self._text, self._at)
-                if end < len(self._text) or self._has_ended:  # a number could go on
+                if end < len(self._text) or self._has_ended:  # a number at the end of the text could continue
                     self._advance(end)
                     return value
             except RecursionError:
@@ -224,7 +224,7 @@ class _Window:
             size *= 2
 
     def _next(self) -> str:
-        """The next character that is not white space, which stays unread; "" at the end of the file."""
+        """Return the next character that is not white space, without consuming it; "" at the end of the file."""
         while True:
             text, at = self._text, self._at
             while at < len(text) and text[at] in _SPACE:

@@ -1,4 +1,4 @@
-"""What a builder is: it cuts a source into parts that are read side by side, and gives the samples of a part."""
+"""The interface of a builder: it cuts a source into parts, for parallel reading, and yields a part's samples."""
 
 import re
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -12,21 +12,21 @@ from dataset_builders.storage.store import StorePath
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """A run of neighbouring rows of one file: what one worker reads at a time.
+    """A run of neighbouring rows of one file, which one worker reads at a time.
 
     Attributes:
         path: the file.
-        name: the file as a person knows it, below the source: `ai2d/train-00000-of-00002.parquet`.
-        subset: the subset its rows belong to.
-        span: where the run begins and ends in the file, in the units of its builder: row groups of a parquet file,
-            bytes of a CSV, JSONL or tar file. A part may hold only some of the rows there.
+        name: the file's name for people, relative to the source: `ai2d/train-00000-of-00002.parquet`.
+        subset: the subset that its rows belong to.
+        span: start and end of the run in the file, in the builder's units: row groups of a parquet file, bytes of a
+            CSV, JSONL or tar file. A part may hold only some of the rows in its span.
         first_row: number of its first row in the subset, over all of the subset's files.
         file_row: number of its first row in the file.
-        num_rows: rows in it.
+        num_rows: number of rows in the part.
         split: the split that the source itself gives these rows; None leaves the choice to convert.
-        skip: number of rows at the start of the span that belong to the parts before.
-        files: where each row is a file of its own, the name below the source of each row's file; `path` and `name` are
-            those of the first one.
+        skip: number of rows at the start of the span that belong to earlier parts.
+        files: if each row is a file of its own, the names of the rows' files, relative to the source; `path` and `name`
+            are then the first file's.
     """
 
     path: StorePath
@@ -41,19 +41,19 @@ class Part:
     files: tuple[str, ...] = ()
 
     def key(self, row: int) -> str:
-        """The key of row number `row` of the subset. It does not depend on how the subset is cut into files."""
+        """Return the key of row number `row` of the subset. It does not depend on how the subset is cut into files."""
         return f"{self.subset}/{row:08d}"
 
     def row(self, key: str) -> int:
-        """The row of a key, the inverse of `key`; the key may be that of one pair of the row."""
+        """Return the row number of a key. Inverse of `key`; the key may also belong to one pair of the row."""
         return int(key.rpartition("/")[2].partition("-")[0])
 
     def row_in_file(self, key: str) -> int:
-        """The number in the file, from 0, of the row of one of this part's keys."""
+        """Return the number in the file, from 0, of the row of one of this part's keys."""
         return self.row(key) - self.first_row + self.file_row
 
     def place(self, key: str) -> tuple[str, int]:
-        """(name of the file, number in it) of the row of one of this part's keys."""
+        """Return (name of the file, row number in it) for one of this part's keys."""
         if self.files:
             return self.files[self.row(key) - self.first_row], 0
         return self.name, self.row_in_file(key)
@@ -76,18 +76,18 @@ class SkippedRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Builder:
-    """How one dataset becomes samples.
+    """The functions and settings that convert one kind of dataset to samples.
 
     Attributes:
         options: the model of the builder's own settings, `convert.options` of a recipe.
-        patterns: (subsets; none means all) -> globs below the source of every file that is read. A hub download
+        patterns: subsets (none means all) -> globs, relative to the source, of every file that is read. A hub download
             fetches these files, and they identify the raw data.
-        list_parts: (source directory, subsets, options) -> parts; their order is that of the samples. Raises
-            InputError for a file that cannot be read or lacks a column.
-        iter_part: (part, options, rows) -> the part's samples in order. `rows` limits it to these row numbers of the
-            subset; None means all. Raises InputError if the file breaks off.
-        has_splits: whether its parts may say which split they belong to.
-        images_are_rows: whether an image is a row by itself, so that a source may hold nothing else.
+        list_parts: (source directory, subsets, options) -> parts; their order is that of the samples. Raises InputError
+            for a file that cannot be read or lacks a column.
+        iter_part: (part, options, rows) -> the part's samples in order. `rows` limits them to these row numbers of the
+            subset; None means all. Raises InputError if the file is cut short.
+        has_splits: whether its parts may set `split`.
+        images_are_rows: whether an image is a row by itself, so that a source may hold only images.
     """
 
     options: type[StrictModel]
@@ -99,6 +99,6 @@ class Builder:
 
 
 def natural_order(text: str) -> list[tuple[int, int | str]]:
-    """Sort key that puts shard-2 before shard-10."""
+    """Return a sort key that puts shard-2 before shard-10."""
     pieces = re.split(r"(\d+)", text)
     return [(0, int(piece)) if piece.isdigit() else (1, piece) for piece in pieces]

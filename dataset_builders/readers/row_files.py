@@ -1,15 +1,16 @@
-"""Which files of a source hold the rows of which subset; opening them at any byte.
+"""The assignment of a source's files to subsets, the numbering of their rows, and opening a file at any byte offset.
 
-A subset is a folder of files, or the files directly in the source that share a name but for a running number:
+A subset is a folder of files, or the files directly in the source whose names differ only in a running number:
 
     source/chart_qa/train-00000.jsonl  train-00001.jsonl      subset chart_qa
     source/llava_mix.json                                     subset llava_mix
     source/train-00000-of-00002.jsonl  ...-00001-of-00002     subset train
-    source/000.tar  001.tar                                   subset data: the names are nothing but numbers
-    source/vqa2.json                                          subset vqa2: no other file has the name with a number
+    source/000.tar  001.tar                                   subset data: the names are only numbers
+    source/vqa2.json                                          subset vqa2: no other file has this name with a number
 
-A number of four digits or more, or one with `-of-`, is always a running number; a shorter one only in several files.
-JSON files that the library datasets writes about its data (`dataset_info.json`, `state.json`, ...) hold no rows.
+A number of four digits or more, or one with `-of-`, is always a running number. A shorter number is one only if several
+files share the name. JSON files that the library datasets writes about its data (`dataset_info.json`, `state.json`,
+...) hold no rows.
 """
 
 import codecs
@@ -26,16 +27,16 @@ from dataset_builders.readers.file_patterns import SourceFile, list_files, neare
 from dataset_builders.readers.parts import Part, natural_order
 from dataset_builders.storage.store import StorePath, is_local
 
-NUMBERED = "data"  # the subset of files whose names are numbers
+NUMBERED = "data"  # subset of the files whose names are only numbers
 
 _RUNNING_NUMBER = re.compile(r"[-_.]?(?:(?P<sure>\d{4,}(?:-of-\d+)?|\d+-of-\d+)|\d+)$")
 _STORE_BLOCK = 8 << 20  # bytes of one request to an object store
-_START = 4096  # bytes that tell what a text file is
+_START = 4096  # bytes that identify a text file
 _ABOUT = ("/dataset_dict.json", "/dataset_info.json", "/dataset_infos.json", "/state.json")
 
 
 def subset_patterns(subsets: Sequence[str], suffixes: Sequence[str]) -> tuple[str, ...]:
-    """Globs of the files of these subsets (none: of all)."""
+    """Return globs of the files of these subsets; no subset means all."""
     patterns = []
     for suffix in suffixes:
         for subset in subsets:
@@ -49,10 +50,10 @@ def subset_patterns(subsets: Sequence[str], suffixes: Sequence[str]) -> tuple[st
 def subset_files(
     source: StorePath, subsets: Sequence[str], suffixes: Sequence[str]
 ) -> list[tuple[str, list[SourceFile]]]:
-    """(subset, its files) in natural order of the subsets' and the files' names.
+    """Return (subset, its files) in natural order of the subsets' and the files' names.
 
     Raises:
-        InputError: no such source or subset, no file, or a name that cannot be part of a key.
+        InputError: there is no such source or subset, or no file, or a name cannot be part of a key.
     """
     files_of: dict[str, list[SourceFile]] = {}
     found = [file for file in list_files(source, subset_patterns((), suffixes)) if not f"/{file.name}".endswith(_ABOUT)]
@@ -67,13 +68,13 @@ def subset_files(
 def choose_subsets(
     source: StorePath, subsets: Sequence[str], files_of: Mapping[str, list[SourceFile]]
 ) -> list[tuple[str, list[SourceFile]]]:
-    """(subset, its files) of these subsets (none: of all), in natural order of the subsets' names.
+    """Return (subset, its files) of these subsets, in natural order of their names; no subset means all.
 
     Args:
         files_of: subset -> its files.
 
     Raises:
-        InputError: no such subset, or a name that cannot be part of a key.
+        InputError: there is no such subset, or a name cannot be part of a key.
     """
     for name in subsets:
         if name not in files_of:
@@ -96,7 +97,7 @@ def check_subset_name(name: str, path: StorePath) -> None:
 def span_parts(
     file: SourceFile, subset: str, spans: Iterable[tuple[int, int, int]], split: Split | None = None
 ) -> list[Part]:
-    """The parts of a file from (start, end, rows) of each, in the builder's units; the file's first row is number 0."""
+    """Return the parts of a file from (start, end, rows) of each, in the builder's units; its first row is number 0."""
     parts: list[Part] = []
     row = 0
     for start, end, num_rows in spans:
@@ -117,10 +118,10 @@ def span_parts(
 
 
 def number_on(files: Iterable[list[Part]]) -> list[Part]:
-    """The parts of all of a subset's files, whose rows are numbered on from file to file.
+    """Return the parts of all files of a subset, with row numbers that continue from file to file.
 
     Args:
-        files: the parts of each file, whose own first row is number 0.
+        files: the parts of each file; each file's first row is number 0.
     """
     parts: list[Part] = []
     first_row = 0
@@ -131,10 +132,10 @@ def number_on(files: Iterable[list[Part]]) -> list[Part]:
 
 
 def open_at(path: StorePath, offset: int = 0, size: int = _STORE_BLOCK) -> BinaryIO:
-    """The file, opened at a byte. An object store's file is read in blocks; one block is in memory.
+    """Open a file at a byte offset. A file in an object store is read in blocks; one block is in memory.
 
     Args:
-        size: bytes that will be read, if they are few: a block of a store's file is no larger.
+        size: number of bytes that will be read, if it is small; it limits the block size for a file in a store.
 
     Raises:
         InputError: the file cannot be read.
@@ -152,7 +153,7 @@ def open_at(path: StorePath, offset: int = 0, size: int = _STORE_BLOCK) -> Binar
 
 
 def text_start(path: StorePath) -> bytes:
-    """The first bytes of a text file, _START at most.
+    """Return the first bytes of a text file, _START at most.
 
     Raises:
         InputError: the file cannot be read, is UTF-16, or is compressed.
@@ -167,13 +168,13 @@ def text_start(path: StorePath) -> bytes:
 
 
 def became_shorter(part: Part, row: int) -> InputError:
-    """The error for a file that ends before `row` of the subset, which was counted."""
+    """Return the error for a file that now ends before `row` of the subset, although that row was counted."""
     at = row - part.first_row + part.file_row
     return InputError(f"{part.path} became shorter while it was read, before row {at}; run the same command again")
 
 
 def _subsets_of(names: Sequence[str], suffixes: Sequence[str]) -> list[str]:
-    """The folder of each file; for a file in the source itself, its name without suffix and running number."""
+    """Return the folder of each file; for a file directly in the source, its name without suffix and running number."""
     stems = [name.removesuffix(max((s for s in suffixes if name.endswith(s)), key=len, default="")) for name in names]
     numbers = [None if "/" in stem else _RUNNING_NUMBER.search(stem) for stem in stems]
     bare = [stem[: number.start()] if number else "" for stem, number in zip(stems, numbers)]

@@ -1,8 +1,8 @@
-"""Parquet and Arrow files: their parts, cut at row groups or record batches, and their rows, a few at a time.
+"""Reading of parquet and Arrow files: parts, cut at row groups or record batches, and rows, a few at a time.
 
     .parquet                  a part is whole row groups; in an object store, ranges of the file are read
     .arrow .feather .ipc      Arrow's IPC file or stream; a part is whole record batches. The file is mapped into
-                              memory, from a store through a copy in the cache: a stream has no index
+                              memory; from a store, through a copy in the cache, because a stream has no index
 
 A span of a part counts row groups or record batches.
 """
@@ -25,11 +25,11 @@ from dataset_builders.readers.row_files import number_on, span_parts
 from dataset_builders.storage.store import StorePath, is_local, local_copy
 
 ARROW_SUFFIXES = (".arrow", ".feather", ".ipc")
-_PART_ROWS = 512  # a part ends at the first border in the file after this many rows
+_PART_ROWS = 512  # a part ends at the first block border after this many rows
 _READ_ROWS = 16  # rows in memory at a time: a row may hold dozens of images
 _BUFFER_BYTES = 1 << 20
-_STORE_BUFFER_BYTES = 8 << 20  # per request: fewer and larger ones than on a disk
-_OPENERS = 8  # files whose ends are read at a time: in a store, reading is mostly waiting
+_STORE_BUFFER_BYTES = 8 << 20  # per request: larger than on a disk, so that there are fewer requests
+_OPENERS = 8  # file footers read at a time: in a store, most of the time is waiting
 _IPC_FILE = b"ARROW1"
 _FEATHER_V1 = b"FEA1"
 
@@ -38,11 +38,11 @@ CheckSchema = Callable[[StorePath, pa.Schema], None]
 
 @dataclass(frozen=True, slots=True)
 class TableFacts:
-    """What is known of a file before its rows are read.
+    """The facts about a file that are known before its rows are read.
 
     Attributes:
         schema: its columns.
-        blocks: rows of each row group or record batch, in order.
+        blocks: number of rows of each row group or record batch, in order.
     """
 
     schema: pa.Schema
@@ -50,11 +50,11 @@ class TableFacts:
 
 
 def list_table_parts(files: Sequence[SourceFile], subset: str, split: Split | None, check: CheckSchema) -> list[Part]:
-    """The parts of one subset's files, in order.
+    """Return the parts of one subset's files, in order.
 
     Args:
-        split: of all these rows.
-        check: raises InputError for a schema that it refuses.
+        split: the split of all these rows.
+        check: a function that raises InputError for a schema that it refuses.
 
     Raises:
         InputError: a file is not such a table, or `check` refuses it.
@@ -74,10 +74,10 @@ def check_columns(path: StorePath, schema: pa.Schema, columns: Sequence[str], li
 
 
 def table_facts(paths: Sequence[StorePath]) -> list[TableFacts]:
-    """Schema and blocks of each file.
+    """Return the schema and the blocks of each file.
 
     Raises:
-        InputError: names the first file that is not there, may not be read, or is not a table.
+        InputError: a file is missing, may not be read, or is not a table. The text names the first such file.
     """
     with ThreadPoolExecutor(_OPENERS) as pool:
         return list(pool.map(_facts, paths))
@@ -86,10 +86,10 @@ def table_facts(paths: Sequence[StorePath]) -> list[TableFacts]:
 def iter_table_rows(
     part: Part, columns: Sequence[str], rows: Container[int] | None
 ) -> Iterator[tuple[int, pa.StructScalar]]:
-    """(row number in the subset, the row as a struct of arrow values) of the part's rows, or of those among `rows`.
+    """Yield (row number in the subset, the row as a struct of arrow values) of the part's rows, or only of `rows`.
 
     Raises:
-        InputError: the file breaks off.
+        InputError: the file is cut short.
     """
     own = range(part.first_row, part.first_row + part.num_rows)  # a part may hold only some rows of its blocks
     row = part.first_row
@@ -110,10 +110,10 @@ def iter_table_rows(
 
 
 def value_of(record: pa.StructScalar, column: str) -> object:
-    """A field of a row as a Python value.
+    """Return a field of a row as a Python value.
 
     Raises:
-        SkipSample: schema_error for text that is not UTF-8 or a value without a form in Python.
+        SkipSample: schema_error for text that is not UTF-8 or a value that Python cannot represent.
     """
     try:
         return record[column].as_py()
@@ -121,19 +121,19 @@ def value_of(record: pa.StructScalar, column: str) -> object:
         raise SkipSample("schema_error", f"{column}: not UTF-8, {error.reason} at byte {error.start}") from None
     except MemoryError:
         raise
-    except Exception as error:  # of Arrow, of a time zone, of a number: there are many kinds
+    except Exception as error:  # arrow, time zones and numbers raise many kinds of errors
         raise SkipSample("schema_error", f"{column}: {one_line(error) or type(error).__name__}") from None
 
 
 def image_bytes(image: object, number: int, reader: ImageReader) -> bytes:
-    """The bytes of one image of a row.
+    """Return the bytes of one image of a row.
 
     Args:
         image: bytes, a text that names a file, or a struct {bytes, path} whose bytes are taken before its path.
-        number: of the image in its row, for the message.
+        number: number of the image in its row, for the message.
 
     Raises:
-        SkipSample: schema_error if there is neither, empty for zero bytes; else as ImageReader.read.
+        SkipSample: schema_error if there are neither bytes nor a name, empty for zero bytes. See also ImageReader.read.
     """
     data, path = (image.get("bytes"), image.get("path")) if isinstance(image, dict) else (image, image)
     if isinstance(data, bytes) and data:
@@ -146,14 +146,14 @@ def image_bytes(image: object, number: int, reader: ImageReader) -> bytes:
 
 
 def kind_of(kind: pa.DataType) -> pa.DataType:
-    """The kind of the values themselves, beneath an extension type and a dictionary encoding."""
+    """Return the type of the values themselves, without extension types and dictionary encoding."""
     if isinstance(kind, pa.BaseExtensionType):
         return kind_of(kind.storage_type)
     return kind_of(kind.value_type) if pa.types.is_dictionary(kind) else kind
 
 
 def item_kind(kind: pa.DataType) -> pa.DataType | None:
-    """The kind of a list's items; None if the kind is not a list."""
+    """Return the type of a list's items; None if the type is not a list."""
     kind = kind_of(kind)
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
         return kind_of(kind.value_type)
@@ -161,29 +161,29 @@ def item_kind(kind: pa.DataType) -> pa.DataType | None:
 
 
 def is_bytes(kind: pa.DataType) -> bool:
-    """Whether values of this kind are bytes."""
+    """Whether values of this type are bytes."""
     kinds = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view, pa.types.is_fixed_size_binary)
     return any(test(kind_of(kind)) for test in kinds)
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Whether values of this kind are text."""
+    """Whether values of this type are text."""
     return any(test(kind_of(kind)) for test in (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view))
 
 
 def is_text_list(kind: pa.DataType) -> bool:
-    """Whether values of this kind are lists of text. A column of nulls, or of lists of nulls, passes too."""
+    """Whether values of this type are lists of text. A column of nulls, or of lists of nulls, passes too."""
     item = item_kind(kind)
     return pa.types.is_null(kind_of(kind)) or (item is not None and (is_text(item) or pa.types.is_null(item)))
 
 
 def stripped(text: str) -> str:
-    """A text without white space around it, CRLF as LF."""
+    """Return a text without white space around it, with CRLF as LF."""
     return text.replace("\r\n", "\n").strip()
 
 
 def _cuts(blocks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(first block, block after the last, rows): neighbouring blocks, _PART_ROWS rows or more together, never 0."""
+    """Yield (first block, block after the last, rows): runs of blocks with _PART_ROWS rows or more, never 0."""
     start, num_rows = 0, 0
     for i, rows in enumerate(blocks):
         num_rows += rows
@@ -206,7 +206,7 @@ def _facts(path: StorePath) -> TableFacts:
 
 
 def _blocks(part: Part, columns: Sequence[str]) -> Iterator[tuple[int, int, Callable[[], Iterator[pa.RecordBatch]]]]:
-    """(first row in the file, rows, a function that reads it in small batches) of each block of the span."""
+    """Yield (first row in the file, rows, a function that reads small batches) for each block of the span."""
     names, file_row = list(columns), 0
     if _is_arrow(part.path):
         with _arrow_batches(part.path) as (_, batches):
@@ -233,12 +233,12 @@ def _blocks(part: Part, columns: Sequence[str]) -> Iterator[tuple[int, int, Call
 
 @contextlib.contextmanager
 def _parquet(path: StorePath) -> Iterator[pq.ParquetFile]:
-    """The open file. A store's file is read by ranges."""
+    """Open a parquet file. A file in a store is read by ranges."""
     if is_local(path):
         with pq.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as file:
             yield file
         return
-    # no read-ahead: columns are read in turns, and each jump would throw away what was fetched ahead
+    # No read-ahead: columns are read alternately, and each jump would discard the data fetched ahead.
     with (
         path.open("rb", cache_type="none") as stream,
         pq.ParquetFile(stream, buffer_size=_STORE_BUFFER_BYTES, pre_buffer=False) as file,
@@ -248,7 +248,7 @@ def _parquet(path: StorePath) -> Iterator[pq.ParquetFile]:
 
 @contextlib.contextmanager
 def _arrow_batches(path: StorePath) -> Iterator[tuple[pa.Schema, Iterator[pa.RecordBatch]]]:
-    """Schema and record batches of an IPC file or stream, mapped into memory, not copied."""
+    """Open an IPC file or stream, mapped into memory and not copied; give its schema and record batches."""
     with pa.memory_map(str(local_copy(path))) as source:
         magic = source.read(len(_IPC_FILE))
         source.seek(0)
@@ -267,7 +267,7 @@ def _is_arrow(path: StorePath) -> bool:
 
 
 def _unreadable(path: StorePath, error: Exception, what: str) -> NoReturn:
-    """Raise InputError for what the user can mend. A store's broken connection is raised as it is, to be retried."""
+    """Raise InputError for an error that the user can mend. A store's broken connection is re-raised, to be retried."""
     if isinstance(error, PermissionError):
         raise InputError(f"{path} cannot be read: {error.strerror or one_line(error)}") from error
     if isinstance(error, pa.ArrowException) or is_local(path):

@@ -1,13 +1,13 @@
-"""The samples of a tar: runs of neighbouring members with the same name up to a dot. They are read in place.
+"""The samples of a tar: runs of neighbouring members with the same name up to a dot. The tar is not unpacked.
 
-Names are split as webdataset does: `a.b/c.0.jpg` is the field `0.jpg` of `a.b/c`; fields are in lower case; members
-whose file name begins with a dot, and those named `__like_this__`, are not data.
+Names are split as in webdataset: `a.b/c.0.jpg` is the field `0.jpg` of `a.b/c`, and fields are in lower case. Members
+whose file name begins with a dot, and members named `__like_this__`, are not data.
 
-tarfile takes a header that it cannot read for the end of the tar. Here the end is what the format says, a block of
-zeros. Anything else is a tar that was cut or damaged.
+tarfile treats an unreadable header as the end of the tar. Here only a block of zeros, as the format specifies, is the
+end. Anything else means that the tar was cut short or damaged.
 
-Members of one name that lie apart would become samples that lack a part, so such a tar is refused with the command that
-sorts it. Only a hash of each name is kept to see that.
+Members of one sample that are not neighbours would become incomplete samples. Such a tar is refused, and the message
+has a command that sorts it. Only a hash of each name is kept for this check.
 """
 
 import errno
@@ -29,7 +29,7 @@ _PART_ROWS = 512
 _PART_BYTES = 256 << 20
 _MAX_HEADER_BYTES = 1 << 20
 _NAME = re.compile(r"((?:.*/|)[^./]+)[.]([^/]*)", re.DOTALL)
-_NAMELESS = re.compile(r"(?:.*/|)[.]([a-z0-9]+|[A-Z0-9]+)", re.DOTALL)  # .txt; but not .DS_Store, nor ._a.jpg
+_NAMELESS = re.compile(r"(?:.*/|)[.]([a-z0-9]+|[A-Z0-9]+)", re.DOTALL)  # matches .txt, but not .DS_Store or ._a.jpg
 _META = re.compile(r"__[^/]*__($|/)")
 
 
@@ -38,10 +38,10 @@ class Group:
     """One sample's members.
 
     Attributes:
-        name: the part that their names share; "" for a member whose name is nothing but a field, a group by itself.
-        start: byte of the first one's header.
-        fields: field -> its member, in order.
-        twice: fields that occur more than once.
+        name: the common part of their names; "" for a member whose name is only a field, which forms a group by itself.
+        start: byte offset of the first member's header.
+        fields: field name -> its member, in order.
+        twice: field names that occur more than once.
     """
 
     name: str
@@ -52,14 +52,14 @@ class Group:
     twice: list[str] = field(default_factory=list)
 
     def check(self) -> None:
-        """Raise SkipSample: no_name, or duplicate_key if a field is there twice."""
+        """Raise SkipSample: no_name, or duplicate_key if a field occurs twice."""
         if not self.name:
             raise SkipSample("no_name", f"the member {next(iter(self.fields))[:100]!r} has no name before its field")
         if self.twice:
             raise SkipSample("duplicate_key", f"the member {self.twice[0][:100]!r} is there twice")
 
     def read(self, name: str, max_bytes: int, reason: str) -> bytes:
-        """The content of a field. Raises SkipSample with `reason` if it has more than `max_bytes`."""
+        """Return the content of a field. Raises SkipSample with `reason` if it has more than `max_bytes`."""
         member = self.fields[name]
         if member.size > max_bytes:
             raise SkipSample(reason, f"{name!r} has {member.size} bytes; the limit is {max_bytes}")
@@ -71,10 +71,10 @@ class Group:
 
 
 def list_group_spans(path: StorePath) -> Iterator[tuple[int, int, int]]:
-    """(first byte, byte after the last, samples) of each part of a tar, about 512 samples or 256 MiB.
+    """Yield (first byte, byte after the last, samples) for each part of a tar, about 512 samples or 256 MiB.
 
     Raises:
-        InputError: the tar breaks off, the file is not a tar, or the members of a sample lie apart.
+        InputError: the tar is cut short, the file is not a tar, or the members of a sample are not neighbours.
     """
     start, rows, last = 0, 0, 0
     seen: set[int] = set()
@@ -85,7 +85,7 @@ def list_group_spans(path: StorePath) -> Iterator[tuple[int, int, int]]:
             if group.name and name in seen:
                 raise _unsorted(path, group)
             seen.add(name)
-            # Not at a member without a name: it may lie among the members of the sample before it.
+            # No cut at a member without a name: it may be among the members of the sample before it.
             if group.name and (rows >= _PART_ROWS or (rows and last - start >= _PART_BYTES)):
                 yield start, group.start, rows
                 start, rows = group.start, 0
@@ -105,17 +105,17 @@ def _unsorted(path: StorePath, group: Group) -> InputError:
 
 
 def iter_groups(path: StorePath, span: tuple[int, int]) -> Iterator[Group]:
-    """The samples that begin in a span of bytes, one of those of `list_group_spans`.
+    """Yield the samples that begin in a span of bytes, which is one of `list_group_spans`.
 
     Raises:
-        InputError: the tar breaks off.
+        InputError: the tar is cut short.
     """
     with open_at(path, span[0]) as file:
         yield from _TarReader(path, file, span[1]).groups()
 
 
 class _Headers:
-    """The file as tarfile may read it: headers only, and never megabytes because a damaged header asks for them."""
+    """The file as tarfile reads it: only headers, and at most _MAX_HEADER_BYTES even for a damaged header."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.seek, self.tell, self._read = file.seek, file.tell, file.read
@@ -125,10 +125,10 @@ class _Headers:
 
 
 class _TarReader:
-    """Members of a tar from the file's place on, up to byte `stop` or the tar's end.
+    """The members of a tar from the file's current position up to byte `stop` or the tar's end.
 
     Attributes:
-        end: the byte after the last member that was read.
+        end: byte offset after the last member that was read.
     """
 
     def __init__(self, path: StorePath, file: BinaryIO, stop: int | None = None) -> None:
@@ -137,7 +137,7 @@ class _TarReader:
 
     def groups(self) -> Iterator[Group]:
         group: Group | None = None
-        nameless: list[Group] = []  # those among the members of `group`, which come after it
+        nameless: list[Group] = []  # members without a name among the members of `group`; they are yielded after it
         for member in self._members():
             match = _NAME.fullmatch(member.name)
             if not member.isreg() or member.issparse() or _META.match(member.name):
@@ -163,12 +163,12 @@ class _TarReader:
 
     def _members(self) -> Iterator[tarfile.TarInfo]:
         try:
-            tar = tarfile.TarFile(fileobj=_Headers(self._file), mode="r")  # it leaves the file open
+            tar = tarfile.TarFile(fileobj=_Headers(self._file), mode="r")  # tarfile leaves the file open
             while self._stop is None or self.end < self._stop:
                 member = tar.next()
                 if member is None:
                     break
-                tar.members.clear()  # or it would keep every header
+                tar.members.clear()  # otherwise tarfile keeps every header
                 if tar.offset <= self.end:
                     raise tarfile.ReadError("a header that points backwards")
                 self.end = tar.offset
@@ -181,7 +181,7 @@ class _TarReader:
             if error.errno != errno.EINVAL:
                 raise
             raise self._broken("a header that points to where no file reaches") from error
-        except Exception as error:  # of tarfile: hostile headers make it raise nearly anything
+        except Exception as error:  # hostile headers make tarfile raise nearly any exception
             raise self._broken(one_line(error, 100) or type(error).__name__) from error
 
     def _check_end(self) -> None:

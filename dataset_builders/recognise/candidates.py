@@ -1,4 +1,4 @@
-"""The ways in which a source may be read, from its files' names and the beginnings of some of them."""
+"""The candidate readings of a source, from the names of its files and the beginnings of some files."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,21 +16,21 @@ from dataset_builders.recognise.reading import Reading
 from dataset_builders.storage.store import StorePath
 
 CAPTION_SUFFIXES = ("txt", "caption")
-# Files of tools beside the data: of the library datasets, of the hub, of Kaggle.
+# Metadata files of tools: of the library datasets, of the hub, of Kaggle.
 _NO_ROWS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "dataset-metadata.json")
 _MOST_DIRS = 200
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """The files of a source, and the ways in which it may be read.
+    """The files of a source, and its candidate readings.
 
     Attributes:
-        readings: the ways, the likelier first.
-        problems: why files were put aside: a line each.
-        rows: names of the files that may hold rows, tars among them.
+        readings: the candidate readings, the most likely first.
+        problems: one line for each file that was ignored, with the reason.
+        rows: names of the files that may hold rows, including tars.
         images: names of the image files, in natural order.
-        others: names of the files that no builder reads.
+        others: names of all other files, which no builder reads.
     """
 
     readings: list[Reading]
@@ -41,16 +41,16 @@ class Survey:
 
     @property
     def image_dirs(self) -> list[str]:
-        """Directories below the source that hold images, or directories of them; the source itself not among them."""
+        """Directories below the source that hold images, directly or in subdirectories; without the source itself."""
         dirs = {str(parent) for name in self.images for parent in PurePosixPath(name).parents} - {"."}
         return sorted(dirs, key=lambda name: (name.count("/"), name))[:_MOST_DIRS]
 
 
 def survey(source: StorePath) -> Survey:
-    """Look at a directory, a file or a URL.
+    """Find the files and the candidate readings of a directory, a file or a URL.
 
     Raises:
-        InputError: there is nothing, or a file leads out of the source by a link.
+        InputError: the source does not exist, or a file is a link that leads out of the source.
     """
     files = [file for file in list_files(source, ("*", "**/*")) if not file.name.endswith(_NO_ROWS)]
     images = [file.name for file in files if _suffix(file.name) in IMAGE_SUFFIXES]
@@ -66,7 +66,7 @@ def survey(source: StorePath) -> Survey:
 
 
 def _row_readings(source: StorePath, files: Sequence[SourceFile], problems: list[str]) -> Iterator[Reading]:
-    """A reading for each kind of rows: subsets whose first file's rows have the same form are read together."""
+    """Yield a reading for each kind of rows; subsets whose first files have the same kind are read together."""
     if not any(file.name.endswith(ROW_SUFFIXES) for file in files):
         return
     kinds: dict[tuple, tuple[Reading, list[str]]] = {}
@@ -103,7 +103,7 @@ def _row_readings(source: StorePath, files: Sequence[SourceFile], problems: list
 
 
 def _of_rows(rows: Sequence[Mapping[str, Any]], name: str) -> Reading | str:
-    """The reading of a file's rows, or why there is none."""
+    """Return the reading of a file's rows, or the reason why there is none."""
     keys = {key for row in rows for key in row}
     is_table = name.endswith(".parquet")
     if not keys:
@@ -126,7 +126,7 @@ def _of_rows(rows: Sequence[Mapping[str, Any]], name: str) -> Reading | str:
 
 
 def _has_turns(value: Any, field: str) -> bool:
-    """Whether a value is a list of objects with this field, or such a list as JSON text."""
+    """Whether a value is a list of objects with this field, or JSON text of such a list."""
     if isinstance(value, str):
         return value.lstrip().startswith("[") and f'"{field}"' in value
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and field in value[0]

@@ -1,4 +1,4 @@
-"""Which columns of a table are the image, the question and the answer, by their names and their first values."""
+"""Recognition of a table's image, question and answer columns, by their names and their first values."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ DESCRIBE = "Describe the image."
 CLASSIFY = "What is in the image?"
 READ = "Read the text in the image."
 
-# Names that datasets use, the more telling ones first.
+# Column names that datasets use, the most specific ones first.
 _IMAGES = ("image", "images", "img", "picture", "photo", "file_name", "filename", "image_path", "path", "file")
 _QUESTIONS = ("question", "query", "prompt", "instruction", "problem", "input", "user", "human")
 _ANSWERS = ("answer", "answers", "response", "output", "completion", "assistant", "target", "ground_truth", "solution")
@@ -22,17 +22,17 @@ _SYSTEMS = ("system", "system_prompt")
 _SPLITS = ("split", "subset", "partition", "part", "set")
 _TRAIN, _HELDOUT = ("train", "training"), ("validation", "valid", "val", "test", "testing", "dev", "eval")
 _NO_ANSWERS = ("id", "key", "index", "url", "source", "license", "width", "height")
-_MOST_RUNS = 8  # of a split column in the rows that were looked at
+_MOST_RUNS = 8  # most runs of equal values that a split column may have in the first rows
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Options of the builder `table`, and what was found.
+    """Options of the builder `table`, and how they were found.
 
     Attributes:
-        options: without those that stay at their defaults.
-        why: which column is what.
-        unused: columns that have no part.
+        options: the options that differ from their defaults.
+        why: the role of each column, in words.
+        unused: columns without a role.
     """
 
     options: dict[str, Any]
@@ -41,7 +41,7 @@ class Columns:
 
 
 def find_columns(rows: Sequence[Mapping[str, Any]]) -> Columns | str:
-    """The parts of a table's columns, or why there are none.
+    """Return the roles of a table's columns, or the reason why there are none.
 
     Args:
         rows: the first rows, as name -> value.
@@ -86,7 +86,7 @@ def _answer_and_question(texts: Sequence[str], values: Mapping[str, list[Any]]) 
 
 
 def _asked(answer: str) -> str:
-    """The question for an answer that has none of its own."""
+    """Return the question for an answer column without a question column."""
     if _plain(answer) in _LABELS:
         return CLASSIFY
     return READ if _plain(answer) in _TRANSCRIPTS else DESCRIBE
@@ -111,7 +111,7 @@ def _is_split(values: Sequence[Any]) -> bool:
 
 
 def _first(wanted: Sequence[str], names: Iterable[str]) -> str | None:
-    """The name that comes first among the wanted ones, without regard to case."""
+    """Return the name that is first in `wanted`, without regard to case."""
     plain = {_plain(name): name for name in reversed(list(names))}
     return next((plain[name] for name in wanted if name in plain), None)
 
@@ -126,7 +126,7 @@ def _is_image(values: Sequence[Any]) -> bool:
 
 
 def _shows(value: Any) -> bool:
-    """Whether a value holds an image, or the name of one."""
+    """Whether a value is an image, or the name of one."""
     if isinstance(value, dict):
         return isinstance(value.get("bytes"), bytes) or _shows(value.get("path"))
     if isinstance(value, str):

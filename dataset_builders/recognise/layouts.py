@@ -1,4 +1,4 @@
-"""The nearest layout that is read, with an example, for a source that is not recognised."""
+"""A message for a source that is not recognised: the nearest layout that can be read, with an example."""
 
 from dataset_builders.readers.csv_files import CSV_SUFFIXES
 from dataset_builders.readers.json_lines import JSON_SUFFIXES
@@ -17,7 +17,7 @@ _TAR = 'members 1.jpg with 1.txt, or with 1.json as {"question": "How many cats 
 
 
 def nearest_layout(source: StorePath, found: Recognised) -> str:
-    """One line: what was found, why it is not enough, and the nearest layout with an example."""
+    """Return one line: what was found, why it is not enough, and the nearest layout with an example."""
     why = _why(found)
     names = found.survey.rows
     if any(name.endswith(JSON_SUFFIXES) for name in names):

@@ -1,4 +1,4 @@
-"""Which members of a WebDataset tar are the image, the question and the answer."""
+"""Recognition of the image, question and answer members of a WebDataset tar."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ _TEXTS = ("txt", "caption", "text", "cls")
 
 
 def tar_options(groups: Sequence[Mapping[str, bytes]]) -> dict[str, Any] | str:
-    """Options of the builder `webdataset_tars` for the first samples of a tar, or why there are none."""
+    """Return options of the builder `webdataset_tars` for a tar's first samples, or why there are none."""
     fields = list(dict.fromkeys(field for group in groups for field in group))
     if not fields:
         return "it holds no sample"

@@ -1,4 +1,4 @@
-"""The first rows of a file, and the first samples of a tar, whatever their columns and members are."""
+"""Reading of a file's first rows, and of a tar's first samples, whatever their columns and members are."""
 
 import itertools
 from collections.abc import Mapping
@@ -26,10 +26,10 @@ _ROWS = 40
 
 
 def peek_rows(file: SourceFile) -> list[Mapping[str, Any]]:
-    """The first 40 rows as name -> value, without those that cannot be read.
+    """Return the first 40 rows as name -> value, without rows that cannot be read.
 
     Raises:
-        InputError: the file is not what its suffix says, or not one of the rows can be read.
+        InputError: the file's content does not match its suffix, or none of the rows can be read.
     """
     if file.name.endswith((*CSV_SUFFIXES, *JSON_SUFFIXES)):
         is_csv = file.name.endswith(CSV_SUFFIXES)
@@ -51,7 +51,7 @@ def peek_rows(file: SourceFile) -> list[Mapping[str, Any]]:
 
 
 def peek_groups(file: SourceFile) -> list[dict[str, bytes]]:
-    """Field -> content of each of a tar's first samples; only JSON is read, other fields are empty.
+    """Return field -> content for each of a tar's first samples; only JSON is read, other fields are empty.
 
     Raises:
         InputError: the tar cannot be read.

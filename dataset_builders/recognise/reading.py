@@ -1,4 +1,4 @@
-"""A way to read a source: a builder, its options and subsets, and why it may fit."""
+"""A candidate reading of a source: a builder, its options and subsets, and why it may fit."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,10 +11,10 @@ class Reading:
     Attributes:
         builder: a name in sources/registry.py.
         options: the builder's options that differ from their defaults.
-        subsets: names of the subsets that are read; none means all.
-        why: what was seen in the source, in words for the user.
-        unused: columns that have no part.
-        tier: 0 files of rows, 1 tars, 2 images with texts beside them, 3 images alone; a lower one is preferred.
+        subsets: names of the subsets to read; none means all.
+        why: the evidence in the source, in words for the user.
+        unused: columns without a role.
+        tier: 0: files of rows; 1: tars; 2: images with text files; 3: only images. A lower tier is preferred.
     """
 
     builder: str

@@ -1,4 +1,4 @@
-"""The best way to read a source: every candidate reads the first rows, and the one that gives most samples wins."""
+"""The choice of a source's reading: every candidate reads the first rows, and the one with most samples wins."""
 
 from dataclasses import dataclass, replace
 
@@ -9,8 +9,8 @@ from dataset_builders.recognise.trial import Trial, try_reading
 from dataset_builders.sources.registry import get_builder
 from dataset_builders.storage.store import StorePath
 
-ENOUGH = 0.5  # share of usable rows with which a likelier reading wins over a less likely one
-_ROOT_ROWS = 10  # rows on which a directory of images is tried
+ENOUGH = 0.5  # share of usable rows at which a reading of a lower tier is preferred
+_ROOT_ROWS = 10  # number of rows on which each possible image_root is tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,9 +18,9 @@ class Recognised:
     """The result of recognising a source.
 
     Attributes:
-        survey: its files.
-        best: the trial of the best reading; None if no reading gives a single sample.
-        trials: of all readings, in order.
+        survey: the source's files and candidate readings.
+        best: the trial of the best reading; None if no reading gives a sample.
+        trials: the trials of all readings, in order.
     """
 
     survey: Survey
@@ -29,10 +29,10 @@ class Recognised:
 
 
 def recognise(source: StorePath, limits: ImageLimits) -> Recognised:
-    """Look at a source and try the readings that may fit.
+    """Find the candidate readings of a source and try each one.
 
     Raises:
-        InputError: there is no such source, or a file leads out of it by a link.
+        InputError: there is no such source, or a file is a link that leads out of it.
     """
     found = survey(source)
     trials = [_with_image_root(source, reading, found, limits) for reading in found.readings]
@@ -43,7 +43,7 @@ def recognise(source: StorePath, limits: ImageLimits) -> Recognised:
 
 
 def _with_image_root(source: StorePath, reading: Reading, found: Survey, limits: ImageLimits) -> Trial:
-    """The trial of a reading; with the directory that its image paths are relative to, where most are not found."""
+    """Try a reading; if most images are not found, choose the directory that its image paths are relative to."""
     trial = try_reading(source, reading, limits=limits)
     has_root = "image_root" in get_builder(reading.builder).options.model_fields
     if not has_root or trial.reasons["image_not_found"] <= trial.tried / 2:

@@ -1,4 +1,4 @@
-"""The first rows of a source, read by a builder: how many are usable, and what is wrong with the others."""
+"""A trial: a builder reads the first rows of a source, and the trial counts usable rows and the faults of the rest."""
 
 import itertools
 from collections import Counter
@@ -14,25 +14,25 @@ from dataset_builders.sources.registry import get_builder
 from dataset_builders.storage.store import StorePath
 
 MAX_ROWS = 200
-_MAX_PARTS = 8  # parts that are opened: of a source in many files not each one
+_MAX_PARTS = 8  # most parts that are opened, for a source of many files
 
 
 @dataclass(slots=True)
 class Trial:
-    """The first rows of a source, as a builder reads them.
+    """The result of reading a source's first rows with a builder.
 
     Attributes:
         reading: the builder and its options.
-        rows: rows that the source has; 0 if the builder refuses it.
-        tried: rows that were read.
-        samples: the usable ones.
-        sizes: (width, height) of each of their images.
-        reasons: reason -> the rows left out for it.
-        details: reason -> the first such row's key and what is wrong with it.
-        duplicates: samples that are equal to one before them.
-        refused: why the builder refuses the source; empty if it does not.
-        subsets: subset -> rows.
-        splits: whether the source says which rows are held out.
+        rows: number of rows in the source; 0 if the builder refuses it.
+        tried: number of rows that were read.
+        samples: the samples of the usable rows.
+        sizes: (width, height) of each image of the samples.
+        reasons: skip reason -> number of rows.
+        details: skip reason -> the first such row's key and the fault.
+        duplicates: number of samples that equal an earlier one.
+        refused: why the builder refuses the source; empty if it reads it.
+        subsets: subset -> number of rows.
+        splits: whether the source specifies which rows are held out.
     """
 
     reading: Reading
@@ -49,15 +49,15 @@ class Trial:
 
     @property
     def usable(self) -> float:
-        """The share of the rows tried that are samples."""
+        """The share of the tried rows that are samples."""
         return len(self.samples) / self.tried if self.tried else 0.0
 
 
 def try_reading(source: StorePath, reading: Reading, limit: int = MAX_ROWS, limits: ImageLimits | None = None) -> Trial:
-    """Read up to `limit` rows, from the beginnings of up to eight parts that are spread over the source.
+    """Read up to `limit` rows, from the beginnings of up to eight parts spread over the source.
 
     Args:
-        limits: bounds of an image, which is then decoded; None: images are read and not looked at.
+        limits: bounds of the images, which are then decoded; None: images are read but not checked.
     """
     trial, builder = Trial(reading), get_builder(reading.builder)
     digests: set[str] = set()
@@ -77,7 +77,7 @@ def try_reading(source: StorePath, reading: Reading, limit: int = MAX_ROWS, limi
             trial.duplicates += item.digest() in digests
             digests.add(item.digest())
             trial.samples.append(item)
-    except (InputError, ValueError) as error:  # ValueError: options that do not fit
+    except (InputError, ValueError) as error:  # ValueError: invalid options
         trial.refused = str(error)
     return trial
 
@@ -91,7 +91,7 @@ def _rows(parts: list[Part], reading: Reading, options: object, limit: int) -> I
 
 
 def _check(item: Sample | SkippedRow, trial: Trial, limits: ImageLimits | None) -> tuple[str, str] | None:
-    """The reason and the detail of a row that cannot be used; None for a sample."""
+    """Return the skip reason and the detail of a row that cannot be used; None for a sample."""
     if isinstance(item, SkippedRow):
         return item.reason, item.detail
     if limits is not None:

@@ -1,5 +1,5 @@
 """One file per kind of raw dataset, and the registry that names them.
 
-In: the files of a dataset. Out: one Sample per row, or a SkippedRow that says why there is none.
+In: the files of a dataset. Out: one Sample per row, or a SkippedRow with the reason why there is none.
 Read first: `registry.py`, then `the_cauldron.py`, the example for a source of your own.
 """

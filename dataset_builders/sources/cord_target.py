@@ -1,26 +1,26 @@
-"""A receipt's parse as the text that is learnt, JSON or the tags of Donut, and exactly back.
+"""Lossless conversion of a receipt's parse to the target text, JSON or the tags of Donut, and back.
 
-A parse is a tree: objects with text keys, lists, and leaves. In CORD: {"menu": [{"nm": "Nasi", "price": "9.000"}, ...],
-"total": {"total_price": "9.000"}}, where a menu of one item is the item itself, not a list.
+A parse is a tree of objects with text keys, lists, and leaves. CORD's parses are like {"menu": [{"nm": "Nasi", "price":
+"9.000"}, ...], "total": {"total_price": "9.000"}}, where a menu of one item is the item itself, not a list.
 
 JSON      {"menu":{"nm":"Nasi","price":"9.000"},"total":{"total_price":"9.000"}}
-          compact, keys sorted, characters as they are. Every tree of JSON comes back as it was.
+          compact, keys sorted, characters not escaped. Every JSON tree is restored exactly.
 tags      <s_total><s_total_price>9.000</s_total_price></s_total><s_menu><s_price>9.000</s_price>...</s_menu>
           an object is its tags, keys sorted backwards; a list is its items with <sep/> between them.
 
-The tags are those of `json2token` in clovaai/donut, donut/model.py, byte for byte, as far as that form says what the
-tree is. It does not everywhere, and its `token2json` does not give back what went in. Different here:
+The tags equal the output of `json2token` in clovaai/donut, donut/model.py, byte for byte, wherever that form determines
+the tree. Some trees are ambiguous in it, and Donut's `token2json` does not restore every tree. The differences here:
 
-    a list of one item   Donut writes the item alone, which reads as no list.    <one/>item
+    a list of one item   Donut writes the item, which does not read as a list.   <one/>item
     an empty list        Donut writes nothing.                                   <list/>
     an empty object      Donut writes nothing.                                   <dict/>
     {"text_sequence": t} Donut writes t without a tag.                           <s_text_sequence>t</s_text_sequence>
-    white space          token2json strips it off the leaves.                    it stays
-    a key inside itself  token2json takes the first closing tag for the last.    tags are matched
+    white space          token2json strips it from the leaves.                   it stays
+    a key inside itself  token2json ends at the first closing tag.               tags are matched
 
-What has no form in tags is refused (NoTagForm): leaves that are not text (Donut's str() would make 1 and "1" the same),
-a list with items directly in a list (Donut's <sep/> would join the two), and keys with < or > in them. Text with a tag
-in it is refused as InnerTag: it would be read as a tag.
+A tree without a form in tags is refused (NoTagForm): leaves that are not text (Donut's str() would make 1 and "1" the
+same), a list with items directly in a list (Donut's <sep/> would join the two), and keys that contain < or >. Text that
+contains a tag is refused as InnerTag, because it would be read as a tag.
 """
 
 import json
@@ -39,23 +39,24 @@ class NoTagForm(ValueError):
 
 
 class InnerTag(NoTagForm):
-    """A text of the tree holds a tag."""
+    """A text of the tree contains a tag."""
 
 
 def to_json(tree: Tree) -> str:
-    """The tree as one line of JSON; the same tree gives the same text.
+    """Return the tree as one line of JSON; equal trees give equal texts.
 
     Raises:
-        ValueError: a number without a form in JSON.
+        ValueError: a number that JSON cannot represent.
     """
     return json.dumps(tree, ensure_ascii=False, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def from_json(text: str) -> Tree:
-    """The inverse of `to_json`. It reads any other JSON text too.
+    """Return the tree of a JSON text. Inverse of `to_json`; also reads any other JSON text.
 
     Raises:
-        ValueError: not JSON, a key twice in one object, NaN or an infinity, or nested deeper than MAX_DEPTH.
+        ValueError: the text is not JSON, has a key twice in one object, NaN or an infinity, or is nested deeper than
+            MAX_DEPTH.
     """
     try:
         tree = json.loads(text, object_pairs_hook=_distinct, parse_constant=_no_number, parse_float=_finite)
@@ -66,10 +67,10 @@ def from_json(text: str) -> Tree:
 
 
 def to_tags(tree: Tree) -> str:
-    """The tree in Donut's tags, with the differences above.
+    """Return the tree in Donut's tags, with the differences listed above.
 
     Raises:
-        NoTagForm: the tree has no form in tags; InnerTag if a text of it holds a tag.
+        NoTagForm: the tree has no form in tags; InnerTag if one of its texts contains a tag.
     """
     if isinstance(tree, dict):
         return "".join(_tagged(key, tree[key]) for key in sorted(tree, reverse=True)) or _DICT
@@ -86,10 +87,10 @@ def to_tags(tree: Tree) -> str:
 
 
 def from_tags(text: str) -> Tree:
-    """The inverse of `to_tags`.
+    """Return the tree of a text in tags. Inverse of `to_tags`.
 
     Raises:
-        ValueError: tags that do not match, a key twice in one object, or text beside tags.
+        ValueError: tags do not match, a key occurs twice in one object, or text is next to tags.
     """
     pieces, end = [], 0
     for tag in _TAG.finditer(text):
@@ -108,9 +109,9 @@ def _tagged(key: str, value: Tree) -> str:
 
 
 def _read_value(pieces: list[str], at: int, depth: int) -> tuple[Tree, int]:
-    """The value that begins with the text pieces[at], and the place of the closing tag, or of the end, after it.
+    """Return the value that begins with the text pieces[at], and the index of the closing tag, or of the end, after it.
 
-    Pieces are text, tag, text, tag, ..., text. Every even place holds a text, which may be empty.
+    Pieces are text, tag, text, tag, ..., text. Every even index holds a text, which may be empty.
     """
     if depth > MAX_DEPTH:
         raise ValueError(f"nested deeper than {MAX_DEPTH}")
@@ -126,7 +127,7 @@ def _read_value(pieces: list[str], at: int, depth: int) -> tuple[Tree, int]:
 
 
 def _read_item(pieces: list[str], at: int, depth: int) -> tuple[Tree, int]:
-    """An object, an empty list or a text, and the place of the tag after it (the number of pieces at the end)."""
+    """Return an object, an empty list or a text, and the index of the tag after it (len(pieces) at the end)."""
     fields: dict[str, Tree] = {}
     text = pieces[at]
     while at + 1 < len(pieces):

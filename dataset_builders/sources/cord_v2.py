@@ -11,15 +11,16 @@ becomes, with target: json,
     Sample(key="cord_v2_train/00000012", images=(b"\\x89PNG...",), messages=(
         user "<image><the prompt>", assistant '{"menu":{"nm":"Nasi","price":"9.000"}}'))
 
-and with target: donut the tags of `cord_target.py`, which also reads both forms back. The parse is kept as it is: a
-menu of one item is the item itself, not a list. Some rows have `gt_parses` instead, a list of parses that are all
-right. The first is learnt; with parses: all each one is, under the keys cord_v2_train/00000012-0 and so on.
+With target: donut, the answer has the tags of `cord_target.py`, which also parses both forms. The parse is kept as it
+is: a menu of one item is the item itself, not a list. Some rows have `gt_parses` instead, a list of parses that are all
+right. The first parse is trained on. With parses: all, each parse becomes a sample, with the keys
+cord_v2_train/00000012-0 and so on.
 
-The files' names give the split, which is a subset: cord_v2_train, cord_v2_validation, cord_v2_test. `heldout_splits`
-says which of them are held out. The words' boxes (valid_line, roi) are not used.
+The split comes from the file's name, and each split is a subset: cord_v2_train, cord_v2_validation, cord_v2_test.
+`heldout_splits` lists the splits that are held out. The words' boxes (valid_line, roi) are not used.
 
 Left out: ground_truth that is not JSON, has a key twice or is nested too deep (json_parse_error); ground_truth that is
-null, not UTF-8, not an object, has neither gt_parse nor gt_parses, an empty list of them or a parse that is not an
+null, not UTF-8, not an object, without gt_parse and gt_parses, with an empty gt_parses, or with a parse that is not an
 object (schema_error); a parse without a field (empty_target); a parse without a form in tags (schema_error), or with a
 tag or `<image>` in its text (special_token_in_text); no image (schema_error, image_not_found).
 """
@@ -60,7 +61,7 @@ _SPLIT = re.compile(rf"({'|'.join(SPLITS)})([-_.].*)?\.parquet")
 
 
 class CordOptions(StrictModel):
-    """How a receipt becomes samples."""
+    """Options for the conversion of a receipt to samples."""
 
     target: Literal["json", "donut"] = Field(
         default="json", description="json: the parse as compact JSON; donut: as the tags of Donut"
@@ -80,7 +81,7 @@ class CordOptions(StrictModel):
 
 
 def patterns(subsets: Sequence[str]) -> tuple[str, ...]:
-    """Globs of the parquet files of these subsets (cord_v2_train, ...; none: of all), and of pictures beside them.
+    """Return globs of the parquet files of these subsets (cord_v2_train, ...; none means all), and of image files.
 
     Raises:
         InputError: there is no such subset.
@@ -90,10 +91,11 @@ def patterns(subsets: Sequence[str]) -> tuple[str, ...]:
 
 
 def list_parts(source: StorePath, subsets: Sequence[str], options: CordOptions) -> list[Part]:
-    """All parts of the source: train, validation, test; files in numeric order, row groups in file order.
+    """Return all parts of the source: train, validation, test; files in numeric order, row groups in file order.
 
     Raises:
-        InputError: no such directory or subset, no parquet file, a name without a split, or a file of another schema.
+        InputError: there is no such directory or subset, no parquet file, a file name without a split, or a file with
+            another schema.
     """
     files_of: dict[str, list[SourceFile]] = {split: [] for split in SPLITS}
     for file in list_files(source, ("*.parquet", "*/*.parquet")):
@@ -116,7 +118,7 @@ def list_parts(source: StorePath, subsets: Sequence[str], options: CordOptions) 
 
 
 def iter_part(part: Part, options: CordOptions, rows: Container[int] | None = None) -> Iterator[Sample | SkippedRow]:
-    """Samples and unusable rows of one part, in order of their keys. A few rows are in memory at a time.
+    """Yield samples and unusable rows of one part, in order of their keys. A few rows are in memory at a time.
 
     Raises:
         InputError: the file cannot be read to its end.
@@ -140,7 +142,7 @@ BUILDER = Builder(options=CordOptions, patterns=patterns, list_parts=list_parts,
 
 
 def subset_of(split: SourceSplit) -> str:
-    """The name of the subset that a split of the source is."""
+    """Return the name of the subset for a split of the source."""
     return f"cord_v2_{split}"
 
 
@@ -163,7 +165,7 @@ def _check_schema(path: StorePath, schema: pa.Schema) -> None:
 
 
 def _parses(text: object) -> list[dict[str, Tree]]:
-    """All right parses of a row; there is at least one."""
+    """Return all right parses of a row; there is at least one."""
     if text is None:
         raise SkipSample("schema_error", "ground_truth is null")
     try:

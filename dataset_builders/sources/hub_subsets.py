@@ -1,6 +1,6 @@
 """Known subsets of datasets on the Hugging Face hub, so that a misspelt name is refused before the download.
 
-The fifty subsets of the_cauldron are those of its dataset card, one folder of parquet files each.
+The fifty subsets of the_cauldron are from its dataset card; each is one folder of parquet files.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ HUB_SUBSETS: dict[str, tuple[str, ...]] = {"HuggingFaceM4/the_cauldron": tuple(_
 
 
 def check_hub_subsets(name: str, subsets: Sequence[str]) -> None:
-    """Raise InputError if the hub dataset is known and a subset is none of its own, or if no subset is named."""
+    """Raise InputError if the hub dataset is known and lacks one of the subsets, or if no subset is named."""
     known = HUB_SUBSETS.get(name)
     if known is None:
         return

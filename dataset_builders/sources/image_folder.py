@@ -1,7 +1,7 @@
-"""Images in folders, with a text beside each one or with folders that name their classes -> Sample.
+"""Images in folders, each with a text file, or in folders that name their classes -> Sample.
 
-The source is a directory or a URL. With {answer: text_file, question: "Describe the image."} the file of the same name
-with the suffix `suffix` is the answer:
+The source is a directory or a URL. With {answer: text_file, question: "Describe the image."}, the answer is the file of
+the same name with the suffix `suffix`:
 
     train/pets/1.jpg  train/pets/1.txt: "A dog in the snow."      subset pets, split train
 
@@ -10,18 +10,20 @@ becomes
     Sample(key="pets/00000000", images=(b"\\xff\\xd8\\xff...",), messages=(
         user "<image>Describe the image.", assistant "A dog in the snow."))
 
-With {answer: folder_name, question: "Which flower is it?"} the folder of the image is, `_` and `-` as spaces:
+With {answer: folder_name, question: "Which flower is it?"}, the answer is the image's folder, with `_` and `-` as
+spaces:
 
     val/water_lily/7.png                                          subset data, held out, assistant "water lily"
 
 A top folder whose name is in `train_splits` or `heldout_splits` is a split; convert chooses the split of other images.
-For text_file the top folder, below that of a split, is the subset; without a folder, and for folder_name, the subset is
-`data`. Folders may be nested. The rows of a subset are numbered in natural order of the names of their files. Two
-images of the same name with different suffixes are two rows that share a text. Other files are no rows.
+For text_file, the subset is the top folder, or the folder directly below a split's folder; without a folder, and for
+folder_name, the subset is `data`. Folders may be nested. The rows of a subset are numbered in natural order of their
+files' names. Two images of the same name with different suffixes are two rows that share a text. Other files are not
+rows.
 
-Left out: an image without a text file, a text that is not UTF-8, or an image in no folder that could name its class
-(schema_error); a text file without an image, an image that leads out of the source by a link (image_not_found); a text
-that holds `<image>` (special_token_in_text); an empty text (empty_target); and whatever Sample.check refuses.
+Left out: an image without a text file, a text that is not UTF-8, or an image without a folder that names its class
+(schema_error); a text file without an image, or an image that is a link out of the source (image_not_found); a text
+that contains `<image>` (special_token_in_text); an empty text (empty_target); and all that Sample.check refuses.
 """
 
 from collections.abc import Container, Iterator, Sequence
@@ -41,12 +43,12 @@ from dataset_builders.readers.table_files import stripped
 from dataset_builders.storage.store import StorePath
 
 _PART_ROWS = 512
-# Pictures of the last ones may be refused, each with its name.
+# Images with the last suffixes may be refused, each with its name.
 _IMAGES = tuple(f".{suffix}" for suffix in (*IMAGE_SUFFIXES, "avif", "jfif", "jp2", "jpe", "heic", "heif"))
 
 
 class ImageFolderOptions(StrictModel):
-    """The question about each image, and where its answer is."""
+    """The question about each image, and the source of its answer."""
 
     question: str = Field(min_length=1, description="the text that is asked about each image")
     answer: Literal["text_file", "folder_name"] = Field(
@@ -60,16 +62,16 @@ class ImageFolderOptions(StrictModel):
 
 
 def patterns(subsets: Sequence[str]) -> tuple[str, ...]:
-    """Globs of every file: the options say which suffix is that of a text."""
+    """Return globs that match every file, since the options determine the suffix of text files."""
     return ("*", "**/*")
 
 
 def list_parts(source: StorePath, subsets: Sequence[str], options: ImageFolderOptions) -> list[Part]:
-    """All parts of the source, each with the names of its rows' files. The source is listed once.
+    """Return all parts of the source, each with the names of its rows' files. The source is listed once.
 
     Raises:
-        InputError: no such directory or subset, no image, a folder whose name cannot be part of a key, or a text file
-            that leads out of the source by a link.
+        InputError: there is no such directory or subset, no image, a folder whose name cannot be part of a key, or a
+            text file that is a link out of the source.
     """
     if source.is_file():
         raise InputError(f"raw data {source} is a file; the builder image_folder reads a directory of images")
@@ -88,7 +90,7 @@ def list_parts(source: StorePath, subsets: Sequence[str], options: ImageFolderOp
 def iter_part(
     part: Part, options: ImageFolderOptions, rows: Container[int] | None = None
 ) -> Iterator[Sample | SkippedRow]:
-    """Samples and unusable rows of one part, in order. One image is in memory at a time."""
+    """Yield samples and unusable rows of one part, in order. One image is in memory at a time."""
     reader = ImageReader(part, ".")
     for row, name in enumerate(part.files, part.first_row):
         if rows is not None and row not in rows:
@@ -110,7 +112,7 @@ BUILDER = Builder(
 
 
 def _row_files(files: Sequence[SourceFile], options: ImageFolderOptions) -> Iterator[SourceFile]:
-    """One file per row, in order: every image, and every text file that has no image."""
+    """Yield one file per row, in order: every image, and every text file that has no image."""
     with_image = {_stem(file.name) for file in files if _is_image(file.name)}
     for file in files:
         is_text = options.answer == "text_file" and file.name.endswith(f".{options.suffix}")
@@ -152,7 +154,7 @@ def _sample(key: str, name: str, reader: ImageReader, options: ImageFolderOption
 
 
 def _text(name: str, reader: ImageReader, options: ImageFolderOptions) -> str:
-    """The text of the file beside an image."""
+    """Return the text of the text file of an image."""
     text_name = f"{_stem(name)}.{options.suffix}"
     try:
         return stripped(reader.read(f"./{text_name}").decode("utf-8-sig"))
@@ -163,7 +165,7 @@ def _text(name: str, reader: ImageReader, options: ImageFolderOptions) -> str:
 
 
 def _folder_name(name: str, options: ImageFolderOptions) -> str:
-    """The folder of an image, in words."""
+    """Return the name of an image's folder, as words."""
     folders = _folders(name, options)
     if not folders:
         raise SkipSample("schema_error", "the image lies in no folder that names its class")
@@ -171,7 +173,7 @@ def _folder_name(name: str, options: ImageFolderOptions) -> str:
 
 
 def _folders(name: str, options: ImageFolderOptions) -> list[str]:
-    """The folders of a file below the source, that of a split left out."""
+    """Return the folders of a file below the source, without the folder of a split."""
     folders = name.split("/")[:-1]
     return folders[1:] if _split(name, options) is not None else folders
 
@@ -188,5 +190,5 @@ def _is_image(name: str) -> bool:
 
 
 def _stem(name: str) -> str:
-    """A name without its last suffix."""
+    """Return a name without its last suffix."""
     return name.rpartition(".")[0]

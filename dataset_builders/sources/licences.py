@@ -1,8 +1,9 @@
 """Licences of subsets, as their publishers state them. A subset that is not in the table is `unknown`.
 
-The dataset card of HuggingFaceM4/the_cauldron names no licence of a subset: it says that each is governed by its own,
-and puts the prompts, so far as its authors have rights in them, under CC-BY-4.0. So a licence here is that of the
-original dataset, if its statement could be read; `source` says where it stands. This is not legal advice.
+The dataset card of HuggingFaceM4/the_cauldron names no licence of a subset. It states that each subset is governed by
+its own licence, and licenses the prompts, as far as its authors have rights in them, under CC-BY-4.0. A licence here is
+therefore the original dataset's licence, if its statement could be read; `source` names the statement. This is not
+legal advice.
 """
 
 from dataclasses import dataclass
@@ -13,11 +14,11 @@ CAULDRON_PROMPTS = "cc-by-4.0"
 
 @dataclass(frozen=True, slots=True)
 class Licence:
-    """What is known of a subset's licence.
+    """The known licence of a subset.
 
     Attributes:
         name: the hub's identifier (huggingface.co/docs/hub/repositories-licenses), or `unknown`.
-        source: where it is stated.
+        source: the document that states it.
     """
 
     name: str
@@ -36,5 +37,5 @@ LICENCES: dict[str, Licence] = {
 
 
 def licence_of(subset: str) -> Licence:
-    """The licence of a subset; `unknown` if the table has none."""
+    """Return the licence of a subset; `unknown` if the table has none."""
     return LICENCES.get(subset, Licence(UNKNOWN, "no statement found; see the dataset's own page"))

@@ -1,7 +1,7 @@
 """LLaVA's JSON and ShareGPT's -> Sample.
 
-The source is a directory of `<subset>.json` or `<subset>/*.json`, an array of rows; `.jsonl` and `.parquet` too. A raw
-row:
+The source is a directory of `<subset>.json` or `<subset>/*.json`, each an array of rows; `.jsonl` and `.parquet` are
+read too. A raw row:
 
     {"id": "000000033471", "image": "coco/train2017/000000033471.jpg",
      "conversations": [{"from": "human", "value": "<image>\\nWhat are the colors of the bus?"},
@@ -12,15 +12,15 @@ becomes
     Sample(key="llava_mix/00000012", images=(b"\\xff\\xd8\\xff...",), messages=(
         user "<image>\\nWhat are the colors of the bus?", assistant "White and red."))
 
-`image` is a path or a list of them, or `images` is, as LLaMA-Factory has it; relative to the file or to `image_root`,
-a data URI, or an object's address (see image_refs.py). Slots stand where the marks are. A row with images and
-no marks gets its slots first. A `system` field, or a first turn from system, is the system message. `user`,
-`assistant`, `chatgpt` and `model` are read like `human` and `gpt`. The key is the row's number, so an `id` may occur
-twice. Texts are stripped, and CRLF becomes LF.
+`image`, or `images` as in LLaMA-Factory, is an image or a list of images. An image is a path relative to the file or to
+`image_root`, a data URI, or an object's address (see image_refs.py). Slots are at the marks; in a row with images and
+without marks, the slots come first. A `system` field, or a first turn from system, is the system message. The role
+`user` is read like `human`, and `assistant`, `chatgpt` and `model` like `gpt`. The key is the row's number, so an `id`
+may occur twice. Texts are stripped, and CRLF becomes LF.
 
-Left out: marks without as many images (image_count_mismatch), two answers in a row or a question at the end (bad_role),
-an empty answer (empty_target), a picture that is not there (image_not_found), turns of another shape (schema_error),
-and whatever Sample.check refuses.
+Left out: a number of marks that differs from the number of images (image_count_mismatch), two consecutive answers or a
+question at the end (bad_role), an empty answer (empty_target), a missing image (image_not_found), turns of another
+shape (schema_error), and all that Sample.check refuses.
 """
 
 from collections.abc import Container, Iterator, Sequence
@@ -39,25 +39,25 @@ from dataset_builders.storage.store import StorePath
 
 
 class LlavaOptions(ImageRefOptions):
-    """How a raw row becomes a sample."""
+    """Options for the conversion of a raw row to a sample."""
 
 
 def patterns(subsets: Sequence[str]) -> tuple[str, ...]:
-    """The files of rows of these subsets, and every picture: a row may name any of them."""
+    """Return globs of these subsets' row files, and of every image file: a row may name any of them."""
     return (*subset_patterns(subsets, CONVERSATION_SUFFIXES), *IMAGE_PATTERNS)
 
 
 def list_parts(source: StorePath, subsets: Sequence[str], options: LlavaOptions) -> list[Part]:
-    """The parts of all files. Raises InputError as `list_conversation_parts`, and for an unknown image_root."""
+    """Return the parts of all files. Raises InputError as `list_conversation_parts`, and for an unknown image_root."""
     check_image_root(source, options.image_root)
     return list_conversation_parts(source, subsets, "conversations")
 
 
 def iter_part(part: Part, options: LlavaOptions, rows: Container[int] | None = None) -> Iterator[Sample | SkippedRow]:
-    """Samples and unusable rows of one part, in order. One row is in memory at a time.
+    """Yield samples and unusable rows of one part, in order. One row is in memory at a time.
 
     Raises:
-        InputError: a malformed array, or a parquet file that breaks off.
+        InputError: a malformed array, or a parquet file that is cut short.
     """
     reader = ImageReader(part, options.image_root)
     for row, record in iter_conversation_rows(part, rows):

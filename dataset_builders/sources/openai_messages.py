@@ -1,4 +1,4 @@
-"""OpenAI's messages as JSON lines, a JSON array or parquet, and what other tools write in their likeness -> Sample.
+"""OpenAI's messages as JSON lines, a JSON array or parquet, and similar formats of other tools -> Sample.
 
 The source is a directory of `<subset>/*.jsonl` or `<subset>.jsonl`; `.json` and `.parquet` too. A raw row of OpenAI's
 fine-tuning format, which SkyRL's converter of the_cauldron writes with {"type": "image", "image": "data:..."} parts:
@@ -16,22 +16,23 @@ becomes
     Sample(key="pets/00000012", images=(b"\\x89PNG...",), messages=(
         system "Answer in one word.", user "Is <image> a cat?", assistant "Yes"))
 
-A row of ms-swift or LLaMA-Factory has its images beside the messages and marks in the text, and becomes the same
-sample. Without any mark the images come before the first question. TRL's {"type": "image"} parts, which name nothing,
-take the images beside the messages in order:
+A row of ms-swift or LLaMA-Factory, with its images in a separate field and marks in the text, becomes the same sample.
+Without any mark, the images come before the first question. TRL's {"type": "image"} parts, which name no image, take
+the images of that field in order:
 
     {"messages": [{"role": "user", "content": "Is <image> a cat?"}, {"role": "assistant", "content": "Yes"}],
      "images": ["pictures/1.png"]}
 
-`developer` is `system`. Parts of a text are joined as they are. An answer of weight 0 (ms-swift: loss false) is context
-and not learnt. Its reasoning is in `reasoning_content` (or `reasoning`), or in a block `<think>...</think>` that its
-text begins with. Texts are stripped, and CRLF becomes LF. An image is a data URI, a path relative to the file or to
-`image_root`, or an object's address (see image_refs.py). Other fields of a row are ignored.
+The role `developer` is read as `system`. Parts of a text are joined without a separator. An answer with weight 0
+(ms-swift: loss false) is context and is not trained on. An answer's reasoning is in `reasoning_content` (or
+`reasoning`), or in a block `<think>...</think>` at the start of its text. Texts are stripped, and CRLF becomes LF. An
+image is a data URI, a path relative to the file or to `image_root`, or an object's address (see image_refs.py). Other
+fields of a row are ignored.
 
 Left out: a line that is not JSON (json_parse_error); fields of another type, an image in an answer, tools, videos or
 audio in the row (schema_error); tool calls, tool and function roles, an answer that follows no question, a system
-message that is not first, no answer at the end (bad_role); a literal `<image>` where no mark is meant
-(special_token_in_text); image_not_found; and whatever Sample.check refuses.
+message that is not first, no answer at the end (bad_role); a literal `<image>` that is not a mark
+(special_token_in_text); a missing image (image_not_found); and all that Sample.check refuses.
 """
 
 from collections.abc import Container, Iterator, Sequence
@@ -50,30 +51,30 @@ from dataset_builders.storage.store import StorePath
 
 
 class OpenAIOptions(ImageRefOptions):
-    """How a raw row becomes a sample."""
+    """Options for the conversion of a raw row to a sample."""
 
 
 def patterns(subsets: Sequence[str]) -> tuple[str, ...]:
-    """Globs of the files of these subsets, and of every picture: a row may name any of them."""
+    """Return globs of the files of these subsets, and of every image file: a row may name any of them."""
     return (*subset_patterns(subsets, CONVERSATION_SUFFIXES), *IMAGE_PATTERNS)
 
 
 def list_parts(source: StorePath, subsets: Sequence[str], options: OpenAIOptions) -> list[Part]:
-    """The parts of all files, in order of subsets, files and rows.
+    """Return the parts of all files, in order of subsets, files and rows.
 
     Raises:
-        InputError: no such source, subset, file or image_root; a malformed array; a parquet file that cannot be read or
-            has no column `messages`.
+        InputError: there is no such source, subset, file or image_root, an array is malformed, or a parquet file cannot
+            be read or has no column `messages`.
     """
     check_image_root(source, options.image_root)
     return list_conversation_parts(source, subsets, "messages")
 
 
 def iter_part(part: Part, options: OpenAIOptions, rows: Container[int] | None = None) -> Iterator[Sample | SkippedRow]:
-    """Samples and unusable rows of one part, in order. A few rows are in memory at a time.
+    """Yield samples and unusable rows of one part, in order. A few rows are in memory at a time.
 
     Raises:
-        InputError: a malformed array, or a parquet file that breaks off.
+        InputError: a malformed array, or a parquet file that is cut short.
     """
     reader = ImageReader(part, options.image_root)
     for row, record in iter_conversation_rows(part, rows):

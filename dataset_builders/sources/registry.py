@@ -1,4 +1,4 @@
-"""BUILDERS: the name of a dataset -> the place of its Builder. A new dataset is one module and one line here."""
+"""BUILDERS: dataset name -> module and attribute of its Builder. A new dataset needs one module and one line here."""
 
 import importlib
 
@@ -17,10 +17,10 @@ BUILDERS = {
 
 
 def get_builder(name: str) -> Builder:
-    """The builder of this name.
+    """Return the builder of this name.
 
     Raises:
-        InputError: no builder has it.
+        InputError: no builder has this name.
     """
     if name not in BUILDERS:
         raise InputError(f"unknown dataset builder {name!r}; known: {', '.join(sorted(BUILDERS))}")

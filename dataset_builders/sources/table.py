@@ -1,8 +1,8 @@
-"""Any parquet, Arrow, CSV or JSON files by a map of their columns -> Sample.
+"""Any parquet, Arrow, CSV or JSON files -> Sample, by a mapping of their columns.
 
 The source is a directory or a URL of .parquet, .arrow, .feather, .ipc, .csv, .tsv, .jsonl or .json files, in folders or
 directly, or one such file. See `row_files.py` for the files of a subset, `csv_files.py` for the form of a CSV file and
-`json_lines.py` for that of a JSON file. A raw row, and the options that say what its columns are:
+`json_lines.py` for the form of a JSON file. A raw row, and the options that map its columns:
 
     {"picture": {"bytes": b"\\x89PNG...", "path": None}, "topic": "cats", "replies": ["two", "2"], "part": "test"}
 
@@ -16,18 +16,17 @@ becomes
     Sample(key="train/00000012", images=(b"\\x89PNG...",), messages=(
         user "<image>How many cats are there?", assistant "two"))
 
-held out. With `references: replies` both replies stand beside the answer, for scores alone. An image column holds
-bytes, a struct {bytes, path}, a text that names a file (`image_refs.py`), or a list of one of these. Bytes are taken
-before a path. A text column holds texts, numbers, or true and false. Questions with as many `<image>` as the row has
-images keep them where they are. Texts are stripped, and CRLF becomes LF. In a CSV file every value is text, and an
-empty cell of an image, of references or of the split is null. A row of a JSON file is an object that has every field
-that the options name; a value that is not there is written as null.
+in the held-out split. With `references: replies`, both replies become references, which only scores use. An image
+column holds bytes, a struct {bytes, path}, a text that names a file (`image_refs.py`), or a list of one of these. Bytes
+take precedence over a path. A text column holds texts, numbers, or true and false. Questions with as many `<image>` as
+the row has images keep them in position. Texts are stripped, and CRLF becomes LF. In a CSV file every value is text,
+and an empty cell of an image, of references or of the split is null. A row of a JSON file is an object with every field
+that the options name; a missing value must be written as null.
 
-Left out: values that are null or not UTF-8, NaN and infinities (schema_error), images that are not there
-(image_not_found), answers or system texts that hold `<image>` (special_token_in_text), rows whose split column is null
-(schema_error), rows of a CSV file with too few or too many cells (schema_error), JSON rows without a field or with an
-array or an object in place of a text (schema_error), lines that are not JSON (json_parse_error), and whatever
-Sample.check refuses.
+Left out: values that are null or not UTF-8, NaN and infinities (schema_error), missing images (image_not_found),
+answers or system texts that contain `<image>` (special_token_in_text), rows whose split column is null (schema_error),
+rows of a CSV file with too few or too many cells (schema_error), JSON rows that lack a field or have an array or an
+object instead of a text (schema_error), lines that are not JSON (json_parse_error), and all that Sample.check refuses.
 """
 
 import dataclasses
@@ -64,26 +63,28 @@ from dataset_builders.storage.store import StorePath
 
 TEXT_SUFFIXES = (*CSV_SUFFIXES, *JSON_SUFFIXES)
 SUFFIXES = (".parquet", *ARROW_SUFFIXES, *TEXT_SUFFIXES)
-Record = pa.StructScalar | dict[str, Any]  # a row of a table; of a CSV or JSON file
-_MAX_RUNS = 64  # per part; each run of a split becomes a part of its own, which reads its row groups again
+Record = pa.StructScalar | dict[str, Any]  # a row of a table; a row of a CSV or JSON file
+_MAX_RUNS = 64  # per part; each run of one split becomes a part of its own, which reads its row groups again
 _MARK = re.compile(r"\{([^{}]*)\}")
 
 
 class TableOptions(ImageRefOptions):
-    """Which column is what."""
+    """The roles of the columns, and how they are read."""
 
     image: str | tuple[str, ...] | None = Field(
-        description="the column of the image or images, several columns in order, or none for text alone"
+        description="the column of the image or images, several columns in order, or null for only text"
     )
     question: str = Field(
         min_length=1,
         description="a column, or a text with {column} in it; a text that is the same for all rows begins with <image>",
     )
     answer: str = Field(min_length=1, description="the column of the answer")
-    answers: Literal["first", "join"] = Field(default="first", description="of a list of answers: the first, or all")
+    answers: Literal["first", "join"] = Field(
+        default="first", description="if the answer is a list: use the first, or join all"
+    )
     references: str | None = Field(
         default=None,
-        description="the column of all right answers, one or a list, the answer's own column too; for scores alone",
+        description="the column of all right answers, one or a list; may be the answer's column; used only for scores",
     )
     separator: str = Field(default=", ", description="between the answers that are joined")
     system: str | None = Field(default=None, description="the column of the system message, or a text with {column}")
@@ -91,7 +92,7 @@ class TableOptions(ImageRefOptions):
         default="skip", description="skip: a row with a null image is left out; absent: the image just is not there"
     )
     split: str | None = Field(
-        default=None, description="the column that says the split, its values in runs; none: convert chooses"
+        default=None, description="the column of the split, with equal values in runs; null: convert chooses"
     )
     train_splits: tuple[str, ...] = Field(default=("train",), description="values of the split column to train on")
     heldout_splits: tuple[str, ...] = Field(
@@ -100,16 +101,16 @@ class TableOptions(ImageRefOptions):
 
 
 def patterns(subsets: Sequence[str]) -> tuple[str, ...]:
-    """Globs of the tables of these subsets (none: of all), and of every picture: a row may name any of them."""
+    """Return globs of the tables of these subsets (none means all), and of every image file: a row may name any."""
     return (*subset_patterns(subsets, SUFFIXES), *IMAGE_PATTERNS)
 
 
 def list_parts(source: StorePath, subsets: Sequence[str], options: TableOptions) -> list[Part]:
-    """All parts of the source in order of subsets, files and rows, cut where the split column's value changes.
+    """Return all parts of the source in order of subsets, files and rows, cut where the split column's value changes.
 
     Raises:
-        InputError: no such directory, file, subset or column, a column of a kind that is not read, or a value of the
-            split column that is in neither list.
+        InputError: there is no such directory, file, subset or column, a column has a type that cannot be read, or a
+            value of the split column is in neither list.
     """
     chosen = subset_files(source, subsets, SUFFIXES)
     check_image_root(source.parent if source.is_file() else source, options.image_root)
@@ -120,7 +121,7 @@ def list_parts(source: StorePath, subsets: Sequence[str], options: TableOptions)
 
 
 def iter_part(part: Part, options: TableOptions, rows: Container[int] | None = None) -> Iterator[Sample | SkippedRow]:
-    """Samples and unusable rows of one part, in order of their keys. A few rows are in memory at a time.
+    """Yield samples and unusable rows of one part, in order of their keys. A few rows are in memory at a time.
 
     Raises:
         InputError: the file cannot be read to its end.
@@ -138,7 +139,7 @@ BUILDER = Builder(options=TableOptions, patterns=patterns, list_parts=list_parts
 
 
 def _subset_parts(files: Sequence[SourceFile], subset: str, options: TableOptions) -> list[Part]:
-    """The parts of a subset's files, which may be of different kinds."""
+    """Return the parts of a subset's files, which may be of different kinds."""
     parts_of: dict[str, list[Part]] = {}
     tables = [file for file in files if not file.name.endswith(TEXT_SUFFIXES)]
     for part in list_table_parts(tables, subset, None, lambda path, schema: _check_schema(path, schema, options)):
@@ -156,7 +157,7 @@ def _subset_parts(files: Sequence[SourceFile], subset: str, options: TableOption
 def _iter_rows(
     part: Part, columns: Sequence[str], options: TableOptions, rows: Container[int] | None
 ) -> Iterator[tuple[int, Record | SkippedRow]]:
-    """(row number in the subset, the row or why there is none) of a part of any kind of file."""
+    """Yield (row number in the subset, the row or the reason for skipping) of a part of any kind of file."""
     if not part.name.endswith(TEXT_SUFFIXES):
         yield from iter_table_rows(part, columns, rows)
         return
@@ -176,12 +177,12 @@ def _iter_rows(
 
 
 def _split_part(part: Part, options: TableOptions) -> Iterator[Part]:
-    """The part, cut where the split changes. A row without a split stays with the row before it and is skipped there.
+    """Cut the part where the split changes. A row without a split stays with the row before it and is skipped there.
 
     Raises:
-        InputError: a value that is in neither list, or more than _MAX_RUNS runs.
+        InputError: a value is in neither list, or there are more than _MAX_RUNS runs.
     """
-    runs: list[tuple[Split, int]] = []  # split, first row
+    runs: list[tuple[Split, int]] = []  # (split, first row)
     for row, record in _iter_rows(part, [options.split], options, None):
         try:
             split = _split_of(record, options) or (runs[-1][0] if runs else "train")
@@ -207,7 +208,7 @@ def _split_part(part: Part, options: TableOptions) -> Iterator[Part]:
 
 
 def _split_of(record: Record | SkippedRow, options: TableOptions) -> Split | None:
-    """Our split of a row; None for a null or a row that cannot be read; LookupError for a value in neither list."""
+    """Return our split of a row; None if it is null or unreadable. Raises LookupError for a value in neither list."""
     if isinstance(record, SkippedRow):
         return None
     try:
@@ -220,17 +221,17 @@ def _split_of(record: Record | SkippedRow, options: TableOptions) -> Split | Non
 
 
 def _columns(options: TableOptions) -> list[str]:
-    """Every column that is read, each once."""
+    """Return every column that is read, each once."""
     return list(dict.fromkeys([*_image_columns(options), *_answer_columns(options), *_value_columns(options)]))
 
 
 def _answer_columns(options: TableOptions) -> tuple[str, ...]:
-    """The columns that hold one answer or a list of them."""
+    """Return the columns that hold one answer or a list of answers."""
     return (options.answer,) if options.references is None else (options.answer, options.references)
 
 
 def _value_columns(options: TableOptions) -> list[str]:
-    """The columns that hold one text or number per row."""
+    """Return the columns that hold one text or number per row."""
     texts = [*_text_columns(options.question), *_text_columns(options.system or "")]
     return texts if options.split is None else [*texts, options.split]
 
@@ -240,7 +241,7 @@ def _image_columns(options: TableOptions) -> tuple[str, ...]:
 
 
 def _text_columns(text: str) -> list[str]:
-    """The columns of a text that is one column's name, or holds {column}; a text with <image> may hold none."""
+    """Return the columns of a text: one column's name, or each {column} in it; a text with <image> may have none."""
     marks = _MARK.findall(text)
     return marks if marks or IMAGE_SLOT in text or not text else [text]
 
@@ -308,7 +309,7 @@ def _sample(key: str, record: Record, reader: ImageReader, options: TableOptions
 
 
 def _images(record: Record, reader: ImageReader, options: TableOptions) -> tuple[bytes, ...]:
-    """The row's images, in order of columns and of a list's items."""
+    """Return the row's images, in order of columns and of a list's items."""
     images: list[bytes] = []
     for column in _image_columns(options):
         value = _value(record, column)
@@ -322,7 +323,7 @@ def _images(record: Record, reader: ImageReader, options: TableOptions) -> tuple
 
 
 def _filled(text: str, record: Record) -> str:
-    """The text of the column, or the text with the columns' values in place of {column}."""
+    """Return the text of the column, or the text with each {column} replaced by that column's value."""
     columns = _text_columns(text)
     if columns == [text]:
         return _text(_value(record, text), text)
@@ -340,14 +341,14 @@ def _answer(record: Record, options: TableOptions) -> str:
 
 
 def _references(record: Record, options: TableOptions) -> tuple[str, ...]:
-    """All right answers; none if the column is null."""
+    """Return all right answers; none if the column is null."""
     value = None if options.references is None else _value(record, options.references)
     items = value if isinstance(value, list) else [] if value is None else [value]
     return tuple(_text(item, options.references or "") for item in items)
 
 
 def _value(record: Record, column: str) -> object:
-    """A field of a row as a Python value."""
+    """Return a field of a row as a Python value."""
     if isinstance(record, pa.StructScalar):
         return value_of(record, column)
     if column not in record:
@@ -356,7 +357,7 @@ def _value(record: Record, column: str) -> object:
 
 
 def _text(value: object, column: str) -> str:
-    """A value as text."""
+    """Return a value as text."""
     if isinstance(value, list | dict):
         raise SkipSample("schema_error", f"{column} holds {json_type(value)}")
     if isinstance(value, str):

@@ -1,32 +1,32 @@
 """HuggingFaceM4/the_cauldron, or any directory of parquet files in its schema -> Sample.
 
-The source is a directory or a URL of `<subset>/*.parquet`, or one such file. A subset is one file or many
-(websight has 563); a file may be empty. A raw row:
+The source is a directory or a URL of `<subset>/*.parquet`, or one such file. A subset is one or more files (websight
+has 563); a file may be empty. A raw row:
 
     {"images": [{"bytes": b"\\x89PNG...", "path": None}],
      "texts": [{"user": "Which digit is this?", "assistant": "7", "source": "digits"},
                {"user": "Is it even or odd?",   "assistant": "odd", "source": "digits"}]}
 
-becomes, with turns: chat, one sample of two turns, the image slots before the first question:
+becomes, with turns: chat, one sample of two turns, with the image slots before the first question:
 
     Sample(key="digits/00000012", images=(b"\\x89PNG...",), messages=(
         user "<image>Which digit is this?", assistant "7", user "Is it even or odd?", assistant "odd"))
 
-and with turns: split one sample per pair, keys digits/00000012-0 and digits/00000012-1, each with the images.
-Questions with as many `<image>` as the row has images keep them where they are. Texts are stripped, and
-CRLF becomes LF. An image without bytes is read from its path, if the path lies below the source.
+With turns: split, each pair becomes a sample, with the keys digits/00000012-0 and digits/00000012-1 and all images.
+Questions with as many `<image>` as the row has images keep them in position. Texts are stripped, and CRLF becomes LF.
+An image without bytes is read from its path, if the path is below the source.
 
-the_cauldron keeps one answer per question. If your own source has several right ones (ten annotators, say), a pair may
-list them all in a field `references`: a list of texts, null or absent if there are none:
+the_cauldron keeps one answer per question. If your own source has several right answers (ten annotators, say), a pair
+may list them all in a field `references`. It is a list of texts, and null or absent if there are none:
 
     {"user": "What does the sign say?", "assistant": "Open.", "source": "mine", "references": ["open", "OPEN", "open"]}
 
-They become the answer's Message.references, for scores alone. the_cauldron ended its answers with a full stop that the
-original datasets do not have. If the metric would count it (ANLS, on DOCUMENTS), both spellings are references.
+They become the answer's Message.references, which only scores use. the_cauldron added a full stop to its answers, which
+the original datasets do not have. If the metric would count it (ANLS, on DOCUMENTS), both spellings are references.
 
-Left out: rows with a field that is null or not UTF-8, or a null among the references (schema_error); rows without a
-pair (no_text); images without bytes and without a file at their path (image_not_found); answers with `<image>` in them
-(special_token_in_text); and whatever Sample.check refuses.
+Left out: rows with a field that is null or not UTF-8, or with a null among the references (schema_error); rows without
+a pair (no_text); images without bytes and without a file at their path (image_not_found); answers that contain
+`<image>` (special_token_in_text); and all that Sample.check refuses.
 """
 
 from collections.abc import Container, Iterator, Sequence
@@ -64,7 +64,7 @@ DOCUMENTS = ("docvqa", "infographic_vqa", "st_vqa")
 
 
 class CauldronOptions(StrictModel):
-    """How a raw row becomes samples."""
+    """Options for the conversion of a raw row to samples."""
 
     turns: Literal["chat", "split"] = Field(
         description="chat: all question-answer pairs of a row in one conversation; split: one sample per pair"
@@ -72,15 +72,15 @@ class CauldronOptions(StrictModel):
 
 
 def patterns(subsets: Sequence[str]) -> tuple[str, ...]:
-    """Globs of the parquet files of these subsets (none: of all), and of the pictures beside them."""
+    """Return globs of the parquet files of these subsets (none means all), and of the image files in their folders."""
     return tuple(f"{top}/{end}" for top in tuple(subsets) or ("*",) for end in ("*.parquet", *IMAGE_PATTERNS))
 
 
 def list_parts(source: StorePath, subsets: Sequence[str], options: CauldronOptions) -> list[Part]:
-    """All parts of the source: subsets by name, files in numeric order, row groups in file order.
+    """Return all parts of the source: subsets by name, files in numeric order, row groups in file order.
 
     Raises:
-        InputError: no such directory or subset, no parquet file, or a file of another format or schema.
+        InputError: there is no such directory or subset, no parquet file, or a file has another format or schema.
     """
     files = _files_of_subsets(source, subsets)
     return [part for subset in files for part in list_table_parts(files[subset], subset, None, _check_schema)]
@@ -89,7 +89,7 @@ def list_parts(source: StorePath, subsets: Sequence[str], options: CauldronOptio
 def iter_part(
     part: Part, options: CauldronOptions, rows: Container[int] | None = None
 ) -> Iterator[Sample | SkippedRow]:
-    """Samples and unusable rows of one part, in order of their keys. A few rows are in memory at a time.
+    """Yield samples and unusable rows of one part, in order of their keys. A few rows are in memory at a time.
 
     Raises:
         InputError: the file cannot be read to its end.
@@ -113,8 +113,8 @@ BUILDER = Builder(options=CauldronOptions, patterns=patterns, list_parts=list_pa
 
 
 def _files_of_subsets(source: StorePath, subsets: Sequence[str]) -> dict[str, list[SourceFile]]:
-    """Subset -> its parquet files, both in order."""
-    chosen = [f"{name}/*.parquet" for name in subsets]  # a store then lists nothing else
+    """Return subset -> its parquet files, both in order."""
+    chosen = [f"{name}/*.parquet" for name in subsets]  # so that only these folders of a store are listed
     files: dict[str, list[SourceFile]] = {}
     if source.is_file():
         subset = source.parent.name
@@ -166,7 +166,7 @@ def _check_struct(path: StorePath, column: str, kind: pa.DataType, fields: dict)
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """A question and its answer, stripped, with the answers that count as right."""
+    """A question and its answer, stripped, with all answers that count as right."""
 
     question: str
     answer: str
@@ -174,7 +174,7 @@ class _Pair:
 
 
 def _pairs(record: pa.StructScalar) -> list[_Pair]:
-    """The row's pairs."""
+    """Return the row's pairs."""
     texts = value_of(record, "texts") or []
     for i, pair in enumerate(texts):
         for name in _TEXT_FIELDS:
@@ -191,7 +191,7 @@ def _pairs(record: pa.StructScalar) -> list[_Pair]:
 
 
 def _sample(key: str, pairs: Sequence[_Pair], images: tuple[bytes, ...]) -> Sample | SkippedRow:
-    """One conversation of these pairs, checked."""
+    """Return one conversation of these pairs, checked."""
     own_slots = sum(pair.question.count(IMAGE_SLOT) for pair in pairs)
     messages = []
     for pair in pairs:
@@ -211,6 +211,6 @@ def _sample(key: str, pairs: Sequence[_Pair], images: tuple[bytes, ...]) -> Samp
 
 
 def _spellings(key: str, answer: str) -> tuple[str, ...]:
-    """The answer with and without the_cauldron's full stop, in subsets whose metric counts it; else nothing."""
+    """Return the answer with and without its full stop, in subsets whose metric counts the stop; else nothing."""
     is_ended = answer.endswith(".") and not answer.endswith("..") and len(answer) > 1
     return (answer, answer[:-1]) if is_ended and subset_of(key) in DOCUMENTS else ()

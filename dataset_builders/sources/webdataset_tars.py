@@ -1,7 +1,7 @@
-"""Existing WebDataset tars, by a map of their members -> Sample.
+"""Existing WebDataset tars -> Sample, by a mapping of their members.
 
 The source is a directory of `<subset>/*.tar`, or of tars (`cc3m-00000.tar`, `00000.tar`). A sample is a run of
-neighbouring members with the same name up to the first dot after the last slash. What follows the dot is the field:
+neighbouring members with the same name up to the first dot after the last slash. The field is the text after that dot:
 
     000000012.jpg  000000012.txt  000000012.json          one image
     pets/7.0.png   pets/7.1.png   pets/7.json             two images, in order of their fields
@@ -11,19 +11,19 @@ becomes, with {question: "constant:Describe the picture.", answer: txt},
     Sample(key="cc3m/00000012", images=(b"\\xff\\xd8\\xff...",), messages=(
         user "<image>Describe the picture.", assistant "A dog in the snow."))
 
-and with {messages: "json:messages"} the conversation in a field of the JSON member, in OpenAI's form or ShareGPT's (see
+With {messages: "json:messages"}, the conversation is in a field of the JSON member, in OpenAI's or ShareGPT's form (see
 conversation.py). Its images are the sample's image members in order. A content part may also name a member's field.
 
-`question`, `answer` and `messages` say where to look: `txt`, the text of a member; `json:a.b.0`, a value inside a JSON
-member; `constant:...`, this text itself. Members that no option names are passed over, as are directories, links and
-hidden files. The key is the number of the sample in its subset. The tar's own names appear in the quarantine alone.
+`question`, `answer` and `messages` specify a value: `txt`, the text of a member; `json:a.b.0`, a value inside a JSON
+member; `constant:...`, this text itself. Members that no option names are skipped, and so are directories, links and
+hidden files. The key is the number of the sample in its subset. The tar's own names appear only in the quarantine.
 
-Nothing is unpacked to a disk: list_parts reads the headers, iter_part the members that the options name.
+Nothing is unpacked to a disk: list_parts reads the headers, and iter_part reads the members that the options name.
 
-Left out: a sample without an image, unless `text_only` (image_not_found), or without the member or field of a text
-(schema_error); text that should be JSON and is not (json_parse_error) or has zero bytes, as an image has (empty); the
-same member twice (duplicate_key); a member whose name is nothing but a field, `.txt` (no_name); a member over 256 MiB
-(bomb); and whatever the conversation's form or Sample.check refuses. A tar that breaks off is refused.
+Left out: a sample without an image, unless `text_only` is set (image_not_found); a sample without the member or field
+of a text (schema_error); a JSON member that is not JSON (json_parse_error); a JSON member or an image of zero bytes
+(empty); the same member twice (duplicate_key); a member whose name is only a field, `.txt` (no_name); an image over 256
+MiB (bomb); and all that the conversation's form or Sample.check refuses. A tar that is cut short is refused.
 """
 
 import re
@@ -49,7 +49,7 @@ _MAX_TEXT_BYTES = 64 << 20
 
 
 class WebDatasetOptions(StrictModel):
-    """Which members of a sample become what."""
+    """The roles of a sample's members."""
 
     images: tuple[str, ...] = Field(
         default=IMAGE_SUFFIXES,
@@ -78,15 +78,15 @@ class WebDatasetOptions(StrictModel):
 
 
 def patterns(subsets: Sequence[str]) -> tuple[str, ...]:
-    """Globs of the tars of these subsets (none: of all)."""
+    """Return globs of the tars of these subsets; no subset means all."""
     return subset_patterns(subsets, _SUFFIXES)
 
 
 def list_parts(source: StorePath, subsets: Sequence[str], options: WebDatasetOptions) -> list[Part]:
-    """All parts of the source: subsets by name, tars in numeric order, samples in the order of the tar.
+    """Return all parts of the source: subsets by name, tars in numeric order, samples in the order of the tar.
 
     Raises:
-        InputError: no such directory, subset or tar, or a tar that breaks off.
+        InputError: there is no such directory, subset or tar, or a tar is cut short.
     """
     parts: list[Part] = []
     for subset, tars in subset_files(source, subsets, _SUFFIXES):
@@ -97,10 +97,10 @@ def list_parts(source: StorePath, subsets: Sequence[str], options: WebDatasetOpt
 def iter_part(
     part: Part, options: WebDatasetOptions, rows: Container[int] | None = None
 ) -> Iterator[Sample | SkippedRow]:
-    """Samples and unusable rows of one part, in order. One sample is in memory at a time.
+    """Yield samples and unusable rows of one part, in order. One sample is in memory at a time.
 
     Raises:
-        InputError: the tar breaks off.
+        InputError: the tar is cut short.
     """
     for row, group in enumerate(iter_groups(part.path, part.span), part.first_row):
         if rows is not None and row not in rows:
@@ -139,7 +139,7 @@ def _pair(question: str, answer: str, fields: Sequence[str]) -> Conversation:
 
 
 def _conversation(value: Any, fields: Sequence[str]) -> Conversation:
-    """A list of turns, or an object that holds one as `messages` or `conversations`."""
+    """Return the conversation of a list of turns, or of an object that holds one as `messages` or `conversations`."""
     if isinstance(value, list):
         is_sharegpt = bool(value) and isinstance(value[0], dict) and "from" in value[0]
         value = {"conversations" if is_sharegpt else "messages": value}
@@ -161,14 +161,14 @@ def _names(group: Group) -> str:
 
 
 class _Texts:
-    """The values at the options' places in one sample. A JSON member is parsed once."""
+    """The values that the options name in one sample. A JSON member is parsed once."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
         self._parsed: dict[str, Any] = {}
 
     def text(self, place: str) -> str:
-        """The text at a place.
+        """Return the text that an option names.
 
         Raises:
             SkipSample: schema_error, json_parse_error.
@@ -181,7 +181,7 @@ class _Texts:
         return value
 
     def value(self, place: str) -> Any:
-        """The JSON value at `member` or `member:a.b.0`."""
+        """Return the JSON value at `member` or `member:a.b.0`."""
         member, _, path = place.partition(":")
         if member not in self._parsed:
             text = self._member(member)

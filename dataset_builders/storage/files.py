@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all: written under another name, then published by a rename or an upload."""
+"""Files that are written atomically: under another name, then published by a rename or an upload."""
 
 import contextlib
 import hashlib
@@ -15,7 +15,7 @@ from dataset_builders.storage.store import StorePath, is_local, publish
 
 @contextlib.contextmanager
 def atomic_path(path: StorePath) -> Iterator[Path]:
-    """A temporary local path whose file is published as `path` when the block ends without an error."""
+    """Give a temporary local path; publish its file as `path` when the block ends without an error."""
     tmp = temporary_path(path)
     try:
         yield tmp
@@ -25,7 +25,7 @@ def atomic_path(path: StorePath) -> Iterator[Path]:
 
 
 def temporary_path(path: StorePath) -> Path:
-    """Where a file is written before it is published as `path`: beside it, or for a store in the cache directory."""
+    """Return a path for a file before it is published as `path`: in the same directory, or for a store in the cache."""
     if is_local(path):
         return path_beside(path)
     uploads = cache_dir() / "uploads"
@@ -34,7 +34,7 @@ def temporary_path(path: StorePath) -> Path:
 
 
 def write_text(path: StorePath, text: str) -> None:
-    """Write `text` as UTF-8 so that a reader sees the old file or the new one, never a part of it."""
+    """Write `text` as UTF-8 so that a reader sees either the whole old file or the whole new one."""
     with atomic_path(path) as tmp, tmp.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -47,10 +47,10 @@ def write_json(path: StorePath, value: object) -> None:
 
 
 def read_object(path: StorePath, way_out: str) -> dict[str, Any]:
-    """The object of a JSON file that somebody else may have written, or that may be damaged.
+    """Read the object of a JSON file that may be foreign or damaged.
 
     Args:
-        way_out: what a person does about a file that cannot be read, for the message.
+        way_out: advice for the user if the file cannot be read, for the message.
 
     Raises:
         InputError: the file cannot be read, or its text is not a JSON object that Python can hold.
@@ -59,7 +59,7 @@ def read_object(path: StorePath, way_out: str) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except RecursionError as error:
         raise InputError(f"{path} cannot be read as JSON (nested too deeply); {way_out}") from error
-    except (OSError, ValueError) as error:  # also text that is not UTF-8, and integers of thousands of digits
+    except (OSError, ValueError) as error:  # includes text that is not UTF-8, and integers of thousands of digits
         why = "it is empty" if path.is_file() and not path.stat().st_size else one_line(error)
         raise InputError(f"{path} cannot be read as JSON ({why}); {way_out}") from error
     if not isinstance(value, dict):
@@ -68,18 +68,18 @@ def read_object(path: StorePath, way_out: str) -> dict[str, Any]:
 
 
 def sha256_file(path: StorePath) -> str:
-    """64 hex digits of a file's SHA-256, read in pieces."""
+    """Return the 64 hex digits of a file's SHA-256; the file is read in pieces."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class GrowingFile:
-    """Whole lines that other processes append to a file of this machine, each to be taken once.
+    """Reader of the lines that other processes append to a local file; each complete line is returned once.
 
-    A file that was cut, or replaced by another, is read from its start.
+    A file that was truncated, or replaced by another, is read from its start.
 
     Attributes:
-        taken: bytes of the lines that were taken.
+        taken: number of bytes in the lines that were taken.
     """
 
     def __init__(self, path: Path, taken: int = 0) -> None:
@@ -87,7 +87,7 @@ class GrowingFile:
         self._end, self._inode = taken, 0
 
     def new_lines(self) -> bytes:
-        """What follows the lines that were taken, up to the last line break; nothing without a file."""
+        """Return the data after the lines that were taken, up to the last line break; empty if there is no file."""
         if not self.path.is_file():
             return b""
         with self.path.open("rb") as file:
@@ -102,5 +102,5 @@ class GrowingFile:
         return whole
 
     def take(self) -> None:
-        """What `new_lines` gave last is not given again."""
+        """Mark the lines that `new_lines` last returned as taken, so that they are not returned again."""
         self.taken = self._end

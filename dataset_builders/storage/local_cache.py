@@ -2,13 +2,13 @@
 
     $ATHANOR_CACHE_DIR (default ~/.cache/athanor)
         ranges/ab/<key>    8 bytes of checksum and the bytes of one range
-        files/ab/<key>/    one whole file under its own name, and its checksum beside it
+        files/ab/<key>/    one whole file under its own name, and a file with its checksum
         uploads/           files that are being uploaded
-        roots/             what a root in a store needs on a disk: locks, unfinished work; in tree/ a copied directory
+        roots/             local files of a root in a store: locks and unfinished work; in tree/, a copied directory
 
-Ranges, files and trees together take at most $ATHANOR_CACHE_GB (default 20). The least recently used go first; a tree
-goes a day after its last use at the earliest, because programs open its files one by one. Several processes share the
-cache without locks: entries appear by a rename, and one that vanished or is damaged is fetched again.
+Ranges, files and trees together take at most $ATHANOR_CACHE_GB (default 20). The least recently used entries are
+deleted first. A tree is kept for at least a day after its last use, because programs open its files one by one. Several
+processes share the cache without locks: entries appear by a rename, and a missing or damaged entry is fetched again.
 """
 
 import os
@@ -22,22 +22,22 @@ import xxhash
 
 from dataset_builders.errors import InputError
 
-_CHECK_EVERY = 1 / 16  # share of the bound that a process adds before it looks at the whole cache
-_KEEP = 0.9  # share of the bound that is left after a clean-up
+_CHECK_EVERY = 1 / 16  # share of the bound that a process adds before it checks the size of the whole cache
+_KEEP = 0.9  # share of the bound that remains after a clean-up
 _CHECKSUM_BYTES = 8
-TREE, WHOLE = "tree", ".whole"  # a copied directory, and the file in it that says that it is complete
-_TREE_KEPT = 86_400.0  # seconds after its last use
+TREE, WHOLE = "tree", ".whole"  # a copied directory, and the file in it that marks it as complete
+_TREE_KEPT = 86_400.0  # seconds that a tree is kept after its last use
 
-_added: dict[Path, int] = {}  # bytes that this process has added since its last look
+_added: dict[Path, int] = {}  # bytes that this process has added since its last check
 
 
 def cache_dir() -> Path:
-    """The directory of everything that may be fetched again."""
+    """Return the directory of all data that can be fetched again."""
     return Path(os.environ.get("ATHANOR_CACHE_DIR") or Path.home() / ".cache" / "athanor")
 
 
 def cache_bound() -> int:
-    """The bytes that the cache may take.
+    """Return the number of bytes that the cache may take.
 
     Raises:
         InputError: ATHANOR_CACHE_GB is not a positive number.
@@ -53,14 +53,14 @@ def cache_bound() -> int:
 
 
 class LocalCache:
-    """The cache below `directory`, of at most `bound` bytes."""
+    """The cache below `directory`, limited to `bound` bytes."""
 
     def __init__(self, directory: Path | None = None, bound: int | None = None) -> None:
         self.directory = directory or cache_dir()
         self.bound = bound or cache_bound()
 
     def read(self, key: str, fetch: Callable[[], bytes]) -> bytes:
-        """The bytes of a key, fetched if they are missing or damaged here."""
+        """Return the bytes of a key; fetch them if they are missing or damaged in the cache."""
         place = self._place("ranges", key)
         try:
             stored = place.read_bytes()
@@ -71,7 +71,7 @@ class LocalCache:
             _touch(place)
             return data
         data = fetch()
-        if len(data) <= self.bound * _CHECK_EVERY:  # one large range would push out everything else
+        if len(data) <= self.bound * _CHECK_EVERY:  # one larger range would push out everything else
             tmp = path_beside(place)
             tmp.write_bytes(xxhash.xxh3_64_digest(data) + data)
             os.replace(tmp, place)
@@ -79,7 +79,7 @@ class LocalCache:
         return data
 
     def file(self, key: str, name: str, download: Callable[[Path], None]) -> Path:
-        """A local file named `name` with the content of a key, downloaded if it is missing or damaged here."""
+        """Return a local file `name` with the content of a key; download it if the cached one is missing or damaged."""
         place = self._place("files", key)
         file, record = place / name, place / (name + ".xxh3")
         if file.is_file() and record.is_file() and record.read_text() == _checksum(file):
@@ -106,7 +106,7 @@ class LocalCache:
         return place
 
     def count(self, size: int) -> None:
-        """Count bytes that were added to the cache, and make room if they are too many."""
+        """Record that bytes were added to the cache, and delete old entries if the cache is over its bound."""
         _added[self.directory] = _added.get(self.directory, 0) + size
         if _added[self.directory] > self.bound * _CHECK_EVERY:
             _added[self.directory] = 0
@@ -116,7 +116,7 @@ class LocalCache:
         """Delete the least recently used entries until `_KEEP` of the bound is left."""
         entries = sorted(self._entries())
         total = sum(size for _, size, _ in entries)
-        if total <= self.bound * (1 - _CHECK_EVERY):  # every process may add its share before it looks again
+        if total <= self.bound * (1 - _CHECK_EVERY):  # every process may add its share before it checks again
             return
         for used, size, place in entries:
             if total <= self.bound * (_KEEP - _CHECK_EVERY):
@@ -127,14 +127,14 @@ class LocalCache:
             total -= size
 
     def _entries(self) -> Iterator[tuple[float, int, Path]]:
-        """(last use, bytes, place) of every entry."""
+        """Yield (last use, bytes, path) of every entry."""
         places = [place for kind in ("ranges", "files") for place in (self.directory / kind).glob("??/*")]
         trees = (self.directory / "roots").glob(f"*/{TREE}")
         for place in (*places, *(tree for tree in trees if (tree / WHOLE).is_file())):
             try:
                 parts = [part for part in place.rglob("*") if part.is_file()] if place.is_dir() else [place]
                 stats = [part.stat() for part in parts]
-            except FileNotFoundError:  # another process makes room too
+            except FileNotFoundError:  # another process deletes entries too
                 continue
             if stats:
                 yield max(s.st_mtime for s in stats), sum(s.st_size for s in stats), place
@@ -148,7 +148,7 @@ def _touch(place: Path) -> None:
 
 
 def path_beside(place: Path) -> Path:
-    """A path in the same directory for a temporary file, which no other writer has."""
+    """Return a path in the same directory for a temporary file, which no other writer uses."""
     return place.with_name(f".{place.name}.{uuid.uuid4().hex[:8]}.tmp")
 
 

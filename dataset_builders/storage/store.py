@@ -1,9 +1,9 @@
-"""Where bytes lie, a directory of this machine or an object store, behind one kind of path.
+"""Access to a local directory or an object store through one kind of path.
 
 A local path is a pathlib.Path. A URL (`s3://bucket/prefix`) is a UPath, which has the same methods and goes through
 fsspec's driver for its protocol. Keys and endpoints come from that driver's own environment variables
-(AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL, ...). An object store has no rename and no lock: a file
-appears whole or not at all, and a directory is finished when its manifest is there.
+(AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL, ...). An object store has no rename and no lock, but an
+upload is atomic. A directory is finished when its manifest exists.
 
 Reads from a store go through a bounded cache on this machine (`local_cache.py`).
 """
@@ -28,25 +28,25 @@ from dataset_builders.storage.local_cache import TREE, WHOLE, LocalCache, cache_
 StorePath = Path | UPath
 
 _EXTRAS = {"s3": "s3", "s3a": "s3"}
-# user:password@ in any URL (not host:port/...@...), or a bare key@ where an address has nothing else before an @. A
-# password with a / in it, which should have been escaped, matches as a whole.
+# Matches user:password@ in any URL (not host:port/...@...), or only key@ where an address has nothing else before an @.
+# A password with an unescaped / in it matches as a whole.
 _USERINFO = re.compile(
     r"([a-z][a-z0-9+.-]*://)[^\s/@:\"'<>]*:(?!\d+(?:[/?#\s]|$))[^\s\"'<>]*@|((?:s3a?|gs|gcs|https?)://)[^\s/@:\"'<>]+@",
     re.I,
 )
 _TRIES = 5
 _FIRST_WAIT = 0.2  # seconds; doubled after each try
-_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)  # another try changes nothing
+_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)  # another try is useless
 
 Result = TypeVar("Result")
 
 
 def location(text: str | os.PathLike[str]) -> StorePath:
-    """The path of a text: a local path, or a URL.
+    """Return the path for a text: a local path, or a URL.
 
     Raises:
-        InputError: no driver for the URL's protocol is installed, there are credentials in the URL, or there is no user
-            of a `~name`.
+        InputError: no driver for the URL's protocol is installed, the URL contains credentials, or the user of a
+            `~name` does not exist.
     """
     if isinstance(text, UPath | Path):
         return text
@@ -58,7 +58,7 @@ def location(text: str | os.PathLike[str]) -> StorePath:
     if protocol in ("file", "local"):
         return Path(rest)
     try:
-        path = UPath(text, use_listings_cache=False)  # a cached listing does not see what another process wrote
+        path = UPath(text, use_listings_cache=False)  # a cached listing would miss files of other processes
         assert path.fs is not None  # loads the driver
     except (ImportError, ValueError) as error:
         extra = f"pip install -e '.[{_EXTRAS[protocol]}]'" if protocol in _EXTRAS else f"install fsspec's {protocol}"
@@ -67,7 +67,7 @@ def location(text: str | os.PathLike[str]) -> StorePath:
 
 
 def home_expanded(text: str) -> Path:
-    """A local path, its `~` or `~name` replaced by the user's home.
+    """Return a local path with `~` or `~name` replaced by the user's home.
 
     Raises:
         InputError: there is no such user.
@@ -81,13 +81,13 @@ def home_expanded(text: str) -> Path:
 
 
 def check_no_userinfo(text: str, what: str = "") -> None:
-    """Refuse a URL with a password, which would be in logs, manifests and databases. The text may also be no URL.
+    """Refuse a URL with a password, which would appear in logs, manifests and databases. Any other text passes.
 
     Args:
         what: the field that holds the URL, for the message.
 
     Raises:
-        InputError: there is a password; names the URL without it.
+        InputError: there is a password; the message has the URL without it.
     """
     if without_userinfo(text) != text:
         raise InputError(
@@ -97,7 +97,7 @@ def check_no_userinfo(text: str, what: str = "") -> None:
 
 
 def without_userinfo(text: str) -> str:
-    """A text with `...` in place of the credentials of URLs in it; `abfs://container@account` has none.
+    """Return a text with the credentials of its URLs replaced by `...`; `abfs://container@account` has no credentials.
 
     >>> without_userinfo("postgresql://me:secret@host/runs")
     'postgresql://...@host/runs'
@@ -109,10 +109,10 @@ Location = Annotated[Any, BeforeValidator(location), PlainSerializer(str)]  # a 
 
 
 def absolute(path: StorePath) -> StorePath:
-    """The path without links and relative parts; a URL stays as it is.
+    """Return the path without links and relative parts; a URL is returned unchanged.
 
     Raises:
-        InputError: links lead around in a circle.
+        InputError: links form a circle.
     """
     if not is_local(path):
         return path
@@ -123,21 +123,21 @@ def absolute(path: StorePath) -> StorePath:
 
 
 def is_local(path: StorePath) -> bool:
-    """Whether the path is one of this machine's file system, not a URL."""
+    """Whether the path is in this machine's file system and not a URL."""
     return isinstance(path, Path)
 
 
 def check_reachable(path: StorePath) -> None:
-    """Check that a store answers and lets us in; a local path always passes.
+    """Check that a store answers and grants access; a local path always passes.
 
     Raises:
-        InputError: it does not answer, or refuses us.
+        InputError: the store does not answer, or denies access.
     """
     if is_local(path):
         return
     try:
         path.exists()
-    except Exception as error:  # every driver has its own kinds
+    except Exception as error:  # every driver raises its own kinds of errors
         why = one_line(error) or type(error).__name__
         raise InputError(
             f"{path} cannot be reached ({why}); give its keys and endpoint in the environment "
@@ -146,7 +146,7 @@ def check_reachable(path: StorePath) -> None:
 
 
 def publish(local: Path, path: StorePath) -> None:
-    """Move a whole local file to its place: a rename, or an upload that is complete before anyone sees it."""
+    """Move a complete local file to its final path: by a rename, or by an upload that is visible only when complete."""
     if is_local(path):
         os.replace(local, path)
         return
@@ -162,10 +162,11 @@ def publish(local: Path, path: StorePath) -> None:
 
 
 def read_range(path: StorePath, offset: int, size: int, checksum: int | None = None) -> bytes:
-    """Bytes [offset, offset + size) of a file; from a store through the cache, which compares what it gives back.
+    """Return bytes [offset, offset + size) of a file. A range from a store is read through the cache, which checks its
+    copy.
 
     Args:
-        checksum: xxh3_64 of these bytes.
+        checksum: xxh3_64 of these bytes; None: not checked.
 
     Raises:
         DamagedFile: there is no such file, it ends too early, or the bytes do not have this checksum.
@@ -191,10 +192,10 @@ def read_range(path: StorePath, offset: int, size: int, checksum: int | None = N
 
 
 def local_copy(path: StorePath, sha256: str | None = None) -> Path:
-    """A file that other libraries can open by name: the file itself, or a copy in the cache of this machine.
+    """Return a file that other libraries can open by name: the file itself, or a copy in this machine's cache.
 
     Args:
-        sha256: of the whole file, compared after a download, and whenever the file lies on this machine.
+        sha256: SHA-256 of the whole file, compared after a download, and at each call for a local file.
 
     Raises:
         DamagedFile: the file does not have this SHA-256.
@@ -218,7 +219,7 @@ def local_copy(path: StorePath, sha256: str | None = None) -> Path:
 
 
 def _check_sha256(copy: Path, path: StorePath, sha256: str) -> None:
-    """Raise DamagedFile if the file `path`, whose bytes are those of `copy`, has another SHA-256 or is missing."""
+    """Raise DamagedFile if the file `path`, whose content is in `copy`, has another SHA-256 or is missing."""
     try:
         with copy.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -229,13 +230,14 @@ def _check_sha256(copy: Path, path: StorePath, sha256: str) -> None:
 
 
 def local_dir(path: StorePath) -> Path:
-    """A directory that other libraries can open by name: the directory itself, or a copy of the whole tree here.
+    """Return a directory that other libraries can open by name: the directory itself, or a local copy of the whole
+    tree.
 
-    A finished directory in a store never changes. The copy counts towards the cache's bound, and may be deleted a day
-    after its last use.
+    A finished directory in a store never changes, so a complete copy is not compared again. The copy counts towards the
+    cache's bound, and may be deleted a day after its last use.
 
     Raises:
-        InputError: an object of the store has a name that leads out of the directory.
+        InputError: an object's name in the store leads out of the directory.
     """
     if is_local(path):
         return path
@@ -258,7 +260,7 @@ def local_dir(path: StorePath) -> Path:
 
 
 def side_dir(path: StorePath) -> Path:
-    """The directory of this machine that belongs to a path: itself, or for a URL one below the cache directory."""
+    """Return the local directory that belongs to a path: itself, or for a URL one below the cache directory."""
     if is_local(path):
         return path
     name = "".join(c if c.isalnum() else "-" for c in path.name)[:40]
@@ -266,7 +268,7 @@ def side_dir(path: StorePath) -> Path:
 
 
 def upload_dir(local: Path, path: StorePath, last: str) -> None:
-    """Put every file of a local directory into a store, the file named `last` after all others."""
+    """Upload every file of a local directory to a store, the file named `last` after all others."""
     names = sorted(str(file.relative_to(local)) for file in local.rglob("*") if file.is_file())
     for name in [*(n for n in names if n != last), last]:
         target = path / name
@@ -279,18 +281,18 @@ def upload_dir(local: Path, path: StorePath, last: str) -> None:
 
 
 def make_dir(path: StorePath) -> None:
-    """Make a directory and its parents; a store has no directories to make."""
+    """Create a directory and its parents; a store needs no directories."""
     if is_local(path):
         path.mkdir(parents=True, exist_ok=True)
 
 
 def modified(path: StorePath) -> float:
-    """When a file was written, in seconds since 1970."""
+    """Return the time of a file's last change, in seconds since 1970."""
     return path.stat().st_mtime if is_local(path) else path.fs.modified(path.path).timestamp()
 
 
 def remove_tree(path: StorePath) -> None:
-    """Delete a directory and all in it."""
+    """Delete a directory and all its content."""
     if is_local(path):
         shutil.rmtree(path)
     elif path.exists():
@@ -298,7 +300,7 @@ def remove_tree(path: StorePath) -> None:
 
 
 def walk_files(path: StorePath) -> list[StorePath]:
-    """Every file below a directory, by name."""
+    """Return every file below a directory, sorted by name."""
     if is_local(path):
         files = [file for file in path.rglob("*") if file.is_file()]
     else:
@@ -308,7 +310,7 @@ def walk_files(path: StorePath) -> list[StorePath]:
 
 
 def _name_below(file: StorePath, directory: StorePath) -> str:
-    """The file's name below the directory; keys of a store may hold `..` and begin with /, which are refused."""
+    """Return the file's name below the directory; refuse keys of a store that contain `..` or begin with /."""
     name = str(file)[len(str(directory).rstrip("/")) + 1 :]
     if name.startswith("/") or ".." in name.split("/"):
         raise InputError(
@@ -318,10 +320,10 @@ def _name_below(file: StorePath, directory: StorePath) -> str:
 
 
 def _with_retries(action: Callable[[], Result], what: str) -> Result:
-    """What `action` returns; it is tried again after a broken connection, not if a file is missing or not allowed.
+    """Call `action` and return its result; retry after a broken connection, but not if a file is missing or forbidden.
 
     Raises:
-        OSError: it failed _TRIES times.
+        OSError: `action` failed _TRIES times.
     """
     wait = _FIRST_WAIT
     for attempt in range(_TRIES):
@@ -329,8 +331,8 @@ def _with_retries(action: Callable[[], Result], what: str) -> Result:
             return action()
         except _FINAL:
             raise
-        except Exception as error:  # every driver has its own kinds
-            if attempt == _TRIES - 1 and isinstance(error, DamagedFile):  # it is so in the store itself
+        except Exception as error:  # every driver raises its own kinds of errors
+            if attempt == _TRIES - 1 and isinstance(error, DamagedFile):  # the file in the store itself is damaged
                 raise
             if attempt == _TRIES - 1:
                 raise OSError(f"cannot {what}, tried {_TRIES} times: {one_line(error, 300)}") from error

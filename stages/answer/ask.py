@@ -1,4 +1,4 @@
-"""One question to an exported model, with or without a picture, answered with training's own prompt and pixels."""
+"""One question to an exported model, with or without an image, with the same prompt and pixels as in training."""
 
 from pathlib import Path
 
@@ -11,18 +11,18 @@ from stages.artifacts.intact import check_written
 def ask(
     hf_dir: Path, picture: Path | None, question: str, max_new_tokens: int = 64, adapter_dir: Path | None = None
 ) -> str:
-    """The model's greedy answer, stripped.
+    """Return the model's greedy answer, stripped.
 
     Args:
         hf_dir: a Hugging Face model directory.
-        picture: shown before the question; None: there is no picture.
-        question: plain text; the model's chat template makes the prompt of it.
-        max_new_tokens: the answer is cut there.
-        adapter_dir: PEFT's directory of an adapter beside the model.
+        picture: an image file that is shown before the question; None: no image.
+        question: plain text; the model's chat template turns it into the prompt.
+        max_new_tokens: the answer is cut after this number of tokens.
+        adapter_dir: a PEFT directory with an adapter for the model; None: no adapter.
 
     Raises:
-        InputError: there is no such model, adapter or picture, the model or adapter of an artifact was changed, the
-            picture is not usable, or the question cannot be asked.
+        InputError: there is no such model, adapter or image, the model or adapter of an artifact was changed, the image
+            is not usable, or the question cannot be asked.
     """
     data = None if picture is None else _read_picture(picture)
     if not question.strip():

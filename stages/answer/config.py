@@ -1,4 +1,4 @@
-"""The config of answer: how many questions a model is asked, by which library, and how many at once."""
+"""The config of answer: the number of questions, the library that generates, and the batch size."""
 
 from typing import Literal
 
@@ -10,14 +10,14 @@ EngineName = Literal["transformers", "vllm"]
 
 
 class AnswerConfig(StrictModel):
-    """Identity: the questions, and how they are batched, since in bfloat16 the batch decides an answer's last bits."""
+    """Identity: the questions and their batches, since in bfloat16 the batch affects an answer's last bits."""
 
     max_new_tokens: int = Field(gt=0, le=32768, description="an answer is cut there and counts as not stopped")
     max_samples_per_subset: int | None = Field(
         default=None,
         gt=0,
         le=10**9,
-        description="only the first so many held-out samples of each subset; null: all of them",
+        description="maximal number of held-out samples of each subset, the first ones; null: all",
     )
     engine: EngineName = Field(default="transformers", description="library that generates; vllm must be installed")
     batch_size: int = Field(default=128, gt=0, le=10**4, description="answers generated side by side, at most")

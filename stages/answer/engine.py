@@ -1,4 +1,4 @@
-"""An engine answers questions: a loaded model behind two calls, one that prepares and one that generates."""
+"""The interface of an engine: a loaded model with one method to prepare questions and one to answer them."""
 
 import importlib
 import importlib.util
@@ -20,13 +20,13 @@ ENGINES: dict[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A question as the data has it.
+    """A question in the form of the data.
 
     Attributes:
-        number: the caller's own, which comes back with the answer.
-        messages: those before the answer; the last one is a user's.
+        number: the caller's number, which is returned with the answer.
+        messages: the messages before the answer; the last one is a user's.
         images: the encoded images that the messages show, in order.
-        max_new_tokens: the answer is cut there.
+        max_new_tokens: the answer is cut after this number of tokens.
     """
 
     number: int
@@ -40,9 +40,9 @@ class Answer:
     """A generated answer.
 
     Attributes:
-        text: without special tokens.
-        stopped: an end-of-turn token came before max_new_tokens were used up.
-        num_tokens: generated tokens without the end-of-turn token.
+        text: the answer without special tokens.
+        stopped: whether an end-of-turn token was generated within max_new_tokens.
+        num_tokens: number of generated tokens, without the end-of-turn token.
     """
 
     text: str
@@ -55,8 +55,8 @@ class Prepared:
     """Questions that the model reads together, ready for the engine.
 
     Attributes:
-        ready: the engine's own form of them; None if none of them can be asked.
-        skipped: number of each question that cannot be asked, and why.
+        ready: the questions in the engine's own form; None if none of them can be asked.
+        skipped: number of each question that cannot be asked -> the reason.
     """
 
     ready: Any
@@ -64,7 +64,7 @@ class Prepared:
 
 
 class Engine(Protocol):
-    """A loaded model. Several threads call `prepare` while one runs `answer`.
+    """A loaded model. Several threads may call `prepare` while one runs `answer`.
 
     `answer` yields (number, answer) for every question that is ready, in any order.
     """
@@ -79,10 +79,10 @@ class EngineSettings:
 
     Attributes:
         hf_dir: a model directory that `check_hf_dir` has accepted.
-        prompt: the form of its prompts.
-        batch_size, batch_tokens: the most answers side by side, and the most tokens that these have together.
+        prompt: the form of the prompts.
+        batch_size, batch_tokens: the maximal number of answers in a batch, and of their tokens together.
         device: number of the GPU on this host; None: the first one, or the CPU if there is no GPU.
-        adapter_dir: PEFT's directory of an adapter beside the model; None: there is none.
+        adapter_dir: a PEFT directory with an adapter for the model; None: no adapter.
     """
 
     hf_dir: Path
@@ -94,7 +94,7 @@ class EngineSettings:
 
 
 def make_engine(name: EngineName, settings: EngineSettings) -> Engine:
-    """The engine of this name, with its model loaded.
+    """Return the engine of this name, with its model loaded.
 
     Raises:
         InputError: the directory is not a complete model, or the engine is not installed.
@@ -104,15 +104,15 @@ def make_engine(name: EngineName, settings: EngineSettings) -> Engine:
 
 
 def check_engine(name: EngineName, adapter_dir: Path | None = None) -> None:
-    """Check, before work starts, that an engine's library is installed, and that it can have an adapter.
+    """Check, before work starts, that an engine's library is installed and supports the adapter, if there is one.
 
     Raises:
-        InputError: it is not, or it cannot.
+        InputError: the library is not installed, or the engine does not support adapters.
     """
     if adapter_dir is not None and name != "transformers":
         raise InputError(
-            f"engine={name} answers with a whole model, and the adapter {adapter_dir} is to stand beside one; take "
-            "engine=transformers, or the merged model of an export"
+            f"engine={name} cannot use the unmerged adapter {adapter_dir}; take engine=transformers, or "
+            "the merged model of an export"
         )
     if importlib.util.find_spec(name) is None:
         raise InputError(

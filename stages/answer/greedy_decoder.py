@@ -1,8 +1,8 @@
-"""Greedy decoding of many prompts side by side: rows that have ended leave, new prompts take their places.
+"""Batched greedy decoding of many prompts: finished rows leave the batch, and new prompts enter it.
 
-A row is a prompt and the tokens generated after it. Rows of different lengths share one cache: each is padded on
-the left, its padding is masked, and its positions are its own, so that a row does not depend on the rows beside it.
-(In bfloat16 it may, by rounding: another number of rows is another order of summation.)
+A row is a prompt and the tokens generated after it. Rows of different lengths share one cache. Each row is padded on
+the left, its padding is masked, and its positions are its own, so that a row does not depend on the other rows. In
+bfloat16 it may depend on them by rounding, because the number of rows changes the order of summation.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,16 +16,16 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 from dataset_builders.contracts.tokenized import PatchFormat
 
 CacheLayer = CacheLayerMixin | LinearAttentionCacheLayerMixin
-_SPARSE = 0.75  # share of rows still running at or below which finished rows are taken out
+_SPARSE = 0.75  # share of running rows at or below which finished rows are removed
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class EncodedImages:
-    """Images of one conversation, ready for any prompt that shows the first few of them.
+    """The encoded images of one conversation, for any prompt that shows the first few of them.
 
     Attributes:
         grids: (g, 3) int32, patches before merging.
-        patches: for each image (t*h*w, 3 * patch_size^2) uint8 in HF order.
+        patches: for each image, (t*h*w, 3 * patch_size^2) uint8 in HF order.
     """
 
     grids: np.ndarray
@@ -37,8 +37,8 @@ class Prompt:
     """The tokens and images before one answer.
 
     Attributes:
-        input_ids: (n,) int32, up to where the answer begins.
-        images: those of the prompt, in order of appearance.
+        input_ids: (n,) int32, up to the start of the answer.
+        images: the prompt's images, in order of appearance.
     """
 
     input_ids: np.ndarray
@@ -50,10 +50,10 @@ class Row:
     """One answer while it is generated.
 
     Attributes:
-        number: the caller's own number of the question.
-        limit: the most tokens, the end-of-turn token included.
+        number: the caller's number of the question.
+        limit: the maximal number of tokens, including the end-of-turn token.
         ids: the tokens so far, without the end-of-turn token.
-        stopped: an end-of-turn token came.
+        stopped: whether an end-of-turn token was generated.
     """
 
     number: int
@@ -68,13 +68,13 @@ class Row:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PaddedPrompts:
-    """Prompts that the model reads in one call, padded on the left to the longest; tensors of the CPU.
+    """Prompts that the model reads in one call, padded on the left to the longest; the tensors are on the CPU.
 
     Attributes:
         rows: one per prompt.
         ids: (B, S) int64.
         attended: (B, S) int64, 0 at the padding.
-        positions: (3, B, S) int64, mrope's, or (B, S) of a model whose positions have one axis; 1 at the padding.
+        positions: (3, B, S) int64 of mrope, or (B, S) if the model's positions have one axis; 1 at the padding.
         next_positions: (B,) int64, of the first generated token on all axes.
         patches: (P, 3 * patch_size^2) uint8 of all images; None if there are none.
         grids: (g, 3) int64 of all images; None if there are none.
@@ -95,12 +95,12 @@ class PaddedPrompts:
 
 @dataclass(frozen=True, slots=True)
 class PoolLimits:
-    """How much is decoded side by side.
+    """The limits of one decoding batch.
 
     Attributes:
-        rows: the most answers.
-        tokens: the most tokens of prompts and answers, padding included, when a new prompt comes in; a single prompt
-            may be longer.
+        rows: the maximal number of answers.
+        tokens: the maximal number of tokens in prompts and answers, including padding, when a new prompt is added; a
+            single prompt may be longer.
     """
 
     rows: int
@@ -108,13 +108,13 @@ class PoolLimits:
 
 
 class GreedyDecoder:
-    """Answers prompts with a loaded model of transformers.
+    """Greedy answers of a loaded transformers model.
 
     Args:
         model: in evaluation mode, on its device.
-        end_ids: tokens that end an answer.
-        image_token_id: marks the places of an image's tokens in a prompt.
-        patch_format: how bytes of patches become pixel values.
+        end_ids: ids of the tokens that end an answer.
+        image_token_id: id that marks an image's tokens in a prompt.
+        patch_format: the conversion of patch bytes to pixel values.
     """
 
     def __init__(
@@ -128,10 +128,10 @@ class GreedyDecoder:
         self.end_ids = frozenset(end_ids)
         self._image_token_id = image_token_id
         self._patch_format = patch_format
-        self._has_axes = hasattr(model.model, "get_rope_index")  # transformers' sign of positions with three axes
+        self._has_axes = hasattr(model.model, "get_rope_index")  # transformers: its positions have three axes
 
     def pad(self, prompts: Sequence[Prompt], rows: Sequence[Row]) -> PaddedPrompts:
-        """Prompts side by side, in memory that a GPU copies from fast. Any thread may call it while `decode` runs."""
+        """Pad prompts into one batch, in pinned memory for a GPU. Any thread may call this while `decode` runs."""
         lengths = [len(prompt.input_ids) for prompt in prompts]
         ids = torch.zeros(len(prompts), max(lengths), dtype=torch.int64)
         attended = torch.zeros_like(ids)
@@ -155,7 +155,7 @@ class GreedyDecoder:
         return PaddedPrompts(list(rows), *tensors, grids)
 
     def decode(self, groups: Iterable[PaddedPrompts], limits: PoolLimits) -> Iterator[Row]:
-        """Every row of every group, each when it has ended. Groups come in by lengths alone, never by time."""
+        """Yield every row of every group as soon as it has ended. Groups enter by lengths only, never by time."""
         coming = iter(groups)
         waiting, pool = next(coming, None), _Pool(self)
         while waiting is not None or pool.rows:
@@ -170,7 +170,7 @@ class GreedyDecoder:
 
     @torch.inference_mode()
     def read(self, prompts: PaddedPrompts, cache: transformers.DynamicCache) -> torch.Tensor:
-        """(B,) int64: the first token of each answer. The prompts fill the cache, which is empty before."""
+        """Read the prompts into the cache, which must be empty; return (B,) int64, the first token of each answer."""
         inputs = {"input_ids": prompts.ids, "attention_mask": prompts.attended, "position_ids": prompts.positions}
         images = {}
         if prompts.patches is not None:
@@ -182,10 +182,10 @@ class GreedyDecoder:
     def go_on(
         self, tokens: torch.Tensor, attended: torch.Tensor, positions: torch.Tensor, cache: transformers.DynamicCache
     ) -> torch.Tensor:
-        """(B,) int64: the next token of each row.
+        """Return (B,) int64, the next token of each row.
 
         Args:
-            tokens: (B,) int64, the newest of each row, not in the cache yet.
+            tokens: (B,) int64, the newest token of each row, not in the cache yet.
             attended: (B, L + 1) int64 for a cache of L columns.
             positions: (B,) int64 of the tokens.
         """
@@ -194,7 +194,8 @@ class GreedyDecoder:
         return self._forward(inputs, cache)
 
     def pixel_values(self, patches: torch.Tensor) -> torch.Tensor:
-        """(P, C) float32 on the patches' device: the bits of `dataset_builders.pictures.pixels.pixel_values`."""
+        """Return (P, C) float32 on the patches' device, equal bit for bit to
+        `dataset_builders.pictures.pixels.pixel_values`."""
         size, frames = self._patch_format.patch_size**2, self._patch_format.temporal_patch_size
         mean, std = (
             torch.tensor(channels, dtype=torch.float32).mul_(255).repeat_interleave(size).to(patches.device)
@@ -212,7 +213,7 @@ class GreedyDecoder:
 
 
 class _Pool:
-    """The rows that are decoded now, and their cache.
+    """The rows of the current batch, and their cache.
 
     Attributes:
         rows: in the cache's order; some may have ended.
@@ -222,11 +223,11 @@ class _Pool:
         self.rows: list[Row] = []
         self._decoder = decoder
         self._cache: transformers.DynamicCache | None = None
-        self._tokens = self._positions = torch.empty(0)  # (B,) the newest token of each row, and its position
-        self._attended = torch.empty(0)  # (B, L) int64, of the cache's columns
+        self._tokens = self._positions = torch.empty(0)  # (B,): newest token of each row, and its position
+        self._attended = torch.empty(0)  # (B, L) int64: attention mask of the cache's columns
 
     def has_room(self, coming: PaddedPrompts, limits: PoolLimits) -> bool:
-        """Whether these prompts fit once the rows that have ended are gone."""
+        """Whether these prompts fit after the ended rows are removed."""
         working = [row for row in self.rows if not row.ended]
         if not working:
             return True
@@ -235,14 +236,14 @@ class _Pool:
         return together <= limits.rows and together * width <= limits.tokens
 
     def admit(self, coming: PaddedPrompts) -> None:
-        """Read new prompts and put them beside the present rows."""
+        """Read new prompts and append them to the current rows."""
         cache = transformers.DynamicCache(config=self._decoder.model.config.get_text_config())
         tokens = self._decoder.read(coming, cache)
         positions, attended = self._decoder.to_device(coming.next_positions), self._decoder.to_device(coming.attended)
         if self.rows:
             width = max(self._attended.shape[1], coming.width)
             for ours, theirs in zip(self._cache.layers, cache.layers):
-                _add_rows(ours, theirs, width)  # layer by layer, so that two more whole caches never exist at once
+                _add_rows(ours, theirs, width)  # by layer, so that two further whole caches never exist at once
             self._attended = torch.cat([_widened(self._attended, width, 1), _widened(attended, width, 1)])
             self._tokens, self._positions = torch.cat([self._tokens, tokens]), torch.cat([self._positions, positions])
         else:
@@ -258,7 +259,7 @@ class _Pool:
         self._note(self.rows, self._tokens)
 
     def take_out(self) -> list[Row]:
-        """The rows that have ended; they and the columns that only they used leave the pool."""
+        """Remove the ended rows, and the columns that only they used, from the pool; return these rows."""
         ended = [row for row in self.rows if row.ended]
         if not ended:
             return []
@@ -287,9 +288,9 @@ class _Pool:
 
 
 def _add_rows(ours: CacheLayer, theirs: CacheLayer, width: int) -> None:
-    """Put the rows of another cache's layer, which loses them, behind those of ours.
+    """Move the rows of another cache's layer to the end of our layer's rows.
 
-    A gated delta net keeps a state and the last inputs of its convolution; attention keeps `width` columns, of tokens.
+    A gated delta net keeps a state and the last inputs of its convolution; attention keeps `width` token columns.
     """
     if isinstance(ours, LinearAttentionCacheLayerMixin):
         for of_ours, of_theirs in zip(_states(ours), _states(theirs)):
@@ -302,7 +303,7 @@ def _add_rows(ours: CacheLayer, theirs: CacheLayer, width: int) -> None:
 
 
 def _keep_rows(layer: CacheLayer, rows: torch.Tensor, first: int) -> None:
-    """Keep these rows, and the columns from the first that one of them uses."""
+    """Keep only these rows, and the columns from the first one that any of them uses."""
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         for states in _states(layer):
             for index, state in states.items():
@@ -316,7 +317,7 @@ def _states(layer: LinearAttentionCacheLayerMixin) -> tuple[dict[int, torch.Tens
 
 
 def _widened(tensor: torch.Tensor, width: int, dim: int) -> torch.Tensor:
-    """The tensor with zeros in front of a dimension, up to this width."""
+    """Return the tensor, padded with zeros at the front of a dimension up to this width."""
     missing = width - tensor.shape[dim]
     if not missing:
         return tensor

@@ -1,4 +1,4 @@
-"""The workers of the answer stage as a job of the cluster's launcher, followed by the parts that they write."""
+"""The workers of the answer stage as a job of the cluster's launcher; progress comes from the parts that they write."""
 
 import logging
 import time
@@ -18,7 +18,7 @@ log = logging.getLogger("athanor.answer")
 
 
 def answer_job(work_dir: Path, on_line: Callable[[str], None] = lambda line: None) -> Job:
-    """The workers of a work directory, as a launcher takes them."""
+    """Return the launcher's job for the workers of a work directory."""
     directory = work_dir / JOB_DIR
     arguments = ("-m", "stages.answer.worker", str(directory / "job.json"))
     return Job(str(directory), arguments, directory / "logs" / "answer.log", on_line)
@@ -30,7 +30,7 @@ def run_workers(
     """Answer every missing part, with one worker per process of the cluster's layout.
 
     Args:
-        on_look: called about once per second while they work, and at the end.
+        on_look: called about once per second while the workers run, and at the end.
 
     Raises:
         InputError: a worker refused its job.

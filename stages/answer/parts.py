@@ -1,10 +1,10 @@
-"""The work on the parts of a plan, in the stage's own process or in a worker.
+"""The answering of a plan's parts, in the stage's own process or in a worker.
 
-    parts/00003.jsonl   {"number": 17, "key": ..., "turn": ...}: one part's lines, by the number of the question
-    parts/00003.json    its seconds (of the process that answered it), answers and tokens; not in the result
+    parts/00003.jsonl   {"number": 17, "key": ..., "turn": ...}: one part's lines, sorted by the question's number
+    parts/00003.json    the part's seconds (in the process that answered it), answers and tokens; not in the result
 
-A part's file appears whole, when all of the part is answered, and a rerun keeps it. While the model answers, threads
-read, decode and encode the next questions.
+A part's file is written atomically when the whole part is answered, and a rerun keeps it. While the model answers,
+threads read, decode and encode the next questions.
 """
 
 import collections
@@ -39,24 +39,24 @@ Result = TypeVar("Result")
 
 
 class AnswerJob(StrictModel):
-    """job.json: all that a worker needs to know."""
+    """The content of job.json: everything that a worker needs."""
 
     config: AnswerConfig
     hf_dir: Path
-    adapter_dir: Path | None = Field(default=None, description="PEFT's directory of an adapter beside the model")
+    adapter_dir: Path | None = Field(default=None, description="PEFT directory of an unmerged adapter")
     prompt: PromptFormat
     samples_dir: Location
     work_dir: Path
-    num_threads: int = Field(default=0, ge=0, description="that prepare prompts; 0: by the cores of the machine")
+    num_threads: int = Field(default=0, ge=0, description="threads that prepare prompts; 0: by the number of cores")
 
 
 def part_path(work_dir: Path, number: int) -> Path:
-    """The file of a part's lines."""
+    """Return the path of the file with a part's lines."""
     return work_dir / PARTS / f"{number:05d}.jsonl"
 
 
 def read_part(path: Path) -> Iterator[tuple[int, Line]]:
-    """(number of the question, line), in the order of the numbers."""
+    """Return an iterator over (number of the question, line), in the order of the numbers."""
     return ((row.pop("number"), line_of(row)) for row in iter_jsonl(path))
 
 
@@ -67,7 +67,7 @@ def answer_parts(
     device: int | None = None,
     on_part: Callable[[int], None] = lambda answered: None,
 ) -> None:
-    """Answer those of the parts worker, worker + num_workers, ... of the plan whose file is missing.
+    """Answer the plan's parts worker, worker + num_workers, ... if their file is missing.
 
     Args:
         device: number of the GPU on this host.
@@ -99,7 +99,7 @@ def answer_parts(
 
 
 def groups_of(part: Sequence[int], questions: Sequence[Question], config: AnswerConfig) -> list[list[int]]:
-    """The questions' numbers of each group of a part."""
+    """Return, for each group of a part, the numbers of its questions."""
     lengths = [questions[number].num_tokens for number in part]
     groups = cut_groups(lengths, config.batch_size, config.batch_tokens)
     return [[part[place] for place in group] for group in groups]
@@ -108,7 +108,7 @@ def groups_of(part: Sequence[int], questions: Sequence[Question], config: Answer
 def ahead(
     executor: Executor, function: Callable[[Item], Result], items: Iterable[Item], count: int
 ) -> Iterator[Result]:
-    """The function's results in the order of the items; `count` calls are begun ahead of the one that is due."""
+    """Yield the function's results in the order of the items; up to `count` further calls are already submitted."""
     begun: collections.deque[Future[Result]] = collections.deque()
     for item in items:
         begun.append(executor.submit(function, item))
@@ -119,7 +119,7 @@ def ahead(
 
 
 def _prepare(job: AnswerJob, engine: Engine, questions: Sequence[Question], group: Sequence[int]) -> Prepared:
-    """The questions of a group, read from the samples' shards and ready for the engine."""
+    """Read the questions of a group from the samples' shards and prepare them for the engine."""
     requests = []
     for number in group:
         question = questions[number]

@@ -1,10 +1,10 @@
-"""Which questions are asked, and which together: known before the model is loaded, from texts and image headers.
+"""The questions and their batches, planned before the model is loaded, from texts and image headers.
 
     plan.jsonl    one line per question, in the order of the samples, with the number of tokens of its prompt
 
-Questions are sorted by length over the whole set, the longest first, and cut into parts: a worker takes whole parts,
-and a killed run keeps whole parts. A part is cut into groups, whose prompts the model reads in one call. Parts and
-groups depend on the lengths and the config alone, not on the number of workers nor on an earlier try.
+All questions are sorted by length, the longest first, and cut into parts. A worker takes whole parts, and a killed run
+keeps whole parts. A part is cut into groups; the model reads the prompts of a group in one call. Parts and groups
+depend only on the lengths and the config, not on the number of workers or on an earlier run.
 """
 
 import json
@@ -26,20 +26,20 @@ from stages.artifacts.artifact import Artifact
 from stages.encode.chat import ChatEncoder
 
 PLAN_JSONL = "plan.jsonl"
-_GROUPS_SIDE_BY_SIDE = 4  # groups that fill the rows decoded together; a new one comes in as old rows end
+_GROUPS_SIDE_BY_SIDE = 4  # groups that fill a decoding batch; a new group enters as old rows end
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """An assistant turn that is to be answered.
+    """An assistant turn to be answered.
 
     Attributes:
         turn: number of the assistant turn in its sample, from 0.
-        place: of the answer among the messages; those before it are the prompt.
-        num_images: the prompt shows so many of the sample's images, the first ones.
-        num_tokens: of the prompt, image tokens included; 0 if it cannot be asked.
-        shard, offset, size, checksum: where the sample's record lies.
-        skip, detail: why it cannot be asked, as far as its text and its images' headers say; empty if it can be asked.
+        place: index of the answer among the messages; the messages before it are the prompt.
+        num_images: number of images in the prompt, which are the sample's first ones.
+        num_tokens: number of tokens in the prompt, including image tokens; 0 if it cannot be asked.
+        shard, offset, size, checksum: byte range of the sample's record.
+        skip, detail: why it cannot be asked, judged by its text and its images' headers; empty if it can be asked.
     """
 
     key: str
@@ -50,13 +50,13 @@ class Question:
     shard: str
     offset: int
     size: int
-    checksum: int | None = None  # None: planned before 2026-11-23, by a try that goes on
+    checksum: int | None = None  # None: planned before 2026-11-23, by a run that is resumed
     skip: str = ""
     detail: str = ""
 
 
 class Place(NamedTuple):
-    """Where a sample's record lies; `checksum` is xxh3_64 of its bytes."""
+    """The byte range of a sample's record; `checksum` is xxh3_64 of its bytes."""
 
     shard: str
     offset: int
@@ -65,10 +65,11 @@ class Place(NamedTuple):
 
 
 def heldout_records(samples: Artifact, max_per_subset: int | None = None) -> Iterator[tuple[Sample, Place]]:
-    """The held-out samples of a convert artifact in shard order, at most the first `max_per_subset` of each subset.
+    """Yield the held-out samples of a convert artifact in shard order, at most the first `max_per_subset` of each
+    subset.
 
     Yields:
-        the sample, and the place of its record.
+        The sample, and the byte range of its record.
     """
     counts: Counter[str] = Counter()
     for entry in samples.manifest.shards:
@@ -82,14 +83,14 @@ def heldout_records(samples: Artifact, max_per_subset: int | None = None) -> Ite
 
 
 def heldout_samples(samples: Artifact, max_per_subset: int | None = None) -> Iterator[Sample]:
-    """The samples of `heldout_records`."""
+    """Return an iterator over the samples of `heldout_records`."""
     return (sample for sample, _ in heldout_records(samples, max_per_subset))
 
 
 def plan_questions(
     samples: Artifact, chat: ChatEncoder, pixels: PixelConfig, max_per_subset: int | None
 ) -> Iterator[Question]:
-    """Every assistant turn of the held-out samples, in their order; no image is decoded."""
+    """Yield every assistant turn of the held-out samples, in their order; no image is decoded."""
     for sample, record in heldout_records(samples, max_per_subset):
         answers = [place for place, message in enumerate(sample.messages) if message.role == "assistant"]
         for turn, place in enumerate(answers):
@@ -97,7 +98,7 @@ def plan_questions(
             shown = sum(message.text.count(IMAGE_SLOT) for message in before)
             length, skip, detail = 0, "", ""
             try:
-                # EXIF may swap an image's sides, but the number of its tokens stays.
+                # EXIF may swap an image's sides, but the number of its tokens does not change.
                 grids = [image_grid(*image_size(image), pixels) for image in sample.images[:shown]]
                 length = len(chat.encode_prompt(before, grids))
             except SkipSample as error:
@@ -106,29 +107,29 @@ def plan_questions(
 
 
 def write_plan(path: Path, questions: Sequence[Question]) -> None:
-    """Write the plan's file, which appears whole."""
+    """Write the plan's file atomically."""
     write_text(path, "".join(json.dumps(asdict(question), ensure_ascii=False) + "\n" for question in questions))
 
 
 def read_plan(path: Path) -> list[Question]:
-    """The questions of a plan's file."""
+    """Return the questions in a plan's file."""
     return [Question(**row) for row in iter_jsonl(path)]
 
 
 def cut_parts(questions: Sequence[Question], part_size: int) -> list[list[int]]:
-    """The questions' numbers of each part: of those that can be asked, the longest first, `part_size` per part."""
+    """Return the question numbers of each part: all that can be asked, the longest first, `part_size` per part."""
     numbers = [number for number, question in enumerate(questions) if not question.skip]
     numbers.sort(key=lambda number: (-questions[number].num_tokens, number))
     return [numbers[start : start + part_size] for start in range(0, len(numbers), part_size)]
 
 
 def cut_groups(lengths: Sequence[int], batch_size: int, batch_tokens: int) -> list[list[int]]:
-    """Places of the prompts of each group.
+    """Return the indices of the prompts in each group.
 
     Args:
-        lengths: tokens of the prompts, the longest first.
-        batch_size, batch_tokens: the limits of all that is decoded side by side; a group, padding included, has at
-            most a quarter of each (a single prompt may be longer).
+        lengths: number of tokens of each prompt, the longest first.
+        batch_size, batch_tokens: the limits of a decoding batch; a group, including padding, has at most a quarter of
+            each (a single prompt may be longer).
     """
     rows, tokens = max(1, batch_size // _GROUPS_SIDE_BY_SIDE), batch_tokens // _GROUPS_SIDE_BY_SIDE
     groups: list[list[int]] = []

@@ -17,13 +17,13 @@ ANSWERS_JSONL = "answers.jsonl"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GeneratedAnswer:
-    """The answer at one assistant turn.
+    """The answer for one assistant turn.
 
     Attributes:
         turn: number of the assistant turn in its sample, from 0.
-        answer: without special tokens.
-        stopped: the model ended its turn by itself.
-        num_tokens: generated tokens, without the end-of-turn token.
+        answer: the text without special tokens.
+        stopped: whether the model generated an end-of-turn token.
+        num_tokens: number of generated tokens, without the end-of-turn token.
     """
 
     key: str
@@ -38,8 +38,8 @@ class SkippedSample:
     """A sample that cannot be asked.
 
     Attributes:
-        skip: reason, a member of SKIP_REASONS.
-        detail: what is wrong, for a person.
+        skip: the reason, a member of SKIP_REASONS.
+        detail: the fault, in words for the user.
     """
 
     key: str
@@ -51,31 +51,31 @@ Line = GeneratedAnswer | SkippedSample
 
 
 def to_line(line: Line) -> str:
-    """One line of the file, with its end."""
+    """Return one line of the file, with its line break."""
     return json.dumps(asdict(line), ensure_ascii=False) + "\n"
 
 
 def iter_jsonl(path: StorePath) -> Iterator[dict]:
-    """The objects of a JSON Lines file."""
-    # Not splitlines(): an answer may hold U+2028 and other characters that it takes for line ends.
+    """Return an iterator over the objects of a JSON Lines file."""
+    # Not splitlines(), which also splits at U+2028 and other characters that an answer may hold.
     return (json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line)
 
 
 def line_of(row: dict) -> Line:
-    """The line of one JSON object."""
+    """Return the line of one JSON object."""
     return SkippedSample(**row) if "skip" in row else GeneratedAnswer(**row)
 
 
 def read_answers(path: StorePath) -> Iterator[Line]:
-    """Every line of an answers file, in the order of the samples."""
+    """Return an iterator over the lines of an answers file, in the order of the samples."""
     return map(line_of, iter_jsonl(path))
 
 
 def in_order_of_samples(lines: Iterable[tuple[int, Line]]) -> list[Line]:
-    """The lines of all parts as they stand in the file: if one turn of a sample cannot be asked, only its first skip.
+    """Return the file's lines from the lines of all parts. A sample with a skipped turn keeps only its first skip.
 
     Args:
-        lines: (number of the question, line), in any order; numbers go with the samples.
+        lines: (number of the question, line), in any order; the numbers follow the order of the samples.
     """
     ordered = [line for _, line in sorted(lines, key=lambda item: item[0])]
     skipped: dict[str, SkippedSample] = {}

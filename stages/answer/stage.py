@@ -1,17 +1,17 @@
-"""HF directory + held-out samples -> the model's answers.
+"""answer: an HF directory and held-out samples -> the model's answers.
 
     answers.jsonl          one line per assistant turn of a held-out sample, in the order of the samples
-    speed.json             time, answers and tokens; this file and the reports alone differ between two runs
+    speed.json             time, answers and tokens; only this file and the reports differ between two runs
     report.json, report.html
 
     plan.jsonl, parts/     while the stage runs
-    job/                   job.json and logs, if other processes answer
+    job/                   job.json and logs, if worker processes answer
 
 Every assistant turn of a held-out sample is answered; the turns before it have their reference answers. Pixel limits
-and system prompt are the directory's; a model before training gets those of the tokenized samples that it will be
-trained on, which its export will have too. Scoring is another stage, so that other metrics never generate again. If the
-cluster's layout has one process, this one answers; otherwise the trainer's launcher starts one worker per process.
-answers.jsonl is the same.
+and system prompt come from the model directory. For a model before training, they come from the tokenized samples that
+it will be trained on, because its export will have them too. Scoring is another stage, so that a change of metrics does
+not generate again. If the cluster's layout has one process, this process answers; otherwise the trainer's launcher
+starts one worker per process. answers.jsonl is the same in both cases.
 """
 
 import json
@@ -55,9 +55,9 @@ _LEFT_OUT_ROWS = 200
 def answer(
     config: AnswerConfig, inputs: Mapping[str, Input], work: Path, resources: StageResources | None
 ) -> StageOutput:
-    """Inputs: "hf" (an export, or an HF directory of the user's), "samples", perhaps "adapter" (an export, or a PEFT
-    directory of the user's) beside the model, and perhaps "tokenized": the model is then asked as the export of a
-    training on these would be."""
+    """Run the stage. Inputs: "hf" (an export, or the user's HF directory), "samples", and optionally "adapter" (an
+    export, or the user's PEFT directory) and "tokenized". With "tokenized", the model gets the prompts that the export
+    of a training on these samples would get."""
     if not (work / ANSWERS_JSONL).is_file():
         _make(config, inputs, work, resources or StageResources())
     shutil.rmtree(work / PARTS, ignore_errors=True)
@@ -93,10 +93,10 @@ def _make(config: AnswerConfig, inputs: Mapping[str, Input], work: Path, resourc
 
 
 def _plan(job: AnswerJob, samples: Artifact) -> list[Question]:
-    """The questions, as an earlier try planned them or planned now.
+    """Return the questions: from an earlier run's plan, or planned now.
 
     Raises:
-        InputError: there are none.
+        InputError: there are no held-out samples.
     """
     path = job.work_dir / PLAN_JSONL
     if not path.is_file():
@@ -109,7 +109,7 @@ def _plan(job: AnswerJob, samples: Artifact) -> list[Question]:
 
 
 def _generate(job: AnswerJob, questions: Sequence[Question], resources: StageResources) -> None:
-    """Answer every missing part, here or in other processes."""
+    """Answer every missing part, in this process or in worker processes."""
     parts = cut_parts(questions, job.config.part_size)
     (job.work_dir / PARTS).mkdir(exist_ok=True)
 
@@ -125,7 +125,7 @@ def _generate(job: AnswerJob, questions: Sequence[Question], resources: StageRes
 
 
 def answers_apart(cluster: ClusterConfig) -> bool:
-    """Whether the cluster's launcher starts other processes that answer; otherwise this process answers."""
+    """Whether the cluster's launcher starts worker processes; otherwise this process answers."""
     return cluster.launcher != "torchrun" or cluster.processes > 1
 
 
@@ -147,7 +147,7 @@ def _gather(job: AnswerJob, questions: Sequence[Question], work: Path) -> None:
 
 
 def _speed(path: Path) -> dict[str, float]:
-    """Answers and tokens per second of one worker; reading pictures and prompts counts, loading the model does not."""
+    """Return answers and tokens per second of one worker; includes reading of images, not loading of the model."""
     cost = json.loads(path.read_text(encoding="utf-8"))
     seconds = max(cost["seconds"], 1e-9)
     return {
@@ -166,7 +166,7 @@ def _counts(lines: Sequence[Line]) -> dict[str, int]:
 
 
 def _write_report(work: Path, lines: Sequence[Line], speed: Mapping[str, float], skips: Mapping[str, int]) -> None:
-    """report.json and report.html: number and length of the answers, speed, and the samples that could not be asked."""
+    """Write report.json and report.html: number and length of the answers, speed, and samples that were not asked."""
     answers = [line for line in lines if isinstance(line, GeneratedAnswer)]
     left_out = [line for line in lines if isinstance(line, SkippedSample)]
     summary: dict[str, Any] = {**_counts(lines), "stopped": sum(line.stopped for line in answers)}

@@ -1,4 +1,4 @@
-"""Greedy answers of a Hugging Face model directory, from the prompts and the pixels that training used."""
+"""Greedy answers of a Hugging Face model directory, with the same prompts and pixels as in training."""
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,16 +26,17 @@ _UNLIMITED = PoolLimits(rows=1 << 30, tokens=1 << 60)
 
 
 class Generator:
-    """A loaded model directory: messages and images in, answers out. bfloat16 on a GPU, float32 if there is none.
+    """A loaded model directory that answers messages with images. It runs in bfloat16 on a GPU, in float32 without one.
 
     Args:
-        hf_dir: config.json, weights, tokenizer, chat template, preprocessor_config.json and generation_config.json.
+        hf_dir: has config.json, weights, tokenizer, chat template, preprocessor_config.json and generation_config.json.
         device: number of the GPU on this host; None: the first one.
-        prompt: the form of its prompts; None: the directory's own.
-        adapter_dir: PEFT's directory of an adapter beside the model; None: there is none.
+        prompt: the form of the prompts; None: the directory's own.
+        adapter_dir: a PEFT directory with an adapter for the model; None: no adapter.
 
     Raises:
-        InputError: the directory is not a complete model of a supported architecture, or the adapter is another one's.
+        InputError: the directory is not a complete model of a supported architecture, or the adapter is for another
+            model.
     """
 
     def __init__(
@@ -59,20 +60,20 @@ class Generator:
             self._chat.image_token_id,
             self._image_config.patch_format,
         )
-        self._encoding = threading.Lock()  # a tokenizer is not made for several threads
+        self._encoding = threading.Lock()  # a tokenizer is not thread-safe
 
     def encode_images(self, images: Sequence[bytes]) -> EncodedImages:
-        """Encoded image files -> patches.
+        """Convert encoded image files to patches.
 
         Raises:
-            SkipSample: one of them is not a usable image.
+            SkipSample: a file is not a usable image.
         """
         encoded = [encode_image(image, self._image_config) for image in images]
         grids = np.array([grid for _, grid in encoded], np.int32).reshape(-1, 3)
         return EncodedImages(grids, tuple(patches for patches, _ in encoded))
 
     def encode_prompt(self, messages: Sequence[Message], images: EncodedImages) -> Prompt:
-        """The prompt of the answer that follows `messages`, whose last one is a user's.
+        """Return the prompt for the answer that follows `messages`; the last message is a user's.
 
         Args:
             images: one per image slot of the messages.
@@ -84,28 +85,28 @@ class Generator:
             return Prompt(self._chat.encode_prompt(messages, images.grids), images)
 
     def generate(self, prompts: Sequence[Prompt], max_new_tokens: int) -> list[Answer]:
-        """The greedy answers of one batch. Sampling settings in generation_config.json are not used."""
+        """Return the greedy answers of one batch. Sampling settings in generation_config.json are not used."""
         rows = [Row(number, max_new_tokens) for number in range(len(prompts))]
         for _ in self.decoder.decode([self.decoder.pad(prompts, rows)], _UNLIMITED):
             pass
         return [self.answer_of(row) for row in rows]
 
     def answer_of(self, row: Row) -> Answer:
-        """The text of a row that has ended."""
+        """Return the answer of a row that has ended."""
         with self._encoding:
             text = self._chat.tokenizer.decode(row.ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return Answer(text, row.stopped, len(row.ids))
 
 
 class TransformersEngine:
-    """Answers by transformers: the decoder's pool takes new prompts as its rows end."""
+    """The engine that uses transformers: the decoder's pool takes new prompts as its rows end."""
 
     def __init__(self, settings: EngineSettings) -> None:
         self._generator = Generator(settings.hf_dir, settings.device, settings.prompt, settings.adapter_dir)
         self._limits = PoolLimits(settings.batch_size, settings.batch_tokens)
 
     def prepare(self, requests: Sequence[Request]) -> Prepared:
-        """Pixels, tokens and positions; safe in any thread."""
+        """Compute pixels, tokens and positions; safe in any thread."""
         prompts: list[Prompt] = []
         rows: list[Row] = []
         skipped: dict[int, SkipSample] = {}
@@ -119,7 +120,7 @@ class TransformersEngine:
         return Prepared(self._generator.decoder.pad(prompts, rows) if prompts else None, skipped)
 
     def answer(self, groups: Iterable[Prepared]) -> Iterator[tuple[int, Answer]]:
-        """(number, answer) of each question, each when it has ended."""
+        """Yield (number, answer) of each question as soon as it has ended."""
         ready = (group.ready for group in groups if group.ready is not None)
         for row in self._generator.decoder.decode(ready, self._limits):
             yield row.number, self._generator.answer_of(row)
@@ -129,24 +130,24 @@ def _load(hf_dir: Path, device: int | None) -> "transformers.PreTrainedModel":
     place = torch.device("cuda", device or 0) if torch.cuda.is_available() else torch.device("cpu")
     dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
     family, _ = read_model(hf_dir)
-    if place.type == "cpu":  # it advises kernels of the delta rule, which run on GPUs alone
+    if place.type == "cpu":  # it recommends kernels for the delta rule that run only on GPUs
         transformers.logging.get_logger("transformers.integrations.hub_kernels").setLevel(transformers.logging.ERROR)
     with no_progress_bar():
         try:
             model = load(family.reference).from_pretrained(
                 hf_dir, dtype=dtype, attn_implementation="sdpa", local_files_only=True, trust_remote_code=False
             )
-        except (OSError, ValueError, RuntimeError, KeyError) as error:  # the ways in which files may not fit together
+        except (OSError, ValueError, RuntimeError, KeyError) as error:  # the errors for files that do not fit together
             first_line = (str(error) or type(error).__name__).splitlines()[0]
             raise InputError(f"{hf_dir}: the model cannot be loaded ({first_line}); export or copy it again") from error
     return model.to(place).eval()
 
 
 def end_ids_of(hf_dir: Path, generation: transformers.GenerationConfig) -> list[int]:
-    """The tokens that end an answer.
+    """Return the ids of the tokens that end an answer.
 
     Raises:
-        InputError: there are none.
+        InputError: the generation config has no such token.
     """
     eos = generation.eos_token_id
     ids = [eos] if isinstance(eos, int) else list(eos or [])
@@ -159,7 +160,7 @@ def end_ids_of(hf_dir: Path, generation: transformers.GenerationConfig) -> list[
 
 
 def read_generation_config(hf_dir: Path) -> transformers.GenerationConfig:
-    """generation_config.json, or the settings that loading the model would take from config.json in its place."""
+    """Return generation_config.json, or else the settings that transformers derives from the model's config.json."""
     if (hf_dir / "generation_config.json").is_file():
         return transformers.GenerationConfig.from_pretrained(hf_dir, local_files_only=True)
     config = transformers.AutoConfig.from_pretrained(hf_dir, local_files_only=True, trust_remote_code=False)

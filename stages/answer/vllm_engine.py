@@ -1,9 +1,9 @@
-"""Greedy answers by vLLM, if it is installed; never run against the library itself, only against its interface.
+"""Greedy answers by vLLM, if it is installed. Tested only against a module with vLLM's interface, never with vLLM.
 
-vLLM gets the prompt's tokens with one placeholder per image, and the decoded pictures; it scales them by the
+vLLM gets the prompt's tokens with one placeholder per image, and the decoded images. It resizes the images by the
 directory's preprocessor_config.json, with the same processor as training's reference. For other pixel limits it gets a
-directory of links with such a file, because the arguments that reach the processor depend on vLLM's version. It fills
-its batches by itself, so it gets a group whole, and `batch_size` is its limit of sequences.
+directory of links with a changed preprocessor_config.json, because the arguments that reach the processor depend on
+vLLM's version. vLLM forms its own batches, so it gets whole groups, and `batch_size` is its limit of sequences.
 """
 
 import atexit
@@ -25,11 +25,11 @@ from stages.encode.chat import ChatEncoder
 from stages.encode.images import load_image_config, write_pixel_limits
 from stages.inputs.hf_directory import check_hf_dir
 
-_GROUPS_TOGETHER = 16  # per call, so that vLLM's scheduler has something to choose from
+_GROUPS_TOGETHER = 16  # groups per call, so that vLLM's scheduler can choose among many sequences
 
 
 class VllmEngine:
-    """An `LLM` of vLLM on the GPU that this process sees.
+    """The engine that uses vLLM's `LLM`, on the GPU that this process sees.
 
     Raises:
         InputError: the directory is not a complete model, or vLLM is not installed.
@@ -42,17 +42,17 @@ class VllmEngine:
         self._chat = ChatEncoder(settings.hf_dir, system_prompt=settings.prompt.system_prompt)
         self._image_config = settings.prompt.pixels
         self._end_ids = frozenset(end_ids_of(settings.hf_dir, read_generation_config(settings.hf_dir)))
-        self._encoding = threading.Lock()  # a tokenizer is not made for several threads
+        self._encoding = threading.Lock()  # a tokenizer is not thread-safe
         self._llm = self._vllm.LLM(
             model=str(_with_pixels(settings.hf_dir, self._image_config)),
             max_num_seqs=settings.batch_size,
             trust_remote_code=False,
-            generation_config="vllm",  # its own defaults, not the directory's sampling settings
+            generation_config="vllm",  # vLLM's defaults, not the directory's sampling settings
             disable_log_stats=True,
         )
 
     def prepare(self, requests: Sequence[Request]) -> Prepared:
-        """vLLM's prompts and sampling parameters."""
+        """Make vLLM's prompts and sampling parameters."""
         ready: list[tuple[int, dict[str, Any], Any]] = []
         skipped: dict[int, SkipSample] = {}
         ends = sorted(self._end_ids)
@@ -67,7 +67,7 @@ class VllmEngine:
         return Prepared(ready or None, skipped)
 
     def answer(self, groups: Iterable[Prepared]) -> Iterator[tuple[int, Answer]]:
-        """(number, answer) of each question."""
+        """Yield (number, answer) of each question."""
         together: list[tuple[int, dict[str, Any], Any]] = []
         for count, group in enumerate(groups, 1):
             together += group.ready or []
@@ -103,12 +103,12 @@ class VllmEngine:
 
 
 def _with_pixels(hf_dir: Path, pixels: PixelConfig) -> Path:
-    """The model directory if it has these limits; otherwise a directory of links to its files, with these limits."""
+    """Return the model directory if it has these limits; otherwise a directory of links with these limits."""
     if pixels == load_image_config(hf_dir):
         return hf_dir
     directory = Path(tempfile.mkdtemp(prefix="athanor-vllm-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     for file in hf_dir.iterdir():
         (directory / file.name).symlink_to(file.resolve())
-    write_pixel_limits(directory, pixels.min_pixels, pixels.max_pixels)  # a new file in place of a link
+    write_pixel_limits(directory, pixels.min_pixels, pixels.max_pixels)  # replaces the link by a new file
     return directory

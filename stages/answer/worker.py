@@ -16,12 +16,12 @@ from dataset_builders.storage.files import write_text
 from stages.answer.parts import AnswerJob, answer_parts
 from trainer.contract.names import EXIT_INPUT
 
-REFUSED = "refused.txt"  # beside job.json: in one line, why a worker refused its job
+REFUSED = "refused.txt"  # in the directory of job.json: one line with the reason why a worker refused its job
 
 
 def main(argv: Sequence[str]) -> int:
-    """The exit status, after this worker has answered its share."""
-    os.umask(0o077)  # on a cluster no flow is the parent; a root is its owner's alone
+    """Answer this worker's share, and return the exit status."""
+    os.umask(0o077)  # on a cluster no flow is the parent process; only the owner may read a root
     parser = argparse.ArgumentParser(prog="python -m stages.answer.worker")
     parser.add_argument("job_json", type=Path, help="an AnswerJob, written by the answer stage")
     path = parser.parse_args(argv).job_json
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _see_one_gpu(local: int) -> None:
-    """Leave this process one of the host's GPUs, before CUDA is first used: vLLM has no argument that chooses one."""
+    """Make only one of the host's GPUs visible, before CUDA is first used: vLLM has no argument for it."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if visible != [""] and local >= len(visible):
         raise InputError(

@@ -1,6 +1,6 @@
-"""Stage, and Artifact: a committed directory that its fingerprint identifies.
+"""Stage, and Artifact: a committed directory that is identified by its fingerprint.
 
-The fingerprint is one of the stage's name and VERSION, its identity config and its parents' fingerprints.
+The fingerprint covers the stage's name and VERSION, its identity config and its parents' fingerprints.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,7 +33,7 @@ class Artifact:
         return Parent(name=self.manifest.stage, fingerprint=self.manifest.fingerprint)
 
     def shown_files(self) -> list[str]:
-        """Names of the files for a person to look at: manifest, reports, pages, notes, traces of steps."""
+        """Return the names of the files for people: manifest, reports, pages, notes, traces of steps."""
         names = [path.name for path in self.dir.iterdir() if path.is_file()]
         shown = [name for name in names if name in _SHOWN_JSON or name.endswith((".html", ".md"))]
         traces = self.dir / PROFILE
@@ -43,7 +43,7 @@ class Artifact:
 
 @dataclass(frozen=True, slots=True)
 class External:
-    """An input that no stage made: a directory of the user's, identified by a digest of its content."""
+    """An input that no stage made: a directory of the user, identified by a digest of its content."""
 
     dir: StorePath
     name: str
@@ -54,15 +54,15 @@ class External:
 
 
 Input = Artifact | External
-Check = Callable[[Artifact, Callable[[Path, Callable[[Path], str]], str]], None]  # artifact, see `Whole.digest`
+Check = Callable[[Artifact, Callable[[Path, Callable[[Path], str]], str]], None]  # (artifact, see `Whole.digest`)
 
 
 @dataclass(frozen=True, slots=True)
 class StageOutput:
-    """The manifest's facts about a stage's files, which lie in the work directory by then."""
+    """The facts for the manifest about a stage's files, which are in the work directory when the stage returns."""
 
     shards: list[ShardEntry] = field(default_factory=list)
-    files: list[FileEntry] = field(default_factory=list)  # of the stage's `digested` those that it knows already
+    files: list[FileEntry] = field(default_factory=list)  # entries of `digested` files that the stage knows already
     skips: dict[str, int] = field(default_factory=dict)
     stats: dict[str, Any] = field(default_factory=dict)
 
@@ -71,18 +71,18 @@ class StageOutput:
 class Stage:
     """A stage: its name, VERSION, and `run(config, inputs, work_dir, resources) -> StageOutput`.
 
-    `run` must be able to go on from whatever an interrupted try of the same fingerprint left in `work_dir`.
+    `run` must be able to continue from any state that an interrupted run of the same fingerprint left in `work_dir`.
 
     Attributes:
-        on_disk: `work_dir` must be a directory of this machine, because other programs write there; without it `run`
-            writes whole files only (`atomic_path`, `ShardWriter`), which may as well go to an object store.
-        dataset: the artifact's part in a run as data, for example "training"; None: it is not data.
-        digested: globs of the files, beside the shards, that other stages read: the manifest has their SHA-256.
-        check: see that what the manifest does not list is as it was written, before an artifact on a disk is reused; it
-            raises DamagedFile. The work then begins with the files of the damaged artifact. None: nothing else is
-            looked at, and a damaged artifact is an error.
-        preview: "module:function" that makes the page of an artifact's contents, from it and the stage's inputs; None:
-            no such page. It is imported on use, since it needs more libraries than a worker should load.
+        on_disk: whether `work_dir` must be a local directory, because other programs write there. If False, `run`
+            writes only atomically (`atomic_path`, `ShardWriter`), which also works in an object store.
+        dataset: the artifact's role as a dataset in a run, for example "training"; None: it is not a dataset.
+        digested: globs of the files, other than shards, that other stages read: the manifest has their SHA-256.
+        check: a function that checks files that the manifest does not list, before an artifact on a disk is reused. It
+            raises DamagedFile; the stage is then run again, starting from the files of the damaged artifact. None: only
+            the manifest's files are checked, and a damaged artifact is an error.
+        preview: "module:function" that makes a page of the artifact's contents, from the artifact and the stage's
+            inputs; None: no such page. It is imported on use, since it needs more libraries than a worker should load.
     """
 
     name: str
@@ -97,7 +97,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class StageResult:
-    """The artifact of one run of a stage, and how long the run took."""
+    """The artifact of one run of a stage, and the duration of the run."""
 
     artifact: Artifact
     reused: bool
@@ -105,7 +105,7 @@ class StageResult:
 
 
 def stage_identity(stage: Stage, config: BaseModel, inputs: Mapping[str, Input]) -> dict[str, Any]:
-    """Everything that decides the bytes of the output."""
+    """Return everything that determines the bytes of the output."""
     return {
         "stage": stage.name,
         "version": stage.version,
@@ -115,5 +115,5 @@ def stage_identity(stage: Stage, config: BaseModel, inputs: Mapping[str, Input])
 
 
 def artifact_dir(root: StorePath, stage: Stage, identity: Mapping[str, Any]) -> StorePath:
-    """Where the artifact of this identity lies, or would lie."""
+    """Return the directory of the artifact of this identity, whether it exists or not."""
     return root / "artifacts" / stage.name / fingerprint(identity)

@@ -1,12 +1,12 @@
-"""Whether an artifact is still what was written: its files by name and size, and those that are read whole by SHA-256.
+"""Checks that an artifact is unchanged: all files by name and size, and files that are read whole by SHA-256.
 
-    reused, or read by another stage   every shard and file of the manifest is there and has its size, and every file
-                                       beside the shards has its SHA-256 (see unchanged.py for which files are read)
+    reused, or read by another stage   every shard and file of the manifest exists with its size, and every file that
+                                       is not a shard has its SHA-256 (see unchanged.py for which files are read)
     a model or adapter that answers    every file of its directory has its size and its SHA-256
     while it is read                   each shard or record is compared by `shard_io`
 
-So nothing is read twice but index, plan and weights, and a million shards are only counted. Of an artifact in an object
-store that is reused only the sizes are compared: nothing changes an object in its place.
+Thus only index, plan and weights are read twice, and of a million shards only the sizes are checked. If a reused
+artifact is in an object store, only sizes are compared, because objects are never changed in place.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,7 +24,7 @@ _HASHERS = 4  # files read at a time: one core digests 1.3 GB/s
 
 
 def file_entries(directory: StorePath, patterns: Sequence[str], known: Iterable[FileEntry] = ()) -> list[FileEntry]:
-    """The entries of the files that the globs match, by name.
+    """Return the entries of the files that the globs match, sorted by name.
 
     Args:
         known: entries whose files need not be read again.
@@ -38,10 +38,10 @@ def file_entries(directory: StorePath, patterns: Sequence[str], known: Iterable[
 
 
 def check_sizes(artifact: Artifact) -> None:
-    """Check that every shard and file of the manifest is there with its size.
+    """Check that every shard and file of the manifest exists with its size.
 
     Raises:
-        DamagedFile: one is not.
+        DamagedFile: a file is missing or has another size.
     """
     entries = [*artifact.manifest.shards, *artifact.manifest.files]
     for entry, size in zip(entries, _sizes(artifact.dir, [entry.name for entry in entries])):
@@ -52,10 +52,10 @@ def check_sizes(artifact: Artifact) -> None:
 
 
 def check_inputs(inputs: Mapping[str, Input]) -> None:
-    """Check what a stage is about to read: sizes of all files, and the digests of those beside the shards.
+    """Check a stage's inputs before it reads them: the sizes of all files, and the digests of all files except shards.
 
     Raises:
-        DamagedFile: a file is missing, or is not the one that was written.
+        DamagedFile: a file is missing or was changed.
     """
     for item in inputs.values():
         if isinstance(item, Artifact):
@@ -64,13 +64,13 @@ def check_inputs(inputs: Mapping[str, Input]) -> None:
 
 
 def check_reused(artifact: Artifact, digest: Callable[[Path], str]) -> None:
-    """Check that an artifact which is used again is what was written.
+    """Check that an artifact to be reused is unchanged.
 
     Args:
-        digest: the SHA-256 of a file of this machine, see `Whole.digest`.
+        digest: a function that returns the SHA-256 of a local file; see `Whole.digest`.
 
     Raises:
-        DamagedFile: a file is missing, or is not the one that was written.
+        DamagedFile: a file is missing or was changed.
     """
     check_sizes(artifact)
     if is_local(artifact.dir):
@@ -78,11 +78,11 @@ def check_reused(artifact: Artifact, digest: Callable[[Path], str]) -> None:
 
 
 def check_written(directory: StorePath) -> None:
-    """Check a model's or an adapter's directory, if it is an artifact's: hf/, adapter/ or hf/adapter/ of an export or
-    release. Files that the manifest does not list are not looked at.
+    """Check a model's or an adapter's directory if it belongs to an artifact: hf/, adapter/ or hf/adapter/ of an export
+    or release. Files that the manifest does not list are ignored.
 
     Raises:
-        DamagedFile: a file is missing, or is not the one that was written.
+        DamagedFile: a file is missing or was changed.
     """
     made = directory.parent
     if directory.name == ADAPTER_EXPORT and made.name == HF_EXPORT:
@@ -107,14 +107,14 @@ def _check_file(directory: StorePath, entry: FileEntry, digest: Callable[[Path],
     if not is_local(directory) and folder != HF_EXPORT:
         local_copy(directory / entry.name, entry.sha256)
         return
-    here = directory / entry.name if is_local(directory) else local_dir(directory / folder) / name  # the one to be used
+    here = directory / entry.name if is_local(directory) else local_dir(directory / folder) / name  # the copy in use
     if (found := digest(here)) != entry.sha256:
         what = f"is damaged: its SHA-256 is {found[:12]}..., and {entry.sha256[:12]}... was written"
         raise damaged(directory / entry.name, f"{what} (to change it, copy its directory elsewhere)")
 
 
 def _sizes(directory: StorePath, names: Sequence[str]) -> list[int | None]:
-    """The bytes of each file below a directory; None for one that is missing."""
+    """Return the size in bytes of each file below a directory; None for a missing file."""
     if not is_local(directory):
         found = directory.fs.find(directory.path, detail=True)
         return [found.get(f"{directory.path}/{name}", {}).get("size") for name in names]

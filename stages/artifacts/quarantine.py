@@ -1,4 +1,4 @@
-"""quarantine.jsonl: the samples that a stage left out, one per line, and the same as a table of its report."""
+"""quarantine.jsonl: the samples that a stage left out, one per line. Also the table of them in the stage's report."""
 
 import json
 from collections import Counter
@@ -13,7 +13,7 @@ from stages.pages.report import Table
 
 QUARANTINE = "quarantine.jsonl"
 _SHOWN = 200
-_MIN_LOST = 3  # rows; a source that loses fewer is not judged by their share
+_MIN_LOST = 3  # rows; the limit on the share does not apply below this number of lost rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +21,9 @@ class LeftOut:
     """A sample that was left out.
 
     Attributes:
-        key: the sample's.
+        key: the sample's key.
         reason: one of SKIP_REASONS.
-        detail: what is wrong with it.
+        detail: the fault.
         file: the raw file that holds it; None if the stage reads no raw files.
         row: its row in that file, from 0.
     """
@@ -35,19 +35,19 @@ class LeftOut:
     row: int | None = None
 
     def record(self) -> dict[str, object]:
-        """Field -> value; without file and row if there is no file."""
+        """Return field -> value; without file and row if there is no file."""
         record: dict[str, object] = {"key": self.key, "reason": self.reason, "detail": self.detail}
         return record if self.file is None else {**record, "file": self.file, "row": self.row}
 
 
 def write_quarantine(directory: StorePath, left_out: Iterable[LeftOut]) -> int:
-    """Write quarantine.jsonl, one record per line in the same order, and empty if there are none.
+    """Write quarantine.jsonl, one record per line in the same order; the file is empty if there are no records.
 
     Returns:
-        the number of lines.
+        The number of lines.
     """
     lines = 0
-    # Text that UTF-8 cannot store (half a surrogate pair) becomes \udXXX, as JSON spells it.
+    # Text that UTF-8 cannot store (half a surrogate pair) becomes \udXXX, JSON's escape.
     with (
         atomic_path(directory / QUARANTINE) as tmp,
         tmp.open("w", encoding="utf-8", errors="backslashreplace") as file,
@@ -59,29 +59,29 @@ def write_quarantine(directory: StorePath, left_out: Iterable[LeftOut]) -> int:
 
 
 def count_reasons(left_out: Iterable[LeftOut]) -> dict[str, int]:
-    """Reason -> number of samples, sorted by reason."""
+    """Return reason -> number of samples, sorted by reason."""
     return dict(sorted(Counter(item.reason for item in left_out).items()))
 
 
 def reason_words(skips: Mapping[str, int]) -> str:
-    """Reasons with their numbers, the commonest first: `image_not_found 30, empty_target 2`."""
+    """Return reasons with their numbers, the most frequent first: `image_not_found 30, empty_target 2`."""
     return ", ".join(f"{reason} {number}" for reason, number in Counter(skips).most_common())
 
 
 def check_lost(
     skips: Mapping[str, int], num_samples: int, limit: tuple[str, float], source: StorePath | str, where: str
 ) -> None:
-    """See that a stage does not lose too many of its samples, however few it has.
+    """Check that a stage does not lose too large a share of its samples.
 
     Args:
         skips: reason -> number of samples that are lost.
-        num_samples: samples that were read, with those that are lost.
+        num_samples: number of samples read, including the lost ones.
         limit: name of the field that bounds the share of lost samples, and its value.
         source: where the samples come from, for the message.
-        where: what names each of them, for the message.
+        where: the file that lists the lost samples, for the message.
 
     Raises:
-        InputError: at least 3 samples and more than the allowed share are lost, or all of them are.
+        InputError: at least 3 samples and more than the allowed share are lost, or all samples are lost.
     """
     num_lost, (field, fraction) = sum(skips.values()), limit
     if num_lost < num_samples and (num_lost < _MIN_LOST or num_lost <= fraction * num_samples):
@@ -96,7 +96,7 @@ def check_lost(
 
 
 def left_out_table(left_out: Sequence[LeftOut], total: int | None = None) -> Table:
-    """A report's table of the first of them; `total` is their number if not all were handed in."""
+    """Return a report's table of the first of these samples; `total` is the number of all, if not all were passed."""
     total = len(left_out) if total is None else total
     shown = [list(item.record().values()) for item in left_out[:_SHOWN]]
     columns = list(left_out[0].record()) if left_out else ["key", "reason", "detail"]

@@ -13,7 +13,7 @@ _ROWS_AT_A_TIME = 2048
 
 
 def write_rows(path: StorePath, rows: Iterable[Mapping[str, object]], schema: pa.Schema) -> None:
-    """Write a parquet file, whole or not at all, with some rows at a time in memory."""
+    """Write a parquet file atomically, with a few rows in memory at a time."""
     rest: Iterator[Mapping[str, object]] = iter(rows)
     with atomic_path(path) as tmp, pq.ParquetWriter(tmp, schema) as writer:
         while batch := list(islice(rest, _ROWS_AT_A_TIME)):
@@ -21,6 +21,6 @@ def write_rows(path: StorePath, rows: Iterable[Mapping[str, object]], schema: pa
 
 
 def read_columns(path: StorePath, columns: Sequence[str]) -> pa.Table:
-    """Some columns of a parquet file."""
+    """Read some columns of a parquet file."""
     with pq.ParquetFile(local_copy(path)) as file:
         return file.read(columns=list(columns))

@@ -1,13 +1,13 @@
 """run_stage(): reuse the artifact of a fingerprint, or make it in a scratch directory under a lock and publish it.
 
-    <root>/artifacts/<stage>/<fingerprint>/manifest.json ...   whole, never changed again
-    <root>/scratch/<stage>-<fingerprint>/ ...                  unfinished; a rerun goes on in it
+    <root>/artifacts/<stage>/<fingerprint>/manifest.json ...   complete, never changed again
+    <root>/scratch/<stage>-<fingerprint>/ ...                  unfinished; a rerun continues in it
     <root>/scratch/<stage>-<fingerprint>.lock                  held by the process that works there
 
-A root may be the URL of an object store, which has no rename. There a stage that writes file by file works in the
+A root may be the URL of an object store, which has no rename. There, a stage that writes file by file works in the
 artifact's own directory: finished files appear one by one, the manifest last. A stage that needs a disk (`on_disk`)
-works below `side_dir(root)` on this machine, and its files are uploaded, again the manifest last. The lock then holds
-on one machine; two machines that make the same data artifact write the same bytes.
+works below `side_dir(root)` on this machine, and its files are then uploaded, again the manifest last. The lock works
+only within one machine; two machines that make the same data artifact write the same bytes.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ log = logging.getLogger("athanor.stage")
 
 
 def scratch_dir(root: StorePath, stage: Stage, identity: Mapping[str, Any]) -> StorePath:
-    """Where the artifact of this identity is worked on."""
+    """Return the directory in which the artifact of this identity is made."""
     if is_local(root) or stage.on_disk:
         return side_dir(root) / "scratch" / f"{stage.name}-{fingerprint(identity)}"
     return artifact_dir(root, stage, identity)
@@ -52,15 +52,15 @@ def scratch_dir(root: StorePath, stage: Stage, identity: Mapping[str, Any]) -> S
 def run_stage(
     stage: Stage, config: BaseModel, inputs: Mapping[str, Input], root: StorePath, resources: object = None
 ) -> StageResult:
-    """The artifact of this identity: reused, or made; while another process makes it, this one waits.
+    """Reuse or make the artifact of this identity; wait while another process makes it.
 
     Args:
-        config: the identity config: frozen pydantic, JSON-serialisable.
+        config: the identity config, a frozen pydantic model that JSON can represent.
         inputs: role -> artifact or external directory.
-        resources: execution only; never part of the fingerprint.
+        resources: execution settings; never part of the fingerprint.
 
     Raises:
-        InputError: the disk is full, or a file of an input or of the reused artifact is not what was written.
+        InputError: the disk is full, or a file of an input or of the reused artifact was changed.
     """
     started = time.perf_counter()
     identity = stage_identity(stage, config, inputs)
@@ -71,7 +71,7 @@ def run_stage(
         return StageResult(found, True, time.perf_counter() - started)
     lock.parent.mkdir(parents=True, exist_ok=True)
     with _locked(work, lock):
-        found = _reused(stage, final, lock, logging.WARNING)  # made by the process that this one waited for
+        found = _reused(stage, final, lock, logging.WARNING)  # the process that held the lock may have made it
         if found is None:
             check_inputs(inputs)
             _reopen(final, work)
@@ -81,7 +81,7 @@ def run_stage(
 
 
 def _reused(stage: Stage, final: StorePath, beside: Path, level: int) -> Artifact | None:
-    """Return the finished artifact, if there is one and the stage has nothing to do again in it."""
+    """Return the finished artifact if it exists and is not damaged; otherwise None."""
     if not (final / MANIFEST).is_file():
         if is_local(final) and final.is_dir():
             raise InputError(f"{final / MANIFEST} is missing; delete {final} and run the same command again")
@@ -94,14 +94,19 @@ def _reused(stage: Stage, final: StorePath, beside: Path, level: int) -> Artifac
         try:
             stage.check(artifact, whole.digest)
         except DamagedFile as error:
-            log.log(level, "%s: %s; it goes on from what is whole", stage.name, str(error).partition("; delete ")[0])
+            log.log(
+                level,
+                "%s: %s; the stage continues from the intact files",
+                stage.name,
+                str(error).partition("; delete ")[0],
+            )
             return None
     whole.keep()
     return artifact
 
 
 def _reopen(final: StorePath, work: StorePath) -> None:
-    """Make a work directory: that of a finished artifact in which the stage found damage, or an empty one."""
+    """Create the work directory: empty, or from the finished artifact in which the stage found damage."""
     if is_local(final) and (final / MANIFEST).is_file():
         shutil.rmtree(work, ignore_errors=True)
         work.parent.mkdir(parents=True, exist_ok=True)
@@ -112,15 +117,15 @@ def _reopen(final: StorePath, work: StorePath) -> None:
 
 def _make(stage, config, inputs, work: StorePath, resources, identity: dict[str, Any]) -> None:
     try:
-        if not (work / MANIFEST).is_file():  # it is there if an earlier try ended just before the rename
+        if not (work / MANIFEST).is_file():  # it exists if an earlier run ended just before the rename
             if is_local(work):
-                for unfinished in work.rglob("*.tmp"):  # files of a try that was killed
+                for unfinished in work.rglob("*.tmp"):  # files of a run that was killed
                     unfinished.unlink()
             output = stage.run(config, inputs, work, resources)
             files = file_entries(work, stage.digested, output.files)
             manifest = _manifest(stage, identity, dataclasses.replace(output, files=files))
             _write_preview(stage, Artifact(work, manifest), inputs)
-            if not is_local(work):  # the manifest publishes, so that the records beside the shards go first
+            if not is_local(work):  # the manifest publishes the artifact, so commit records are removed before
                 remove_entries(work, [shard.name for shard in output.shards])
             manifest.write(work)
     except OSError as error:
@@ -135,11 +140,11 @@ def _make(stage, config, inputs, work: StorePath, resources, identity: dict[str,
 
 
 def _write_preview(stage: Stage, artifact: Artifact, inputs: Mapping[str, Input]) -> None:
-    """Write the stage's page of the artifact's contents. The artifact is worth as much without it."""
+    """Write the stage's page of the artifact's contents. An error is only logged: the artifact does not need it."""
     if stage.preview is None:
         return
     try:
-        # A page made later shows the manifest as it is read. This one does too, so that both are the same bytes.
+        # A page made later shows the manifest as it is read from its file. This page must have the same bytes.
         as_read = json.dumps(artifact.manifest.model_dump(mode="json"), sort_keys=True)
         module, function = stage.preview.split(":")
         render = getattr(importlib.import_module(module), function)
@@ -150,7 +155,7 @@ def _write_preview(stage: Stage, artifact: Artifact, inputs: Mapping[str, Input]
 
 
 def _publish(work: StorePath, final: StorePath) -> None:
-    """Move a finished work directory to its place."""
+    """Move a finished work directory to its final path."""
     if not is_local(work):
         return
     remove_entries(work, [shard.name for shard in load_manifest(work).shards])
@@ -178,7 +183,7 @@ def _manifest(stage: Stage, identity: Mapping[str, Any], output: StageOutput) ->
 
 @contextlib.contextmanager
 def _locked(work: StorePath, name: Path) -> Iterator[None]:
-    """Hold the lock of a scratch directory. A process that finds it taken waits for it, and says for whom."""
+    """Hold the lock of a scratch directory. If the lock is taken, log its owner and wait."""
     owner, lock = name.with_name(name.name + ".owner.json"), filelock.FileLock(name.with_name(name.name + ".lock"))
     try:
         lock.acquire(timeout=0)
@@ -196,8 +201,8 @@ def _locked(work: StorePath, name: Path) -> Iterator[None]:
 
 
 def why_rebuild(root: StorePath, stage: Stage, identity: Mapping[str, Any]) -> str:
-    """Why there is no artifact of this identity, in words, compared with the newest one of the same stage."""
-    if scratch_dir(root, stage, identity).is_dir():  # in a store a prefix that holds something
+    """Explain why there is no artifact of this identity, compared with the newest artifact of the same stage."""
+    if scratch_dir(root, stage, identity).is_dir():  # in a store: a prefix that is not empty
         return "unfinished: an earlier run was interrupted, its finished parts will be used"
     artifacts = [d for d in (root / "artifacts" / stage.name).glob("*") if (d / MANIFEST).is_file()]
     if not artifacts:

@@ -1,15 +1,15 @@
-"""Digests of files, each file read whole once per state and process.
+"""Digests of files. Each file is read once per state and process.
 
 The state of a file is its inode, size, time of modification and time of change. The kernel sets the time of change at
-each write, and no program can set it back. A changed bit therefore makes another state, also where size and time of
-modification were restored. Only a disk that returns other bytes than were written keeps the state. How far a state is
-trusted:
+each write, and no program can set it back. A changed bit therefore changes the state, even if size and time of
+modification were restored. Only a disk that returns wrong bytes leaves the state unchanged. The rules for trusting a
+state:
 
-    a stage's inputs, a model that is asked   read whole in each process, whatever an earlier process found
-    an artifact that is reused                not read again while the states are those of the last whole reading; they
+    a stage's inputs, a model that answers    read whole in each process, whatever an earlier process found
+    an artifact that is reused                not read again while the states equal those of the last reading, which
                                               are kept in <root>/scratch/<stage>-<fingerprint>.whole.json
 
-A file that changed less than two seconds ago is read each time: two writes may share one tick of the clock.
+A file that changed less than two seconds ago is read each time, because two writes may share one clock tick.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ def _state(path: Path) -> tuple[int, list[int]]:
 
 
 def digest_once(path: Path, read: Callable[[Path], str] = sha256_file) -> str:
-    """Return what `read` returns for a file; it is called again only if the file has changed since.
+    """Return `read(path)`; `read` is called again only if the file has changed since its last call.
 
     Raises:
         OSError: there is no such file.
@@ -51,7 +51,7 @@ class Whole:
     """The digests of an artifact's files, kept between processes.
 
     Args:
-        place: the file that keeps them. A file that is missing or damaged makes every file be read.
+        place: the file that stores the digests. If it is missing or damaged, every file is read.
     """
 
     def __init__(self, place: Path) -> None:
@@ -62,7 +62,7 @@ class Whole:
         self._new: dict[str, list[object]] = {}
 
     def digest(self, path: Path, read: Callable[[Path], str] = sha256_file) -> str:
-        """See `digest_once`; a kept digest of the same state is taken without reading."""
+        """Return the digest of a file; a stored digest of the same state is used without reading. See `digest_once`."""
         _, state = _state(path)
         kept = self._kept.get(str(path))
         digest = kept[-1] if isinstance(kept, list) and kept[:-1] == state else digest_once(path, read)
@@ -71,7 +71,7 @@ class Whole:
         return str(digest)
 
     def keep(self) -> None:
-        """Write the digests. A root that cannot be written keeps none."""
+        """Write the digests, unless the root is not writable."""
         if self._new != self._kept:
             with contextlib.suppress(OSError):
                 self._place.parent.mkdir(parents=True, exist_ok=True)

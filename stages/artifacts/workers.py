@@ -1,7 +1,8 @@
-"""Work spread over processes, here or on a cluster: the same results, however many there are and whichever ends first.
+"""Tasks spread over processes, on this machine or a cluster. Neither their number nor their order changes the results.
 
-A stage hands its tasks, each a shard or a part of the source, to `run_tasks` and knows neither how many processes there
-are nor where. Every task commits its files by itself, so a run that ends early loses only unfinished tasks.
+A stage passes its tasks, each a shard or a part of the source, to `run_tasks`, and knows neither the number of
+processes nor their machines. Every task commits its files by itself, so a run that ends early loses only unfinished
+tasks.
 """
 
 import ctypes
@@ -25,23 +26,24 @@ from trainer.contract.run import TrainerExecution
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
-# Tasks handed to an executor and not ended: a million shards are never a million futures. There are enough for each
-# worker to have its next task there already, and for a small cluster to see that it may grow.
+# Limits on submitted, unfinished tasks, so that a million shards never become a million futures. They leave a next task
+# ready for each worker, and let a small cluster detect that it may grow.
 _AHEAD_PER_WORKER = 4
 _AHEAD_AT_LEAST = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageResources:
-    """How a stage runs, and who hears of it. Nothing here changes its bytes, and no stage needs all of it.
+    """The execution settings and callbacks of a stage. They never change its output, and no stage needs all of them.
 
     Attributes:
-        num_workers: number of processes; with 1 this process does the work. With an executor: roughly its workers.
-        executor: runs tasks elsewhere than in processes of this machine, such as on a cluster. It must import the same
-            code and see the same paths; whoever made it closes it.
-        cluster: where a job of several processes runs, such as the trainer's.
-        trainer: how the trainer runs there.
-        on_progress: called as (finished, total) now and then, in units of the stage's own; the first never falls.
+        num_workers: number of processes; with 1, this process does the work. With an executor, roughly its number of
+            workers.
+        executor: runs tasks outside this machine's processes, for example on a cluster. It must import the same code
+            and see the same paths; its creator closes it.
+        cluster: where a job of several processes runs, for example the trainer.
+        trainer: execution settings of the trainer.
+        on_progress: called from time to time with (finished, total), in units of the stage; `finished` never decreases.
         on_rows: called with every new line of a training's metrics.jsonl, in order of steps.
         on_line: called with every line of a job's log.
     """
@@ -59,7 +61,7 @@ class StageResources:
             self.on_progress(finished, total)
 
     def at_most(self, num_workers: int) -> "StageResources":
-        """The same with no more processes than are worth their start; an executor runs already and stays as it is."""
+        """Return the same resources with at most this number of processes; an executor is not changed."""
         if self.executor is not None:
             return self
         return dataclasses.replace(self, num_workers=min(self.num_workers, num_workers))
@@ -68,17 +70,17 @@ class StageResources:
 def run_tasks(
     function: Callable[[Task], Result], tasks: Iterable[Task], resources: StageResources
 ) -> Iterator[tuple[int, Result]]:
-    """(number of the task, its result) for every task, in the order in which they end.
+    """Yield (number of the task, its result) for every task, in the order in which the tasks end.
 
     Args:
-        function: importable by name, as are the tasks' and results' types: they cross a process border.
+        function: importable by name, like the types of tasks and results, since they are passed between processes.
         tasks: taken one by one, as workers need them.
         resources: an executor, if there is one, gets every task; otherwise they go to `num_workers` processes, or
             run in this one if that is 1 or there is only one task.
 
     Raises:
-        Whatever the function raises, from the first task that fails; tasks that have not begun are dropped, and this
-        waits for those that run.
+        Any error of `function`, from the first task that fails. Tasks that have not started are dropped, and running
+        tasks are awaited.
         InputError: a process of this machine died.
     """
     numbered = enumerate(tasks)
@@ -91,7 +93,7 @@ def run_tasks(
     if resources.num_workers <= 1 or len(first) < 2:
         yield from ((i, function(task)) for i, task in numbered)
         return
-    # spawn: a fork of a process with threads (Prefect, Arrow) may never wake up
+    # spawn: a fork of a process with threads (Prefect, Arrow) may hang
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(resources.num_workers, context, _die_with_parent, (os.getpid(),)) as pool:
         try:
@@ -107,7 +109,7 @@ def run_tasks(
 def _spread(
     executor: Executor, function: Callable[[Task], Result], numbered: Iterator[tuple[int, Task]], ahead: int
 ) -> Iterator[tuple[int, Result]]:
-    """`run_tasks` on an executor, with at most `ahead` tasks handed to it and not ended."""
+    """Run tasks on an executor, with at most `ahead` submitted, unfinished tasks. See `run_tasks`."""
     numbers: dict[Future[Result], int] = {}
     ended: queue.SimpleQueue[Future[Result]] = queue.SimpleQueue()
 
@@ -126,13 +128,13 @@ def _spread(
             submit(1)
             yield number, result
     finally:
-        # A task that cannot be cancelled goes on writing: its directory is free only when it has ended.
+        # A task that cannot be cancelled continues to write: its directory is free only when it has ended.
         wait([future for future in numbers if not future.cancel()])
 
 
 def _die_with_parent(parent: int) -> None:
-    """A worker that outlived a killed stage would write into the shards of the stage's next try."""
+    """Kill this worker when its parent dies: otherwise it would write into the shards of the stage's next run."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 = PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # it died before the line above
+    if os.getppid() != parent:  # the parent died before the line above
         os._exit(1)

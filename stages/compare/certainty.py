@@ -1,4 +1,4 @@
-"""How certain one score of an evaluation is, and the lead of one model over another in it."""
+"""Confidence intervals for one score of an evaluation, and for the lead of one model over another."""
 
 import contextlib
 from collections.abc import Mapping, Sequence
@@ -31,12 +31,12 @@ _COLUMNS = ("key", "turn", "subset", "question", "references", "answer", "pictur
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Certainty:
-    """How certain the score of a model is.
+    """The confidence intervals of a model's score.
 
     Attributes:
-        num_answers: answers behind the score.
-        score: its interval.
-        lead: the paired interval of its lead over another model's; None if there is none to compare it with on the same
+        num_answers: number of answers that the score is computed from.
+        score: the interval of the score.
+        lead: the paired interval of the lead over another model's score; None if no other model answered the same
             questions.
     """
 
@@ -46,8 +46,8 @@ class Certainty:
 
 
 def certainty_of(evaluated: Artifact, other: Artifact | None, name: str) -> Certainty | None:
-    """The certainty of an evaluation's score of this name, and of its lead over another evaluation; None if it is not
-    a score of answers."""
+    """Return the intervals of an evaluation's score of this name, and of its lead over another evaluation; None if the
+    score is not computed from answers."""
     ours = ScoredAnswers(evaluated, name)
     score, lead = ours.interval(BOOTSTRAP), None
     with contextlib.suppress(InputError):  # the same samples in another order are not paired
@@ -56,16 +56,16 @@ def certainty_of(evaluated: Artifact, other: Artifact | None, name: str) -> Cert
 
 
 class ScoredAnswers:
-    """The answers of an evaluation that count, as one of its scores sees them.
+    """The counted answers of an evaluation, arranged for one of its scores.
 
     Args:
         evaluated: the evaluation.
-        name: of the score: `score` or a metric, alone or as metric/subset.
+        name: name of the score: `score` or a metric, without a subset or as metric/subset.
 
     Attributes:
         predictions: the answers that count.
-        subsets: the answers by subset for `score`, in one piece for a metric; empty if the score is not one of answers
-            (a loss, a rate of the generation) or nothing has it.
+        subsets: the answers by subset for `score`, in one piece for a metric; empty if the score is not computed from
+            answers (a loss, a rate of the generation) or no subset has it.
     """
 
     def __init__(self, evaluated: Artifact, name: str) -> None:
@@ -79,16 +79,16 @@ class ScoredAnswers:
         return sum(len(subset.statistics) for subset in self.subsets)
 
     def interval(self, bootstrap: Bootstrap) -> Interval | None:
-        """The interval of the score; None if there is none."""
+        """Return the interval of the score; None if there are no answers for it."""
         if not self.subsets:
             return None
         return overall(self.subsets, bootstrap) if self._is_score else interval(self.subsets[0], bootstrap)
 
     def lead_over(self, other: "ScoredAnswers", bootstrap: Bootstrap) -> Difference | None:
-        """This score minus the other's, by paired bootstrap; None if one has no interval.
+        """Return the difference of this score and the other one, by paired bootstrap; None if one has no interval.
 
         Raises:
-            InputError: the two are not answers to the same questions.
+            InputError: the two evaluations do not answer the same questions.
         """
         check_same(other.predictions, self.predictions)
         if not self.subsets or not other.subsets:

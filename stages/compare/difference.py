@@ -1,4 +1,4 @@
-"""Two models' answers to the same questions: the gain, how certain it is, and the answers that differ."""
+"""Comparison of two models' answers to the same questions: the gain, its interval, and the answers that differ."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ _SAME = ("key", "turn", "question", "references")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """Base and tuned on the same questions.
+    """The comparison of the base and the tuned model on the same questions.
 
     Attributes:
         base, tuned: the scores of every subset.
-        differences: tuned minus base in the headline metric of every subset; under `overall` in the mean of them,
-            turned so that more is better.
-        rows: (n,) the gain of each answer by its subset's headline metric; above 0, the tuned model's is better.
+        differences: tuned minus base in the headline metric of every subset; under `overall`, in the mean of these
+            metrics, with signs such that more is better.
+        rows: (n,) the gain of each answer by its subset's headline metric; above 0, the tuned model's answer is better.
     """
 
     base: dict[str, SubsetScores]
@@ -32,8 +32,8 @@ class Comparison:
     rows: np.ndarray
 
     def gains(self) -> dict[str, tuple[float, float]]:
-        """Low and high end of the gain, above 0 if tuned is better: of `score`, and of each subset's `score` and
-        headline."""
+        """Return the low and the high end of each gain, above 0 if tuned is better: for `score`, and for each subset's
+        `score` and headline metric."""
         bounds = {SCORE: (self.differences[OVERALL].low, self.differences[OVERALL].high)}
         for name, scores in self.tuned.items():
             low, high = self.differences[name].low, self.differences[name].high
@@ -44,7 +44,7 @@ class Comparison:
 
 
 def answers_of(predictions: pa.Table) -> AnswerSet:
-    """The answers of an evaluation's predictions.parquet."""
+    """Return the answers in an evaluation's predictions.parquet."""
     columns = predictions.select(["key", "subset", "question", "references", "answer", "pictures"]).to_pydict()
     judged = [
         Judged(question=question, references=tuple(references), answer=answer)
@@ -56,10 +56,10 @@ def answers_of(predictions: pa.Table) -> AnswerSet:
 def compare_predictions(
     base: pa.Table, tuned: pa.Table, overrides: Mapping[str, Sequence[str]], bootstrap: Bootstrap
 ) -> Comparison:
-    """The comparison of two evaluations' predictions, row by row.
+    """Compare two evaluations' predictions, row by row.
 
     Raises:
-        InputError: they do not answer the same questions.
+        InputError: the evaluations do not answer the same questions.
     """
     check_same(base, tuned)
     before, after = answers_of(base), answers_of(tuned)
@@ -80,7 +80,7 @@ def _rows(subsets: Sequence[str], first: Mapping[str, SubsetScores], second: Map
 
 
 def check_same(base: pa.Table, tuned: pa.Table) -> None:
-    """Raise InputError unless both are answers to the same questions, in the same order."""
+    """Raise InputError unless both tables answer the same questions, in the same order."""
     for name in _SAME:
         if not base[name].equals(tuned[name]):
             raise InputError(

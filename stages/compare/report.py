@@ -1,4 +1,4 @@
-"""The page of a comparison: the differences, then pictures with both answers, the largest differences first."""
+"""The page of a comparison: the differences, then images with both answers, the largest differences first."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,18 +20,18 @@ _THUMBNAIL_SIDE = 160  # pixels
 
 
 def shown_keys(table: pa.Table) -> set[str]:
-    """The samples whose pictures are on the page."""
+    """Return the keys of the samples whose images are on the page."""
     return {key for part in _parts(table) for key in _shown(part)["key"].to_pylist()}
 
 
 def write_comparison_report(
     directory: Path, comparison: Comparison, table: pa.Table, pictures: Mapping[str, Sequence[bytes]]
 ) -> None:
-    """report.json and report.html.
+    """Write report.json and report.html.
 
     Args:
-        table: comparison.parquet's, in its order.
-        pictures: key of a sample -> all its pictures, encoded; for the `shown_keys`.
+        table: the rows of comparison.parquet, in its order.
+        pictures: key of a sample -> all its encoded images; for the `shown_keys`.
     """
     worse, better = _parts(table)
     sections: list[Section] = [
@@ -82,7 +82,7 @@ def _difference(change: Difference) -> str:
 
 
 def _parts(table: pa.Table) -> tuple[pa.Table, pa.Table]:
-    """The answers that are worse than before, and those that are better."""
+    """Return the answers that are worse than before, and the answers that are better."""
     return table.filter(pc.less(table["gain"], 0)), table.filter(pc.greater(table["gain"], 0))
 
 

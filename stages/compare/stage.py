@@ -1,6 +1,6 @@
 """compare: two evaluations of the same samples -> differences with intervals, and the answers that differ.
 
-    comparison.parquet   one row per question: both answers, both scores (more is better), the picture; the largest
+    comparison.parquet   one row per question: both answers, both scores (more is better), the image; the largest
                          differences first
     report.json, report.html
 
@@ -26,7 +26,7 @@ from stages.evaluate.predictions import COMPARISON, counted, read_predictions
 from stages.scoring.intervals import Bootstrap
 from stages.scoring.summary import upward_rows, upwards
 
-VERSION = 3  # 2: contaminated samples are in neither; 3: all pictures of a sample on the page
+VERSION = 3  # 2: contaminated samples are excluded; 3: all images of a sample on the page
 COMPARISON_SCHEMA = pa.schema(
     [
         ("key", pa.string()),
@@ -46,7 +46,7 @@ COMPARISON_SCHEMA = pa.schema(
 
 
 def _run(config: CompareConfig, inputs: Mapping[str, Artifact], work: Path, resources: object) -> StageOutput:
-    """Inputs: "base" and "tuned", two evaluations; "samples", those that both answered."""
+    """Run the stage. Inputs: "base" and "tuned", two evaluations; "samples", the samples that both answered."""
     base, tuned = (counted(read_predictions(inputs[name].dir)) for name in ("base", "tuned"))
     overrides = _metrics(inputs)
     bootstrap = Bootstrap(resamples=config.resamples, level=config.level, seed=config.seed)
@@ -59,7 +59,7 @@ def _run(config: CompareConfig, inputs: Mapping[str, Artifact], work: Path, reso
 
 
 def _pictures(samples: Artifact, keys: set[str]) -> dict[str, Sequence[bytes]]:
-    """Key -> all pictures of that held-out sample."""
+    """Return key -> all images of that held-out sample."""
     images_of: dict[str, Sequence[bytes]] = {}
     for sample in heldout_samples(samples):
         if images_of.keys() == keys:
@@ -77,7 +77,7 @@ def _metrics(inputs: Mapping[str, Artifact]) -> Mapping[str, list[str]]:
 
 
 def _table(base: pa.Table, tuned: pa.Table, comparison: Comparison) -> pa.Table:
-    """One row per question, with COMPARISON_SCHEMA; the largest differences first, in either direction."""
+    """Return one row per question, with COMPARISON_SCHEMA; the largest differences first, in either direction."""
     subsets = np.array(tuned["subset"].to_pylist(), dtype=object)
     scores = {"base_score": np.zeros(len(subsets)), "tuned_score": np.zeros(len(subsets))}
     metrics = np.empty(len(subsets), dtype=object)
@@ -93,7 +93,7 @@ def _table(base: pa.Table, tuned: pa.Table, comparison: Comparison) -> pa.Table:
 
 
 def _stats(comparison: Comparison) -> dict[str, object]:
-    """Plain numbers for the manifest: of every subset both headlines with intervals, and their difference."""
+    """Return the figures for the manifest: both headlines of every subset with intervals, and their difference."""
     stats: dict[str, dict[str, object]] = {}
     for name, difference in comparison.differences.items():
         stats[name] = {"difference": asdict(difference)}

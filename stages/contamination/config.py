@@ -1,4 +1,4 @@
-"""The config of contamination: which pictures count as copies."""
+"""The config of contamination: which images count as copies."""
 
 from pydantic import Field
 
@@ -7,7 +7,7 @@ from stages.contamination.near_hashes import MAX_BITS
 
 
 class ContaminationConfig(StrictModel):
-    """When two pictures are nearly the same. The defaults' error rates are in docs/decisions/data.md."""
+    """The limits within which two images are nearly the same. The defaults' error rates are in docs/decisions/data.md."""
 
     max_bits: int = Field(
         default=6, ge=0, le=MAX_BITS, description="bits of 64 in which the perceptual hashes of two copies may differ"

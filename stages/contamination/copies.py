@@ -1,4 +1,4 @@
-"""Held-out pictures that are copies of train pictures: the same bytes, the same pixels, or nearly the same picture."""
+"""Held-out images that are copies of train images: the same bytes, the same pixels, or nearly the same image."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,21 +14,21 @@ from stages.contamination.scan import THUMBNAIL_BYTES, PictureTask, count_pictur
 
 How = Literal["bytes", "pixels", "near"]
 HOWS: tuple[How, ...] = ("bytes", "pixels", "near")
-_MAX_STRETCH = 1.1  # between the aspects of two copies: rounding to whole pixels makes a few per cent
-_PAIRS_AT_A_TIME = 1 << 15  # of thumbnails to compare
+_MAX_STRETCH = 1.1  # largest ratio of two copies' aspects; rounding to whole pixels causes a few per cent
+_PAIRS_AT_A_TIME = 1 << 15  # pairs of thumbnails compared at a time
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A picture of a held-out sample that occurs in train.
+    """An image of a held-out sample that occurs in the training split.
 
     Attributes:
-        key, place: the held-out sample, and which of its pictures, from 0.
-        how: the same encoded bytes; the same pixels in other bytes; or near.
-        train_key, train_place: the first such picture in train; if near, the most alike.
+        key, place: the held-out sample, and the index of the image in it, from 0.
+        how: bytes: the same encoded bytes; pixels: the same pixels in other bytes; or near.
+        train_key, train_place: the first such image in the training split; if near, the most similar one.
         bits: number of bits in which the two hashes differ; 0 unless near.
         difference: root mean square difference of the two thumbnails, in grey levels; 0 unless near.
-        thumbnails: of a near pair, held-out and train, 1,024 bytes each.
+        thumbnails: the thumbnails of a near pair, held-out and train, 1,024 bytes each.
     """
 
     key: str
@@ -44,7 +44,7 @@ class Copy:
 def find_copies(
     heldout_tasks: Sequence[PictureTask], train_tasks: Sequence[PictureTask], config: ContaminationConfig
 ) -> list[Copy]:
-    """The copies in order of the held-out tables: at most one per picture, of the surest kind."""
+    """Return the copies in order of the held-out tables: at most one per image, of the surest kind."""
     heldout, train = read_pictures(heldout_tasks), read_pictures(train_tasks)
     copies: dict[int, Copy] = {}
     for how, column in (("bytes", "sha256"), ("pixels", "pixels_sha256")):
@@ -78,12 +78,12 @@ def _use(pictures: pa.Table, row: int) -> tuple[str, int]:
 
 
 def _with_hash(pictures: pa.Table) -> np.ndarray:
-    """Rows of pictures that could be decoded."""
+    """Return the rows of images that could be decoded."""
     return np.flatnonzero(pc.is_valid(pictures["phash"]).to_numpy())
 
 
 def _alike_hashes(heldout: pa.Table, train: pa.Table, rest: np.ndarray, max_bits: int) -> _Pairs:
-    """Pairs of like hashes and like aspect, for the rows `rest` of the held-out table, in order of the train rows."""
+    """Return pairs with similar hash and aspect, for the rows `rest` of the held-out table, in order of train rows."""
     rows = _with_hash(train)
     heldout_hashes = heldout["phash"].take(pa.array(rest)).to_numpy()
     train_hashes = train["phash"].take(pa.array(rows)).to_numpy()
@@ -108,7 +108,7 @@ def _log_aspect(pictures: pa.Table) -> np.ndarray:
 def _nearest(
     pairs: _Pairs, thumbnails: np.ndarray, train_tasks: Sequence[PictureTask], max_difference: float
 ) -> dict[int, tuple[float, int, bytes]]:
-    """Held-out row -> difference, number of the pair and thumbnail of the most alike train picture, if alike enough.
+    """Return held-out row -> difference, pair number and thumbnail of the most similar train image, if similar enough.
 
     Args:
         thumbnails: (held-out rows, 1024) uint8.
@@ -131,5 +131,5 @@ def _nearest(
 
 
 def _differences(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Two (n, 1024) uint8 -> (n,) root mean square differences, in grey levels."""
+    """Return the (n,) root mean square differences of two (n, 1024) uint8, in grey levels."""
     return np.sqrt(np.square(one.astype(np.float32) - other).mean(axis=1, dtype=np.float64))

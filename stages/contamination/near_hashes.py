@@ -1,8 +1,8 @@
 """Pairs of 64-bit hashes that differ in a few bits, without comparing every hash with every other.
 
 Multi-index hashing (Norouzi, Punjani, Fleet, "Fast Search in Hamming Space with Multi-Index Hashing", CVPR 2012): two
-hashes that differ in at most 7 bits differ in at most one bit in one of four bands of 16 bits. So every hash is filed
-four times, under each of its bands, and a query looks into 4 * 17 of 4 * 65,536 drawers.
+hashes that differ in at most 7 bits differ in at most one bit in one of four bands of 16 bits. So every hash is indexed
+four times, by each of its bands, and a query searches 4 * 17 of 4 * 65,536 buckets.
 """
 
 from collections.abc import Iterator
@@ -14,19 +14,20 @@ _BANDS = 4
 _BAND_BITS = 16
 _MASK = (1 << _BAND_BITS) - 1
 _FLIPS = np.array([0, *(1 << bit for bit in range(_BAND_BITS))], np.int64)
-_CANDIDATES = 1 << 22  # looked at in one go: bounds the memory, some 100 MB
+_CANDIDATES = 1 << 22  # candidates compared at a time; limits the memory to some 100 MB
 
 
 def near_pairs(queries: np.ndarray, hashes: np.ndarray, max_bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """All pairs of a query and a hash that differ in at most `max_bits` bits.
+    """Return all pairs of a query and a hash that differ in at most `max_bits` bits.
 
     Args:
         queries: (q,) uint64.
-        hashes: (n,) uint64; distinct ones if speed matters, since a drawer of equal hashes is searched whole.
+        hashes: (n,) uint64; distinct hashes are faster, since equal hashes share a bucket, which is searched
+            completely.
         max_bits: at most MAX_BITS.
 
     Returns:
-        (m,) int64 places in queries and (m,) int64 places in hashes, sorted by both.
+        (m,) int64 indices of queries and (m,) int64 indices of hashes, sorted by both.
     """
     assert 0 <= max_bits <= MAX_BITS, max_bits
     pairs = [np.zeros((2, 0), np.int64)]
@@ -37,7 +38,7 @@ def near_pairs(queries: np.ndarray, hashes: np.ndarray, max_bits: int) -> tuple[
 
 
 def _near_in_band(queries: np.ndarray, hashes: np.ndarray, band: int, max_bits: int) -> Iterator[np.ndarray]:
-    """(2, m) int64: near pairs whose band differs in at most one bit, some at a time."""
+    """Yield (2, m) int64: near pairs whose band differs in at most one bit, some at a time."""
     keys = _band(hashes, band)
     order = np.argsort(keys, kind="stable").astype(np.int64)
     ends = np.cumsum(np.bincount(keys, minlength=_MASK + 1))
@@ -55,7 +56,7 @@ def _near_in_band(queries: np.ndarray, hashes: np.ndarray, band: int, max_bits: 
 
 
 def _pieces(sizes: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Spans of drawers with at most _CANDIDATES hashes in them, or one drawer that has more."""
+    """Yield ranges of buckets with at most _CANDIDATES hashes together, or one bucket that has more."""
     totals = np.cumsum(sizes)
     begin = 0
     while begin < len(sizes):

@@ -1,7 +1,8 @@
-"""The look of every picture of a samples artifact: one table per shard, made on the workers.
+"""The perceptual record of every image in a samples artifact: one table per shard, made by the workers.
 
-key, place (of the picture in its sample, from 0), sha256 (32 bytes, of the encoded bytes), pixels_sha256,
-width, height, phash, thumbnail (dataset_builders/pictures/picture_hash.py; null if the picture cannot be decoded)
+Columns: key, place (index of the image in its sample, from 0), sha256 (32 bytes, of the encoded bytes), and
+pixels_sha256, width, height, phash, thumbnail (dataset_builders/pictures/picture_hash.py; null if the image cannot be
+decoded).
 """
 
 import json
@@ -41,11 +42,11 @@ _UNSEEN = dict.fromkeys(("pixels_sha256", "width", "height", "phash", THUMBNAIL)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PictureTask:
-    """One shard to look through.
+    """One shard to scan.
 
     Attributes:
-        shard: of the artifact in `directory`.
-        out: the table that is written.
+        shard: a shard of the artifact in `directory`.
+        out: path of the table.
     """
 
     directory: StorePath
@@ -54,10 +55,10 @@ class PictureTask:
 
 
 def scan_pictures(samples: Artifact, work: StorePath, resources: StageResources) -> list[PictureTask]:
-    """Write the tables of all shards that have none yet; progress is in samples.
+    """Write the missing tables of all shards; progress is in samples.
 
     Returns:
-        one task per shard, in the manifest's order; each says where its table lies.
+        One task per shard, in the manifest's order, with the path of its table.
     """
     directory = work / "scan"
     make_dir(directory)
@@ -76,35 +77,36 @@ def scan_pictures(samples: Artifact, work: StorePath, resources: StageResources)
 
 
 def scan_shard(task: PictureTask) -> int:
-    """Write a shard's table, whole or not at all; returns the number of samples read.
+    """Write a shard's table atomically; return the number of samples read.
 
-    A held-out shard has one row per use of a picture, a train shard one for the first use of each picture.
+    The table of a held-out shard has one row per use of an image; the table of a train shard has one row per distinct
+    image, for its first use.
     """
     write_rows(task.out, _rows(task), SCAN_SCHEMA)
     return task.shard.num_samples
 
 
 def read_pictures(tasks: Sequence[PictureTask]) -> pa.Table:
-    """The tables of these tasks, one after the other, without their thumbnails."""
+    """Return the concatenated tables of these tasks, without the thumbnails."""
     none = SCAN_SCHEMA.empty_table().select(_ALL_BUT_THUMBNAIL)
     return pa.concat_tables([none, *(read_columns(task.out, _ALL_BUT_THUMBNAIL) for task in tasks)])
 
 
 def count_pictures(task: PictureTask) -> int:
-    """The number of rows of one task's table."""
+    """Return the number of rows of one task's table."""
     with pq.ParquetFile(local_copy(task.out)) as file:
         return file.metadata.num_rows
 
 
 def read_thumbnails(task: PictureTask) -> np.ndarray:
-    """(rows, 1024) uint8 of one task's table, in its order; zeros for a picture that cannot be decoded."""
+    """Return the thumbnails of one task's table, (rows, 1024) uint8, in its order; zeros for an undecodable image."""
     column = read_columns(task.out, (THUMBNAIL,))[THUMBNAIL]
     data = b"".join(value.as_py() or bytes(THUMBNAIL_BYTES) for value in column)
     return np.frombuffer(data, np.uint8).reshape(-1, THUMBNAIL_BYTES)
 
 
 def _rows(task: PictureTask) -> Iterator[dict[str, object]]:
-    looks: dict[str, dict[str, object]] = {}  # a shard's pictures: about a kilobyte each
+    looks: dict[str, dict[str, object]] = {}  # a shard's images: about a kilobyte each
     for key, fields in iter_records(task.directory / task.shard.name, task.shard):
         for place, image in enumerate(json.loads(fields["json"])["images"]):
             digest = image["sha256"]
@@ -118,5 +120,5 @@ def _rows(task: PictureTask) -> Iterator[dict[str, object]]:
 def _look(data: bytes) -> dict[str, object]:
     try:
         return asdict(look_at(data))
-    except SkipSample:  # convert.decode_check=header lets broken pictures through; tokenization leaves them out
+    except SkipSample:  # convert.decode_check=header lets damaged images pass; tokenization leaves them out
         return _UNSEEN

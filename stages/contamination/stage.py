@@ -1,16 +1,16 @@
-"""contamination: held-out pictures that occur in train, looked for once per samples artifact.
+"""contamination: the search for held-out images that occur in the training split, once per samples artifact.
 
-    contamination.parquet     one row per such picture: key, place, how, train_key, train_place, bits, difference
-    report.json, report.html  counts by subset, and each near copy beside its original
+    contamination.parquet     one row per such image: key, place, how, train_key, train_place, bits, difference
+    report.json, report.html  counts by subset, and each near copy next to its original
 
-convert never puts the same encoded bytes into both splits, nor samples that share them. It cannot see the same picture
-in another file: a PNG made into a JPEG, a thumbnail of it. A picture is a copy if it has
+convert never puts the same encoded bytes, or samples that share them, into both splits. It cannot detect the same image
+in another file, for example a PNG converted to a JPEG, or a thumbnail. An image is a copy if it has
 
-    bytes    the SHA-256 of a train picture's file (of an artifact that convert did not split)
+    bytes    the SHA-256 of a train image's file (in an artifact that convert did not split)
     pixels   the SHA-256 of its decoded pixels
     near     a perceptual hash within `max_bits` of 64, and a thumbnail within `max_difference` grey levels
 
-A score without such samples leaves out the keys of `contaminated_keys`.
+A score without contaminated samples excludes the keys of `contaminated_keys`.
 """
 
 from collections import Counter
@@ -46,10 +46,10 @@ CONTAMINATION_SCHEMA = pa.schema(
     ]
 )
 OVERALL = "overall"
-_SAMPLES_PER_WORKER = 500  # about the seconds of work that the start of a process costs
+_SAMPLES_PER_WORKER = 500  # about as many seconds of work as a process takes to start
 _SHOWN = 24
 _SHOWN_ROWS = 500
-_SCALE = 4  # thumbnails on the page are as many times larger
+_SCALE = 4  # enlargement of the thumbnails on the page
 
 
 def _run(
@@ -72,12 +72,12 @@ def _run(
 
 
 def read_contamination(directory: StorePath) -> pa.Table:
-    """contamination.parquet of an artifact of this stage, with CONTAMINATION_SCHEMA."""
+    """Read contamination.parquet of an artifact of this stage, with CONTAMINATION_SCHEMA."""
     return pq.read_table(local_copy(directory / CONTAMINATION), schema=CONTAMINATION_SCHEMA)
 
 
 def contaminated_keys(directory: StorePath) -> dict[str, How]:
-    """Key of each held-out sample with a picture that occurs in train -> the surest way in which one does."""
+    """Return key -> the surest kind of copy, for each held-out sample with a copy in the training split."""
     how_of: dict[str, How] = {}
     for row in read_contamination(directory).select(["key", "how"]).to_pylist():
         how_of[row["key"]] = min(how_of.get(row["key"], row["how"]), row["how"], key=HOWS.index)
@@ -87,7 +87,7 @@ def contaminated_keys(directory: StorePath) -> dict[str, How]:
 def _stats(
     samples: Artifact, heldout: Sequence[PictureTask], train: Sequence[PictureTask], copies: Sequence[Copy]
 ) -> dict[str, object]:
-    """The manifest's figures: of everything under `overall`, and of each subset with a copy."""
+    """Return the manifest's figures: for everything under `overall`, and for each subset with a copy."""
     pictures = read_pictures(heldout)
     by_subset: dict[str, list[Copy]] = {}
     for copy in copies:
@@ -102,7 +102,7 @@ def _stats(
 
 
 def _count(copies: Sequence[Copy]) -> dict[str, int]:
-    """Numbers of samples with a copy, and of copies by kind."""
+    """Return the number of samples with a copy, and the number of copies of each kind."""
     hows = Counter(copy.how for copy in copies)
     return {"samples": len({copy.key for copy in copies}), **{how: hows[how] for how in HOWS}}
 

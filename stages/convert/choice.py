@@ -1,8 +1,8 @@
-"""Which rows are read where convert.max_rows is less than the source holds.
+"""The choice of rows if the source holds more than convert.max_rows.
 
-Every row draws a number, a hash of its subset's name and of its own number in the subset, and the rows with the
-smallest numbers are chosen. So the same rows are chosen tomorrow and from other files of the same rows, and a smaller
-number of rows is a subset of a larger one.
+Every row has a pseudorandom draw: a hash of its subset's name and its number in the subset. The rows with the smallest
+draws are chosen. The choice is therefore the same in every run and for any division of the rows into files, and a
+smaller choice is a subset of a larger one.
 """
 
 import math
@@ -13,19 +13,19 @@ import xxhash
 
 from dataset_builders.readers.parts import Part
 
-_CHUNK = 1 << 22  # rows hashed at a time
+_CHUNK = 1 << 22  # number of rows hashed at a time
 
 
 def choose_rows(parts: Sequence[Part], max_rows: int) -> list[np.ndarray]:
-    """For each part (m,) int64, ascending: the chosen row numbers of its subset; `max_rows` in all, or every row.
+    """Return (m,) int64 for each part, ascending: the chosen row numbers of its subset; `max_rows` in all, or all.
 
-    Memory grows with `max_rows`, not with the source: rows that are certainly not among the smallest are dropped chunk
-    by chunk.
+    Memory grows with `max_rows`, not with the source: rows whose draws are certainly too large are dropped chunk by
+    chunk.
     """
     starts = np.concatenate([[0], np.cumsum([part.num_rows for part in parts])]).astype(np.int64)
     total = int(starts[-1])
     share = min(1.0, max_rows / max(1, total))
-    bound = share + 8 * math.sqrt(share / max(1, total))  # eight standard deviations: the loop hardly ever runs twice
+    bound = share + 8 * math.sqrt(share / max(1, total))  # plus 8 standard deviations: a second pass is unlikely
     while True:
         places, draws = _below(parts, starts, bound)
         if len(places) >= max_rows or bound >= 1:
@@ -40,14 +40,14 @@ def choose_rows(parts: Sequence[Part], max_rows: int) -> list[np.ndarray]:
 
 
 def _below(parts: Sequence[Part], starts: np.ndarray, bound: float) -> tuple[np.ndarray, np.ndarray]:
-    """Places of rows, counted over all parts, ascending (int64), and their draws (uint64), if under bound x 2^64."""
+    """Return the rows' indices over all parts, ascending (int64), and draws (uint64), for draws under bound * 2^64."""
     limit = np.uint64(min(2**64 - 1, int(bound * 2.0**64)))
     found = [(places[draws <= limit], draws[draws <= limit]) for places, draws in _draws(parts, starts)]
     return np.concatenate([places for places, _ in found]), np.concatenate([draws for _, draws in found])
 
 
 def _draws(parts: Sequence[Part], starts: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(places, draws) of all rows, some parts at a time."""
+    """Yield (indices over all parts, draws) of all rows, some parts at a time."""
     seed_of = {part.subset: xxhash.xxh3_64_intdigest(part.subset.encode()) for part in parts}
     seeds = np.array([seed_of[part.subset] for part in parts], np.uint64)
     offsets = np.array([part.first_row for part in parts], np.int64) - starts[:-1]
@@ -62,7 +62,7 @@ def _draws(parts: Sequence[Part], starts: np.ndarray) -> Iterator[tuple[np.ndarr
 
 
 def _hash(rows: np.ndarray, seeds: np.ndarray) -> np.ndarray:
-    """(n,) uint64: SplitMix64's mixing function of rows and seeds; no two rows of a subset have the same hash."""
+    """Return (n,) uint64: SplitMix64's mixing function of rows and seeds; the hashes within a subset are distinct."""
     mixed = rows * np.uint64(0x9E3779B97F4A7C15) + seeds
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

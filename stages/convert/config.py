@@ -1,4 +1,4 @@
-"""The config of convert: which rows are read, which are left out, which are held out."""
+"""The config of convert: which rows are read, left out and held out."""
 
 import re
 from typing import Any, Literal
@@ -18,12 +18,12 @@ from dataset_builders.errors import shown
 from dataset_builders.pictures.images import PILLOW_PIXEL_LIMIT
 from dataset_builders.sources.registry import get_builder
 
-RAW = "raw"  # role of the only raw input
+RAW = "raw"  # role of a single raw input
 _SUBSET = re.compile(r"[A-Za-z0-9_-]{1,100}")
 
 
 class SourceReading(StrictModel):
-    """How the rows of one source are read."""
+    """The builder, subsets and options that read one source."""
 
     builder: str | None = Field(
         default=None,
@@ -38,7 +38,7 @@ class SourceReading(StrictModel):
     @field_validator("subsets")
     @classmethod
     def _are_names(cls, subsets: tuple[str, ...]) -> tuple[str, ...]:
-        """Refuse what cannot be part of a key, and would be a pattern of files anywhere."""
+        """Refuse a name that cannot be part of a key; it would be a glob of files."""
         for name in subsets:
             if not _SUBSET.fullmatch(name):
                 raise ValueError(f"{shown(name)} is no name of a subset; it has letters, digits, _ and - alone")
@@ -46,7 +46,7 @@ class SourceReading(StrictModel):
 
     @model_validator(mode="after")
     def _options_fit(self) -> "SourceReading":
-        """Check the options against the builder's model and write out its defaults."""
+        """Check the options against the builder's model and fill in its defaults."""
         if self.builder is None:
             if self.options or self.subsets:
                 raise ValueError("subsets and options belong to a builder, and builder is null")
@@ -64,7 +64,7 @@ class SourceReading(StrictModel):
 
 
 class ConvertConfig(SourceReading):
-    """Identity of the sample shards, beside the raw rows."""
+    """Identity of the sample shards, in addition to the raw rows."""
 
     max_rows: int | None = Field(
         default=None,
@@ -98,7 +98,7 @@ class ConvertConfig(SourceReading):
 
     @model_serializer(mode="wrap")
     def _as_before(self, whole: SerializerFunctionWrapHandler, info: SerializationInfo) -> Any:
-        """Omits `max_rows` where it is null, so that fingerprints from before the field stay valid."""
+        """Omit `max_rows` if it is null, so that fingerprints from before this field stay valid."""
         fields = whole(self)
         if self.max_rows is None and info.context != EVERY_FIELD:
             fields.pop("max_rows", None)
@@ -106,26 +106,26 @@ class ConvertConfig(SourceReading):
 
     @property
     def readings(self) -> dict[str, SourceReading]:
-        """Role of each raw input -> how it is read."""
+        """Role of each raw input -> its reading."""
         return {RAW: self}
 
 
 class MixedConvertConfig(ConvertConfig):
-    """Identity of the sample shards of several sources, each of which has a name that its subsets begin with."""
+    """Identity of the sample shards of several sources; each source's name is the prefix of its subsets' names."""
 
     sources: dict[str, SourceReading] = Field(description="name of a source -> how it is read")
 
     @property
     def readings(self) -> dict[str, SourceReading]:
-        """Role of each raw input -> how it is read."""
+        """Role of each raw input -> its reading."""
         return {raw_role(name): reading for name, reading in self.sources.items()}
 
 
 def raw_role(name: str) -> str:
-    """The role of a named source among the inputs of convert."""
+    """Return the role of a named source among the inputs of convert."""
     return f"{RAW}-{name}"
 
 
 def subset_prefix(role: str) -> str:
-    """Prefix of the names of a raw input's subsets; empty for the only input."""
+    """Return the prefix of the names of a raw input's subsets; empty for a single input."""
     return f"{role.removeprefix(f'{RAW}-')}_" if role != RAW else ""

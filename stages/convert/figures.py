@@ -1,4 +1,4 @@
-"""Figures over the kept samples of a convert artifact, part by part: memory grows with distinct values only."""
+"""Figures over the kept samples of a convert artifact, part by part: memory grows only with distinct values."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ _FREQUENT = 20
 
 @dataclass(slots=True)
 class SubsetFigures:
-    """One subset: samples, bytes in shards and picture uses by split; turns; samples left out."""
+    """Figures of one subset: by split, samples and bytes in shards; image uses, turns, and samples left out."""
 
     samples: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
     bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
@@ -38,11 +38,11 @@ class Figures:
     """Figures of the kept samples.
 
     Attributes:
-        subsets: name -> figures, in order of the source.
+        subsets: name -> the subset's figures, in order of the source.
         lengths: one of LENGTHS -> length -> number of messages of that length.
-        turns_per_sample: number of turns -> number of samples with as many.
+        turns_per_sample: number of turns -> number of samples.
         scripts: Unicode's name of a script -> number of letters, most frequent first.
-        answers: (first 60 characters of an answer, how often it occurs), most frequent first.
+        answers: (first 60 characters of an answer, number of occurrences), most frequent first.
     """
 
     subsets: dict[str, SubsetFigures] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class Figures:
 
 
 def gather_figures(work: StorePath, scan: Scan, plan: Plan, parts: Mapping[int, Part]) -> Figures:
-    """Figures of a plan, from the scans below `work`."""
+    """Compute the figures of a plan, from the scans below `work`."""
     figures = Figures()
     scripts: Counter[str] = Counter()
     buckets = np.zeros(1 << _BUCKET_BITS, np.int64)
@@ -81,10 +81,10 @@ def gather_figures(work: StorePath, scan: Scan, plan: Plan, parts: Mapping[int, 
 
 
 def quantiles(counts: Mapping[int, int]) -> dict[str, float]:
-    """Minimum, median, mean, 95th percentile and maximum of values; {} if there are none.
+    """Return minimum, median, mean, 95th percentile and maximum of values; {} if there are none.
 
     Args:
-        counts: value -> how often it occurs.
+        counts: value -> number of occurrences.
     """
     if not counts:
         return {}
@@ -97,13 +97,13 @@ def quantiles(counts: Mapping[int, int]) -> dict[str, float]:
 
 
 def spread(counts: Mapping[int, int]) -> np.ndarray:
-    """(n,) int32: each value as often as its count says, for a histogram."""
+    """Return (n,) int32 with each value repeated by its count, for a histogram."""
     values = sorted(counts)
     return np.repeat(np.array(values, np.int32), np.array([counts[value] for value in values], np.int64))
 
 
 def value_counts(values: pa.ChunkedArray) -> dict[Any, int]:
-    """Value -> how often it occurs, in order of appearance."""
+    """Return value -> number of occurrences, in order of appearance."""
     return {count["values"]: count["counts"] for count in values.value_counts().to_pylist()}
 
 
@@ -120,11 +120,11 @@ def _add_sizes(subset: SubsetFigures, table: pa.Table, splits: np.ndarray) -> No
 def _frequent_answers(
     work: StorePath, scan: Scan, plan: Plan, parts: Sequence[int], buckets: np.ndarray
 ) -> list[tuple[str, int]]:
-    """The most frequent answers, counted in bounded memory.
+    """Return the most frequent answers, counted in bounded memory.
 
     Args:
         buckets: (2^18,) number of answers by the top bits of their hash. Only answers in the fullest buckets are
-            counted one by one: any other answer occurs no more often than its whole bucket.
+            counted individually, because any other answer occurs at most as often as its whole bucket.
     """
     order = np.argsort(-buckets, kind="stable")[:_CANDIDATE_BUCKETS]
     is_candidate = np.zeros(len(buckets), bool)

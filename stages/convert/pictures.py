@@ -1,9 +1,9 @@
-"""pictures.parquet of a convert artifact: every distinct picture once, sorted by its SHA-256.
+"""pictures.parquet of a convert artifact: every distinct image once, sorted by its SHA-256.
 
     sha256 (32 bytes, of the encoded bytes), subset, split, key (of the first sample that shows it), width, height
     (pixels, upright), format (Pillow's name)
 
-The order lets one pass compare two such files, or one with a list of a benchmark's pictures.
+Because of the order, two such files, or a file and a benchmark's list of images, can be compared in one pass.
 """
 
 import numpy as np
@@ -33,7 +33,7 @@ _ROWS_AT_A_TIME = 1 << 16
 
 
 def distinct_pictures(scan: Scan, plan: Plan) -> pa.Table:
-    """One row per distinct picture of the kept samples, sorted by hash: the fields of a scan's picture, and `row`
+    """Return one row per distinct image of the kept samples, sorted by hash: the fields of a scan's picture, and `row`
     (int64), the first row of the scan that shows it."""
     rows = np.flatnonzero(plan.kept)
     pictures = scan.table["pictures"].filter(pa.array(plan.kept))

@@ -1,7 +1,7 @@
-"""The plan between the passes of convert: the samples that stay, their splits and their shards.
+"""The plan between the two passes of convert: the kept samples, their splits and their shards.
 
-All of it is a function of the scan tables, the source's own splits and the config alone. Each fact about a row is a
-number in an array: a row takes some 150 bytes while it is planned, and 60 per picture (tests/bench/bench_convert.py).
+The plan depends only on the scan tables, the source's own splits and the config. Each fact about a row is a number in
+an array: during planning, a row takes some 150 bytes, plus 60 per image (tests/bench/bench_convert.py).
 """
 
 import hashlib
@@ -19,18 +19,19 @@ from stages.convert.scan import Scan
 
 DUPLICATE = "duplicate_sample"
 REASONS = tuple(SKIP_REASONS)
-LEFT_OUT = -1  # in Plan.splits
-STAYS = -1  # in Plan.reasons
+LEFT_OUT = -1  # a value in Plan.splits
+STAYS = -1  # a value in Plan.reasons
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Draw:
-    """How samples are split that the source puts in no split.
+    """The random split of samples that the source puts in no split.
 
     Attributes:
         seed: another seed holds out other samples.
         heldout_fraction: share of the groups held out.
-        min_heldout: if fewer samples are held out then, groups next in order are too, as long as train has as many.
+        min_heldout: if fewer samples are held out, the next groups in order are held out too, as long as train keeps at
+            least as many samples.
     """
 
     seed: int
@@ -43,7 +44,7 @@ class PlannedShard:
     """One shard to write.
 
     Attributes:
-        name: path below the artifact, train/shard-00000.tar.
+        name: path relative to the artifact, train/shard-00000.tar.
         split: its split.
         rows: (m,) int64, ascending: its samples' rows in the scan.
     """
@@ -55,12 +56,12 @@ class PlannedShard:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What convert will write; n is the number of rows of the scan.
+    """The output that convert will write; n is the number of rows of the scan.
 
     Attributes:
-        reasons: (n,) int8: why a row is left out, a place in REASONS; STAYS if it stays.
-        firsts: (n,) int64: the row that an exact duplicate repeats; a row's own number if it repeats none.
-        splits: (n,) int8: the split of a row that stays, a place in SPLITS; LEFT_OUT otherwise.
+        reasons: (n,) int8: why a row is left out, an index of REASONS; STAYS if it is kept.
+        firsts: (n,) int64: the row that an exact duplicate repeats; a row's own number if it is not a duplicate.
+        splits: (n,) int8: the split of a kept row, an index of SPLITS; LEFT_OUT otherwise.
         shards: train before heldout, in order of their names.
     """
 
@@ -71,21 +72,21 @@ class Plan:
 
     @property
     def kept(self) -> np.ndarray:
-        """(n,) bool: whether a row stays."""
+        """(n,) bool: whether a row is kept."""
         return self.splits != LEFT_OUT
 
     def skips(self) -> dict[str, int]:
-        """Reason -> number of rows left out for it, sorted by reason."""
+        """Return reason -> number of rows left out for it, sorted by reason."""
         counts = np.bincount(self.reasons[self.reasons != STAYS], minlength=len(REASONS))
         return {reason: int(count) for reason, count in sorted(zip(REASONS, counts)) if count}
 
 
 def make_plan(scan: Scan, own_splits: list[Split | None], draw: Draw, shard_bytes: int) -> Plan:
-    """The plan for the scan of all parts.
+    """Make the plan for the scan of all parts.
 
     Args:
-        own_splits: for each part the split that the source itself puts its rows in, or None.
-        draw: how the other rows are split.
+        own_splits: for each part, the split that the source itself puts its rows in, or None.
+        draw: the random split of the other rows.
         shard_bytes: a shard is closed before it grows over this.
     """
     scanned_reasons = pc.index_in(scan.table["reason"], value_set=pa.array(REASONS), skip_nulls=True)
@@ -106,12 +107,12 @@ def make_plan(scan: Scan, own_splits: list[Split | None], draw: Draw, shard_byte
 
 
 def split_of(seed: int, digest: bytes, heldout_fraction: float) -> Split:
-    """The split of a group of samples, drawn by the smallest hash in it: the same whatever else the dataset holds."""
+    """Return the split of a group of samples, drawn by its smallest hash; it does not depend on other groups."""
     return "heldout" if _ticket(seed, digest) < heldout_fraction * 2**64 else "train"
 
 
 def check_heldout(plan: Plan, own_splits: list[Split | None], draw: Draw) -> None:
-    """Raise InputError if the samples that the source leaves to us are too few for the least number to hold out."""
+    """Raise InputError if the samples without a split of the source's own are too few for the minimum to hold out."""
     num_heldout, num_samples = int((plan.splits == SPLITS.index("heldout")).sum()), int(plan.kept.sum())
     if draw.heldout_fraction and None in own_splits and num_heldout < draw.min_heldout:
         raise InputError(
@@ -122,20 +123,20 @@ def check_heldout(plan: Plan, own_splits: list[Split | None], draw: Draw) -> Non
 
 
 def _ticket(seed: int, digest: bytes) -> int:
-    """The number in [0, 2^64) that a group draws; small ones are held out."""
+    """Return the number in [0, 2^64) that a group draws; groups with small numbers are held out."""
     return int.from_bytes(hashlib.sha256(b"%d:%b" % (seed, digest)).digest()[:8], "big")
 
 
 def _first_places(codes: np.ndarray) -> np.ndarray:
-    """(k,) the first place of each of the codes 0 ... k-1, which were given out in order of appearance."""
+    """Return (k,) the first index of each of the codes 0 ... k-1, which are numbered in order of appearance."""
     highest = np.maximum.accumulate(np.concatenate([[-1], codes]))
     return np.flatnonzero(np.diff(highest))
 
 
 class _Groups:
-    """Samples that belong in the same split: those that share a picture, also through others, and exact duplicates.
+    """Groups of samples that must be in the same split: samples connected by shared images, and exact duplicates.
 
-    The name of a group is its smallest picture hash, or the sample's own digest if there is no picture.
+    The name of a group is its smallest image hash, or the sample's own digest if there is no image.
     """
 
     def __init__(self, scan: Scan, usable: np.ndarray, codes: np.ndarray, digests: pa.Array) -> None:
@@ -145,19 +146,19 @@ class _Groups:
         num_labels = int(labels.max()) + 1 if len(labels) else 0
         self.of_sample = num_labels + codes
         self.of_sample[has_pictures] = labels[self.ids[(np.cumsum(self.lengths) - self.lengths)[has_pictures]]]
-        smallest = np.unique(labels, return_index=True)[1]  # numbers of hashes follow their order
+        smallest = np.unique(labels, return_index=True)[1]  # hashes are numbered in sorted order
         firsts = _first_places(codes)
         self.names = pa.concat_arrays([hashes.take(pa.array(smallest)), digests.take(pa.array(firsts))])
 
     def splits(self, own: np.ndarray, draw: Draw, stays: np.ndarray) -> np.ndarray:
-        """(m,) int8, places in SPLITS, for the usable samples.
+        """Return (m,) int8, indices of SPLITS, for the usable samples.
 
-        A group is heldout if the source holds any of its samples out; else train if the source puts any in train; else
-        drawn by its name.
+        A group is heldout if the source holds out any of its samples; else train if the source puts any of them in
+        train; else its split is drawn by its name.
 
         Args:
-            own: (m,) int8: 1 + the place of the source's own split, 0 if the source has none.
-            stays: (m,) bool: whether a sample is no duplicate.
+            own: (m,) int8: 1 + the index of the source's own split, 0 if the source has none.
+            stays: (m,) bool: whether a sample is not a duplicate.
         """
         of_group = np.zeros(len(self.names), np.int8)
         np.maximum.at(of_group, self.of_sample, own)
@@ -173,13 +174,13 @@ class _Groups:
         return splits
 
     def _hold_out_more(self, of_group: np.ndarray, undecided: np.ndarray, draw: Draw, sizes: np.ndarray) -> None:
-        """Hold out drawn groups, next in the order of their draws, until there are `min_heldout` samples.
+        """Hold out further groups, in the order of their draws, until there are `min_heldout` samples.
 
-        A group that would leave fewer samples in train than in heldout is passed over.
+        A group that would leave fewer samples in train than in heldout is skipped.
 
         Args:
-            of_group: (groups,) int8: 1 + the place of each group's split; changed in place.
-            sizes: (groups,) samples that stay.
+            of_group: (groups,) int8: 1 + the index of each group's split; changed in place.
+            sizes: (groups,) number of samples without duplicates.
         """
         heldout = 1 + SPLITS.index("heldout")
         num_heldout, most = int(sizes[of_group == heldout].sum()), int(sizes.sum()) // 2
@@ -203,7 +204,7 @@ class _Groups:
 
 
 def _picture_ids(scan: Scan, usable: np.ndarray) -> tuple[pa.Array, np.ndarray, np.ndarray]:
-    """Distinct hashes, sorted; (u,) int64 the number of each use's hash; (m,) int64 how many uses each sample has."""
+    """Return the distinct hashes, sorted; (u,) int64 hash number of each use; (m,) int64 number of uses per sample."""
     lengths = pc.list_value_length(scan.table["pictures"]).fill_null(0).to_numpy()[usable].astype(np.int64)
     uses = pc.struct_field(pc.list_flatten(scan.table["pictures"]), "sha256").combine_chunks().dictionary_encode()
     order = pc.array_sort_indices(uses.dictionary)
@@ -213,7 +214,7 @@ def _picture_ids(scan: Scan, usable: np.ndarray) -> tuple[pa.Array, np.ndarray, 
 
 
 def _tie_pictures(ids: np.ndarray, lengths: np.ndarray, num_pictures: int) -> np.ndarray:
-    """(num_pictures,) int32: the group of each picture, where pictures of one sample are in one group."""
+    """Return (num_pictures,) int32: the group of each image, where all images of a sample are in one group."""
     if num_pictures == 0:
         return np.zeros(0, np.int32)
     begins = (np.cumsum(lengths) - lengths)[lengths > 0]
@@ -224,7 +225,7 @@ def _tie_pictures(ids: np.ndarray, lengths: np.ndarray, num_pictures: int) -> np
 
 
 def _cut_shards(splits: np.ndarray, sizes: np.ndarray, shard_bytes: int) -> list[PlannedShard]:
-    """Shards of samples in order; one begins when the next sample would take the last one over `shard_bytes`."""
+    """Cut samples into shards in order; a new shard begins when the next sample would exceed `shard_bytes`."""
     shards: list[PlannedShard] = []
     for place, split in enumerate(SPLITS):
         rows = np.flatnonzero(splits == place)

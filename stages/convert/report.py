@@ -1,4 +1,4 @@
-"""The report of convert, its figures for the manifest, and the rows that it left out."""
+"""The report of convert, its figures for the manifest, and the list of rows that it left out."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,19 +22,19 @@ from stages.pages.report import Histogram, Pictures, Section, Table, write_repor
 
 _SHOWN_SAMPLES = 24
 _SHOWN_SKIPS = 100
-_SHOWN_IMAGES = 4  # of one sample
+_SHOWN_IMAGES = 4  # per sample
 _PREVIEW_SIDE = 200
 _ROWS_AT_A_TIME = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """The values behind the report, the card and the manifest's figures.
+    """The data for the report, the card and the manifest's figures.
 
     Attributes:
-        source_rows: raw rows in the source.
-        num_rows: raw rows read.
-        pictures: of `distinct_pictures`.
+        source_rows: number of raw rows in the source.
+        num_rows: number of raw rows read.
+        pictures: the table of `distinct_pictures`.
         parts: number of a part -> the part.
         examples: some train samples of every subset.
     """
@@ -50,7 +50,7 @@ class Converted:
 
 
 def iter_left_out(scan: Scan, plan: Plan, parts: Mapping[int, Part]) -> Iterator[LeftOut]:
-    """Each row left out, in order, with its file and its row in that file, from 0."""
+    """Yield each row left out, in order, with its file and its row in that file, from 0."""
     left_out = np.flatnonzero(~plan.kept)
     for begin in range(0, len(left_out), _ROWS_AT_A_TIME):
         rows = left_out[begin : begin + _ROWS_AT_A_TIME]
@@ -64,7 +64,7 @@ def iter_left_out(scan: Scan, plan: Plan, parts: Mapping[int, Part]) -> Iterator
 
 
 def choose_examples(scan: Scan, plan: Plan, rows: RawRows) -> list[Sample]:
-    """Some train samples of every subset, those with the smallest digests, in order of the source."""
+    """Return some train samples of every subset, the ones with the smallest digests, in order of the source."""
     names = list(dict.fromkeys(part.subset for part in rows.parts.values()))
     subsets = np.repeat([names.index(part.subset) for part in rows.parts.values()], np.diff(scan.starts))
     train = plan.splits == SPLITS.index("train")
@@ -83,7 +83,7 @@ def choose_examples(scan: Scan, plan: Plan, rows: RawRows) -> list[Sample]:
 
 
 def convert_stats(converted: Converted) -> dict[str, object]:
-    """The manifest's figures: counts by subset and split; formats, modes and sides of distinct pictures."""
+    """Return the manifest's figures: counts by subset and split; formats, modes and sides of distinct images."""
     splits = converted.plan.splits[converted.pictures["row"].to_numpy()]
     return {
         **({"source_rows": converted.source_rows} if converted.source_rows > converted.num_rows else {}),
@@ -161,7 +161,7 @@ SUBSET_COLUMNS = ("subset", *SPLITS, "left out", "pictures shown", "turns", *(f"
 
 
 def subset_rows(figures: Figures) -> list[list[object]]:
-    """One row of SUBSET_COLUMNS per subset; MB are 10^6 bytes in shards."""
+    """Return one row of SUBSET_COLUMNS per subset; MB are 10^6 bytes in shards."""
     return [
         [name, *s.samples.values(), s.left_out, s.pictures, s.turns, *(round(n / 1e6, 2) for n in s.bytes.values())]
         for name, s in figures.subsets.items()
@@ -169,13 +169,13 @@ def subset_rows(figures: Figures) -> list[list[object]]:
 
 
 def reason_rows(plan: Plan) -> list[list[object]]:
-    """[reason, samples, meaning], most frequent first."""
+    """Return [reason, samples, meaning], most frequent first."""
     skips = Counter(plan.skips())
     return [[reason, number, SKIP_REASONS[reason]] for reason, number in skips.most_common()]
 
 
 def _example_parts(examples: Sequence[Sample]) -> tuple[list[tuple[bytes, str]], list[tuple[str, str]]]:
-    """Small pictures with conversations under them, and (key, conversation) of samples without a picture to show."""
+    """Return (small image, conversation) pairs, and (key, conversation) of samples that have no image to show."""
     pictures, texts = [], []
     for sample in examples:
         more = len(sample.images) - _SHOWN_IMAGES
@@ -186,13 +186,13 @@ def _example_parts(examples: Sequence[Sample]) -> tuple[list[tuple[bytes, str]],
                 pictures.append((preview, f"{sample.key}\n{text}"))
             else:
                 texts.append((sample.key, text))
-        except SkipSample as skip:  # decode_check: header lets damage pass
+        except SkipSample as skip:  # with decode_check=header, damage passes
             texts.append((sample.key, f"{text}\n({skip})"))
     return pictures, texts
 
 
 def conversation(sample: Sample) -> str:
-    """One line per turn: question, arrow, answer. A system prompt has a line of its own. Long texts are cut."""
+    """Return one line per turn: question, arrow, answer. A system prompt has a line of its own. Long texts are cut."""
     lines: list[str] = []
     for message in sample.messages:
         text = " ".join(message.text.replace(IMAGE_SLOT, "").split())[:160]

@@ -1,4 +1,4 @@
-"""Pass 1 of convert: every raw row is read and checked once, and leaves one row of hashes and figures per sample."""
+"""Pass 1 of convert: reads and checks every raw row once, and writes one row of hashes and figures per sample."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -31,40 +31,40 @@ _PICTURE = pa.struct(
         ("rotated", pa.bool_()),  # by EXIF
     ]
 )
-# One row per sample, usable or not. If there is a reason, all fields after `detail` are null. Fields of questions and
-# answers have one entry per user message (question) or assistant message (answer).
+# One row per sample, usable or not. If there is a reason, all fields after `detail` are null. Question fields have one
+# entry per user message, answer fields one entry per assistant message.
 SCAN_SCHEMA = pa.schema(
     [
         ("key", pa.large_string()),
         ("reason", pa.string()),  # null: usable so far
         ("detail", pa.large_string()),
-        ("digest", pa.binary(32)),  # the sample's
+        ("digest", pa.binary(32)),  # the sample's digest
         ("size", pa.int64()),  # bytes in a shard
         ("pictures", pa.list_(_PICTURE)),
         ("checksums", pa.list_(pa.uint64())),  # xxh3_64 of each image's bytes
         ("question_chars", pa.list_(pa.int32())),  # without image slots
-        ("question_words", pa.list_(pa.int32())),  # between white space
+        ("question_words", pa.list_(pa.int32())),  # words between white space
         ("answer_chars", pa.list_(pa.int32())),
         ("answer_words", pa.list_(pa.int32())),
         ("answers", pa.list_(pa.string())),  # the first ANSWER_CHARS characters
-        ("answer_hashes", pa.list_(pa.uint64())),  # xxh3_64 of those
+        ("answer_hashes", pa.list_(pa.uint64())),  # xxh3_64 of each entry of `answers`
         ("scripts", pa.list_(pa.string())),
-        ("letters", pa.list_(pa.int64())),  # of each of `scripts`, in all messages
+        ("letters", pa.list_(pa.int64())),  # number of letters of each script, in all messages
     ]
 )
 PLAN_COLUMNS = ("key", "reason", "detail", "digest", "size", "pictures")
 ANSWER_CHARS = 60
 _TAR_BLOCK = 512
-_REMEMBERED = 256  # checked images a worker remembers: neighbouring rows often show the same picture
+_REMEMBERED = 256  # checked images that a worker remembers: neighbouring rows often show the same image
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScanTask:
-    """One part to scan, and where the result goes.
+    """One part to scan, and the path of the result.
 
     Attributes:
-        rows: (m,) int64: which rows of the subset are read; None: all of the part.
-        decode: whether images are decoded, or only their headers read.
+        rows: (m,) int64: the rows of the subset to read; None: all rows of the part.
+        decode: whether images are decoded; False: only their headers are read.
     """
 
     part: Part
@@ -82,11 +82,11 @@ class ScanTask:
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """What the plan sees of all parts. Nothing else in memory grows with the source.
+    """The columns of all parts that the plan needs. Nothing else in memory grows with the source.
 
     Attributes:
         table: PLAN_COLUMNS; one row per sample, in order.
-        starts: (parts + 1,) int64: where each part's rows begin in the table, and the table's end.
+        starts: (parts + 1,) int64: start index of each part's rows in the table, and the table's length.
     """
 
     table: pa.Table
@@ -96,17 +96,17 @@ class Scan:
         return len(self.table)
 
     def part_of(self, rows: np.ndarray) -> np.ndarray:
-        """(m,) row numbers -> (m,) part numbers."""
+        """Return the (m,) part numbers of (m,) row numbers."""
         return np.searchsorted(self.starts, rows, side="right") - 1
 
 
 def scan_path(work: StorePath, number: int) -> StorePath:
-    """Where the scan of part `number` lies while convert works."""
+    """Return the path of the scan of part `number` while convert runs."""
     return work / "scan" / f"{number:06d}.parquet"
 
 
 def scan_part(task: ScanTask) -> int:
-    """Write the part's scan table (SCAN_SCHEMA), whole or not at all; returns the raw rows read."""
+    """Write the part's scan table (SCAN_SCHEMA) atomically; return the number of raw rows read."""
     images = _ImageChecks(task.limits, task.decode)
     rows = None if task.rows is None else set(task.rows.tolist())
     items = get_builder(task.builder).iter_part(task.part, task.options, rows)
@@ -115,9 +115,9 @@ def scan_part(task: ScanTask) -> int:
 
 
 def scan_all(tasks: Sequence[ScanTask], resources: StageResources) -> Scan:
-    """Scan the parts that are not scanned yet, and read what the plan needs of all of them.
+    """Scan the parts that are not scanned yet, and read the columns that the plan needs from all parts.
 
-    Progress is reported in raw rows, out of twice their number: the second half is for writing.
+    Progress is reported in raw rows, out of twice their number: the second half is for pass 2.
     """
     total_rows = sum(task.num_rows for task in tasks)
     to_do = [task for task in tasks if not task.out.is_file()]
@@ -131,7 +131,7 @@ def scan_all(tasks: Sequence[ScanTask], resources: StageResources) -> Scan:
 
 
 def assert_parts_apart(parts: Sequence[Part]) -> None:
-    """See that no two parts hold the same row of a subset, so that no two samples have the same key."""
+    """Check that no two parts hold the same row of a subset, so that no two samples have the same key."""
     spans = sorted((part.subset, part.first_row, part.num_rows, part.name) for part in parts)
     for (subset, first, rows, name), (next_subset, next_first, _, next_name) in pairwise(spans):
         assert subset != next_subset or first + rows <= next_first, f"{name} and {next_name} share keys of {subset}"
@@ -140,14 +140,14 @@ def assert_parts_apart(parts: Sequence[Part]) -> None:
 def _nothing_lost(
     part: Part, chosen: set[int] | None, items: Iterator[Sample | SkippedRow]
 ) -> Iterator[Sample | SkippedRow]:
-    """The same items.
+    """Yield the same items, and check that no row is lost.
 
     Args:
-        chosen: the rows that were to be read; None: all of the part.
+        chosen: the rows to be read; None: all rows of the part.
 
     Raises:
-        InputError: other rows were read than were counted.
-        AssertionError: a key comes twice, or is not of the part's subset.
+        InputError: the rows read differ from the rows counted.
+        AssertionError: a key occurs twice, or is not of the part's subset.
     """
     expected = range(part.first_row, part.first_row + part.num_rows) if chosen is None else chosen
     row, rows, keys = -1, 0, set()
@@ -174,14 +174,14 @@ def _miscounted(part: Part, what: str) -> InputError:
 
 
 class _ImageChecks:
-    """check_image with a short memory."""
+    """`check_image` with a cache of recent results."""
 
     def __init__(self, limits: ImageLimits, decode: bool) -> None:
         self.limits, self.decode = limits, decode
         self._infos: dict[bytes, ImageInfo] = {}
 
     def check(self, data: bytes) -> tuple[bytes, ImageInfo]:
-        """The SHA-256 and the info of an image; raises SkipSample if the image cannot be used."""
+        """Return the SHA-256 and the facts of an image; raise SkipSample if the image cannot be used."""
         digest = hashlib.sha256(data).digest()
         info = self._infos.get(digest)
         if info is None:
@@ -194,7 +194,7 @@ class _ImageChecks:
 
 def _scan_row(item: Sample | SkippedRow, images: _ImageChecks) -> dict[str, object]:
     if isinstance(item, SkippedRow):
-        # Half a surrogate pair, which UTF-8 cannot store, becomes its escape, as in SkipSample.
+        # Half a surrogate pair, which UTF-8 cannot store, is replaced by its escape, as in SkipSample.
         detail = item.detail.encode("utf-8", "backslashreplace").decode()
         return {"key": item.key, "reason": item.reason, "detail": detail}
     pictures: list[tuple[bytes, ImageInfo]] = []
@@ -243,6 +243,6 @@ def _text_figures(sample: Sample) -> dict[str, object]:
 
 
 def _tar_size(sample: Sample, digests: Sequence[str]) -> int:
-    """Bytes of the sample's members in a tar: each has one header block and whole blocks of content."""
+    """Return the bytes of the sample's members in a tar: each has one header block and whole blocks of content."""
     sizes = (len(data) for data in to_fields(sample, digests).values())
     return sum(_TAR_BLOCK + -(-size // _TAR_BLOCK) * _TAR_BLOCK for size in sizes)

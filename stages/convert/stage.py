@@ -1,13 +1,13 @@
-"""convert: raw rows -> sample shards, with every row that is left out named in quarantine.jsonl.
+"""convert: raw rows -> sample shards. Every row that is left out is listed in quarantine.jsonl.
 
     train/shard-00000.tar ...  heldout/shard-00000.tar ...   samples with their images' original bytes
     quarantine.jsonl                                         one record per line: key, reason, detail, file, row
-    pictures.parquet                                         SHA-256 of every distinct picture, and its first sample
+    pictures.parquet                                         SHA-256 of every distinct image, and its first sample
     dataset_card.md  report.json  report.html  preview.html
 
-There are two passes over the source: the first decodes every image and keeps hashes (scan/, dropped at the end), the
-second copies samples into shards. Both commit piece by piece, so that an interrupted run goes on where it was. Only the
-plan between them holds something of every sample, some hundred bytes (plan.py).
+There are two passes over the source. The first decodes every image and keeps hashes (scan/, deleted at the end); the
+second copies samples into shards. Both commit piece by piece, so that an interrupted run can be resumed. Only the plan
+between them keeps data of every sample in memory, some hundred bytes (plan.py).
 """
 
 import dataclasses
@@ -37,10 +37,10 @@ from stages.convert.scan import ScanTask, assert_parts_apart, scan_all, scan_pat
 from stages.convert.write import RawRows, write_all, write_tasks
 from stages.pages.dataset_card import DATASET_CARD
 
-# 3: references of documents without the_cauldron's full stop; 4: min_heldout, running numbers of any digits
+# 3: references of documents without the_cauldron's full stop; 4: min_heldout, running numbers with any number of digits
 VERSION = 4
 
-_ROWS_PER_WORKER = 2000  # about the seconds of work that the start of a process costs
+_ROWS_PER_WORKER = 2000  # about as many seconds of work as a process takes to start
 
 
 def _run(
@@ -81,7 +81,7 @@ def _run(
 
 
 def _list_rows(config: ConvertConfig, inputs: Mapping[str, Input]) -> tuple[RawRows, Sequence[np.ndarray | None], int]:
-    """The parts that are read, the chosen rows of each (None: all), and the number of raw rows in all sources."""
+    """Return the parts to read, the chosen rows of each (None: all), and the number of raw rows in all sources."""
     parts: list[Part] = []
     readers: list[tuple[str, StrictModel]] = []
     for role, reading in config.readings.items():
@@ -123,7 +123,7 @@ def _scan_tasks(
 def _write_reports(
     config: ConvertConfig, work: StorePath, converted: Converted, shards: list[ShardEntry]
 ) -> dict[str, object]:
-    """Write everything beside the shards; returns the manifest's figures."""
+    """Write all files except the shards; return the manifest's figures."""
     write_pictures(work / PICTURES, converted.pictures, converted.scan, converted.plan)
     stats = convert_stats(converted)
     write_convert_report(work, converted, stats)

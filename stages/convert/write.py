@@ -1,4 +1,4 @@
-"""Pass 2 of convert: the planned samples copied from the source into shards."""
+"""Pass 2 of convert: copies the planned samples from the source into shards."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,21 +26,21 @@ _IDENTITY_COLUMNS = ("key", "digest", "pictures.list.element.sha256", "checksums
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RawRows:
-    """The parts of all sources, or some of them, and how their rows are read.
+    """Parts of the sources, and the builders that read their rows.
 
     Attributes:
         parts: number of a part -> the part.
-        readers: number of a part -> name of its builder, and the builder's settings.
+        readers: number of a part -> name of its builder, and the builder's options.
     """
 
     parts: Mapping[int, Part]
     readers: Mapping[int, tuple[str, StrictModel]]
 
     def read(self, number: int, keys: Sequence[str]) -> Iterator[Sample]:
-        """The samples of these keys of a part, in the order of the source.
+        """Yield the samples of a part with these keys, in the order of the source.
 
         Raises:
-            InputError: the part no longer holds what it held when it was scanned.
+            InputError: the part changed after it was scanned.
         """
         part, (builder, options), chosen_keys = self.parts[number], self.readers[number], set(keys)
         num_samples = 0
@@ -58,7 +58,7 @@ class WriteTask:
 
     Attributes:
         name: path below `work`, train/shard-00000.tar.
-        rows: part number -> (m,) int64 numbers of rows of that part's scan, ascending.
+        rows: part number -> (m,) int64 row numbers in that part's scan, ascending.
         source: the parts in `rows`.
     """
 
@@ -70,7 +70,7 @@ class WriteTask:
 
 
 def write_tasks(work: StorePath, scan: Scan, plan: Plan, source: RawRows) -> Iterator[WriteTask]:
-    """One task per planned shard, as they are asked for."""
+    """Yield one task per planned shard, on request."""
     for shard in plan.shards:
         parts = scan.part_of(shard.rows)
         numbers, begins = np.unique(parts, return_index=True)
@@ -84,10 +84,10 @@ def write_tasks(work: StorePath, scan: Scan, plan: Plan, source: RawRows) -> Ite
 
 
 def write_shard(task: WriteTask) -> ShardEntry:
-    """Copy a shard's samples from the source, unless an earlier try did; returns the shard's entry.
+    """Copy a shard's samples from the source, unless an earlier run did; return the shard's entry.
 
     Raises:
-        InputError: a sample has changed since it was scanned.
+        InputError: a sample changed after it was scanned.
     """
     entry = finished_shard(task.work, task.name)
     if entry is not None:
@@ -107,7 +107,7 @@ def write_shard(task: WriteTask) -> ShardEntry:
 def write_all(
     tasks: Iterable[WriteTask], num_samples: int, num_rows: int, resources: StageResources
 ) -> list[ShardEntry]:
-    """The entries of all shards, in the order of the tasks. Progress goes from `num_rows` to twice that."""
+    """Write all shards; return their entries in the order of the tasks. Progress runs from `num_rows` to twice that."""
     entries: dict[int, ShardEntry] = {}
     num_written = 0
     for i, entry in run_tasks(write_shard, tasks, resources):
@@ -118,7 +118,7 @@ def write_all(
 
 
 def _is_unchanged(sample: Sample, row: Mapping[str, object], digests: Sequence[str]) -> bool:
-    """Whether a sample is the one of a scan's row, by a checksum of each image and the digest of its messages."""
+    """Whether a sample equals the one in a scan's row, by a checksum of each image and the digest of its messages."""
     checksums = [xxhash.xxh3_64_intdigest(image) for image in sample.images]
     if sample.key != row["key"] or checksums != row["checksums"]:
         return False

@@ -10,7 +10,7 @@ _ASCII_OTHER = bytes(code for code in range(128) if not chr(code).isalpha())
 
 
 def count_scripts(text: str) -> dict[str, int]:
-    """Unicode's name of a script (Latin, Han, Cyrillic, ...) -> number of its letters in the text.
+    """Return Unicode's name of a script (Latin, Han, Cyrillic, ...) -> number of its letters in the text.
 
     Letters are the general categories L*; digits, signs and combining marks count for no script.
     """
@@ -25,7 +25,7 @@ def count_scripts(text: str) -> dict[str, int]:
 
 @lru_cache(maxsize=1 << 16)
 def _script_of(character: str) -> str | None:
-    """The script of a letter outside ASCII; None for anything but a letter."""
+    """Return the script of a letter outside ASCII; None for any other character."""
     if not unicodedata.category(character).startswith("L"):
         return None
     return script_name(script(character)).replace("_", " ")

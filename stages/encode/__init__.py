@@ -1,5 +1,5 @@
-"""How a conversation is put to a model; training and answering share it.
+"""The encoding of a conversation for a model, shared by training and answering.
 
-In: messages and pictures of a sample. Out: token ids, which of them are learnt, patches.
-Read first: `chat.py`, the one place that decides what is trained on.
+In: messages and images of a sample. Out: token ids, the loss mask, patches.
+Read first: `chat.py`, the only module that decides which tokens are trained on.
 """

@@ -1,15 +1,15 @@
-"""What is trained on: messages -> input_ids and loss_mask.
+"""The encoding of a conversation: messages -> input_ids and loss_mask.
 
-The answers are learnt (all, or the last; never one whose message says no), each with its reasoning before it, if it
-has some and the template writes it, with the end-of-turn token after it, and nothing else. They are found by the
-structure of the model's own chat template, never by searching for their text: a span goes from the ids of the assistant
-header to the next end-of-turn id. What the prompt of inference has after the header (an empty think block, or with
-reasoning the beginning of one) is given and not learnt. An answer is learnt only where the ids before it are those of
-its prompt: `cut` makes such conversations (see `reasoning.py`). A conversation that does not come out as expected is
-left out with a reason.
+Only answers are trained on: all or the last, but never one with is_learnt=False. With each answer, the loss mask covers
+its reasoning, if it has some and the template writes it, and the end-of-turn token. Answers are found by the structure
+of the model's own chat template, never by a search for their text: a span runs from the ids of the assistant header to
+the next end-of-turn id. Tokens that the inference prompt has after the header (an empty think block, or the start of a
+block if there is reasoning) are not trained on. An answer is trained on only if the ids before it equal its inference
+prompt; `cut` makes such conversations (see `reasoning.py`). A conversation with an unexpected encoding is left out with
+a reason.
 
 Text is rendered and tokenized with one placeholder per image, many conversations in one call, and the image tokens are
-spliced in afterwards; the ids are those of the text with every image token written out.
+inserted afterwards. The ids equal the ids of the text with every image token written out.
 """
 
 import re
@@ -29,7 +29,7 @@ from stages.encode.trial import mismatch
 from stages.inputs.hf_directory import check_processor_files
 from trainer.model.registry import read_model
 
-SYSTEM_PROMPT = "system_prompt.txt"  # in an exported directory: the prompt that it was trained with
+SYSTEM_PROMPT = "system_prompt.txt"  # file of an exported directory: the system prompt that the model was trained with
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -38,7 +38,7 @@ class TokenizedText:
 
     Attributes:
         ids: (n,) int32.
-        mask: (n,) uint8, 1 where the token itself is to be learnt.
+        mask: (n,) uint8, 1 where the token itself is trained on.
     """
 
     ids: np.ndarray
@@ -46,13 +46,13 @@ class TokenizedText:
 
 
 def learnt_answers(messages: Sequence[Message], learn: Learn) -> list[bool]:
-    """For each assistant message whether it is to be learnt."""
+    """Return, for each assistant message, whether it is trained on."""
     answers = [message for message in messages if message.role == "assistant"]
     return [m.is_learnt and (learn.answers == "all" or i == len(answers) - 1) for i, m in enumerate(answers)]
 
 
 def split_turns(messages: Sequence[Message]) -> list[tuple[Message, ...]]:
-    """The turns of a conversation: a new one begins with a user message after an answer."""
+    """Return the turns of a conversation: a new turn begins with a user message after an answer."""
     turns: list[list[Message]] = [[]]
     for message in messages:
         if message.role == "user" and any(m.role == "assistant" for m in turns[-1]):
@@ -62,31 +62,31 @@ def split_turns(messages: Sequence[Message]) -> list[tuple[Message, ...]]:
 
 
 def read_system_prompt(hf_dir: Path) -> str | None:
-    """The system prompt that an exported directory was trained with, or None."""
+    """Return the system prompt that an exported directory was trained with, or None."""
     file = hf_dir / SYSTEM_PROMPT
     return file.read_text(encoding="utf-8") if file.is_file() else None
 
 
 class ChatEncoder:
-    """Encodes conversations with the tokenizer and the chat template of one HF directory.
+    """Encoder of conversations with the tokenizer and the chat template of one HF directory.
 
     Args:
-        learn: which answers are learnt, of those whose message does not say otherwise, and whether with reasoning.
-        system_prompt: put first if a conversation has no system message of its own.
+        learn: which answers are trained on (never one with is_learnt=False), and whether with their reasoning.
+        system_prompt: the first message of a conversation that has no system message of its own.
 
     Attributes:
         tokenizer: the directory's tokenizer.
         template: the directory's chat template.
-        format: how it writes reasoning.
-        images: ids that mark the images of a prompt, from config.json; None for a model of text.
-        image_token_id: one of these, or -1.
-        end_of_turn_id: the token that ends an answer.
-        vocab_size: rows of the model's embedding.
+        format: the template's format of reasoning.
+        images: ids that mark the images of a prompt, from config.json; None for a text-only model.
+        image_token_id: id of an image token, or -1.
+        end_of_turn_id: id of the token that ends an answer.
+        vocab_size: number of rows of the model's embedding.
         merge_size: side of the block of patches that becomes one image token.
         learn, system_prompt: the arguments.
 
     Raises:
-        InputError: this file cannot mask a token, an id or the template's structure.
+        InputError: the directory lacks a ChatML token, or the template has a structure that cannot be masked.
     """
 
     def __init__(self, hf_dir: Path, learn: Learn = LEARN_ALL, system_prompt: str | None = None) -> None:
@@ -114,16 +114,17 @@ class ChatEncoder:
         self._try_template(hf_dir)
 
     def reasoning_of(self, message: Message) -> str:
-        """The reasoning before a message that the template is given: none if none is to be learnt."""
+        """Return the reasoning that the template is given before a message; empty if reasoning is not trained on."""
         if not message.reasoning or self.format.opened is None or not self.learn.reasoning:
             return ""
         return message.reasoning.strip()
 
     def cut(self, conversations: Sequence[Conversation]) -> list[list[Conversation]]:
-        """Each conversation as one or more that teach what inference sees; all of them as they are for most templates.
+        """Cut conversations so that training matches inference; for most templates, they are returned unchanged.
 
         Returns:
-            first turns of each, together with all its answers that are to be learnt, each in one of them.
+            For each conversation, one or more parts that start at its first turn. Each answer to train on is trained on
+            in exactly one part.
         """
         if self.format.is_fixed:
             return [[messages] for messages in conversations]
@@ -132,18 +133,20 @@ class ChatEncoder:
         return cut_conversations(conversations, learnt, reasoned, self.render, self.format.keeps)
 
     def encode(self, messages: Sequence[Message], grids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """A whole conversation.
+        """Encode a whole conversation.
 
         Args:
-            messages: `IMAGE_SLOT` in a user's text is where an image goes; answers are stripped of outer white space.
+            messages: `IMAGE_SLOT` in a user's text marks the position of an image; answers are stripped of outer white
+                space.
             grids: (images, 3) int32, (t, h, w) in patches of each image, in order of the slots.
 
         Returns:
-            input_ids: (n,) int32, every image token in place.
-            loss_mask: (n,) uint8, 1 where the token itself is to be learnt.
+            input_ids: (n,) int32, with all image tokens.
+            loss_mask: (n,) uint8, 1 where the token itself is trained on.
 
         Raises:
-            SkipSample: special_token_in_text, image_count_mismatch, mask_span_mismatch; empty_target: nothing to learn.
+            SkipSample: special_token_in_text, image_count_mismatch, mask_span_mismatch; empty_target: nothing to train
+                on.
         """
         (text,) = self.tokenize([messages])
         if isinstance(text, SkipSample):
@@ -151,11 +154,11 @@ class ChatEncoder:
         return self.splice(text, _patches(grids))
 
     def count_tokens(self, messages: Sequence[Message]) -> int:
-        """Number of tokens of a conversation with one placeholder per image; raises SkipSample as `encode` does."""
+        """Return the number of tokens with one placeholder per image. Raises SkipSample as `encode`."""
         return len(self.token_ids(self._render(messages, add_generation_prompt=False)))
 
     def tokenize(self, conversations: Sequence[Sequence[Message]]) -> list[TokenizedText | SkipSample]:
-        """Many conversations, in one call of the tokenizer; for one that cannot be encoded, why."""
+        """Tokenize many conversations in one call; one that cannot be encoded gives its SkipSample."""
         texts: list[TokenizedText | SkipSample | None] = [None] * len(conversations)
         rendered: dict[int, str] = {}
         for i, text in enumerate(self.render(conversations)):
@@ -171,10 +174,10 @@ class ChatEncoder:
         return texts
 
     def splice(self, text: TokenizedText, patches: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """input_ids and loss_mask as of `encode`, every image token in place.
+        """Insert the image tokens; return input_ids and loss_mask. See `encode`.
 
         Args:
-            patches: (images,) integers: patches of each image, before merging.
+            patches: (images,) integers: number of patches of each image, before merging.
 
         Raises:
             SkipSample: image_count_mismatch.
@@ -183,12 +186,12 @@ class ChatEncoder:
         return np.repeat(text.ids, repeats), np.repeat(text.mask, repeats)
 
     def encode_prompt(self, messages: Sequence[Message], grids: np.ndarray) -> np.ndarray:
-        """(n,) int32: everything up to where the model has to go on. Arguments and errors as of `encode`."""
+        """Return (n,) int32: the ids of the prompt for the next answer. For arguments and errors, see `encode`."""
         ids = self._prompt(messages)
         return np.repeat(ids, self._repeats(ids, _patches(grids)))
 
     def prompt_ids(self, messages: Sequence[Message], grids: np.ndarray) -> np.ndarray:
-        """`encode_prompt` with one placeholder per image, for an engine that puts in the image tokens by itself."""
+        """Return `encode_prompt` with one placeholder per image, for an engine that inserts the image tokens."""
         ids = self._prompt(messages)
         self._repeats(ids, _patches(grids))
         return ids
@@ -208,7 +211,7 @@ class ChatEncoder:
         add_generation_prompt: bool = False,
         thinks: bool | None = None,
     ) -> list[str | SkipSample]:
-        """The template's text of each conversation, or why there is none; `thinks` as of `ChatTemplate.render`."""
+        """Return the text of each conversation, or the reason why there is none. See `ChatTemplate.render`."""
         sound: list[Messages] = []
         skips: list[SkipSample | None] = []
         for messages in conversations:
@@ -238,12 +241,12 @@ class ChatEncoder:
         if message.role != "user":
             if IMAGE_SLOT in message.text or IMAGE_SLOT in message.reasoning:
                 raise SkipSample("special_token_in_text", f"{IMAGE_SLOT} in a {message.role} turn")
-            # An answer that starts with a newline would melt into the header's newline, one token for both.
+            # A newline at the start of an answer would be merged with the header's newline into one token.
             return message.text.strip() if message.role == "assistant" else message.text
         if IMAGE_SLOT not in message.text:
             return message.text
         if self.images is None:
-            raise SkipSample("image_count_mismatch", "an image for a model that reads text alone")
+            raise SkipSample("image_count_mismatch", "an image for a text-only model")
         content: list[dict[str, str]] = []
         for i, text in enumerate(message.text.split(IMAGE_SLOT)):
             content += [{"type": "image"}] if i else []
@@ -251,7 +254,7 @@ class ChatEncoder:
         return content
 
     def token_ids(self, text: str) -> np.ndarray:
-        """(n,) int32: the ids of a text."""
+        """Return (n,) int32: the ids of a text."""
         return self._tokenize_all([text])[0]
 
     def _tokenize_all(self, texts: list[str]) -> list[np.ndarray]:
@@ -264,7 +267,7 @@ class ChatEncoder:
         answers = [message for message in messages if message.role == "assistant"]
         is_learnt = learnt_answers(messages, self.learn)
         if not any(is_learnt):
-            raise SkipSample("empty_target", f"none of {len(answers)} answers is to be learnt")
+            raise SkipSample("empty_target", f"none of {len(answers)} answers is to be trained on")
         mask = np.zeros(len(ids), np.uint8)
         starts = _starts_of(self._header, ids) + len(self._header)
         if len(starts) != len(answers):
@@ -280,14 +283,14 @@ class ChatEncoder:
         return mask
 
     def _count_given(self, turn: np.ndarray, answer: Message, is_learnt: bool) -> int:
-        """Number of the ids between the header of an answer and what the model writes.
+        """Return the number of ids between an answer's header and the part that the model generates.
 
         Args:
-            turn: (n,) int32: from the header to the end of the turn.
+            turn: (n,) int32: the ids from the end of the header to the end of the turn.
 
         Raises:
-            SkipSample: mask_span_mismatch: these are other ids than inference sees and writes, or in a turn that is
-                given, another text than this answer's.
+            SkipSample: mask_span_mismatch: the ids differ from the inference prompt or the answer; or, in a turn that
+                is not trained on, the text differs from the answer.
         """
         reasoning, text = self.reasoning_of(answer), answer.text.strip()
         given, decoded = self._given[bool(reasoning)], self.decode(turn)
@@ -299,7 +302,7 @@ class ChatEncoder:
         return 0
 
     def _repeats(self, ids: np.ndarray, patches: np.ndarray) -> np.ndarray:
-        """(n,) int64: at each image placeholder the number of the image's tokens, elsewhere 1."""
+        """Return (n,) int64: the number of the image's tokens at each image placeholder, elsewhere 1."""
         places = np.flatnonzero(ids == self.image_token_id)
         starts = np.count_nonzero(ids == self.images.vision_start_token_id) if self.images else 0
         if not len(places) == starts == len(patches):
@@ -309,11 +312,11 @@ class ChatEncoder:
         return repeats
 
     def decode(self, ids: np.ndarray) -> str:
-        """The text of token ids, special tokens spelt out."""
+        """Return the text of token ids, including special tokens."""
         return self.tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def learnt_text(self, answer: Message) -> str:
-        """The text that the learnt tokens of an answer decode to."""
+        """Return the text that the trained tokens of an answer decode to."""
         return self._normalize(self.format.written(self.reasoning_of(answer), answer.text.strip())) + self._end_of_turn
 
     def _normalize(self, text: str) -> str:
@@ -321,10 +324,10 @@ class ChatEncoder:
         return normalizer.normalize_str(text) if normalizer else text
 
     def _try_template(self, hf_dir: Path) -> None:
-        """Learn how the template writes an answer's turn, and try it once."""
+        """Detect how the template writes an answer's turn, and try it once."""
         question = [Message(role="user", text=f"{IMAGE_SLOT}a" if self.images else "a")]
         grid = np.array([[1, self.merge_size, self.merge_size]] if self.images else [], np.int32)
-        self.format = ReasoningFormat(opened="")  # so that the template is given reasoning
+        self.format = ReasoningFormat(opened="")  # so that the template is given the reasoning
         try:
             prompts = [self.render([question], True, thinks)[0] for thinks in (False, True)]
             self.format = read_format(question[0].text, prompts, self.render, self._header_text, self._end_of_turn)
@@ -340,7 +343,7 @@ class ChatEncoder:
             ) from error
 
     def _after_header(self, prompt: str | SkipSample) -> np.ndarray:
-        """(n,) int32: the ids of a prompt from its only assistant header on."""
+        """Return (n,) int32: the ids of a prompt after its only assistant header."""
         if isinstance(prompt, SkipSample):
             raise prompt
         ids = self.token_ids(prompt)
@@ -351,14 +354,14 @@ class ChatEncoder:
 
 
 def load_tokenizer(hf_dir: Path) -> "transformers.PreTrainedTokenizerBase":
-    """The directory's tokenizer with its chat template.
+    """Return the directory's tokenizer with its chat template.
 
     Raises:
         InputError: transformers cannot load it.
     """
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(hf_dir, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers and tokenizers raise a dozen kinds, bare Exception among them
+    except Exception as error:  # transformers and tokenizers raise a dozen kinds of errors, including bare Exception
         why = one_line(error) or type(error).__name__
         raise InputError(f"{hf_dir}: the tokenizer cannot be loaded ({why}); copy the model's own files") from error
     if tokenizer.chat_template is None:
@@ -371,12 +374,12 @@ def load_tokenizer(hf_dir: Path) -> "transformers.PreTrainedTokenizerBase":
 
 
 def _patches(grids: np.ndarray) -> np.ndarray:
-    """(images,) int64: number of patches of each image, before merging."""
+    """Return (images,) int64: the number of patches of each image, before merging."""
     return np.asarray(grids, np.int64).reshape(-1, 3).prod(-1)
 
 
 def _starts_of(pattern: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """Places in `ids` where `pattern` starts."""
+    """Return the start indices of `pattern` in `ids`."""
     if len(ids) < len(pattern):
         return np.zeros(0, np.int64)
     windows = np.lib.stride_tricks.sliding_window_view(ids, len(pattern))

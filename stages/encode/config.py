@@ -8,15 +8,15 @@ from dataset_builders.contracts.strict import EVERY_FIELD, StrictModel
 
 
 class Learn(StrictModel):
-    """Which tokens are learnt. A recipe may give `answers` alone: `learn: last`."""
+    """The tokens that are trained on. A recipe may give only `answers`: `learn: last`."""
 
     answers: Literal["all", "last"] = Field(
-        default="all", description="which answers are learnt; an answer that says is_learnt: false never is"
+        default="all", description="which answers are trained on; an answer with is_learnt: false never is"
     )
     reasoning: bool = Field(
         default=True,
-        description="true: reasoning in the data is learnt before its answer, if the model's chat template writes it; "
-        "false: it is left out, and the answers are learnt as those of a model that does not think",
+        description="true: reasoning in the data is trained on before its answer, if the model's chat template writes "
+        "it; false: it is left out, and the answers are trained on as answers without reasoning",
     )
 
     @model_validator(mode="before")
@@ -26,7 +26,7 @@ class Learn(StrictModel):
 
     @model_serializer(mode="wrap")
     def _as_before(self, whole: SerializerFunctionWrapHandler, info: SerializationInfo) -> Any:
-        """The answers alone where the rest is the default, so that artifacts of before `reasoning` are found."""
+        """Write only `answers` if `reasoning` is at its default, so that artifacts from before it are found."""
         return self.answers if self.reasoning and info.context != EVERY_FIELD else whole(self)
 
 

@@ -1,4 +1,4 @@
-"""A model directory's settings of pixels, and patches as a picture again; `dataset_builders.pictures` makes patches."""
+"""The pixel settings of a model directory, and patches as a PNG. `dataset_builders.pictures` makes the patches."""
 
 import io
 import math
@@ -17,8 +17,8 @@ from stages.inputs.hf_directory import read_json
 from trainer.model.registry import read_model
 from trainer.model.shape import ModelShape
 
-_BICUBIC = 3  # PIL's number, which preprocessor_config.json uses
-# For a model of text alone, whose samples have no pictures: a patch of one pixel.
+_BICUBIC = 3  # PIL's number for bicubic, which preprocessor_config.json uses
+# For a text-only model, whose samples have no images: a patch of one pixel.
 _NO_PICTURES = PixelConfig(
     min_pixels=1,
     max_pixels=1,
@@ -29,10 +29,10 @@ _NO_PICTURES = PixelConfig(
 
 
 def load_image_config(hf_dir: Path, min_pixels: int | None = None, max_pixels: int | None = None) -> PixelConfig:
-    """How preprocessor_config.json wants images scaled and cut; the areas may be overridden.
+    """Return the resizing and patch settings from preprocessor_config.json; the areas may be overridden.
 
     Raises:
-        InputError: a field is missing, contradicts config.json, or asks for something that is not supported.
+        InputError: a field is missing, contradicts config.json, or has a value that is not supported.
     """
     family, shape = read_model(hf_dir)
     if family.image_processor is None:
@@ -72,9 +72,9 @@ def _pixel_config(file: Path, raw: dict[str, Any], low: Any, high: Any) -> Pixel
 
 
 def write_pixel_limits(hf_dir: Path, min_pixels: int | None, max_pixels: int | None) -> None:
-    """Put areas into the configs of a directory, for `load_image_config` and other programs; None: as it is there."""
+    """Write pixel limits to a directory's configs, for `load_image_config` and other programs; None: keep the limit."""
     if not (hf_dir / "preprocessor_config.json").is_file():
-        return  # a model of text alone
+        return  # a text-only model
     limits = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
     limits = {name: value for name, value in limits.items() if value is not None}
     preprocessor = read_json(hf_dir / "preprocessor_config.json")
@@ -87,7 +87,7 @@ def write_pixel_limits(hf_dir: Path, min_pixels: int | None, max_pixels: int | N
 
 
 def patches_png(patches: np.ndarray, grid: np.ndarray, patch_format: PatchFormat, side: int) -> bytes:
-    """The picture that the patches (h*w, 3 * patch_size^2) of one image show, as a PNG within side x side pixels."""
+    """Return the image of patches (h*w, 3 * patch_size^2) as a PNG within side x side pixels."""
     size, merge = patch_format.patch_size, patch_format.merge_size
     rows, columns = int(grid[1]), int(grid[2])
     blocks = patches.reshape(rows // merge, columns // merge, merge, merge, 3, size, size)
@@ -102,7 +102,7 @@ def patches_png(patches: np.ndarray, grid: np.ndarray, patch_format: PatchFormat
 def _with_limits(preprocessor: dict[str, Any], limits: Mapping[str, int]) -> dict[str, Any]:
     if not limits:
         return preprocessor
-    # min_pixels and max_pixels are the older spelling of the same limits and would contradict the new size.
+    # min_pixels and max_pixels are older names of the same limits and would contradict the new size.
     others = {name: value for name, value in preprocessor.items() if name not in ("min_pixels", "max_pixels")}
     return {**others, "size": {**(preprocessor.get("size") or {}), **limits}}
 

@@ -1,4 +1,4 @@
-"""How a question is put to a model: the pixels of its pictures and the system prompt before it."""
+"""The form of a prompt: the pixels of its images and its system prompt."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,21 +11,21 @@ from stages.encode.images import load_image_config
 
 
 class PromptFormat(StrictModel):
-    """All that a prompt depends on beside the question and the model's own template."""
+    """The settings that a prompt depends on, apart from the question and the model's chat template."""
 
     pixels: PixelConfig
     system_prompt: str | None
 
 
 def read_prompt_format(hf_dir: Path, tokenized: Mapping[str, Any] | None = None) -> PromptFormat:
-    """The prompt format of a model directory, or of the export of a training that starts from it.
+    """Return the prompt format of a model directory, or of the export of a training that starts from it.
 
     Args:
-        tokenized: stats of the tokenized samples of that training. Limits that are missing there are the directory's; a
-            system prompt that is missing there is none, whatever the directory says.
+        tokenized: stats of the tokenized samples of that training. If a limit is missing, the directory's limit
+            applies; if the system prompt is missing, there is none, even if the directory has one.
 
     Raises:
-        InputError: no pixels can be made by preprocessor_config.json.
+        InputError: preprocessor_config.json is missing or not supported.
     """
     if tokenized is None:
         return PromptFormat(pixels=load_image_config(hf_dir), system_prompt=read_system_prompt(hf_dir))

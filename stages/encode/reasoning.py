@@ -1,9 +1,9 @@
-"""Reasoning in a chat template: how it is written before an answer, and which answers one text can teach.
+"""Reasoning in a chat template: its format before an answer, and the answers that one text can be trained on.
 
-For an answer a model reads the template's prompt of the turns before it, and writes the rest of the turn. Templates of
-thinking models write a turn in another way once it is history (Qwen3.5 leaves out its think block), or open the
-conversation in another way if reasoning is asked for (Qwen3.8). So one text of several turns may be right for its last
-answer alone: an answer is taught by texts that begin with the text in which it came last, and by no others.
+For an answer, a model reads the template's prompt of the turns before it, and writes the rest of the turn. Templates of
+thinking models write a turn differently once it is history (Qwen3.5 leaves out its think block), or begin the
+conversation differently if reasoning is requested (Qwen3.8). So one text of several turns may be right only for its
+last answer. An answer may be trained on in a text only if that text begins with the text in which the answer is last.
 """
 
 import dataclasses
@@ -21,14 +21,15 @@ _TRIAL_TURNS = 3
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """How a template writes the turn of an answer.
+    """A template's format of an answer's turn.
 
     Attributes:
-        closed: what the prompt has after the assistant header if no reasoning is asked for: nothing, or an empty block.
-        opened: the same if reasoning is asked for; None: the template writes no reasoning.
-        before, between: what the model writes before its reasoning, and between that and its answer.
-        keeps: of answers without reasoning, and with it: whether a conversation of such answers is one text that
-            begins with the texts up to each of them.
+        closed: the prompt's text after the assistant header if no reasoning is requested: nothing, or an empty block.
+        opened: the prompt's text after the assistant header if reasoning is requested; None: the template writes no
+            reasoning.
+        before, between: the text that the model writes before its reasoning, and between reasoning and answer.
+        keeps: for answers without reasoning, and for answers with reasoning: whether the text of a conversation begins
+            with the texts up to each of its answers.
     """
 
     closed: str = ""
@@ -39,32 +40,32 @@ class ReasoningFormat:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether every conversation begins with the texts up to each of its answers, for there is no reasoning."""
+        """Whether every conversation begins with the texts up to each of its answers, because there is no reasoning."""
         return self.opened is None and self.keeps[0]
 
     def given(self, reasoning: str) -> str:
-        """The text between the assistant header and what the model writes."""
+        """Return the text between the assistant header and the part that the model generates."""
         return (self.opened or "") if reasoning else self.closed
 
     def written(self, reasoning: str, answer: str) -> str:
-        """What the model writes before the end of its turn."""
+        """Return the text that the model generates before the end of its turn."""
         return f"{self.before}{reasoning}{self.between}{answer}" if reasoning else answer
 
 
 def read_format(
     question: str, prompts: Sequence[str | SkipSample], render: Render, header: str, end: str
 ) -> ReasoningFormat:
-    """The format of a template, from texts of small conversations.
+    """Detect the format of a template, from texts of small conversations.
 
     Args:
-        question: the first user's text in them.
-        prompts: the prompt of `question` without reasoning, and with it; or why there is none.
+        question: the first user's text in these conversations.
+        prompts: the prompt of `question` without reasoning, and with it; or the reason why there is none.
         header, end: the beginning and the end of an answer's turn.
     """
     closed, opened = (str(prompt).rpartition(header)[2] for prompt in prompts)
     plain, thought = (render(_trials(question, reasoning)) for reasoning in ("", _THOUGHT))
     known = ReasoningFormat(closed=closed, keeps=(_keeps(plain), _keeps(thought)))
-    # Words of a refusal, of either, stand in no text of the other.
+    # If the template refused the prompt or the conversation, `opened` is not found in the conversation's text.
     _, is_opened, turn = str(thought[0]).rpartition(header + opened)
     before, found, rest = turn.partition(_THOUGHT)
     between, answer, _ = rest.partition(_ANSWER + end)
@@ -80,19 +81,19 @@ def cut_conversations(
     render: Render,
     keeps: tuple[bool, bool],
 ) -> list[list[Conversation]]:
-    """Each conversation as its first turns up to one or more of its answers, so that all to learn is taught.
+    """Cut each conversation into parts, each up to one of its answers, so that all answers are trained on.
 
-    There are as few as can be. In each the answers that another one teaches are not learnt. A conversation whose text
-    teaches all of its answers to learn comes back as it is.
+    The number of parts is as small as possible. Each part masks the answers that another part is trained on. A
+    conversation that can be trained on in one text is returned unchanged.
 
     Args:
-        learnt: for each assistant message of each conversation whether it is to be learnt.
-        reasoned: for each message of each conversation whether the template is given reasoning before it.
+        learnt: for each assistant message of each conversation, whether it is trained on.
+        reasoned: for each message of each conversation, whether the template is given reasoning before it.
         render: conversations -> the template's text of each.
-        keeps: as of `ReasoningFormat`.
+        keeps: see `ReasoningFormat`.
     """
     cut = [[messages] for messages in conversations]
-    looked_at: dict[int, list[int]] = {}  # number of a conversation -> places of its answers to learn
+    looked_at: dict[int, list[int]] = {}  # number of a conversation -> indices of its answers to train on
     for number, (messages, flags) in enumerate(zip(conversations, learnt)):
         answers = [place for place, message in enumerate(messages) if message.role == "assistant"]
         places = [place for place, is_learnt in zip(answers, flags) if is_learnt]
@@ -106,7 +107,7 @@ def cut_conversations(
 
 
 def _parts(messages: Conversation, texts: dict[int, str | SkipSample]) -> list[Conversation]:
-    """The parts of one conversation, from the text up to each of its answers to learn."""
+    """Return the parts of one conversation, from the text up to each of its answers to train on."""
     parts: list[Conversation] = []
     while texts:
         end = max(texts)
@@ -122,7 +123,7 @@ def _parts(messages: Conversation, texts: dict[int, str | SkipSample]) -> list[C
 
 
 def _trials(question: str, reasoning: str) -> list[Conversation]:
-    """Conversations of one turn, of two and of three."""
+    """Return conversations of one, two and three turns."""
     questions = [question, *["a"] * (_TRIAL_TURNS - 1)]
     answer = Message(role="assistant", text=_ANSWER, reasoning=reasoning)
     messages = tuple(message for text in questions for message in (Message(role="user", text=text), answer))

@@ -1,8 +1,8 @@
-"""A model's chat template: a program by whoever made the model, rendered in a process that may die of it.
+"""A model's chat template: an untrusted program, rendered in a separate process that it may crash.
 
-transformers' sandbox keeps a template from files and network, and not from a loop without end or a string of gigabytes.
-So no template is rendered in our own processes. The one that renders (`template_process.py`) has a limit of CPU seconds
-and of characters for each conversation, and one of memory; it calls transformers' own function.
+transformers' sandbox keeps a template from files and network, but not from an endless loop or a string of gigabytes. So
+no template is rendered in our own processes. The rendering process (`template_process.py`) limits CPU seconds and
+characters for each conversation, and its memory. It calls transformers' own function.
 """
 
 import contextlib
@@ -22,14 +22,14 @@ from dataset_builders.contracts.sample import SkipSample
 from dataset_builders.errors import InputError, one_line
 from stages.inputs.hf_directory import read_json
 
-CPU_SECONDS = 5  # of one conversation; one of a megabyte takes 0.02 s with Qwen's template
-MEMORY = 1 << 30  # bytes beyond those of the process when it starts
-REASONING = "reasoning_content"  # of a message, by the name that templates know
-CHARACTERS, CHARACTERS_PER_GIVEN = 100_000, 10  # that may be written: so many, and for each one of the conversation
+CPU_SECONDS = 5  # per conversation; a conversation of a megabyte takes 0.02 s with Qwen's template
+MEMORY = 1 << 30  # bytes, in addition to the memory of the process at its start
+REASONING = "reasoning_content"  # field of a message, with the name that templates use
+CHARACTERS, CHARACTERS_PER_GIVEN = 100_000, 10  # output limit: a constant, plus 10 characters for each input character
 
 _PROGRAM = Path(__file__).with_name("template_process.py")
-_REQUEST_CHARACTERS = 1 << 22  # of conversations that are sent at a time
-_MAX_DEATHS = 3  # conversations that may end the process; more are the template's fault, and cost CPU_SECONDS each
+_REQUEST_CHARACTERS = 1 << 22  # characters of the conversations in one request
+_MAX_DEATHS = 3  # conversations that may end the process; more are the template's fault, and each costs CPU_SECONDS
 _WAY_OUT = "copy the chat_template.jinja of the model's makers"
 _TRIAL_TURNS = 3
 _TRIALS: tuple[tuple[list[dict[str, Any]], bool], ...] = (
@@ -46,16 +46,16 @@ _TRIALS: tuple[tuple[list[dict[str, Any]], bool], ...] = (
     ),
 )
 
-Messages = list[dict[str, Any]]  # of one conversation, as transformers' apply_chat_template takes them
+Messages = list[dict[str, Any]]  # one conversation, in the form of transformers' apply_chat_template
 
 
 class ChatTemplate:
-    """Renders conversations with one template.
+    """Renderer of conversations with one template.
 
     Args:
-        owner: the model's directory, for errors.
-        template: its text.
-        variables: what the template sees beside the messages, plain values.
+        owner: the model's directory, for error messages.
+        template: the template's text.
+        variables: further variables of the template, plain values.
     """
 
     def __init__(self, owner: str, template: str, variables: Mapping[str, Any]) -> None:
@@ -76,8 +76,8 @@ class ChatTemplate:
         """Render small conversations.
 
         Raises:
-            InputError: the template exceeds a limit, fails, refuses a plain question, or writes another text before an
-                answer than the prompt that asks for it.
+            InputError: the template exceeds a limit, fails, refuses a plain question, or its text before an answer
+                differs from the prompt for that answer.
         """
         for number, trial in enumerate(_TRIALS):
             ((kind, text),) = self._outcomes([_request(*trial, thinks=False)])
@@ -89,7 +89,7 @@ class ChatTemplate:
                 self._check_prompt([*begin, *_turns(num_turns)], num_turns)
 
     def _check_prompt(self, messages: Messages, num_turns: int) -> None:
-        """See that a conversation begins with the prompt of its last answer. One that the template refuses passes."""
+        """Check that a conversation's text begins with the prompt of its last answer. A refused conversation passes."""
         requests = [_request(messages, False, False), _request(messages[:-1], True, False)]
         (text_kind, text), (prompt_kind, prompt) = self._outcomes(requests)
         if (text_kind, prompt_kind) != ("text", "text") or text.startswith(prompt):
@@ -99,20 +99,20 @@ class ChatTemplate:
         about = f"{num_turns} turn{'s' * (num_turns > 1)}{' and a system message' * (messages[0]['role'] == 'system')}"
         raise InputError(
             f"{self._owner}: with {about} the chat template writes {found} before the last answer where its prompt at "
-            f"inference has {expected}, so what is learnt is not what is asked; {_WAY_OUT}"
+            f"inference has {expected}, so training would not match inference; {_WAY_OUT}"
         )
 
     def render(
         self, conversations: Sequence[Messages], add_generation_prompt: bool = False, thinks: bool | None = None
     ) -> list[str | SkipSample]:
-        """The text of each conversation, or why there is none.
+        """Return the text of each conversation, or the reason why there is none.
 
         Args:
-            thinks: whether reasoning is asked for before the last answer (`enable_thinking`); None: where a
-                conversation's last message has some.
+            thinks: whether reasoning is requested before the last answer (`enable_thinking`); None: only if a
+                conversation's last message has reasoning.
 
         Raises:
-            InputError: one conversation after the other exceeds a limit.
+            InputError: too many conversations exceed a limit.
         """
         texts: list[str | SkipSample] = []
         requests = [
@@ -127,14 +127,14 @@ class ChatTemplate:
         return texts
 
     def _outcomes(self, requests: Sequence[str]) -> list[tuple[str, str]]:
-        """(kind, text) of each request, as the process gives them."""
+        """Return (kind, text) of each request, from the process."""
         data = f"[{','.join(requests)}]\n".encode("utf-8", "surrogatepass")
-        for _ in range(2):  # twice: the machine may end a process too, for want of memory
+        for _ in range(2):  # two tries: the machine may also end a process, for lack of memory
             with self._lock:
                 line, status = self._exchange(data)
             if line:
                 return [(kind, text) for kind, text in json.loads(line)]
-            if len(requests) > 1:  # which of them was it?
+            if len(requests) > 1:  # find the conversation that ended the process
                 return [outcome for request in requests for outcome in self._outcomes([request])]
             if status == -signal.SIGPROF:
                 break
@@ -146,7 +146,7 @@ class ChatTemplate:
         return [("failed", why)]
 
     def _exchange(self, request: bytes) -> tuple[bytes, int]:
-        """The process's answer; if it ended instead, nothing and its exit status."""
+        """Return the process's answer and 0; if the process ended instead, nothing and its exit status."""
         process = self._process = self._process or self._start()
         line = b""
         with contextlib.suppress(BrokenPipeError):
@@ -159,7 +159,7 @@ class ChatTemplate:
         return b"", process.wait()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        # -P: the folder of the program is no place to import from.
+        # -P: nothing is imported from the program's folder.
         command = [sys.executable, "-P", "-W", "ignore", str(_PROGRAM)]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         weakref.finalize(self, _end, process)
@@ -168,19 +168,19 @@ class ChatTemplate:
 
 
 def chat_template(hf_dir: Path, template: str, variables: Mapping[str, Any]) -> ChatTemplate:
-    """The checked template of a model directory; the last two of this process are kept.
+    """Return the checked template of a model directory; this process caches the last two.
 
     Raises:
-        InputError: as `ChatTemplate.check` does.
+        InputError: see `ChatTemplate.check`.
     """
     return _checked(os.getpid(), str(hf_dir), template, json.dumps(dict(variables), default=str, sort_keys=True))
 
 
 def check_template(hf_dir: Path) -> None:
-    """See that the template of a model directory keeps the limits, before a tokenizer is loaded.
+    """Check that the template of a model directory keeps the limits, before a tokenizer is loaded.
 
     Raises:
-        InputError: it does not; or as `read_template` does.
+        InputError: the template exceeds a limit; see also `read_template`.
     """
     template, tokens = read_template(hf_dir)
     if template is not None:
@@ -195,7 +195,7 @@ def _checked(pid: int, owner: str, template: str, variables: str) -> ChatTemplat
 
 
 def read_template(hf_dir: Path) -> tuple[str | None, dict[str, Any]]:
-    """A model directory's template and special tokens, from its files alone; None if there is no template as a text.
+    """Return a model directory's template and special tokens, only from its files; None if no template is a text.
 
     Raises:
         InputError: a file cannot be read.
@@ -213,7 +213,7 @@ def read_template(hf_dir: Path) -> tuple[str | None, dict[str, Any]]:
 
 
 def _turns(number: int) -> Messages:
-    """A conversation of questions and answers."""
+    """Return a conversation of questions and answers."""
     pairs = [("What is it?", "A seven."), ("And now?", "Still a seven."), ("Is it odd?", "Yes.")][:number]
     roles = ("user", "assistant")
     return [{"role": role, "content": text} for pair in pairs for role, text in zip(roles, pair)]
@@ -229,7 +229,7 @@ def _request(messages: Messages, add_generation_prompt: bool, thinks: bool) -> s
 
 
 def _parts(requests: Sequence[str]) -> list[list[str]]:
-    """The requests in order, in lists of some megabytes."""
+    """Return the requests in order, in lists of some megabytes."""
     parts: list[list[str]] = []
     size = _REQUEST_CHARACTERS
     for request in requests:

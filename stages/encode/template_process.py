@@ -1,11 +1,11 @@
-"""The program that renders a chat template: a process of its own, which a limit may end without harm to its caller.
+"""The program that renders a chat template, in a process that a limit may end without harm to its caller.
 
-In: one line of JSON with the template, its variables and the limits, then a line for each list of conversations. The
-limit of CPU seconds is that of a list: a caller whose list ended the process sends its conversations one by one.
-Out: a line for each list: [kind, text] for each conversation. `kind` is text, refused (by the template's own word) or
-failed (a limit, or an error of the template).
+In: one line of JSON with the template, its variables and the limits, then one line for each list of conversations. The
+limit of CPU seconds applies to a list: a caller whose list ended the process sends its conversations one by one.
+Out: one line for each list, with [kind, text] for each conversation. `kind` is text, refused (raised by the template
+itself) or failed (a limit, or an error of the template).
 
-It is run by its path and needs nothing of athanor.
+It is run by its path and imports nothing from athanor.
 """
 
 import json
@@ -20,12 +20,12 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 
 def main() -> None:
-    """Answer until the input ends."""
+    """Answer requests until the input ends."""
     settings = json.loads(sys.stdin.buffer.readline())
     limit = psutil.Process().memory_info().vms + settings["memory"]
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     for line in sys.stdin.buffer:
-        # The signal's default action ends the process, also in the middle of one long operation.
+        # The signal's default action ends the process, even in the middle of one long operation.
         signal.setitimer(signal.ITIMER_PROF, settings["cpu_seconds"])
         outcomes = [_render(settings, *request) for request in json.loads(line)]
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -48,7 +48,7 @@ def _render(
         return "refused", _short(error)
     except MemoryError:
         return "failed", f"needs over {settings['memory'] >> 20} MiB of memory"
-    except Exception as error:  # a template is a program, and can raise nearly anything
+    except Exception as error:  # a template is a program and can raise nearly any exception
         return "failed", f"fails with {type(error).__name__}: {_short(error)}"
     limit = settings["characters"] + settings["characters_per_given"] * given
     if len(text) > limit:

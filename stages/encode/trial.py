@@ -1,4 +1,4 @@
-"""Trial conversations: whether the ids before each learnt answer are those of its prompt at inference."""
+"""Trial conversations that check whether the ids before each trained answer equal its prompt at inference."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -16,22 +16,22 @@ _THOUGHT = "It has a stroke."
 
 
 def mismatch(chat: "ChatEncoder") -> str:
-    """What is wrong with the first trial whose learnt answers do not follow the ids of their prompts; empty if none is.
+    """Return the first trial in which the ids before a trained answer differ from its prompt, in words; empty if none.
 
-    There are conversations of one, two and three turns, with and without a system message, and with reasoning if the
-    template writes some. One that the template itself refuses is no trial.
+    The trials are conversations of one, two and three turns, with and without a system message, and with reasoning if
+    the template writes it. A conversation that the template refuses is skipped.
     """
     trials = dict(_trials(has_reasoning=chat.format.opened is not None and chat.learn.reasoning))
     texts = chat.render(list(trials.values()))
     names = [name for name, text in zip(trials, texts) if not isinstance(text, SkipSample)]
     parts = [(n, part) for n, cut in zip(names, chat.cut([trials[n] for n in names])) for part in cut]
-    places: list[tuple[str, Conversation, int, np.ndarray]] = []  # trial, its part, place of an answer, ids before it
+    places: list[tuple[str, Conversation, int, np.ndarray]] = []  # trial, its part, index of an answer, ids before it
     for (name, part), text in zip(parts, chat.tokenize([part for _, part in parts])):
         if isinstance(text, SkipSample):
             return f"with {name} {text.detail}"
         starts = np.flatnonzero(np.diff(text.mask, prepend=0, append=0))[::2]
         learnt = [place for place, message in enumerate(part) if message.role == "assistant" and message.is_learnt]
-        # all of them, or the last alone
+        # all answers, or only the last one
         places += [(name, part, p, text.ids[:s]) for p, s in zip(learnt[-len(starts) :], starts, strict=True)]
     for thinks in (False, True):
         asked = [each for each in places if bool(chat.reasoning_of(each[1][each[2]])) == thinks]
@@ -45,7 +45,7 @@ def mismatch(chat: "ChatEncoder") -> str:
 
 
 def _trials(has_reasoning: bool) -> Iterator[tuple[str, Conversation]]:
-    """(name, conversation) of each trial."""
+    """Yield (name, conversation) of each trial."""
     for system in ((), (Message(role="system", text="Be brief."),)):
         for reasoning in ("", _THOUGHT)[: 1 + has_reasoning]:
             for number in range(1, len(_PAIRS) + 1):

@@ -1,4 +1,4 @@
-"""The config of encode_images: how features are stored, and in which arithmetic they are computed."""
+"""The config of encode_images: the storage of features, and the arithmetic that computes them."""
 
 from typing import Literal
 
@@ -9,7 +9,7 @@ from dataset_builders.contracts.strict import StrictModel
 
 
 class EncodeImagesConfig(StrictModel):
-    """How the features of images are stored."""
+    """The storage settings of image features."""
 
     dtype: FeatureType = Field(
         description="type of the stored numbers; that of train.precision loses nothing, bfloat16 of a training in "
@@ -21,6 +21,6 @@ class EncodeImagesConfig(StrictModel):
 
 
 class EncodingConfig(EncodeImagesConfig):
-    """Identity: the recipe's settings, and the arithmetic that the training gives the encoder."""
+    """Identity: the recipe's settings, and the arithmetic that the training uses for the encoder."""
 
     precision: Literal["float32", "bfloat16"] = Field(description="arithmetic of the encoder")

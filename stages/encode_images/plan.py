@@ -1,7 +1,7 @@
-"""Which image lies where: distinct images are numbered in the samples' order and dealt to shards of features.
+"""The assignment of distinct images to feature shards, in the order of the samples.
 
 images/00000.parquet             the images of a shard, which the trainer reads
-samples/train/shard-00000.arrow  the places of the images of each sample of a tokenized shard
+samples/train/shard-00000.arrow  the records of the images of each sample of a tokenized shard
 """
 
 from collections.abc import Sequence
@@ -25,11 +25,11 @@ from stages.encode_images.scan import ScanTask
 
 @dataclass(slots=True)
 class ImagePlan:
-    """The distinct images seen so far, and the shard that is being filled. About 250 bytes per distinct image.
+    """The distinct images seen so far, and the current shard. Takes about 250 bytes per distinct image.
 
     Attributes:
-        limit: patches that a shard takes; an image of more is alone.
-        uses: images seen, each as often as a sample has it.
+        limit: maximal number of patches in a shard; a larger image has a shard of its own.
+        uses: number of images seen, including repetitions.
     """
 
     directory: StorePath
@@ -42,7 +42,7 @@ class ImagePlan:
     _split: Split | None = None
 
     def add(self, image: dict, split: Split) -> FeaturePlace:
-        """The place of an image; it gets one if it is new."""
+        """Return the record address of an image; a new image gets the next one."""
         self.uses += 1
         known = self.places.get(image["digest"])
         if known is not None:
@@ -56,7 +56,7 @@ class ImagePlan:
         return place
 
     def flush(self) -> None:
-        """Write the table of the shard that is being filled, if it has an image."""
+        """Write the table of the current shard, if it has an image."""
         if self._rows:
             path = self.directory / images_name(self.num_shards)
             make_dir(path.parent)
@@ -65,11 +65,11 @@ class ImagePlan:
 
 
 def plan_images(tasks: Sequence[ScanTask], directory: StorePath, limit: int) -> ImagePlan:
-    """Write the tables of all shards of features and of all tokenized shards.
+    """Write the tables of all feature shards and of all tokenized shards.
 
     Args:
-        tasks: one per tokenized shard, whose tables of images are written.
-        limit: patches of a shard.
+        tasks: one per tokenized shard; their tables of images must exist.
+        limit: maximal number of patches in a feature shard.
     """
     plan = ImagePlan(directory, limit)
     for task in tasks:

@@ -1,4 +1,4 @@
-"""The images of every tokenized shard by their content: one table per shard, made on the workers."""
+"""The images of every tokenized shard by their content: one table per shard, made by the workers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,16 +15,16 @@ from stages.artifacts.artifact import Artifact
 from stages.artifacts.row_tables import write_rows
 from stages.artifacts.workers import StageResources, run_tasks
 
-_BYTES_PER_WORKER = 1e9  # read and digested in about the seconds that the start of a process costs
+_BYTES_PER_WORKER = 1e9  # bytes that are read and hashed in about the time that a process takes to start
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScanTask:
-    """One shard to look through.
+    """One shard to scan.
 
     Attributes:
-        shard: of the artifact in `directory`.
-        out: the table that is written, with IMAGE_SCHEMA: a row for each use of an image, in the samples' order.
+        shard: a shard of the artifact in `directory`.
+        out: path of the table, with IMAGE_SCHEMA: a row for each use of an image, in the samples' order.
     """
 
     directory: StorePath
@@ -34,10 +34,10 @@ class ScanTask:
 
 
 def scan_images(tokenized: Artifact, directory: StorePath, resources: StageResources) -> list[ScanTask]:
-    """Write the tables of all shards that have none yet into `directory`; progress is in samples.
+    """Write the missing tables of all shards to `directory`; progress is in samples.
 
     Returns:
-        one task per shard, in the manifest's order.
+        One task per shard, in the manifest's order.
     """
     make_dir(directory)
     shards, pixels = tokenized.manifest.shards, read_pixel_store(tokenized.dir, tokenized.manifest.stats)
@@ -56,7 +56,7 @@ def scan_images(tokenized: Artifact, directory: StorePath, resources: StageResou
 
 
 def scan_shard(task: ScanTask) -> int:
-    """Write a shard's table, whole or not at all; returns the number of samples read."""
+    """Write a shard's table atomically; return the number of samples read."""
     write_rows(task.out, _rows(task), IMAGE_SCHEMA)
     return task.shard.num_samples
 

@@ -1,12 +1,13 @@
 """encode_images: the features of each distinct image, which a training with a frozen vision encoder reads.
 
 features/00000.tar               the features of images, one record each
-index/00000.arrow                the places of a shard's records
+index/00000.arrow                the byte ranges of a shard's records
 images/00000.parquet             the images of a shard
 samples/train/shard-00000.arrow  the records of the images of each sample of a tokenized shard
 report.json, report.html         images, bytes, the error of the stored type
 
-The weights and the tokenized samples decide what is computed, so that other bins, rates or steps use it again.
+The features depend only on the weights and the tokenized samples, so trainings with other bins, rates or steps reuse
+them.
 """
 
 import shutil
@@ -38,14 +39,14 @@ from trainer.contract.run import EncodeRun
 from trainer.model.registry import read_model
 
 VERSION = 1
-JOB_DIR = "job"  # in the work directory: the output directory of the trainer's run
+JOB_DIR = "job"  # output directory of the trainer's run, in the work directory
 SCAN_DIR = "scan"
 
 
 def encode_images(
     config: EncodingConfig, inputs: Mapping[str, Input], work_dir: Path, resources: StageResources
 ) -> StageOutput:
-    """Inputs: "model" (HF directory), "tokenized"."""
+    """Run the stage. Inputs: "model" (HF directory), "tokenized"."""
     tokenized, hf_dir = inputs["tokenized"], hf_dir_of(inputs["model"])
     assert isinstance(tokenized, Artifact)
     shape = read_model(hf_dir)[1]
@@ -59,7 +60,7 @@ def encode_images(
         run = _run_config(config, hf_dir, tokenized, work_dir, plan.num_shards, resources)
         run.output_dir.mkdir(exist_ok=True)
         run_trainer(run, resources, STAGE.name)
-    for directory in (JOB_DIR, SCAN_DIR):  # paths and times would make every artifact different
+    for directory in (JOB_DIR, SCAN_DIR):  # their paths and times would make every artifact different
         shutil.rmtree(work_dir / directory, ignore_errors=True)
     shards = [finished_shard(work_dir, name) for name in names]
     stats = {"features": store.model_dump(mode="json"), **_stats(work_dir, plan, store)}
@@ -70,7 +71,7 @@ def encode_images(
 def _run_config(
     config: EncodingConfig, hf_dir: Path, tokenized: Artifact, work: Path, num_shards: int, resources: StageResources
 ) -> EncodeRun:
-    """run.json: every rank has the whole encoder, whatever the layout of the training."""
+    """Return run.json: every rank has the whole encoder, whatever the layout of the training."""
     return EncodeRun(
         hf_dir=hf_dir.resolve(),
         tokenized_dir=absolute(tokenized.dir),
@@ -85,7 +86,7 @@ def _run_config(
 
 
 def _stats(work: Path, plan: ImagePlan, store: FeatureStore) -> dict[str, Any]:
-    """The manifest's figures."""
+    """Return the manifest's figures."""
     tokens, largest_error = 0, 0.0
     for number in range(plan.num_shards):
         table = read_table(work / index_name(number))

@@ -1,4 +1,4 @@
-"""The configs of evaluate and compare, in a file of their own because the metrics' libraries take a second to load."""
+"""The configs of evaluate and compare, in a separate file because the metrics' libraries take a second to load."""
 
 from typing import Any, Literal
 
@@ -10,21 +10,21 @@ from stages.scoring.names import check_overrides
 
 
 class EvaluateConfig(AnswerConfig):
-    """Identity: the questions, and how the answers are scored."""
+    """Identity: the questions, and the metrics."""
 
     metrics: dict[str, list[str]] = Field(
-        default={}, description="subset -> its metrics, the headline first; other subsets have those of the table"
+        default={}, description="subset -> its metrics, the headline first; other subsets have the metrics of the table"
     )
 
     adapter: Literal["merged", "beside"] = Field(
         default="merged",
-        description="of a training of adapters: what answers is the merged model, or the base with the adapter beside "
-        "it, unrounded",
+        description="for trained adapters: merged: the merged model answers; beside: the base model answers with the "
+        "unmerged adapter, which is not rounded",
     )
 
     @model_serializer(mode="wrap")
     def _as_before(self, whole: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
-        """Without `adapter` at its default: scores of before it are found."""
+        """Omit `adapter` at its default, so that scores from before this field are found."""
         dumped = whole(self)
         if self.adapter == "merged" and info.context != EVERY_FIELD:
             del dumped["adapter"]
@@ -38,17 +38,17 @@ class EvaluateConfig(AnswerConfig):
 
     @property
     def answer(self) -> AnswerConfig:
-        """The fields that decide the answers."""
+        """The fields that determine the answers."""
         return AnswerConfig(**{name: getattr(self, name) for name in AnswerConfig.model_fields})
 
     @property
     def scoring(self) -> "EvaluateConfig":
-        """The fields that decide the scores of given answers."""
+        """The fields that determine the scores of given answers."""
         return self.model_copy(update={"adapter": "merged"})
 
 
 class CompareConfig(StrictModel):
-    """Identity: how certain a difference must be."""
+    """Identity: the settings of the intervals."""
 
     level: float = Field(default=0.95, gt=0, lt=1, description="level of the intervals")
     resamples: int = Field(default=10_000, ge=100, le=10**6, description="how often the answers are drawn again")

@@ -1,4 +1,4 @@
-"""The predictions of an evaluation, their scores, and how certain these are."""
+"""The predictions of an evaluation, their scores, and the scores' intervals."""
 
 import math
 from collections import defaultdict
@@ -13,22 +13,22 @@ from stages.scoring.names import OVERALL
 from stages.scoring.summary import AnswerSet, SubsetScores, score_subsets, table_of, upward_rows, upwards
 from trainer.contract.answer import HeldoutRow
 
-BOOTSTRAP = Bootstrap(resamples=2000)  # of the intervals; two models are compared with more
+BOOTSTRAP = Bootstrap(resamples=2000)  # for the intervals; a comparison of two models uses more resamples
 
-_POINT = Bootstrap(resamples=1)  # for a value whose interval nobody reads
+_POINT = Bootstrap(resamples=1)  # for a value whose interval is not used
 
 
 class Evaluation:
-    """Predictions by sample, and their scores after `score`.
+    """Predictions by sample, and their scores after a call of `score`.
 
     Args:
-        overrides: subset -> its metrics, for subsets that do not have the table's.
-        losses: key of the sample -> the loss of its reference answers, if the trainer measured it.
+        overrides: subset -> its metrics, for subsets that differ from the table of metrics.
+        losses: key of a sample -> the loss of its reference answers, if the trainer measured it.
 
     Attributes:
-        predictions: in the order in which they were added.
+        predictions: all predictions, in the order in which they were added.
         table: {subset or overall: {metric: value}}, without contaminated samples.
-        with_contaminated: subset or overall -> its `score` if contaminated samples counted; empty if there are none.
+        with_contaminated: subset or overall -> its `score` including contaminated samples; empty if there are none.
     """
 
     def __init__(self, overrides: Mapping[str, Sequence[str]], losses: Mapping[str, HeldoutRow] | None = None) -> None:
@@ -46,7 +46,7 @@ class Evaluation:
         """Add the predictions of a sample.
 
         Args:
-            pictures: digests of its pictures.
+            pictures: digests of the sample's images.
         """
         for prediction in predictions:
             self._rows[prediction.key].append(len(self.predictions))
@@ -54,7 +54,8 @@ class Evaluation:
             self._pictures.append(pictures)
 
     def score(self) -> None:
-        """Score all predictions that were added. Contaminated samples get scores of their own but count in no other.
+        """Score all predictions that were added. Contaminated samples get scores per answer, but no other score counts
+        them.
 
         Raises:
             ValueError: no prediction counts.
@@ -82,29 +83,29 @@ class Evaluation:
                 self._scored[row] = Scored(scores.metrics.headline, None if math.isnan(value) else value)
 
     def of(self, key: str) -> list[tuple[Prediction, Scored]]:
-        """The predictions of a sample with their scores; empty for a sample that the model could not be asked about."""
+        """Return a sample's predictions with their scores; empty if the model could not be asked."""
         return [(self.predictions[row], self._scored[row]) for row in self._rows.get(key, [])]
 
     def scored(self) -> list[tuple[Prediction, Scored]]:
-        """All predictions with their scores, in the order in which they were added."""
+        """Return all predictions with their scores, in the order in which they were added."""
         return list(zip(self.predictions, self._scored))
 
     def headlines(self) -> dict[str, Interval]:
-        """The headline metric of every subset, and under `overall` the mean of them, with their intervals."""
+        """Return the headline metric of every subset, and under `overall` their mean, with intervals."""
         headlines = {name: scores.headline for name, scores in self._scores.items()}
         return headlines if self._overall is None else headlines | {OVERALL: self._overall}
 
     def names(self) -> dict[str, tuple[str, str]]:
-        """Subset -> its headline metric, and why it has this one."""
+        """Return subset -> its headline metric, and the reason for this metric."""
         return {name: (scores.metrics.headline, scores.metrics.reason) for name, scores in self._scores.items()}
 
     def fields(self) -> dict[str, dict[str, dict[str, dict[str, float]]]]:
-        """Subset -> metric -> field -> its scores, for metrics that know fields."""
+        """Return subset -> metric -> field -> its scores, for metrics with fields."""
         return {name: scores.fields for name, scores in self._scores.items() if scores.fields}
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """For each subset, and under `overall` for all: samples, answers and distinct pictures that count, and
-        contaminated samples, which do not."""
+        """Return, for each subset, and under `overall` for all: the counted samples, answers and distinct images, and
+        the contaminated samples, which are not counted."""
         counted = self._groups(self._counted())
         return {
             name: {
@@ -120,7 +121,7 @@ class Evaluation:
         return [row for row, prediction in enumerate(self.predictions) if prediction.contaminated is None]
 
     def _groups(self, rows: Iterable[int]) -> dict[str, list[int]]:
-        """Subset -> its rows among these, which ascend; all of them under `overall`."""
+        """Return subset -> its rows among `rows`, which ascend; all rows under `overall`."""
         groups: dict[str, list[int]] = defaultdict(list)
         for row in rows:
             groups[self.predictions[row].subset].append(row)

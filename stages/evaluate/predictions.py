@@ -1,4 +1,4 @@
-"""predictions.parquet: one row per answer of an evaluation, with its score and the picture of the question."""
+"""predictions.parquet: one row per answer of an evaluation, with its score and the image of the question."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from dataset_builders.storage.store import StorePath, local_copy
 from stages.artifacts.artifact import Artifact
 
 PREDICTIONS = "predictions.parquet"
-COMPARISON = "comparison.parquet"  # of two evaluations: stages/compare/stage.py
+COMPARISON = "comparison.parquet"  # the comparison of two evaluations: stages/compare/stage.py
 PREDICTIONS_SCHEMA = pa.schema(
     [
         ("key", pa.string()),
@@ -41,16 +41,17 @@ _OF_THE_SAMPLE = ("metric", "score", "num_images", "pictures", "image")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """One assistant turn of a held-out sample and the model's answer there.
+    """One assistant turn of a held-out sample, and the model's answer.
 
     Attributes:
         turn: number of the assistant turn in its sample, from 0.
-        question: the user's text before it, without image slots.
+        question: the user's text before the turn, without image slots.
         reference: the data's answer.
-        references: all answers that count as right; `reference` alone if the data has no others.
-        stopped: the model ended its turn by itself.
-        num_tokens: generated tokens, without the end-of-turn token.
-        contaminated: how a picture of its sample occurs in train, so that no score counts it; None if no picture does.
+        references: all answers that count as right; only `reference` if the data has no others.
+        stopped: whether the model generated an end-of-turn token.
+        num_tokens: number of generated tokens, without the end-of-turn token.
+        contaminated: how an image of the sample occurs in the training split (no score counts the answer then); None:
+            no image does.
     """
 
     key: str
@@ -74,8 +75,8 @@ class Scored:
 
     Attributes:
         metric: the headline metric of its subset.
-        score: by that metric, turned so that more is better (1 - rate for an error rate); None if the answer has no
-            score.
+        score: the score by that metric, converted so that more is better (1 - rate for an error rate); None if the
+            answer has no score.
     """
 
     metric: str
@@ -84,13 +85,13 @@ class Scored:
 
 @contextmanager
 def writing_predictions(directory: Path) -> Iterator[pq.ParquetWriter]:
-    """A writer of predictions.parquet, which appears whole, when the block ends without an error."""
+    """Give a writer of predictions.parquet; the file is published when the block ends without an error."""
     with atomic_path(directory / PREDICTIONS) as tmp, pq.ParquetWriter(tmp, PREDICTIONS_SCHEMA) as writer:
         yield writer
 
 
 def predictions_table(samples: Sequence[Sample], rows: Sequence[tuple[Prediction, Scored]]) -> pa.Table:
-    """The rows with PREDICTIONS_SCHEMA, each with its sample's first image as the data encodes it."""
+    """Return the rows with PREDICTIONS_SCHEMA, each with its sample's first image as encoded in the data."""
     about = {
         sample.key: {
             "num_images": len(sample.images),
@@ -108,23 +109,23 @@ def predictions_table(samples: Sequence[Sample], rows: Sequence[tuple[Prediction
 
 
 def read_predictions(directory: StorePath, columns: Sequence[str] | None = None) -> pa.Table:
-    """predictions.parquet of an evaluation, with PREDICTIONS_SCHEMA.
+    """Read predictions.parquet of an evaluation, with PREDICTIONS_SCHEMA.
 
     Args:
-        columns: names of the columns to read; None: all, pictures too.
+        columns: names of the columns to read; None: all, including images.
     """
     chosen = None if columns is None else list(columns)
     return pq.read_table(local_copy(directory / PREDICTIONS), columns=chosen, schema=PREDICTIONS_SCHEMA)
 
 
 def counted(predictions: pa.Table) -> pa.Table:
-    """The predictions that scores count: those of samples without a picture that occurs in train."""
+    """Return the predictions that scores count: those without an image that occurs in the training split."""
     return predictions.filter(pc.is_null(predictions["contaminated"]))
 
 
 def heldout_fingerprint(evaluated: Artifact) -> str:
-    """16 hex digits that name what the scores of an evaluation are of: the questions that count, their right answers
-    and pictures, and the metrics. They depend neither on the model nor on the place of the root."""
+    """Return 16 hex digits that identify the subject of an evaluation's scores: the counted questions, their right
+    answers and images, and the metrics. They do not depend on the model or on the path of the root."""
     columns = ["subset", "turn", "question", "references", "pictures", "metric"]
     rows = counted(read_predictions(evaluated.dir, [*columns, "contaminated"])).select(columns).to_pylist()
     metrics = evaluated.manifest.config.get("metrics", {})

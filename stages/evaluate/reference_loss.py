@@ -1,4 +1,4 @@
-"""Loss and perplexity of the reference answers, from the losses that the trainer wrote for every held-out sample."""
+"""Loss and perplexity of the reference answers, from the losses that the trainer wrote for each held-out sample."""
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -7,11 +7,11 @@ from dataset_builders.contracts.sample import whole_key
 from trainer.contract.answer import HeldoutRow
 
 LOSS, PERPLEXITY = "reference_loss", "reference_perplexity"
-_LARGEST = 700.0  # exp of more is not a float64
+_LARGEST = 700.0  # exp of a larger number is not a float64
 
 
 def by_sample(rows: Iterable[HeldoutRow]) -> dict[str, HeldoutRow]:
-    """Key of a sample -> its loss, the mean over all its parts where tokenize cut its conversation."""
+    """Return key of a sample -> its loss; for a cut conversation, the mean over all its parts."""
     parts: dict[str, list[HeldoutRow]] = {}
     for row in rows:
         parts.setdefault(whole_key(row.key), []).append(row)
@@ -24,9 +24,9 @@ def by_sample(rows: Iterable[HeldoutRow]) -> dict[str, HeldoutRow]:
 
 
 def reference_loss(losses: Mapping[str, HeldoutRow], keys: Collection[str]) -> dict[str, float]:
-    """The mean loss over the loss tokens of these samples, in nats per token, and its exponential.
+    """Return the mean loss over the loss tokens of these samples, in nats per token, and its exponential.
 
-    Samples that are in no bin (too long) do not count; empty if no token is left.
+    Samples that are in no bin (too long) are not counted; the result is empty if no token is left.
     """
     rows = [losses[key] for key in set(keys) if key in losses]
     loss = _mean_loss(rows)

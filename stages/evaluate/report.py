@@ -18,13 +18,13 @@ _THUMBNAIL_SIDE = 160  # pixels
 
 
 class Gallery:
-    """The first pictures with answers that are not fully right, and a few that are."""
+    """The first images with answers that are not fully right, and a few images with right answers."""
 
     def __init__(self) -> None:
         self.shown: dict[bool, list[tuple[bytes, str]]] = {False: [], True: []}
 
     def add(self, window: Sequence[Sample], rows: Sequence[tuple[Prediction, Scored]]) -> None:
-        """Keep the pictures of these samples that the page will show."""
+        """Keep the images of these samples that the page will show."""
         images = {sample.key: sample.images for sample in window}
         for prediction, scored in rows:
             pictures = self.shown[is_right := _is_right(scored)]
@@ -35,7 +35,7 @@ class Gallery:
 def write_evaluation_report(
     directory: Path, evaluation: Evaluation, gallery: Gallery, skips: Mapping[str, int]
 ) -> None:
-    """report.json and report.html: scores, then the wrong answers with their pictures, then a few right ones."""
+    """Write report.json and report.html: scores, then wrong answers with their images, then a few right ones."""
     counts = evaluation.counts()
     summary: dict[str, object] = {name.replace("_", " "): value for name, value in evaluation.table[OVERALL].items()}
     summary |= counts[OVERALL]
@@ -75,7 +75,7 @@ def _headlines(evaluation: Evaluation, counts: Mapping[str, Mapping[str, int]]) 
 
 
 def _contaminated(evaluation: Evaluation, counts: Mapping[str, Mapping[str, int]]) -> list[Table]:
-    """The score if samples with pictures of train counted, as one table; empty if there are no such samples."""
+    """Return one table of scores that include contaminated samples; empty if there are no such samples."""
     rows = [
         [name, counts[name]["contaminated"], evaluation.table.get(name, {}).get(SCORE), value]
         for name, value in evaluation.with_contaminated.items()

@@ -1,10 +1,10 @@
-"""Answers + held-out samples -> scores.
+"""evaluate: answers and held-out samples -> scores.
 
-    predictions.parquet   one row per answer, with the picture of the question
+    predictions.parquet   one row per answer, with the image of the question
     report.json, report.html
 
-Nothing is generated here: the answers are an artifact of their own, so that other metrics need no GPU. Samples with a
-picture that occurs in train are answered and shown, but no score counts them.
+Nothing is generated here: the answers are a separate artifact, so that a change of metrics needs no GPU. Samples with
+an image that occurs in the training split are answered and shown, but no score counts them.
 """
 
 import itertools
@@ -30,19 +30,19 @@ from stages.scoring.summary import SCORE
 from trainer.contract.answer import HeldoutRow, read_heldout
 from trainer.contract.names import HELDOUT_BASE_JSONL, HELDOUT_JSONL
 
-# 2: num_images in predictions.parquet; 3: the answers are another stage's; 4: each subset's own metrics;
-# 5: contaminated samples apart, losses of the references; 6: scores by field
+# 2: num_images in predictions.parquet; 3: the answers come from another stage; 4: each subset's own metrics; 5:
+# contaminated samples not counted, losses of the references; 6: scores by field
 VERSION = 6
-# Role of the training -> its losses of the model that answers: the model it made, or the one it began with.
+# Role of the training -> its file with the losses of the model that answers: the trained model, or the model before.
 _LOSSES = {"made_by": HELDOUT_JSONL, "start_of": HELDOUT_BASE_JSONL}
-WINDOW = 64  # samples that are in memory at once, pictures and all
+WINDOW = 64  # samples in memory at a time, including images
 
 
 def _run(
     config: EvaluateConfig, inputs: Mapping[str, Artifact], work: Path, resources: StageResources | None
 ) -> StageOutput:
-    """Inputs: "answers", the "samples" that they answer; if there are such, "contamination" of those samples, and the
-    training, as "made_by" or "start_of"."""
+    """Run the stage. Inputs: "answers", the "samples" that they answer, and optionally "contamination" of those
+    samples, and the training, as "made_by" or "start_of"."""
     resources, samples = resources or StageResources(), inputs["samples"]
     lines: dict[str, list[Line]] = {}
     for line in read_answers(local_copy(inputs["answers"].dir / ANSWERS_JSONL)):
@@ -68,7 +68,7 @@ def _run(
 
 
 def _stats(evaluation: Evaluation) -> dict[str, object]:
-    """Plain numbers: scores and counts of every subset, and the headline with its interval."""
+    """Return plain numbers: scores and counts of every subset, and the headline with its interval."""
     metrics = {name: metric for name, (metric, _) in evaluation.names().items()}
     headlines = {name: {"metric": metrics.get(name, SCORE)} | asdict(v) for name, v in evaluation.headlines().items()}
     stats = {"scores": evaluation.table, "counts": evaluation.counts(), "headlines": headlines}
@@ -77,7 +77,7 @@ def _stats(evaluation: Evaluation) -> dict[str, object]:
 
 
 def _losses(inputs: Mapping[str, Artifact]) -> dict[str, HeldoutRow]:
-    """Key of the sample -> its loss; empty without a training, or if that had no held-out bins."""
+    """Return key of a sample -> its loss; empty without a training, or if the training had no held-out bins."""
     paths = [inputs[role].dir / name for role, name in _LOSSES.items() if role in inputs]
     return by_sample(row for path in paths[:1] for row in read_heldout(path))
 
@@ -100,7 +100,7 @@ def _lines_of(sample: Sample, lines: Mapping[str, list[Line]], answers: Artifact
 
 
 def _predictions(sample: Sample, lines: Sequence[Line], contaminated: str | None) -> list[Prediction]:
-    """The answers to a sample, with the questions and the reference answers."""
+    """Return the answers to a sample, with the questions and the reference answers."""
     places = [place for place, message in enumerate(sample.messages) if message.role == "assistant"]
     predictions = []
     for answer in lines:

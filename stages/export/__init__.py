@@ -1,5 +1,5 @@
-"""The newest checkpoint becomes an HF directory.
+"""The export of the newest checkpoint to an HF directory.
 
-In: a training and the model it began with. Out: a directory that `from_pretrained` loads.
+In: a training and the model that it started from. Out: a directory that `from_pretrained` loads.
 Read first: `stage.py`.
 """

@@ -1,4 +1,4 @@
-"""Tensors that an export has as they were, because its family does not compute them."""
+"""Tensors that an export copies unchanged, because their model family does not compute them."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from trainer.model.registry import read_model
 
 
 def count_carried(hf_dir: Path) -> dict[str, int]:
-    """How many tensors of a directory are carried, by the beginning of their names; empty if there are none.
+    """Return name prefix -> number of carried (copied) tensors of a directory; empty if there are none.
 
     The numbers come from the headers of the safetensors files.
     """

@@ -4,4 +4,4 @@ from dataset_builders.contracts.strict import StrictModel
 
 
 class ExportConfig(StrictModel):
-    """Identity: no field of its own, because the checkpoint and the source decide everything."""
+    """Identity: no field of its own, because the checkpoint and the source determine everything."""

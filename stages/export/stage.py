@@ -1,8 +1,8 @@
-"""Export: a training's newest checkpoint -> an HF directory that `from_pretrained` loads, and its adapter for PEFT.
+"""export: a training's newest checkpoint -> an HF directory that `from_pretrained` loads, and its adapter for PEFT.
 
 hf/model.safetensors  config.json  generation_config.json
-hf/tokenizer.json ...  chat_template.jinja  preprocessor_config.json   from the source, pixel limits as trained
-adapter/adapter_config.json  adapter_model.safetensors   of a training of adapters, which are in hf/'s weights too
+hf/tokenizer.json ...  chat_template.jinja  preprocessor_config.json   from the source, with the training's pixel limits
+adapter/adapter_config.json  adapter_model.safetensors   if adapters were trained; they are also merged into hf/
 """
 
 import math
@@ -33,17 +33,17 @@ from trainer.contract.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from trainer.contract.run import RunConfig, TrainConfig
 
 VERSION = 2
-JOB_DIR = "job"  # in the work directory: the output directory of the trainer's run
+JOB_DIR = "job"  # output directory of the trainer's run, in the work directory
 _COPIED = ("*.json", "*.jinja", "*.txt")
-_NOT_COPIED = ("model.safetensors.index.json",)  # the exported weights have their own layout
+_NOT_COPIED = ("model.safetensors.index.json",)  # the exported weights have an index of their own
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 def export(config: ExportConfig, inputs: Mapping[str, Input], work_dir: Path, resources: StageResources) -> StageOutput:
-    """Inputs: "train", "model" (the HF directory that the training began with), "tokenized"."""
+    """Run the stage. Inputs: "train", "model" (the HF directory that the training started from), "tokenized"."""
     source, hf_dir = hf_dir_of(inputs["model"]), work_dir / HF_EXPORT
     job_dir = work_dir / JOB_DIR
-    job_dir.mkdir(exist_ok=True)  # a cluster's job that a killed flow left may still be writing there
+    job_dir.mkdir(exist_ok=True)  # a cluster job that survived a killed flow may still write there
     run = _run_config(inputs, source, job_dir, resources)
     result = run_trainer(run, resources, STAGE.name)
     for name in (HF_EXPORT, ADAPTER_EXPORT) if run.train.adapter else (HF_EXPORT,):
@@ -68,7 +68,7 @@ def export(config: ExportConfig, inputs: Mapping[str, Input], work_dir: Path, re
 
 
 def _adapter_facts(directory: Path, config: AdapterConfig) -> dict[str, Any]:
-    """The settings of an adapter, the modules that are in its file, and its numbers."""
+    """Return an adapter's settings, the modules in its file, and its number of parameters."""
     header = safetensors_header(directory / ADAPTER_WEIGHTS)
     return config.model_dump(mode="json") | {
         "modules": sum(".lora_A." in name for name in header),
@@ -87,13 +87,13 @@ def _write_report(work_dir: Path, stats: Mapping[str, Any], files: Sequence[File
         sections.insert(1, Table("Carried from the base model, not trained", ("names", "tensors"), carried))
     if "adapter" in stats:
         rows = [(name, ", ".join(v) if isinstance(v, list) else v) for name, v in stats["adapter"].items()]
-        sections.insert(1, Table("Adapter, merged into the weights and beside them", ("", "value"), rows))
+        sections.insert(1, Table("Adapter, merged into the weights and as a separate file", ("", "value"), rows))
     write_report(work_dir, title="export", summary=summary, sections=sections)
 
 
 def _run_config(inputs: Mapping[str, Input], source: Path, job_dir: Path, resources: StageResources) -> RunConfig:
-    """The training's own config, but in this run's layout: a checkpoint can be read in any layout. What decides the
-    weights is the manifest's, which has a digest; run.json has none."""
+    """Return the training's own config, but with this run's layout: a checkpoint can be read in any layout. The
+    settings that determine the weights come from the manifest, which has a digest; run.json has none."""
     trained: Artifact = inputs["train"]
     run = RunConfig.model_validate_json((trained.dir / RUN_JSON).read_text(encoding="utf-8"))
     checkpoint = trained.manifest.stats["checkpoint"]
@@ -139,7 +139,8 @@ def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
 
 
 def written_dtype(hf_dir: Path) -> str:
-    """The dtype of most numbers of a directory's safetensors, in torch's spelling. Some models have a few in another.
+    """Return the dtype of most numbers in a directory's safetensors, in torch's spelling. Some models also have a few
+    tensors of another dtype.
 
     Raises:
         InputError: there are no weights.

@@ -1,4 +1,4 @@
-"""An adapter in PEFT's directory, beside the model that it belongs to: checked and digested without torch.
+"""An adapter in a PEFT directory: checked against its model and digested, without torch.
 
 adapter_config.json  adapter_model.safetensors
 """
@@ -32,17 +32,17 @@ from trainer.contract.peft import (
 )
 from trainer.model.registry import read_model
 
-_FINITE = {"F32": ("<u4", 0x7F800000), "BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00)}  # dtype -> bits, of exponent
+_FINITE = {"F32": ("<u4", 0x7F800000), "BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00)}  # bits, exponent mask
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterDirectory:
-    """An adapter that fits its model.
+    """An adapter that matches its model.
 
     Attributes:
-        scaling: what the product of an adapter counts.
-        modules: names of the adapted linear layers, which are transformers' own.
-        whole: names of parameters that stand in the place of the model's.
+        scaling: the factor applied to the product B A.
+        modules: names of the adapted linear layers, as in transformers.
+        whole: names of parameters that replace the model's parameters.
     """
 
     path: Path
@@ -52,10 +52,10 @@ class AdapterDirectory:
 
 
 def read_adapter_dir(path: Path, hf_dir: Path) -> AdapterDirectory:
-    """What lies in a directory of PEFT's, checked against the model of `hf_dir`.
+    """Read a PEFT directory, and check it against the model of `hf_dir`.
 
     Raises:
-        InputError: a file is missing, the adapter is not one that we compute, or it belongs to another model.
+        InputError: a file is missing, the adapter's kind is not supported, or it belongs to another model.
     """
     config = read_peft_config(path, f"adapter {path}")
     header = _read_header(path, config)
@@ -85,8 +85,8 @@ def read_adapter_dir(path: Path, hf_dir: Path) -> AdapterDirectory:
 
 
 def _read_header(path: Path, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of an adapter's tensors by their names without PEFT's prefix, after every check that needs no
-    base model: pairs, dtypes, finite numbers, and the modules that the settings name."""
+    """Return tensor name, without PEFT's prefix -> shape, after all checks that need no base model: pairs, dtypes,
+    finite numbers, and the modules that the settings name."""
     file, shapes = path / ADAPTER_WEIGHTS, {}
     for name, entry in safetensors_header(file).items():
         if not name.startswith(PREFIX):
@@ -114,10 +114,10 @@ def _read_header(path: Path, config: Mapping[str, Any]) -> dict[str, tuple[int, 
 
 
 def _check_finite(file: Path) -> str:
-    """Check every number of a safetensors file: its exponent has a zero among its bits.
+    """Check that every number in a safetensors file is finite: not all bits of its exponent are 1.
 
     Raises:
-        InputError: a number is infinite or none.
+        InputError: a number is infinite or NaN.
     """
     data = np.memmap(file, mode="r")
     end = 8 + int.from_bytes(data[:8].tobytes(), "little")
@@ -143,7 +143,7 @@ def _check_tensor(
     base: Mapping[str, tuple[int, ...]],
     config: Mapping[str, Any],
 ) -> None:
-    """See that a tensor of the adapter fits the weight that it belongs to."""
+    """Check that a tensor of the adapter fits the model's weight that it belongs to."""
     kind = next((kind for kind in (LORA_A, LORA_B, MAGNITUDE) if name.endswith(kind)), "")
     weight = f"{name.removesuffix(kind)}.weight" if kind else name
     of_base = base.get(weight)
@@ -162,10 +162,11 @@ def _check_tensor(
 
 
 def adapter_input(path: Path) -> External:
-    """An adapter of the user's, by the digests of its two files.
+    """Return the user's adapter as an input, identified by the digests of its two files.
 
     Raises:
-        InputError: the directory holds no adapter that we compute, or it is an artifact's and a file was changed.
+        InputError: the directory has no adapter of a supported kind, or it belongs to an artifact and a file was
+            changed.
     """
     config = read_peft_config(path, f"adapter {path}")
     check_written(path)
@@ -175,5 +176,5 @@ def adapter_input(path: Path) -> External:
 
 
 def adapter_dir_of(adapter: Input) -> Path:
-    """PEFT's directory of an adapter on this machine: an external one itself, or `adapter/` of an export."""
+    """Return the local PEFT directory of an adapter: an external directory itself, or `adapter/` of an export."""
     return local_dir(adapter.dir / ADAPTER_EXPORT if isinstance(adapter, Artifact) else adapter.dir)

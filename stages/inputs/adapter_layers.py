@@ -1,4 +1,4 @@
-"""Adapters beside the linear layers of a loaded transformers model, whose weights stay as they are."""
+"""Unmerged adapters on the linear layers of a loaded transformers model; the base weights do not change."""
 
 import torch
 import torch.nn.functional as F
@@ -10,15 +10,15 @@ from trainer.contract.peft import ADAPTER_WEIGHTS, LORA_A, LORA_B, MAGNITUDE, PR
 
 
 class _Adapter:
-    """A forward hook of a linear layer: its output with the adapter's, by PEFT's arithmetic.
+    """A forward hook of a linear layer that adds the adapter's output, with PEFT's arithmetic.
 
     Args:
-        tensors: of the whole directory, without PEFT's prefix, on the layer's device.
+        tensors: all tensors of the directory, without PEFT's prefix, on the layer's device.
     """
 
     def __init__(self, linear: torch.nn.Linear, name: str, tensors: dict[str, torch.Tensor], scaling: float) -> None:
         self._a, self._b, self._scaling = tensors[name + LORA_A], tensors[name + LORA_B], scaling
-        self._scale = None  # (out,) DoRA's length of each row over that of the adapted weight's
+        self._scale = None  # (out,) DoRA: magnitude / norm of each row of the adapted weight
         if (magnitude := tensors.get(name + MAGNITUDE)) is not None:
             adapted = linear.weight.detach() + scaling * (self._b @ self._a)
             self._scale = magnitude / torch.linalg.norm(adapted, dim=1)
@@ -32,7 +32,7 @@ class _Adapter:
 
 
 def add_adapters(model: transformers.PreTrainedModel, adapter: AdapterDirectory) -> None:
-    """Put the adapters of a directory beside the model's layers, in its dtype and on its device."""
+    """Add the adapters of a directory to the model's layers, in its dtype and on its device."""
     tensors = {
         name.removeprefix(PREFIX): tensor.to(model.device, model.dtype)
         for name, tensor in load_file(adapter.path / ADAPTER_WEIGHTS).items()

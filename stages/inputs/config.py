@@ -16,7 +16,7 @@ _LATER = ("family", "dtype", "rotary_fraction", "delta")
 
 
 class EmbeddedDataConfig(StrictModel):
-    """The default data: how much of it, and from which seed."""
+    """The default data: its sizes and its seed."""
 
     seed: int = Field(ge=0, le=2**32 - 1, description="seed of picture sizes, phrasings and pairs")
     num_scans: int = Field(default=NUM_SCANS, ge=10, le=NUM_SCANS, description="digit scans used, one per row")
@@ -29,7 +29,7 @@ class EmbeddedDataConfig(StrictModel):
 
     @model_serializer(mode="wrap")
     def _as_before(self, whole: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
-        """Without `num_words` where there are none: data of before it is found."""
+        """Omit `num_words` if it is 0, so that data from before this field is found."""
         dumped = whole(self)
         if self.num_words == 0 and info.context != EVERY_FIELD:
             del dumped["num_words"]
@@ -37,7 +37,7 @@ class EmbeddedDataConfig(StrictModel):
 
 
 class EmbeddedReceiptsConfig(StrictModel):
-    """Identity of the drawn receipts: how many there are, and from which seed."""
+    """Identity of the drawn receipts: their numbers and their seed."""
 
     kind: Literal["receipts"] = Field(description="receipts: drawn receipts in place of the digits")
     seed: int = Field(ge=0, le=2**32 - 1, description="seed of the receipts and of how they are photographed")
@@ -54,7 +54,9 @@ class DeltaSizes(StrictModel):
     key_heads: int = Field(gt=0, le=1024, description="key heads of a gated delta net")
     value_heads: int = Field(gt=0, le=1024, description="value heads, a multiple of key_heads")
     head_dim: int = Field(ge=8, le=1024, multiple_of=8, description="width of a key and of a value head")
-    attention_interval: int = Field(gt=0, le=1024, description="every so many-th layer is attention")
+    attention_interval: int = Field(
+        gt=0, le=1024, description="interval of attention layers: 4 means every fourth layer"
+    )
 
     @model_validator(mode="after")
     def _heads_fit(self) -> "DeltaSizes":
@@ -64,10 +66,10 @@ class DeltaSizes(StrictModel):
 
 
 class EmbeddedModelConfig(StrictModel):
-    """Identity of a model of random weights: its sizes, its tokenizer's size and the seed.
+    """Identity of a model with random weights: its sizes, its tokenizer's size and the seed.
 
-    Sizes that are not given are those of the variant, and the family's smallest is the default: a name stands for its
-    sizes, so both make the same artifact.
+    Sizes that are not given come from the variant; the default is the family's smallest variant. A variant's name and
+    its sizes written out make the same artifact.
     """
 
     kind: Literal["random"] = Field(default="random", description="random weights: the only kind")
@@ -123,8 +125,7 @@ class EmbeddedModelConfig(StrictModel):
 
     @model_serializer(mode="wrap")
     def _as_before(self, whole: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
-        """Sizes for the names, and without what Qwen3-VL leaves at its default: artifacts of before these fields are
-        found."""
+        """Write sizes, not names, and omit later fields at Qwen3-VL's defaults, so that older artifacts are found."""
         dumped = whole(self)
         if info.context == EVERY_FIELD:
             return dumped
@@ -163,14 +164,14 @@ class EmbeddedModelConfig(StrictModel):
         return self
 
     def hf_configs(self, ids: Mapping[str, int]) -> dict[str, dict[str, Any]]:
-        """File name -> content of the directory's configs, as the family writes them.
+        """Return file name -> content of the directory's configs, in the family's form.
 
         Args:
-            ids: control token -> id.
+            ids: control token -> its id.
         """
         return get_family(self.family).embedded(self.model_dump(context=EVERY_FIELD), ids)
 
     @property
     def shape(self) -> ModelShape:
-        """The model's sizes, before it is made."""
+        """The model's sizes, known before the model is made."""
         return get_family(self.family).read_shape(self.hf_configs(defaultdict(int))["config.json"], "model")

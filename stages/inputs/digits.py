@@ -52,7 +52,7 @@ def _write_subset(directory: Path, rows: list[Row]) -> None:
 
 
 def _write_report(work: Path, subsets: Mapping[str, list[Row]]) -> None:
-    """Write the report: counts, some pictures with their questions and answers, the most frequent answers."""
+    """Write the report: counts, some images with their questions and answers, the most frequent answers."""
     counts = [
         [name, len(rows), sum(len(r["texts"]) for r in rows), len({i["bytes"] for r in rows for i in r["images"]})]
         for name, rows in subsets.items()

@@ -32,20 +32,20 @@ _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 _PROCESSOR_FILES = (*_TOKENIZER_FILES, *_TEMPLATE_FILES, "tokenizer_config.json", "preprocessor_config.json")
 _MODEL_FILE_PATTERNS = ["*.json", "*.jinja", "*.txt", "*.safetensors"]
 _HASHERS = 4  # files read at a time
-_DTYPES = ("F32", "BF16", "F16")  # of weights that are trained
+_DTYPES = ("F32", "BF16", "F16")  # dtypes of weights that can be trained
 _TIED = "lm_head.weight"  # some directories store the tied weight twice
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def resolve_hf_dir(name_or_path: str, field: str = "model") -> Path:
-    """The directory on this machine for a local path, an object-store URL or a hub name, downloaded if need be.
+    """Return the local directory for a local path, an object-store URL or a hub name; download it if necessary.
 
     Args:
-        field: that names it.
+        field: the config field that names the model, for the message.
 
     Raises:
-        InputError: neither a directory here nor a hub name that can be downloaded now; or the copy of a URL's artifact
-            is damaged.
+        InputError: it is neither a local directory nor a hub name that can be downloaded now, or the copy of an
+            artifact from a URL is damaged.
     """
     if "://" in name_or_path:
         check_written(location(name_or_path))
@@ -73,13 +73,14 @@ def resolve_hf_dir(name_or_path: str, field: str = "model") -> Path:
 
 
 def check_hf_dir(path: Path, code_sha256: str | None = None) -> None:
-    """See that a directory holds everything that the pipeline needs, without loading a weight.
+    """Check that a directory has everything that the pipeline needs, without loading a weight.
 
     Args:
-        code_sha256: hash of the code that the directory may bring (see remote_code.py); None: it may bring none.
+        code_sha256: hash of the code that the directory may contain (see remote_code.py); None: it may contain no code.
 
     Raises:
-        InputError: for the first thing that is missing, unreadable, code, or not understood.
+        InputError: something is missing, unreadable, code that is not allowed, or not supported. The text names the
+            first fault.
     """
     check_processor_files(path)
     check_remote_code(path, code_sha256)
@@ -87,10 +88,10 @@ def check_hf_dir(path: Path, code_sha256: str | None = None) -> None:
 
 
 def check_processor_files(path: Path) -> None:
-    """See that a directory holds everything that tokens and pixels need.
+    """Check that a directory has everything that tokens and pixels need.
 
     Raises:
-        InputError: for the first thing that is missing, unreadable or not understood.
+        InputError: something is missing, unreadable or not supported. The text names the first fault.
     """
     if not path.is_dir():
         raise InputError(f"model directory {path} does not exist")
@@ -110,7 +111,7 @@ def check_processor_files(path: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object of a model directory.
+    """Read a JSON object of a model directory.
 
     Raises:
         InputError: the file is not a JSON object.
@@ -119,7 +120,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def processor_input(path: Path) -> External:
-    """All that decides tokens and pixels: tokenizer, template, preprocessor, and the token ids of config.json."""
+    """Return the input that determines tokens and pixels: tokenizer, template, preprocessor, and token ids."""
     _, shape = read_model(path)
     config = read_json(path / "config.json")
     ids = {key: value for key, value in config.items() if key.endswith("_token_id")}
@@ -133,10 +134,10 @@ def processor_input(path: Path) -> External:
 
 
 def model_input(path: Path) -> External:
-    """The whole model: every file that `from_pretrained` may read, weights by their full SHA-256.
+    """Return the whole model as an input: every file that `from_pretrained` may read, by its full SHA-256.
 
     Raises:
-        DamagedFile: it is the model of an artifact, and a file is not what was written.
+        DamagedFile: the model belongs to an artifact, and a file was changed.
     """
     names = {file.name for pattern in _MODEL_FILE_PATTERNS for file in path.glob(pattern) if file.is_file()}
     digests = _digests(path, sorted(names))
@@ -145,10 +146,10 @@ def model_input(path: Path) -> External:
 
 
 def count_parameters(path: Path) -> dict[str, int]:
-    """Part -> number of parameters of a directory's model; a tied output projection is counted once.
+    """Return part -> number of parameters of a directory's model; a tied output projection is counted once.
 
     The numbers come from the headers of the safetensors files. A tensor that the family does not know counts for the
-    last part, one that it only carries for none.
+    last part; a carried tensor is not counted.
     """
     family, shape = read_model(path)
     part_of = {name: family.part_of(rule.ours) for rule in family.weight_rules(shape) for name in rule.hf}
@@ -161,7 +162,7 @@ def count_parameters(path: Path) -> dict[str, int]:
 
 
 def safetensors_header(path: Path) -> dict[str, dict[str, Any]]:
-    """Tensor name -> {dtype, shape} of one file, without loading a weight.
+    """Return tensor name -> {dtype, shape} of one file, without loading a weight.
 
     Raises:
         InputError: the file is missing, cut short or not a safetensors file.
@@ -175,16 +176,16 @@ def safetensors_header(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def weight_files(path: Path) -> list[str]:
-    """The names of the files that hold the weights, in order: the files that `from_pretrained` takes.
+    """Return the names of the weight files, in order: the files that `from_pretrained` reads.
 
     Raises:
-        InputError: there are none, or the index names a file that is no plain file of this directory.
+        InputError: there are none, or the index names a file outside this directory or without the suffix .safetensors.
     """
     return sorted(_tensors_of(path))
 
 
 def _tensors_of(path: Path) -> dict[str, set[str]]:
-    """File -> the tensors that the index says are in it; none are said of a single file."""
+    """Return file -> its tensors according to the index; an empty set for a single file."""
     index = path / WEIGHTS_INDEX
     if (path / WEIGHTS).is_file():
         return {WEIGHTS: set()}
@@ -205,7 +206,7 @@ def _tensors_of(path: Path) -> dict[str, set[str]]:
 
 
 def _check_weights(path: Path, family: Family, shape: ModelShape) -> None:
-    """See from the headers that all tensors are there, of a dtype that is trained, and as large as config.json says."""
+    """Check the headers: all tensors exist, with a dtype that can be trained and the sizes in config.json."""
     numbers = 0
     for name, tensors in sorted(_tensors_of(path).items()):
         if not (path / name).is_file():
@@ -239,5 +240,5 @@ def _digests(path: Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def hf_dir_of(model: Input) -> Path:
-    """The HF directory of a model input on this machine: an external one itself, or `hf/` of the artifact."""
+    """Return the local HF directory of a model input: an external directory itself, or `hf/` of the artifact."""
     return local_dir(model.dir / HF_EXPORT if isinstance(model, Artifact) else model.dir)

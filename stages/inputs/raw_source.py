@@ -1,8 +1,8 @@
-"""Raw rows of the user's: in a directory, a file or below a URL, or in a dataset of the hub.
+"""The user's raw rows: in a directory, a file, below a URL, or in a dataset of the hub.
 
-A digest of the files that the builder reads identifies raw data: on a disk of their names and bytes, in an object store
-of their names, sizes and ETags, so that nothing has to be downloaded for it. Pictures that rows may point at count if
-they lie below the source; pictures elsewhere do not.
+Raw data is identified by a digest of the files that the builder reads: on a disk, of their names and bytes; in an
+object store, of their names, sizes and ETags, so that nothing has to be downloaded. The digest includes images below
+the source that rows may name, but no images elsewhere.
 """
 
 import contextlib
@@ -36,16 +36,17 @@ _HASHERS = 4  # files read at a time: SHA-256 is faster than most disks
 
 
 def open_raw(source: str, subsets: Sequence[str], builder: str, memo: Path | None = None) -> External:
-    """The raw data as a stage input, downloaded if `source` is a hub dataset.
+    """Return the raw data as a stage input; download it if `source` is a hub dataset.
 
     Args:
-        source: a directory or a file, here or as a URL, or a hub name: HuggingFaceM4/the_cauldron.
-        subsets: which subsets are read; none takes all.
+        source: a directory or a file, local or a URL, or a hub name: HuggingFaceM4/the_cauldron.
+        subsets: the subsets to read; none means all.
         builder: the name of the builder that will read it.
-        memo: a file that remembers digests by size and time of change, so that a large source is read once.
+        memo: a file that stores digests by size and time of change, so that a large source is read only once.
 
     Raises:
-        InputError: no such builder, directory, file, URL or dataset, or no way to reach the store or the hub.
+        InputError: there is no such builder, directory, file, URL or dataset, or the store or the hub cannot be
+            reached.
     """
     patterns = get_builder(builder).patterns(subsets)
     path = location(source)
@@ -59,7 +60,7 @@ def open_raw(source: str, subsets: Sequence[str], builder: str, memo: Path | Non
 
 
 def content_digest(source: Path, patterns: Sequence[str], memo: Path | None = None) -> str:
-    """16 hex digits over names and bytes of the files that the patterns match.
+    """Return 16 hex digits over names and bytes of the files that the patterns match.
 
     Raises:
         InputError: a file may not be read.
@@ -79,7 +80,7 @@ def content_digest(source: Path, patterns: Sequence[str], memo: Path | None = No
 
 
 def _stored_digest(source: StorePath, patterns: Sequence[str], builder: str) -> str:
-    """16 hex digits over names, sizes and ETags of the files in a store that the patterns match."""
+    """Return 16 hex digits over names, sizes and ETags of the files in a store that the patterns match."""
     check_reachable(source)
     files = list_files(source, patterns)
     if not _has_rows(files, builder):
@@ -95,7 +96,7 @@ def _digest(files: Iterable[tuple[str, str]]) -> str:
 
 
 def _stamp(path: Path) -> str:
-    """A text that changes when the file does, without reading it."""
+    """Return a text that changes when the file changes, without reading the file."""
     stat = path.stat()
     return f"{os.path.abspath(path)}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ino}"
 
@@ -115,7 +116,7 @@ def _has_rows(files: Sequence[SourceFile], builder: str) -> bool:
 
 
 def _download(name: str, subsets: Sequence[str], builder: str) -> Path:
-    """The newest snapshot of a hub dataset in the hub's own cache, with the files of these subsets."""
+    """Return the newest snapshot of a hub dataset in the hub's own cache, with the files of these subsets."""
     check_hub_subsets(name, subsets)
     patterns = get_builder(builder).patterns(subsets)
     with _hub_errors(name):
@@ -129,16 +130,16 @@ def _download(name: str, subsets: Sequence[str], builder: str) -> Path:
 
 
 def download_first(name: str, suffixes: Sequence[str]) -> tuple[Path, str, int]:
-    """A snapshot of a hub dataset with its first file of rows alone.
+    """Download a snapshot of a hub dataset with only its first file of rows.
 
     Args:
-        suffixes: of files that may hold rows.
+        suffixes: suffixes of files that may hold rows.
 
     Returns:
-        the snapshot, the name of the file below it, and how many such files the dataset has.
+        The snapshot, the name of the file below it, and the number of such files in the dataset.
 
     Raises:
-        InputError: no such dataset or file, or no way to reach the hub.
+        InputError: there is no such dataset or file, or the hub cannot be reached.
     """
     with _hub_errors(name):
         names = huggingface_hub.HfApi().list_repo_files(name, repo_type="dataset")
@@ -151,7 +152,7 @@ def download_first(name: str, suffixes: Sequence[str]) -> tuple[Path, str, int]:
 
 @contextlib.contextmanager
 def _hub_errors(name: str) -> Iterator[None]:
-    """Errors of the hub's client as InputError with the way out."""
+    """Convert errors of the hub's client to InputError with the way out."""
     try:
         yield
     except GatedRepoError as error:

@@ -29,7 +29,7 @@ ROW_SCHEMA = pa.schema(
 _STRIPS = "train-strips"
 _FILE_ROWS = 500
 _GROUP_ROWS = 100
-_SHOWN = 12  # receipts in the report, and as many strips
+_SHOWN = 12  # receipts in the report, and also the number of strips
 
 
 def _run(
@@ -49,7 +49,7 @@ def _run(
 
 
 def _write_file(seed: int, task: tuple[Path, str, int, int]) -> None:
-    """Write the rows [start, end) of a split; a file that an earlier try finished stays."""
+    """Write the rows [start, end) of a split; keep a file that an earlier run finished."""
     path, split, start, end = task
     if path.exists():
         return

@@ -1,10 +1,10 @@
-"""Code in a model's directory ("remote code" in transformers' words): never run, and refused unless agreed to.
+"""Code in a model's directory ("remote code" in transformers): never run, and refused unless the recipe allows it.
 
-transformers can import Python files of a directory if a config's `auto_map` names them. athanor needs none of it: the
-models that it supports are transformers' own classes, and nothing here ever passes `trust_remote_code`. A directory
-that brings code is refused all the same, for somebody may load it, or an export of it, with other programs. Whoever has
-read the code gives its hash in the recipe (`execution.model_code_sha256`); the files still lie there unused, and an
-export leaves them and `auto_map` behind.
+transformers can import Python files of a directory if a config's `auto_map` names them. athanor does not need them: the
+models that it supports are transformers' own classes, and athanor never passes `trust_remote_code`. A directory with
+code is refused nevertheless, because somebody may load it, or an export of it, with other programs. A user who has read
+the code gives its hash in the recipe (`execution.model_code_sha256`). The files still remain unused, and an export
+omits them and `auto_map`.
 """
 
 import hashlib
@@ -18,17 +18,18 @@ from dataset_builders.storage.files import sha256_file, write_json
 FIELD = "execution.model_code_sha256"
 _AUTO_MAP = "auto_map"
 _CONFIGS = "*config*.json"  # config.json, tokenizer_config.json, config.4.0.0.json, ...
-_CODE = (".py", ".pyc", ".pyd", ".so")  # what Python can import
+_CODE = (".py", ".pyc", ".pyd", ".so")  # suffixes of files that Python can import
 
 
 def check_remote_code(hf_dir: Path, allowed_sha256: str | None = None) -> None:
-    """See that a directory brings no code, or only the code that was agreed to.
+    """Check that a directory has no code, or only the code that the recipe allows.
 
     Args:
-        allowed_sha256: SHA-256 over names and bytes of its code and over its `auto_map` entries.
+        allowed_sha256: SHA-256 over names and bytes of its code and over its `auto_map` entries; None: no code is
+            allowed.
 
     Raises:
-        InputError: it brings other code; names the first file and the hash that would allow it.
+        InputError: the directory has other code. The text names the first file and the hash that would allow the code.
     """
     code = _code_of(hf_dir)
     digest = hashlib.sha256("".join(f"{name}\0{sha256}\n" for name, sha256 in code).encode()).hexdigest()
@@ -44,7 +45,7 @@ def check_remote_code(hf_dir: Path, allowed_sha256: str | None = None) -> None:
 
 
 def drop_auto_maps(hf_dir: Path) -> None:
-    """Take `auto_map` out of the configs of a directory without the code that they name."""
+    """Remove `auto_map` from the configs of a directory to which the named code was not copied."""
     for file in hf_dir.glob(_CONFIGS):
         if _auto_maps(file):
             write_json(file, _without(json.loads(file.read_bytes())))
@@ -57,7 +58,7 @@ def _without(value: Any) -> Any:
 
 
 def _code_of(hf_dir: Path) -> list[tuple[str, str]]:
-    """(name, SHA-256) of each file that is or names code, those that name it first."""
+    """Return (name, SHA-256) of each file that is code or names code, the files that name code first."""
     auto_maps = [(file.name, _auto_maps(file)) for file in sorted(hf_dir.glob(_CONFIGS)) if file.is_file()]
     configs = [(name, hashlib.sha256(entries.encode()).hexdigest()) for name, entries in auto_maps if entries]
     files = sorted(file for file in hf_dir.rglob("*") if file.suffix.lower() in _CODE and file.is_file())
@@ -65,7 +66,7 @@ def _code_of(hf_dir: Path) -> list[tuple[str, str]]:
 
 
 def _auto_maps(file: Path) -> str:
-    """The `auto_map` entries of a JSON file as text, or ""; of a key that is there twice both."""
+    """Return the `auto_map` entries of a JSON file as text, or ""; of a repeated key, all entries."""
     entries: list[Any] = []
 
     def look(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -74,6 +75,6 @@ def _auto_maps(file: Path) -> str:
 
     try:
         json.loads(file.read_bytes(), object_pairs_hook=look)
-    except (ValueError, RecursionError):  # whoever needs the file says that it cannot be read
+    except (ValueError, RecursionError):  # any reader of the file reports that it cannot be read
         return ""
     return json.dumps(entries, sort_keys=True) if entries else ""

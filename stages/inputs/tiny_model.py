@@ -1,10 +1,10 @@
-"""A model of random weights: a complete directory, made from a seed on any machine; the embedded recipe's is tiny.
+"""embedded_model: a model with random weights, as a complete directory made from a seed; tiny in the embedded recipe.
 
     hf/config.json  generation_config.json  preprocessor_config.json  model.safetensors
     hf/tokenizer.json  tokenizer_config.json  chat_template.jinja
 
-It has every part of a real model of its family, Qwen's special tokens and ChatML, so that later stages need not know
-whether they work on this or on a directory from the hub. Its tokenizer is trained on the texts of the train split.
+It has every part of a real model of its family, Qwen's special tokens and ChatML, so that later stages treat it like a
+directory from the hub. Its tokenizer is trained on the texts of the train split.
 """
 
 import json
@@ -30,13 +30,13 @@ from trainer.model.registry import get_family
 
 VERSION = 2  # 2: the tokenizer is trained on the samples of convert, whatever their source
 
-# Qwen3's added tokens in Qwen3's order. The text tokens stay when a decoder drops special ones, as in Qwen3.
+# Qwen3's added tokens in Qwen3's order. As in Qwen3, a decoder that drops special tokens keeps the text tokens.
 _CONTROL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>"]
 _CONTROL_TOKENS += ["<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>"]
 _CONTROL_TOKENS += ["<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"]
 _TEXT_TOKENS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
 
-# How Qwen2 and later split text before byte-level BPE: one digit per token, words with their leading space.
+# The split of Qwen2 and later before byte-level BPE: one digit per token, words with their leading space.
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -76,8 +76,8 @@ def make_tiny_hf_dir(directory: Path, config: EmbeddedModelConfig, texts: list[s
     """Write a complete directory; the same arguments give the same bytes in any process.
 
     Args:
-        directory: made if it is missing.
-        texts: the tokenizer is trained on them.
+        directory: created if it is missing.
+        texts: the texts that the tokenizer is trained on.
 
     Returns:
         `directory`.
@@ -138,7 +138,7 @@ def _save_model(directory: Path, config: EmbeddedModelConfig, ids: Mapping[str, 
     model_class = load(get_family(config.family).reference)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        # Drawn in float32: in bfloat16 it takes twice as long, and one A_log in 256 is the logarithm of zero.
+        # Drawn in float32: in bfloat16 it takes twice as long, and one A_log in 256 would be the logarithm of zero.
         model = model_class(transformers.AutoConfig.for_model(**model_config)).to(getattr(torch, config.dtype))
     model.generation_config = transformers.GenerationConfig(
         eos_token_id=[ids["<|im_end|>"], ids["<|endoftext|>"]],
@@ -150,8 +150,7 @@ def _save_model(directory: Path, config: EmbeddedModelConfig, ids: Mapping[str, 
 
 
 def _texts(samples: Artifact) -> Iterator[str]:
-    """Every text that may be trained on: of questions, answers and their reasoning in the train split, without image
-    slots."""
+    """Yield all texts to train on: questions, answers and reasoning of the train split, without image slots."""
     for shard in (shard for shard in samples.manifest.shards if shard.split == "train"):
         for _, fields in iter_records(samples.dir / shard.name, shard):
             for message in json.loads(fields["json"])["messages"]:

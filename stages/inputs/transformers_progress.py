@@ -1,4 +1,4 @@
-"""transformers draws progress bars of its own; a stage has one already."""
+"""Suppression of transformers' progress bars, since a stage has its own."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from transformers.utils import logging as transformers_logging
 
 @contextlib.contextmanager
 def no_progress_bar() -> Iterator[None]:
-    """Inside the block transformers draws no bars."""
+    """Disable transformers' progress bars in the block."""
     enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:

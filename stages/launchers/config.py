@@ -1,4 +1,4 @@
-"""ClusterConfig: where the trainer runs and with how many processes. Execution: it is part of no fingerprint."""
+"""ClusterConfig: where the trainer runs and with how many processes. It is execution: no fingerprint includes it."""
 
 from typing import Annotated, Literal
 
@@ -6,9 +6,9 @@ from pydantic import Field, field_validator, model_validator
 
 from dataset_builders.contracts.strict import StrictModel
 
-_NAME = r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$"  # of an object in Kubernetes (RFC 1123)
-_QUANTITY = r"^[1-9][0-9]*(Ki|Mi|Gi|Ti)$"  # bytes in Kubernetes
-_SBATCH = r"^[A-Za-z0-9_.,:@&|()*+=/\[\]-]+$"  # a value of an #SBATCH line
+_NAME = r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$"  # name of an object in Kubernetes (RFC 1123)
+_QUANTITY = r"^[1-9][0-9]*(Ki|Mi|Gi|Ti)$"  # number of bytes in Kubernetes
+_SBATCH = r"^[A-Za-z0-9_.,:@&|()*+=/\[\]-]+$"  # value of an #SBATCH line
 _PATH = r"^[A-Za-z0-9_.,:@+=/#~-]+$"
 _OPTION = r"^--[a-z][a-z0-9-]*(=[A-Za-z0-9_.,:;@%&|()*+=/\[\]-]+)?$"
 _OWN_OPTIONS = {
@@ -27,7 +27,8 @@ _VARIABLES = (
 class SlurmConfig(StrictModel):
     """The options of the sbatch script; null: the cluster's default.
 
-    Values go into `#SBATCH` lines, so none may hold a space, a quote or anything else that a shell or sbatch reads.
+    Values are written to `#SBATCH` lines, so no value may contain a space, a quote or another character that is special
+    to a shell or sbatch.
     """
 
     partition: str | None = Field(default=None, pattern=_SBATCH, description="partition, or several with commas")
@@ -50,7 +51,9 @@ class SlurmConfig(StrictModel):
     gpus_per_node: int | None = Field(
         default=None, ge=0, le=64, description="GPUs per node; null: one per process; 0: on CPU"
     )
-    gpu_type: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.-]+$", description="what the cluster calls them")
+    gpu_type: str | None = Field(
+        default=None, pattern=r"^[A-Za-z0-9_.-]+$", description="the cluster's name of the GPU type"
+    )
     cpus_per_task: int | None = Field(
         default=None, ge=1, le=4096, description="CPU cores per node; a node has one task"
     )
@@ -128,7 +131,9 @@ class KubernetesConfig(StrictModel):
         default=None, ge=0, le=64, description="GPUs per node; null: one per process; 0: on CPU"
     )
     gpu_resource: str = Field(
-        default="nvidia.com/gpu", pattern=r"^[a-z0-9.-]+/[A-Za-z0-9._-]+$", description="what the cluster calls a GPU"
+        default="nvidia.com/gpu",
+        pattern=r"^[a-z0-9.-]+/[A-Za-z0-9._-]+$",
+        description="the cluster's name of the GPU resource",
     )
     cpus_per_node: int | None = Field(default=None, ge=1, le=1024, description="CPU cores per node")
     memory_per_node: str | None = Field(
@@ -202,7 +207,7 @@ class ClusterConfig(StrictModel):
 
     @property
     def limit(self) -> str:
-        """Name of the concurrency limit that a job holds while it runs here (flows/resources/limits.py)."""
+        """The name of the concurrency limit that a job holds while it runs (flows/resources/limits.py)."""
         if self.launcher == "slurm":
             return f"slurm:{self.slurm.partition or 'default'}"
         return f"kubernetes:{self.kubernetes.namespace}" if self.launcher == "kubernetes" else "gpu-host"

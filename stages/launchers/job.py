@@ -1,6 +1,6 @@
-"""A job of the trainer or of the answering workers, and what every launcher does with it: plan, submit, poll, cancel.
+"""A job of the trainer or of the answering workers, and the interface of a launcher: plan, submit, poll, cancel.
 
-No launcher restarts a failed job: run again, by the scheduler or by a retry, it goes on from its checkpoint.
+No launcher restarts a failed job. When the scheduler or a retry runs the job again, it resumes from its checkpoint.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from stages.launchers.rank_logs import first_failure, last_lines, log_of_rank
 
 TAIL_LINES = 40
 POLL_SECONDS = 0.2
-EXIT_DEADLINE = 124  # as timeout(1)
+EXIT_DEADLINE = 124  # same as timeout(1)
 TRAINER_ENVIRONMENT = {
     "DO_NOT_TRACK": "true",
     "HF_HUB_OFFLINE": "1",
@@ -38,9 +38,11 @@ class Job:
     """A command to run.
 
     Attributes:
-        name: the same for every try of the same work, so that a launcher finds an earlier try's processes or job.
-        arguments: of python, after torchrun's own: ("-m", "trainer", "/.../run.json").
-        log_path: gets rank 0's output and torchrun's own; other ranks' files lie beside it (rank_logs).
+        name: the same for every try of the same work, so that a launcher finds the processes or the job of an earlier
+            try.
+        arguments: arguments of python, after torchrun's own: ("-m", "trainer", "/.../run.json").
+        log_path: log with the output of rank 0 and of torchrun; the other ranks' logs are in the same directory
+            (rank_logs).
         on_line: called with every line of the log.
     """
 
@@ -52,11 +54,11 @@ class Job:
 
 @dataclass(slots=True, kw_only=True)
 class Handle:
-    """A submitted job; each launcher adds fields of its own.
+    """A submitted job; each launcher's subclass adds fields.
 
     Attributes:
-        command: for a person, who could run it.
-        why: how the job ended, for a person; empty if its exit status says it.
+        command: the command that a user could run instead.
+        why: how the job ended, in words; empty if the exit status is enough.
         lines: the last lines of the log.
     """
 
@@ -66,25 +68,25 @@ class Handle:
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
 
     def pass_on(self, lines: Iterable[str]) -> None:
-        """Remember new lines of the log, and call `on_line` with each."""
+        """Store new lines of the log, and call `on_line` with each."""
         for line in lines:
             self.lines.append(line)
             self.job.on_line(line)
 
     def pass_on_new(self, log: GrowingFile) -> None:
-        """The same with the lines that have come into the job's log."""
+        """Pass on the new lines of the job's log file. See `pass_on`."""
         lines = log.new_lines().splitlines()
         log.take()
         self.pass_on(line.decode(errors="replace") for line in lines)
 
 
 class Launcher(Protocol):
-    """A place where jobs run.
+    """The interface of a launcher.
 
-    `check` raises InputError if its programs are not installed. `plan` shows what `submit` would run, even if `check`
-    fails. `poll` returns None while the job runs, then its exit status; it calls `on_line` with new lines of the log,
-    and raises JobFailed (status 124) after the job's deadline. `cancel` lets the job save, ends it and returns when
-    nothing of it is left; it does nothing to an ended job.
+    `check` raises InputError if the launcher's programs are not installed. `plan` shows what `submit` would run, even
+    if `check` fails. `poll` returns None while the job runs, then its exit status. It calls `on_line` with new lines of
+    the log, and raises JobFailed (status 124) after the job's deadline. `cancel` lets the job save, ends it, and
+    returns when no process of it is left; it does nothing to an ended job.
     """
 
     def check(self) -> None: ...
@@ -95,15 +97,15 @@ class Launcher(Protocol):
 
 
 class JobFailed(RuntimeError):
-    """A job ended with an error. The text is a line for a person, then the last lines of the job's log; then those of
-    the rank that failed first, unless that is rank 0.
+    """A job ended with an error. The text is a line in words, then the last lines of the job's log, then the last lines
+    of the rank that failed first, unless that is rank 0.
 
     Attributes:
-        what: has happened, in words.
-        exit_status: of the process that failed first, if torchrun's report names it; otherwise of torchrun.
-        rank: of that process.
+        what: what happened, in words.
+        exit_status: exit status of the process that failed first, if torchrun's report names it; otherwise torchrun's.
+        rank: rank of that process.
         log_path: the log of the rank that failed first, or the job's.
-        tail: its last lines.
+        tail: the last lines of that log.
     """
 
     def __init__(self, what: str, handle: Handle, exit_status: int, rank: int = 0) -> None:
@@ -118,13 +120,13 @@ class JobFailed(RuntimeError):
 
 
 def timed_out(cluster: ClusterConfig, handle: Handle) -> JobFailed:
-    """The error of a job that was cancelled after its deadline."""
+    """Return the error for a job that was cancelled after its deadline."""
     return JobFailed(f"stopped after timeout_seconds={cluster.timeout_seconds:g}", handle, EXIT_DEADLINE)
 
 
 def rank_environment(cluster: ClusterConfig, name: str) -> dict[str, str]:
-    """The variables that every launcher sets for the ranks of the job of this name."""
-    # torchrun would give its ranks 30 s to save, whatever the grace.
+    """Return the environment variables that every launcher sets for the ranks of the job of this name."""
+    # Without this variable, torchrun gives its ranks only 30 s to save.
     grace = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(cluster.stop_grace_seconds))}
     return {JOB_VARIABLE: name, **TRAINER_ENVIRONMENT, **grace}
 
@@ -137,22 +139,22 @@ LAUNCHERS: dict[str, str] = {
 
 
 def make_launcher(cluster: ClusterConfig) -> Launcher:
-    """The launcher that the configuration names."""
+    """Return the launcher that the config names."""
     module, name = LAUNCHERS[cluster.launcher].split(":")
     return getattr(importlib.import_module(module), name)(cluster)
 
 
 def check_launcher(cluster: ClusterConfig) -> None:
-    """Check, before work starts, that jobs can be launched from here.
+    """Check, before work starts, that jobs can be launched from this machine.
 
     Raises:
-        InputError: they cannot; the text names what is missing.
+        InputError: they cannot be launched; the text names the missing program or setting.
     """
     make_launcher(cluster).check()
 
 
 def run_job(launcher: Launcher, job: Job, on_poll: Callable[[], None] = lambda: None) -> None:
-    """Run a job to its end. If anything interrupts the wait, the job may save and is cancelled first.
+    """Run a job to its end. If the wait is interrupted, the job is cancelled, with time to save.
 
     Raises:
         JobFailed: the job ended with a status other than 0, or took too long.
@@ -162,14 +164,14 @@ def run_job(launcher: Launcher, job: Job, on_poll: Callable[[], None] = lambda: 
         while (status := launcher.poll(handle)) is None:
             on_poll()
             time.sleep(POLL_SECONDS)
-        launcher.poll(handle)  # the last lines
+        launcher.poll(handle)  # reads the last lines of the log
     except BaseException:
         with _sigterm_ignored():
             launcher.cancel(handle)
         raise
     finally:
         on_poll()
-    launcher.cancel(handle)  # nothing of the job outlives it
+    launcher.cancel(handle)  # no process of the job may outlive it
     if status:
         rank, worker = first_failure(job.log_path) or (0, status)
         raise JobFailed(handle.why or f"exit status {worker}", handle, worker, rank)
@@ -177,10 +179,10 @@ def run_job(launcher: Launcher, job: Job, on_poll: Callable[[], None] = lambda: 
 
 @contextlib.contextmanager
 def _sigterm_ignored() -> Iterator[None]:
-    """Ignore SIGTERM while a job saves: whatever stops flows may send it twice, and the second must not cost the
+    """Ignore SIGTERM while a job saves: a flow may get the signal twice, and the second one must not lose the
     checkpoint.
 
-    A second Ctrl-C still interrupts: it is a person who will not wait. Only the main thread handles signals.
+    A second Ctrl-C still interrupts, because the user does not want to wait. Only the main thread handles signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,4 +1,4 @@
-"""A process by a name that no other process ever has, so that a later one can tell whether it has ended."""
+"""The identity of a process, which no other process ever has, so that later code can detect whether it has ended."""
 
 import os
 import socket
@@ -7,15 +7,15 @@ import psutil
 
 from dataset_builders.contracts.strict import StrictModel
 
-_SAME_START_SECONDS = 2.0  # two readings of one process's start differ by rounding
+_SAME_START_SECONDS = 2.0  # tolerance: two readings of one process's start differ by rounding
 
 
 class Owner(StrictModel):
     """A process.
 
     Attributes:
-        pid_started: seconds since 1970; with the pid it names a process for ever.
-        host: whose pid it is.
+        pid_started: start time in seconds since 1970; with the pid, it identifies a process forever.
+        host: name of the process's host.
     """
 
     pid: int
@@ -27,7 +27,7 @@ class Owner(StrictModel):
         return Owner(pid=os.getpid(), pid_started=psutil.Process().create_time(), host=socket.gethostname())
 
     def is_dead(self) -> bool:
-        """Whether it has certainly ended: it ran on this host and is gone. Of other hosts' processes nobody knows."""
+        """Whether the process has certainly ended: it ran on this host and is gone. False on other hosts."""
         if self.host != socket.gethostname():
             return False
         try:

@@ -1,4 +1,4 @@
-"""The processes of a job on this host: found by the job's name in their environment, stopped after they saved."""
+"""The processes of a job on this host: found by the job's name in their environment, and stopped with time to save."""
 
 import contextlib
 import os
@@ -7,12 +7,12 @@ import time
 
 import psutil
 
-JOB_VARIABLE = "ATHANOR_JOB"  # the job's name, in the environment of all its processes
-LEFTOVER_SECONDS = 3.0  # for torchrun and the workers' helpers to end, once the workers have
+JOB_VARIABLE = "ATHANOR_JOB"  # environment variable of all processes of a job: the job's name
+LEFTOVER_SECONDS = 3.0  # for torchrun and the workers' helpers to end, after the workers have ended
 
 
 def processes_of(name: str) -> list[psutil.Process]:
-    """Every process of a job, except this one."""
+    """Return every process of a job, except this one."""
     processes = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
@@ -38,23 +38,24 @@ def end_processes(processes: list[psutil.Process], grace_seconds: float) -> None
 
 
 def _wait_gone(processes: list[psutil.Process], seconds: float) -> None:
-    # psutil.wait_procs would reap our own child and with it the exit status that Popen reports.
+    # psutil.wait_procs would reap our own child, and Popen would lose its exit status.
     deadline = time.monotonic() + seconds
     while any(runs(process) for process in processes) and time.monotonic() < deadline:
         time.sleep(0.05)
 
 
 def runs(process: psutil.Process) -> bool:
-    """Whether it exists and is not a zombie."""
+    """Whether the process exists and is not a zombie."""
     with contextlib.suppress(psutil.Error):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
 
 
 def _workers(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """The processes to stop: the trainer's ranks, which end their helpers themselves.
+    """Return the processes to stop: the trainer's ranks, which end their helpers themselves.
 
-    torchrun is one of them only if it is alone: it would cut its ranks' grace to 30 s, and ends when they have ended.
+    torchrun is included only if it has no ranks: on SIGTERM it would cut its ranks' grace to 30 s, and it ends when
+    they have ended.
     """
     agents, parents = set(), {}
     for process in processes:

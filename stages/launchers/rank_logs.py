@@ -1,17 +1,18 @@
-"""One log file per rank, named by its number in the whole world; and which rank failed first.
+"""One log file per rank, named by its global number, and the search for the rank that failed first.
 
     logs/trainer.log      rank 0, torchrun and the program that starts it
     logs/rank-0001.log    rank 1, and so on
 
-torchrun's own files are named by the rank's number on one host and lie in a directory with a random name. Here a shell
-redirects its output and then becomes the rank (`exec`), so that even lines of a crashing interpreter are in the file.
+torchrun's own log files are named by the rank's number on its host, in a directory with a random name. Here, a shell
+redirects its output and then becomes the rank (`exec`), so that even the output of a crashing interpreter is in the
+file.
 """
 
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
-# $0 is the directory of the logs, the rest the command of the rank.
+# $0 is the log directory; the other arguments are the rank's command.
 ON_RANK = """\
 if [ "$RANK" -gt 0 ]; then exec "$@" >>"$(printf '%s/rank-%04d.log' "$0" "$RANK")" 2>&1; fi
 exec "$@\""""
@@ -24,31 +25,32 @@ _SIGTERM = -15
 
 
 def as_rank(log_dir: Path, command: Iterable[str]) -> list[str]:
-    """The command that torchrun runs as each rank, after its option --no-python."""
+    """Return the command that torchrun runs as each rank, after its option --no-python."""
     return ["/bin/sh", "-c", ON_RANK, str(log_dir), *command]
 
 
 def log_of_rank(log_path: Path, rank: int) -> Path:
-    """The log of a rank, by the job's log, which is rank 0's."""
+    """Return the path of a rank's log; the job's log is rank 0's."""
     return log_path if rank == 0 else log_path.with_name(f"rank-{rank:04d}.log")
 
 
 def remove_rank_logs(log_path: Path) -> None:
-    """Remove the ranks' logs of the last try."""
+    """Remove the ranks' logs of an earlier try."""
     for path in log_path.parent.glob("rank-*.log"):
         path.unlink()
 
 
 def last_lines(path: Path, count: int) -> list[str]:
-    """The last lines of a log; empty if there is no file."""
+    """Return the last lines of a log; empty if there is no file."""
     return _end_of(path).splitlines()[-count:]
 
 
 def first_failure(log_path: Path) -> tuple[int, int] | None:
-    """The rank that failed first and its exit status, by torchrun's reports in the log; None without a report.
+    """Return the rank that failed first and its exit status, from torchrun's reports in the log; None without a report.
 
-    Every host's torchrun reports its own ranks, to the second. Within one second a rank that a signal ended comes
-    first: the ranks that lost it fail with a status, and those that torchrun then stops with SIGTERM are not the cause.
+    Every host's torchrun reports its own ranks, with a resolution of a second. Within one second, a rank that was ended
+    by a signal counts as first: ranks that lose their peer fail with an exit status. Ranks that torchrun stops with
+    SIGTERM are never the cause.
     """
     failures = [m.groupdict() for m in _FAILURE.finditer(_end_of(log_path))]
     if not failures:

@@ -1,6 +1,6 @@
-"""Processes on this host: several by torchrun; one by itself, 1.5 to 4 s earlier, since torchrun loads torch once more.
+"""The launcher for this host: several processes with torchrun; one process without it, which starts 1.5 to 4 s earlier.
 
-A job's processes carry its name in their environment, because torchrun gives every worker a session of its own: killing
+A job's processes have its name in their environment, because torchrun gives every worker a session of its own: killing
 torchrun's process group would leave the workers. The name also finds processes whose parent was killed.
 """
 
@@ -26,7 +26,7 @@ _ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE":
 
 @dataclass(slots=True, kw_only=True)
 class TorchrunHandle(Handle):
-    """A job of this host."""
+    """A job on this host."""
 
     process: subprocess.Popen
     deadline: float
@@ -34,13 +34,13 @@ class TorchrunHandle(Handle):
 
 
 class TorchrunLauncher:
-    """Processes on this host. Nothing restarts: a failed run goes on from its checkpoint when run again."""
+    """The launcher of processes on this host. Nothing is restarted; a new run resumes from the checkpoint."""
 
     def __init__(self, cluster: ClusterConfig) -> None:
         self.cluster = cluster
 
     def check(self) -> None:
-        """Nothing to check: torchrun comes with torch."""
+        """Check nothing: torchrun comes with torch."""
 
     def command(self, job: Job) -> list[str]:
         if self.cluster.processes == 1:
@@ -50,16 +50,16 @@ class TorchrunLauncher:
         return [sys.executable, *torchrun, f"--nproc-per-node={self.cluster.processes}", *rank]
 
     def plan(self, job: Job) -> str:
-        """The command line that `submit` would run."""
+        """Return the command line that `submit` would run."""
         return shlex.join(self.command(job))
 
     def submit(self, job: Job) -> TorchrunHandle:
-        """Start the job. Everything that it prints goes to the log file, which begins empty."""
+        """Start the job. All its output goes to the log file, which is truncated first."""
         end_processes(processes_of(job.name), self.cluster.stop_grace_seconds)
         command = self.command(job)
         job.log_path.parent.mkdir(parents=True, exist_ok=True)
         remove_rank_logs(job.log_path)
-        # A file, not a pipe: with a pipe, a parent that does not read, or is gone, would stop a job that prints.
+        # A file, not a pipe: a job blocks on a pipe if its parent does not read.
         with job.log_path.open("wb") as log:
             process = subprocess.Popen(
                 command,
@@ -75,7 +75,7 @@ class TorchrunLauncher:
         )
 
     def poll(self, handle: TorchrunHandle) -> int | None:
-        """The exit status, None while it runs; new lines of the log are passed on.
+        """Return the exit status, None while the job runs; pass on new lines of the log.
 
         Raises:
             JobFailed: the deadline has passed, and the job was cancelled.
@@ -88,9 +88,9 @@ class TorchrunLauncher:
         return status
 
     def cancel(self, handle: TorchrunHandle) -> None:
-        """SIGTERM to the workers, time to save, then SIGKILL to the rest. Does nothing to an ended job."""
-        # A process shows no environment for the instant of its exec: so the process that we started is named, and a
-        # second search finds those that a worker was starting during the first.
+        """Send SIGTERM to the workers, wait for them to save, then SIGKILL the rest. Does nothing to an ended job."""
+        # During its exec, a process shows no environment for an instant. So the process that we started is added, and a
+        # second search finds processes that a worker was starting during the first.
         end_processes([*_own(handle.process), *processes_of(handle.job.name)], self.cluster.stop_grace_seconds)
         end_processes(processes_of(handle.job.name), LEFTOVER_SECONDS)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -102,7 +102,7 @@ class TorchrunLauncher:
         own = {**defaults, **os.environ, **rank_environment(self.cluster, name)}
         if self.cluster.processes > 1:
             return own
-        # Where the flow itself runs in a job of several processes, its variables are not this process's.
+        # If the flow itself runs in a job of several processes, that job's variables must not reach this process.
         return {name: value for name, value in own.items() if name not in ("MASTER_ADDR", "MASTER_PORT")} | _ALONE
 
 

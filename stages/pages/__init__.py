@@ -1,5 +1,5 @@
 """Reports and cards: their sections, their templates, their files.
 
-In: tables, pictures, figures. Out: report.json, report.html and cards, laid out by `templates/`.
+In: tables, images, figures. Out: report.json, report.html and cards, laid out by `templates/`.
 Read first: `report.py`, then `templates/page.html.j2`.
 """

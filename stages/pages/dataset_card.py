@@ -1,8 +1,8 @@
-"""dataset_card.md: the contents of a dataset, for people and, in its YAML head, for the Hugging Face hub.
+"""dataset_card.md: a description of a dataset, for people and, in its YAML head, for the Hugging Face hub.
 
-The head follows the hub's dataset card metadata (huggingface.co/docs/hub/datasets-cards): `configs` names the shards
-of each split, which `datasets` loads as WebDataset; `dataset_info` has samples and bytes. The card names no time and no
-place: its bytes depend on the data alone.
+The head follows the hub's dataset card metadata (huggingface.co/docs/hub/datasets-cards): `configs` names the shards of
+each split, which `datasets` loads as WebDataset; `dataset_info` has samples and bytes. The card contains no time and no
+path: its bytes depend only on the data.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ _SIZE_CATEGORIES = {
 
 @dataclass(frozen=True, slots=True)
 class SplitSize:
-    """Samples, shards and bytes of one split."""
+    """The number of samples, shards and bytes of one split."""
 
     num_samples: int
     num_bytes: int
@@ -46,7 +46,7 @@ class TokenCount:
 
 
 def card_head(name: str, splits: Mapping[str, SplitSize], has_pictures: bool) -> str:
-    """The YAML between the `---` lines at the head of a card."""
+    """Return the YAML between the `---` lines at the head of a card."""
     used = {split: splits[split] for split in SPLITS if splits[split].num_samples}
     samples = sum(size.num_samples for size in used.values())
     total = sum(size.num_bytes for size in used.values())
@@ -69,12 +69,12 @@ def card_head(name: str, splits: Mapping[str, SplitSize], has_pictures: bool) ->
 
 
 def with_tokens(card: str, subsets: Mapping[str, TokenCount], note: str) -> str:
-    """The card of the samples with a section "Tokens" at its end.
+    """Return the samples' card with a section "Tokens" at its end.
 
     Args:
         card: a whole card.
         subsets: name -> figures of the tokenized subset.
-        note: a sentence above the table: the tokenizer, the limits.
+        note: a sentence above the table, with the tokenizer and the limits.
     """
     columns = ["subset", "samples", "tokens", "learnt tokens", "patches", "tokens per sample"]
     counts = {name: dataclasses.astuple(count) for name, count in subsets.items()}

@@ -1,4 +1,4 @@
-"""A histogram as figures and bars: report.json has them, and a template draws them."""
+"""A histogram as figures and bars, for report.json; a template draws it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ _MAX_BARS = 30
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """The distribution of values. Values that are not finite are in no bar, and counted apart."""
+    """The distribution of values. Values that are not finite are in no bar; they are counted separately."""
 
     title: str
     values: Sequence[float]
@@ -19,7 +19,7 @@ class Histogram:
 
 
 def histogram_data(histogram: Histogram) -> dict[str, Any]:
-    """The figures, bar edges (bars + 1,) and counts (bars,) as JSON values; both are empty if there are no values."""
+    """Return figures, bar edges (bars + 1,) and counts (bars,) as JSON values; both lists are empty without values."""
     values = np.asarray(histogram.values, np.float64)
     numbers = values[np.isfinite(values)]
     data: dict[str, Any] = {"x_label": histogram.x_label, "count": len(numbers), "edges": [], "counts": []}
@@ -35,7 +35,7 @@ def histogram_data(histogram: Histogram) -> dict[str, Any]:
 
 
 def _edges(numbers: np.ndarray) -> np.ndarray:
-    """Edges (bars + 1,) of the bars; each whole number of a small range has a bar of its own."""
+    """Return the edges (bars + 1,) of the bars; each whole number of a small range has a bar of its own."""
     low, high = numbers.min(), numbers.max()
     if (numbers == np.round(numbers)).all():
         width = max(1.0, np.ceil((high - low + 1) / _MAX_BARS))
@@ -44,7 +44,7 @@ def _edges(numbers: np.ndarray) -> np.ndarray:
 
 
 def bars(data: Mapping[str, Any]) -> Iterator[dict[str, object]]:
-    """The bars of `histogram_data`: the number of values of each, and the first and the last of its range."""
+    """Yield the bars of `histogram_data`: number of values, first and last value of the range."""
     is_whole = all((edge + 0.5).is_integer() for edge in data["edges"])
     for count, start, end in zip(data["counts"], data["edges"], data["edges"][1:]):
         first, last = (start + 0.5, end - 0.5) if is_whole else (start, end)

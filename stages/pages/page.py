@@ -1,4 +1,4 @@
-"""Pages and cards from templates/, where CSS and JS are files too; a page is one file that loads nothing.
+"""Pages and cards from templates/, which also contains CSS and JS; a page is one file that loads nothing.
 
 `.html.j2` templates escape every value except `Markup`: the HTML of another template, or a drawn curve.
 """
@@ -17,22 +17,22 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 
 def render(template: str, **values: object) -> str:
-    """The whole text of a card or page, from a file of templates/.
+    """Return the text of a card or page, from a file of templates/.
 
     Raises:
-        jinja2.UndefinedError: the template names a value that is missing here.
+        jinja2.UndefinedError: the template uses a value that is not given.
     """
     text = _ENVIRONMENT.get_template(template).render(values)
     return text.encode("utf-8", "replace").decode()  # JSON may contain half a surrogate pair, a file may not
 
 
 def render_part(template: str, **values: object) -> Markup:
-    """The HTML of a part of a page, for another template."""
+    """Return the HTML of a part of a page, for another template."""
     return Markup(render(template, **values))
 
 
 def show_value(value: object) -> str:
-    """A value as text for people: 12,345; 0.1235; yes."""
+    """Return a value as text for people: 12,345; 0.1235; yes."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -49,12 +49,12 @@ def show_value(value: object) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """1 image, 2 images."""
+    """Return a number with its noun: 1 image, 2 images."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _numeric_columns(rows: Sequence[Sequence[object]]) -> list[bool]:
-    """For each column of a table: whether all its cells are numbers or empty."""
+    """Return, for each column of a table, whether all its cells are numbers or empty."""
     return [
         all(isinstance(cell, (int, float)) and not isinstance(cell, bool) for cell in column if cell is not None)
         for column in zip(*rows)

@@ -1,6 +1,6 @@
-"""report.json and report.html: the work of a stage, for a program and for a person.
+"""report.json and report.html: the result of a stage, for programs and for people.
 
-report.json has everything that the page shows, pictures too: the page and a preview are rendered from it.
+report.json has everything that the page shows, including images; the page and a preview are rendered from it.
 """
 
 import base64
@@ -21,7 +21,7 @@ from stages.pages.page import render
 
 REPORT_JSON = "report.json"
 REPORT_HTML = "report.html"
-_FORMAT_VERSION = 2  # 2: pictures lie in report.json
+_FORMAT_VERSION = 2  # 2: images are in report.json
 _FORMATS = {b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF": "webp"}
 
 
@@ -36,8 +36,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Pictures:
-    """Encoded images (PNG, JPEG, WebP, GIF) with plain captions. They are embedded as they are, so they must be
-    small."""
+    """Encoded images (PNG, JPEG, WebP, GIF) with plain captions. They are embedded unchanged, so they must be small."""
 
     title: str
     items: Sequence[tuple[bytes, str]]
@@ -45,7 +44,7 @@ class Pictures:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """HTML of a template or of a drawing library, with all foreign text escaped."""
+    """HTML from a template or a drawing library, with all foreign text escaped."""
 
     title: str
     html: Markup
@@ -55,13 +54,13 @@ Section = Histogram | Table | Pictures | Text
 
 
 def write_report(directory: Path, *, title: str, summary: dict[str, object], sections: Sequence[Section]) -> None:
-    """Write report.json (summary and sections) and report.html (one self-contained page) into `directory`.
+    """Write report.json (summary and sections) and report.html (one self-contained page) to `directory`.
 
     Args:
         directory: an existing directory.
         title: the page's heading, plain text.
         summary: name -> number, text, or a flat mapping of those, as JSON values; shown as tiles.
-        sections: shown in this order; histograms stand side by side if the screen is wide enough.
+        sections: shown in this order; histograms are side by side if the screen is wide enough.
     """
     data = {
         "format_version": _FORMAT_VERSION,
@@ -69,13 +68,13 @@ def write_report(directory: Path, *, title: str, summary: dict[str, object], sec
         "summary": summary,
         "sections": [section_data(section) for section in sections],
     }
-    write_text(directory / REPORT_JSON, json.dumps(_finite(data), indent=1) + "\n")  # keys in this order, not sorted
+    write_text(directory / REPORT_JSON, json.dumps(_finite(data), indent=1) + "\n")  # keys are not sorted
     write_text(directory / REPORT_HTML, render("page.html.j2", **data))
 
 
 def read_report(directory: StorePath) -> dict[str, Any] | None:
-    """report.json: `title`, `summary` and `sections` as templates take them; None if there is no whole report, or only
-    one of an older format, which lacks pictures."""
+    """Read report.json: `title`, `summary` and `sections` for templates. None if there is no valid report, or only one
+    of an older format, which lacks images."""
     try:
         data = json.loads((directory / REPORT_JSON).read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
@@ -84,7 +83,7 @@ def read_report(directory: StorePath) -> dict[str, Any] | None:
 
 
 def section_data(section: Section) -> dict[str, Any]:
-    """One section as report.json and the templates have it."""
+    """Return one section in the form of report.json and the templates."""
     match section:
         case Histogram():
             data = {"kind": "histogram", **histogram_data(section)}
@@ -107,7 +106,7 @@ def section_data(section: Section) -> dict[str, Any]:
 
 
 def data_uri(image: bytes) -> str:
-    """The source of an <img> for an encoded image."""
+    """Return the source of an <img> for an encoded image."""
     kind = next((name for magic, name in _FORMATS.items() if image.startswith(magic)), "png")
     return f"data:image/{kind};base64,{base64.b64encode(image).decode('ascii')}"
 
@@ -118,7 +117,7 @@ def _plain(cell: object) -> object:
 
 
 def _finite(value: object) -> object:
-    """The same value with None for floats that JSON cannot express."""
+    """Return the value with None for floats that JSON cannot represent."""
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""The config of plan_bins: the room of a bin, and how much of each subset an epoch takes."""
+"""The config of plan_bins: the limits of a bin, and the amount of each subset in an epoch."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +9,7 @@ from dataset_builders.contracts.strict import EVERY_FIELD, StrictModel
 
 
 class SubsetMix(StrictModel):
-    """How much of a subset is trained on."""
+    """The amount of a subset that is trained on."""
 
     weight: float | None = Field(
         default=None,
@@ -28,7 +28,7 @@ class SubsetMix(StrictModel):
 
 @dataclass(frozen=True, slots=True)
 class BinLimits:
-    """The room of a bin."""
+    """The limits of a bin."""
 
     seq_len: int
     max_patches: int
@@ -37,7 +37,7 @@ class BinLimits:
 
 
 class PlanBinsConfig(StrictModel):
-    """Identity of the bins, beside the tokenized samples."""
+    """Identity of the bins, in addition to the tokenized samples."""
 
     seq_len: int = Field(gt=0, le=2**24, description="tokens a bin holds")
     max_patches: int = Field(gt=0, le=2**26, description="vision patches a bin holds, before merging")
@@ -67,7 +67,7 @@ class PlanBinsConfig(StrictModel):
 
     @model_serializer(mode="wrap")
     def _without_newer_fields(self, whole: SerializerFunctionWrapHandler, info: SerializationInfo) -> Any:
-        """Leave out `shares` where there are none, so that older fingerprints stay valid."""
+        """Omit `shares` if there are none, so that older fingerprints stay valid."""
         fields = whole(self)
         if not self.shares and info.context != EVERY_FIELD:
             fields.pop("shares", None)

@@ -1,8 +1,8 @@
-"""How often each sample of a subset appears in each epoch: shares, repeats and caps, computed sample by sample.
+"""The number of copies of each sample in each epoch, from shares, repeats and caps, computed sample by sample.
 
-A sample's place in its subset is a keyed permutation of its rank there. The used samples in order of their places,
-again and again, are one endless list; epoch e takes its e-th piece. So the samples of an epoch need no list, they are
-the same whatever the partitions, and the next epochs first take what one leaves out.
+A sample's position in its subset is a keyed permutation of its rank in the subset. The used samples in order of
+position, repeated without end, form one sequence; epoch e takes the e-th piece of it. So the samples of an epoch need
+no stored list, they do not depend on the partitions, and the samples that one epoch leaves out come first in the next.
 """
 
 import difflib
@@ -19,7 +19,7 @@ from stages.plan_bins.config import SubsetMix
 
 @dataclass(frozen=True, slots=True)
 class SubsetSize:
-    """The size of a subset: its samples that fit a bin, and their tokens."""
+    """The size of a subset: the number of samples that fit a bin, and of their tokens."""
 
     num_samples: int
     num_tokens: int
@@ -27,13 +27,13 @@ class SubsetSize:
 
 @dataclass(frozen=True, slots=True)
 class SubsetDraw:
-    """The samples that an epoch takes of a subset.
+    """The samples that an epoch takes from a subset.
 
     Attributes:
-        subset: its name, the key of its permutation.
-        num_samples: samples that fit a bin.
-        num_used: how many of them all epochs together use.
-        per_epoch: samples per epoch, repeats counted.
+        subset: name of the subset, which is the key of its permutation.
+        num_samples: number of samples that fit a bin.
+        num_used: number of these samples that all epochs together use.
+        per_epoch: number of samples per epoch, including repeats.
     """
 
     subset: str
@@ -46,16 +46,16 @@ class SubsetDraw:
         return self.per_epoch % self.num_used == 0
 
     def copies(self, ranks: np.ndarray, epoch: int) -> np.ndarray:
-        """(m,) int64: how often samples appear in an epoch.
+        """Return (m,) int64: the number of copies of each sample in an epoch.
 
         Args:
-            ranks: (m,) place of each among the subset's samples that fit, in index order.
+            ranks: (m,) index of each sample among the subset's samples that fit, in index order.
         """
         if self.num_used == self.num_samples and self.is_the_same_each_epoch:
             return np.full(len(ranks), self.per_epoch // self.num_used)
         places = KeyedPermutation(self.num_samples, ["mixture", self.subset])(ranks)
         start, end = epoch * self.per_epoch, (epoch + 1) * self.per_epoch
-        # How many t with start <= t < end are at this place of the endless list: t = place modulo num_used.
+        # The number of t in [start, end) at this position of the sequence: t = position modulo num_used.
         times = (end - places - 1) // self.num_used - (start - places - 1) // self.num_used
         return np.where(places < self.num_used, times, 0)
 
@@ -63,10 +63,10 @@ class SubsetDraw:
 def with_shares(
     mixture: Mapping[str, SubsetMix], shares: Mapping[str, float], sizes: Mapping[str, SubsetSize]
 ) -> dict[str, SubsetMix]:
-    """The mixture with a weight for every subset of a source that has a share, in proportion to the subset's tokens.
+    """Return the mixture with a weight, proportional to its tokens, for every subset of a source that has a share.
 
     Args:
-        shares: name of a source, which its subsets' names begin with -> its share of an epoch's tokens.
+        shares: name of a source, which is the prefix of its subsets' names -> its share of an epoch's tokens.
 
     Raises:
         InputError: a source has no training sample that fits a bin, or the mixture names one of its subsets.
@@ -86,13 +86,14 @@ def with_shares(
 
 
 def make_draws(mixture: Mapping[str, SubsetMix], sizes: Mapping[str, SubsetSize]) -> dict[str, SubsetDraw]:
-    """Name -> draw, for every subset.
+    """Return name -> draw, for every subset.
 
-    A subset without an entry is taken whole, once. Of the weighted ones, the scarcest for its weight is taken as often
-    as its repeats and its cap allow; the others follow in proportion, counted in tokens by each subset's mean.
+    A subset without an entry is taken completely, once. Of the weighted subsets, the scarcest one for its weight is
+    taken as often as its repeats and its cap allow. The other weighted subsets follow in proportion, counted in tokens
+    by each subset's mean.
 
     Raises:
-        InputError: the mixture names a subset that is not there.
+        InputError: the mixture names a subset that does not exist.
     """
     for name in mixture:
         if name not in sizes:
@@ -110,7 +111,7 @@ def make_draws(mixture: Mapping[str, SubsetMix], sizes: Mapping[str, SubsetSize]
         if mix.weight is not None:
             means[name], weights[name] = size.num_tokens / size.num_samples, mix.weight
     if weights:
-        tokens = min(draws[name].per_epoch * means[name] / weights[name] for name in weights)  # of weight 1
+        tokens = min(draws[name].per_epoch * means[name] / weights[name] for name in weights)  # tokens for weight 1
         for name, weight in weights.items():
             count = min(max(round(tokens * weight / means[name]), 1), draws[name].per_epoch)
             draws[name] = replace(draws[name], per_epoch=count)
@@ -118,17 +119,17 @@ def make_draws(mixture: Mapping[str, SubsetMix], sizes: Mapping[str, SubsetSize]
 
 
 def count_epochs(epochs: int, draws: Mapping[str, SubsetDraw]) -> int:
-    """The number of epochs that are worth a plan of their own: one if each would draw the same."""
+    """Return the number of epochs that need a plan of their own: one if all would be the same."""
     return 1 if all(draw.is_the_same_each_epoch for draw in draws.values()) else epochs
 
 
 def draw_samples(
     draws: Mapping[str, SubsetDraw], first_ranks: Mapping[str, int], subsets: np.ndarray, names: list[str], epoch: int
 ) -> np.ndarray:
-    """(n,) int64: how often each sample of a partition appears in an epoch.
+    """Return (n,) int64: the number of copies of each sample of a partition in an epoch.
 
     Args:
-        first_ranks: subset -> how many of its samples lie in earlier partitions.
+        first_ranks: subset -> number of its samples in earlier partitions.
         subsets: (n,) number of each sample's subset in `names`, in index order.
     """
     copies = np.zeros(len(subsets), np.int64)
@@ -140,19 +141,19 @@ def draw_samples(
 
 
 def part_copies(bins: np.ndarray, samples: np.ndarray, sizes: np.ndarray, room: np.ndarray) -> tuple[np.ndarray, int]:
-    """Bins in which a sample appears once, as far as swaps can bring it about.
+    """Swap copies between bins so that, as far as possible, a sample appears once in a bin.
 
-    A second copy changes places with the nearest sample in size of another bin, if both bins have room for it and
-    neither gets a second copy of a sample.
+    A second copy is swapped with the sample of another bin that is nearest in size, if both bins have room and neither
+    gets a second copy of a sample.
 
     Args:
         bins: (n,) the bin of each copy.
         samples: (n,) number of each copy's sample.
         sizes: (n, d) size of each copy in each dimension.
-        room: (d,) room of a bin in each dimension.
+        room: (d,) capacity of a bin in each dimension.
 
     Returns:
-        (n,) bins, and how many copies still share a bin with another of the same sample.
+        (n,) bins, and the number of copies that still share a bin with another copy of the same sample.
     """
     order = np.lexsort((samples, bins))
     is_second = (np.diff(bins[order]) == 0) & (np.diff(samples[order]) == 0)
@@ -165,9 +166,9 @@ def part_copies(bins: np.ndarray, samples: np.ndarray, sizes: np.ndarray, room: 
 
 
 class _Swaps:
-    """Bins while copies change places."""
+    """The state of the bins while copies are swapped."""
 
-    _NEIGHBOURS = 256  # in size, on each side
+    _NEIGHBOURS = 256  # neighbours in size, on each side
 
     def __init__(self, bins: np.ndarray, samples: np.ndarray, sizes: np.ndarray, room: np.ndarray) -> None:
         self.bins, self._samples, self._sizes, self._room = bins, samples, sizes, room
@@ -179,7 +180,7 @@ class _Swaps:
         self._copies = Counter(zip(bins.tolist(), samples.tolist()))  # (bin, sample) -> number of copies
 
     def move(self, copy: int) -> bool:
-        """Swap one copy out of its bin; False if no swap fits."""
+        """Swap one copy out of its bin; return False if no swap fits."""
         place = int(self._place[copy])
         near = self._by_size[max(place - self._NEIGHBOURS, 0) : place + self._NEIGHBOURS]
         own_bin, bins = int(self.bins[copy]), self.bins[near]

@@ -1,14 +1,14 @@
-"""The samples of each bin: lengths in two dimensions and counts of images -> the bin of each sample."""
+"""The packing algorithm: lengths in two dimensions and image counts -> the bin of each sample."""
 
 import heapq
 from fractions import Fraction
 
 import numpy as np
 
-_SMALL = 8  # a sample is small if as many of its size fit into a bin
-_TRIES = 16  # bins to look at that may have room in two dimensions and not in the third
-_SPARE = 0.3  # share of fillers beyond what the gaps hold
-_RESERVE = 0.6  # a run leaves room for a filler of this quantile of sizes
+_SMALL = 8  # a sample is small if this number of its size fits into a bin
+_TRIES = 16  # bins to try that may have room in two dimensions but not in the third
+_SPARE = 0.3  # fillers beyond the room in the gaps, as a share
+_RESERVE = 0.6  # a run leaves room for a filler of this quantile of the sizes
 
 
 def pack(
@@ -23,20 +23,21 @@ def pack(
 
     In the scarcer of the two dimensions:
 
-    1. Large samples go by best fit, decreasing: each into the bin that it leaves least room in.
-    2. Small ones run into bin after bin in shuffled order. They come from two streams, with more and with less of the
-       other dimension, so that every bin gets its share of both. A run ends short of the bin's end.
-    3. The rest of the small ones, somewhat more than that leaves room for, fill the gaps by best fit, decreasing.
+    1. Large samples are placed by best fit, decreasing: each into the bin where it leaves the least room.
+    2. Small samples fill bin after bin in shuffled order. They come from two streams, with more and with less of the
+       other dimension, so that every bin gets its share of both. A run stops before the bin is full.
+    3. The remaining small samples, somewhat more than the gaps hold, fill the gaps by best fit, decreasing.
 
-    By best fit alone samples of one length, hence of one kind, meet: steps would be all captions or all documents.
+    Best fit for all samples would put samples of one length, hence of one kind, together: steps would be all captions
+    or all documents.
 
     Args:
         tokens: (n,) integers in [1, seq_len].
         patches: (n,) integers in [0, max_patches].
-        images: (n,) integers in [0, max_images]; not read without a `max_images`.
+        images: (n,) integers in [0, max_images]; ignored without `max_images`.
 
     Returns:
-        (n,) int32: the bin of each sample; numbers start at 0 and leave no gap.
+        (n,) int32: the bin of each sample; bin numbers start at 0 without a gap.
     """
     if not len(tokens):
         return np.zeros(0, np.int32)
@@ -47,17 +48,17 @@ def pack(
 
 
 class _Dimension:
-    """Sizes of all samples in one dimension, and a bin's room; in units of the greatest common divisor of the sizes."""
+    """The sizes of all samples in one dimension, and a bin's room, in units of the sizes' greatest common divisor."""
 
     def __init__(self, sizes: np.ndarray, room: int) -> None:
-        # pad_multiple makes tokens share a divisor and patches come in fours: that many fewer levels of room
+        # pad_multiple gives tokens a common divisor, and patches come in fours: dividing reduces the number of levels
         unit = max(int(np.gcd.reduce(sizes)), 1)
         self.sizes, self.room = np.asarray(sizes // unit, np.int64), room // unit
         self.total = int(self.sizes.sum())
 
 
 class _Packing:
-    """Bins while they are filled, and the room left in each: [scarce, other, third]."""
+    """The bins while they are filled, and the room left in each: [scarce, other, third]."""
 
     def __init__(self, scarce: _Dimension, other: _Dimension, third: _Dimension) -> None:
         self.scarce, self.other, self.third = scarce.sizes, other.sizes, third.sizes
@@ -67,9 +68,9 @@ class _Packing:
         self.bin_of = np.full(len(self.scarce), -1, np.int32)
 
     def bins(self) -> np.ndarray:
-        """The bin of each sample."""
+        """Return the bin of each sample."""
         is_small = self.scarce <= self.room // _SMALL
-        shuffled = np.random.RandomState(0).permutation(len(self.scarce))  # this generator's stream never changes
+        shuffled = np.random.RandomState(0).permutation(len(self.scarce))  # its stream never changes
         small = shuffled[is_small[shuffled]]
         self._best_fit(shuffled[~is_small[shuffled]])
         self._run(small)
@@ -77,8 +78,8 @@ class _Packing:
         return self.bin_of
 
     def _best_fit(self, samples: np.ndarray) -> None:
-        """Each into the bin that it leaves least room in, out of those with room in every dimension; large ones first,
-        equally large ones in the order given."""
+        """Put each sample into the bin where it leaves the least room, among the bins with room in every dimension;
+        large samples first, equally large ones in the given order."""
         samples = samples[np.lexsort((-self.other[samples], -self.scarce[samples]))]
         levels = _Levels(self.room, self.empty[2] // _SMALL)
         for number, room in enumerate(self.room_left):
@@ -96,7 +97,7 @@ class _Packing:
         self.bin_of[samples] = bins
 
     def _run(self, samples: np.ndarray) -> None:
-        """Samples as they come into bin after bin, each once; the rest stays to fill the gaps."""
+        """Fill bin after bin with samples in the given order; the remaining samples are left for the gaps."""
         sizes = np.sort(self.scarce[samples][self.scarce[samples] > 0])
         missing = int(sizes.sum()) - sum(room[0] for room in self.room_left)
         if missing <= 0 or not len(sizes):
@@ -117,7 +118,7 @@ class _Packing:
     def _run_into(self, number: int, streams: list["_Stream"], reserve: int) -> None:
         room = self.room_left[number]
         scarce, other, third = room[0] - reserve, room[1], room[2]
-        # Above 0 if the bin has more of the other dimension than an average one as full: then from the poorer stream.
+        # Above 0 if the bin's ratio of other to scarce is above average: then use the poorer stream.
         balance = (self.empty[1] - other) * self.total - (self.room - room[0]) * self.other_total
         while True:
             for stream in streams[::-1] if balance > 0 else streams:
@@ -135,7 +136,7 @@ class _Packing:
 
 
 class _Stream:
-    """Samples in a fixed order, how far they are used up, and the bins of those that are."""
+    """Samples in a fixed order, the number of used samples, and the bins of the used samples."""
 
     def __init__(self, packing: _Packing, samples: np.ndarray) -> None:
         self.samples, self.at, self.end = samples, 0, len(samples)
@@ -145,22 +146,22 @@ class _Stream:
 
 
 class _Levels:
-    """Bins by their room in the scarce dimension: for each amount a heap of (-room in the other dimension, bin), and
-    the largest room in the other dimension among its bins, -1 if there is no bin."""
+    """Bins sorted by their room in the scarce dimension. Each amount of room has a heap of (-room in the other
+    dimension, bin), and the largest room in the other dimension among its bins, -1 if there is no bin."""
 
     def __init__(self, room: int, little: int) -> None:
-        self._little = little  # of the third dimension: a bin with no more room that refuses a sample is closed
+        self._little = little  # room in the third dimension at or below which a bin that refuses a sample is closed
         self._heaps: list[list[tuple[int, int]]] = [[] for _ in range(room + 1)]
         self._most = np.full(room + 1, -1, np.int64)
 
     def push(self, number: int, room: list[int]) -> None:
-        """Put a bin where it belongs."""
+        """Insert a bin at the level of its room."""
         heap = self._heaps[room[0]]
         heapq.heappush(heap, (-room[1], number))
         self._most[room[0]] = -heap[0][0]
 
     def pop(self, size: tuple[int, int, int], room_left: list[list[int]]) -> int | None:
-        """The bin with the least room that takes the sample, removed; None if no bin takes it."""
+        """Remove and return the bin with the least room that takes the sample; None if no bin takes it."""
         level = size[0]
         for _ in range(_TRIES):
             level = _first_at_least(self._most, level, size[1])
@@ -183,7 +184,7 @@ class _Levels:
 
 
 def _first_at_least(most: np.ndarray, start: int, value: int) -> int:
-    """The first place from `start` on where `most` is at least `value`, or -1; near places are looked at first."""
+    """Return the first index from `start` on where `most` is at least `value`, or -1; the window grows."""
     width = 64
     while start < len(most):
         has_room = most[start : start + width] >= value

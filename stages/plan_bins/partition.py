@@ -1,4 +1,4 @@
-"""One partition of the index: its rows, and its bins of every epoch. It is one task of plan_bins and fits in memory."""
+"""One partition of the index: its rows, and its bins in every epoch. It is one task of plan_bins and fits in memory."""
 
 import json
 from collections.abc import Mapping
@@ -21,13 +21,13 @@ from stages.plan_bins.config import BinLimits
 from stages.plan_bins.mixture import SubsetDraw, SubsetSize, draw_samples, part_copies
 from stages.plan_bins.pack import pack
 
-_AT_A_TIME = 1_500_000  # samples that are packed at a time, repeats counted; more are packed in groups
-_BINS_OF_A_GROUP = 32  # at least, if copies go to different groups so that they do not meet
+_AT_A_TIME = 1_500_000  # samples packed at a time, including repeats; a larger number is packed in groups
+_BINS_OF_A_GROUP = 32  # smallest number of bins in a group, if copies go to different groups to keep them apart
 
 
 @dataclass(frozen=True, slots=True)
 class ScanTask:
-    """A partition to count."""
+    """One partition to count."""
 
     path: StorePath
     limits: BinLimits
@@ -35,8 +35,8 @@ class ScanTask:
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """A partition, counted: its rows, those of each shard, its training samples that fit a bin, by subset, and the
-    samples that fit none."""
+    """The counts of a partition: its rows, the rows of each shard, its training samples that fit a bin, by subset, and
+    the samples that fit no bin."""
 
     num_samples: int
     shards: dict[str, int]
@@ -46,11 +46,11 @@ class Scan:
 
 @dataclass(frozen=True, slots=True)
 class PlanTask:
-    """A partition to plan.
+    """One partition to plan.
 
     Attributes:
-        draws: of the subsets that are in it.
-        first_ranks: subset -> how many of its samples lie in earlier partitions.
+        draws: the draws of the partition's subsets.
+        first_ranks: subset -> number of its samples in earlier partitions.
     """
 
     path: StorePath
@@ -63,7 +63,7 @@ class PlanTask:
 
 
 class SubsetSums(StrictModel):
-    """The sums over a subset's samples, repeats counted."""
+    """Sums over a subset's samples, including repeats."""
 
     num_samples: int
     num_tokens: int
@@ -107,7 +107,7 @@ class _Rows:
 
 
 def scan_partition(task: ScanTask) -> Scan:
-    """The sizes of a partition's subsets, and its samples that fit no bin."""
+    """Return the sizes of a partition's subsets, and its samples that fit no bin."""
     rows = _Rows(read_partition(task.path), task.limits)
     chosen = np.flatnonzero(rows.fits & rows.is_train)
     counts = np.bincount(rows.subsets[chosen], minlength=len(rows.names)).tolist()
@@ -134,12 +134,12 @@ def _left_out(rows: _Rows, limits: BinLimits) -> list[LeftOut]:
 
 
 def entry_path(directory: StorePath, number: int) -> StorePath:
-    """The file that says that a partition is planned, until the manifest does."""
+    """Return the path of the file that marks a partition as planned, until the manifest is written."""
     return directory / "bins" / f"{number:05d}.json"
 
 
 def plan_partition(task: PlanTask) -> PartitionPlan:
-    """Plan every epoch of a partition, unless an earlier, interrupted try did."""
+    """Plan every epoch of a partition, unless an earlier, interrupted run did."""
     entry = entry_path(task.directory, task.number)
     if entry.is_file():
         return PartitionPlan.model_validate(json.loads(entry.read_text()))
@@ -150,7 +150,7 @@ def plan_partition(task: PlanTask) -> PartitionPlan:
         if not copies.any():
             continue
         bins, samples, together = _pack_copies(rows, np.repeat(np.arange(len(copies)), copies), task.limits)
-        # Inside a bin the index's order: a reader then goes forward through each shard.
+        # In a bin, samples are in index order, so that a reader moves forward through each shard.
         order = np.lexsort((samples, bins))
         table = rows.table.take(samples[order])
         partitions.append(write_bin_partition(task.directory, split, epoch, task.number, table, bins[order]))
@@ -164,7 +164,7 @@ def plan_partition(task: PlanTask) -> PartitionPlan:
 
 
 def _copies(rows: _Rows, task: PlanTask, split: Split, epoch: int) -> np.ndarray:
-    """(n,) int64: how often each row appears in an epoch; held-out samples once, whatever the mixture says."""
+    """Return (n,) int64: copies of each row in an epoch; a held-out sample has one copy, whatever the mixture."""
     if split == "heldout":
         return (rows.fits & ~rows.is_train).astype(np.int64)
     chosen = np.flatnonzero(rows.fits & rows.is_train)
@@ -174,7 +174,8 @@ def _copies(rows: _Rows, task: PlanTask, split: Split, epoch: int) -> np.ndarray
 
 
 def _pack_copies(rows: _Rows, samples: np.ndarray, limits: BinLimits) -> tuple[np.ndarray, np.ndarray, int]:
-    """The bin of each copy, the row of each copy, and the number of copies that share a bin with another of their row.
+    """Return the bin of each copy, the row of each copy, and the number of copies that share a bin with a copy of the
+    same row.
 
     Args:
         samples: (n,) the row of each copy, ascending.
@@ -186,7 +187,7 @@ def _pack_copies(rows: _Rows, samples: np.ndarray, limits: BinLimits) -> tuple[n
     if groups == 1:
         bins, together = _pack_group(rows, samples, limits)
         return bins, samples, together
-    # Copies of a sample go to groups in turn, from one that its row decides.
+    # Copies of a sample go to the groups in rotation, from a start group that depends on the row.
     group = (KeyedPermutation(len(rows.fits), ["groups"])(samples) + turn) % groups
     bins_of, samples_of = [], [samples[group == number] for number in range(groups)]
     num_bins = together = 0

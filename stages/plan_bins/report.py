@@ -1,4 +1,4 @@
-"""The report of plan_bins: how full the bins are, the contents of a bin, and the share of each subset."""
+"""The report of plan_bins: the fill of the bins, the contents of a bin, and the share of each subset."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,18 +12,18 @@ from stages.artifacts.quarantine import LeftOut, left_out_table
 from stages.pages.histogram import Histogram
 from stages.pages.report import Table, write_report
 
-_SHOWN_BINS = 100_000  # evenly out of all of them
+_SHOWN_BINS = 100_000  # bins in the histograms, evenly chosen
 _SHOWN_EPOCHS = 10
 
 
 def write_plan_report(
     work: StorePath, stats: Mapping[str, Any], plans: Mapping[str, BinPlan], left_out: Sequence[LeftOut]
 ) -> None:
-    """Write report.json and report.html into `work`.
+    """Write report.json and report.html to `work`.
 
     Args:
-        stats: of the manifest.
-        plans: split -> its plan, as written.
+        stats: the stats of the manifest.
+        plans: split -> its written plan.
     """
     names = ("num_bins", "num_samples", "num_tokens", "padding_fraction", "samples_per_bin", "images_per_bin")
     padding = stats["padding_fraction"]

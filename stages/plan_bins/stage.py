@@ -1,12 +1,12 @@
-"""Lengths -> bins: the samples that share a packed sequence, decided once over the whole index.
+"""plan_bins: lengths -> bins, the samples that share a packed sequence, planned once for the whole index.
 
     bins.json, bins/         ordered sample references of every bin, by split, epoch and partition of the index
     quarantine.jsonl         samples that fit no bin: key, reason, detail
     report.json, report.html, preview.html
 
-A bin has room for seq_len tokens, max_patches patches and max_images images. Every sample's tokens are rounded up to
-pad_multiple first. The index is read twice, partition by partition: to count each subset, and to plan. SCALE.md says
-what that takes for a billion samples.
+A bin has room for seq_len tokens, max_patches patches and max_images images. Each sample's number of tokens is first
+rounded up to a multiple of pad_multiple. The index is read twice, partition by partition: to count each subset, and to
+plan. SCALE.md gives time and memory for a billion samples.
 """
 
 from collections.abc import Mapping, Sequence
@@ -59,7 +59,7 @@ def _run(
     draws = make_draws(with_shares(config.mixture, config.shares, sizes), sizes)
     tasks = _plan_tasks(config, partitions, work, scans, draws)
     plans = _plan_all(tasks, resources)
-    # By split and epoch, then by partition: an epoch's bins are numbered one after the other.
+    # By split and epoch, then by partition, so that an epoch's bins have consecutive numbers.
     parts = [part for plan in plans for part in plan.partitions]
     write_bins(work, sorted(parts, key=lambda part: (SPLITS.index(part.split), part.epoch)))
     stats = _stats(config, plans, draws)
@@ -70,10 +70,10 @@ def _run(
 
 
 def _check_counts(tokenized: Artifact, scans: Sequence[Scan]) -> None:
-    """Check that the index has as many rows of each shard as the manifest says.
+    """Check that the index has as many rows of each shard as the manifest specifies.
 
     Raises:
-        DamagedFile: it has not.
+        DamagedFile: the numbers differ.
     """
     rows = {name: count for scan in scans for name, count in scan.shards.items()}
     for shard in tokenized.manifest.shards:
@@ -83,7 +83,7 @@ def _check_counts(tokenized: Artifact, scans: Sequence[Scan]) -> None:
 
 
 def _sizes(scans: Sequence[Scan]) -> dict[str, SubsetSize]:
-    """The size of each training subset, over all partitions."""
+    """Return the size of each training subset, over all partitions."""
     sizes: dict[str, SubsetSize] = {}
     for scan in scans:
         for name, size in scan.sizes.items():
@@ -112,7 +112,7 @@ def _plan_tasks(
 
 
 def _plan_all(tasks: Sequence[PlanTask], resources: StageResources) -> list[PartitionPlan]:
-    """The plans in the order of the tasks; progress is in partitions."""
+    """Return the plans in the order of the tasks; progress is in partitions."""
     plans: dict[int, PartitionPlan] = {}
     for number, plan in run_tasks(plan_partition, tasks, resources):
         plans[number] = plan
@@ -121,7 +121,7 @@ def _plan_all(tasks: Sequence[PlanTask], resources: StageResources) -> list[Part
 
 
 def _stats(config: PlanBinsConfig, plans: Sequence[PartitionPlan], draws: Mapping[str, SubsetDraw]) -> dict[str, Any]:
-    """Figures of one epoch, or the mean over the planned epochs if there are several; and of each by itself."""
+    """Return figures of one epoch, or the mean over several planned epochs, and figures of each epoch."""
     stats: dict[str, Any] = {name: getattr(config, name) for name in ("seq_len", "max_patches", "max_images")}
     parts = [part for plan in plans for part in plan.epochs]
     for split in SPLITS:
@@ -148,7 +148,7 @@ def _stats(config: PlanBinsConfig, plans: Sequence[PartitionPlan], draws: Mappin
 
 
 def _epoch_stats(parts: Sequence[EpochPart], draws: Mapping[str, SubsetDraw]) -> dict[str, Any]:
-    """One planned epoch of the train split, whose parts are given: its bins, and the share of each subset."""
+    """Return figures of one epoch of the train split, from its parts: its bins, and the share of each subset."""
     total = sum(sums.num_tokens for part in parts for sums in part.subsets.values())
     subsets = {}
     for name, draw in draws.items():

@@ -1,4 +1,4 @@
-"""Pages of artifacts: the samples that a model is shown, and what it learns of each.
+"""Pages of artifacts: the samples that a model gets, and the tokens that it is trained on.
 
 In: an artifact. Out: one HTML file.
 Read first: `render.py`.

@@ -15,11 +15,11 @@ _SHOWN_FIGURES = 300
 
 
 def about_artifact(artifact: Artifact, without: Collection[str], link_from: Path | None) -> dict[str, object]:
-    """The values of preview.html.j2 that are the same for every kind of artifact.
+    """Return the values of preview.html.j2 that are common to every kind of artifact.
 
     Args:
-        without: kinds of sections of the report that the page shows in its own way.
-        link_from: the folder of the page, for links to parents; None: no links, since the page goes elsewhere.
+        without: kinds of report sections that the page shows in its own way.
+        link_from: the folder of the page, for links to parents; None: no links, since the page will be moved.
     """
     manifest, report = artifact.manifest, read_report(artifact.dir)
     sections = [section for section in report["sections"] if section["kind"] not in without] if report else []
@@ -49,14 +49,14 @@ def _counts(manifest: Manifest) -> dict[str, object]:
 
 
 def _parents(artifact: Artifact, link_from: Path | None) -> list[dict[str, object]]:
-    """Role and name of each parent, with a link to its report if the page and the parent lie on one machine."""
+    """Return role and name of each parent, with a link to its report if the page and the parent are on one machine."""
     parents = []
     for role, parent in sorted(artifact.manifest.parents.items()):
         directory = artifact.dir.parent.parent / parent.name / parent.fingerprint
         page, link = directory / REPORT_HTML, None
         if link_from is not None and is_local(directory) and page.is_file():
             link = os.path.relpath(page.resolve(), link_from.resolve())
-        # On a page that goes elsewhere it makes no difference whether the parent lies beside the artifact.
+        # The text of a page that will be moved must not depend on whether the parent exists here.
         is_here = link_from is None or (directory / MANIFEST).is_file()
         parents.append({"role": role, "name": f"{parent.name}/{parent.fingerprint}", "is_here": is_here, "link": link})
     return parents

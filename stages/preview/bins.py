@@ -1,4 +1,4 @@
-"""Bins of a preview: each is a bar of segments, one per sample in the colour of its subset; the padding is hatched."""
+"""Bins in a preview: each is a bar of segments, one per sample in the colour of its subset; padding is hatched."""
 
 from collections.abc import Iterator, Mapping
 
@@ -12,9 +12,9 @@ from stages.artifacts.artifact import Artifact
 from stages.pages.page import counted, render_part
 from stages.preview.samples import evenly
 
-_TRAIN_PER_HELDOUT = 4  # bars of train for each of heldout
-_ROUGHLY_RIGHT = 0.45  # a segment that starts right of here has its words to its left
-# Neighbours differ in hue, saturation and lightness; with more subsets than colours they come again.
+_TRAIN_PER_HELDOUT = 4  # number of train bars per heldout bar
+_ROUGHLY_RIGHT = 0.45  # a segment that starts to the right of this share has its text on its left
+# Neighbouring colours differ in hue, saturation and lightness; with more subsets than colours, the colours repeat.
 _COLOURS = (
     *("#4e79c4", "#e08a3c", "#4da06b", "#b95fb0", "#c9a227", "#3ba3b5"),
     *("#d0605e", "#7a6bc8", "#8aa33a", "#a97450", "#5f86a3", "#d884a8"),
@@ -22,7 +22,7 @@ _COLOURS = (
 
 
 def bins_html(plan: Artifact, count: int, key: str | None = None) -> Markup:
-    """Bars of some bins of each split under a bar to walk through them.
+    """Return bars of some bins of each split, with a navigation bar.
 
     Raises:
         InputError: no bin holds `key`.
@@ -61,7 +61,7 @@ def _bins_of_key(plans: Mapping[str, BinPlan], key: str, directory: StorePath) -
 def _bin(
     split: str, number: int, refs: Bin, limits: Mapping[str, int | None], colours: Mapping[str, str]
 ) -> dict[str, object]:
-    """The values of bins.html.j2 for one bin."""
+    """Return the values of bins.html.j2 for one bin."""
     strips = [("num_tokens", limits["seq_len"]), ("num_patches", limits["max_patches"])]
     return {
         "split": split,

@@ -12,12 +12,12 @@ _SCRIPT_HASH = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decod
 
 
 def preview_page(title: str, heading: str, about: str, content: Markup, **of_artifact: object) -> str:
-    """The whole page.
+    """Return the whole page.
 
     Args:
-        title, heading, about: plain text; `about` stands beside the heading.
+        title, heading, about: plain text; `about` is next to the heading.
         content: the part that depends on the artifact's kind.
-        of_artifact: of `about_artifact`; nothing for a lone shard.
+        of_artifact: the values of `about_artifact`; none for a shard without an artifact.
     """
     values = {"manifest": None, "tiles": None, **of_artifact}
     script = {"script": Markup(_SCRIPT), "script_hash": Markup(_SCRIPT_HASH)}

@@ -1,4 +1,4 @@
-"""Pictures of a preview: small enough to stand inside the page, with their captions."""
+"""Images in a preview: small enough to be embedded in the page, with captions."""
 
 from collections.abc import Callable
 
@@ -6,17 +6,17 @@ from dataset_builders.contracts.sample import SkipSample
 from dataset_builders.pictures.images import PILLOW_PIXEL_LIMIT, ImageLimits, check_image, preview_png
 from stages.pages.report import data_uri
 
-TINY_SIDE = 128  # a picture without a longer side is enlarged, pixel by pixel
-_SIDES = (640, 448, 320)  # pixels; the page takes the first whose PNG is small enough, or the last
+TINY_SIDE = 128  # an image with both sides up to this length is enlarged, pixel by pixel
+_SIDES = (640, 448, 320)  # pixels; the first side whose PNG is small enough is used, or the last
 _PNG_BYTES = 250_000
 _LIMITS = ImageLimits(max_pixels=PILLOW_PIXEL_LIMIT, min_side=1)
 
 
 def small_picture(draw: Callable[[int], bytes]) -> str:
-    """A picture as the source of an <img>.
+    """Return an image as the source of an <img>.
 
     Args:
-        draw: side in pixels -> a PNG within side x side.
+        draw: side in pixels -> a PNG that fits into side x side.
     """
     for side in _SIDES:
         png = draw(side)
@@ -26,10 +26,10 @@ def small_picture(draw: Callable[[int], bytes]) -> str:
 
 
 def describe_picture(data: bytes) -> dict[str, object]:
-    """An encoded image as training sees it (upright, transparency on white), and its size and format in words.
+    """Return an encoded image as training gets it (upright, transparency on white), and its size and format in words.
 
     Returns:
-        `source` of the <img> and `is_tiny`, or `lost`: why there is no picture; and `words`.
+        `source` of the <img> and `is_tiny`, or `lost`, the reason why there is no image; and `words`.
     """
     try:
         info = check_image(data, _LIMITS, decode=False)

@@ -1,7 +1,7 @@
-"""One self-contained HTML page for any artifact, so that a person can look at its contents.
+"""One self-contained HTML page that shows the contents of any artifact.
 
-    convert                  pictures beside their conversations
-    tokenize                 every token, learnt ones coloured, and the patches over each picture
+    convert                  images next to their conversations
+    tokenize                 every token, with trained tokens coloured, and the patches over each image
     plan_bins                bins as bars
     every stage              its report, settings, parents, shards
 
@@ -25,21 +25,21 @@ from stages.preview.target import Target
 from stages.preview.tokens import tokens_html
 
 _STAGE_SAMPLES = 12
-_OPENED_SHARDS = 8  # of a large dataset
-_OPENED_REMOTE = 2  # the same while somebody waits: a shard in a store is fetched whole
-# Kinds of a report's sections that the page shows in its own, fuller way.
+_OPENED_SHARDS = 8  # most shards to open, for a large dataset
+_OPENED_REMOTE = 2  # most shards to open in a store while a user waits: a shard is downloaded completely
+# Kinds of report sections that the page shows in its own, fuller form.
 _SHOWN_BETTER = {"convert": ("pictures",), "tokenize": ("text",)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreviewOptions:
-    """The contents of a page.
+    """The options of a page.
 
     Attributes:
-        num_samples: samples or bins, at most.
-        num_shards: shards to look for samples in, at most; None: as many as open quickly where they lie.
-        key: of the one sample to show; None: some of every subset.
-        hf_dir: model directory whose tokenizer spells the tokens; None: search the artifact's root for one.
+        num_samples: maximal number of samples or bins.
+        num_shards: maximal number of shards to search for samples; None: a number that opens quickly.
+        key: key of the only sample to show; None: some samples of every subset.
+        hf_dir: model directory with the tokenizer that decodes the tokens; None: search the artifact's root for one.
         link_from: folder of the page, for links to parents; None: no links.
     """
 
@@ -51,12 +51,12 @@ class PreviewOptions:
 
 
 def render_preview(target: Target, options: PreviewOptions) -> str:
-    """The page.
+    """Return the page.
 
     Raises:
-        InputError: a key or shard is not there, or a file of the artifact is missing or damaged.
+        InputError: there is no such key or shard, or a file of the artifact is missing or damaged.
     """
-    if target.artifact is None:  # a sample shard that lies outside of its artifact
+    if target.artifact is None:  # a sample shard outside of its artifact
         samples = samples_of_shard(target.shard, options.key, options.num_samples)
         return preview_page(target.shard.name, target.shard.name, "", samples_html(samples))
     artifact, manifest = target.artifact, target.artifact.manifest
@@ -68,15 +68,15 @@ def render_preview(target: Target, options: PreviewOptions) -> str:
 
 
 def stage_preview(artifact: Artifact, inputs: Mapping[str, Input]) -> str:
-    """The page that a stage leaves in its artifact: the same wherever the artifact lies. The processor that the stage
-    read spells the tokens."""
+    """Return the page that a stage writes to its artifact. It does not depend on the artifact's path. The processor
+    that the stage used decodes the tokens."""
     hf_dir = local_dir(inputs["processor"].dir) if "processor" in inputs else None
     options = PreviewOptions(num_samples=_STAGE_SAMPLES, num_shards=_OPENED_SHARDS, hf_dir=hf_dir)
     return render_preview(Target(artifact), options)
 
 
 def _content(artifact: Artifact, target: Target, options: PreviewOptions) -> Markup:
-    """The part of the page that depends on the artifact's kind."""
+    """Return the part of the page that depends on the artifact's kind."""
     stage, shards = artifact.manifest.stage, artifact.manifest.shards
     if target.shard:
         shards = [shard for shard in shards if shard.name == target.shard]

@@ -1,4 +1,4 @@
-"""Samples of a preview: pictures beside their conversation, in which learnt and given answers differ."""
+"""Samples in a preview: images next to their conversation, in which trained and given answers look different."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,9 +17,9 @@ from dataset_builders.storage.store import StorePath
 from stages.pages.page import counted, render_part
 from stages.preview.pictures import describe_picture
 
-_READ_RECORDS = 400  # of a shard, its first ones
-_SHOWN_IMAGES = 16  # of one sample
-_SHOWN_CHARS = 8000  # of one message
+_READ_RECORDS = 400  # number of first records to read from a shard
+_SHOWN_IMAGES = 16  # per sample
+_SHOWN_CHARS = 8000  # per message
 
 Item = TypeVar("Item")
 
@@ -34,13 +34,13 @@ class ShardSample:
 
 
 def evenly(items: Sequence[Item], count: int) -> list[Item]:
-    """At most `count` of the items, evenly spread, in order, from the first one on."""
+    """Return at most `count` of the items, evenly spread, in order, starting with the first."""
     count = min(count, len(items))
     return [items[i * len(items) // count] for i in range(count)]
 
 
 def in_turn(groups: Mapping[str, Sequence[Item]], count: int) -> list[Item]:
-    """`count` items: the first of each group in order of the groups' names, then the second of each, and so on."""
+    """Return `count` items in rotation: the first of each group, by the groups' names, then the second of each, ..."""
     turns = sorted((turn, name) for name, items in groups.items() for turn in range(len(items)))
     return [groups[name][turn] for turn, name in turns[:count]]
 
@@ -48,7 +48,7 @@ def in_turn(groups: Mapping[str, Sequence[Item]], count: int) -> list[Item]:
 def choose_samples(
     directory: StorePath, shards: Sequence[ShardEntry], count: int, num_shards: int
 ) -> list[ShardSample]:
-    """Some samples of every subset, out of at most `num_shards` shards that are spread over the dataset."""
+    """Choose some samples of every subset, from at most `num_shards` shards spread over the dataset."""
     opened = evenly(shards, min(count, num_shards))
     groups: dict[str, list[ShardSample]] = {}
     for shard in opened:
@@ -62,10 +62,10 @@ def choose_samples(
 
 
 def find_sample(directory: StorePath, shards: Sequence[ShardEntry], key: str) -> list[ShardSample]:
-    """The sample of this key as a list of one, after a search of one shard after another.
+    """Search the shards in order for the sample of this key; return it as a list of one.
 
     Raises:
-        InputError: no shard holds it.
+        InputError: no shard has this key.
     """
     for shard in shards:
         for item in _read(directory / shard.name, shard):
@@ -75,7 +75,7 @@ def find_sample(directory: StorePath, shards: Sequence[ShardEntry], key: str) ->
 
 
 def samples_of_shard(path: StorePath, key: str | None, count: int) -> list[ShardSample]:
-    """The first samples of one shard, or the one of `key`; raises InputError as `find_sample` does."""
+    """Return the first samples of one shard, or the sample of `key`. Raises InputError as `find_sample`."""
     items = (item for item in _read(path, None) if key in (None, item.sample.key))
     chosen = list(islice(items, count if key is None else 1))
     if not chosen:
@@ -85,7 +85,7 @@ def samples_of_shard(path: StorePath, key: str | None, count: int) -> list[Shard
 
 def _read(path: StorePath, shard: ShardEntry | None) -> Iterator[ShardSample]:
     name = shard.name if shard else path.name
-    for key, fields in iter_records(path):  # some samples: a whole shard's digest would cost more than the page
+    for key, fields in iter_records(path):  # no entry: a whole shard's digest would cost more than the page
         yield ShardSample(_sample(path, key, fields), shard, name)
 
 
@@ -107,12 +107,12 @@ def _sample(path: StorePath, key: str, fields: dict[str, bytes]) -> Sample:
 
 
 def samples_html(samples: Sequence[ShardSample]) -> Markup:
-    """Cards of samples under a bar to walk through them."""
+    """Return cards of samples, with a navigation bar."""
     return render_part("samples.html.j2", cards=[_card(item) for item in samples])
 
 
 def _card(item: ShardSample) -> dict[str, Any]:
-    """The values of samples.html.j2 for one sample."""
+    """Return the values of samples.html.j2 for one sample."""
     sample = item.sample
     size = sum(map(len, sample.images)) / 1000
     images = f"{counted(len(sample.images), 'image')}, {size:,.1f} kB" if sample.images else "no image"
@@ -140,7 +140,7 @@ def _card(item: ShardSample) -> dict[str, Any]:
 
 
 def _kind(message: Message) -> tuple[str, str]:
-    """The CSS classes of a message, and the words above it."""
+    """Return the CSS classes of a message, and the label above it."""
     if message.role != "assistant":
         return (message.role if message.role in ("system", "user") else "other"), message.role
     return ("assistant learnt", "assistant, learnt") if message.is_learnt else ("assistant", "assistant, given")

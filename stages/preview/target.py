@@ -1,4 +1,4 @@
-"""The artifact or shard that a person names: by a path, a URL, a stage or the beginning of a fingerprint."""
+"""The lookup of an artifact or shard by a path, a URL, a stage's name or the beginning of a fingerprint."""
 
 import re
 from dataclasses import dataclass
@@ -10,16 +10,16 @@ from dataset_builders.storage.store import StorePath, check_reachable, location,
 from stages.artifacts.artifact import Artifact
 
 _FINGERPRINT = re.compile(r"[0-9a-f]{4,16}")
-_MAX_FOLDERS_UP = 4  # from a file of an artifact to its manifest
+_MAX_FOLDERS_UP = 4  # most folders between a file of an artifact and its manifest
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What to show.
+    """The artifact or shard to show.
 
     Attributes:
-        artifact: None for a shard that lies outside of any artifact.
-        shard: the one shard to show: its name in the artifact, or its path if there is no artifact.
+        artifact: the artifact; None for a shard outside of any artifact.
+        shard: the only shard to show: its name in the artifact, or its path if there is no artifact.
     """
 
     artifact: Artifact | None
@@ -27,7 +27,7 @@ class Target:
 
     @property
     def name(self) -> str:
-        """The name of a page of it, `convert-63347ade`."""
+        """The name of the target's page, `convert-63347ade`."""
         if self.artifact is None:
             return Path(str(self.shard)).stem
         manifest = self.artifact.manifest
@@ -36,14 +36,14 @@ class Target:
 
 
 def find_target(text: str, root: StorePath) -> Target:
-    """The artifact or shard that `text` names.
+    """Return the artifact or shard that `text` names.
 
     Args:
-        text: a directory of an artifact or something in it, a shard, a URL of these; or below `root` a stage's name
-            (its newest artifact), `stage/fingerprint`, or the beginning of a fingerprint.
+        text: a directory of an artifact or a path inside it, a shard, or a URL of these. Or, below `root`, a stage's
+            name (for its newest artifact), `stage/fingerprint`, or the beginning of a fingerprint.
 
     Raises:
-        InputError: it names nothing, or several artifacts.
+        InputError: the text names nothing, or several artifacts.
     """
     path = location(text)
     if "://" in text:
@@ -59,7 +59,7 @@ def find_target(text: str, root: StorePath) -> Target:
 
 
 def _at(path: StorePath) -> Target | None:
-    """The artifact that a path is, or lies in; or a shard by itself."""
+    """Return the artifact at a path or around it, or a shard without an artifact."""
     full = path.absolute() if isinstance(path, Path) else path
     for directory in (full, *list(full.parents)[:_MAX_FOLDERS_UP]):
         if (directory / MANIFEST).is_file():
@@ -69,7 +69,7 @@ def _at(path: StorePath) -> Target | None:
 
 
 def _by_name(text: str, root: StorePath) -> StorePath | None:
-    """The newest artifact of a stage, or the one whose fingerprint begins with the text."""
+    """Return the newest artifact of a stage, or the artifact whose fingerprint begins with the text."""
     stage, _, prefix = text.rpartition("/")
     if not prefix:
         return None
@@ -86,7 +86,7 @@ def _by_name(text: str, root: StorePath) -> StorePath | None:
 
 
 def _artifacts(root: StorePath) -> dict[str, list[StorePath]]:
-    """Stage -> directories of its finished artifacts."""
+    """Return stage -> directories of its finished artifacts."""
     folder = root / "artifacts"
     if not folder.is_dir():
         return {}

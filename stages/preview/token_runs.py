@@ -1,4 +1,4 @@
-"""The runs of a tokenized sample: text that is given, text that is learnt, images."""
+"""The runs of a tokenized sample: given text, trained text, images."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from dataset_builders.contracts.tokenized import TokenizedSample
 
 @dataclass(frozen=True, slots=True)
 class TokenRun:
-    """Tokens of one kind from start to before end; an image has a number, from 1, and its size in tokens."""
+    """Tokens of one kind from `start` to before `end`; an image has a number, from 1, and its size in tokens."""
 
     kind: Literal["given", "learnt", "image"]
     start: int
@@ -22,7 +22,7 @@ class TokenRun:
 
 
 def token_runs(sample: TokenizedSample, image_token_id: int, merge_size: int) -> Iterator[TokenRun]:
-    """All tokens of a sample, run after run."""
+    """Yield all tokens of a sample as consecutive runs."""
     kinds = np.where(sample.input_ids == image_token_id, 2, sample.loss_mask)
     starts = np.flatnonzero(np.diff(kinds, prepend=-1)).tolist()
     images = enumerate((sample.image_grid_thw // [1, merge_size, merge_size]).tolist(), 1)

@@ -1,4 +1,4 @@
-"""Tokenized samples of a preview: every token, whether it is learnt, and each picture with its patches."""
+"""Tokenized samples in a preview: every token, whether it is trained on, and each image with its patches."""
 
 import functools
 import json
@@ -35,21 +35,21 @@ from stages.preview.samples import evenly, in_turn
 from stages.preview.token_runs import TokenRun, token_runs
 from trainer.contract.names import HF_EXPORT, RUN_JSON
 
-_OPENED_PARTITIONS = 4  # of the index of a large dataset, evenly spread
-_SHOWN_TOKENS = 4000  # of one sample, image tokens aside
+_OPENED_PARTITIONS = 4  # most partitions of a large index to open, evenly spread
+_SHOWN_TOKENS = 4000  # per sample, without image tokens
 _SHOWN_IMAGES = 16
-_COARSE_GRID = 24  # patches a side; the lines of a finer grid are drawn thinner
-_LONGEST_CHARACTER = 8  # tokens that are tried together until their bytes are whole characters
+_COARSE_GRID = 24  # patches per side; a finer grid has thinner lines
+_LONGEST_CHARACTER = 8  # most tokens that are decoded together until their bytes are whole characters
 _BROKEN = "\ufffd"
 
 
 @dataclass(frozen=True, slots=True)
 class Speller:
-    """The spelling of token ids.
+    """The decoder of token ids.
 
     Attributes:
-        decode: token ids -> text; None: there is no tokenizer here, and the page shows ids.
-        note: about the tokenizer, for the reader of the page.
+        decode: token ids -> text; None: there is no tokenizer, and the page shows ids.
+        note: a note about the tokenizer, for the reader of the page.
     """
 
     decode: Callable[[np.ndarray], str] | None
@@ -57,7 +57,7 @@ class Speller:
 
 
 def find_speller(tokenized: Artifact, hf_dir: Path | None) -> Speller:
-    """The speller of a tokenized artifact, by the tokenizer of `hf_dir`, or by one of the same root and digest."""
+    """Return the speller of a tokenized artifact: from `hf_dir`, or from the root's tokenizer with the same digest."""
     parent = tokenized.manifest.parents.get("processor")
     digest = parent.fingerprint if parent else ""
     if hf_dir is not None:
@@ -73,7 +73,7 @@ def find_speller(tokenized: Artifact, hf_dir: Path | None) -> Speller:
 
 
 def _hf_dirs(artifacts: StorePath) -> Iterator[StorePath]:
-    """Model directories that a root's artifacts hold or name."""
+    """Yield model directories that a root's artifacts contain or name."""
     for stage in ("embedded_model", "export"):
         if (artifacts / stage).is_dir():
             yield from (artifact / HF_EXPORT for artifact in sorted((artifacts / stage).iterdir(), key=str))
@@ -84,7 +84,7 @@ def _hf_dirs(artifacts: StorePath) -> Iterator[StorePath]:
 
 
 def _load_encoder(hf_dir: StorePath) -> ChatEncoder:
-    """The encoder of a directory; from a store it fetches the small files and no weights."""
+    """Return the encoder of a directory; from a store, only the small files are downloaded, not the weights."""
     if is_local(hf_dir):
         return ChatEncoder(hf_dir)
     with tempfile.TemporaryDirectory() as folder:
@@ -95,7 +95,7 @@ def _load_encoder(hf_dir: StorePath) -> ChatEncoder:
 
 
 def choose_rows(directory: StorePath, count: int, key: str | None, shard: str | None) -> list[dict[str, Any]]:
-    """Rows of the index: some of every subset, or the one of `key`; if a shard is given, of that one.
+    """Choose rows of the index: some of every subset, or the row of `key`; only from `shard`, if it is given.
 
     Raises:
         InputError: there is no such key or shard.
@@ -108,7 +108,7 @@ def choose_rows(directory: StorePath, count: int, key: str | None, shard: str | 
         for column, value in (("key", key), ("shard", shard)):
             table = table if value is None else table.filter(pc.equal(table[column], value))
         _gather(table, -(-count // len(opened)) if shard is None else count, groups)
-        if (key or shard) and groups:  # a partition holds whole shards
+        if (key or shard) and groups:  # a shard is completely in one partition
             break
     if not groups and (key or shard):
         name = f"--key {key}" if key else f"{directory / shard}"
@@ -130,7 +130,7 @@ def _gather(table: pa.Table, count: int, groups: dict[str, list[dict[str, Any]]]
 def tokens_html(
     tokenized: Artifact, count: int, key: str | None = None, shard: str | None = None, hf_dir: Path | None = None
 ) -> Markup:
-    """Cards of tokenized samples under a bar to walk through them; raises InputError as `choose_rows` does."""
+    """Return cards of tokenized samples, with a navigation bar. Raises InputError as `choose_rows`."""
     stats = tokenized.manifest.stats
     pixels = read_pixel_store(tokenized.dir, stats)
     speller = find_speller(tokenized, hf_dir)
@@ -145,7 +145,7 @@ def tokens_html(
 def _card(
     row: dict[str, Any], sample: TokenizedSample, pixels: PixelStore, speller: Speller, image_token_id: int
 ) -> dict[str, Any]:
-    """The values of tokens.html.j2 for one sample."""
+    """Return the values of tokens.html.j2 for one sample."""
     figures = [row["split"], f"{row['num_tokens']:,} tokens", f"{row['num_loss_tokens']:,} learnt"]
     if row["num_images"]:
         of_images = int((sample.input_ids == image_token_id).sum())
@@ -186,7 +186,7 @@ def _pictures(sample: TokenizedSample, patch_format: PatchFormat) -> list[dict[s
 
 
 def _grid_lines(rows: int, columns: int, merge: int) -> dict[str, str]:
-    """SVG paths of the lines between patches, and around blocks of merge x merge patches; a unit is a patch."""
+    """Return SVG paths of lines between patches and around blocks of merge x merge patches; the unit is a patch."""
     lines = {"patches": "", "blocks": ""}
     for x in range(columns + 1):
         lines["patches" if x % merge else "blocks"] += f"M{x} 0V{rows}"
@@ -196,7 +196,7 @@ def _grid_lines(rows: int, columns: int, merge: int) -> dict[str, str]:
 
 
 def _spelt(runs: Iterator[TokenRun], ids: np.ndarray, speller: Speller) -> Iterator[TokenRun | dict[str, Any]]:
-    """Runs of images as they are, other runs with their tokens as text, up to _SHOWN_TOKENS tokens."""
+    """Yield runs of images unchanged, and other runs with their tokens as text, up to _SHOWN_TOKENS tokens."""
     room = _SHOWN_TOKENS
     for run in runs:
         if run.kind == "image":
@@ -211,7 +211,7 @@ def _spelt(runs: Iterator[TokenRun], ids: np.ndarray, speller: Speller) -> Itera
 
 
 def _tokens(ids: np.ndarray, start: int, end: int, speller: Speller) -> Iterator[tuple[str, str]]:
-    """Each token as (its id and place, its text); tokens that make up one character stay together."""
+    """Yield (id and position, text) of each token; tokens that form one character stay together."""
     while start < end:
         stop, text = _next_text(ids, start, end, speller)
         yield f"{' '.join(map(str, ids[start:stop]))} at {start}", text

@@ -1,4 +1,4 @@
-"""The exported model with its model card; the push to a hub.
+"""The release of an exported model: its model card, and the push to a hub.
 
 In: the export, its training, data and scores. Out: an HF directory with README.md.
 Read first: `stage.py`, then `model_card.py`.

@@ -1,4 +1,4 @@
-"""The push of a released model to a hub: checked before anything runs, done at the end."""
+"""The push of a released model to a hub: checked before a run starts, done at its end."""
 
 from pathlib import Path
 
@@ -11,26 +11,26 @@ from stages.release.model_card import HUB_NAME, MODEL_CARD
 
 
 def check_push(repo_id: str | None) -> None:
-    """Check, before there is anything to push, that there is a token.
+    """Check, before a run starts, that there is a token for the push.
 
     Raises:
-        InputError: there is none.
+        InputError: there is no token.
     """
     if repo_id is not None and huggingface_hub.get_token() is None:
         raise InputError(f"pushing to {repo_id} needs a token; log in with `hf auth login` or set HF_TOKEN")
 
 
 def push_to_hub(hf_dir: Path, repo_id: str, private: bool = True, api: huggingface_hub.HfApi | None = None) -> str:
-    """The URL of the hub's model page, after the upload of an exported directory with its card.
+    """Upload an exported directory with its card; return the URL of the hub's model page.
 
     Args:
         repo_id: owner/name; created if it does not exist.
-        private: for a repository that is created now; an existing one stays as it is.
-        api: of another hub; None: that of HF_ENDPOINT, with the token of `hf auth login` or HF_TOKEN.
+        private: whether a newly created repository is private; an existing one is not changed.
+        api: client of another hub; None: the hub of HF_ENDPOINT, with the token of `hf auth login` or HF_TOKEN.
 
     Raises:
-        InputError: the directory is not a complete model or not as it was written, `repo_id` is not a name of the hub,
-            or the hub refuses or does not answer.
+        InputError: the directory is not a complete model or was changed, `repo_id` is not a hub name, or the hub
+            refuses the push or does not answer.
     """
     if not HUB_NAME.fullmatch(repo_id):
         raise InputError(f"repo_id={repo_id!r} is not a hub name; give owner/name")
@@ -53,7 +53,7 @@ def push_to_hub(hf_dir: Path, repo_id: str, private: bool = True, api: huggingfa
         raise InputError(
             f"the hub refused {repo_id} ({status}: {one_line(error)}); check that your token may write there"
         ) from error
-    except Exception as error:  # each library that may carry the bytes (requests, httpx, xet) has its own kinds
+    except Exception as error:  # each possible transport library (requests, httpx, xet) has its own kinds
         raise InputError(
             f"pushing {repo_id} to {api.endpoint} failed ({type(error).__name__}: {one_line(error)}); "
             "push again: files that arrived are not sent twice"

@@ -1,8 +1,8 @@
 """README.md of an exported model: its model card, for people and, in its YAML head, for the Hugging Face hub.
 
 The head follows the hub's metadata (huggingface.co/docs/hub/model-cards): base_model, datasets, license (of all subsets
-trained on), pipeline_tag, library_name, tags, and the scores as a model-index. The card names no time and no place: its
-bytes depend on the model and its scores alone.
+trained on), pipeline_tag, library_name, tags, and the scores as a model-index. The card contains no time and no path:
+its bytes depend only on the model and its scores.
 """
 
 import math
@@ -32,7 +32,7 @@ class Score:
     Attributes:
         low, high: the ends of its interval; None if it has none.
         answers: number of answers.
-        base: the same metric of the base model on the same questions; None if that was not scored.
+        base: the same metric of the base model on the same questions; None if the base model was not scored.
     """
 
     metric: str
@@ -48,18 +48,18 @@ class CardFacts:
     """The facts of a card.
 
     Attributes:
-        name: of the model.
+        name: name of the model.
         base_model: hub name or directory that training started from; None: random weights.
-        datasets: where the samples came from, hub names or descriptions.
+        datasets: sources of the samples, hub names or descriptions.
         subsets: subset -> {"train": samples, "heldout": samples}.
-        recipe: the whole configuration that decides the model, as plain values.
+        recipe: the whole configuration that determines the model, as plain values.
         training: name -> value: steps, tokens, losses, parameters.
-        carried: beginning of names -> number of tensors that are those of the base model, as the export found them.
+        carried: name prefix -> number of tensors that the export copied from the base model.
         scores: subset, or `overall`, -> its scores, the headline first.
-        score_note: the answers that the scores are of, and how the intervals were computed.
+        score_note: a note on the scored answers and the intervals.
         contamination: the `contaminated` counts of that stage's manifest; None if it did not run.
-        reproduce: the command.
-        adapter: facts of the adapter that was trained beside the base model; None: the model itself was trained.
+        reproduce: the command that reproduces the model.
+        adapter: facts of the adapter that was trained; None: the model itself was trained.
     """
 
     name: str
@@ -77,7 +77,7 @@ class CardFacts:
 
 
 def training_facts(trained: Artifact, exported: Artifact) -> dict[str, int | float | str]:
-    """`CardFacts.training` of a train and an export artifact: figures of their manifests, by names for people."""
+    """Return `CardFacts.training` of a train and an export artifact: manifest figures, with names for people."""
     names = {"steps": "steps", "epochs": "epochs", "tokens": "tokens", "loss_tokens": "learnt tokens"}
     names |= {"loss": "last training loss", "heldout_loss": "held-out loss"}
     stats = trained.manifest.stats
@@ -88,14 +88,14 @@ def training_facts(trained: Artifact, exported: Artifact) -> dict[str, int | flo
 
 
 def write_model_card(hf_dir: Path, facts: CardFacts) -> Path:
-    """The path of README.md, which is written into an exported directory."""
+    """Write README.md to an exported directory; return its path."""
     path = hf_dir / MODEL_CARD
     write_text(path, model_card(facts))
     return path
 
 
 def model_card(facts: CardFacts) -> str:
-    """The whole card, Markdown with the hub's YAML head."""
+    """Return the whole card, Markdown with the hub's YAML head."""
     kinds = ("samples", "bytes", "pixels", "near")
     return render(
         "model_card.md.j2",
@@ -138,7 +138,7 @@ def _head(facts: CardFacts) -> ModelCardData:
 
 
 def _licences(facts: CardFacts) -> list[str]:
-    """The licences of all subsets that were trained on, each once; the prompts of the_cauldron have one too."""
+    """Return the licences of all subsets that were trained on, each once, and of the_cauldron's prompts."""
     names = {licence_of(subset).name for subset, sizes in facts.subsets.items() if sizes.get("train")}
     return sorted(names | ({CAULDRON_PROMPTS} if _CAULDRON in facts.datasets else set()))
 

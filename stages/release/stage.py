@@ -1,11 +1,11 @@
-"""release: an exported model with its model card, ready to be registered, pushed to a hub and given away.
+"""release: an exported model with its model card, ready to be registered, pushed to a hub and published.
 
-    hf/           the files of the export (on one file system the same files, not copies) and README.md, the card
+    hf/           the files of the export (hard links on the same file system, else copies) and README.md, the card
     hf/adapter/   the export's adapter, if it has one, with the name of its base model
     report.json, report.html
 
-The card needs the scored model: it shows scores with intervals beside those before training, how many held-out pictures
-occur in train, the licences of the subsets, and the whole recipe.
+The card needs an evaluation of the model. It shows scores with intervals and the scores before training, the number of
+held-out images that occur in the training split, the licences of the subsets, and the whole recipe.
 """
 
 import os
@@ -32,14 +32,14 @@ _REPRODUCE = "athanor run recipe.yaml"
 
 
 def _run(config: ReleaseConfig, inputs: Mapping[str, Artifact], work: Path, resources: object) -> StageOutput:
-    """Inputs: "export", "train", "samples", "evaluate"; "compare" and "contamination" if there are such."""
+    """Run the stage. Inputs: "export", "train", "samples", "evaluate"; "compare" and "contamination" are optional."""
     hf_dir = work / HF_EXPORT
     shutil.rmtree(hf_dir, ignore_errors=True)
     hf_dir.mkdir()
     places = {HF_EXPORT: hf_dir}
     if "adapter" in inputs["export"].manifest.stats:
         places[ADAPTER_EXPORT] = hf_dir / ADAPTER_EXPORT
-    known: list[FileEntry] = []  # compared a moment ago
+    known: list[FileEntry] = []  # entries of files that were just checked
     entries = {entry.name: entry for entry in inputs["export"].manifest.files}
     for folder, place in places.items():
         place.mkdir(exist_ok=True)
@@ -56,13 +56,13 @@ def _run(config: ReleaseConfig, inputs: Mapping[str, Artifact], work: Path, reso
 
 
 def _with_base(adapter: dict[str, Any], base_model: str | None) -> dict[str, Any]:
-    """adapter_config.json with the hub name of the base model; another machine has no use for a directory."""
+    """Return adapter_config.json with the base model's hub name; a directory is useless on another machine."""
     is_name = base_model is not None and HUB_NAME.fullmatch(base_model)
     return {**adapter, "base_model_name_or_path": base_model if is_name else None}
 
 
 def _link(source: Path, target: Path) -> bool:
-    """Give a file that never changes one more name; copy it if the file system cannot, and return False."""
+    """Create a hard link to a file that never changes; if that is impossible, copy the file and return False."""
     try:
         os.link(source.resolve(), target)
     except OSError:
@@ -81,7 +81,7 @@ def _facts(config: ReleaseConfig, inputs: Mapping[str, Artifact]) -> CardFacts:
         recipe=config.recipe,
         training=training_facts(inputs["train"], inputs["export"]),
         adapter=inputs["export"].manifest.stats.get("adapter"),
-        carried=inputs["export"].manifest.stats.get("carried", {}),  # exports of an older version do not say
+        carried=inputs["export"].manifest.stats.get("carried", {}),  # exports of an older version lack it
         scores=_scores(inputs["evaluate"].manifest.stats, _before(inputs)),
         score_note=_note(inputs["evaluate"].manifest.stats),
         contamination=contaminated,
@@ -90,7 +90,7 @@ def _facts(config: ReleaseConfig, inputs: Mapping[str, Artifact]) -> CardFacts:
 
 
 def _before(inputs: Mapping[str, Artifact]) -> dict[str, float]:
-    """Subset -> its headline before training; empty if no comparison ran."""
+    """Return subset -> its headline before training; empty if no comparison ran."""
     if "compare" not in inputs:
         return {}
     subsets = inputs["compare"].manifest.stats["subsets"]
@@ -100,7 +100,7 @@ def _before(inputs: Mapping[str, Artifact]) -> dict[str, float]:
 
 
 def _scores(stats: Mapping[str, Any], before: Mapping[str, float]) -> dict[str, list[Score]]:
-    """Subset -> its scores: the headline with its interval first, then the others."""
+    """Return subset -> its scores: the headline with its interval first, then the other scores."""
     scores: dict[str, list[Score]] = {}
     for subset, values in stats["scores"].items():
         headline, answers = stats["headlines"][subset], stats["counts"][subset]["answers"]
@@ -130,7 +130,7 @@ def _note(stats: Mapping[str, Any]) -> str:
 
 
 def _write_report(work: Path, facts: CardFacts) -> None:
-    """report.json and report.html: the headlines of the card, for those who read the pages of a run."""
+    """Write report.json and report.html: the headlines of the card, for readers of a run's pages."""
     rows = [
         [subset, score.metric, score.value, score.low, score.high, score.base, score.answers]
         for subset, scores in facts.scores.items()

@@ -1,9 +1,10 @@
-"""How certain a score is: percentile bootstrap over groups of answers, for one model and for the difference of two.
+"""Confidence intervals: percentile bootstrap over groups of answers, for one model and for the difference of two
+models.
 
-Answers to one sample's turns, or about one picture, are not independent, so whole groups of answers are drawn (cluster
+Answers to one sample's turns, or about one image, are not independent, so whole groups of answers are drawn (cluster
 bootstrap; Davison and Hinkley 1997, Bootstrap Methods and their Application, sections 3.8 and 5.3). A metric is a
-function of sums of rows, so one resample is the count of each group times the group's sums. Two models are compared on
-the same draws (paired bootstrap; Koehn 2004, Statistical Significance Tests for Machine Translation Evaluation).
+function of sums of rows, so a resample is the sum of each group's row times the group's count. Two models are compared
+on the same draws (paired bootstrap; Koehn 2004, Statistical Significance Tests for Machine Translation Evaluation).
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,18 +16,18 @@ from scipy.sparse.csgraph import connected_components
 
 from stages.scoring.metrics.contract import Metric
 
-# Smaller differences are rounding: two sums of the same numbers in another order.
+# Smaller differences are rounding errors: two sums of the same numbers in a different order.
 ROUNDING = 1e-12
-# Groups drawn at a time: 2 MB of draws, and as much of weights, which stay in the cache (2.8 times faster than 16 MB).
+# Groups drawn at a time: 2 MB of draws and 2 MB of weights, which stay in the cache (2.8 times faster than 16 MB).
 CHUNK = 1 << 18
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bootstrap:
-    """How to resample.
+    """The settings of the bootstrap.
 
     Attributes:
-        resamples: the number of times that the answers are drawn again.
+        resamples: the number of resamples of the answers.
         level: the level of the interval, between 0 and 1.
         seed: the same seed gives the same interval.
     """
@@ -59,9 +60,9 @@ class Difference:
     Attributes:
         difference: in the metric's own units; for an error rate, below 0 is better.
         low, high: the interval of the difference.
-        excludes_zero: the whole interval is above or below 0.
-        p_value: two-sided, twice the share of resamples on the other side of 0 (never below 2 / (resamples + 1)).
-        wins, losses, ties: numbers of answers on which the second model scores better, worse and the same.
+        excludes_zero: whether the whole interval is above or below 0.
+        p_value: two-sided; twice the share of resamples on the other side of 0 (never below 2 / (resamples + 1)).
+        wins, losses, ties: numbers of answers with a better, a worse and an equal score of the second model.
     """
 
     difference: float
@@ -76,12 +77,13 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subset:
-    """A model's answers to one subset.
+    """A model's answers to the questions of one subset.
 
     Attributes:
         metric: the subset's headline metric.
         statistics: (n, columns) float64 of that metric.
-        groups: (n,) labels of any kind; answers with the same label are drawn together. None: every answer by itself.
+        groups: (n,) labels of any kind; answers with the same label are drawn together. None: each answer is drawn
+            separately.
     """
 
     metric: Metric
@@ -90,13 +92,13 @@ class Subset:
 
 
 def interval(subset: Subset, bootstrap: Bootstrap) -> Interval:
-    """The percentile interval of a score."""
+    """Return the percentile interval of a score."""
     (sums,) = _resample((subset.statistics,), subset.groups, bootstrap.resamples, np.random.default_rng(bootstrap.seed))
     return _interval(_total(subset), subset.metric.value(sums), bootstrap)
 
 
 def difference(first: Subset, second: Subset, bootstrap: Bootstrap) -> Difference:
-    """The second model minus the first (base, then tuned).
+    """Return the second model's score minus the first model's (base, then tuned).
 
     Raises:
         ValueError: the two differ in metric, number of answers, or groups.
@@ -109,12 +111,12 @@ def difference(first: Subset, second: Subset, bootstrap: Bootstrap) -> Differenc
 
 
 def overall(subsets: Sequence[Subset], bootstrap: Bootstrap) -> Interval:
-    """The mean of the subsets' headline values, where each subset is drawn by itself.
+    """Return the mean of the subsets' headline values; each subset is resampled separately.
 
-    Every subset has the same weight, whatever its size. An error rate enters as 1 - rate: more is always better.
+    Every subset has the same weight, whatever its size. An error rate enters as 1 - rate, so more is always better.
 
     Raises:
-        ValueError: no subset.
+        ValueError: there is no subset.
     """
     _check_some(subsets)
     generator = np.random.default_rng(bootstrap.seed)
@@ -127,10 +129,11 @@ def overall(subsets: Sequence[Subset], bootstrap: Bootstrap) -> Interval:
 
 
 def overall_difference(first: Sequence[Subset], second: Sequence[Subset], bootstrap: Bootstrap) -> Difference:
-    """The difference of two models' `overall` on the same subsets in the same order; above 0, the second is better.
+    """Return the difference of two models' `overall` on the same subsets, in the same order; above 0, the second is
+    better.
 
     Raises:
-        ValueError: no subset, or the two models' subsets do not match.
+        ValueError: there is no subset, or the two models' subsets do not match.
     """
     _check_some(first)
     if len(first) != len(second):
@@ -148,11 +151,11 @@ def overall_difference(first: Sequence[Subset], second: Sequence[Subset], bootst
 
 
 def groups_by_picture(samples: Sequence[str], pictures: Sequence[Iterable[str]]) -> np.ndarray:
-    """Labels that are equal for answers that share a sample or a picture, directly or through other answers.
+    """Return labels that are equal for answers that share a sample or an image, directly or through other answers.
 
     Args:
         samples: the key of each answer's sample.
-        pictures: the digests of the pictures of each answer's sample; may be empty.
+        pictures: the digests of the images of each answer's sample; may be empty.
 
     Returns:
         (n,) int32.
@@ -169,7 +172,7 @@ def groups_by_picture(samples: Sequence[str], pictures: Sequence[Iterable[str]])
 
 
 def _group_sums(statistics: np.ndarray, groups: Sequence | np.ndarray | None) -> np.ndarray:
-    """(n, columns) -> (groups, columns)."""
+    """Sum the rows of each group: (n, columns) -> (groups, columns)."""
     if groups is None:
         return statistics
     if len(groups) != len(statistics):
@@ -183,7 +186,7 @@ def _group_sums(statistics: np.ndarray, groups: Sequence | np.ndarray | None) ->
 def _resample(
     tables: Sequence[np.ndarray], groups: Sequence | np.ndarray | None, resamples: int, generator: np.random.Generator
 ) -> list[np.ndarray]:
-    """(n, columns) per table -> (resamples, columns), by the same draws: sums over as many groups as there are."""
+    """Map each (n, columns) table to (resamples, columns) with common draws: sums over as many groups as exist."""
     sums = [_group_sums(table, groups) for table in tables]
     count = len(sums[0])
     if count == 0:
@@ -195,7 +198,7 @@ def _resample(
         draws = generator.integers(0, count, (size, count))
         draws += np.arange(size)[:, None] * count
         weights = np.bincount(draws.ravel(), minlength=size * count).reshape(size, count).astype(np.float64)
-        # One product per table, not one for all: equal tables then give bit-equal sums.
+        # One product per table, not one for all tables: equal tables then give bit-equal sums.
         for blocks, table in zip(resampled, sums):
             blocks.append(weights @ table)
     return [np.concatenate(blocks) for blocks in resampled]
@@ -223,7 +226,7 @@ def _difference(point: float, values: np.ndarray, outcomes: np.ndarray, bootstra
 
 
 def _bounds(point: float, values: np.ndarray, bootstrap: Bootstrap) -> tuple[float, float]:
-    """Percentiles of the resamples that have a value; NaN if the answers themselves have none."""
+    """Return percentiles of the resamples that have a value; NaN if the answers themselves have none."""
     if np.isnan(point):
         return np.nan, np.nan
     scored = values[~np.isnan(values)]
@@ -235,7 +238,7 @@ def _bounds(point: float, values: np.ndarray, bootstrap: Bootstrap) -> tuple[flo
 
 
 def _p_value(point: float, values: np.ndarray) -> float:
-    """Twice the smaller tail at 0; the answers themselves count as one resample (Davison and Hinkley 1997, 4.2)."""
+    """Return twice the smaller tail at 0; the answers count as one resample (Davison and Hinkley 1997, 4.2)."""
     if np.isnan(point):
         return np.nan
     tails = np.sum(values <= 0), np.sum(values >= 0)
@@ -243,7 +246,7 @@ def _p_value(point: float, values: np.ndarray) -> float:
 
 
 def _outcomes(first: Subset, second: Subset) -> np.ndarray:
-    """(wins, losses, ties) of the second model over answers; an answer without a value for either model is a tie."""
+    """Return the second model's (wins, losses, ties) over answers; a value missing for either model is a tie."""
     gain = second.metric.value(second.statistics) - first.metric.value(first.statistics)
     gain = np.nan_to_num(gain if first.metric.higher_is_better else -gain)
     wins, losses = np.sum(gain > ROUNDING), np.sum(gain < -ROUNDING)
@@ -264,7 +267,7 @@ def _check_some(subsets: Sequence[Subset]) -> None:
 
 
 def _check_pair(first: Subset, second: Subset) -> None:
-    """Raise ValueError unless both are answers to the same questions, scored by the same metric."""
+    """Raise ValueError unless both models answer the same questions, scored by the same metric."""
     if first.metric.name != second.metric.name:
         raise ValueError(f"{first.metric.name} of the first model but {second.metric.name} of the second")
     if len(first.statistics) != len(second.statistics):

@@ -1,4 +1,4 @@
-"""Names of metrics and scores. Whoever only names a metric does not load the libraries that compute it."""
+"""Names of metrics and scores, so that code that only names a metric does not load the libraries that compute it."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,11 +10,11 @@ METRIC_NAMES = (
     *("cer", "wer", "cider", "bleu4", "rouge_l", "cord_nted", "cord_f1"),
 )
 
-OVERALL = "overall"  # the row of all subsets together
+OVERALL = "overall"  # name of the row for all subsets together
 
 
 def flat_scores(scores: Mapping[str, Mapping[str, float | None]]) -> dict[str, float]:
-    """{"overall": {"exact_match": 1.0}, "pairs": ...} -> {"exact_match": 1.0, "exact_match/pairs": ...}."""
+    """Flatten {"overall": {"exact_match": 1.0}, "pairs": ...} to {"exact_match": 1.0, "exact_match/pairs": ...}."""
     flat = {}
     for subset, metrics in scores.items():
         for metric, value in metrics.items():
@@ -27,14 +27,14 @@ def check_name(name: str) -> None:
     """Check that a metric has this name.
 
     Raises:
-        InputError: no metric has it.
+        InputError: no metric has this name.
     """
     if name not in METRIC_NAMES:
         raise InputError(f"no metric {name!r}{nearest(name, METRIC_NAMES)}; known: {', '.join(METRIC_NAMES)}")
 
 
 def check_overrides(overrides: Mapping[str, Sequence[str]]) -> None:
-    """Check the metrics that a recipe names, before there is anything to score.
+    """Check the metrics that a recipe names, before a run starts.
 
     Raises:
         InputError: a subset names no metric, a metric twice, or an unknown metric.

@@ -1,8 +1,8 @@
-"""The metrics of each subset, and why: the fifty subsets of the_cauldron, and CORD-V2.
+"""The metrics of each subset, with reasons: the fifty subsets of the_cauldron, and CORD-V2.
 
-the_cauldron ends nearly every short answer with a full stop ("Yes.", "14."), whatever its source had, and keeps one
-answer of ten annotators. If a task's own metric is plain equality, the headline here is therefore vqa_em, which drops
-the full stop. exact_match stands beside it: it falls if a model was never shown that style.
+the_cauldron ends nearly every short answer with a full stop ("Yes.", "14."), even if the source has none, and keeps one
+answer of ten annotators. If a task's own metric is plain equality, the headline here is therefore vqa_em, which ignores
+the full stop. exact_match is reported too: it is low for a model that was never trained on this style.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,9 +16,9 @@ class SubsetMetrics:
     """The metrics of a subset, by name.
 
     Attributes:
-        headline: the metric that stands for the subset in summaries and gates.
-        others: the metrics that are reported beside it.
-        reason: why this is the headline.
+        headline: the metric that represents the subset in summaries and gates.
+        others: the other metrics that are reported.
+        reason: why this metric is the headline.
     """
 
     headline: str
@@ -27,7 +27,7 @@ class SubsetMetrics:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All of them, the headline first."""
+        """The names of all metrics, the headline first."""
         return (self.headline, *self.others)
 
 
@@ -156,14 +156,14 @@ _UNKNOWN = SubsetMetrics(headline="exact_match", others=(), reason="an unknown s
 
 
 def metrics_of(subset: str, overrides: Mapping[str, Sequence[str]] | None = None) -> SubsetMetrics:
-    """The metrics of a subset: those of the recipe, else those of the table, else exact match.
+    """Return the metrics of a subset: from the recipe, else from the table, else exact match.
 
     Args:
-        subset: its name, as samples have it.
+        subset: name of the subset, as in samples.
         overrides: subset -> names of metrics, the headline first: `evaluate.metrics` of a recipe.
 
     Raises:
-        InputError: as `check_overrides`.
+        InputError: see `check_overrides`.
     """
     overrides = overrides or {}
     check_overrides(overrides)

@@ -3,8 +3,8 @@
     {"ai2d": {"multiple_choice": 0.8, ..., "parse_failure_rate": 0.0, "score": 0.8},
      "overall": {"multiple_choice": 0.8, ..., "score": 0.74}}
 
-`score` is a subset's headline metric, such that more is better (an error rate enters as 1 - rate). The `score` of
-`overall` is the mean over subsets, each with the same weight. Any other metric of `overall` is that metric over all
+`score` is a subset's headline metric, converted so that more is better (an error rate enters as 1 - rate). The `score`
+of `overall` is the mean over subsets, each with the same weight. Any other metric of `overall` is that metric over all
 answers of the subsets that have it.
 """
 
@@ -24,12 +24,12 @@ SCORE, PARSE_FAILURES = "score", "parse_failure_rate"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnswerSet:
-    """Answers to be scored, with the samples and pictures that make them depend on each other.
+    """Answers to score, with the samples and images that make them depend on each other.
 
     Attributes:
-        subset: of each answer.
+        subset: subset of each answer.
         sample: key of each answer's sample.
-        pictures: digests of the pictures of each answer's sample.
+        pictures: digests of the images of each answer's sample.
         judged: the answers.
     """
 
@@ -39,18 +39,18 @@ class AnswerSet:
     judged: Sequence[Judged]
 
     def of(self, subset: str) -> "AnswerSet":
-        """The answers of one subset, in their order."""
+        """Return the answers of one subset, in their order."""
         return self.take([row for row, name in enumerate(self.subset) if name == subset])
 
     def take(self, rows: Sequence[int]) -> "AnswerSet":
-        """The answers of these rows."""
+        """Return the answers of these rows."""
         return AnswerSet(
             **{name: [getattr(self, name)[row] for row in rows] for name in ("subset", "sample", "pictures", "judged")}
         )
 
     @property
     def groups(self) -> np.ndarray:
-        """(n,) labels: answers that share a sample or a picture are not independent."""
+        """The (n,) group labels of the answers: answers that share a sample or an image are not independent."""
         return groups_by_picture(self.sample, self.pictures)
 
 
@@ -59,13 +59,13 @@ class SubsetScores:
     """The scores of a subset's answers.
 
     Attributes:
-        metrics: the subset's metrics, and why.
+        metrics: the subset's metrics, with the reason.
         values: metric -> value, the headline first; NaN if there is nothing to score.
         headline: the headline metric with its interval.
-        fields: metric -> field -> its scores, of metrics that know fields.
-        rows: (n,) the headline of each answer alone; NaN for an answer without one.
-        unparsed: (n,) whether some metric found nothing of its form in an answer; None if no metric looks for a form.
-        statistics: what the headline's interval is computed from.
+        fields: metric -> field -> its scores, for metrics with fields.
+        rows: (n,) the headline metric of each single answer; NaN for an answer without one.
+        unparsed: (n,) whether an answer lacks the form that a metric requires; None if no metric requires a form.
+        statistics: the data that the headline's interval is computed from.
     """
 
     metrics: SubsetMetrics
@@ -80,7 +80,7 @@ class SubsetScores:
 def score_subsets(
     answered: AnswerSet, overrides: Mapping[str, Sequence[str]], bootstrap: Bootstrap
 ) -> tuple[dict[str, SubsetScores], Interval]:
-    """The scores of every subset by name, and the mean of their headlines.
+    """Return the scores of every subset by name, and the mean of their headlines.
 
     Raises:
         ValueError: there are no answers; a mean over nothing is not a score.
@@ -110,7 +110,7 @@ def _score(answered: AnswerSet, metrics: SubsetMetrics, bootstrap: Bootstrap) ->
 def table_of(
     answered: AnswerSet, scores_of: Mapping[str, SubsetScores], score: Interval
 ) -> dict[str, dict[str, float]]:
-    """{subset or overall: {metric: value}} as in the module's head, without values that are NaN."""
+    """Return {subset or overall: {metric: value}} as in the module's docstring, without values that are NaN."""
     table = {subset: _row(scores.values, upwards(scores), scores.unparsed) for subset, scores in scores_of.items()}
     subsets_with: dict[str, set[str]] = {}
     for subset, scores in scores_of.items():
@@ -126,13 +126,13 @@ def table_of(
 
 
 def upwards(scores: SubsetScores) -> float:
-    """The headline, turned so that more is better."""
+    """Return the headline, converted so that more is better."""
     value = scores.headline.value
     return value if scores.statistics.metric.higher_is_better else 1 - value
 
 
 def upward_rows(scores: SubsetScores) -> np.ndarray:
-    """(n,) the headline of each answer alone, turned so that more is better; NaN for an answer without one."""
+    """Return (n,) the headline of each single answer, converted so that more is better; NaN without a value."""
     return scores.rows if scores.statistics.metric.higher_is_better else 1 - scores.rows
 
 

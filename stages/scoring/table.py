@@ -1,4 +1,4 @@
-"""METRICS: name -> metric. A new metric is one module, one line here and its name in names.py."""
+"""METRICS: name -> metric. A new metric needs one module, one line here and its name in names.py."""
 
 from stages.scoring.metrics.anls import ANLS
 from stages.scoring.metrics.captions import Bleu, Cider, RougeL
@@ -33,10 +33,10 @@ assert tuple(METRICS) == METRIC_NAMES
 
 
 def get_metric(name: str) -> Metric:
-    """The metric of this name.
+    """Return the metric of this name.
 
     Raises:
-        InputError: no metric has it.
+        InputError: no metric has this name.
     """
     check_name(name)
     return METRICS[name]

@@ -1,4 +1,4 @@
-"""The config of tokenize: lengths, pixels, and the answers that are learnt."""
+"""The config of tokenize: lengths, pixels, and the answers that are trained on."""
 
 from typing import Literal
 
@@ -12,7 +12,7 @@ OverLength = Literal["skip", "drop_turns"]
 
 
 class TokenizeConfig(StrictModel):
-    """Identity of tokenized samples, beside the samples and the processor's files."""
+    """Identity of tokenized samples, in addition to the samples and the processor's files."""
 
     max_seq_len: int = Field(gt=0, le=2**24, description="samples with more tokens are over-long; nothing is ever cut")
     over_length: OverLength = Field(
@@ -30,7 +30,9 @@ class TokenizeConfig(StrictModel):
         description="how pixels are stored: u8, scaled patches; u8_zstd, the same compressed; original, the image "
         "files, scaled whenever they are read",
     )
-    learn: Learn = Field(default=LEARN_ALL, description="which answers are learnt, and whether their reasoning is")
+    learn: Learn = Field(
+        default=LEARN_ALL, description="which answers are trained on, and whether with their reasoning"
+    )
     system_prompt: str | None = Field(
         default=None, min_length=1, description="put first if a conversation has no system message; null: nothing"
     )
@@ -41,5 +43,5 @@ class TokenizeConfig(StrictModel):
     @field_validator("system_prompt")
     @classmethod
     def _lines_end_alike(cls, value: str | None) -> str | None:
-        """The prompt with lines that end in one character, as in samples; Windows and the form's text box write two."""
+        """Return the prompt with LF line ends, as in samples; Windows and the form's text box write CRLF."""
         return value if value is None else value.replace("\r\n", "\n").replace("\r", "\n")

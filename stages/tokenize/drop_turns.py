@@ -1,4 +1,4 @@
-"""Over-long samples: leave out whole last turns, with their images, until the rest fits; nothing else is ever cut."""
+"""Over-long samples: drop whole last turns, with their images, until the rest fits; nothing else is cut."""
 
 import bisect
 import dataclasses
@@ -13,14 +13,14 @@ from stages.encode.chat import ChatEncoder, TokenizedText, split_turns
 def drop_turns(
     sample: Sample, patches: np.ndarray, chat: ChatEncoder, max_seq_len: int
 ) -> tuple[Sample, TokenizedText]:
-    """The sample with as many of its first turns as fit, and its conversation.
+    """Return the sample with as many of its first turns as fit, and its tokenized conversation.
 
     Args:
-        patches: (images,) integers: patches of each image.
+        patches: (images,) integers: number of patches of each image.
 
     Raises:
-        SkipSample: over_length if the first turn alone does not fit; empty_target if the turns that fit have nothing
-            to learn.
+        SkipSample: over_length if even the first turn does not fit; empty_target if the turns that fit have nothing to
+            train on.
     """
     turns = split_turns(sample.messages)
 
@@ -33,8 +33,8 @@ def drop_turns(
         messages = _first(turns, num_turns)
         return count_tokens(num_turns) <= max_seq_len and chat.cut([messages]) == [[messages]]
 
-    # All turns together do not fit.
-    if chat.format.is_fixed:  # a conversation never gets shorter by one more turn
+    # It is known that all turns together do not fit.
+    if chat.format.is_fixed:  # then a further turn never makes a conversation shorter
         num_fit = bisect.bisect_right(range(1, len(turns)), max_seq_len, key=count_tokens)
     else:
         num_fit = next(filter(is_exact, range(len(turns) - 1, 0, -1)), 0)
@@ -49,7 +49,7 @@ def drop_turns(
 
 
 def with_first(sample: Sample, messages: tuple[Message, ...]) -> Sample:
-    """The sample with its first messages, which are given, and the images that they show."""
+    """Return the sample with only `messages`, its first ones, and the images that they show."""
     return dataclasses.replace(sample, messages=messages, images=sample.images[: _count_images(messages)])
 
 

@@ -1,4 +1,4 @@
-"""The report of the tokenize stage: the learnt tokens, beside each picture as the model sees it."""
+"""The report of the tokenize stage: the trained tokens, next to each image as the model gets it."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -22,14 +22,14 @@ from stages.preview.samples import in_turn
 from stages.preview.token_runs import token_runs
 
 _SHOWN_SAMPLES = 12
-_COUNTED_SAMPLES = 1_000_000  # the histograms of a larger index count as many, evenly spread
+_COUNTED_SAMPLES = 1_000_000  # the histograms of a larger index count this number of samples, evenly spread
 _PREVIEW_SIDE = 160  # pixels
 
 
 def write_tokenize_report(
     work: StorePath, left_out: Sequence[LeftOut], stats: Mapping[str, Any], chat: ChatEncoder, pixels: PixelStore
 ) -> None:
-    """Write report.json and report.html into `work`, where the index lies already."""
+    """Write report.json and report.html to `work`, which already has the index."""
     total = stats["total"]
     columns = ("num_samples", *SIZES)
     lengths = _lengths(work, total["num_samples"])
@@ -65,12 +65,12 @@ def write_tokenize_report(
 
 
 def cut_words(cut: Mapping[str, int]) -> str:
-    """What was cut, in words: stats["cut"] of the manifest."""
+    """Return stats["cut"] of the manifest in words."""
     return f"{cut['conversations']:,} conversations were cut into {cut['samples']:,} samples, as few as are exact"
 
 
 def _reasoning_summary(stats: Mapping[str, Any]) -> dict[str, str]:
-    """Rows of the summary for templates that rewrite earlier turns, and for data with reasoning."""
+    """Return rows of the summary for templates that rewrite earlier turns, and for data with reasoning."""
     rows = {}
     if "cut" in stats:
         rows["cut"] = f"{cut_words(stats['cut'])}: the chat template writes a turn in another way once it is history"
@@ -81,7 +81,7 @@ def _reasoning_summary(stats: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _lengths(work: StorePath, num_samples: int) -> dict[str, np.ndarray]:
-    """Name -> (n,) column of every sample's length, or of a large index every second, third, ... sample's."""
+    """Return name -> (n,) column of every sample's length; for a large index, of every second, third, ... sample's."""
     step = -(-num_samples // _COUNTED_SAMPLES) or 1
     names = ("num_tokens", "num_loss_tokens", "num_patches")
     parts = [{name: table[name].to_numpy()[::step] for name in names} for table in iter_index(work)]
@@ -97,7 +97,7 @@ def _learnt_html(work: StorePath, chat: ChatEncoder, pixels: PixelStore) -> Mark
 
 
 def _spread_over_subsets(tables: Iterable[pa.Table]) -> list[dict[str, Any]]:
-    """Some rows of the index: the first of every subset, then the second of every subset, until there are enough."""
+    """Return rows of the index: the first of every subset, then the second of every subset, until there are enough."""
     rows_of: dict[str, list[dict[str, Any]]] = {}
     for table in tables:
         for subset in pc.unique(table["subset"]).to_pylist():
@@ -109,7 +109,7 @@ def _spread_over_subsets(tables: Iterable[pa.Table]) -> list[dict[str, Any]]:
 
 
 def _sample_values(sample: TokenizedSample, chat: ChatEncoder, patch_format: PatchFormat) -> dict[str, Any]:
-    """The values of learnt.html.j2 for one sample."""
+    """Return the values of learnt.html.j2 for one sample."""
     offsets = np.cumsum([0, *sample.image_grid_thw.prod(-1)])
     runs = token_runs(sample, chat.image_token_id, chat.merge_size)
     return {

@@ -1,9 +1,9 @@
-"""A second opinion on what was written: stored samples against transformers' own processor and tokenizer.
+"""An independent check of stored samples against transformers' own processor and tokenizer.
 
 The pixels are always compared with Pillow's decoding of the file, and with transformers' torchvision-backed image
-processor if torchvision imports. The ids are compared with those of the text in which every image token is written out
-before it is tokenized, as in transformers' processors; nothing here uses the splice of `stages.encode.chat`. So are the
-ids before each learnt answer with those of its prompt: they are what inference sees.
+processor if torchvision can be imported. The ids are compared with the ids of the text in which every image token is
+written out before tokenization, as in transformers' processors; the splice of `stages.encode.chat` is not used. The ids
+before each trained answer are compared with the ids of its inference prompt.
 """
 
 import functools
@@ -36,11 +36,11 @@ _PROCESSOR_FIELDS = (
 
 
 class ProcessorCheck:
-    """Compares stored samples with what transformers makes of the same samples.
+    """Comparison of stored samples with transformers' output for the same samples.
 
     Args:
         hf_dir: the model directory with preprocessor_config.json.
-        config: how the pixels were made; transformers gets its areas.
+        config: the settings of the stored pixels; transformers gets its areas.
     """
 
     def __init__(self, hf_dir: Path, config: PixelConfig, chat: ChatEncoder) -> None:
@@ -50,7 +50,7 @@ class ProcessorCheck:
 
     @property
     def pixels_against(self) -> str:
-        """What the pixels are compared with, for the artifact's stats and its page."""
+        """The reference that the pixels are compared with, for the artifact's stats and its page."""
         if not self._has_pictures:
             return "nothing: the model reads no pictures"
         if self._processor is None:
@@ -58,13 +58,13 @@ class ProcessorCheck:
         return f"Pillow's decoding and transformers' image processor, torchvision {torchvision_version()}"
 
     def check(self, sample: Sample, stored: TokenizedSample) -> None:
-        """See that every id, patch and grid is transformers' own.
+        """Check that every id, patch and grid equals transformers' output.
 
         Args:
-            sample: as it was stored: without the turns and images that were left out.
+            sample: the sample as stored, without the dropped turns and images.
 
         Raises:
-            AssertionError: one is not. That is a fault of this code and stops the stage.
+            AssertionError: they differ. This is a bug in this code and stops the stage.
         """
         grids = self._check_images(sample, stored)
         (text,) = self._chat.template.render([self._turns(sample.messages)])
@@ -88,7 +88,7 @@ class ProcessorCheck:
             )
 
     def _check_images(self, sample: Sample, stored: TokenizedSample) -> np.ndarray:
-        """(images, 3) int64: the reference's grids."""
+        """Compare the images; return the reference's grids, (images, 3) int64."""
         assert len(sample.images) == len(stored.image_grid_thw), f"{sample.key}: not a grid for each image"
         grids, start = [], 0
         for place, (image, stored_grid) in enumerate(zip(sample.images, stored.image_grid_thw)):
@@ -128,7 +128,7 @@ class ProcessorCheck:
 
 
 def torchvision_version() -> str | None:
-    """The version of torchvision, or None if it does not import: one built for another torch does not."""
+    """Return torchvision's version; None if it cannot be imported (built for another torch, for example)."""
     if importlib.util.find_spec("torchvision") is None:
         return None
     try:
@@ -152,7 +152,7 @@ def _content(message: Message) -> str | list[dict[str, str]]:
 
 @functools.lru_cache(maxsize=1)
 def _image_processor(hf_dir: Path, min_pixels: int, max_pixels: int) -> Any | None:
-    """transformers' torchvision-backed processor of a directory; None without torchvision or without pictures."""
+    """Return transformers' torchvision-backed processor of a directory; None without torchvision or without images."""
     if torchvision_version() is None:
         return None
     family, _ = read_model(hf_dir)

@@ -1,4 +1,4 @@
-"""One sample shard -> one tokenized shard, in a process of its own."""
+"""The conversion of one sample shard to one tokenized shard, in a worker process."""
 
 import contextlib
 import dataclasses
@@ -30,8 +30,8 @@ from stages.tokenize.config import TokenizeConfig
 from stages.tokenize.drop_turns import drop_turns, with_first
 from stages.tokenize.second_opinion import ProcessorCheck
 
-_CHECK_EVERY = 256  # samples, from each shard's first on
-_BATCH_SAMPLES, _BATCH_BYTES = 256, 32 << 20  # conversations tokenized in one call, and bytes of their images
+_CHECK_EVERY = 256  # every 256th sample of a shard is checked, starting with the first
+_BATCH_SAMPLES, _BATCH_BYTES = 256, 32 << 20  # limits of a tokenizer call: conversations, image bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,9 +40,9 @@ class ShardTask:
 
     Attributes:
         samples, shard: the sample shard.
-        directory: where the tokenized shard of the same name goes.
-        processor_digest: of hf_dir; with it a worker never reuses an encoder of other files.
-        pixels: how pixels are made and stored.
+        directory: output directory of the tokenized shard, which has the same name.
+        processor_digest: digest of hf_dir, so that a worker never reuses an encoder of other files.
+        pixels: the settings and the codec of pixels.
     """
 
     samples: StorePath
@@ -59,8 +59,8 @@ class Shortened:
     """A sample that lost its last turns.
 
     Attributes:
-        key: the sample's.
-        turns_kept, turns_before: a turn is a question with its answer.
+        key: the sample's key.
+        turns_kept, turns_before: numbers of turns; a turn is a question with its answer.
     """
 
     key: str
@@ -69,14 +69,15 @@ class Shortened:
 
 
 class ShardNotes(StrictModel):
-    """The facts about a tokenized shard that its bytes do not say.
+    """Facts about a tokenized shard that are not in the shard.
 
     Attributes:
-        rows: of the index, with the columns of INDEX_SCHEMA.
-        num_cut, num_parts: conversations of which one text cannot teach every answer, and the samples made of them.
-        num_reasoned: answers to learn that have reasoning, in the samples that were kept.
+        rows: the shard's rows of the index, with the columns of INDEX_SCHEMA.
+        num_cut, num_parts: number of conversations that were cut, because one text is not exact for every answer, and
+            number of samples made from them.
+        num_reasoned: number of trained answers with reasoning, in the kept samples.
         num_checked: number of samples that were compared with transformers.
-        pixels_against: what their pixels were compared with.
+        pixels_against: the reference that their pixels were compared with.
     """
 
     rows: list[dict[str, Any]]
@@ -90,7 +91,7 @@ class ShardNotes(StrictModel):
 
 
 def tokenize_shard(task: ShardTask) -> None:
-    """Write the tokenized shard and, just before its commit, the notes beside it; nothing if both are there."""
+    """Write the tokenized shard and, just before its commit, its notes; do nothing if both exist."""
     notes_file = notes_path(task.directory, task.shard.name)
     if finished_shard(task.directory, task.shard.name) is not None and notes_file.is_file():
         return
@@ -100,7 +101,7 @@ def tokenize_shard(task: ShardTask) -> None:
     rows: list[dict[str, object]] = []
     left_out: list[LeftOut] = []
     shortened: list[Shortened] = []
-    parts: Counter[str] = Counter()  # samples of each conversation that is cut
+    parts: Counter[str] = Counter()  # number of samples of each cut conversation
     num_reasoned = 0
     with _one_thread(), ShardWriter(task.directory, task.shard.name) as writer:
         for sample, names, text in _read_ahead(task, chat):
@@ -138,25 +139,26 @@ def tokenize_shard(task: ShardTask) -> None:
 def tokenize_sample(
     sample: Sample, text: TokenizedText | SkipSample, chat: ChatEncoder, pixels: PixelStore, config: TokenizeConfig
 ) -> tuple[Sample, TokenizedSample]:
-    """The sample without the turns that do not fit, and everything that the trainer reads of it.
+    """Return the sample without the turns that do not fit, and its tokenized form.
 
     Lengths come from the images' headers, so that no image is decoded for a sample or a turn that is left out.
 
     Args:
-        text: the sample's conversation, tokenized, or why it cannot be.
+        text: the sample's tokenized conversation, or the reason why there is none.
 
     Returns:
-        With codec original the tokenized sample has no patches: the record holds the images, and each was decoded.
+        With codec original, the tokenized sample has no patches, because the record has the images. Each image was
+        decoded as a check.
 
     Raises:
-        SkipSample: an image cannot be used, the conversation is too long, or it has nothing to learn.
+        SkipSample: an image cannot be used, the conversation is too long, or it has nothing to train on.
     """
     if isinstance(text, SkipSample):
         raise text
     patches = np.array([count_patches(image, pixels.config) for image in sample.images], np.int64)
     input_ids, loss_mask = chat.splice(text, patches)
     if len(input_ids) > config.max_seq_len:
-        if config.over_length == "skip" or whole_key(sample.key) != sample.key:  # an earlier part has the turns before
+        if config.over_length == "skip" or whole_key(sample.key) != sample.key:  # an earlier part has the earlier turns
             raise SkipSample("over_length", f"{len(input_ids)} tokens, max_seq_len is {config.max_seq_len}")
         sample, text = drop_turns(sample, patches, chat, config.max_seq_len)
         patches = patches[: len(sample.images)]
@@ -177,15 +179,15 @@ def tokenize_sample(
 
 
 def _encode_image(data: bytes, pixels: PixelStore) -> tuple[np.ndarray | None, np.ndarray]:
-    """An image's patches and its grid; instead of patches None if they are made when the record is read."""
-    rgb = read_rgb(data, whole=True)  # with codec original too, so that no stored image fails in training
+    """Return an image's patches and grid; None instead of patches if they are computed when the record is read."""
+    rgb = read_rgb(data, whole=True)  # even with codec original, so that no stored image fails in training
     if pixels.codec != "original":
         return encode_rgb(rgb, pixels.config)
     return None, image_grid(*rgb.shape[:2], pixels.config)
 
 
 def _read_ahead(task: ShardTask, chat: ChatEncoder) -> Iterator[tuple[Sample, list[str], TokenizedText | SkipSample]]:
-    """The shard's samples, the names of their image files, and their conversations, tokenized many at a time."""
+    """Yield the shard's samples, the names of their image files, and their conversations, tokenized in batches."""
     batch: list[tuple[Sample, list[str]]] = []
     size = 0
     for key, fields in iter_records(task.samples / task.shard.name, task.shard):
@@ -212,7 +214,7 @@ def _tokenized(
 
 
 def _parts(sample: Sample, conversations: Sequence[Conversation]) -> list[Sample]:
-    """The sample, or if its conversation is cut, a sample of each part with the images that it shows."""
+    """Return the sample; if its conversation is cut, one sample for each part, with the images that the part shows."""
     if len(conversations) == 1:
         (messages,) = conversations
         return [sample if messages is sample.messages else with_first(sample, messages)]
@@ -229,20 +231,20 @@ def _count_reasoned(sample: Sample, chat: ChatEncoder) -> int:
 
 
 def read_notes(directory: StorePath, name: str) -> ShardNotes:
-    """The notes of a finished shard."""
+    """Return the notes of a finished shard."""
     return ShardNotes.model_validate_json(notes_path(directory, name).read_bytes())
 
 
 def notes_path(directory: StorePath, name: str) -> StorePath:
-    """Where a shard's notes lie, until the index and the stage's other files hold them."""
+    """Return the path of a shard's notes, until the index and the stage's other files contain them."""
     return directory / f"{name}.notes.json"
 
 
 def verify(sample: Sample, stored: TokenizedSample, chat: ChatEncoder) -> None:
-    """See from the stored bytes alone that images and answers are all there, and that nothing else is learnt.
+    """Check, only from the stored bytes, that all images and answers are present, and that nothing else is trained on.
 
     Raises:
-        AssertionError: they are not. That is a fault of this code and stops the stage.
+        AssertionError: the check fails. This is a bug in this code and stops the stage.
     """
     stored.check()
     image_tokens = int((stored.input_ids == chat.image_token_id).sum())
@@ -267,7 +269,7 @@ def _index_row(task: ShardTask, sample: Sample, tokenized: TokenizedSample, at: 
         "size": at.size,
         "checksum": at.checksum,
         "num_tokens": len(tokenized.input_ids),
-        "num_loss_tokens": int(tokenized.loss_mask[1:].sum()),  # the first token is predicted from nothing
+        "num_loss_tokens": int(tokenized.loss_mask[1:].sum()),  # no token predicts the first one
         "num_patches": int(tokenized.image_grid_thw.prod(-1).sum()),
         "num_images": len(tokenized.image_grid_thw),
     }
@@ -275,7 +277,7 @@ def _index_row(task: ShardTask, sample: Sample, tokenized: TokenizedSample, at: 
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """torch on one thread: a worker has one core, and a small picture gains little from a second one."""
+    """Limit torch to one thread: a worker has one core, and a small image gains little from a second thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

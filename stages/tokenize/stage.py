@@ -1,14 +1,14 @@
-"""Sample shards -> tokenized shards: what the trainer reads, one output shard for each input shard.
+"""tokenize: sample shards -> tokenized shards, which the trainer reads; one output shard for each input shard.
 
 train/shard-00000.tar    input_ids, loss_mask, image_grid_thw and uint8 patches (or the images) of each sample
-index/00000.parquet      the place and the lengths of each sample
+index/00000.parquet      the byte range and the lengths of each sample
 quarantine.jsonl         samples that were left out: key, reason, detail
 shortened.jsonl          samples that lost their last turns: key, turns_kept, turns_before
 dataset_card.md          the samples' card with the tokens of each subset
-report.json, report.html the text with the learnt tokens in colour, distributions
+report.json, report.html the text with the trained tokens in colour, distributions
 preview.html             some samples, token by token
 
-Where the chat template rewrites earlier turns, a conversation becomes several samples (`stages/encode/reasoning.py`).
+If the chat template rewrites earlier turns, a conversation becomes several samples (`stages/encode/reasoning.py`).
 Their keys end in -t and the number of their last answer.
 """
 
@@ -38,7 +38,7 @@ from stages.tokenize.shard import ShardTask, notes_path, read_notes, tokenize_sh
 
 VERSION = 2  # 2: partitioned index with checksums, codecs
 SHORTENED = "shortened.jsonl"
-_PROCESS_WORTH = 10.0  # seconds of work: a process imports torch and transformers first, which takes up to five
+_PROCESS_WORTH = 10.0  # seconds of work worth a process, which imports torch and transformers in up to five seconds
 
 
 def _run(
@@ -47,7 +47,7 @@ def _run(
     samples, processor = inputs["samples"], inputs["processor"]
     assert isinstance(samples, Artifact) and isinstance(processor, External)
     hf_dir = local_dir(processor.dir)
-    chat = ChatEncoder(hf_dir, config.learn, config.system_prompt)  # says what is wrong before a worker starts
+    chat = ChatEncoder(hf_dir, config.learn, config.system_prompt)  # reports errors before a worker starts
     pixels = PixelStore(codec=config.codec, config=load_image_config(hf_dir, config.min_pixels, config.max_pixels))
     tasks = (
         ShardTask(
@@ -84,17 +84,17 @@ def _tokenize(tasks: Iterable[ShardTask], resources: StageResources, manifest: M
 
 
 def _worthwhile_workers(manifest: Manifest) -> int:
-    """Processes that are worth their start, by a guess at the work: 1,500 texts/s, 35 MB/s of images."""
+    """Return the number of processes worth starting, for an estimated 1,500 texts/s and 35 MB/s of images."""
     size = sum(shard.size_bytes for shard in manifest.shards)
     return max(int((manifest.num_samples / 1500 + size / 35e6) / _PROCESS_WORTH), 1)
 
 
 def _collect_notes(work: StorePath, names: Sequence[str], chat: ChatEncoder) -> tuple[list[LeftOut], dict[str, Any]]:
-    """Write the index, the quarantine and the list of shortened samples from the notes beside the shards.
+    """Write the index, the quarantine and the list of shortened samples from the shards' notes.
 
     Returns:
-        the samples left out, and the manifest's figures of what was shortened and checked; of what was cut and of
-        reasoning only where there is some.
+        The samples left out, and the manifest's figures of shortened and checked samples. Figures of cut conversations
+        and of reasoning are included only if there are any.
     """
     left_out: list[LeftOut] = []
     against: set[str] = set()
@@ -143,7 +143,7 @@ def _stats(work: StorePath, chat: ChatEncoder, pixels: PixelStore) -> dict[str, 
 
 
 def _write_card(samples: StorePath, work: StorePath, stats: Mapping[str, Any]) -> None:
-    """The samples' dataset card with the tokens that were made of them."""
+    """Write the samples' dataset card with the numbers of tokens."""
     counts = {
         name: TokenCount(**{field.name: sums[field.name] for field in fields(TokenCount)})
         for name, sums in stats["subsets"].items()

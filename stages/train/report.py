@@ -16,7 +16,7 @@ from trainer.contract.answer import MetricsRow
 from trainer.contract.run import TrainConfig
 from trainer.plan.placement import Placement
 
-# title on the page -> (fields of MetricsRow drawn together, whether the axis is logarithmic)
+# title on the page -> (fields of MetricsRow in one plot, whether the axis is logarithmic)
 _CURVES: dict[str, tuple[tuple[str, ...], bool]] = {
     "Loss": (("loss", "heldout_loss"), True),
     "Learning rate": (("lr",), False),
@@ -34,10 +34,10 @@ def write_train_report(
     stats: dict[str, Any],
     prediction: Placement | None = None,
 ) -> None:
-    """Write report.json and report.html of a training into `directory`.
+    """Write report.json and report.html of a training to `directory`.
 
     Args:
-        prediction: of a step, if there is one.
+        prediction: the predicted costs of a step, if there is a prediction.
     """
     summary = {name: value for name, value in stats.items() if value is not None}
     if rows:
@@ -49,7 +49,7 @@ def write_train_report(
 
 
 def curve_svg(rows: Sequence[MetricsRow], fields: Sequence[str], is_log: bool) -> Markup:
-    """An SVG element with one line per field over the steps; the same rows give the same bytes."""
+    """Return an SVG element with one line per field over the steps; the same rows give the same bytes."""
     with matplotlib.rc_context({"svg.hashsalt": "athanor", "font.size": 9, **_GREYS}):
         figure = Figure(figsize=(7, 2.6), layout="constrained")
         axes = figure.add_subplot()
@@ -81,8 +81,8 @@ def _time_table(rows: Sequence[MetricsRow]) -> list[Table]:
 
 
 def _prediction_table(rows: Sequence[MetricsRow], prediction: Placement) -> list[Table]:
-    """What the plan predicted beside what came true on rank 0, whose clock counts what it waits for others as the
-    language model's."""
+    """Return a table of the plan's prediction and the measurement on rank 0. Rank 0's clock counts its waiting time for
+    other ranks as the language model's time."""
     if not rows:
         return []
     first = prediction.ranks[0]

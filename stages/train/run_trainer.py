@@ -1,4 +1,4 @@
-"""A job of the trainer: run.json is written, the job launched and its metrics followed, its result read."""
+"""The run of a trainer's job: write run.json, launch the job, follow its metrics, read its result."""
 
 import logging
 import signal
@@ -19,17 +19,17 @@ log = logging.getLogger("athanor.train")
 
 
 class StageStopped(RuntimeError):
-    """The trainer was stopped and has saved; the same command goes on from there."""
+    """The trainer was stopped and has saved; the same command resumes it."""
 
 
 class TrainerFailed(RuntimeError):
-    """The trainer gave up: its own message, the keys of the samples of that step, and the path of the log."""
+    """The trainer gave up; the text has its message, the keys of the samples of that step, and the path of the log."""
 
 
 class MetricsFollower:
-    """Calls `on_rows` with the new rows of metrics.jsonl at each poll, each step once.
+    """Follower of metrics.jsonl: each poll calls `on_rows` with the new rows, each step once.
 
-    A trainer that resumes cuts the file back to its checkpoint; its steps after that are not passed on again.
+    A trainer that resumes truncates the file to its checkpoint; repeated steps are not passed on again.
     """
 
     def __init__(self, path: Path, on_rows: Callable[[list[MetricsRow]], None]) -> None:
@@ -38,7 +38,7 @@ class MetricsFollower:
         self._step = -1
 
     def poll(self) -> None:
-        """Look once. Any error of `on_rows` is logged and forgotten: a listener never stops the training."""
+        """Read new rows once. An error of `on_rows` is logged and ignored: a listener never stops the training."""
         try:
             rows = [row for row in parse_metrics(self._file.new_lines()) if row.step > self._step]
             self._file.take()
@@ -50,16 +50,16 @@ class MetricsFollower:
 
 
 def run_trainer(run: RunConfig | EncodeRun, resources: StageResources, name: str) -> TrainResult:
-    """The trainer's result, after it was launched with a run.json in the run's output directory.
+    """Launch the trainer with a run.json in the run's output directory; return its result.
 
     Args:
-        name: of the job, in messages.
+        name: name of the job in messages.
 
     Raises:
         StageStopped: the trainer was stopped from outside, and saved.
         InputError: the trainer refused its config or an input.
         TrainerFailed: the trainer gave up with a message.
-        JobFailed: it ended without a result (killed, out of memory), or took too long.
+        JobFailed: the job ended without a result (killed, out of memory), or took too long.
     """
     directory = run.output_dir
     follower = MetricsFollower(directory / METRICS_JSONL, resources.on_rows)
@@ -87,13 +87,13 @@ def run_trainer(run: RunConfig | EncodeRun, resources: StageResources, name: str
 
 
 def trainer_job(output_dir: Path, on_line: Callable[[str], None] = lambda line: None) -> Job:
-    """The trainer with the run.json of a run's output directory, as a launcher takes it."""
+    """Return the launcher's job for the trainer with the run.json of a run's output directory."""
     arguments = ("-m", "trainer", str(output_dir / RUN_JSON))
     return Job(str(output_dir), arguments, output_dir / TRAINER_LOG, on_line)
 
 
 def _telling(on_line: Callable[[str], None]) -> Callable[[str], None]:
-    """`on_line`, which also logs the trainer's line about a damaged checkpoint as a warning, for the terminal."""
+    """Return `on_line` with an addition: the trainer's line about a damaged checkpoint is also logged as a warning."""
 
     def listen(line: str) -> None:
         if KEPT_ASIDE in line:
@@ -104,8 +104,8 @@ def _telling(on_line: Callable[[str], None]) -> Callable[[str], None]:
 
 
 def _finished_before(run: RunConfig | EncodeRun, text: str) -> TrainResult | None:
-    """The result of this very run.json, from a job that outlived the flow that waited for it; None if there is none, or
-    its checkpoint is damaged."""
+    """Return the result for this very run.json, from a job that outlived the flow that waited for it; None if there is
+    none, or if its checkpoint is damaged."""
     path, result = run.output_dir / RUN_JSON, _read_result(run.output_dir)
     is_same = path.is_file() and path.read_text(encoding="utf-8") == text
     is_there = result is not None and result.status == "finished" and run.task == "train"
@@ -113,7 +113,7 @@ def _finished_before(run: RunConfig | EncodeRun, text: str) -> TrainResult | Non
         return None
     try:
         check_checkpoint(run.output_dir / (result.checkpoint or ""))
-    except DamagedFile:  # the trainer itself resumes from an older one
+    except DamagedFile:  # the trainer itself resumes from an older checkpoint
         return None
     return result
 
@@ -128,7 +128,7 @@ def _raise_for(result: TrainResult, error: JobFailed, name: str) -> None:
         raise InputError(result.message) from error
     keys = f" Samples of that step: {', '.join(result.keys)}." if result.keys else ""
     message = result.message or f"{name} failed after step {result.step}"
-    if error.exit_status < 0:  # the other ranks' messages only say that they lost this one
+    if error.exit_status < 0:  # the other ranks' messages only report that they lost this rank
         how = f"killed by signal {error.exit_status} ({signal.Signals(-error.exit_status).name})"
         message = f"{name}: rank {error.rank} was {how}; {message}"
     raise TrainerFailed("\n".join([f"{message}{keys} Log: {error.log_path}", *error.tail])) from error

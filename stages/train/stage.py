@@ -1,12 +1,12 @@
-"""Train: RunConfig -> run.json -> launcher -> result.json; metrics.jsonl is followed while the trainer runs.
+"""train: RunConfig -> run.json -> launcher -> result.json; metrics.jsonl is followed while the trainer runs.
 
     checkpoints/step-000500/ ...   run.json  result.json  metrics.jsonl  report.json  report.html
-    heldout.jsonl  heldout-base.jsonl   the loss of every held-out sample: the newest, and before the first step
-    logs/trainer.log  logs/rank-0001.log ...   job.sbatch  slurm.json  slurm-end   the last three of a SLURM job
+    heldout.jsonl  heldout-base.jsonl   the loss of every held-out sample: newest, and before the first step
+    logs/trainer.log  logs/rank-0001.log ...   job.sbatch  slurm.json  slurm-end   the last three only for a SLURM job
     profile/rank-0.json.gz  profile/rank-0.md   if steps are traced
 
 A rerun in the same scratch directory starts the trainer again, which resumes from its newest checkpoint. A finished
-training whose newest checkpoint is damaged is such a rerun too.
+training whose newest checkpoint is damaged is rerun in the same way.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,7 +36,7 @@ VERSION = 2  # 2: heldout-base.jsonl
 def make_run_config(
     config: TrainConfig, inputs: Mapping[str, Input], output_dir: Path, resources: StageResources
 ) -> RunConfig:
-    """run.json of a training."""
+    """Return the run.json of a training."""
     return RunConfig(
         task="train",
         fingerprint=fingerprint(stage_identity(STAGE, config, inputs)),
@@ -55,14 +55,14 @@ def make_run_config(
 
 
 def digest_of_base(model: Input) -> str:
-    """`RunConfig.base_digest` of a model: an external one's of its files, else its artifact's fingerprint."""
+    """Return `RunConfig.base_digest` of a model: the digest of an external model, or its artifact's fingerprint."""
     parent = model.parent()
     return f"{parent.name}@{parent.fingerprint}"
 
 
 def train(config: TrainConfig, inputs: Mapping[str, Input], work_dir: Path, resources: StageResources) -> StageOutput:
-    """Inputs: "model" (HF directory), "tokenized", "bins"; "features" of the images if they were encoded before;
-    "adapter" if the training goes on from one."""
+    """Run the stage. Inputs: "model" (HF directory), "tokenized", "bins"; optionally "features" of the images if they
+    were encoded before, and "adapter" if the training continues one."""
     _check_encoder(inputs)
     run = make_run_config(config, inputs, work_dir, resources)
     check_run(run, resources.cluster.processes)
@@ -82,7 +82,7 @@ def train(config: TrainConfig, inputs: Mapping[str, Input], work_dir: Path, reso
 
 
 def predict(run: RunConfig, processes: int) -> Placement | None:
-    """What a step should take; None where no images are encoded, or in float32, for which no rate is known."""
+    """Predict the costs of a step; None if no images are encoded, or in float32, for which no rate is known."""
     plan = load_manifest(run.bins_dir)
     family, shape = read_model(run.hf_dir)
     job = PlacementJob(
@@ -100,10 +100,10 @@ def predict(run: RunConfig, processes: int) -> Placement | None:
 
 
 def _check_encoder(inputs: Mapping[str, Input]) -> None:
-    """Check that the features are of the model that is trained.
+    """Check that the features were computed with the model that is trained.
 
     Raises:
-        InputError: they are of another one.
+        InputError: they were computed with another model.
     """
     features, model = inputs.get("features"), inputs["model"].parent()
     encoder = features.manifest.parents["model"] if isinstance(features, Artifact) else model
@@ -122,7 +122,7 @@ def check_training(training: Artifact, digest: Callable[[Path, Callable[[Path], 
         digest: see `Whole.digest`.
 
     Raises:
-        DamagedFile: a file is not what was written.
+        DamagedFile: a file was changed.
     """
     check_checkpoint(training.dir / training.manifest.stats["checkpoint"], digest)
 

@@ -1,7 +1,7 @@
-"""What lmms-eval calls to ask and to score the held-out samples beside this file.
+"""The functions that lmms-eval calls to ask and score the held-out samples in this directory.
 
-Written by athanor (stages/evaluate/lmms_eval/task.py), which copies it as utils.py into the task's directory. It needs
-nothing of athanor: the samples and their pictures are in the parquet file, already as the model was asked.
+Written by athanor (stages/evaluate/lmms_eval/task.py), which copies this file as utils.py to the task's directory. It
+imports nothing from athanor: the parquet file has the samples and their images as the model gets them.
 """
 
 import importlib
@@ -11,8 +11,8 @@ IMAGE_SLOT = "<image>"
 
 
 class Conversation(list):
-    """Messages that take no system prompt in front: the qwen3_vl model of lmms-eval puts one into every conversation,
-    an empty one at least, and training had its own, which is in the rows, or none."""
+    """Messages that accept no system prompt in front. The qwen3_vl model of lmms-eval inserts a system prompt, possibly
+    an empty one, into every conversation. Training had its own system prompt, which is in the rows, or none."""
 
     def insert(self, place, message):
         if message["role"] != "system":
@@ -20,7 +20,7 @@ class Conversation(list):
 
 
 def doc_to_messages(doc, lmms_eval_specific_kwargs=None):
-    """The conversation up to the answer, as lmms-eval's chat models take it: earlier answers are the reference's."""
+    """Return the conversation up to the answer, for lmms-eval's chat models; earlier answers are references."""
     images = iter(doc["images"])
     messages = Conversation()
     for message in json.loads(doc["messages"]):
@@ -36,43 +36,43 @@ def doc_to_messages(doc, lmms_eval_specific_kwargs=None):
 
 
 def doc_to_visual(doc):
-    """The pictures, for lmms-eval's simple models, which put all of them before the text."""
+    """Return the images, for lmms-eval's simple models, which put all of them before the text."""
     return [image.convert("RGB") for image in doc["images"]]
 
 
 def doc_to_text(doc, lmms_eval_specific_kwargs=None):
-    """The last question alone, for simple models: what such a model cannot be told is left out."""
+    """Return only the last question, for simple models, which cannot be given earlier turns."""
     return json.loads(doc["messages"])[-1]["text"].replace(IMAGE_SLOT, "")
 
 
 def doc_to_target(doc):
-    """The first right answer."""
+    """Return the first right answer."""
     return doc["references"][0]
 
 
 def process_results(doc, results):
-    """The metric's name, and `<name>_<subset>` -> the score of one answer."""
+    """Return the metric's name, and `<name>_<subset>` -> the score of one answer."""
     scores = {doc["metric"]: METRICS[doc["metric"]](results[0], doc["references"])}
     return scores | {f"{name}_{doc['subset']}": score for name, score in scores.items()}
 
 
 def normalize(text):
-    """Lower case, no white space at the ends, each run of white space inside made one space."""
+    """Return the text in lower case, stripped, with each run of white space replaced by one space."""
     return " ".join(text.lower().split())
 
 
 def exact_match(answer, references):
-    """1.0 where the answer is a reference after `normalize`."""
+    """Return 1.0 if the answer equals a reference after `normalize`, else 0.0."""
     return float(any(normalize(answer) == normalize(reference) for reference in references))
 
 
 def anls(answer, references):
-    """lmms-eval's own ANLS of one answer."""
+    """Return lmms-eval's own ANLS of one answer."""
     return float(importlib.import_module("lmms_eval.api.metrics").anls(references, [answer])["anls"])
 
 
 def relaxed_accuracy(answer, references):
-    """lmms-eval's own relaxed correctness of one answer, of the reference that suits it best."""
+    """Return lmms-eval's own relaxed correctness of one answer, for the reference that fits best."""
     is_right = importlib.import_module("lmms_eval.tasks.chartqa.utils").relaxed_correctness
     return float(any(is_right(answer, reference) for reference in references))
 

@@ -1,22 +1,22 @@
-"""A task directory for lmms-eval: the same held-out questions, asked and scored offline by a tool of others.
+"""A task directory for lmms-eval: the same held-out questions, asked and scored offline by an independent tool.
 
     <name>.yaml       the task
     utils.py          its functions: stages/evaluate/lmms_eval/functions.py
-    heldout.parquet   one row per question: the conversation before it, its pictures, the right answers
+    heldout.parquet   one row per question: the conversation before it, its images, the right answers
     README.md         the command
 
-Why other programs give other numbers, and what this task does about it (lmms-eval 0.7.3, `--model qwen3_vl`):
+The reasons why other programs give other scores, and the measures of this task (lmms-eval 0.7.3, `--model qwen3_vl`):
 
-    system prompt     that model puts one in front of every conversation, by default "You are a helpful assistant.", an
-                      empty one at least; the rows carry the export's own, or none, and utils.py takes no other
-    pixels            it scales pictures with qwen_vl_utils, unlike the processor and with limits of its own; the rows
-                      hold the pictures as scaled for training, which it leaves alone. But it enlarges pictures of
-                      fewer than MIN_PIXELS
+    system prompt     that model inserts one into every conversation, by default "You are a helpful assistant.", at
+                      least an empty one; the rows have the export's own or none, and utils.py accepts no other
+    pixels            it resizes images with qwen_vl_utils, unlike the processor and with its own limits; the rows
+                      have the images as resized for training, which it does not change. But it enlarges images of fewer
+                      than MIN_PIXELS
     precision         bfloat16 there; float32 in our own evaluation on CPU
-    end of an answer  the tokenizer's end-of-turn token; the answer is cut after max_new_tokens, as ours is
+    end of an answer  the tokenizer's end-of-turn token; the answer is cut after max_new_tokens, like ours
     class of model    chosen by the path: a directory with, say, A3B in its name is loaded as a mixture of experts
 
-Its `huggingface` model cannot load Qwen3-VL: it takes the class without a language head.
+lmms-eval's `huggingface` model cannot load Qwen3-VL: it chooses the class without a language head.
 """
 
 import inspect
@@ -39,15 +39,15 @@ from stages.encode.chat import read_system_prompt
 from stages.encode.images import load_image_config, patches_png
 from stages.evaluate.lmms_eval import functions as lmms_eval_functions
 
-LMMS_EVAL = "0.7.3"  # the version that this was tried with
-INSTALL = f"pip install lmms-eval=={LMMS_EVAL} decord"  # its qwen3_vl imports decord, which it does not require
+LMMS_EVAL = "0.7.3"  # the version that this was tested with
+INSTALL = f"pip install lmms-eval=={LMMS_EVAL} decord"  # qwen3_vl imports decord, which lmms-eval does not require
 HELDOUT = "heldout.parquet"
-MIN_PIXELS = 4 * 32 * 32  # qwen_vl_utils 0.0.14 makes smaller pictures larger: four tokens of 32 x 32
+MIN_PIXELS = 4 * 32 * 32  # qwen_vl_utils 0.0.14 enlarges smaller images, to four tokens of 32 x 32
 METRICS = tuple(lmms_eval_functions.METRICS)
 _FUNCTIONS = ("doc_to_messages", "doc_to_visual", "doc_to_text", "doc_to_target", "process_results")
 _FLUSH_ROWS = 256
 _COLUMNS = {"key": "string", "turn": "int32", "subset": "string", "metric": "string", "messages": "string"}
-# `datasets` decodes a column to PIL images if its metadata says so; of a plain struct it would give the bytes.
+# `datasets` decodes a column to PIL images only if the metadata declares it; from a plain struct it returns bytes.
 _FEATURES = {
     **{name: {"dtype": dtype, "_type": "Value"} for name, dtype in _COLUMNS.items()},
     "references": {"feature": {"dtype": "string", "_type": "Value"}, "_type": "List"},
@@ -85,13 +85,14 @@ but for {count} questions with a picture of fewer than {pixels} pixels, which it
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LmmsEvalTask:
-    """A task to be written.
+    """A task to write.
 
     Attributes:
-        name: lower-case letters, digits, _ and -.
-        max_new_tokens: an answer is cut there.
+        name: name of the task; lower-case letters, digits, _ and -.
+        max_new_tokens: an answer is cut after this number of tokens.
         metrics: subset -> metric, a name in METRICS; other subsets have exact_match.
-        questions: (key, turn) of each, such as those of our own evaluation; None: every turn of every sample.
+        questions: (key, turn) of each question, for example those of our own evaluation; None: every turn of every
+            sample.
     """
 
     name: str
@@ -105,9 +106,9 @@ class WrittenTask:
     """A task that was written.
 
     Attributes:
-        command: for a shell; it runs the task.
-        num_questions: rows of the parquet file.
-        num_small: questions with a picture of fewer than MIN_PIXELS, which lmms-eval enlarges.
+        command: shell command that runs the task.
+        num_questions: number of rows in the parquet file.
+        num_small: number of questions with an image of fewer than MIN_PIXELS, which lmms-eval enlarges.
     """
 
     command: str
@@ -116,10 +117,10 @@ class WrittenTask:
 
 
 def write_lmms_eval_task(directory: Path, hf_dir: Path, samples: Iterable[Sample], task: LmmsEvalTask) -> WrittenTask:
-    """Write the task into `directory`, which is created.
+    """Write the task to `directory`, which is created.
 
     Args:
-        hf_dir: the exported model, whose system prompt the questions carry.
+        hf_dir: the exported model, whose system prompt is in the questions.
         samples: the held-out samples.
 
     Raises:
@@ -153,7 +154,7 @@ def write_lmms_eval_task(directory: Path, hf_dir: Path, samples: Iterable[Sample
 
 
 def lmms_eval_command(directory: Path, hf_dir: Path, name: str) -> str:
-    """The command that scores the export offline; without a GPU add `,device=cpu,device_map=cpu` to the model's."""
+    """Return the offline scoring command; without a GPU, add `,device=cpu,device_map=cpu` to `--model_args`."""
     return (
         "HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 python -m lmms_eval \\\n"
         f"    --model qwen3_vl --model_args {shlex.quote(f'pretrained={hf_dir}')} \\\n"
@@ -165,7 +166,7 @@ def lmms_eval_command(directory: Path, hf_dir: Path, name: str) -> str:
 def _rows(
     samples: Iterable[Sample], task: LmmsEvalTask, system_prompt: str | None, pixels: PixelConfig
 ) -> Iterator[tuple[dict[str, object], bool]]:
-    """One row per question, and whether one of its pictures is below MIN_PIXELS."""
+    """Yield one row per question, and whether one of its images is below MIN_PIXELS."""
     for sample in samples:
         turn = -1
         for place, message in enumerate(sample.messages):
@@ -193,7 +194,7 @@ def _rows(
 
 
 def _as_trained(image: bytes, pixels: PixelConfig) -> tuple[bytes, int]:
-    """A PNG of the pixels that the vision encoder sees, and their number."""
+    """Return a PNG of the pixels that the vision encoder gets, and their number."""
     patches, grid = encode_image(image, pixels)
     patch = pixels.patch_format.patch_size
     side = patch * int(max(grid))
@@ -207,7 +208,7 @@ def _with_system(messages: tuple[Message, ...], system_prompt: str | None) -> li
 
 
 def _turn(message: Message) -> dict[str, str]:
-    """A message as stages/encode/chat.py writes it: answers without outer white space."""
+    """Return a message in the form of stages/encode/chat.py: answers without outer white space."""
     return {"role": message.role, "text": message.text.strip() if message.role == "assistant" else message.text}
 
 

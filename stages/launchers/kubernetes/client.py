@@ -1,4 +1,4 @@
-"""TrainJobs, pods and logs of one namespace, by the `kubernetes` package (the extra of that name)."""
+"""Access to TrainJobs, pods and logs of one namespace, through the package `kubernetes` (extra `kubernetes`)."""
 
 import contextlib
 import json
@@ -16,22 +16,22 @@ from stages.launchers.config import KubernetesConfig
 
 try:
     import kubernetes
-except ImportError:  # a plan shows the manifest without it
+except ImportError:  # a plan shows the manifest without this package
     kubernetes = None
 
 REQUEST_SECONDS = 20
-SILENT_SECONDS = 300  # after so long without a line a log is requested again: its connection may be gone unnoticed
-_MOST_READINGS = 10  # of the log of a container that has ended
+SILENT_SECONDS = 300  # seconds without a line after which a log is requested again: its connection may be broken
+_MOST_READINGS = 10  # most readings of the log of an ended container
 _TRAINJOBS = {"group": "trainer.kubeflow.org", "version": "v1alpha1", "plural": "trainjobs"}
-_FRACTION = re.compile(r"\.\d+")  # of a second
-_PASSING = {408, 409, 425, 429, 500, 502, 503, 504}  # 409: somebody else changed it meanwhile
+_FRACTION = re.compile(r"\.\d+")  # fraction of a second
+_PASSING = {408, 409, 425, 429, 500, 502, 503, 504}  # to be retried; 409: changed by somebody else
 
 
 class ClusterError(RuntimeError):
     """The API server refused a request or did not answer.
 
     Attributes:
-        is_passing: another try may help.
+        is_passing: whether another try may help.
     """
 
     def __init__(self, text: str, is_passing: bool) -> None:
@@ -40,14 +40,14 @@ class ClusterError(RuntimeError):
 
 
 class Cluster:
-    """One namespace of a cluster. Its methods raise ClusterError, and InputError if `connect` does."""
+    """Client of one namespace of a cluster. Its methods raise ClusterError, and InputError if `connect` does."""
 
     def __init__(self, config: KubernetesConfig) -> None:
         self._config = config
         self._client: Any = None
 
     def connect(self) -> Any:
-        """The client of the API server, which gets no request yet.
+        """Return the client of the API server, without sending a request.
 
         Raises:
             InputError: the package `kubernetes` is not installed, or no configuration names a cluster.
@@ -59,14 +59,14 @@ class Cluster:
             )
         if self._client is None:
             configuration = self._load()
-            configuration.retries = False  # the launcher tries again, and says so
+            configuration.retries = False  # the launcher retries, and logs it
             self._client = kubernetes.client.ApiClient(configuration)
         return self._client
 
     def _load(self) -> Any:
-        """The kubeconfig's configuration; within a pod that of its service account, unless a kubeconfig is named."""
+        """Return the kubeconfig's configuration; in a pod, the service account's, unless a kubeconfig is named."""
         configuration = kubernetes.client.Configuration()
-        path = os.environ.get("KUBECONFIG")  # the package reads it only once, when it is imported
+        path = os.environ.get("KUBECONFIG")  # the package reads this variable only once, at its import
         context = self._config.context
         if not (path or context):
             with contextlib.suppress(kubernetes.config.ConfigException):  # not in a pod
@@ -82,14 +82,14 @@ class Cluster:
         return configuration
 
     def make_trainjob(self, manifest: Mapping[str, Any]) -> None:
-        """Create the TrainJob; the cluster refuses a field that it does not know."""
+        """Create the TrainJob; the cluster refuses unknown fields."""
         with self._api("CustomObjectsApi", "make the TrainJob") as api:
             api.create_namespaced_custom_object(
                 body=manifest, field_validation="Strict", field_manager="athanor", **self._trainjobs()
             )
 
     def trainjob(self, name: str) -> dict[str, Any] | None:
-        """The TrainJob as the cluster has it; None if there is none."""
+        """Return the TrainJob from the cluster; None if there is none."""
         with self._api("CustomObjectsApi", f"read TrainJob {name}") as api:
             try:
                 return api.get_namespaced_custom_object(name=name, **self._trainjobs())
@@ -97,7 +97,7 @@ class Cluster:
                 return None
 
     def delete_trainjob(self, name: str) -> None:
-        """Delete it: SIGTERM to the pods, their grace, SIGKILL. It exists until its pods are gone."""
+        """Delete the TrainJob: SIGTERM to the pods, their grace period, SIGKILL. It exists until its pods are gone."""
         with (
             self._api("CustomObjectsApi", f"delete TrainJob {name}") as api,
             contextlib.suppress(kubernetes.client.exceptions.NotFoundException),
@@ -105,20 +105,20 @@ class Cluster:
             api.delete_namespaced_custom_object(name=name, propagation_policy="Foreground", **self._trainjobs())
 
     def pods(self, name: str) -> list[Any]:
-        """The pods of a TrainJob (V1Pod); its JobSet has the same name."""
+        """Return the pods of a TrainJob (V1Pod); its JobSet has the same name."""
         with self._api("CoreV1Api", f"list the pods of {name}") as api:
             selector = f"jobset.sigs.k8s.io/jobset-name={name}"
             return api.list_namespaced_pod(label_selector=selector, **self._request()).items
 
     def kill_pods(self, name: str) -> None:
-        """Remove the pods without waiting for them."""
+        """Delete the pods without a grace period."""
         pods = self.pods(name)
         with self._api("CoreV1Api", f"kill the pods of {name}") as api:
             for pod in pods:
                 api.delete_namespaced_pod(pod.metadata.name, grace_period_seconds=0, **self._request())
 
     def last_lines(self, pod: str, container: str, count: int) -> list[str]:
-        """The end of a container's log."""
+        """Return the last lines of a container's log."""
         with self._api("CoreV1Api", f"read the log of {pod}") as api:
             answer = api.read_namespaced_pod_log(
                 pod, container=container, tail_lines=count, _preload_content=False, **self._request()
@@ -126,14 +126,15 @@ class Cluster:
             return answer.data.decode(errors="replace").splitlines()
 
     def follow_log(self, pod: str, container: str, since: str | None) -> Any:
-        """A container's log up to the container's end: a response that yields lines of bytes, each after its time.
+        """Return a response that yields a container's log up to the container's end: lines of bytes, each with its
+        timestamp.
 
         Args:
-            since: second of the first line, RFC 3339; None: from the beginning.
+            since: time of the first line in seconds, RFC 3339; None: from the beginning.
         """
         query = [("container", container), ("follow", "true"), ("timestamps", "true")]
         if since:
-            query.append(("sinceTime", since))  # which read_namespaced_pod_log does not know
+            query.append(("sinceTime", since))  # read_namespaced_pod_log does not support this parameter
         with self._api("CoreV1Api", f"follow the log of {pod}") as api:
             return api.api_client.call_api(
                 "/api/v1/namespaces/{namespace}/pods/{pod}/log",
@@ -147,7 +148,7 @@ class Cluster:
 
     @contextlib.contextmanager
     def _api(self, kind: str, what: str) -> Iterator[Any]:
-        """An API of the package; its errors become ClusterErrors that name the attempt."""
+        """Give an API of the package; convert its errors to ClusterErrors that name the attempted action."""
         client = self.connect()
         try:
             yield getattr(kubernetes.client, kind)(client)
@@ -164,7 +165,7 @@ class Cluster:
 
 
 def _reason(error: Any) -> str:
-    """The API server's message, in one line."""
+    """Return the API server's message, in one line."""
     body = error.body.decode(errors="replace") if isinstance(error.body, bytes) else error.body or ""
     if error.status == 404 and body.startswith("404 page"):
         return "the cluster knows no TrainJob of trainer.kubeflow.org/v1alpha1; install Kubeflow Trainer there"
@@ -176,14 +177,14 @@ def _reason(error: Any) -> str:
 
 
 class LogFollower:
-    """The lines of one container, each once, however often the connection breaks.
+    """Reader of one container's log; returns each line once, however often the connection breaks.
 
-    A thread reads them. A stream that ended is requested again from the second of the newest line on (the server has no
-    finer time), and the lines of that second that had come before are skipped.
+    A thread reads the log. After a stream ends, the log is requested again from the second of the newest line (the
+    server has no finer resolution), and the lines of that second that were already read are skipped.
 
     Args:
-        follow: `Cluster.follow_log` of the container; called with the time to begin at, or None.
-        wait_seconds: between the end of a stream and the next one.
+        follow: `Cluster.follow_log` of the container; called with the start time, or None.
+        wait_seconds: time between the end of a stream and the next request.
     """
 
     def __init__(self, follow: Callable[[str | None], Iterable[bytes]], wait_seconds: float) -> None:
@@ -191,16 +192,16 @@ class LogFollower:
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._is_ended, self._is_closed = threading.Event(), threading.Event()
         self._stream: Any = None
-        self._second, self._count = "", 0  # of the newest line, and how many lines of this second have come
+        self._second, self._count = "", 0  # second of the newest line; number of lines read in this second
         self._thread = threading.Thread(target=self._follow, name="log of a pod", daemon=True)
         self._thread.start()
 
     def lines(self) -> list[str]:
-        """The lines that have come since the last call."""
+        """Return the lines read since the last call."""
         return [self._lines.get() for _ in range(self._lines.qsize())]
 
     def rest(self, seconds: float) -> list[str]:
-        """The last lines of a container that has ended or is gone, after a wait of at most so long."""
+        """Return the last lines of a container that has ended or is gone; wait at most `seconds` for them."""
         self._is_ended.set()
         self._thread.join(seconds)
         self.close()
@@ -210,11 +211,11 @@ class LogFollower:
         """Stop reading."""
         self._is_closed.set()
         self._is_ended.set()
-        with contextlib.suppress(AttributeError, ValueError, RuntimeError, OSError):  # not begun, or ended already
+        with contextlib.suppress(AttributeError, ValueError, RuntimeError, OSError):  # not started, or already ended
             self._stream.shutdown()
 
     def _follow(self) -> None:
-        """Read until closed, or until the container has ended and two readings bring nothing new.
+        """Read until closed, or until the container has ended and two readings find no new line.
 
         A broken stream looks like an ended one, so one reading is not enough.
         """
@@ -229,7 +230,7 @@ class LogFollower:
                 self._is_ended.wait(self._wait_seconds)
 
     def _read(self) -> bool:
-        """Whether one stream, read to its end, brought a new line or ended within one."""
+        """Read one stream to its end; return whether it had a new line or ended within a line."""
         has_new, to_pass = False, self._count
         with contextlib.suppress(ClusterError, urllib3.exceptions.HTTPError, OSError):
             self._stream = self._open(self._second or None)

@@ -1,9 +1,9 @@
-"""A TrainJob of Kubeflow's Trainer, created and watched through the cluster's API server.
+"""The launcher for Kubernetes: a TrainJob of Kubeflow's Trainer, created and watched through the API server.
 
-The pods and the flow's machine see the root at the same path, so run.json, metrics.jsonl and result.json go through it;
-the cluster gives only the job's state and the log of its first pod. The job's name comes from the work, and an
-annotation has a digest of its content: the next try finds a job that a killed flow left behind, and goes on with it if
-the content is the same, or ends it.
+The pods and the flow's machine see the root at the same path, so run.json, metrics.jsonl and result.json are exchanged
+through it. The cluster provides only the job's state and the log of its first pod. The job's name comes from the work,
+and an annotation has a digest of its content. So the next try finds a job that a killed flow left behind, and continues
+it if the content is the same, or ends it.
 """
 
 import logging
@@ -41,22 +41,22 @@ from stages.launchers.kubernetes.trainjob import (
 from stages.launchers.rank_logs import remove_rank_logs
 
 TRAINJOB_YAML = "trainjob.yaml"
-OUTAGE_SECONDS = 1800.0  # a cluster that has not answered for so long has lost the job, as far as we know
-SUBMIT_SECONDS = 60.0  # to wait for a cluster that does not answer, before there is a job
-DELETE_SECONDS = 60.0  # for the cluster to remove what has ended
-LOG_SECONDS = 10.0  # for the last lines of an ended job
+OUTAGE_SECONDS = 1800.0  # if a cluster does not answer for this time, the job counts as lost
+SUBMIT_SECONDS = 60.0  # waiting time for a cluster that does not answer, before the job exists
+DELETE_SECONDS = 60.0  # time for the cluster to remove an ended job
+LOG_SECONDS = 10.0  # waiting time for the last lines of an ended job
 EXIT_DELETED = 143
 log = logging.getLogger("athanor.kubernetes")
 
 
 @dataclass(slots=True, kw_only=True)
 class KubernetesHandle(Handle):
-    """A TrainJob. Times are of time.monotonic().
+    """A TrainJob. Times are from time.monotonic().
 
     Attributes:
-        status: the exit status, once it has ended.
-        log: of the first pod, once its container has started.
-        messages: those of the launcher's own that were passed on.
+        status: the exit status, after the job has ended.
+        log: the log of the first pod, after its container has started.
+        messages: the launcher's own messages that were already passed on.
     """
 
     name: str
@@ -69,7 +69,7 @@ class KubernetesHandle(Handle):
 
 
 class KubernetesLauncher:
-    """A TrainJob, never restarted: a failed run goes on from its checkpoint when run again."""
+    """The launcher of TrainJobs. A TrainJob is never restarted; a new run resumes from the checkpoint."""
 
     def __init__(self, cluster: ClusterConfig) -> None:
         check_cluster(cluster)
@@ -77,22 +77,22 @@ class KubernetesLauncher:
         self.api = Cluster(cluster.kubernetes)
 
     def check(self) -> None:
-        """Check that the package `kubernetes` and a kubeconfig are there.
+        """Check that the package `kubernetes` and a kubeconfig exist.
 
         Raises:
-            InputError: they are not.
+            InputError: one of them is missing.
         """
         self.api.connect()
 
     def plan(self, job: Job) -> str:
-        """The manifest of `submit`, as YAML; needs no cluster."""
+        """Return the manifest of `submit`, as YAML; needs no cluster."""
         return render_trainjob(make_trainjob(self.cluster, job))
 
     def submit(self, job: Job) -> KubernetesHandle:
-        """Create the TrainJob, or go on with a living one of the same content; its manifest is kept beside run.json.
+        """Create the TrainJob, or continue a live one with the same content. Its manifest is stored next to run.json.
 
         Raises:
-            InputError: a path is outside of the claim, the cluster cannot be reached from here, or it refuses.
+            InputError: a path is outside of the claim, the cluster cannot be reached, or it refuses the job.
         """
         manifest = make_trainjob(self.cluster, job)
         path = Path(job.arguments[-1]).parent / TRAINJOB_YAML
@@ -121,7 +121,7 @@ class KubernetesLauncher:
                 time.sleep(min(2.0, self.cluster.kubernetes.poll_seconds))
 
     def poll(self, handle: KubernetesHandle) -> int | None:
-        """The exit status, None while it waits or runs; new lines of the first pod's log are passed on.
+        """Return the exit status, None while the job waits or runs; pass on new lines of the first pod's log.
 
         Raises:
             JobFailed: the deadline has passed and the job was cancelled, somebody deleted the TrainJob, or the cluster
@@ -162,7 +162,7 @@ class KubernetesLauncher:
         _say(handle, f"TrainJob {handle.name} made in namespace {self.cluster.kubernetes.namespace}")
 
     def _look(self, handle: KubernetesHandle) -> None:
-        """Look at the cluster once: the state, the first pod's log, and the reasons why pods wait."""
+        """Query the cluster once: the state, the first pod's log, and the reasons why pods wait."""
         trainjob = self.api.trainjob(handle.name)
         if trainjob is None or "deletionTimestamp" in trainjob["metadata"]:
             self._end(handle)
@@ -199,14 +199,14 @@ class KubernetesLauncher:
             _log_lines(handle, self.api.last_lines(failed[0][0], CONTAINER, TAIL_LINES))
 
     def _bear(self, handle: KubernetesHandle, error: ClusterError) -> None:
-        """Bear a cluster that does not answer: the job goes on. After OUTAGE_SECONDS, raise JobFailed."""
+        """Log that the cluster does not answer; the job continues. After OUTAGE_SECONDS, raise JobFailed."""
         _say(handle, f"{error}; the job goes on, asking again")
         silent = time.monotonic() - handle.last_answer
         if silent > OUTAGE_SECONDS:
             raise JobFailed(f"no answer about TrainJob {handle.name} for {silent:.0f} s: {error}", handle, 1) from error
 
     def _end(self, handle: KubernetesHandle) -> None:
-        """Delete it and wait until nothing is left; new lines of its log are passed on meanwhile."""
+        """Delete the TrainJob and wait until nothing of it is left; pass on new lines of its log meanwhile."""
         grace = self.cluster.stop_grace_seconds + LEFTOVER_SECONDS
         kill_at = time.monotonic() + grace + DELETE_SECONDS / 2
         give_up_at = time.monotonic() + grace + DELETE_SECONDS
@@ -243,7 +243,7 @@ def _log_lines(handle: KubernetesHandle, lines: list[str]) -> None:
 
 
 def _say(handle: KubernetesHandle, text: str) -> None:
-    """Write a message of the launcher's own into the log, once."""
+    """Write a message of the launcher to the log, but each text only once."""
     if text not in handle.messages:
         handle.messages.add(text)
         _log_lines(handle, [f"kubernetes: {' '.join(text.split())}"])

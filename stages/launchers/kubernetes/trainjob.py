@@ -1,9 +1,9 @@
-"""The TrainJob of Kubeflow's Trainer v2 as which the trainer runs on Kubernetes.
+"""The TrainJob of Kubeflow's Trainer v2 that runs the trainer on Kubernetes.
 
-Format: trainer.kubeflow.org/v1alpha1 as of Trainer 2.3. Its torch plugin gives the container named `node` the variables
-PET_NNODES, PET_NPROC_PER_NODE, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT, which are torchrun's own options:
-the command names none of them. Settings that a TrainJob cannot have (restarts, above all) are in its runtime,
-infra/kubernetes/runtime.yaml.
+Format: trainer.kubeflow.org/v1alpha1 as of Trainer 2.3. Its torch plugin sets the variables PET_NNODES,
+PET_NPROC_PER_NODE, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT in the container named `node`. torchrun reads
+them as its options, so the command names none of them. Settings that a TrainJob cannot have (restarts, for example) are
+in its runtime, infra/kubernetes/runtime.yaml.
 """
 
 import hashlib
@@ -23,25 +23,25 @@ from stages.launchers.rank_logs import as_rank
 from trainer.contract.run import parse_run
 
 API_VERSION = "trainer.kubeflow.org/v1alpha1"
-CONTAINER = "node"  # the trainer's container, and the job of the JobSet that it is in
+CONTAINER = "node"  # the trainer's container, and its job in the JobSet
 OWN = "athanor/"  # prefix of our labels and annotations
-CONTENT = f"{OWN}content"  # annotation: digest of the content, to know a living job again
+CONTENT = f"{OWN}content"  # annotation: digest of the content, which identifies a live job
 MANAGED_BY = {"app.kubernetes.io/managed-by": "athanor"}
-LEFTOVER_SECONDS = 10  # for torchrun to end, once the workers have saved
+LEFTOVER_SECONDS = 10  # for torchrun to end, after the workers have saved
 
 
 def trainjob_name(job: Job) -> str:
-    """The same name for every try of the same work: athanor-<what>-<12 hex digits>."""
+    """Return a name that is the same for every try of the same work: athanor-<what>-<12 hex digits>."""
     digest = hashlib.sha256(job.name.encode()).hexdigest()[:12]
     what = re.sub(r"[^a-z0-9]+", "-", Path(job.name).name.lower()).strip("-")[:24].strip("-")
     return "-".join(part for part in ("athanor", what, digest) if part)
 
 
 def make_trainjob(cluster: ClusterConfig, job: Job) -> dict[str, Any]:
-    """The manifest, which has names of secrets, never their values.
+    """Return the manifest. It contains names of secrets, never their values.
 
     Raises:
-        InputError: the cluster's image or claim is missing, or a path of the run lies outside of the claim.
+        InputError: the cluster's image or claim is missing, or a path of the run is outside of the claim.
     """
     check_paths(cluster, job)
     config = cluster.kubernetes
@@ -74,7 +74,7 @@ def make_trainjob(cluster: ClusterConfig, job: Job) -> dict[str, Any]:
 
 
 def render_trainjob(manifest: dict[str, Any]) -> str:
-    """The manifest as YAML; the same manifest gives the same text."""
+    """Return the manifest as YAML; the same manifest gives the same text."""
     return yaml.safe_dump(manifest, sort_keys=False, width=1000)
 
 
@@ -82,7 +82,7 @@ def check_cluster(cluster: ClusterConfig) -> None:
     """Check the settings that have no default.
 
     Raises:
-        InputError: one of them is not set.
+        InputError: a setting is missing.
     """
     for name in ("image", "claim"):
         if getattr(cluster.kubernetes, name) is None:
@@ -93,10 +93,10 @@ def check_cluster(cluster: ClusterConfig) -> None:
 
 
 def check_paths(cluster: ClusterConfig, job: Job) -> None:
-    """Check that the pods see every path of the run: below the claim, at the same place.
+    """Check that the pods see every path of the run: below the claim, at the same path.
 
     Raises:
-        InputError: they do not, or the claim or the image is not set.
+        InputError: a path is outside of the claim, or the claim or the image is not set.
     """
     check_cluster(cluster)
     mount = Path(cluster.kubernetes.mount_path)
@@ -109,7 +109,7 @@ def check_paths(cluster: ClusterConfig, job: Job) -> None:
 
 
 def _paths(job: Job) -> dict[str, Path]:
-    """The paths of run.json by field, and the file itself, which may not be written yet."""
+    """Return the paths in run.json by field, and run.json itself, which may not be written yet."""
     run_json = Path(job.arguments[-1])
     paths = {"run.json": run_json}
     if run_json.is_file():
@@ -130,7 +130,7 @@ def _command(job: Job) -> list[str]:
 
 
 def _resources(cluster: ClusterConfig) -> dict[str, Any]:
-    """Requests, and limits that equal them, so that no pod is evicted for using what it requested."""
+    """Return requests, and equal limits, so that no pod is evicted for using what it requested."""
     config = cluster.kubernetes
     gpus = cluster.processes // cluster.nodes if config.gpus_per_node is None else config.gpus_per_node
     settings = {
@@ -156,7 +156,7 @@ def _environment(cluster: ClusterConfig, job: Job) -> list[dict[str, Any]]:
 
 
 def _patch(cluster: ClusterConfig) -> dict[str, Any]:
-    """The changes of the runtime's pods beside the trainer's own fields: the root, shared memory, time to save."""
+    """Return changes to the runtime's pods beyond the trainer's fields: the root, shared memory, time to save."""
     config = cluster.kubernetes
     volumes: list[dict[str, Any]] = [{"name": "root", "persistentVolumeClaim": {"claimName": config.claim}}]
     mounts = [{"name": "root", "mountPath": config.mount_path}]
@@ -177,7 +177,7 @@ def _patch(cluster: ClusterConfig) -> dict[str, Any]:
 
 
 def _content(manifest: dict[str, Any], job: Job) -> str:
-    """16 hex digits over the manifest and run.json."""
+    """Return 16 hex digits over the manifest and run.json."""
     digest = hashlib.sha256(render_trainjob(manifest).encode())
     run_json = Path(job.arguments[-1])
     digest.update(run_json.read_bytes() if run_json.is_file() else b"")

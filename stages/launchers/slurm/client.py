@@ -1,4 +1,4 @@
-"""Calls of Slurm's commands: the state of a job, how it ended, its cancelling. Slurm 20.11 and newer."""
+"""Calls of Slurm's commands: a job's state, its end, its cancellation. For Slurm 20.11 and newer."""
 
 import re
 import shutil
@@ -39,16 +39,16 @@ _UNKNOWN = re.compile(r"Invalid job id", re.IGNORECASE)
 
 
 class SlurmAway(RuntimeError):
-    """A command, or slurmctld, did not answer, which says nothing about the job."""
+    """A command, or slurmctld, did not answer; the job's state is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobState:
-    """A job as the queue shows it.
+    """A job's state in the queue.
 
     Attributes:
-        state: Slurm's own word, such as RUNNING.
-        seconds: for which the newest try has run.
+        state: Slurm's name of the state, such as RUNNING.
+        seconds: running time of the newest try.
         reason: why it waits, or how it ended, in Slurm's words; "None" if there is no reason.
     """
 
@@ -65,7 +65,7 @@ def check_installed() -> None:
     """Check that Slurm's commands are installed.
 
     Raises:
-        InputError: they are not.
+        InputError: a command is missing.
     """
     missing = [name for name in _NEEDED if shutil.which(name) is None]
     if missing:
@@ -76,29 +76,30 @@ def check_installed() -> None:
 
 
 def find_job(job_id: int) -> JobState | None:
-    """The job as the queue has it, even for a while after its end; None if the queue does not know it.
+    """Return the job's state in the queue, where it stays for a while after its end; None if the queue does not know
+    it.
 
     Raises:
-        SlurmAway: no answer.
+        SlurmAway: Slurm does not answer.
     """
     return next(iter(_queue("--states=all", f"--jobs={job_id}")), None)
 
 
 def find_living(name: str, run_dir: Path) -> JobState | None:
-    """A job of this user that has not ended, by its name and working directory; None if there is none.
+    """Find a job of this user that has not ended, by its name and working directory; None if there is none.
 
     Raises:
-        SlurmAway: no answer.
+        SlurmAway: Slurm does not answer.
     """
     return next((job for job in _queue("--me", f"--name={name}") if job.run_dir == run_dir), None)
 
 
 def ended_as(job_id: int) -> tuple[str, int] | None:
-    """(state, exit status) of an ended job, from slurmctld or, if that has forgotten the job, from the accounting; None
-    if neither knows it.
+    """Return (state, exit status) of an ended job, from slurmctld, or from the accounting if slurmctld no longer knows
+    the job; None if neither knows it.
 
     Raises:
-        SlurmAway: no answer.
+        SlurmAway: Slurm does not answer.
     """
     shown = _call("scontrol", "show", "job", str(job_id), "--oneliner", unknown="")
     state, status = re.search(r"\bJobState=(\w+)", shown), re.search(r"\bExitCode=(\d+):(\d+)", shown)
@@ -108,7 +109,7 @@ def ended_as(job_id: int) -> tuple[str, int] | None:
         return None
     try:
         shown = _call("sacct", "-X", "--noheader", "--parsable2", f"--jobs={job_id}", "--format=State,ExitCode")
-    except SlurmAway:  # no accounting here
+    except SlurmAway:  # the cluster has no accounting
         return None
     row = re.match(r"(\w+)[^|]*\|(\d+):(\d+)", shown)
     return (row[1], _status(row[2], row[3])) if row else None
@@ -125,7 +126,7 @@ def cancel(job_id: int) -> None:
 
 
 def seconds_of(text: str) -> float:
-    """2-03:04:05 or 4:05 of squeue, in seconds; 0 for any other text."""
+    """Convert squeue's time (2-03:04:05 or 4:05) to seconds; 0 for any other text."""
     time = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
     if time is None:
         return 0.0
@@ -134,13 +135,13 @@ def seconds_of(text: str) -> float:
 
 
 def last_line(text: str) -> str:
-    """The last line that a failed command printed, without the command's name."""
+    """Return the last line that a failed command printed, without the command's name."""
     lines = text.strip().splitlines() or ["no word"]
     return re.sub(r"^\w+: (error: )?", "", lines[-1])
 
 
 def _queue(*options: str) -> list[JobState]:
-    # The working directory comes last, because it alone may contain the separator.
+    # The working directory is last, because only it may contain the separator.
     shown = _call("squeue", "--noheader", "--format=%A|%T|%j|%M|%N|%r|%Z", *options, unknown="")
     rows = [line.split("|", 6) for line in shown.splitlines() if line.count("|") >= 6]
     return [
@@ -150,7 +151,7 @@ def _queue(*options: str) -> list[JobState]:
 
 
 def _call(*command: str, unknown: str | None = None) -> str:
-    """Standard output; `unknown`, if given, for a job that Slurm does not know."""
+    """Return the command's standard output; `unknown`, if given, for a job that Slurm does not know."""
     try:
         result = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=CALL_SECONDS, check=False

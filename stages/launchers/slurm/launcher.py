@@ -1,8 +1,9 @@
-"""SLURM: an sbatch file is rendered, kept beside run.json and submitted; the queue gives the job's state.
+"""The launcher for SLURM: renders an sbatch file, stores it next to run.json and submits it; the queue gives the job's
+state.
 
-The flow and the nodes see the root at the same path, so metrics, result and logs go through it. A job that a killed
-flow left in the queue is found again by name and directory, and the next try waits for it instead of submitting a
-second one. The launcher's own messages go to `on_line` and not into the log, which the nodes write.
+The flow and the nodes see the root at the same path, so metrics, result and logs are exchanged through it. A job that a
+killed flow left in the queue is found again by name and directory, and the next try waits for it instead of submitting
+a second job. The launcher's own messages go to `on_line` and not into the log, which the nodes write.
 """
 
 import hashlib
@@ -27,25 +28,25 @@ from stages.launchers.slurm.script import END_FILE, SBATCH_FILE, job_name, rende
 from trainer.contract.names import EXIT_STOPPED
 
 SLURM_JSON = "slurm.json"
-OUTAGE_SECONDS = 3600.0  # a queue that has not answered for so long has lost the job, as far as we know
-SUBMIT_SECONDS = 120.0  # to wait for a slurmctld that does not answer, before there is a job
-CANCEL_SECONDS = 90.0  # for Slurm's own SIGTERM and SIGKILL, after the time to save
-RETURN_SECONDS = 30.0  # a job that lost its node may be queued again
-VISIBLE_SECONDS = 30.0  # for a file system to show here what a node has written
+OUTAGE_SECONDS = 3600.0  # if the queue does not answer for this time, the job counts as lost
+SUBMIT_SECONDS = 120.0  # waiting time for a slurmctld that does not answer, before the job exists
+CANCEL_SECONDS = 90.0  # time for Slurm's own SIGTERM and SIGKILL, after the time to save
+RETURN_SECONDS = 30.0  # time in which a job that lost its node may be queued again
+VISIBLE_SECONDS = 30.0  # time for a shared file system to show a node's files here
 log = logging.getLogger("athanor.slurm")
 Answer = TypeVar("Answer")
 
 
 @dataclass(slots=True, kw_only=True)
 class SlurmHandle(Handle):
-    """A job of the queue. Times are of time.monotonic().
+    """A job in the queue. Times are from time.monotonic().
 
     Attributes:
-        status: the exit status, once it has ended.
-        ran_seconds: for which it has run in all tries, as far as this launcher saw.
-        last_look, next_look, last_answer: of the queue.
-        ended_at: when the queue first showed it as ended.
-        message: the newest one of the launcher's own.
+        status: the exit status, after the job has ended.
+        ran_seconds: running time in all tries, as far as this launcher observed it.
+        last_look, next_look, last_answer: times of queries of the queue, and of its last answer.
+        ended_at: time when the queue first showed the job as ended.
+        message: the launcher's newest message.
     """
 
     job_id: int
@@ -61,7 +62,7 @@ class SlurmHandle(Handle):
 
 
 class SlurmLauncher:
-    """sbatch -> srun -> torchrun, which restarts nothing: Slurm queues the job again, and the trainer resumes."""
+    """The launcher of SLURM jobs: sbatch -> srun -> torchrun. Only Slurm restarts a job, and the trainer resumes."""
 
     def __init__(self, cluster: ClusterConfig) -> None:
         self.cluster = cluster
@@ -70,19 +71,19 @@ class SlurmLauncher:
         """Check that Slurm is installed.
 
         Raises:
-            InputError: it is not.
+            InputError: a command of Slurm is missing.
         """
         slurm.check_installed()
 
     def plan(self, job: Job) -> str:
-        """The sbatch file that `submit` would submit."""
+        """Return the sbatch file that `submit` would submit."""
         return render_sbatch(self.cluster, job)
 
     def submit(self, job: Job) -> SlurmHandle:
-        """Submit the job, or go on with a living job of the same content.
+        """Submit the job, or wait for a live job with the same content.
 
         Raises:
-            InputError: there is no Slurm here, or it refuses the job.
+            InputError: Slurm is not installed, or it refuses the job.
         """
         self.check()
         run_dir, script = run_dir_of(job), self.plan(job)
@@ -108,10 +109,10 @@ class SlurmLauncher:
         return handle
 
     def poll(self, handle: SlurmHandle) -> int | None:
-        """The exit status, None while it waits or runs; new lines of the log are passed on.
+        """Return the exit status, None while the job waits or runs; pass on new lines of the log.
 
         Raises:
-            JobFailed: it has run for longer than the deadline and was cancelled, or the queue has not answered for an
+            JobFailed: the job ran longer than the deadline and was cancelled, or the queue has not answered for an
                 hour.
         """
         handle.pass_on_new(handle.log)
@@ -130,7 +131,7 @@ class SlurmLauncher:
         return handle.status
 
     def cancel(self, handle: SlurmHandle) -> None:
-        """Let the ranks save, then end the rest and wait for that. Does nothing to an ended job."""
+        """Let the ranks save, then end the job and wait for its end. Does nothing to an ended job."""
         kill_at = time.monotonic() + self.cluster.stop_grace_seconds
         is_saving = is_killed = False
         while handle.status is None and time.monotonic() < kill_at + CANCEL_SECONDS:
@@ -140,7 +141,7 @@ class SlurmLauncher:
                     self._end(handle, job, time.monotonic() - VISIBLE_SECONDS)
                 elif job.state not in slurm.RUNS or time.monotonic() > kill_at:
                     is_killed or slurm.cancel(handle.job_id)
-                    is_killed = job.state in slurm.RUNS  # a job that is queued again in between is cancelled again
+                    is_killed = job.state in slurm.RUNS  # a job that is requeued meanwhile is cancelled again
                 elif not is_saving:
                     slurm.let_save(handle.job_id)
                     is_saving = True
@@ -157,7 +158,7 @@ class SlurmLauncher:
         return SlurmHandle(job=job, command=command, job_id=job_id, log=GrowingFile(job.log_path))
 
     def _look(self, handle: SlurmHandle) -> None:
-        """Look at the queue once: say the job's state, count its running time, notice its end."""
+        """Query the queue once: report the job's state, add up its running time, detect its end."""
         job, now = slurm.find_job(handle.job_id), time.monotonic()
         if handle.was_running:
             handle.ran_seconds += now - handle.last_look
@@ -174,9 +175,9 @@ class SlurmLauncher:
         handle.next_look = min(handle.next_look, now + 0.5)
 
     def _end(self, handle: SlurmHandle, job: JobState | None, ended_at: float) -> None:
-        """Note how it ended, once the files of its nodes are visible here.
+        """Set the exit status, after the files of the job's nodes are visible here.
 
-        The job writes its exit status last: when that file is visible, all earlier ones are too.
+        The job writes its exit status last: when that file is visible, all earlier files are visible too.
         """
         own = _end_status(handle)
         has_run = job is None or job.seconds > 0
@@ -200,7 +201,7 @@ class SlurmLauncher:
         handle.status = EXIT_STOPPED if own == EXIT_STOPPED else status
 
     def _bear(self, handle: SlurmHandle, error: SlurmAway) -> None:
-        """Bear a queue that does not answer: the job goes on. After OUTAGE_SECONDS, raise JobFailed."""
+        """Log that the queue does not answer; the job continues. After OUTAGE_SECONDS, raise JobFailed."""
         _say(handle, f"{error}; the job goes on, asking again")
         silent = time.monotonic() - handle.last_answer
         if silent > OUTAGE_SECONDS:
@@ -209,10 +210,10 @@ class SlurmLauncher:
 
 
 def _patiently(ask: Callable[[], Answer]) -> Answer:
-    """The answer of a slurmctld that may be starting anew.
+    """Call `ask` until slurmctld, which may be restarting, answers.
 
     Raises:
-        InputError: it has not answered for SUBMIT_SECONDS.
+        InputError: slurmctld has not answered for SUBMIT_SECONDS.
     """
     until = time.monotonic() + SUBMIT_SECONDS
     while True:
@@ -228,7 +229,7 @@ def _patiently(ask: Callable[[], Answer]) -> Answer:
 
 
 def _sbatch(script: Path) -> int:
-    """The id of the job that this file, submitted, becomes."""
+    """Submit this file, and return the job's id."""
     command = ["sbatch", "--parsable", str(script)]
     try:
         result = subprocess.run(
@@ -245,29 +246,29 @@ def _sbatch(script: Path) -> int:
 
 
 def _environment() -> Mapping[str, str]:
-    """sbatch's environment: no options beside the file's, and nothing of a job that the flow itself may run in."""
+    """Return sbatch's environment: without options in variables, and without variables of a job that runs the flow."""
     own = re.compile(r"SBATCH_|SLURM_(?!CONF$)")
     return {name: value for name, value in os.environ.items() if not own.match(name)}
 
 
 def _digest(script: str, job: Job) -> str:
-    """16 hex digits over a job's content: the sbatch file and run.json."""
+    """Return 16 hex digits over a job's content: the sbatch file and run.json."""
     run_json = Path(job.arguments[-1])
     content = run_json.read_bytes() if run_json.is_file() else b""
     return hashlib.sha256(script.encode() + b"\0" + content).hexdigest()[:16]
 
 
 def _living_digest(run_dir: Path) -> str | None:
-    """The digest of the job that was submitted last; None if there was none."""
+    """Return the digest of the job that was submitted last; None if there is none."""
     path = run_dir / SLURM_JSON
     match = re.search(r'"asked": "(\w+)"', path.read_text(encoding="utf-8")) if path.is_file() else None
     return match[1] if match else None
 
 
 def _end_status(handle: SlurmHandle) -> int | None:
-    """The exit status that the job wrote; None while the file is not visible, or if another job wrote it."""
+    """Return the exit status that the job wrote; None while the file is not visible, or if another job wrote it."""
     run_dir = run_dir_of(handle.job)
-    if END_FILE not in os.listdir(run_dir):  # a listing comes from the server, where a lookup may be cached
+    if END_FILE not in os.listdir(run_dir):  # a listing comes from the server; a lookup may be cached
         return None
     match = re.fullmatch(r"(\d+) (\d+)\s*", (run_dir / END_FILE).read_text())
     return int(match[2]) if match and int(match[1]) == handle.job_id else None
@@ -281,7 +282,7 @@ def _say_state(handle: SlurmHandle, job: JobState) -> None:
 
 
 def _say(handle: SlurmHandle, text: str) -> None:
-    """Pass on a message of the launcher's own, unless it is the same as the last."""
+    """Pass on a message of the launcher, unless it equals the last one."""
     if text != handle.message:
         handle.message = text
         log.info("%s", text)

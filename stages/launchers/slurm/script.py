@@ -1,7 +1,8 @@
-"""The sbatch file of a job: sbatch.sh.j2 with the values of the configuration.
+"""The sbatch file of a job: sbatch.sh.j2 with the values of the config.
 
-SlurmConfig checks the values of `#SBATCH` lines, and this file the paths; everything else is quoted for the shell. Of
-the environment only names are written: sbatch takes the values from the flow's environment when the file is submitted.
+SlurmConfig checks the values of `#SBATCH` lines, and this module checks the paths; everything else is quoted for the
+shell. The file contains only the names of environment variables: sbatch takes their values from the flow's environment
+when the file is submitted.
 """
 
 import re
@@ -27,21 +28,21 @@ _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.-]+")
 
 
 def run_dir_of(job: Job) -> Path:
-    """The run's output directory, which has run.json."""
+    """Return the run's output directory, which contains run.json."""
     return Path(job.arguments[-1]).parent
 
 
 def job_name(job: Job) -> str:
-    """The name that squeue shows: athanor-train-<fingerprint>."""
+    """Return the name that squeue shows: athanor-train-<fingerprint>."""
     name = next((part for part in reversed(Path(job.name).parts) if "-" in part), Path(job.name).name)
     return "athanor-" + _NOT_IN_NAMES.sub("-", name)[:60]
 
 
 def render_sbatch(cluster: ClusterConfig, job: Job) -> str:
-    """The whole file, ready to be submitted.
+    """Return the whole file, ready to be submitted.
 
     Raises:
-        InputError: a path of the run cannot stand in an #SBATCH line.
+        InputError: a path of the run has a character that an #SBATCH line cannot contain.
     """
     config, run_json = cluster.slurm, Path(job.arguments[-1])
     run_dir = run_dir_of(job)
@@ -115,7 +116,7 @@ def _environment(cluster: ClusterConfig, job: Job) -> dict[str, str]:
 
 
 def _container(cluster: ClusterConfig) -> list[str]:
-    """The arguments of srun between its own options and the command; empty without a container."""
+    """Return the arguments between srun's own options and the command; empty without a container."""
     config = cluster.slurm
     if config.container_image is None:
         return []

@@ -1,5 +1,5 @@
-"""One file per metric, each equal to its published reference.
+"""Metrics, one per file, each equal to its published reference.
 
-In: an answer and its references. Out: numbers whose sums are the score.
+In: an answer and its references. Out: numbers whose sums determine the score.
 Read first: `contract.py`, then `exact_match.py`.
 """

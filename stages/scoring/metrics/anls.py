@@ -1,4 +1,4 @@
-"""ANLS: how alike the spellings of answer and reference are; below a half counts as 0."""
+"""ANLS: the similarity of an answer's and a reference's spelling; a similarity below 0.5 counts as 0."""
 
 from rapidfuzz.distance import Levenshtein
 
@@ -9,7 +9,7 @@ THRESHOLD = 0.5
 
 
 def similarity(answer: str, reference: str) -> float:
-    """1 - Levenshtein distance / length of the longer one, of normalised texts; 1 for two empty ones."""
+    """Return 1 - Levenshtein distance / length of the longer text, for normalised texts; 1 for two empty texts."""
     return Levenshtein.normalized_similarity(normalize(answer), normalize(reference))
 
 

@@ -1,4 +1,4 @@
-"""Scores of captions: CIDEr-D, corpus BLEU-4 and ROUGE-L over the words of `ptb_tokens`, as COCO scores them."""
+"""Scores of captions: CIDEr-D, corpus BLEU-4 and ROUGE-L over the words of `ptb_tokens`, equal to COCO's scores."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ _SIGMA = 6.0
 _BETA = 1.2
 
 Ngram = tuple[str, ...]
-# The tf-idf weights of a text's n-grams, its norm per order, and its length.
+# (tf-idf weights of a text's n-grams, its norm per order, its length)
 Vector = tuple[dict[Ngram, float], np.ndarray, int]
 
 
@@ -34,7 +34,7 @@ class Cider(Metric):
     value = MeanMetric.value
 
     def statistics(self, answers: Sequence[Judged]) -> np.ndarray:
-        """(n, 2) float64. Document frequencies come from all these references, so each row depends on all answers."""
+        """Return (n, 2) float64. Document frequencies come from all references, so a row depends on all answers."""
         if not answers:
             return np.zeros((0, 2))
         references = [[_count_ngrams(text) for text in answer.references] for answer in answers]
@@ -68,7 +68,7 @@ class Bleu(Metric):
     )
 
     def statistics(self, answers: Sequence[Judged]) -> np.ndarray:
-        # effective_order changes sentence scores, which are not used, and keeps sacrebleu from warning of them.
+        # effective_order changes only sentence scores, which are not used, and prevents warnings about them.
         bleu = BLEU(tokenize="none", force=True, effective_order=True)
         rows = []
         for answer in answers:
@@ -96,7 +96,7 @@ class RougeL(MeanMetric):
     source = "Lin 2004; pycocoevalcap 1.2, rouge/rouge.py, on words of tokenizer/ptbtokenizer.py as ptb_tokens.py"
 
     def score_one(self, answer: Judged) -> float:
-        # pycocoevalcap takes a text without words for one empty word.
+        # pycocoevalcap treats a text without words as one empty word.
         words = words_of(answer.answer) or ("",)
         precision = recall = 0.0
         for text in answer.references:
@@ -123,7 +123,7 @@ def _count_ngrams(text: str) -> Counter[Ngram]:
 
 
 def _vector(counts: Counter[Ngram], idf: dict[Ngram, float], unseen: float) -> Vector:
-    """The vector of a text; an n-gram of no reference counts as one of a single reference (`unseen`)."""
+    """Return the vector of a text; an n-gram in no reference counts as if it were in one reference (`unseen`)."""
     weights = {ngram: number * idf.get(ngram, unseen) for ngram, number in counts.items()}
     squares = np.zeros(_MAX_ORDER)
     for ngram, weight in weights.items():
@@ -133,7 +133,7 @@ def _vector(counts: Counter[Ngram], idf: dict[Ngram, float], unseen: float) -> V
 
 
 def _similarity(one: Vector, other: Vector) -> float:
-    """CIDEr-D of two texts without the factor 10: the mean over orders."""
+    """Return CIDEr-D of two texts without the factor 10: the mean over orders."""
     (weights, norms, length), (other_weights, other_norms, other_length) = one, other
     products = np.zeros(_MAX_ORDER)
     for ngram, weight in weights.items():

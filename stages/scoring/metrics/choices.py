@@ -1,4 +1,4 @@
-"""Multiple choice: the options that a question lists, and the one that an answer takes.
+"""Multiple choice: the options that a question lists, and the option that an answer chooses.
 
 Options are read from the question, in the forms that occur in data:
 
@@ -6,7 +6,7 @@ Options are read from the question, in the forms that occur in data:
     B. Carbon dioxide
     Options: Skateboarder, train, delivery, cab.         without letters: answered by an option's text
 
-An answer takes an option by its letter ("B", "(b)", "Answer: B", "B. Carbon dioxide") or by its text.
+An answer chooses an option by its letter ("B", "(b)", "Answer: B", "B. Carbon dioxide") or by its text.
 """
 
 import re
@@ -31,13 +31,13 @@ _ALONE = re.compile(r"(?<![\w'])([A-Z])(?![\w'])")
 _PRONOUN = re.compile(r"I\s+[a-z]")
 _ARTICLE = re.compile(r"A\s+(?!(?:is|because|since|as|seems|looks)\b)[a-z]")
 
-Options = Mapping[str, str]  # letter -> text; a letter without text is an option that a picture shows
+Options = Mapping[str, str]  # letter -> text; an option without text is shown in an image
 
 
 def parse_options(question: str) -> dict[str, str]:
-    """Letter -> text of the options that a question lists, in order; empty if it lists none.
+    """Return letter -> text of the options that a question lists, in order; empty if it lists none.
 
-    Of several lists the last counts. A list without letters gets them in order.
+    If there are several lists, the last one counts. A list without letters gets letters in order.
     """
     for form in (_LINE, _INLINE):
         options = _last_list([(match[1].upper(), (match[2] or "").strip()) for match in form.finditer(question)])
@@ -49,7 +49,7 @@ def parse_options(question: str) -> dict[str, str]:
 
 
 def _last_list(marked: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """The last run of A, B, C ... in order, with at least two options."""
+    """Return the last run of A, B, C ... in order, with at least two options."""
     last: dict[str, str] = {}
     run: dict[str, str] = {}
     for letter, text in marked:
@@ -63,9 +63,9 @@ def _last_list(marked: Sequence[tuple[str, str]]) -> dict[str, str]:
 
 
 def choose(answer: str, options: Options) -> str | None:
-    """The letter of the option that an answer takes; None if it takes none, or more than one.
+    """Return the letter of the option that an answer chooses; None if it chooses none, or more than one.
 
-    The text behind the last "Answer:", up to the end of its line, is read first, then the whole answer.
+    The text after the last "Answer:", up to the end of its line, is read first, then the whole answer.
     """
     answer = _MARKUP.sub("", answer)
     final = final_part(answer)
@@ -73,7 +73,7 @@ def choose(answer: str, options: Options) -> str | None:
 
 
 def final_part(answer: str) -> str:
-    """The text behind the last "Answer:", up to the end of its line; the whole text if there is none."""
+    """Return the text after the last "Answer:", up to the end of its line; the whole text if there is no "Answer:"."""
     behind = _FINAL.split(answer)[1:]
     return behind[-1].strip().split("\n")[0] if behind and behind[-1].strip() else answer
 
@@ -83,7 +83,7 @@ def _bare(text: str) -> str:
 
 
 def _exactly(answer: str, options: Options) -> str | None:
-    """The option that the whole text is: its letter, its text, or its letter and more."""
+    """Return the option that the whole text stands for: its letter, its text, or its letter followed by a text."""
     bare = answer.strip(_EDGES)
     if len(bare) == 1 and bare.upper() in options:
         return bare.upper()
@@ -95,7 +95,7 @@ def _exactly(answer: str, options: Options) -> str | None:
 
 
 def _somewhere(answer: str, options: Options) -> str | None:
-    """The one option that a sentence names, by the last "the answer is B", a letter by itself, or an option's text."""
+    """Return the only option that a text names, by the last "the answer is B", a single letter, or an option's text."""
     declared = [letter for letter in _DECLARED.findall(answer) if letter in options]
     if declared:
         return declared[-1]
@@ -107,15 +107,16 @@ def _somewhere(answer: str, options: Options) -> str | None:
 
 
 def _is_word(answer: str, place: int) -> bool:
-    """Whether the capital there is "I" before a verb, or the article that begins a sentence."""
+    """Whether the capital at this index is "I" before a verb, or an article at the start of a sentence."""
     begins = not answer[:place].strip() or answer[:place].rstrip(" ")[-1] in ".!?:\n"
     return bool(_PRONOUN.match(answer, place) or (begins and _ARTICLE.match(answer, place)))
 
 
 def _named(answer: str, options: Options) -> list[str]:
-    """Letters of options whose text occurs in an answer as whole words, but not inside the text of another option.
+    """Return letters of options whose text occurs in an answer as whole words, but not inside another option's text.
 
-    Empty for an answer of more than twice the length of all options: it may name one for any reason.
+    The result is empty for an answer of more than twice the length of all options, which may name an option for any
+    reason.
     """
     words = _bare(answer)
     texts = {letter: _bare(text) for letter, text in options.items() if _bare(text)}
@@ -131,7 +132,7 @@ def _holds(text: str, words: str) -> bool:
 
 
 def _options_of(answer: Judged) -> Options:
-    """The question's options. If it lists none and a reference is a letter (options in the picture), all letters."""
+    """Return the question's options; all letters if it lists none and a reference is a letter (image options)."""
     options = parse_options(answer.question)
     if options:
         return options
@@ -140,7 +141,7 @@ def _options_of(answer: Judged) -> Options:
 
 
 class MultipleChoice(MeanMetric):
-    """Share of answers that take the right option."""
+    """The share of answers that choose the right option."""
 
     name = "multiple_choice"
     definition = (

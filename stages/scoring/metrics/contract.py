@@ -1,8 +1,8 @@
-"""What a metric is: numbers per answer that add up, and the score that follows from their sums.
+"""The interface of a metric: additive numbers per answer, and a score computed from their sums.
 
-A mean of per-answer scores, a corpus score (BLEU, a micro F1) and an error rate differ in what they sum: a mean sums
-(score, 1), BLEU its matches and lengths. Every metric says what it sums, so that one bootstrap serves all of them: to
-resample answers is to weight rows.
+A mean of per-answer scores, a corpus score (BLEU, a micro F1) and an error rate differ in their sums: a mean sums
+(score, 1), and BLEU sums its matches and lengths. Every metric defines its summed numbers, so that one bootstrap works
+for all metrics: resampling answers means weighting rows.
 """
 
 from abc import ABC, abstractmethod
@@ -18,7 +18,7 @@ class Judged:
     """A model's answer, with the question and the right answers.
 
     Attributes:
-        question: the user's text before it, without image slots.
+        question: the user's text before the answer, without image slots.
         references: the right answers, at least one: the assistant's text, or the answers of all annotators.
         answer: the model's answer, without special tokens.
     """
@@ -29,13 +29,13 @@ class Judged:
 
 
 class Metric(ABC):
-    """One number over a set of answers.
+    """A metric: one number over a set of answers.
 
     Attributes:
-        name: its name in reports, tracking and recipes.
+        name: the metric's name in reports, tracking and recipes.
         definition: the exact definition, in a line or two.
-        source: the paper, or repository and file, of the definition; where ours differs, and why.
-        columns: the names of the numbers that `statistics` gives.
+        source: the paper, or repository and file, of the definition; also the differences of ours, and the reasons.
+        columns: the names of the columns of `statistics`.
         higher_is_better: False for error rates.
     """
 
@@ -47,24 +47,24 @@ class Metric(ABC):
 
     @abstractmethod
     def statistics(self, answers: Sequence[Judged]) -> np.ndarray:
-        """(n, columns) float64, one row per answer. Numbers of the whole set (a document frequency) come from the
-        references alone, so that two models' answers to the same questions are scored alike."""
+        """Return (n, columns) float64, one row per answer. Numbers of the whole set (a document frequency) depend only
+        on the references, so that two models' answers to the same questions are scored alike."""
 
     @abstractmethod
     def value(self, sums: np.ndarray) -> np.ndarray:
-        """(..., columns) -> (...): the score of sums of rows; NaN if there is nothing to score."""
+        """Map (..., columns) to (...): the score from sums of rows; NaN if there is nothing to score."""
 
     def unparsed(self, answers: Sequence[Judged]) -> np.ndarray | None:
-        """(n,) bool: whether the metric found nothing of its form in an answer, which then scores as wrong; None for a
-        metric that takes any text."""
+        """Return (n,) bool: whether an answer lacks the metric's form and therefore scores as wrong; None for a metric
+        that accepts any text."""
         return None
 
     def fields(self, answers: Sequence[Judged]) -> dict[str, dict[str, float]]:
-        """Field of the answers -> its own scores; empty for a metric that knows no fields."""
+        """Return field of the answers -> its own scores; empty for a metric without fields."""
         return {}
 
     def score(self, answers: Sequence[Judged]) -> float:
-        """The metric over a set of answers.
+        """Return the metric over a set of answers.
 
         Raises:
             ValueError: there are no answers; a mean over nothing is not a score.
@@ -81,7 +81,7 @@ class MeanMetric(Metric):
 
     @abstractmethod
     def score_one(self, answer: Judged) -> float:
-        """The score of one answer."""
+        """Return the score of one answer."""
 
     def statistics(self, answers: Sequence[Judged]) -> np.ndarray:
         return np.array([(self.score_one(answer), 1.0) for answer in answers]).reshape(-1, 2)

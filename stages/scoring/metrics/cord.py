@@ -1,8 +1,8 @@
-"""Receipts: tree edit accuracy and field F1, as Donut scores CORD.
+"""Scores of receipts: tree edit accuracy and field F1, as Donut scores CORD.
 
-An answer is text in either form of `dataset_builders.sources.cord_target`, alone or in a Markdown code fence, which
-untuned models like to write. A receipt is an object or a list of objects. Everything else scores as an empty receipt
-and is `unparsed`; so does free text, although a text alone is a tree of tags.
+An answer is text in either form of `dataset_builders.sources.cord_target`, with or without a Markdown code fence, which
+untuned models often write. A receipt is an object or a list of objects. Everything else scores as an empty receipt and
+is `unparsed`. So is free text, although a mere text would be a valid tree in tags.
 """
 
 import re
@@ -20,18 +20,18 @@ from stages.scoring.metrics.contract import Judged, MeanMetric, Metric
 _FENCE = re.compile(r"```\w*\s(.*?)(?:```|\Z)", re.DOTALL)
 _STARTS = ("{", "[", "<s_")
 
-# The normal form that is compared: objects whose values are lists of objects or of stripped texts.
+# The normal form for comparison: objects whose values are lists of objects or of stripped texts.
 Receipt = dict[str, list] | list
 Field = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node of a receipt's tree: its key, or a leaf's text.
+    """A node of a receipt's tree, labelled by its key or a leaf's text.
 
     Attributes:
-        weight: the cost to insert or remove it: a leaf's number of characters, else 1.
-        first: the place of its leftmost leaf in the order of children first; its own place if it has no children.
+        weight: the cost to insert or remove the node: a leaf's number of characters, else 1.
+        first: the index of its leftmost leaf in postorder; its own index if it has no children.
     """
 
     label: str
@@ -83,7 +83,7 @@ class CordFieldF1(Metric):
         return _unparsed(answers)
 
     def fields(self, answers: Sequence[Judged]) -> dict[str, dict[str, float]]:
-        """Path -> F1 and numbers of pairs, sorted by path, for every path that occurs in a reference or an answer."""
+        """Return path -> F1 and numbers of pairs, sorted by path, for every path in a reference or an answer."""
         counts = tuple(Counter[str]() for _ in range(3))
         for answer in answers:
             for total, pairs in zip(counts, _compared(answer)):
@@ -97,11 +97,11 @@ class CordFieldF1(Metric):
 
 
 def read_receipt(text: str) -> Receipt | None:
-    """The receipt in a text, normalised; None if there is none.
+    """Return the receipt in a text, normalised; None if there is none.
 
-    Normalised means: keys are sorted by length, then by letters; a single value becomes a list of one; leaves are
-    stripped texts; values that are empty, 0, false or null are left out, and in a list with a leaf everything but texts
-    and numbers.
+    Normalisation: keys are sorted by length, then alphabetically; a single value becomes a list of one; leaves are
+    stripped texts. Values that are empty, 0, false or null are removed. From a list with a leaf, everything except
+    texts and numbers is removed.
     """
     text = text.strip()
     if not text.startswith(_STARTS) and (fence := _FENCE.search(text)):
@@ -143,7 +143,7 @@ def _normalise(tree: Tree) -> Receipt:
         return [str(tree).strip()]
     if all(isinstance(item, dict) for item in tree):
         return [receipt for item in tree if (receipt := _normalise(item))]
-    # bool is an int to isinstance, and Donut leaves it out.
+    # bool is an int to isinstance, and Donut removes it.
     texts = (str(item).strip() for item in tree if type(item) in (str, int, float))
     return [text for text in texts if text]
 
@@ -160,7 +160,7 @@ def _fields(receipt: Receipt | str, path: str = "") -> Iterator[Field]:
 
 
 def _compared(answer: Judged) -> tuple[Counter[Field], Counter[Field], Counter[Field]]:
-    """(path, text) pairs that are right, too many, and missing, by the reference with the fewest wrong pairs."""
+    """Return the right, excess and missing (path, text) pairs, for the reference with the fewest wrong pairs."""
     predicted = Counter(_fields(_answer_of(answer) or {}))
     references = [Counter(_fields(reference)) for reference in _references_of(answer)]
     nearest = min(references, key=lambda one: ((predicted - one).total() + (one - predicted).total(), -one.total()))
@@ -168,7 +168,7 @@ def _compared(answer: Judged) -> tuple[Counter[Field], Counter[Field], Counter[F
 
 
 def _accuracy(predicted: list[Node], reference: list[Node]) -> float:
-    # The cheapest way from {}, the bare root, is to insert every other node.
+    # The cheapest edit from {}, which is only the root, is to insert every other node.
     size = sum(node.weight for node in reference[:-1])
     if size == 0:
         return float(len(predicted) == 1)
@@ -176,7 +176,7 @@ def _accuracy(predicted: list[Node], reference: list[Node]) -> float:
 
 
 def _nodes(receipt: Receipt) -> list[Node]:
-    """The tree's nodes, children first: one per key, a <subtree> per listed object, a leaf per text, and a root."""
+    """Return the tree's nodes in postorder: one per key, a <subtree> per listed object, a leaf per text, and a root."""
     nodes: list[Node] = []
 
     def add(tree: Receipt | str, label: str) -> None:
@@ -193,10 +193,10 @@ def _nodes(receipt: Receipt) -> list[Node]:
 
 
 def tree_distance(one: list[Node], two: list[Node]) -> int:
-    """The lowest cost of edits that turn one ordered tree into the other.
+    """Return the lowest cost of edits that convert one ordered tree into the other.
 
-    Zhang and Shasha 1989, Simple fast algorithms for the editing distance between trees and related problems. Equal to
-    `zss.distance` of zss 1.2.0, which also keeps the edits themselves and takes at least ten times as long.
+    Algorithm: Zhang and Shasha 1989, Simple fast algorithms for the editing distance between trees and related
+    problems. Equal to `zss.distance` of zss 1.2.0, which also stores the edits and takes at least ten times as long.
     """
     changes = [[_change(node, other) for other in two] for node in one]
     distances = [[0] * len(two) for _ in one]
@@ -207,12 +207,12 @@ def tree_distance(one: list[Node], two: list[Node]) -> int:
 
 
 def _key_roots(nodes: list[Node]) -> list[int]:
-    """The highest node of each leftmost leaf, in the order of nodes."""
+    """Return the highest node of each leftmost leaf, in the order of nodes."""
     return sorted({node.first: at for at, node in enumerate(nodes)}.values())
 
 
 def _fill(one: list[Node], two: list[Node], changes: list[list[int]], distances: list[list[int]]) -> None:
-    """Distances of all subtrees on the left edges of two subtrees, given those of the subtrees inside."""
+    """Fill in the distances of all subtrees on the left edges of two subtrees, from the distances of inner subtrees."""
     top, leftmost = one[0].first, two[0].first
     forest = [[0]]
     for other in two:

@@ -1,8 +1,8 @@
-"""Denotation accuracy: the same values, however numbers are written and lists are ordered.
+"""Denotation accuracy: equality of values, whatever the spelling of numbers and the order of lists.
 
-The text behind the last "Answer:" or "answer is" counts. Without one, if the reference is a solution of several lines
-that ends in a sentence, the last number of the answer's last line counts, else all of it. That text is a list of items,
-separated by semicolons, bars, line ends, or commas before a space.
+The text after the last "Answer:" or "answer is" counts. Without such a mark, if the reference is a solution of several
+lines that ends in a sentence, the last number of the answer's last line counts; otherwise the whole answer counts. The
+counted text is a list of items, separated by semicolons, bars, line ends, or commas before a space.
 """
 
 import math
@@ -44,7 +44,7 @@ class Value:
         text: the item, normalised.
         amount: the number in it, without its scale; None for other texts.
         scale: the factor of the number: 0.01 for a percent sign, 1e6 for "million", else 1.
-        unit: the words behind the number.
+        unit: the words after the number.
         date: year, month, day, -1 for one that is not given; None if the item is not a date.
     """
 
@@ -56,7 +56,7 @@ class Value:
 
     @property
     def identity(self) -> tuple[float, str] | tuple[int, int, int] | str:
-        """Equal for two items that say the same: their date, their number as written, or their text."""
+        """A value that is equal for items with the same meaning: the date, the number as written, or the text."""
         return self.date or (self.text if self.amount is None else (self.amount * self.scale, self.unit))
 
     def is_same_number(self, other: "Value") -> bool:
@@ -73,7 +73,7 @@ def _is_close(a: float, b: float) -> bool:
 
 
 def normalize_item(text: str) -> str:
-    """Lower case, without accents, citations, details in brackets at the end, outer quotes and one full stop."""
+    """Return lower case without accents, citations, final details in brackets, outer quotes and one full stop."""
     text = "".join(c for c in unicodedata.normalize("NFKD", text) if unicodedata.category(c) != "Mn")
     text, before = text.translate(_QUOTES).translate(_DASHES), None
     while text != before:
@@ -84,7 +84,7 @@ def normalize_item(text: str) -> str:
 
 
 def _without_citations(text: str) -> str:
-    """Without footnote marks and "[...]" at the end. Brackets at the beginning stay, but not a number in them."""
+    """Return the text without final footnote marks and "[...]". Initial brackets stay, but not a number in them."""
     while True:
         shorter = text.rstrip(_FOOTNOTE_MARKS)
         start = _last_group(shorter, "[", "]")
@@ -97,22 +97,23 @@ def _without_citations(text: str) -> str:
 
 
 def _without_details(text: str) -> str:
-    """Without " (...)" at the end."""
+    """Return the text without " (...)" at the end."""
     while (start := _last_group(text, " (", ")")) > 0:
         text = text[:start]
     return text
 
 
 def _last_group(text: str, opening: str, closing: str) -> int:
-    """The start of the longest group that ends with the text and is closed only there; -1 if there is none.
+    """Return the start of the longest group that ends with the text and is closed only there; -1 if there is none.
 
-    Searched by hand: a pattern that may repeat before the end takes quadratic time if a model repeats itself.
+    This is not a regular expression, because a pattern that may repeat before the end takes quadratic time if a model
+    repeats itself.
     """
     return text.find(opening, text.rfind(closing, 0, -1) + 1) if text.endswith(closing) else -1
 
 
 def parse_value(item: str) -> Value:
-    """An item of an answer as text, and as a number or date if it is one."""
+    """Parse an item of an answer: its text, and its number or date if it has one."""
     text = normalize_item(item)
     # Before details in brackets are removed: (1,234) is a loss.
     bare = " ".join(item.translate(_DASHES).strip().removesuffix(".").lower().split())
@@ -137,14 +138,14 @@ def _parse_date(text: str) -> tuple[int, int, int] | None:
 
 
 def is_solution(text: str) -> bool:
-    """Whether a text has several lines of which the last is a sentence, and no mark of the answer."""
+    """Whether a text has several lines, the last of which is a sentence, and no mark of the answer."""
     *before, last = text.strip().split("\n")
     is_sentence = last.endswith(".") and len(last.split()) >= _SENTENCE_WORDS
     return bool(before) and is_sentence and not _MARKER.search(text)
 
 
 def final_answer(text: str, in_solution: bool) -> str:
-    """The answer that a text gives; in a solution without a mark, the last number of the last line."""
+    """Return the answer that a text gives; in a solution without a mark, the last number of the last line."""
     text = _LATEX_FRACTION.sub(r"\1/\2", text.strip())
     marked = _MARKER.split(text)[-1].strip()
     if marked and marked != text:
@@ -157,7 +158,7 @@ def final_answer(text: str, in_solution: bool) -> str:
 
 
 def parse_items(text: str) -> list[Value]:
-    """The values of an answer, each once."""
+    """Return the values of an answer, each once."""
     text = text.strip()
     if text.startswith("[") and text.rstrip(".").endswith("]"):
         text = text.rstrip(".")[1:-1]
@@ -176,7 +177,7 @@ def is_same_denotation(reference: Sequence[Value], answer: Sequence[Value]) -> b
 
 
 class TableExactMatch(MeanMetric):
-    """Share of answers that give the same values as a reference."""
+    """The share of answers that give the same values as a reference."""
 
     name = "denotation_accuracy"
     definition = (

@@ -10,12 +10,12 @@ from stages.scoring.metrics.contract import Judged, MeanMetric, Metric
 
 
 def _ratio(edits: float, length: float) -> float:
-    """An error rate. For an empty reference it is 0 if the answer is empty, else worse than all others."""
+    """Return an error rate. For an empty reference it is 0 if the answer is empty, else infinite."""
     return edits / length if length else (0.0 if not edits else float("inf"))
 
 
 class ErrorRate(Metric):
-    """Edits over the length of the references, both summed over answers. Of several references the best one counts."""
+    """Edits over the length of the references, both summed over answers. Of several references, the best counts."""
 
     columns = ("edits", "length")
     higher_is_better = False
@@ -23,7 +23,7 @@ class ErrorRate(Metric):
 
     @abstractmethod
     def edits(self, answer: str, reference: str) -> tuple[int, int]:
-        """The number of edits that turn the reference into the answer, and the reference's length."""
+        """Return the number of edits that convert the reference into the answer, and the reference's length."""
 
     def statistics(self, answers: Sequence[Judged]) -> np.ndarray:
         rows = []

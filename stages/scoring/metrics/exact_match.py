@@ -1,18 +1,18 @@
-"""Exact match: the same text, but for case and white space."""
+"""Exact match: equality of texts, without regard to case and white space."""
 
 from stages.scoring.metrics.contract import Judged, MeanMetric
 
 
 def normalize(text: str) -> str:
-    """The text in lower case, stripped, with each run of white space made one space.
+    """Return the text in lower case, stripped, with each run of white space replaced by one space.
 
-    Nothing else changes: punctuation, accents, articles, number words and how a number is written all count.
+    Nothing else changes: punctuation, accents, articles, number words and the spelling of numbers all count.
     """
     return " ".join(text.lower().split())
 
 
 class ExactMatch(MeanMetric):
-    """Share of answers that are the text of a reference."""
+    """The share of answers that equal a reference."""
 
     name = "exact_match"
     definition = (

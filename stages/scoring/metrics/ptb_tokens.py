@@ -1,14 +1,15 @@
-"""The words of English captions, as PTBTokenizer of pycocoevalcap 1.2 gives them, without Java.
+"""The words of English captions, equal to the output of PTBTokenizer in pycocoevalcap 1.2, without Java.
 
-That one runs edu.stanford.nlp.process.PTBTokenizer of Stanford CoreNLP 3.4.1 with -preserveLines -lowerCase, and leaves
-out punctuation. The lexer takes the longest match at each place (context that is matched behind a token counts), and
-the first rule among equals. The rules below are those of its PTBLexer.flex that show in that output. Quirks are kept,
-because published scores have them: brackets stay as words ("-lrb-"), "!!" and "?!" stay, pounds are "#" and euros "$".
+pycocoevalcap runs edu.stanford.nlp.process.PTBTokenizer of Stanford CoreNLP 3.4.1 with -preserveLines -lowerCase, and
+removes punctuation. The lexer takes the longest match at each position (matched context after a token counts), and the
+first rule among equally long matches. The rules below are the rules of its PTBLexer.flex that affect this output.
+Quirks are kept, because published scores have them: brackets stay as words ("-lrb-"), "!!" and "?!" stay, pounds are
+"#" and euros "$".
 
-Differs, found by running both over 15,200 made-up strings (3 differ), 1,000 captions of COCO (none) and every character
-below U+3100 or from U+FB00 that is no space (4 in 100): which letters, marks and numbers of rarer scripts are words,
-and a name of a file behind a slash ("a/b.txt"). Both leave out characters outside of the Basic Multilingual Plane
-(emoji).
+Both tokenizers were compared on 15,200 made-up strings (3 differ), on 1,000 captions of COCO (none differ), and on
+every character below U+3100 or from U+FB00 that is not a space (4 in 100 differ). The differences are letters, marks
+and numbers of rarer scripts that count as words, and a file name after a slash ("a/b.txt"). Both omit characters
+outside of the Basic Multilingual Plane (emoji).
 """
 
 import re
@@ -32,7 +33,7 @@ _SPLIT_WORDS = frozenset(["cannot", "gonna", "gotta", "gimme", "lemme", "wanna"]
 _PLAIN_WORD = re.compile(r"[A-Za-z]+(?=[ \n])")
 
 _MARKS = "".join(chr(code) for code in range(0x300, 0xF00) if unicodedata.category(chr(code)).startswith("M"))
-# Superscripts, fractions and the like, which \w takes for letters.
+# Superscripts, fractions and similar characters, which \w treats as letters.
 _NUMERALS = "".join(c for c in map(chr, range(0x10000)) if c.isalnum() and not c.isalpha() and not c.isdecimal())
 _BARE = rf"[^\W\d_{_NUMERALS}]"
 _LETTER = rf"(?:{_BARE}|[\xad\u02c2-\u02ff{_MARKS}]|&[aeiouAEIOU](?:acute|grave|uml);)"
@@ -48,7 +49,7 @@ _HYPHENATED = r"[A-Za-z0-9][A-Za-z0-9.,\xad]*(?:-(?:" + _ACRONYM + r"\.|[A-Za-z0
 _D_OR_L = rf"(?:[dDoOlL]{_APOS_LIKE}{_ALNUM})?"
 _THING = rf"{_D_OR_L}{_ALNUM}+(?:[-_\u058a\u2010\u2011]{_D_OR_L}{_ALNUM}+)*"
 
-# Written with a capital only, as the words without are common.
+# Matched only with a capital, because the same words in lower case are common.
 _CAPITAL = "A(?i:rk|z)|D(?i:el)|I(?i:ll)|L(?i:a)|M(?i:ass|iss)|O(?i:re)|P(?i:a)|T(?i:ex)|W(?i:ash)"
 _ENDING = (
     "jan|feb|mar|apr|jun|jul|aug|sept?|oct|nov|dec|mon|tues?|wed|thurs?|thu|fri|ala|ariz|calif|colo|conn|ct|dak|fla|ga"
@@ -60,7 +61,7 @@ _LEADING = (
     "|lieut|hon|brig|co?mdr|pfc|spc|supts?|det|mt|ft|adj|adv|asst|assoc|ens|insp|mlle|mme|msgr|sfc|vs|alex|wm|jos"
     "|cie|a\\.k\\.a|cf|treas|ph|invt|elec|natl|dept"
 )
-# A single letter and full stop before these is a word at a sentence's end.
+# Before these words, a single letter with a full stop ends a sentence.
 _OPENERS = (
     "About|According|Additionally|After|An|A|As|At|But|Earlier|He|Her|Here|However|If|In|It|Last|Many|More|Mr\\.|Ms\\."
     "|Now|Once|One|Other|Our|She|Since|So|Some|Such|That|The|Their|Then|There|These|They|This|We|When|While|What|Yet"
@@ -72,7 +73,7 @@ _FILES = (
 )
 _BEFORE_NUMBERS = "ca|figs?|prop|nos?|art|bldg|prop|pp|op"
 
-# (pattern, whether it is a token at all); group 1 is the token where it is not the whole match.
+# (pattern, whether the match is a token); group 1 is the token if it is not the whole match.
 _RULES = [
     (re.compile(pattern), is_token)
     for pattern, is_token in [
@@ -167,7 +168,7 @@ _RULES = [
 
 @lru_cache(maxsize=1 << 16)
 def words_of(caption: str) -> tuple[str, ...]:
-    """The caption's words in lower case, without punctuation; line ends are spaces.
+    """Return the caption's words in lower case, without punctuation; line ends count as spaces.
 
     The result is cached: three metrics need the same texts.
     """
@@ -182,7 +183,7 @@ def words_of(caption: str) -> tuple[str, ...]:
 
 
 def _next(text: str, at: int) -> tuple[int, str]:
-    """The end of the token that begins at a place, and its written form; "" for no token."""
+    """Return the end of the token that begins at an index, and its written form; "" if there is no token."""
     plain = _PLAIN_WORD.match(text, at)
     if plain and plain[0].lower() not in _SPLIT_WORDS:
         return plain.end(), plain[0].lower()

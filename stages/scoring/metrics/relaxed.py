@@ -1,4 +1,4 @@
-"""Relaxed accuracy: numbers within 5 percent, other texts the same."""
+"""Relaxed accuracy: numbers within 5 percent, equality of other texts."""
 
 import math
 
@@ -8,13 +8,13 @@ MAX_RELATIVE_CHANGE = 0.05
 
 
 def _text(text: str) -> str:
-    """Stripped, without one full stop at the end."""
+    """Return the text stripped, without one full stop at the end."""
     text = text.strip()
     return text.removesuffix(".").rstrip()
 
 
 def _number(text: str) -> float | None:
-    """The number that a text is, "5%" as 0.05; None for anything but a finite number."""
+    """Return the number that the text represents, "5%" as 0.05; None for anything except a finite number."""
     try:
         number = float(text.rstrip("%")) / 100.0 if text.endswith("%") else float(text)
     except ValueError:
@@ -23,7 +23,7 @@ def _number(text: str) -> float | None:
 
 
 def is_relaxed_match(answer: str, reference: str) -> bool:
-    """Whether both are numbers and differ by at most 5 percent of the reference, or are the same text but for case."""
+    """Whether both are numbers that differ by at most 5 percent of the reference, or equal texts apart from case."""
     answer, reference = _text(answer), _text(reference)
     number, right = _number(answer), _number(reference)
     if number is None or right is None:
@@ -34,7 +34,7 @@ def is_relaxed_match(answer: str, reference: str) -> bool:
 
 
 class RelaxedAccuracy(MeanMetric):
-    """Share of answers that are right when read off a chart."""
+    """The share of answers that are right within 5 percent, for questions about charts."""
 
     name = "relaxed_accuracy"
     definition = (

@@ -1,8 +1,8 @@
-"""VQA accuracy over the answers of several annotators, and equality with one of them, on texts in EvalAI's form.
+"""VQA accuracy over the answers of several annotators, and equality with one of them, for texts in EvalAI's form.
 
-The normal form: lower case; no commas and question marks; other punctuation removed where a text has it beside a
-space, else made a space; no full stop but one before a digit; number words up to ten as digits; no articles;
-apostrophes put back into contractions.
+The normal form: lower case; no commas or question marks; other punctuation is removed if the text has it next to a
+space, otherwise replaced by a space; no full stops except before a digit; number words up to ten as digits; no
+articles; apostrophes restored in contractions.
 """
 
 import re
@@ -16,7 +16,7 @@ _FULL_STOP = re.compile(r"\.(?!\d)")
 _ARTICLES = frozenset({"a", "an", "the"})
 _NUMBER_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 _DIGITS = {"none": "0", **{word: str(number) for number, word in enumerate(_NUMBER_WORDS)}}
-# Each is recognised with any one of its apostrophes missing.
+# Each contraction is recognised with any one of its apostrophes missing.
 _CONTRACTED = """
 ain't aren't can't could've couldn't couldn't've didn't doesn't don't hadn't hadn't've hasn't haven't he'd he'd've
 he's how'd how'll how's isn't it'd it'd've it'll ma'am might've mightn't mightn't've must've mustn't needn't not've
@@ -26,12 +26,12 @@ there's they'd they'd've they'll they're they've 'twas wasn't we'd've we've were
 when's where'd where's where've who'd who'd've who'll who's who've why'll why're why's won't would've wouldn't
 wouldn't've y'all y'all'd've y'all'll you'd you'd've you'll you're you've
 """
-_MATCHED = 3  # other annotators who must agree for a full score
+_MATCHED = 3  # number of other annotators who must agree for a full score
 
 
 def _contractions() -> dict[str, str]:
-    """Contraction without one of its apostrophes -> in full."""
-    full_forms = {"somebody'd": "somebodyd"}  # the official table has this one the wrong way round
+    """Return contraction without one of its apostrophes -> full form."""
+    full_forms = {"somebody'd": "somebodyd"}  # the official table has this pair reversed
     for full in _CONTRACTED.split():
         full_forms.update({full[:i] + full[i + 1 :]: full for i, character in enumerate(full) if character == "'"})
     return full_forms
@@ -41,7 +41,7 @@ _CONTRACTIONS = _contractions()
 
 
 def evalai_normalize(text: str) -> str:
-    """The normal form of the VQA evaluation server; empty for a text of articles and punctuation alone."""
+    """Return the normal form of the VQA evaluation server; empty for a text of only articles and punctuation."""
     text = text.lower().replace(",", "").replace("?", "").replace("'s", " 's").strip()
     text = text.replace("\n", " ").replace("\t", " ").strip()
     beside_space = {mark for mark in _PUNCTUATION if mark + " " in text or " " + mark in text}
@@ -51,12 +51,12 @@ def evalai_normalize(text: str) -> str:
 
 
 def comparable(text: str) -> str:
-    """The normal form; if nothing is left of the text (the choice "A"), the text that exact match compares."""
+    """Return the normal form; if nothing is left of the text (the choice "A"), the text that exact match compares."""
     return evalai_normalize(text) or normalize(text)
 
 
 class VQAAccuracy(MeanMetric):
-    """Agreement with several annotators; three who agree are enough."""
+    """The agreement with several annotators; three who agree are enough."""
 
     name = "vqa_accuracy"
     definition = (
@@ -72,10 +72,10 @@ class VQAAccuracy(MeanMetric):
     )
 
     def score_one(self, answer: Judged) -> float:
-        """The score of one answer.
+        """Return the score of one answer.
 
         Raises:
-            InputError: there is one reference, so no other annotator is left and every answer would score 0.
+            InputError: there is only one reference, so there is no other annotator and every answer would score 0.
         """
         annotators = len(answer.references)
         if annotators < 2:
@@ -85,12 +85,12 @@ class VQAAccuracy(MeanMetric):
             )
         text = comparable(answer.answer)
         agreeing = sum(text == comparable(reference) for reference in answer.references)
-        of_agreeing = agreeing * min(1.0, (agreeing - 1) / _MATCHED)  # an annotator who agrees does not count himself
+        of_agreeing = agreeing * min(1.0, (agreeing - 1) / _MATCHED)  # an agreeing annotator is not counted for himself
         return (of_agreeing + (annotators - agreeing) * min(1.0, agreeing / _MATCHED)) / annotators
 
 
 class VQAExactMatch(MeanMetric):
-    """Share of answers that are a reference, spelling details apart."""
+    """The share of answers that equal a reference, apart from spelling details."""
 
     name = "vqa_em"
     definition = "1 where the answer equals any reference, both in EvalAI's normal form; else 0; the mean over answers"

@@ -1,4 +1,4 @@
-"""A computed permutation: every number once, another one for another key, no pattern that a person would see."""
+"""A computed permutation: every number once, another order for another key, no visible pattern."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""Which files of a source are which subset."""
+"""Which files of a source belong to which subset."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from dataset_builders.readers.file_patterns import list_files
 from dataset_builders.readers.row_files import subset_files, subset_patterns
 from tests.helpers.json_rows import write_file
 
-# names of files -> the subset of each
+# file names -> the subset of each
 SOURCES = {
     "three digits": ({f"{i:03d}.tar": "data" for i in range(60)}),
     "one digit": {"7.tar": "data", "8.tar": "data", "10.tar": "data"},
@@ -31,6 +31,6 @@ def test_a_running_number_has_any_number_of_digits(kind, tmp_path):
         write_file(tmp_path / name, b"")
     found = {file.name: subset for subset, files in subset_files(tmp_path, (), (".tar",)) for file in files}
     assert found == expected
-    for subset in set(expected.values()):  # a download by the patterns of a subset has all of its files
+    for subset in set(expected.values()):  # a download by the patterns of a subset includes all its files
         matched = {file.name for file in list_files(tmp_path, subset_patterns([subset], (".tar",)))}
         assert {name for name, other in expected.items() if other == subset} <= matched

@@ -1,4 +1,4 @@
-"""A parse as JSON or as Donut's tags, and back: every tree comes back as it was, or is refused."""
+"""A parse as JSON or as Donut's tags, and back: every tree is restored unchanged, or is refused."""
 
 import random
 from functools import partial
@@ -34,7 +34,7 @@ def leaf(rng):
 
 
 def tree(rng, depth, in_list=False):
-    """Any tree that has a form in tags: empty and one-item lists and objects, hostile texts and keys."""
+    """Return any tree that has a form in tags: empty and one-item lists and objects, hostile texts and keys."""
     kind = rng.random()
     if depth == 0 or kind < 0.35:
         return leaf(rng)
@@ -44,7 +44,7 @@ def tree(rng, depth, in_list=False):
 
 
 def values(rng, depth):
-    """Any tree of JSON."""
+    """Return any JSON tree."""
     kind = rng.random()
     if depth == 0 or kind < 0.4:
         return rng.choice(
@@ -56,7 +56,7 @@ def values(rng, depth):
 
 
 def same(a, b):
-    """Equal, and 1, 1.0 and True are three things."""
+    """Return whether a and b are equal, where 1, 1.0 and True differ."""
     return repr(sort(a)) == repr(sort(b))
 
 
@@ -98,7 +98,7 @@ def test_a_receipt_is_written_as_donut_writes_it_and_donuts_reader_reads_it():
 
 
 def plain_tree(rng, depth):
-    """What Donut's form is enough for: no list of fewer than two, no empty object, no list in a list."""
+    """Return a tree that Donut's form can hold: no list under two items, no empty object, no list in a list."""
     if depth == 0 or rng.random() < 0.4:
         return rng.choice(["a", "7.000", "b c", ""])
     if rng.random() < 0.4:

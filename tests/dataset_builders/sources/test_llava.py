@@ -15,7 +15,7 @@ ONE, TWO = png(1), png(2)
 
 
 def row(*values, names=("human", "gpt"), **fields):
-    """A row of these values, by turns from each of the names."""
+    """Return a row of these values, whose speakers alternate through `names`."""
     said = [{"from": names[i % len(names)], "value": value} for i, value in enumerate(values)]
     return {"id": "000000033471", **fields, "conversations": said}
 

@@ -1,4 +1,4 @@
-"""Other right answers of a message: kept beside it, no part of what makes two samples equal."""
+"""Other right answers of a message: kept with it, but ignored when two samples are compared."""
 
 import json
 

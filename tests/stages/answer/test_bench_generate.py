@@ -1,4 +1,4 @@
-"""The generation bench: both sides get the same questions, and it says what was the same."""
+"""The generation bench: both sides get the same questions, and the report prints how many answers were equal."""
 
 import pytest
 import torch

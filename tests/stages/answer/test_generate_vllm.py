@@ -1,4 +1,4 @@
-"""vLLM's adapter against a module of its interface: what it is given, what is made of its outputs. No vLLM here."""
+"""The vLLM adapter against a module with vLLM's interface: what it passes and how it reads outputs. No vLLM is used."""
 
 import json
 import shutil
@@ -34,7 +34,7 @@ END = 2
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """The arguments of vLLM's own that are used."""
+    """The arguments of vLLM's SamplingParams that are used."""
 
     temperature: float
     max_tokens: int
@@ -43,7 +43,7 @@ class SamplingParams:
 
 
 class LLM:
-    """Says token 70 so many times as the question has images, and ends, unless it is cut before."""
+    """Generates token 70 once per image of the question, then ends, unless the limit cuts it earlier."""
 
     made: ClassVar[list] = []
 

@@ -1,4 +1,4 @@
-"""run_stage in a directory and in an object store: reused, resumed, locked, published with the manifest last."""
+"""run_stage in a directory and in an object store: reuse, resume, lock, and the manifest published last."""
 
 import json
 import subprocess
@@ -40,7 +40,7 @@ def root(request, tmp_path, monkeypatch) -> StorePath:
 
 
 def shards(work: StorePath, fail_at: int | None = None) -> StageOutput:
-    """Three shards; raises before the one of that number."""
+    """Write three shards; raise before writing shard number `fail_at`."""
     entries, written = [], []
     for i in range(3):
         name = f"train/shard-{i:05d}.tar"

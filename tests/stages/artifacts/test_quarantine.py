@@ -1,4 +1,4 @@
-"""One writer for what every stage leaves out."""
+"""One writer for the quarantine of every stage."""
 
 import json
 

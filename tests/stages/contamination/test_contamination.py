@@ -1,5 +1,6 @@
-"""The contamination stage: copies in train are found and told by kind, other pictures are not, in any number of
-processes and after a kill."""
+"""The contamination stage: copies in train are found with their kind, other images are not, for any number of
+processes and after a kill.
+"""
 
 import json
 from pathlib import Path
@@ -33,7 +34,7 @@ def contaminate(artifact: Artifact, root: Path, resources: StageResources | None
 
 
 def planted(directory: Path) -> Artifact:
-    """Train shards and held-out samples with every kind of copy, and pictures that only look alike."""
+    """Return train shards and held-out samples with every kind of copy, and images that only look similar."""
     train = [sample(f"a/{i:08d}", encoded(chart(i)), encoded(receipt(i))) for i in range(8)]
     train += [sample("a/00000008", HALF_A_PNG), sample("a/00000009"), sample("b/00000000", encoded(chart(2)))]
     blank = encoded(Image.new("RGB", (200, 300), "white"))
@@ -119,7 +120,7 @@ def test_an_artifact_of_one_split_has_no_copies(tmp_path, split):
 
 
 def test_copies_in_a_converted_dataset(tmp_path):
-    """Raw rows through convert: files that differ are dealt to either split, whatever they show."""
+    """Raw rows through convert: different files may go to either split, whatever they show."""
     rows, twins = [], {}
     for i in range(24):
         picture = (chart, receipt)[i % 2](i)
@@ -134,10 +135,10 @@ def test_copies_in_a_converted_dataset(tmp_path):
             split_of[int(key.partition("/")[2])] = shard.split
     artifact = contaminate(samples, tmp_path / "root")
     apart = {i for i, twin in twins.items() if split_of[i] == "heldout" and split_of[twin] == "train"}
-    wanted = apart | {i + 2 for i in apart if i % 3 == 0}  # the third row shows the first one's file
+    wanted = apart | {i + 2 for i in apart if i % 3 == 0}  # the third row shows the first row's file
     found = contaminated_keys(artifact.dir)
     assert {int(key.partition("/")[2]) for key in found} == wanted and len(apart) >= 5
-    assert set(found.values()) == {"near"}  # never bytes: convert keeps equal files in one split
+    assert set(found.values()) == {"near"}  # never "bytes": convert keeps equal files in one split
 
 
 def test_processes_and_kills_change_nothing(tmp_path, monkeypatch):
@@ -159,7 +160,7 @@ def test_processes_and_kills_change_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(picture_scan, "scan_shard", lambda task: done.append(scan(task)) or task.shard.num_samples)
     progress: list[tuple[int, int]] = []
     again = contaminate(samples, tmp_path / "three", StageResources(on_progress=lambda *at: progress.append(at)))
-    assert len(done) == 3 and progress == [(19, 19)]  # two shards were there
+    assert len(done) == 3 and progress == [(19, 19)]  # two shards existed
     for other in (together, again):
         for name in (MANIFEST, "contamination.parquet", "report.json", "report.html"):
             assert (other.dir / name).read_bytes() == (alone.dir / name).read_bytes(), name
@@ -176,7 +177,7 @@ def test_pictures_on_white_paper_are_not_copies_of_each_other(tmp_path):
             sample("a/00000100", other_size),
             sample("a/00000101", encoded(Image.fromarray(dotted))),
             sample("a/00000102", encoded(receipt(0))),
-            sample("a/00000103", encoded(Image.new("L", (420, 300), 255))),  # the same white, lying
+            sample("a/00000103", encoded(Image.new("L", (420, 300), 255))),  # the same white page, in landscape
         ],
     }
     artifact = contaminate(make_samples_artifact(tmp_path / "samples", shards), tmp_path)

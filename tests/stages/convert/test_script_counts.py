@@ -1,4 +1,4 @@
-"""Letters by script."""
+"""Counts of letters by script."""
 
 import pytest
 

@@ -40,7 +40,7 @@ def model_with(directory: Path, text: str) -> Path:
     return hf_dir
 
 
-# template -> what the error says of it
+# template -> the error's text about it
 _HOSTILE = {
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}": "needs over 0.5 s of CPU",
     "{{ 9**(9**(messages|length + 8)) % 7 }}": "needs over 0.5 s of CPU",
@@ -74,7 +74,7 @@ def test_a_hostile_template_is_one_line_before_any_tokenizer(text, tmp_path, req
 
 _COUNTED = "<|im_start|>system\n{{ messages|length }} messages<|im_end|>\n"
 _HELD = "<|im_start|>system\nHello.<|im_end|>\n"
-# what is put before a sound template -> the trial whose prompt is not the beginning of its text
+# text inserted before a sound template -> the trial whose prompt is not a prefix of its text
 _UNLIKE_THE_PROMPT = {
     "{%- if add_generation_prompt %}" + _HELD + "{% endif -%}\n": "with 1 turn the",
     _COUNTED: "with 1 turn the",
@@ -95,7 +95,7 @@ def test_a_template_whose_text_is_not_its_prompt_is_refused_by_its_files_alone(a
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
 
 
-# Each text begins with its prompt, but one text of several turns does not begin with those of its first turns.
+# Each text begins with its prompt, but a text of several turns does not begin with the text of its first turns.
 REWRITING = (
     "{%- set ns = namespace(last=0) %}{% for m in messages %}"
     "{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor -%}\n"
@@ -118,7 +118,7 @@ def test_a_template_that_rewrites_questions_after_a_system_message_is_refused_by
 
 
 def test_a_template_that_refuses_system_messages_or_a_second_turn_passes(tmp_path):
-    """A conversation that it refuses is left out, with the template's own words."""
+    """A conversation that the template refuses is left out, with the template's own message."""
     sound = (tiny_hf_dir() / "chat_template.jinja").read_text()
     for condition in ("messages[0].role == 'system'", "messages|length > 2"):
         refusing = f"{{%- if {condition} %}}{{{{ raise_exception('no') }}}}{{% endif -%}}\n{sound}"

@@ -1,4 +1,4 @@
-"""Raw data from a directory, a file or the hub: a digest of what is read, and one clear line when it is not there."""
+"""Raw data from a directory, a file or the hub: a digest of the files read, and one clear line when it is missing."""
 
 import os
 import subprocess
@@ -223,7 +223,8 @@ for item in read_source(builder, found.dir, subsets, **options):
 
 
 def download(address, home, *arguments):
-    """What another process reads through the hub at this address; the environment is read at its start."""
+    """Return the output of a process that reads through the hub at this address. The environment is read at its
+    start."""
     environment = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"}
     command = [sys.executable, "-c", DOWNLOAD, *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=REPO)

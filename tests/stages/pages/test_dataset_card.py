@@ -1,4 +1,4 @@
-"""The card: its head is what the hub reads, foreign text cannot break it, and tokens are added later."""
+"""The card: the hub can read its header, foreign text cannot break it, and tokens are added later."""
 
 import yaml
 

@@ -97,7 +97,7 @@ def test_copies_are_parted_and_no_bin_overflows():
     rng = np.random.default_rng(0)
     samples = np.sort(rng.integers(0, 60, 200))
     sizes = np.stack([rng.integers(5, 40, 60), rng.integers(0, 3, 60)], 1)[samples]
-    bins = np.arange(200) // 4  # copies lie side by side
+    bins = np.arange(200) // 4  # copies are next to each other
     loads = np.stack([np.bincount(bins, sizes[:, i]) for i in range(2)], 1)
     room = loads.max(0)
     assert _together(bins, samples) > 100

@@ -1,4 +1,4 @@
-"""plan_bins: every sample of the epoch in a bin, no bin over its room, always the same; mixtures; partitions."""
+"""plan_bins: every sample of the epoch in a bin, no bin over its limit, deterministic; mixtures; partitions."""
 
 import json
 from collections import Counter
@@ -23,7 +23,7 @@ from tests.helpers.trees import tree_digest
 def _tokenized(
     directory: Path, rows: list[tuple[str, str, int, int, int]], partition_rows: int = 1_000_000
 ) -> Artifact:
-    """An artifact of the tokenize stage that has an index alone: (key, split, tokens, patches, images) of each row."""
+    """Write a tokenize artifact that has only an index: (key, split, tokens, patches, images) of each row."""
     directory.mkdir(parents=True)
     names = ("key", "split", "num_tokens", "num_patches", "num_images")
     extra = {"size": 10, "num_loss_tokens": 1, "checksum": 7}
@@ -168,7 +168,7 @@ def test_partitions_are_planned_by_themselves_with_any_number_of_workers(tmp_pat
     assert len(index_partitions(tokenized.dir)) == 3
     mixture = {"a": {"repeats": 0.6}}
     plan = _plan(tokenized, tmp_path / "one", mixture=mixture, epochs=2)
-    # 450 training samples in shards of 50, then the held-out ones: the third partition holds both
+    # 450 training samples in shards of 50, then the held-out samples: the third partition holds both
     names = {path.name for path in (plan.dir / "bins").iterdir()}
     train = {f"train-{epoch:03d}-{part:05d}.arrow" for epoch in (0, 1) for part in (0, 1, 2)}
     assert names == train | {"heldout-000-00002.arrow"}
@@ -193,7 +193,7 @@ def test_partitioning_changes_bins_and_not_what_is_trained_on(tmp_path):
 
 
 def _keys(plan: Artifact, epoch: int) -> list[str]:
-    """Keys of one planned epoch, sorted."""
+    """Return the keys of one planned epoch, sorted."""
     bins = read_bins(plan.dir, "train")
     first = sum(bins.epoch_sizes[:epoch])
     return sorted(ref.key for number in range(first, first + bins.epoch_sizes[epoch]) for ref in bins[number])

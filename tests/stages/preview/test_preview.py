@@ -1,4 +1,4 @@
-"""Preview pages: everything of the artifact is there, nothing foreign becomes HTML, and the bytes never change."""
+"""Preview pages: everything of the artifact is shown, no foreign text becomes HTML, and the bytes never change."""
 
 import io
 import os
@@ -78,7 +78,7 @@ class Made:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Made:
-    """A root as a run leaves it: convert, embedded_model, tokenize, plan_bins."""
+    """Return a root as a run leaves it: convert, embedded_model, tokenize, plan_bins."""
     root = tmp_path_factory.mktemp("root")
     shards = {
         "train/shard-00000.tar": [*_odd_samples(), *map(make_sample, range(8))],
@@ -91,7 +91,7 @@ def made(tmp_path_factory) -> Made:
     samples = Artifact.load(samples_dir)
     hf_dir = root / "artifacts" / "embedded_model" / ("e" * 16) / "hf"
     shutil.copytree(tiny_hf_dir(), hf_dir)
-    shutil.copytree(tiny_hf_dir("second"), hf_dir.parents[1] / ("d" * 16) / "hf")  # another one, which stands before it
+    shutil.copytree(tiny_hf_dir("second"), hf_dir.parents[1] / ("d" * 16) / "hf")  # another model, sorted before it
     inputs = {"samples": samples, "processor": processor_input(hf_dir)}
     config = TokenizeConfig(max_seq_len=1024, max_pixels=640 * 640, max_skip_fraction=1.0)
     tokenized = run_stage(TOKENIZE, config, inputs, root).artifact

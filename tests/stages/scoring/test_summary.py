@@ -1,4 +1,4 @@
-"""Scores by subset and what they come to, against sums by hand."""
+"""Scores by subset and their mean, against sums by hand."""
 
 import pytest
 
@@ -10,7 +10,7 @@ BOOTSTRAP = Bootstrap(resamples=500, seed=3)
 
 
 def answered(rows: list[tuple[str, str, str]]) -> AnswerSet:
-    """(subset, reference, answer), each a sample with a picture of its own."""
+    """Return (subset, reference, answer) rows as an answer set, each sample with its own image."""
     names = [f"{subset}/{number:08d}" for number, (subset, _, _) in enumerate(rows)]
     judged = [Judged(question="?", references=(reference,), answer=answer) for _, reference, answer in rows]
     return AnswerSet(

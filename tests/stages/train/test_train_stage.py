@@ -1,4 +1,4 @@
-"""The train and export stages around a trainer that keeps the contract and does no work."""
+"""The train and export stages with a trainer that keeps the contract and does no work."""
 
 import json
 import re
@@ -210,8 +210,9 @@ def test_checkpoints_survive_into_the_next_try(inputs, tmp_path, monkeypatch):
 def test_a_finished_training_whose_checkpoint_is_damaged_goes_on(
     inputs, tmp_path, caplog, monkeypatch, is_noticed_late
 ):
-    """Not reused: the trainer starts again where the files are, and its first line says what it resumes from.
-    `is_noticed_late`: a flow that was killed after the trainer's end finds its result and the damage."""
+    """It is not reused: the trainer resumes from the existing files, and its first line prints where it resumes.
+    `is_noticed_late`: a flow that was killed after the trainer's end finds its result and the damage.
+    """
     done = _run(inputs, tmp_path).artifact
     checkpoint = done.dir / done.manifest.stats["checkpoint"]
     assert _run(inputs, tmp_path).reused
@@ -251,7 +252,7 @@ def test_follower_hands_on_each_step_once_and_only_whole_lines(tmp_path):
     path.write_text(lines[0] + lines[1] + lines[2])
     follower.poll()
     assert steps == [1, 2, 3]
-    path.write_text(lines[0])  # a resumed trainer cuts back to its checkpoint, then goes on
+    path.write_text(lines[0])  # a resumed trainer truncates the file to its checkpoint, then continues
     follower.poll()
     path.write_text(lines[0] + metrics_row(4).model_dump_json() + "\n")
     follower.poll()
@@ -319,7 +320,7 @@ def test_exports_are_byte_identical(inputs, tmp_path):
 
 
 def test_weights_are_digested_while_they_are_written(inputs, tmp_path, monkeypatch):
-    """By the trainer, in its own process; the stage reads only the small files again."""
+    """The trainer computes the digests in its own process; the stage reads only the small files again."""
     from_train = _export_inputs(inputs, tmp_path)
     read = []
     original = intact.file_entry
@@ -347,7 +348,7 @@ def test_an_external_model_is_its_own_directory(tmp_path):
 
 
 def _features(root: Path, inputs, **parents: str) -> Artifact:
-    """Of the inputs' samples by their model, or by another one."""
+    """Return features of the inputs' samples by their model, or by another model."""
     made_of = {role: inputs[role].parent() for role in ("model", "tokenized")}
     made_of |= {role: made_of[role].model_copy(update={"fingerprint": other}) for role, other in parents.items()}
     stats = {"features": {"format_version": 1, "dtype": "bfloat16", "width": 192}}

@@ -32,7 +32,7 @@ REPO = Path(__file__).parents[4]
 
 @pytest.fixture
 def fake(tmp_path, monkeypatch) -> Iterator[FakeCluster]:
-    """A cluster that the kubeconfig leads to; nothing of it is left afterwards."""
+    """Yield a cluster that the kubeconfig points to, and remove everything of it afterwards."""
     (tmp_path / "root").mkdir()
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
@@ -69,7 +69,7 @@ def _launcher(tmp_path: Path, **changes) -> KubernetesLauncher:
 
 
 def _job(tmp_path: Path, code: str = "", **kwargs) -> Job:
-    """A job whose trainer is a few lines of Python, which the fake cluster runs instead."""
+    """Return a job whose trainer is a few lines of Python, which the fake cluster runs instead."""
     directory = tmp_path / "root" / "train-1"
     directory.mkdir(parents=True, exist_ok=True)
     script = directory / "job.py"
@@ -121,7 +121,7 @@ def _full(tmp_path: Path) -> ClusterConfig:
 
 def test_the_manifest_is_what_kubeflows_models_know(tmp_path):
     manifest = make_trainjob(_full(tmp_path), _job(tmp_path))
-    # The models pass over what they do not know: whatever they leave out is misspelt.
+    # The models ignore unknown fields, so a field that they leave out is misspelt.
     assert TrainerV1alpha1TrainJob.from_dict(manifest).to_dict() == manifest
     wrong = json.loads(json.dumps(manifest))
     wrong["spec"]["trainer"]["nodes"] = 2
@@ -239,7 +239,7 @@ def test_a_stream_that_breaks_loses_and_doubles_no_line(tmp_path, fake):
 
 
 def _rest(readings: list[list[str]]) -> tuple[list[str], list[str | None]]:
-    """What a follower makes of a log that is read so again and again, and the times that it asked for."""
+    """Return the result of a follower that reads the log in these portions, and the times that it asked for."""
     asked: list[str | None] = []
 
     def follow(since: str | None) -> list[bytes]:
@@ -257,7 +257,7 @@ def test_the_end_of_a_log_is_found_however_often_its_reading_breaks():
     lines, asked = _rest(readings)
     assert lines == ["a", "b", "c"]
     assert asked[:5] == [None, *["2026-01-01T00:00:01Z"] * 3, "2026-01-01T00:00:03Z"]
-    assert len(readings) in (6, 7)  # two that brought nothing; the first may have begun before the end was known
+    assert len(readings) in (6, 7)  # two brought nothing; the first may have begun before the end was known
 
 
 def test_lines_of_one_second_are_told_apart():
@@ -400,7 +400,7 @@ def test_a_living_job_of_other_settings_is_ended_first(tmp_path, fake):
     left = launcher.submit(_job(tmp_path, SAVES))
     _poll_until(launcher, left, lambda: "ready" in left.lines)
     left.log.close()
-    job = _job(tmp_path, "print('second')")  # the name is the same, what the file says is not
+    job = _job(tmp_path, "print('second')")  # same name, other file content
     run_job(_launcher(tmp_path), job)
     assert _own_lines(job.log_path.read_text().splitlines()) == ["second"]
     assert (tmp_path / "root" / "train-1" / "job.py.saved").exists()
@@ -438,7 +438,7 @@ def test_what_a_job_waits_for_is_said_once(tmp_path, fake):
     launcher.cancel(handle)
 
 
-# --- what a person can mend
+# --- errors that a person can fix
 
 
 def test_without_the_package_the_manifest_is_there_all_the_same(tmp_path, fake, monkeypatch):
@@ -508,9 +508,10 @@ def _free_port() -> int:
 
 @pytest.mark.full  # in the core: the command and variables of a pod, and its life around a small script
 def test_two_pods_train_and_go_on_after_they_were_cancelled(tmp_path, fake):
-    """torchrun's real command line with the variables that the torch plugin gives, two nodes of one process."""
+    """Uses torchrun's real command line with the variables that the torch plugin sets, two nodes of one process
+    each."""
     fake.command, fake.port = [], _free_port()
-    run = write_job(tmp_path / "root", num_steps=60, save_interval=20)  # so many that it is there to be cancelled
+    run = write_job(tmp_path / "root", num_steps=60, save_interval=20)  # enough steps to be cancelled while it runs
     run = run.model_copy(update={"hf_dir": shutil.copytree(run.hf_dir, tmp_path / "root" / "hf")})
     (run.output_dir / "run.json").write_text(run.model_dump_json())
     launcher = _launcher(tmp_path, nodes=2, processes=2, stop_grace_seconds=120, kubernetes={"gpus_per_node": 0})

@@ -1,4 +1,4 @@
-"""The SLURM launcher against commands that say what a test tells them; tests/service/test_slurm.py has a cluster."""
+"""The SLURM launcher against commands scripted by the test; tests/service/test_slurm.py uses a real cluster."""
 
 import os
 import re
@@ -370,7 +370,7 @@ def test_who_does_not_end_after_its_grace_is_cancelled_by_force(slurm, run_dir):
     slurm.say("CANCELLED", "0:00", file="cancelled")
     launcher.cancel(handle)
     assert slurm.calls()[-1] == "scancel --quiet 7"
-    launcher.cancel(handle)  # an ended one is left alone
+    launcher.cancel(handle)  # an ended job is not cancelled
     assert sum("scancel" in call for call in slurm.calls()) == 1
 
 
@@ -395,7 +395,7 @@ def test_times_of_the_queue(text, seconds):
 
 
 def _run_script(run_dir: Path, tell: int | None, result: str = "stopped", **variables: str) -> int:
-    """The rendered file by hand, with an srun that is told to stop or ends by itself."""
+    """Run the rendered file by hand, with an srun that gets a signal or ends by itself."""
     path = run_dir / SBATCH_FILE
     path.write_text(render_sbatch(_cluster(), _job(run_dir)))
     (run_dir / "result.json").write_text('{"status": "stopped"}')  # of an earlier try

@@ -1,6 +1,6 @@
-"""Fill in what the references say of the golden cases: python -m tests.stages.scoring.metrics.record_golden DIRECTORY
+"""Fill in the references' scores of the golden cases: python -m tests.stages.scoring.metrics.record_golden DIRECTORY
 
-DIRECTORY holds the references as they are published, each unpacked into a directory of its own:
+DIRECTORY holds the references as published, each unpacked into its own directory:
 
     lmms_eval     the wheel lmms-eval 0.7.3, from PyPI
     VLMEvalKit    open-compass/VLMEvalKit at e8e78f05
@@ -9,7 +9,7 @@ DIRECTORY holds the references as they are published, each unpacked into a direc
     PromptPG      lupantech/PromptPG at 7cf61b1b (TabMWP's own scores)
 
 jiwer and anls are imported. Only what a case needs is taken out of a file, since most import a whole framework. A
-golden file keeps its inputs; `score` of a case and `reference_score` of a difference are written anew.
+golden file keeps its inputs; `score` of a case and `reference_score` of a difference are written again.
 """
 
 import __future__
@@ -39,10 +39,10 @@ Reference = Callable[[Case], float]
 
 
 def names_of(text: str, names: tuple[str, ...], **given: object) -> dict[str, Any]:
-    """These functions, classes and constants of a module's text, run with what is given."""
+    """Return these functions, classes and constants of a module's text, executed with the names in `given`."""
     body = [node for node in ast.parse(text).body if names_in(node) & set(names)]
     space: dict[str, Any] = {"re": re, "string": string, "np": np, "os": os, **given}
-    # With lazy annotations, because the names in them are not there.
+    # Annotations are lazy, because their names are not defined here.
     module = ast.Module(body=body, type_ignores=[])
     exec(
         compile(module, "reference", "exec", flags=__future__.annotations.compiler_flag), space

@@ -1,4 +1,4 @@
-"""Options in questions, and which of them an answer takes."""
+"""Options in questions, and which option an answer takes."""
 
 import pytest
 
@@ -89,12 +89,12 @@ def test_unparsed_answers_are_wrong_and_counted():
 @pytest.mark.parametrize(
     ("question", "reference", "answer", "score", "unparsed"),
     [
-        # Options named without letters, the answer with a rationale.
+        # Options without letters; the answer has a rationale.
         (TAXI, "Cab.", "cab", 1, False),
         (TAXI, "Answer: cab.\nRationale: He is in transit.", "Answer: cab.\nRationale: He has luggage.", 1, False),
         (TAXI, "Answer: cab.\nRationale: The train left.", "Answer: train.\nRationale: He has a cab.", 0, False),
         (TAXI, "Cab.", "a bus", 0, True),
-        # Options in the picture.
+        # Options in the image.
         ("Solve that puzzle by choosing the appropriate letter.", "A", "A", 1, False),
         ("Solve that puzzle by choosing the appropriate letter.", "A", "", 0, True),
         ("Solve that puzzle by choosing the appropriate letter.", "C", "The answer is D.", 0, False),

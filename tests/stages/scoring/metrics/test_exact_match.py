@@ -1,4 +1,4 @@
-"""What counts as the same answer and what does not."""
+"""Which answers count as equal and which do not."""
 
 import pytest
 

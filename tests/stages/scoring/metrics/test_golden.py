@@ -12,7 +12,7 @@ TOLERANCE = 1e-6
 
 
 def others(name: str, kind: str) -> list[str]:
-    """The cases of a table whose score is another than the table has it."""
+    """Return the cases of a table whose score differs from the table's."""
     found = []
     for at, case in enumerate(GOLDEN[name][kind]):
         score = METRICS[name].score([judged(case)])
