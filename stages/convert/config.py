@@ -5,15 +5,12 @@ from typing import Any, Literal
 
 from pydantic import (
     Field,
-    SerializationInfo,
-    SerializerFunctionWrapHandler,
     ValidationError,
     field_validator,
-    model_serializer,
     model_validator,
 )
 
-from dataset_builders.contracts.strict import EVERY_FIELD, StrictModel
+from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.errors import shown
 from dataset_builders.pictures.images import PILLOW_PIXEL_LIMIT
 from dataset_builders.sources.registry import get_builder
@@ -66,6 +63,8 @@ class SourceReading(StrictModel):
 class ConvertConfig(SourceReading):
     """Identity of the sample shards, in addition to the raw rows."""
 
+    later_fields = ("max_rows",)
+
     max_rows: int | None = Field(
         default=None,
         ge=1,
@@ -95,14 +94,6 @@ class ConvertConfig(SourceReading):
         le=1,
         description="if a larger share is left out, exact duplicates aside, and at least 3, the stage fails",
     )
-
-    @model_serializer(mode="wrap")
-    def _as_before(self, whole: SerializerFunctionWrapHandler, info: SerializationInfo) -> Any:
-        """Omit `max_rows` if it is null, so that fingerprints from before this field stay valid."""
-        fields = whole(self)
-        if self.max_rows is None and info.context != EVERY_FIELD:
-            fields.pop("max_rows", None)
-        return fields
 
     @property
     def readings(self) -> dict[str, SourceReading]:

@@ -25,7 +25,7 @@ class Learn(StrictModel):
         return {"answers": value} if isinstance(value, str) else value
 
     @model_serializer(mode="wrap")
-    def _as_before(self, whole: SerializerFunctionWrapHandler, info: SerializationInfo) -> Any:
+    def dumped(self, whole: SerializerFunctionWrapHandler, info: SerializationInfo) -> Any:
         """Write only `answers` if `reasoning` is at its default, so that artifacts from before it are found."""
         return self.answers if self.reasoning and info.context != EVERY_FIELD else whole(self)
 

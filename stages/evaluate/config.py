@@ -1,16 +1,18 @@
 """The configs of evaluate and compare, in a separate file because the metrics' libraries take a second to load."""
 
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field, SerializationInfo, SerializerFunctionWrapHandler, field_validator, model_serializer
+from pydantic import Field, field_validator
 
-from dataset_builders.contracts.strict import EVERY_FIELD, StrictModel
+from dataset_builders.contracts.strict import StrictModel
 from stages.answer.config import AnswerConfig
 from stages.scoring.names import check_overrides
 
 
 class EvaluateConfig(AnswerConfig):
     """Identity: the questions, and the metrics."""
+
+    later_fields = ("adapter",)
 
     metrics: dict[str, list[str]] = Field(
         default={}, description="subset -> its metrics, the headline first; other subsets have the metrics of the table"
@@ -21,14 +23,6 @@ class EvaluateConfig(AnswerConfig):
         description="for trained adapters: merged: the merged model answers; beside: the base model answers with the "
         "unmerged adapter, which is not rounded",
     )
-
-    @model_serializer(mode="wrap")
-    def _as_before(self, whole: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
-        """Omit `adapter` at its default, so that scores from before this field are found."""
-        dumped = whole(self)
-        if self.adapter == "merged" and info.context != EVERY_FIELD:
-            del dumped["adapter"]
-        return dumped
 
     @field_validator("metrics")
     @classmethod

@@ -12,11 +12,11 @@ from dataset_builders.errors import shown
 from trainer.model.registry import EMBEDDED, get_family, get_variant, get_variants
 from trainer.model.shape import ModelShape
 
-_LATER = ("family", "dtype", "rotary_fraction", "delta")
-
 
 class EmbeddedDataConfig(StrictModel):
     """The default data: its sizes and its seed."""
+
+    later_fields = ("num_words",)
 
     seed: int = Field(ge=0, le=2**32 - 1, description="seed of picture sizes, phrasings and pairs")
     num_scans: int = Field(default=NUM_SCANS, ge=10, le=NUM_SCANS, description="digit scans used, one per row")
@@ -26,14 +26,6 @@ class EmbeddedDataConfig(StrictModel):
     num_pairs: int = Field(default=400, ge=0, le=10**6, description="rows that compare two scans, at most")
     num_texts: int = Field(default=300, ge=0, le=10**6, description="rows without a picture, at most")
     num_words: int = Field(default=0, ge=0, le=10**6, description="rows that ask for the digit as a word, at most")
-
-    @model_serializer(mode="wrap")
-    def _as_before(self, whole: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
-        """Omit `num_words` if it is 0, so that data from before this field is found."""
-        dumped = whole(self)
-        if self.num_words == 0 and info.context != EVERY_FIELD:
-            del dumped["num_words"]
-        return dumped
 
 
 class EmbeddedReceiptsConfig(StrictModel):
@@ -71,6 +63,8 @@ class EmbeddedModelConfig(StrictModel):
     Sizes that are not given come from the variant; the default is the family's smallest variant. A variant's name and
     its sizes written out make the same artifact.
     """
+
+    later_fields = ("family", "dtype", "rotary_fraction", "delta")
 
     kind: Literal["random"] = Field(default="random", description="random weights: the only kind")
     family: str = Field(default=EMBEDDED, description="qwen3_vl or qwen3_5; null variant: its smallest")
@@ -124,13 +118,11 @@ class EmbeddedModelConfig(StrictModel):
         return sizes | given | {"family": family}
 
     @model_serializer(mode="wrap")
-    def _as_before(self, whole: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
-        """Write sizes, not names, and omit later fields at Qwen3-VL's defaults, so that older artifacts are found."""
-        dumped = whole(self)
-        if info.context == EVERY_FIELD:
-            return dumped
-        unsaid = {name for name in _LATER if dumped[name] == type(self).model_fields[name].default}
-        return {name: value for name, value in dumped.items() if name not in {"kind", "variant", *unsaid}}
+    def dumped(self, whole: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
+        """Return the sizes. Only a dump of every field has the names that stand for them."""
+        fields = StrictModel.dumped(self, whole, info)
+        named = set() if info.context == EVERY_FIELD else {"kind", "variant"}
+        return {name: value for name, value in fields.items() if name not in named}
 
     @model_validator(mode="after")
     def _family_fits(self) -> "EmbeddedModelConfig":

@@ -1,11 +1,10 @@
 """The config of plan_bins: the limits of a bin, and the amount of each subset in an epoch."""
 
 from dataclasses import dataclass
-from typing import Any
 
-from pydantic import Field, SerializationInfo, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, model_validator
 
-from dataset_builders.contracts.strict import EVERY_FIELD, StrictModel
+from dataset_builders.contracts.strict import StrictModel
 
 
 class SubsetMix(StrictModel):
@@ -39,6 +38,8 @@ class BinLimits:
 class PlanBinsConfig(StrictModel):
     """Identity of the bins, in addition to the tokenized samples."""
 
+    later_fields = ("shares",)
+
     seq_len: int = Field(gt=0, le=2**24, description="tokens a bin holds")
     max_patches: int = Field(gt=0, le=2**26, description="vision patches a bin holds, before merging")
     max_images: int | None = Field(default=None, gt=0, le=2**24, description="images a bin holds; null: any number")
@@ -64,14 +65,6 @@ class PlanBinsConfig(StrictModel):
                 f"try {down or self.pad_multiple}"
             )
         return self
-
-    @model_serializer(mode="wrap")
-    def _without_newer_fields(self, whole: SerializerFunctionWrapHandler, info: SerializationInfo) -> Any:
-        """Omit `shares` if there are none, so that older fingerprints stay valid."""
-        fields = whole(self)
-        if not self.shares and info.context != EVERY_FIELD:
-            fields.pop("shares", None)
-        return fields
 
     @property
     def limits(self) -> BinLimits:

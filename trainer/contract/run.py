@@ -11,14 +11,11 @@ from typing import Any, Literal
 from pydantic import (
     BaseModel,
     Field,
-    SerializationInfo,
-    SerializerFunctionWrapHandler,
-    model_serializer,
     model_validator,
 )
 
 from dataset_builders.contracts.feature_store import FeatureType
-from dataset_builders.contracts.strict import EVERY_FIELD, StrictModel
+from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.errors import InputError
 from dataset_builders.storage.store import Location
 from trainer.contract.adapter import AdapterConfig
@@ -32,6 +29,8 @@ LONGEST_DECAY_IN_BFLOAT16 = 1 - 10 * 2**-9
 
 class OptimConfig(StrictModel):
     """AdamW with a linear warmup and a cosine decay. No weight decay on norms and biases."""
+
+    later_fields = ("moments", "warmup_fraction")
 
     lr: float = Field(gt=0, le=1, description="peak learning rate")
     min_lr_fraction: float = Field(ge=0, le=1, description="learning rate at the last step, as a fraction of the peak")
@@ -73,16 +72,6 @@ class OptimConfig(StrictModel):
                 )
         return self
 
-    @model_serializer(mode="wrap")
-    def _as_before(self, whole: SerializerFunctionWrapHandler, info: SerializationInfo) -> Any:
-        """Leave out newer fields at their defaults, so that older fingerprints stay valid."""
-        fields = whole(self)
-        if info.context != EVERY_FIELD:
-            for name in ("moments", "warmup_fraction"):
-                if getattr(self, name) == type(self).model_fields[name].default:
-                    fields.pop(name, None)
-        return fields
-
 
 class PartConfig(StrictModel):
     """The training of one part of the model: the vision encoder, its mergers, or the language model."""
@@ -104,6 +93,8 @@ class PartConfig(StrictModel):
 
 class TrainConfig(StrictModel):
     """Identity: everything that changes the trained weights or the recorded metrics."""
+
+    later_fields = ("adapter", "num_epochs")
 
     seed: int = Field(ge=0, le=2**32 - 1, description="order of the bins")
     num_steps: int | None = Field(default=None, gt=0, le=10**8, description="optimizer updates; null: num_epochs")
@@ -128,16 +119,6 @@ class TrainConfig(StrictModel):
     adapter: AdapterConfig | None = Field(
         default=None, description="low-rank adapters, which alone are trained; null: the parts are"
     )
-
-    @model_serializer(mode="wrap")
-    def _as_before(self, whole: SerializerFunctionWrapHandler, info: SerializationInfo) -> Any:
-        """Leave out newer fields that are null, so that older fingerprints stay valid."""
-        fields = whole(self)
-        if info.context != EVERY_FIELD:
-            for name in ("adapter", "num_epochs"):
-                if getattr(self, name) is None:
-                    fields.pop(name, None)
-        return fields
 
     def for_bins(self, num_bins: int) -> "TrainConfig":
         """Return this training with its epochs and warmup as numbers of steps, given the number of training bins.
