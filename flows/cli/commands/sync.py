@@ -7,7 +7,11 @@ from trainer.contract.names import EXIT_FAILED
 
 
 def sync_command(args: argparse.Namespace) -> int:
-    """Publish every run of which MLflow lacks something, and print one line per run; 1 if something still waits."""
+    """Send every run that is not completely in MLflow, and print one line per run.
+
+    Returns:
+        1 if something could not be sent, else 0.
+    """
     published = publish_waiting(args.root)
     for one in published:
         print(_line(one))
