@@ -160,7 +160,7 @@ def make_parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--launcher", choices=("torchrun", "slurm", "kubernetes"), help="also show what this launcher would submit"
     )
-    plan.add_argument("--gpu-memory", type=float, metavar="GB", help="also list the settings that fit such a GPU")
+    plan.add_argument("--gpu-memory", type=float, metavar="GB", help="also list settings that fit a GPU of this size")
     doctor = commands.add_parser("doctor", help="show what this machine has, what it lacks and how to install it")
     doctor.add_argument("--network", action="store_true", help="also try to reach the Hugging Face hub")
     ask = commands.add_parser("ask", help="ask an exported model a question about an image")
@@ -173,7 +173,7 @@ def make_parser() -> argparse.ArgumentParser:
     sweep = commands.add_parser("sweep", help="run a recipe once for every combination of some settings")
     _add_recipe(sweep)
     sweep.add_argument(
-        "--grid", metavar="A.B=[V1,V2]", action="append", default=[], help="values to try of a setting; repeatable"
+        "--grid", metavar="A.B=[V1,V2]", action="append", default=[], help="a setting and its values to try; repeatable"
     )
     lmms_eval = commands.add_parser("lmms-eval", help="write a task for lmms-eval that scores the model of a run")
     _add_recipe(lmms_eval)

@@ -100,6 +100,6 @@ def _who(choice: Placement) -> str:
 
 
 def _by_rank(cells: Iterable[str]) -> str:
-    """Return the cells of all ranks on one line; equal neighbours are shortened to "3 x cell"."""
+    """Return the ranks' cells on one line. Equal neighbours become "3 x cell", or just "cell" if all are equal."""
     runs = [(cell, len(list(same))) for cell, same in groupby(cells)]
     return ", ".join(cell if count == 1 or len(runs) == 1 else f"{count} x {cell}" for cell, count in runs)

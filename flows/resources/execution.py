@@ -1,4 +1,4 @@
-"""Execution: where and how a pipeline runs. Nothing here changes a byte of an artifact."""
+"""ExecutionConfig: where and how a pipeline runs. None of its settings changes a byte of an artifact."""
 
 from pydantic import Field
 

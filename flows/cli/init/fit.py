@@ -1,4 +1,4 @@
-"""The search for settings that fit a training into the memory of one GPU, by the estimate that `athanor plan` prints."""
+"""The search for settings that fit a training into the memory of one GPU, by the estimate of `athanor plan`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

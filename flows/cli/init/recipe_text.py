@@ -119,7 +119,7 @@ def _heldout(trial: Trial) -> float:
 
 
 def _value(value: str | Sequence[Any] | Mapping[str, Any]) -> str:
-    """Return a value as one line of YAML. The line is JSON, which is YAML too, except that plain names get no quotes."""
+    """Return a value as one line of YAML: as JSON, which is YAML too, except that a plain name gets no quotes."""
     if (
         isinstance(value, str)
         and value
