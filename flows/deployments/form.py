@@ -61,11 +61,11 @@ _WORDS = {
 _SECTIONS = {
     "": ("overrides", ""),
     "train": ("Training", "Steps, batch, precision, learning rates."),
-    "data": ("Data", "The embedded digits with other counts, or a source of your own."),
+    "data": ("Data", "Settings of the embedded digits, or a source of your own."),
     "model": ("Model", "A model of random weights, or a Qwen3-VL, Qwen3.5 or Qwen3 to start from."),
     "convert": ("Raw rows", "Which rows are read, held out and left out."),
-    "contamination": ("Contamination", "What counts as a held-out picture that occurs in train."),
-    "tokenize": ("Tokens and patches", "How samples are encoded, and which answers are learnt."),
+    "contamination": ("Contamination", "Which held-out images count as seen in train."),
+    "tokenize": ("Tokens and patches", "How samples are encoded, and which answers are trained on."),
     "plan_bins": ("Bins", "How samples are packed, and how much of each subset an epoch takes."),
     "encode_images": (
         "Image features",

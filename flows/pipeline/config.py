@@ -46,14 +46,14 @@ class DataSource(SourceReading):
     source: str = Field(description="directory, file, URL or hub name")
     name: str = Field(
         pattern="^[A-Za-z0-9-]{1,40}$",
-        description="what the names of its subsets begin with, before an underscore: mine_train",
+        description="prefix of the names of its subsets, followed by an underscore: mine_train",
     )
     share: float | None = Field(
         default=None,
         gt=0,
         le=10**6,
-        description="its share of an epoch's tokens, in proportion to the other shares; the scarcest is taken whole; "
-        "null: all of it",
+        description="its share of an epoch's tokens, in proportion to the other shares; the scarcest source is used "
+        "completely; null: all of the source",
     )
 
     @property
@@ -83,34 +83,35 @@ class PipelineConfig(StrictModel):
 
     name: str = Field(
         pattern="^[a-z0-9][a-z0-9-]*$",
-        description="of the MLflow experiment and of the registered model; where a recipe of the embedded digits reads "
-        "other data, these have the data's name",
+        description="name of the MLflow experiment and of the registered model; if an embedded recipe reads other "
+        "data, the name of the data is used instead",
     )
     data: Data = Field(
         description="settings of the embedded digits, or with kind=receipts of drawn receipts; or a directory, a file, "
         "a URL or a hub name; or a list of sources, each with name, source, builder, subsets, options and share"
     )
-    model: Model = Field(description="embedded model's settings; or an HF directory or hub name")
+    model: Model = Field(description="settings of an embedded model; or an HF directory or hub name")
     start_adapter: str | None = Field(
         default=None,
-        description="directory or hub name of a PEFT adapter that the training goes on from; null: fresh adapters",
+        description="directory or hub name of a PEFT adapter that the training starts from; null: new adapters",
     )
     convert: ConvertConfig
     contamination: ContaminationConfig | None = Field(
         default=ContaminationConfig(),
-        description="which held-out pictures count as seen in train and are left out of the scores; null: no search",
+        description="which held-out images count as seen in train and are left out of the scores; null: no search",
     )
     tokenize: TokenizeConfig
     plan_bins: PlanBinsConfig
     encode_images: EncodeImagesConfig | None = Field(
         default=None,
-        description="a frozen vision encoder encodes each image once, before the training; null: at every use",
+        description="settings with which a frozen vision encoder encodes each image once, before the training; null: "
+        "images are encoded at every use",
     )
     train: TrainConfig
     export: ExportConfig = ExportConfig()
     evaluate: EvaluateConfig
     compare: CompareConfig | None = Field(
-        default=CompareConfig(), description="comparison with the model before training; null: none"
+        default=CompareConfig(), description="comparison with the model before training; null: no comparison"
     )
     execution: ExecutionConfig = ExecutionConfig()
 
