@@ -128,7 +128,7 @@ def next_commands(
     picture, question = example_question(dirs["evaluate"], root)
     model = quoted(location(result["hf_dir"]))
     ask = f"{athanor} ask {model} {quoted(picture) if picture else '-'} {shlex.quote(question)}"
-    commands = [("see which tokens were learnt (open in a browser)", shorten(dirs["tokenize"] / REPORT_HTML))]
+    commands = [("see which tokens were trained on (open in a browser)", shorten(dirs["tokenize"] / REPORT_HTML))]
     if result["mlflow_url"]:
         command = service_command(root)
         page = ("see the run in MLflow", result["mlflow_url"])
@@ -137,7 +137,7 @@ def next_commands(
             when = ", at the same server" if command else ""
             text = f"compare it with the newest other run on the same data{when}"
             commands.append((text, result["compare_url"]))
-    commands.append(("ask the model about a picture", ask))
+    commands.append(("ask the model about an image", ask))
     lower = f"--set train.optim.lr={recipe.config.train.optim.lr / 2:g}"  # the last --set of a field counts
     change = " ".join([f"{athanor} run", *map(shlex.quote, arguments), f"--root {quoted(root)}", lower])
     commands.append(("change one setting; only the stages that depend on it run again", change))

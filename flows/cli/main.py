@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say_error(_one_line(error), args.debug)
         return EXIT_INPUT
     except KeyboardInterrupt as error:
-        _say_error("stopped; the same command goes on from what is finished", False)
+        _say_error("stopped; the same command resumes from the finished work", False)
         return 128 + (signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
     except BrokenPipeError:  # the reader of the output has ended, as in `athanor run | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -124,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BaseException as error:
         if type(error).__name__ != "TerminationSignal":  # Prefect's own exception for SIGTERM
             raise
-        _say_error("stopped; the same command goes on from what is finished", False)
+        _say_error("stopped; the same command resumes from the finished work", False)
         return 128 + signal.SIGTERM
 
 
@@ -317,18 +317,18 @@ def _why(error: Exception, root: Path, log_path: Path | None) -> tuple[int, str]
     if type(error).__name__ == "StageStopped":  # by name, since its heavy module may not be imported
         return EXIT_STOPPED, first_line(error)
     if log_path and not log_path.exists():
-        return EXIT_FAILED, f"--root {root} was deleted while the run went on; the same command begins anew"
+        return EXIT_FAILED, f"--root {root} was deleted during the run; the same command starts again"
     # On a full disk, Prefect's database or the trainer may fail first, with an error that does not mention the disk.
     free = shutil.disk_usage(root).free if root.exists() else _SPACE_LEFT
     if free < _SPACE_LEFT or os.strerror(errno.ENOSPC) in str(error):
-        room = "make room, and the same command goes on from what is finished"
+        room = "make room, and the same command resumes from the finished work"
         return (
             EXIT_FAILED,
             f"the disk of --root {root} is full ({free / 1e6:.1f} MB are free); {room} ({first_line(error)})",
         )
     if os.strerror(errno.EMFILE) in str(error):
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        room = f"{soft} are too few; `ulimit -n 4096`, and the same command goes on"
+        room = f"{soft} are too few; `ulimit -n 4096`, and the same command resumes"
         return EXIT_FAILED, f"a process ran out of open files: {room} ({first_line(error)})"
     where = f"log: {log_path}" if log_path else "--debug shows where in the code"
     return EXIT_FAILED, f"{first_line(error)} ({where})"

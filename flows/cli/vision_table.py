@@ -10,10 +10,10 @@ from trainer.contract.placement import LANGUAGE_RATE, VISION_RATE, Placement, Pl
 COLUMNS = ("images are encoded by", "vision", "language", "waiting", "step", "start, end", "memory", "tokens/s")
 _RATES = f"vision at {VISION_RATE / 1e12:.0f} and language at {LANGUAGE_RATE / 1e12:.0f} TFLOP/s per GPU"
 NOTE = f"""\
-Seconds per step by the FLOPs of a mean bin, {_RATES}, as measured on an
-H200 in bfloat16. Several numbers: of the pipeline's ranks, then of one that encodes alone. The pipeline's start and end
-are in the step and in the waiting; communication and update are not. Memory: of the fullest process. tokens/s: in those
-of the layout at hand."""
+Seconds per step, from the FLOPs of a mean bin with {_RATES}, as measured on an
+H200 in bfloat16. Where a cell has several numbers, they are of the pipeline's ranks, then of a rank that only encodes.
+The pipeline's start and end are part of the step and of the waiting; communication and update are not. Memory is that
+of the fullest process. tokens/s is relative to the present layout."""
 # If vision takes at least this share of a step, and there is a choice, the table is shown even where one process has
 # the whole model.
 LARGE_SHARE = 1 / 3
@@ -53,7 +53,7 @@ def advice(choices: Sequence[Placement]) -> str:
     more = best.bytes - now.bytes
     cost = f", and {more / 1e9:.3g} GB more in the fullest process" if more > 0.01 * now.bytes else ""
     if best is now:
-        text = "keep the layout at hand; nothing that has room gains more than 2%."
+        text = "keep the present layout; no layout that fits in memory gains more than 2%."
     elif best.name == "cached":
         text = f"set encode_images.dtype=bfloat16: {gain} where images are read in more than one epoch or run."
     else:

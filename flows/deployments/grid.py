@@ -25,7 +25,7 @@ def parse_grid(texts: Sequence[str]) -> dict[str, list[Any]]:
                 f"--grid {shown(text)} is not of the form a.b=[v1,v2], for example train.optim.lr=[1e-3,3e-3]"
             )
         if dotted.strip() in grid:
-            raise InputError(f"--grid {dotted.strip()} is there twice; give all its values in one list")
+            raise InputError(f"--grid {dotted.strip()} appears twice; give all its values in one list")
         grid[dotted.strip()] = parsed
     return grid
 

@@ -17,7 +17,7 @@ from prefect.exceptions import TerminationSignal
 from prefect.runtime import flow_run
 from prefect.states import Cancelled
 
-CANCELLED = "cancelled; Retry goes on from the last checkpoint"
+CANCELLED = "cancelled; Retry resumes from the last checkpoint"
 log = logging.getLogger("athanor.service")
 
 

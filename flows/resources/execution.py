@@ -8,7 +8,7 @@ from trainer.contract.run import TrainerExecution
 
 
 class ExecutionConfig(TrainerExecution):
-    """Where and how a pipeline runs; changes no result and is part of no fingerprint."""
+    """Settings of where and how a pipeline runs. They change no result and are part of no fingerprint."""
 
     num_workers: int = Field(default=0, ge=0, le=1024, description="processes of the data stages; 0: one per CPU core")
     dask_address: str | None = Field(

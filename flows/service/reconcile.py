@@ -40,9 +40,9 @@ from flows.service.orphans import OrphanWatch, living_flow_runs, marked_processe
 from flows.tracking.tracker import Tracker
 
 OPEN = [StateType.RUNNING, StateType.PENDING, StateType.CANCELLING]
-DIED = "its process died; Retry goes on from the last checkpoint"
-DIED_ALONE = "its process died; the same command goes on from the last checkpoint"
-AGAIN = "its worker died before it began; it is scheduled again"
+DIED = "its process died; Retry resumes from the last checkpoint"
+DIED_ALONE = "its process died; the same command resumes from the last checkpoint"
+AGAIN = "its worker died before the run started; it is scheduled again"
 _LABEL = "prefect.worker.name"
 log = logging.getLogger("athanor.service")
 

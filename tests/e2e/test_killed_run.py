@@ -63,6 +63,6 @@ def test_the_server_ends_too_and_the_next_start_ends_the_trainer_and_settles_the
     )
     assert done.returncode == 0, done.stderr
     settled, states = json.loads(done.stdout.splitlines()[-1])
-    assert settled == 1 and states.count("Crashed: its process died; the same command goes on from the last checkpoint")
+    assert settled == 1 and states.count("Crashed: its process died; the same command resumes from the last checkpoint")
     wait_for(lambda: not trainers(root) and not servers(root), 20, "end of what was left")
     assert list(root.glob("scratch/train-*/checkpoints/step-*")), "the trainer saved when it was told to stop"

@@ -117,7 +117,7 @@ def test_a_root_that_is_deleted_ends_the_run_in_one_line(tmp_path):
     run.wait_for_steps()
     wait_for(lambda: shutil.rmtree(run.root, ignore_errors=True) or not run.root.exists(), 20, "end of the root")
     said = run.end(1, 120)
-    assert "was deleted while the run went on; the same command begins anew" in last_line(said)
+    assert "was deleted during the run; the same command starts again" in last_line(said)
     assert not [path for path in run.root.rglob("*") if path.is_dir() and "artifacts" in path.parts]
 
 
@@ -157,7 +157,7 @@ def test_a_database_that_is_locked_for_90_seconds_loses_no_metric(tmp_path):
 def test_too_few_open_files_are_named_with_the_way_out(tmp_path):
     run = Run(tmp_path / "root", before=["/bin/bash", "-c", 'ulimit -n 64; exec "$@"', "run"])
     line = last_line(run.end(1))
-    assert "ran out of open files: 64 are too few; `ulimit -n 4096`, and the same command goes on" in line
+    assert "ran out of open files: 64 are too few; `ulimit -n 4096`, and the same command resumes" in line
     Run(tmp_path / "root").end()
 
 
@@ -185,7 +185,7 @@ def test_a_disk_that_fills_costs_the_stage_that_it_filled_in_alone(small_disk, u
         left = shutil.disk_usage(small_disk).free - 300_000
         file.write(bytes(left))
     line = last_line(Run(root).end(1))
-    assert f"the disk of --root {root} is full" in line and "the same command goes on from what is finished" in line
+    assert f"the disk of --root {root} is full" in line and "the same command resumes from the finished work" in line
     ballast.unlink()
     run = Run(root)
     run.end()

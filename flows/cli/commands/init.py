@@ -33,7 +33,7 @@ def init_command(args: argparse.Namespace) -> int:
     """
     out = Path(args.out or f"{data_name(args.data)}.yaml")
     if out.exists():
-        raise InputError(f"--out {out} is there already; delete it, or give --out another name")
+        raise InputError(f"--out {out} exists already; delete it, or give --out another name")
     if not out.absolute().parent.is_dir():
         raise InputError(f"--out {out}: {out.parent} is not a directory; make it, or give --out another name")
     memory = args.gpu_memory if args.gpu_memory is not None else gpu_memory_gb()

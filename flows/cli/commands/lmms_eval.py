@@ -88,7 +88,7 @@ def _artifacts(recipe: Recipe, args: argparse.Namespace) -> dict[str, Artifact]:
         if stage.artifact is None:
             sets = [word for override in args.overrides for word in ("--set", override)]
             run = shlex.join(["athanor", "run", args.recipe, *sets, "--root", str(args.root)])
-            raise InputError(f"{stage.name} of recipe {recipe.name} is not there yet ({stage.why}); make it by: {run}")
+            raise InputError(f"{stage.name} of recipe {recipe.name} is not made yet ({stage.why}); make it by: {run}")
         artifacts[stage.name] = stage.artifact
         if stage.name == "evaluate":
             break

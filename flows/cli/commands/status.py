@@ -56,7 +56,7 @@ def _now(client: SyncPrefectClient, run: FlowRun) -> str:
     """Return the stage that runs now, what the run waits for, or the duration of a run that has ended."""
     if run.state.type == StateType.SCHEDULED:
         late = run.expected_start_time is not None and run.expected_start_time < datetime.now(UTC)
-        return "waits for a free worker (`athanor up --max-runs`)" if late else "waits for its time"
+        return "waits for a free worker (`athanor up --max-runs`)" if late else "waits for its scheduled start"
     if run.state.type in (StateType.PENDING, StateType.PAUSED):
         return f"waits: {run.state.message or run.state.name}"
     if run.state.type not in (StateType.RUNNING, StateType.CANCELLING):

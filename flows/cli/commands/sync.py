@@ -16,7 +16,7 @@ def sync_command(args: argparse.Namespace) -> int:
     for one in published:
         print(_line(one))
     if not published:
-        print(f"nothing waits in {args.root}")
+        print(f"nothing is left to send in {args.root}")
     return EXIT_FAILED if any(one.problem for one in published) else 0
 
 

@@ -154,7 +154,7 @@ def test_where_all_metrics_are_there_it_says_so(root, capsys):
     plain = SETTINGS[:-1]
     assert lmms_eval(root, settings=plain) == 2, "another evaluation, which was not made"
     line = capsys.readouterr().err
-    assert line.startswith("athanor: evaluate of recipe embedded is not there yet (metrics: ")
+    assert line.startswith("athanor: evaluate of recipe embedded is not made yet (metrics: ")
     assert line.endswith(f"; make it by: athanor run embedded {shlex.join(_sets(plain))} --root '{root}'\n")
     config = load_recipe("embedded", plain).config.evaluate
     inputs = {role: artifact(root, stage) for role, stage in _evaluate_inputs(plain)}
@@ -171,12 +171,10 @@ def _sets(settings: list[str]) -> list[str]:
 def test_the_first_stage_that_is_missing_is_named(root, tmp_path, capsys):
     assert lmms_eval(root, "--set", "train.seed=5") == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(
-        "athanor: train of recipe embedded is not there yet (seed: 0 -> 5); make it by: athanor run "
-    )
+    assert line.startswith("athanor: train of recipe embedded is not made yet (seed: 0 -> 5); make it by: athanor run ")
     assert lmms_eval(tmp_path / "empty") == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "embedded_data of recipe embedded is not there yet (never made in this root)" in line
+    assert "embedded_data of recipe embedded is not made yet (never made in this root)" in line
     assert not (tmp_path / "empty").exists()
 
 

@@ -88,7 +88,7 @@ CIRCLE = "a symbolic link that leads back to itself"
     ("arguments", "words"),
     [
         (["plan", "deep.yaml"], "deep.yaml is nested too deeply to be read"),
-        (["plan", "twice.yaml"], "twice.yaml is not YAML: name is there twice"),
+        (["plan", "twice.yaml"], "twice.yaml is not YAML: name appears twice"),
         (["plan", "bytes.yaml"], "bytes.yaml cannot be read as text in UTF-8"),
         (["plan", LONG], "File name too long"),
         (["plan", "~nosuchuser/x"], NO_USER),
@@ -98,7 +98,7 @@ CIRCLE = "a symbolic link that leads back to itself"
         (["plan", "--set", f"{LONG}=1"], "unknown key xxx"),
         (["plan", "--set", "train.num_steps=1:30"], "train.num_steps='1:30' should be a valid integer"),
         (["plan", "--set", "train.num_steps=1:30.5"], "train.num_steps='1:30.5' should be a valid integer"),
-        (["plan", "--set", "convert.options={turns: all, turns: first}"], "turns is there twice"),
+        (["plan", "--set", "convert.options={turns: all, turns: first}"], "turns appears twice"),
         (["plan", "--set", "model=~nosuchuser/x"], NO_USER),
         (["plan", "--set", "data=~nosuchuser/x"], NO_USER),
         (["plan", "--set", "model=circle"], "'circle' is not a directory here"),

@@ -38,7 +38,7 @@ def run(kind: StateType, message: str | None = None, start: timedelta = -HOUR):
     ("of", "client", "text"),
     [
         (run(StateType.SCHEDULED), Client(), "waits for a free worker (`athanor up --max-runs`)"),
-        (run(StateType.SCHEDULED, start=HOUR), Client(), "waits for its time"),
+        (run(StateType.SCHEDULED, start=HOUR), Client(), "waits for its scheduled start"),
         (run(StateType.PENDING, "AwaitingConcurrencySlot"), Client(), "waits: AwaitingConcurrencySlot"),
         (run(StateType.COMPLETED, "all good"), Client(), "took 75 s"),
         (run(StateType.FAILED, "train: loss is nan\nmore"), Client(), "took 75 s: train: loss is nan"),

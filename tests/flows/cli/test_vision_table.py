@@ -81,7 +81,7 @@ def test_the_advice_is_one_line():
     assert said.startswith("Advice: set execution.parallel.vision=dealt: 1.20 times the tokens/s, and ")
     assert said.endswith(" GB more in the fullest process; not yet run over NCCL, only over gloo.")
     assert advice(placements(job(2, pp=2, seq_len=8192, vision="dealt"))) == (
-        "Advice: keep the layout at hand; nothing that has room gains more than 2%."
+        "Advice: keep the present layout; no layout that fits in memory gains more than 2%."
     )
     still = advice(placements(job(2, pp=2, seq_len=8192, still=("vision", "merger"))))
     assert still.startswith("Advice: set encode_images.dtype=bfloat16: 1.") and "epoch" in still

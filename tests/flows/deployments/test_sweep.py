@@ -67,7 +67,7 @@ def test_a_grid_is_expanded_in_order():
         (["train.optim.lr=1e-3"], "is not of the form a.b=[v1,v2]"),
         (["train.optim.lr=[1"], "is not YAML: expected ',' or ']'"),
         (["train.seed=[]"], "train.seed=[] is not a list of values to try"),
-        (["train.seed=[0]", "train.seed=[1]"], "train.seed is there twice"),
+        (["train.seed=[0]", "train.seed=[1]"], "train.seed appears twice"),
         (["train.seed=[0,1]", "train.optim.lr=[1e-3,3]"], "train.optim.lr=3 should be less than or equal to 1"),
         (["train.optim.lrr=[1]"], "unknown key train.optim.lrr; did you mean train.optim.lr?"),
         (["tokenize.max_seq_len=[512,4096]"], "tokenize.max_seq_len=4096 is more than a bin holds"),

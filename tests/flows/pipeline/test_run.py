@@ -374,7 +374,7 @@ def test_sigterm_gives_the_trainer_time_to_save(finished, capsys, monkeypatch):
     finally:
         thread.join()
         signal.signal(signal.SIGTERM, before)
-    assert "stopped; the same command goes on" in error_line(capsys)
+    assert "stopped; the same command resumes" in error_line(capsys)
     assert list((finished / "scratch").glob("train-*/saved"))
     client = connect(finished)
     experiment = client.get_experiment_by_name("athanor-embedded")

@@ -133,7 +133,7 @@ def test_a_run_whose_process_is_dead_is_settled(tmp_path, dead_pid, before, afte
     state = state_of(flow_run_id)
     assert state.type == after and read_runs(tmp_path) == []
     if before.type != after:
-        assert "goes on from the last checkpoint" in state.message
+        assert "resumes from the last checkpoint" in state.message
 
 
 def test_a_run_of_another_host_is_not_touched(tmp_path, dead_pid):

@@ -223,7 +223,7 @@ def test_sync_sends_what_waits_in_the_order_of_its_making(tmp_path, monkeypatch,
     assert main(["sync", "--root", str(tmp_path)]) == 0
     line = "embedded: 1 recipe, 2 stages, 12 steps, 1 score table, 1 file, 1 model, 1 end sent"
     assert sorted(capsys.readouterr().out.splitlines()) == [line, line]
-    assert main(["sync", "--root", str(tmp_path)]) == 0 and "nothing waits" in capsys.readouterr().out
+    assert main(["sync", "--root", str(tmp_path)]) == 0 and "nothing is left to send" in capsys.readouterr().out
     client = connect(tmp_path)
     runs = client.search_runs([client.get_experiment_by_name(EXPERIMENT).experiment_id], order_by=["start_time"])
     assert [run.data.tags["athanor.identity"] for run in runs] == ["two", "one"]

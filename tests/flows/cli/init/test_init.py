@@ -61,7 +61,7 @@ def test_a_recipe_is_not_overwritten(tmp_path, capsys):
     csv_paths(tmp_path / "data", draw_rows(1, 20))
     (tmp_path / "my.yaml").write_text("mine")
     status, _, err = init(tmp_path, capsys, tmp_path / "data")
-    assert status == 2 and "my.yaml is there already; delete it, or give --out another name" in err
+    assert status == 2 and "my.yaml exists already; delete it, or give --out another name" in err
     assert (tmp_path / "my.yaml").read_text() == "mine"
 
 
