@@ -1,4 +1,4 @@
-"""A command that is refused is refused at once: before what takes seconds to load is loaded."""
+"""A wrong command is refused at once, before any library that takes seconds to import is imported."""
 
 import json
 import shutil
@@ -71,7 +71,7 @@ def test_a_model_that_cannot_be_asked_is_refused_before_any_stage(spoil, words, 
 
 
 def check_refusal(arguments: list[str], words: str, tmp_path: Path) -> None:
-    """One line that holds these words, and no heavy library loaded."""
+    """Check that the command prints one line with these words and imports no heavy library."""
     code = f"import sys\nfrom flows.cli.main import main\nstatus = main({[*arguments, '--root', str(tmp_path)]})\n"
     code += f"print(status, sorted({HEAVY} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)

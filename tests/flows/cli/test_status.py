@@ -1,4 +1,4 @@
-"""`athanor status`: what each state of a run means, and a root without a run."""
+"""`athanor status`: the line for each state of a run, and a root without a run."""
 
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ HOUR = timedelta(hours=1)
 
 
 class Client:
-    """Answers with the task runs and the log lines, the newest first, of one flow run."""
+    """A client that returns the task runs and the log lines of one flow run, the newest first."""
 
     def __init__(self, tasks=(), logs=()):
         self.tasks, self.logs = tasks, logs
