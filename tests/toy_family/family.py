@@ -1,4 +1,5 @@
-"""The toy in one object, without torch; and the registration of an installed package, as an environment's path."""
+"""The toy family in one object, without torch; and a directory for sys.path that registers it like an installed
+package."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -16,13 +17,13 @@ MODEL_TYPE = "toy_gated_vl"
 
 
 class ToyTextKeys(qwen3_vl.TextKeys):
-    """text_config."""
+    """The keys of text_config."""
 
     rotary_dim: PositiveInt = 8
 
 
 class ToyKeys(qwen3_vl.Qwen3VLKeys):
-    """config.json."""
+    """The keys of config.json."""
 
     model_type: Literal["toy_gated_vl"]
     text_config: ToyTextKeys
@@ -30,7 +31,7 @@ class ToyKeys(qwen3_vl.Qwen3VLKeys):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ToyDecoderShape(DecoderShape):
-    """A decoder of two kinds of layers."""
+    """The shape of a decoder with two kinds of layers."""
 
     turned: int
 
@@ -48,7 +49,7 @@ class ToyDecoderShape(DecoderShape):
 
 
 def read_shape(config: Mapping[str, Any], path: Path | str = "config.json") -> ModelShape:
-    """Sizes as Qwen3-VL's, but for `text_config.rotary_dim`."""
+    """Return the sizes as Qwen3-VL has them, with `text_config.rotary_dim`."""
     keys = read_keys(ToyKeys, config, path)
     section, theta = qwen3_vl.mrope_of(keys.text_config, keys.text_config.rotary_dim, path)
     language = ToyDecoderShape(
@@ -73,7 +74,7 @@ FAMILY = dataclasses.replace(
 
 
 def write_distribution(directory: Path) -> Path:
-    """What installing a package that brings this family leaves behind: a directory for the path."""
+    """Write the files that an installation of a package with this family leaves, into a directory for sys.path."""
     info = directory / "toy_family-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-family\nVersion: 1.0\n")

@@ -1,4 +1,4 @@
-"""Our side of the toy: a layer of another kind, and its weights."""
+"""Athanor's side of the toy family: a layer of another kind, and its weights."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from trainer.layers.packed_layer import PackedLayer
 
 
 class GatedLayer(PackedLayer):
-    """What attention gives is multiplied by a gate of the layer's normalised input."""
+    """A layer in which the output of attention is multiplied by a gate of the layer's normalised input."""
 
     def __init__(self, config, *args: object, pg_collection=None, **kwargs: object) -> None:
         super().__init__(config, *args, pg_collection=pg_collection, **kwargs)
@@ -44,7 +44,7 @@ class GatedLayer(PackedLayer):
 
 
 class ToyModel(Qwen3VLModel):
-    """Qwen3-VL with a gate in every other layer; how many numbers of a head are turned, its shape says."""
+    """Qwen3-VL with a gate in every other layer. Its shape gives the number of rotated components of a head."""
 
     def layer_spec(self, modules: BackendSpecProvider, number: int) -> ModuleSpec:
         spec = super().layer_spec(modules, number)
@@ -52,7 +52,7 @@ class ToyModel(Qwen3VLModel):
 
 
 def rules(shape: ModelShape) -> Iterator[Rule]:
-    """Qwen3-VL's table, and the gates."""
+    """Return Qwen3-VL's table with the gates."""
     yield from qwen3_vl_rules(shape)
     for number in range(1, shape.language.num_layers, 2):
         hf = f"model.language_model.layers.{number}.self_attn.g_proj.weight"
