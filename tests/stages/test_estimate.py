@@ -1,4 +1,4 @@
-"""Parameters counted from a shape alone are those of the directory that is made from it."""
+"""Parameters counted only from a shape equal those of the directory that is made from it."""
 
 import pytest
 
@@ -18,7 +18,7 @@ from trainer.families.qwen3_5_vl.shape import read_shape
 from trainer.families.registry import get_family, read_model
 from trainer.families.targets import adapter_sizes
 
-TOKENS_ALONE = Work(1024, 0, 0, 0, 0)  # layers of one kind cost alike: equal pieces
+TOKENS_ALONE = Work(1024, 0, 0, 0, 0)  # layers of one kind have equal costs, so the pieces are equal
 
 
 def training(bins: int = 8, precision: str = "bfloat16", moments: str = "float32") -> TrainConfig:
@@ -131,13 +131,14 @@ def test_a_rank_between_may_be_the_fullest():
 
 
 def test_layers_of_two_kinds_keep_what_each_kind_keeps():
-    """Three delta layers with 2 key heads and 6 value heads of 16, two gated attentions with 6 heads of 32."""
+    """The model has three delta layers with 2 key heads and 6 value heads of 16, and two gated attentions with 6 heads
+    of 32."""
     shape = read_shape(hybrid_config("second"))
     width, logits = 48, 2 * 1024 * 512
     delta, gated = 4 * 32 + 5 * 96 + 6 * 6, 4 * width + 2 * 6 * 32
     kept = 3 * (13 * width + delta) + 2 * (13 * width + gated)
     assert memory(shape, max_patches=0)["activations"] == 1024 * 2 * kept + logits
-    inside = 2 * 32 + 2 * 96 + 4 * 6  # what the convolution and the rule give, and decay and beta in float32
+    inside = 2 * 32 + 2 * 96 + 4 * 6  # the outputs of the convolution and the rule, and decay and beta in float32
     selective = memory(shape, max_patches=0, recompute="selective")["activations"]
     assert selective == 1024 * 2 * (kept - 3 * inside) + logits
     full = memory(shape, max_patches=0, recompute="full")["activations"]
@@ -146,7 +147,7 @@ def test_layers_of_two_kinds_keep_what_each_kind_keeps():
 
 def test_micro_batches_in_flight_and_recomputation():
     pipeline = {"pp": 2, "max_patches": 4096}
-    # The first of two ranks keeps two micro batches; interleaved 5 of 4 passes through half of its layers.
+    # The first of two ranks keeps two micro batches. Interleaved, it keeps 5 of 4 passes through half of its layers.
     alone, two, many = (memory(num_micro_batches=n, **pipeline)["activations"] for n in (1, 2, 9))
     assert two == many == 2 * alone
     interleaved = memory(vpp=2, **pipeline | {"max_patches": 0}, seq_len=64)
@@ -168,7 +169,7 @@ def frozen(*parts: str, **settings: str) -> TrainConfig:
 
 
 def test_where_vision_is_dealt_every_rank_has_a_copy_of_it():
-    """Of two ranks the second is the fullest: it has 26 of 28 layers. Copies have no moments."""
+    """Of two ranks the second needs most memory: it has 26 of 28 layers. Copies have no moments."""
     pieces, sizes = (range(2), range(2, 28)), {"dp": 2, "seq_len": 1024, "max_patches": 0}
 
     def of(vision: str, train: TrainConfig = BFLOAT16, **changes: int) -> dict[str, int]:
@@ -188,8 +189,8 @@ def test_where_vision_is_dealt_every_rank_has_a_copy_of_it():
 
 
 def test_dealt_images_are_encoded_ahead_and_in_parts():
-    """A quarter of the images for twice four micro batches, with virtual stages three times four; in `first_rank` four
-    micro batches whole, or seven."""
+    """A quarter of the images for twice four micro batches, or three times four with virtual stages. With `first_rank`,
+    all images of four micro batches, or of seven."""
     sizes = {"pp": 4, "num_micro_batches": 32, "seq_len": 64}
 
     def of(**layout: object) -> int:
@@ -210,7 +211,7 @@ def test_what_is_frozen_has_weights_alone():
     still = memory(train=frozen("vision", "merger"))
     assert still["weights"] == 2 * sum(counts.values()) + 4 * counts["language"]
     assert still["gradients"] == 4 * counts["language"] and still["optimizer"] == 8 * counts["language"]
-    layer = 512 * 2 * 17 * QWEN_2B.vision.hidden_size  # the one that runs
+    layer = 512 * 2 * 17 * QWEN_2B.vision.hidden_size  # the micro batch that is running
     assert whole["activations"] - still["activations"] == (QWEN_2B.vision.num_layers - 1) * layer
     pieces = pipeline_pieces(QWEN_2B, ParallelConfig(), TOKENS_ALONE)
     saved = estimate_saved(QWEN_2B, ParallelConfig(), frozen("vision", "merger"), pieces=pieces, dp=1)
@@ -236,13 +237,13 @@ def test_a_rank_of_vision_alone():
 
 
 def test_what_was_measured_on_a_gpu():
-    """tests/bench/results/train_step_graphs_h200_2026-11-22.md: 80.2 GB without CUDA graphs; its 70.5 with them leave
-    out what the graphs hold."""
+    """tests/bench/results/train_step_graphs_h200_2026-11-22.md has 80.2 GB without CUDA graphs. Its 70.5 GB with graphs
+    do not include the memory of the graphs."""
     assert sum(memory(seq_len=8192, max_patches=25_300).values()) == pytest.approx(80.2e9, rel=0.05)
 
 
 def bench_memory(variant: str, adapter: AdapterConfig | None = None) -> float:
-    """GB of a training on bins as benches have them: 8,192 tokens and up to 32,768 patches."""
+    """Return the GB of a training on the benchmarks' bins: 8,192 tokens and up to 32,768 patches."""
     model = EmbeddedModelConfig(variant=variant, seed=0)
     family, shape = get_family(model.family), model.shape
     train = BFLOAT16.model_copy(update={"adapter": adapter})
@@ -251,15 +252,16 @@ def bench_memory(variant: str, adapter: AdapterConfig | None = None) -> float:
 
 
 def test_what_torch_reserved_on_bins_of_unequal_shapes():
-    """tests/bench/results, H200: qwen3_5_h200_2026-11-23.md, attention_256_h200_2026-11-24.md, lora_h200_2026-11-24.md;
-    145.8 GB were all that the card has for it, and another mix needed more."""
+    """From tests/bench/results, H200: qwen3_5_h200_2026-11-23.md, attention_256_h200_2026-11-24.md,
+    lora_h200_2026-11-24.md. 145.8 GB were all that the card had, and another mix needed more."""
     assert bench_memory("qwen3_5_2b") == pytest.approx(87.26, rel=0.08)
     assert 145.8 < bench_memory("qwen3_5_4b") < 1.08 * 145.8
     assert bench_memory("qwen3_vl_8b", AdapterConfig(rank=16, alpha=32)) == pytest.approx(68.99, rel=0.08)
 
 
 def test_fsdp_holds_some_weights_whole_for_a_moment():
-    """The embeddings, two layers, and the embeddings' gradient in two dtypes; with adapters the base has none."""
+    """They are the embeddings, two layers, and the embeddings' gradient in two dtypes. With adapters the base has no
+    gradient."""
     language, vision = QWEN_2B.language, QWEN_2B.vision
     outside = language.vocab_size * language.hidden_size + vision.num_positions * vision.hidden_size
     outside += QWEN_2B.parameters["merger"]
@@ -271,7 +273,7 @@ def test_fsdp_holds_some_weights_whole_for_a_moment():
 
 
 def test_a_start_that_takes_more_than_the_training_is_shown():
-    """Of many ranks, on short bins: the weights twice and the gradients are more than what a step has."""
+    """With many ranks and short bins, the weights twice and the gradients take more than a step."""
     parameters, short = sum(QWEN_2B.parameters.values()), {"seq_len": 64, "max_patches": 4}
     assert "start" not in memory(dp=1, **short) and "start" not in memory(dp=64, seq_len=8192)
     many = memory(dp=64, num_micro_batches=1, **short)
@@ -284,7 +286,7 @@ def test_a_start_that_takes_more_than_the_training_is_shown():
 
 
 def test_the_recipe_of_a_real_model_fits_a_gpu_of_80_gb():
-    """An H100 has 85.0e9 bytes, of which CUDA takes 2.6; bins of 8,192 tokens and 32,768 patches did not fit."""
+    """An H100 has 85.0e9 bytes, of which CUDA takes 2.6e9. Bins of 8,192 tokens and 32,768 patches did not fit."""
     bins = load_recipe("cauldron").config.plan_bins
     room = 85.0e9 - 2.6e9
     assert sum(memory(seq_len=bins.seq_len, max_patches=bins.max_patches).values()) < room / 1.05
@@ -298,14 +300,14 @@ def test_the_logits_of_one_chunk_are_held_however_long_the_bin():
 
 
 def adapted(*targets: str, base: str = "train_precision", rank: int = 16, **parts: PartConfig):
-    """A training with adapters, and what they add to the model of 2B."""
+    """Return a training with adapters, and the sizes that they add to the model of 2B."""
     config = AdapterConfig(rank=rank, alpha=32, targets=targets, base=base)
     train = BFLOAT16.model_copy(update={"adapter": config, **parts})
     return train, adapter_sizes(train, get_family("qwen3_vl"), QWEN_2B)
 
 
 def test_with_adapters_the_base_is_weights_alone():
-    """By hand: rank 16 over seven modules of 28 layers is 17,432,576 parameters, as PEFT counts them."""
+    """By hand, rank 16 over seven modules of 28 layers gives 17,432,576 parameters, which is also PEFT's count."""
     train, sizes = adapted("attention", "mlp")
     assert sizes.parameters == 17_432_576
     parameters, half = sum(QWEN_2B.parameters.values()), memory(train=train, adapters=sizes)
@@ -321,7 +323,7 @@ def test_with_adapters_the_base_is_weights_alone():
 
 
 def test_tensor_parallel_ranks_divide_a_part_of_each_adapter():
-    """A's of column-parallel layers and B's of row-parallel ones are whole on every rank."""
+    """The A matrices of column-parallel layers and the B matrices of row-parallel layers are complete on every rank."""
     train, sizes = adapted("attention", "mlp")
     layer = 3 * 2048 + 2 * 2048 + 2048 + 2048  # columns of q, k, v, gate, up; rows of o and down
     whole = 16 * 28 * layer
@@ -330,7 +332,8 @@ def test_tensor_parallel_ranks_divide_a_part_of_each_adapter():
 
 
 def test_a_base_in_float8():
-    """The language layers' matrices take a byte less, not embeddings, norms and vision; one of them is unpacked."""
+    """The language layers' matrices take one byte less per weight; embeddings, norms and vision do not. One matrix is
+    unpacked at a time."""
     train, sizes = adapted("attention", "mlp", base="float8")
     matrices = 28 * (2048 * 4096 + 2048 * 2048 + 3 * 2048 * 6144)
     whole = memory(train=train, adapters=adapted("attention", "mlp")[1])

@@ -1,4 +1,4 @@
-"""The plan on disk: what is written is read back, bin by bin, and nothing else is opened."""
+"""The plan on disk: it is read back as it was written, bin by bin, and no other file is opened."""
 
 import json
 
@@ -22,7 +22,7 @@ def _rows(first: int, count: int, split: str) -> list[dict]:
 
 
 def _write(directory, partitions) -> list[list[dict]]:
-    """Write (split, epoch, number, rows, bins); the rows of every bin."""
+    """Write (split, epoch, number, rows, bins), and return the rows of every bin."""
     entries = []
     for split, epoch, number, rows, bins in partitions:
         table = pa.Table.from_pylist(rows, schema=INDEX_SCHEMA)

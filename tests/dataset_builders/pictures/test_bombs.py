@@ -1,4 +1,4 @@
-"""Small files that promise much work: none takes as long as the fuzz allows, or hundreds of megabytes."""
+"""Small files that ask for much work: none takes longer than the fuzz limit, or hundreds of megabytes."""
 
 import struct
 import time
@@ -22,7 +22,7 @@ def _chunk(kind: bytes, body: bytes) -> bytes:
 
 
 def _png(before: bytes = b"", pixels: bytes | None = None, after: bytes = b"") -> bytes:
-    """A 16 x 16 PNG with chunks before and after its pixels, which are given compressed."""
+    """Return a 16 x 16 PNG with chunks before and after its pixels, which are given compressed."""
     header = _chunk(b"IHDR", struct.pack(">IIBBBBB", 16, 16, 8, 2, 0, 0, 0))
     raw = zlib.compress((b"\0" + b"\x55" * 48) * 16)
     data = _chunk(b"IDAT", raw if pixels is None else pixels)
@@ -47,7 +47,7 @@ def _gif_with(blocks: bytes, frames: int = 1) -> bytes:
 
 
 def _tiff(tags: list[tuple[int, int, int, int]], next_directory: int = 0, tail: bytes = b"") -> bytes:
-    """A grey 16 x 16 TIFF with more tags, (tag, type, count, value), whose pixels and tail follow the directory."""
+    """Return a grey 16 x 16 TIFF with more tags (tag, type, count, value). Its pixels and tail follow the directory."""
     place = 8 + 2 + 12 * (9 + len(tags)) + 4
     own = [(256, 3, 1, 16), (257, 3, 1, 16), (258, 3, 1, 8), (259, 3, 1, 1), (262, 3, 1, 1), (273, 4, 1, place)]
     own += [(277, 3, 1, 1), (278, 3, 1, 16), (279, 4, 1, 256)]
@@ -106,7 +106,7 @@ BOMBS: dict[str, tuple[Callable[[], bytes], str]] = {
 
 
 def _memory(name: str) -> int:
-    """Megabytes of this process: VmRSS now, VmHWM at most."""
+    """Return the memory of this process in megabytes: VmRSS is the present, VmHWM the largest value."""
     return int(Path("/proc/self/status").read_text().partition(f"{name}:")[2].split()[0]) // 1024
 
 

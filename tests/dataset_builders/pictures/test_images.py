@@ -1,4 +1,4 @@
-"""What is refused and why, and that every accepted pixel format becomes the RGB a person would see."""
+"""Which images are refused and why, and that every accepted pixel format becomes the RGB that a person would see."""
 
 import io
 import subprocess
@@ -68,7 +68,7 @@ def test_a_jpeg_decoder_may_fail_as_it_likes(monkeypatch):
 
 
 def test_postscript_is_not_even_parsed():
-    """Pillow would hand it to Ghostscript."""
+    """Pillow would pass it to Ghostscript."""
     with pytest.raises(SkipSample, match="no image format that is read here"):
         open_rgb(encode(picture(1), "EPS"))
 
@@ -88,7 +88,8 @@ def test_pillows_own_guard_is_on_and_covers_open_rgb():
 
 @pytest.mark.parametrize("image_format", ["PNG", "JPEG", "WEBP", "GIF", "TIFF", "BMP", "PPM"])
 def test_no_cut_is_accepted_as_another_picture(image_format):
-    """Cut anywhere, an image is refused as truncated, or (only its end marker missing) shows every pixel."""
+    """An image that is cut anywhere is refused as truncated. If only its end marker is missing, it shows every
+    pixel."""
     data = encode(picture(3), image_format)
     whole = pixels(data)
     assert check_image(data, LIMITS).format == image_format
@@ -170,7 +171,7 @@ def test_broken_exif_in_a_text_chunk_keeps_the_picture():
 
 
 def test_the_exif_maker_makes_working_blocks():
-    """Else the test above would prove nothing."""
+    """Otherwise the test above would prove nothing."""
     assert check_image(jpeg_with_exif(picture(6), orientation_exif(6)), LIMITS).orientation == 6
 
 
@@ -241,7 +242,8 @@ def test_a_large_picture_is_flattened_block_by_block_to_the_same_pixels(mode, mo
 
 
 def test_a_large_picture_with_transparency_takes_twice_its_own_memory():
-    """88 million pixels: 4 bytes each as RGBA, as many as RGB, and blocks; all at once it was 1,684 MB."""
+    """88 million pixels take 4 bytes each as RGBA, as many as RGB, and blocks. Converted all at once they took 1,684
+    MB."""
     code = """
 import io
 from PIL import Image

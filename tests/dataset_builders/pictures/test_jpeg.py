@@ -1,4 +1,5 @@
-"""JPEG files: healthy and odd ones are read, damaged ones refused with a reason, and none costs more than seconds."""
+"""JPEG files: valid and unusual ones are read, damaged ones are refused with a reason, and none takes more than
+seconds."""
 
 import io
 import struct
@@ -35,7 +36,7 @@ def reads(data: bytes, whole: bool) -> str:
 
 
 def scenery(width: int = 160, height: int = 128) -> Image.Image:
-    """Slopes with noise: every block of the file holds many coefficients, as a photo's does."""
+    """Return slopes with noise, so that every block of the file has many coefficients, as in a photo."""
     random = np.random.RandomState(3)
     rows, columns = np.mgrid[0:height, 0:width]
     slopes = np.stack([rows * 3 + columns, rows + columns * 5, 255 - rows], -1)
@@ -47,7 +48,7 @@ def scan_places(data: bytes) -> list[int]:
 
 
 def with_scans(data: bytes, scans: int) -> bytes:
-    """The progressive file with its last scan again and again."""
+    """Return the progressive file with its last scan repeated."""
     places = scan_places(data)
     return data[:-2] + data[places[-1] : -2] * (scans - len(places)) + _END
 
@@ -74,7 +75,7 @@ def _put_in(data: bytes, segment: bytes, marker: int) -> bytes:
     return data[:2] + bytes([0xFF, marker]) + struct.pack(">H", len(segment) + 2) + segment + data[2:]
 
 
-# What is odd and legal, or so common that every program reads it: whole pictures all.
+# Files that are unusual but legal, or so common that every program reads them: complete images all of them.
 _ODD = {
     "bytes behind the end": lambda data: data + b"\0" * 40,
     "text behind the end": lambda data: data + b"hello",
@@ -120,7 +121,7 @@ def _swapped_restart(data: bytes) -> bytes:
     return data[:first] + data[second:]
 
 
-# Damage that Pillow reads without a word: (of which kinds, what is done, reason)
+# Damage that Pillow does not report: (the kinds of file, the damage, the reason)
 _DAMAGE = {
     "cut at two thirds, end mark put behind": (
         _KINDS,
@@ -149,7 +150,7 @@ def test_damage_that_pillow_keeps_silent_about_is_refused(name):
 
 
 def test_a_progressive_file_of_its_first_scans_is_whole_by_its_format():
-    """It is blurred, but nothing says that there were more: an encoder may write this."""
+    """The image is blurred, but nothing shows that more scans existed: an encoder may write such a file."""
     data = jpeg_of("progressive")
     for place in scan_places(data)[1:]:
         assert reads(data[:place] + _END, whole=True) == "read"
@@ -182,18 +183,18 @@ def test_the_largest_picture_may_have_twice_the_usual_scans():
 
 
 def test_scans_hidden_from_the_count_would_be_scans_hidden_from_the_decoder():
-    """Bytes between scans that a naive walk would take for the length of a segment."""
+    """There are bytes between scans that a naive parser would take for the length of a segment."""
     data = jpeg_of("progressive with restart markers", picture(1))
     places = scan_places(data)
     for between in (b"\xff\xff", b"\0\0", b"\xff\xd3", b"\xff\x02\xff\xff", b"\xff\xd8\xff\xff", b"\xff\0\xff\xff"):
         many = data[:-2] + (between + data[places[-1] : -2]) * 200 + _END
         assert reads(many, whole=False) in ("bomb", "decode_error"), between
-    scan = data[places[-1] : -2]  # libjpeg-turbo steps over a code without a meaning on its way to the next restart
+    scan = data[places[-1] : -2]  # libjpeg-turbo skips a code without a meaning on its way to the next restart
     assert reads(data[:-2] + (scan[:10] + b"\xff\x02\xff\xff" + scan[10:]) * 200 + _END, whole=False) == "bomb"
 
 
 def _sequential_of_many_scans() -> bytes:
-    """Components in scans of their own, each again and again: a baseline file that is no single scan."""
+    """Return a baseline file with many scans: each component in scans of its own, repeated."""
     data = encode(picture(1), "JPEG", subsampling=0)
     place = data.index(_SCAN)
     head, body = data[:place], data[place + 14 : -2]
@@ -205,7 +206,7 @@ def test_a_sequential_file_of_many_scans_is_refused_too():
 
 
 def test_a_file_of_too_many_scans_is_not_decoded(monkeypatch):
-    """They cost 0.5 s of CPU at 18 kB, and 5 s at 40 kB with data in them."""
+    """The scans take 0.5 s of CPU at 18 kB, and 5 s at 40 kB with data in them."""
     data = encode(Image.new("RGB", (1000, 1000), (90, 90, 90)), "JPEG", progressive=True)
     assert check_image(with_scans(data, 100), LIMITS).width == 1000
     monkeypatch.setattr(jpeg.simplejpeg, "decode_jpeg", lambda *given, **options: pytest.fail("decoded"))
@@ -230,7 +231,8 @@ def test_libtiff_bounds_the_scans_of_a_jpeg_inside():
 
 
 def damaged_jpegs(rng: np.random.Generator) -> Iterator[bytes]:
-    """Baseline, progressive and grey files with restart markers or none: bytes changed, cut out, or the end cut off."""
+    """Yield baseline, progressive and grey files, with or without restart markers, with bytes changed, cut out, or the
+    end cut off."""
     kinds = [
         {},
         {"progressive": True},

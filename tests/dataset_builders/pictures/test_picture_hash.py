@@ -1,4 +1,4 @@
-"""The perceptual hash: its definition, and how far apart copies and different pictures lie."""
+"""The perceptual hash: its definition, and the distances between copies and between different images."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ LIMITS = ContaminationConfig()
 
 
 def slow_phash(thumbnail: np.ndarray) -> int:
-    """The definition, written out: DCT-II sums in float64."""
+    """Return the hash by its definition, with DCT-II sums in float64."""
     n, place = THUMBNAIL_SIDE, np.arange(THUMBNAIL_SIDE)
     low = np.zeros((8, 8))
     for u in range(8):
@@ -69,7 +69,7 @@ def drawn(kind: str, count: int) -> list[Image.Image]:
 
 @pytest.mark.parametrize("kind", ["charts", "receipts", "digits"])
 def test_copies_are_within_the_limits(kind):
-    """Of pictures whose shorter side is at least 64 pixels, so that half of it is as wide as a thumbnail."""
+    """This holds for images whose shorter side is at least 64 pixels, so that half of it is as wide as a thumbnail."""
     for picture in [p for p in drawn(kind, 20) if min(p.size) >= 64][:6]:
         for name, data in copies(picture):
             bits, difference = distances(encoded(picture), data)
@@ -78,7 +78,7 @@ def test_copies_are_within_the_limits(kind):
 
 @pytest.mark.parametrize("kind", ["charts", "receipts", "digits"])
 def test_different_pictures_are_not(kind):
-    """The hash alone would call many of them equal; the thumbnails do not."""
+    """With only the hash, many of them would count as equal; with the thumbnails they do not."""
     looks = [look_at(encoded(picture)) for picture in drawn(kind, 90)]
     hashes = np.array([look.phash for look in looks], np.uint64)
     thumbnails = np.array([np.frombuffer(look.thumbnail, np.uint8) for look in looks]).astype(np.float32)

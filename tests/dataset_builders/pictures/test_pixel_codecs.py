@@ -1,4 +1,4 @@
-"""Codecs: three ways to store pixels, the same patches out of each."""
+"""Codecs: three ways to store pixels give the same patches."""
 
 import itertools
 
@@ -21,7 +21,7 @@ from tests.helpers.pixels import image_config
 from tests.helpers.samples import make_image
 
 CODECS = ("u8", "u8_zstd", "original")
-# More than ten, so that names in the order of letters would mix them up.
+# More than ten, so that an alphabetical order of the names would be wrong.
 IMAGES = {
     f"{i}.{'jpg' if i % 2 else 'png'}": make_image(60 + 9 * i, 80, i, "RGB", "JPEG" if i % 2 else "PNG")
     for i in range(12)

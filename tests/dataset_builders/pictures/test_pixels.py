@@ -1,4 +1,4 @@
-"""The fast decoder against Pillow: bit-equal on what it takes, and every file is judged as Pillow judges it."""
+"""The fast decoder against Pillow: bit-equal on the files that it accepts, and every file gets Pillow's verdict."""
 
 import io
 import itertools
@@ -35,7 +35,7 @@ _SLOW_KINDS: dict[str, dict[str, object]] = {"CMYK": {"mode": "CMYK"}, "CMYK pro
 
 
 def _picture(width: int, height: int, seed: int) -> np.ndarray:
-    """(height, width, 3) uint8: slopes, hard edges or noise."""
+    """Return (height, width, 3) uint8: slopes, hard edges or noise."""
     random = np.random.RandomState(seed)
     rows, columns = np.mgrid[0:height, 0:width]
     if seed % 3 == 0:
@@ -54,7 +54,7 @@ def _jpeg(picture: np.ndarray, quality: int, mode: str = "RGB", **options: objec
 
 
 def _jpegs() -> Iterator[tuple[str, bytes]]:
-    """Hundreds of whole files: (kind, bytes)."""
+    """Return hundreds of intact files: (kind, bytes)."""
     for number, (width, height) in enumerate(_SIZES):
         for quality, (kind, options) in itertools.product(_QUALITIES, _KINDS.items()):
             yield kind, _jpeg(_picture(width, height, number), quality, **options)
@@ -65,7 +65,7 @@ def _jpegs() -> Iterator[tuple[str, bytes]]:
 
 @pytest.fixture(autouse=True)
 def _room_for_tiny_noise(monkeypatch):
-    monkeypatch.setattr(ImageFile, "MAXBLOCK", 1 << 20)  # Pillow's guess at an optimized file is short for noise
+    monkeypatch.setattr(ImageFile, "MAXBLOCK", 1 << 20)  # Pillow's estimate of a file's size is too small for noise
 
 
 def _fast(data: bytes) -> np.ndarray | None:
@@ -100,7 +100,7 @@ def test_a_sampling_that_was_not_tried_goes_to_pillow(sampling):
 
 @pytest.mark.parametrize("marker", [0xC3, 0xC9, 0xCA])
 def test_a_frame_that_was_not_tried_goes_to_pillow(marker):
-    """Lossless and arithmetic coding."""
+    """Tested with lossless and with arithmetic coding."""
     data = bytearray(_jpeg(_picture(64, 64, 0), 90))
     data[data.index(b"\xff\xc0") + 1] = marker
     assert _fast(bytes(data)) is None
@@ -118,7 +118,7 @@ def test_exif_turns_both_decodings_alike(orientation):
 
 
 def _damaged(data: bytes, random: np.random.RandomState) -> Iterator[bytes]:
-    """Cut, flipped, with a hole, with something put in or after."""
+    """Return a damaged file: cut, flipped, with a hole, or with bytes inserted or appended."""
     yield from (data[: random.randint(1, len(data))] for _ in range(6))
     yield from (data[: len(data) - n] for n in (1, 2, 3))
     yield data[: random.randint(len(data) // 2, len(data))] + b"\xff\xd9"

@@ -1,4 +1,4 @@
-"""What a row may name as its image, and what it may not: nothing of this machine outside of the source."""
+"""Which images a row may name: none on this machine outside the source."""
 
 import os
 import urllib.parse
@@ -135,7 +135,7 @@ def test_objects_of_a_store_and_paths_beside_a_stored_file(tmp_path, source):
         location(f"s3://{BUCKET}/data/set-2/x.png").write_bytes(ONE)
         here, there = ImageReader(part_of(source)), ImageReader(part_of(stored))
         assert here.read(f"s3://{BUCKET}/data/set/pics/1.png") == ONE
-        assert there.read(f"s3://{BUCKET}/data/set-2/x.png") == ONE  # an address may lie in any store
+        assert there.read(f"s3://{BUCKET}/data/set-2/x.png") == ONE  # an address may be in any store
         assert there.read("../pics/1.png") == ONE and ImageReader(part_of(stored), "pics").read("1.png") == ONE
         for wrong in ("../../set-2/x.png", "../pics/2.png", "/etc/hostname", "../pics", f"/{BUCKET}/data/set-2/x.png"):
             assert refused(there, wrong).reason == "image_not_found"

@@ -1,4 +1,4 @@
-"""Which files of a source are which subset."""
+"""Which files of a source belong to which subset."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A parse as JSON or as Donut's tags, and back: every tree comes back as it was, or is refused."""
+"""A parse as JSON or as Donut's tags, and back: every tree comes back unchanged, or is refused."""
 
 import random
 from functools import partial
@@ -21,7 +21,7 @@ PIECES = ["a", "7", " ", "<", ">", "/", "s_", "\n", "\u00e9", "<s_", "sep/", "/>
 
 
 def donut(obj):
-    """json2token of clovaai/donut, donut/model.py, written again without its special tokens."""
+    """Convert as json2token of clovaai/donut (donut/model.py) does, reimplemented without its special tokens."""
     if isinstance(obj, dict):
         if list(obj) == ["text_sequence"]:
             return obj["text_sequence"]
@@ -34,7 +34,8 @@ def leaf(rng):
 
 
 def tree(rng, depth, in_list=False):
-    """Any tree that has a form in tags: empty and one-item lists and objects, hostile texts and keys."""
+    """Return any tree that can be written in tags: with empty and one-item lists and objects, hostile texts and
+    keys."""
     kind = rng.random()
     if depth == 0 or kind < 0.35:
         return leaf(rng)
@@ -44,7 +45,7 @@ def tree(rng, depth, in_list=False):
 
 
 def values(rng, depth):
-    """Any tree of JSON."""
+    """Return any tree of JSON."""
     kind = rng.random()
     if depth == 0 or kind < 0.4:
         return rng.choice(
@@ -56,7 +57,7 @@ def values(rng, depth):
 
 
 def same(a, b):
-    """Equal, and 1, 1.0 and True are three things."""
+    """Whether two values are equal, where 1, 1.0 and True are all different."""
     return repr(sort(a)) == repr(sort(b))
 
 
@@ -98,7 +99,8 @@ def test_a_receipt_is_written_as_donut_writes_it_and_donuts_reader_reads_it():
 
 
 def plain_tree(rng, depth):
-    """What Donut's form is enough for: no list of fewer than two, no empty object, no list in a list."""
+    """Return a tree that Donut's form can represent: no list of fewer than two items, no empty object, no list in a
+    list."""
     if depth == 0 or rng.random() < 0.4:
         return rng.choice(["a", "7.000", "b c", ""])
     if rng.random() < 0.4:

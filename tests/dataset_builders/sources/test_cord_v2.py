@@ -1,4 +1,4 @@
-"""Receipts to samples: both targets and their way back, splits by file name, and the odd rows by their reason."""
+"""Receipts to samples: both targets and back, splits by file name, and unusual rows with their reasons."""
 
 import json
 

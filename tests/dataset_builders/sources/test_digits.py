@@ -1,4 +1,4 @@
-"""The embedded rows are right, deterministic, and their pictures fall into small groups."""
+"""The embedded rows are right and deterministic, and their images form small groups."""
 
 import dataclasses
 from collections import Counter
@@ -36,7 +36,7 @@ def rows():
 
 @pytest.fixture(scope="module")
 def label_of(rows):
-    """PNG bytes -> digit, by the order of scikit-learn's own labels."""
+    """Return PNG bytes -> digit, by the order of scikit-learn's own labels."""
     labels = load_digits().target
     return {row["images"][0]["bytes"]: int(label) for row, label in zip(rows["digits_single"], labels)}
 

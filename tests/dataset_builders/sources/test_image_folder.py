@@ -1,4 +1,5 @@
-"""Images in folders: texts beside them, folders that name classes, splits by folder, and the odd files by reason."""
+"""Images in folders: with text files, with folders as classes, splits by folder, and unusual files with their
+reasons."""
 
 import json
 import os
@@ -24,7 +25,7 @@ ONE = png(1)
 
 
 def write_files(source, files):
-    """The files of these names: bytes, or texts."""
+    """Write files with these names and contents (bytes or texts)."""
     for name, content in files.items():
         write_file(source / name, content if isinstance(content, bytes) else content.encode())
     return source
@@ -35,7 +36,7 @@ def read(source, **options):
 
 
 def answers(items):
-    """Key -> answer or reason."""
+    """Return key -> answer or reason."""
     return {item.key: turns(item)[1][1] if isinstance(item, Sample) else item.reason for item in items}
 
 
@@ -230,4 +231,4 @@ def test_an_image_folder_in_a_store(tmp_path):
         }
         assert open_raw(f"{top}/val", (), "image_folder").digest
         (top / "only/rose/1.png").write_bytes(ONE)
-        assert open_raw(f"{top}/only", (), "image_folder").digest  # images alone are rows
+        assert open_raw(f"{top}/only", (), "image_folder").digest  # only images are rows

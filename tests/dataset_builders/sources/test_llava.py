@@ -1,4 +1,4 @@
-"""LLaVA's and ShareGPT's rows to samples, with the odd rows that such files hold."""
+"""LLaVA's and ShareGPT's rows to samples, with the unusual rows of such files."""
 
 import json
 
@@ -15,7 +15,7 @@ ONE, TWO = png(1), png(2)
 
 
 def row(*values, names=("human", "gpt"), **fields):
-    """A row of these values, by turns from each of the names."""
+    """Return a row of these values, with the names of the two speakers in rotation."""
     said = [{"from": names[i % len(names)], "value": value} for i, value in enumerate(values)]
     return {"id": "000000033471", **fields, "conversations": said}
 

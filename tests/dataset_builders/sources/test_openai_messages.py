@@ -1,4 +1,4 @@
-"""OpenAI's messages and their likenesses to samples: slots, weights, layouts, reasons, and files of every shape."""
+"""OpenAI's messages and similar formats to samples: slots, weights, layouts, reasons, and files of every form."""
 
 import json
 
@@ -32,12 +32,12 @@ def message(role, content, **fields):
 
 
 def ask(*parts, answer="yes", **fields):
-    """A row of one question made of these parts."""
+    """Return a row with one question made of these parts."""
     return {"messages": [message("user", list(parts)), message("assistant", answer)], **fields}
 
 
 def chat(*texts, **fields):
-    """A row of plain texts, user and assistant in turn."""
+    """Return a row of plain texts, user and assistant in rotation."""
     turns = [message(("user", "assistant")[i % 2], text) for i, text in enumerate(texts)]
     return {"messages": turns, **fields}
 
@@ -140,7 +140,8 @@ def test_reasoning_of_another_type_and_a_block_alone_are_left_out(tmp_path):
 
 
 def test_the_rows_of_a_public_converter_load_unchanged(tmp_path):
-    """SkyRL's converter of the_cauldron: JPEG data URIs as {"type": "image"} parts before the first question's text."""
+    """SkyRL's converter of the_cauldron writes JPEG data URIs as {"type": "image"} parts before the first question's
+    text."""
     part = {"type": "image", "image": data_uri(ONE, "jpeg")}
     row = {"messages": [message("user", [part, text("Which?")]), message("assistant", "this")]}
     row["messages"] += [message("user", [text("Why?")]), message("assistant", "so")]
@@ -179,7 +180,7 @@ def read_table(tmp_path, rows, schema, **options):
 
 
 def stored_as(kind):
-    """The type without its JSON marks."""
+    """Return the type without its JSON marks."""
     if isinstance(kind, pa.JsonType):
         return pa.string()
     if pa.types.is_list(kind):
@@ -188,7 +189,7 @@ def stored_as(kind):
 
 
 def test_parquet_with_contents_that_are_marked_as_json(tmp_path):
-    """What SkyRL's converter writes through datasets 5: each content is JSON of its own, texts in quotes."""
+    """SkyRL's converter writes this through datasets 5: each content is JSON of its own, with texts in quotes."""
     schema = pa.schema({"messages": pa.list_(pa.struct({"role": pa.string(), "content": pa.json_(pa.string())}))})
     part = {"type": "image", "image": data_uri(ONE, "jpeg")}
     contents = [json.dumps([part, text("Which?")]), json.dumps('say "this"')]
@@ -209,7 +210,7 @@ def test_parquet_with_structs_and_with_text(tmp_path):
     assert [sample.key for sample in samples] == [f"t/{i:08d}" for i in range(5)]
     assert samples[4].images == (ONE,) and turns(samples[4])[0] == ("user", "<image>is it?")
     assert not samples[4].messages[1].is_learnt
-    write_file(tmp_path / "t" / "1.jsonl", lines([chat("a?", "b")]))  # the same subset: numbers go on
+    write_file(tmp_path / "t" / "1.jsonl", lines([chat("a?", "b")]))  # the same subset, so the numbering continues
     assert [item.key for item in read(tmp_path)][4:] == ["t/00000004", "t/00000005"]
     whole = read_table(
         tmp_path, [{"messages": json.dumps(chat("a?", "b")["messages"])}], pa.schema({"messages": pa.string()})

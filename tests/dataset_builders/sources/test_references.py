@@ -1,4 +1,4 @@
-"""Other right answers of a message: kept beside it, no part of what makes two samples equal."""
+"""Other right answers of a message: they are stored with it, but do not decide whether two samples are equal."""
 
 import json
 

@@ -1,4 +1,5 @@
-"""Any table by a column map: kinds of columns and files, templates, splits by a column, and the odd rows by reason."""
+"""Any table by a column map: kinds of columns and files, templates, splits by a column, unusual rows with their
+reasons."""
 
 import datetime
 from decimal import Decimal
@@ -22,7 +23,7 @@ MAP = {"image": "picture", "question": "ask", "answer": "say"}
 
 
 def write(path, columns, **options):
-    """A parquet file of these columns: name -> values, or an arrow array."""
+    """Write a parquet file of these columns: name -> values or an arrow array."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.table(columns), path, **options)
     return path
@@ -64,7 +65,7 @@ def test_image_columns_of_every_kind(name, tmp_path):
 
 
 def files_of(table, tmp_path):
-    """The same table in every form of file."""
+    """Write the same table in every file format."""
     pq.write_table(table, tmp_path / "parquet" / "t.parquet", row_group_size=2)
     with pa.OSFile(str(tmp_path / "stream" / "t.arrow"), "wb") as out, pa.ipc.new_stream(out, table.schema) as writer:
         writer.write_table(table, 2)
@@ -190,7 +191,7 @@ def test_a_split_that_changes_with_every_row_is_refused(tmp_path):
 
 
 def bad(name, value, kind=None):
-    """Columns of three rows whose middle one has this value."""
+    """Return the columns of three rows, with this value in the middle row."""
     data = {"picture": [ONE] * 3, "ask": ["?"] * 3, "say": ["a"] * 3}
     good = data[name][0]
     return {**data, name: pa.array([good, value, good], kind)}

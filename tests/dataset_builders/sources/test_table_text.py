@@ -1,4 +1,4 @@
-"""Tables in CSV, TSV and JSON files: the same samples as from parquet, and the odd rows and files of text."""
+"""Tables in CSV, TSV and JSON files: the same samples as from parquet, and unusual rows and files."""
 
 import csv
 import gzip
@@ -36,13 +36,13 @@ def read(source, **options):
 
 
 def read_csv(source, text, name="t.csv", **options):
-    """Samples and skipped rows of a file with this text."""
+    """Return the samples and skipped rows of a file with this text."""
     write_file(source / name, text if isinstance(text, bytes) else text.encode())
     return read(source / name, **options)
 
 
 def write_rows(path, rows):
-    """The rows, one dict each, as a file of the kind that the suffix names."""
+    """Write the rows, one dict each, as a file of the format of the suffix."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=3)
@@ -116,7 +116,7 @@ def test_the_delimiter_is_that_of_the_header(source):
     assert turns(read_csv(source, "answer\nlike,this\nthat\n", image=None, question="{answer}?")[1])[1][1] == "that"
 
 
-# the middle row of three -> (its reason, what its detail says)
+# the middle row of three -> (its reason, the text of its detail)
 BAD_ROWS = {
     "1.png,What?": ("schema_error", "the row has 2 cells, the header 3"),
     "1.png,What?,this,that": ("schema_error", "the row has 4 cells, the header 3"),

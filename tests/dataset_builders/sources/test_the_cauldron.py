@@ -1,4 +1,4 @@
-"""Raw rows to samples: slots, turns, keys, reasons, and one clear line for a file that cannot be read."""
+"""Raw rows to samples: slots, turns, keys, reasons, and one line for a file that cannot be read."""
 
 import pickle
 
@@ -143,7 +143,7 @@ def test_files_are_read_in_numeric_order_and_keys_do_not_depend_on_the_cut(tmp_p
 
 
 def test_563_files(tmp_path):
-    """okvqa was uploaded like this."""
+    """The subset okvqa was uploaded in this form."""
     rows = plain_rows(4) * 141
     assert [s.key for s in read(write_source(tmp_path, {"s": rows[:563]}, file_rows=1))] == [
         f"s/{i:08d}" for i in range(563)
@@ -151,7 +151,7 @@ def test_563_files(tmp_path):
 
 
 def test_names_of_the_hub_and_a_file_without_a_row(tmp_path):
-    """clevr_math was uploaded with such numbers; an export leaves an empty file where a shard had nothing."""
+    """The subset clevr_math was uploaded with such numbers. An export leaves an empty file for a shard without rows."""
     for number, rows in ((2, plain_rows(1)), (10, plain_rows(2, 5)), (9, []), (100, plain_rows(1, 9))):
         write_parquet(tmp_path / "clevr_math" / f"train-{number}-of-26433.parquet", rows)
     parts = list_parts(tmp_path, (), CHAT)
@@ -197,7 +197,7 @@ def test_a_source_in_a_store_gives_the_same_and_is_read_by_ranges(tmp_path, monk
         upload_dir(here, there, "a/train-0.parquet")
         expected, found = read(here), read(there)
         assert found == expected and [p.path.name for p in list_parts(there, ("b",), CHAT)] == ["train-0.parquet"]
-        monkeypatch.setattr(s3fs.S3FileSystem, "_get_file", None)  # what copies a whole file
+        monkeypatch.setattr(s3fs.S3FileSystem, "_get_file", None)  # this would copy the whole file
         (part, *_) = list_parts(pickle.loads(pickle.dumps(there)), (), CHAT)
         assert [item.key for item in iter_part(part, CHAT, {25})] == ["a/00000025"]
         digest = open_raw(str(there), (), "the_cauldron").digest

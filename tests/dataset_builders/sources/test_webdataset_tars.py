@@ -1,4 +1,4 @@
-"""Existing WebDataset tars by a field map: groups, half samples, odd members, cut and spoilt tars."""
+"""Existing WebDataset tars by a field map: groups, incomplete samples, unusual members, cut and damaged tars."""
 
 import io
 import itertools
@@ -27,7 +27,7 @@ CHAT = {"messages": "json:chat"}
 
 
 def tar(members, tar_format=tarfile.USTAR_FORMAT):
-    """A tar of (name, content or TarInfo type)."""
+    """Write a tar of (name, content or TarInfo type)."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=tar_format) as file:
         for name, content in members:
@@ -67,7 +67,8 @@ def test_fields_of_a_json_member(tmp_path):
 
 
 def test_members_without_a_name_are_rows_with_a_reason(tmp_path):
-    """Alone, in a folder, and among the members of a sample, which stays whole; but not what macOS adds."""
+    """Such members may be alone, in a folder, or among the members of a sample, which is kept. Files that macOS adds
+    are not rows."""
     members = [(".txt", b"a"), ("x/.png", ONE), ("a.png", ONE), (".json", b"{}"), ("._a.txt", b"m"), ("a.txt", b"one")]
     found = read(tmp_path, [*members, (".txt", b"b")], **CAPTION)
     assert reasons(found) == ["no_name", "no_name", None, "no_name", "no_name"]
@@ -280,7 +281,7 @@ def test_a_tar_that_is_cut_anywhere_is_refused(tmp_path):
 
 
 def test_a_spoilt_header_in_the_middle_is_refused(tmp_path):
-    """tarfile itself takes it for the end."""
+    """tarfile itself takes it for the end of the archive."""
     data = bytearray(tar(captions(3)))
     second = data.index(b"000001.png")
     data[second + 100] ^= 0xFF

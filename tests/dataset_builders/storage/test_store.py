@@ -1,4 +1,5 @@
-"""Object stores: whole files or none, ranges through a checked and bounded cache, broken connections survived."""
+"""Object stores: files complete or absent, ranges through a checked and bounded cache, recovery from broken
+connections."""
 
 import hashlib
 import json
@@ -90,7 +91,7 @@ def test_a_file_appears_whole_or_not_at_all(place):
 def test_a_listing_sees_what_another_process_wrote(place):
     put(place / "a", b"1")
     assert [f.name for f in walk_files(place)] == [f.name for f in place.iterdir()] == ["a"]
-    other = s3fs.S3FileSystem(skip_instance_cache=True)  # as another process would have
+    other = s3fs.S3FileSystem(skip_instance_cache=True)  # another process could have done this
     other.pipe_file(f"{place.path}/below/b", b"2")
     assert (place / "below" / "b").is_file() and len(list(place.iterdir())) == 2
     assert [f.name for f in walk_files(place)] == ["a", "b"]
@@ -269,14 +270,14 @@ def test_a_shard_that_is_cut_or_damaged_is_not_read_as_less(tmp_path):
         writer.commit("train")
     whole = (tmp_path / "a.tar").read_bytes()
     last, end = ranges[-1], ranges[-1].offset + ranges[-1].size
-    for size in (end - 1, last.offset + 600, last.offset + 100, end):  # the end has two empty blocks, or it is none
+    for size in (end - 1, last.offset + 600, last.offset + 100, end):  # without two empty blocks it is not the end
         (tmp_path / "cut.tar").write_bytes(whole[:size])
         with pytest.raises(DamagedFile):
             list(iter_records(tmp_path / "cut.tar"))
-        if size < end - 512:  # what only lacks filling is whole
+        if size < end - 512:  # a tar that lacks only padding is complete
             with pytest.raises(DamagedFile):
                 read_record(tmp_path / "cut.tar", last.offset, last.size)
-    for place in (0, 130, 150, 156, 300):  # name, size, checksum, kind, filling of a header
+    for place in (0, 130, 150, 156, 300):  # name, size, checksum, kind and padding of a header
         (tmp_path / "bad.tar").write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         with pytest.raises(DamagedFile):
             read_record(tmp_path / "bad.tar", ranges[0].offset, ranges[0].size)
@@ -284,7 +285,7 @@ def test_a_shard_that_is_cut_or_damaged_is_not_read_as_less(tmp_path):
 
 @pytest.mark.parametrize("key", ["../../escaped", "sub/../../../escaped", "/escaped-at-the-top", "a/.."])
 def test_an_object_whose_name_leads_out_is_not_copied(cache, key):
-    """Keys of a store are any text: `..` and a leading / would otherwise be written beside the copy."""
+    """Keys of a store are any text. With `..` or a leading / they would be written outside the copy."""
     drive = fsspec.filesystem("memory")
     drive.store.clear()
     directory = location("memory://bucket/model")

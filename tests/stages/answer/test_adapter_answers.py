@@ -1,4 +1,4 @@
-"""A base model with an adapter beside it answers as the merged model does, and as PEFT's model."""
+"""A base model with a separate adapter gives the same answers as the merged model and as PEFT's model."""
 
 import json
 
@@ -27,7 +27,7 @@ WRONG_NUMBERS = (float("nan"), float("inf"), float("-inf"), True, "6", None, 0, 
 
 
 def logits(model: transformers.PreTrainedModel) -> torch.Tensor:
-    """Of a text and one image's tokens."""
+    """Return the logits of a text and one image's tokens."""
     with torch.no_grad():
         return model(input_ids=torch.arange(5, 45)[None]).logits
 
@@ -143,7 +143,8 @@ NAME = "base_model.model.model.language_model.layers.0.self_attn.q_proj"
     ],
 )
 def test_tensors_that_are_no_adapter_are_refused_in_one_line(change, words, tmp_path):
-    """By the name of the file and the tensor, for a model that is asked and for a training that goes on from it."""
+    """The line names the file and the tensor, both for a model that is asked and for a training that starts from the
+    adapter."""
     adapter = write_adapter(tmp_path / "adapter", tiny_hf_dir())
     adapter_input(adapter)
     tensors = load_file(adapter / "adapter_model.safetensors")

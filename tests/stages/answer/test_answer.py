@@ -1,4 +1,4 @@
-"""The answer stage: which questions go together, what its file holds, and that neither kills nor workers change it."""
+"""The answer stage: which questions form a batch, what its file holds, and that kills and workers do not change it."""
 
 import json
 import os
@@ -55,7 +55,7 @@ BROKEN = Sample(
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Answers to mixed samples in five parts, and their inputs."""
+    """Return answers to mixed samples in five parts, and their inputs."""
     root = tmp_path_factory.mktemp("answer")
     train = [conversation("single/00000999", [("<image>Which digit?", "9")], [picture(999)])]
     samples = samples_artifact(root / "samples", mixed_samples(14), train)
@@ -186,7 +186,7 @@ def test_what_comes_next_is_prepared_meanwhile_and_in_order():
         assert list(coming) == list(range(1, 9))
 
 
-@pytest.mark.full  # in the core: a rerun keeps the parts that are there
+@pytest.mark.full  # covered in the core tier by a rerun that keeps existing parts
 def test_killed_at_any_moment_it_gives_the_same_answers(tmp_path):
     command = [sys.executable, "-m", "tests.helpers.kill_answer", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -209,7 +209,7 @@ def test_two_workers_give_the_bytes_of_one(made, tmp_path):
 
 
 def _worker_job(directory, hf_dir, **config):
-    """job.json of a worker whose plan holds one question."""
+    """Return job.json of a worker whose plan holds one question."""
     directory.mkdir()
     config, prompt = CONFIG.model_copy(update=config), read_prompt_format(talkative_hf_dir())
     job = AnswerJob(config=config, hf_dir=hf_dir, prompt=prompt, samples_dir=directory, work_dir=directory)

@@ -1,4 +1,4 @@
-"""ask: the same answer as the evaluation gives, and one line for everything that can be wrong."""
+"""ask: the same answer as in the evaluation, and one line for every possible error."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""The generation bench: both sides get the same questions, and it says what was the same."""
+"""The generation benchmark: both sides get the same questions, and it reports which answers were equal."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""Generation: a batch answers as its prompts alone do, and prompts and answers are transformers' own."""
+"""Generation: a batch gives the same answers as its prompts alone, and prompts and answers equal those of
+transformers."""
 
 import io
 import shutil
@@ -50,7 +51,8 @@ def test_a_text_only_batch_after_one_with_images(generator):
 
 
 def _transformers_answer(hf_dir, question, images):
-    """The same without a line of ours. The pictures' sides are multiples of 32, so that nothing is resized."""
+    """Return the same answer without code of athanor. The images' sides are multiples of 32, so that nothing is
+    resized."""
     processor = Qwen2VLImageProcessorPil.from_pretrained(hf_dir)
     tokenizer = AutoTokenizer.from_pretrained(hf_dir)
     model = AutoModelForImageTextToText.from_pretrained(hf_dir, dtype=torch.float32).eval()
@@ -93,7 +95,7 @@ def _with_end_ids(tmp_path, end_ids):
 
 
 def _first_tokens(generator, prompt):
-    """The ids the model says first, before anything ends it: transformers' own loop, one prompt without padding."""
+    """Return the first ids that the model generates, by transformers' own loop with one prompt and no padding."""
     decoder = generator.decoder
     ids = torch.from_numpy(prompt.input_ids.astype(np.int64))[None]
     images = {}
@@ -177,7 +179,7 @@ def test_a_prompt_with_too_few_images_is_skipped(generator):
 
 @pytest.mark.full
 def test_a_cpu_is_not_advised_to_install_kernels_that_need_a_gpu():
-    """transformers says it once a process, so this one asks another."""
+    """transformers prints the advice once per process, so this test starts a new one."""
     code = """
 import sys
 from dataset_builders.contracts.sample import Message

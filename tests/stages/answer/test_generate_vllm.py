@@ -1,4 +1,4 @@
-"""vLLM's adapter against a module of its interface: what it is given, what is made of its outputs. No vLLM here."""
+"""vLLM's adapter against a fake of vLLM's interface: the inputs that it gives, and the use of the outputs."""
 
 import json
 import shutil
@@ -34,7 +34,7 @@ END = 2
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """The arguments of vLLM's own that are used."""
+    """The arguments of vLLM's class that athanor uses."""
 
     temperature: float
     max_tokens: int
@@ -43,7 +43,7 @@ class SamplingParams:
 
 
 class LLM:
-    """Says token 70 so many times as the question has images, and ends, unless it is cut before."""
+    """A model that generates token 70 once per image of the question, and ends, unless it is cut before."""
 
     made: ClassVar[list] = []
 

@@ -1,4 +1,4 @@
-"""The decoder's pool: rows that come and go change no answer, whatever their lengths, limits and pictures."""
+"""The decoder's pool: rows that join and leave change no answer, whatever their lengths, limits and images."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ def generator(request):
 
 @pytest.fixture(scope="module")
 def prompts(generator):
-    """Sixteen of all kinds, the longest first."""
+    """Return sixteen prompts of all kinds, the longest first."""
     made = [generator.encode_prompt(s.messages[:1], generator.encode_images(s.images)) for s in mixed_samples(16)]
     return sorted(made, key=lambda prompt: -len(prompt.input_ids))
 
@@ -29,12 +29,12 @@ LIMITS = [3, 20, 1, 7, 12, 2, 16, 5, 9, 1, 4, 18, 6, 11, 2, 8]
 
 @pytest.fixture(scope="module")
 def alone(generator, prompts):
-    """Each prompt's answer by transformers' own loop."""
+    """Return each prompt's answer by transformers' own loop."""
     return [_alone(generator, prompt, limit) for prompt, limit in zip(prompts, LIMITS)]
 
 
 def _alone(generator, prompt, limit):
-    """Without padding or batch."""
+    """Return an answer without padding or batch."""
     model = generator.decoder.model
     ids = torch.from_numpy(prompt.input_ids.astype(np.int64))[None]
     images = {}
@@ -49,7 +49,7 @@ def _alone(generator, prompt, limit):
 
 
 def _decode(generator, prompts, group_size, limits):
-    """ids of each answer, and the order in which rows ended; no token ends an answer."""
+    """Return the ids of each answer, and the order in which rows ended. No token ends an answer."""
     rows = [Row(number, limit) for number, limit in zip(range(len(prompts)), LIMITS)]
     decoder = generator.decoder
     starts = range(0, len(prompts), group_size)
@@ -69,7 +69,7 @@ def test_rows_that_come_and_go_say_what_each_says_alone(generator, prompts, alon
 
 @pytest.mark.parametrize("group_size", [1, 4, 10])
 def test_long_prompts_beside_short_ones_say_what_each_says_alone(generator, monkeypatch, group_size):
-    """Padding moves the ends of the chunks in which a delta layer reads a prompt, and changes no state."""
+    """Padding moves the ends of the chunks in which a delta layer reads a prompt, but changes no state."""
     monkeypatch.setattr(generator.decoder, "end_ids", frozenset())
     draw, none = np.random.default_rng(0), generator.encode_images([])
     lengths = [300, 200, 129, 128, 127, 65, 64, 63, 2, 1]
@@ -82,7 +82,7 @@ def test_long_prompts_beside_short_ones_say_what_each_says_alone(generator, monk
 def test_an_end_token_makes_room_and_cuts_nothing_of_the_others(
     generator, prompts, alone, monkeypatch, group_size, rows
 ):
-    """In a pool of 16 an answer that has ended stays beside the others for a while, and must not grow."""
+    """In a pool of 16, an answer that has ended stays with the others for a while, and must not grow."""
     end = alone[1][4]
     monkeypatch.setattr(generator.decoder, "end_ids", frozenset([end]))
     got, _ = _decode(generator, prompts, group_size, PoolLimits(rows, 1 << 20))
@@ -91,7 +91,7 @@ def test_an_end_token_makes_room_and_cuts_nothing_of_the_others(
 
 
 class Watch:
-    """A decoder whose calls of the model are counted, by rows."""
+    """A decoder that counts its calls of the model, by rows."""
 
     def __init__(self, monkeypatch, decoder):
         self.read, self.steps, self.widths = [], [], []
@@ -116,7 +116,7 @@ def test_prompts_come_in_as_rows_end_and_limits_hold(generator, prompts, monkeyp
     _decode(generator, prompts, 2, PoolLimits(6, 1 << 20))
     assert watch.read == [2] * 8
     assert max(watch.steps) <= 6
-    # One group after the other would take the longest answer of each, less the token that reading gives.
+    # Group after group would take the longest answer of each group, minus the token that reading the prompt gives.
     one_by_one = sum(max(LIMITS[i : i + 2]) - 1 for i in range(0, 16, 2))
     assert len(watch.steps) < 0.6 * one_by_one
 
@@ -132,7 +132,7 @@ def test_the_tokens_side_by_side_are_limited_with_their_padding(generator, promp
 def test_rows_that_have_ended_leave_and_take_their_columns_with_them(generator, prompts, monkeypatch):
     watch = Watch(monkeypatch, generator.decoder)
     _decode(generator, prompts, 16, PoolLimits(16, 1 << 20))
-    # The rows at work are at least three quarters of all: fewer, and the others are taken out.
+    # At least three quarters of the rows are at work. With fewer, the ended rows are taken out.
     working = [sum(limit > step for limit in LIMITS) for step in range(1, max(LIMITS))]
     assert all(alive <= rows <= alive / 0.75 + 1 for alive, rows in zip(working, watch.steps, strict=True))
     last = len(prompts[1].input_ids) + LIMITS[1] - 1  # the row with the most tokens, without a column of padding

@@ -1,4 +1,5 @@
-"""run_stage in a directory and in an object store: reused, resumed, locked, published with the manifest last."""
+"""run_stage in a directory and in an object store: artifacts are reused, resumed and locked, and the manifest is
+published last."""
 
 import json
 import subprocess
@@ -40,7 +41,7 @@ def root(request, tmp_path, monkeypatch) -> StorePath:
 
 
 def shards(work: StorePath, fail_at: int | None = None) -> StageOutput:
-    """Three shards; raises before the one of that number."""
+    """Write three shards, but raise before the shard with the given number."""
     entries, written = [], []
     for i in range(3):
         name = f"train/shard-{i:05d}.tar"

@@ -1,4 +1,5 @@
-"""Every damage to a file of an artifact ends in one line that names file and way out; none is learnt."""
+"""Every damage to a file of an artifact ends in one line that names the file and the way out, and is never
+trained on."""
 
 import json
 import os
@@ -37,7 +38,7 @@ SHARD, OTHER, HELDOUT = "train/shard-00000.tar", "train/shard-00001.tar", "heldo
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
-    """A root with the three data stages, several shards each."""
+    """Make a root with the three data stages, with several shards each."""
     directory = tmp_path_factory.mktemp("whole")
     run_all(write_source(directory / "raw", {"first": plain_rows(60)}, file_rows=20), tiny_hf_dir(), directory / "root")
     return directory / "root"
@@ -54,7 +55,7 @@ def artifact(root: Path, stage: str) -> Path:
 
 
 def edit(name: str, change: Callable[[bytearray], object]) -> Damage:
-    """A file changed in place; `change` may give other bytes."""
+    """Change a file in place. `change` may return other bytes."""
 
     def damage(directory: Path) -> None:
         data = bytearray((directory / name).read_bytes())
@@ -65,7 +66,8 @@ def edit(name: str, change: Callable[[bytearray], object]) -> Damage:
 
 
 def member(data: bytearray, suffix: str, number: int = 0) -> tuple[int, int]:
-    """Where a member's content begins, and its bytes; `number` counts the members of that name's end."""
+    """Return the offset of a member's content, and its bytes. `number` counts the members whose names end with the
+    given text."""
     place = 0
     while True:
         info = tarfile.TarInfo.frombuf(bytes(data[place : place + 512]), "utf-8", "strict")
@@ -75,7 +77,7 @@ def member(data: bytearray, suffix: str, number: int = 0) -> tuple[int, int]:
 
 
 def put(suffix: str, offset: int, value: bytes) -> Damage:
-    """Other bytes at an offset of the content of a member of the first train shard."""
+    """Write other bytes at an offset of the content of a member of the first train shard."""
 
     def change(data: bytearray) -> None:
         start, size = member(data, suffix)
@@ -149,7 +151,7 @@ OF_TOKENS: dict[str, Damage] = {
 
 
 def line_of(error: pytest.ExceptionInfo[BaseException], directory: Path, *words: str) -> str:
-    """The error's one line, which names the artifact's directory and says to delete it."""
+    """Return the error's one line, which names the artifact's directory and says to delete it."""
     line = str(error.value)
     assert "\n" not in line and len(line) < 1000
     assert f"; delete {directory} and run the same command again" in line
@@ -173,7 +175,7 @@ def test_a_damaged_sample_shard_is_not_tokenized(root, name, tmp_path):
 
 @pytest.mark.parametrize("name", [*OF_FILES, *OF_SAMPLES])
 def test_every_shard_is_compared_while_it_is_read(root, name):
-    """Without the check before a stage: a shard may be damaged between the two."""
+    """The check before a stage is left out here, because a shard may be damaged after it."""
     samples = Artifact.load(artifact(root, "convert"))
     (OF_FILES | OF_SAMPLES)[name](samples.dir)
     with pytest.raises(InputError) as error:
@@ -228,7 +230,7 @@ def test_sizes_are_compared_before_a_stage_begins(root, name, tmp_path, monkeypa
 @pytest.mark.parametrize("name", list(OF_FILES)[:5])
 def test_sizes_are_compared_when_an_artifact_is_used_again(root, name):
     samples = artifact(root, "convert")
-    source = root.parent / "raw"  # its digest is made up: the files are not looked at
+    source = root.parent / "raw"  # its digest is made up, since the files are not read
     OF_FILES[name](samples)
     with pytest.raises(InputError) as error:
         run_convert(source, root)
@@ -323,7 +325,7 @@ def _middle_bit(data: bytearray) -> None:
 
 @pytest.mark.parametrize("name", OF_PLANS)
 def test_a_damaged_plan_is_seen_before_training(root, name, tmp_path, monkeypatch):
-    """By any stage that takes it; the plan itself stands for one here."""
+    """Any stage that reads the plan must see this. Here the plan itself represents such a stage."""
     bins = artifact(root, "plan_bins")
     OF_PLANS[name](bins)
     monkeypatch.setattr("stages.plan_bins.stage.scan_partition", lambda task: pytest.fail("it began"))
@@ -350,7 +352,7 @@ def test_a_bit_of_the_index_is_seen_before_bins_are_planned(root, tmp_path):
 
 @pytest.mark.parametrize("stage", ["convert", "tokenize", "plan_bins"])
 def test_a_manifest_without_its_digest_is_refused(root, stage):
-    """Nothing is taken as an artifact of an older version: a list of shards could be cut without a word."""
+    """No artifact counts as one of an older version. Otherwise a list of shards could be cut without notice."""
     directory = artifact(root, stage)
     raw = json.loads((directory / "manifest.json").read_text())
     del raw["digest"], raw["shards"]
@@ -370,7 +372,8 @@ def settled(monkeypatch) -> None:
 
 
 def read_files(monkeypatch) -> list[Path]:
-    """The files that are read whole from now on; another process's memory, which is empty."""
+    """Return the list of files that are read completely from now on. The memory of checked files is empty, as in a new
+    process."""
     found: list[Path] = []
     monkeypatch.setattr(unchanged, "_read", {})
     monkeypatch.setattr(Whole.digest, "__defaults__", (lambda path: found.append(path) or sha256_file(path),))
@@ -378,7 +381,7 @@ def read_files(monkeypatch) -> list[Path]:
 
 
 def test_a_reused_artifact_is_read_once_and_again_when_a_bit_changed(root, settled, monkeypatch):
-    """The bit is changed in place, and size and time of modification are as before."""
+    """The bit is changed in place, while size and modification time stay the same."""
     tokenized, index = artifact(root, "tokenize"), artifact(root, "tokenize") / "index" / "00000.parquet"
     for number, is_first in enumerate((True, False)):
         found = read_files(monkeypatch)

@@ -1,4 +1,4 @@
-"""One writer for what every stage leaves out."""
+"""One writer for the rows and samples that any stage leaves out."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""row_tables: every row in order whatever their number, and no file from a writer that failed."""
+"""row_tables: every row in order, whatever their number, and no file from a writer that failed."""
 
 import pyarrow as pa
 import pytest

@@ -1,4 +1,4 @@
-"""run_tasks: every result once, wherever it runs, errors as they are, and no worker outlives a killed parent."""
+"""run_tasks: every result once, wherever it runs, errors unchanged, and no worker outlives a killed parent."""
 
 import os
 import signal
@@ -40,7 +40,7 @@ def test_an_error_comes_through_as_it_is(resources):
 
 
 class HeldExecutor(Executor):
-    """Keeps what it is given until it is told to run it."""
+    """An executor that keeps its tasks until it is told to run them."""
 
     def __init__(self) -> None:
         self.held: list[tuple[Future, object, tuple]] = []
@@ -94,7 +94,7 @@ def test_many_tasks_are_never_many_futures(monkeypatch):
 
 
 def test_a_failure_cancels_the_rest_and_waits_for_what_runs():
-    """Else it would write on in a directory that has gone to the next try."""
+    """Otherwise a running task could write into the directory of the next try."""
     began, ended = [], []
 
     def work(number: int) -> None:
@@ -130,7 +130,7 @@ def test_report_without_a_listener_is_fine():
 
 
 def test_workers_die_with_a_killed_parent(tmp_path):
-    """Else they would write into the shards of the next try."""
+    """Otherwise they would write into the shards of the next try."""
     script = tmp_path / "parent.py"
     script.write_text(
         "import os, sys, time\n"

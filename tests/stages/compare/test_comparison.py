@@ -23,7 +23,7 @@ IMAGE = grey_png(np.full((12, 12), 200, np.uint8))
 
 
 def predictions(answers: dict[str, list[str]], references: dict[str, list[str]]) -> pa.Table:
-    """Answers by subset, one a sample, each with a picture of its own."""
+    """Return answers by subset, one per sample, each with an image of its own."""
     rows = [
         {
             "key": f"{subset}/{number:08d}",
@@ -45,7 +45,7 @@ REFERENCES = {"digits_single": ["7"] * 40, "rendered_text": ["abcd"] * 20}
 BASE = predictions({"digits_single": ["7"] * 4 + ["1"] * 36, "rendered_text": ["abzz"] * 20}, REFERENCES)
 TUNED = predictions({"digits_single": ["3"] + ["7"] * 38 + ["1"], "rendered_text": ["abcz"] * 20}, REFERENCES)
 METRICS = {"rendered_text": ["cer"]}
-WORSE = "digits_single/00000000"  # the one sample that the tuned model does worse
+WORSE = "digits_single/00000000"  # the one sample on which the tuned model is worse
 
 
 @pytest.fixture(scope="module")

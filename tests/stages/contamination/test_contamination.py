@@ -1,5 +1,5 @@
-"""The contamination stage: copies in train are found and told by kind, other pictures are not, in any number of
-processes and after a kill."""
+"""The contamination stage: copies in train are found and their kind is named, other images are not reported, with any
+number of processes and after a kill."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,7 @@ def contaminate(artifact: Artifact, root: Path, resources: StageResources | None
 
 
 def planted(directory: Path) -> Artifact:
-    """Train shards and held-out samples with every kind of copy, and pictures that only look alike."""
+    """Make train shards and held-out samples with every kind of copy, and images that only look alike."""
     train = [sample(f"a/{i:08d}", encoded(chart(i)), encoded(receipt(i))) for i in range(8)]
     train += [sample("a/00000008", HALF_A_PNG), sample("a/00000009"), sample("b/00000000", encoded(chart(2)))]
     blank = encoded(Image.new("RGB", (200, 300), "white"))
@@ -119,7 +119,7 @@ def test_an_artifact_of_one_split_has_no_copies(tmp_path, split):
 
 
 def test_copies_in_a_converted_dataset(tmp_path):
-    """Raw rows through convert: files that differ are dealt to either split, whatever they show."""
+    """Raw rows go through convert, which puts different files into either split, whatever they show."""
     rows, twins = [], {}
     for i in range(24):
         picture = (chart, receipt)[i % 2](i)
@@ -137,7 +137,7 @@ def test_copies_in_a_converted_dataset(tmp_path):
     wanted = apart | {i + 2 for i in apart if i % 3 == 0}  # the third row shows the first one's file
     found = contaminated_keys(artifact.dir)
     assert {int(key.partition("/")[2]) for key in found} == wanted and len(apart) >= 5
-    assert set(found.values()) == {"near"}  # never bytes: convert keeps equal files in one split
+    assert set(found.values()) == {"near"}  # never "bytes", because convert keeps equal files in one split
 
 
 def test_processes_and_kills_change_nothing(tmp_path, monkeypatch):
@@ -159,14 +159,14 @@ def test_processes_and_kills_change_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(picture_scan, "scan_shard", lambda task: done.append(scan(task)) or task.shard.num_samples)
     progress: list[tuple[int, int]] = []
     again = contaminate(samples, tmp_path / "three", StageResources(on_progress=lambda *at: progress.append(at)))
-    assert len(done) == 3 and progress == [(19, 19)]  # two shards were there
+    assert len(done) == 3 and progress == [(19, 19)]  # two shards existed
     for other in (together, again):
         for name in (MANIFEST, "contamination.parquet", "report.json", "report.html"):
             assert (other.dir / name).read_bytes() == (alone.dir / name).read_bytes(), name
 
 
 def test_pictures_on_white_paper_are_not_copies_of_each_other(tmp_path):
-    """Blank pages are copies of blank pages, not of pages with a few lines."""
+    """Blank pages are copies of blank pages, but not of pages with a few lines."""
     blank, other_size = (encoded(Image.new("L", size, 255)) for size in ((300, 420), (150, 210)))
     dotted = np.full((420, 300), 255, np.uint8)
     dotted[200:215, 40:260:3] = 0
@@ -176,7 +176,7 @@ def test_pictures_on_white_paper_are_not_copies_of_each_other(tmp_path):
             sample("a/00000100", other_size),
             sample("a/00000101", encoded(Image.fromarray(dotted))),
             sample("a/00000102", encoded(receipt(0))),
-            sample("a/00000103", encoded(Image.new("L", (420, 300), 255))),  # the same white, lying
+            sample("a/00000103", encoded(Image.new("L", (420, 300), 255))),  # the same white page in landscape format
         ],
     }
     artifact = contaminate(make_samples_artifact(tmp_path / "samples", shards), tmp_path)

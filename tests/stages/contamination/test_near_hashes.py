@@ -1,4 +1,4 @@
-"""Near pairs of hashes are those of comparing all with all."""
+"""Near pairs of hashes: the fast search finds the same pairs as a comparison of all with all."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ def flipped(value: int, bits: list[int]) -> int:
 
 
 def hashes_near_each_other(seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Random hashes, and queries that differ from some of them in 0 to 9 bits anywhere."""
+    """Return random hashes, and queries that differ from some of them in 0 to 9 bits at any positions."""
     rng = np.random.default_rng(seed)
     hashes = [int(h) for h in rng.integers(0, 2**64, 300, np.uint64)]
     queries = [flipped(hashes[i], rng.choice(64, i % 10, replace=False).tolist()) for i in range(200)]

@@ -1,4 +1,4 @@
-"""convert.max_rows: which rows are taken, that no other part is opened, and what the reports say about it."""
+"""convert.max_rows: which rows are taken, that no other part is opened, and the text of the reports about it."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ from tests.stages.convert.test_convert import CONFIG, all_samples, convert, quar
 
 
 def parts_of(*sizes, subset="a"):
-    """Parts of a subset with so many rows each."""
+    """Return the parts of a subset with these numbers of rows."""
     starts = np.cumsum([0, *sizes]).tolist()
     common = {"path": Path("x"), "name": "x", "span": (0, 0), "file_row": 0}
     return [Part(**common, subset=subset, first_row=start, num_rows=size) for start, size in zip(starts, sizes)]

@@ -1,4 +1,4 @@
-"""convert: what is kept, what is left out and why, no picture in both splits, the same bytes however it is run."""
+"""convert: what is kept, what is left out and why, no image in both splits, the same bytes however it runs."""
 
 import dataclasses
 import io
@@ -69,7 +69,7 @@ def quarantine(artifact_dir: Path) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory):
-    """A converted source of every kind of row."""
+    """Convert a source with every kind of row."""
     path = tmp_path_factory.mktemp("mixed")
     return convert(path / "root", write_source(path / "raw", {"mixed": mixed_rows()}))
 
@@ -123,7 +123,7 @@ def test_no_picture_is_in_both_splits(mixed):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_pictures_shared_in_chains_stay_together(tmp_path, seed):
-    """0-1, 1-2, 2-3 ...: one group, so one split, whatever the seed."""
+    """Samples 0-1, 1-2, 2-3 ... share images. They are one group, so they are in one split, whatever the seed."""
     shared = [png(i) for i in range(12)]
     rows = [row([a, b], [("Which?", "a")]) for a, b in pairwise(shared)] + plain_rows(40, 100)
     artifact = convert(tmp_path / "root", write_source(tmp_path / "raw", {"s": rows}), seed=seed)
@@ -203,7 +203,7 @@ def test_everything_left_out_is_named_with_reason_file_and_row(tmp_path):
 
 
 def test_pictures_of_left_out_samples_do_not_tie_groups(tmp_path):
-    """A left-out sample is in no split, so it joins nothing."""
+    """A left-out sample is in no split, so it joins no groups."""
     pictures = [png(i) for i in range(40)]
     rows = [row([p], [("What?", f"{i}")]) for i, p in enumerate(pictures)]
     rows += [row([a, b], [("Both?", "")]) for a, b in pairwise(pictures)]
@@ -327,7 +327,7 @@ def test_the_header_check_decodes_nothing_and_lets_damage_pass(tmp_path, monkeyp
     assert convert(tmp_path, source).manifest.skips == {"too_small": 1, "truncated_image": 1}
     header = convert(tmp_path, source, decode_check="header", heldout_fraction=0)
     assert header.manifest.skips == {"too_small": 1}
-    assert "(truncated_image: " in (header.dir / "report.html").read_text()  # in place of its picture
+    assert "(truncated_image: " in (header.dir / "report.html").read_text()  # instead of its image
     monkeypatch.setattr("stages.convert.report.preview_png", lambda images, side: png(1))
     monkeypatch.setattr("stages.artifacts.run_stage._write_preview", lambda *given: None)
     monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda self: pytest.fail("decoded"))
@@ -336,7 +336,7 @@ def test_the_header_check_decodes_nothing_and_lets_damage_pass(tmp_path, monkeyp
 
 
 def test_a_sources_own_splits_are_kept(tmp_path, monkeypatch):
-    """Rows 0-9 are train, 10-19 heldout, as the source says; a picture of both is heldout, with all its samples."""
+    """The source assigns rows 0-9 to train and 10-19 to heldout. An image of both is heldout, with all its samples."""
     pictures = [png(i) for i in range(20)]
     pictures[12] = pictures[3]
     rows = [row([p], [(f"{i}?", "a")]) for i, p in enumerate(pictures)]
@@ -356,7 +356,7 @@ def test_a_sources_own_splits_are_kept(tmp_path, monkeypatch):
 
 
 def test_a_source_that_changes_between_the_passes_is_an_error(tmp_path, monkeypatch):
-    """Another picture or another word where the scan saw one."""
+    """The second pass finds another image or another word than the scan."""
     rows = plain_rows(6)
     others = [row([png(99)], [("What is in picture 3?", "noise 3")]), row([png(3)], [("?", "x")])]
     for place, other in enumerate(others):
@@ -412,7 +412,7 @@ def test_card_counts_what_is_there(tmp_path):
 
 
 def test_figures_count_every_answer(tmp_path):
-    """Against a plain count, with more distinct answers than are shown, over several parts."""
+    """Compared with a plain count, with more distinct answers than are shown, over several parts."""
     rng = random.Random(0)
     answers = [rng.choice("abcdefghijklmnopqrstuvwxyz") * rng.choice([1, 2, 100]) for _ in range(400)]
     rows = [row([], [(f"{i} {'word ' * (i % 7)}?", answer)]) for i, answer in enumerate(answers)]

@@ -1,4 +1,4 @@
-"""The plan against slow, obvious versions of itself."""
+"""The plan against slow, obvious versions of it."""
 
 import random
 import tracemalloc
@@ -21,7 +21,8 @@ def digest(number: int) -> bytes:
 
 
 def scan_of(samples: list[list[int]], sizes: list[int] | None = None, digests: list[int] | None = None) -> Scan:
-    """Samples by the numbers of their pictures, five a part, as the columns of a scan that the plan reads."""
+    """Return samples, given by the numbers of their images, five per part, as the columns of a scan that the plan
+    reads."""
     count = len(samples)
     kind = SCAN_SCHEMA.field("pictures").type
     table = pa.table(
@@ -50,7 +51,7 @@ def named(plan: Plan) -> list[str]:
 
 
 def slow_groups(samples: list[list[int]]) -> list[set[int]]:
-    """For each sample every picture it is tied to, by going over all samples until nothing changes."""
+    """Return for each sample the images that it is connected to, by going over all samples until nothing changes."""
     groups = [set(images) for images in samples]
     changed = True
     while changed:
@@ -75,7 +76,8 @@ def test_splits_match_the_slow_version(seed):
 
 @pytest.mark.parametrize("seed", range(30))
 def test_the_sources_own_splits_match_the_slow_version(seed):
-    """A group that a part puts in heldout is heldout, else train where a part says so, else drawn."""
+    """A group that a part assigns to heldout is heldout. Otherwise it is train if a part says so, and drawn if none
+    does."""
     rng = random.Random(seed)
     samples = [rng.sample(range(40), rng.choice([0, 1, 1, 2])) for _ in range(30)]
     own = [rng.choice([None, None, "train", "heldout"]) for _ in range(6)]
@@ -95,7 +97,7 @@ def test_own_splits_need_no_heldout_fraction():
 
 @pytest.mark.parametrize("pictures", [[7], []])
 def test_a_sample_in_both_of_the_sources_splits_is_heldout_once(pictures):
-    """The first stays, but it is not trained on: the source holds the same sample out."""
+    """The first sample is kept, but not trained on, because the source holds out the same sample."""
     samples, digests = [[0], [1], [2], [3], pictures, pictures, [4]], [0, 1, 2, 3, 4, 4, 5]
     plan = plan_of(scan_of(samples, digests=digests), 0, 0.0, 10**6, ["train", "heldout"])
     assert named(plan) == ["train"] * 4 + ["heldout", "-", "heldout"]
@@ -104,10 +106,11 @@ def test_a_sample_in_both_of_the_sources_splits_is_heldout_once(pictures):
 
 @pytest.mark.parametrize("seed", range(30))
 def test_small_data_meets_the_least_number_held_out(seed):
-    """What the share holds out stays so; then the smallest draws follow, and train keeps as many samples."""
+    """The samples held out by the share stay held out. The smallest draws are added, and train keeps as many
+    samples."""
     rng = random.Random(seed)
     samples = [rng.sample(range(100), rng.choice([0, 1, 1, 2])) for _ in range(60)]
-    scan = scan_of(samples, digests=[*range(50), *range(10)])  # ten duplicates at most, which count as no samples
+    scan = scan_of(samples, digests=[*range(50), *range(10)])  # at most ten duplicates, which do not count as samples
     by_share, met = (named(plan_of(scan, seed, 0.1, 10**6, least=least)) for least in (0, 20))
     assert 20 <= met.count("heldout") <= met.count("train") and by_share.count("heldout") < 20
     assert all(after == "heldout" for before, after in zip(by_share, met) if before == "heldout")
@@ -143,7 +146,7 @@ def test_data_too_small_for_the_least_number_is_an_error():
 
 
 def test_split_of_is_pinned():
-    """A change of this function would move pictures between splits of data that people already trained on."""
+    """A change of this function would move images between the splits of data that people have already trained on."""
     drawn = "".join(split_of(7, bytes([i]) * 32, 0.5)[0] for i in range(16))
     assert drawn == "tttttthhhhhhhtth"
 
@@ -194,7 +197,8 @@ def test_nothing_and_nothing_usable():
 
 
 def test_memory_a_row_is_bounded():
-    """200,000 rows of two pictures: what the plan takes beside the scan, by tracemalloc and Arrow's own count."""
+    """200,000 rows with two images each: the plan's memory in addition to the scan, measured by tracemalloc and
+    Arrow."""
     scan = synthetic_scan(200_000)
     assert scan.table.nbytes / len(scan) < 250
     before = pa.total_allocated_bytes()

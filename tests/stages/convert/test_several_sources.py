@@ -1,4 +1,4 @@
-"""Several sources in one convert: each reads as it does alone, under names of its own."""
+"""Several sources in one convert: each is read as it would be alone, under names of its own."""
 
 import pytest
 
@@ -26,7 +26,7 @@ LIMITS = {
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """A table and a folder of captions, with a picture in common."""
+    """Make a table and a folder of captions, with one image in common."""
     directory = tmp_path_factory.mktemp("sources")
     rows = draw_rows(7, 40)
     csv_paths(directory / "table", rows[:20])
@@ -35,7 +35,7 @@ def sources(tmp_path_factory):
 
 
 def samples(config, inputs, root) -> dict[str, tuple[str, object]]:
-    """Key -> split and sample of all that is made."""
+    """Return key -> split and sample of all samples."""
     made = run_stage(STAGE, config, inputs, root).artifact
     return {
         key: (shard.split, from_fields(key, fields))
@@ -60,7 +60,7 @@ def test_each_source_gives_the_samples_that_it_gives_alone(sources, tmp_path):
     splits = {}
     for split, sample in both.values():
         splits.setdefault(sample.images, set()).add(split)
-    assert len(splits) == 40 and all(len(found) == 1 for found in splits.values())  # also of the picture in common
+    assert len(splits) == 40 and all(len(found) == 1 for found in splits.values())  # also of the common image
 
 
 def test_a_few_rows_are_taken_from_all_sources_together(sources, tmp_path):

@@ -1,4 +1,4 @@
-"""What is trained on: exactly each answer and its end-of-turn token, by two kinds of template and a slow oracle."""
+"""The loss mask: exactly each answer and its end-of-turn token, by two kinds of template and a slow oracle."""
 
 import json
 import re
@@ -77,7 +77,8 @@ def _grids(messages: tuple[Message, ...]) -> np.ndarray:
 
 
 def _rendered(chat: ChatEncoder, messages: tuple[Message, ...], grids: np.ndarray, **kwargs: bool) -> str:
-    """The template's text with every placeholder written out, as transformers' processors do before tokenizing."""
+    """Return the template's text with every placeholder written out, as transformers' processors do before
+    tokenizing."""
     content = []
     for message in messages:
         pieces = re.split(f"({IMAGE_SLOT})", message.text)
@@ -93,13 +94,14 @@ def _rendered(chat: ChatEncoder, messages: tuple[Message, ...], grids: np.ndarra
 
 
 def _parts(chat: ChatEncoder, messages: tuple[Message, ...]) -> list[tuple[tuple[Message, ...], np.ndarray]]:
-    """What a conversation is cut into, each with its grids."""
+    """Return the parts that a conversation is cut into, each with its grids."""
     grids = _grids(messages)
     return [(part, grids[: sum(m.text.count(IMAGE_SLOT) for m in part)]) for part in chat.cut([messages])[0]]
 
 
 def _oracle(chat: ChatEncoder, messages: tuple[Message, ...], grids: np.ndarray) -> tuple[list[int], list[int]]:
-    """Ids and mask from the characters of the text: a token is learnt where its characters are an answer's."""
+    """Return ids and mask from the characters of the text: a token is trained on if its characters belong to an
+    answer."""
     is_learnt = iter([m.is_learnt for m in messages if m.role == "assistant"])
     text = _rendered(chat, messages, grids)
     encoded = chat.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -222,7 +224,7 @@ def test_a_system_prompt_goes_before_what_has_none(tmp_path):
 
 
 def _weighted(*is_learnt: bool) -> tuple[Message, ...]:
-    """Turns a0 b0 a1 b1 ... whose answers are learnt or not."""
+    """Return the turns a0 b0 a1 b1 ... with answers that are trained on or not."""
     pairs = [
         (Message(role="user", text=f"a{i}"), Message(role="assistant", text=f"b{i}", is_learnt=learnt))
         for i, learnt in enumerate(is_learnt)
@@ -273,7 +275,8 @@ def test_many_conversations_at_once_are_as_one_by_one(chat):
 
 
 def test_a_reasoning_templates_empty_think_block_is_given_and_its_history_bare(tmp_path):
-    """Only the answer after the last question carries the block; it is given, since the prompt of inference has it."""
+    """Only the answer after the last question has the block. The block is not trained on, since it is in the prompt of
+    inference."""
     chat = ChatEncoder(_edited_dir(tmp_path, "chat_template.jinja", _REASONING_TEMPLATE))
     none = np.zeros((0, 3), np.int32)
     (first, second), header, block = (
@@ -340,7 +343,8 @@ def test_a_template_of_another_structure_is_refused(tmp_path, old, new):
 
 
 def test_a_template_that_always_thinks_is_refused(tmp_path):
-    """Its generation prompt opens a think block that answers without reasoning would close at once, and learn that."""
+    """Its generation prompt opens a think block. Answers without reasoning would close it at once, and the model would
+    learn that."""
     template = "{%- set always_thinks = true -%}\n" + _REASONING_TEMPLATE
     with pytest.raises(InputError, match="the chat template"):
         ChatEncoder(_edited_dir(tmp_path, "chat_template.jinja", template))

@@ -1,4 +1,5 @@
-"""Pixels: bit-equal to transformers' torchvision processor by its recorded digests; tests/parity asks it itself."""
+"""Pixels: bit-equal to transformers' torchvision processor by recorded digests; tests/parity runs the processor
+itself."""
 
 import io
 import json
@@ -44,7 +45,7 @@ def test_threads_do_not_change_a_bit():
 
 
 def test_patch_order_by_hand():
-    """32 x 64 pixels, each the number of its 16 x 16 patch: blocks of 2 x 2, row by row."""
+    """In 32 x 64 pixels each pixel is the number of its 16 x 16 patch. The order is blocks of 2 x 2, row by row."""
     numbers = np.arange(8, dtype=np.uint8).reshape(2, 4).repeat(16, 0).repeat(16, 1)
     config = image_config().model_copy(update={"min_pixels": 1})
     patches, grid = encode_rgb(np.stack([numbers] * 3, -1), config)
@@ -54,7 +55,7 @@ def test_patch_order_by_hand():
 
 
 def test_pixel_values_by_hand():
-    """Channel, frame, row, column; each frame a copy; (byte - 127.5) / 127.5."""
+    """The order is channel, frame, row, column; each frame is a copy; the value is (byte - 127.5) / 127.5."""
     config = image_config()
     patches = np.random.default_rng(0).integers(0, 256, (5, 768)).astype(np.uint8)
     values = pixel_values(patches, config.patch_format)
@@ -70,12 +71,12 @@ def test_pixel_values_by_hand():
 @pytest.mark.parametrize(
     ("height", "width", "expected"),
     [
-        (1, 1, (64, 64)),  # up to the lower limit
+        (1, 1, (64, 64)),  # scaled up to the lower limit
         (64, 64, (64, 64)),
-        (100, 150, (96, 160)),  # the nearest multiples
-        (80, 112, (64, 128)),  # halves to even
-        (1000, 1000, (320, 320)),  # down to the upper limit
-        (10, 2000, (32, 928)),  # never under one block
+        (100, 150, (96, 160)),  # rounded to the nearest multiples
+        (80, 112, (64, 128)),  # halves are rounded to even
+        (1000, 1000, (320, 320)),  # scaled down to the upper limit
+        (10, 2000, (32, 928)),  # never smaller than one block
         (2000, 10, (928, 32)),
     ],
 )

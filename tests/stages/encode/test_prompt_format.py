@@ -1,4 +1,4 @@
-"""A model before a training is asked what its export will be asked: the same tokens, pixels and system prompt."""
+"""A model before training gets the same prompts as its export: the same tokens, pixels and system prompt."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ from stages.tokenize.config import TokenizeConfig
 from tests.helpers.evaluation import answered, hf_artifact, mixed_samples, samples_artifact, talkative_hf_dir
 
 CONFIG = AnswerConfig(max_new_tokens=4, part_size=4, batch_size=8)
-OTHER = {"min_pixels": 64 * 64, "max_pixels": 96 * 96}  # both reached by the pictures of mixed_samples
+OTHER = {"min_pixels": 64 * 64, "max_pixels": 96 * 96}  # the images of mixed_samples reach both limits
 OTHERS = [
     OTHER | {"system_prompt": "Be brief: \u00e9\u4e00\U0001f600\n\tone word."},
     OTHER | {"system_prompt": None},
@@ -38,7 +38,7 @@ OTHERS = [
 
 
 def _source(directory: Path, system_prompt: str | None = "Be long.", **preprocessor) -> Path:
-    """A model directory with a system prompt of its own."""
+    """Make a model directory with a system prompt of its own."""
     shutil.copytree(talkative_hf_dir(), directory)
     if system_prompt is not None:
         (directory / SYSTEM_PROMPT).write_text(system_prompt)
@@ -49,7 +49,7 @@ def _source(directory: Path, system_prompt: str | None = "Be long.", **preproces
 
 
 def _exported(directory: Path, source: Path, stats: dict) -> Path:
-    """The export of a training from `source`, with the weights that it began with."""
+    """Make the export of a training from `source`, with the initial weights."""
     directory.mkdir()
     shutil.copyfile(source / "model.safetensors", directory / "model.safetensors")
     copy_processor_files(source, directory, stats)
@@ -88,7 +88,8 @@ def samples(tmp_path_factory):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What every generator is asked: ids, grids and pixels of each prompt, in the order of asking with one thread."""
+    """Collect the inputs of every generator: ids, grids and pixels of each prompt, in the order of the calls with one
+    thread."""
     seen, real = [], Generator.encode_prompt
 
     def encode_prompt(self, messages, images):
@@ -101,7 +102,7 @@ def asked(monkeypatch):
 
 
 def _run(asked, inputs, root: Path, processes: int = 1):
-    """The answers' bytes, their artifact, and what was asked for them."""
+    """Return the bytes of the answers, their artifact, and the inputs of the generator."""
     asked.clear()
     resources = StageResources(cluster=ClusterConfig(processes=processes, num_threads=1))
     artifact = answered(CONFIG, inputs, root, resources)
@@ -110,7 +111,7 @@ def _run(asked, inputs, root: Path, processes: int = 1):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """A launcher whose one worker answers in this process, from its job.json."""
+    """Replace the launcher by one whose only worker answers in this process, from its job.json."""
     started = []
 
     def run_job(launcher, job, on_poll):
@@ -123,7 +124,7 @@ def launched(monkeypatch):
 
 @pytest.fixture
 def planned(monkeypatch):
-    """Tokens of each planned prompt, of the newest plan."""
+    """Return the tokens of each planned prompt of the newest plan."""
     lengths, real = [], answer.write_plan
 
     def write_plan(path, questions):
@@ -171,7 +172,7 @@ def test_a_job_comes_back_from_its_json(tmp_path, stats):
 
 
 def test_a_prompt_of_crlf_lines_is_the_same_in_training_and_asking(tmp_path):
-    """An export's file is read with universal newlines, so a prompt with others would be asked otherwise."""
+    """An export's file is read with universal newlines, so other line ends would give another prompt at inference."""
     prompt = "Be brief.\r\nThen\rstop."
     config = TokenizeConfig(max_seq_len=8, max_pixels=None, max_skip_fraction=1.0, system_prompt=prompt)
     assert config.system_prompt == "Be brief.\nThen\nstop."

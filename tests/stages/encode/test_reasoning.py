@@ -1,7 +1,8 @@
-"""Think blocks: the ids before every learnt answer are the prompt of inference, what is learnt is what it writes.
+"""Think blocks: the ids before every answer that is trained on equal the prompt of inference, and the model is trained
+on the text that it writes.
 
-The oracle is transformers' `apply_chat_template` with `add_generation_prompt` on the turns before the answer; templates
-have the structure of each generation in words of our own (tests/helpers/think_templates.py).
+The oracle is transformers' `apply_chat_template` with `add_generation_prompt` on the turns before the answer. The
+templates have the structure of each generation of models, in other words (tests/helpers/think_templates.py).
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ EMPTY = "<think>\n\n</think>\n\n"
 
 
 def thinking(messages: tuple[Message, ...], *reasoning: str) -> tuple[Message, ...]:
-    """The messages with these texts before their answers, empty for none."""
+    """Return the messages with these reasoning texts before their answers; "" for none."""
     texts = iter(reasoning)
     return tuple(dataclasses.replace(m, reasoning=next(texts)) if m.role == "assistant" else m for m in messages)
 
@@ -47,7 +48,7 @@ CASES = {
         dataclasses.replace(m, is_learnt=m.text != "one") for m in thinking(THREE, "x", "", "y")
     ),
 }
-# Number of samples of each case, where history is rewritten and where it is kept.
+# Number of samples of each case, if history is rewritten and if it is kept.
 REWRITTEN = {"one turn": 1, "one reasoned turn": 1, "an answer is given": 2, "the last is given": 2}
 KEPT = {"first reasoned": 2, "last reasoned": 2, "with a system message": 2, "the last is given": 2}
 
@@ -63,7 +64,7 @@ def chat(generation, tmp_path_factory) -> ChatEncoder:
 
 
 def prompt_ids(chat: ChatEncoder, messages: tuple[Message, ...], grids: np.ndarray, thinks: bool) -> list[int]:
-    """What inference reads, by transformers alone."""
+    """Return the ids that inference reads, by transformers alone."""
     raw = []
     for message in messages:
         pieces = [{"type": "text", "text": text} for text in message.text.split(IMAGE_SLOT)]
@@ -78,7 +79,7 @@ def prompt_ids(chat: ChatEncoder, messages: tuple[Message, ...], grids: np.ndarr
 
 
 def written(generation: str, message: Message, reasoning: bool = True) -> str:
-    """What inference writes."""
+    """Return the text that inference writes."""
     answer = f"{message.text.strip()}<|im_end|>"
     if not (message.reasoning and reasoning):
         return answer
@@ -87,7 +88,7 @@ def written(generation: str, message: Message, reasoning: bool = True) -> str:
 
 
 def check_exact(chat: ChatEncoder, generation: str, messages: tuple[Message, ...]) -> list[tuple[Message, ...]]:
-    """Check every learnt answer of every part, and that each is learnt once; returns the parts."""
+    """Check every trained-on answer of every part, and that each answer is trained on once. Return the parts."""
     grids = np.array([[1, 2 * (i + 1), 4] for i in range(2)], np.int32)
     (parts,) = chat.cut([messages])
     learnt = Counter()
@@ -126,7 +127,7 @@ def test_without_reasoning_answers_are_those_of_a_model_that_does_not_think(chat
 
 
 def shown(chat: ChatEncoder, messages: tuple[Message, ...]) -> list[str]:
-    """The text of each part, what is learnt in brackets."""
+    """Return the text of each part, with the trained-on text in brackets."""
     texts = []
     for part in chat.cut([messages])[0]:
         ids, mask = chat.encode(part, NONE)
@@ -142,7 +143,7 @@ LEARNT_D = "[d<|im_end|>]\n"
 
 @pytest.mark.parametrize("generation", ["qwen3_5", "qwen3_5_small", "qwen3_6"], indirect=True)
 def test_masks_of_3_5_and_3_6(chat):
-    """An empty block is prompt; of reasoning the opening of its block is; history is bare."""
+    """An empty block is part of the prompt. Of a block with reasoning only the opening is. History has no blocks."""
     plain, reasoned = turns("a", "b", "c", "d"), thinking(turns("a", "b", "c", "d"), "why", "so")
     assert shown(chat, plain) == [f"{A_B}{EMPTY}[b<|im_end|>]\n", f"{A_B}b{C}{EMPTY}{LEARNT_D}"]
     assert shown(chat, reasoned) == [
@@ -155,7 +156,7 @@ def test_masks_of_3_5_and_3_6(chat):
 
 @pytest.mark.parametrize("generation", ["qwen3_8"], indirect=True)
 def test_masks_of_3_8(chat):
-    """History keeps its blocks, so one text is exact; but an instruction comes first where it thinks."""
+    """History keeps its blocks, so one text is exact. But an instruction comes first if the model thinks."""
     plain, reasoned = turns("a", "b", "c", "d"), thinking(turns("a", "b", "c", "d"), "why", "so")
     effort = f"<|im_start|>system\n{EFFORT}{END}"
     assert shown(chat, plain) == [f"{A_B}{EMPTY}[b<|im_end|>]\n{C.removeprefix(END)}{EMPTY}{LEARNT_D}"]
@@ -168,7 +169,7 @@ def test_masks_of_3_8(chat):
 
 
 def test_a_template_whose_flag_keeps_thinking_needs_no_cut(tmp_path):
-    """3.6 with `preserve_thinking` set in the template itself."""
+    """This is 3.6 with `preserve_thinking` set in the template itself."""
     hf_dir = think_hf_dir("qwen3_6", tmp_path)
     template = "{%- set preserve_thinking = true -%}\n" + think_template("qwen3_6")
     (hf_dir / "chat_template.jinja").write_text(template)

@@ -1,4 +1,4 @@
-"""A chat template has limits of time, memory and text, and is never rendered in our own processes."""
+"""A chat template has limits of time, memory and text, and is never rendered in athanor's own processes."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def model_with(directory: Path, text: str) -> Path:
     return hf_dir
 
 
-# template -> what the error says of it
+# template -> text of the error about it
 _HOSTILE = {
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}": "needs over 0.5 s of CPU",
     "{{ 9**(9**(messages|length + 8)) % 7 }}": "needs over 0.5 s of CPU",
@@ -74,7 +74,7 @@ def test_a_hostile_template_is_one_line_before_any_tokenizer(text, tmp_path, req
 
 _COUNTED = "<|im_start|>system\n{{ messages|length }} messages<|im_end|>\n"
 _HELD = "<|im_start|>system\nHello.<|im_end|>\n"
-# what is put before a sound template -> the trial whose prompt is not the beginning of its text
+# text in front of a valid template -> the trial whose prompt is not the start of its text
 _UNLIKE_THE_PROMPT = {
     "{%- if add_generation_prompt %}" + _HELD + "{% endif -%}\n": "with 1 turn the",
     _COUNTED: "with 1 turn the",
@@ -95,7 +95,7 @@ def test_a_template_whose_text_is_not_its_prompt_is_refused_by_its_files_alone(a
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
 
 
-# Each text begins with its prompt, but one text of several turns does not begin with those of its first turns.
+# Each text starts with its prompt, but one text of several turns does not start with the texts of its first turns.
 REWRITING = (
     "{%- set ns = namespace(last=0) %}{% for m in messages %}"
     "{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor -%}\n"
@@ -118,7 +118,7 @@ def test_a_template_that_rewrites_questions_after_a_system_message_is_refused_by
 
 
 def test_a_template_that_refuses_system_messages_or_a_second_turn_passes(tmp_path):
-    """A conversation that it refuses is left out, with the template's own words."""
+    """A conversation that the template refuses is left out, with the template's own message."""
     sound = (tiny_hf_dir() / "chat_template.jinja").read_text()
     for condition in ("messages[0].role == 'system'", "messages|length > 2"):
         refusing = f"{{%- if {condition} %}}{{{{ raise_exception('no') }}}}{{% endif -%}}\n{sound}"
@@ -133,7 +133,7 @@ def test_an_encoder_of_a_hostile_template_says_the_same(tmp_path):
 
 
 def test_a_sound_template_is_checked_by_its_files_alone(tmp_path):
-    """The recipe's check loads neither torch nor transformers."""
+    """The recipe's check imports neither torch nor transformers."""
     code = "import sys\nfrom pathlib import Path\nfrom stages.encode.template import check_template\n"
     code += f"check_template(Path({str(tiny_hf_dir())!r}))\n"
     code += "print(sorted({'torch', 'transformers'} & sys.modules.keys()))"

@@ -1,4 +1,4 @@
-"""The stage that encodes each distinct image once: its records, from any number of ranks and after a kill."""
+"""The stage that encodes each distinct image once: its records, with any number of ranks and after a kill."""
 
 import os
 import shutil
@@ -29,7 +29,7 @@ from tests.helpers.trees import tree_digest
 from trainer.contract.run import RunConfig
 from trainer.data.features import FeatureReader
 
-WIDTH = 192  # of the tiny model: 64 numbers of the image token, and two deepstack levels
+WIDTH = 192  # of the tiny model: 64 values of the image token, and two deepstack levels
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def job(tmp_path_factory) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def made(job, tmp_path_factory) -> Artifact:
-    """By one process."""
+    """Make the features with one process."""
     return encoded(job.hf_dir, job.tokenized_dir, tmp_path_factory.mktemp("root"))
 
 
@@ -66,7 +66,7 @@ def test_its_figures(made):
     assert stats["features"] == {"format_version": 1, "dtype": "float32", "width": WIDTH}
 
 
-@pytest.mark.full  # in the core: two ranks write what one writes from another codec
+@pytest.mark.full  # core tier: two ranks write the same as one rank does from another codec
 def test_two_ranks_write_the_same_bytes(job, made, tmp_path):
     assert len(made.manifest.shards) > 2
     both = encoded(job.hf_dir, job.tokenized_dir, tmp_path, processes=2)
@@ -99,7 +99,7 @@ def test_the_error_of_the_stored_type_is_said(precision, is_exact, job, made, tm
     exact, rounded = (reader.of_bin(refs)(range(sum(ref.num_images for ref in refs))).float() for reader in places)
     error, said = float((rounded - exact).abs().max()), short.manifest.stats["largest_error"]
     assert short.manifest.stats["bytes_per_image_token"] == 2 * WIDTH
-    if is_exact:  # bfloat16 of a training in bfloat16 is what the training has
+    if is_exact:  # a training in bfloat16 has exactly these bfloat16 features
         assert said == 0 < error
     else:
         assert 0 < error <= said <= float(exact.abs().max()) / 128
@@ -117,7 +117,7 @@ def test_data_without_an_image_start_no_trainer(tmp_path, monkeypatch):
 
 @pytest.mark.full
 def test_every_codec_of_pixels_and_two_ranks_give_the_same_features(tmp_path):
-    """Images that are decoded when they are read, by two ranks, and shards of both splits."""
+    """Images are decoded when they are read, by two ranks, in shards of both splits."""
     samples = run_convert(write_source(tmp_path / "raw", {"first": plain_rows(24)}), tmp_path)
     features = []
     for codec, processes in (("u8", 1), ("original", 2)):

@@ -1,4 +1,4 @@
-"""The evaluate stage: answers beside their samples, what is counted, what its artifact holds."""
+"""The evaluate stage: answers with their samples, what is counted, and the content of its artifact."""
 
 import json
 import math
@@ -39,7 +39,7 @@ CONFIG = EvaluateConfig(max_new_tokens=6)
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """An evaluation of mixed samples by a real model, and its inputs."""
+    """Return an evaluation of mixed samples by a real model, and its inputs."""
     root = tmp_path_factory.mktemp("evaluate")
     train = [conversation("single/00000999", [("<image>Which digit?", "9")], [picture(999)])]
     samples = samples_artifact(root / "samples", mixed_samples(14), train)
@@ -101,7 +101,7 @@ def test_scoring_loads_no_model(made, tmp_path, monkeypatch):
 
 
 def _scored(tmp_path, samples, lines, config=CONFIG, resources=None, **others):
-    """The evaluation of answers that are made up."""
+    """Return the evaluation of made-up answers."""
     answers = _artifact(tmp_path / "answers", "answer", "a")
     write_text(answers.dir / ANSWERS_JSONL, "".join(map(to_line, lines)))
     inputs = {"answers": answers, "samples": samples_artifact(tmp_path / "s", samples), **others}
@@ -196,7 +196,7 @@ def test_only_what_decides_the_answers_goes_to_their_stage():
 
 
 def _contamination(directory, **hows):
-    """An artifact of that stage which found these samples, each key's number -> how."""
+    """Return a contamination artifact that has found these samples: number of the key -> kind of copy."""
     found = _artifact(directory, "contamination", "b")
     rows = [{"key": f"digits/{int(number[1:]):08d}", "place": 0, "how": how} for number, how in hows.items()]
     pq.write_table(pa.Table.from_pylist(rows, CONTAMINATION_SCHEMA), directory / CONTAMINATION)
@@ -243,7 +243,7 @@ def test_nothing_but_contaminated_samples_is_no_evaluation(tmp_path):
 
 @pytest.mark.parametrize(("role", "name"), [("made_by", HELDOUT_JSONL), ("start_of", HELDOUT_BASE_JSONL)])
 def test_the_loss_of_the_references_is_that_of_the_samples_that_count(tmp_path, role, name):
-    samples = _pictured(4)  # of which the trainer was not given the third
+    samples = _pictured(4)  # the trainer did not get the third of them
     losses = [(0, 0.5, 3), (1, 2.0, 1), (3, 1.0, 4)]
     rows = [HeldoutRow(key=samples[i].key, loss=loss, loss_tokens=tokens) for i, loss, tokens in losses]
     trained = _artifact(tmp_path / "trained", "train", "d")

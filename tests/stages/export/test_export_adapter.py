@@ -1,4 +1,4 @@
-"""Adapters in the stages: the one that a training goes on from, its base, and the one that an export holds."""
+"""Adapters in the stages: the adapter that a training starts from, its base, and the adapter in an export."""
 
 import json
 import shutil
@@ -71,7 +71,7 @@ def start(tmp_path) -> Path:
 
 
 def write_tensors(directory: Path, number: float) -> None:
-    """An adapter of the output projection, of one number."""
+    """Write an adapter of the output projection whose tensors hold one number."""
     shapes = {"lora_A.weight": (4, 4), "lora_B.weight": (4, 4), "lora_magnitude_vector": (4,)}
     tensors = {f"base_model.model.lm_head.{name}": np.full(shape, number, "f4") for name, shape in shapes.items()}
     save_file(tensors, directory / ADAPTER_WEIGHTS)
@@ -128,7 +128,7 @@ def test_the_base_has_another_digest_by_one_bit_of_its_weights_or_one_key_of_its
 
 
 def test_an_export_says_which_base_it_has(inputs, tmp_path, monkeypatch):
-    """So that the trainer refuses the checkpoint where it is another than the training's."""
+    """The trainer can then refuse the checkpoint if the base is another one than that of the training."""
     seen, run_trainer = [], export.run_trainer
     monkeypatch.setattr(export, "run_trainer", lambda run, *others: seen.append(run) or run_trainer(run, *others))
     exported(inputs, tmp_path)

@@ -1,4 +1,4 @@
-"""The embedded model: whole for transformers, the same bytes everywhere."""
+"""The embedded model: complete for transformers, the same bytes everywhere."""
 
 import hashlib
 import json
@@ -118,7 +118,8 @@ def test_chat_template_writes_qwen_structure():
 
 
 def _samples(directory: Path) -> Artifact:
-    """Samples of the texts: a question and its answer each, one of them with reasoning, and a held-out one."""
+    """Return samples of the texts, each with a question and its answer. One sample has reasoning, and one is
+    held out."""
     train = [
         Sample(key=f"a/{i:08d}", messages=turns(f"{IMAGE_SLOT}{text}", str(i)), images=(b"x",))
         for i, text in enumerate(TEXTS)

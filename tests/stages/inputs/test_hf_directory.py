@@ -1,4 +1,4 @@
-"""An HF directory: what is wrong with it is said in one line, and its digests follow its content."""
+"""An HF directory: an error in it is reported in one line, and its digests depend on its content."""
 
 import json
 import shutil
@@ -95,7 +95,7 @@ def test_weights_cut_short_are_refused(hf_dir, kept):
 
 
 def _shard(hf_dir: Path) -> dict[str, torch.Tensor]:
-    """Two weight files with an index, as large models have them."""
+    """Split the weights into two files with an index, as large models have them."""
     tensors = load_file(hf_dir / "model.safetensors")
     names = sorted(tensors)
     files = {f"model-0000{i + 1}-of-00002.safetensors": names[i::2] for i in range(2)}
@@ -175,7 +175,7 @@ def test_an_index_without_a_map_is_one_line(hf_dir, weight_map):
     "name", ["../outside.safetensors", "sub/w.safetensors", "/etc/passwd", "", ".", "..", 7, [], None, "weights.bin"]
 )
 def test_an_index_names_files_beside_it_alone(hf_dir, name):
-    """Others would be in no digest: a change of theirs would go unseen."""
+    """Other files would be in no digest, so a change of them would not be noticed."""
     tensors = _shard(hf_dir)
     index = hf_dir / "model.safetensors.index.json"
     weight_map = {**json.loads(index.read_text())["weight_map"], sorted(tensors)[0]: name}
@@ -187,7 +187,7 @@ def test_an_index_names_files_beside_it_alone(hf_dir, name):
 
 
 def test_the_single_file_is_taken_where_there_is_an_index_too(hf_dir):
-    """As from_pretrained does, so that the file that is checked is the one that is trained."""
+    """from_pretrained does the same. So the file that is checked is the one that is trained."""
     single = (hf_dir / "model.safetensors").read_bytes()
     _shard(hf_dir)
     (hf_dir / "model-00001-of-00002.safetensors").write_bytes(b"")
@@ -198,7 +198,7 @@ def test_the_single_file_is_taken_where_there_is_an_index_too(hf_dir):
 
 
 def _with_header(hf_dir: Path, change: Callable[[dict], object]) -> None:
-    """Other JSON in front of the same tensors; `change` may give other bytes."""
+    """Write other JSON in front of the same tensors. `change` may return other bytes."""
     file = hf_dir / "model.safetensors"
     data = file.read_bytes()
     end = 8 + int.from_bytes(data[:8], "little")
@@ -253,7 +253,7 @@ def test_weights_of_another_size_are_named(hf_dir):
 
 @pytest.fixture
 def released(hf_dir, tmp_path) -> Path:
-    """A release's directory, with an adapter."""
+    """Make the directory of a release with an adapter."""
     hf_dir.rename(tmp_path / "hf")
     write_adapter(tmp_path / "hf" / "adapter", tmp_path / "hf")
     files = file_entries(tmp_path, ("hf/*", "hf/adapter/*"))
@@ -263,7 +263,7 @@ def released(hf_dir, tmp_path) -> Path:
 
 
 def test_a_model_of_an_artifact_is_what_was_written(released, tmp_path):
-    """model=.../artifacts/release/0123456789abcdef/hf: its manifest lies beside it."""
+    """For model=.../artifacts/release/0123456789abcdef/hf the manifest is in the parent directory."""
     model_input(released)
     data = bytearray((released / "model.safetensors").read_bytes())
     data[-1] ^= 1
@@ -271,7 +271,7 @@ def test_a_model_of_an_artifact_is_what_was_written(released, tmp_path):
     with pytest.raises(InputError, match=r"safetensors is damaged: .*; delete") as error:
         model_input(released)
     assert str(released / "model.safetensors") in str(error.value) and f"delete {tmp_path}" in str(error.value)
-    model_input(Path(shutil.copytree(released, tmp_path / "elsewhere" / "hf")))  # meant
+    model_input(Path(shutil.copytree(released, tmp_path / "elsewhere" / "hf")))  # an intended change
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "adapter/adapter_model.safetensors"])

@@ -1,4 +1,5 @@
-"""Raw data from a directory, a file or the hub: a digest of what is read, and one clear line when it is not there."""
+"""Raw data from a directory, a file or the hub: a digest of the files that are read, and one line if they do
+not exist."""
 
 import os
 import subprocess
@@ -223,7 +224,8 @@ for item in read_source(builder, found.dir, subsets, **options):
 
 
 def download(address, home, *arguments):
-    """What another process reads through the hub at this address; the environment is read at its start."""
+    """Return what another process reads through the hub at this address, since the environment is read only at its
+    start."""
     environment = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"}
     command = [sys.executable, "-c", DOWNLOAD, *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=REPO)

@@ -1,4 +1,4 @@
-"""A model directory that brings code: refused with the way out, never run, accepted by its hash alone."""
+"""A model directory with code: refused with the way out, never run, and accepted only by its hash."""
 
 import json
 import re
@@ -38,7 +38,8 @@ def add(file: Path, **values: object) -> None:
 
 
 def bring_code(hf_dir: Path) -> Path:
-    """Code that makes a file when it is imported, named wherever transformers looks; returns that file's path."""
+    """Add code that makes a file when it is imported, and name it wherever transformers looks for code. Return the
+    file's path."""
     touched = hf_dir.parent / "touched"
     (hf_dir / "code.py").write_text(
         f"from pathlib import Path\nPath({str(touched)!r}).touch()\n"
@@ -57,7 +58,7 @@ def refusal(path: Path, allowed: str | None = None) -> str:
 
 
 def code_sha256(hf_dir: Path) -> str:
-    """The hash that the refusal of a directory names."""
+    """Return the hash that the refusal of a directory names."""
     return re.search("say execution.model_code_sha256=([0-9a-f]{64})", refusal(hf_dir)).group(1)
 
 
@@ -87,7 +88,7 @@ def test_an_auto_map_of_another_config_is_refused(hf_dir, name):
 
 
 def test_an_auto_map_that_is_there_twice_is_refused(hf_dir):
-    """Python's json takes the last one, another reader perhaps the first."""
+    """Python's json takes the last key, and another reader may take the first."""
     text = (hf_dir / "tokenizer_config.json").read_text().rstrip().removesuffix("}")
     code = '"auto_map": {"AutoTokenizer": "code.Tokenizer"}'
     (hf_dir / "tokenizer_config.json").write_text(f'{text}, {code}, "auto_map": {{}}}}')
@@ -119,10 +120,10 @@ def test_the_hash_allows_this_code_and_no_other(hf_dir):
 
 @pytest.mark.parametrize("load", [ChatEncoder, Generator])
 def test_allowed_code_is_not_run_either(hf_dir, load, monkeypatch):
-    """Everything that reads a directory with transformers, past the door."""
+    """Tested with every function that reads a directory with transformers, without the check in front of them."""
     touched = bring_code(hf_dir)
     monkeypatch.setattr("stages.answer.transformers_engine.check_hf_dir", lambda path: {})
-    monkeypatch.setattr("builtins.input", lambda _text: "y")  # transformers would ask, where it had no class of its own
+    monkeypatch.setattr("builtins.input", lambda _text: "y")  # without a class of its own transformers asks the user
     load(hf_dir)
     assert not touched.exists()
 

@@ -1,4 +1,4 @@
-"""The launcher: real processes, by themselves and under torchrun's real command line; no trainer."""
+"""The launcher: real processes, alone and under torchrun's real command line, without a trainer."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ def _job(tmp_path: Path, code: str, **kwargs) -> Job:
 
 
 def _plain(**kwargs) -> TorchrunLauncher:
-    """Of one process, which needs no torchrun."""
+    """Return a job with one process, which needs no torchrun."""
     return TorchrunLauncher(ClusterConfig(**{"stop_grace_seconds": 5, **kwargs}))
 
 
@@ -95,7 +95,7 @@ def test_a_poll_after_the_deadline_has_ended_the_job(tmp_path):
 
 @pytest.fixture
 def interrupts_reach_python():
-    """A shell starts what runs in its background with SIGINT ignored, and Python then leaves it so."""
+    """Restore SIGINT. A shell starts background processes with SIGINT ignored, and Python does not change that."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -120,12 +120,12 @@ def test_an_interrupt_gives_time_to_save_and_leaves_nothing(tmp_path):
 
 
 class Stopped(BaseException):
-    """What Prefect's handler of SIGTERM raises, by another name."""
+    """An exception like the one that Prefect's handler of SIGTERM raises, under another name."""
 
 
 @pytest.fixture
 def sigterm_stops():
-    """As in the process of a flow run."""
+    """Let SIGTERM raise an exception, as in the process of a flow run."""
 
     def stop(*_):
         raise Stopped
@@ -174,7 +174,7 @@ def test_who_ignores_sigterm_is_killed_after_the_grace(tmp_path):
 
 
 def test_a_job_cancelled_in_its_first_instant_is_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr("stages.launchers.torchrun.processes_of", lambda name: [])  # as within the instant of an exec
+    monkeypatch.setattr("stages.launchers.torchrun.processes_of", lambda name: [])  # as in the moment of an exec
     launcher = _plain(stop_grace_seconds=1)
     handle = launcher.submit(_job(tmp_path, "import time\ntime.sleep(60)"))
     launcher.cancel(handle)
@@ -193,7 +193,7 @@ def test_a_new_try_ends_what_a_killed_parent_left(tmp_path):
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_ranks_know_their_place_and_the_error_has_the_status_of_the_first_to_fail(tmp_path, monkeypatch, processes):
-    for name, value in {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "elsewhere"}.items():  # of a flow within a job
+    for name, value in {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "elsewhere"}.items():  # the flow is in a job
         monkeypatch.setenv(name, value)
     code = """
     import os, sys, time

@@ -1,4 +1,4 @@
-"""Which rank failed first, from the reports of several hosts' torchrun in one log; and where its lines are."""
+"""Which rank failed first, from the reports of several hosts' torchrun in one log; and where the rank's lines are."""
 
 import subprocess
 
@@ -8,7 +8,7 @@ from stages.launchers.rank_logs import as_rank, first_failure, last_lines, log_o
 
 
 def _report(*failures: tuple[str, int, int]) -> str:
-    """As torch 2.13 writes it: (time, rank, exit status), the root cause of that host last."""
+    """Return a report as torch 2.13 writes it: (time, rank, exit status), with the root cause of that host last."""
     lines = ["=" * 40, "trainer FAILED", "-" * 40, "Failures:"]
     for number, (when, rank, status) in enumerate(failures):
         lines += [f"[{number}]:", f"  time      : 2026-11-21_12:00:{when}", "  host      : n1"]

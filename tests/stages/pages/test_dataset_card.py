@@ -1,4 +1,4 @@
-"""The card: its head is what the hub reads, foreign text cannot break it, and tokens are added later."""
+"""The dataset card: the hub reads its head, foreign text cannot break it, and tokens are added later."""
 
 import yaml
 

@@ -1,4 +1,4 @@
-"""report.json and report.html: whole, escaped, self-contained, and the same bytes every time."""
+"""report.json and report.html: complete, escaped, self-contained, and the same bytes every time."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Templates are whole, escape what is put into them, and are in a wheel."""
+"""Templates are complete, escape their values, and are part of a wheel."""
 
 import jinja2
 import pytest
@@ -28,7 +28,7 @@ def test_a_wheel_has_every_file_that_is_no_module():
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.endswith(".html.j2")])
 def test_only_sections_of_reports_stand_unescaped(name):
-    """`safe` of the template of sections: HTML that a report holds, and a dot between figures."""
+    """Only the template of sections uses `safe`: for HTML that a report holds, and for a dot between figures."""
     source = (TEMPLATES / name).read_text()
     assert source.count("| safe") == (2 if name == "sections.html.j2" else 0)
     assert "autoescape" not in source and "http" not in source.replace("http-equiv", "")

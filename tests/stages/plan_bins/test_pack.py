@@ -1,4 +1,4 @@
-"""pack: every sample in one bin, no bin over its room in any dimension, nearly full, kinds mixed, always the same."""
+"""pack: every sample in one bin, no bin over its limit in any dimension, nearly full, kinds mixed, always the same."""
 
 import hashlib
 
@@ -17,7 +17,7 @@ def _check(bins: np.ndarray, tokens: np.ndarray, patches: np.ndarray, seq_len: i
 
 
 def _first_fit(tokens: np.ndarray, patches: np.ndarray, seq_len: int, max_patches: int) -> int:
-    """Bins that the textbook needs: longest first, each into the first bin that has room."""
+    """Return the number of bins of the textbook algorithm: longest first, each into the first bin that has room."""
     room: list[list[int]] = []
     for i in np.argsort(-tokens, kind="stable").tolist():
         bin_ = next((b for b in room if b[0] >= tokens[i] and b[1] >= patches[i]), None)
@@ -62,13 +62,13 @@ def test_a_cap_on_images_is_kept_and_its_bins_are_full(max_images):
     count = _check(bins, tokens, patches, 8192, 32_768)
     assert np.bincount(bins, images).max() <= max_images
     fills = [tokens.sum() / 8192, patches.sum() / 32_768, images.sum() / max_images]
-    # 8 images of some 500 tokens: a bin is short of tokens and of images
+    # 8 images of about 500 tokens, so that a bin is short of tokens and of images
     assert max(fills) / count > 0.92
 
 
 @pytest.mark.parametrize(("short", "max_images", "fill"), [(1, 40, 0.98), (8, 12, 0.95), (8, 40, 0.78), (1, 8, 0.85)])
 def test_three_dimensions_in_any_order_of_scarcity(short, max_images, fill):
-    """Tokens, images, patches or nothing alone is what a bin is short of."""
+    """The scarce dimension of a bin is tokens, images, patches, or none."""
     tokens, patches = lengths("log-normal", 20_000, 8192, 1, seed=5)
     tokens = tokens // short + 1 if short > 1 else tokens
     images = np.where(patches > 0, np.random.default_rng(0).integers(1, 4, len(tokens)), 0)
@@ -90,7 +90,7 @@ def test_no_dimension_overflows_where_all_three_are_about_as_scarce(seed):
 
 
 def test_samples_without_images_fill_bins_that_take_no_more_images():
-    """One image a bin, and texts as long as what is left: as many bins as images."""
+    """There is one image per bin, and texts that fill the rest, so there are as many bins as images."""
     tokens, patches = np.array([50] * 20 + [10] * 100), np.array([40] * 20 + [0] * 100)
     images = (patches > 0).astype(int)
     bins = pack(tokens, patches, 100, 1000, images, 1)
@@ -113,7 +113,7 @@ def test_equal_lengths_by_hand():
 
 
 def test_bins_mix_kinds_of_samples_whose_lengths_differ():
-    """Short texts and longer pictures: sorted by length alone, most bins would hold one kind."""
+    """Texts are short and images are longer. If sorted only by length, most bins would hold one kind."""
     rng = np.random.default_rng(0)
     is_text = rng.random(5000) < 0.5
     tokens = np.where(is_text, rng.integers(20, 40, 5000), rng.integers(70, 120, 5000))

@@ -1,4 +1,4 @@
-"""plan_bins: every sample of the epoch in a bin, no bin over its room, always the same; mixtures; partitions."""
+"""plan_bins: every sample of the epoch in a bin, no bin over its limit, always the same; mixtures; partitions."""
 
 import json
 from collections import Counter
@@ -23,7 +23,8 @@ from tests.helpers.trees import tree_digest
 def _tokenized(
     directory: Path, rows: list[tuple[str, str, int, int, int]], partition_rows: int = 1_000_000
 ) -> Artifact:
-    """An artifact of the tokenize stage that has an index alone: (key, split, tokens, patches, images) of each row."""
+    """Return an artifact of the tokenize stage with only an index: (key, split, tokens, patches, images) of
+    each row."""
     directory.mkdir(parents=True)
     names = ("key", "split", "num_tokens", "num_patches", "num_images")
     extra = {"size": 10, "num_loss_tokens": 1, "checksum": 7}
@@ -193,7 +194,7 @@ def test_partitioning_changes_bins_and_not_what_is_trained_on(tmp_path):
 
 
 def _keys(plan: Artifact, epoch: int) -> list[str]:
-    """Keys of one planned epoch, sorted."""
+    """Return the sorted keys of one planned epoch."""
     bins = read_bins(plan.dir, "train")
     first = sum(bins.epoch_sizes[:epoch])
     return sorted(ref.key for number in range(first, first + bins.epoch_sizes[epoch]) for ref in bins[number])

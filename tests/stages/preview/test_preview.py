@@ -1,4 +1,5 @@
-"""Preview pages: everything of the artifact is there, nothing foreign becomes HTML, and the bytes never change."""
+"""Preview pages: they show everything of the artifact, foreign text does not become HTML, and the bytes never
+change."""
 
 import io
 import os
@@ -78,7 +79,7 @@ class Made:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Made:
-    """A root as a run leaves it: convert, embedded_model, tokenize, plan_bins."""
+    """Make a root as a run leaves it: convert, embedded_model, tokenize, plan_bins."""
     root = tmp_path_factory.mktemp("root")
     shards = {
         "train/shard-00000.tar": [*_odd_samples(), *map(make_sample, range(8))],
@@ -91,7 +92,7 @@ def made(tmp_path_factory) -> Made:
     samples = Artifact.load(samples_dir)
     hf_dir = root / "artifacts" / "embedded_model" / ("e" * 16) / "hf"
     shutil.copytree(tiny_hf_dir(), hf_dir)
-    shutil.copytree(tiny_hf_dir("second"), hf_dir.parents[1] / ("d" * 16) / "hf")  # another one, which stands before it
+    shutil.copytree(tiny_hf_dir("second"), hf_dir.parents[1] / ("d" * 16) / "hf")  # another one, which comes before it
     inputs = {"samples": samples, "processor": processor_input(hf_dir)}
     config = TokenizeConfig(max_seq_len=1024, max_pixels=640 * 640, max_skip_fraction=1.0)
     tokenized = run_stage(TOKENIZE, config, inputs, root).artifact
@@ -357,7 +358,7 @@ def test_targets_by_path_stage_and_fingerprint(made, tmp_path, monkeypatch):
     assert find_target("tokenize", made.root).name == f"tokenize-{name[:8]}"
     shard = find_target(str(tokenized.dir / "train/shard-00001.tar"), made.root)
     assert (shard.artifact.dir, shard.shard) == (tokenized.dir, "train/shard-00001.tar")
-    (tmp_path / "tokenize").mkdir()  # a folder of that name that is no artifact
+    (tmp_path / "tokenize").mkdir()  # a folder of that name that is not an artifact
     monkeypatch.chdir(tmp_path)
     assert find_target("tokenize", made.root).artifact.dir == tokenized.dir
 

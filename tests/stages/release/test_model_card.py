@@ -1,4 +1,4 @@
-"""The model card: what its head says to the hub, what it says to people, and the way to the hub."""
+"""The model card: its head for the hub, its text for people, and the push to the hub."""
 
 import json
 import math
@@ -61,7 +61,7 @@ def test_the_hub_reads_the_head(hf_dir):
     assert write_model_card(hf_dir, facts()) == hf_dir / "README.md"
     data = ModelCard.load(hf_dir / "README.md").data
     assert (data.base_model, data.datasets) == ("Qwen/Qwen3-VL-2B-Instruct", [CAULDRON])
-    assert data.license == ["cc-by-4.0", "cc-by-nc-sa-4.0", "unknown"]  # prompts, iconqa, ai2d; clevr is not learnt
+    assert data.license == ["cc-by-4.0", "cc-by-nc-sa-4.0", "unknown"]  # prompts, iconqa, ai2d; clevr is not trained on
     assert (data.pipeline_tag, data.library_name, data.tags) == ("image-text-to-text", "transformers", ["athanor"])
     found = [(r.dataset_config, r.dataset_type, r.metric_type, r.metric_value) for r in data.eval_results]
     assert found == [
@@ -119,7 +119,7 @@ def test_licences_are_of_subsets_that_exist_and_say_their_source():
 
 
 class FakeApi(HfApi):
-    """Keeps what it is asked; raises `error` instead of uploading."""
+    """A fake API that keeps its calls. It raises `error` instead of uploading."""
 
     def __init__(self, error: Exception | None = None) -> None:
         super().__init__(endpoint="https://hub.example")
@@ -175,7 +175,7 @@ def test_a_failure_is_one_line(hf_dir, error, words):
 
 @pytest.fixture
 def refusing_hub() -> Iterator[str]:
-    """A hub that knows nobody's token."""
+    """Run a hub that accepts no token."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -197,7 +197,7 @@ def refusing_hub() -> Iterator[str]:
 
 
 def test_a_hub_that_refuses(hf_dir, refusing_hub, monkeypatch):
-    """The hub's own client against a server."""
+    """Uses the hub's own client against a server."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     write_model_card(hf_dir, facts())
     with pytest.raises(InputError, match=r"the hub refused me/receipts-2b \(403: .*rights to create") as raised:

@@ -1,4 +1,4 @@
-"""The release stage: the export's files, its card, and what the card is told."""
+"""The release stage: the export's files, its card, and the facts in the card."""
 
 import importlib.util
 import os
@@ -74,7 +74,7 @@ def test_it_is_the_export_with_a_card(inputs, tmp_path):
 
 
 def test_a_bit_of_the_one_file_with_two_names_is_noticed_under_both(inputs, tmp_path):
-    """And the way back is two steps: the export is made again first, then the release of it."""
+    """The repair takes two steps: first the export is made again, then its release."""
     released = run_stage(STAGE, CONFIG, inputs, tmp_path / "root").artifact
     names = {entry.name for entry in inputs["export"].manifest.files}
     assert {entry.name for entry in released.manifest.files} == {*names, "hf/README.md"} and len(names) > 5

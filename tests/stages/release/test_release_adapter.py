@@ -1,4 +1,5 @@
-"""A released model that was trained by adapters: whole, and as an adapter that PEFT loads beside its base."""
+"""A released model that was trained with adapters: as a complete model, and as an adapter that PEFT loads on
+its base."""
 
 import json
 import os
@@ -70,7 +71,8 @@ def test_the_adapter_lies_in_the_directory_that_is_given_away(inputs, tmp_path):
 
 
 def test_what_the_card_says_loads(inputs, tmp_path):
-    """transformers takes the whole model of the directory, PEFT the adapter in it; both are one model."""
+    """transformers loads the complete model of the directory, and PEFT loads the adapter in it. Both are the same
+    model."""
     path = released(inputs, tmp_path / "root").dir / "hf"
     whole = AutoModelForImageTextToText.from_pretrained(path, local_files_only=True)
     base = AutoModelForImageTextToText.from_pretrained(inputs["base"], local_files_only=True)

@@ -1,4 +1,4 @@
-"""Bootstrap intervals: against scipy, by their coverage, and where there is nothing to draw."""
+"""Bootstrap intervals: against scipy, by their coverage, and with no data to draw from."""
 
 import math
 
@@ -99,7 +99,7 @@ def test_groups_are_drawn_whole():
 
 
 def coverage(make, level: float = 0.95) -> float:
-    """The share of 400 made data sets of mean 0 whose interval holds it."""
+    """Return the share of 400 simulated data sets with mean 0 whose interval contains 0."""
     held = 0
     for seed in range(400):
         values, groups = make(np.random.default_rng([7, seed]))
@@ -115,7 +115,7 @@ def test_the_interval_covers_as_often_as_it_says():
 
 
 def of_pictures(generator: np.random.Generator) -> np.ndarray:
-    """Five answers to each of 60 pictures, alike because of the picture."""
+    """Return five answers to each of 60 images. Answers to the same image are correlated."""
     return np.repeat(generator.normal(size=60), 5) + 0.3 * generator.normal(size=300)
 
 
@@ -189,7 +189,7 @@ def test_nothing_to_score_is_nan_all_through():
 
 
 def test_a_resample_without_a_value_is_left_out():
-    # Only the first row has anything to score: a third of the draws miss it.
+    # Only the first row can be scored, and a third of the draws do not contain it.
     rows = np.array([[1.0, 1.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
     found = interval(Subset(metric=CordFieldF1(), statistics=rows), SMALL)
     assert found.value == found.low == found.high == 1 / 1.5
@@ -238,7 +238,7 @@ def test_overall_counts_every_subset_the_same():
     found = overall([large, small], Bootstrap(resamples=4000))
     one, two = interval(large, SMALL).value, interval(small, SMALL).value
     assert found.value == pytest.approx((one + two) / 2)
-    # Standard errors of independent subsets add in squares.
+    # Standard errors of independent subsets add in quadrature.
     error = np.sqrt(sum(subset.statistics[:, 0].var() / len(subset.statistics) for subset in (large, small))) / 2
     assert (found.high - found.low) / 2 == pytest.approx(1.96 * error, rel=0.05)
     assert found.low < found.value < found.high
@@ -287,7 +287,7 @@ def test_answers_that_share_a_picture_share_a_group():
     assert [list(groups).index(group) for group in groups] == [0, 0, 2, 2, 0, 5]
     assert len(groups_by_picture([], [])) == 0
     assert groups_by_picture(["1"], [["a"]]).tolist() == [0]
-    # A sample's key is no picture's digest, should the two be written alike.
+    # A sample's key is not an image's digest, even if both have the same text.
     assert len(set(groups_by_picture(["x", "y"], [[], ["x"]]))) == 2
 
 

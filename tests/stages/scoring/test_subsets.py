@@ -1,4 +1,4 @@
-"""The table of subsets, and what a recipe changes in it."""
+"""The table of subsets, and the changes that a recipe can make to it."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Scores by subset and what they come to, against sums by hand."""
+"""Scores by subset and overall, against sums by hand."""
 
 import pytest
 
@@ -10,7 +10,7 @@ BOOTSTRAP = Bootstrap(resamples=500, seed=3)
 
 
 def answered(rows: list[tuple[str, str, str]]) -> AnswerSet:
-    """(subset, reference, answer), each a sample with a picture of its own."""
+    """Return a judged sample of (subset, reference, answer), with an image of its own."""
     names = [f"{subset}/{number:08d}" for number, (subset, _, _) in enumerate(rows)]
     judged = [Judged(question="?", references=(reference,), answer=answer) for _, reference, answer in rows]
     return AnswerSet(

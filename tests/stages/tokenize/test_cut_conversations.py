@@ -70,7 +70,7 @@ def stored(tokenized: Artifact) -> dict[str, TokenizedSample]:
 
 
 def test_a_conversation_becomes_a_sample_per_text_that_is_exact(hf_dirs, tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenize_shard, "_CHECK_EVERY", 1)  # every sample: the ids before each answer are its prompt's
+    monkeypatch.setattr(tokenize_shard, "_CHECK_EVERY", 1)  # compares every answer's prompt with that of inference
     tokenized = tokenize(SAMPLES, hf_dirs["qwen3_5"], tmp_path)
     chat, records = ChatEncoder(hf_dirs["qwen3_5"]), stored(tokenized)
     of_each = {number: [f"multi/{number:08d}-t{turn}" for turn in range(4)] for number in (0, 1, 3)}
@@ -128,7 +128,7 @@ def test_of_a_cut_conversation_the_parts_that_fit_stay(hf_dirs, tmp_path, over_l
 
 
 def test_turns_are_dropped_to_a_text_that_is_exact(hf_dirs, tmp_path, monkeypatch):
-    """The last turn that fits follows reasoning here: with it the text would begin with another instruction."""
+    """The last turn that fits follows reasoning here. With it, the text would start with another instruction."""
     monkeypatch.setattr(tokenize_shard, "_CHECK_EVERY", 1)
     long = sample(0, "Curves.", "", "Both. " * 90, texts=TEXTS[:6])
     messages = [dataclasses.replace(m, is_learnt=m.text != "four") for m in long.messages]
@@ -143,7 +143,8 @@ def test_turns_are_dropped_to_a_text_that_is_exact(hf_dirs, tmp_path, monkeypatc
 
 
 def test_the_check_sees_a_conversation_that_was_not_cut(hf_dirs, tmp_path, monkeypatch):
-    """A rendering of the kept history of another kind: only the prompts of its answers show it."""
+    """The history is rendered as if it were kept, by another kind of template. Only the prompts of its answers
+    show it."""
     monkeypatch.setattr(ChatEncoder, "cut", lambda self, conversations: [[messages] for messages in conversations])
     with pytest.raises(AssertionError, match="before message 3 are not those of its prompt"):
         tokenize([SAMPLES[3]], hf_dirs["qwen3_8"], tmp_path)
@@ -153,14 +154,14 @@ def test_a_probe_that_sees_too_little_loses_samples_and_learns_nothing_wrong(hf_
     monkeypatch.setattr(ReasoningFormat, "is_fixed", property(lambda self: True))
     with pytest.raises(InputError, match=r"with 2 turns found 'A seven\.' for the answer 'A seven\.'"):
         tokenize(SAMPLES, hf_dirs["qwen3_5"], tmp_path / "refused")
-    monkeypatch.setattr("stages.encode.chat.mismatch", lambda chat: "")  # trials that see too little as well
+    monkeypatch.setattr("stages.encode.chat.mismatch", lambda chat: "")  # the trials miss it as well
     tokenized = tokenize(SAMPLES, hf_dirs["qwen3_5"], tmp_path)
     assert list(stored(tokenized)) == ["multi/00000002"]
     assert tokenized.manifest.skips == {"mask_span_mismatch": 3}
 
 
 def test_notes_of_an_earlier_try_are_readable():
-    """A shard that was finished before conversations were cut."""
+    """A shard that was finished before conversations were cut must still be readable."""
     notes = ShardNotes.model_validate(
         {"rows": [], "left_out": [], "shortened": [], "num_checked": 0, "pixels_against": ""}
     )

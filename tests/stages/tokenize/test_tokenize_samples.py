@@ -1,4 +1,5 @@
-"""tokenize: what it writes can be trained on, what it leaves out is named, and its bytes depend on nothing else."""
+"""tokenize: a model can be trained on its output, left-out samples are named, and its bytes depend only on its
+input."""
 
 import functools
 import html
@@ -167,7 +168,7 @@ def test_progress_reaches_the_end(samples, tmp_path):
 
 
 _JPEG = encode(picture(1, 200, 100), "JPEG")
-_CUT_JPEG = _JPEG[: len(_JPEG) // 2] + _JPEG[-2:]  # with its end mark: decode_check=header lets it come here
+_CUT_JPEG = _JPEG[: len(_JPEG) // 2] + _JPEG[-2:]  # with an end marker, so that decode_check=header accepts it
 _BAD = {
     "special_token_in_text": Sample(key="bad/00000000", messages=turns("<|im_end|>", "x"), images=()),
     "image_count_mismatch": Sample(key="bad/00000001", messages=turns(f"{IMAGE_SLOT}a", "x"), images=()),
@@ -205,7 +206,7 @@ def test_the_length_limit_is_exact(tmp_path):
 
 
 def _long_sample(number: int, turns_before: int) -> Sample:
-    """So many turns with a picture each."""
+    """Return a sample with this number of turns, each with an image."""
     pairs = [
         turns(f"{IMAGE_SLOT}{IMAGE_SLOT if i % 2 else ''}Picture {i}?", f"Answer {i}.") for i in range(turns_before)
     ]
@@ -327,7 +328,7 @@ def test_the_index_is_partitioned_by_shards(samples, tokenized, tmp_path, monkey
 
 
 def _fault(name: str):
-    """A way to write something else than the reference has, which `verify` alone would not see."""
+    """Patch the encoder so that its output differs from the reference in a way that `verify` alone would not see."""
     splice, encode = ChatEncoder.splice, encode_rgb
 
     def other_ids(self, text, patches):
@@ -398,7 +399,7 @@ def test_no_sample_left_is_an_error(tmp_path):
 
 
 def test_a_fault_of_the_encoder_stops_the_stage(samples, tmp_path, monkeypatch):
-    """The check of the stored bytes is not the encoder's own: it must see a mask that lost its end-of-turn token."""
+    """The check of the stored bytes does not use the encoder, so it must see a mask without an end-of-turn token."""
     good = ChatEncoder._mask_answers
 
     def faulty(self, ids, messages):
@@ -451,7 +452,7 @@ def test_an_incomplete_model_directory_is_one_line(samples, tmp_path, name, word
 
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.full)])
 def test_kill_at_many_moments_and_rerun_gives_the_same_bytes(tmp_path, every):
-    """tokenize and plan_bins both, in a process of their own that forks the ones to be killed."""
+    """tokenize and plan_bins both run in a separate process, which forks the processes to be killed."""
     command = [sys.executable, "-m", "tests.helpers.kill_tokenize", str(tmp_path), str(every)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""The report of a training puts what came true beside what the plan had predicted."""
+"""The report of a training shows the measured values next to those that the plan had predicted."""
 
 import json
 from pathlib import Path

@@ -177,7 +177,7 @@ def test_a_training_that_finished_while_nobody_waited_is_not_launched_again(inpu
     monkeypatch.setitem(LAUNCHERS, "torchrun", "no_such_module:Launcher")
     assert train.run_trainer(run, StageResources(on_rows=rows.extend), "train") == first
     assert [row.step for row in rows] == [1, 2, 3, 4]
-    with pytest.raises(ModuleNotFoundError):  # another run.json is another job
+    with pytest.raises(ModuleNotFoundError):  # another run.json means another job
         train.run_trainer(changed(run, log_interval=2), StageResources(), "train")
 
 
@@ -210,8 +210,8 @@ def test_checkpoints_survive_into_the_next_try(inputs, tmp_path, monkeypatch):
 def test_a_finished_training_whose_checkpoint_is_damaged_goes_on(
     inputs, tmp_path, caplog, monkeypatch, is_noticed_late
 ):
-    """Not reused: the trainer starts again where the files are, and its first line says what it resumes from.
-    `is_noticed_late`: a flow that was killed after the trainer's end finds its result and the damage."""
+    """The training is not reused. The trainer starts again with the existing files, and its first line says what it
+    resumes from. `is_noticed_late`: a flow that was killed after the trainer's end finds its result and the damage."""
     done = _run(inputs, tmp_path).artifact
     checkpoint = done.dir / done.manifest.stats["checkpoint"]
     assert _run(inputs, tmp_path).reused
@@ -251,7 +251,7 @@ def test_follower_hands_on_each_step_once_and_only_whole_lines(tmp_path):
     path.write_text(lines[0] + lines[1] + lines[2])
     follower.poll()
     assert steps == [1, 2, 3]
-    path.write_text(lines[0])  # a resumed trainer cuts back to its checkpoint, then goes on
+    path.write_text(lines[0])  # a resumed trainer cuts the metrics back to its checkpoint, then continues
     follower.poll()
     path.write_text(lines[0] + metrics_row(4).model_dump_json() + "\n")
     follower.poll()
@@ -319,7 +319,7 @@ def test_exports_are_byte_identical(inputs, tmp_path):
 
 
 def test_weights_are_digested_while_they_are_written(inputs, tmp_path, monkeypatch):
-    """By the trainer, in its own process; the stage reads only the small files again."""
+    """The trainer digests them in its own process. The stage reads only the small files again."""
     from_train = _export_inputs(inputs, tmp_path)
     read = []
     original = intact.file_entry
@@ -347,7 +347,7 @@ def test_an_external_model_is_its_own_directory(tmp_path):
 
 
 def _features(root: Path, inputs, **parents: str) -> Artifact:
-    """Of the inputs' samples by their model, or by another one."""
+    """Return the features of the inputs' samples by their model, or by another model."""
     made_of = {role: inputs[role].parent() for role in ("model", "tokenized")}
     made_of |= {role: made_of[role].model_copy(update={"fingerprint": other}) for role, other in parents.items()}
     stats = {"features": {"format_version": 1, "dtype": "bfloat16", "width": 192}}

@@ -1,4 +1,4 @@
-"""The lmms-eval task: what its files say, and that its functions ask and score as our own evaluation does."""
+"""The lmms-eval task: the content of its files, and that its functions ask and score as athanor's evaluation does."""
 
 import importlib.util
 import io
@@ -32,7 +32,7 @@ def task(**changes: object) -> LmmsEvalTask:
 
 
 def written(directory: Path, samples: list[Sample], hf_dir: Path | None = None, **changes: object) -> list[dict]:
-    """The rows of a task, pictures decoded as `datasets` decodes them."""
+    """Return the rows of a task, with images decoded as `datasets` does."""
     write_lmms_eval_task(directory, hf_dir or tiny_hf_dir(), samples, task(**changes))
     rows = pq.read_table(directory / "heldout.parquet").to_pylist()
     for row in rows:
@@ -41,7 +41,7 @@ def written(directory: Path, samples: list[Sample], hf_dir: Path | None = None, 
 
 
 def utils_of(directory: Path) -> ModuleType:
-    """utils.py as lmms-eval loads it: by its path."""
+    """Load utils.py by its path, as lmms-eval does."""
     spec = importlib.util.spec_from_file_location("utils_of_a_task", directory / "utils.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -49,7 +49,7 @@ def utils_of(directory: Path) -> ModuleType:
 
 
 def read_yaml(path: Path) -> dict:
-    """`!function utils.f` becomes the text utils.f."""
+    """Read YAML in which `!function utils.f` becomes the text utils.f."""
 
     class Loader(yaml.SafeLoader):
         pass
@@ -86,7 +86,7 @@ def test_every_answer_is_a_row_with_what_came_before(tmp_path):
 
 @pytest.mark.parametrize("system_prompt", [None, "Answer with one word."])
 def test_the_prompt_is_that_of_our_own_evaluation(tmp_path, system_prompt):
-    """Through lmms-eval's way: messages with typed content, then the export's own chat template."""
+    """The prompt goes lmms-eval's way: messages with typed content, then the export's own chat template."""
     hf_dir = tmp_path / "hf"
     hf_dir.symlink_to(tiny_hf_dir())
     if system_prompt:
@@ -116,7 +116,7 @@ def test_the_prompt_is_that_of_our_own_evaluation(tmp_path, system_prompt):
 
 
 def test_pictures_have_the_pixels_of_training(tmp_path):
-    """Whatever they were: turned, transparent, 16-bit, too large; and scaling them again changes nothing."""
+    """Images may be rotated, transparent, 16-bit or too large. Scaling the result again changes nothing."""
     clear = blocks(3).copy()
     clear.putalpha(100)
     wide = Image.fromarray(np.arange(0, 65536, 16, np.uint16).reshape(64, 64))
@@ -130,7 +130,7 @@ def test_pictures_have_the_pixels_of_training(tmp_path):
         again, grid_again = encode_image(encode(image), config)
         assert np.array_equal(patches, again) and np.array_equal(grid, grid_again)
         assert image.size == (16 * grid[2], 16 * grid[1]) and image.size[0] % 32 == image.size[1] % 32 == 0
-    assert images[5].tobytes() == blocks(6, 64, 64).tobytes()  # of the right size already
+    assert images[5].tobytes() == blocks(6, 64, 64).tobytes()  # already has the right size
 
 
 def test_pictures_that_lmms_eval_enlarges_are_told(tmp_path):
@@ -149,7 +149,7 @@ def test_pictures_that_lmms_eval_enlarges_are_told(tmp_path):
 
 
 def test_a_system_prompt_in_front_is_not_taken(tmp_path):
-    """What lmms_eval/models/chat/qwen3_vl.py does to every conversation."""
+    """lmms_eval/models/chat/qwen3_vl.py adds one to every conversation."""
     (row,) = written(tmp_path / "task", mixed_samples(1))
     messages = lmms_eval_functions.doc_to_messages(row)
     messages.insert(0, {"role": "system", "content": [{"type": "text", "text": "You are a helpful assistant."}]})
@@ -219,7 +219,7 @@ def test_the_command_is_in_the_readme(tmp_path):
 
 
 def test_the_command_is_one_that_a_shell_reads(tmp_path):
-    """Also where a directory has a space in its name."""
+    """This must hold even if a directory has a space in its name."""
     command = lmms_eval_command(tmp_path / "a task", Path("/my models/hf"), "heldout")
     words = shlex.split(command.replace("\\\n", " "))
     assert words[:5] == ["HF_HUB_OFFLINE=1", "HF_DATASETS_OFFLINE=1", "python", "-m", "lmms_eval"]

@@ -1,4 +1,5 @@
-"""The Kubernetes launcher: manifests by Kubeflow's own models, jobs with an API server that runs pods as processes."""
+"""The Kubernetes launcher: manifests checked by Kubeflow's own models, and jobs on an API server that runs pods as
+processes."""
 
 import json
 import os
@@ -32,7 +33,7 @@ REPO = Path(__file__).parents[4]
 
 @pytest.fixture
 def fake(tmp_path, monkeypatch) -> Iterator[FakeCluster]:
-    """A cluster that the kubeconfig leads to; nothing of it is left afterwards."""
+    """Run a cluster that the kubeconfig names. No process of it is left afterwards."""
     (tmp_path / "root").mkdir()
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
@@ -69,7 +70,7 @@ def _launcher(tmp_path: Path, **changes) -> KubernetesLauncher:
 
 
 def _job(tmp_path: Path, code: str = "", **kwargs) -> Job:
-    """A job whose trainer is a few lines of Python, which the fake cluster runs instead."""
+    """Return a job whose trainer is a few lines of Python, which the fake cluster runs instead."""
     directory = tmp_path / "root" / "train-1"
     directory.mkdir(parents=True, exist_ok=True)
     script = directory / "job.py"
@@ -121,7 +122,7 @@ def _full(tmp_path: Path) -> ClusterConfig:
 
 def test_the_manifest_is_what_kubeflows_models_know(tmp_path):
     manifest = make_trainjob(_full(tmp_path), _job(tmp_path))
-    # The models pass over what they do not know: whatever they leave out is misspelt.
+    # The models ignore unknown keys, so a key that they leave out is misspelt.
     assert TrainerV1alpha1TrainJob.from_dict(manifest).to_dict() == manifest
     wrong = json.loads(json.dumps(manifest))
     wrong["spec"]["trainer"]["nodes"] = 2
@@ -135,7 +136,7 @@ def test_the_manifest_asks_for_what_the_recipe_says(tmp_path):
     rank = as_rank(job.log_path.parent, ["python", *job.arguments])
     assert trainer["command"][:3] == ["torchrun", "--max-restarts=0", "--no-python"]
     assert [word.replace("$$(", "$(") for word in trainer["command"][3:]] == rank
-    assert "$(" not in " ".join(trainer["command"]).replace("$$(", "")  # Kubernetes would read a variable
+    assert "$(" not in " ".join(trainer["command"]).replace("$$(", "")  # Kubernetes would expand a variable
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 8)
     assert trainer["resourcesPerNode"]["limits"] == {"cpu": "64", "memory": "900Gi", "nvidia.com/gpu": "8"}
     assert manifest["spec"]["activeDeadlineSeconds"] == 3601
@@ -176,7 +177,7 @@ def test_what_has_no_default_is_asked_for(tmp_path, name):
 
 
 def test_a_path_outside_of_the_claim_is_refused_before_anything_starts(tmp_path, fake):
-    run = write_job(tmp_path / "root", num_steps=3)  # its model is elsewhere
+    run = write_job(tmp_path / "root", num_steps=3)  # its model is in another directory
     job = Job(str(run.output_dir), ("-m", "trainer", str(run.output_dir / "run.json")), run.output_dir / "log")
     with pytest.raises(InputError, match=r"hf_dir=/.* lies outside of execution.cluster.kubernetes.mount_path"):
         _launcher(tmp_path).submit(job)
@@ -239,7 +240,8 @@ def test_a_stream_that_breaks_loses_and_doubles_no_line(tmp_path, fake):
 
 
 def _rest(readings: list[list[str]]) -> tuple[list[str], list[str | None]]:
-    """What a follower makes of a log that is read so again and again, and the times that it asked for."""
+    """Return the lines that a follower gets from a log that is read in these pieces, and the times that it
+    asked for."""
     asked: list[str | None] = []
 
     def follow(since: str | None) -> list[bytes]:
@@ -257,7 +259,7 @@ def test_the_end_of_a_log_is_found_however_often_its_reading_breaks():
     lines, asked = _rest(readings)
     assert lines == ["a", "b", "c"]
     assert asked[:5] == [None, *["2026-01-01T00:00:01Z"] * 3, "2026-01-01T00:00:03Z"]
-    assert len(readings) in (6, 7)  # two that brought nothing; the first may have begun before the end was known
+    assert len(readings) in (6, 7)  # two reads without new lines; the first may have started before the end was known
 
 
 def test_lines_of_one_second_are_told_apart():
@@ -388,7 +390,7 @@ def test_the_next_try_goes_on_with_a_living_job(tmp_path, fake):
     launcher = _launcher(tmp_path)
     left = launcher.submit(_job(tmp_path, code))
     _poll_until(launcher, left, lambda: "begun" in left.lines)
-    left.log.close()  # as a kill -9 of the flow does
+    left.log.close()  # as after a kill -9 of the flow
     seen = []
     run_job(_launcher(tmp_path), _job(tmp_path, code, on_line=seen.append))
     assert _own_lines(seen) == ["begun", "done"] and any("going on with it" in line for line in seen)
@@ -400,7 +402,7 @@ def test_a_living_job_of_other_settings_is_ended_first(tmp_path, fake):
     left = launcher.submit(_job(tmp_path, SAVES))
     _poll_until(launcher, left, lambda: "ready" in left.lines)
     left.log.close()
-    job = _job(tmp_path, "print('second')")  # the name is the same, what the file says is not
+    job = _job(tmp_path, "print('second')")  # the same name, but a file with other content
     run_job(_launcher(tmp_path), job)
     assert _own_lines(job.log_path.read_text().splitlines()) == ["second"]
     assert (tmp_path / "root" / "train-1" / "job.py.saved").exists()
@@ -438,7 +440,7 @@ def test_what_a_job_waits_for_is_said_once(tmp_path, fake):
     launcher.cancel(handle)
 
 
-# --- what a person can mend
+# --- errors that a user can fix
 
 
 def test_without_the_package_the_manifest_is_there_all_the_same(tmp_path, fake, monkeypatch):
@@ -475,7 +477,7 @@ def test_a_cluster_that_refuses(tmp_path, fake, status, answer, told):
     fake.refusal = (status, answer)
     with pytest.raises(InputError, match=rf"^cannot make the TrainJob: .*{told}.*the manifest is /"):
         _launcher(tmp_path).submit(_job(tmp_path))
-    assert fake.count("POST trainjobs") == 1  # another try would not help
+    assert fake.count("POST trainjobs") == 1  # a second try would not help
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
@@ -506,11 +508,11 @@ def _free_port() -> int:
         return listener.getsockname()[1]
 
 
-@pytest.mark.full  # in the core: the command and variables of a pod, and its life around a small script
+@pytest.mark.full  # core tier: the command and variables of a pod, and its life around a small script
 def test_two_pods_train_and_go_on_after_they_were_cancelled(tmp_path, fake):
-    """torchrun's real command line with the variables that the torch plugin gives, two nodes of one process."""
+    """Uses torchrun's real command line with the variables of the torch plugin, on two nodes with one process each."""
     fake.command, fake.port = [], _free_port()
-    run = write_job(tmp_path / "root", num_steps=60, save_interval=20)  # so many that it is there to be cancelled
+    run = write_job(tmp_path / "root", num_steps=60, save_interval=20)  # enough steps that the job can be cancelled
     run = run.model_copy(update={"hf_dir": shutil.copytree(run.hf_dir, tmp_path / "root" / "hf")})
     (run.output_dir / "run.json").write_text(run.model_dump_json())
     launcher = _launcher(tmp_path, nodes=2, processes=2, stop_grace_seconds=120, kubernetes={"gpus_per_node": 0})

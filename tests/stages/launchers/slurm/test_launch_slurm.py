@@ -1,4 +1,4 @@
-"""The SLURM launcher against commands that say what a test tells them; tests/service/test_slurm.py has a cluster."""
+"""The SLURM launcher against fake commands whose answers the test sets; tests/service/test_slurm.py has a cluster."""
 
 import os
 import re
@@ -56,7 +56,7 @@ COMMANDS = {
 
 
 class Slurm:
-    """Files that the commands read and write."""
+    """The files that the fake commands read and write."""
 
     def __init__(self, directory: Path, run_dir: Path) -> None:
         self.directory, self.run_dir = directory, run_dir
@@ -321,7 +321,7 @@ def test_a_job_that_the_cluster_has_forgotten_left_its_status_on_disk(slurm, run
     while (status := launcher.poll(handle)) is None:
         time.sleep(0.02)
     assert status == 0
-    (run_dir / END_FILE).write_text("6 0\n")  # of an earlier job
+    (run_dir / END_FILE).write_text("6 0\n")  # left by an earlier job
     with pytest.raises(JobFailed, match="is gone without an exit status"):
         run_job(launcher, _job(run_dir))
 
@@ -370,7 +370,7 @@ def test_who_does_not_end_after_its_grace_is_cancelled_by_force(slurm, run_dir):
     slurm.say("CANCELLED", "0:00", file="cancelled")
     launcher.cancel(handle)
     assert slurm.calls()[-1] == "scancel --quiet 7"
-    launcher.cancel(handle)  # an ended one is left alone
+    launcher.cancel(handle)  # an ended job is not cancelled
     assert sum("scancel" in call for call in slurm.calls()) == 1
 
 
@@ -395,10 +395,10 @@ def test_times_of_the_queue(text, seconds):
 
 
 def _run_script(run_dir: Path, tell: int | None, result: str = "stopped", **variables: str) -> int:
-    """The rendered file by hand, with an srun that is told to stop or ends by itself."""
+    """Run the rendered file directly, with an srun that is told to stop or ends by itself."""
     path = run_dir / SBATCH_FILE
     path.write_text(render_sbatch(_cluster(), _job(run_dir)))
-    (run_dir / "result.json").write_text('{"status": "stopped"}')  # of an earlier try
+    (run_dir / "result.json").write_text('{"status": "stopped"}')  # left by an earlier try
     fake = Path(os.environ["FAKE"])
     (fake / "result").write_text(f'{{\n "status": "{result}"\n}}\n')
     own = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "n[1-2]", **variables}
@@ -416,7 +416,7 @@ def _run_script(run_dir: Path, tell: int | None, result: str = "stopped", **vari
 
 
 def test_the_signal_before_the_time_limit_saves_and_queues_again(slurm, run_dir):
-    assert _run_script(run_dir, signal.SIGUSR1) != 0  # ended by the requeue itself
+    assert _run_script(run_dir, signal.SIGUSR1) != 0  # the requeue itself ends it
     assert slurm.calls() == ["scancel --quiet --signal=TERM 7", "scontrol requeue 7"]
     assert not (run_dir / END_FILE).exists()
 

@@ -1,10 +1,10 @@
-"""Captions by hand: what the references' numbers in tests/golden/captions.json are of."""
+"""Captions written by hand, for which tests/golden/captions.json has the references' scores."""
 
 from pathlib import Path
 
 CAPTIONS_JSON = Path(__file__).parents[3] / "golden" / "captions.json"
 
-# (answer, references): one set, as idf is the whole set's.
+# (answer, references): one set, because idf is computed over the whole set.
 CAPTIONS = [
     ("A man rides a horse on the beach.", ["A man rides a horse on the beach."]),
     ("A man rides a horse on the beach", ["a man riding a horse along the beach", "A person on a horse near the sea."]),
@@ -60,7 +60,7 @@ CAPTIONS = [
     ("Sheep graze on a green hillside.", ["A herd of sheep grazing on a lush green hillside under a cloudy sky"]),
 ]
 
-# Texts whose words are recorded: what the lexer treats in its own way.
+# Texts whose words are recorded, because the lexer treats them in its own way.
 TEXTS = [
     "dog.The end.Next a.The the.a dog!Cat dog?cat dog,cat",
     "dunno 'tis 'twas lemme gimme whaddya d'ye more'n gonnas cannots",

@@ -1,4 +1,4 @@
-"""Receipts by hand: what Donut's numbers in tests/golden/cord.json are of."""
+"""Receipts written by hand, for which tests/golden/cord.json has Donut's scores."""
 
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ RECEIPTS: list[tuple[Any, Any]] = [
     ({"menu": {"nm": " "}}, {"menu": {"nm": "a"}}),
     ({"b": "1", "aa": "2", "a": "3"}, {"a": "3", "b": "1", "aa": "2"}),
     ([{"nm": "a", "price": "1"}, {"nm": "b", "price": "2"}], [{"nm": "a", "price": "1"}, {"nm": "c", "price": "2"}]),
-    # Not texts alone: these have no form in tags.
+    # Cases that are not only texts, so they cannot be written in tags.
     ({"total": {"total_price": 9000, "n": 1.5}}, {"total": {"total_price": "9000", "n": "1.5"}}),
     ({"total": {"a": 0, "b": False, "c": None, "d": True, "e": "1"}}, {"total": {"a": "0", "d": "True", "e": "1"}}),
     ({"menu": [{"nm": "a"}, "b", None, ["c"], 4, True]}, {"menu": [{"nm": "a"}, {"nm": "b"}]}),

@@ -1,4 +1,4 @@
-"""The golden tables: what each reference gives for each case, and where ours differs."""
+"""The golden tables: the reference's score for each case, and where athanor's score differs."""
 
 import json
 from pathlib import Path
@@ -14,5 +14,5 @@ def judged(case: dict[str, Any]) -> Judged:
 
 
 def all_judged(name: str) -> list[Judged]:
-    """Every answer of a metric's golden table, differences too."""
+    """Return every answer of a metric's golden table, including the differences."""
     return [judged(case) for case in (*GOLDEN[name]["cases"], *GOLDEN[name]["differences"])]

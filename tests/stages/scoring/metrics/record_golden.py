@@ -39,14 +39,14 @@ Reference = Callable[[Case], float]
 
 
 def names_of(text: str, names: tuple[str, ...], **given: object) -> dict[str, Any]:
-    """These functions, classes and constants of a module's text, run with what is given."""
+    """Run the given functions, classes and constants of a module's text in a namespace, and return them."""
     body = [node for node in ast.parse(text).body if names_in(node) & set(names)]
     space: dict[str, Any] = {"re": re, "string": string, "np": np, "os": os, **given}
-    # With lazy annotations, because the names in them are not there.
+    # With lazy annotations, because the names in them are not defined.
     module = ast.Module(body=body, type_ignores=[])
     exec(
         compile(module, "reference", "exec", flags=__future__.annotations.compiler_flag), space
-    )  # their typing is not imported
+    )  # the names of their type annotations are not imported
     return space
 
 

@@ -37,7 +37,7 @@ def test_there_are_enough_cases():
 
 
 def assert_recorded(name: str, scores: Iterable[float], at: Iterable[int] = NUMBERS) -> None:
-    """Every score is the recorded one; all that differ are named."""
+    """Assert that every score is the recorded one. The failure names all that differ."""
     recorded = [RECORDED[name][number] for number in at]
     differ = [
         f"{name}[{number}] is {score}, not {theirs}"
@@ -84,11 +84,11 @@ def test_words_are_those_of_java():
     assert [(text, words, words_of(text)) for text, words in found if list(words_of(text)) != words] == []
 
 
-# text, the reference's words, ours; why is in the docstring of ptb_tokens.py
+# text, the reference's words, athanor's words; the docstring of ptb_tokens.py gives the reasons
 OTHER_WORDS = [
-    ("and/orfile.txt", ["and/orfile", "txt"], ["and/orfile.txt"]),  # a file's name behind a slash
-    ("x \u0384 y", ["x", "\u0384", "y"], ["x", "y"]),  # a Greek accent alone is a letter there
-    ("x \u0528 y", ["x", "y"], ["x", "\u0529", "y"]),  # a letter younger than the lexer's Unicode
+    ("and/orfile.txt", ["and/orfile", "txt"], ["and/orfile.txt"]),  # the name of a file after a slash
+    ("x \u0384 y", ["x", "\u0384", "y"], ["x", "y"]),  # a single Greek accent is a letter there
+    ("x \u0528 y", ["x", "y"], ["x", "\u0529", "y"]),  # a letter that is newer than the lexer's Unicode
 ]
 
 
@@ -146,6 +146,6 @@ def test_rouge_takes_the_best_precision_and_the_best_recall_each():
 
 
 def test_rouge_of_two_texts_without_words_is_1_as_there():
-    # pycocoevalcap splits no words into one empty word, which is common to both.
+    # pycocoevalcap splits an empty text into one empty word, which is common to both.
     assert RougeL().score([judged("", "...")]) == RougeL().score([judged("!", "")]) == 1.0
     assert RougeL().score([judged("", "a dog")]) == RougeL().score([judged("a dog", "...")]) == 0.0

@@ -1,4 +1,4 @@
-"""Options in questions, and which of them an answer takes."""
+"""The options of a question, and which of them an answer chooses."""
 
 import pytest
 
@@ -94,7 +94,7 @@ def test_unparsed_answers_are_wrong_and_counted():
         (TAXI, "Answer: cab.\nRationale: He is in transit.", "Answer: cab.\nRationale: He has luggage.", 1, False),
         (TAXI, "Answer: cab.\nRationale: The train left.", "Answer: train.\nRationale: He has a cab.", 0, False),
         (TAXI, "Cab.", "a bus", 0, True),
-        # Options in the picture.
+        # Options that are in the image.
         ("Solve that puzzle by choosing the appropriate letter.", "A", "A", 1, False),
         ("Solve that puzzle by choosing the appropriate letter.", "A", "", 0, True),
         ("Solve that puzzle by choosing the appropriate letter.", "C", "The answer is D.", 0, False),

@@ -1,4 +1,4 @@
-"""What all metrics of texts keep: sums make the score, and no order matters."""
+"""Properties of all metrics of texts: sums make the score, and the order does not matter."""
 
 import random
 from dataclasses import replace

@@ -69,12 +69,12 @@ def test_both_target_forms_score_alike():
     assert compared >= 30
 
 
-# What Donut gives and we do not: (prediction, reference, its accuracy, its F1, ours, ours), None where it raises.
+# Cases in which Donut differs: (prediction, reference, its accuracy, its F1, athanor's two scores); None if it raises.
 DIFFERENT = [
     # An empty reference: 0 / 0 is its max(0, nan) = 0, and its F1 divides by 0.
     ({}, {}, 0.0, None, 1.0, float("nan")),
     ({"menu": {}}, {"menu": []}, 0.0, None, 1.0, float("nan")),
-    # A text that holds its mark of a leaf: it takes the mark out of the text, so the two are equal in its tree.
+    # A text that contains Donut's mark of a leaf. Donut removes the mark, so the two are equal in its tree.
     ({"a": "<leaf>b"}, {"a": "b"}, 1.0, 0.0, 0.0, 0.0),
 ]
 
@@ -173,7 +173,7 @@ def test_f1_is_over_all_fields_and_nothing_is_no_number():
 
 
 def plain_distance(one: list, two: list) -> int:
-    """The tree distance by its definition: of two forests, the last roots go, come or are changed."""
+    """Return the tree distance by its definition: of two forests, the last root is deleted, inserted or changed."""
 
     @cache
     def forests(start: int, end: int, first: int, last: int) -> int:

@@ -1,4 +1,4 @@
-"""Answers of tables: where an answer stands in a text, and when two values are the same."""
+"""Answers to questions about tables: where an answer is in a text, and when two values are the same."""
 
 import pytest
 
@@ -84,7 +84,7 @@ def test_numbers(item, amount, scale):
         ("Add.\nThe mean is 6.", "It is 6 apples.", 1),
         ("Add.\nThe mean is 6.", "Add.\nThe mean is 5.", 0),
         ("Read.\nIt leaves at 7:25 P.M.", "8:25 P.M.", 0),
-        # Lines that are a list, no solution.
+        # Lines that are a list and not a solution.
         ("Oslo\nBergen\nTromso", "Tromso, Oslo, Bergen", 1),
         ("Oslo\nBergen\nTromso", "Tromso", 0),
         ("", "", 1),

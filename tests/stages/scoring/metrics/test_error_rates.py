@@ -21,7 +21,8 @@ def test_the_rate_is_that_of_the_corpus():
 def test_the_reference_of_the_lowest_rate_counts_with_its_length():
     assert CER().statistics([judged("abc", "abcd", "ab", "abcdefgh")]).tolist() == [[1, 4]]
     assert CER().statistics([judged("abc", "ab", "abcd")]).tolist() == [[1, 4]]
-    assert CER().statistics([judged("ab", "ax", "abxx")]).tolist() == [[1, 2]]  # of equal rates the shorter
+    # Of two equal rates, the one of the shorter reference counts.
+    assert CER().statistics([judged("ab", "ax", "abxx")]).tolist() == [[1, 2]]
 
 
 def test_empty_texts():

@@ -1,4 +1,4 @@
-"""What counts as the same answer and what does not."""
+"""Which texts count as the same answer."""
 
 import pytest
 

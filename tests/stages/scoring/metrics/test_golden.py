@@ -1,4 +1,4 @@
-"""Every metric number by number against its reference; where ours differs, by how much and why."""
+"""Every metric against its reference, number by number. Where athanor differs, the test says by how much and why."""
 
 import pytest
 
@@ -12,7 +12,7 @@ TOLERANCE = 1e-6
 
 
 def others(name: str, kind: str) -> list[str]:
-    """The cases of a table whose score is another than the table has it."""
+    """Return the cases of a table whose score differs from the table."""
     found = []
     for at, case in enumerate(GOLDEN[name][kind]):
         score = METRICS[name].score([judged(case)])

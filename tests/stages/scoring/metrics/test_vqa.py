@@ -1,4 +1,4 @@
-"""EvalAI's normal form, and annotators."""
+"""EvalAI's normal form, and several annotators."""
 
 import pytest
 
@@ -39,7 +39,7 @@ def test_one_annotator_is_an_error_with_a_way_out():
 
 @pytest.mark.parametrize(("agreeing", "score"), [(0, 0.0), (1, 0.3), (2, 0.6), (3, 0.9), (4, 1.0), (10, 1.0)])
 def test_ten_annotators(agreeing, score):
-    """What the scores come to where each of ten is left out once."""
+    """Check the scores when each of ten annotators is left out once."""
     answers = ["yes"] * agreeing + ["no"] * (10 - agreeing)
     assert VQAAccuracy().score([judged("Yes!", *answers)]) == pytest.approx(score, abs=1e-12)
 
