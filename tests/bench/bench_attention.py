@@ -20,7 +20,7 @@ WHOLE = 3.5
 
 
 def measure(name: str, lengths: list[int]) -> tuple[float, float]:
-    """TFLOP/s of a variant's attention, forward and whole."""
+    """Return the TFLOP/s of a variant's attention, forward and in total."""
     shape = random_model(name).shape.language
     bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
     core = DotProductAttention(
