@@ -1,10 +1,11 @@
-"""The order of the stages, and their runs in Prefect. The only importer of prefect.
+"""The pipeline as Prefect flows: the order of the stages and how they run. The only package that imports prefect.
 
 In: a recipe. Out: a pipeline run, in Prefect and in MLflow.
 Read first: `pipeline/graph.py`, then `pipeline/flow.py`.
 
-The defaults below must be in the environment before prefect is imported: it reads them once. The umask makes every file
-of a root private (see `prefect_server/private_root.py`), and the processes that a flow starts inherit it.
+The defaults below must be in the environment before prefect is imported, because prefect reads them only once. The
+umask makes every file of a root private (see `prefect_server/private_root.py`); the processes that a flow starts
+inherit it.
 """
 
 import os

@@ -1,12 +1,12 @@
-"""Sets up the environment for an NVIDIA GPU (`make gpu`): the stack of constraints-gpu.txt, with Transformer Engine.
+"""Set up the environment for an NVIDIA GPU (`make gpu`): the packages of constraints-gpu.txt with Transformer Engine.
 
     python infra/gpu_environment.py                      checks this machine, prints the cost, installs into .venv
-    python infra/gpu_environment.py --dry-run            checks, prints the cost and the commands
-    python infra/gpu_environment.py --image --venv DIR   for an image: asks for no GPU, and leaves out athanor itself
+    python infra/gpu_environment.py --dry-run            checks this machine, prints the cost and the commands
+    python infra/gpu_environment.py --image --venv DIR   for a container image: needs no GPU, does not install athanor
 
-PyPI has Transformer Engine's extension of torch as source only, so it is compiled here. nvcc and the headers of CUDA,
-cuDNN and NCCL are pip packages in the versions of torch's own, so a toolkit on this machine is neither needed nor used.
-Needs the standard library only, because it runs before anything is installed.
+PyPI has Transformer Engine's torch extension only as source, so it is compiled here. nvcc and the headers of CUDA,
+cuDNN and NCCL come from pip packages of the same versions that torch uses, so a CUDA toolkit on this machine is neither
+needed nor used. This script needs only the standard library, because it runs before anything is installed.
 """
 
 import argparse
@@ -22,8 +22,8 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[1]
 MIN_DRIVER = 580  # the oldest driver for CUDA 13
 DISK_GB = 10
-JOB_GB = 2.2  # memory of one compiler process: at most 2.14 measured, over 20 of the 28 files of the extension
-MINUTES = 10  # of one core: 427 s measured for those 20 files, with g++ 12
+JOB_GB = 2.2  # memory of one compiler process; at most 2.14 GB measured for 20 of the extension's 28 files
+MINUTES = 10  # time on one core; 427 s measured for those 20 files with g++ 12
 # Headers that Transformer Engine includes, below site-packages/nvidia.
 HEADERS = (
     *("cu13/include/cuda_runtime.h", "cu13/include/cublas_v2.h", "cu13/include/cusparse.h"),
@@ -35,23 +35,23 @@ BUILD_PACKAGES = ("setuptools>=77", "wheel", "ninja", "packaging")
 
 
 def read_pins(path: Path) -> dict[str, str]:
-    """The pinned lines of a constraints file, `name==version`, by normalized name."""
+    """Return normalized name -> pinned line `name==version` of a constraints file."""
     lines = (line.split("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines())
     return {normalized(line.partition("==")[0]): line for line in lines if "==" in line}
 
 
 def normalized(name: str) -> str:
-    """A distribution's name as pip compares it."""
+    """Return a distribution's name in the form in which pip compares names."""
     return re.sub(r"[-_.]+", "-", name.strip()).lower()
 
 
 def merged_pins(repo: Path = REPO) -> dict[str, str]:
-    """The pins of a GPU's environment: constraints-gpu.txt, and constraints.txt for every other package."""
+    """Return the pins of a GPU environment: constraints-gpu.txt, and constraints.txt for every other package."""
     return read_pins(repo / "constraints.txt") | read_pins(repo / "constraints-gpu.txt")
 
 
 def find_gpus() -> list[tuple[str, str]]:
-    """(name, driver version) of every NVIDIA GPU that nvidia-smi lists."""
+    """Return (name, driver version) of every NVIDIA GPU that nvidia-smi lists."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=60)
@@ -62,7 +62,7 @@ def find_gpus() -> list[tuple[str, str]]:
 
 
 def missing_parts(venv: Path, gpus: list[tuple[str, str]]) -> list[str]:
-    """One line per part that this machine lacks: the part, and the way to get it."""
+    """Return one line per part that this machine lacks: the part, and the way to get it."""
     compiler = os.environ.get("CXX", "c++")
     python_header = Path(sysconfig.get_path("include"), "Python.h")
     python = f"python{sys.version_info.major}.{sys.version_info.minor}"
@@ -81,7 +81,7 @@ def missing_parts(venv: Path, gpus: list[tuple[str, str]]) -> list[str]:
 
 
 def missing_headers(site: Path) -> list[str]:
-    """One line per header or program of CUDA that is not below site-packages after its packages were installed."""
+    """Return one line per header or program of CUDA that is missing in site-packages after the installation."""
     return [
         f"{site / 'nvidia' / name}: torch came from an index without its CUDA build; unset PIP_INDEX_URL, "
         f"PIP_EXTRA_INDEX_URL and PIP_FIND_LINKS, delete {site.parents[2]} and run the same command again"
@@ -91,12 +91,12 @@ def missing_headers(site: Path) -> list[str]:
 
 
 def max_jobs(cores: int, free_gb: float) -> int:
-    """Compiler processes at a time that cores and free memory allow."""
+    """Return the number of compiler processes that the cores and the free memory allow at the same time."""
     return max(1, min(cores, int(free_gb / JOB_GB)))
 
 
 def build_environment(site: Path) -> dict[str, str]:
-    """The variables with which Transformer Engine's build finds nvcc, the headers and ninja."""
+    """Return the variables with which Transformer Engine's build finds nvcc, the headers and ninja."""
     nvidia = site / "nvidia"
     includes = [nvidia / "cudnn/include", nvidia / "nccl/include", nvidia / "cu13/include/cccl"]
     old_includes = filter(None, [os.environ.get("CPLUS_INCLUDE_PATH")])
@@ -107,12 +107,13 @@ def build_environment(site: Path) -> dict[str, str]:
         "CPLUS_INCLUDE_PATH": os.pathsep.join([*map(str, includes), *old_includes]),
         "PATH": os.pathsep.join([str(site.parents[2] / "bin"), os.environ.get("PATH", os.defpath)]),
         "MAX_JOBS": os.environ.get("MAX_JOBS") or str(max_jobs(os.cpu_count() or 1, free_gb)),
-        "NVTE_PYTORCH_FORCE_BUILD": "TRUE",  # its setup.py would first look for a binary outside PyPI
+        "NVTE_PYTORCH_FORCE_BUILD": "TRUE",  # otherwise its setup.py first looks for a binary outside of PyPI
     }
 
 
 def commands(venv: Path, image: bool) -> list[list[str]]:
-    """The three commands: torch and the build's packages, Transformer Engine (with athanor), and whether it imports."""
+    """Return the three commands: install torch and the build's packages, install Transformer Engine (with athanor), and
+    check that it can be imported."""
     python = str(venv / "bin" / "python")
     pip = [python, "-m", "pip", "install", "-c", str(venv / "constraints.txt")]
     what = ["transformer-engine[pytorch]"] if image else ["-e", ".[gpu]"]
@@ -149,7 +150,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def cost(gpus: list[tuple[str, str]], venv: Path, jobs: str) -> str:
-    """What is about to happen and what it takes, in lines for a terminal."""
+    """Return lines for a terminal about the installation: the versions, and the disk and time that it takes."""
     pins = merged_pins()
     return f"""\
 {gpus[0][0] if gpus else "no GPU here"}; Python {sys.version.split()[0]}; into {venv}:
@@ -159,7 +160,11 @@ def cost(gpus: list[tuple[str, str]], venv: Path, jobs: str) -> str:
 
 
 def install(venv: Path, site: Path, environment: dict[str, str], image: bool) -> int:
-    """Make the environment where it is missing, install everything, and mark it as set up for a GPU."""
+    """Make the environment if it is missing, install everything, and mark it as set up for a GPU.
+
+    Returns:
+        the exit status: 0 success, 1 a command failed, 2 a part is missing.
+    """
     if not (venv / "bin" / "python").exists():
         subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
     (venv / "constraints.txt").write_text("".join(f"{pin}\n" for pin in merged_pins().values()))

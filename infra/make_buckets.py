@@ -1,4 +1,4 @@
-"""Make the buckets that are not there yet, in the store of AWS_ENDPOINT_URL: `python make_buckets.py NAME ...`."""
+"""Make buckets that do not exist yet in the object store of AWS_ENDPOINT_URL: `python make_buckets.py NAME ...`."""
 
 import sys
 

@@ -1,7 +1,8 @@
-"""For every test: one CPU thread, because tests start processes that share the cores; no network, no telemetry; a
-throwaway home for Prefect, which reads it at its import, by whichever test comes first.
+"""Settings for every test: one CPU thread, because tests start processes that share the cores; no network and no
+telemetry; a temporary home for Prefect, which the first import of Prefect reads.
 
-Files run in the order of their recorded durations, longest first: on few cores the last file decides when all is done.
+Files run in the order of their recorded durations, longest first, because on few cores the last file decides when all
+tests are finished.
 """
 
 import atexit

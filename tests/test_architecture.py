@@ -1,6 +1,6 @@
-"""The house rules: who may import whom, who may touch the environment, how long a function is.
+"""The rules of the code: which modules may import which, who may touch the environment, how long a function may be.
 
-A test goes through all files and fails with every line that breaks its rule. `make lint` runs these tests too.
+Each test goes through all files and fails with every line that breaks its rule. `make lint` runs these tests too.
 """
 
 import ast
@@ -29,7 +29,7 @@ ALLOWED = {
     "stages": ("dataset_builders", *TRAINER_FACE),
     "flows": ("stages", "dataset_builders", *TRAINER_FACE),
 }
-# heavy package -> where it may be imported
+# heavy package -> the modules that may import it
 IMPORTERS = {
     "prefect": ("flows.",),
     "prefect_dask": ("flows.resources.dask_pool",),
@@ -53,10 +53,10 @@ IMPORTERS = {
 NO_MEGATRON = (*TRAINER_FACE, "trainer.data", "trainer.loop.metrics")
 RANK_NAMES = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}
 RANK_READERS = (
-    *("trainer.parallel.mesh", "stages.answer.worker"),  # what torchrun starts: ranks of a training, workers
-    "stages.launchers.torchrun",  # gives them to a process that needs no torchrun
+    *("trainer.parallel.mesh", "stages.answer.worker"),  # processes that torchrun starts: ranks of a training, workers
+    "stages.launchers.torchrun",  # sets torchrun's variables for a process that needs no torchrun
 )
-# Who may write the process's own environment: settings that a library reads at its import, or when told to.
+# Modules that may change the process's own environment: for settings that a library reads at its import, or on request.
 ENVIRONMENT_WRITERS = (
     *(
         "flows",
@@ -66,7 +66,7 @@ ENVIRONMENT_WRITERS = (
         "flows.prefect_server.temporary",
         "flows.tracking.store",
     ),
-    "stages.answer.worker",  # which GPU vLLM may see
+    "stages.answer.worker",  # selects the GPU that vLLM may use
 )
 CHILD_ENVIRONMENT_WRITERS = (
     "stages.launchers.torchrun",
@@ -78,13 +78,13 @@ VAGUE = {"utils", "util", "base", "common", "helpers", "misc", "core", "types", 
 STANDARD = sys.stdlib_module_names
 
 MAX_FILE_LINES = 400
-MAX_FILES = 12  # of a folder, beside __init__
+MAX_FILES = 12  # of a folder, without __init__
 MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 8
 
 
 def name_of(path: Path) -> str:
-    """trainer/loop/__init__.py -> trainer.loop"""
+    """Return the module name of a path: trainer/loop/__init__.py -> trainer.loop."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -100,7 +100,7 @@ def nodes_of(path: Path) -> tuple[ast.AST, ...]:
 
 
 def imports_of(nodes: Iterable[ast.AST], module: str, is_package: bool) -> Iterator[str]:
-    """Dotted names of everything that is imported, also inside functions; `from a import b` gives a.b too."""
+    """Return the dotted names of all imports, also inside functions. `from a import b` gives a.b too."""
     for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -122,12 +122,12 @@ def imports(path: Path) -> tuple[str, ...]:
 
 
 def at(path: Path, line: int = 1) -> str:
-    """trainer/loop/train.py:12"""
+    """Return a position in the form trainer/loop/train.py:12."""
     return f"{path.relative_to(ROOT)}:{line}"
 
 
 def fail_with(offences: Iterable[str]) -> None:
-    """Fail with every offence, one a line."""
+    """Fail with all offences, one per line."""
     found = list(offences)
     assert not found, "\n" + "\n".join(found)
 
@@ -147,11 +147,11 @@ def test_there_is_something_to_check():
 
 
 def may_import(package: str, imported: str) -> bool:
-    """Whether a module of one of our packages may import a name."""
+    """Whether a module of one of athanor's packages may import a name."""
     top = imported.split(".")[0]
     if top not in PACKAGES or top == package:
         return top not in ("tests", "infra")
-    # `import a.b.c` also yields the packages above c, which load nothing by themselves.
+    # `import a.b.c` also yields the packages above c, whose own code imports nothing.
     return any(is_within(imported, prefix) or is_within(prefix, imported) for prefix in ALLOWED[package])
 
 
@@ -169,7 +169,7 @@ FOLDERS = sorted({path.parent for path in MODULES})
 
 
 def folder_imports() -> dict[str, set[str]]:
-    """Folder -> other folders whose files it imports, all as dotted names."""
+    """Return folder -> other folders whose files it imports, all as dotted names."""
     modules = {name_of(path): name_of(path.parent / "__init__.py") for path in MODULES}
     found: dict[str, set[str]] = {}
     for path in MODULES:
@@ -189,7 +189,7 @@ def test_no_two_folders_import_each_other():
 
 
 def test_no_ring_of_folders():
-    """Walks away from every folder that imports nothing of what is left, until nothing is left."""
+    """Remove folders that import nothing of the rest, until none is left."""
     left = {folder: set(others) for folder, others in folder_imports().items()}
     while free := [folder for folder in left if not left[folder] & left.keys()]:
         for folder in free:
@@ -286,7 +286,7 @@ def test_only_distributed_reads_the_rank():
 
 
 def environment_writes(nodes: Iterable[ast.AST]) -> Iterator[int]:
-    """Lines that change os.environ."""
+    """Return the lines that change os.environ."""
     for node in nodes:
         if isinstance(node, ast.Assign | ast.AugAssign | ast.Delete):
             targets = [node.target] if isinstance(node, ast.AugAssign) else node.targets
@@ -319,7 +319,7 @@ def test_only_the_launcher_gives_a_child_its_environment():
 
 
 def test_module_names_say_what_is_inside():
-    # A file that is run as a script would shadow it; a folder, like stages/tokenize, shadows nothing.
+    # A file that is run as a script would shadow it. A folder such as stages/tokenize shadows nothing.
     shadows = [f"{at(path)}: has the name of a standard module" for path in MODULES if path.stem in STANDARD]
     stems = {path: path.parent.name if path.stem in ("__init__", "__main__") else path.stem for path in MODULES}
     fail_with(shadows + [f"{at(path)}: a name says what is inside" for path, stem in stems.items() if stem in VAGUE])
@@ -365,7 +365,7 @@ def size_offences(path: Path) -> Iterator[str]:
         if length > MAX_FUNCTION_LINES:
             yield f"{where} has {length} lines, more than {MAX_FUNCTION_LINES}"
         if any("triton.jit" in ast.unparse(decorator) for decorator in function.decorator_list):
-            continue  # a kernel takes its pointers and constants one by one
+            continue  # a kernel takes its pointers and constants as separate parameters
         arguments = function.args
         count = len([*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs])
         if count > MAX_PARAMETERS:

@@ -1,7 +1,7 @@
-"""Each `athanor ...` line of the README and of docs/ is one that the command accepts.
+"""Each `athanor ...` line of the README and of docs/ is accepted by the command.
 
-Its own parser reads the line. The recipe of `run`, `plan`, `sweep` and `lmms-eval` is loaded with its `--set`. Lines
-that need no data or model of the reader's are executed.
+Athanor's own parser reads the line. The recipe of `run`, `plan`, `sweep` and `lmms-eval` is loaded with its `--set`.
+Lines that need no data or model of the reader's are executed.
 """
 
 import argparse
@@ -22,13 +22,13 @@ PAGES = (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))
 OWN_DATA = ROOT / "docs" / "your-data-on-a-gpu.md"
 _FENCE = re.compile(r"^( *)```[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 _INLINE = re.compile(r"(?<!`)`(athanor [^`]+)`")
-_OPTIONAL = re.compile(r"\s\[(?:[A-Z]{2}|--)|\.\.\.")  # of a line that shows what may be given: `athanor run [RECIPE]`
+_OPTIONAL = re.compile(r"\s\[(?:[A-Z]{2}|--)|\.\.\.")  # in a line that shows the syntax: `athanor run [RECIPE]`
 SETTINGS = {"run", "plan", "sweep", "lmms-eval"}
 RUN_AT_ONCE = {"recipes", "doctor", "--version"}
 
 
 def commands_of(page: Path) -> list[str]:
-    """The lines of a page's code that begin with `athanor`, without comments, with what a backslash continues."""
+    """Return the lines of a page's code that start with `athanor`, without comments, with continued lines joined."""
     text = page.read_text()
     blocks = [block.replace("\\\n", " ") for _, block in _FENCE.findall(text)]
     lines = [line.strip().removeprefix(".venv/bin/") for block in blocks for line in block.splitlines()]
@@ -37,7 +37,7 @@ def commands_of(page: Path) -> list[str]:
 
 
 def examples() -> list[tuple[str, str]]:
-    """(name of a page, command), each command once."""
+    """Yield (name of a page, command), each command once."""
     found = {command: page.name for page in PAGES for command in commands_of(page)}
     return [(page, command) for command, page in found.items()]
 
@@ -49,7 +49,7 @@ USAGES = [command for _, command in EXAMPLES if _OPTIONAL.search(command)]
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """The working directory, with the recipe that the page about own data shows and a reader's DATA."""
+    """Make the working directory, with the recipe of the page about own data and a reader's DATA."""
     csv_paths(tmp_path / "DATA", draw_rows(seed=0, number=40))
     (recipe,) = re.findall(r"^```yaml title=\"my\.yaml\"\n(.*?)^```", OWN_DATA.read_text(), re.MULTILINE | re.DOTALL)
     (tmp_path / "my.yaml").write_text(recipe)
@@ -93,7 +93,7 @@ def test_the_command_has_the_options_of_the_line(usage):
 
 
 def runs_at_once(command: str) -> bool:
-    """Whether a line needs no data and model of the reader's: it prints, looks at DATA, or plans the default recipe."""
+    """Whether a line needs no data or model of the reader's: it prints, inspects DATA, or plans the default recipe."""
     words = words_of(command)
     if words[0] != "plan":
         return words[0] in RUN_AT_ONCE or words[:2] == ["init", "DATA"]
@@ -111,7 +111,7 @@ def test_the_line_runs(command, here, capsys, monkeypatch):
     (here / "my.yaml").unlink()  # init writes it
     try:
         status = main(words_of(command))
-    except SystemExit as end:  # of --version
+    except SystemExit as end:  # raised by --version
         status = end.code
     assert status == 0, capsys.readouterr().err
     assert capsys.readouterr().out

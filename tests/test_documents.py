@@ -1,7 +1,6 @@
-"""Everything that the documents name exists: paths in backticks, pictures, links to files and to headings, targets of
+"""Everything that the documents name exists: paths in backticks, images, links to files and to headings, targets of
 make, error messages, and tests, which run in `make test` unless the document says that they are in the full tier or
-need a GPU. The README is short, and the site builds and asks no other server.
-"""
+need a GPU. The README is short, and the site builds and calls no other server."""
 
 import ast
 import functools
@@ -26,7 +25,7 @@ DOCUMENTS = sorted(
     )
     for path in ROOT.glob(pattern)
 )
-GUIDES = (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))  # what a user reads
+GUIDES = (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))  # documents for users
 _PATH = re.compile(r"`((?:tests|flows|stages|trainer|dataset_builders|infra)/[\w./-]*?(?:\.\w+|/))`")
 _LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
 _TEST = re.compile(r"`(?:tests/[\w/]*/)?(test_\w+)(?:\.py)?`")
@@ -38,7 +37,7 @@ EXAMPLES = {"dataset_builders/sources/x.py", "tests/parity/test_NAME.py"}
 
 
 def anchors(document: Path) -> set[str]:
-    """Of its headings, as GitHub makes them."""
+    """Return the anchors of a document's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", document.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -73,13 +72,13 @@ def test_every_file_of_gpu_figures_names_card_commit_and_weights():
 
 
 def may_be_skipped(decorators: list[ast.expr]) -> bool:
-    """Whether `make test` leaves out a test, or may skip it, by its marks."""
+    """Whether `make test` leaves out a test or may skip it, according to its marks."""
     marks = [mark for decorator in decorators if "parametrize(" not in (mark := ast.unparse(decorator))]
     return any(re.search(r"mark\.full|skip|requires_", mark) for mark in marks)
 
 
 def core_tests(path: Path) -> set[str]:
-    """The names of a file's tests that every `make test` runs."""
+    """Return the names of a file's tests that every `make test` runs."""
     body = ast.parse(path.read_text()).body
     marks = [
         node.value for node in body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
@@ -96,7 +95,7 @@ def core_tests(path: Path) -> set[str]:
 
 
 def named_tests(document: Path) -> Iterator[tuple[str, str]]:
-    """(name of a test or of its file without .py, the line that names it)."""
+    """Yield (name of a test, or of its file without .py, the line that names it)."""
     for line in document.read_text().splitlines():
         yield from ((name, line) for name in _TEST.findall(line) if f"tests/parity/{name}.py" not in EXAMPLES)
 
@@ -160,7 +159,7 @@ def test_every_target_of_make_that_a_document_names_is_there():
 
 
 def texts_of(tree: ast.AST) -> Iterator[str]:
-    """The strings of a module; a zero byte is in the place of each value in an f-string."""
+    """Return the strings of a module. A zero byte replaces each value in an f-string."""
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
             yield "".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
@@ -169,13 +168,13 @@ def texts_of(tree: ast.AST) -> Iterator[str]:
 
 
 def test_every_message_of_the_page_of_troubles_is_in_the_code():
-    """The fixed words of each message, between its `<...>`; short ones between two values prove nothing."""
+    """Check the fixed words of each message, between its `<...>`. Short ones between two values prove nothing."""
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     messages = [quoted.strip("` ") for quoted in re.findall(r"^- (`.+`)$", page, re.MULTILINE)]
     folders = ("flows", "stages", "dataset_builders", "trainer", "infra")
     modules = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     code = "\n".join(text for path in modules for text in texts_of(ast.parse(path.read_text())))
-    code += "\n should be less than or equal to "  # by pydantic, in the words of flows/pipeline/explain.py
+    code += "\n should be less than or equal to "  # messages of pydantic, reworded by flows/pipeline/explain.py
     gone = []
     for message in messages:
         pieces = re.split(r"<[\w ]+>", message)
@@ -185,7 +184,7 @@ def test_every_message_of_the_page_of_troubles_is_in_the_code():
 
 
 def test_the_site_builds_and_asks_no_other_server(tmp_path):
-    """Broken links and headings that are not there end the build. Links for a person to follow may lead anywhere."""
+    """Broken links and missing headings stop the build. Links for a reader to follow may lead anywhere."""
     config = (ROOT / "mkdocs.yml").read_text()
     (tmp_path / "mkdocs.yml").write_text(config.replace("site_dir: build/site", "site_dir: site"))
     shutil.copytree(ROOT / "docs", tmp_path / "docs")

@@ -1,4 +1,5 @@
-"""Prefect keeps no pickles, settings and URLs hold no secrets, archives write nothing outside; see test_unsafe_code."""
+"""Prefect stores no pickles, settings and URLs hold no secrets, archives write nothing outside; see
+test_unsafe_code."""
 
 import ast
 import io
@@ -36,7 +37,7 @@ print(*[f"{module}.{key}" for (module, key), x in found.items() if x.persist_res
 
 @pytest.mark.full
 def test_prefect_keeps_no_results(tmp_path):
-    """Its results would be pickles. In a process of its own: Prefect reads its home when it is imported."""
+    """Prefect's results would be pickles. Tested in a new process, because Prefect reads its home at its import."""
     names = [name_of(path) for path in MODULES if "prefect" in path.read_text() and name_of(path).startswith("flows.")]
     environment = {**os.environ, "PREFECT_HOME": str(tmp_path)}
     command = [sys.executable, "-c", KEPT_RESULTS, *names]
@@ -60,14 +61,14 @@ def _models(annotation: object) -> Iterator[type[BaseModel]]:
 
 
 SECRET_WORDS = re.compile(r"(?i)(^|_)(password|passwd|secret|token|credentials?|api_?key|access_?key|auth)(_|$)")
-NAMES_ONLY = {  # names of things that hold secrets, or tokens of text
+NAMES_ONLY = {  # names of things that hold secrets, or of tokens of a text
     "execution.cluster.kubernetes.secret": "the name of a Secret of the cluster",
     "execution.cluster.kubernetes.secret_variables": "the names of its keys",
 }
 
 
 def test_no_setting_holds_a_secret():
-    """Settings are in logs, manifests, Prefect's database and MLflow; secrets come from the environment alone."""
+    """Settings are in logs, manifests, Prefect's database and MLflow, so secrets come only from the environment."""
     models = [PipelineConfig, *(get_builder(name).options for name in BUILDERS)]
     everything = dict(pair for model in models for pair in fields(model))
     assert len(everything) > 80 and SECRET_WORDS.search("hub_token") and SECRET_WORDS.search("s3_access_key")
@@ -78,7 +79,7 @@ def test_no_setting_holds_a_secret():
 
 @pytest.mark.parametrize("module", [hf_directory, raw_source])
 def test_the_hubs_token_is_read_from_the_environment(module, monkeypatch):
-    """Nothing passes one: huggingface_hub finds HF_TOKEN, or what `hf auth login` stored, by itself."""
+    """No code passes a token. huggingface_hub itself finds HF_TOKEN, or the token that `hf auth login` stored."""
     calls = [n for n in ast.walk(ast.parse(Path(module.__file__).read_text())) if isinstance(n, ast.Call)]
     downloads = [call for call in calls if ast.unparse(call.func).endswith("snapshot_download")]
     assert downloads and not any(keyword.arg == "token" for call in downloads for keyword in call.keywords)
@@ -112,7 +113,7 @@ OUTSIDE = ["../../escaped.png", "/tmp/athanor-escaped.png", "a/../../../escaped.
 
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_a_member_of_a_tar_writes_nothing_outside(tmp_path, name):
-    """Members are read where they lie; their names become keys of samples, not paths."""
+    """Members are read inside the archive. Their names become keys of samples and never paths."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w") as tar:
         for suffix, data in ((".png", png(1)), (".txt", b"one")):

@@ -10,7 +10,7 @@ from tests.tiers import changed
 from tests.tiers.passed import ROOT
 from tests.tiers.plugin import slower_than_recorded
 
-# Patterns of `PATHS` without a file: `make test-full` writes the first two, and the third is a file to come.
+# Patterns of `PATHS` without a file: `make test-full` writes the first two, and the third is for a future file.
 MAY_BE_MISSING = ("tests/durations.json", "tests/full_pass.json")
 
 TREE = {
@@ -38,7 +38,7 @@ def clear_caches() -> None:
 
 @pytest.fixture
 def tree(tmp_path, monkeypatch):
-    """A checkout of a few modules and tests."""
+    """Make a checkout of a few modules and tests."""
     for name, text in TREE.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ def test_a_path_that_nobody_knows_takes_all_tests(tree, path):
 
 
 def test_the_table_of_paths_names_what_is_there():
-    """A pattern without a file, or the beginning of no test file, is left from a folder that was renamed."""
+    """A pattern without a file, or a start without a test file, is left over from a renamed folder."""
     files = subprocess.run(("git", "ls-files"), cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\n")
     tests = [str(path) for path in changed.modules().values() if path.name.startswith("test_")]
     patterns = [pattern for pattern in changed.PATHS if pattern not in MAY_BE_MISSING]
@@ -105,7 +105,7 @@ def test_a_slow_file_is_told_by_the_speed_of_the_machine():
     recorded = {"a": 100.0, "b": 100.0, "c": 100.0, "short": 1.0, "unknown": 0.0}
     on_a_slow_machine = {"a": 300.0, "b": 300.0, "c": 300.0, "short": 3.0, "unknown": 900.0, "new": 900.0}
     assert slower_than_recorded(on_a_slow_machine, recorded) == []
-    # `short` takes twice as long as it should, which is less than the seconds that count.
+    # `short` takes twice its record, but less than the seconds that count.
     grown = on_a_slow_machine | {"b": 900.0, "short": 9.5}
     (line,) = slower_than_recorded(grown, recorded)
     assert line.startswith("slower than recorded: b: 900 s, expected 50")

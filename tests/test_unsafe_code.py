@@ -1,4 +1,5 @@
-"""What the code never does: unpickle, extract archives, run text, trust a model's code. `make lint` runs this too."""
+"""Things that the code never does: unpickle, extract archives, run text, trust a model's code. `make lint` runs this
+too."""
 
 import ast
 from collections.abc import Iterable, Iterator, Sequence
@@ -6,14 +7,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from tests.test_architecture import MODULES, at, fail_with, name_of, nodes_of
 
 PICKLES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal", "jsonpickle", "pickletools"}
-# Who may import pickle all the same, and why that is no door for somebody's file.
+# Modules that may import pickle, and why that is no risk with somebody else's file.
 PICKLE_USERS = {
     "trainer.checkpoint.reader": "an Unpickler that knows the few records of a checkpoint and refuses other names",
 }
 RUNS_TEXT = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "runpy.run_path", "runpy.run_module"}
 UNSAFE_LOADS = {"pd.read_pickle", "pandas.read_pickle", "torch.jit.load", "torch.hub.load", "torch.package"}
 EXTRACTS = {"extract", "extractall", "unpack_archive", "extract_archive"}
-# Nodes are text; a subclass of SafeLoader makes no objects but those that it says itself.
+# Nodes are text. A subclass of SafeLoader makes only the objects that its own code makes.
 SAFE_YAML = {
     "safe_load",
     "safe_load_all",
@@ -27,7 +28,7 @@ SAFE_YAML = {
 
 
 def findings(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
-    """(line, what) of everything that must not be there, but for imports."""
+    """Yield (line, name) of every forbidden expression except imports."""
     for node in nodes:
         if isinstance(node, ast.Attribute) and node.attr in EXTRACTS:
             yield node.lineno, f"{node.attr}: archives are read without extraction"

@@ -1,7 +1,8 @@
-"""Where Python keeps its compiled modules.
+"""The cache of Python's compiled modules.
 
-An image whose packages came without them, and that lets Python write none (PYTHONDONTWRITEBYTECODE, or files of another
-user), compiles every import of every process again: 10 of the 16 s that the trainer's imports took on a GPU host.
+Some container images have packages without compiled modules and do not let Python write any (PYTHONDONTWRITEBYTECODE
+is set, or the files belong to another user). There, every process compiles every module that it imports: 10 of the
+16 s that the trainer's imports took on a GPU host.
 """
 
 import importlib.util
@@ -13,7 +14,7 @@ _WITNESS = "torch"  # every process that takes long to start imports it
 
 
 def keep_bytecode() -> None:
-    """Let this process and those that it starts keep compiled modules in the user's cache, if they are kept nowhere."""
+    """Let this process and its child processes keep compiled modules in the user's cache, if they are not kept yet."""
     spec = None if sys.pycache_prefix else importlib.util.find_spec(_WITNESS)
     if spec is None or spec.cached is None or Path(spec.cached).is_file():
         return
@@ -21,7 +22,7 @@ def keep_bytecode() -> None:
         return
     try:
         directory = Path.home() / ".cache" / "athanor" / "bytecode"
-    except RuntimeError:  # a user without a home
+    except RuntimeError:  # the user has no home directory
         return
     sys.pycache_prefix, sys.dont_write_bytecode = str(directory), False
     os.environ |= {"PYTHONPYCACHEPREFIX": str(directory), "PYTHONDONTWRITEBYTECODE": ""}

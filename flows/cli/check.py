@@ -1,6 +1,6 @@
-"""Checks of recipes and model directories, before a command loads its libraries, which takes seconds.
+"""Checks of recipes and model directories that run before a command loads its libraries, which takes seconds.
 
-Prefect, MLflow, torch and transformers are not imported here; `tests/flows/cli/test_refused.py` sees to it.
+This module must not import Prefect, MLflow, torch or transformers; `tests/flows/cli/test_refused.py` checks that.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from stages.inputs.hf_directory import check_hf_dir, resolve_hf_dir
 
 
 def recipe_of(args: argparse.Namespace) -> Recipe:
-    """The recipe of a command line, with its `--set` and the `--launcher` of `plan`.
+    """Return the recipe of a command line, with its `--set` options and the `--launcher` of `plan` applied.
 
     Raises:
         InputError: the recipe is wrong.
@@ -25,21 +25,21 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
 
 
 def check_recipe(args: argparse.Namespace) -> None:
-    """Raise InputError if the recipe, its model's directory or the adapter to go on from is wrong."""
+    """Raise InputError if the recipe, its model's directory or its start adapter is wrong."""
     config = recipe_of(args).config
     check_model(config)
     check_start_adapter(config)
 
 
 def check_points(args: argparse.Namespace) -> None:
-    """Raise InputError if the grid is wrong, or the recipe at one of its points."""
+    """Raise InputError if the grid is wrong, or if the recipe is wrong at one point of the grid."""
     for point in expand(parse_grid(args.grid)):
         load_recipe(args.recipe, args.overrides, point)
 
 
 def check_model_dir(args: argparse.Namespace) -> None:
-    """Raise InputError if the directory does not hold a model that can answer, the adapter is not the model's, or a
-    file of an artifact was changed."""
+    """Raise InputError if the directory holds no model that can answer, if the adapter belongs to another model, or if
+    a file of an artifact was changed."""
     hf_dir = resolve_hf_dir(args.model)
     check_written(hf_dir)
     check_hf_dir(hf_dir)

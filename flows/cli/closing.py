@@ -1,4 +1,4 @@
-"""What a run prints at its end: stages, scores, the model's place, and the next commands to type."""
+"""The closing lines of a run: stages, scores, the model's directory, and the next commands to type."""
 
 import shlex
 import shutil
@@ -33,7 +33,7 @@ def print_closing(
     """Print the tables and the next commands.
 
     Args:
-        arguments: of `athanor run` for the same run: the recipe and its settings.
+        arguments: the arguments of `athanor run` that repeat this run: the recipe and its settings.
     """
     rows = [
         (r["stage"], "reused" if r["reused"] else "made", f"{r['seconds']:.1f}", _below(r["dir"], root))
@@ -54,10 +54,10 @@ def print_closing(
 
 
 def left_out_lines(stages: Sequence[Mapping[str, Any]]) -> list[str]:
-    """One line for each data stage that left out rows: how many, why, and the file that names each of them.
+    """Return one line for each data stage that left out rows: their number, the reasons, the file that lists them.
 
     Args:
-        stages: name and directory of each stage of the run, in order.
+        stages: the name and the directory of each stage of the run, in order.
     """
     lines, kept = [], 0
     for stage in stages:
@@ -74,12 +74,12 @@ def left_out_lines(stages: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def registration(name: str, refusals: Sequence[str], has_record: bool, learnt: Learnt) -> list[str]:
-    """Lines that say whether the model is registered.
+    """Return the lines that say whether the model is registered.
 
     Args:
         refusals: one line per gate that failed.
-        has_record: the run has a record, from which MLflow learns of it.
-        learnt: what MLflow has answered by now.
+        has_record: whether the run has a record, from which it is sent to MLflow.
+        learnt: the answers that MLflow has given so far.
     """
     reasons = [*refusals, *([] if has_record else ["the run's record could not be written; see the warning above"])]
     if reasons:
@@ -95,10 +95,10 @@ def print_scores(
     is_terminal: bool,
     headlines: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Print one row per subset, one column per metric; the headline metric of each with its interval.
+    """Print one row per subset and one column per metric. The headline metric of a subset is shown with its interval.
 
     Args:
-        headlines: subset -> its headline metric, and the ends of the interval: "metric", "low", "high".
+        headlines: subset -> its headline metric and the ends of the interval, under "metric", "low" and "high".
     """
     names = dict.fromkeys(metric for values in scores.values() for metric in values)
     metrics = [name for name in names if not name.startswith("mean_") and name != PERPLEXITY]  # those are in MLflow
@@ -115,20 +115,20 @@ def print_scores(
 
 
 def _ends(headline: Mapping[str, Any] | None, metric: str) -> tuple[float, float] | None:
-    """The ends of the interval of a score, if it is the headline metric."""
+    """Return the ends of a score's interval if the metric is the headline metric, else None."""
     return None if headline is None or headline["metric"] != metric else (headline["low"], headline["high"])
 
 
 def next_commands(
     result: dict[str, Any], root: StorePath, recipe: Recipe, arguments: Sequence[str]
 ) -> list[tuple[str, str]]:
-    """(purpose, command) pairs; the commands can be typed as they are."""
+    """Return (purpose, command) pairs; the commands can be typed as they are."""
     dirs = {r["stage"]: location(r["dir"]) for r in result["stages"]}
     athanor = program("athanor")
     picture, question = example_question(dirs["evaluate"], root)
     model = quoted(location(result["hf_dir"]))
     ask = f"{athanor} ask {model} {quoted(picture) if picture else '-'} {shlex.quote(question)}"
-    commands = [("see which tokens were learnt (open in a browser)", shorten(dirs["tokenize"] / REPORT_HTML))]
+    commands = [("see which tokens were trained on (open in a browser)", shorten(dirs["tokenize"] / REPORT_HTML))]
     if result["mlflow_url"]:
         command = service_command(root)
         page = ("see the run in MLflow", result["mlflow_url"])
@@ -137,7 +137,7 @@ def next_commands(
             when = ", at the same server" if command else ""
             text = f"compare it with the newest other run on the same data{when}"
             commands.append((text, result["compare_url"]))
-    commands.append(("ask the model about a picture", ask))
+    commands.append(("ask the model about an image", ask))
     lower = f"--set train.optim.lr={recipe.config.train.optim.lr / 2:g}"  # the last --set of a field counts
     change = " ".join([f"{athanor} run", *map(shlex.quote, arguments), f"--root {quoted(root)}", lower])
     commands.append(("change one setting; only the stages that depend on it run again", change))
@@ -145,7 +145,10 @@ def next_commands(
 
 
 def example_question(evaluate_dir: StorePath, root: StorePath) -> tuple[Path | None, str]:
-    """A held-out picture, written below the root, and a question about it alone; None if there is no such pair."""
+    """Return the path of a held-out image, which is written below the root, and a question about only that image.
+
+    The path is None if no held-out question has exactly one image.
+    """
     table = pq.read_table(local_copy(evaluate_dir / PREDICTIONS), columns=["question", "turn", "num_images", "image"])
     for row in table.to_pylist():
         if row["num_images"] == 1 and row["turn"] == 0:
@@ -156,20 +159,20 @@ def example_question(evaluate_dir: StorePath, root: StorePath) -> tuple[Path | N
 
 
 def service_command(root: StorePath) -> str | None:
-    """Return the command that serves the runs of a root to a browser; None if a server runs already, or if only the
-    person knows the server of the runs' database."""
+    """Return the command that serves the runs of a root to a browser. Return None if a server is already running, or
+    if the runs are in a database of the user's, whose server athanor does not know."""
     return f"{program('athanor')} up --root {quoted(root)}" if has_own_database() and not is_served(root) else None
 
 
 def program(name: str) -> str:
-    """The command that starts a program of this environment from a shell here."""
+    """Return the command that starts a program of this environment from the current shell."""
     if shutil.which(name):
         return name
     return quoted(Path(sys.executable).parent / name)
 
 
 def shorten(path: StorePath) -> str:
-    """The path, relative to the current directory if it lies below that."""
+    """Return the path, relative to the current directory if it is below that directory."""
     return _below(str(path), Path.cwd())
 
 

@@ -1,6 +1,8 @@
-"""The `athanor` command: parse, set the place for Prefect's files, dispatch, and turn errors into one line.
+"""The `athanor` command: parse the arguments, set the directory of Prefect's files, call the command, and turn errors
+into one line.
 
-A command's module is imported when the command is given, so that `--help` is quick and Prefect sees its settings.
+The module of a command is imported only when the command is used. So `--help` is quick, and Prefect's settings are in
+the environment before Prefect is imported.
 """
 
 import argparse
@@ -56,22 +58,26 @@ CHECKS: dict[str, str] = {
 
 STARTING = dict.fromkeys(("run", "sweep"), "flows.prefect_server.temporary:start_early")
 
-WRITE = ("init", "preview", "run", "sweep", "up")  # commands that make a root
+WRITE = ("init", "preview", "run", "sweep", "up")  # commands that create the root
 
 SERVED = ("run", "sweep", "sync", "status")  # commands that talk to the servers of a running `athanor up`
 
-RENAMED = {"compare": "sweep"}  # command of earlier versions -> the same command now
+RENAMED = {"compare": "sweep"}  # name of a command in earlier versions -> its present name
 
 
-_SPACE_LEFT = 2_000_000  # bytes; a disk with less is full to whatever writes more than a line
+_SPACE_LEFT = 2_000_000  # bytes; with less free space the disk counts as full
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM as an exception, so that every `finally` runs."""
+    """Raised on SIGTERM, so that every `finally` block runs."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0, 1 failed, 2 wrong input, 75 stopped and saved, 128 + signal."""
+    """Run one command.
+
+    Returns:
+        the exit status: 0 success, 1 failed, 2 wrong input, 75 stopped and saved, 128 + the number of a signal.
+    """
     keep_bytecode()
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] in RENAMED:
@@ -87,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INPUT
     root = side_dir(args.root)
     os.environ.setdefault("PREFECT_HOME", str(prefect_home(args.root)))
-    with contextlib.suppress(ValueError):  # not in the main thread
+    with contextlib.suppress(ValueError):  # raised outside the main thread
         signal.signal(signal.SIGTERM, _terminate)
     log_path = None
     try:
@@ -104,9 +110,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say_error(_one_line(error), args.debug)
         return EXIT_INPUT
     except KeyboardInterrupt as error:
-        _say_error("stopped; the same command goes on from what is finished", False)
+        _say_error("stopped; the same command resumes from the finished work", False)
         return 128 + (signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
-    except BrokenPipeError:  # the reader of our output has gone: `athanor run | head`
+    except BrokenPipeError:  # the reader of the output has ended, as in `athanor run | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
     except Exception as error:
@@ -116,14 +122,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say_error(line, args.debug)
         return status
     except BaseException as error:
-        if type(error).__name__ != "TerminationSignal":  # Prefect's own name for SIGTERM
+        if type(error).__name__ != "TerminationSignal":  # Prefect's own exception for SIGTERM
             raise
-        _say_error("stopped; the same command goes on from what is finished", False)
+        _say_error("stopped; the same command resumes from the finished work", False)
         return 128 + signal.SIGTERM
 
 
 class _Version(argparse.Action):
-    """Print the installed version and exit; the module that knows it is imported only then."""
+    """Print the installed version and exit. `importlib.metadata` is imported only then, because its import is slow."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         metadata = importlib.import_module("importlib.metadata")
@@ -132,67 +138,98 @@ class _Version(argparse.Action):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The whole command line."""
+    """Return the parser of the whole command line."""
     parser = argparse.ArgumentParser(prog="athanor", description="From raw vision-language data to a scored model.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version of athanor")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    init = commands.add_parser("init", help="look at raw data, say how it can be read, and write a recipe that runs")
+    init = commands.add_parser("init", help="find out how raw data can be read, and write a recipe that runs")
     init.add_argument("data", help="directory, file, URL or hub name of the raw data")
-    init.add_argument("--model", metavar="DIR_OR_NAME", help="HF directory or hub name; without it one that fits")
     init.add_argument(
-        "--gpu-memory", type=float, metavar="GB", help="of the GPU to train on; without it this machine's"
+        "--model", metavar="DIR_OR_NAME", help="model directory or hub name (default: a model that fits the GPU)"
     )
-    init.add_argument("--out", type=Path, metavar="FILE", help="the recipe (NAME_OF_THE_DATA.yaml)")
+    init.add_argument(
+        "--gpu-memory", type=float, metavar="GB", help="memory of the GPU to train on (default: this machine's GPU)"
+    )
+    init.add_argument(
+        "--out", type=Path, metavar="FILE", help="file of the new recipe (default: NAME_OF_THE_DATA.yaml)"
+    )
     run = commands.add_parser("run", help="run a recipe: convert, tokenize, pack, train, export, answer, evaluate")
     _add_recipe(run)
-    plan = commands.add_parser("plan", help="say what `run` would do: which stages it would make, why, how big")
+    plan = commands.add_parser("plan", help="show what `run` would do: which stages it would make, why, and the sizes")
     _add_recipe(plan)
     plan.add_argument(
         "--launcher", choices=("torchrun", "slurm", "kubernetes"), help="also show what this launcher would submit"
     )
-    plan.add_argument("--gpu-memory", type=float, metavar="GB", help="also list what fits one GPU of this memory")
-    doctor = commands.add_parser("doctor", help="say what this machine has, what is missing and how to get it")
+    plan.add_argument("--gpu-memory", type=float, metavar="GB", help="also list settings that fit a GPU of this size")
+    doctor = commands.add_parser("doctor", help="show what this machine has, what it lacks and how to install it")
     doctor.add_argument("--network", action="store_true", help="also try to reach the Hugging Face hub")
-    ask = commands.add_parser("ask", help="ask an exported model about a picture")
-    ask.add_argument("model", help="HF directory or hub name")
-    ask.add_argument("picture", type=Path, help="image file; '-' for a question without one")
-    ask.add_argument("question")
-    ask.add_argument("--adapter", type=Path, metavar="DIR", help="PEFT directory of an adapter beside the model")
+    ask = commands.add_parser("ask", help="ask an exported model a question about an image")
+    ask.add_argument("model", help="model directory or hub name")
+    ask.add_argument("picture", type=Path, help="image file; '-' for a question without an image")
+    ask.add_argument("question", help="text of the question")
+    ask.add_argument("--adapter", type=Path, metavar="DIR", help="PEFT directory of an adapter to use with the model")
     preview = commands.add_parser("preview", help="write one HTML page that shows an artifact")
     _add_preview(preview)
     sweep = commands.add_parser("sweep", help="run a recipe once for every combination of some settings")
     _add_recipe(sweep)
     sweep.add_argument(
-        "--grid", metavar="A.B=[V1,V2]", action="append", default=[], help="a setting and the values to try"
+        "--grid", metavar="A.B=[V1,V2]", action="append", default=[], help="a setting and its values to try; repeatable"
     )
-    lmms_eval = commands.add_parser("lmms-eval", help="write a task with which lmms-eval scores a run's model")
+    lmms_eval = commands.add_parser("lmms-eval", help="write a task for lmms-eval that scores the model of a run")
     _add_recipe(lmms_eval)
-    lmms_eval.add_argument("--out", metavar="DIR", help="the task's directory (in the root: lmms-eval/<fingerprint>)")
+    lmms_eval.add_argument(
+        "--out", metavar="DIR", help="directory of the task (default: lmms-eval/<fingerprint> in the root)"
+    )
     up = commands.add_parser("up", help="start Prefect, MLflow and a worker on this machine, until Ctrl-C")
     _add_up(up)
-    commands.add_parser("sync", help="send to MLflow what it has missed")
-    commands.add_parser("status", help="list the newest runs, what they do and what they wait for")
+    commands.add_parser("sync", help="send to MLflow what earlier runs could not send")
+    commands.add_parser("status", help="list the newest runs, what they are doing and what they wait for")
     commands.add_parser("recipes", help="list the recipes that are part of athanor")
     for command in commands.choices.values():
         command.add_argument(
-            "--root", default=DEFAULT_ROOT, help="directory for everything, or the URL of an object store (%(default)s)"
+            "--root",
+            default=DEFAULT_ROOT,
+            help="directory of all files that athanor writes, or URL of an object store (default: %(default)s)",
         )
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
 
 
 def _add_recipe(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", nargs="?", default="embedded", help="name or path of a YAML file (%(default)s)")
     parser.add_argument(
-        "--set", dest="overrides", metavar="A.B=VALUE", action="append", default=[], help="change one setting"
+        "recipe", nargs="?", default="embedded", help="name of a recipe, or path of a YAML file (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        metavar="A.B=VALUE",
+        action="append",
+        default=[],
+        help="change one setting of the recipe; repeatable",
     )
 
 
 def _add_up(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="where the servers listen (%(default)s)")
-    parser.add_argument("--max-runs", type=_positive, default=2, metavar="N", help="flow runs at a time (%(default)s)")
     parser.add_argument(
-        "--limit", dest="limits", metavar="NAME=SLOTS", action="append", default=[], help="size of a concurrency limit"
+        "--host",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="address that the servers listen on (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-runs",
+        type=_positive,
+        default=2,
+        metavar="N",
+        help="number of flow runs that may run at the same time (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--limit",
+        dest="limits",
+        metavar="NAME=SLOTS",
+        action="append",
+        default=[],
+        help="set the number of slots of a concurrency limit; repeatable",
     )
 
 
@@ -204,28 +241,40 @@ def _positive(text: str) -> int:
 
 def _add_preview(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "path", help="an artifact's directory or URL, a shard, or below the root a stage or the start of a fingerprint"
+        "path",
+        help="directory or URL of an artifact, or a shard; for artifacts of the root, the name of a stage or the first "
+        "characters of a fingerprint",
     )
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="the page (in the root: previews/<stage>-<fingerprint>.html)"
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="file of the page (default: previews/<stage>-<fingerprint>.html in the root)",
     )
-    parser.add_argument("--samples", type=int, default=24, metavar="N", help="samples or bins to show (%(default)s)")
-    parser.add_argument("--key", help="show this one sample, or the bin that holds it")
     parser.add_argument(
-        "--model", help="HF directory or hub name whose tokenizer spells tokens; needed if the root does not know it"
+        "--samples", type=int, default=24, metavar="N", help="number of samples or bins to show (default: %(default)s)"
+    )
+    parser.add_argument("--key", help="show only the sample with this key, or the bin that holds it")
+    parser.add_argument(
+        "--model",
+        help="model directory or hub name whose tokenizer turns tokens into text; needed if the root has no record of "
+        "the model",
     )
 
 
 def _load(name: str) -> Callable[[argparse.Namespace], int]:
-    """The function of a command. Its libraries load for seconds; a server that it needs starts meanwhile."""
-    gc.disable()  # saves a seventh of the time
+    """Import and return the function of a command.
+
+    Its libraries take seconds to import. A server that the command needs starts in the meantime.
+    """
+    gc.disable()  # saves a seventh of the import time
     try:
         if name in STARTING:
             _function(STARTING[name])()
         return _function(COMMANDS[name])
     finally:
         gc.enable()
-        gc.freeze()  # else the interpreter's end looks through all of it, for two seconds
+        gc.freeze()  # otherwise the collection at interpreter exit visits all imported objects, for two seconds
 
 
 def _function(name: str) -> Callable[..., Any]:
@@ -255,31 +304,31 @@ def _log_to_file(root: Path) -> Path:
 
 
 class _FirstLine(logging.Formatter):
-    """Lines for the terminal: without the traceback, which is in the log file."""
+    """Format log records for the terminal, without the traceback, which is in the log file."""
 
     def format(self, record: logging.LogRecord) -> str:
         return f"{record.levelname.lower()}: {record.getMessage().splitlines()[0]}"
 
 
 def _why(error: Exception, root: Path, log_path: Path | None) -> tuple[int, str]:
-    """The exit status and the line of an error that nobody foresaw."""
+    """Return the exit status and the one-line message of an unexpected error."""
     if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
         return EXIT_INPUT, f"{shown(error.filename)}: {error.strerror}"
-    if type(error).__name__ == "StageStopped":  # its module is heavy and may not be loaded
+    if type(error).__name__ == "StageStopped":  # by name, since its heavy module may not be imported
         return EXIT_STOPPED, first_line(error)
     if log_path and not log_path.exists():
-        return EXIT_FAILED, f"--root {root} was deleted while the run went on; the same command begins anew"
-    # What fails first on a full disk may be Prefect's database or the trainer, which say so in their own ways or not.
+        return EXIT_FAILED, f"--root {root} was deleted during the run; the same command starts again"
+    # On a full disk, Prefect's database or the trainer may fail first, with an error that does not mention the disk.
     free = shutil.disk_usage(root).free if root.exists() else _SPACE_LEFT
     if free < _SPACE_LEFT or os.strerror(errno.ENOSPC) in str(error):
-        room = "make room, and the same command goes on from what is finished"
+        room = "make room, and the same command resumes from the finished work"
         return (
             EXIT_FAILED,
             f"the disk of --root {root} is full ({free / 1e6:.1f} MB are free); {room} ({first_line(error)})",
         )
     if os.strerror(errno.EMFILE) in str(error):
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        room = f"{soft} are too few; `ulimit -n 4096`, and the same command goes on"
+        room = f"{soft} are too few; `ulimit -n 4096`, and the same command resumes"
         return EXIT_FAILED, f"a process ran out of open files: {room} ({first_line(error)})"
     where = f"log: {log_path}" if log_path else "--debug shows where in the code"
     return EXIT_FAILED, f"{first_line(error)} ({where})"

@@ -1,4 +1,4 @@
-"""Read the first rows of a source before a run: rows that are left out, lengths of samples, bins, disk."""
+"""An estimate from the first rows of a source, before a run: rows that are left out, sample lengths, bins, disk."""
 
 import shutil
 from collections.abc import Mapping, Sequence
@@ -22,22 +22,22 @@ from stages.inputs.config import EmbeddedModelConfig
 from stages.inputs.hf_directory import hf_dir_of
 from trainer.contract.run import TrainConfig
 
-_CHARS_PER_TOKEN = 2.0  # of a tokenizer that is still to be trained, on these texts
+_CHARS_PER_TOKEN = 2.0  # for a tokenizer that is still to be trained on these texts
 _TURN_TOKENS = 5  # <|im_start|>, the role, two line ends, <|im_end|>
-_VISION_TOKENS = 2  # before and after an image
-_FULL = 0.97  # tokens of a bin that packing fills
+_VISION_TOKENS = 2  # one before and one after an image
+_FULL = 0.97  # share of a bin's tokens that packing fills
 
 
 @dataclass(frozen=True, slots=True)
 class RowsPlan:
-    """The first rows of a source, and what a run would make of all of them.
+    """The first rows of a source, and an estimate of what a run would make of the whole source.
 
     Attributes:
-        trial: of the recipe's own builder.
-        tokens: of each usable sample, about.
-        too_long: samples that are longer than `tokenize.max_seq_len`.
-        bins: training bins of the whole source, about.
-        disk: bytes of the sample shards and of the tokenized shards.
+        trial: the trial of the recipe's builder on the first rows.
+        tokens: approximate number of tokens of each usable sample.
+        too_long: number of samples that are longer than `tokenize.max_seq_len`.
+        bins: approximate number of training bins of the whole source.
+        disk: "samples" and "tokenized" -> bytes of the shards.
     """
 
     trial: Trial
@@ -51,10 +51,10 @@ def plan_rows(config: PipelineConfig, reading: SourceReading, source: StorePath,
     """Read the first rows of a source of the recipe.
 
     Args:
-        model: the external model; None: the embedded one, whose tokenizer is trained on these rows.
+        model: the external model; None means the embedded model, whose tokenizer is trained on these rows.
 
     Raises:
-        InputError: the builder refuses the source; or all rows were read, and a run would refuse them.
+        InputError: the builder refuses the source, or all its rows were read and a run would refuse them.
     """
     convert = config.convert
     tried = Reading(builder=reading.builder, options=reading.options, subsets=reading.subsets, why="")
@@ -81,7 +81,7 @@ def plan_rows(config: PipelineConfig, reading: SourceReading, source: StorePath,
 
 
 def rows_table(plan: RowsPlan, config: PipelineConfig, root: StorePath) -> list[tuple[str, str]]:
-    """(name, value) of the rows, for a table."""
+    """Return the (name, value) pairs of the table about the rows."""
     trial, samples = plan.trial, plan.trial.samples
     images = sum(len(sample.images) for sample in samples)
     rows = [("rows", f"{trial.rows:,}, of which {trial.tried:,} were read")]
@@ -104,7 +104,7 @@ def rows_table(plan: RowsPlan, config: PipelineConfig, root: StorePath) -> list[
 
 
 def _check(config: PipelineConfig, trial: Trial, source: StorePath) -> None:
-    """Refuse what a run would refuse, where all rows were read."""
+    """Raise InputError if a run would refuse the source. Only checked if all its rows were read."""
     if trial.tried < trial.rows:
         return
     limit = ("convert.max_skip_fraction", config.convert.max_skip_fraction)
@@ -121,7 +121,8 @@ def _check(config: PipelineConfig, trial: Trial, source: StorePath) -> None:
 def _lengths(
     config: PipelineConfig, samples: Sequence[Sample], sizes: Sequence[tuple[int, int]], model: object
 ) -> list[float]:
-    """Tokens of each sample: its texts by the model's tokenizer, its images by their area, and those of the turns."""
+    """Return the tokens of each sample: of its texts by the model's tokenizer, of its images by their area, and the
+    tokens that the chat template adds to each message and image."""
     texts = [[m.reasoning + m.text.replace(IMAGE_SLOT, "") for m in sample.messages] for sample in samples]
     file = None if model is None else hf_dir_of(model) / "tokenizer.json"
     if file is not None and file.is_file():
@@ -139,13 +140,13 @@ def _lengths(
 
 
 def _areas(config: PipelineConfig, sizes: Sequence[tuple[int, int]], model: object) -> list[float]:
-    """Pixels of each image after it is scaled."""
+    """Return the number of pixels of each image after scaling."""
     low, high, _ = _pixel_limits(config, model)
     return [min(high, max(low, width * height)) for width, height in sizes]
 
 
 def _pixel_limits(config: PipelineConfig, model: object) -> tuple[int, int, int]:
-    """Least and largest area of a scaled image, and the side of the square that becomes one token."""
+    """Return the least and largest area of a scaled image, in pixels, and the side of the square of one token."""
     low, high = config.tokenize.min_pixels, config.tokenize.max_pixels
     if isinstance(config.model, EmbeddedModelConfig):
         merge = config.model.shape.vision.spatial_merge_size if config.model.shape.vision else 1

@@ -1,4 +1,4 @@
-"""Tables for people: drawn by rich on a terminal, plain aligned columns elsewhere."""
+"""Tables for people: drawn by rich on a terminal, plain aligned columns otherwise."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from rich.table import Table
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], is_terminal: bool) -> None:
-    """Print rows under their heads. A column of numbers is aligned to the right."""
+    """Print rows under their column heads. A column of numbers is aligned to the right."""
     right = [bool(rows) and all(_is_number(row[i]) for row in rows) for i in range(len(columns))]
     if is_terminal:
         table = Table(title=f"\n{title}", title_justify="left", title_style="bold", box=None, pad_edge=True)
@@ -25,7 +25,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 
 def bytes_text(number: float) -> str:
-    """A number of bytes in three digits with its unit: 1.5 MB."""
+    """Return a number of bytes with three digits and its unit, for example 1.5 MB."""
     for unit in ("B", "kB", "MB", "GB"):
         if number < 1000:
             return f"{number:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""What `athanor plan` says of where images are encoded: a row per choice, and one line of advice."""
+"""The table of `athanor plan` about which processes encode the images: a row per choice, and one line of advice."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
@@ -10,24 +10,25 @@ from trainer.plan.placement import LANGUAGE_RATE, VISION_RATE, Placement, Placem
 COLUMNS = ("images are encoded by", "vision", "language", "waiting", "step", "start, end", "memory", "tokens/s")
 _RATES = f"vision at {VISION_RATE / 1e12:.0f} and language at {LANGUAGE_RATE / 1e12:.0f} TFLOP/s per GPU"
 NOTE = f"""\
-Seconds per step by the FLOPs of a mean bin, {_RATES}, as measured on an
-H200 in bfloat16. Several numbers: of the pipeline's ranks, then of one that encodes alone. The pipeline's start and end
-are in the step and in the waiting; communication and update are not. Memory: of the fullest process. tokens/s: in those
-of the layout at hand."""
-# From this part of a step on, vision is shown where a model is on one process too, if there is a choice.
+Seconds per step, from the FLOPs of a mean bin with {_RATES}, as measured on an
+H200 in bfloat16. Where a cell has several numbers, they are of the pipeline's ranks, then of a rank that only encodes.
+The pipeline's start and end are part of the step and of the waiting; communication and update are not. Memory is that
+of the fullest process. tokens/s is relative to the present layout."""
+# If vision takes at least this share of a step, and there is a choice, the table is shown even where one process has
+# the whole model.
 LARGE_SHARE = 1 / 3
 
 
 def is_worth_showing(job: PlacementJob, choices: Sequence[Placement]) -> bool:
-    """Whether several processes have one model with a vision encoder, or the encoder is a large part of a step by the
-    rates, which are not those of float32."""
+    """Whether a model with a vision encoder is split over several processes, or the encoder takes a large share of a
+    step. The share follows from the measured rates, which do not hold for float32."""
     is_large = len(choices) > 1 and job.vision_share >= LARGE_SHARE and job.train.precision != "float32"
     is_shared = job.parallel.model_size > 1 or job.parallel.vision_ranks > 0
     return job.vision > 0 and (is_shared or is_large)
 
 
 def vision_rows(choices: Sequence[Placement]) -> list[tuple[str, ...]]:
-    """A row of `COLUMNS` per choice; the first is the layout at hand."""
+    """Return one row of `COLUMNS` per choice. The first choice is the present layout."""
     now = choices[0]
     return [
         (
@@ -45,13 +46,14 @@ def vision_rows(choices: Sequence[Placement]) -> list[tuple[str, ...]]:
 
 
 def advice(choices: Sequence[Placement]) -> str:
-    """One line: what to set, or that nothing is to be gained; and what would be faster and has no room."""
+    """Return one line: the settings to change, or that no change helps; then the faster choices that need too much
+    memory."""
     now, best = choices[0], advised(choices)
     gain = f"{now.step / best.step:.2f} times the tokens/s"
     more = best.bytes - now.bytes
     cost = f", and {more / 1e9:.3g} GB more in the fullest process" if more > 0.01 * now.bytes else ""
     if best is now:
-        text = "keep the layout at hand; nothing that has room gains more than 2%."
+        text = "keep the present layout; no layout that fits in memory gains more than 2%."
     elif best.name == "cached":
         text = f"set encode_images.dtype=bfloat16: {gain} where images are read in more than one epoch or run."
     else:
@@ -61,7 +63,7 @@ def advice(choices: Sequence[Placement]) -> str:
 
 
 def _settings(now: ParallelConfig, other: ParallelConfig) -> Iterator[str]:
-    """The fields that make one layout the other, as --set takes them."""
+    """Yield the settings that turn one layout into the other, as `--set` takes them."""
     for name in ("vision", "vision_split", "pp", "vpp", "first_pipeline_layers"):
         value = getattr(other, name)
         if value != getattr(now, name):
@@ -69,14 +71,14 @@ def _settings(now: ParallelConfig, other: ParallelConfig) -> Iterator[str]:
 
 
 def _written(value: str | int | VisionRanks | None) -> str:
-    """As a recipe has it."""
+    """Return the value as a recipe writes it."""
     if isinstance(value, VisionRanks):
         return f"{{ranks: {value.ranks}{f', tp: {value.tp}' if value.tp > 1 else ''}}}"
     return "null" if value is None else str(value)
 
 
 def _without_room(choices: Sequence[Placement], best: Placement) -> Iterator[str]:
-    """A sentence for each choice that would be faster than what is advised."""
+    """Yield a sentence for each choice that would be faster than the advised one but needs too much memory."""
     for choice in choices:
         if EVEN_ENOUGH * choice.step < best.step:
             needs = f"{choice.bytes / 1e9:.3g} GB are more than an H200 has; recompute_vision saves some"
@@ -98,6 +100,6 @@ def _who(choice: Placement) -> str:
 
 
 def _by_rank(cells: Iterable[str]) -> str:
-    """Equal ones that follow each other as a number and one of them."""
+    """Return the ranks' cells on one line. Equal neighbours become "3 x cell", or just "cell" if all are equal."""
     runs = [(cell, len(list(same))) for cell, same in groupby(cells)]
     return ", ".join(cell if count == 1 or len(runs) == 1 else f"{count} x {cell}" for cell, count in runs)

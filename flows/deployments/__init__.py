@@ -1,5 +1,5 @@
-"""The flows that a service offers, and what a request may ask of them.
+"""The flows that a service offers, and the limits of what a request may ask for.
 
-In: a recipe's name and what differs from it. Out: a flow run, or one line that says what to mend.
+In: the name of a recipe and the settings that differ from it. Out: a flow run, or one line that says what to fix.
 Read first: `offers.py`, then `flows.py`.
 """

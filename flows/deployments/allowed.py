@@ -1,16 +1,16 @@
-"""What a request may not change: paths and URLs elsewhere, how much of the machine runs, settings of recipes alone.
+"""Checks that a request changes only what it may.
 
-A request comes from anybody who may fill in the form of the Prefect UI. A recipe, as the worker's environment, comes
-from whoever set the service up. So
+A request comes from anybody who may fill in the form of the Prefect UI. A recipe and the worker's environment come from
+the person who set up the service. So these rules hold for a request:
 
-- local paths (`data`, `model`, `start_adapter`) must end up, links followed, below the root or below a directory of
-  ATHANOR_DATA_DIRS (separated as in PATH), which whoever starts `athanor up` sets;
-- URLs must lie below one of ATHANOR_DATA_STORES (separated by spaces or commas), below one that the recipe names, or
-  below the root; hub names are allowed;
-- processes and threads are at most this machine's cores, or the recipe's number where that is more;
-- RECIPE_ONLY settings, which are code, or let other machines run or send code, must be as in the recipe.
+- Local paths (`data`, `model`, `start_adapter`), with links followed, must be below the root or below a directory of
+  ATHANOR_DATA_DIRS (separated as in PATH). The person who starts `athanor up` sets this variable.
+- URLs must be below one of ATHANOR_DATA_STORES (separated by spaces or commas), below a URL that the recipe names, or
+  below the root. Hub names are allowed.
+- Processes and threads are limited to this machine's cores, or to the recipe's number if that is larger.
+- RECIPE_ONLY settings must be as in the recipe, because they are code, or let other machines run or send code.
 
-A value that equals the recipe's passes: the recipe itself is not checked.
+A value that equals the recipe's value passes, because the recipe itself is not checked.
 """
 
 import os
@@ -28,16 +28,16 @@ DATA_STORES_VARIABLE = "ATHANOR_DATA_STORES"
 # Dotted settings that a request cannot change, each with everything below it; the form leaves them out.
 RECIPE_ONLY = (
     "execution.cluster.kubernetes",  # images, mounts and accounts of pods
-    "execution.cluster.launcher",  # on whose machines
+    "execution.cluster.launcher",  # decides whose machines are used
     "execution.cluster.nodes",
     "execution.cluster.slurm",  # lines of a shell script
-    "execution.dask_address",  # unpickles what the scheduler sends
-    "execution.model_code_sha256",  # agrees to code
-    "execution.registry.other_heldout",  # makes a version champion that was not compared
+    "execution.dask_address",  # the process unpickles the data that the scheduler sends
+    "execution.model_code_sha256",  # accepts a model directory with code in it
+    "execution.registry.other_heldout",  # makes a version the champion without a comparison
     "execution.registry.push_private",
     "execution.registry.push_to",  # gives the model away
 )
-# Processes and threads of this machine.
+# Settings that are numbers of processes or threads of this machine.
 CORES_AT_MOST = (
     "execution.cluster.num_threads",
     "execution.cluster.processes",
@@ -59,10 +59,10 @@ def check_request_paths(config: PipelineConfig, root: StorePath, recipe: Pipelin
 
     Args:
         config: the recipe with the request's overrides.
-        recipe: the recipe without them; None: it is unknown, and RECIPE_ONLY settings must have their defaults.
+        recipe: the recipe without the overrides; if None, RECIPE_ONLY settings must have their defaults.
 
     Raises:
-        InputError: the field, its value and the way out.
+        InputError: a field may not have its value; the message names the field, the value and the way out.
     """
     base = flatten(recipe.model_dump(mode="json")) if recipe else {}
     values = flatten(config.model_dump(mode="json"))
@@ -106,10 +106,10 @@ def _check_path(field: str, text: str, root: StorePath, of_recipe: Sequence[str]
 
 
 def allowed_stores() -> list[str]:
-    """The stores of ATHANOR_DATA_STORES.
+    """Return the object stores of ATHANOR_DATA_STORES.
 
     Raises:
-        InputError: one is not the URL of an object store.
+        InputError: an entry is not the URL of an object store.
     """
     stores = os.environ.get(DATA_STORES_VARIABLE, "").replace(",", " ").split()
     for store in stores:
@@ -123,7 +123,7 @@ def allowed_stores() -> list[str]:
 def _resolve(field: str, text: str) -> Path:
     try:
         return Path(text).expanduser().resolve()
-    except (ValueError, RuntimeError, OSError) as error:  # not a path, a ring of links, no such user
+    except (ValueError, RuntimeError, OSError) as error:  # not a path, a loop of links, an unknown user
         raise InputError(f"{field}={text!r} is not a path ({one_line(error)}); mend it") from error
 
 

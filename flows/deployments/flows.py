@@ -1,8 +1,8 @@
-"""The flows that a service offers: those of pipeline/flow.py, with a recipe's name and overrides as parameters.
+"""The flows that a service offers: the flows of pipeline/flow.py, with a recipe's name and overrides as parameters.
 
-They have the flow names of `athanor run`, so that the Prefect UI shows all runs of a flow together. They call the
-functions of those flows, so that one run is one flow run. A wrong request fails at once; the message of its state is
-the one line that says what to mend.
+These flows have the same names as the flows of `athanor run`, so that the Prefect UI shows all runs of a flow together.
+They call the plain functions of the other flows, so that one run is one flow run. A wrong request fails at once, and
+the message of its state is one line that says what to fix.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,18 +24,18 @@ from stages.release.hub import check_push
 
 
 def request_name() -> str:
-    """The name of the flow run, and of its MLflow run: the recipe and what differs from it."""
+    """Return the name of the flow run and of its MLflow run: the recipe and the settings that differ from it."""
     parameters = flow_run.parameters
     recipe, overrides = parameters.get("recipe", ""), parameters.get("overrides") or {}
     try:
         resolved = resolve_request(recipe, overrides, service_root())
         return run_name(resolved.name, resolved.differs)
-    except InputError:  # the flow itself fails by it, as soon as it has a name
+    except InputError:  # the flow itself raises the error again, once it has a name
         return run_name(recipe, dotted_changes(overrides))
 
 
 def fulfil(work: Callable[[Recipe, StorePath], Any], recipe: str, overrides: Mapping[str, Any]) -> Any:
-    """The result of a request's work; if the request is wrong, the Failed state that says why."""
+    """Do the work of a request and return its result. Return a Failed state with the reason if the request is wrong."""
     try:
         root = service_root()
         return work(resolve_request(recipe, overrides, root), root)
@@ -44,39 +44,39 @@ def fulfil(work: Callable[[Recipe, StorePath], Any], recipe: str, overrides: Map
 
 
 def refusal(error: InputError) -> State:
-    """The Failed state whose message says what to mend."""
+    """Return the Failed state whose message says what to fix."""
     return Failed(message=str(error))
 
 
 @flow(name="vlm-sft", flow_run_name=request_name, persist_result=False)
 def vlm_sft_request(recipe: RecipeName = DEFAULT_RECIPE, overrides: Overrides = {}) -> Any:  # noqa: B006
-    """Raw rows to a scored, registered model.
+    """Make a scored, registered model from raw rows.
 
     Args:
-        recipe: where to start from; the settings below say what each recipe has.
-        overrides: what differs from the recipe. Leave a field empty to keep what the recipe says.
+        recipe: the recipe to start from; the settings below show the values of each recipe.
+        overrides: settings that differ from the recipe. Leave a field empty to keep the recipe's value.
     """
     return fulfil(_run_whole, recipe, overrides)
 
 
 @flow(name="prepare-data", flow_run_name=request_name, persist_result=False)
 def prepare_data_request(recipe: RecipeName = DEFAULT_RECIPE, overrides: Overrides = {}) -> Any:  # noqa: B006
-    """Raw rows to sample shards, tokenized shards and bins; a training with the same settings reuses them.
+    """Make sample shards, tokenized shards and bins from raw rows. A training with the same settings reuses them.
 
     Args:
-        recipe: where to start from; the settings below say what each recipe has.
-        overrides: what differs from the recipe. Leave a field empty to keep what the recipe says.
+        recipe: the recipe to start from; the settings below show the values of each recipe.
+        overrides: settings that differ from the recipe. Leave a field empty to keep the recipe's value.
     """
     return fulfil(_prepare, recipe, overrides)
 
 
 @flow(name="evaluate", flow_run_name=request_name, persist_result=False)
 def evaluate_request(recipe: RecipeName = DEFAULT_RECIPE, overrides: Overrides = {}) -> Any:  # noqa: B006
-    """The answers and scores of a model that vlm-sft has exported with the same settings.
+    """Make the answers and scores of a model that vlm-sft has exported with the same settings.
 
     Args:
-        recipe: where to start from; the settings below say what each recipe has.
-        overrides: what differs from the recipe. Leave a field empty to keep what the recipe says.
+        recipe: the recipe to start from; the settings below show the values of each recipe.
+        overrides: settings that differ from the recipe. Leave a field empty to keep the recipe's value.
     """
     return fulfil(_evaluate, recipe, overrides)
 
@@ -101,7 +101,7 @@ def _evaluate(recipe: Recipe, root: StorePath) -> dict[str, Any]:
         )
     check_push(recipe.config.execution.registry.push_to)
     places = {name: place_of(item) for name, item in available.items()}
-    # Stages that the export does not read, as contamination: they may not have run with these settings.
+    # The export does not depend on some stages, such as contamination, which may not have run with these settings.
     missing_nodes = [node for node in pipeline_nodes(recipe.config, [PREPARE_DATA]) if node.name not in places]
     with tracked(recipe.config, str(root), available, recipe.name, recipe.differs) as tracker:
         run_nodes(recipe.config, str(root), tracker.key, missing_nodes, places)

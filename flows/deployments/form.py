@@ -1,15 +1,15 @@
 """The form in the Prefect UI: PipelineConfig's schema with every field optional, in a shape that the form can draw.
 
-The shape follows from what the form (Prefect 3.8) does with a JSON schema:
+The shape follows from the way in which the form (Prefect 3.8) treats a JSON schema:
 
-- `anyOf` with null, pydantic's optional, becomes tabs that hide the input. So a field has its plain type and no
-  default: an empty box, which is left out of the request.
-- A plain boolean becomes a switch that sends false if nobody touches it. So it is a choice without a type.
-- Bounds are not drawn, and the page drops those beside a type before it checks a value. So they stand in `allOf`,
-  which the page keeps and reports at the field, and in the description, with the recipes' values and the name for
-  `--set`.
-- A section is folded by `anyOf` of null and an object, with its properties beside them. If they were inside, Prefect's
-  server would not name the field of a wrong value.
+- `anyOf` with null, which pydantic makes of an optional field, becomes tabs that hide the input. So a field has its
+  plain type and no default. The form draws an empty box, which is left out of the request.
+- A plain boolean becomes a switch that sends false if nobody touches it. So a boolean is a choice without a type.
+- Bounds are not drawn, and the page drops bounds next to a type before it checks a value. So the bounds are put into
+  `allOf`, which the page keeps and reports at the field. They are also in the description, with the recipes' values
+  and the name for `--set`.
+- A section is folded by `anyOf` of null and an object, with the properties outside of `anyOf`. If the properties were
+  inside, Prefect's server would not name the field of a wrong value.
 """
 
 import functools
@@ -30,8 +30,8 @@ _ORDER = (
     *("train", "data", "model", "start_adapter", "convert", "contamination", "tokenize", "plan_bins"),
     *("encode_images", "evaluate", "compare", "execution", "name"),
 )
-_SOURCES = ("data", "model")  # sections in whose place a directory may stand
-_OPEN = ("train", "train.optim")  # what most runs change
+_SOURCES = ("data", "model")  # sections that a request may replace by a directory, URL or name
+_OPEN = ("train", "train.optim")  # sections that are not folded, since most runs change them
 _BOUNDS = {
     "exclusiveMinimum": "over {}",
     "minimum": "at least {}",
@@ -57,15 +57,15 @@ _WORDS = {
     "seq": "sequence",
     "len": "length",
 }
-# Dotted name of a section -> its title, and its description if the class's own is for readers of the code.
+# Dotted name of a section -> its title, and a description that replaces the one of its class, which is for developers.
 _SECTIONS = {
     "": ("overrides", ""),
     "train": ("Training", "Steps, batch, precision, learning rates."),
-    "data": ("Data", "The embedded digits with other counts, or a source of your own."),
+    "data": ("Data", "Settings of the embedded digits, or a source of your own."),
     "model": ("Model", "A model of random weights, or a Qwen3-VL, Qwen3.5 or Qwen3 to start from."),
     "convert": ("Raw rows", "Which rows are read, held out and left out."),
-    "contamination": ("Contamination", "What counts as a held-out picture that occurs in train."),
-    "tokenize": ("Tokens and patches", "How samples are encoded, and which answers are learnt."),
+    "contamination": ("Contamination", "Which held-out images count as seen in train."),
+    "tokenize": ("Tokens and patches", "How samples are encoded, and which answers are trained on."),
     "plan_bins": ("Bins", "How samples are packed, and how much of each subset an epoch takes."),
     "encode_images": (
         "Image features",
@@ -79,7 +79,7 @@ _SECTIONS = {
 
 @functools.cache
 def form_schema() -> dict[str, Any]:
-    """JSON schema (draft 2020-12) of a request's overrides: nested as PipelineConfig, nothing required."""
+    """Return the JSON schema (draft 2020-12) of a request's overrides: nested as PipelineConfig, no field required."""
     whole = PipelineConfig.model_json_schema()
     values = {name: load_recipe(name).config.model_dump(mode="json", context=EVERY_FIELD) for name in whole_recipes()}
     form = _Form(whole["$defs"], values)
@@ -87,13 +87,13 @@ def form_schema() -> dict[str, Any]:
 
 
 class _Form:
-    """Walks PipelineConfig's schema; `path` holds the keys of a dotted name."""
+    """A converter of PipelineConfig's schema. `path` holds the keys of a dotted name."""
 
     def __init__(self, definitions: Mapping[str, Any], values: Mapping[str, Any]) -> None:
         self.definitions, self.values = definitions, values
 
     def section(self, schema: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-        """The schema of a model with its fields, described by its field or else by its class."""
+        """Return the schema of a model with its fields. Its description is the field's, or else the class's."""
         properties = {name: self.field(each, (*path, name)) for name, each in schema["properties"].items()}
         shown = {name: each for name, each in properties.items() if each is not None}
         if not path:
@@ -109,7 +109,7 @@ class _Form:
         }
 
     def field(self, schema: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any] | None:
-        """The schema of one field; None if a request may not set it, or for a section without such fields."""
+        """Return the schema of one field; None if a request may not set the field or any field of the section."""
         if is_recipe_only(".".join(path)):
             return None
         described = {"description": schema["description"]} if "description" in schema else {}
@@ -123,7 +123,7 @@ class _Form:
 
     def _leaf(self, schema: Mapping[str, Any], plain: list[dict[str, Any]], path: tuple[str, ...]) -> dict[str, Any]:
         is_nullable = any(each.get("type") == "null" for each in schema.get("anyOf", ()))
-        # A union of several plain types is left to the check of the whole configuration.
+        # The form does not check a union of several plain types; the check of the whole configuration does.
         shape = (
             {key: self._inlined(plain[0][key]) for key in _SCHEMA_KEYS if key in plain[0]} if len(plain) == 1 else {}
         )
@@ -150,19 +150,19 @@ class _Form:
         }
 
     def _inlined(self, value: Any) -> Any:
-        """The value with its references written out: Prefect drops the $defs of a parameter."""
+        """Return the value with its references replaced by their definitions, since Prefect drops $defs."""
         if isinstance(value, dict):
             return {key: self._inlined(each) for key, each in self._resolved(value).items()}
         return [self._inlined(each) for each in value] if isinstance(value, list) else value
 
     def _recipe_values(self, path: tuple[str, ...]) -> list[str]:
-        """The field's value in every recipe that has it; "none" if its whole section is null."""
+        """Return the field's value in every recipe that has the field; "none" if its whole section is null."""
         texts = {}
         for name, place in self.values.items():
             for key in path:
                 if isinstance(place, dict):
                     place = place.get(key, self)
-                elif place is not None and path[0] in _SOURCES:  # else it is a name in the place of a section
+                elif place is not None and path[0] in _SOURCES:  # a directory or name replaces the section
                     place = self
             if place is not self:
                 texts[name] = NONE if place is None else place if isinstance(place, str) else json.dumps(place)
@@ -170,7 +170,7 @@ class _Form:
 
 
 def _text_in_its_place(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """What may stand in the place of a section."""
+    """Return the schema of a text that may replace a section."""
     return {"enum": schema["enum"], "title": "a name"} if "enum" in schema else _SOURCE
 
 
@@ -190,7 +190,7 @@ def _number(value: object) -> str:
 
 
 def _described(text: str, bounds: str, is_nullable: bool) -> str:
-    """A field's description in Markdown, in which null has its name of the form."""
+    """Return a field's description in Markdown, with null under the name that the form uses."""
     if is_nullable:
         text = text.replace("null:", f"{NONE}:")
     text = text.replace("<", "&lt;").replace("*", "\\*")
@@ -198,7 +198,7 @@ def _described(text: str, bounds: str, is_nullable: bool) -> str:
 
 
 def _about(schema: Mapping[str, Any], path: tuple[str, ...]) -> str:
-    """A section's description, without what is only for readers of the code."""
+    """Return a section's description, without the prefixes that are only for developers."""
     if about := _SECTIONS.get(dotted := ".".join(path), ("", ""))[1]:
         return f"{about} `{dotted}`"
     text = schema.get("description", "")

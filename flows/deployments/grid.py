@@ -1,4 +1,4 @@
-"""The points of a grid of settings, as a command line or a request gives it."""
+"""The points of a grid of settings, which a command line or a request gives."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -11,10 +11,10 @@ MAX_RUNS = 64
 
 
 def parse_grid(texts: Sequence[str]) -> dict[str, list[Any]]:
-    """`a.b=[1, 2]` of a command line, the list in YAML.
+    """Parse texts of the form `a.b=[1, 2]`, with the list in YAML.
 
     Raises:
-        InputError: it is not of that form.
+        InputError: a text is not of that form, or a field is given twice.
     """
     grid: dict[str, list[Any]] = {}
     for text in texts:
@@ -25,16 +25,16 @@ def parse_grid(texts: Sequence[str]) -> dict[str, list[Any]]:
                 f"--grid {shown(text)} is not of the form a.b=[v1,v2], for example train.optim.lr=[1e-3,3e-3]"
             )
         if dotted.strip() in grid:
-            raise InputError(f"--grid {dotted.strip()} is there twice; give all its values in one list")
+            raise InputError(f"--grid {dotted.strip()} appears twice; give all its values in one list")
         grid[dotted.strip()] = parsed
     return grid
 
 
 def expand(grid: Mapping[str, Sequence[object]]) -> list[dict[str, object]]:
-    """Every combination of the grid's values, the last field the fastest.
+    """Return every combination of the grid's values. The value of the last field changes fastest.
 
     Raises:
-        InputError: nothing to vary, a field without a list of values, too many runs.
+        InputError: the grid is empty, a field has no list of values, or there are more than MAX_RUNS combinations.
     """
     if not grid:
         raise InputError("the grid is empty; give a field and its values, for example train.optim.lr=[1e-3,3e-3]")

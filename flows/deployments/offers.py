@@ -1,11 +1,11 @@
-"""Deployments: the flows of a service in the Prefect UI, for `prefect deployment run` and for schedules.
+"""Register the deployments: the flows of a service for the Prefect UI, `prefect deployment run` and schedules.
 
 `athanor up` registers them. With a Prefect server of your own, set PREFECT_API_URL, run
 `python -m flows.deployments.offers --root DIR` once and after every upgrade, and start workers:
 `ATHANOR_ROOT=DIR python -m flows.service.work`.
 
-The pool's job template has no variables, so that no request can set the command of a flow run, its environment or its
-directory; a worker of ours (service/closed_worker.py) does not even look.
+The pool's job template has no variables, so no request can set the command, the environment or the directory of a flow
+run. Athanor's worker (service/closed_worker.py) ignores such variables in any case.
 """
 
 import argparse
@@ -44,18 +44,18 @@ JOB_TEMPLATE = {
     "job_configuration": {"env": {}, "labels": {}, "stream_output": True},
     "variables": {"type": "object", "properties": {}, "additionalProperties": False},
 }
-RENAMED = {"compare/compare": "sweep/sweep"}  # deployment of earlier versions -> the same offer now
-_LINE_BREAK = re.compile(r"(?<!\n)\n(?!\n)")  # the page makes a paragraph of each line
+RENAMED = {"compare/compare": "sweep/sweep"}  # name of a deployment in earlier versions -> its present name
+_LINE_BREAK = re.compile(r"(?<!\n)\n(?!\n)")  # replaced, since the page makes a paragraph of each line
 log = logging.getLogger("athanor.deployments")
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A deployment.
+    """A deployment that a service offers.
 
     Attributes:
-        about: Markdown, shown on the page of the deployment.
-        cron: of its schedule, which is off until somebody switches it on; None if it has no schedule. A deployment
+        about: Markdown that is shown on the page of the deployment.
+        cron: cron expression of the schedule, or None. A schedule is off until somebody switches it on. A deployment
             with a schedule has one flow run at a time; a second one is cancelled.
     """
 
@@ -66,9 +66,9 @@ class Offer:
 
 
 _HOW = """
-Choose a recipe and fill in what shall differ; an empty field keeps the recipe's value, which stands beside it. A wrong
-value is refused at once, with the name of its field. Finished stages are reused, and *Retry* of a run that was
-cancelled, failed or cut off goes on from its last checkpoint.
+Choose a recipe and fill in the settings that shall differ. An empty field keeps the recipe's value, which is shown next
+to the field. A wrong value is refused at once, with the name of its field. Finished stages are reused, and *Retry* of a
+run that was cancelled, failed or cut off resumes from its last checkpoint.
 """
 
 OFFERS = (
@@ -85,7 +85,7 @@ The artifacts of the run show its stages, its scores and a link to MLflow. The s
         vlm_sft_request,
         f"""**The same as vlm-sft, every night at two** (`{NIGHTLY_CRON}`, UTC). The schedule is off: switch it on under
 *Schedules* on the right, edit its time there, and its recipe and overrides under *Edit*. Your settings stay when
-athanor is started again or upgraded. A night is left out while the run of the night before goes on.""",
+athanor is started again or upgraded. A night is left out while the run of the night before is still going.""",
         cron=NIGHTLY_CRON,
     ),
     Offer(
@@ -99,7 +99,7 @@ settings reuses them.
         "evaluate",
         evaluate_request,
         f"""**Answers and scores of a model that is exported already**: give the recipe and the overrides of its
-training; those of `evaluate` may differ.
+training; the overrides of `evaluate` may differ.
 {_HOW}""",
     ),
     Offer(
@@ -117,16 +117,16 @@ a table of all runs, with a link to MLflow's page that compares them.
 def register(root: StorePath, pool: str = POOL, *, max_runs: int | None = None) -> list[str]:
     """Register every deployment with the server of PREFECT_API_URL, or bring it up to date.
 
-    What people have set stays: schedules, default parameters, tags, pauses. Job variables and another job template of
-    the pool do not.
+    Schedules, default parameters, tags and pauses that people have set are kept. Job variables and another job template
+    of the pool are overwritten.
 
     Args:
-        root: of the pool's workers, who know it by their environment; it is only checked here.
-        pool: a process work pool; made if there is none.
-        max_runs: flow runs of the pool at a time; None leaves the pool's own number.
+        root: root of the pool's workers, which get it from their environment; here it is only checked.
+        pool: name of a process work pool, which is made if it does not exist.
+        max_runs: number of flow runs of the pool at a time; None keeps the pool's present number.
 
     Returns:
-        the full names, "flow/deployment".
+        the full names of the deployments, "flow/deployment".
     """
     absolute(root)
     with get_client(sync_client=True) as client:
@@ -140,7 +140,7 @@ def register(root: StorePath, pool: str = POOL, *, max_runs: int | None = None) 
 
 
 def make_deployment(offer: Offer, pool: str) -> RunnerDeployment:
-    """The deployment as Prefect registers it. Its entrypoint is a module, so a worker needs only athanor."""
+    """Return the deployment for Prefect. Its entrypoint is a module path, so a worker needs only athanor installed."""
     schedules, limit = None, None
     if offer.cron:
         every_night = CronSchedule(cron=offer.cron, timezone="UTC")
@@ -160,7 +160,7 @@ def make_deployment(offer: Offer, pool: str) -> RunnerDeployment:
 
 
 def _delete_renamed(client: SyncPrefectClient) -> None:
-    """A deployment that is offered under another name now could not run: its entrypoint is gone."""
+    """Delete deployments that have a new name now. They could not run, since their entrypoint no longer exists."""
     for older, current in RENAMED.items():
         with contextlib.suppress(ObjectNotFound):
             deployment = client.read_deployment_by_name(older)
@@ -177,7 +177,7 @@ def _register(client: SyncPrefectClient, offer: Offer, pool: str) -> str:
     except ObjectNotFound:
         deployment.apply()
         return full_name
-    # Registering a second time would reset the schedules; an update of the rest leaves them alone.
+    # Registering a second time would reset the schedules, so only the other fields are updated.
     fresh: dict[str, Any] = {
         "version": deployment.version,
         "description": deployment.description,
@@ -197,10 +197,10 @@ def _register(client: SyncPrefectClient, offer: Offer, pool: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Register with the server of PREFECT_API_URL, and say how to start a worker."""
+    """Register the deployments with the server of PREFECT_API_URL, and print the command that starts a worker."""
     parser = argparse.ArgumentParser(prog="python -m flows.deployments.offers", description=__doc__)
-    parser.add_argument("--root", default=DEFAULT_ROOT, help="directory for everything (%(default)s)")
-    parser.add_argument("--pool", default=POOL, help="process work pool (%(default)s)")
+    parser.add_argument("--root", default=DEFAULT_ROOT, help="root of the workers (default: %(default)s)")
+    parser.add_argument("--pool", default=POOL, help="name of the process work pool (default: %(default)s)")
     args = parser.parse_args(argv)
     try:
         if not os.environ.get("PREFECT_API_URL"):

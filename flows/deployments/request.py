@@ -1,6 +1,6 @@
-"""A request to a deployment, by a person or a schedule: a recipe's name and the fields that differ from it.
+"""A request to a deployment, by a person or a schedule: the name of a recipe and the settings that differ from it.
 
-The root is not part of a request: it belongs to the service, whose worker has it in its environment.
+The root is not part of a request. It belongs to the service, and the worker gets it from its environment.
 """
 
 import os
@@ -21,7 +21,7 @@ from flows.prefect_server.processes import ROOT_VARIABLE
 
 @dataclass(frozen=True, slots=True)
 class _Schema:
-    """The JSON schema of a parameter, for the form and the checks of Prefect's server; the value stays plain."""
+    """A JSON schema for a parameter, used by the form and by the checks of Prefect's server. The value stays plain."""
 
     make: Callable[[], dict[str, Any]]
 
@@ -37,10 +37,10 @@ Grid = Annotated[dict[str, list[Any]], _Schema(lambda: dict(_GRID_SCHEMA))]
 
 
 def service_root() -> StorePath:
-    """The root of this worker's service.
+    """Return the root of this worker's service.
 
     Raises:
-        InputError: the variable is not set.
+        InputError: ATHANOR_ROOT is not set.
     """
     text = os.environ.get(ROOT_VARIABLE)
     if not text:
@@ -53,15 +53,15 @@ def service_root() -> StorePath:
 def resolve_request(
     recipe: str, overrides: Mapping[str, Any], root: StorePath, changes: Mapping[str, object] | None = None
 ) -> Recipe:
-    """The checked configuration that a request asks for.
+    """Return the checked configuration that a request asks for.
 
     Args:
-        recipe: a known name. A path is refused: a request may come from anybody who sees the form.
-        overrides: nested as PipelineConfig; None means "as the recipe says", "none" means null.
+        recipe: a known name. A path is refused, because a request may come from anybody who sees the form.
+        overrides: nested as PipelineConfig; None keeps the recipe's value, "none" means null.
         changes: dotted fields of a grid, applied after the overrides.
 
     Raises:
-        InputError: something is wrong with the request; the line names the field.
+        InputError: something is wrong with the request; the message names the field.
     """
     if recipe not in known_recipes():
         raise InputError(f"recipe={recipe!r} is not known; one of {', '.join(known_recipes())}")

@@ -1,7 +1,7 @@
-"""A sweep: several runs of one recipe with a grid of overrides, one after the other, and a table of all of them.
+"""A sweep: several runs of one recipe with a grid of overrides, one after the other, and a table of all runs.
 
-Every run is a whole `vlm-sft` with an MLflow run of its own. Stages that runs share are made by the first of them and
-reused by the rest.
+Every run is a whole `vlm-sft` with an MLflow run of its own. The first run makes the stages that several runs share,
+and the later runs reuse them.
 """
 
 import time
@@ -33,8 +33,8 @@ class Variant:
     """One point of the grid.
 
     Attributes:
-        point: dotted field -> value, as the checked configuration has it.
-        recipe: the checked configuration. Its `differs`, and so the run's name, begins with the point's fields.
+        point: dotted field -> value of the checked configuration.
+        recipe: the checked configuration. Its `differs` starts with the point's fields, and so does the run's name.
     """
 
     point: dict[str, object]
@@ -47,7 +47,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of a run, as `vlm_sft` returns it, or the one line that says why it failed."""
+    """The result of a run that `vlm_sft` returned, or the one line that says why the run failed."""
 
     variant: Variant
     result: dict[str, Any] = field(default_factory=dict)
@@ -55,10 +55,10 @@ class Outcome:
 
 
 def make_variants(recipes: Sequence[tuple[dict[str, object], Recipe]]) -> list[Variant]:
-    """The variants of a grid, from its points and their checked configurations.
+    """Make the variants of a grid from its points and their checked configurations.
 
     Raises:
-        InputError: two points are the same run, by equal values or because their fields change no result.
+        InputError: two points are the same run, because their values are equal or their fields change no result.
     """
     variants, names = [], {}
     for raw_point, recipe in recipes:
@@ -77,7 +77,7 @@ def make_variants(recipes: Sequence[tuple[dict[str, object], Recipe]]) -> list[V
 
 
 def run_variants(variants: Sequence[Variant], root: StorePath) -> list[Outcome]:
-    """Run the variants one after the other. A failure does not stop the others; SIGTERM and Ctrl-C do."""
+    """Run the variants one after the other. A failed run does not stop the later ones; SIGTERM and Ctrl-C do."""
     logger, outcomes = get_run_logger(), []
     for number, variant in enumerate(variants, 1):
         label, start = f"run {number} of {len(variants)}: {variant.name}", time.monotonic()
@@ -97,7 +97,7 @@ def run_variants(variants: Sequence[Variant], root: StorePath) -> list[Outcome]:
 
 
 def tabulate(outcomes: Sequence[Outcome]) -> tuple[list[str], list[list[str]]]:
-    """Columns, and one row per run: its point, overall scores, last losses, number of stages made, time."""
+    """Return the columns, and one row per run: point, state, overall scores, last losses, stages made, seconds."""
     fields = list(outcomes[0].variant.point)
     overall = [outcome.result.get("scores", {}).get("overall", {}) for outcome in outcomes]
     metrics = [m for m in dict.fromkeys(m for scores in overall for m in scores) if not m.startswith("mean_")]
@@ -124,10 +124,10 @@ def _losses(stages: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def sweep_variants(variants: Sequence[Variant], root: StorePath) -> dict[str, Any]:
-    """Run, tabulate, publish: the work of the service's flow and of the command line's.
+    """Run the variants and publish the table of their results.
 
     Returns:
-        plain values: columns, rows, url, and errors, one line per run that failed.
+        plain values: columns, rows, url, and errors with one line per failed run.
     """
     outcomes = run_variants(variants, root)
     columns, rows = tabulate(outcomes)
@@ -138,7 +138,7 @@ def sweep_variants(variants: Sequence[Variant], root: StorePath) -> dict[str, An
 
 
 def closing_state(result: Mapping[str, Any]) -> State:
-    """Failed if a run failed, else Completed; the table is published either way."""
+    """Return the state Failed if a run failed, else Completed. The table is published in both cases."""
     total, failed = len(result["rows"]), len(result["errors"])
     if failed:
         return Failed(message=f"{failed} of {total} runs failed; the others are in the table of the artifact sweep")
@@ -156,12 +156,12 @@ def sweep_request(
     grid: Grid = {},  # noqa: B006
     overrides: Overrides = {},  # noqa: B006
 ) -> Any:
-    """A run of one recipe for every combination of a grid of values.
+    """Run one recipe for every combination of a grid of values.
 
     Args:
-        recipe: where to start from; the settings below say what each recipe has.
+        recipe: the recipe to start from; the settings below show the values of each recipe.
         grid: dotted fields with the values to try, for example {"train.optim.lr": [0.001, 0.003], "train.seed": [0, 1]}
-        overrides: what differs from the recipe in all runs. Leave a field empty to keep what the recipe says.
+        overrides: settings that differ from the recipe in all runs. Leave a field empty to keep the recipe's value.
     """
     try:
         root = service_root()
@@ -173,19 +173,23 @@ def sweep_request(
 
 
 def check_grid(recipe: str, overrides: Sequence[str], grid: Sequence[str]) -> list[Variant]:
-    """The variants of a command line, all of them checked.
+    """Return the checked variants of a command line.
 
     Raises:
-        InputError: a wrong grid, or a wrong configuration at one of its points.
+        InputError: the grid is wrong, or the configuration is wrong at one of its points.
     """
     return make_variants([(point, load_recipe(recipe, overrides, point)) for point in expand(parse_grid(grid))])
 
 
 @flow(name="sweep", flow_run_name="{recipe} by {grid}", persist_result=False)
 def sweep(recipe: str, overrides: list[str], grid: list[str], root: str) -> dict[str, Any]:
-    """The same for a command line: `a.b=value` and `a.b=[v1,v2]`, the values in YAML.
+    """Run the sweep of a command line.
+
+    Args:
+        overrides: texts of the form `a.b=value`, with the value in YAML.
+        grid: texts of the form `a.b=[v1,v2]`, with the list in YAML.
 
     Raises:
-        InputError: as `check_grid`.
+        InputError: see `check_grid`.
     """
     return sweep_variants(check_grid(recipe, overrides, grid), location(root))

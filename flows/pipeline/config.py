@@ -1,4 +1,4 @@
-"""PipelineConfig: everything that a recipe says, checked at once and across stages."""
+"""PipelineConfig: all settings of a recipe, checked together and across stages."""
 
 import os
 import re
@@ -46,19 +46,19 @@ class DataSource(SourceReading):
     source: str = Field(description="directory, file, URL or hub name")
     name: str = Field(
         pattern="^[A-Za-z0-9-]{1,40}$",
-        description="what the names of its subsets begin with, before an underscore: mine_train",
+        description="prefix of the names of its subsets, followed by an underscore: mine_train",
     )
     share: float | None = Field(
         default=None,
         gt=0,
         le=10**6,
-        description="its share of an epoch's tokens, in proportion to the other shares; the scarcest is taken whole; "
-        "null: all of it",
+        description="its share of an epoch's tokens, in proportion to the other shares; the scarcest source is used "
+        "completely; null: all of the source",
     )
 
     @property
     def reading(self) -> SourceReading:
-        """How its rows are read, without where they are."""
+        """The settings by which the rows are read, without the address of the source."""
         return SourceReading(**{name: getattr(self, name) for name in SourceReading.model_fields})
 
 
@@ -77,40 +77,41 @@ Model = Annotated[
 
 
 class PipelineConfig(StrictModel):
-    """A whole pipeline run. `data` and `model` are the settings of an embedded one, or a directory or hub name."""
+    """A whole pipeline run. `data` and `model` are settings of embedded data or models, or directories or hub names."""
 
-    model_config = ConfigDict(hide_input_in_errors=True)  # else a traceback shows a URL with its password
+    model_config = ConfigDict(hide_input_in_errors=True)  # otherwise a traceback could show a URL with its password
 
     name: str = Field(
         pattern="^[a-z0-9][a-z0-9-]*$",
-        description="of the MLflow experiment and of the registered model; where a recipe of the embedded digits reads "
-        "other data, these have the data's name",
+        description="name of the MLflow experiment and of the registered model; if an embedded recipe reads other "
+        "data, the name of the data is used instead",
     )
     data: Data = Field(
         description="settings of the embedded digits, or with kind=receipts of drawn receipts; or a directory, a file, "
         "a URL or a hub name; or a list of sources, each with name, source, builder, subsets, options and share"
     )
-    model: Model = Field(description="embedded model's settings; or an HF directory or hub name")
+    model: Model = Field(description="settings of an embedded model; or an HF directory or hub name")
     start_adapter: str | None = Field(
         default=None,
-        description="directory or hub name of a PEFT adapter that the training goes on from; null: fresh adapters",
+        description="directory or hub name of a PEFT adapter that the training starts from; null: new adapters",
     )
     convert: ConvertConfig
     contamination: ContaminationConfig | None = Field(
         default=ContaminationConfig(),
-        description="which held-out pictures count as seen in train and are left out of the scores; null: no search",
+        description="which held-out images count as seen in train and are left out of the scores; null: no search",
     )
     tokenize: TokenizeConfig
     plan_bins: PlanBinsConfig
     encode_images: EncodeImagesConfig | None = Field(
         default=None,
-        description="a frozen vision encoder encodes each image once, before the training; null: at every use",
+        description="settings with which a frozen vision encoder encodes each image once, before the training; null: "
+        "images are encoded at every use",
     )
     train: TrainConfig
     export: ExportConfig = ExportConfig()
     evaluate: EvaluateConfig
     compare: CompareConfig | None = Field(
-        default=CompareConfig(), description="comparison with the model before training; null: none"
+        default=CompareConfig(), description="comparison with the model before training; null: no comparison"
     )
     execution: ExecutionConfig = ExecutionConfig()
 
@@ -147,7 +148,7 @@ class PipelineConfig(StrictModel):
         return self
 
     def _check_sources(self) -> None:
-        """Check that each source has a builder, and several of them names of their own."""
+        """Check that each source has a builder, and that several sources have different names."""
         if not isinstance(self.data, tuple):
             if self.convert.builder is None:
                 raise ValueError("convert.builder is missing; `athanor init DATA` finds the one that reads the data")
@@ -211,10 +212,10 @@ class PipelineConfig(StrictModel):
         """Check the layout against the model, the batch and the bins.
 
         Args:
-            shape: of the model; None if it is not known yet.
+            shape: the shape of the model; None if it is not known yet.
 
         Raises:
-            InputError: it does not fit.
+            InputError: the layout does not fit.
         """
         check_layout(
             self.execution.parallel,
@@ -228,14 +229,14 @@ class PipelineConfig(StrictModel):
 
     @property
     def sources(self) -> dict[str, str]:
-        """Role of each raw input of the user's -> where it is; none for the embedded digits."""
+        """Role of each raw input of the user -> its address; empty for embedded data."""
         if isinstance(self.data, tuple):
             return {raw_role(each.name): each.source for each in self.data}
         return {RAW: self.data} if isinstance(self.data, str) else {}
 
     @property
     def convert_config(self) -> ConvertConfig:
-        """The identity of convert, with how each of several sources is read."""
+        """The identity config of convert, which includes the reading of each of several sources."""
         if not isinstance(self.data, tuple):
             return self.convert
         readings = {each.name: each.reading for each in self.data}
@@ -243,15 +244,15 @@ class PipelineConfig(StrictModel):
 
     @property
     def plan_bins_config(self) -> PlanBinsConfig:
-        """The identity of plan_bins, with the shares of several sources."""
+        """The identity config of plan_bins, which includes the shares of several sources."""
         sources = self.data if isinstance(self.data, tuple) else ()
         shares = {each.name: each.share for each in sources if each.share is not None}
         return self.plan_bins.model_copy(update={"shares": shares}) if shares else self.plan_bins
 
     @property
     def mlflow_name(self) -> str:
-        """The name of the MLflow experiment and of the registered model: the recipe's, or the last part of the data's
-        where the recipe is one of EMBEDDED_RECIPES and the data are others."""
+        """The name of the MLflow experiment and of the registered model. It is made from the recipe's name, or from the
+        last part of the data's name if a recipe of EMBEDDED_RECIPES reads other data."""
         if isinstance(self.data, EmbeddedDataConfig | EmbeddedReceiptsConfig) or self.name not in EMBEDDED_RECIPES:
             return f"athanor-{self.name}"
         if isinstance(self.data, tuple):
@@ -261,7 +262,9 @@ class PipelineConfig(StrictModel):
         return f"athanor-{words}" if words not in EMBEDDED_RECIPES else f"athanor-{words}-data"
 
     def identity(self) -> dict[str, object]:
-        """Everything but `execution`, as plain JSON; without newer fields where they are null, so that what was made
-        before they existed is found."""
+        """Return all settings except `execution`, as plain JSON.
+
+        Fields that were added later are omitted where they are null, so that older fingerprints stay valid.
+        """
         unset = {name for name in ("encode_images", "start_adapter") if getattr(self, name) is None}
         return self.model_dump(mode="json", exclude={"execution", *unset})

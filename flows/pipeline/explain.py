@@ -1,4 +1,4 @@
-"""What is wrong with a recipe, in one line: the field, its value, its bounds or the nearest known field."""
+"""One-line explanations of a wrong recipe: the field, its value, its bounds or the nearest known field."""
 
 import difflib
 import re
@@ -12,11 +12,11 @@ from flows.pipeline.config import EMBEDDED, RECEIPTS, SOURCE, SOURCES
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
-    """A validation's first error in one line: the dotted field, the value, the bound or the nearest key."""
+    """Return the first error of a validation in one line: the dotted field, the value, the bound or the nearest key."""
     details = error.errors(include_url=False)
     # An unknown key is the likely cause of a missing one, so it comes first.
     first = min(details, key=lambda d: d["type"] != "extra_forbidden")
-    # The tag of a union's member comes second, as in ("data", "embedded", "seed"), or is in brackets.
+    # The location holds the tag of a union's member, either second, as in ("data", "embedded", "seed"), or in brackets.
     tags = (EMBEDDED, RECEIPTS, SOURCE, SOURCES)
     untagged = [part for i, part in enumerate(first["loc"]) if i != 1 or part not in tags]
     path = [part for part in map(str, untagged) if not part.startswith("(")]
@@ -49,7 +49,7 @@ def _models_at(model: type[BaseModel], path: Sequence[str]) -> list[type[BaseMod
         annotations = [model.model_fields[key].annotation for model in models if key in model.model_fields]
         models = [inner for annotation in annotations for inner in submodels(annotation)]
         if any(typing.get_origin(annotation) is dict for annotation in annotations):
-            next(keys, None)  # a name of the user's own, as of a subset
+            next(keys, None)  # skip a key that the user chose, such as the name of a subset
     return models
 
 
@@ -69,7 +69,7 @@ def _description(path: Sequence[str], model: type[BaseModel]) -> str:
 
 
 def submodels(annotation: object) -> list[type[BaseModel]]:
-    """The models of an annotation; of a union all of them."""
+    """Return the pydantic models of an annotation; all of them for a union."""
     if isinstance(annotation, type):
         return [annotation] if issubclass(annotation, BaseModel) else []
     return [model for part in typing.get_args(annotation) for model in submodels(part)]

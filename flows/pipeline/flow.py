@@ -1,6 +1,6 @@
-"""The flow `vlm-sft`, from raw rows to a scored, registered model, and its halves `prepare-data` and `evaluate`.
+"""The flow `vlm-sft`, from raw rows to a scored, registered model, and its subflows `prepare-data` and `evaluate`.
 
-Each is a loop over its nodes of the graph. The deployed flows have the same names and call the same functions.
+Each flow is a loop over its nodes of the graph. The deployed flows have the same names and call the same functions.
 """
 
 import contextlib
@@ -34,14 +34,14 @@ from trainer.contract.names import HF_EXPORT
 
 Runs = dict[str, StageRun]
 _log = logging.getLogger("athanor.pipeline")
-_LINK_SECONDS = 0.3  # a fresh store takes longer; its link is published at the end
+_LINK_SECONDS = 0.3  # a new store takes longer; then the link is published at the end of the run
 refuse_stored_results()
 
 
 def run_nodes(
     config: PipelineConfig, root: str, tracking_run: str | None, nodes: Iterable[Node], places: dict[str, Place]
 ) -> Runs:
-    """Run stages one after the other. The place of each artifact is added to `places`, for the stages after it.
+    """Run stages one after the other. Add the place of each artifact to `places`, for the stages after it.
 
     Args:
         places: name of a node, or of an external input -> its place.
@@ -56,10 +56,10 @@ def run_nodes(
 
 @flow(name=PREPARE_DATA, flow_run_name="prepare data", persist_result=False)
 def prepare_data(config: PipelineConfig, root: str, tracking_run: str | None = None) -> tuple[Runs, dict[str, Place]]:
-    """Raw rows -> sample shards -> tokenized shards -> bins.
+    """Run the data stages: raw rows -> sample shards -> tokenized shards -> bins.
 
     Returns:
-        the stages' runs by name, and the places of all inputs for the stages after them.
+        the stages' runs by name, and the places of all inputs for the later stages.
     """
     externals = open_inputs(config, location(root))
     places = {name: place_of(item) for name, item in externals.items()}
@@ -72,11 +72,13 @@ def prepare_data(config: PipelineConfig, root: str, tracking_run: str | None = N
 def evaluate(
     config: PipelineConfig, root: str, places: dict[str, Place], tracking_run: str | None = None
 ) -> tuple[Runs, list[str]]:
-    """Answers of an exported model to the held-out samples, their scores, the comparison with the model before
-    training, and the model with its card, which is registered if the scores pass the gates.
+    """Score an exported model.
+
+    The stages make the answers to the held-out samples, their scores, the comparison with the model before training,
+    and the model directory with its card. The model is registered if its scores pass the gates.
 
     Args:
-        places: of every input, from the raw rows to the export.
+        places: the places of all inputs, from the raw rows to the export.
 
     Returns:
         the stages' runs by name, and one line per gate that failed.
@@ -87,7 +89,7 @@ def evaluate(
 
 
 def _flow_run_name() -> str:
-    """The name of the MLflow run: the recipe and what differs from it."""
+    """Return the name of the MLflow run: the recipe and the settings that differ from it."""
     parameters = flow_run.parameters
     config = parameters["config"]
     name = config["name"] if isinstance(config, Mapping) else config.name
@@ -98,16 +100,16 @@ def _flow_run_name() -> str:
 def vlm_sft(
     config: PipelineConfig, root: str, recipe: str = "", differs: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Raw rows to a scored, registered model.
+    """Make a scored, registered model from raw rows.
 
     Args:
-        root: directory under which everything lies.
+        root: directory or URL below which all files are stored.
         recipe: name of the recipe, for the MLflow run's name and tags.
-        differs: fields that differ from the recipe; they go into the run's name.
+        differs: fields that differ from the recipe; they become part of the run's name.
 
     Returns:
         plain values for a closing table: stages, hf_dir, scores with their intervals, the model's registered name and
-        one line per gate that failed, the MLflow run, what MLflow has answered, and its pages.
+        one line per gate that failed, the MLflow run, the answers of MLflow, and its pages.
     """
     externals = open_inputs(config, location(root))
     check_launcher(config.execution.cluster)
@@ -145,11 +147,12 @@ def vlm_sft(
 def tracked(
     config: PipelineConfig, root: str, inputs: Mapping[str, Input], recipe: str, differs: Mapping[str, Any]
 ) -> Iterator[Tracker]:
-    """The MLflow run of the block: finished after it, failed or killed if the block ends early.
+    """Open the MLflow run of the block. It ends as finished after the block, as failed or killed if an error ends it.
 
     Args:
-        inputs: name -> input; those that no stage makes are part of the run's identity.
-        recipe: name of the recipe; `differs`: dotted fields that differ from it.
+        inputs: name -> input; the external inputs are part of the run's identity.
+        recipe: name of the recipe.
+        differs: dotted fields that differ from the recipe.
     """
     tracker = Tracker(location(root), open_tracking(config, root, inputs, recipe, differs))
     with ends_with_failure(tracker):
@@ -158,7 +161,7 @@ def tracked(
 
 
 def publish_results(runs: Runs) -> dict[str, Any]:
-    """Publish the pages of a flow run that has scored a model; returns the figures of the evaluation."""
+    """Publish the pages of a flow run that has scored a model, and return the stats of the evaluation."""
     stats = Artifact.load(location(runs["evaluate"]["dir"])).manifest.stats
     publish_stages(list(runs.values()))
     publish_scores(stats["scores"], runs["release"]["dir"])
@@ -166,33 +169,37 @@ def publish_results(runs: Runs) -> dict[str, Any]:
 
 
 def check_chat(config: PipelineConfig, externals: Mapping[str, Input]) -> None:
-    """Before any stage, see that the chat template of the user's model teaches what inference asks.
+    """Check that the chat template of the user's model gives an answer the same prompt in training as at inference.
+
+    This runs before any stage.
 
     Raises:
-        InputError: it does not, or the tokenizer is not one that can be used.
+        InputError: the prompts differ, or the tokenizer cannot be used.
     """
     if "processor" in externals:
         ChatEncoder(local_dir(externals["processor"].dir), config.tokenize.learn, config.tokenize.system_prompt)
 
 
 def check_answering(config: PipelineConfig) -> None:
-    """Before hours of training, check that the library that answers is installed, if this machine is to answer.
+    """Check that the library that generates answers is installed, if this machine will generate them.
+
+    This runs before hours of training.
 
     Raises:
-        InputError: it is not installed.
+        InputError: the library is not installed.
     """
     if config.execution.cluster.launcher == "torchrun":
         check_engine(config.evaluate.engine)
 
 
 def check_heldout(dirs: Mapping[str, str], config: PipelineConfig) -> None:
-    """Before hours of training, check that there are samples to score, and warn if there are few.
+    """Check that there are samples to score, and warn if there are few. This runs before hours of training.
 
     Args:
         dirs: stage -> directory, for "convert" and, if the recipe has it, "contamination".
 
     Raises:
-        InputError: there is no held-out sample, or each that would be asked has a picture that occurs in train.
+        InputError: there is no held-out sample, or every sample to be asked has an image that occurs in train.
     """
     samples = Artifact.load(location(dirs["convert"]))
     num_asked = sum(shard.num_samples for shard in samples.manifest.shards if shard.split == "heldout")

@@ -1,7 +1,7 @@
-"""The graph: every stage of the pipeline, its inputs, and what it holds while it runs.
+"""The graph: every stage of the pipeline, its inputs, and the resources that it holds while it runs.
 
-Flows, `athanor plan`, the MLflow run and the closing table are made from this list. A new stage is its folder and one
-Node here.
+The flows, `athanor plan`, the MLflow run and the closing table are made from this list. A new stage needs a folder in
+stages/ and one Node here.
 """
 
 import enum
@@ -41,11 +41,11 @@ RAW_DIGESTS = "raw-digests.json"
 
 
 class Needs(enum.Flag):
-    """What a stage holds while it runs."""
+    """The resources that a stage holds while it runs."""
 
     NOTHING = 0
-    WORKERS = enum.auto()  # of the Dask cluster, if there is one
-    SLOT = enum.auto()  # of the concurrency limit where its jobs run: they use GPUs
+    WORKERS = enum.auto()  # workers of the Dask cluster, if there is one
+    SLOT = enum.auto()  # a slot of the concurrency limit of the machine that runs its jobs, since they use GPUs
     METRICS = enum.auto()  # a listener to its metrics.jsonl
 
 
@@ -54,10 +54,11 @@ class Node:
     """A stage in the pipeline.
 
     Attributes:
-        name: of its Prefect task, its row of the closing table, its pages. A stage that runs twice has two names.
+        name: name of its Prefect task, of its row in the closing table and of its pages. A stage that runs twice has
+            two nodes with different names.
         stage: "module:STAGE", imported when it is needed.
         config: the stage's identity config.
-        inputs: role -> node, or external input, that is read in it.
+        inputs: role of an input -> name of the node or external input that is read in this role.
     """
 
     name: str
@@ -67,17 +68,21 @@ class Node:
     needs: Needs = Needs.NOTHING
 
     def load(self) -> Stage:
-        """The stage; its libraries are imported now."""
+        """Return the stage. This imports its libraries."""
         module, attribute = self.stage.split(":")
         return getattr(importlib.import_module(module), attribute)
 
     def read(self, available: Mapping[str, Input]) -> dict[str, Input]:
-        """Role -> its input, from the available ones by name of node or external input."""
+        """Return role -> input.
+
+        Args:
+            available: name of a node or external input -> input.
+        """
         return {role: in_role(role, available[source]) for role, source in self.inputs.items()}
 
 
 def data_nodes(config: PipelineConfig) -> Iterator[Node]:
-    """Raw rows -> sample shards -> tokenized shards -> bins."""
+    """Yield the nodes of the data stages: raw rows -> sample shards -> tokenized shards -> bins."""
     workers, raw = Needs.WORKERS, {role: role for role in config.sources} or {RAW: "embedded_data"}
     if isinstance(config.data, BaseModel):
         is_drawn = isinstance(config.data, EmbeddedReceiptsConfig)
@@ -96,7 +101,7 @@ def data_nodes(config: PipelineConfig) -> Iterator[Node]:
 
 
 def training_nodes(config: PipelineConfig) -> Iterator[Node]:
-    """Bins and weights -> checkpoints -> an HF directory."""
+    """Yield the nodes of the training: bins and weights -> checkpoints -> an HF directory."""
     start = {"model": model_source(config), "tokenized": "tokenize"}
     learnt_from = {**start, "bins": "plan_bins"}
     if config.encode_images is not None:
@@ -110,7 +115,8 @@ def training_nodes(config: PipelineConfig) -> Iterator[Node]:
 
 
 def scoring_nodes(config: PipelineConfig) -> Iterator[Node]:
-    """An export -> its answers and scores, those of the model before training, the difference, the card."""
+    """Yield the nodes of the evaluation: the answers and scores of the export and of the model before training, the
+    comparison of the two, and the release with its model card."""
     answer, evaluate = "stages.answer.stage:STAGE", "stages.evaluate.stage:STAGE"
     questions = {"samples": "convert"}
     scored = questions | ({} if config.contamination is None else {"contamination": "contamination"})
@@ -130,7 +136,7 @@ def scoring_nodes(config: PipelineConfig) -> Iterator[Node]:
 
 
 PREPARE_DATA, TRAIN, EVALUATE = "prepare-data", "vlm-sft", "evaluate"
-# Flow -> its own nodes; `vlm-sft` runs all of them, in this order.
+# Flow -> functions that make its nodes. `vlm-sft` runs the nodes of all flows, in this order.
 NODES: dict[str, list[Callable[[PipelineConfig], Iterable[Node]]]] = {
     PREPARE_DATA: [data_nodes],
     TRAIN: [training_nodes],
@@ -139,28 +145,28 @@ NODES: dict[str, list[Callable[[PipelineConfig], Iterable[Node]]]] = {
 
 
 def pipeline_nodes(config: PipelineConfig, flows: Iterable[str] = tuple(NODES)) -> list[Node]:
-    """The stages of a configuration in the order in which they run."""
+    """Return the nodes of a configuration in the order in which they run."""
     return [node for flow in flows for make_nodes in NODES[flow] for node in make_nodes(config)]
 
 
 def data_stage(config: PipelineConfig) -> str | None:
-    """The stage that makes the raw rows; None if they are a source of the user's."""
+    """Return the name of the stage that makes the raw rows; None if the user gives the rows."""
     return None if config.sources else "embedded_data"
 
 
 def model_source(config: PipelineConfig) -> str:
-    """The name of the weights: that of the external input, or of the stage that makes them."""
+    """Return the name of the input that holds the weights: the external input, or the stage that makes them."""
     return "model" if isinstance(config.model, str) else "embedded_model"
 
 
 def encoding_config(settings: EncodeImagesConfig, train: TrainConfig) -> EncodingConfig:
-    """The settings, with the arithmetic that the vision encoder has in the training."""
+    """Return the settings of encode_images, with the precision that the vision encoder has in the training."""
     precision = "float32" if train.precision == "float32" else "bfloat16"
     return EncodingConfig(**settings.model_dump(), precision=precision)
 
 
 def release_config(config: PipelineConfig) -> ReleaseConfig:
-    """The run's facts for the model card."""
+    """Return the facts about the run for the model card."""
     data = list(config.sources.values()) or [f"{data_stage(config)} (made by athanor)"]
     return ReleaseConfig(
         name=config.mlflow_name,
@@ -171,10 +177,10 @@ def release_config(config: PipelineConfig) -> ReleaseConfig:
 
 
 def check_model(config: PipelineConfig) -> Path | None:
-    """The directory of the user's model, complete and fit for the training; None if a stage makes the model.
+    """Check the model and return the directory of the user's model; None if a stage makes the model.
 
     Raises:
-        InputError: it is missing, incomplete, of an unknown kind, or does not fit the training or its layout.
+        InputError: the model is missing, incomplete, of an unknown kind, or does not fit the training or its layout.
     """
     if not isinstance(config.model, str):
         _check_family(config, get_family(config.model.family), config.model.shape)
@@ -190,10 +196,10 @@ def check_model(config: PipelineConfig) -> Path | None:
 
 
 def check_start_adapter(config: PipelineConfig) -> Path | None:
-    """The directory of the adapter that the training goes on from; None if it begins with fresh ones.
+    """Check and return the directory of the adapter that the training starts from; None if adapters are initialised.
 
     Raises:
-        InputError: there is none, or the training's adapters are others.
+        InputError: the adapter does not exist, or it does not fit the adapters of the training.
     """
     if config.start_adapter is None:
         return None
@@ -213,22 +219,25 @@ def _check_family(config: PipelineConfig, family: Family, shape: ModelShape) -> 
 
 
 def trains_here(config: PipelineConfig) -> bool:
-    """Whether this host is the one that trains."""
+    """Whether the training runs on this host."""
     return config.execution.cluster.launcher == "torchrun"
 
 
 def modules_line(config: PipelineConfig) -> str:
-    """The modules with which the training will compute on this host.
+    """Return a line that names the modules with which the training will compute on this host.
 
     Raises:
-        InputError: they are asked for and cannot be had.
+        InputError: the recipe asks for modules that are not available here.
     """
     return f"training will use {describe(config.execution.modules, this_host())}"
 
 
 def open_inputs(config: PipelineConfig, root: StorePath) -> dict[str, Input]:
-    """The external inputs of a configuration, checked: "raw" (or "raw-NAME" of several sources), "model",
-    "processor", "adapter", those that no stage makes.
+    """Check and return the external inputs of a configuration, which no stage makes.
+
+    Returns:
+        name -> input. The names are "raw" (or "raw-NAME" for each of several sources), "model", "processor" and
+        "adapter".
 
     Raises:
         InputError: a directory or hub name is missing, is of an unknown kind, or does not fit the layout.
@@ -246,11 +255,12 @@ def open_inputs(config: PipelineConfig, root: StorePath) -> dict[str, Input]:
 
 
 class Place(StrictModel):
-    """The place of an input: plain values, which may cross the border of a task.
+    """The reference to an input: plain values, which can be passed to a task.
 
     Attributes:
-        external: the input's name if no stage made it: "raw", "hf_dir", "processor", "adapter". `digest` is its digest
-            then.
+        dir: directory or URL of the input.
+        external: the name of an external input ("raw", "hf_dir", "processor" or "adapter"); empty for an artifact.
+        digest: the digest of an external input.
     """
 
     dir: str
@@ -259,14 +269,14 @@ class Place(StrictModel):
 
 
 def place_of(item: Input) -> Place:
-    """The place of an input."""
+    """Return the place of an input."""
     if isinstance(item, Artifact):
         return Place(dir=str(item.dir))
     return Place(dir=str(item.dir), external=item.name, digest=item.digest)
 
 
 def open_place(place: Place, role: str) -> Input:
-    """The input at a place. A directory of a model or adapter is digested again: it may have changed meanwhile."""
+    """Open the input at a place. A directory of a model or adapter is digested again, since it may have changed."""
     path = location(place.dir)
     if place.external == "raw":
         return External(path, "raw", place.digest)
@@ -278,17 +288,18 @@ def open_place(place: Place, role: str) -> Input:
 
 
 def in_role(role: str, item: Input) -> Input:
-    """The input as a stage reads it: an embedded model as "processor" is without its weights, which decide no token."""
+    """Return the input as a stage reads it. An embedded model in the role "processor" is read without its weights,
+    because they have no influence on the tokens."""
     is_embedded = role == "processor" and isinstance(item, Artifact)
     return processor_input(hf_dir_of(item)) if is_embedded else item
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedStage:
-    """A stage, as a run would treat it.
+    """A stage in the plan of a run.
 
     Attributes:
-        artifact: the finished one, which will be used again; None if it will be made.
+        artifact: the finished artifact, which will be reused; None if it will be made.
         why: the reason, in words.
     """
 
@@ -298,10 +309,10 @@ class PlannedStage:
 
 
 def plan_stages(config: PipelineConfig, root: StorePath) -> tuple[list[PlannedStage], dict[str, Input]]:
-    """Every stage as a run would treat it, and every input that is available now. Runs and writes nothing.
+    """Return every stage as a run would treat it, and every input that is available now. Runs and writes nothing.
 
     Raises:
-        InputError: as `open_inputs`.
+        InputError: see `open_inputs`.
     """
     available = open_inputs(config, root)
     planned = []

@@ -37,11 +37,12 @@ def ends_with_failure(tracker: Tracker) -> Iterator[None]:
 def open_tracking(
     config: PipelineConfig, root: str, inputs: Mapping[str, Input], recipe: str, differs: Mapping[str, Any]
 ) -> str | None:
-    """Begin the MLflow run of a configuration; returns the key that `Tracker` takes.
+    """Start the MLflow run of a configuration, and return the key that `Tracker` takes.
 
     Args:
-        inputs: name -> input; those that no stage makes are part of the run's identity.
-        recipe: name of the recipe; `differs`: dotted fields of the outcome that differ from it.
+        inputs: name -> input; the external inputs are part of the run's identity.
+        recipe: name of the recipe.
+        differs: dotted fields of the identity that differ from the recipe.
     """
     versions = {node.name: node.load().version for node in pipeline_nodes(config)}
     digests = {name: item.digest for name, item in inputs.items() if isinstance(item, External)}
@@ -75,7 +76,7 @@ def open_tracking(
 
 
 def execution_tags(config: PipelineConfig) -> dict[str, str]:
-    """Dotted settings of execution, without those that are not set and those of other launchers."""
+    """Return the dotted settings of execution, without unset ones and without the settings of other launchers."""
     values = config.execution.model_dump(mode="json")
     for launcher in LAUNCHERS.keys() - {config.execution.cluster.launcher}:
         values["cluster"].pop(launcher, None)
@@ -83,7 +84,7 @@ def execution_tags(config: PipelineConfig) -> dict[str, str]:
 
 
 def reproducing_command(config: PipelineConfig, recipe: str) -> str | None:
-    """The command line of exactly this configuration; None if the recipe is a file of the person's."""
+    """Return the command line of exactly this configuration; None if the recipe is a file of the user's."""
     if recipe not in known_recipes():
         return None
     plain = flatten(load_recipe(recipe).config.model_dump(mode="json"))
@@ -106,6 +107,6 @@ def _how_to_repeat(config: PipelineConfig, recipe: str) -> str:
 
 
 def _as_yaml(value: object) -> str:
-    """One line that YAML reads as the value. JSON would not do: YAML reads its 1e-05 as a text."""
+    """Return one line that YAML reads as the value. JSON does not work, since YAML reads its 1e-05 as a text."""
     text = yaml.safe_dump(value, default_flow_style=True, width=10**9, allow_unicode=True)
     return text.removesuffix("\n").removesuffix("\n...")

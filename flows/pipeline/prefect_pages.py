@@ -1,4 +1,4 @@
-"""Prefect artifacts of a run: the table of stages, the figures of the reports, the scores, the link to MLflow."""
+"""The Prefect artifacts of a run: the table of stages, the figures of the reports, the scores, the link to MLflow."""
 
 import json
 from collections.abc import Mapping, Sequence

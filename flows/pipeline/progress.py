@@ -1,7 +1,7 @@
-"""Progress of a pipeline for the person who watches it: bars on a terminal, plain lines elsewhere.
+"""The progress of a pipeline for the person who watches it: bars on a terminal, plain lines otherwise.
 
-Tasks report to `display()`. It is silent unless the command line shows another one: under a Prefect worker, the logs
-and the UI show the progress.
+Tasks report to `display()`. It shows nothing unless the command line replaces it (see `shown`). Under a Prefect worker,
+the logs and the UI show the progress.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ _LINE_SECONDS = 5.0
 
 
 class Display:
-    """Hears of stages as they run; this one shows nothing."""
+    """A receiver of reports about running stages. This base class shows nothing."""
 
     def started(self, stage: str) -> None: ...
     def progressed(self, stage: str, finished: int, total: int, text: str = "") -> None: ...
@@ -27,7 +27,7 @@ class Display:
 
 
 class LineDisplay(Display):
-    """One line when a stage ends, and one every few seconds while it runs."""
+    """A display that prints one line every few seconds while a stage runs, and one line when it ends."""
 
     def __init__(self) -> None:
         self._last = time.monotonic()
@@ -50,7 +50,7 @@ class LineDisplay(Display):
 
 
 class BarDisplay(Display):
-    """One progress bar per stage."""
+    """A display that draws one progress bar per stage."""
 
     def __init__(self) -> None:
         columns = [TextColumn("{task.description:<15}"), BarColumn(28), MofNCompleteColumn(), TimeElapsedColumn()]
@@ -77,13 +77,13 @@ _display = Display()
 
 
 def display() -> Display:
-    """The display in use."""
+    """Return the display in use."""
     return _display
 
 
 @contextlib.contextmanager
 def shown(is_terminal: bool) -> Iterator[Display]:
-    """While the block lasts, tasks report to bars on a terminal, or to lines in a file or a pipe."""
+    """Show the tasks' reports while the block lasts: as bars on a terminal, as lines in a file or a pipe."""
     global _display
     _display = BarDisplay() if is_terminal else LineDisplay()
     try:
@@ -94,7 +94,7 @@ def shown(is_terminal: bool) -> Iterator[Display]:
 
 
 def show_rows(stage: str, rows: Sequence[MetricsRow], num_steps: int) -> None:
-    """Hand the newest of the training's metrics to the display."""
+    """Show the newest metrics of a training on the display."""
     row = rows[-1]
     heldout = next((f"  held-out {r.heldout_loss:.4f}" for r in reversed(rows) if r.heldout_loss is not None), "")
     text = f"loss {row.loss:.4f}{heldout}  {row.tokens_per_second:,.0f} tokens/s"

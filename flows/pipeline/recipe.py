@@ -1,4 +1,4 @@
-"""Recipes: a YAML file, with overrides, checked; whatever is wrong is one line."""
+"""Recipes: reads a YAML file, applies overrides and checks the result. An error is one line."""
 
 import typing
 from collections.abc import Mapping, Sequence
@@ -18,8 +18,12 @@ from flows.pipeline.explain import explain, submodels
 RECIPES = Path(__file__).parents[1] / "recipes"
 
 DEFAULT_RECIPE = "embedded"
-_WHOLE = ("data", "model", "options")  # settings that a recipe replaces as a whole in its base
-NONE = "none"  # a request's word for null: null itself means "as the recipe says"
+_WHOLE = (
+    "data",
+    "model",
+    "options",
+)  # settings that a recipe replaces as a whole instead of merging them with its base
+NONE = "none"  # the word for null in a request, where null itself keeps the recipe's value
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +31,8 @@ class Recipe:
     """A checked configuration and its origin.
 
     Attributes:
-        name: of the recipe, for people.
+        name: name of the recipe, for people.
+        config: the checked configuration.
         differs: dotted fields of the identity that the overrides changed, with their new values.
     """
 
@@ -37,27 +42,27 @@ class Recipe:
 
 
 def known_recipes() -> list[str]:
-    """The names of the recipes that are part of athanor, for `load_recipe`."""
+    """Return the names of the recipes that are part of athanor, for `load_recipe`."""
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
 def whole_recipes() -> list[str]:
-    """The names of the recipes that are part of athanor and have no base."""
+    """Return the names of the recipes that are part of athanor and have no base."""
     return [name for name in known_recipes() if "base" not in _read(RECIPES / f"{name}.yaml")]
 
 
 def load_recipe(
     name_or_path: str = DEFAULT_RECIPE, overrides: Sequence[str] = (), changes: Mapping[str, object] | None = None
 ) -> Recipe:
-    """A recipe with its overrides, checked as a whole.
+    """Read a recipe, apply its overrides, and check the result as a whole.
 
     Args:
-        overrides: `a.b=value` of a command line, the value in YAML.
+        overrides: texts `a.b=value` of a command line, with the value in YAML.
         changes: dotted field -> value, from a request or a grid; applied after the overrides.
 
     Raises:
-        InputError: there is no such recipe, it is not YAML, a key is unknown (the nearest one is named), a value is out
-            of bounds.
+        InputError: there is no such recipe, it is not YAML, a key is unknown (the message names the nearest one), or a
+            value is out of bounds.
     """
     path = _find(name_or_path)
     raw = _with_base(path)
@@ -87,10 +92,13 @@ def _find(name_or_path: str) -> Path:
 
 
 def _with_base(path: Path, below: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The settings of a recipe over those of the recipe that its key `base` names, if it has one.
+    """Return the settings of a recipe, merged over the settings of the recipe that its key `base` names, if any.
+
+    Args:
+        below: names of the bases that led to this recipe.
 
     Raises:
-        InputError: as `_read`; or recipes are each other's base.
+        InputError: see `_read`; or recipes are each other's base.
     """
     raw = _read(path)
     base = raw.pop("base", None)
@@ -104,7 +112,7 @@ def _with_base(path: Path, below: tuple[str, ...] = ()) -> dict[str, Any]:
 
 
 def _merged(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of both. Mappings are merged, but `model`, `data` and a builder's options are replaced."""
+    """Merge two mappings of settings. `data`, `model` and a builder's options are replaced as a whole."""
     merged = dict(base)
     for key, value in over.items():
         is_section = isinstance(value, dict) and isinstance(base.get(key), dict) and key not in _WHOLE
@@ -124,10 +132,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def read_yaml(text: str, what: str) -> Any:
-    """The value of a YAML text, without YAML 1.1's sexagesimal numbers: `1:30` is a text, not 90.
+    """Return the value of a YAML text, without YAML 1.1's sexagesimal numbers: `1:30` is a text, not 90.
 
     Args:
-        what: the file or option that holds the text, for the message.
+        what: the file or option that holds the text, for the error message.
 
     Raises:
         InputError: the text is not YAML, has a key twice, or is nested too deeply.
@@ -136,20 +144,20 @@ def read_yaml(text: str, what: str) -> Any:
         return _Loader(text).get_single_data()
     except RecursionError as error:
         raise InputError(f"{what} is nested too deeply to be read") from error
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: of a number, such as one of 5,000 digits
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a number that Python refuses, as one of 5,000 digits
         mark = getattr(error, "problem_mark", None)
         why = f"{error.problem} in line {mark.line + 1}" if mark else one_line(error)
         raise InputError(f"{what} is not YAML: {why}; quote a value that is a text") from error
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, which would let the last of several equal keys win, and read `1:30` as 90."""
+    """PyYAML's safe loader, changed so that a repeated key is an error and `1:30` is not read as 90."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{key.value} is there twice", key.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value} appears twice", key.start_mark)
             seen.add((key.tag, key.value) if isinstance(key, yaml.ScalarNode) else id(key))
         return super().construct_mapping(node, deep)
 
@@ -184,13 +192,15 @@ def _place(raw: dict[str, Any], dotted: str, value: object, what: str) -> None:
 def dotted_changes(
     overrides: Mapping[str, Any], model: type[BaseModel] = PipelineConfig, prefix: str = ""
 ) -> dict[str, object]:
-    """A request's nested overrides as dotted fields: {"train": {"optim": {"lr": 1e-3}}} -> {"train.optim.lr": 1e-3}.
+    """Return a request's nested overrides as dotted fields.
 
-    None means "as the recipe says" and is left out. A field that is a mapping of the user's own, as
-    `plan_bins.mixture`, is one value. Unknown fields stay, to be refused with their path.
+    For example {"train": {"optim": {"lr": 1e-3}}} becomes {"train.optim.lr": 1e-3}. A value None keeps the recipe's
+    value and is left out. A field that is a mapping with free keys, such as `plan_bins.mixture`, is one value. Unknown
+    fields are kept, so that they are refused later with their path.
 
     Args:
-        model: of these overrides, which lie below `prefix` in the configuration.
+        model: the class of the section that the overrides are for.
+        prefix: dotted name of that section in the configuration, with a final dot.
     """
     changes: dict[str, object] = {}
     for name, value in overrides.items():

@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def source_version(directory: Path = Path(__file__).parent) -> dict[str, str]:
-    """{"commit": 40 hex digits, "dirty": "true" | "false"}, or {} outside a checkout or without git."""
+    """Return {"commit": 40 hex digits, "dirty": "true" | "false"}; {} outside a checkout or without git."""
     commit = _git(directory, "rev-parse", "HEAD")
     if commit is None:
         return {}

@@ -1,12 +1,11 @@
-"""The Prefect task that runs a stage, and the one that registers the model. Prefect adds retries, logs and the UI; the
-manifest decides whether a stage is finished.
+"""The Prefect task that runs a stage, and the Prefect task that registers the model.
 
-Only paths and plain values cross the border of a task. No task has Prefect's timeout, which cannot interrupt a thread
-and knows no child process; the launcher keeps the trainer's deadline. Only errors that may pass by themselves are
-retried.
+Prefect adds retries, logs and the UI. The manifest decides whether a stage is finished. Only paths and plain values are
+passed to a task. No task uses Prefect's timeout, which can neither interrupt a thread nor end a child process; the
+launcher enforces the trainer's deadline. Only errors that may be temporary are retried.
 
-Cancelling a flow run sends SIGTERM to its process, and Prefect raises it as an exception in the task: the launcher
-gives the trainer time to save, and ends it.
+Cancelling a flow run sends SIGTERM to its process, and Prefect raises an exception for it in the task. The launcher
+then gives the trainer time to save, and ends it.
 """
 
 import contextlib
@@ -45,7 +44,7 @@ _LOG_SECONDS = 10.0
 
 
 class StageRun(TypedDict):
-    """The result of a stage's task: the place of its artifact, and its duration."""
+    """The result of a stage's task: the directory of its artifact, and its duration."""
 
     stage: str
     dir: str
@@ -54,7 +53,8 @@ class StageRun(TypedDict):
 
 
 def _may_pass(_task: object, _task_run: object, state: Any) -> bool:
-    """Whether a second try may cure the error, as of a network file system; what the user must mend is not retried."""
+    """Whether a second try may succeed, as after an error of a network file system. An error that the user must fix is
+    not retried."""
     error = state.result(raise_on_failure=False)
     return isinstance(error, OSError) and not isinstance(error, InputError)
 
@@ -75,8 +75,8 @@ def stage_task(
     """Make or reuse the artifact of a node, and publish it to MLflow.
 
     Args:
-        name: of the node.
-        places: role -> the place of its input.
+        name: name of the node.
+        places: role -> place of the input.
     """
     (node,) = (each for each in pipeline_nodes(config) if each.name == name)
     inputs = {role: open_place(place, role) for role, place in places.items()}
@@ -95,10 +95,10 @@ def stage_task(
 def _resources(
     node: Node, config: PipelineConfig, inputs: Mapping[str, Input], tracker: Tracker, work_dir: StorePath
 ) -> Iterator[StageResources]:
-    """The stage's workers and listeners until it ends.
+    """Provide the stage's workers and listeners while the block lasts.
 
     Args:
-        work_dir: of the stage; a trainer writes its metrics there.
+        work_dir: work directory of the stage, in which a trainer writes its metrics.
     """
     execution = config.execution
     resources = StageResources(
@@ -122,7 +122,8 @@ def _resources(
 def _listener(
     name: str, num_steps: int, to_mlflow: Callable[[list[MetricsRow]], None]
 ) -> Callable[[list[MetricsRow]], None]:
-    """A listener that hands rows to MLflow and the display, and now and then the newest one to the Prefect log."""
+    """Return a listener that passes rows to MLflow and the display, and the newest row to the Prefect log every
+    _LOG_SECONDS."""
     logger, last = get_run_logger(), -_LOG_SECONDS
 
     def on_rows(rows: list[MetricsRow]) -> None:
@@ -154,7 +155,8 @@ def _run(node: Node, inputs: Mapping[str, Input], root: StorePath, resources: St
 
 @task(name="register", **_POLICY)
 def register_task(config: PipelineConfig, root: str, tracking_run: str | None, dirs: Mapping[str, str]) -> list[str]:
-    """Log the model and its scores in MLflow. If they pass the gates, register it and push it where the recipe says.
+    """Log the model and its scores in MLflow. If the scores pass the gates, register the model and push it to the
+    repository that the recipe names.
 
     Args:
         dirs: stage -> directory, for "export", "evaluate", "release" and, if the recipe has it, "compare".

@@ -1,6 +1,6 @@
-"""The trainer's own lines in the log of the flow run: those of rank 0, each with its level, and never a flood.
+"""The trainer's lines in the log of the flow run: the lines of rank 0, each with its level, at a limited rate.
 
-All lines are in the file logs/trainer.log of the training. Prefect gets as many per second as its server bears.
+All lines are in the file logs/trainer.log of the training. Prefect gets only as many per second as its server can take.
 """
 
 import logging
@@ -18,13 +18,13 @@ _WARNING = re.compile(r"\bWARN(ING)?\b|\b\w+Warning\b")
 
 
 def log_lines(clock: Callable[[], float] = time.monotonic) -> Callable[[str], None]:
-    """A listener that hands the lines of a job to the current run's log.
+    """Return a listener that writes the lines of a job to the current run's log.
 
-    It hands on BURST_LINES at once, then LINES_A_SECOND; it counts the lines that it drops. Errors have a share of
-    their own, of the same size, so that they are never dropped for other lines.
+    The listener writes up to BURST_LINES at once and then LINES_A_SECOND, and counts the lines that it drops. Errors
+    have a share of their own, of the same size, so that other lines never displace them.
 
     Returns:
-        a function of a line, which raises nothing.
+        a function of one line, which raises nothing.
     """
     logger = get_run_logger()
     shares = {logging.ERROR: _Share(clock), logging.INFO: _Share(clock)}
@@ -47,13 +47,13 @@ def log_lines(clock: Callable[[], float] = time.monotonic) -> Callable[[str], No
 
 
 class _Share:
-    """Room for lines, which grows again with time."""
+    """A number of lines that may still be written, which grows with time up to BURST_LINES."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock, self.room, self.last, self.num_dropped = clock, float(BURST_LINES), clock(), 0
 
     def takes(self) -> bool:
-        """Whether there is room for one more line, which is then taken."""
+        """Take room for one line. Return False, and count the line as dropped, if there is no room."""
         now = self.clock()
         self.room = min(BURST_LINES, self.room + (now - self.last) * LINES_A_SECOND)
         self.last = now

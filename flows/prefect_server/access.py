@@ -1,8 +1,9 @@
-"""Who may reach the servers: whoever knows the password, by this machine's names, on pages of the servers themselves.
+"""The rules for access to the servers: a client needs the password and must call one of this machine's names, and a web
+page must belong to the servers themselves.
 
-`athanor up` makes a password at its first start and keeps it in the root, in a file that only its user may read. It is
-asked for on loopback too, which every user of a machine and every page in a browser can reach. A login that stands in
-the environment of `athanor up` goes before the made one, and is written nowhere.
+`athanor up` makes a password at its first start and keeps it in the root, in a file that only its user may read. The
+password is also required on loopback, which every user of the machine and every page in a browser can reach. A login in
+the environment of `athanor up` takes precedence over the generated one, and is never written to disk.
 """
 
 import ipaddress
@@ -30,12 +31,12 @@ _EVERYWHERE = ("0.0.0.0", "::")
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """The address on which the servers listen, and what they ask for.
+    """The address on which the servers listen, and the logins that they require.
 
     Attributes:
         host: address to bind.
         prefect, mlflow: `user:password`.
-        password_path: file of the made password; None if the environment has both logins.
+        password_path: file of the generated password; None if the environment has both logins.
     """
 
     host: str
@@ -45,22 +46,22 @@ class Access:
 
     @property
     def name(self) -> str:
-        """This machine's name for browsers: the host, or the machine's own name if all addresses are bound."""
+        """This machine's name in browsers: the host, or the machine's own name if all addresses are bound."""
         return socket.getfqdn() if self.host in _EVERYWHERE else self.host
 
     @property
     def local_name(self) -> str:
-        """This machine's name for its own programs."""
+        """The name by which programs on this machine reach the servers."""
         return "127.0.0.1" if self.host in _EVERYWHERE else self.host
 
     def url(self, port: int, *, local: bool = False) -> str:
-        """http://name:port"""
+        """Return http://name:port."""
         return f"http://{_in_url(self.local_name if local else self.name)}:{port}"
 
     def names(self, environment: Mapping[str, str] = os.environ) -> list[str]:
-        """The names and addresses by which a browser may call the servers, as they stand in a URL.
+        """Return the names and addresses by which a browser may call the servers, as a URL spells them.
 
-        Any other comes from a foreign page (DNS rebinding). ATHANOR_HOST_NAMES adds those of a proxy.
+        A request to any other name comes from a foreign page (DNS rebinding). ATHANOR_HOST_NAMES adds names of a proxy.
         """
         names = {"localhost", "127.0.0.1", "::1", self.name, self.local_name}
         if self.host in _EVERYWHERE:
@@ -70,13 +71,13 @@ class Access:
 
 
 def make_access(host: str, directory: Path, environment: Mapping[str, str] = os.environ) -> Access:
-    """The access that the host and the environment give; makes the password if there is none yet.
+    """Return the access for a host and an environment. Make the password if there is none yet.
 
     Args:
-        directory: of the service's files; the password lies there.
+        directory: directory of the service's files, which holds the password.
 
     Raises:
-        InputError: half of a login is set, or the password's file is not this user's alone.
+        InputError: only half of a login is set, or other users may read the password's file or own it.
     """
     user, word = environment.get(MLFLOW_USER), environment.get(MLFLOW_PASSWORD)
     if bool(user) != bool(word):
@@ -93,7 +94,7 @@ def check_host(host: str) -> None:
     """Check an address to listen on.
 
     Raises:
-        InputError: it is none.
+        InputError: `host` is neither an IP address nor `localhost`.
     """
     try:
         ipaddress.ip_address(host)
@@ -105,10 +106,10 @@ def check_host(host: str) -> None:
 
 
 def client_logins(directory: Path, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables, not set yet, by which a client of this machine logs in to a service's servers.
+    """Return the variables by which a client on this machine logs in to a service's servers, except those already set.
 
     Raises:
-        InputError: the password is another user's.
+        InputError: the password belongs to another user.
     """
     logins = {PREFECT_CLIENT_SECRET: environment.get(PREFECT_CLIENT_SECRET) or environment.get(PREFECT_SECRET)}
     logins |= {name: environment.get(name) for name in (MLFLOW_USER, MLFLOW_PASSWORD)}
@@ -121,7 +122,11 @@ def client_logins(directory: Path, environment: Mapping[str, str] = os.environ) 
 
 
 def mlflow_login(login: str) -> dict[str, str]:
-    """The variables by which MLflow's clients log in."""
+    """Return the variables by which MLflow's clients log in.
+
+    Args:
+        login: `user:password`.
+    """
     user, _, password = login.partition(":")
     return {MLFLOW_USER: user, MLFLOW_PASSWORD: password}
 
@@ -142,7 +147,7 @@ def _own_password(path: Path) -> str:
 
 
 def _read_password(path: Path) -> str | None:
-    """`user:password`; None if there is no file, or an empty one, which a kill has left."""
+    """Return `user:password`; None if there is no file, or only an empty one that a killed process has left."""
     try:
         return path.read_text(encoding="utf-8").strip() or None
     except FileNotFoundError:
@@ -165,7 +170,7 @@ def _in_url(name: str) -> str:
 
 
 def past_the_proxy(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Variables that keep calls to this machine's own servers from going through a proxy; empty if none is set."""
+    """Return variables that keep calls to this machine's servers away from the proxy; empty if no proxy is set."""
     proxies = {"http_proxy", "https_proxy", "all_proxy"}
     if not any(name.lower() in proxies and value for name, value in environment.items()):
         return {}

@@ -1,13 +1,14 @@
-"""What stands before a server: it lets in this machine's names, the server's own pages, and a password's owner.
+"""The guard in front of a server, which checks the host name, the origin and the password of every request.
 
-- Host: another name is that of a foreign page whose address was made to be ours (DNS rebinding).
-- Origin: a browser names the page that calls, also another port's of this machine. Only the server's own page may.
-- Password: HTTP's Basic, for a server that asks for none by itself.
+- Host: only this machine's names are let in. A request to another name comes from a foreign page whose address was
+  pointed at this machine (DNS rebinding).
+- Origin: a browser names the page that sends a request. Only the server's own pages are let in; pages of other ports of
+  this machine are not.
+- Password: HTTP Basic authentication, for a server that has no password check of its own.
 
-Its pages may ask the servers of this port alone: Prefect's ask a counter of visitors,
-whatever its settings say.
-
-Prefect's and MLflow's own checks of these let localhost's pages of any port through, or everybody.
+The server's pages may connect only to the servers of this port, because Prefect's pages call a visitor counter whatever
+the settings are. The guard replaces the checks of Prefect and MLflow, which let in localhost's pages of any port, or
+everybody.
 """
 
 import base64
@@ -23,15 +24,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from flows.prefect_server.access import NAMES_VARIABLE
 
-HEALTH = "/health"  # says nothing but that the server runs
+HEALTH = "/health"  # needs no password, since it shows only that the server is running
 
 
 def guarded(app: ASGIApp, login: str | None = None, closed: frozenset[str] = frozenset()) -> ASGIApp:
-    """The server behind its guard. The names are those of ATHANOR_HOST_NAMES, without which nobody gets in.
+    """Return the server behind its guard. The allowed host names are those of ATHANOR_HOST_NAMES; without the variable
+    every request is refused.
 
     Args:
-        login: `user:password`; None if the server asks by itself.
-        closed: parts of a path below which nothing answers.
+        login: `user:password`; None if the server checks a password itself.
+        closed: path segments; a path with one of them is answered with 404.
     """
     names = os.environ.get(NAMES_VARIABLE, "").split(",")
     expected = base64.b64encode(login.encode()) if login else None
@@ -70,7 +72,7 @@ class _Guard:
         return PlainTextResponse("refused: user and password, as `athanor up` says, are missing or wrong\n", 401, how)
 
     def _is_own(self, origin: str, scope: Scope, headers: Headers) -> bool:
-        """Whether a page is the server's: the address that it calls, or another of this machine's names for it."""
+        """Whether a page belongs to the server: its address is the called one, or another of the server's names."""
         try:
             page = urlsplit(origin)
             host, _, port = page.netloc.rpartition(":")
@@ -80,7 +82,10 @@ class _Guard:
         return page.scheme in ("http", "https") and (page.netloc == headers.get("host") or is_named)
 
     def _sources(self, scope: Scope) -> str:
-        """The API's addresses, of which a page may be another name of this machine's; `ws:` stands for `http:` too."""
+        """Return the addresses that a page may connect to: this port under any name, and the API's address.
+
+        In a Content-Security-Policy, `ws:` allows `http:` too.
+        """
         api = urlsplit(os.environ.get("PREFECT_UI_API_URL", "")).netloc
         return " ".join(f"ws://{place}" for place in (f"*:{scope['server'][1]}", api) if place)
 

@@ -1,4 +1,4 @@
-"""The place of Prefect's files of a root: its settings, and its database unless there is a Postgres."""
+"""The directory of Prefect's files of a root: its settings, and its database unless Postgres is used."""
 
 import os
 from pathlib import Path
@@ -9,5 +9,5 @@ SCHEMA_LOCK = "schema.lock"
 
 
 def prefect_home(root: StorePath) -> Path:
-    """PREFECT_HOME if it is set, else a directory below the root."""
+    """Return PREFECT_HOME if it is set, else a directory below the root."""
     return Path(os.environ.get("PREFECT_HOME") or side_dir(root) / "prefect")

@@ -1,4 +1,4 @@
-"""Free ports that stay the same from one start to the next, so that bookmarks keep working."""
+"""Free ports that stay the same from one start of a service to the next, so that bookmarks keep working."""
 
 import contextlib
 import json
@@ -16,9 +16,13 @@ DEFAULTS = {"prefect": 4200, "mlflow": 5000}
 
 @contextlib.contextmanager
 def reserve_ports(directory: Path, host: str) -> Iterator[dict[str, int]]:
-    """Program -> its port: that of last time, else its usual one, else any; the first that is free.
+    """Choose a free port for each program: the port of last time, else the usual port, else any port.
 
-    While the block lasts, no other service of this machine chooses these ports: a server takes seconds to listen.
+    While the block lasts, no other service of this machine chooses these ports. This matters because a server takes
+    seconds until it listens.
+
+    Yields:
+        program -> its port.
     """
     last, chosen = DEFAULTS | recorded_ports(directory), {}
     with contextlib.ExitStack() as locks:
@@ -35,7 +39,7 @@ def is_free(host: str, port: int) -> bool:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-            probe.listen()  # two may be bound with SO_REUSEADDR; only one listens
+            probe.listen()  # with SO_REUSEADDR two sockets may be bound to a port, but only one can listen
         except OSError:
             return False
     return True
@@ -44,13 +48,13 @@ def is_free(host: str, port: int) -> bool:
 def _lock(port: int, locks: contextlib.ExitStack) -> bool:
     try:
         locks.enter_context(filelock.FileLock(Path(tempfile.gettempdir(), f"athanor-port-{port}.lock"), timeout=0))
-    except (filelock.Timeout, OSError):  # another service's, or another user's
+    except (filelock.Timeout, OSError):  # held by another service, or owned by another user
         return False
     return True
 
 
 def any_port(host: str) -> int:
-    """A port that is free now."""
+    """Return a port that is free now."""
     with socket.socket(_family(host)) as probe:
         probe.bind((host, 0))
         return probe.getsockname()[1]
@@ -61,7 +65,8 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def kept_ports(directory: Path, host: str = "127.0.0.1") -> Mapping[str, int]:
-    """Program -> its recorded port. A service that never ran gets ports that are free now, which it then takes."""
+    """Return program -> its recorded port. If the service never ran, choose ports that are free now and record them for
+    its first start."""
     if not recorded_ports(directory):
         directory.mkdir(parents=True, exist_ok=True)
         with reserve_ports(directory, host):
@@ -70,7 +75,7 @@ def kept_ports(directory: Path, host: str = "127.0.0.1") -> Mapping[str, int]:
 
 
 def recorded_ports(directory: Path) -> Mapping[str, int]:
-    """Program -> the port that it had last time; empty if it never ran."""
+    """Return program -> its port of last time; empty if the service never ran."""
     with contextlib.suppress(OSError, ValueError):
         values = json.loads((directory / "ports.json").read_text(encoding="utf-8"))
         return {name: values[name] for name in DEFAULTS if isinstance(values.get(name), int)}

@@ -1,8 +1,9 @@
-"""`uvicorn --factory flows.prefect_server.prefect_app:make_app`: Prefect's server, which asks for its own password,
-behind the guard.
+"""`uvicorn --factory flows.prefect_server.prefect_app:make_app`: Prefect's server behind the guard. The server checks
+its own password.
 
-Prefect answers 503 to a request whose transaction SQLite refused: another connection wrote meanwhile. Prefect's own
-client then asks again, but its pages show the error to a person. Here the server asks itself again.
+Prefect answers 503 to a request whose transaction SQLite refused because another connection was writing. Prefect's
+client then repeats the request, but Prefect's pages show the error to the user. Here the server repeats such a request
+itself.
 """
 
 import asyncio
@@ -13,20 +14,20 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from flows.prefect_server.guard import guarded
 
-BUSY_SECONDS = 30.0  # after which a 503 is the answer
+BUSY_SECONDS = 30.0  # after this time a 503 is sent to the client
 _FIRST_WAIT, _LONGEST_WAIT = 0.05, 1.0  # seconds between two tries
 _BUSY = 503
 
 
 def make_app() -> ASGIApp:
-    """Prefect's API and pages, as the environment sets them."""
+    """Return Prefect's API and pages, configured by the environment."""
     return guarded(asked_again(create_app()))
 
 
 def asked_again(app: ASGIApp) -> ASGIApp:
-    """An application whose answer 503 makes it get the same request again, until it answers otherwise or time is up.
+    """Return an application that repeats a request answered with 503, until the answer differs or time is up.
 
-    A refused transaction has changed nothing, so that a request counts once.
+    A refused transaction has changed nothing, so repeating it is safe.
     """
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -41,7 +42,7 @@ def asked_again(app: ASGIApp) -> ASGIApp:
 
 
 async def _is_busy(app: ASGIApp, scope: Scope, receive: Receive, send: Send, *, is_last: bool) -> bool:
-    """Whether the application answered 503, which is then not sent, unless it is the last try."""
+    """Pass the request to the application and return whether it answered 503. A 503 is sent only on the last try."""
     is_busy = False
 
     async def listen(message: Message) -> None:
@@ -52,14 +53,14 @@ async def _is_busy(app: ASGIApp, scope: Scope, receive: Receive, send: Send, *, 
 
     try:
         await app(dict(scope), receive, listen)
-    except Exception:  # starlette raises the error again after the answer
+    except Exception:  # starlette raises the error after it has sent the answer
         if not is_busy:
             raise
     return is_busy
 
 
 async def _whole(receive: Receive) -> list[Message]:
-    """The messages of a request's body."""
+    """Return the messages of a request's body."""
     messages = [await receive()]
     while messages[-1].get("more_body"):
         messages.append(await receive())
@@ -67,7 +68,7 @@ async def _whole(receive: Receive) -> list[Message]:
 
 
 def _replayed(messages: list[Message], receive: Receive) -> Receive:
-    """A request's messages once more; then whatever comes after them."""
+    """Return a receive function that gives the request's messages again, and then the messages after them."""
     left = list(messages)
 
     async def replay() -> Message:

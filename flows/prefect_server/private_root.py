@@ -1,6 +1,6 @@
-"""A root is its owner's alone: no other user of the machine reads data, logs, answers or databases in it.
+"""Makes a root private to its owner: no other user of the machine may read data, logs, answers or databases in it.
 
-`flows/__init__.py`, the trainer and the workers of answers set a umask, so that each file is made private too.
+`flows/__init__.py`, the trainer and the answer workers also set a umask, so that each new file is private.
 """
 
 import stat
@@ -13,15 +13,15 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def make_private_root(root: Path) -> str | None:
-    """Make the directory of a root, or take away the rights of others to an existing one.
+    """Make the directory of a root, or remove the permissions of other users from an existing directory.
 
-    A directory with the sticky bit, as /tmp, is meant for everybody and stays as it is; what is made in it is private.
+    A directory with the sticky bit, such as /tmp, is meant for everybody and keeps its mode. Files in it are private.
 
     Returns:
-        a line for a person if the rights of others were taken away, or could not be; else None.
+        a line for the user if permissions of others were removed or could not be removed; else None.
 
     Raises:
-        InputError: the directory cannot be made, or nothing can be written there.
+        InputError: the directory cannot be made, or no file can be written in it.
     """
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)

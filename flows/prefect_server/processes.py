@@ -1,4 +1,4 @@
-"""Processes of a service: they carry its mark in their environment, are found by it, and end as groups."""
+"""Processes of a service. They carry the service's mark in their environment, are found by it, and end as groups."""
 
 import contextlib
 import os
@@ -23,9 +23,9 @@ _TAIL_BYTES = 8_000
 
 
 def start_process(command: Sequence[str], environment: Mapping[str, str], log_path: Path) -> subprocess.Popen:
-    """Start a program in a session of its own. It gets SIGTERM when this process is gone.
+    """Start a program in a session of its own. The program gets SIGTERM when this process ends.
 
-    Must be called in the main thread: Linux ties the child's life to the thread that starts it.
+    Must be called in the main thread, because Linux sends the signal when the thread that started the child ends.
     """
     leash = [sys.executable, "-m", "flows.service.leash", str(os.getpid())]
     with log_path.open("ab") as log:
@@ -40,7 +40,8 @@ def start_process(command: Sequence[str], environment: Mapping[str, str], log_pa
 
 
 def end_process(process: subprocess.Popen, seconds: float) -> None:
-    """SIGTERM, then after so many seconds SIGKILL to its whole session, also if the process has ended already."""
+    """Send SIGTERM to a process and wait for at most `seconds`. Then send SIGKILL to its whole session, even if the
+    process has ended already."""
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
@@ -53,7 +54,7 @@ def end_process(process: subprocess.Popen, seconds: float) -> None:
 
 
 def with_environment() -> Iterator[tuple[psutil.Process, Mapping[str, str]]]:
-    """Every other process whose environment this user may read, with that environment; no zombies."""
+    """Yield every other process whose environment this user may read, with that environment. Zombies are left out."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             environment = process.environ()
@@ -62,7 +63,7 @@ def with_environment() -> Iterator[tuple[psutil.Process, Mapping[str, str]]]:
 
 
 def service_processes(side: Path, part: str | None = None) -> list[psutil.Process]:
-    """Other processes of a root's service, of one part (prefect, mlflow, worker...) or of all.
+    """Return the other processes of a root's service, of one part (prefect, mlflow, worker...) or of all parts.
 
     Flow runs and the processes that they start carry the mark of the worker.
     """
@@ -74,7 +75,7 @@ def service_processes(side: Path, part: str | None = None) -> list[psutil.Proces
 
 
 def flow_run_processes(side: Path) -> tuple[list[psutil.Process], list[psutil.Process]]:
-    """The processes of all flow runs of a service: the outermost one of each, and all including their children."""
+    """Return the processes of all flow runs of a service: first the outermost process of each, then all of them."""
     members = {
         process.pid: process
         for process, environment in with_environment()
@@ -89,9 +90,9 @@ def flow_run_processes(side: Path) -> tuple[list[psutil.Process], list[psutil.Pr
 
 
 def end_leftovers(side: Path, seconds: float) -> int:
-    """End the servers and the workers that a killed service has left; returns their number.
+    """End the servers and workers that a killed service has left, and return their number.
 
-    Flow runs go on: reconcile() ends them, and says so in their states.
+    Flow runs are not ended here. `reconcile` ends them and records that in their states.
     """
     leftovers = [
         process
@@ -103,7 +104,7 @@ def end_leftovers(side: Path, seconds: float) -> int:
 
 
 def end_marked(side: Path, part: str | None, seconds: float) -> None:
-    """End the processes of a part of a service, or of all: SIGTERM, then after so many seconds SIGKILL."""
+    """End the processes of one part of a service, or of all parts: SIGTERM, then SIGKILL after `seconds`."""
     _end(service_processes(side, part), seconds)
 
 
@@ -115,14 +116,14 @@ def _end(processes: list[psutil.Process], seconds: float) -> None:
 
 
 def send(processes: Iterable[psutil.Process], signum: int) -> None:
-    """Send a signal to those that still run."""
+    """Send a signal to the processes that are still running."""
     for process in processes:
         with contextlib.suppress(psutil.Error):
             process.send_signal(signum)
 
 
 def wait_gone(processes: Iterable[psutil.Process], seconds: float) -> list[psutil.Process]:
-    """Wait until all have ended, for at most so many seconds; returns those that still run."""
+    """Wait for at most `seconds` until all processes have ended, and return those that are still running."""
     survivors, deadline = [p for p in processes if runs(p)], time.monotonic() + seconds
     while survivors and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -131,21 +132,21 @@ def wait_gone(processes: Iterable[psutil.Process], seconds: float) -> list[psuti
 
 
 def begin_log(path: Path) -> None:
-    """Move the log of the last time aside, for a fresh one."""
+    """Rename the log of the last start to `<name>.1`, so that a new log can begin."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         path.replace(path.with_name(path.name + ".1"))
 
 
 def trim_log(path: Path) -> None:
-    """Move a long log aside. Its writer keeps the file open and appends, so it goes on at the start."""
+    """Copy a long log to `<name>.1` and empty it. Its writer appends, and so continues at the start of the file."""
     if path.exists() and path.stat().st_size > MAX_LOG_BYTES:
         shutil.copyfile(path, path.with_name(path.name + ".1"))
         os.truncate(path, 0)
 
 
 def log_tail(path: Path, lines: int = 8) -> list[str]:
-    """The last lines of a log that are not empty; none if there is no log."""
+    """Return the last non-empty lines of a log; [] if there is no log."""
     if not path.exists():
         return []
     with path.open("rb") as file:

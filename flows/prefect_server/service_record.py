@@ -1,4 +1,4 @@
-"""The record of a running service: a file in its root, by which other commands of this machine find it."""
+"""The record of a running service: a file in its root, by which other commands on this machine find the service."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from stages.launchers.owner import Owner
 
 FORMAT_VERSION = 1
 POOL = "athanor"
-FILES_VARIABLE = "ATHANOR_MLFLOW_FILES"  # where `mlflow-artifacts:` of a root's own service leads
+FILES_VARIABLE = "ATHANOR_MLFLOW_FILES"  # the directory that `mlflow-artifacts:` of a root's own service stands for
 DEFAULT_ROOT = "athanor-root"
 
 
@@ -28,10 +28,10 @@ class ServiceRecord(Owner):
     """A running service, and the process that watches its programs.
 
     Attributes:
-        prefect_api: for PREFECT_API_URL.
-        prefect_ui, mlflow: addresses for a browser; the second is for MLFLOW_TRACKING_URI too.
-        started: ISO 8601, UTC.
-        ready: whether everything answers.
+        prefect_api: value for PREFECT_API_URL.
+        prefect_ui, mlflow: addresses for a browser; `mlflow` is also the value for MLFLOW_TRACKING_URI.
+        started: time of the start, ISO 8601 in UTC.
+        ready: whether all programs answer.
     """
 
     format_version: int = FORMAT_VERSION
@@ -45,53 +45,53 @@ class ServiceRecord(Owner):
 
 
 def service_dir(root: StorePath) -> Path:
-    """The directory of a service's files: record, lock, logs."""
+    """Return the directory of a service's files: record, lock, logs."""
     return side_dir(root) / "service"
 
 
 def mlflow_files(root: StorePath) -> Path:
-    """The directory of the files of a root's own MLflow."""
+    """Return the directory for the files of a root's own MLflow."""
     return side_dir(root).resolve() / "mlflow-artifacts"
 
 
 def write_record(root: StorePath, record: ServiceRecord) -> None:
-    """Put the record in its place."""
+    """Write the record to its file."""
     write_json(service_dir(root) / "service.json", record.model_dump(mode="json"))
 
 
 def remove_record(root: StorePath) -> None:
-    """Remove the record: nobody shall use the service any longer."""
+    """Remove the record, so that no command uses the service any longer."""
     (service_dir(root) / "service.json").unlink(missing_ok=True)
 
 
 def read_service(root: StorePath) -> ServiceRecord | None:
-    """The service that serves this root now and answers; None if there is none, or only the record of a dead one."""
+    """Return the record of the service that serves this root and answers; None if no service is running or ready."""
     record = read_record(root)
     return record if record is not None and record.ready else None
 
 
 def read_record(root: StorePath) -> ServiceRecord | None:
-    """As `read_service`, also while the service is still starting."""
+    """Return the record of the running service, even if it is still starting. See `read_service`."""
     try:
         values = json.loads((service_dir(root) / "service.json").read_text(encoding="utf-8"))
         record = ServiceRecord.model_validate(values)
     except (OSError, ValueError, ValidationError):
-        return None  # there is none, or it is of another version
+        return None  # there is no record, or it is of another version
     lives = record.host == socket.gethostname() and not record.is_dead()
     return record if record.format_version == FORMAT_VERSION and lives else None
 
 
 def use_service(root: StorePath) -> ServiceRecord | None:
-    """Let this process and its children talk to the service of the root, unless the person has set another one.
+    """Let this process and its children use the service of the root, unless the user has set the address of another.
 
-    Must be called before Prefect is imported: it reads its address once. The service's password goes to the service
-    alone.
+    Must be called before Prefect is imported, because Prefect reads its address only once. The service's password is
+    set only for the servers of the service.
 
     Returns:
-        the record of the service; None if there is none.
+        the record of the service; None if no service is running.
 
     Raises:
-        InputError: the service is another user's, who has not shared its password.
+        InputError: the service belongs to another user, who has not shared its password.
     """
     service = read_service(root)
     if service is not None:

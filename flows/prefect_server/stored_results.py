@@ -1,7 +1,8 @@
-"""No result is read that a state of Prefect names: it would be a pickle, at a place that the state names too.
+"""Makes Prefect refuse stored results, because a stored result is a pickle at an address that anybody may choose.
 
-Whoever may call Prefect's API may set the state of a run, and with it such a result: the process of the run would read
-it at its end, and run what is in it. Nothing of ours stores results (tests/test_security.py).
+Whoever may call Prefect's API may set the state of a run, and the state may name a stored result. The process of the
+run would unpickle that result at its end, and so run any code in it. Athanor itself stores no results
+(tests/test_security.py).
 """
 
 from typing import Any, NoReturn
@@ -18,6 +19,6 @@ def _refuse(*_args: Any, **_values: Any) -> NoReturn:
 
 
 def refuse_stored_results() -> None:
-    """Make Prefect refuse them in this process, at the two places where bytes become objects."""
+    """Make Prefect refuse stored results in this process, in the two methods that turn bytes into objects."""
     ResultRecord.deserialize = _refuse
     ResultRecord.deserialize_from_result_and_metadata = _refuse

@@ -1,12 +1,13 @@
-"""Prefect's server for a run without a service: a child of this process that ends with it.
+"""Prefect's temporary server for a run without a service: a child process that ends with this process.
 
-Prefect would start such a server by itself, but first it would load its whole server into this process too (two more
-seconds in which nothing else happens), and it would leave the server behind after a kill -9. The command is Prefect's
-own (prefect/server/api/server.py, SubprocessASGIServer), but for the guard before it and a password of its own:
-loopback is everybody's of this machine.
+Prefect would start such a server by itself. But Prefect would first import its whole server into this process too,
+which takes two more seconds, and it would leave the server running after a kill -9. The command is Prefect's own
+(prefect/server/api/server.py, SubprocessASGIServer), with the guard in front of it and a password of its own, because
+every user of the machine can reach loopback.
 
-A fresh PREFECT_HOME has no tables. The first server makes them, in some three seconds of CPU, under a lock: two servers
-that make them at once ruin each other. The empty file <PREFECT_HOME>/schema-<version> marks that they are made.
+A new PREFECT_HOME has no tables. The first server makes them in about three seconds of CPU time. It does so under a
+lock, because two servers that make them at the same time would ruin the database. The empty file
+<PREFECT_HOME>/schema-<version> marks that the tables are made.
 """
 
 import atexit
@@ -32,7 +33,7 @@ from flows.prefect_server.processes import begin_log, end_process, log_tail, sta
 
 HOST = "127.0.0.1"
 LOG = "temporary-server.log"
-_CANNOT_LISTEN = 3  # uvicorn's exit status, which a failure of the application shares
+_CANNOT_LISTEN = 3  # exit status of uvicorn if it cannot listen, and also if the application fails
 _TRIES = 3
 _TURN_SECONDS = 0.05
 _END_SECONDS = 30.0  # a server that is making its tables must finish that first
@@ -43,7 +44,7 @@ _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 @dataclass(slots=True)
 class TemporaryServer:
-    """The server of this process; `begin` it early, `wait` until it answers."""
+    """The temporary server of this process. `begin` starts it early, and `wait` returns when it answers."""
 
     home: Path
     process: subprocess.Popen | None = None
@@ -52,13 +53,14 @@ class TemporaryServer:
 
     @property
     def api(self) -> str:
-        """For PREFECT_API_URL."""
+        """The value for PREFECT_API_URL."""
         return f"http://{HOST}:{self.port}/api"
 
     def begin(self) -> None:
-        """Start the server if it does not run. Must be called in the main thread, to whose life it is tied.
+        """Start the server if it is not running. Must be called in the main thread, since the server ends with it.
 
-        After a death it comes back at its port if that is free: Prefect's thread of events keeps the address.
+        A server that has died is restarted at its old port if that is free, because Prefect's event thread keeps using
+        the old address.
         """
         if self.process is not None and self.process.poll() is None:
             return
@@ -73,9 +75,10 @@ class TemporaryServer:
         self.process = start_process([sys.executable, "-m", "uvicorn", *app, *place], environment, self.home / LOG)
 
     def wait(self) -> None:
-        """Return when the server answers. If somebody else has taken its port, it is started again.
+        """Return when the server answers. Start it again if another program has taken its port.
 
-        Whoever took the port may have left it since: a client's connection gets any free port, for milliseconds.
+        The port may be free again at the second start, because the connection of a client occupies any free port for
+        milliseconds.
 
         Raises:
             RuntimeError: the server ended by itself or is too slow; the message has the end of its log.
@@ -93,7 +96,8 @@ class TemporaryServer:
             time.sleep(_TURN_SECONDS)
 
     def start(self) -> None:
-        """Return when the server answers. Every thread of this process uses it then; child processes do not."""
+        """Start the server and return when it answers. From then on every thread of this process uses it; child
+        processes do not."""
         self.begin()
         self.wait()
         os.environ.update(past_the_proxy())
@@ -107,7 +111,7 @@ class TemporaryServer:
                 os.environ[name] = value
 
     def end(self) -> None:
-        """Tell it to stop, and wait."""
+        """Stop the server and wait for its end."""
         if self.process is not None:
             end_process(self.process, _END_SECONDS)
 
@@ -124,18 +128,19 @@ class TemporaryServer:
 
 
 def start_early() -> None:
-    """Begin to start the server while this process still loads its libraries; `start_prefect` waits for it.
+    """Begin to start the server while this process is still importing its libraries. `start_prefect` waits for it.
 
-    Not before the tables are made: else the report of a person's typing error would have to wait for them.
+    Nothing happens if the tables are not made yet. Otherwise the report of a typing error would have to wait until they
+    are made.
     """
     if PREFECT_API_URL.value() is None and _marker(PREFECT_HOME.value()).exists():
         server_of(PREFECT_HOME.value()).begin()
 
 
 def start_prefect() -> None:
-    """Return when this process has a temporary server that answers and has its tables.
+    """Start the temporary server, and return when it answers and has its tables.
 
-    Nothing happens if another server is set.
+    Nothing happens if the address of another server is set.
     """
     if PREFECT_API_URL.value() is not None and not is_temporary():
         return
@@ -157,7 +162,7 @@ _servers: dict[Path, TemporaryServer] = {}
 
 
 def server_of(home: Path) -> TemporaryServer:
-    """The temporary server of a PREFECT_HOME; it ends with this process."""
+    """Return the temporary server of a PREFECT_HOME. It ends with this process."""
     if home not in _servers:
         _servers[home] = TemporaryServer(home)
         atexit.register(_servers[home].end)

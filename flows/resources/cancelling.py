@@ -1,7 +1,8 @@
-"""Cancels the flow runs within a cancelled flow run: Prefect forgets them, and they would stay "Running" for ever.
+"""Cancels the subflow runs of a cancelled flow run. Prefect does not do that, so they would stay "Running" for ever.
 
-The worker sets the outermost one to Cancelled when its process has ended. If that happened here, sooner, a person could
-retry the run while the worker still settles the try before, and the retry would be cancelled too.
+The worker sets the outermost flow run to Cancelled when its process has ended. This module must not do it earlier.
+Otherwise a user could retry the run while the worker is still settling the previous try, and the retry would be
+cancelled too.
 """
 
 import contextlib
@@ -16,19 +17,19 @@ from prefect.exceptions import TerminationSignal
 from prefect.runtime import flow_run
 from prefect.states import Cancelled
 
-CANCELLED = "cancelled; Retry goes on from the last checkpoint"
+CANCELLED = "cancelled; Retry resumes from the last checkpoint"
 log = logging.getLogger("athanor.service")
 
 
 @contextlib.contextmanager
 def inner_run_cancelled() -> Iterator[None]:
-    """Around the work of a task: if SIGTERM ends it in a flow run within a cancelled one, set that to Cancelled."""
+    """Set the current subflow run to Cancelled if SIGTERM ends the block because the outermost run is cancelled."""
     try:
         yield
     except TerminationSignal:
         try:
             _settle()
-        except httpx.HTTPError as error:  # the next start settles it
+        except httpx.HTTPError as error:  # the next start of the service settles the run
             log.warning("the flow run %s could not be set to Cancelled: %s", flow_run.id, error)
         raise
 

@@ -1,18 +1,18 @@
-"""The data stages' shards on an existing Dask cluster: `execution.dask_address`. Needs `pip install -e '.[dask]'`.
+"""The data stages' shard tasks on a Dask cluster (`execution.dask_address`). Needs `pip install -e '.[dask]'`.
 
-The flow and its stages stay in the flow's process, with progress, logs, locks and manifests. Only shard tasks go to the
-cluster, one at a time to each worker process. So workers need
+The flow and its stages stay in the flow's process, with progress, logs, locks and manifests. Only shard tasks run on
+the cluster, one at a time on each worker process. So the workers need
 
     the same athanor and the same versions of the packages that decide bytes (checked before the work starts);
-    the same paths: a file system that all share, or an object store's URL as root and source (checked too);
+    the same paths: a shared file system, or an object store's URL as root and source (checked too);
     one thread each (`dask worker tcp://host:8786 --nthreads 1 --nworkers 16`): further threads of a worker are idle.
 
-If a worker is lost, Dask gives its shard to another one, up to `distributed.scheduler.allowed-failures` times (3); a
-shard that takes down one worker after another is an InputError. Files appear whole or not at all and their bytes depend
-on the input alone, so that a shard made twice does no harm. A thread of a worker cannot be stopped: before a run writes
-to the place of an interrupted one, it waits for the tasks that still run there.
+If a worker is lost, Dask gives its shard to another worker, up to `distributed.scheduler.allowed-failures` times (3). A
+shard that takes down one worker after another is an InputError. Files are written completely or not at all, and their
+bytes depend only on the input, so a shard that is made twice does no harm. A thread of a worker cannot be stopped. So
+before a run writes to the directory of an interrupted run, it waits for the tasks that are still running there.
 
-prefect_dask and distributed are imported on use, so that nobody without an address needs them.
+prefect_dask and distributed are imported on use, so that they need not be installed if no address is set.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ def on_cluster(execution: ExecutionConfig, root: StorePath, sources: Sequence[St
         return
     prefect_dask = _load("prefect_dask", execution)
     _knock(execution)
-    # Tasks in the flow's process find the default client, by get_dask_client.
+    # Tasks in the flow's process get the default client from get_dask_client.
     settings = {"set_as_default": True, "timeout": _CONNECT_SECONDS}
     runner = prefect_dask.DaskTaskRunner(address=execution.dask_address, client_kwargs=settings)
     flow_context = FlowRunContext.get()
@@ -71,14 +71,14 @@ def on_cluster(execution: ExecutionConfig, root: StorePath, sources: Sequence[St
 
 
 def check_cluster(execution: ExecutionConfig, root: StorePath, sources: Sequence[StorePath]) -> None:
-    """Raise what `on_cluster` would raise, at the start of a flow that uses the cluster later."""
+    """Raise the errors of `on_cluster` at the start of a flow that uses the cluster later."""
     with on_cluster(execution, root, sources):
         pass
 
 
 @contextlib.contextmanager
 def with_cluster(resources: StageResources, execution: ExecutionConfig) -> Iterator[StageResources]:
-    """The resources, with the cluster as their executor if there is a `dask_address`; to be used inside `on_cluster`.
+    """Yield the resources, with the cluster as their executor if there is a `dask_address`. Use inside `on_cluster`.
 
     Raises:
         InputError: a shard took down one worker after another; the scheduler was lost; a worker is still busy with a
@@ -110,7 +110,8 @@ def with_cluster(resources: StageResources, execution: ExecutionConfig) -> Itera
 
 
 def _knock(execution: ExecutionConfig) -> None:
-    """Raise InputError if no scheduler answers. A Client that fails would stay the process's default, half open."""
+    """Raise InputError if no scheduler answers. This uses no Client, because a failed Client would remain the default
+    client of the process."""
     connect = _load("distributed", execution).comm.connect
 
     async def knock() -> None:
@@ -118,7 +119,7 @@ def _knock(execution: ExecutionConfig) -> None:
         comm.abort()
 
     try:
-        with ThreadPoolExecutor(1) as thread:  # Prefect may have a loop in this one
+        with ThreadPoolExecutor(1) as thread:  # Prefect may have an event loop in the current thread
             thread.submit(asyncio.run, knock()).result()
     except (OSError, ValueError) as error:
         raise InputError(
@@ -128,7 +129,7 @@ def _knock(execution: ExecutionConfig) -> None:
 
 
 class _ShardExecutor(Executor):
-    """A Dask client's executor whose tasks have keys with a prefix of their own."""
+    """A Dask client's executor whose task keys start with a prefix that is unique to it."""
 
     def __init__(self, client: Any) -> None:
         self.key_prefix = f"{KEY_PREFIX}-{uuid.uuid4().hex[:12]}-"
@@ -182,7 +183,11 @@ def _check_worker(what: str, answer: dict[str, Any] | Exception) -> None:
 
 @contextlib.contextmanager
 def _marker(root: StorePath) -> Iterator[tuple[StorePath, str]]:
-    """A file below the root and its text, by which a worker proves that it sees this root, not another of its name."""
+    """Write a file below the root. A worker that reads its text sees this root, and not another one with the same name.
+
+    Yields:
+        the path of the file and its text.
+    """
     token = uuid.uuid4().hex
     make_dir(root)
     path = root / f"dask-{token[:12]}.txt"
@@ -194,7 +199,11 @@ def _marker(root: StorePath) -> Iterator[tuple[StorePath, str]]:
 
 
 def _wait_while_busy(client: Any, execution: ExecutionConfig, counts: Callable[[str, bool], bool]) -> None:
-    """Wait until no worker runs a shard task that `counts`, by its key and whether nobody wants it any more."""
+    """Wait until no worker runs a shard task that `counts`.
+
+    Args:
+        counts: function of a task's key and whether the task was cancelled.
+    """
     end, was_logged = time.monotonic() + _BUSY_SECONDS, False
     while busy := [
         worker for worker, tasks in client.run(running_tasks).items() if any(counts(*task) for task in tasks)

@@ -1,4 +1,4 @@
-"""Functions that run inside a Dask worker. They load neither Prefect nor a stage, so that the first look is quick."""
+"""Functions that run inside a Dask worker. They import neither Prefect nor a stage, so that the first call is quick."""
 
 import functools
 import hashlib
@@ -15,32 +15,32 @@ from dataset_builders.storage.store import location
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
-KEY_PREFIX = "athanor"  # of the keys of shard tasks
-# Packages that, with our own code, decide the bytes of data artifacts.
+KEY_PREFIX = "athanor"  # start of the keys of shard tasks
+# Packages that, together with athanor's code, decide the bytes of data artifacts.
 _PACKAGES = ("numpy", "pillow", "pyarrow", "simplejpeg", "tokenizers", "torch", "transformers", "webdataset")
 _CODE = ("dataset_builders", "stages")
-_RUNNING = ("executing", "long-running", "cancelled", "resumed")  # states of Dask's worker in which a thread is busy
+_RUNNING = ("executing", "long-running", "cancelled", "resumed")  # Dask's task states in which a thread is busy
 
-# The tasks of a process share an encoder, which is not made for threads.
+# The tasks of a process share an encoder, which is not thread-safe.
 _one_at_a_time = threading.Lock()
 
 
 def run_shard_task(function: Callable[[Task], Result], task: Task) -> Result:
-    """The function's result for the task; in a worker of several threads, one task after the other."""
+    """Return the function's result for the task. In a worker with several threads, tasks run one after the other."""
     with _one_at_a_time:
         return function(task)
 
 
 def look(marker: str, token: str, places: Sequence[str]) -> dict[str, Any]:
-    """The files and packages that this worker sees.
+    """Report the files and packages that this worker sees.
 
     Args:
         marker: a file that the flow's process has just written; its text is `token`.
-        places: directories.
+        places: directories that the worker must see.
 
     Returns:
-        host; unseen: the first directory that is not there (the marker's, if the marker is not), or None; versions:
-        package -> version.
+        "host": the worker's host name. "unseen": the first directory that does not exist here, the marker's directory
+        if the marker is missing, or None. "versions": package -> version.
     """
     try:
         has_marker = location(marker).read_text() == token
@@ -54,7 +54,7 @@ def look(marker: str, token: str, places: Sequence[str]) -> dict[str, Any]:
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Package -> version, for those that decide bytes; "athanor's code" -> a digest of its files."""
+    """Return package -> version for the packages that decide bytes, and "athanor's code" -> a digest of its files."""
     installed = {"Python": ".".join(map(str, sys.version_info[:2]))}
     for name in _PACKAGES:
         try:
@@ -65,7 +65,7 @@ def versions() -> dict[str, str]:
 
 
 def running_tasks(dask_worker: Any) -> list[tuple[str, bool]]:
-    """The shard tasks that threads of this worker are busy with: (key, whether nobody wants the task any more).
+    """Return the shard tasks that threads of this worker are running: (key, whether the task was cancelled).
 
     Args:
         dask_worker: filled in by `Client.run`.

@@ -1,4 +1,4 @@
-"""What this host has to train with, without torch: the driver's word, and the packages that are installed."""
+"""The GPUs and the training packages of this host, found without importing torch: from the driver and from pip."""
 
 import importlib.metadata
 import importlib.util
@@ -9,12 +9,12 @@ from functools import cache
 
 from trainer.contract.machine.modules import Host
 
-_NONE = ("", "-1")  # CUDA_VISIBLE_DEVICES that hides every GPU
+_NONE = ("", "-1")  # values of CUDA_VISIBLE_DEVICES that hide every GPU
 
 
 @cache
 def this_host() -> Host:
-    """The first GPU that torch would find here, and Transformer Engine's version."""
+    """Return the first GPU that torch would find here, and Transformer Engine's version."""
     hides = os.environ.get("CUDA_VISIBLE_DEVICES") in _NONE
     listing = [] if hides or _version("torch").endswith("+cpu") else ask_driver("name", "compute_cap")
     if not listing:
@@ -34,7 +34,7 @@ def _version(name: str) -> str:
 
 
 def ask_driver(*fields: str) -> list[str]:
-    """A line for each GPU with these fields of nvidia-smi, joined by ", "; none if there is no GPU."""
+    """Return one line per GPU with these fields of nvidia-smi, joined by ", "; [] if there is no GPU."""
     if not shutil.which("nvidia-smi"):
         return []
     query = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
@@ -46,7 +46,7 @@ def ask_driver(*fields: str) -> list[str]:
 
 
 def gpu_memory_gb() -> float | None:
-    """Memory of the first GPU in 10^9 bytes; None if there is none, or torch is the build for a CPU."""
+    """Return the memory of the first GPU in 10^9 bytes; None if there is no GPU, or if torch is a CPU build."""
     if not this_host().gpu:
         return None
     number, _, unit = ask_driver("memory.total")[0].partition(" ")

@@ -1,13 +1,13 @@
 """Named concurrency limits: how many jobs may use a GPU host, a partition or a namespace at once.
 
-They are Prefect's global concurrency limits, on the server of PREFECT_API_URL. A temporary server of this process is
-shared with nobody, so no slot is needed there. A limit that the server does not know is made with one slot. A slot is
-held under a lease of a minute, which is renewed. The slot of a killed holder is free after that minute, and at once for
-a job on the same root and host, which sees that the holder is dead.
+They are Prefect's global concurrency limits, on the server of PREFECT_API_URL. A temporary server of this process has
+no other users, so no slot is needed there. A limit that the server does not know is made with one slot. A slot is held
+under a lease of one minute, which is renewed. If its holder is killed, the slot is free after that minute. A job on the
+same root and host gets it at once, because it sees that the holder is dead.
 
-Prefect's own context manager is not used: it gives up after three failed renewals in a row, the few seconds of a
-server's restart, and another job would then run beside this one. Here the renewal goes on until it succeeds, a slot
-that was lost meanwhile is taken again, and no job ends because the server is away.
+Prefect's own context manager is not used. It gives up after three failed renewals in a row, which is the few seconds of
+a server's restart, and then a second job could run at the same time. Here the renewal is repeated until it succeeds, a
+slot that was lost in the meantime is taken again, and no job ends because the server is away.
 """
 
 import contextlib
@@ -38,22 +38,22 @@ HOST_LIMIT = ClusterConfig().limit
 DEFAULT_LIMITS = {HOST_LIMIT: 1}
 LEASE_SECONDS = 60.0  # the shortest that Prefect grants
 RENEW_SECONDS = 15.0
-JOIN_SECONDS = 15.0  # for a renewal in progress
+JOIN_SECONDS = 15.0  # longest wait for a renewal in progress
 TRY_SECONDS = 2.0  # between two tries to get a slot
 LOG_SECONDS = 60.0  # between two lines about the same wait
-SERVER_SECONDS = 600.0  # for the server to come back; after that the next call fails
+SERVER_SECONDS = 600.0  # longest wait for the server to come back; after that the next call fails
 _LOCKED, _BUSY, _GONE = 423, 503, (404, 410)
 _BUSY_PAUSES = (0.05, 0.1, 0.2, 0.4)
 log = logging.getLogger("athanor.limits")
 
 
 def has_server() -> bool:
-    """Whether Prefect's server may have other users; a temporary one of this process has none."""
+    """Whether Prefect's server may have other users. A temporary server of this process has none."""
     return PREFECT_API_URL.value() is not None and not is_temporary()
 
 
 def wait_for_server(seconds: float = SERVER_SECONDS) -> None:
-    """Wait for the server if it is away: after hours of work the next call would fail the run."""
+    """Wait for the server if it is away. Without the wait, the next call would fail the run after hours of work."""
     if not has_server():
         return
     deadline, is_away = time.monotonic() + seconds, False
@@ -68,16 +68,15 @@ def wait_for_server(seconds: float = SERVER_SECONDS) -> None:
 
 
 def create_limits(limits: Mapping[str, int]) -> None:
-    """Create or change these limits on the server; may be called again at any time.
+    """Create or change these limits on the server. May be called again at any time.
 
-    The limit of this host, if it is not among them, is made with one slot if it is missing, and else stays as a person
-    has set it.
+    The limit of this host is created with one slot if it is missing. It is changed only if `limits` has it.
 
     Args:
-        limits: name -> slots.
+        limits: name -> number of slots.
 
     Raises:
-        InputError: a limit has less than one slot, so that nothing could run.
+        InputError: a limit has less than one slot, so that no job could run.
     """
     for name, slots in limits.items():
         if slots < 1:
@@ -89,7 +88,7 @@ def create_limits(limits: Mapping[str, int]) -> None:
 
 
 def free_dead_slots(client: SyncPrefectClient, root: StorePath) -> int:
-    """Release the slots whose holders on this host are dead; returns their number."""
+    """Release the slots whose holders on this host are dead, and return their number."""
     dead = [lease for lease in read_leases(root) if lease.is_dead()]
     for lease in dead:
         client.release_concurrency_slots_with_lease(UUID(lease.lease_id))
@@ -99,10 +98,10 @@ def free_dead_slots(client: SyncPrefectClient, root: StorePath) -> int:
 
 @contextlib.contextmanager
 def slot_of(name: str, root: StorePath) -> Iterator[None]:
-    """Hold a slot of a limit while the block lasts. The wait for it is in the run's log.
+    """Hold a slot of a limit while the block lasts. The wait for the slot is reported in the run's log.
 
     Args:
-        root: keeps the record of the slot's holder.
+        root: the root that keeps the record of the slot's holder.
 
     Raises:
         InputError: somebody has set the limit to 0 slots.
@@ -127,12 +126,12 @@ class Slot:
         self.lease_id: UUID | None = None
         self.logger = _logger()
         self._stop = threading.Event()
-        here = contextvars.copy_context()  # with Prefect's settings, which name the slot's server
+        here = contextvars.copy_context()  # includes Prefect's settings, which name the slot's server
         renew = partial(here.run, self._renew_until_released)
         self._thread = threading.Thread(target=renew, name=f"slot-{name}", daemon=True)
 
     def acquire(self) -> None:
-        """Wait for a slot, as long as it takes."""
+        """Wait for a slot without a time limit, and take it."""
         logged_at, start = 0.0, time.monotonic()
         while (why := self._try()) is not None:
             if not logged_at or time.monotonic() - logged_at >= LOG_SECONDS:
@@ -144,9 +143,9 @@ class Slot:
         self._thread.start()
 
     def release(self) -> None:
-        """Release the slot. If the server is away, the lease ends by itself."""
+        """Release the slot. If the server is away, the lease expires by itself."""
         self._stop.set()
-        self._thread.join(JOIN_SECONDS)  # else it could take the slot again after its release
+        self._thread.join(JOIN_SECONDS)  # otherwise the thread could take the slot again after its release
         if self.lease_id is None:
             return
         try:
@@ -157,7 +156,7 @@ class Slot:
         forget_lease(self.root, str(self.lease_id))
 
     def _try(self) -> str | None:
-        """Try to take a slot; None if it was taken, else the reason."""
+        """Try to take a slot. Return None if it was taken, else the reason."""
         try:
             with get_client(sync_client=True) as client:
                 while True:
@@ -207,7 +206,7 @@ class Slot:
                 if is_away:
                     log.info("Prefect's server answers again; the slot of '%s' is held", self.name)
                 is_away = False
-            except Exception as error:  # of any kind: the job goes on
+            except Exception as error:  # no error of the renewal may end the job
                 if not is_away:
                     log.warning("the slot of '%s' could not be renewed, the job goes on: %s", self.name, error)
                 is_away = True
@@ -219,7 +218,7 @@ class Slot:
             if error.response.status_code not in _GONE:
                 raise
             forget_lease(self.root, str(self.lease_id))
-            if not self._stop.is_set():  # else it was released just now
+            if not self._stop.is_set():  # if it is set, the slot was released just now
                 self._take(client)
 
 
@@ -231,9 +230,9 @@ def _logger() -> logging.Logger | logging.LoggerAdapter:
 
 
 def _promptly(call: Callable[[], object]) -> None:
-    """Call Prefect's server and try again within a second if it is busy; its client would wait two seconds per try.
+    """Call Prefect's server, and try again within a second if it is busy. Prefect's client would wait two seconds.
 
-    The server's SQLite refuses a call at once (503) during another write, and the end of a stage makes many writes.
+    The server's SQLite refuses a call (503) during another write, and the end of a stage makes many writes.
     """
     with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
         for pause in _BUSY_PAUSES:
@@ -248,7 +247,7 @@ def _promptly(call: Callable[[], object]) -> None:
 
 
 def _create(client: SyncPrefectClient, name: str, slots: int) -> bool:
-    """Make a limit if it is missing; returns whether it was."""
+    """Make a limit if it is missing, and return whether it was made."""
     try:
         client.read_global_concurrency_limit_by_name(name)
         return False
@@ -257,5 +256,5 @@ def _create(client: SyncPrefectClient, name: str, slots: int) -> bool:
     try:
         client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=name, limit=slots))
         return True
-    except ObjectAlreadyExists:  # by another process, just now
+    except ObjectAlreadyExists:  # another process has just made it
         return False

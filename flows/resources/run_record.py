@@ -1,9 +1,9 @@
-"""Records of the process of each flow run and of the slots it holds: files in the root that outlive a killed process.
+"""Records of each flow run's process and of the slots that it holds: files in the root that outlive a killed process.
 
     <root>/service/runs/<flow run id>.json      written when the flow starts, removed when its process ends
     <root>/service/leases/<lease id>.json       while a slot of a concurrency limit is held
 
-Prefect knows a process id at best, and no host; by these files, later processes see which owners are dead.
+Prefect knows at most a process id, and no host. From these files, later processes see which owners are dead.
 """
 
 import atexit
@@ -25,7 +25,7 @@ FORMAT_VERSION = 1
 
 
 class _Record(Owner):
-    """A file with the process that owns something."""
+    """A file that names the process that owns something."""
 
     format_version: int = FORMAT_VERSION
 
@@ -34,7 +34,7 @@ class RunRecord(_Record):
     """A flow run and its process.
 
     Attributes:
-        tracking_run: key of its MLflow run, once there is one.
+        tracking_run: key of its MLflow run; None until there is one.
     """
 
     flow_run_id: str
@@ -53,12 +53,12 @@ Record = TypeVar("Record", bound=_Record)
 
 
 def this_process() -> dict[str, object]:
-    """The fields of an Owner."""
+    """Return this process as the fields of an `Owner`."""
     return Owner.of_this_process().model_dump()
 
 
 def record_run(root: StorePath, tracking_run: str | None = None) -> None:
-    """Record that this process runs the current flow run, until the process ends. Outside a flow run, nothing happens.
+    """Record that this process runs the current flow run, until the process ends. Does nothing outside a flow run.
 
     Args:
         tracking_run: key of the MLflow run; None keeps the one in the record.
@@ -74,17 +74,17 @@ def record_run(root: StorePath, tracking_run: str | None = None) -> None:
         return
     _write(path, record)
     if is_new:
-        # At the end of the process and not of the flow: the final state must have reached the server before.
+        # The record is removed at the end of the process, not of the flow, when the server has the final state.
         atexit.register(_forget_own, path, os.getpid())
 
 
 def read_runs(root: StorePath) -> list[RunRecord]:
-    """The records of all flow runs, of living and of dead processes."""
+    """Return the records of all flow runs, whether their processes are running or dead."""
     return list(_read_all(_runs(root), RunRecord))
 
 
 def forget_run(root: StorePath, record: RunRecord) -> None:
-    """Remove the record of a settled flow run; a record that a newer process has written meanwhile stays."""
+    """Remove the record of a settled flow run. A record that a newer process has written in the meantime is kept."""
     path = _runs(root) / f"{record.flow_run_id}.json"
     if _read(path, RunRecord) == record:
         path.unlink(missing_ok=True)
@@ -96,7 +96,7 @@ def record_lease(root: StorePath, lease: LeaseRecord) -> None:
 
 
 def read_leases(root: StorePath) -> list[LeaseRecord]:
-    """The records of all slots, of living and of dead processes."""
+    """Return the records of all slots, whether their processes are running or dead."""
     return list(_read_all(_leases(root), LeaseRecord))
 
 
@@ -125,7 +125,7 @@ def _read_all(directory: Path, model: type[Record]) -> Iterator[Record]:
 
 
 def _read(path: Path, model: type[Record]) -> Record | None:
-    """The record in a file; None if there is none, or one of another version."""
+    """Return the record in a file; None if there is no record, or one of another version."""
     with contextlib.suppress(OSError, ValueError, ValidationError):
         record = model.model_validate_json(path.read_bytes())
         if record.format_version == FORMAT_VERSION:

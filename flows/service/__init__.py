@@ -1,5 +1,5 @@
-"""`athanor up`: Prefect, MLflow and a worker on this machine, kept running, and ended together.
+"""`athanor up`: starts Prefect, MLflow and a worker on this machine, keeps them running, and ends them together.
 
-In: a root and ports. Out: a running service.
+In: a root and an address to listen on. Out: a running service.
 Read first: `run_service.py`, then `supervisor.py`.
 """

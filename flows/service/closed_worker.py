@@ -1,8 +1,8 @@
-"""The worker of a service: Prefect's process worker, which runs what this service offers and nothing else.
+"""The worker of a service: Prefect's process worker, restricted to the flows that this service offers.
 
-Whoever may call Prefect's API may create deployments with code of their own, give a run a command or variables of the
-environment, and change the work pool. Of all that this worker takes the deployment's name. Command and entrypoint are
-written here; what else differs from what `offers.py` registers is refused, with a line in the run's state.
+Whoever may call Prefect's API may create deployments with other code, give a run a command or environment variables,
+and change the work pool. This worker uses only the name of the deployment. The command and the entrypoint are set here.
+Any other difference from the registration by `offers.py` is refused, with a line in the run's state.
 """
 
 import os
@@ -19,24 +19,24 @@ from dataset_builders.errors import InputError
 from flows.deployments.offers import JOB_TEMPLATE, OFFERS
 from flows.prefect_server.processes import SERVICE_VARIABLE
 
-TYPE = "athanor"  # for `prefect worker start --type`; the pool's type is Prefect's `process`
-_ENTRYPOINT = "PREFECT__FLOW_ENTRYPOINT"  # Prefect's engine loads this flow, and asks no deployment
+TYPE = "athanor"  # for `prefect worker start --type`; the pool's own type is `process`
+_ENTRYPOINT = "PREFECT__FLOW_ENTRYPOINT"  # Prefect's engine loads this flow instead of the deployment's
 _WAY_OUT = "restart athanor's worker, which registers everything again"
 
 
 class ClosedConfiguration(process.ProcessJobConfiguration):
-    """The job of a flow run, whatever the pool's template, the deployment and the run say."""
+    """The job of a flow run, which ignores the settings of the pool's template, the deployment and the run."""
 
     @classmethod
     async def from_template_and_values(cls, *_args: Any, **_values: Any) -> Self:
-        """Prefect's name for the place where all three are merged."""
-        # Prefect's own engine would look for a workspace first, in two more processes.
+        """Return the fixed job. Prefect calls this method to merge the template, the deployment and the run."""
+        # Prefect's default command would first look for a workspace, in two more processes.
         module = "flows.service.engine" if SERVICE_VARIABLE in os.environ else "prefect.engine"
         return cls(command=shlex.join([sys.executable, "-m", module]))
 
 
 class ClosedWorker(process.ProcessWorker):
-    """Runs the flows of `OFFERS`."""
+    """A worker that runs only the flows of `OFFERS`."""
 
     job_configuration = ClosedConfiguration
 
@@ -45,7 +45,7 @@ class ClosedWorker(process.ProcessWorker):
         return TYPE
 
     async def run(self, flow_run: FlowRun, configuration: ClosedConfiguration, task_status: Any = None) -> Any:
-        """As Prefect's.
+        """Run a flow run as Prefect's process worker does.
 
         Raises:
             InputError: the run, its deployment or the pool differs from what was registered.
@@ -58,7 +58,7 @@ class ClosedWorker(process.ProcessWorker):
 
 
 def entrypoint_to_run(flow_run: FlowRun, deployment: DeploymentResponse | None, pool: WorkPool) -> str:
-    """The module path of the flow that a run asks for.
+    """Return the module path of the flow that a run asks for.
 
     Raises:
         InputError: the run, its deployment or the pool differs from what was registered.
@@ -84,6 +84,6 @@ async def _without_hooks(_flow_run: FlowRun) -> Flow:
     return OFFERS[0].flow
 
 
-# At the end of a run, Prefect's worker loads the flow that the deployment names by then into its own process, and runs
-# its hooks. No flow of ours has any.
+# At the end of a run, Prefect's worker would import the flow that the deployment names at that time, and run its hooks.
+# Athanor's flows have no hooks.
 process.load_flow_from_flow_run = _without_hooks

@@ -1,8 +1,8 @@
-"""`python -m flows.service.engine`: Prefect's engine for one flow run, which writes into the worker's log by itself.
+"""`python -m flows.service.engine`: Prefect's engine for one flow run, which writes directly into the worker's log.
 
-A worker reads the output of its flow runs through pipes, which break when it is killed. Prefect writes its log lines
-with rich, which ends a process whose pipe is broken (Console.on_broken_pipe): the flow would end while its trainer
-saves.
+A worker reads the output of its flow runs through pipes, which break when the worker is killed. Prefect writes its log
+lines with rich, which ends a process whose pipe is broken (Console.on_broken_pipe). So the flow would end while its
+trainer is saving.
 """
 
 import os

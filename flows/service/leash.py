@@ -1,7 +1,7 @@
-"""`python -m flows.service.leash PARENT COMMAND...`: become a command that gets SIGTERM when its parent is gone.
+"""`python -m flows.service.leash PARENT COMMAND...`: become a command that gets SIGTERM when its parent ends.
 
-Linux sends the signal (prctl(2), PR_SET_PDEATHSIG) however the parent ends, by kill -9 too; the setting outlives the
-exec. Other systems do nothing: there the next `athanor up` ends the leftovers.
+Linux sends the signal (prctl(2), PR_SET_PDEATHSIG) however the parent ends, even by kill -9. The setting outlives the
+exec. Other systems send no signal; there the next `athanor up` ends the leftover processes.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: list[str]) -> int:
-    """Returns only if the parent is gone already."""
+    """Become the command. Return 1 if the parent has ended already."""
     parent, command = int(arguments[0]), arguments[1:]
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,14 +1,14 @@
-"""`uvicorn --factory flows.service.mlflow_app:make_app`: MLflow's server behind the guard, which asks for the password.
+"""`uvicorn --factory flows.service.mlflow_app:make_app`: MLflow's server behind the guard, which checks the password.
 
-`mlflow server` starts this application in a second process, after which the first waits. Its own logins are users in a
-database, whose password is hashed anew at every request.
+`mlflow server` is not used: it starts the application in a second process while the first one only waits. Its logins
+are users in a database, whose passwords are hashed again at every request.
 
-The root's database holds addresses of this machine's disk, by which the root's own commands go on without a server.
-To clients the same files are `mlflow-artifacts:`, which they read and write through this server.
+The root's database stores addresses on this machine's disk, so that commands on the root work without a server. Clients
+of this server see the same files under `mlflow-artifacts:`, and read and write them through the server.
 
-MLflow's API lets whoever may call it give an experiment any directory for its files, and read and write there. Here
-files of the root's own directory are served alone, and none is deleted. What makes the server run a model's commands or
-call other machines is closed.
+Whoever may call MLflow's API may set any directory for the files of an experiment, and read and write in it. This
+application serves only files in the root's own directory, and deletes none. Endpoints that make the server run a
+model's commands or call other machines are closed.
 """
 
 import os
@@ -33,14 +33,14 @@ from flows.prefect_server.access import MLFLOW_PASSWORD, MLFLOW_USER
 from flows.prefect_server.guard import guarded
 from flows.tracking.store import ADDRESSES, settle
 
-# Parts of a path below which nothing answers: an assistant with a shell, calls to other machines, jobs, and an
-# upload that puts a run's files into EXPERIMENT/RUN/artifacts, wherever they are.
+# A path with one of these segments is answered with 404: an assistant with a shell, calls to other machines, jobs, and
+# an upload that ignores where a run's files are and puts them into EXPERIMENT/RUN/artifacts.
 CLOSED = frozenset(
     {"assistant", "gateway", "gateway-proxy", "webhooks", "jobs", "prompt-optimization", "scorers", "upload-artifact"}
 )
 _SERVED = "mlflow-artifacts:"
-# On a browser's first visit MLflow begins with its pages for generated text, opens the assistant, which is closed, says
-# that it collects usage data, and shows its switch for that on: the server's own setting is not asked.
+# At a browser's first visit, MLflow shows its pages for generated text and opens the assistant, which is closed here.
+# It also announces that it collects usage data, and shows the switch for that as on, whatever the server's setting is.
 _FIRST_VISIT = """<head><script>
 const first = {
   "mlflow.workflowType_v1": '"machine_learning"',
@@ -53,7 +53,7 @@ for (const [key, value] of Object.entries(first)) localStorage.getItem(key) ?? l
 
 
 def make_app() -> ASGIApp:
-    """MLflow's API and pages on the store that the environment names; makes its tables if they are missing."""
+    """Return MLflow's API and pages on the store that the environment names. Make its tables if they are missing."""
     store = os.environ[BACKEND_STORE_URI_ENV_VAR]
     settle(_own_directory().parent)
     for table, name in ADDRESSES:
@@ -67,38 +67,41 @@ def make_app() -> ASGIApp:
 
 
 class ServedAddress(TypeDecorator):
-    """A column of addresses of files: `file:` in the database, `mlflow-artifacts:` for all that reads it here."""
+    """A column of file addresses: `file:` in the database, `mlflow-artifacts:` for the code of this server."""
 
     impl, cache_ok = String, True
 
     def process_result_value(self, value: str | None, dialect: Dialect) -> str | None:
-        """Of a file below the root's directory, by any name of that; others stay."""
+        """Return the `mlflow-artifacts:` address of a file in the root's directory. Other addresses are unchanged."""
         if value is None or not value.startswith("file:"):
             return value
         path, ours = Path(local_file_uri_to_path(value)).resolve(), _own_directory()
         return f"{_SERVED}/{str(path)[len(str(ours)) + 1 :]}" if path.is_relative_to(ours) else value
 
     def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
-        """The inverse."""
+        """Return the `file:` address of an `mlflow-artifacts:` address. The inverse of `process_result_value`."""
         if value is None or not value.startswith(f"{_SERVED}/"):
             return value
         return (_own_directory() / value.removeprefix(_SERVED).lstrip("/")).as_uri()
 
 
 class OwnFiles(LocalArtifactRepository):
-    """Files that are sent replace others of their name, and are never written into them: those may be second names of
-    an artifact's."""
+    """MLflow's access to the root's own files.
+
+    An uploaded file replaces a file of the same name instead of being written into it, because the existing file may be
+    a hard link to a file of an artifact.
+    """
 
     def delete_artifacts(self, artifact_path: str | None = None) -> None:
-        """Refused: nothing of the pipeline asks for it."""
+        """Refuse to delete files. The pipeline never deletes files over HTTP."""
         raise MlflowException("files are not deleted over HTTP", PERMISSION_DENIED)
 
 
 def own_files(uri: str, *arguments: Any) -> ArtifactRepository:
-    """MLflow's access to the files at an address.
+    """Return MLflow's access to the files at an address.
 
     Raises:
-        MlflowException: they are not below the root's directory for MLflow's files.
+        MlflowException: the address is not below the root's directory for MLflow's files.
     """
     ours = _own_directory()
     if not (is_local_uri(uri) and Path(local_file_uri_to_path(uri)).resolve().is_relative_to(ours)):
@@ -107,5 +110,5 @@ def own_files(uri: str, *arguments: Any) -> ArtifactRepository:
 
 
 def _own_directory() -> Path:
-    """The root's directory for MLflow's files."""
+    """Return the root's directory for MLflow's files."""
     return Path(local_file_uri_to_path(os.environ[ARTIFACT_ROOT_ENV_VAR])).resolve()

@@ -1,7 +1,8 @@
 """Orphans of killed processes on this machine: flow runs without a worker, trainers without a flow, servers.
 
-They are found by the marks in their environment, and only those of this root are touched. A flow run or a trainer gets
-SIGTERM and time to save. Prefect is not loaded here, so that the process which watches a service may look often.
+Orphans are found by the marks in their environment, and only orphans of this root are ended. A flow run or a trainer
+gets SIGTERM and time to save. This module does not import Prefect, so that the process that watches a service can look
+for orphans often.
 """
 
 import contextlib
@@ -20,9 +21,9 @@ from flows.prefect_server.processes import FLOW_RUN_VARIABLE, SERVICE_VARIABLE, 
 from flows.prefect_server.service_record import service_dir
 from stages.launchers.processes import JOB_VARIABLE, end_processes, processes_of, runs
 
-SAVE_SECONDS = 130.0  # for a flow run whose trainer saves: a little more than stop_grace_seconds
+SAVE_SECONDS = 130.0  # time for a flow run whose trainer saves: a little more than stop_grace_seconds
 SERVER_SECONDS = 5.0
-_TEMPORARY = "PREFECT__SERVER_EPHEMERAL"  # Prefect's mark of a server for one process
+_TEMPORARY = "PREFECT__SERVER_EPHEMERAL"  # Prefect's mark of a temporary server
 log = logging.getLogger("athanor.service")
 
 Marked = dict[int, tuple[psutil.Process, Mapping[str, str]]]
@@ -30,13 +31,13 @@ Marked = dict[int, tuple[psutil.Process, Mapping[str, str]]]
 
 @dataclass(slots=True)
 class OrphanWatch:
-    """Looks for the orphans of a root, and ends them in threads, so that its caller goes on."""
+    """A watch that looks for orphans of a root and ends them in threads, so that the caller does not wait."""
 
     root: StorePath
     _ending: dict[str, threading.Thread] = field(default_factory=dict)
 
     def poll(self) -> list[str]:
-        """Look once and begin to end new orphans; returns the names of all that are being ended."""
+        """Look once and begin to end new orphans. Return the names of all orphans that are being ended."""
         self._ending = {name: thread for name, thread in self._ending.items() if thread.is_alive()}
         for name, end in self._orphans():
             if name not in self._ending:
@@ -65,7 +66,7 @@ class OrphanWatch:
             yield f"temporary Prefect server {server.pid}", lambda server=server: _stop([server], SERVER_SECONDS)
 
     def _stop_once(self, tops: list[psutil.Process]) -> None:
-        """Stop a flow run, by one watch at a time: a second SIGTERM would interrupt it while its trainer saves."""
+        """Stop a flow run, under a lock. A second SIGTERM would interrupt the run while its trainer saves."""
         path = service_dir(self.root) / "ending.lock"
         path.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(path):
@@ -73,13 +74,13 @@ class OrphanWatch:
 
 
 def marked_processes() -> Marked:
-    """pid -> (process, environment) of every process that a service, a launcher or Prefect has started."""
+    """Return pid -> (process, environment) of every process that a service, a launcher or Prefect has started."""
     marks = {SERVICE_VARIABLE, JOB_VARIABLE, _TEMPORARY}
     return {process.pid: (process, values) for process, values in with_environment() if values.keys() & marks}
 
 
 def orphaned_flow_runs(side: Path, marked: Marked) -> dict[str, list[psutil.Process]]:
-    """Flow run id -> its outermost processes, for runs whose parent is no process of the service."""
+    """Return flow run id -> its outermost processes, for runs whose parent is not a process of the service."""
     orphans: dict[str, list[psutil.Process]] = {}
     for process, environment in marked.values():
         is_ours = environment.get(SERVICE_VARIABLE) == str(side) and JOB_VARIABLE not in environment
@@ -92,7 +93,7 @@ def orphaned_flow_runs(side: Path, marked: Marked) -> dict[str, list[psutil.Proc
 
 
 def living_flow_runs(marked: Marked) -> set[str]:
-    """Ids of the flow runs that have a process here, other than a trainer."""
+    """Return the ids of the flow runs that have a process on this machine other than a trainer."""
     return {
         environment[FLOW_RUN_VARIABLE]
         for _, environment in marked.values()
@@ -101,14 +102,14 @@ def living_flow_runs(marked: Marked) -> set[str]:
 
 
 def trainer_jobs(side: Path, marked: Marked) -> set[str]:
-    """Names of the jobs of this root that have a process here: directories below its scratch directory."""
+    """Return the names of this root's jobs that have a process on this machine. A name is a directory in scratch/."""
     scratch = side.resolve() / "scratch"
     names = {environment.get(JOB_VARIABLE, "") for _, environment in marked.values()}
     return {name for name in names if name and scratch in Path(name).parents}
 
 
 def orphaned_servers(side: Path, marked: Marked) -> list[psutil.Process]:
-    """Temporary Prefect servers on this root's database whose flow is gone."""
+    """Return the temporary Prefect servers on this root's database whose flow has ended."""
     home = (side / "prefect").resolve()
     servers = [
         process
@@ -119,7 +120,10 @@ def orphaned_servers(side: Path, marked: Marked) -> list[psutil.Process]:
 
 
 def _has_flow(server: psutil.Process) -> bool:
-    """Whether the process that started a temporary server still runs: its parent is a Python, an orphan's is init."""
+    """Whether the process that started a temporary server is still running.
+
+    If it is, the server's parent is a Python process; the parent of an orphan is init.
+    """
     try:
         parent = server.parent()
         return parent is not None and parent.pid != 1 and "python" in Path(parent.exe()).name.lower()
@@ -128,7 +132,10 @@ def _has_flow(server: psutil.Process) -> bool:
 
 
 def _lock_of(job: str) -> Path:
-    """The path of run_stage's lock, which the system frees with its process; export's job is one level deeper."""
+    """Return the path of run_stage's lock, which the system frees when its process ends.
+
+    The job directory of export is one level deeper than the job directories of other stages.
+    """
     scratch = next(parent for parent in Path(job).parents if parent.name == "scratch")
     return scratch / f"{Path(job).relative_to(scratch).parts[0]}.lock"
 
@@ -140,7 +147,7 @@ def _is_free(path: Path) -> bool:
 
 
 def _end_trainer(job: str) -> None:
-    # Under the lock, so that a flow with the same work starts its trainer when this one is gone.
+    # Under the lock, so that a flow with the same work starts its trainer only after this one has ended.
     with contextlib.suppress(filelock.Timeout), filelock.FileLock(_lock_of(job), timeout=0):
         end_processes(processes_of(job), SAVE_SECONDS)
 
@@ -149,7 +156,7 @@ def _stop(processes: list[psutil.Process], seconds: float) -> None:
     everything = list(processes)
     for process in processes:
         with contextlib.suppress(psutil.Error):
-            # Not a trainer: its flow makes it save; if it is alone afterwards, it is an orphan itself.
+            # Trainers are left out, since their flow makes them save. A trainer that outlives its flow is an orphan.
             everything += [p for p in process.children(recursive=True) if JOB_VARIABLE not in p.environ()]
     send(processes, signal.SIGTERM)
     wait_gone(processes, seconds)

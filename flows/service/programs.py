@@ -1,4 +1,4 @@
-"""The programs of a service: the command and the settings of each, and how to see that it answers."""
+"""The programs of a service: the command and the environment of each, and the check that it answers."""
 
 import base64
 import json
@@ -29,7 +29,7 @@ from flows.prefect_server.home import prefect_home
 from flows.prefect_server.processes import PART_VARIABLE, ROOT_VARIABLE, SERVICE_VARIABLE
 from flows.prefect_server.service_record import FILES_VARIABLE, POOL, mlflow_files, service_dir
 
-# Not inherited by our programs: these name the servers of other programs of the person's.
+# Variables that the service's programs must not inherit, because they configure other servers or hold passwords.
 _NOT_INHERITED = (
     *("PREFECT_API_URL", "PREFECT_UI_API_URL", "PREFECT_UI_URL", "PREFECT_PROFILE", "MLFLOW_TRACKING_URI"),
     *("MLFLOW_REGISTRY_URI", "MLFLOW_RUN_ID", "PREFECT_SERVER_API_HOST", "PREFECT_SERVER_API_PORT"),
@@ -39,7 +39,7 @@ _NOT_INHERITED = (
     *("MLFLOW_SERVER_DISABLE_SECURITY_MIDDLEWARE", "PREFECT_SERVER_CORS_ALLOWED_ORIGINS"),
 )
 _ANSWER_SECONDS = 10.0
-_BEAT_SECONDS, _BEATS_MISSED = 7, 3  # between two heartbeats of a worker; after so many it hangs
+_BEAT_SECONDS, _BEATS_MISSED = 7, 3  # time between two heartbeats of a worker; missed heartbeats of one that hangs
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy on the way to this machine
 
 
@@ -48,10 +48,12 @@ class Program:
     """One program of a service.
 
     Attributes:
-        is_up: whether it answers, given the time of its start in seconds since 1970. May raise OSError.
-        is_alive: the same of one that has answered; None: `is_up`.
-        address: shown to people.
-        shares_session: with processes that outlive it and save, as the flow runs of a killed worker.
+        is_up: function of the time of the start, in seconds since 1970, that returns whether the program answers. May
+            raise OSError.
+        is_alive: the same function for a program that has answered before; None means `is_up`.
+        address: text that is shown to people.
+        shares_session: whether processes that must outlive the program share its session, such as the flow runs of a
+            killed worker, which save.
     """
 
     name: str
@@ -66,12 +68,12 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A service of a root.
+    """The settings of a root's service.
 
     Attributes:
-        ports: "prefect" and "mlflow".
-        max_runs: flow runs at a time.
-        limits: slots of named concurrency limits.
+        ports: "prefect" and "mlflow" -> port.
+        max_runs: number of flow runs at a time.
+        limits: name of a concurrency limit -> number of slots.
     """
 
     root: StorePath
@@ -97,18 +99,18 @@ class Plan:
 
 
 def prefect_server(plan: Plan) -> Program:
-    """Prefect's server, on the database that `athanor run` uses without a service."""
+    """Return Prefect's server, on the same database that `athanor run` uses without a service."""
     port = plan.ports["prefect"]
     environment = {
         **service_environment(plan.root, "prefect"),
         "PREFECT_API_URL": plan.prefect_api,
-        "PREFECT_UI_API_URL": f"{plan.prefect_ui}/api",  # the old name and the new: some versions read only one
+        "PREFECT_UI_API_URL": f"{plan.prefect_ui}/api",  # old and new name, since some versions read only one
         "PREFECT_SERVER_UI_API_URL": f"{plan.prefect_ui}/api",
         "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
-        # The form whose nested and optional fields the browser test fills; Prefect's newer pages stay at /v2.
+        # The browser test covers the nested and optional fields of the older form. The newer pages are still at /v2.
         "PREFECT_SERVER_UI_V2_ENABLED": "false",
-        "PREFECT__SERVER_FINAL": "1",  # as `prefect server start`: less memory
-        # By default in memory: a killed server forgets who holds a slot, which is then never free again.
+        "PREFECT__SERVER_FINAL": "1",  # set by `prefect server start` too; saves memory
+        # By default leases are in memory. A killed server would forget who holds a slot, and never free it again.
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
         "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": ",".join(f"http://{name}:{port}" for name in plan.access.names()),
         NAMES_VARIABLE: ",".join(plan.access.names()),
@@ -126,22 +128,22 @@ def prefect_server(plan: Plan) -> Program:
 
 
 def mlflow_server(plan: Plan) -> Program:
-    """MLflow's server, on the store and the files of `athanor run` without a service.
+    """Return MLflow's server, on the store and the files that `athanor run` uses without a service.
 
-    Clients elsewhere read and write the files over HTTP; the commands of this machine do so below the root.
+    Clients on other machines read and write the files over HTTP. Commands on this machine do so in the root.
     """
     files = mlflow_files(plan.root)
     environment = {
         **service_environment(plan.root, "mlflow"),
         "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false",
-        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # more processes, for judges of generated text
-        # as `mlflow server` sets them for its application
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # jobs are for judges of generated text, and need more processes
+        # `mlflow server` sets these variables for its application
         "_MLFLOW_SERVER_FILE_STORE": f"sqlite:///{files.with_name('mlflow.db')}",
         "_MLFLOW_SERVER_ARTIFACT_ROOT": files.as_uri(),
         "_MLFLOW_SERVER_ARTIFACT_DESTINATION": files.as_uri(),
         "_MLFLOW_SERVER_SERVE_ARTIFACTS": "true",
         "_MLFLOW_SGI_NAME": "uvicorn",
-        "MLFLOW_SERVER_ALLOWED_HOSTS": "*",  # the guard, which stands before it, knows them
+        "MLFLOW_SERVER_ALLOWED_HOSTS": "*",  # the guard in front of the server checks the host names
         "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS": plan.access.url(plan.ports["mlflow"]),
         NAMES_VARIABLE: ",".join(plan.access.names()),
         **mlflow_login(plan.access.mlflow),
@@ -162,11 +164,11 @@ def _uvicorn(plan: Plan, part: str, factory: str, log_level: str) -> list[str]:
 
 
 def worker(plan: Plan) -> Program:
-    """The worker: it registers deployments and limits, settles the runs of dead processes, then takes flow runs.
+    """Return the worker. It registers deployments and limits, settles the runs of dead processes, and takes flow runs.
 
-    It gives each flow run a process, which inherits its environment.
+    Each flow run gets a process of its own, which inherits the worker's environment.
     """
-    name = f"athanor-{socket.gethostname()}-{os.getpid()}"  # reconcile.py knows by it whose runs are lost
+    name = f"athanor-{socket.gethostname()}-{os.getpid()}"  # reconcile.py recognises lost runs by this name
     limits = [word for limit, slots in plan.limits.items() for word in ("--limit", f"{limit}={slots}")]
     return Program(
         name="worker",
@@ -185,10 +187,10 @@ def worker(plan: Plan) -> Program:
 
 
 def parse_limits(texts: Sequence[str]) -> dict[str, int]:
-    """["gpu=2"] -> {"gpu": 2}
+    """Parse limits: ["gpu=2"] -> {"gpu": 2}.
 
     Raises:
-        InputError: a text is of another form, or gives no slot.
+        InputError: a text is not of this form, or gives less than one slot.
     """
     limits = {}
     for text in texts:
@@ -200,7 +202,7 @@ def parse_limits(texts: Sequence[str]) -> dict[str, int]:
 
 
 def service_environment(root: StorePath, part: str) -> dict[str, str]:
-    """The environment of every process of the service: this process's own without secrets, and the mark."""
+    """Return the environment of every process of the service: this process's own without secrets, and the mark."""
     side = side_dir(root)
     inherited = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
     fixed = {
@@ -213,14 +215,14 @@ def service_environment(root: StorePath, part: str) -> dict[str, str]:
         "TERM": "dumb",
         "COLUMNS": "200",
     }
-    # The command line silences Prefect; here its lines go to a log.
+    # The command line silences Prefect's console output. The service turns it on again, since it goes to a log file.
     levels = ("LEVEL", "FLOW_RUNS_LEVEL", "TASK_RUNS_LEVEL")
     console = {f"PREFECT_LOGGING_HANDLERS_CONSOLE_{level}": "INFO" for level in levels}
     return {**inherited, **past_the_proxy(inherited), **console, **fixed}
 
 
 def client_environment(plan: Plan, part: str) -> dict[str, str]:
-    """The environment of a process that calls the servers."""
+    """Return the environment of a process that calls the servers."""
     return {
         **service_environment(plan.root, part),
         "PREFECT_API_URL": plan.prefect_api,
@@ -240,7 +242,7 @@ def _answers(url: str) -> bool:
 
 
 def _worker_beats(plan: Plan, name: str, started: float) -> bool:
-    """Whether the worker has lately told the server that it lives. True where the server itself does not answer."""
+    """Whether the worker has sent the server a heartbeat lately. True if the server itself does not answer."""
     try:
         return _worker_is_online(plan, name, max(started, time.time() - _BEATS_MISSED * _BEAT_SECONDS))
     except OSError:
@@ -248,7 +250,7 @@ def _worker_beats(plan: Plan, name: str, started: float) -> bool:
 
 
 def _worker_is_online(plan: Plan, name: str, started: float) -> bool:
-    """Whether the server has heard of the worker since the worker's start."""
+    """Whether the server has had a heartbeat of the worker since the worker's start."""
     login = base64.b64encode(plan.access.prefect.encode()).decode()
     headers = {"Content-Type": "application/json", "Authorization": f"Basic {login}"}
     url = f"{plan.prefect_api}/work_pools/{POOL}/workers/filter"

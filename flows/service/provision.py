@@ -1,6 +1,6 @@
 """`python -m flows.service.provision`: register deployments, create limits, settle the runs of dead processes.
 
-A worker does all three before it takes flow runs; a service does the last after a death of Prefect's server.
+A worker does all three before it takes flow runs. After a crash of Prefect's server, the service only settles runs.
 """
 
 import argparse
@@ -21,7 +21,10 @@ SERVER_SECONDS = 240.0
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns 0, or 2 after one line that says what is wrong; the last line of the output is the one worth showing."""
+    """Provision the server. Return 0, or 2 after one line that says what is wrong.
+
+    The last line of the output is a summary for the user.
+    """
     parser = argparse.ArgumentParser(prog="python -m flows.service.provision", description=__doc__)
     parser.add_argument("--pool", default=POOL)
     parser.add_argument("--reconcile-only", action="store_true")
@@ -32,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
         root = service_root()
         if line := make_private_root(side_dir(root)):
             print(line, flush=True)
-        allowed_stores()  # a wrong one is told now, not to the first who asks
+        allowed_stores()  # reports a wrong store now, and not at the first request
         wait_for_server(SERVER_SECONDS)
         summary = []
         if not args.reconcile_only:

@@ -1,9 +1,9 @@
 """Clean up after killed processes: end their orphans, settle their flow runs, release their slots.
 
-Prefect never notices that the machine of a run, or its worker, was cut off: the run stays "Running" for ever. Here a
-run of this root and host whose process is gone becomes Crashed (Cancelled, if somebody had cancelled it), with a line
-that says how to go on. A run that no process had begun yet is scheduled again. Runs of other roots and hosts are never
-touched.
+Prefect never notices that a run's machine or worker was killed, so the run stays "Running" for ever. This module sets a
+run of this root and host whose process has died to Crashed (or to Cancelled, if somebody had cancelled it), with a line
+that says how to resume. A run that no process had started yet is scheduled again. Runs of other roots and hosts are
+never changed.
 """
 
 import logging
@@ -40,25 +40,25 @@ from flows.service.orphans import OrphanWatch, living_flow_runs, marked_processe
 from flows.tracking.tracker import Tracker
 
 OPEN = [StateType.RUNNING, StateType.PENDING, StateType.CANCELLING]
-DIED = "its process died; Retry goes on from the last checkpoint"
-DIED_ALONE = "its process died; the same command goes on from the last checkpoint"
-AGAIN = "its worker died before it began; it is scheduled again"
+DIED = "its process died; Retry resumes from the last checkpoint"
+DIED_ALONE = "its process died; the same command resumes from the last checkpoint"
+AGAIN = "its worker died before the run started; it is scheduled again"
 _LABEL = "prefect.worker.name"
 log = logging.getLogger("athanor.service")
 
 
 def reconcile(root: StorePath) -> int:
-    """Clean up a root, with the server of PREFECT_API_URL or else the temporary one on its database.
+    """Clean up a root, with the server of PREFECT_API_URL, or else with a temporary server on the root's database.
 
-    It takes as long as trainers take to save.
+    This takes as long as orphaned trainers need to save.
 
     Returns:
-        number of flow runs that were settled.
+        the number of flow runs that were settled.
     """
     OrphanWatch(root).end_all()
     dead = [record for record in read_runs(root) if record.is_dead()]
     if not dead and not has_server() and not any(lease.is_dead() for lease in read_leases(root)):
-        return 0  # without starting a temporary server
+        return 0  # there is nothing to do, so no temporary server is started
     with get_client(sync_client=True) as client:
         free_dead_slots(client, root)
         settled = sum(_settle_record(client, root, record) for record in dead)
@@ -73,19 +73,19 @@ def _settle_record(client: SyncPrefectClient, root: StorePath, record: RunRecord
         run = client.read_flow_run(UUID(record.flow_run_id))
         outermost = _outermost(client, run)
         is_pending = outermost.state.type == StateType.PENDING
-        if not is_pending and str(outermost.id) not in living_flow_runs(marked_processes()):  # else it is retried
+        if not is_pending and str(outermost.id) not in living_flow_runs(marked_processes()):  # it is not being retried
             settled = sum(_settle(client, member) for member in _with_those_below(client, outermost))
             Tracker(root, record.tracking_run).finish("KILLED")
-        elif run.id != outermost.id:  # of the try before; the new try has runs of its own
+        elif run.id != outermost.id:  # a subflow run of the previous try; the new try has its own subflow runs
             settled = sum(_settle(client, member) for member in _with_those_below(client, run))
-    except ObjectNotFound:  # deleted, or of another server
+    except ObjectNotFound:  # the run was deleted, or is on another server
         pass
     forget_run(root, record)
     return settled
 
 
 def _settle_lost(client: SyncPrefectClient, run: FlowRun) -> int:
-    """Settle a run without a record: its worker died before its process began, or just then."""
+    """Settle a run without a record, whose worker died before or just when the run's process started."""
     if run.state.type == StateType.PENDING:
         _set(client, run, Scheduled(message=AGAIN))
         return 1
@@ -115,7 +115,7 @@ def _set(client: SyncPrefectClient, run: FlowRun, state: State) -> None:
 
 
 def _outermost(client: SyncPrefectClient, run: FlowRun) -> FlowRun:
-    """The flow run that has a process of its own."""
+    """Return the outermost flow run, which has a process of its own."""
     while run.parent_task_run_id is not None:
         parent = client.read_task_run(run.parent_task_run_id).flow_run_id
         if parent is None:
@@ -125,7 +125,7 @@ def _outermost(client: SyncPrefectClient, run: FlowRun) -> FlowRun:
 
 
 def _with_those_below(client: SyncPrefectClient, run: FlowRun) -> Iterator[FlowRun]:
-    """A flow run and all within it: they died together."""
+    """Yield a flow run and all its subflow runs, which died together."""
     generation = [run]
     while generation:
         yield from generation
@@ -134,7 +134,7 @@ def _with_those_below(client: SyncPrefectClient, run: FlowRun) -> Iterator[FlowR
 
 
 def _lost_runs(client: SyncPrefectClient, root: StorePath) -> list[FlowRun]:
-    """Open flow runs that no process runs, though a worker of this root's service, now dead, had taken them."""
+    """Return the open flow runs that a dead worker of this root's service had taken and that have no process."""
     marked = marked_processes()
     living, recorded = living_flow_runs(marked), {record.flow_run_id for record in read_runs(root)}
     is_worker = {SERVICE_VARIABLE: str(side_dir(root)), PART_VARIABLE: "worker"}.items()
@@ -150,13 +150,13 @@ def _lost_runs(client: SyncPrefectClient, root: StorePath) -> list[FlowRun]:
         for run in client.read_flow_runs(flow_run_filter=is_open, work_pool_filter=in_pool)
         if str(run.id) not in living | recorded
         and _was_ours(run.labels.get(_LABEL), root)
-        # A run that the present worker has just taken will have a process soon.
+        # A run that the present worker has just taken has no process yet, but will have one soon.
         and not any(run.state.timestamp.timestamp() > start for start in starts)
     ]
 
 
 def _was_ours(worker: object, root: StorePath) -> bool:
-    """Whether a worker's name, athanor-<host>-<pid of its service>, is of this service or of a dead one here."""
+    """Whether a worker's name, athanor-<host>-<pid of its service>, belongs to this service or a dead one here."""
     match = re.fullmatch(r"athanor-(?P<host>.+)-(?P<pid>\d+)", str(worker))
     if match is None or match["host"] != socket.gethostname():
         return False

@@ -1,4 +1,4 @@
-"""The life of a service: alone on its root, it ends leftovers, starts its programs, watches and stops them."""
+"""The life of a service: it locks its root, ends leftover processes, and starts, watches and stops its programs."""
 
 import contextlib
 import signal
@@ -33,14 +33,14 @@ from flows.service.supervisor import TURN_SECONDS, StartFailed, StatusLines, Sup
 from stages.launchers.owner import Owner
 from trainer.contract.names import EXIT_FAILED
 
-SAVE_SECONDS = 150.0  # for flow runs to stop and save: more than a trainer's stop_grace_seconds
+SAVE_SECONDS = 150.0  # time for flow runs to stop and save: more than a trainer's stop_grace_seconds
 LEFTOVER_SECONDS = 10.0
 SCHEMA_SECONDS = 120.0
-ORPHAN_SECONDS = 3.0  # between two looks for what killed flow runs have left
+ORPHAN_SECONDS = 3.0  # between two looks for orphans of killed flow runs
 
 
 class StopSignal:
-    """Counts Ctrl-C, SIGTERM and SIGHUP: the first asks for an orderly stop, the second for a quick one."""
+    """A counter of Ctrl-C, SIGTERM and SIGHUP. The first asks for an orderly stop, the second for a quick one."""
 
     def __init__(self) -> None:
         self.times = 0
@@ -51,7 +51,7 @@ class StopSignal:
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[StopSignal]:
-    """Count the signals while the block lasts; they raise nothing."""
+    """Count the signals while the block lasts. They raise no exception."""
     stop = StopSignal()
     before = {signum: signal.signal(signum, stop) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
@@ -62,16 +62,16 @@ def stop_signals() -> Iterator[StopSignal]:
 
 
 def run_service(root: StorePath, host: str, max_runs: int, limits: Mapping[str, int]) -> int:
-    """Run until a signal; returns the exit status.
+    """Run a service until a signal arrives, and return the exit status.
 
     Args:
         host: address on which the servers listen.
-        max_runs: flow runs at a time.
-        limits: slots of named concurrency limits.
+        max_runs: number of flow runs at a time.
+        limits: name of a concurrency limit -> number of slots.
 
     Raises:
-        InputError: a service runs on this root already, another process makes its databases, or the host or a login is
-            wrong.
+        InputError: a service is already running on this root, another process is making its databases, or the host or a
+            login is wrong.
     """
     check_host(host)
     directory = service_dir(root)
@@ -85,7 +85,7 @@ def run_service(root: StorePath, host: str, max_runs: int, limits: Mapping[str, 
     try:
         access = make_access(host, directory)
         with stop_signals() as stop:
-            if ended := end_leftovers(side_dir(root), LEFTOVER_SECONDS):  # they have the ports of last time
+            if ended := end_leftovers(side_dir(root), LEFTOVER_SECONDS):  # they still occupy last time's ports
                 lines.say(f"ended {ended} processes that a killed `athanor up` had left")
             with reserve_ports(directory, host) as ports:
                 _serve(Plan(root, access, ports, max_runs, limits), lines, stop)
@@ -132,7 +132,8 @@ def _turn_until(supervisor: Supervisor, is_enough: Callable[[], bool], stop: Sto
 
 
 def _watch(supervisor: Supervisor, plan: Plan, stop: StopSignal) -> None:
-    """Until a signal, keep the programs alive, end orphans, and settle flow runs after a death of Prefect's server.
+    """Keep the programs running and end orphans until a signal arrives. Settle flow runs after a crash of Prefect's
+    server.
 
     A worker that was killed settles flow runs itself when it starts again.
     """
@@ -154,15 +155,17 @@ def _watch(supervisor: Supervisor, plan: Plan, stop: StopSignal) -> None:
 
 @contextlib.contextmanager
 def schemas_alone(root: StorePath) -> Iterator[None]:
-    """While the block lasts, no other process makes a database's tables: two at once would ruin them.
+    """Keep other processes from making the tables of the databases while the block lasts.
+
+    Two processes that make tables at the same time would ruin the database.
 
     Raises:
-        InputError: another process takes minutes.
+        InputError: another process holds a lock for longer than SCHEMA_SECONDS.
     """
     home = prefect_home(root)
     home.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as locks:
-        # those of flows/tracking/store.py and flows/prefect_server/temporary.py
+        # the locks that flows/tracking/store.py and flows/prefect_server/temporary.py hold
         for path in (side_dir(root) / "mlflow.db.lock", home / SCHEMA_LOCK):
             try:
                 locks.enter_context(filelock.FileLock(path, timeout=SCHEMA_SECONDS))
@@ -172,10 +175,10 @@ def schemas_alone(root: StorePath) -> Iterator[None]:
 
 
 def stop_service(supervisor: Supervisor, plan: Plan, stop: StopSignal) -> None:
-    """Stop the flow runs first, so that they save and say so; then the worker, the servers, and all with the mark."""
+    """Stop the service: first the flow runs, so that they save, then the worker, the servers, and what has the mark."""
     side = side_dir(plan.root)
     remove_record(plan.root)
-    # At SIGTERM a worker kills its flow runs at once; without one it takes the next run. So it is suspended.
+    # At SIGTERM a worker kills its flow runs at once. Without it, the worker takes the next run. So it is suspended.
     supervisor.signal("worker", signal.SIGSTOP)
     _stop_flow_runs(side, supervisor.lines, stop)
     supervisor.ask_to_end("worker")
@@ -190,7 +193,7 @@ def stop_service(supervisor: Supervisor, plan: Plan, stop: StopSignal) -> None:
 
 
 def _stop_flow_runs(side: Path, lines: StatusLines, stop: StopSignal) -> None:
-    """Send SIGTERM to each, once, and wait until they and their children are gone, or a second Ctrl-C."""
+    """Send SIGTERM once to each flow run. Wait until the runs and their children have ended, or for a second Ctrl-C."""
     signalled: set[int] = set()
     deadline, patience = time.monotonic() + SAVE_SECONDS, max(1, stop.times)
     while time.monotonic() < deadline and stop.times <= patience:
@@ -204,7 +207,7 @@ def _stop_flow_runs(side: Path, lines: StatusLines, stop: StopSignal) -> None:
 
 
 def tell_password(access: Access, is_terminal: bool) -> str:
-    """What the servers' pages ask for. The password itself is for a terminal: a log may have other readers."""
+    """Return the line that says how to log in. It shows the password only on a terminal, as others may read a log."""
     path = access.password_path
     made = path.read_text(encoding="utf-8").strip() if path else ""
     line, word = (made, made.partition(":")[2]) if is_terminal else (f"the line in {path}", "what follows its colon")
@@ -214,7 +217,7 @@ def tell_password(access: Access, is_terminal: bool) -> str:
 
 
 def make_record(plan: Plan) -> ServiceRecord:
-    """The record by which other commands find the service."""
+    """Return the record by which other commands find the service."""
     return ServiceRecord(
         **Owner.of_this_process().model_dump(),
         root=str(plan.root),

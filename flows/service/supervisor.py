@@ -1,6 +1,7 @@
-"""Starts programs, sees them answer, restarts those that die or hang, and ends all of them.
+"""Starts programs, checks that they answer, restarts programs that die or hang, and ends all of them.
 
-One thread does everything, in turns of a quarter of a second: Linux ends a child with the thread that started it.
+One thread starts and ends the programs, in a loop with a period of a quarter of a second, because Linux ends a child
+together with the thread that started it.
 """
 
 import contextlib
@@ -18,28 +19,28 @@ from flows.prefect_server.processes import begin_log, end_process, log_tail, sta
 from flows.service.programs import Program
 
 TURN_SECONDS = 0.25
-START_SECONDS = 300.0  # a loaded laptop, a cold disk; the worker waits for Prefect's server meanwhile
-FIRST_TRIES = 2  # deaths after which a program that never answered is given up
-STEADY_SECONDS = 60.0  # of answering, after which a death counts as the first one
+START_SECONDS = 300.0  # for a loaded laptop with a cold disk; the worker also waits for Prefect's server in this time
+FIRST_TRIES = 2  # number of deaths after which a program that never answered is given up
+STEADY_SECONDS = 60.0  # after answering for this long, a program's next death counts as its first
 MAX_BACKOFF_SECONDS = 30.0
 STOP_SECONDS = 15.0
-HEALTH_SECONDS = 10.0  # between two looks at a program that answered
-HEALTH_MISSES = 2  # in a row, after which it hangs: at most 40 s, where a look takes 10 s
-_BUSY_MISS = 1 / 3  # what a miss counts of a program that computed meanwhile: a loaded machine answers late
+HEALTH_SECONDS = 10.0  # between two health checks of a program that has answered
+HEALTH_MISSES = 2  # failed checks in a row after which a program hangs: at most 40 s, as a check takes up to 10 s
+_BUSY_MISS = 1 / 3  # weight of a failed check if the program used the CPU, since a loaded machine answers late
 
 
 class StartFailed(Exception):
-    """A program never answered; the text has the end of its log."""
+    """Raised if a program never answered. The message has the end of the program's log."""
 
 
 class StatusLines:
-    """One line per change of a program's state: its name, the state, and an address or a reason."""
+    """A printer of one line per change of a program's state: its name, the state, and an address or a reason."""
 
     def __init__(self) -> None:
         self._last: dict[str, str] = {}
 
     def show(self, program: str, state: str, about: str = "") -> None:
-        """Print the line unless it equals the program's last one."""
+        """Print the line unless it equals the program's last line."""
         line = f"{program:<12} {state:<10} {about}".rstrip()
         if self._last.get(program) != line:
             self._last[program] = line
@@ -59,10 +60,11 @@ class Child:
         started: time of the process's start, in seconds since 1970.
         since: time of the process's start or, once it has answered, of its first answer; time.monotonic().
         start_at: earliest time of the next start; time.monotonic().
-        deaths: in a row; starts: in all.
-        look: the running look at whether it still answers.
-        look_at: earliest time of the next look; time.monotonic().
-        misses: looks in a row at which it did not answer; see `Look.weight`.
+        deaths: number of deaths in a row.
+        starts: number of starts in all.
+        look: the health check that is running.
+        look_at: earliest time of the next health check; time.monotonic().
+        misses: weighted number of failed health checks in a row; see `Look.weight`.
     """
 
     program: Program
@@ -80,11 +82,11 @@ class Child:
 
 
 class Look(threading.Thread):
-    """Asks a program whether it answers, beside the thread that watches: an answer may take seconds.
+    """A health check of a program, in a thread of its own because an answer may take seconds.
 
     Attributes:
-        answers: whether it does; set at the end.
-        weight: what a miss counts; less for a process that used the processor during the look.
+        answers: whether the program answers; set at the end of the check.
+        weight: weight of a failed check; smaller if the process used the CPU during the check.
     """
 
     def __init__(self, program: Program, started: float, pid: int) -> None:
@@ -101,17 +103,17 @@ class Look(threading.Thread):
             self.weight = _BUSY_MISS
 
     def _used(self) -> float:
-        """Seconds of the processor that the process has used."""
+        """Return the CPU time that the process has used, in seconds."""
         with contextlib.suppress(psutil.Error):
             return sum(psutil.Process(self._pid).cpu_times()[:2])
         return 0.0
 
 
 class Supervisor:
-    """Keeps programs alive.
+    """A supervisor that keeps programs running.
 
     Attributes:
-        revived: names of programs that died and answer again; who acts on that removes them.
+        revived: names of programs that died and answer again; the caller that reacts to this removes them.
     """
 
     def __init__(self, programs: Sequence[Program], lines: StatusLines) -> None:
@@ -126,10 +128,10 @@ class Supervisor:
         return all(self.children[name].is_ready for name in names)
 
     def turn(self) -> None:
-        """Look at every program once: start it, restart it, or see whether it answers.
+        """Handle every program once: start it, restart it, or check whether it answers.
 
         Raises:
-            StartFailed: a program that never answered died again and again, or takes minutes.
+            StartFailed: a program that never answered has died FIRST_TRIES times or takes longer than START_SECONDS.
         """
         for child in self.children.values():
             if child.process is None:
@@ -151,7 +153,7 @@ class Supervisor:
         self.lines.show(program.name, "starting", program.address)
 
     def _look(self, child: Child) -> None:
-        """See from time to time whether a program still answers; kill one that hangs."""
+        """Check from time to time whether a program still answers, and kill it if it hangs."""
         if child.look is None:
             if time.monotonic() >= child.look_at:
                 child.look = Look(child.program, child.started, child.process.pid)
@@ -166,7 +168,7 @@ class Supervisor:
     def _died(self, child: Child, how: str) -> None:
         program = child.program
         if not program.shares_session:
-            end_process(child.process, 0)  # and the rest of its session
+            end_process(child.process, 0)  # ends the rest of its session
         was_steady = child.is_ready and time.monotonic() - child.since > STEADY_SECONDS
         child.deaths = 1 if was_steady else child.deaths + 1
         child.process, child.is_ready, child.look, child.misses = None, False, None, 0.0
@@ -178,7 +180,7 @@ class Supervisor:
         self.lines.show(program.name, "waiting", f"{how}; starts again{when}")
 
     def _ask(self, child: Child) -> None:
-        """See whether a starting program answers now."""
+        """Check whether a starting program answers now."""
         program, is_up = child.program, False
         with contextlib.suppress(OSError, http.client.HTTPException, ValueError, KeyError):
             is_up = program.is_up(child.started)
@@ -196,12 +198,12 @@ class Supervisor:
             end_process(child.process, STOP_SECONDS)
 
     def ask_to_end(self, name: str) -> None:
-        """Tell a program to stop, without waiting; no turn may follow."""
+        """Tell a program to stop, without waiting. `turn` must not be called afterwards."""
         self.lines.show(name, "stopping")
-        self.signal(name, signal.SIGTERM)  # once: at a second one uvicorn and Prefect drop their work
+        self.signal(name, signal.SIGTERM)  # only once: at a second SIGTERM uvicorn and Prefect drop their work
 
     def signal(self, name: str, signum: int) -> None:
-        """Send a program's own process a signal, if it runs."""
+        """Send a signal to a program's own process, if it is running."""
         process = self.children[name].process
         if process is not None and process.poll() is None:
             process.send_signal(signum)

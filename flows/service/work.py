@@ -1,7 +1,8 @@
-"""`python -m flows.service.work`: provision (with its options), then a worker that runs what this service offers.
+"""`python -m flows.service.work`: provision the server (see its options), then start the worker of this service.
 
-Before a worker settles the state of a cancelled or crashed run, it looks for hooks in the run's flow. Provisioning has
-loaded all flows by then; otherwise a person who cancels would wait for torch, transformers and MLflow to load.
+Before a worker settles the state of a cancelled or crashed run, it looks for hooks in the run's flow. Provisioning in
+the same process has imported all flows by then. Otherwise a user who cancels a run would have to wait until torch,
+transformers and MLflow are imported.
 """
 
 import argparse
@@ -15,9 +16,9 @@ from flows.service.provision import main as provision
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m flows.service.work", description=__doc__)
-    parser.add_argument("--name", help="of the worker; made up unless given")
-    parser.add_argument("--pool", default=POOL, help="work pool (%(default)s)")
-    parser.add_argument("--with-healthcheck", action="store_true", help="answer on port 8080 whether the worker lives")
+    parser.add_argument("--name", help="name of the worker (default: a random name)")
+    parser.add_argument("--pool", default=POOL, help="name of the work pool (default: %(default)s)")
+    parser.add_argument("--with-healthcheck", action="store_true", help="answer health checks on port 8080")
     args, options = parser.parse_known_args()
     if status := provision(["--pool", args.pool, *options]):
         sys.exit(status)

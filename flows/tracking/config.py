@@ -1,7 +1,7 @@
-"""TrackingConfig: what MLflow gets. RegistryConfig: when a trained model is registered, and when it becomes champion;
-whether its scores pass the gates.
+"""TrackingConfig: the files that are uploaded to MLflow. RegistryConfig: the conditions under which a trained model is
+registered and becomes champion. `refusals`: the check of a model's scores against the gates.
 
-Nothing here enters a fingerprint.
+None of these settings is part of a fingerprint.
 """
 
 from collections.abc import Mapping
@@ -15,27 +15,29 @@ ArtifactLevel = Literal["references", "small", "all"]
 
 
 class TrackingConfig(StrictModel):
-    """What MLflow gets of a run."""
+    """The files of a run that are uploaded to MLflow."""
 
     artifacts: ArtifactLevel = Field(
         default="small",
-        description="files that are uploaded. small: of every stage all but shards, checkpoints and weights, which are "
-        "named with size and digest, and a registered model with its weights; all: everything; references: pages "
-        "alone, for a server that shares this disk",
+        description="files that are uploaded. small: all files of every stage except shards, checkpoints and weights, "
+        "which are only listed with size and digest, and a registered model with its weights; all: all files; "
+        "references: only pages, for a server that shares this disk",
     )
 
 
 class Gate(StrictModel):
-    """Bounds of a score within which the model is registered."""
+    """Bounds of a score. A model with a score outside them is not registered."""
 
-    min: float | None = Field(default=None, allow_inf_nan=False, description="refused below it")
+    min: float | None = Field(default=None, allow_inf_nan=False, description="a model with a lower score is refused")
     max: float | None = Field(
-        default=None, allow_inf_nan=False, description="refused above it, for scores that are better low"
+        default=None,
+        allow_inf_nan=False,
+        description="a model with a higher score is refused, for scores where lower is better",
     )
     min_gain: float | None = Field(
         default=None,
         allow_inf_nan=False,
-        description="refused unless the interval of the gain over the model before training lies above it",
+        description="a model is refused unless the interval of its gain over the model before training is above it",
     )
 
     @model_validator(mode="after")
@@ -54,16 +56,18 @@ class RegistryConfig(StrictModel):
     metric: str = Field(
         default="exact_match",
         min_length=1,
-        description="score that is compared, higher is better: a metric's name, or metric/subset",
+        description="score by which models are compared, where higher is better: a metric's name, or metric/subset",
     )
-    margin: float = Field(default=0.005, ge=0, le=10**6, description="by how much a version must beat the champion")
+    margin: float = Field(
+        default=0.005, ge=0, le=10**6, description="least difference by which a version must beat the champion's score"
+    )
     min_answers: int = Field(
         default=10, ge=1, le=10**9, description="least number of answers behind the score of a champion"
     )
     other_heldout: Literal["candidate", "champion"] = Field(
         default="candidate",
-        description="what a version becomes whose held-out samples are not the champion's, so that no score compares "
-        "them: candidate alone, or champion",
+        description="alias of a version with other held-out samples than the champion, so that their scores cannot be "
+        "compared: only candidate, or also champion",
     )
     gates: dict[str, Gate] = Field(
         default={}, description="metric, or metric/subset -> its bounds; a model outside them is not registered"
@@ -71,7 +75,7 @@ class RegistryConfig(StrictModel):
     push_to: str | None = Field(
         default=None,
         pattern="^[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9][A-Za-z0-9_.-]*$",
-        description="owner/name on the hub to which a model that passes the gates is pushed; null: nowhere",
+        description="hub repository (owner/name) to which a model that passes the gates is pushed; null: none",
     )
     push_private: bool = Field(default=True, description="whether a repository made by the push is private")
 
@@ -79,12 +83,12 @@ class RegistryConfig(StrictModel):
 def refusals(
     gates: Mapping[str, Gate], scores: Mapping[str, float], gains: Mapping[str, tuple[float, float]] | None = None
 ) -> list[str]:
-    """One line per gate that failed; empty if the model passes all of them. A missing score fails its gate.
+    """Return one line per gate that failed; [] if the model passes all gates. A missing score fails its gate.
 
     Args:
-        scores: name, as the gates spell it, -> value.
-        gains: the same names -> low and high end of the interval of the gain over the model before training, in the
-            direction that is better; None if there was no comparison.
+        scores: name of a score, as the gates spell it -> value.
+        gains: the same names -> low and high end of the interval of the gain over the model before training, positive
+            if the trained model is better; None if there was no comparison.
     """
     failures = []
     for name, gate in gates.items():

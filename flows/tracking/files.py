@@ -1,7 +1,8 @@
-"""The files of artifacts in MLflow: small ones as they are, the others by name, size and digest; a model's weights.
+"""The upload of artifacts' files to MLflow: small files as they are, the others by name, size and digest; also the
+weights of a model.
 
-What MLflow lists at its size is not sent again. A file in a directory of this machine becomes a second name of the
-same bytes where the file system allows that.
+A file that MLflow already lists with the same size is not sent again. If MLflow keeps its files on this machine, a file
+is hard-linked where the file system allows that.
 """
 
 import json
@@ -19,16 +20,16 @@ from stages.artifacts.artifact import Artifact
 from trainer.contract.names import ADAPTER_EXPORT, HF_EXPORT, PROFILE
 
 REFERENCES = "references.json"
-SMALL_BYTES = 64 * 2**20  # of one file
-_SLOWEST = 10e6  # bytes per second of an upload that is still waited for
+SMALL_BYTES = 64 * 2**20  # largest size of one small file
+_SLOWEST = 10e6  # bytes per second; a slower upload is given up
 _SMALL_FOLDERS = ("", "logs", PROFILE, HF_EXPORT, ADAPTER_EXPORT)
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 
-Announce = Callable[[float], None]  # is told for how many seconds MLflow may not answer
+Announce = Callable[[float], None]  # gets the number of seconds for which MLflow may not answer
 
 
 def sizes_of(directory: StorePath) -> dict[str, int]:
-    """Name below the directory -> bytes, of every file in it; of a store by one listing."""
+    """Return name below the directory -> bytes for every file in it. A directory in a store is listed with one call."""
     if is_local(directory):
         return {str(file.relative_to(directory)): file.stat().st_size for file in walk_files(directory)}
     start, found = f"{directory.path.rstrip('/')}/", directory.fs.find(directory.path, detail=True)
@@ -36,7 +37,7 @@ def sizes_of(directory: StorePath) -> dict[str, int]:
 
 
 def chosen_files(artifact: Artifact, level: ArtifactLevel, sizes: Mapping[str, int]) -> list[str]:
-    """Names of the files that go to MLflow as they are."""
+    """Return the names of the files that are uploaded to MLflow as they are."""
     if level == "all":
         return list(sizes)
     chosen = {name for name in artifact.shown_files() if name in sizes}
@@ -51,13 +52,14 @@ def _is_small(name: PurePosixPath, size: int) -> bool:
 
 
 def references(artifact: Artifact, place: str, sizes: Mapping[str, int], chosen: list[str]) -> str:
-    """references.json: the files that stay where they are, each with its size, and its SHA-256 if the manifest has it.
+    """Return the text of references.json: the files that are not uploaded, each with its size, and with its SHA-256 if
+    the manifest has it.
 
     Args:
-        place: of the artifact's directory.
+        place: the address of the artifact's directory.
     """
     manifest = artifact.manifest
-    exported = manifest.stats.get("files", {})  # of an export before 2026-11-23
+    exported = manifest.stats.get("files", {})  # present in exports made before 2026-11-23
     digests = {f"{HF_EXPORT}/{name}": digest for name, digest in exported.items()}
     digests |= {entry.name: entry.sha256 for entry in (*manifest.shards, *manifest.files)}
     left = {name: {"bytes": sizes[name], "sha256": digests.get(name)} for name in sorted(sizes.keys() - set(chosen))}
@@ -65,11 +67,11 @@ def references(artifact: Artifact, place: str, sizes: Mapping[str, int], chosen:
 
 
 def send_stage(writer: RunWriter, artifact: Artifact, folder: str, names: list[str], announce: Announce) -> int:
-    """Send files of an artifact that the run lacks; returns their number.
+    """Send the files of an artifact that the run lacks, and return their number.
 
     Args:
-        folder: of the run's artifacts, which has the names of the artifact's directory.
-        names: of the files.
+        folder: folder of the run's artifacts, in which the files get their names below the artifact's directory.
+        names: names of the files.
     """
     client, sizes = writer.client, sizes_of(artifact.dir)
     wanted = {f"{folder}/{name}": sizes[name] for name in names}
@@ -89,8 +91,9 @@ def send_model(client: Any, model_id: str, hf_dir: StorePath, level: ArtifactLev
     """Give a logged model its files, so that `models:/` leads to a directory that transformers loads.
 
     Returns:
-        bytes that were copied or uploaded now; None if the model's files stay where they are: a directory in a store
-        beside a server that keeps its files on this machine, or `references` and no second name is possible.
+        the bytes that were copied or uploaded now; None if the model's files stay where they are. They stay if they are
+        in a store while MLflow keeps its files on this machine, or if the level is `references` and no hard link is
+        possible.
     """
     here, sent = _local(client.get_logged_model(model_id).artifact_location), 0
     if not is_local(hf_dir) and (here is not None or level == "references"):
@@ -109,7 +112,7 @@ def send_model(client: Any, model_id: str, hf_dir: StorePath, level: ArtifactLev
 
 
 def _local(address: str) -> Path | None:
-    """The directory of this machine that an address of MLflow's names; None if it names none."""
+    """Return the directory of this machine that an address of MLflow names; None if it names none."""
     parts = urlparse(address)
     if parts.scheme == "mlflow-artifacts" and (files := os.environ.get(FILES_VARIABLE)):
         return Path(files, parts.path.lstrip("/"))
@@ -117,7 +120,7 @@ def _local(address: str) -> Path | None:
 
 
 def _lacking(list_folder: Callable[[str | None], Any], sizes: Mapping[str, int]) -> list[str]:
-    """The paths that are not listed with these sizes."""
+    """Return the paths that MLflow does not list with these sizes."""
     folders = {str(PurePosixPath(path).parent) for path in sizes}
     listed = [item for folder in folders for item in list_folder(None if folder == "." else folder)]
     there = {item.path: item.file_size for item in listed}
@@ -125,7 +128,7 @@ def _lacking(list_folder: Callable[[str | None], Any], sizes: Mapping[str, int])
 
 
 def _link(source: StorePath, target: Path) -> bool:
-    """Give a file that never changes one more name; False if it is in a store, or the file system cannot."""
+    """Hard-link a file that never changes. Return False if it is in a store or the file system cannot link it."""
     if not is_local(source):
         return False
     try:

@@ -1,4 +1,4 @@
-"""Texts for people in MLflow: a run's name and description, an experiment's link to the compare page."""
+"""The texts for people in MLflow: a run's name and description, an experiment's link to the compare page."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -12,9 +12,10 @@ _MAX_NOTE = 7500  # MLflow cuts a tag at 8000 characters
 
 
 def run_name(recipe: str, differs: Mapping[str, object]) -> str:
-    """`embedded lr=1e-05`: the recipe and what differs from it, by the shortest unambiguous field names.
+    """Return the name of a run, for example `embedded lr=1e-05`: the recipe and the settings that differ from it.
 
-    Long values are cut in their middle. A name that gets too long ends with the number of further fields.
+    A field has its shortest unambiguous name. Long values are cut in their middle. A name that would be too long ends
+    with the number of fields that were left out.
     """
     last = [key.rpartition(".")[2] for key in differs]
     names = {key: short if last.count(short) == 1 else key for key, short in zip(differs, last)}
@@ -42,16 +43,16 @@ def run_note(
     scores: Mapping[str, Mapping[str, Any]],
     verdict: str | None,
 ) -> str:
-    """A run's description, in Markdown.
+    """Return a run's description in Markdown.
 
-    MLflow shows only the first lines before a person unfolds it.
+    MLflow shows only the first lines of a description until the user unfolds it.
 
     Args:
-        head: known from the start: recipe, differences, command.
-        page: the run's own page, for links to its artifacts.
-        stages: name -> directory, and names of the files that the run holds of it.
+        head: the part that is known from the start: recipe, differences, command.
+        page: address of the run's own page, for links to its artifacts.
+        stages: name of a stage -> directory of its artifact, and names of the artifact's files that the run holds.
         scores: subset -> metric -> value.
-        verdict: why its model is champion, or why not.
+        verdict: why the run's model is champion, or why not.
     """
     overall = {name: value for name, value in scores.get("overall", {}).items() if not name.startswith("mean_")}
     summary = ", ".join(f"{name} {score_text(value)}" for name, value in overall.items() if value is not None)
@@ -79,19 +80,19 @@ def _score_table(scores: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Collection[int] = ()) -> str:
-    """A table in Markdown; the columns with these indexes are aligned to the right."""
+    """Return a table in Markdown. The columns with the indexes `numbers` are aligned to the right."""
     rule = ["---:" if i in numbers else "---" for i in range(len(columns))]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (columns, rule, *rows))
 
 
 def score_text(value: float | None, ends: tuple[float, float] | None = None) -> str:
-    """A score with four decimals, and its interval's ends with two, `0.9328 (0.91 to 0.95)`; or nothing."""
+    """Return a score with four decimals and the ends of its interval with two, `0.9328 (0.91 to 0.95)`; "" for None."""
     interval = "" if ends is None else f" ({ends[0]:.2f} to {ends[1]:.2f})"
     return "" if value is None else f"{value:.4f}{interval}"
 
 
 def experiment_note(names: Sequence[str], run_ids: Sequence[str], experiment_id: str) -> str:
-    """An experiment's description: the newest runs, and the page that compares them."""
-    link = compare_url(run_ids, experiment_id, "").removeprefix("/")  # works under any prefix of the server
+    """Return an experiment's description: a link to the page that compares the newest runs, and their names."""
+    link = compare_url(run_ids, experiment_id, "").removeprefix("/")  # relative, so that a server may have any prefix
     newest = "\n".join(f"- {name}" for name in names)
     return f"[Compare the {len(run_ids)} newest runs]({link})\n\n{newest}"[:_MAX_NOTE]

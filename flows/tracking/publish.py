@@ -1,7 +1,7 @@
-"""Publishes a run: adds to MLflow whatever its record and artifacts have and MLflow lacks.
+"""Publishes a run: adds to MLflow the content of its record and artifacts that MLflow lacks.
 
-A stage, a model and scores are marked by a tag once they are whole, and the times and steps of metrics are in files. So
-publishing again adds what is missing, once, whatever failed before.
+A stage, a model and scores are marked by a tag once they are complete. The times and steps of metrics come from files.
+So publishing again adds exactly the missing content, whatever failed before.
 """
 
 import json
@@ -62,14 +62,14 @@ log = logging.getLogger("athanor.tracking")
 
 
 class Publication:
-    """Publishes one run, as often as `run` is called; its owner holds the run's `publish_lock`.
+    """The publication of one run. `run` may be called again and again. The owner must hold the run's `publish_lock`.
 
     Args:
-        on_answer: is called whenever MLflow has answered, or a part is complete, with the seconds for which the next
-            answer may take longer than usual, because bytes are on their way.
+        on_answer: function that is called whenever MLflow has answered or a part is complete. Its argument is the
+            number of seconds by which the next answer may be late because of an upload.
 
     Attributes:
-        sent: kind of thing that was added -> number.
+        sent: kind of content that was added -> number.
     """
 
     def __init__(self, root: StorePath, key: str, on_answer: Callable[[float], None] = lambda seconds: None) -> None:
@@ -86,7 +86,7 @@ class Publication:
         """Bring MLflow up to the newest revision of the record and the newest lines of metrics.
 
         Raises:
-            Exception: of MLflow or this machine's disk, if it may pass by itself; nothing is lost.
+            Exception: an error of MLflow or this machine's disk that may be temporary. Nothing is lost.
         """
         self.record = record = load_record(self.root, self.key)
         try:
@@ -108,7 +108,7 @@ class Publication:
         self._open(self._find_or_create())
         ids = {"run_id": self._writer.run_id, "experiment_id": self._writer.experiment_id}
         record.learnt = record.learnt.model_copy(update=ids)
-        save_learnt(self.root, self.key, record.learnt)  # its page has an address from now on
+        save_learnt(self.root, self.key, record.learnt)  # other processes can now link to the run's page
         refused = self._publish_parts()
         state = {"refused": refused, "published": record.revision, "system_bytes": self._system.taken}
         record.learnt = record.learnt.model_copy(update=state)
@@ -120,12 +120,12 @@ class Publication:
             self._writer.steps = before.steps
         else:
             self._files = {}
-            learnt, self._live = self.record.learnt, None  # its lines are compared with what the run holds
+            learnt, self._live = self.record.learnt, None  # all lines are read again and compared with the run's
             sent_bytes = learnt.system_bytes if learnt.run_id == run.info.run_id else 0
             self._system = GrowingFile(system_path(self.root, self.key), sent_bytes)
 
     def _publish_parts(self) -> dict[str, str]:
-        """Publish every part of the run; returns those that MLflow will never take, with the reason."""
+        """Publish every part of the run. Return name -> reason for the parts that MLflow will never take."""
         refused: dict[str, str] = {}
         for name, part in self._parts():
             try:
@@ -162,7 +162,7 @@ class Publication:
     # --- the run ---
 
     def _find_or_create(self) -> Run:
-        """The MLflow run of this identity, running again after a failed or killed try; made if there is none."""
+        """Return the MLflow run of this identity, or make it. A run that failed or was killed is set to running."""
         client, record, opening = self._client, self.record, self.record.opening
         experiment_id = experiment_of(client, self.root, opening.experiment)
         same = f"tags.`{IDENTITY_TAG}` = '{opening.identity}'"
@@ -194,14 +194,14 @@ class Publication:
         writer.set_tags({NOTE_TAG: run_note(record.opening.note, page, stages, scores, writer.tags.get(REASON_TAG))})
 
     def _verdict(self) -> str:
-        """Return the decision on this run's model, or, if an earlier try took it, who is champion now."""
+        """Return the decision on this run's model. If an earlier try decided it, return which model is champion now."""
         registration, tags = self.record.registration, self._writer.tags
         if registration is None or registration.refusals or self.record.learnt.decided_ms >= self.record.opened_ms:
             return tags.get(REASON_TAG, "")
         return standing(self._writer)
 
     def _files_of(self, stage: str) -> list[str]:
-        """Names of the files that the run holds of a stage."""
+        """Return the names of a stage's files that the run holds."""
         if stage not in self._files:
             listed = self._writer.client.list_artifacts(self._writer.run_id, f"stages/{stage}")
             self._files[stage] = [Path(item.path).name for item in listed]
@@ -224,7 +224,7 @@ class Publication:
         record.learnt.compare = [other for other in ids if other != writer.run_id][:1]
 
     def _comparable_runs(self) -> list[Run]:
-        """Return the newest finished runs on the data of this one, itself included; none if it used no data."""
+        """Return the newest finished runs on the same data, this run included; [] if this run has no samples yet."""
         samples = self.record.stages.get("convert")
         if samples is None:
             return []
@@ -233,7 +233,7 @@ class Publication:
         return self._writer.client.search_runs([self._writer.experiment_id], alike, 1, COMPARED_RUNS, order)
 
     def _drop_doubles(self) -> None:
-        """Delete the runs of other tries, which a server that answered too late has made: they carry the same mark."""
+        """Delete the extra runs that were made because the server answered too late. They carry the same mark."""
         mark = f"tags.`{_CREATION_TAG}` = '{self.record.creation}'"
         for run in self._writer.client.search_runs([self._writer.experiment_id], mark):
             if run.info.run_id != self._writer.run_id:
@@ -242,7 +242,7 @@ class Publication:
     # --- stages and metrics ---
 
     def _stage(self, name: str, entry: StageEntry) -> None:
-        """Add a stage: its pages, its curves or differences, and, if it is a dataset, an input of the run."""
+        """Add a stage: its pages, its curves or differences, and a dataset of the run if the stage makes data."""
         writer, mark = self._writer, f"fingerprint.{name}"
         if writer.tags.get(mark) == entry.fingerprint:
             return
@@ -257,12 +257,12 @@ class Publication:
             self._comparison(artifact)
         if entry.dataset is not None:
             writer.client.log_inputs(writer.run_id, [dataset_input(artifact, entry.dataset)])
-        # The mark comes last: a stage that was logged in part is logged again.
+        # The mark is set last, so that a stage that was logged only in part is logged again.
         writer.set_tags({f"reused.{name}": str(entry.reused).lower(), mark: entry.fingerprint})
         self._count("stage")
 
     def _training(self, training: Artifact) -> None:
-        """Add the rows that the live metrics have missed, and the headline figures of the whole training."""
+        """Add the rows that the live metrics have missed, and the headline figures of the complete training."""
         rows = read_metrics(training.dir)
         self._count("step", self._writer.log_rows(rows, _made_ms(training)))
         if not rows:
@@ -291,7 +291,7 @@ class Publication:
         self._writer.set_tags({MODEL_TAG: log_model(self._writer, self.root, registration)})
 
     def _stage_files(self, name: str, entry: StageEntry) -> None:
-        """Add the files of a stage that the run is to hold, and a list of those that stay where they are."""
+        """Add the chosen files of a stage, and a list of the files that are not uploaded."""
         writer, level = self._writer, self.record.opening.artifacts
         mark, is_added = f"{entry.fingerprint} {level}", writer.tags.get(f"fingerprint.{name}") == entry.fingerprint
         if writer.is_marked(f"files.{name}", mark) or not is_added:
@@ -306,12 +306,12 @@ class Publication:
         writer.mark(f"files.{name}", mark)
 
     def _announce(self, seconds: float) -> None:
-        """Before an upload: add what the training has written meanwhile, and say how long MLflow may not answer."""
+        """Prepare for an upload: add the newest training metrics, and report how long MLflow may not answer."""
         self._live_rows()
         self.on_answer(seconds)
 
     def _register(self, registration: Registration) -> None:
-        """Give the model its files, then register it: a version leads to whole files."""
+        """Give the model its files, and then register it, so that a version always has complete files."""
         writer, opening, learnt = self._writer, self.record.opening, self.record.learnt
         model_id, hf_dir = writer.tags[MODEL_TAG], find_place(self.root, registration.hf_dir)
         mark = f"{hf_dir.parent.name} {opening.artifacts}"
@@ -329,7 +329,7 @@ class Publication:
             self._count("model")
 
     def _scores(self, registration: Registration) -> None:
-        """Add the scores of every subset, the overall ones under their bare names, and a table of the wrong answers."""
+        """Add the scores of every subset (overall scores under bare names), and a table of answers, wrong first."""
         writer, evaluation = self._writer, Artifact.load(find_place(self.root, registration.evaluated))
         if writer.is_marked("scores", evaluation.manifest.fingerprint):
             return
@@ -362,12 +362,12 @@ class Publication:
 
 
 def _made_ms(artifact: Artifact) -> int:
-    """The time at which an artifact was made, in milliseconds since 1970; for metrics without a time."""
+    """Return the time at which an artifact was made, in milliseconds since 1970. Used for metrics without a time."""
     return int(modified(artifact.dir / MANIFEST) * 1000)
 
 
 class _Followed:
-    """An MlflowClient that reports each answer, so that a slow server is not taken for a dead one."""
+    """An MlflowClient that reports each answer, so that a slow server is not mistaken for a dead one."""
 
     def __init__(self, client: MlflowClient, on_answer: Callable[[float], None]) -> None:
         self._client, self._on_answer = client, on_answer

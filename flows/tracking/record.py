@@ -1,12 +1,12 @@
-"""The run record: with the artifacts that it names, it decides the content of a pipeline run in MLflow.
+"""The run record, which decides the content of a pipeline run in MLflow together with the artifacts that it names.
 
-    <side_dir(root)>/tracking/<identity>.json           the record, written whole by a rename
-    <side_dir(root)>/tracking/<identity>.system.jsonl   figures of the trainer's machine, one line per sample
-    <side_dir(root)>/tracking/<identity>.edit.lock      held while the record is read and written again
+    <side_dir(root)>/tracking/<identity>.json           the record, written atomically by a rename
+    <side_dir(root)>/tracking/<identity>.system.jsonl   system metrics of the trainer's machine, one line per sample
+    <side_dir(root)>/tracking/<identity>.edit.lock      held while the record is read, changed and written
     <side_dir(root)>/tracking/<identity>.publish.lock   held by the process that publishes the run
 
-The identity is that of the pipeline run, so a second try of a run goes on in its record. Places in the root are written
-relative to it, so that a record is as good in a root that was copied or moved.
+The identity is the identity of the pipeline run, so a second try of a run continues the same record. Paths in the root
+are stored relative to the root, so that a record stays valid if the root is copied or moved.
 """
 
 import contextlib
@@ -37,18 +37,18 @@ class _Part(BaseModel):
 
 
 class Opening(_Part):
-    """The facts with which an MLflow run begins.
+    """The facts that are known when an MLflow run starts.
 
     Attributes:
-        experiment, name: of the MLflow run.
-        identity: fingerprint of everything that decides the outcome; a repeated pipeline run goes on in its MLflow run.
-        params: nested config; becomes dotted parameters.
-        tags: may change between two tries.
-        note: description, in Markdown.
-        recipe_yaml: the whole configuration, kept as a file of the run.
-        registry: when its model becomes champion.
-        artifacts: which files are uploaded.
-        samples_host: whether the trainer runs on this machine, so that its system metrics are of use.
+        experiment, name: the experiment and the name of the MLflow run.
+        identity: fingerprint of everything that decides the outcome. A repeated pipeline run continues its MLflow run.
+        params: nested config, which becomes dotted parameters.
+        tags: tags of the run, which may change between two tries.
+        note: description in Markdown.
+        recipe_yaml: the whole configuration, stored as a file of the run.
+        registry: the conditions under which the run's model becomes champion.
+        artifacts: the level of files that are uploaded.
+        samples_host: whether the trainer runs on this machine, so that this machine's system metrics are useful.
     """
 
     experiment: str
@@ -67,10 +67,10 @@ class StageEntry(_Part):
     """An artifact that belongs to the run.
 
     Attributes:
-        dir: of the artifact, as `place_in` gives it.
-        fingerprint: of the artifact.
-        reused: whether it was made before the run.
-        dataset: its use as data, for example "training"; None if it is not data.
+        dir: directory of the artifact, in the form that `place_in` returns.
+        fingerprint: fingerprint of the artifact.
+        reused: whether the artifact was made before the run.
+        dataset: the artifact's use as data, for example "training"; None if it is not data.
     """
 
     dir: str
@@ -83,10 +83,10 @@ class Registration(_Part):
     """A request to the model registry.
 
     Attributes:
-        name: of the registered model.
-        exported, evaluated: directories of the artifacts that hold the model and its scores, as `place_in` gives them.
+        name: name of the registered model.
+        exported, evaluated: directories of the artifacts with the model and its scores, in the form of `place_in`.
         scores: subset -> metric -> value.
-        hf_dir: the model's files with their card, likewise.
+        hf_dir: directory of the model's files and card, in the form of `place_in`.
         refusals: one line per gate that failed; empty if the model may be registered.
     """
 
@@ -99,17 +99,17 @@ class Registration(_Part):
 
 
 class Learnt(_Part):
-    """Answers of MLflow that are kept.
+    """The answers of MLflow that are stored in the record.
 
     Attributes:
-        store: digest of the address of the tracking store that gave the rest.
-        published: the newest revision of the record that MLflow holds whole.
-        compare: ids of the runs beside this one on MLflow's compare page.
-        system_bytes: size of the machine's samples that were sent.
-        refused: part of the run -> why MLflow will never take it.
+        store: digest of the address of the tracking store that gave the answers.
+        published: the newest revision of the record that is completely in MLflow.
+        compare: ids of the other runs on MLflow's compare page.
+        system_bytes: bytes of the system metrics file that were sent.
+        refused: part of the run -> reason why MLflow will never take it.
         verdict: why the run's model is champion, or why not.
         decided_ms: time of that decision, in milliseconds since 1970.
-        model_bytes: of the model's files that were copied or uploaded.
+        model_bytes: bytes of the model's files that were copied or uploaded.
     """
 
     store: str = ""
@@ -128,13 +128,13 @@ class TrackedRun(_Part):
     """One pipeline run.
 
     Attributes:
-        creation: mark of the MLflow runs that were made for this record; there may be two for a while.
+        creation: mark of the MLflow runs that were made for this record. There may be two such runs for a while.
         owner: the process that runs the pipeline.
         first_ms, opened_ms, changed_ms: times of the first opening, the last opening and the last change, in
-            milliseconds since 1970, as everywhere here.
-        live: metrics.jsonl of the training while it runs, as `place_in` gives it.
+            milliseconds since 1970.
+        live: path of the running training's metrics.jsonl, in the form of `place_in`.
         stages: name of the stage in the pipeline -> its artifact.
-        status, ended_ms: of the last try's end; None while it runs.
+        status, ended_ms: status and time at the end of the last try; None while it is running.
         revision: number of changes.
     """
 
@@ -154,22 +154,23 @@ class TrackedRun(_Part):
     learnt: Learnt = Learnt()
 
     def is_waiting(self) -> bool:
-        """Whether MLflow lacks something, as far as is known here, or the run's process died without ending it."""
+        """Whether MLflow lacks a known change of the record, or the run's process died without ending the run."""
         return self.learnt.published < self.revision or (self.status is None and self.owner.is_dead())
 
     def end(self, status: str, ended_ms: int) -> None:
-        """End the try. A run that is finished stays so."""
+        """End the current try. A finished run stays finished."""
         if self.status != "FINISHED":
             self.status, self.ended_ms = status, ended_ms
 
 
 def records_dir(root: StorePath) -> Path:
-    """The directory of a root's records, on this machine."""
+    """Return the directory of a root's records on this machine."""
     return side_dir(root).resolve() / "tracking"
 
 
 def place_in(root: StorePath, path: StorePath) -> str:
-    """A path as a record keeps it: relative to the root, or of a store to its directory here, if it lies there."""
+    """Return a path in the form that a record stores. It is relative if it is below the root, or below the directory on
+    this machine of a root in a store; otherwise it is unchanged."""
     for base in (absolute(root), side_dir(root).resolve()):
         below = str(path).removeprefix(f"{str(base).rstrip('/')}/")
         if below != str(path):
@@ -178,10 +179,10 @@ def place_in(root: StorePath, path: StorePath) -> str:
 
 
 def find_place(root: StorePath, place: str) -> StorePath:
-    """The path of an artifact's directory from its place in a record."""
+    """Return the path of an artifact's directory from the form that a record stores."""
     if "://" not in place and not Path(place).is_absolute():
         return absolute(root) / place
-    for folder in ("artifacts", "scratch"):  # a record of before, absolute: its root may have been moved since
+    for folder in ("artifacts", "scratch"):  # older records have absolute paths, and their root may have been moved
         _, is_below, rest = place.rpartition(f"/{folder}/")
         if is_below and (moved := absolute(root) / folder / rest).exists():
             return moved
@@ -189,26 +190,26 @@ def find_place(root: StorePath, place: str) -> StorePath:
 
 
 def live_path(root: StorePath, record: "TrackedRun") -> Path | None:
-    """The metrics of the training that runs, on this machine; None if there is none."""
+    """Return the path of the running training's metrics on this machine; None if no training is running."""
     return None if record.live is None else find_place(side_dir(root), record.live)
 
 
 def system_path(root: StorePath, key: str) -> Path:
-    """The file of the figures of the trainer's machine."""
+    """Return the path of the file with the system metrics of the trainer's machine."""
     return records_dir(root) / f"{key}.system.jsonl"
 
 
 def publish_lock(root: StorePath, key: str) -> filelock.BaseFileLock:
-    """The lock of the one process that publishes a run."""
+    """Return the lock that the process that publishes a run must hold."""
     return filelock.FileLock(records_dir(root) / f"{key}.publish.lock", thread_local=False)
 
 
 def load_record(root: StorePath, key: str) -> TrackedRun:
-    """The record of a run.
+    """Load the record of a run.
 
     Raises:
         OSError: there is no record.
-        ValueError: it cannot be read, or is of another version of athanor.
+        ValueError: the record cannot be parsed, or is of another version of athanor.
     """
     path = records_dir(root) / f"{key}.json"
     record = TrackedRun.model_validate_json(path.read_bytes())
@@ -218,10 +219,10 @@ def load_record(root: StorePath, key: str) -> TrackedRun:
 
 
 def open_record(root: StorePath, opening: Opening) -> None:
-    """Begin a run's record, or a new try in the record that its identity has.
+    """Create a run's record, or start a new try in the existing record of the same identity.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the record cannot be written.
     """
     records_dir(root).mkdir(parents=True, exist_ok=True)
     with _edit_lock(root, opening.identity):
@@ -229,7 +230,7 @@ def open_record(root: StorePath, opening: Opening) -> None:
         fields = {"opening": opening, "owner": Owner.of_this_process(), "opened_ms": now, "changed_ms": now}
         try:
             before = load_record(root, opening.identity)
-        except (OSError, ValueError):  # a new record: MLflow's own marks say what it holds
+        except (OSError, ValueError):  # a new record; the marks in MLflow show which content it already has
             record = TrackedRun(**fields, first_ms=now, revision=1)
         else:
             fields |= {"status": None, "ended_ms": None, "revision": before.revision + 1}
@@ -239,10 +240,10 @@ def open_record(root: StorePath, opening: Opening) -> None:
 
 @contextlib.contextmanager
 def changed(root: StorePath, key: str) -> Iterator[TrackedRun]:
-    """The record, to be changed in the block; after it, the change waits to be published.
+    """Load the record, let the block change it, and write it with a new revision, which is then to be published.
 
     Raises:
-        OSError, ValueError: as `load_record`; or it cannot be written.
+        OSError, ValueError: see `load_record`; or the record cannot be written.
     """
     with _edit_lock(root, key):
         record = load_record(root, key)
@@ -253,7 +254,7 @@ def changed(root: StorePath, key: str) -> Iterator[TrackedRun]:
 
 
 def save_learnt(root: StorePath, key: str, learnt: Learnt) -> None:
-    """Keep the answers of MLflow, beside changes that the pipeline has made meanwhile."""
+    """Store the answers of MLflow in the record, and keep the changes that the pipeline has made in the meantime."""
     with _edit_lock(root, key):
         record = load_record(root, key)
         if record.learnt != learnt:
@@ -262,18 +263,18 @@ def save_learnt(root: StorePath, key: str, learnt: Learnt) -> None:
 
 
 def append_system(root: StorePath, key: str, values: Mapping[str, float]) -> None:
-    """Append a sample of the machine's figures."""
+    """Append a sample of the machine's system metrics to the file."""
     with system_path(root, key).open("a", encoding="utf-8") as file:
         file.write(json.dumps({"time_ms": now_ms(), "values": dict(values)}) + "\n")
         file.flush()
         os.fsync(file.fileno())
 
 
-_settled: dict[Path, int] = {}  # record that waits for nothing -> time at which it was written, in ns
+_settled: dict[Path, int] = {}  # path of a record that is completely in MLflow -> its modification time in ns
 
 
 def waiting_records(root: StorePath) -> list[tuple[str, TrackedRun]]:
-    """(key, record) of the runs of which MLflow lacks something, by the time of their opening."""
+    """Return (key, record) of the runs that are not completely in MLflow, in the order of their opening."""
     waiting = []
     for path in records_dir(root).glob("*.json"):
         written_ns = path.stat().st_mtime_ns
@@ -293,12 +294,12 @@ def waiting_records(root: StorePath) -> list[tuple[str, TrackedRun]]:
 
 
 def now_ms() -> int:
-    """Milliseconds since 1970."""
+    """Return the present time in milliseconds since 1970."""
     return time.time_ns() // 1_000_000
 
 
 def error_line(error: Exception, limit: int = 200) -> str:
-    """An error as a line of a log: its class, and its text up to `limit` characters."""
+    """Return an error as one line for a log: its class, and its text up to `limit` characters."""
     return f"{type(error).__name__}: {one_line(error, limit)}"
 
 

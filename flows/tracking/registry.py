@@ -1,8 +1,9 @@
-"""An exported model in MLflow: a logged model, a registered version, and the choice of the champion.
+"""The exported model in MLflow: a logged model, a registered version, and the choice of the champion.
 
-The aliases `candidate` (the newest version) and `champion` move; the reason is a tag of the version and of its MLflow
-run. A decision is written down before the alias moves, so that an interrupted one is carried out, not taken again.
-Scores are compared if they are of the same held-out samples alone (HELDOUT_TAG).
+The aliases `candidate` (the newest version) and `champion` move from version to version. The reason for a decision is a
+tag of the version and of its MLflow run. A decision is stored before the alias moves, so that an interrupted decision
+is carried out later and not made again. Scores are compared only if they are from the same held-out samples
+(HELDOUT_TAG).
 """
 
 import contextlib
@@ -39,11 +40,11 @@ HELDOUT_TAG, EVALUATION_TAG = "heldout", "evaluation"
 _CERTAINTY = "stages.compare.certainty"
 _NOT_COMPARED = "so that the two are not compared"
 _WAY_OUT = "the same command with --set execution.registry.other_heldout=champion"
-_BEATEN_TAG = "athanor.beaten_version"  # on a version that becomes champion: the one before it, or "none"
+_BEATEN_TAG = "athanor.beaten_version"  # tag of a new champion: the version of the previous champion, or "none"
 
 
 def log_model(writer: RunWriter, root: StorePath, registration: Registration) -> str:
-    """The id of the run's logged model, which has the facts of the export; it is made if there is none."""
+    """Return the id of the run's logged model, which has the stats of the export as parameters. Make it if needed."""
     exported = Artifact.load(find_place(root, registration.exported))
     client, stats = writer.client, exported.manifest.stats
     tags = {"hf_dir": str(find_place(root, registration.hf_dir)), "fingerprint": exported.manifest.fingerprint}
@@ -70,16 +71,17 @@ def log_model(writer: RunWriter, root: StorePath, registration: Registration) ->
 def register_model(
     writer: RunWriter, root: StorePath, registration: Registration, source: str, config: RegistryConfig
 ) -> bool:
-    """Register the run's logged model as a version with its scores, and decide whether it becomes champion. If a gate
-    failed, only the reasons are kept.
+    """Register the run's logged model as a version with its scores, and decide whether it becomes champion.
+
+    If a gate failed, only the reasons are stored.
 
     Args:
         source: address of the model's files.
 
     Returns:
-        whether that was done now.
+        whether the model was registered or decided on by this call.
     """
-    if registration.refusals:  # no mark: the same model is tried again with other gates
+    if registration.refusals:  # no mark is set, so that the same model can be registered with other gates later
         writer.set_tags({REASON_TAG: f"not registered: {'; '.join(registration.refusals)}"})
         return False
     exported, evaluated = (
@@ -100,7 +102,7 @@ def register_model(
 
 
 def standing(writer: RunWriter) -> str:
-    """Return where a version that an earlier try of this run registered stands now, for the closing line.
+    """Return the present standing of a version that an earlier try of this run registered, for the closing line.
 
     For example "version 1 of an earlier run, the champion is version 3 now".
     """
@@ -122,8 +124,8 @@ def standing(writer: RunWriter) -> str:
 def register(
     client: MlflowClient, name: str, source: str, run_id: str, model_id: str, tags: Mapping[str, str]
 ) -> ModelVersion:
-    """The version of a run's exported directory; it is made by the first call."""
-    with contextlib.suppress(MlflowException):  # it may exist; if it could not be made, the next call says why
+    """Return the registered version of a run's exported directory. The first call makes the version."""
+    with contextlib.suppress(MlflowException):  # it may exist; if it could not be made, the next call raises
         client.create_registered_model(name)
     for version in client.search_model_versions(f"name='{name}'", max_results=1000):
         if version.run_id == run_id and version.tags.get("fingerprint") == tags["fingerprint"]:
@@ -132,12 +134,12 @@ def register(
 
 
 def promote(client: MlflowClient, root: StorePath, name: str, number: str, config: RegistryConfig) -> str:
-    """Give a version its aliases, once.
+    """Decide on a version and give it its aliases. An earlier decision is kept.
 
     Returns:
         the reason, for example "exact_match 0.9845 against 0.9721 of version 3: champion".
     """
-    with store_lock(root):  # so of two runs that end at once, the second meets the first one's champion
+    with store_lock(root):  # if two runs end at the same time, the second is compared with the first one's champion
         aliases = client.get_registered_model(name).aliases
         champion = client.get_model_version(name, aliases[CHAMPION]) if CHAMPION in aliases else None
         if int(aliases.get(CANDIDATE, 0)) < int(number):
@@ -167,16 +169,22 @@ def decide(
     certainty: "Certainty | None",
     is_comparable: bool = True,
 ) -> tuple[bool, str]:
-    """Whether a version becomes champion, and why.
+    """Decide whether a version becomes champion, and why.
 
-    It does if it is better by the margin, and surely better. Its score has at least `min_answers` answers. Where there
-    is no champion, the interval of the score lies above 0. Where there is one, the interval of the lead over it, from
-    the same questions (paired bootstrap), lies above 0; if the champion's answers are gone, the interval of the score
-    is not wider than the lead.
+    A version becomes champion if its score is better than the champion's by the margin, and certainly better:
+
+    - The score is from at least `min_answers` answers.
+    - If there is no champion, the interval of the score must be above 0.
+    - If there is a champion, the interval of the lead over it on the same questions (paired bootstrap) must be above 0.
+      If the champion's answers no longer exist, the interval of the score must not be wider than the lead.
 
     Args:
-        certainty: None: the score is not one of answers (a loss, a rate of the generation), so only the margin counts.
-        is_comparable: whether both were scored on the same held-out samples.
+        certainty: certainty of the score. None means that the score is not computed from answers (a loss, or a rate of
+            the generation), so that only the margin counts.
+        is_comparable: whether both versions were scored on the same held-out samples.
+
+    Returns:
+        whether the version becomes champion, and the reason.
     """
     ours = _score(version, config.metric)
     about = f"{config.metric} {_text(ours, certainty)}"
@@ -206,7 +214,7 @@ def decide(
 
 
 def _doubt(lead: float, certainty: "Certainty | None") -> str:
-    """Why a lead over the champion may be chance; empty if it is certain."""
+    """Return why a lead over the champion may be chance; "" if the lead is certain."""
     if certainty is None:
         return ""
     if certainty.lead is not None:
@@ -217,22 +225,28 @@ def _doubt(lead: float, certainty: "Certainty | None") -> str:
 
 
 def _is_open(reason: str | None, config: RegistryConfig) -> bool:
-    """Whether a decision left the choice to a person, who has now made it."""
+    """Whether a decision left the choice to the user, who has made it with `other_heldout` in the meantime."""
     return _NOT_COMPARED in (reason or "") and config.other_heldout == CHAMPION
 
 
 def _certainty_of(
     client: MlflowClient, root: StorePath, version: ModelVersion, champion: ModelVersion | None, metric: str
 ) -> "Certainty | None":
-    """The certainty of a version's score; None if its evaluation is gone or the score is not one of answers."""
+    """Return the certainty of a version's score; None if its evaluation no longer exists or the score is not computed
+    from answers."""
     ours, theirs = (None if each is None else _evaluation_of(client, root, each) for each in (version, champion))
-    # Imported now: the libraries of the metrics take a second to load.
+    # Imported only here, because the libraries of the metrics take a second to import.
     return None if ours is None else importlib.import_module(_CERTAINTY).certainty_of(ours, theirs, metric)
 
 
 def _heldout_of(client: MlflowClient, root: StorePath, version: ModelVersion) -> str | None:
-    """What the scores of a version are of. A version from before this was kept learns it from its evaluation in the
-    root; None if that is gone."""
+    """Return the fingerprint of the held-out samples that a version was scored on.
+
+    A version that was registered before this tag existed gets the tag from its evaluation in the root.
+
+    Returns:
+        None if the version has no tag and its evaluation no longer exists.
+    """
     if heldout := version.tags.get(HELDOUT_TAG):
         return heldout
     if (evaluated := _evaluation_of(client, root, version)) is None:
@@ -243,7 +257,7 @@ def _heldout_of(client: MlflowClient, root: StorePath, version: ModelVersion) ->
 
 
 def _evaluation_of(client: MlflowClient, root: StorePath, version: ModelVersion) -> Artifact | None:
-    """The evaluation that a version's scores are of; None if its run or the evaluation is gone."""
+    """Return the evaluation that a version's scores are from; None if its run or its evaluation no longer exists."""
     try:
         fingerprint = version.tags.get(EVALUATION_TAG)
         fingerprint = fingerprint or client.get_run(version.run_id).data.tags.get("fingerprint.evaluate", "")

@@ -1,13 +1,13 @@
-"""Writes to one MLflow run, and knows its content as far as it was read.
+"""Writes to one MLflow run, and keeps the part of its content that was read.
 
-Everything may be added twice: parameters and tags are then the same, and a metric has its time and step from a file, so
-that MLflow's primary key keeps one.
+Everything may be added twice. Parameters and tags then have the same values. A metric has its time and step from a
+file, so that MLflow's primary key keeps it only once.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flows.tracking.store import connect  # noqa: F401  first: sets what mlflow reads at its import
+from flows.tracking.store import connect  # noqa: F401  before mlflow: sets variables that mlflow reads at its import
 
 # isort: split
 from mlflow import MlflowClient
@@ -15,17 +15,17 @@ from mlflow.entities import Metric, Param, Run, RunTag
 
 from trainer.contract.answer import MetricsRow
 
-METRICS_PER_BATCH, ENTITIES_PER_BATCH = 1000, 100  # MLflow takes no more
+METRICS_PER_BATCH, ENTITIES_PER_BATCH = 1000, 100  # MLflow's limits
 _MAX_PARAM, _MAX_TAG = 6000, 8000  # characters
 
 
 class RunWriter:
-    """Adds to one MLflow run.
+    """A writer that adds to one MLflow run.
 
     Attributes:
-        tags: of the run.
-        status, end_ms: as they were when the run was read.
-        steps: of training that the run holds; None until they are read.
+        tags: tags of the run.
+        status, end_ms: status and end of the run at the time when it was read.
+        steps: training steps whose metrics the run holds; None until they are read.
     """
 
     def __init__(self, client: MlflowClient, run: Run) -> None:
@@ -40,11 +40,11 @@ class RunWriter:
         return self.tags.get(f"athanor.logged.{what}") == fingerprint
 
     def mark(self, what: str, fingerprint: str) -> None:
-        """Mark that the run holds something whole; to be called after all of it was added."""
+        """Mark that the run holds something completely. Must be called after all of it was added."""
         self.set_tags({f"athanor.logged.{what}": fingerprint})
 
     def set_tags(self, tags: Mapping[str, object]) -> None:
-        """Set the tags that differ."""
+        """Set the tags whose values differ from the run's."""
         texts = {key: str(value)[:_MAX_TAG] for key, value in tags.items()}
         missing = [RunTag(key, text) for key, text in texts.items() if self.tags.get(key) != text]
         for start in range(0, len(missing), ENTITIES_PER_BATCH):
@@ -52,24 +52,24 @@ class RunWriter:
         self.tags |= texts
 
     def log_params(self, params: Mapping[str, Any]) -> None:
-        """Add parameters, cut to MLflow's limit."""
+        """Add parameters. Their values are cut to MLflow's limit."""
         entities = [Param(key, str(value)[:_MAX_PARAM]) for key, value in params.items()]
         for start in range(0, len(entities), ENTITIES_PER_BATCH):
             self.client.log_batch(self.run_id, params=entities[start : start + ENTITIES_PER_BATCH])
 
     def log_metrics(self, metrics: Sequence[Metric]) -> None:
-        """Add points of any metrics."""
+        """Add points of metrics."""
         for start in range(0, len(metrics), METRICS_PER_BATCH):
             self.client.log_batch(self.run_id, metrics=metrics[start : start + METRICS_PER_BATCH])
 
     def log_rows(self, rows: Sequence[MetricsRow], default_ms: int) -> int:
-        """Add the rows of training whose steps the run does not hold.
+        """Add the rows of training metrics whose steps the run does not hold.
 
         Args:
-            default_ms: time of rows that carry none.
+            default_ms: time for rows without a time, in milliseconds since 1970.
 
         Returns:
-            number of rows that were added.
+            the number of rows that were added.
         """
         if self.steps is None:
             self.steps = {point.step for point in self.client.get_metric_history(self.run_id, "loss")}
@@ -84,7 +84,7 @@ class RunWriter:
         return len(missing)
 
     def log_samples(self, samples: Sequence[tuple[int, Mapping[str, float]]], first_ms: int) -> None:
-        """Add samples of a machine's figures; their steps are seconds since `first_ms`.
+        """Add samples of a machine's system metrics. Their steps are seconds since `first_ms`.
 
         Args:
             samples: pairs of a time in milliseconds since 1970 and metric -> value.
@@ -96,7 +96,7 @@ class RunWriter:
         self._log_whole(groups)
 
     def _log_whole(self, groups: Sequence[Sequence[Metric]]) -> None:
-        """Send groups of points, each in one call: it arrives whole or not at all."""
+        """Send groups of points. A group is sent in one call, so that it arrives completely or not at all."""
         batch: list[Metric] = []
         for group in groups:
             if len(batch) + len(group) > METRICS_PER_BATCH:

@@ -1,6 +1,6 @@
-"""The senders: one thread of the process that runs a pipeline, and whoever publishes what earlier runs could not.
+"""The sending to MLflow: by one thread of a process that runs a pipeline, and for runs that could not be sent earlier.
 
-After an error that may pass by itself (MLflow is down, slow or full) they try again, less and less often.
+After an error that may be temporary (MLflow is down, slow or full), the thread tries again, less and less often.
 """
 
 import logging
@@ -26,7 +26,7 @@ from flows.tracking.record import (
     waiting_records,
 )
 
-PATIENCE_SECONDS = 10.0  # without an answer
+PATIENCE_SECONDS = 10.0  # longest wait without an answer
 LONGEST_WAIT_SECONDS = 60.0
 _FAILED_ROUNDS = 3
 _FIRST_RETRY, _LAST_RETRY = 1.0, 30.0
@@ -36,23 +36,23 @@ log = logging.getLogger("athanor.tracking")
 
 
 class Sender:
-    """The sending thread of this process for one root. Everything but `wait` returns at once."""
+    """The sending thread of this process for one root. All methods except `wait` return at once."""
 
     def __init__(self, root: StorePath) -> None:
         self.root = root
-        self.problem = ""  # of the last round, empty if all was sent
+        self.problem = ""  # error of the last round; empty if everything was sent
         self._submitted: Counter[str] = Counter()  # run -> number of its submissions
-        self._sent: Counter[str] = Counter()  # run -> that number when it was last sent
+        self._sent: Counter[str] = Counter()  # run -> number of its submissions when it was last sent
         self._publications: dict[str, tuple[Publication, filelock.BaseFileLock]] = {}
         self._changed = threading.Condition()
         self._waiters = self._failed_rounds = 0
         self._others_at = 0.0
-        self._answered = self._uploaded = 0.0  # times of the last answer, and of the last one to an upload
-        self._busy_until = 0.0  # time up to which an upload may take
+        self._answered = self._uploaded = 0.0  # times of the last answer, and of the last answer to an upload
+        self._busy_until = 0.0  # latest time at which the running upload should end
         self._thread: threading.Thread | None = None
 
     def submit(self, key: str) -> None:
-        """Send what is new in a run's record or metrics."""
+        """Let the thread send the new content of a run's record and metrics."""
         with self._changed:
             self._submitted[key] += 1
             if self._thread is None:
@@ -61,16 +61,17 @@ class Sender:
             self._changed.notify_all()
 
     def wait(self, key: str, patience: float = PATIENCE_SECONDS, ends_uploads: bool = False) -> bool:
-        """Wait until MLflow holds all of a run, as it is now, and what earlier runs could not send.
+        """Wait until the present content of a run, and the rest of earlier runs, are completely in MLflow.
 
-        Gives up after so many seconds without an answer of MLflow, after several failures of MLflow, or after
+        The wait ends after `patience` seconds without an answer, after several failures of MLflow, or after
         LONGEST_WAIT_SECONDS without an upload.
 
         Args:
-            ends_uploads: whether it gives up on uploads as well.
+            patience: longest time without an answer of MLflow, in seconds.
+            ends_uploads: whether the wait may end during an upload too.
 
         Returns:
-            whether MLflow holds all of the run.
+            whether the run is completely in MLflow.
         """
         with self._changed:
             number, failed, start = self._submitted[key], self._failed_rounds, time.monotonic()
@@ -110,7 +111,7 @@ class Sender:
                 retry = _FIRST_RETRY
 
     def _round(self, submitted: Mapping[str, int]) -> None:
-        """Send the submitted runs and, now and then, those of other processes; keep the first problem."""
+        """Send the submitted runs and, from time to time, the runs of other processes. Keep the first problem."""
         problems = []
         for key, number in submitted.items():
             try:
@@ -127,7 +128,7 @@ class Sender:
         self.problem = problems[0] if problems else ""
 
     def _send(self, key: str) -> bool:
-        """Publish a run of this process; returns whether MLflow holds it now, also if another process has sent it."""
+        """Publish a run of this process. Return whether it is in MLflow now, even if another process has sent it."""
         if key not in self._publications:
             lock = publish_lock(self.root, key)
             try:
@@ -154,20 +155,20 @@ _senders_mutex = threading.Lock()
 
 
 def sender_of(root: StorePath) -> Sender:
-    """The sender of a root, one per process."""
+    """Return the sender of a root. There is one per process and root."""
     with _senders_mutex:
         return _senders.setdefault(side_dir(root).resolve(), Sender(root))
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """The outcome for a run of which MLflow lacked something.
+    """The outcome for a run that was not completely in MLflow.
 
     Attributes:
-        name: of the MLflow run.
-        sent: kind of thing that was added -> number.
-        problem: why the rest waits; empty if nothing waits, or if the run's own process publishes it.
-        is_sending: whether its own process publishes it.
+        name: name of the MLflow run.
+        sent: kind of content that was added -> number.
+        problem: why the rest could not be sent; empty if nothing is left, or if the run's own process publishes it.
+        is_sending: whether the run's own process publishes it.
     """
 
     name: str
@@ -179,13 +180,13 @@ class Published:
 def publish_waiting(
     root: StorePath, but: Sequence[str] = (), on_answer: Callable[[float], None] = lambda seconds: None
 ) -> list[Published]:
-    """Publish what earlier runs of this root could not send, the oldest first; never raises.
+    """Publish the rest of earlier runs of this root, the oldest run first. Never raises.
 
     A run whose process was killed is ended.
 
     Args:
-        but: keys of runs to leave alone.
-        on_answer: as `Publication` calls it.
+        but: keys of runs to leave out.
+        on_answer: see `Publication`.
     """
     return [_publish(root, key, record, on_answer) for key, record in waiting_records(root) if key not in but]
 
@@ -209,7 +210,7 @@ def _publish(root: StorePath, key: str, record: TrackedRun, on_answer: Callable[
 
 
 def end_killed_run(root: StorePath, key: str) -> None:
-    """End a run whose process was killed, at its last sign of life: nobody else will."""
+    """End a run whose process was killed. Its end is the time of its last sign of life."""
     with changed(root, key) as record:
         if record.status is None and record.owner.is_dead():
             signs_ms = [record.changed_ms]

@@ -1,6 +1,7 @@
-"""MLflow's store: its address, a client for it, its locks, and which of its errors may pass by themselves.
+"""MLflow's store: its address, a client for it, its locks, and which of its errors may be temporary.
 
-MLflow keeps the places of its files as absolute addresses. Those in a root's own database follow the root (`settle`).
+MLflow stores the addresses of its files as absolute paths. Addresses in a root's own database are updated when the root
+is moved (see `settle`).
 """
 
 import contextlib
@@ -15,9 +16,10 @@ from urllib.parse import quote, unquote, urlparse
 
 os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 os.environ.setdefault("MLFLOW_ALLOW_PICKLE_DESERIALIZATION", "false")
-# The sending thread tries again by itself, after it has seen whether the last try arrived; the client only repeats.
+# The sending thread tries again itself, after it has checked whether the last try arrived. MLflow's client would repeat
+# a request without that check.
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "180")  # nobody waits for the sending thread
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "180")  # long, since no other thread waits for the sending thread
 
 import filelock
 import sqlalchemy
@@ -37,12 +39,12 @@ _FINAL = {
     "RESOURCE_ALREADY_EXISTS",
     "INVALID_STATE",
 }
-_PASSING_STATUSES = (401, 403, 408, 425, 429)  # no login yet, slow, full; other 4xx refuse the same upload for ever
-_SCHEMA_LOCK = 0x617468616E6F72  # of Postgres' advisory locks, which are numbers: "athanor"
+_PASSING_STATUSES = (401, 403, 408, 425, 429)  # no login yet, slow, full; other 4xx statuses are permanent
+_SCHEMA_LOCK = 0x617468616E6F72  # number of an advisory lock of Postgres: the bytes of "athanor"
 _LOCK_SECONDS = 120
 log = logging.getLogger("athanor.tracking")
 DATABASE, FILES = "mlflow.db", "mlflow-artifacts"  # in the root
-# Columns of MLflow's database: those that hold addresses of files, and texts with paths in them.
+# Columns of MLflow's database that hold addresses of files (ADDRESSES), or texts with paths in them (_TEXTS).
 ADDRESSES = (
     *(("experiments", "artifact_location"), ("runs", "artifact_uri"), ("logged_models", "artifact_location")),
     *(("model_versions", "source"), ("model_versions", "storage_location")),
@@ -51,14 +53,16 @@ _TEXTS = (
     *(("tags", "value"), ("logged_model_tags", "tag_value"), ("model_version_tags", "value")),
     ("datasets", "dataset_source"),
 )
-_KIND_TAG = "mlflow.experimentKind"  # without it MLflow begins with its pages for generated text
+_KIND_TAG = "mlflow.experimentKind"  # without this tag MLflow first shows its pages for generated text
 
 
 def tracking_uri(root: StorePath) -> str:
-    """The address of the runs: MLFLOW_TRACKING_URI if it is set, else SQLite in the root (of a store: on this machine).
+    """Return the address of the tracking store: MLFLOW_TRACKING_URI if it is set, else SQLite in the root.
+
+    For a root in an object store, the SQLite file is in the root's directory on this machine.
 
     Raises:
-        InputError: it has a password, which pages and messages would show.
+        InputError: the address has a password, which pages and messages would show.
     """
     uri = os.environ.get("MLFLOW_TRACKING_URI")
     if not uri:
@@ -72,13 +76,13 @@ def tracking_uri(root: StorePath) -> str:
 
 
 def store_digest(root: StorePath) -> str:
-    """A digest that names the store without its address."""
+    """Return a digest that identifies the tracking store without showing its address."""
     return hashlib.sha256(tracking_uri(root).encode()).hexdigest()[:16]
 
 
 def server_url(root: StorePath) -> str | None:
-    """Return the address of MLflow's pages: of MLFLOW_TRACKING_URI's server, or of the root's own service at its
-    recorded port, running or not. None if MLFLOW_TRACKING_URI is a database, whose server only the person knows."""
+    """Return the address of MLflow's pages: the server of MLFLOW_TRACKING_URI, or the root's own service at its
+    recorded port, whether it is running or not. None if MLFLOW_TRACKING_URI is a database, whose server is unknown."""
     uri = tracking_uri(root)
     if uri.startswith("http"):
         return uri.rstrip("/")
@@ -86,26 +90,29 @@ def server_url(root: StorePath) -> str | None:
 
 
 def has_own_database() -> bool:
-    """Whether runs are kept in the root's own database, which `athanor up` serves."""
+    """Whether runs are stored in the root's own database, which `athanor up` serves."""
     return not os.environ.get("MLFLOW_TRACKING_URI")
 
 
 def is_served(root: StorePath) -> bool:
-    """Whether a server answers at `server_url` now, as far as this machine knows."""
+    """Whether a server should answer at `server_url` now, as far as this machine knows."""
     return tracking_uri(root).startswith("http") or (has_own_database() and read_service(root) is not None)
 
 
 def compare_url(run_ids: Sequence[str], experiment_id: str, base: str) -> str:
-    """MLflow's page that sets runs side by side and marks the parameters that differ."""
+    """Return the address of MLflow's page that shows runs side by side and marks the parameters that differ."""
     runs, experiments = quote(json.dumps(list(run_ids))), quote(json.dumps([experiment_id]))
     return f"{base}/#/compare-runs?runs={runs}&experiments={experiments}"
 
 
 def connect(root: StorePath) -> MlflowClient:
-    """A client whose store has its tables, made under locks: two processes that make them at once would ruin a fresh
-    SQLite file, and all but one fail on a fresh Postgres."""
+    """Return a client of the store, and make the store's tables if they are missing.
+
+    The tables are made under locks. If two processes made them at the same time, a new SQLite file would be ruined, and
+    on a new Postgres database all processes except one would fail.
+    """
     logging.getLogger("alembic").setLevel(logging.WARNING)
-    # it prints the traceback of an error that it then raises
+    # This module of MLflow logs the traceback of an error that it then raises.
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     uri = tracking_uri(root)
     with store_lock(root), _schema_lock(uri):
@@ -116,9 +123,9 @@ def connect(root: StorePath) -> MlflowClient:
 
 
 def settle(root: StorePath) -> None:
-    """Let the addresses in a root's own database lead to where the root lies now, after it was copied or moved.
+    """Update the addresses in a root's own database after the root was copied or moved.
 
-    It changes nothing in a root that stayed in its place, or that is reached by another name of the same directory.
+    Nothing changes in a root that was not moved, or that is reached by another name of the same directory.
     """
     database = (side_dir(root) / DATABASE).resolve()
     if not database.is_file():
@@ -137,7 +144,7 @@ def settle(root: StorePath) -> None:
 
 
 def _replace(connection: sqlite3.Connection, tables: set[str], before: str, now: str) -> None:
-    """Replace a directory by another, given as URLs, in MLflow's tables."""
+    """Replace a directory by another one in MLflow's tables. Both directories are given as URLs."""
     for table, column in (place for place in ADDRESSES if place[0] in tables):
         command = f"UPDATE {table} SET {column} = ? || substr({column}, ?) WHERE substr({column}, 1, ?) = ?"
         connection.execute(command, (now, len(before) + 1, len(before) + 1, f"{before}/"))
@@ -148,7 +155,7 @@ def _replace(connection: sqlite3.Connection, tables: set[str], before: str, now:
         )
         connection.execute(command, (new, len(old) + 1, old, len(old) + 1, f"{old}/"))
         in_json = (json.dumps(f"{old}/")[:-1], json.dumps(f"{new}/")[:-1])
-        for replacement in ((f"`{old}/", f"`{new}/"), in_json):  # within Markdown, within JSON
+        for replacement in ((f"`{old}/", f"`{new}/"), in_json):  # in Markdown texts, and in JSON texts
             connection.execute(f"UPDATE {table} SET {column} = replace({column}, ?, ?)", replacement)
 
 
@@ -164,25 +171,25 @@ def _is_same_file(path: Path, other: Path) -> bool:
 
 
 def store_lock(root: StorePath) -> filelock.BaseFileLock:
-    """The lock for work that only one process of a root may do at a time."""
+    """Return the lock for work that only one process of a root may do at a time."""
     side_dir(root).mkdir(parents=True, exist_ok=True)
     return filelock.FileLock(side_dir(root) / "mlflow.db.lock", timeout=_LOCK_SECONDS)
 
 
 @contextlib.contextmanager
 def _schema_lock(uri: str) -> Iterator[None]:
-    """Hold the lock of a Postgres, which several roots on several machines may share; nothing for other stores."""
+    """Hold the lock of a Postgres database, which several machines may share. Do nothing for other stores."""
     if not uri.startswith("postgresql"):
         yield
         return
     engine = sqlalchemy.create_engine(uri, poolclass=sqlalchemy.NullPool)
     with engine.connect() as connection:
         connection.execute(sqlalchemy.text("SELECT pg_advisory_lock(:key)"), {"key": _SCHEMA_LOCK})
-        yield  # the lock ends with the connection
+        yield  # the lock is released when the connection is closed
 
 
 def experiment_of(client: MlflowClient, root: StorePath, name: str) -> str:
-    """The id of an experiment; it is made if there is none."""
+    """Return the id of an experiment. Make the experiment if it does not exist."""
     with store_lock(root):
         if (experiment := client.get_experiment_by_name(name)) is not None:
             return experiment.experiment_id
@@ -196,7 +203,7 @@ def may_pass(error: Exception) -> bool:
     if isinstance(error, MlflowException):
         return error.error_code not in _FINAL
     if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
-        return False  # of this machine: the artifact is gone
+        return False  # a file of this machine is missing, so the artifact no longer exists
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status is not None and 400 <= status < 500:
         return status in _PASSING_STATUSES

@@ -1,4 +1,4 @@
-"""Data in MLflow: an artifact as a dataset of the run, and a table of answers beside their pictures."""
+"""Data in MLflow: an artifact as a dataset of the run, and a table of answers with their images."""
 
 import math
 import tempfile
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flows.tracking.store import connect  # noqa: F401  first: sets what mlflow reads at its import
+from flows.tracking.store import connect  # noqa: F401  before mlflow: sets variables that mlflow reads at its import
 
 # isort: split
 import mlflow
@@ -28,14 +28,14 @@ MAX_ANSWERS = 64
 _TEXT_ONLY_PNG = bytes.fromhex(
     "89504e470d0a1a0a0000000d4948445200000001000000010802000000907753de0000000c49444154789c63f8ffff3f0005fe02fe"
     "0def46b80000000049454e44ae426082"
-)  # a white pixel, for answers without a picture: a table's image column must have one in every row
+)  # a white pixel for answers without an image, because a table's image column needs an image in every row
 
 
 def dataset_input(artifact: Artifact, context: str) -> DatasetInput:
-    """A stage's artifact as an input of the run: its fingerprint, place and counts.
+    """Return a stage's artifact as an input of the run: its fingerprint, address and counts.
 
     Args:
-        context: its use in the run, for example "training".
+        context: the artifact's use in the run, for example "training".
     """
     manifest = artifact.manifest
     place = str(absolute(artifact.dir))
@@ -47,7 +47,7 @@ def dataset_input(artifact: Artifact, context: str) -> DatasetInput:
 
 
 def gain_metrics(subsets: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """The stats of a comparison as metrics: `gain`, `gain_low`, `gain_high`, and per subset `gain/<subset>`, ..."""
+    """Return a comparison's stats as metrics: `gain`, `gain_low`, `gain_high`, and per subset `gain/<subset>`, ..."""
     values = {}
     for name, stats in subsets.items():
         ending = "" if name == OVERALL else f"/{name}"
@@ -58,7 +58,7 @@ def gain_metrics(subsets: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
 
 
 def log_answers(client: MlflowClient, run_id: str, name: str, rows: list[dict[str, Any]]) -> None:
-    """Log answers beside their pictures, as a table. It is made once: MLflow appends to a table that is there."""
+    """Log answers with their images as a table, unless the table exists: MLflow would append to an existing table."""
     if not rows or any(item.path == name for item in client.list_artifacts(run_id)):
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -70,12 +70,12 @@ def log_answers(client: MlflowClient, run_id: str, name: str, rows: list[dict[st
 
 
 def most_different(directory: StorePath, limit: int) -> list[dict[str, Any]]:
-    """At most `limit` rows of comparison.parquet, which begins with the answers that differ most."""
+    """Return the first rows of comparison.parquet, at most `limit`. The answers that differ most come first."""
     return pq.read_table(local_copy(directory / COMPARISON)).slice(0, limit).to_pylist()
 
 
 def wrong_first(directory: StorePath, limit: int) -> list[dict[str, Any]]:
-    """At most `limit` rows of predictions.parquet: wrong answers first, then right ones, in their order."""
+    """Return at most `limit` rows of predictions.parquet, sorted by score, so that wrong answers come first."""
     table = pq.read_table(local_copy(directory / PREDICTIONS))
     order = pc.sort_indices(pc.fill_null(table["score"], 0.0)) if len(table) else []
     return table.take(order[:limit]).to_pylist() if len(table) else []

@@ -1,8 +1,8 @@
-"""MLflow as the pipeline sees it: one pipeline run is one MLflow run, with a key of our own.
+"""The pipeline's interface to MLflow: one pipeline run is one MLflow run, with a key that athanor gives.
 
-Every call changes the run's record on this machine's disk and returns; a thread of the process publishes the record
-(`sender.py`, `publish.py`). So MLflow may be down, slow or full: nothing waits for it and nothing is lost. If a change
-cannot be written, that is logged and kept in `Tracker.problems`, and the pipeline goes on.
+Every call changes the run's record on this machine's disk and returns. A thread of the process publishes the record
+(`sender.py`, `publish.py`). So MLflow may be down, slow or full: the pipeline does not wait for it and nothing is lost.
+If a change cannot be written, the error is logged and added to `Tracker.problems`, and the pipeline continues.
 """
 
 import logging
@@ -30,17 +30,17 @@ from flows.tracking.system import SystemSampler
 from stages.artifacts.artifact import Artifact
 from trainer.contract.answer import MetricsRow
 
-LOCAL_PATIENCE_SECONDS = 60.0  # a file of this machine is slow at worst
-KILLED_PATIENCE_SECONDS = 5.0  # a cancelled flow has to end
+LOCAL_PATIENCE_SECONDS = 60.0  # long, since a database file on this machine is at worst slow
+KILLED_PATIENCE_SECONDS = 5.0  # short, since a cancelled flow has to end
 _URL_SECONDS = 5.0
 log = logging.getLogger("athanor.tracking")
 
 
 def open_run(root: StorePath, opening: Opening) -> str | None:
-    """Begin the MLflow run of a pipeline, or go on in the one that this identity has.
+    """Start the MLflow run of a pipeline, or continue the existing MLflow run of the same identity.
 
     Returns:
-        its key for `Tracker`; None if its record cannot be written, after a warning.
+        the run's key for `Tracker`; None, after a warning, if the record cannot be written.
     """
     try:
         open_record(root, opening)
@@ -52,10 +52,10 @@ def open_run(root: StorePath, opening: Opening) -> str | None:
 
 
 class Tracker:
-    """One MLflow run, by its key. Without one (`key` is None) every call does nothing.
+    """One MLflow run, named by its key. If `key` is None, every call does nothing.
 
     Attributes:
-        problems: what could not be written, in words; no call raises.
+        problems: the errors of failed calls, in words. No call raises.
     """
 
     def __init__(self, root: StorePath, key: str | None) -> None:
@@ -63,7 +63,7 @@ class Tracker:
         self.problems: list[str] = []
 
     def _change(self, what: str, edit: Callable[[TrackedRun], object]) -> TrackedRun | None:
-        """Change the record and have it published; None if that failed, after a warning."""
+        """Change the record and have it published. Return None, after a warning, if that failed."""
         if self.key is None:
             return None
         try:
@@ -86,8 +86,8 @@ class Tracker:
         """Add an artifact to the run: its pages, its curves, its comparison.
 
         Args:
-            name: of the stage in the pipeline, which may run it more than once; None for the stage's own.
-            dataset: its use as data, for example "training"; None if it is not data.
+            name: name of the node in the pipeline, since a stage may run more than once; None for the stage's own name.
+            dataset: the artifact's use as data, for example "training"; None if it is not data.
         """
         manifest, name = artifact.manifest, name or artifact.manifest.stage
         entry = StageEntry(
@@ -99,7 +99,7 @@ class Tracker:
         """Send the lines of a training's metrics.jsonl while they are written.
 
         Args:
-            metrics: the file, which may not be there yet.
+            metrics: path of the file, which may not exist yet.
         """
         record = self._change("follow", lambda record: setattr(record, "live", self._place(metrics)))
         samples_host = record is not None and record.opening.samples_host
@@ -118,8 +118,8 @@ class Tracker:
         """Log the exported directory as a model with its scores, and register it as a version.
 
         Args:
-            hf_dir: its files with their card.
-            name: of the registered model.
+            hf_dir: directory of the model's files and card.
+            name: name of the registered model.
             refusals: one line per gate that failed; the model is then logged, with the reasons, but not registered.
         """
         registration = Registration(
@@ -133,9 +133,9 @@ class Tracker:
         self._change("register", lambda record: setattr(record, "registration", registration))
 
     def finish(self, status: str) -> None:
-        """End the run: FINISHED, FAILED or KILLED. One that was finished before keeps its times.
+        """End the run with a status: FINISHED, FAILED or KILLED. A run that was finished before keeps its times.
 
-        Waits a little until MLflow holds all of it; a rest is sent later.
+        Wait a limited time until the run is completely in MLflow. The rest is sent later.
         """
         if self.key is None:
             return
@@ -156,15 +156,15 @@ class Tracker:
             )
 
     def learnt(self) -> Learnt:
-        """The answers of MLflow; empty if the record cannot be read, which is no reason to end a run."""
+        """Return the answers of MLflow; empty if the record cannot be read, since that must not end a run."""
         try:
             return load_record(self.root, self.key).learnt
         except (OSError, ValueError):
             return Learnt()
 
     def url(self, patience: float = _URL_SECONDS) -> str | None:
-        """The run's page on `server_url`; None if there is none, or MLflow does not have the run after so many
-        seconds."""
+        """Return the address of the run's page on `server_url`; None if there is no such server, or if MLflow does not
+        have the run after `patience` seconds."""
         deadline, sender = time.monotonic() + patience, sender_of(self.root)
         while self.key is not None:
             learnt = self.learnt()
@@ -177,7 +177,10 @@ class Tracker:
         return None
 
     def compare_with_last(self) -> str | None:
-        """MLflow's page that compares this run with the one started last before it, if there is one; after `finish`."""
+        """Return the address of MLflow's page that compares this run with the newest other run on the same data.
+
+        Must be called after `finish`. Return None if there is no such run.
+        """
         if self.key is None:
             return None
         learnt = self.learnt()
@@ -188,7 +191,8 @@ class Tracker:
 
 
 def compare_page(root: StorePath, keys: Sequence[str | None]) -> str | None:
-    """MLflow's page that compares these runs; None if fewer than two of them are in MLflow, or no page is known."""
+    """Return the address of MLflow's page that compares these runs; None if fewer than two of them are in MLflow, or if
+    no server is known."""
     answers = [Tracker(root, key).learnt() for key in keys if key is not None]
     in_mlflow = [answer for answer in answers if answer.run_id is not None and answer.store == store_digest(root)]
     ids = [answer.run_id for answer in in_mlflow]
@@ -200,19 +204,19 @@ class LiveMetrics:
     """A listener to a training's metrics, which wakes the thread that sends them.
 
     Args:
-        sampler: of the trainer's machine; None if the trainer is on another one.
+        sampler: sampler of the trainer's machine; None if the trainer runs on another machine.
     """
 
     def __init__(self, tracker: Tracker, sampler: SystemSampler | None) -> None:
         self._tracker, self._sampler = tracker, sampler
 
     def __call__(self, _rows: Sequence[MetricsRow]) -> None:
-        """Announce new lines in the file; returns at once."""
+        """Report that the file has new lines. Returns at once."""
         if self._tracker.key is not None:
             sender_of(self._tracker.root).submit(self._tracker.key)
 
     def close(self) -> None:
-        """End the samples of the machine: no more lines come."""
+        """Stop the sampling of the machine, because the training has ended."""
         if self._sampler is not None:
             self._sampler.close()
             self._sampler = None

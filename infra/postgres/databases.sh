@@ -1,6 +1,6 @@
 #!/bin/bash
-# Postgres runs this once, on an empty data directory: a database and a user each for Prefect and MLflow, and one more
-# database for MLflow's users. Nobody but its owner connects to a database.
+# Postgres runs this script once, on an empty data directory. It makes a database and a user each for Prefect and for
+# MLflow, and one more database for MLflow's users. Only the owner of a database may connect to it.
 set -euo pipefail
 
 psql --set=ON_ERROR_STOP=1 --no-psqlrc --quiet --username "${POSTGRES_USER:-postgres}" --dbname postgres <<'SQL'

@@ -1,8 +1,10 @@
-"""Which models fit which GPU, trained whole or by adapters: what `athanor plan` estimates. On a CPU, in seconds.
+"""Which models fit which GPU, trained completely or with adapters, by the estimate of `athanor plan`. On a CPU, in
+seconds.
 
     python -m tests.bench.bench_adapter_memory
 
-Bins, images and batch are those of the recipe `cauldron`; rank 16 beside every linear layer of the language model.
+Bins, images and batch are those of the recipe `cauldron`. Every linear layer of the language model has adapters of rank
+16.
 """
 
 import platform
@@ -25,9 +27,9 @@ VARIANTS = (
     *(f"qwen3_vl_{size}" for size in ("2b", "4b", "8b", "32b")),
     *(f"qwen3_5_{size}" for size in ("2b", "4b", "9b", "27b")),
 )
-# Bytes of a GPU of so many GB beside CUDA's own; an H100 of 80 GB and an H200 as measured, the others less 2.6e9.
+# Bytes that a GPU of this many GB has besides CUDA's own. Measured for H100 and H200; others minus 2.6e9.
 ROOM = {24: 23.1e9, 48: 45.7e9, 80: 82.4e9, 141: 148e9}
-SPARE = 1.02  # for what an estimate misses beside the reserve of torch's allocator, which is in it
+SPARE = 1.02  # for errors of the estimate; the reserve of torch's allocator is already part of it
 ADAPTER = AdapterConfig(rank=16, alpha=32)
 RECOMPUTED = ParallelConfig(recompute="full", recompute_vision=True)
 
@@ -47,13 +49,13 @@ WAYS = (
 
 
 def model_of(variant: str) -> tuple[Family, ModelShape]:
-    """Family and sizes of a variant."""
+    """Return family and sizes of a variant."""
     model = EmbeddedModelConfig(variant=variant, seed=0)
     return get_family(model.family), model.shape
 
 
 def memory(variant: str, way: Way, parallel: ParallelConfig, config: PipelineConfig) -> dict[str, int]:
-    """Bytes on one GPU by what they are for."""
+    """Return the bytes on one GPU by purpose."""
     family, shape = model_of(variant)
     train: TrainConfig = config.train.model_copy(update={"adapter": way.adapter})
     return estimate_memory(
@@ -69,12 +71,12 @@ def memory(variant: str, way: Way, parallel: ParallelConfig, config: PipelineCon
 
 
 def smallest(number: float) -> str:
-    """The smallest GPU that has room."""
+    """Return the smallest GPU with enough memory."""
     return next((f"{size} GB" for size, room in ROOM.items() if number * SPARE <= room), "none")
 
 
 def rows(config: PipelineConfig) -> Iterator[str]:
-    """Lines of the table."""
+    """Return the lines of the table."""
     yield "| model | trained | states GB | as it is GB | fits | recomputed GB | fits |"
     yield "| --- | --- | ---: | ---: | --- | ---: | --- |"
     for variant in VARIANTS:

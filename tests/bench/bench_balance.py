@@ -32,19 +32,19 @@ from trainer.model.registry import read_model
 SEQ_LEN = 8192
 STEPS = 200
 SEED = 1
-LAYOUTS = [(2, 8), (4, 8), (8, 8), (64, 8), (8, 1), (8, 2), (8, 4), (64, 2)]  # (ranks, bins a rank)
+LAYOUTS = [(2, 8), (4, 8), (8, 8), (64, 8), (8, 1), (8, 2), (8, 4), (64, 2)]  # (ranks, bins per rank)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The work of every bin: as the plan knows it, and with every image counted by itself."""
+    """The work of every bin: as the plan knows it, and with every image counted separately."""
 
     planned: list[Work]
     true: list[Work]
 
 
 def make_plan(num_bins: int) -> Plan:
-    """Enough samples for `num_bins` full bins, packed."""
+    """Make enough samples for `num_bins` full bins, and pack them."""
     rng = np.random.default_rng(0)
     refs, squares, total = [], [], 0
     while total < num_bins * SEQ_LEN:
@@ -72,14 +72,14 @@ def costs_of(works: Sequence[Work], model: CostModel) -> list[float]:
 
 
 def sizes_of(name: str) -> CostModel:
-    """FLOPs of the published sizes."""
+    """Return the FLOPs function of the published sizes."""
     with tempfile.TemporaryDirectory(prefix="athanor-bench-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config_of(name)))
         return cost_model(read_model(Path(folder))[1])
 
 
 def stride(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """Bins as they come, like cards."""
+    """Deal bins in their order, like cards."""
     return [list(range(len(costs)))[rank::ranks] for rank in range(ranks)]
 
 
@@ -89,14 +89,15 @@ def batches(num_bins: int, size: int) -> Iterator[list[int]]:
 
 
 def imbalance(shares: list[list[int]], costs: Sequence[float]) -> tuple[float, float]:
-    """(costliest rank over the mean rank, sum over slots of the costliest bin over the mean bin), each less 1."""
+    """Return two ratios minus 1: costliest rank to mean rank, and the sum over slots of the costliest bin to the mean
+    bin."""
     table = np.array([[costs[i] for i in share] for share in shares])
     totals = table.sum(1)
     return totals.max() / totals.mean() - 1, table.max(0).sum() / table.mean(0).sum() - 1
 
 
 def lower_bounds(costs: Sequence[float], ranks: int) -> tuple[float, float]:
-    """What no deal can beat: the costliest bin with the cheapest company; bins sorted and cut into slots."""
+    """Return bounds that no deal can beat: the costliest bin with the cheapest bins; and sorted bins cut into slots."""
     rising = np.sort(costs)
     slots = len(rising) // ranks
     mean = rising.sum() / ranks
@@ -105,7 +106,7 @@ def lower_bounds(costs: Sequence[float], ranks: int) -> tuple[float, float]:
 
 
 def measure(how: Callable, plan: Plan, model: CostModel, ranks: int, micro_batches: int) -> tuple[np.ndarray, float]:
-    """(steps, 2 by the plan's costs + 2 by the true ones) of `imbalance`, and seconds of one deal."""
+    """Return `imbalance` as (steps, 2 by the plan's costs + 2 by the true costs), and the seconds of one deal."""
     planned, true = costs_of(plan.planned, model), costs_of(plan.true, model)
     rows, seconds = [], 0.0
     for numbers in batches(len(planned), ranks * micro_batches):
@@ -124,7 +125,7 @@ def bounds(plan: Plan, model: CostModel, ranks: int, micro_batches: int) -> np.n
 
 
 def print_model(name: str, plan: Plan) -> None:
-    """Both tables of one model."""
+    """Print both tables of one model."""
     model = sizes_of(name)
     planned, true = np.array(costs_of(plan.planned, model)), np.array(costs_of(plan.true, model))
     vision = sum(model.vision(work) for work in plan.planned) / planned.sum()

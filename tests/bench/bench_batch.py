@@ -1,14 +1,17 @@
-"""How long the data worker takes to make micro batches of samples that are in memory.
+"""The time in which the data worker makes micro batches of samples that are in memory.
 
     taskset -c 1 python -m tests.bench.bench_batch
 
-`make_micro_batch` as training calls it, bin after bin, one rank's part. "Language's part" is without the images: what a
-rank beyond the first of a pipeline makes. In "all but pixels" patches are of 0 bytes, so all that is done to them is
-done but the copy; in "with pixels" they are of 768. A batch is dropped when the next one is made, as in training.
+`make_micro_batch` is called as in training, bin after bin, for one rank's part. "Language's part" is without the
+images:
+the part of a rank beyond the first of a pipeline. In "all but pixels" patches have 0 bytes, so that all work on them is
+done except the copy; in "with pixels" they have 768. A batch is dropped when the next one is made, as in training.
 
-The mix is that of `bench_train_step`, packed as plan_bins does. Milliseconds are of the processor, one thread, of a
-whole pass over the bins: the fastest of many, for whatever else runs on a machine only adds to it. "just read" is when
-a bin's samples were written to memory right before, as they are in training.
+The mix is that of `bench_train_step`, packed as plan_bins does. Milliseconds are CPU time of one thread for a whole
+pass
+over the bins. The fastest of many passes counts, because other work on the machine only adds time. "just read" means
+that
+a bin's samples were written to memory right before, as in training.
 """
 
 import argparse
@@ -38,7 +41,7 @@ Bins = list[list[TokenizedSample]]
 
 
 def draw_samples(count: int) -> list[TokenizedSample]:
-    """The first `count` samples of the mix, without pixels."""
+    """Return the first `count` samples of the mix, without pixels."""
     rng, samples = np.random.default_rng(0), []
     while len(samples) < count:
         sample = make_sample(draw_kind(rng), NO_PIXELS, VOCABULARY, len(samples), f"mix/{len(samples):08d}")
@@ -48,14 +51,14 @@ def draw_samples(count: int) -> list[TokenizedSample]:
 
 
 def packed(samples: Sequence[TokenizedSample], pad_multiple: int) -> Bins:
-    """The samples in bins."""
+    """Return the samples packed into bins."""
     tokens = np.array([-(-len(s.input_ids) // pad_multiple) * pad_multiple for s in samples])
     bins = pack(tokens, np.array([len(s.patches) for s in samples]), SEQ_LEN, MAX_PATCHES_PER_TOKEN * SEQ_LEN)
     return [[samples[i] for i in np.flatnonzero(bins == number)] for number in range(int(bins.max()) + 1)]
 
 
 def milliseconds(bins: Bins, geometry: Geometry, part: RankSlice, passes: int) -> float:
-    """The fastest pass over the bins."""
+    """Return the time of the fastest pass over the bins."""
     best = float("inf")
     for _ in range(passes):
         started = time.process_time()
@@ -66,8 +69,8 @@ def milliseconds(bins: Bins, geometry: Geometry, part: RankSlice, passes: int) -
 
 
 def milliseconds_just_read(bins: Bins, geometry: Geometry, part: RankSlice, passes: int) -> float:
-    """The fastest pass over bins whose samples were written to memory right before, as by the reader; that is not
-    counted."""
+    """Return the time of the fastest pass over bins whose samples were written to memory right before, as the reader
+    does. The writing is not counted."""
     best = float("inf")
     for _ in range(passes):
         total = 0.0
@@ -81,7 +84,7 @@ def milliseconds_just_read(bins: Bins, geometry: Geometry, part: RankSlice, pass
 
 
 def with_pixels(bins: Bins) -> Bins:
-    """The same samples with patches that take no memory but are copied like any others."""
+    """Return the same samples with patches that take no memory but are copied like others."""
     pixel = np.zeros(PATCH_BYTES, np.uint8)
     return [
         [dataclasses.replace(s, patches=np.broadcast_to(pixel, (len(s.patches), PATCH_BYTES))) for s in samples]
@@ -90,7 +93,7 @@ def with_pixels(bins: Bins) -> Bins:
 
 
 def row(samples: Sequence[TokenizedSample], cp: int, passes: int) -> list[str]:
-    """One line of the table."""
+    """Return one line of the table."""
     part = RankSlice(pad_multiple=2 * cp if cp > 1 else 1, cp=cp, vision_ranks=cp, vision_shares=cp)
     bins = packed(samples, part.pad_multiple)
     text = dataclasses.replace(part, has_vision=False)

@@ -32,10 +32,11 @@ SEQ_LEN = 8192
 
 
 def lengths(kind: str, num: int, seq_len: int, pad_multiple: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens, patches) of `num` samples.
+    """Return (tokens, patches) of `num` samples.
 
-    log-normal: tokens of mean 900 and sigma 0.9, cut at seq_len, a random part of them image tokens in four of five
-    samples. The others: log-normal text (median 120) and images as the name says.
+    log-normal: tokens with mean 900 and sigma 0.9, cut at seq_len; a random part of them are image tokens in four of
+    five
+    samples. Other kinds: log-normal text (median 120) and images as the name says.
     """
     rng = np.random.default_rng(seed)
     if kind == "log-normal":
@@ -52,7 +53,7 @@ def lengths(kind: str, num: int, seq_len: int, pad_multiple: int, seed: int) -> 
 
 
 def alone(function: Callable, *arguments: object) -> tuple[object, float]:
-    """(result, bytes of memory at its peak), in a process of its own."""
+    """Return (result, bytes of memory at its peak) of a call in a process of its own."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(_measured, (function, *arguments))
 
@@ -64,7 +65,7 @@ def _measured(function: Callable, *arguments: object) -> tuple[object, float]:
 
 
 def pack_once(kind: str, num: int, seq_len: int, max_patches: int, pad: int) -> tuple[int, int, float, float, float]:
-    """(bins, lower bound, fill of the scarcer dimension, of the other, CPU seconds)."""
+    """Return (bins, lower bound, fill of the scarcer dimension, fill of the other, CPU seconds)."""
     tokens, patches = lengths(kind, num, seq_len, pad, seed=0)
     patches = patches.clip(max=max_patches)
     started = time.process_time()
@@ -90,7 +91,7 @@ def print_packing(num: int) -> None:
 
 
 def write_rows(directory: Path, num: int) -> Artifact:
-    """An index of `num` rows in five subsets, a tenth of a percent held out."""
+    """Write an index of `num` rows in five subsets, of which a tenth of a percent is held out."""
     tokens, patches = lengths("log-normal", num, SEQ_LEN, 1, seed=0)
     rng = np.random.default_rng(1)
     rows = np.arange(num)
@@ -118,7 +119,7 @@ def write_rows(directory: Path, num: int) -> Artifact:
 
 
 def plan_once(tokenized: Path, root: Path, config: PlanBinsConfig) -> tuple[dict, float, float]:
-    """(stats, CPU seconds, bytes of the plan a sample)."""
+    """Return (stats, CPU seconds, bytes of the plan per sample)."""
     started = time.process_time()
     result = run_stage(STAGE, config, {"tokenized": Artifact.load(tokenized)}, root)
     seconds = time.process_time() - started

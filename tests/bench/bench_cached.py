@@ -27,11 +27,12 @@ from trainer.contract.answer import MetricsRow
 from trainer.contract.run import PartConfig
 
 TINY = {"model": "qwen3_vl_tiny", "seq_len": 256, "global_batch": 4, "bins": 12, "steps": 3, "precision": "float32"}
-WARMUP = 2  # steps before those that count
+WARMUP = 2  # steps before the counted ones
 
 
 def encode(root: Path, precision: str) -> tuple[Artifact, float]:
-    """The features of the data's images in the training's type, and the seconds that it took to make them."""
+    """Return the features of the data's images in the training's precision, and the seconds that it took to
+    make them."""
     inputs = {"model": External(root / "hf", "hf_dir", "b" * 16), "tokenized": Artifact.load(root / "data")}
     config = EncodingConfig(dtype=precision, precision=precision)
     result = run_stage(STAGE, config, inputs, root / "features", StageResources())
@@ -39,7 +40,7 @@ def encode(root: Path, precision: str) -> tuple[Artifact, float]:
 
 
 def line(name: str, rows: Sequence[MetricsRow]) -> str:
-    """A row of the table: medians over the steps that count."""
+    """Return a row of the table: medians over the counted steps."""
     counted = rows[WARMUP:]
     values = [
         statistics.median(getattr(row, field) for row in counted) for field in ("tokens_per_second", "step_seconds")
@@ -49,7 +50,7 @@ def line(name: str, rows: Sequence[MetricsRow]) -> str:
 
 
 def report(root: Path, args: argparse.Namespace) -> str:
-    """Measure, and say what was found, in Markdown."""
+    """Measure, and return the report in Markdown."""
     host = apart(write_model_and_look, root / "hf", args.model)
     mix = apart(partial(write_data, model=args.model), root / "data", args.bins, args.seq_len)
     frozen = {"vision": PartConfig(frozen=True), "merger": PartConfig(frozen=True)}

@@ -1,13 +1,16 @@
-"""What it costs to compare every record with its checksum: bins read with and without, by turns.
+"""The cost of comparing every record with its checksum: bins are read with and without the check, in rotation.
 
     taskset -c 1 python -m tests.bench.bench_check [--samples N] [--passes N] [--folder DIRECTORY]
 
-`BinReader.read`, as training calls it, bin after bin of the mix of `bench_train_step`, pixels as bytes (codec u8, for
-which reading is cheapest and the check weighs most). "As before" is the reader of before 2026-11-23, which compared
-nothing on a disk: it read a record member by member, and passed over the pixels for a rank without a vision encoder.
+`BinReader.read` is called as in training, bin after bin of the mix of `bench_train_step`, with pixels as bytes (codec
+u8,
+for which reading is cheapest and the check weighs most). "As before" is the reader from before 2026-11-23, which
+compared
+nothing on a disk: it read a record member by member, and skipped the pixels for a rank without a vision encoder.
 
-From memory: the shard lies in the page cache; milliseconds of the processor, one thread, the fastest of many passes.
-From the disk: it is dropped from the page cache before each pass; milliseconds of the clock, the fastest pass.
+From memory: the shard is in the page cache. The figure is CPU milliseconds of one thread, the fastest of many passes.
+From the disk: the shard is dropped from the page cache before each pass. The figure is wall-clock milliseconds of the
+fastest pass.
 """
 
 import argparse
@@ -65,7 +68,7 @@ READERS = {"as before": as_before, "without the check": unchecked, "with the che
 
 
 def write_data(directory: Path, count: int) -> None:
-    """One shard of samples of the mix with random pixels, and its plan."""
+    """Write one shard with samples of the mix and random pixels, and its plan."""
     rng, rows, numbers = np.random.default_rng(0), [], []
     pixels = PixelStore(codec="u8", config=PixelConfig(min_pixels=1, max_pixels=1 << 20, patch_format=PIXELS))
     with ShardWriter(directory, SHARD) as writer:
@@ -89,7 +92,7 @@ def write_data(directory: Path, count: int) -> None:
 def fastest(
     directory: Path, part: RankSlice, passes: int, clock: Callable[[], float], before: Callable[[], None]
 ) -> dict[str, float]:
-    """Milliseconds a bin of each reader, by turns; the fastest of its passes."""
+    """Return the milliseconds per bin of each reader, in the fastest of its passes. The readers run in rotation."""
     best = dict.fromkeys(READERS, float("inf"))
     for _ in range(passes):
         for name, read in READERS.items():
@@ -119,7 +122,7 @@ def row(name: str, times: dict[str, float]) -> str:
 
 
 def rate(function: Callable[[bytes], object], data: bytes, rounds: int = 9) -> float:
-    """GB/s of the processor, the fastest round."""
+    """Return the GB per CPU second of the fastest round."""
     best, count = float("inf"), max(1, (64 << 20) // len(data))
     for _ in range(rounds):
         started = time.process_time()

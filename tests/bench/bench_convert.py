@@ -39,7 +39,7 @@ SIDES = (860, 600)
 SEED = 0
 GROUP_ROWS = 100
 ROUNDS = 2
-PEER_ROWS = 1500  # it costs the same a row however many there are
+PEER_ROWS = 1500  # its cost per row does not depend on the number of rows
 PEER_NAME = "base64 JPEG and parquet"
 CONFIG = {
     "builder": "the_cauldron",
@@ -52,7 +52,7 @@ CONFIG = {
     "shard_size_mb": 200,
     "max_skip_fraction": 0,
 }
-# SkyRL's examples/train/sft/prepare_cauldron_vlm.py in short: PIL, RGB, JPEG as Pillow saves it, base64 in a data URI.
+# A short form of SkyRL's examples/train/sft/prepare_cauldron_vlm.py: PIL, RGB, JPEG as Pillow saves it, data URI.
 PEER = """
 import base64, io, sys, time
 import datasets, PIL
@@ -83,7 +83,7 @@ print(time.perf_counter() - clock, time.process_time() - cpu, datasets.__version
 
 
 def jpegs() -> list[bytes]:
-    """Photo-like pictures: smooth colours with grain."""
+    """Return photo-like images: smooth colours with grain."""
     width, height = SIDES
     encoded = []
     for seed in range(PICTURES):
@@ -98,12 +98,12 @@ def jpegs() -> list[bytes]:
 
 
 def numbered(jpeg: bytes, number: int) -> bytes:
-    """The picture with a comment segment, so that no two files are the same."""
+    """Return the image with a comment segment, so that no two files are the same."""
     return jpeg[:2] + b"\xff\xfe" + struct.pack(">HQ", 10, number) + jpeg[2:]
 
 
 def write_source(source: Path, num_rows: int) -> float:
-    """Write parquet in the_cauldron's schema; returns the mean bytes of a picture."""
+    """Write parquet in the_cauldron's schema. Return the mean bytes of an image."""
     (source / "photos").mkdir(parents=True)
     pictures = jpegs()
     with pq.ParquetWriter(source / "photos" / "train.parquet", ROW_SCHEMA) as writer:
@@ -117,7 +117,7 @@ def write_source(source: Path, num_rows: int) -> float:
 
 
 def convert(source: Path, root: Path, decode_check: str) -> tuple[float, float, int]:
-    """(seconds, CPU seconds, samples) of the stage in this process."""
+    """Return (seconds, CPU seconds, samples) of the stage in this process."""
     config = ConvertConfig(**CONFIG, decode_check=decode_check)
     clock, cpu = time.perf_counter(), time.process_time()
     artifact = run_stage(STAGE, config, {"raw": External(source, "raw", "0" * 16)}, root).artifact
@@ -125,7 +125,7 @@ def convert(source: Path, root: Path, decode_check: str) -> tuple[float, float, 
 
 
 def in_child(function, *arguments):
-    """(result, peak memory in MB before it, peak after it) of a call in a fresh process that runs nothing else."""
+    """Return (result, peak memory in MB before it, peak after it) of a call in a new process that runs nothing else."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(_measured, (function, arguments))
 
@@ -137,7 +137,7 @@ def _measured(function, arguments):
 
 
 def peak_memory() -> float:
-    """MB of this process; getrusage's figure would hold the parent's, too."""
+    """Return the MB of this process. The figure of getrusage would include the parent's memory."""
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024 / 1e6
 
@@ -148,7 +148,7 @@ def bench_rows(directory: Path, num_rows: int, python: str) -> None:
     print("| | rows/s | rows a second of CPU | times the peer | by CPU |\n| --- | ---: | ---: | ---: | ---: |")
     best: dict[str, tuple[float, float]] = {}
     absent, peer_rows = "", min(num_rows, PEER_ROWS)
-    for _ in range(ROUNDS):  # taken in turns, so that what else the machine does falls on all alike
+    for _ in range(ROUNDS):  # in rotation, so that other work on the machine affects all of them equally
         for check in ("full", "header"):
             (seconds, cpu, samples), _, _ = in_child(convert, directory / "raw", directory / "root", check)
             assert samples == num_rows, samples
@@ -175,7 +175,7 @@ def bench_rows(directory: Path, num_rows: int, python: str) -> None:
 
 
 def _keep(best: dict[str, tuple[float, float]], name: str, seconds: float, cpu: float) -> None:
-    """The least of each over the rounds."""
+    """Keep the smallest of each figure over the rounds."""
     old = best.get(name, (seconds, cpu))
     best[name] = (min(old[0], seconds), min(old[1], cpu))
 
@@ -190,10 +190,11 @@ def bench_memory(directory: Path, counts: list[int]) -> None:
 
 
 def synthetic_scan(num_rows: int, pictures_a_row: int = 2) -> Scan:
-    """What the first pass would have found: two pictures a row, one of three seen before, one row of 50 a duplicate."""
+    """Return what the first pass would have found: two images per row, one of three seen before, one row of 50 a
+    duplicate."""
     rng = np.random.default_rng(SEED)
     uses = rng.integers(0, num_rows * pictures_a_row * 2 // 3, num_rows * pictures_a_row)
-    # a picture is mostly shown by neighbours, as the pictures of a subset are
+    # neighbouring rows mostly share images, as in the images of a subset
     uses = np.sort(uses) + rng.integers(0, 3, len(uses))
     hashes = np.random.default_rng(1).bytes(32 * int(uses.max() + 1))
     hashes = np.frombuffer(hashes, "V32")[uses]
@@ -224,7 +225,7 @@ def synthetic_scan(num_rows: int, pictures_a_row: int = 2) -> Scan:
 
 
 def plan_once(num_rows: int) -> tuple[float, int]:
-    """(seconds, bytes of the scan)."""
+    """Return (seconds, bytes of the scan)."""
     scan = synthetic_scan(num_rows)
     started = time.perf_counter()
     plan = make_plan(scan, [None] * (len(scan.starts) - 1), Draw(seed=0, heldout_fraction=0.05), 200_000_000)

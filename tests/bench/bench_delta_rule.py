@@ -1,9 +1,12 @@
-"""The gated delta net's kernels on one GPU: the delta rule alone, the convolution, the whole layer between projections.
+"""The gated delta net's kernels on one GPU: the delta rule alone, the convolution, and the whole layer without
+projections.
 
     python -m tests.bench.bench_delta_rule [--peer] [--shapes 2b 9b 27b]
 
-A bin of 16,384 tokens. Beside it what the host's matrix unit and memory reach; flash-linear-attention with --peer
-where it is installed (its gated backward pass is wrong or refused on Hopper with Triton 3.4 to 3.7.0: time alone).
+A bin of 16,384 tokens, compared with the rates that the host's matrix unit and memory reach. With --peer also
+flash-linear-attention, if it is installed. Its gated backward pass is wrong or refused on Hopper with Triton 3.4 to
+3.7.0,
+so only its time counts.
 """
 
 import argparse
@@ -27,7 +30,7 @@ SHAPES = {"2b": DeltaHeads(16, 16, 128), "9b": DeltaHeads(16, 32, 128), "27b": D
 
 
 def bins() -> dict[str, list[int]]:
-    """Lengths of the segments of a bin."""
+    """Return the lengths of a bin's segments."""
     draw, mixed = random.Random(0), []
     while sum(mixed) < TOKENS:
         mixed.append(min(draw.randint(100, 4000), TOKENS - sum(mixed)))
@@ -43,7 +46,7 @@ def both(function: Callable[[], torch.Tensor], inputs: list[torch.Tensor], gradi
 
 
 def layer_inputs(heads: DeltaHeads) -> list[torch.Tensor]:
-    """mixed, z, b, a, conv weight, A_log, dt_bias, norm weight."""
+    """Return mixed, z, b, a, conv weight, A_log, dt_bias, norm weight."""
 
     def drawn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
@@ -57,7 +60,8 @@ def layer_inputs(heads: DeltaHeads) -> list[torch.Tensor]:
 
 
 def rates(heads: DeltaHeads) -> tuple[float, float]:
-    """Of the rule's forward pass: operations by the chunk formulas, and bytes if each number were moved once."""
+    """Return the operations of the rule's forward pass by the chunk formulas, and its bytes if each number were moved
+    once."""
     chunk, dim = 64, heads.dim
     per_chunk = 2 * chunk * dim * (5 * chunk + 3 * dim)
     operations = TOKENS / chunk * heads.value * per_chunk
@@ -65,7 +69,7 @@ def rates(heads: DeltaHeads) -> tuple[float, float]:
 
 
 def measure(heads: DeltaHeads, lengths: list[int]) -> dict[str, float]:
-    """Microseconds of each part."""
+    """Return the microseconds of each part."""
     chunks = PackedChunks.of(list(itertools.accumulate(lengths, initial=0))).to("cuda")
     inputs = layer_inputs(heads)
     mixed, _, b, a, conv_weight, a_log, dt_bias, _ = inputs
@@ -98,7 +102,7 @@ def measure(heads: DeltaHeads, lengths: list[int]) -> dict[str, float]:
 
 
 def torch_rule(heads: DeltaHeads, lengths: list[int]) -> dict[str, float]:
-    """The plain rule in float32 on the same GPU."""
+    """Return the time of the plain rule in float32 on the same GPU."""
     chunks = PackedChunks.of(list(itertools.accumulate(lengths, initial=0))).to("cuda")
     q, k = (torch.randn(TOKENS, heads.key, 128, device="cuda").mul(0.088).requires_grad_() for _ in range(2))
     v = torch.randn(TOKENS, heads.value, 128, device="cuda").requires_grad_()
@@ -111,7 +115,7 @@ def torch_rule(heads: DeltaHeads, lengths: list[int]) -> dict[str, float]:
 
 
 def peer(heads: DeltaHeads, lengths: list[int]) -> str:
-    """flash-linear-attention's rule, or why it has no time."""
+    """Return the time of flash-linear-attention's rule, or the reason why it has none."""
     import fla
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 

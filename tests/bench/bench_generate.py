@@ -43,12 +43,12 @@ from tests.helpers.reference import PIXELS
 
 PIXEL_CONFIG = PixelConfig(min_pixels=32 * 32, max_pixels=1 << 24, patch_format=PIXELS)
 TINY = {"model": "qwen3_vl_tiny", "questions": 64, "plain": 12, "check": 6, "part": 32, "batch": [8, 16], "answer": 6}
-WARM = 3  # questions before the clock
+WARM = 3  # questions before the measurement
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One question: its text's tokens with one placeholder a picture, JPEG files, and how long its answer is.
+    """A question: its text's tokens with one placeholder per image, JPEG files, and the length of its answer.
 
     Attributes:
         length: tokens of the prompt, image tokens included.
@@ -67,7 +67,8 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One way to answer: seconds, model calls and the ids of each answer by the question's number."""
+    """The measurement of one way to answer: seconds, model calls, and the ids of each answer by the question's
+    number."""
 
     name: str
     seconds: float
@@ -88,7 +89,7 @@ def dtype_of(model: str) -> torch.dtype:
 
 
 def draw_questions(model: str, count: int, answer: float, sigma: float, most: int) -> list[Question]:
-    """A set of questions, the same for the same arguments."""
+    """Draw a set of questions, which is the same for the same arguments."""
     rng, image_id = np.random.default_rng(0), image_token(model)
     small = {"image_tokens": 24, "text": (8, 40)} if is_tiny(model) else {}
     text = (1, image_id - len(CONTROL_TOKENS)) if is_tiny(model) else (1000, 150000)
@@ -105,7 +106,7 @@ def draw_questions(model: str, count: int, answer: float, sigma: float, most: in
 
 
 def _jpeg(rng: np.random.Generator, height: int, width: int) -> bytes:
-    """A picture with shapes in it, so that its file is as large as that of a photograph, not of noise."""
+    """Return an image with shapes in it, so that its file is as large as that of a photograph and not of noise."""
     coarse = Image.fromarray(rng.integers(0, 256, (8, 8, 3), dtype=np.uint8))
     out = io.BytesIO()
     coarse.resize((width, height), Image.Resampling.BICUBIC).save(out, "JPEG", quality=90)
@@ -113,7 +114,7 @@ def _jpeg(rng: np.random.Generator, height: int, width: int) -> bytes:
 
 
 def encode(question: Question, image_id: int) -> Prompt:
-    """Pixels and tokens, as the answer stage has them."""
+    """Return the pixels and tokens that the answer stage would have."""
     encoded = [encode_image(picture, PIXEL_CONFIG) for picture in question.pictures]
     grids = np.array([grid for _, grid in encoded], np.int32).reshape(-1, 3)
     repeats = np.ones(len(question.ids), np.int64)
@@ -122,7 +123,7 @@ def encode(question: Question, image_id: int) -> Prompt:
 
 
 class Calls:
-    """Counts the calls of a model."""
+    """A counter of a model's calls."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.count = 0
@@ -133,7 +134,7 @@ class Calls:
 
 
 def plain(decoder: GreedyDecoder, calls: Calls, questions: Sequence[Question], image_id: int) -> Measured:
-    """transformers' generate, one question at a time, each encoded just before."""
+    """Answer with transformers' generate, one question at a time, each encoded just before."""
     said: dict[int, list[int]] = {}
     model, start = decoder.model, None
     for place, question in enumerate([*questions[:WARM], *questions]):
@@ -163,7 +164,7 @@ def ours(
     batch: int,
     refill: bool = True,
 ) -> Measured:
-    """The decoder of the answer stage, part by part, while threads prepare what comes next."""
+    """Answer with the decoder of the answer stage, part by part, while threads prepare the next part."""
     ordered = sorted(questions, key=lambda question: (-question.length, question.number))
     parts = [ordered[start : start + args.part] for start in range(0, len(ordered), args.part)]
     in_groups = [_groups(part, args.batch_tokens, batch, refill) for part in parts]
@@ -178,7 +179,7 @@ def ours(
 
 
 def _groups(part: Sequence[Question], tokens: int, batch: int, refill: bool) -> list[list[Question]]:
-    # A group as large as the batch leaves no room for another one before it has ended.
+    # If a group is as large as the batch, another one has no room before it has ended.
     whole = 1 if refill else 4
     cut = cut_groups([question.length for question in part], whole * batch, whole * tokens)
     return [[part[place] for place in group] for group in cut]
@@ -202,7 +203,7 @@ def _answer(
 
 
 def load(directory: Path, model: str, dtype: torch.dtype) -> tuple[GreedyDecoder, Calls]:
-    """The model of a shape, on the GPU where there is one, with no token that ends an answer."""
+    """Return the model of a shape, on the GPU if there is one, with no token that ends an answer."""
     made = AutoModelForImageTextToText.from_pretrained(directory, dtype=dtype, attn_implementation="sdpa").eval()
     made.to("cuda" if torch.cuda.is_available() else "cpu")
     made.generation_config.pad_token_id = 0
@@ -210,7 +211,7 @@ def load(directory: Path, model: str, dtype: torch.dtype) -> tuple[GreedyDecoder
 
 
 def same_in_float32(directory: Path, questions: Sequence[Question], args: argparse.Namespace) -> str:
-    """How many answers are the loop's, in float32."""
+    """Return the number of answers that equal the loop's in float32."""
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     decoder, calls = load(directory, args.model, torch.float32)
     wanted = plain(decoder, calls, questions, image_token(args.model))
@@ -218,13 +219,13 @@ def same_in_float32(directory: Path, questions: Sequence[Question], args: argpar
 
 
 def same(got: Measured, wanted: Measured) -> str:
-    """How many answers of `wanted` are those of `got`."""
+    """Return the number of answers in `wanted` that equal those in `got`."""
     equal = sum(got.said[number] == ids for number, ids in wanted.said.items())
     return f"{equal} of {len(wanted.said)}"
 
 
 def table(rows: Sequence[Measured]) -> str:
-    """Markdown; the first row is the loop."""
+    """Return the table in Markdown. Its first row is the loop."""
     lines = [
         "| | answers/s | tokens/s | times one by one, by tokens | model calls an answer | identical answers |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",
@@ -266,7 +267,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def measure(directory: Path, args: argparse.Namespace, questions: Sequence[Question]) -> tuple[list[Measured], str]:
-    """Every way, the loop first, and how many answers are the loop's in float32."""
+    """Measure every way, the loop first, and count the answers that equal the loop's in float32."""
     some = [questions[i] for i in np.random.default_rng(1).permutation(len(questions)).tolist()]
     write_model(directory, args.model)
     decoder, calls = load(directory, args.model, dtype_of(args.model))

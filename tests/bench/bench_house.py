@@ -1,9 +1,9 @@
-"""The house in numbers and as a picture: folders, files, lines, who imports whom, how long functions are.
+"""The structure of the code in numbers and as an image: folders, files, lines, imports, lengths of functions.
 
     python -m tests.bench.bench_house [--root CHECKOUT] [--svg FILE]
 
-Counts lines of the four packages as they stand, tests apart. A box is as high as its folder's lines; a line
-between two boxes is an import, red where it goes both ways.
+Counts the lines of the four packages without their tests. The height of a box is the number of its folder's lines. A
+line between two boxes is an import, and is red if the two import each other.
 """
 
 import argparse
@@ -24,7 +24,7 @@ BOX_WIDTH, COLUMN_WIDTH, COLUMNS, GAP, ROW_GAP = 150, 166, 7, 14, 16
 
 @dataclass(slots=True)
 class Folder:
-    """One folder of a package: what lies in it, and which other folders its files import."""
+    """A folder of a package: its files, and the other folders that its files import."""
 
     files: int = 0
     lines: int = 0
@@ -33,12 +33,12 @@ class Folder:
 
 @dataclass(slots=True)
 class House:
-    """A checkout, measured.
+    """The measurements of a checkout.
 
     Attributes:
-        folders: dotted name -> what lies there.
+        folders: dotted name -> its folder.
         functions: lines of each function.
-        parameters: parameters of each function that is no kernel.
+        parameters: parameters of each function that is not a kernel.
         file_lines: lines of each file.
     """
 
@@ -48,7 +48,7 @@ class House:
     file_lines: list[int]
 
     def mutual(self) -> list[tuple[str, str]]:
-        """Pairs of folders that import each other."""
+        """Return the pairs of folders that import each other."""
         pairs = ((a, b) for a, folder in self.folders.items() for b in folder.imports if a < b)
         return sorted((a, b) for a, b in pairs if a in self.folders[b].imports)
 
@@ -86,7 +86,7 @@ def _folder_of(module: str, paths: dict[str, Path], root: Path) -> str:
 
 
 def _imported(tree: ast.AST) -> Iterator[str]:
-    """Modules that are imported. Of `from a.b import c` it is a.b.c where that is a module, else a.b."""
+    """Return the imported modules. `from a.b import c` gives a.b.c if that is a module, else a.b."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -107,7 +107,7 @@ def floors_of(house: House) -> dict[str, int]:
 
 
 def table(house: House) -> str:
-    """What is printed."""
+    """Return the printed table."""
     rows = [f"{'folder':34}{'files':>6}{'lines':>7}  imports"]
     for name, folder in house.folders.items():
         rows.append(f"{name:34}{folder.files:6}{folder.lines:7}  {len(folder.imports)}")
@@ -133,7 +133,7 @@ def table(house: House) -> str:
 
 
 def picture(house: House) -> str:
-    """The folders as an SVG: a band a package, in each the highest folders first; imports go down."""
+    """Return the folders as an SVG: one band per package, with the highest folders first in each; imports go down."""
     places, top, bands = {}, 8, []
     floors = floors_of(house)
     for package in PACKAGES:

@@ -42,12 +42,12 @@ SHORT_MOMENTS = "bfloat16 moments"
 OURS = ("bfloat16", "float8", SHORT_MOMENTS)
 PEER = "transformers"
 SEQ_LEN = 8192
-PEER_SAMPLES = 4  # of a micro batch
+PEER_SAMPLES = 4  # samples of a micro batch
 READERS = 4  # threads that read samples for transformers
 
 
 def train_config(steps: int, name: str) -> TrainConfig:
-    """The same for all but for what the curve is named after."""
+    """Return the settings, which differ only in the property that the curve is named after."""
     precision, moments = (name, "float32") if name != SHORT_MOMENTS else ("bfloat16", "bfloat16")
     optim = OptimConfig(lr=1e-5, min_lr_fraction=0.1, warmup_steps=20, weight_decay=0.1, moments=moments)
     return TrainConfig(
@@ -56,24 +56,24 @@ def train_config(steps: int, name: str) -> TrainConfig:
 
 
 def curve_of_ours(root: Path, steps: int, name: str) -> list[float]:
-    """This trainer's losses."""
+    """Return this trainer's losses."""
     return [row.loss for row in train_steps(root, train_config(steps, name), SEQ_LEN, steps)]
 
 
 def curve_of_transformers(root: Path, steps: int) -> Iterator[float]:
-    """Losses of transformers on the same bins, as they come."""
+    """Yield the losses of transformers on the same bins."""
     reader = bin_reader(root / "data", root / "data", root / "hf", SEQ_LEN)
     yield from train_transformers(load_transformers(root / "hf"), reader, train_config(steps, "bfloat16"))
 
 
 def bin_reader(tokenized: Path, bins: Path, hf_dir: Path, seq_len: int) -> BinReader:
-    """The training bins, whole."""
+    """Return a reader of the complete training bins."""
     geometry = geometry_of(read_model(hf_dir)[1])
     return BinReader(tokenized, bins, "train", geometry, seq_len, RankSlice(pad_multiple=4))
 
 
 def load_transformers(hf_dir: Path) -> torch.nn.Module:
-    """The model in float32, on the GPU if there is one."""
+    """Return the model in float32, on the GPU if there is one."""
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.set_float32_matmul_precision("high")
     model = AutoModelForImageTextToText.from_pretrained(hf_dir, dtype=torch.float32).train()
@@ -83,10 +83,10 @@ def load_transformers(hf_dir: Path) -> torch.nn.Module:
 def train_transformers(
     model: torch.nn.Module, reader: BinReader, config: TrainConfig, micro_batch: int = PEER_SAMPLES
 ) -> Iterator[float]:
-    """Train on the bins in the trainer's own order; yields the loss of each step.
+    """Train on the bins in the trainer's own order, and yield the loss of each step.
 
     Args:
-        micro_batch: samples that are padded to the longest of them.
+        micro_batch: number of samples that are padded to the longest of them.
     """
     optim = config.optim
     weights, rest = ([p for p in model.parameters() if (p.ndim > 1) is is_weight] for is_weight in (True, False))
@@ -130,7 +130,8 @@ def _step(model, adam, samples, clip: float, micro_batch: int, pixels: PatchForm
 
 
 def table(curves: dict[str, list[float]]) -> str:
-    """Mean loss over windows of the steps that all have, and how far each curve lies from this trainer's bfloat16."""
+    """Return the mean loss over windows of the common steps, and the distance of each curve from this trainer's
+    bfloat16."""
     curves = {name: curve[: min(map(len, curves.values()))] for name, curve in curves.items()}
     base = np.array(curves["bfloat16"])
     windows = [slice(i, i + len(base) // 8) for i in range(0, len(base), len(base) // 8)]
@@ -145,7 +146,7 @@ def table(curves: dict[str, list[float]]) -> str:
 
 
 def plot(curves: dict[str, list[float]], path: Path) -> None:
-    """Losses above, differences from this trainer's bfloat16 below."""
+    """Plot the losses above, and the differences from this trainer's bfloat16 below."""
     plt.switch_backend("Agg")
     figure, (above, below) = plt.subplots(2, 1, figsize=(9, 7), sharex=True, height_ratios=(2, 1))
     for name, curve in curves.items():
@@ -185,7 +186,7 @@ def main() -> None:
             for loss in (
                 curve_of_transformers(root, args.steps) if name == PEER else curve_of_ours(root, args.steps, name)
             ):
-                curves[name].append(loss)  # a run that is cut short keeps what it has
+                curves[name].append(loss)  # an interrupted run keeps its results so far
                 args.out.write_text(json.dumps(curves))
     if "bfloat16" in curves:
         print(", ".join(describe()), "\n")

@@ -1,10 +1,10 @@
-"""What finding the bins of a step costs, with 100 million bins and 4,096 data-parallel ranks.
+"""The cost of finding the bins of a step, with 100 million bins and 4,096 data-parallel ranks.
 
     python -m tests.bench.bench_order
 
-The order is computed for its real size. The plan is as many partitions as it would have; on disk is one partition of
-real size, under every name: its pages are in memory, so cold reads are the disk's or the network's to add. Memory is
-what the process has gained since the imports; the first steps of a process open the partitions that they need.
+The order is computed for its real size. The plan has its real number of partitions, but only one partition of real size
+is on disk, under every name. Its pages are in memory, so the time of a disk or network for cold reads must be added.
+Memory is the growth of the process since the imports. The first steps of a process open the partitions that they need.
 """
 
 import argparse
@@ -33,7 +33,7 @@ SAMPLES_OF_A_BIN = 9
 
 
 def memory(field: str = "VmRSS") -> int:
-    """Bytes of this process; VmHWM: at its peak."""
+    """Return the bytes of this process; VmHWM is the peak."""
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
     return 1024 * int(line.split()[1])
 
@@ -61,7 +61,7 @@ def write_real_partition(directory: Path) -> BinPartition:
 
 
 def write_large_plan(directory: Path, num_bins: int) -> None:
-    """bins.json of a plan of `num_bins` bins and more; its partitions are one file by many names."""
+    """Write bins.json of a plan with at least `num_bins` bins. Its partitions are one file under many names."""
     real = write_real_partition(directory)
     parts = []
     for number in range(-(-num_bins // real.num_bins)):
@@ -73,7 +73,7 @@ def write_large_plan(directory: Path, num_bins: int) -> None:
 
 
 def timed(function: Callable[[int], object], steps: range) -> tuple[float, float, float]:
-    """Milliseconds of the first step, and the median and the largest of the others."""
+    """Return the milliseconds of the first step, and the median and the largest of the other steps."""
     seconds = []
     for step in steps:
         started = time.perf_counter()
@@ -83,7 +83,7 @@ def timed(function: Callable[[int], object], steps: range) -> tuple[float, float
 
 
 def print_order(num_bins: int, ranks: int, each: int) -> None:
-    """The order alone: needs no plan but its size."""
+    """Print the figures of the order alone, which needs only the plan's size."""
     before = memory("VmHWM")
     print("| what | first, ms | median, ms | largest, ms | memory gained, MB |")
     print("| --- | ---: | ---: | ---: | ---: |")
@@ -106,7 +106,7 @@ def _whole(num_bins: int, size: int, step: int) -> list[int]:
 
 
 def print_plan(directory: Path, ranks: int, each: int) -> None:
-    """The order, the deal by cost and the samples of one rank's bins, out of a plan on disk."""
+    """Print the figures of the order, the deal by cost and the samples of one rank's bins, from a plan on disk."""
     before = memory()
     started = time.perf_counter()
     reader = SimpleNamespace(bins=read_bins(directory, "train"))
@@ -129,7 +129,7 @@ def _samples(order: TrainingOrder, step: int) -> list:
 
 
 def check_permutations(num_bins: int) -> None:
-    """Every bin once an epoch: all of each small plan, samples of the large one."""
+    """Check that every bin occurs once per epoch: all bins of each small plan, and samples of the large one."""
     for size in range(1, 2000):
         assert np.array_equal(np.sort(KeyedPermutation(size, [1, 0])(np.arange(size))), np.arange(size)), size
     places = np.random.default_rng(0).choice(num_bins, 2_000_000, replace=False)
@@ -149,7 +149,7 @@ def main() -> None:
     print(f"Python {platform.python_version()}, numpy {np.__version__}, pyarrow {pa.__version__}.\n")
     print_order(args.bins, args.ranks, args.each)
     with tempfile.TemporaryDirectory(prefix="athanor-bench-") as folder:
-        child = os.fork()  # a process that has not held the partition while it was made
+        child = os.fork()  # a new process, which did not hold the partition while it was made
         if child == 0:
             write_large_plan(Path(folder), args.bins)
             os._exit(0)

@@ -37,7 +37,7 @@ Losses = Callable[[torch.Tensor, torch.Tensor, torch.nn.Parameter], torch.Tensor
 
 
 def layer_of(kind: type, weight: torch.Tensor, group: ProcessGroup) -> torch.nn.Module:
-    """An output layer that is given its weight."""
+    """Return an output layer with the given weight."""
     words, size = weight.shape
     config = TransformerConfig(num_layers=1, hidden_size=size, num_attention_heads=1, perform_initialization=False)
     options = {"bias": False, "skip_weight_param_allocation": True, "tp_group": group}
@@ -45,7 +45,7 @@ def layer_of(kind: type, weight: torch.Tensor, group: ProcessGroup) -> torch.nn.
 
 
 def ways(weight: torch.Tensor, group: ProcessGroup, chunks: list[int]) -> Iterator[tuple[str, Losses]]:
-    """Name and function of (hidden (N, D), labels (N,), weight) -> losses (N,)."""
+    """Return name -> function of (hidden (N, D), labels (N,), weight) -> losses (N,)."""
     linear, layer = (layer_of(kind, weight, group) for kind in (ColumnParallelLinear, OutputLayer))
     layer.fuse_wgrad_accumulation = True
 
@@ -68,7 +68,7 @@ def ways(weight: torch.Tensor, group: ProcessGroup, chunks: list[int]) -> Iterat
 
 
 def draw(tokens: int, words: int, size: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Hidden states as a norm leaves them, a weight as models begin with, labels, and the buffer."""
+    """Return hidden states as a norm gives them, an initial weight, labels, and the buffer."""
     generator = torch.Generator(device).manual_seed(0)
     hidden = torch.randn(tokens, size, generator=generator, device=device).bfloat16().requires_grad_()
     weight = torch.nn.Parameter((0.02 * torch.randn(words, size, generator=generator, device=device)).bfloat16())
@@ -77,7 +77,7 @@ def draw(tokens: int, words: int, size: int, device: torch.device) -> tuple[torc
 
 
 def backward(losses: torch.Tensor, weight: torch.nn.Parameter) -> None:
-    """As in a step: megatron-core's hook adds what was handed out."""
+    """Run the backward pass as a step does: megatron-core's hook adds the returned gradient to the buffer."""
     losses.sum().backward()
     if weight.grad is not None:
         weight.main_grad.add_(weight.grad)
@@ -85,7 +85,7 @@ def backward(losses: torch.Tensor, weight: torch.nn.Parameter) -> None:
 
 
 def truth(hidden: torch.Tensor, labels: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Losses and gradients in float64, by rows."""
+    """Return losses and gradients in float64, computed row by row."""
     weight = weight.detach().double()
     grad_weight = torch.zeros_like(weight)
     losses, grad_hidden = [], []
@@ -100,7 +100,7 @@ def truth(hidden: torch.Tensor, labels: torch.Tensor, weight: torch.Tensor) -> t
 
 
 def errors(way: Losses, inputs: tuple[torch.Tensor, ...], true: tuple[torch.Tensor, ...]) -> list[float]:
-    """Relative errors of losses, of the hidden states' gradient and of the weight's."""
+    """Return the relative errors of the losses, of the hidden states' gradient and of the weight's gradient."""
     hidden, labels, weight = inputs
     hidden.grad = None
     weight.main_grad.zero_()
@@ -123,7 +123,7 @@ def _milliseconds(start: object, stop: object) -> float:
 
 
 def measure(way: Losses, inputs: tuple[torch.Tensor, ...], repeats: int) -> tuple[float, float, float]:
-    """(GB at the peak over the inputs, ms forward, ms backward)."""
+    """Return (GB at the peak over the inputs, ms forward, ms backward)."""
     hidden, labels, weight = inputs
     on_gpu, marks = hidden.is_cuda, []
     for number in range(WARMUP + repeats):
@@ -146,7 +146,7 @@ def measure(way: Losses, inputs: tuple[torch.Tensor, ...], repeats: int) -> tupl
 
 
 def product_rate(device: torch.device, size: int = 8192) -> float:
-    """TFLOP/s of a bf16 matrix product of this host."""
+    """Return the TFLOP/s of a bf16 matrix product on this host."""
     a = torch.randn(size, size, device=device).bfloat16()
     marks = []
     for _ in range(20):

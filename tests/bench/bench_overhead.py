@@ -1,11 +1,15 @@
-"""What the flow costs beside its stages: with a temporary Prefect server, with a service, and asked of its worker.
+"""The time that the flow takes besides its stages: with a temporary Prefect server, with a service, and as a
+deployment.
 
     python -m tests.bench.bench_overhead [--rounds N]
 
-The embedded recipe on little data, each time on a fresh root, with the real trainer. "Whole" is the time of the process
-of `athanor run`, its imports and its last words to MLflow with it; of a deployment it is the time from asking until the
-run has ended. "Flow" is the time that Prefect gives the flow run. Both are told less the sum of the stages. Prints a
-markdown table.
+The embedded recipe runs on little data with the real trainer, each time on a new root. "Whole" is the time of the
+process
+of `athanor run`, with its imports and its last messages to MLflow; for a deployment it is the time from the request to
+the
+end of the run. "Flow" is the time that Prefect reports for the flow run. Both are given minus the sum of the stages.
+Prints
+a markdown table.
 """
 
 import argparse
@@ -31,7 +35,7 @@ ROW = re.compile(r"\| made \| ([0-9.]+) \|")
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Seconds of one run: in all, of the flow (None where no server is left to ask), and of each stage."""
+    """The seconds of one run: in all, of the flow (None if no server can be asked), and of each stage."""
 
     whole: float
     flow: float | None
@@ -39,7 +43,7 @@ class Run:
 
 
 def run_command(root: Path) -> Run:
-    """`athanor run` in a process of its own; it uses the service of the root where there is one."""
+    """Run `athanor run` in a process of its own. It uses the service of the root if there is one."""
     words = [f"--set={key}={value}" for key, value in SMALL.items()]
     command = [sys.executable, "-m", "flows.cli.main", "run", "--root", str(root), *words]
     began = time.monotonic()
@@ -48,18 +52,18 @@ def run_command(root: Path) -> Run:
 
 
 def ask(service: RunningService, path: str, body: object = None) -> object:
-    """An answer of Prefect's API."""
+    """Return an answer of Prefect's API."""
     return service.ask(service.record.prefect_api + path, body)
 
 
 def seconds_of(run: dict) -> float:
-    """How long Prefect says a flow run took."""
+    """Return the duration of a flow run as Prefect reports it."""
     start, end = (datetime.fromisoformat(run[name]) for name in ("start_time", "end_time"))
     return (end - start).total_seconds()
 
 
 def run_with_service(root: Path) -> Run:
-    """`athanor run` where a service runs."""
+    """Run `athanor run` while a service is running."""
     service = RunningService(root)
     try:
         run = run_command(root)
@@ -70,7 +74,7 @@ def run_with_service(root: Path) -> Run:
 
 
 def run_deployment(root: Path) -> Run:
-    """The deployment `vlm-sft`, asked as the UI asks."""
+    """Run the deployment `vlm-sft`, requested as the UI does."""
     service = RunningService(root)
     try:
         deployment = ask(service, "/deployments/name/vlm-sft/vlm-sft")["id"]

@@ -47,7 +47,7 @@ PLAIN, AGAIN = ParallelConfig(), ParallelConfig(recompute="full", recompute_visi
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A training."""
+    """A training to measure."""
 
     model: str
     adapter: AdapterConfig | None = None
@@ -61,7 +61,7 @@ class Case:
         return bench_train_config(GLOBAL_BATCH, self.precision, adapter=self.adapter)
 
     def planned(self) -> dict[str, int]:
-        """What `athanor plan` says, in bytes."""
+        """Return the estimate of `athanor plan`, in bytes."""
         model, train = random_model(self.model), self.train
         family, shape = get_family(model.family), model.shape
         return estimate_memory(
@@ -96,7 +96,7 @@ HEAD = """\
 
 
 def measure(root: Path, case: Case) -> str:
-    """The cells of a case: GB of the device and of the host, peaks of the whole process."""
+    """Return the cells of a case: GB of the device and of the host, peaks of the whole process."""
     shutil.rmtree(root / "hf", ignore_errors=True)
     with ThreadPoolExecutor() as pool:
         written = pool.submit(write_large_model, root / "hf", config_of(case.model))
@@ -121,7 +121,7 @@ def measure(root: Path, case: Case) -> str:
 
 
 def run_rank(run_json: Path) -> int:
-    """The trainer, which writes its peaks beside run.json after each step."""
+    """Run the trainer, which writes its peaks into the directory of run.json after each step."""
     train_step, peaks = interval.train_step, run_json.parent / PEAKS
 
     def measured(*args: object, **kwargs: object) -> object:

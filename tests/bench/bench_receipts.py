@@ -37,7 +37,7 @@ WINDOWS = 10
 
 
 def artifact(root: Path, stage: str) -> Artifact:
-    """The only artifact of a stage in a root."""
+    """Return the only artifact of a stage in a root."""
     found = [path.parent for path in (root / "artifacts" / stage).glob("*/manifest.json")]
     if len(found) != 1:
         raise SystemExit(f"{root} has {len(found)} artifacts of {stage}; run the recipe into a root of its own")

@@ -1,9 +1,10 @@
-"""Whether a row costs the same however many there are: convert and tokenize, seconds of CPU and memory by rows.
+"""Whether the cost per row depends on the number of rows: CPU seconds and memory of convert and tokenize.
 
     python -m tests.bench.bench_rows [--rows 20000 50000 200000] [--directory DIR]
 
-One row in five is text alone; the others have one JPEG of 64 x 48, each with bytes and pixels of its own. One process,
-its template process counted in.
+One row in five is only text. The others have one JPEG of 64 x 48 each, with bytes and pixels of its own. The figures
+are
+of one process, including its template process.
 """
 
 import argparse
@@ -55,7 +56,7 @@ def _row(number: int) -> dict[str, list]:
 
 
 def convert(source: Path, root: Path) -> tuple[Path, float]:
-    """(artifact's directory, CPU seconds) of the stage in this process."""
+    """Return (artifact's directory, CPU seconds) of the stage convert in this process."""
     before = cpu_seconds()
     config = ConvertConfig(**{**CONFIG, "decode_check": "full"})
     artifact = run_stage(CONVERT, config, {"raw": External(source, "raw", "0" * 16)}, root).artifact
@@ -63,7 +64,7 @@ def convert(source: Path, root: Path) -> tuple[Path, float]:
 
 
 def tokenize(samples: Path, hf_dir: Path, root: Path) -> tuple[Path, float]:
-    """The same for tokenize."""
+    """Return (artifact's directory, CPU seconds) of the stage tokenize in this process."""
     before = cpu_seconds()
     config = TokenizeConfig(max_seq_len=4096, max_pixels=None, max_skip_fraction=0)
     inputs = {"samples": Artifact.load(samples), "processor": processor_input(hf_dir)}
@@ -72,7 +73,7 @@ def tokenize(samples: Path, hf_dir: Path, root: Path) -> tuple[Path, float]:
 
 
 def cpu_seconds() -> float:
-    """Of this process and its children that have ended."""
+    """Return the CPU seconds of this process and of its children that have ended."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + ended.ru_utime + ended.ru_stime
 

@@ -1,13 +1,14 @@
-"""What a save costs a training: seconds that it stops the steps, and until it is there, against what the disk takes.
+"""The cost of saves: the seconds for which they stop a training, and until they are on disk, compared with plain
+writes.
 
     python -m tests.bench.bench_save --dir /scratch --out tests/bench/results/save_h200_DATE.md
     python -m tests.bench.bench_save --model qwen3_vl_tiny --steps 60 --save-interval 10      on a CPU, in a minute
     python -m tests.bench.bench_save --dir /scratch --steps 500 --save-interval 25   does anything grow?
 
-The trainer as it is, three times the same steps: without a save but the last, with asynchronous saves, with blocking
-ones. What it says of each save is read from its log. A disk's rate depends on how much it was given: plain writes are
-of as many bytes as a checkpoint has, with fsync, before and after the trainings. The last save is left out everywhere:
-the training waits for it to be written.
+The real trainer does the same steps three times: with only the last save, with asynchronous saves, with blocking saves.
+The figures of each save are read from its log. A disk's rate depends on the number of bytes, so plain writes with fsync
+have as many bytes as a checkpoint, before and after the trainings. The last save is left out everywhere, because the
+training waits for it.
 """
 
 import argparse
@@ -35,7 +36,7 @@ PIECE = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """What the trainer said of a save: GB, seconds until it was there, seconds that the training waited."""
+    """The trainer's report of a save: GB, seconds until it was on disk, seconds that the training waited."""
 
     size: float
     seconds: float
@@ -44,7 +45,7 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """One of the three. `memory`: resident GB of its processes, look by look, with the step at that time."""
+    """One of the three trainings. `memory` holds resident GB of its processes, sampled with the step at that time."""
 
     rows: list[MetricsRow]
     saves: list[Save]
@@ -53,12 +54,12 @@ class Training:
 
 
 def seq_len_of(model: str) -> int:
-    """Tokens of a bin."""
+    """Return the tokens of a bin."""
     return 256 if is_tiny(model) else 8192
 
 
 def train(root: Path, args: argparse.Namespace, *, interval: int, asynchronous: bool) -> Training:
-    """Train the steps on what lies in the directory."""
+    """Train the steps on the data in the directory."""
     seq_len = seq_len_of(args.model)
     precision = "float32" if is_tiny(args.model) else "bfloat16"
     config = bench_train_config(args.gpus, precision).model_copy(update={"num_steps": args.steps})
@@ -81,13 +82,13 @@ def _resident(pid: int) -> float:
     try:
         for process in psutil.Process(pid).children(recursive=True):
             total += process.memory_info().rss
-    except psutil.Error:  # it ended meanwhile
+    except psutil.Error:  # the process has ended in the meantime
         pass
     return total / 1e9
 
 
 def disk_rate(directory: Path, size: float) -> float:
-    """GB/s of plain writes of so many GB, with fsync."""
+    """Return the GB/s of plain writes of this number of GB, with fsync."""
     piece, path = os.urandom(PIECE), directory / "plain"
     count = max(1, round(size * 1e9 / PIECE))
     started = time.perf_counter()
@@ -101,7 +102,7 @@ def disk_rate(directory: Path, size: float) -> float:
 
 
 def report(without: Training, late: Training, blocking: Training, disk: Sequence[float]) -> str:
-    """The tables, in Markdown."""
+    """Return the tables in Markdown."""
     size = late.saves[0].size
     lines = [f"A checkpoint has {size:,.3f} GB. The disk takes {', '.join(f'{rate:.2f}' for rate in disk)} GB/s.", ""]
     lines += [
@@ -127,7 +128,8 @@ def report(without: Training, late: Training, blocking: Training, disk: Sequence
 
 
 def _equal(training: Training, other: Training) -> str:
-    """Steps of equal loss, and of equal gradient norm too. A GPU adds some gradients in no fixed order."""
+    """Return the number of steps with equal loss, and with equal gradient norm too. A GPU adds some gradients in no
+    fixed order."""
     pairs = list(zip(training.rows, other.rows, strict=True))
     losses = sum(a.loss == b.loss for a, b in pairs)
     both = sum((a.loss, a.grad_norm, a.param_norm) == (b.loss, b.grad_norm, b.param_norm) for a, b in pairs)

@@ -28,7 +28,7 @@ SEQ_LEN = 8192
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What one look found: the steps done, host memory in GB, device memory in GB."""
+    """One sample: the steps done, host memory in GB, device memory in GB."""
 
     step: int
     host: float
@@ -36,7 +36,7 @@ class Look:
 
 
 def watch(out: Path) -> list[Look]:
-    """Run the trainer to its end."""
+    """Run the trainer to its end, and return the samples."""
     looks = []
     job = start(out, gpus=1)
     while job.poll() is None:
@@ -64,7 +64,7 @@ def _device_memory() -> float:
 
 
 def table(rows: list[MetricsRow], looks: list[Look], every: int) -> str:
-    """A line for each window of steps between two saves."""
+    """Return one line for each window of steps between two saves."""
     lines = [
         "| steps | median step, s | slowest tenth, s | host memory, GB, between saves (highest) | device in use, GB | "
         "peak allocated, GB |",

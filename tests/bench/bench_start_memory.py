@@ -31,18 +31,18 @@ SIZES = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 
 
 
 def memory(name: str) -> float:
-    """GB of this process: VmRSS, now, or VmHWM, at most."""
+    """Return the GB of this process: VmRSS is the present, VmHWM the largest value."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition(f"{name}:")[2].split()[0]) * 1024 / 1e9
 
 
 def run_rank(path: Path, *, whole: bool) -> None:
-    """Start the training of a run.json, and write down what it took."""
+    """Start the training of a run.json, and write down the memory that it took."""
     run = RunConfig.model_validate_json(path.read_text())
     prepare_runtime()
     build, before = set_up.build_chunks, memory("VmRSS")
     with rank_mesh(run.execution.parallel, run.train.seed) as mesh:
-        # Without `is_empty` the whole model is there before it is divided.
+        # Without `is_empty` the whole model is in memory before it is divided.
         way = (lambda *args, is_empty: build(*args)) if whole else build
         with patch.object(set_up, "build_chunks", way):
             trainer = set_up.set_up(run, mesh)
@@ -54,7 +54,8 @@ def run_rank(path: Path, *, whole: bool) -> None:
 
 
 def peaks_of(run: RunConfig, *, whole: bool = False) -> list[dict[str, float]]:
-    """GB of each rank: host memory before, at most and after, its share of the weights, and the peak of its GPU."""
+    """Return the GB of each rank: host memory before, at its peak and after, its share of the weights, and the peak of
+    its GPU."""
     path = run.output_dir / "run.json"
     path.write_text(run.model_dump_json())
     torchrun = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
@@ -65,7 +66,7 @@ def peaks_of(run: RunConfig, *, whole: bool = False) -> list[dict[str, float]]:
 
 
 def large_job(root: Path, layers: int) -> RunConfig:
-    """A training by FSDP2 of a model of so many layers."""
+    """Return a training by FSDP2 of a model with this number of layers."""
     write_large_model(root / "hf", text_config("first", **SIZES, num_hidden_layers=layers, head_dim=128))
     parallel = ParallelConfig(sharding="fsdp")
     run = write_job(root, num_steps=3, shape="text-first", bins=make_bins("text-first"), parallel=parallel)

@@ -1,10 +1,11 @@
-"""Tokenization: pictures a second and core from file bytes to stored record, and back, against transformers' processor.
+"""Tokenization: images per second and core from file bytes to stored record and back, against transformers' processor.
 
     python -m tests.bench.bench_tokenize [--pictures 200] [--rounds 3] [--directory /dev/shm]
 
-Shards are written in memory (/dev/shm) and read from there, so that no disk is measured. Prints one markdown table. The
-comparison with transformers needs torchvision (tests/helpers/torchvision_reference.py says how to have it for one
-run); without it that part is left out and the table says so.
+Shards are written to memory (/dev/shm) and read from it, so that no disk is measured. Prints one markdown table. The
+comparison with transformers needs torchvision (tests/helpers/torchvision_reference.py describes how to install it for
+one
+run). Without it that part is left out, and the table says so.
 """
 
 import argparse
@@ -35,11 +36,11 @@ from stages.tokenize.config import TokenizeConfig
 from tests.helpers.samples import make_samples_artifact, turns
 from tests.helpers.torchvision_reference import image_processor, torchvision_version
 
-TORCHVISION = torchvision_version()  # mended where it does not load by itself, before transformers' models import it
+TORCHVISION = torchvision_version()  # repaired if it does not load by itself, before transformers' models import it
 
 from tests.helpers.tiny_model import tiny_hf_dir  # noqa: E402
 
-# What the preprocessor_config.json of Qwen3-VL says.
+# The values in the preprocessor_config.json of Qwen3-VL.
 CONFIG = PixelConfig(
     min_pixels=65_536,
     max_pixels=16_777_216,
@@ -50,12 +51,12 @@ CONFIG = PixelConfig(
 TOKENIZE = TokenizeConfig(max_seq_len=1 << 20, max_pixels=None, max_skip_fraction=1.0)
 CODECS = ("u8", "u8_zstd", "original")
 NAME = "train/shard-00000.tar"
-_SHARD = 50  # pictures
-_CHUNK = 10  # pictures that one side does before it is the other's turn, so that both meet the same neighbours
+_SHARD = 50  # number of images
+_CHUNK = 10  # number of images that each side does in one go, so that both run under the same conditions
 
 
 def photo(width: int, height: int, rng: np.random.Generator) -> np.ndarray:
-    """(height, width, 3) uint8: shapes of three sizes and a sensor's noise."""
+    """Return (height, width, 3) uint8: shapes of three sizes and a sensor's noise."""
     picture = np.zeros((height, width, 3))
     for step, weight in ((96, 0.5), (24, 0.3), (6, 0.2)):
         coarse = rng.integers(0, 256, (height // step + 2, width // step + 2, 3), np.uint8)
@@ -64,7 +65,7 @@ def photo(width: int, height: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def document(width: int, height: int, rng: np.random.Generator) -> np.ndarray:
-    """(height, width, 3) uint8: lines of dark text and a table on white."""
+    """Return (height, width, 3) uint8: lines of dark text and a table on white."""
     image = Image.new("RGB", (width, height), "white")
     draw = ImageDraw.Draw(image)
     for top in range(12, height - 14, 15):
@@ -76,7 +77,7 @@ def document(width: int, height: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def make_pictures(number: int) -> list[bytes]:
-    """JPEG files at quality 92, 448 to 1,000 pixels a side; every fourth a document."""
+    """Return JPEG files at quality 92, 448 to 1,000 pixels a side. Every fourth is a document."""
     rng = np.random.default_rng(0)
     files = []
     for i in range(number):
@@ -88,7 +89,7 @@ def make_pictures(number: int) -> list[bytes]:
 
 
 def make_sample(number: int, picture: bytes) -> Sample:
-    """One question about one picture."""
+    """Return a sample with one question about one image."""
     text = turns(
         f"{IMAGE_SLOT}What does picture {number} show? Answer in one short sentence.", f"It is number {number}."
     )
@@ -96,7 +97,7 @@ def make_sample(number: int, picture: bytes) -> Sample:
 
 
 def rate(function: Callable[[], object], number: int, rounds: int) -> float:
-    """Calls a second: the median of `rounds` after one to warm up."""
+    """Return calls per second: the median of `rounds` after one warm-up round."""
     function()
     seconds = []
     for _ in range(rounds):
@@ -111,11 +112,12 @@ def each(function: Callable[..., object], items: Sequence[object]) -> Callable[[
 
 
 class Recorder:
-    """What a worker does with a sample: file bytes -> record in a shard.
+    """The work of a worker on a sample: file bytes -> record in a shard.
 
     Args:
-        shard_samples: a shard is committed after as many, and the next one takes its place; 0: one shard. A file in
-            memory that only grows measures how fast a virtual machine gets memory, 10 us a page where this was found.
+        shard_samples: number of samples after which a shard is committed and the next one begins; 0 means one shard. A
+            file in memory that only grows would measure how fast a virtual machine gets memory, 10 us a page where this
+            was found.
     """
 
     def __init__(self, directory: Path, codec: str, chat: ChatEncoder, shard_samples: int = 0) -> None:
@@ -134,7 +136,7 @@ class Recorder:
 
 
 def compare_end_to_end(samples: Sequence[Sample], root: Path, rounds: int) -> list[tuple[str, str]]:
-    """Ours against transformers', by turns, one thread each."""
+    """Compare athanor with transformers, in rotation, with one thread each."""
     chat = ChatEncoder(tiny_hf_dir())
     recorder, processor = Recorder(root / "end_to_end", "u8", chat, _SHARD), image_processor(CONFIG)
 
@@ -170,7 +172,7 @@ def _is_equal(data: bytes, processor: Callable[..., dict[str, torch.Tensor]]) ->
 
 
 def measure_parts(samples: Sequence[Sample], rounds: int) -> list[tuple[str, str]]:
-    """The pieces of the way, each alone."""
+    """Measure the steps of the way one by one."""
     files = [sample.images[0] for sample in samples]
     decoded = [read_rgb(data) for data in files]
     chat = ChatEncoder(tiny_hf_dir())
@@ -186,7 +188,7 @@ def measure_parts(samples: Sequence[Sample], rounds: int) -> list[tuple[str, str
 
 
 def measure_codec(codec: str, samples: Sequence[Sample], root: Path, rounds: int) -> list[tuple[str, str]]:
-    """Bytes, write rate and read rates of one codec."""
+    """Return bytes, write rate and read rates of one codec."""
     recorder = Recorder(root / codec, codec, ChatEncoder(tiny_hf_dir()))
     started = time.perf_counter()
     with recorder.writer:
@@ -233,7 +235,7 @@ def measure_codec(codec: str, samples: Sequence[Sample], root: Path, rounds: int
 
 
 def _work(source: Path, directory: Path, barrier: object, times: object) -> None:
-    """A worker of `measure_processes`: one shard, measured after everything is loaded."""
+    """Run a worker of `measure_processes` on one shard, measured after everything is loaded."""
     torch.set_num_threads(1)
     task = _task(source, directory)
     tokenize_shard._encoder(task.hf_dir, task.processor_digest, "all", None)
@@ -260,7 +262,7 @@ def _task(source: Path, directory: Path) -> tokenize_shard.ShardTask:
 
 
 def measure_processes(samples: Sequence[Sample], root: Path, rounds: int) -> list[tuple[str, str]]:
-    """One process tokenizing one shard, and two processes one each, both warm."""
+    """Measure one process with one shard, and two processes with one shard each, all warm."""
     source = make_samples_artifact(root / "samples", {NAME: samples}).dir / NAME
     tiny_hf_dir()  # made here, once
     context = multiprocessing.get_context("spawn")

@@ -1,8 +1,8 @@
-"""What telling MLflow costs: steps/s of a trainer-like writer alone, followed, and with tracking at work.
+"""The cost of tracking: steps/s of a trainer-like writer alone, with a follower, and with tracking at work.
 
     python -m tests.bench.bench_tracking [--steps N] [--step-ms MS]
 
-The writer is a process of its own that computes for a while and writes a line of metrics.jsonl, as a trainer does; the
+The writer is a process of its own that computes for a while and writes a line of metrics.jsonl, as a trainer does. The
 follower and the sending thread are in this process, as in a flow. Prints a markdown table.
 """
 
@@ -26,7 +26,7 @@ POLL_SECONDS = 0.2
 
 
 def write_rows(directory: Path, steps: int, step_ms: float, answer) -> None:
-    """The writer: matrix products for so many milliseconds of its own CPU time a step, then a synced line."""
+    """Run the writer: matrix products for this many milliseconds of its own CPU time per step, then a synced line."""
     writer, matrix = MetricsWriter(directory, 0), np.ones((64, 64), dtype=np.float32)
     started = time.perf_counter()
     for step in range(1, steps + 1):
@@ -38,14 +38,14 @@ def write_rows(directory: Path, steps: int, step_ms: float, answer) -> None:
 
 
 def measure(how: str, steps: int, step_ms: float) -> tuple[float, list[float]]:
-    """Steps/s of the writer, and the seconds that each call of the tracker took."""
+    """Return the writer's steps/s, and the seconds that each call of the tracker took."""
     with tempfile.TemporaryDirectory() as folder:
         root, seconds = Path(folder), []
         tracker = None
         if how == "tracked":
             key = open_run(root, Opening(experiment="bench", name="bench", identity="b" * 16, params={}, tags={}))
             tracker = Tracker(root, key)
-            sender_of(root).wait(key, 120)  # the schema is made once in a root's life
+            sender_of(root).wait(key, 120)  # the schema is made only once per root
         live = tracker.follow(root / METRICS_JSONL) if tracker else lambda rows: None
 
         def on_rows(rows) -> None:
@@ -77,7 +77,7 @@ def main() -> None:
     args = parser.parse_args()
     speeds: dict[str, list[float]] = {"alone": [], "followed": [], "tracked": []}
     calls: list[float] = []
-    for _ in range(args.rounds):  # in turns, so that a drift of the machine meets all
+    for _ in range(args.rounds):  # in rotation, so that a drift of the machine affects all
         for how in speeds:
             speed, seconds = measure(how, args.steps, args.step_ms)
             speeds[how].append(speed)

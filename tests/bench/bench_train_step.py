@@ -67,10 +67,10 @@ from trainer.data.order import bins_for_step
 from trainer.model.registry import read_model
 from trainer.model.targets import adapted_layers
 
-# What other benches take from here.
+# Names that other benchmarks import from here.
 __all__ = ["MAX_PATCHES_PER_TOKEN", "draw_kind", "train_steps", "write_data", "write_model"]
 
-WARM_BINS = 8  # before bins that were never seen
+WARM_BINS = 8  # steps before bins with new shapes
 TINY = {
     "model": "qwen3_vl_tiny",
     "seq_len": 256,
@@ -86,14 +86,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.
 
 @dataclass(slots=True)
 class Bench:
-    """A run of the bench: where its files are, what was asked for, what was measured so far."""
+    """A run of the benchmark: its files, its arguments, and its measurements so far."""
 
     root: Path
     args: argparse.Namespace
     measured: Measured
 
     def attempt(self, name: str, part: Callable[[], None]) -> None:
-        """Measure a part; what fails is said in the report, and the next part gets its turn."""
+        """Measure a part. A failure is put into the report, and the next part follows."""
         print(f"{time.strftime('%H:%M:%S')} {name}", flush=True)
         try:
             part()
@@ -104,7 +104,7 @@ class Bench:
             self.args.out.write_text(report(self.measured))
 
     def add_layout(self, name: str, gpus: int, parallel: ParallelConfig, modules: str, cuda_graphs: bool) -> None:
-        """Counted steps, then traced ones, in one job."""
+        """Measure counted steps, then traced ones, in one job."""
         args = self.args
         share = args.global_batch * gpus // args.gpus
         execution = Execution(gpus=gpus, parallel=parallel, loader_workers=args.loader_workers)
@@ -130,7 +130,8 @@ class Bench:
             shutil.copy(path, args.traces / f"layout-{len(self.measured.rows)}-rank-{rank}.json")
 
     def add_new_shapes(self) -> None:
-        """One bin a step, every bin twice: the first epoch has all, so has the second. The first bins warm up."""
+        """Measure steps of one bin, with every bin twice: once in the first epoch and once in the second. The first
+        bins warm up."""
         args = self.args
         num_bins = len(read_bins(self.root / "data", "train"))
         train = bench_train_config(1, args.precision, args.moments, args.adapter)
@@ -144,7 +145,7 @@ class Bench:
         self.measured.new_shapes = [first[number] for number in new], [again[number] for number in new]
 
     def add_peer(self) -> None:
-        """transformers, in a process of its own."""
+        """Measure transformers in a process of its own."""
         args = self.args
         plan = PeerPlan(
             micro_batches=tuple(sorted(args.peer_micro_batch)),
@@ -159,7 +160,7 @@ class Bench:
         self.measured.peer = apart(measure_peer, self.root, plan)
 
     def adapted_modules(self) -> tuple[str, ...]:
-        """Names of transformers' modules that get adapters."""
+        """Return the names of transformers' modules that get adapters."""
         if self.args.adapter is None:
             return ()
         family, shape = read_model(self.root / "hf")
@@ -168,7 +169,7 @@ class Bench:
 
 
 def run_bench(root: Path, args: argparse.Namespace, command: str) -> Measured:
-    """All that was asked for; the model is written by a process of its own, beside the data."""
+    """Measure everything that was asked for. A process of its own writes the model while the data are written."""
     num_bins = max(args.bins, args.new_shapes + WARM_BINS if args.new_shapes else 0)
     with ThreadPoolExecutor() as pool:
         host = pool.submit(apart, write_model_and_look, root / "hf", args.model)
@@ -192,7 +193,7 @@ def run_bench(root: Path, args: argparse.Namespace, command: str) -> Measured:
 
 
 def name_of(gpus: int, parallel: ParallelConfig) -> str:
-    """tp 2, sequence_parallel, dp 2 (4 GPUs)"""
+    """Return the name of a layout, for example: tp 2, sequence_parallel, dp 2 (4 GPUs)."""
     given = [
         name if value is True else f"{name} {value}"
         for name, value in parallel.model_dump(exclude_defaults=True).items()

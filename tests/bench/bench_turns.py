@@ -1,9 +1,9 @@
-"""Training steps of this code and of another checkout by turns, on the same model, shards and bins of one host.
+"""Training steps of this code and of another checkout, in rotation, on the same model, shards and bins of one host.
 
     python -m tests.bench.bench_turns BEFORE [--model qwen3_vl_2b] [--turns 2] [--steps 10]
 
-BEFORE is a directory with the other checkout. Each turn is a job of its own (`-m trainer`), first the other's, then
-ours; steps before the counted ones are left out. The first step's loss of both is printed: it must agree.
+BEFORE is the directory of the other checkout. In each turn one job (`-m trainer`) of the other code runs, then one of
+this code. Steps before the counted ones are left out. The first step's loss of both is printed, and they must agree.
 """
 
 import argparse
@@ -30,7 +30,7 @@ print(json.dumps([row.model_dump() for row in rows]))
 
 
 def run_turn(checkout: Path, root: Path, args: argparse.Namespace) -> list[dict[str, float]]:
-    """The rows of metrics.jsonl of one job of a checkout's trainer."""
+    """Return the rows of metrics.jsonl of one job of a checkout's trainer."""
     settings = [root, args.global_batch, args.precision, args.seq_len, args.warmup + args.steps]
     path = os.pathsep.join([str(checkout), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     command = [sys.executable, "-c", TURN, *map(str, settings)]
@@ -41,7 +41,7 @@ def run_turn(checkout: Path, root: Path, args: argparse.Namespace) -> list[dict[
 
 
 def summary(rows: list[dict[str, float]], warmup: int) -> dict[str, float]:
-    """Sums over the counted steps, but for the first step's loss and the parts, which are medians."""
+    """Return sums over the counted steps, except the first step's loss and the parts, which are medians."""
     counted = rows[warmup:]
     seconds = sum(row["step_seconds"] for row in counted)
     return {

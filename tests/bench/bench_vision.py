@@ -1,9 +1,8 @@
-"""Where images should be encoded: what `athanor plan` predicts, beside what was measured. On a CPU, in seconds.
+"""Where images should be encoded: the prediction of `athanor plan` against measurements. On a CPU, in seconds.
 
     python -m tests.bench.bench_vision
 
-The mix is that of bench_train_step. Measured seconds are copied from the files of tests/bench/results that are named
-beside them.
+The mix is that of bench_train_step. Measured seconds are copied from the named files of tests/bench/results.
 """
 
 import itertools
@@ -48,11 +47,12 @@ LADDER = "ladder_h200_2026-11-21.md"
 
 
 class Timed(NamedTuple):
-    """A training of which rank 0's seconds per step are known. `passes`: of vision, 4 where it was computed again."""
+    """A training whose seconds per step on rank 0 are known. `passes` counts the passes of vision: 4 if it was
+    recomputed."""
 
     source: str
     model: str
-    bins: int  # of SEQ_LEN tokens, per GPU and step
+    bins: int  # per GPU and step, in bins of SEQ_LEN tokens
     passes: int
     vision: float
     language: float
@@ -69,7 +69,7 @@ TRAININGS = [
     Timed("qwen3_5_h200_2026-11-23.md", "qwen3_5_2b", 8, 3, 1.232, 1.107),
 ]
 
-# Qwen3-VL's encoder in the size of a vision-heavy test of others, before Qwen3-0.6B: 8 images of 768 x 768 a sample.
+# Qwen3-VL's encoder, sized as in another project's vision-heavy test, with Qwen3-0.6B: 8 images of 768 x 768 a sample.
 HEAVY = ModelShape(
     language=DecoderShape(
         vocab_size=151_936,
@@ -102,7 +102,7 @@ HEAVY = ModelShape(
         activation="gelu",
     ),
 )
-# A bin is one sample: 8 x 576 image tokens and 192 of text, 60 of them learnt.
+# A bin is one sample: 8 x 576 image tokens and 192 text tokens, 60 of which are trained on.
 HEAVY_SEQ_LEN, HEAVY_IMAGES, HEAVY_PATCHES = 4800, 8, 2304
 HEAVY_WORK = Work(4800, 60, 4800**2, HEAVY_IMAGES * HEAVY_PATCHES, HEAVY_IMAGES * HEAVY_PATCHES**2)
 
@@ -112,7 +112,7 @@ class Mix:
     """Full bins of the mix.
 
     Attributes:
-        work: of the mean bin, each sample and image counted by itself.
+        work: work of the mean bin, with each sample and image counted separately.
         planned: the same from the manifest of a plan, as `athanor plan` knows it.
         images: patches of each image, bin by bin.
     """
@@ -160,7 +160,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
 
 
 def rates(mix: Mix) -> str:
-    """TFLOP/s of vision and language model in trainings without a pipeline, by the work that was really there."""
+    """Return the TFLOP/s of vision and language model in trainings without a pipeline, by the real work."""
     rows, both = [], []
     for timed in TRAININGS:
         cost = cost_model(shape_of(timed.model))
@@ -202,8 +202,8 @@ def freeze(train: TrainConfig) -> TrainConfig:
 
 
 def measured(mix: Mix) -> str:
-    """2B on two H200: the layouts of `TWO_H200`, whose update is left out of the step."""
-    pipeline = {"pp": 2, "first_pipeline_layers": 14}  # layers were not dealt by cost then
+    """Return the figures for 2B on two H200 with the layouts of `TWO_H200`. Their update is not part of the step."""
+    pipeline = {"pp": 2, "first_pipeline_layers": 14}  # at that time layers were not dealt by cost
     steps = {
         "dp 2": ({}, (1.489, 1.107, 2.646 - 0.029, None)),
         "pp 2": (pipeline, (3.022, 1.073, 4.140 - 0.031, 0.763)),
@@ -224,7 +224,7 @@ def measured(mix: Mix) -> str:
 
 
 def shares(mix: Mix) -> str:
-    """The costliest share of a bin's images over the mean one, where bins are dealt one by one."""
+    """Return the ratio of the costliest to the mean share of a bin's images, if bins are dealt one by one."""
     job = job_of(shape_of("qwen3_vl_2b"), mix.work, 2)
     rows = []
     for ranks in (2, 4, 8, 16):
@@ -240,7 +240,7 @@ def shares(mix: Mix) -> str:
 
 
 def predicted(title: str, jobs: Sequence[tuple[str, PlacementJob]]) -> str:
-    """Every choice of every layout, and tokens/s of each against the first layout."""
+    """Return every choice of every layout, and the tokens/s of each relative to the first layout."""
     rows = []
     base = at_hand(jobs[0][1])
     for name, job in jobs:
@@ -253,7 +253,7 @@ def predicted(title: str, jobs: Sequence[tuple[str, PlacementJob]]) -> str:
 
 
 def every_own(title: str, job: PlacementJob) -> str:
-    """Every number of vision ranks."""
+    """Return the choices for every number of vision ranks."""
     now, choices = at_hand(job), sorted(own_ranks(job), key=lambda choice: choice.parallel.vision_ranks)
     rows = [(*cells[:-1], relative(now, choice)) for cells, choice in zip(vision_rows([now, *choices])[1:], choices)]
     return table(title, (*COLUMNS[:-1], "tokens/s, all ranks alike = 1"), rows)

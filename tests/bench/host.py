@@ -26,7 +26,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A machine. `rate` is that of `product`, `peak` the data sheet's or None, both in dense FLOP/s of one device."""
+    """A machine. `rate` is that of `product`; `peak` is the data sheet's value or None. Both are dense FLOP/s of one
+    device."""
 
     device: str
     versions: str
@@ -36,14 +37,14 @@ class Host:
 
     @classmethod
     def here(cls) -> "Host":
-        """This machine, measured."""
+        """Return the measurements of this machine."""
         return cls(*describe(), *matrix_rate(), peak_flops())
 
 
 def apart(function: Callable[..., T], *args: object) -> T:
-    """What the function returns, computed in a process of its own: when it ends, its GPU memory is free.
+    """Return the function's result, computed in a process of its own, so that its GPU memory is free at its end.
 
-    Not by multiprocessing, whose children load what the main program has loaded.
+    This does not use multiprocessing, whose children import what the main program has imported.
     """
     with tempfile.TemporaryDirectory() as folder:
         asked, answer = Path(folder, "asked"), Path(folder, "answer")
@@ -53,7 +54,7 @@ def apart(function: Callable[..., T], *args: object) -> T:
 
 
 def describe() -> tuple[str, str]:
-    """(the device, a line of versions)."""
+    """Return (the device, a line of versions)."""
     versions = [f"Python {platform.python_version()}"]
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -67,7 +68,7 @@ def describe() -> tuple[str, str]:
 
 
 def version_text(package: str) -> str:
-    """The package's name and installed version; where constraints-gpu.txt (on a CPU constraints.txt) pins another
+    """Return the package's name and installed version. If constraints-gpu.txt (on a CPU constraints.txt) pins another
     version, the text says so.
 
     Raises:
@@ -83,13 +84,13 @@ def version_text(package: str) -> str:
 def _cudnn() -> str:
     try:
         return f"{torch.backends.cudnn.version()}, torch's"
-    except RuntimeError:  # this process has loaded another for Transformer Engine, and torch will not use that
+    except RuntimeError:  # this process has loaded another one for Transformer Engine, which torch will not use
         return "the system's"
 
 
 def matrix_rate(rounds: int = 31) -> tuple[str, float]:
-    """(what was multiplied, its rate in FLOP/s): the median over products that follow each other without a gap, after
-    as many to warm up."""
+    """Return (what was multiplied, its rate in FLOP/s): the median over products without gaps, after as many to warm
+    up."""
     cuda = torch.cuda.is_available()
     size, dtype, device = (8192, torch.bfloat16, "cuda") if cuda else (512, torch.float32, "cpu")
     a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))

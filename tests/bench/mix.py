@@ -36,7 +36,7 @@ VOCABULARY = range(1000, 150000)
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """What some samples hold together. `work.loss_tokens` are those that are predicted: never a sample's first."""
+    """The sums over some samples. `work.loss_tokens` are the tokens that are predicted, never a sample's first."""
 
     samples: int
     images: int
@@ -44,7 +44,7 @@ class Mix:
 
     @classmethod
     def of(cls, samples: Iterable[TokenizedSample]) -> "Mix":
-        """Counted from the samples themselves."""
+        """Return the sums, counted from the samples."""
         count, images, work = 0, 0, np.zeros(5, np.int64)
         for sample in samples:
             patches = sample.image_grid_thw.astype(np.int64).prod(-1)
@@ -55,49 +55,49 @@ class Mix:
 
 
 def is_tiny(name: str) -> bool:
-    """Whether a variant is for a CPU."""
+    """Whether a variant is meant for a CPU."""
     return name.endswith("_tiny")
 
 
 def random_model(name: str) -> EmbeddedModelConfig:
-    """A variant by its name."""
+    """Return a variant by its name."""
     return EmbeddedModelConfig(seed=0, variant=name)
 
 
 def image_token(name: str) -> int:
-    """The image token's id in a variant: the last."""
+    """Return the image token's id in a variant, which is the last id."""
     return random_model(name).vocab_size - 1
 
 
 def config_of(name: str) -> dict[str, Any]:
-    """config.json of a variant."""
+    """Return config.json of a variant."""
     ids = {token: image_token(name) - place for place, token in enumerate(CONTROL_TOKENS)}
     return random_model(name).hf_configs(ids)["config.json"]
 
 
 def write_model(directory: Path, name: str) -> None:
-    """A directory of random weights, a tiny variant in float32, the others in bf16."""
+    """Write a directory of random weights; a tiny variant in float32, the others in bf16."""
     config = config_of(name)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = load(get_family(config["model_type"]).reference)(transformers.AutoConfig.for_model(**config))
-    # A file's tensors are in the host's memory at once, where the directory may lie too.
+    # A file's tensors are in the host's memory together, where the directory may be too.
     model.to(getattr(torch, config["dtype"])).save_pretrained(directory, max_shard_size="4GB")
     del model
     torch.cuda.empty_cache()
 
 
 def write_model_and_look(directory: Path, model: str) -> Host:
-    """`write_model`, and what the machine is, in one process."""
+    """Call `write_model` and describe the machine, in one process."""
     write_model(directory, model)
     return Host.here()
 
 
 def draw_kind(rng: np.random.Generator, image_tokens: int = 500, text: tuple[int, int] = (40, 300)) -> Kind:
-    """One sample of the mix.
+    """Draw one sample of the mix.
 
     Args:
-        image_tokens: median of an image's.
-        text: bounds of the text tokens.
+        image_tokens: median number of an image's tokens.
+        text: bounds of the number of text tokens.
     """
     which = rng.random()
     images = 0 if which < 0.1 else int(rng.integers(2, 5)) if which < 0.2 else 1
@@ -113,12 +113,13 @@ def draw_kind(rng: np.random.Generator, image_tokens: int = 500, text: tuple[int
 def write_data(
     directory: Path, num_bins: int, seq_len: int, vocabulary: range = VOCABULARY, *, model: str = "qwen3_vl_2b"
 ) -> Mix:
-    """Tokenized shards and `num_bins` full bins. Text is drawn from `vocabulary`.
+    """Write tokenized shards and `num_bins` full bins. Text is drawn from `vocabulary`.
 
-    What does not fill a bin is left out: of a dataset it would be one bin in many thousands, here one in `num_bins`.
+    Samples that do not fill a bin are left out. In a dataset they would be one bin in many thousands, here one in
+    `num_bins`.
 
     Returns:
-        what is in the bins.
+        the contents of the bins.
     """
     rng, geometry = np.random.default_rng(0), Geometry(image_token(model), 2, 768)
     small = {"image_tokens": 24, "text": (8, 40)} if is_tiny(model) else {}
@@ -159,7 +160,7 @@ def _counts(sample: TokenizedSample) -> dict[str, int]:
 
 
 def _write_bins(directory: Path, rows: list[dict[str, object]], num_bins: int, seq_len: int) -> list[int]:
-    """Write the plan of the `num_bins` fullest bins; the numbers of the rows in them, bin by bin."""
+    """Write the plan of the `num_bins` fullest bins, and return the numbers of the rows in them, bin by bin."""
     tokens, patches = (np.array([row[name] for row in rows]) for name in ("num_tokens", "num_patches"))
     padded = -(-tokens // PAD_MULTIPLE) * PAD_MULTIPLE
     bins = pack(padded, patches, seq_len, MAX_PATCHES_PER_TOKEN * seq_len)

@@ -31,17 +31,17 @@ from trainer.loop.metrics import peak_memory_gb
 
 LR = 1e-5
 CLIP = 1.0
-IGNORE_INDEX = -100  # label of a token that is not learnt
+IGNORE_INDEX = -100  # label of a token that is not trained on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerPlan:
-    """What to measure.
+    """The settings of a measurement.
 
     Attributes:
         micro_batches: samples of a micro batch; after one that does not fit, larger ones are left out.
         global_batch: samples between two updates.
-        adapter: what PEFT trains, in the type of the weights; None: the whole model is trained.
+        adapter: PEFT's settings, in the type of the weights; None trains the whole model.
         adapted: modules that have adapters.
     """
 
@@ -57,16 +57,16 @@ class PeerPlan:
 
 @dataclass(slots=True, kw_only=True)
 class PeerRow:
-    """One size of micro batches. Nothing but `micro_batch` and `why` is there where it could not be measured.
+    """One size of micro batches. If it could not be measured, only `micro_batch` and `why` are set.
 
     Attributes:
         seconds: of each counted step.
         tokens: of each counted step, without padding.
         slots: of all counted steps, with padding.
         mix: the samples of the counted steps.
-        loss: mean of the last counted global batch.
-        why: it could not be measured: mostly memory.
-        delta_rule: whose gated delta rule it ran; empty where the model has none.
+        loss: mean loss of the last counted global batch.
+        why: why it could not be measured, mostly for lack of memory.
+        delta_rule: whose gated delta rule was run; empty if the model has none.
     """
 
     micro_batch: int
@@ -90,7 +90,7 @@ class PeerRow:
 
 @dataclass(frozen=True, slots=True)
 class PaddedBatch:
-    """A micro batch as transformers takes it, with what is in it."""
+    """A micro batch in the form that transformers takes, with its contents."""
 
     inputs: dict[str, torch.Tensor]
     tokens: int
@@ -132,7 +132,7 @@ def collate(
 
 
 def read_samples(data: Path, hf_dir: Path, seq_len: int) -> list[TokenizedSample]:
-    """Every training sample of a plan, in its order."""
+    """Return every training sample of a plan, in its order."""
     config = AutoConfig.from_pretrained(hf_dir)
     vision = config.vision_config
     # Not by the trainer's read_config: megatron-core brings Transformer Engine into this process, and that a cuDNN of
@@ -143,14 +143,14 @@ def read_samples(data: Path, hf_dir: Path, seq_len: int) -> list[TokenizedSample
 
 
 def shuffled(samples: Sequence[TokenizedSample], seed: int = 0) -> Iterator[TokenizedSample]:
-    """Epoch after epoch without end, each in an order of its own."""
+    """Yield epoch after epoch without end, each in another order."""
     rng = np.random.default_rng(seed)
     while True:
         yield from (samples[i] for i in rng.permutation(len(samples)))
 
 
 def measure_peer(root: Path, plan: PeerPlan) -> list[PeerRow]:
-    """Measure each size on what `write_model` and `write_data` wrote; prints each as it comes."""
+    """Measure each size on the output of `write_model` and `write_data`, and print each result at once."""
     cuda = torch.cuda.is_available()
     torch.backends.cuda.enable_cudnn_sdp(False)
     model = AutoModelForImageTextToText.from_pretrained(
@@ -175,7 +175,7 @@ def measure_peer(root: Path, plan: PeerPlan) -> list[PeerRow]:
 
 
 def _with_adapters(model, plan: PeerPlan):
-    """PEFT's, without its copy of the adapters in float32: that is in its favour."""
+    """Return PEFT's model without its copy of the adapters in float32, which is in transformers' favour."""
     config = LoraConfig(
         r=plan.adapter.rank,
         lora_alpha=plan.adapter.alpha,
@@ -188,7 +188,8 @@ def _with_adapters(model, plan: PeerPlan):
 
 
 def _delta_rule(model) -> str:
-    """transformers takes flash-linear-attention's kernels where they are installed."""
+    """Return whose gated delta rule is used. transformers takes flash-linear-attention's kernels if they are
+    installed."""
     if "linear_attention" not in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
         return ""
     if model.device.type == "cuda" and is_flash_linear_attention_available():
@@ -197,11 +198,11 @@ def _delta_rule(model) -> str:
 
 
 def _try(model, samples: Sequence[TokenizedSample], plan: PeerPlan, size: int) -> PeerRow:
-    """Measure one size, or say why not. Nothing else of the try outlives this call."""
+    """Measure one size, or return why it could not be measured. No memory of the try outlives this call."""
     row = PeerRow(micro_batch=size)
     try:
         _measure(model, samples, plan, row)
-    except RuntimeError as error:  # out of memory is one, and so is what libraries make of it
+    except RuntimeError as error:  # out of memory is such an error, and so are the errors that libraries make of it
         row = PeerRow(micro_batch=size, why=f"{type(error).__name__}: {str(error).splitlines()[0]}")
     for param in model.parameters():
         param.grad = None
@@ -239,7 +240,7 @@ def _pinned(samples: Sequence[TokenizedSample], model, dtype: torch.dtype) -> Pa
 
 
 def _update(model, adam: torch.optim.Optimizer, batches: Sequence[PaddedBatch]) -> torch.Tensor:
-    """One optimizer step; the mean loss over the loss tokens of the global batch, on the device."""
+    """Do one optimizer step. Return the mean loss over the loss tokens of the global batch, on the device."""
     count = sum(batch.loss_tokens for batch in batches)
     total = torch.zeros((), device=model.device)
     for batch in batches:

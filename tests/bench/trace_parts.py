@@ -23,7 +23,7 @@ COMPUTED = ("vision", "language", "loss", "optimizer", "other")
 SHARES = (DATA_WAIT, HOST_TO_DEVICE, *COMPUTED, COMMUNICATION, IDLE)
 _PRECEDENCE = (*COMPUTED, COMMUNICATION, HOST_TO_DEVICE, DATA_WAIT)
 
-# (kind, what the names of its kernels contain), the first that fits
+# (kind, texts in the names of its kernels); the first that fits counts
 KINDS = (
     ("delta rule", ("prepare_chunks", "chunk_gradients", "forward_states", "backward_states")),
     ("delta layer's own", ("_convolve_", "_gates_forward", "_gates_backward", "_norm_forward", "_norm_backward")),
@@ -42,7 +42,7 @@ HOST = "on the host"
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """Something that ran from `start` to `stop` (us). `part` is the mark it was launched under."""
+    """An activity that ran from `start` to `stop` (us). `part` is the mark under which it was launched."""
 
     start: float
     stop: float
@@ -53,13 +53,13 @@ class Activity:
 
 @dataclass(slots=True)
 class Parts:
-    """Seconds a step.
+    """The parts of a step, in seconds.
 
     Attributes:
-        seconds: of a whole step.
-        shares: by SHARES, which add up to it.
-        hidden: communication while something was computed.
-        collectives: all communication, by kind; at once counted twice.
+        seconds: seconds of a whole step.
+        shares: seconds by SHARES, which add up to the step.
+        hidden: communication during computation.
+        collectives: all communication, by kind; overlapping communication is counted twice.
         kinds: computation by (part, kind of kernel).
     """
 
@@ -71,7 +71,7 @@ class Parts:
 
 
 def kind_of(name: str) -> str:
-    """What sort of work a kernel is, by its name."""
+    """Return the kind of a kernel, by its name."""
     if name == HOST:
         return HOST
     lowered = name.lower()
@@ -79,10 +79,10 @@ def kind_of(name: str) -> str:
 
 
 def read_parts(path: Path) -> Parts:
-    """The mean over the traced steps of a Chrome trace.
+    """Return the mean over the traced steps of a Chrome trace.
 
     Raises:
-        ValueError: no traced step is in it.
+        ValueError: the trace has no traced step.
     """
     events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"]
     marks = sorted(
@@ -98,7 +98,7 @@ def read_parts(path: Path) -> Parts:
 
 
 def divide(activities: Iterable[Activity], windows: Sequence[tuple[float, float]]) -> Parts:
-    """Seconds a step, the mean over the windows (us)."""
+    """Return the seconds per step, as the mean over the windows (us)."""
     parts = Parts()
     activities = [activity for activity in activities if activity.stop > activity.start]
     for begin, end in windows:
@@ -120,7 +120,7 @@ def divide(activities: Iterable[Activity], windows: Sequence[tuple[float, float]
 
 
 def _sweep(activities: Sequence[Activity], begin: float, end: float, parts: Parts) -> None:
-    """Give every instant between `begin` and `end` to one of SHARES."""
+    """Assign every moment between `begin` and `end` to one of SHARES."""
     edges = [(max(a.start, begin), 1, place) for place, a in enumerate(activities)]
     edges += [(min(a.stop, end), -1, place) for place, a in enumerate(activities)]
     running: dict[str, int] = defaultdict(int)
@@ -128,7 +128,7 @@ def _sweep(activities: Sequence[Activity], begin: float, end: float, parts: Part
     for ts, change, place in sorted(edges):
         label = next((name for name in _PRECEDENCE if running[name]), None)
         if label is None:
-            # Nothing runs: what ends the gap says what was waited for.
+            # Nothing runs. The activity that ends the gap is the one that was waited for.
             label = DATA_WAIT if activities[place].part == "data" else IDLE
         elif label in COMPUTED and running[COMMUNICATION]:
             parts.hidden += ts - now
@@ -155,7 +155,7 @@ def _of_device(events: Iterable[dict], marks: Sequence[tuple[float, str]]) -> It
 
 
 def _of_host(events: Iterable[dict], marks: Sequence[tuple[float, str]]) -> Iterator[Activity]:
-    """The host's time between marks, less that of gloo."""
+    """Return the host's time between marks, minus the time of gloo."""
     busy = [
         (event["ts"], event["ts"] + event["dur"], event["name"])
         for event in events
@@ -188,6 +188,7 @@ def _label(name: str, part: str) -> str:
 
 
 def _collective(name: str) -> str:
-    """ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(...) -> ReduceScatter; gloo:all_reduce -> all_reduce"""
+    """Return the name of a collective: ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(...) -> ReduceScatter;
+    gloo:all_reduce -> all_reduce."""
     found = re.match(r"nccl(?:Dev)?Kernel_([A-Za-z]+)", name)
     return found[1] if found else name.removeprefix("gloo:")

@@ -25,13 +25,13 @@ from trainer.parallel.mesh import place_in_world
 
 
 def mark(part: str) -> None:
-    """From here on what the host launches belongs to `part`."""
+    """Mark that everything that the host launches from here on belongs to `part`."""
     with record_function(MARK + part):
         pass
 
 
 class TracedSteps:
-    """Stands in for trainer.loop.step.train_step."""
+    """A replacement of trainer.loop.step.train_step."""
 
     def __init__(self, train_step: Callable, directory: Path, first: int, count: int) -> None:
         self._train_step, self._directory = train_step, directory
@@ -69,7 +69,7 @@ class TracedSteps:
 
 
 def mark_parts() -> None:
-    """Put marks where the clock of the trainer changes its part, around the loss and where a backward pass begins."""
+    """Set marks where the trainer's clock changes its part, around the loss, and where a backward pass starts."""
     switch, losses, forward = PartClock.switch, LanguageModel.losses, PackedModel.forward
 
     def marked_switch(self: PartClock, part: str | None) -> None:
@@ -101,7 +101,7 @@ def main() -> int:
         finalize = set_up.finalize_gradients
 
         def marked_finalize(*args: object, **kwargs: object) -> None:
-            mark("optimizer")  # gradients are reduced and scaled here, within what the clock counts to the last part
+            mark("optimizer")  # gradients are reduced and scaled in the time that the clock counts for the last part
             finalize(*args, **kwargs)
 
         set_up.finalize_gradients = marked_finalize

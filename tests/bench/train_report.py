@@ -1,4 +1,4 @@
-"""Tables of bench_train_step: numbers by row and column first, Markdown of them afterwards."""
+"""The tables of bench_train_step: numbers by row and column first, and then their Markdown."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -17,14 +17,14 @@ Column = Mapping[str, float]
 
 @dataclass(slots=True, kw_only=True)
 class Measured:
-    """All that was measured in a run of the bench.
+    """All measurements of a run of the benchmark.
 
     Attributes:
-        gpus: of each layout.
+        gpus: number of GPUs of each layout.
         rows: metrics of the counted steps of each layout, with the step before them first.
         parts: traced steps of each layout and rank.
         failed: what could not be measured, and why.
-        new_shapes: seconds of steps on bins never seen, and on the same bins again.
+        new_shapes: seconds of steps on new bins, and on the same bins again.
     """
 
     host: Host
@@ -45,7 +45,8 @@ class Measured:
 
 
 def column_of_layout(measured: Measured, name: str) -> Column:
-    """Sums over the counted steps by the wall clock, all that lies between them included; parts: medians of a step."""
+    """Return sums over the counted steps in wall-clock time, including the time between them. Parts are medians per
+    step."""
     before, *rows = measured.rows[name]
     gpus, seconds = measured.gpus[name], (rows[-1].time_ms - before.time_ms) / 1e3
     flops = sum((row.vision_tflops + row.language_tflops) * row.step_seconds for row in rows) * 1e12
@@ -66,7 +67,7 @@ def column_of_layout(measured: Measured, name: str) -> Column:
         "data wait with its copies, s": statistics.median(row.data_seconds for row in rows),
         "data wait with its copies, % of the step": 100 * sum(row.data_seconds for row in rows) / seconds,
     }
-    # A layout whose images are encoded elsewhere reports no seconds of vision.
+    # A layout whose images are encoded on other ranks reports no seconds of vision.
     parts = {
         "vision, s": "vision_seconds",
         "language and loss, s": "language_seconds",
@@ -82,7 +83,7 @@ def column_of_layout(measured: Measured, name: str) -> Column:
 
 
 def column_of_peer(measured: Measured, row: PeerRow) -> Column:
-    """The same of transformers, where it has it."""
+    """Return the same figures of transformers, as far as it has them."""
     seconds, single = sum(row.seconds), [tokens / s for tokens, s in zip(row.tokens, row.seconds)]
     flops = measured.cost.vision(row.mix.work) + measured.cost.language(row.mix.work)
     return {
@@ -107,7 +108,7 @@ def _arithmetic(measured: Measured, flops: float) -> Column:
 
 
 def column_of_trace(parts: Parts) -> Column:
-    """Seconds of a traced step: what adds up to it, and what is inside of that."""
+    """Return the seconds of a traced step: the shares that add up to it, and parts of these shares."""
     hidden = {"communication beside computation": parts.hidden}
     return {"step, s": parts.seconds, **{f"{name}, s": parts.shares[name] for name in SHARES}, **hidden} | {
         f"{IDLE}, %": 100 * parts.shares[IDLE] / parts.seconds,
@@ -116,14 +117,15 @@ def column_of_trace(parts: Parts) -> Column:
 
 
 def kinds_column(parts: Parts) -> Column:
-    """Milliseconds a step by part and kind of kernel, those above a thousandth of the step; and by collective."""
+    """Return the milliseconds per step by part and kind of kernel, if above a thousandth of the step; and by
+    collective."""
     kinds = {f"{part}: {kind}": 1e3 * s for (part, kind), s in parts.kinds.items() if s > 1e-3 * parts.seconds}
     collectives = {f"{COMMUNICATION}: {name}": 1e3 * seconds for name, seconds in parts.collectives.items()}
     return dict(sorted(kinds.items())) | dict(sorted(collectives.items()))
 
 
 def table(head: str, columns: Mapping[str, Column]) -> str:
-    """Markdown; a dash where a column has no such row."""
+    """Return the table in Markdown, with a dash where a column has no such row."""
     names = list(dict.fromkeys(name for column in columns.values() for name in column))
     lines = [f"| {head} | {' | '.join(columns)} |", "| --- |" + " ---: |" * len(columns)]
     for name in names:
@@ -138,7 +140,7 @@ def _shown(value: float | None) -> str:
 
 
 def report(measured: Measured) -> str:
-    """Everything that was measured, as Markdown."""
+    """Return all measurements as Markdown."""
     columns = {name: column_of_layout(measured, name) for name in measured.rows}
     if measured.best_peer:
         columns[f"{PEER}, {measured.best_peer.micro_batch} samples a micro batch"] = column_of_peer(

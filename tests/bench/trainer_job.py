@@ -1,6 +1,6 @@
-"""The trainer as jobs of their own, for benches: its run.json, torchrun, and an end from outside.
+"""The trainer as separate jobs for benchmarks: run.json, torchrun, and a stop from outside.
 
-Everything lies in one directory: `hf` and `data` as tests/bench/mix.py writes them, `run` for the job.
+All files are in one directory: `hf` and `data` as tests/bench/mix.py writes them, and `run` for the job.
 """
 
 import os
@@ -24,11 +24,11 @@ WAIT_SECONDS = 0.5
 
 
 class TrainerEnded(RuntimeError):
-    """The trainer ended before it had done its steps."""
+    """Raised if the trainer ended before it had done its steps."""
 
 
 class Execution(TrainerExecution):
-    """What of a job changes none of its numbers."""
+    """The settings of a job that change none of its numbers."""
 
     gpus: int = 1
     checkpoint: CheckpointConfig = CheckpointConfig(save_interval=NEVER)
@@ -37,7 +37,7 @@ class Execution(TrainerExecution):
 def bench_train_config(
     global_batch: int, precision: str = "bfloat16", moments: str = "float32", adapter: AdapterConfig | None = None
 ) -> TrainConfig:
-    """Training that never ends and never measures its held-out loss."""
+    """Return a training that never ends and never measures its held-out loss."""
     optim = OptimConfig(lr=1e-5, min_lr_fraction=0.1, warmup_steps=2, weight_decay=0.1, moments=moments)
     return TrainConfig(
         seed=0,
@@ -53,7 +53,7 @@ def bench_train_config(
 def write_run(
     root: Path, train: TrainConfig, seq_len: int, execution: Execution, features_dir: Path | None = None
 ) -> Path:
-    """The directory of a job, empty but for its run.json; an earlier job's is deleted."""
+    """Make the directory of a job with only its run.json. An earlier job's directory is deleted."""
     out = root / "run"
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir()
@@ -74,8 +74,8 @@ def write_run(
 
 
 def start(out: Path, gpus: int, module: str = "trainer", arguments: Sequence[str] = ()) -> subprocess.Popen:
-    """Start a module on the job's run.json, a process a GPU, with the environment that the torchrun launcher gives;
-    what it prints goes to trainer.log."""
+    """Start a module on the job's run.json, one process per GPU, with the environment that the torchrun launcher gives.
+    Its output goes to trainer.log."""
     torchrun = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
     command = [*torchrun, f"--nproc-per-node={gpus}", "-m", module, str(out / "run.json"), *arguments]
     threads = max(1, len(os.sched_getaffinity(0)) // gpus)
@@ -85,7 +85,7 @@ def start(out: Path, gpus: int, module: str = "trainer", arguments: Sequence[str
 
 
 def stop(job: subprocess.Popen) -> None:
-    """Kill a job and its processes, so that nobody waits for a checkpoint of many GB; returns when they are gone."""
+    """Kill a job and its processes, so that nobody waits for a checkpoint of many GB. Return when they have ended."""
     processes = [*psutil.Process(job.pid).children(recursive=True), psutil.Process(job.pid)] if _runs(job) else []
     for process in processes:
         process.kill()
@@ -94,11 +94,11 @@ def stop(job: subprocess.Popen) -> None:
 
 
 def await_steps(out: Path, job: subprocess.Popen, steps: int, files: Sequence[str] = ()) -> list[MetricsRow]:
-    """The metrics of a job's first steps, once they are done and the files are there; then the job is stopped. Files
-    that are not there say that it ended by itself after these steps.
+    """Return the metrics of a job's first steps once they are done and `files` exist, and stop the job. If a file is
+    missing afterwards, the job has ended by itself after these steps.
 
     Raises:
-        TrainerEnded: it ended by itself before.
+        TrainerEnded: the job ended by itself before.
     """
     try:
         while _runs(job) and (len(read_metrics(out)) < steps or not all((out / name).exists() for name in files)):
@@ -119,7 +119,8 @@ def train_steps(
     execution: Execution | None = None,
     features_dir: Path | None = None,
 ) -> list[MetricsRow]:
-    """Train some steps on what `write_model` and `write_data` wrote, in processes of their own; the metrics of each."""
+    """Train some steps on the output of `write_model` and `write_data`, in processes of their own. Return the metrics
+    of each step."""
     execution = execution or Execution()
     out = write_run(root, train, seq_len, execution, features_dir)
     return await_steps(out, start(out, execution.gpus), steps)
@@ -130,7 +131,7 @@ def _runs(job: subprocess.Popen) -> bool:
 
 
 def why(out: Path) -> str:
-    """What an ended job has to say of its end."""
+    """Return the reason that an ended job gives for its end."""
     result = out / RESULT_JSON
     if result.is_file():
         return TrainResult.model_validate_json(result.read_text()).message

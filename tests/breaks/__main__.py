@@ -1,10 +1,12 @@
-"""Break the code on purpose, one break at a time, and report the breaks that no core test sees: `make breaks`.
+"""Break the code on purpose, one break at a time, and report the breaks that no core test detects: `make breaks`.
 
     python -m tests.breaks [NAME ...]
 
-Each break is applied in a checkout of HEAD of its own. First the tests that its `Seen by:` line names run; if none of
-them fails, all core tests that the broken file can reach. A break that no test sees means that the core lost a
-guarantee: the command exits with 1.
+Each break is applied in its own checkout of HEAD. First the tests of its `Seen by:` line run. If none of them fails,
+all
+core tests that the broken file can reach run. A break that no test detects means that the core lost a guarantee, and
+the
+command exits with 1.
 """
 
 import os
@@ -26,11 +28,11 @@ FAILED = 1  # pytest's exit status when a test failed
 
 @dataclass(frozen=True, slots=True)
 class Break:
-    """A patch.
+    """A deliberate break.
 
     Attributes:
-        says: what it breaks.
-        seen_by: pytest's arguments for the tests that see it.
+        says: description of what it breaks.
+        seen_by: pytest's arguments for the tests that detect it.
         files: the files that it changes.
     """
 
@@ -45,10 +47,10 @@ class Break:
 
 
 def read_breaks() -> list[Break]:
-    """All breaks, by name.
+    """Return all breaks by name.
 
     Raises:
-        ValueError: a patch does not say what it breaks, or which tests see it.
+        ValueError: a patch does not say what it breaks, or which tests detect it.
     """
     return [_read(path) for path in sorted(FOLDER.glob("*.patch"))]
 
@@ -69,7 +71,7 @@ def is_seen(broken: Break, checkout: Path) -> bool:
     if _fails(checkout, *broken.seen_by):
         return True
     print(f"  {broken.name}: {' '.join(broken.seen_by)} does not see it; trying all core tests that it reaches")
-    reached = tests_for(broken.files).keys() - {"tests/test_tiers.py"}  # where the patch would not apply twice
+    reached = tests_for(broken.files).keys() - {"tests/test_tiers.py"}  # the patch would not apply twice there
     return _fails(checkout, *sorted(reached))
 
 
@@ -83,7 +85,7 @@ def _fails(checkout: Path, *arguments: str) -> bool:
 
 
 def main(names: list[str]) -> int:
-    """Try the named breaks, or all."""
+    """Try the named breaks, or all breaks."""
     breaks = [broken for broken in read_breaks() if not names or broken.name in names]
     began, unseen = time.monotonic(), []
     with tempfile.TemporaryDirectory(prefix="athanor-breaks-") as folder:

@@ -1,5 +1,5 @@
-"""A whole flow whose images are encoded once: the same training, its artifact used again, the encoder exported as it
-was."""
+"""A whole flow whose images are encoded once: the training is the same, the features are reused, and the encoder is
+exported unchanged."""
 
 import re
 from pathlib import Path
@@ -25,7 +25,7 @@ def plan(root: Path, capsys, **changes: object) -> str:
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "dtype", "first", "later"),
-    # Rounded features change the first loss little; updates at this rate then drive the two courses apart.
+    # Rounded features change the first loss little. Updates at this learning rate then drive the two trainings apart.
     [("qwen3_vl", "float32", 1e-6, 1e-4), ("qwen3_5", "bfloat16", 1e-3, 0.1)],
 )
 def test_a_flow_encodes_each_image_once(family, dtype, first, later, tmp_path, capsys):
@@ -34,7 +34,7 @@ def test_a_flow_encodes_each_image_once(family, dtype, first, later, tmp_path, c
     assert run(tmp_path, {**settings, **cached}) == 0
     (encoded,), (trained,), (exported,) = (made(tmp_path, name) for name in ("encode_images", "train", "export"))
     stats = encoded.manifest.stats
-    assert 0 < stats["distinct_images"] < stats["images"]  # several questions about one picture
+    assert 0 < stats["distinct_images"] < stats["images"]  # several questions about one image
     assert (stats["largest_error"] == 0) is (dtype == "float32")
     rows = read_metrics(trained.dir)
     assert rows[-1].vision_tflops == 0 and rows[-1].heldout_loss < rows[5].heldout_loss

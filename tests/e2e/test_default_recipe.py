@@ -1,4 +1,4 @@
-"""What `make run` promises: the default recipe from nothing, again, and with one setting changed. Nothing is faked."""
+"""The promise of `make run`: the default recipe from scratch, again, and with one setting changed. Nothing is faked."""
 
 import json
 import os
@@ -35,14 +35,14 @@ def athanor(*arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
-    """One run of the default recipe."""
+    """Make one run of the default recipe."""
     directory = tmp_path_factory.mktemp("athanor-root")
     assert "14 of 14 stages made" in athanor("run", "--root", str(directory))
     return directory
 
 
 def artifact(root: Path, stage: str) -> Path:
-    """The only one of a stage; of `evaluate` there are two, and this is the trained model's."""
+    """Return the only artifact of a stage. `evaluate` has two, and this returns the one of the trained model."""
     if stage == "evaluate":
         return root / "artifacts" / stage / manifest(root, "compare")["parents"]["tuned"]["fingerprint"]
     (directory,) = (root / "artifacts" / stage).iterdir()
@@ -66,7 +66,7 @@ def test_held_out_digits_are_read(root):
 
 
 def test_training_is_what_made_the_difference(root):
-    """Random weights read no digit; the interval of the gain is far from zero, and the page shows both answers."""
+    """Random weights read no digit, the interval of the gain is far from zero, and the page shows both answers."""
     found = stats(root, "compare")["subsets"]["digits_single"]
     assert found["base"]["value"] <= 0.2 and found["tuned"]["value"] >= 0.95
     assert found["difference"]["excludes_zero"] and found["difference"]["low"] > 0.7
@@ -76,7 +76,7 @@ def test_training_is_what_made_the_difference(root):
     assert rows[0]["gain"] == 1.0 and f"after (1): {rows[0]['tuned']}" in page and "Better than before" in page
 
 
-@pytest.mark.full  # in the core: tests/flows/pipeline/test_run.py
+@pytest.mark.full  # covered in the core tier by tests/flows/pipeline/test_run.py
 def test_a_second_run_makes_nothing_again(root):
     text = athanor("run", "--root", str(root))
     assert "0 of 14 stages made, 14 reused" in text
@@ -91,7 +91,7 @@ def test_another_learning_rate_reruns_training_and_what_follows(root):
 
 
 def test_transformers_scores_the_exported_directory_the_same(root):
-    """Pictures and prompts by hand, one at a time, model and tokenizer by transformers alone."""
+    """Images and prompts are made by hand, one at a time. Model and tokenizer are only transformers'."""
     hf_dir = artifact(root, "export") / "hf"
     model = AutoModelForImageTextToText.from_pretrained(hf_dir, dtype=torch.float32, local_files_only=True).eval()
     tokenizer = AutoTokenizer.from_pretrained(hf_dir, local_files_only=True)

@@ -55,7 +55,7 @@ DIGITS = {name: value for name, value in SETTINGS.items() if not name.startswith
 
 @pytest.fixture(autouse=True)
 def own_process() -> Iterator[None]:
-    """What `main` changes in this process is put back."""
+    """Undo the changes that `main` makes in this process."""
     handlers, on_sigterm = list(logging.getLogger().handlers), signal.getsignal(signal.SIGTERM)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI"):
@@ -66,7 +66,7 @@ def own_process() -> Iterator[None]:
 
 
 def write_sums(directory: Path) -> Path:
-    """Questions and answers without a picture."""
+    """Write questions and answers without images."""
     rng, rows = random.Random(3), []
     for _ in range(60):
         one, two = rng.randint(0, 9), rng.randint(0, 9)
@@ -147,7 +147,7 @@ def test_qwen3_5_is_trained_on_pictures_exported_with_what_it_carries_and_answer
 
 @pytest.fixture
 def toy(tmp_path, monkeypatch) -> Path:
-    """A directory of the toy, whose family is registered as an installed package's is."""
+    """Make a directory of the toy model, whose family is registered as that of an installed package."""
     installed = write_distribution(tmp_path / "installed")
     monkeypatch.syspath_prepend(installed)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(installed), str(Path(__file__).parents[2])]))

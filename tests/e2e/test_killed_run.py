@@ -1,4 +1,4 @@
-"""`athanor run` without a service, killed with -9: what it leaves does not survive the next start on the same root."""
+"""`athanor run` without a service, killed with -9: the next start on the same root ends the processes that it left."""
 
 import json
 import subprocess
@@ -55,7 +55,7 @@ def test_the_server_ends_too_and_the_next_start_ends_the_trainer_and_settles_the
         run.wait()
     assert trainers(root), "the trainer outlives the flow"
     wait_for(lambda: not servers(root), 20, "end of the temporary server, which is tied to the flow's process")
-    records = read_runs(root)  # of the flow and of the one within it
+    records = read_runs(root)  # of the flow and of its subflow
     assert any(record.tracking_run for record in records) and all(record.is_dead() for record in records)
     environment = {**clean_environment(), "PREFECT_HOME": str(root / "prefect")}
     done = subprocess.run(
@@ -63,6 +63,6 @@ def test_the_server_ends_too_and_the_next_start_ends_the_trainer_and_settles_the
     )
     assert done.returncode == 0, done.stderr
     settled, states = json.loads(done.stdout.splitlines()[-1])
-    assert settled == 1 and states.count("Crashed: its process died; the same command goes on from the last checkpoint")
+    assert settled == 1 and states.count("Crashed: its process died; the same command resumes from the last checkpoint")
     wait_for(lambda: not trainers(root) and not servers(root), 20, "end of what was left")
     assert list(root.glob("scratch/train-*/checkpoints/step-*")), "the trainer saved when it was told to stop"

@@ -1,8 +1,8 @@
-"""A model that was never taught to end its turn: its stop rate says so, and the gate keeps it out of the registry.
+"""A model that was never trained to end its turn: its stop rate shows it, and the gate keeps it out of the registry.
 
-The embedded recipe twice in one root, from the raw rows to the registry, with its own gate. In the first run one thing
-is broken, for real: tokenize leaves the end-of-turn tokens out of what is learnt. The second is the control: the same
-settings with nothing broken. What lies before tokenize is made once.
+The embedded recipe runs twice in one root, from the raw rows to the registry, with its own gate. In the first run, one
+thing is really broken: tokenize leaves the end-of-turn tokens out of the loss mask. The second run is the control, with
+the same settings and nothing broken. The stages before tokenize are made only once.
 """
 
 import logging
@@ -38,19 +38,19 @@ SETTINGS = {
     "train.optim.warmup_steps": 10,
     "train.heldout_interval": 60,
     "evaluate.max_samples_per_subset": 40,
-    "execution.num_workers": 1,  # tokenize runs in this process, where it is broken
+    "execution.num_workers": 1,  # tokenize runs in this process, where it is patched
 }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What a run has left when it ended.
+    """The results that a run has left.
 
     Attributes:
         run: its MLflow run.
         index: rows of the tokenized samples that it trained on.
         answers: rows of its predictions.
-        versions: version -> MLflow run that made it, of all in the registry.
+        versions: version -> MLflow run that made it, for all versions in the registry.
         aliases: alias -> version.
     """
 
@@ -71,7 +71,7 @@ class Outcome:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Iterator[Path]:
-    """Of both runs. What `main` changes in this process is put back after them."""
+    """Return the root of both runs. The changes that `main` makes in this process are undone afterwards."""
     handlers, on_sigterm = list(logging.getLogger().handlers), signal.getsignal(signal.SIGTERM)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI"):
@@ -83,7 +83,7 @@ def root(tmp_path_factory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def broken(root) -> Outcome:
-    """The first run: no end-of-turn token carries loss."""
+    """Make the first run, in which no end-of-turn token has a loss."""
     with pytest.MonkeyPatch.context() as patch:
         leave_the_end_of_turn_out(patch)
         return run_recipe(root)
@@ -91,12 +91,13 @@ def broken(root) -> Outcome:
 
 @pytest.fixture(scope="module")
 def control(root, broken) -> Outcome:
-    """The second run."""
+    """Make the second run."""
     return run_recipe(root)
 
 
 def leave_the_end_of_turn_out(patch: pytest.MonkeyPatch) -> None:
-    """Break tokenize: the mask, and what it holds the mask against, or it would stop before a shard is written."""
+    """Break tokenize: both the mask and the check of the mask, which would otherwise stop the stage before its first
+    shard."""
     whole = ChatEncoder._mask_answers
 
     def mask_answers(self, ids, messages):
@@ -104,7 +105,7 @@ def leave_the_end_of_turn_out(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(ChatEncoder, "_mask_answers", mask_answers)
     patch.setattr(ChatEncoder, "learnt_text", lambda self, answer: self._normalize(answer.text.strip()))
-    # Other bytes from the same input are another VERSION, else the control would reuse these.
+    # Other bytes from the same input need another VERSION. Otherwise the control would reuse these artifacts.
     stage = tokenize_samples.STAGE
     patch.setattr(tokenize_samples, "STAGE", replace(stage, version=stage.version + 1000))
 
@@ -130,12 +131,12 @@ def mlflow_runs(client: MlflowClient) -> list[Run]:
 
 
 def made(root: Path, run: Run, stage: str) -> Path:
-    """The artifact of a stage that a run made."""
+    """Return the artifact of a stage that a run made."""
     return root / "artifacts" / stage / run.data.tags[f"fingerprint.{stage}"]
 
 
 def reads_right(answer: dict[str, Any]) -> bool:
-    """Whether an answer begins with the right one, however it goes on."""
+    """Whether an answer starts with the right answer, whatever follows."""
     return answer["answer"].startswith(answer["reference"])
 
 
@@ -149,7 +150,7 @@ def test_a_model_that_never_learnt_to_stop_is_caught_by_its_stop_rate(broken):
     answers, most = broken.answers, load_recipe("embedded").config.evaluate.max_new_tokens
     assert broken.stop_rate == np.mean([answer["stopped"] for answer in answers]) <= 0.1
     assert np.mean([answer["num_tokens"] == most for answer in answers]) >= 0.9
-    # Nothing else is wrong with it: its loss is low, and its answers begin right.
+    # Nothing else is wrong with the model: its loss is low, and its answers start right.
     assert broken.run.data.metrics["final_heldout_loss"] < 1
     assert np.mean([reads_right(answer) for answer in answers]) >= 0.8
 

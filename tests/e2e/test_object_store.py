@@ -1,5 +1,5 @@
-"""The whole pipeline with source and root in an object store, its connections cut now and then: nothing is faked but
-the store, and what the data stages make there is byte for byte what they make on a disk."""
+"""The whole pipeline with source and root in an object store, whose connections are cut from time to time. Only the
+store is faked. The data stages make the same bytes there as on a disk."""
 
 import os
 import subprocess
@@ -56,7 +56,7 @@ def _environment(cache: Path) -> dict[str, str]:
 
 
 def make_locally(raw: Path, root: Path) -> None:
-    """The data stages of the default recipe on a disk."""
+    """Make the data stages of the default recipe on a disk."""
     config, source = load_recipe().config, {"raw": External(raw, "raw", "0" * 16)}
     samples = run_stage(CONVERT, config.convert, source, root).artifact
     hf_dir = run_stage(EMBEDDED_MODEL, config.model, {"samples": samples}, root).artifact.dir / "hf"
@@ -66,8 +66,8 @@ def make_locally(raw: Path, root: Path) -> None:
 
 
 def made_of(root: StorePath) -> dict[str, bytes]:
-    """File of a data stage -> bytes, but for manifests. The raw data's digest is in all fingerprints, so pages that
-    show them have names in their place."""
+    """Return file of a data stage -> bytes, without manifests. The raw data's digest is part of all fingerprints, so
+    fingerprints in pages are replaced by names."""
     made = [one for stage in (*DATA_STAGES, "embedded_model") for one in (root / "artifacts" / stage).iterdir()]
     names = {directory.name.encode(): directory.parent.name.encode() for directory in made}
     (converted,) = (root / "artifacts" / "convert").iterdir()
@@ -107,12 +107,12 @@ def test_all_of_it_and_again(proxy, raw, tmp_path):
         "compare",
         *DATA_STAGES,
     }
-    # another machine: an empty cache, the same store
+    # simulates another machine: an empty cache, the same store
     assert "0 of 13 stages made, 13 reused" in athanor(tmp_path / "other", *command(ROOT, str(source)))
 
 
 def _kill_in_convert(cache: Path, source: str) -> None:
-    """kill -9 once the first shard lies in the store, finished or not."""
+    """Kill -9 once the first shard is in the store, finished or not."""
     process = subprocess.Popen(
         command(ROOT, source), env=_environment(cache), stdout=subprocess.DEVNULL, start_new_session=True
     )

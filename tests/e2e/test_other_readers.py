@@ -1,6 +1,6 @@
-"""What others make of our shards: webdataset itself reads both layers, and megatron-energon prepares and iterates one.
+"""Other readers of athanor's shards: webdataset reads both kinds, and megatron-energon prepares and iterates one.
 
-megatron-energon is no dependency; its test runs where it is installed (pip install megatron-energon).
+megatron-energon is not a dependency. Its test runs where it is installed (pip install megatron-energon).
 """
 
 import io
@@ -48,7 +48,7 @@ def tokenized(samples, tmp_path_factory):
 
 
 def plain(paths) -> list[tuple[str, dict[str, bytes]]]:
-    """(key, fields) as webdataset alone gives them, undecoded."""
+    """Return (key, fields), undecoded, read only by webdataset."""
     urls = [str(path) for path in paths]
     read = webdataset.WebDataset(urls, shardshuffle=False, empty_check=False)
     return [
@@ -69,7 +69,7 @@ def test_webdataset_reads_sample_shards(samples):
 
 
 def test_webdataset_decodes_sample_shards(samples):
-    """Its own decoders know the members by their extensions."""
+    """webdataset's own decoders know the members by their extensions."""
     path = samples.dir / "train/shard-00000.tar"
     decoded = list(webdataset.WebDataset(str(path), shardshuffle=False).decode("pilrgb"))
     for sample, expected in zip(decoded, SHARDS["train/shard-00000.tar"], strict=True):
@@ -101,7 +101,7 @@ def test_webdataset_reads_tokenized_shards(tokenized):
     ids=["empty", "one", "many"],
 )
 def test_shards_are_written_as_webdataset_writes_them(records, tmp_path):
-    """Our writer gives TarWriter's bytes, with the time and the owner that we fix."""
+    """Athanor's writer gives the same bytes as TarWriter with a fixed time and owner."""
     with ShardWriter(tmp_path, "ours.tar") as writer:
         for key, fields in records:
             writer.write(key, fields)
@@ -115,7 +115,7 @@ def test_shards_are_written_as_webdataset_writes_them(records, tmp_path):
 
 
 def test_names_over_100_bytes_are_read_too(tmp_path):
-    """Here the bytes differ: ours stay in the plain tar format, TarWriter adds an extended header."""
+    """Here the bytes differ: athanor stays in the plain tar format, and TarWriter adds an extended header."""
     records = [(f"{'s' * 90}/{i:08d}", {"json": b"long", "0.png": b"x"}) for i in range(3)]
     with ShardWriter(tmp_path, "ours.tar") as writer:
         for key, fields in records:
@@ -126,7 +126,8 @@ def test_names_over_100_bytes_are_read_too(tmp_path):
 
 
 def test_energon_prepares_and_iterates_sample_shards(samples, tmp_path):
-    """The commands of docs/commands.md, on a directory of hard links: an artifact itself is never written to."""
+    """Run the commands of docs/commands.md on a directory of hard links, since an artifact itself is never
+    written to."""
     energon = pytest.importorskip("megatron.energon")
     linked = tmp_path / "energon"
     for name in SHARDS:
@@ -161,7 +162,7 @@ def test_energon_prepares_and_iterates_sample_shards(samples, tmp_path):
 
 
 def cook_record(sample: dict) -> dict:
-    """One record of energon's as our reader would give it: `README.md` shows what a training's own cooker does."""
+    """Return an energon record in the form of athanor's reader. `README.md` shows the cooker of a training."""
     fields = {name: data for name, data in sample.items() if not name.startswith("__")}
     return {"__key__": sample["__key__"], "__restore_key__": sample["__restore_key__"], "__subflavors__": None} | {
         "key": sample["__key__"],

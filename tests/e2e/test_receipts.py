@@ -1,7 +1,7 @@
 """A receipt from raw row to nTED: raw rows of CORD-V2 -> convert -> answers -> evaluate, with JSON and with tags.
 
-Answers are made up, so that what they are worth is known beforehand: by hand from the definition, or from Donut's own
-evaluator (tests/golden/cord.json). Two targets of the same rows must give the same numbers everywhere.
+The answers are made up, so that their scores are known beforehand: computed by hand from the definition, or by Donut's
+own evaluator (tests/golden/cord.json). Two targets of the same rows must give the same numbers everywhere.
 """
 
 import hashlib
@@ -36,18 +36,18 @@ from tests.helpers.raw_rows import CORD_SCHEMA, cord_row, png, write_parquet
 from tests.stages.scoring.metrics.cord_cases import CORD_JSON, RECEIPTS
 
 NUM_DRAWN = 40
-SPLIT_SEEDS = {"train": 0, "validation": 1000, "test": 2000}  # of the pictures, which are all different
+SPLIT_SEEDS = {"train": 0, "validation": 1000, "test": 2000}  # digests of the images, which are all different
 HELDOUT = ("cord_v2_validation", "cord_v2_test")
 EXACT = {"abs": 1e-12, "rel": 0}
 WRITERS: dict[str, Callable[[Tree], str]] = {"json": to_json, "donut": to_tags}
 READERS: dict[str, Callable[[str], Tree]] = {"json": from_json, "donut": from_tags}
 
-# The receipt whose answers are wrong in a known way. Its nodes and what each costs to insert, root excepted: keys and
-# list items 1, texts their characters.
+# The receipt whose answers are wrong in a known way, with the cost to insert each node except the root: keys and
+# list items cost 1, texts the number of their characters.
 #   menu 1   <item 1> 1   nm 1  Nasi 4   price 1  9.000 5     12 for the first item
 #            <item 2> 1   nm 1  Teh  3   price 1  4.000 5     11 for the second
 #   total 1  <item>   1   total_price 1  13.000 6              9 for the total with its key
-# So from {} it takes 1 + 12 + 11 + 9 = 33.
+# So the distance from {} is 1 + 12 + 11 + 9 = 33.
 KNOWN = {
     "menu": [{"nm": "Nasi", "price": "9.000"}, {"nm": "Teh", "price": "4.000"}],
     "total": {"total_price": "13.000"},
@@ -79,7 +79,7 @@ def has_tags(tree: Tree) -> bool:
         return False
 
 
-# Those of Donut's cases that can be raw rows: (number of the case, answer, parse of the row).
+# The cases of Donut that can be raw rows: (number of the case, answer, parse of the row).
 CASES = [
     (at, answer, wanted)
     for at, (answer, wanted) in enumerate(RECEIPTS)
@@ -89,11 +89,11 @@ CASES = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Made:
-    """What convert made with one target.
+    """The output of convert with one target.
 
     Attributes:
-        root: for the stages after it.
-        converted: its artifact.
+        root: root for the later stages.
+        converted: convert's artifact.
         samples: key -> sample, of both splits.
     """
 
@@ -103,13 +103,13 @@ class Made:
     samples: dict[str, Sample]
 
     def text(self, tree: Tree) -> str:
-        """A tree as a model says it that has learnt the target."""
+        """Return a tree as a model writes it that was trained on the target."""
         return WRITERS[self.target](tree)
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
-    """Raw rows. In test Donut's cases come first, so that a case's row is its place in CASES."""
+    """Make raw rows. Donut's cases come first in test, so that a case has the same index as in CASES."""
     directory = tmp_path_factory.mktemp("raw")
     drawn = [row for _, row in iter_cord_splits(0, NUM_DRAWN)]
     odd = [{"gt_parse": tree} for tree in ODD]
@@ -127,7 +127,7 @@ def source(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def raw(source) -> dict[str, dict[str, Any]]:
-    """Key -> raw row, read by pyarrow alone."""
+    """Return key -> raw row, read only by pyarrow."""
     found = {}
     for split in SPLIT_SEEDS:
         table = pq.read_table(source / "data" / f"{split}-00000-of-00001.parquet")
@@ -159,7 +159,8 @@ def convert(source: Path, target: str, root: Path) -> Made:
 
 
 def score(made: Made, answers: Mapping[str, str], metrics: Mapping[str, list[str]] | None = None) -> Artifact:
-    """The evaluation of these answers, key -> text; to every other held-out sample its own reference is said."""
+    """Return the evaluation of these answers (key -> text). Every other held-out sample is answered with its own
+    reference."""
     lines = [
         to_line(
             GeneratedAnswer(
@@ -185,7 +186,8 @@ def score(made: Made, answers: Mapping[str, str], metrics: Mapping[str, list[str
 
 
 def wrong_answers(made: Made) -> dict[str, str]:
-    """To the known receipt a wrong price, a missing line, and a text that breaks off; to Donut's cases its answers."""
+    """Return wrong answers: for the known receipt a wrong price, a missing line and a cut text; for Donut's cases its
+    answers."""
     known = [made.text(WRONG_PRICE), made.text(MISSING_LINE), made.text(KNOWN)[:40]]
     cases = [made.text(answer) for _, answer, _ in CASES]
     return {
@@ -200,7 +202,7 @@ def rows_of(evaluated: Artifact, subset: str) -> list[dict[str, Any]]:
 
 
 def fields_of(evaluated: Artifact, subset: str) -> dict[str, float]:
-    """Path -> F1."""
+    """Return path -> F1."""
     fields = evaluated.manifest.stats["fields"][subset]["cord_f1"]
     return {path: found["f1"] for path, found in fields.items()}
 
@@ -243,26 +245,27 @@ def test_a_reference_as_the_answer_scores_exactly_1(made):
 def test_wrong_answers_score_what_they_are_worth_by_hand(made):
     evaluated = score(made, wrong_answers(made))
     rows = rows_of(evaluated, "cord_v2_validation")
-    # Of 33: 4.000 is 14.500 by one more letter and one changed, 2; the second item, 11; nothing that can be read, 33.
+    # Costs out of 33: 2 for 14.500 instead of 4.000 (one letter more and one changed), 11 for the second item, and 33
+    # for text that cannot be read.
     assert [row["score"] for row in rows] == pytest.approx([1 - 2 / 33, 1 - 11 / 33, 0.0], **EXACT)
     assert [row["metric"] for row in rows] == ["cord_nted"] * 3
     scores = evaluated.manifest.stats["scores"]["cord_v2_validation"]
     assert scores["cord_nted"] == scores["score"] == pytest.approx((31 + 22 + 0) / 99, **EXACT)
-    # Of 3 x 5 fields 4 + 3 + 0 are right, the wrong price is one too many, 1 + 2 + 5 are missing.
+    # Of 3 x 5 fields 4 + 3 + 0 are right. The wrong price is one too many, and 1 + 2 + 5 are missing.
     assert scores["cord_f1"] == pytest.approx(7 / (7 + (1 + 8) / 2), **EXACT)
     assert scores["parse_failure_rate"] == pytest.approx(1 / 3, **EXACT)
     page = (evaluated.dir / "report.html").read_text()
     assert "cord_f1 of cord_v2_validation by field" in page and "menu.price" in page
     assert fields_of(evaluated, "cord_v2_validation") == {
         "menu.nm": pytest.approx(3 / (3 + (0 + 3) / 2), **EXACT),  # 2 + 1 + 0 of 6
-        "menu.price": pytest.approx(2 / (2 + (1 + 4) / 2), **EXACT),  # 1 + 1 + 0 of 6, and 14.500
+        "menu.price": pytest.approx(2 / (2 + (1 + 4) / 2), **EXACT),  # 1 + 1 + 0 of 6, and the wrong 14.500
         "total.total_price": pytest.approx(2 / (2 + (0 + 1) / 2), **EXACT),  # 1 + 1 + 0 of 3
     }
 
 
 def test_wrong_answers_score_what_donuts_evaluator_gives(made):
     recorded = json.loads(CORD_JSON.read_text())
-    # The rows hold the headline metric alone.
+    # The rows hold only the headline metric.
     for name, metrics in (("cord_nted", {}), ("cord_f1", {"cord_v2_test": ["cord_f1"]})):
         rows = rows_of(score(made, wrong_answers(made), metrics), "cord_v2_test")[: len(CASES)]
         assert [row["score"] for row in rows] == pytest.approx([recorded[name][at] for at, _, _ in CASES], **EXACT)

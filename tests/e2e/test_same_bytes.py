@@ -31,7 +31,7 @@ def source(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(source, tmp_path_factory) -> dict[str, str]:
-    """One process, one shard after the other."""
+    """Make the artifacts in one process, one shard after the other."""
     tree = tree_digest(run_all(source, tiny_hf_dir(), tmp_path_factory.mktemp("one")))
     for stage in ("convert", "tokenize"):
         assert sum(name.startswith(stage) and name.endswith(".tar") for name in tree) > 12
@@ -44,7 +44,7 @@ def assert_same(artifacts: Path, expected: dict[str, str]) -> None:
     assert not differing
 
 
-@pytest.mark.full  # in the core: convert and tokenize with two workers each
+@pytest.mark.full  # covered in the core tier by convert and tokenize with two workers each
 @pytest.mark.parametrize("processes", [2, 4])
 def test_several_processes(processes, source, expected, tmp_path, monkeypatch):
     started: list[int] = []
@@ -62,7 +62,7 @@ def test_several_processes(processes, source, expected, tmp_path, monkeypatch):
 
 
 class ShuffledExecutor(Executor):
-    """Runs what it is given in a random order, one after the other, in a thread."""
+    """An executor that runs its tasks in a random order, one after the other, in a thread."""
 
     def __init__(self, seed: int) -> None:
         self._rng, self._waiting, self._changed = random.Random(seed), [], threading.Condition()
@@ -82,7 +82,7 @@ class ShuffledExecutor(Executor):
     def _next(self):
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or not self._is_open)
-            while self._is_open and self._changed.wait(0.02):  # until nothing more comes: there is something to choose
+            while self._is_open and self._changed.wait(0.02):  # until no more tasks arrive, so that there is a choice
                 pass
             return self._waiting.pop(self._rng.randrange(len(self._waiting))) if self._waiting else None
 
@@ -111,7 +111,7 @@ def test_shards_that_end_in_another_order(source, expected, tmp_path, seed):
 
 @pytest.fixture(scope="module")
 def cluster_client() -> Iterator[Client]:
-    """Two worker processes; the flow's own way to a cluster is in tests/flows/resources/test_dask.py."""
+    """Start two Dask worker processes. tests/flows/resources/test_dask.py tests how the flow itself uses a cluster."""
     with (
         LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None) as cluster,
         Client(cluster, set_as_default=False) as client,

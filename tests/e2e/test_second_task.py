@@ -1,4 +1,4 @@
-"""The recipe `adapter`: a model that reads digits learns to spell them by adapters on a CPU, and still reads them."""
+"""The recipe `adapter`: adapters teach a model that reads digits to spell them, on a CPU, and it still reads them."""
 
 import json
 import os
@@ -45,7 +45,8 @@ def test_adapters_learn_a_second_task_and_the_base_stays_as_it_is(tmp_path):
 
 
 def _by_inputs(root: Path) -> list[dict[str, float]]:
-    """Exact match by subset: the first training's model, then of the second its base and its result."""
+    """Return the exact match by subset: of the first training's model, then of the second training's base and
+    result."""
     scores = []
     for directory in artifacts(root, "evaluate"):
         manifest = load_manifest(directory)

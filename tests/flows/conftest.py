@@ -1,11 +1,11 @@
-"""No server of the developer's, no real training: the trainer is a stand-in."""
+"""Fixtures that keep tests from the developer's servers and replace the training by a stand-in."""
 
 import pytest
 
 
 @pytest.fixture(autouse=True)
 def quick_and_apart(monkeypatch):
-    """For every test."""
+    """Apply to every test."""
     for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI", "FAKE_TRAINER"):
         monkeypatch.delenv(name, raising=False)
     from stages.launchers.job import LAUNCHERS

@@ -1,1 +1,1 @@
-"""Inputs spoilt by a seeded fuzzer."""
+"""Inputs that a seeded fuzzer has damaged."""

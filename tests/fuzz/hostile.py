@@ -1,4 +1,4 @@
-"""Spoilt text, values, records and bytes, from a seeded generator."""
+"""Damaged text, values, records and bytes, from a seeded generator."""
 
 import copy
 import random
@@ -43,7 +43,7 @@ _LONG_SHARE = 0.002
 
 
 def text(rng: random.Random) -> str:
-    """Any text, now and then a megabyte of it."""
+    """Return any text, sometimes a megabyte long."""
     kind = rng.random()
     if kind < _LONG_SHARE:
         return long_text(rng.choice(SNIPPETS) or "x")
@@ -55,12 +55,12 @@ def text(rng: random.Random) -> str:
 
 
 def long_text(snippet: str) -> str:
-    """A megabyte of the snippet, again and again."""
+    """Return the snippet repeated up to a megabyte."""
     return snippet * (LONG // len(snippet.encode("utf-8", "surrogatepass")))
 
 
 def value(rng: random.Random, depth: int = 0) -> Any:
-    """Any JSON value."""
+    """Return any JSON value."""
     kind = rng.randrange(9 if depth < 3 else 6)
     if kind < 2:
         return text(rng)
@@ -73,7 +73,7 @@ def value(rng: random.Random, depth: int = 0) -> Any:
 
 
 def changed(rng: random.Random, record: Any) -> Any:
-    """The record with one to three of its inner values replaced, dropped, doubled or swapped."""
+    """Return the record with one to three of its inner values replaced, dropped, doubled or swapped."""
     record = copy.deepcopy(record)
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         places = list(_places(record))
@@ -95,7 +95,7 @@ def changed(rng: random.Random, record: Any) -> Any:
 
 
 def spoilt(rng: random.Random, data: bytes) -> bytes:
-    """Bytes flipped, cut, doubled, zeroed or put in."""
+    """Return the bytes with some of them flipped, cut, doubled, zeroed or inserted."""
     spoilt = bytearray(data)
     for _ in range(rng.choice((1, 1, 2, 4, 16))):
         if not spoilt:
@@ -118,7 +118,7 @@ def spoilt(rng: random.Random, data: bytes) -> bytes:
 
 
 def _places(record: Any) -> Iterator[tuple[Any, Any]]:
-    """(list or dict, index or key) of every inner value."""
+    """Return (list or dict, index or key) of every inner value."""
     items = record.items() if isinstance(record, dict) else enumerate(record) if isinstance(record, list) else ()
     for key, inner in list(items):
         yield record, key

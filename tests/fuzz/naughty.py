@@ -1,4 +1,5 @@
-"""Inputs that do what none may: `python -m tests.fuzz.naughty raises|hangs|grows ...` shows that the watch sees it."""
+"""Inputs with forbidden effects: `python -m tests.fuzz.naughty raises|hangs|grows ...` shows that the watch detects
+them."""
 
 import random
 import sys

@@ -1,4 +1,4 @@
-"""Hostile conversations through the checks of a sample and the chat encoder: see watch.py."""
+"""Hostile conversations through the checks of a sample and the chat encoder; see watch.py."""
 
 import random
 import sys
@@ -38,5 +38,5 @@ def chat_inputs(kind: str, rng: random.Random, count: int, directory: Path) -> I
 
 
 if __name__ == "__main__":
-    ChatEncoder(tiny_hf_dir())  # imports, a model, the template's process: before the watch counts seconds
+    ChatEncoder(tiny_hf_dir())  # imports, a model and the template's process, before the watch measures time
     run(chat_inputs, *sys.argv[1:])

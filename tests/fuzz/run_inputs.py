@@ -1,4 +1,4 @@
-"""Mutated images, and mutated rows and files of every builder: see watch.py."""
+"""Mutated images, and mutated rows and files of every builder; see watch.py."""
 
 import json
 import random
@@ -19,8 +19,8 @@ from tests.fuzz.hostile import spoilt
 from tests.fuzz.sources import IMAGES, KINDS
 from tests.fuzz.watch import run
 
-BATCH = 100  # rows a file
-SPOILT_FILES = 10  # spoilt copies of each file
+BATCH = 100  # rows per file
+SPOILT_FILES = 10  # damaged copies of each file
 LIMITS = ImageLimits(max_pixels=4_000_000, min_side=8)
 
 
@@ -35,7 +35,7 @@ def image_outcome(data: bytes) -> str:
 
 
 def row_outcome(item: Sample | SkippedRow) -> str:
-    """Where a row of a builder ends up, with its images decoded and its record written."""
+    """Return the outcome of a builder's row, with its images decoded and its record written."""
     if isinstance(item, SkippedRow):
         assert item.reason in SKIP_REASONS
         json.dumps([item.key, item.detail], ensure_ascii=False).encode()
@@ -58,7 +58,7 @@ def rows_of(kind: str, source: Path) -> Iterator[Sample | SkippedRow]:
 
 
 def row_inputs(kind: str, rng: random.Random, count: int, directory: Path) -> Iterator[str]:
-    """Files of mutated rows, each followed by spoilt copies of one of its files."""
+    """Yield files of mutated rows, each followed by damaged copies of one of its files."""
     while count > 0:
         source = directory / f"{kind}-{count}"
         size = min(BATCH, count)
@@ -76,7 +76,7 @@ def row_inputs(kind: str, rng: random.Random, count: int, directory: Path) -> It
 
 
 def spoilt_file(kind: str, rng: random.Random, source: Path) -> str:
-    """A source of one small spoilt file: rows, or one InputError that names the file."""
+    """Read a source of one small damaged file. It gives rows, or one InputError that names the file."""
     small = source.with_name("spoilt")
     KINDS[kind].write(rng, 5, small)
     file = small / KINDS[kind].file

@@ -1,4 +1,4 @@
-"""Mutated model directories, their config.json, index and safetensors headers: see watch.py."""
+"""Mutated model directories, with their config.json, index and safetensors headers; see watch.py."""
 
 import json
 import random
@@ -21,7 +21,7 @@ OUTCOMES = {f"{kind}: {end}" for kind in ("config", "index", "header") for end i
 
 
 def spoilt_json(rng: random.Random, data: bytes) -> bytes:
-    """A JSON object as other JSON, as JSON that Python cannot hold, or as spoilt text."""
+    """Return a JSON object as other JSON, as JSON that Python cannot hold, or as damaged text."""
     kind = rng.random()
     if kind < 0.6:
         return json.dumps(changed(rng, json.loads(data)), ensure_ascii=rng.random() < 0.5).encode(errors="replace")
@@ -35,7 +35,7 @@ def spoilt_json(rng: random.Random, data: bytes) -> bytes:
 
 
 def spoil_header(rng: random.Random, file: Path) -> None:
-    """Other JSON before the same tensors, or a spoilt beginning."""
+    """Write other JSON before the same tensors, or a damaged header."""
     data = file.read_bytes()
     (length,) = struct.unpack("<Q", data[:8])
     header, tensors = data[8 : 8 + length], data[8 + length :]
@@ -73,7 +73,7 @@ def _spoil_entry(rng: random.Random, entries: dict, name: str) -> None:
 
 
 def shard(hf_dir: Path) -> None:
-    """One weight file with an index."""
+    """Write one weight file with an index."""
     with safe_open(hf_dir / WEIGHTS, "np") as file:
         weight_map = dict.fromkeys(file.keys(), SHARD)
     (hf_dir / WEIGHTS).rename(hf_dir / SHARD)
@@ -81,7 +81,7 @@ def shard(hf_dir: Path) -> None:
 
 
 def outcome(hf_dir: Path) -> str:
-    """What becomes of a directory; one that is taken can be read whole."""
+    """Return the outcome of a directory. A directory that is accepted must be completely readable."""
     try:
         check_hf_dir(hf_dir)
     except InputError as error:
@@ -117,5 +117,5 @@ def _spoil_file(rng: random.Random, file: Path) -> None:
 
 
 if __name__ == "__main__":
-    tiny_hf_dir()  # made once, and not in the time of the first input
+    tiny_hf_dir()  # made once, and not in the measured time of the first input
     run(model_inputs, *sys.argv[1:])

@@ -1,4 +1,4 @@
-"""For each builder: a source whose rows are mutations of sound ones, and a source that is one spoilt file."""
+"""For each builder, a source whose rows are mutations of valid rows, and a source that is one damaged file."""
 
 import csv
 import io
@@ -43,7 +43,8 @@ Make = Callable[[random.Random, int, Path], None]
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How one builder is fuzzed: its options, what writes a source of so many rows, and the file that is spoilt."""
+    """The way in which one builder is fuzzed: its options, a function that writes a source with a number of rows, and
+    the file to damage."""
 
     options: dict[str, Any]
     write: Make
@@ -51,7 +52,7 @@ class Kind:
 
 
 def image(rng: random.Random) -> bytes:
-    """A sound image, or one that is spoilt."""
+    """Return a valid image or a damaged one."""
     data = rng.choice(IMAGES)
     return data if rng.random() < 0.5 else spoilt(rng, data)
 
@@ -59,14 +60,12 @@ def image(rng: random.Random) -> bytes:
 def _utf8(rng: random.Random, words: str | None) -> bytes | None:
     if words is None or rng.random() < 0.02:
         return None
-    data = words.encode(
-        "utf-8", "surrogatepass"
-    )  # half a surrogate pair is no UTF-8, which a file can hold all the same
+    data = words.encode("utf-8", "surrogatepass")  # half of a surrogate pair is not valid UTF-8, but a file can hold it
     return spoilt(rng, data) if rng.random() < 0.05 else data
 
 
 def _table(path: Path, rows: list[dict[str, Any]], stored: pa.Schema, seen: pa.Schema) -> None:
-    """Write rows of bytes under a schema that calls them text; nothing checks that they are."""
+    """Write rows of bytes under a schema that declares them as text. Nothing checks that they are text."""
     path.parent.mkdir(parents=True, exist_ok=True)
     columns = pa.Table.from_pylist(rows, stored).combine_chunks().columns
     arrays = [column.chunk(0).view(field.type) for column, field in zip(columns, seen)]
@@ -178,7 +177,7 @@ def _json_line(rng: random.Random, row: Any) -> bytes:
 
 def _json_writer(make: Callable[[random.Random], Any]) -> Make:
     def write(rng: random.Random, count: int, source: Path) -> None:
-        """Two thirds as lines, the rest as an array."""
+        """Write two thirds of the sources as lines, and the rest as an array."""
         source.mkdir(parents=True, exist_ok=True)
         for name in ("a.png", "b.png"):
             (source / name).write_bytes(image(rng))
@@ -203,7 +202,7 @@ def write_tars(rng: random.Random, count: int, source: Path) -> None:
 
 
 def write_images(rng: random.Random, count: int, source: Path) -> None:
-    """Images with texts beside them; now and then one of the two is missing."""
+    """Write images with texts; sometimes the image or the text is missing."""
     for i in range(count):
         stem, missing = source / f"{rng.choice(('', 'train/', 's/', 'val/s/'))}{i}", rng.random()
         stem.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,8 @@
-"""Mutated PEFT adapters, by a seeded generator: each is read and gives PEFT's numbers, or refused by the file's name.
+"""Mutated PEFT adapters from a seeded generator: each is read and gives PEFT's numbers, or is refused with the file's
+name.
 
-The core draws from a fixed seed. The full tier draws 200 from a new seed each time, which it prints; ATHANOR_FUZZ_SEED
-repeats one.
+The core draws from a fixed seed. The full tier draws 200 from a new seed each time, which it prints. ATHANOR_FUZZ_SEED
+repeats a seed.
 """
 
 import copy
@@ -103,7 +104,7 @@ def flip_bits(rng: random.Random, path: Path) -> None:
 
 
 def mutate(rng: random.Random, directory: Path) -> str:
-    """The kind of a change to an adapter's directory."""
+    """Change an adapter's directory, and return the kind of the change."""
     kind = rng.choices(("config", "tensors", "header", "bits"), (4, 4, 1, 1))[0]
     {
         "config": lambda: change_config(rng, directory / ADAPTER_CONFIG),
@@ -125,10 +126,10 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 
 def outcome(directory: Path) -> str:
-    """How a directory was read.
+    """Read a directory and return the outcome.
 
     Raises:
-        AssertionError: it was read, and PEFT's numbers differ, or the refusal does not name the directory.
+        AssertionError: it was read and PEFT's numbers differ, or the refusal does not name the directory.
     """
     try:
         adapter = read_adapter_dir(directory, talkative_hf_dir())

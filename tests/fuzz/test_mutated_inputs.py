@@ -1,8 +1,8 @@
-"""Spoilt inputs, by a seeded generator: each ends as a sample or with a reason from the list, none does harm.
+"""Damaged inputs from a seeded generator: each becomes a sample or gets a listed reason, and none does harm.
 
-And spoilt model directories: each is taken, and can be read whole, or refused in one line. The core draws 500 inputs
-from a fixed seed. The full tier draws 10,000 inputs and 900 directories from a new seed each time, which it prints;
-ATHANOR_FUZZ_SEED repeats one.
+Damaged model directories are accepted and completely readable, or refused in one line. The core draws 500 inputs from a
+fixed seed. The full tier draws 10,000 inputs and 900 directories from a new seed each time, which it prints.
+ATHANOR_FUZZ_SEED repeats a seed.
 """
 
 import json
@@ -21,7 +21,7 @@ from tests.fuzz.sources import KINDS
 
 SEED = 20261121
 NEW_SEED = int(os.environ.get("ATHANOR_FUZZ_SEED") or secrets.randbelow(1 << 31))
-COUNTS = {  # of the core and of the full tier
+COUNTS = {  # numbers of the core tier and of the full tier
     "images": (40, 2400),
     "chat": (40, 1000),
     "the_cauldron": (50, 1000),
@@ -30,12 +30,12 @@ COUNTS = {  # of the core and of the full tier
     "openai_messages": (60, 1200),
     "llava": (40, 1000),
     "image_folder": (40, 600),
-    "webdataset_tars": (140, 1000),  # of these few come through
+    "webdataset_tars": (140, 1000),  # few inputs of these kinds become samples
 }
 MODELS = (90, 900)
 MAX_GROWTH = 1 << 30
 TIERS = [pytest.param(0, SEED, id="core"), pytest.param(1, NEW_SEED, id="full", marks=pytest.mark.full)]
-# A spoilt file gives its rows, or one InputError that names it.
+# A damaged file gives its rows, or one InputError that names it.
 OF_FILES = {"file: rows", "file: no row", "file: InputError"}
 ROOT = Path(__file__).parents[2]
 
@@ -54,7 +54,7 @@ def test_every_builder_is_fuzzed_and_they_are_ten_thousand():
 
 @pytest.fixture(autouse=True)
 def new_seed(request, capsys):
-    """Prints the new seed of the full tier, also where nothing fails."""
+    """Print the new seed of the full tier, even if nothing fails."""
     if request.node.get_closest_marker("full"):
         with capsys.disabled():
             print(f"ATHANOR_FUZZ_SEED={NEW_SEED}", end=" ", flush=True)
@@ -71,7 +71,7 @@ def test_every_input_has_a_known_end(kind, tier, seed, tmp_path):
     assert sum(outcomes.values()) == count
     assert set(outcomes) <= {"sample", *SKIP_REASONS, *OF_FILES}, f"ATHANOR_FUZZ_SEED={seed}"
     assert result["grown_bytes"] < MAX_GROWTH, f"ATHANOR_FUZZ_SEED={seed}"
-    assert outcomes["sample"] > count // 50, outcomes  # else only the first check was ever reached
+    assert outcomes["sample"] > count // 50, outcomes  # otherwise only the first check would have been reached
     assert len(outcomes) > 3
 
 

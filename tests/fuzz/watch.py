@@ -1,7 +1,7 @@
-"""A process of its own for mutated inputs: `python -m tests.fuzz.MODULE KIND SEED COUNT DIRECTORY`.
+"""A separate process for mutated inputs: `python -m tests.fuzz.MODULE KIND SEED COUNT DIRECTORY`.
 
-Prints one JSON object: how many inputs ended in which way, and by how many bytes the process grew at most. An input
-that takes over 10 s ends the process with its stack, wherever it hangs; so does one that raises what it must not.
+Prints one JSON object: the number of inputs per outcome, and the largest growth of the process in bytes. An input that
+takes more than 10 s ends the process with its stack, wherever it hangs. So does an input that raises a forbidden error.
 """
 
 import faulthandler
@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 SECONDS = 10
-MARGIN = 8 << 30  # bytes of address space: a bound for the machine's sake, what counts is the growth that is printed
+MARGIN = 8 << 30  # bytes of address space, a limit that protects the machine; the test uses the printed growth
 
 Inputs = Callable[[str, random.Random, int, Path], Iterator[str]]
 
 
 def run(inputs: Inputs, kind: str, seed: str, count: str, directory: str) -> None:
-    """Run `count` inputs; `inputs` yields the name of what became of each."""
+    """Run `count` inputs. `inputs` yields the name of each input's outcome."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MARGIN,) * 2)
     before = _peak()
@@ -39,6 +39,7 @@ def _watched(outcomes: Iterator[str]) -> Iterator[str]:
 
 
 def _peak() -> int:
-    """Most bytes that this program ever held; ru_maxrss would count the process that started it."""
+    """Return the largest number of bytes that this program held. ru_maxrss would include the process that
+    started it."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024

@@ -1,10 +1,10 @@
-"""Record what the reference makes of the test images: tests/golden/pixels.json.
+"""Record the reference's pixels of the test images: tests/golden/pixels.json.
 
 Needs torchvision, see tests/helpers/torchvision_reference.py:
 
     PYTHONPATH=DIR python -m tests.golden.record_pixels
 
-Only for a change of the images or of the reference's version; never to make a failing test pass.
+Run this only after a change of the images or of the reference's version, and never to make a failing test pass.
 """
 
 from importlib.metadata import version

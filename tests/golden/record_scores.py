@@ -27,7 +27,7 @@ from tests.stages.scoring.metrics.cord_cases import CORD_JSON, RECEIPTS
 
 
 def tokenize(texts: list[str]) -> list[str]:
-    """Words joined by spaces, by Java."""
+    """Return the words that the Java tokenizer finds, joined by spaces."""
     found = PTBTokenizer().tokenize({at: [{"caption": text}] for at, text in enumerate(texts)})
     return [found[at][0] for at in range(len(texts))]
 
@@ -37,7 +37,7 @@ def record_captions() -> dict[str, Any]:
     answers, references = {}, {}
     for at, (_, texts) in enumerate(CAPTIONS):
         answers[at], references[at] = [next(words)], [next(words) for _ in texts]
-    # A sentence after the captions keeps its last line from being the file's last, which has no line end.
+    # A sentence after the captions, so that no caption is the file's last line, which has no line end.
     texts = tokenize([*TEXTS, "The end."])[:-1]
     return {
         "made_with": {
@@ -79,7 +79,7 @@ def coco_bleu(answers: dict[int, list[str]], references: dict[int, list[str]]) -
 
 
 def donut_evaluator() -> Any:
-    """donut.util alone: the package wants timm, and util a loader of datasets, which scores do not need."""
+    """Return donut.util without the package, which needs timm; and without a dataset loader that scores do not need."""
     folder = Path(importlib.util.find_spec("donut").submodule_search_locations[0])
     sys.modules["datasets"] = ModuleType("datasets")
     sys.modules["datasets"].load_dataset = None

@@ -1,6 +1,7 @@
 """Drawn charts, pages and diagrams, enlarged to the size of photographs: python -m tests.gpu.draw_data DIRECTORY ROWS.
 
-With pictures of 1,024 image tokens a bin holds as many patches as a real dataset's, so a step takes as much memory.
+With images of 1,024 image tokens a bin holds as many patches as a bin of a real dataset, so a step takes as much
+memory.
 """
 
 import io
@@ -18,7 +19,7 @@ AREA = 1_100_000  # pixels; a little over the recipe's tokenize.max_pixels
 
 
 def enlarge(picture: bytes) -> bytes:
-    """The picture with `AREA` pixels, as a JPEG."""
+    """Return the image enlarged to `AREA` pixels, as a JPEG."""
     image = Image.open(io.BytesIO(picture)).convert("RGB")
     scale = (AREA / (image.width * image.height)) ** 0.5
     out = io.BytesIO()

@@ -1,9 +1,10 @@
-"""Two hosts of one GPU each, as far as one machine with two GPUs can be two: network namespaces, NCCL over sockets.
+"""Two hosts with one GPU each, simulated on one machine with two GPUs by network namespaces, with NCCL over sockets.
 
     python -m tests.gpu.run_two_hosts DIRECTORY >tests/bench/results/two_hosts_<gpu>_<date>.md
 
-The same steps as one torchrun agent with two ranks; then kill -9 of everything on one of the hosts, and on the other.
-Needs root, iproute2, and a kernel that makes namespaces and virtual cables.
+The steps are compared with those of one torchrun agent with two ranks. Then all processes of one host are killed with
+-9,
+and then those of the other. Needs root, iproute2, and a kernel with namespaces and virtual cables.
 """
 
 import os
@@ -19,12 +20,12 @@ from tests.helpers.two_hosts import start_agents, two_hosts
 from trainer.contract.run import RunConfig
 
 STEPS = 12
-# Two namespaces share a kernel, by which NCCL would find a shorter way than the cable.
+# Two namespaces share a kernel, through which NCCL would find a shorter way than the cable.
 SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_NET": "Socket", "NCCL_DEBUG": "INFO"}
 
 
 def job(root: Path, name: str, steps: int) -> RunConfig:
-    """The tests' small training, in bfloat16 where there is a GPU."""
+    """Return the tests' small training, in bfloat16 if there is a GPU."""
     run = write_job(root, num_steps=steps, name=name)
     if not torch.cuda.is_available():
         return run
@@ -34,7 +35,8 @@ def job(root: Path, name: str, steps: int) -> RunConfig:
 
 
 def seconds_until_named(root: Path, lost: int) -> tuple[float, float, str]:
-    """Seconds from the end of a host until the other says who is lost, and until its agent has ended; what it says."""
+    """Return the seconds from the end of a host until the other host names it, the seconds until the agent has ended,
+    and the message."""
     run, other = job(root, f"lost-{lost}", 100_000), 1 - lost
     with two_hosts() as hosts:
         agents = start_agents(run, hosts)
@@ -52,7 +54,7 @@ def seconds_until_named(root: Path, lost: int) -> tuple[float, float, str]:
 
 
 def main(root: Path) -> None:
-    """Print the report, in Markdown."""
+    """Print the report in Markdown."""
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     print(f"# Two hosts\n\n{version_text('torch')}; {', '.join(gpus) or 'no GPU: gloo'}\n")
     one, two = (job(root, name, STEPS) for name in ("one-agent", "two-hosts"))

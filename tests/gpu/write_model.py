@@ -1,7 +1,7 @@
-"""A complete HF directory of published sizes and random weights, written in seconds: python -m tests.gpu.write_model
+"""Write a complete HF directory with published sizes and random weights in seconds: python -m tests.gpu.write_model
 qwen3_vl_4b DIRECTORY.
 
-The tokenizer is a small one, trained on a few words; the embedding has all its rows.
+The tokenizer is a small one, trained on a few words. The embedding has all its rows.
 """
 
 import json
@@ -37,7 +37,7 @@ def write_model(variant: str, directory: Path) -> int:
 
 
 def _control_ids(hf_dir: Path) -> dict[str, int]:
-    """Id of each added token."""
+    """Return the id of each added token."""
     added = json.loads((hf_dir / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
     return {token["content"]: token["id"] for token in added}
 

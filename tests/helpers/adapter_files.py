@@ -1,4 +1,5 @@
-"""Adapters in PEFT's directory for tests, of random numbers and so large that they change answers; and merged."""
+"""Adapters in PEFT's directory format for tests, with random numbers large enough to change answers, and merged
+models."""
 
 import json
 import re
@@ -13,7 +14,7 @@ LINEAR = r".*(q_proj|v_proj|o_proj|up_proj|in_proj_qkv|out_proj|qkv|linear_fc[12
 
 
 def write_adapter(directory: Path, hf_dir: Path, *, kind: str = "lora", rslora: bool = False, **config: object) -> Path:
-    """An adapter of most linear layers of a model."""
+    """Write an adapter of most linear layers of a model."""
     directory.mkdir(parents=True)
     weights, generator = load_file(hf_dir / "model.safetensors"), torch.Generator().manual_seed(3)
     modules = [n.removesuffix(".weight") for n in weights if re.fullmatch(LINEAR + r"\.weight", n)]
@@ -43,7 +44,8 @@ def write_adapter(directory: Path, hf_dir: Path, *, kind: str = "lora", rslora: 
 
 
 def merge_adapter(directory: Path, hf_dir: Path, adapter_dir: Path) -> Path:
-    """The model with an adapter of `write_adapter` in its weights, in float64 and rounded once."""
+    """Write the model with an adapter of `write_adapter` merged into its weights, computed in float64 and
+    rounded once."""
     shutil.copytree(hf_dir, directory)
     weights, adapter = load_file(hf_dir / "model.safetensors"), load_file(adapter_dir / "adapter_model.safetensors")
     config = json.loads((adapter_dir / "adapter_config.json").read_text())

@@ -1,4 +1,4 @@
-"""Models with adapters whose numbers are not those of the beginning, and the same in PEFT."""
+"""Models with adapters whose weights differ from their initial values, and the same models in PEFT."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,19 +22,19 @@ PLACES = {"first": (*LANGUAGE, "merger", "vision"), "second": LANGUAGE, "hybrid-
 
 
 def adapter_of(shape: str, **settings: object) -> AdapterConfig:
-    """Settings of adapters in a model's places."""
+    """Return the settings of adapters in a model's targets."""
     return AdapterConfig(**{"rank": 4, "alpha": 6, "targets": PLACES[shape], **settings})
 
 
 def job_with(run: RunConfig, adapter: AdapterConfig | None, **changes: object) -> RunConfig:
-    """The job with adapters."""
+    """Return the job with adapters."""
     return run.model_copy(update={"train": run.train.model_copy(update={"adapter": adapter}), **changes})
 
 
 def adapted_model(
     root: Path, mesh: Mesh, shape: str, adapter: AdapterConfig, start: Path | None = None
 ) -> tuple[RunConfig, PackedModel]:
-    """A job, and its model, all of whose trained parameters have changed; not where they are those of `start`."""
+    """Return a job and its model. All trained parameters have changed, unless they are those of `start`."""
     run = job_with(write_job(root, num_steps=3, shape=shape), adapter)
     model = build_tiny(run.hf_dir, mesh)
     family, model_shape = read_model(run.hf_dir)
@@ -48,14 +48,14 @@ def adapted_model(
 
 
 def in_peft(reference: PreTrainedModel, directory: Path) -> PeftModel:
-    """The reference with the adapters of a directory."""
+    """Return the reference model with the adapters of a directory."""
     return PeftModel.from_pretrained(reference, directory).eval()
 
 
 def fresh_in_peft(
     reference: PreTrainedModel, adapter: AdapterConfig, modules: Sequence[str], whole: Sequence[str] = ()
 ) -> PeftModel:
-    """The reference with adapters of PEFT's own, all changed."""
+    """Return the reference model with new adapters of PEFT, all of whose weights are changed."""
     config = LoraConfig(
         r=adapter.rank,
         lora_alpha=adapter.alpha,

@@ -15,7 +15,7 @@ from trainer.data.micro_batch import Geometry
 
 @dataclass(frozen=True)
 class Kind:
-    """The make-up of a sample: text tokens before, between and after images of these grids (t, h, w in patches)."""
+    """The composition of a sample: text tokens before, between and after images of these grids (t, h, w in patches)."""
 
     text: int
     grids: tuple[tuple[int, int, int], ...] = ()
@@ -30,7 +30,7 @@ MIXED = [ONE_IMAGE, TEXT_ONLY, TWO_IMAGES, TALL_IMAGE]
 
 
 def make_sample(kind: Kind, geometry: Geometry, vocab: range, seed: int, key: str = "") -> TokenizedSample:
-    """A sample of random tokens and random pixels; each image stands after at least one text token."""
+    """Make a sample of random tokens and random pixels. Each image comes after at least one text token."""
     rng = np.random.default_rng(seed)
     merge = geometry.spatial_merge_size
     pieces, left = [], kind.text
@@ -54,7 +54,7 @@ def make_sample(kind: Kind, geometry: Geometry, vocab: range, seed: int, key: st
 
 
 def make_samples(kinds: list[Kind], geometry: Geometry, vocab: range, seed: int = 0) -> list[TokenizedSample]:
-    """One sample of each kind."""
+    """Make one sample of each kind."""
     return [make_sample(kind, geometry, vocab, seed * 1000 + i) for i, kind in enumerate(kinds)]
 
 
@@ -64,7 +64,7 @@ def _text(rng: np.random.Generator, count: int, geometry: Geometry, vocab: range
 
 
 def sum_bin(refs: Bin) -> BinSums:
-    """The sums of one bin, from its samples."""
+    """Return the sums of one bin over its samples."""
     return BinSums(
         num_samples=len(refs),
         num_tokens=sum(ref.num_tokens for ref in refs),
@@ -77,7 +77,7 @@ def sum_bin(refs: Bin) -> BinSums:
 
 
 class ListedPlan(list[Bin]):
-    """Bins in memory that answer as a plan of one epoch does."""
+    """Bins in memory with the interface of a plan of one epoch."""
 
     @property
     def epoch_sizes(self) -> tuple[int, ...]:
@@ -88,11 +88,11 @@ class ListedPlan(list[Bin]):
 
 
 def write_plan(directory: Path, rows: Sequence[dict[str, object]], bins: Sequence[int]) -> None:
-    """A plan of one epoch and one partition.
+    """Write a plan of one epoch and one partition.
 
     Args:
-        rows: of the index, in (split, bin, place) order.
-        bins: the bin of each row, from 0 in each split.
+        rows: rows of the index, in (split, bin, position) order.
+        bins: the bin of each row, counted from 0 in each split.
     """
     parts = []
     for split in SPLITS:

@@ -1,4 +1,4 @@
-"""A person's browser: Chromium of the system, logged in at both servers of a service."""
+"""A user's browser: the system's Chromium, logged in at both servers of a service."""
 
 import shutil
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ requires_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium:
 
 @contextmanager
 def chromium(*arguments: str) -> Iterator[Any]:
-    """Playwright's browser."""
+    """Start Playwright's browser."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install -e '.[dev]'")
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", *arguments])
@@ -24,7 +24,7 @@ def chromium(*arguments: str) -> Iterator[Any]:
 
 
 def logged_in(browser: Any, service: RunningService, **options: Any) -> Any:
-    """A context of the browser in which somebody has entered the password on both servers' pages."""
+    """Return a context of the browser in which the password was entered on the pages of both servers."""
     user, _, word = service.login.partition(":")
     credentials = {"username": user, "password": word, "origin": service.record.mlflow}
     context = browser.new_context(http_credentials=credentials, **options)

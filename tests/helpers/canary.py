@@ -1,4 +1,4 @@
-"""Looks for secrets in everything below a directory: as they are, encoded, and inside of what is compressed."""
+"""Searches for secrets in everything below a directory: as they are, encoded, and in compressed files."""
 
 import base64
 import binascii
@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-_OURS = f"{os.getpid():07d}"  # the command lines of another session of these tests are not ours
+_OURS = f"{os.getpid():07d}"  # command lines of another session of these tests do not count
 SECRETS = {
     "AWS_ACCESS_KEY_ID": f"AKIACANARY7QZ2AC{_OURS}CESS",
     "AWS_SECRET_ACCESS_KEY": f"canary/aws+Secret/9fK2{_OURS}=x7Q",
@@ -33,13 +33,13 @@ SECRETS = {
     "WANDB_API_KEY": f"canary0of0somebody0elses0{_OURS}tool",
 }
 CANARIES = sorted({value.removeprefix("admin:") for value in SECRETS.values()})
-DEEPEST = 4  # an archive in an archive in ...
+DEEPEST = 4  # levels of archives within archives
 _ZSTD, _GZIP, _ZIP, _BZ2, _XZ = b"\x28\xb5\x2f\xfd", b"\x1f\x8b", b"PK\x03\x04", b"BZh", b"\xfd7zXZ\x00"
 _SQLITE, _PARQUET, _PNG = b"SQLite format 3\0", b"PAR1", b"\x89PNG"
 
 
 def environment(place: Path) -> dict[str, str]:
-    """Everything that programs write by themselves lands below `place`."""
+    """Return an environment in which all files that programs write by themselves are below `place`."""
     for name in ("home", "tmp"):
         (place / name).mkdir(exist_ok=True)
     without = ("PREFECT_API_URL", "MLFLOW_TRACKING_URI", "PREFECT_HOME")
@@ -49,28 +49,28 @@ def environment(place: Path) -> dict[str, str]:
 
 
 def assert_nowhere(place: Path, *outputs: str | set[bytes]) -> None:
-    """No secret in the outputs, nor in anything below `place`."""
+    """Assert that no secret is in the outputs or in anything below `place`."""
     said = [text.encode() if isinstance(text, str) else b"\n".join(text) for text in outputs]
     assert [hit for data in said for hit in find(data, CANARIES)] == []
     assert scan(place, CANARIES) == []
 
 
 def spellings(secret: str) -> dict[str, bytes]:
-    """How a secret may stand in a file: name of the encoding -> bytes to look for."""
+    """Return the forms in which a secret may be in a file: name of the encoding -> bytes to search for."""
     data = secret.encode()
     found = {"plain": data, "hex": binascii.hexlify(data), "HEX": binascii.hexlify(data).upper()}
     found |= {"URL": quote(secret, safe="").encode(), "URL+": quote_plus(secret).encode()}
     found |= {"reversed": data[::-1], "UTF-16": secret.encode("utf-16-le")}
-    for shift in range(3):  # the secret may begin at any of three places in a group
+    for shift in range(3):  # the secret may start at any of three positions in a group
         for name, encode in (("base64", base64.b64encode), ("base64url", base64.urlsafe_b64encode)):
             whole = encode(bytes(shift) + data)
-            sure = whole[(0, 2, 3)[shift] : len(whole) // 4 * 4 - 4]  # but for letters that neighbours decide too
+            sure = whole[(0, 2, 3)[shift] : len(whole) // 4 * 4 - 4]  # no letters that depend on neighbouring bytes
             found[f"{name} at {shift}"] = sure
     return found
 
 
 def find(data: bytes, secrets: Iterable[str]) -> list[str]:
-    """The spellings of secrets that are in the bytes, as they are and in what they hold."""
+    """Return the forms of secrets that are in the bytes, as they are and unpacked."""
     wanted = [(secret, name, spelt) for secret in secrets for name, spelt in spellings(secret).items()]
     return sorted(
         {f"{secret} ({name}{where})" for part, where in _parts(data) for secret, name, spelt in wanted if spelt in part}
@@ -78,7 +78,8 @@ def find(data: bytes, secrets: Iterable[str]) -> list[str]:
 
 
 def scan(directory: Path, secrets: Iterable[str]) -> list[str]:
-    """`file: secret (spelling)` of everything found below a directory; names of files and targets of links count."""
+    """Return `file: secret (form)` for everything found below a directory. Names of files and link targets
+    count too."""
     secrets, found = list(secrets), []
     for path in sorted(directory.rglob("*")):
         name = str(path.relative_to(directory))
@@ -86,7 +87,7 @@ def scan(directory: Path, secrets: Iterable[str]) -> list[str]:
         if path.is_symlink():
             found += [f"{name}: {hit} in the link" for hit in find(str(path.readlink()).encode(), secrets)]
         elif path.is_file():
-            with contextlib.suppress(FileNotFoundError):  # a server's, gone meanwhile
+            with contextlib.suppress(FileNotFoundError):  # a server's file that was deleted in the meantime
                 found += [f"{name}: {hit}" for hit in find(path.read_bytes(), secrets)]
                 if path.suffix in (".db", ".sqlite", ".sqlite3"):
                     found += [f"{name}: {hit} in a row" for hit in find(b"\n".join(_rows(path)), secrets)]
@@ -94,7 +95,7 @@ def scan(directory: Path, secrets: Iterable[str]) -> list[str]:
 
 
 def _parts(data: bytes, where: str = "", depth: int = 0) -> Iterator[tuple[bytes, str]]:
-    """The bytes, and whatever can be unpacked from them."""
+    """Yield the bytes, and everything that can be unpacked from them."""
     yield data, where
     if depth == DEEPEST:
         return
@@ -103,7 +104,7 @@ def _parts(data: bytes, where: str = "", depth: int = 0) -> Iterator[tuple[bytes
 
 
 def _unpacked(data: bytes) -> Iterator[tuple[str, bytes]]:
-    with contextlib.suppress(Exception):  # what looks like an archive and is none, or is cut short
+    with contextlib.suppress(Exception):  # not an archive, although it looks like one, or an incomplete one
         if data.startswith(_GZIP):
             yield "gzip", gzip.decompress(data)
         elif data.startswith(_BZ2):
@@ -127,7 +128,7 @@ def _unpacked(data: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 def _cells(data: bytes) -> Iterator[bytes]:
-    """All text of a table as one, then each value that is bytes, a picture for example."""
+    """Return all text of a table as one value, then each value that is bytes, for example an image."""
     table = pq.read_table(io.BytesIO(data))
     values = [value for column in table.columns for value in column.to_pylist()]
     yield f"{table.schema.metadata}\n{values}".encode("utf-8", "surrogateescape")
@@ -143,7 +144,7 @@ def _bytes_in(value: object) -> Iterator[bytes]:
 
 
 def _rows(path: Path) -> Iterator[bytes]:
-    """Every value of a SQLite file, put together from its pages, with what is still in its write-ahead log."""
+    """Return every value of a SQLite file, read from its pages and its write-ahead log."""
     with (
         contextlib.suppress(sqlite3.DatabaseError),
         contextlib.closing(sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True, timeout=20)) as database,

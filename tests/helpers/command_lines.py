@@ -1,16 +1,16 @@
-"""What `ps` shows to everybody on a machine, collected while something runs."""
+"""The command lines that `ps` shows to every user of a machine, collected while something runs."""
 
 import contextlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-EVERY = 0.05  # seconds; torchrun, ranks, servers and workers all live longer
+EVERY = 0.05  # seconds; torchrun, ranks, servers and workers all run longer
 
 
 @contextlib.contextmanager
 def seen_command_lines() -> Iterator[set[bytes]]:
-    """The command lines of all processes that there are meanwhile."""
+    """Collect the command lines of all processes while the block lasts."""
     seen: set[bytes] = set()
     ended = threading.Event()
 

@@ -1,4 +1,5 @@
-"""compose.yaml as `docker compose config` would see it, as far as ours goes: variables filled in, merges resolved."""
+"""compose.yaml as `docker compose config` shows it, as far as athanor's file needs: variables filled in, merges
+resolved."""
 
 import re
 from collections.abc import Mapping
@@ -12,10 +13,10 @@ _VARIABLE = re.compile(r"\$(?:(\$)|\{([A-Za-z_][A-Za-z0-9_]*)(?::(-|\?)([^}]*))?
 
 
 def fill_in(text: str, values: Mapping[str, str]) -> str:
-    """`${A:?why}` must have a value, `${A:-b}` is b without one, `$$` is a dollar sign.
+    """Fill in variables: `${A:?why}` must have a value, `${A:-b}` is b without a value, `$$` is a dollar sign.
 
     Raises:
-        KeyError: a variable that must be set is not.
+        KeyError: a variable that must be set is not set.
     """
 
     def one(found: re.Match[str]) -> str:
@@ -32,12 +33,12 @@ def fill_in(text: str, values: Mapping[str, str]) -> str:
 
 
 def variables_of(text: str) -> dict[str, str]:
-    """Name -> "?" (must be set), "-" (has a default) or "" (neither) of every variable in a text."""
+    """Return name -> "?" (must be set), "-" (has a default) or "" (neither) for every variable in a text."""
     return {name: kind or "" for _, name, kind, _ in _VARIABLE.findall(text) if name}
 
 
 def load_compose(name: str, values: Mapping[str, str]) -> dict[str, Any]:
-    """A compose file of infra/ with its variables filled in."""
+    """Load a compose file of infra/ with its variables filled in."""
 
     def walk(node: Any) -> Any:
         if isinstance(node, str):
@@ -50,7 +51,8 @@ def load_compose(name: str, values: Mapping[str, str]) -> dict[str, Any]:
 
 
 def read_env_file(path: Path) -> dict[str, tuple[str, bool]]:
-    """Name -> (value, whether its line is active) of an env file; one that is commented out is `#NAME=value`."""
+    """Return name -> (value, whether its line is active) of an env file. A commented-out line has the form
+    `#NAME=value`."""
     found = {}
     for line in path.read_text().splitlines():
         if match := re.match(r"(#?)([A-Z][A-Z0-9_]*|no_proxy)=(.*)$", line):

@@ -1,4 +1,4 @@
-"""The data stages of a small source in many shards: raw rows -> convert -> tokenize -> plan_bins, without a flow."""
+"""The data stages of a small source in many shards, without a flow: raw rows -> convert -> tokenize -> plan_bins."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ SETTINGS = (
 
 
 def write_rows(source: Path) -> Path:
-    """Several hundred rows of every kind, unusable ones and duplicates among them, in some forty files."""
+    """Write several hundred rows of every kind, with unusable rows and duplicates, in about forty files."""
     rows = [*plain_rows(240, first_seed=5000), *mixed_rows()]
     rows[::40] = [row([b"no picture"], [("What?", "nothing")])] * len(rows[::40])
     again = [*plain_rows(30, first_seed=5000), *plain_rows(40, first_seed=9000)]
@@ -31,25 +31,25 @@ def write_rows(source: Path) -> Path:
 
 
 def run_convert(source: Path, root: Path, resources: StageResources | None = None) -> Path:
-    """The directory of convert's artifact."""
+    """Return the directory of convert's artifact."""
     inputs = {"raw": External(source, "raw", "0" * 16)}
     return run_stage(CONVERT, load_recipe(overrides=SETTINGS).config.convert, inputs, root, resources).artifact.dir
 
 
 def run_tokenize(samples: Path, hf_dir: Path, root: Path, resources: StageResources | None = None) -> Path:
-    """The directory of tokenize's artifact."""
+    """Return the directory of tokenize's artifact."""
     inputs = {"samples": Artifact.load(samples), "processor": processor_input(hf_dir)}
     return run_stage(TOKENIZE, load_recipe(overrides=SETTINGS).config.tokenize, inputs, root, resources).artifact.dir
 
 
 def run_plan_bins(tokenized: Path, root: Path, resources: StageResources | None = None) -> Path:
-    """The directory of plan_bins' artifact."""
+    """Return the directory of plan_bins' artifact."""
     inputs = {"tokenized": Artifact.load(tokenized)}
     return run_stage(PLAN_BINS, load_recipe(overrides=SETTINGS).config.plan_bins, inputs, root, resources).artifact.dir
 
 
 def run_all(source: Path, hf_dir: Path, root: Path, resources: StageResources | None = None) -> Path:
-    """All three; returns the root's directory of artifacts."""
+    """Run all three stages, and return the root's directory of artifacts."""
     tokenized = run_tokenize(run_convert(source, root, resources), hf_dir, root, resources)
     run_plan_bins(tokenized, root, resources)
     return root / "artifacts"

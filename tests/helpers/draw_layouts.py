@@ -1,6 +1,6 @@
 """Drawings of one packed micro batch in every parallel layout, for docs/layouts.md.
 
-What is drawn is what layout_parts.py gets from the trainer. `python -m tests.helpers.draw_layouts` writes
+The drawn data come from the trainer through layout_parts.py. `python -m tests.helpers.draw_layouts` writes
 docs/pictures/layouts/*.svg.
 """
 
@@ -30,13 +30,13 @@ from trainer.data.micro_batch import MicroBatch
 PICTURES = Path(__file__).parents[2] / "docs/pictures/layouts"
 CELL, LEFT, RIGHT, PATCH = 18, 132, 16, 8
 WIDTH = LEFT + SEQ_LEN * CELL + RIGHT
-TEXT_FILL = ("#cfe2f7", "#fbdcb8", "#d0ebd0")  # a sample each
+TEXT_FILL = ("#cfe2f7", "#fbdcb8", "#d0ebd0")  # one colour per sample
 IMAGE_FILL = ("#1f5fa8", "#b35900", "#2b7a30")
 INK, FAINT, PADDING, ABSENT, ABSENT_LINE = "#1c1c1c", "#5c5c5c", "#c4c4c4", "#ffffff", "#dedede"
 
 
 class Sheet:
-    """A drawing that grows downwards; `y` is where the next thing goes."""
+    """A drawing that grows downwards. `y` is the position of the next element."""
 
     def __init__(self, layout: Layout) -> None:
         self.y = 24
@@ -76,7 +76,7 @@ class Sheet:
         self.items.append(f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{INK}"{head}/>')
 
     def render(self) -> str:
-        """The SVG: on white, whatever is around it."""
+        """Return the SVG on a white background."""
         size = f'width="{WIDTH}" height="{self.y:g}" viewBox="0 0 {WIDTH} {self.y:g}"'
         head = (
             '<marker id="head" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="8" markerHeight="8" orient="auto">'
@@ -94,7 +94,7 @@ class Sheet:
 
 
 def column(place: int) -> float:
-    """Where a place of the bin is drawn."""
+    """Return the x position at which a position of the bin is drawn."""
     return LEFT + place * CELL
 
 
@@ -118,7 +118,7 @@ def draw_legend(sheet: Sheet) -> None:
 
 
 def draw_bounds(sheet: Sheet, batch: MicroBatch) -> None:
-    """cu_seqlens as ticks over the cells."""
+    """Draw cu_seqlens as ticks over the cells."""
     sheet.text(16, "cu_seqlens", dy=10, size=11, fill=FAINT)
     for bound in batch.cu_seqlens.tolist():
         x = column(bound)
@@ -130,7 +130,7 @@ def draw_bounds(sheet: Sheet, batch: MicroBatch) -> None:
 def draw_tokens(
     sheet: Sheet, label: str, part: Part, places: np.ndarray, *, rows: bool = False, loss: bool = False
 ) -> None:
-    """A row of cells: the places of the bin that a rank holds, in their places."""
+    """Draw a row of cells: the positions of the bin that a rank holds."""
     batch = part.batch
     ids = dict(zip(part.tokens.tolist(), batch.input_ids[0].tolist()))
     segments = np.searchsorted(batch.cu_seqlens.numpy(), places, side="right") - 1
@@ -150,7 +150,7 @@ def draw_tokens(
 
 
 def draw_positions(sheet: Sheet, part: Part) -> None:
-    """The three rows of mrope positions of what a rank holds."""
+    """Draw the three rows of mrope positions of the tokens that a rank holds."""
     for axis, name in enumerate("thw"):
         sheet.text(16, f"position {name}", dy=12, size=11, fill=FAINT)
         for place, position in zip(part.tokens, part.batch.position_ids[axis].tolist()):
@@ -160,12 +160,12 @@ def draw_positions(sheet: Sheet, part: Part) -> None:
 
 
 def owner_of(images: Sequence[TokenizedSample]) -> list[tuple[int, tuple[int, int]]]:
-    """(sample, (rows, columns) of patches) of each image of a bin."""
+    """Return (sample, (rows, columns) of patches) for each image of a bin."""
     return [(n, (h, w)) for n, sample in enumerate(images) for _, h, w in sample.image_grid_thw.tolist()]
 
 
 def draw_pixels(sheet: Sheet, part: Part, samples: Sequence[TokenizedSample]) -> None:
-    """The patches that a rank gets, image by image."""
+    """Draw the patches that a rank gets, image by image."""
     owners, x, merge = owner_of(samples), float(LEFT), GEOMETRY.spatial_merge_size
     sheet.text(16, "pixels", dy=PATCH + 2, size=11, fill=FAINT)
     if not part.images:
@@ -191,7 +191,7 @@ def draw_pixels(sheet: Sheet, part: Part, samples: Sequence[TokenizedSample]) ->
 def draw_rows(
     sheet: Sheet, label: str, rows: Sequence[tuple[int, int] | None], samples: Sequence[TokenizedSample]
 ) -> None:
-    """A row of cells: image tokens by their rows."""
+    """Draw a row of cells: image tokens by their rows."""
     owners = owner_of(samples)
     sheet.text(16, label, dy=13, size=11, fill=FAINT)
     for row, found in enumerate(rows):
@@ -202,14 +202,14 @@ def draw_rows(
 
 
 def draw_source(sheet: Sheet, start: int, stop: int, part: Part) -> None:
-    """Under some rows the rank that they come from."""
+    """Write under some rows the rank that they come from."""
     left, right = column(start) + 2, column(stop) - 2
     sheet.line(left, sheet.y + CELL + 4, right, sheet.y + CELL + 4)
     sheet.text((left + right) / 2, f"from {part.name}", dy=CELL + 17, size=11, anchor="middle")
 
 
 def draw_joined(sheet: Sheet, parts: Sequence[Part], samples: Sequence[TokenizedSample]) -> None:
-    """The image tokens that the first pipeline rank gets from all."""
+    """Draw the image tokens that the first pipeline rank gets from all ranks."""
     first = parts[0]
     rows = joined_images(parts, first)
     draw_rows(sheet, "on rank 0", rows, samples)
@@ -223,7 +223,7 @@ def draw_joined(sheet: Sheet, parts: Sequence[Part], samples: Sequence[Tokenized
 
 
 def draw_gathered(sheet: Sheet, parts: Sequence[Part], samples: Sequence[TokenizedSample]) -> None:
-    """The gathered image tokens: the same on every rank that shares the images."""
+    """Draw the gathered image tokens, which are the same on every rank that shares the images."""
     group, rows = parts[0].encoders, gathered_images(parts, parts[0])
     draw_rows(sheet, "gathered on each", rows, samples)
     each = len(rows) // group.size()
@@ -255,7 +255,7 @@ def draw_rank(sheet: Sheet, part: Part, samples: Sequence[TokenizedSample], *, p
 
 
 def draw_layers(sheet: Sheet, parts: Sequence[Part]) -> None:
-    """Pieces of the model, a lane a pipeline rank, in the order in which a micro batch passes them."""
+    """Draw the pieces of the model, one lane per pipeline rank, in the order in which a micro batch passes them."""
     width, lane = 22, 44
     x0 = LEFT + 92.0
     pieces = sorted(
@@ -292,7 +292,7 @@ def draw_layers(sheet: Sheet, parts: Sequence[Part]) -> None:
 
 
 def draw_dealt(sheet: Sheet, layout: Layout) -> None:
-    """The bins of a global batch, rank by rank."""
+    """Draw the bins of a global batch, rank by rank."""
     costs, shares = deal_bins(layout.ranks)
     mean = sum(costs) / len(costs)
     for rank, share in enumerate(shares):
@@ -309,7 +309,7 @@ def draw_dealt(sheet: Sheet, layout: Layout) -> None:
 
 
 def draw(name: str) -> str:
-    """The SVG of a layout."""
+    """Return the SVG of a layout."""
     layout, samples = LAYOUTS[name], make_bin(0)
     sheet = Sheet(layout)
     draw_legend(sheet)

@@ -1,4 +1,4 @@
-"""Drawn pictures that look alike and differ, and copies of a picture as they come into datasets."""
+"""Drawn images that look alike and differ, and copies of an image with the changes that occur in datasets."""
 
 import io
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ _WORDS = ("total", "tax", "cash", "change", "coffee", "bread", "milk", "price", 
 
 
 def chart(seed: int) -> Image.Image:
-    """Six bars, or a line through six points, in the same axes and of the same colour."""
+    """Draw six bars, or a line through six points, in the same axes and in the same colour."""
     rng = np.random.default_rng([1, seed])
     image = Image.new("RGB", (480, 320), "white")
     draw = ImageDraw.Draw(image)
@@ -25,7 +25,7 @@ def chart(seed: int) -> Image.Image:
 
 
 def receipt(seed: int) -> Image.Image:
-    """Some twenty lines of three words and a price on white paper."""
+    """Draw about twenty lines of three words and a price on white paper."""
     rng = np.random.default_rng([2, seed])
     image = Image.new("RGB", (300, 420), "white")
     draw = ImageDraw.Draw(image)
@@ -46,7 +46,7 @@ def scaled(image: Image.Image, by: float) -> Image.Image:
 
 
 def copies(image: Image.Image) -> Iterator[tuple[str, bytes]]:
-    """(what was done, encoded picture): other bytes for what a person would call the same picture."""
+    """Return (name of the change, encoded image): different bytes of an image that a person would call the same."""
     yield "JPEG, quality 70", encoded(image, "JPEG", quality=70)
     for by in (0.5, 0.75, 1.5, 2):
         yield f"scaled by {by}", encoded(scaled(image, by))

@@ -1,4 +1,4 @@
-"""What the tests of generation share: a model that says many things, pictures, and artifacts to evaluate on."""
+"""Shared parts of the generation tests: a model with varied answers, images, and artifacts to evaluate on."""
 
 import atexit
 import functools
@@ -29,14 +29,15 @@ from tests.helpers.tiny_model import FIRST, TEXTS
 
 @functools.cache
 def talkative_hf_dir() -> Path:
-    """A tiny model whose weights are so large that its answers differ from prompt to prompt. Copy before changing."""
+    """Return a tiny model whose weights are so large that its answers differ from prompt to prompt. Copy before
+    changing."""
     directory = Path(tempfile.mkdtemp(prefix="athanor-talkative-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     return make_tiny_hf_dir(directory / "hf", FIRST.model_copy(update={"initializer_range": 0.25}), TEXTS)
 
 
 def picture(seed: int, width: int = 64, height: int = 64) -> bytes:
-    """A PNG of random colours."""
+    """Return a PNG of random colours."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     out = io.BytesIO()
     Image.fromarray(pixels).save(out, "PNG")
@@ -44,7 +45,7 @@ def picture(seed: int, width: int = 64, height: int = 64) -> bytes:
 
 
 def conversation(key: str, turns: Sequence[tuple[str, str]], images: Sequence[bytes] = ()) -> Sample:
-    """A sample of (question, answer) turns; the caller puts the image slots into the questions."""
+    """Return a sample of (question, answer) turns. The caller puts the image slots into the questions."""
     messages = []
     for question, answer in turns:
         messages += [Message(role="user", text=question), Message(role="assistant", text=answer)]
@@ -54,7 +55,8 @@ def conversation(key: str, turns: Sequence[tuple[str, str]], images: Sequence[by
 
 
 def mixed_samples(count: int = 12) -> list[Sample]:
-    """Text only, one image, two images and several turns in turn, with pictures and texts of many sizes."""
+    """Return samples of four kinds in rotation (text only, one image, two images, several turns), with images and texts
+    of many sizes."""
     samples = []
     for i in range(count):
         wide, high = 40 + 24 * (i % 5), 40 + 16 * (i % 7)
@@ -73,7 +75,7 @@ def mixed_samples(count: int = 12) -> list[Sample]:
 
 
 def samples_artifact(directory: Path, heldout: Sequence[Sample], train: Sequence[Sample] = ()) -> Artifact:
-    """A convert artifact with one shard a split."""
+    """Return a convert artifact with one shard per split."""
     directory.mkdir(parents=True)
     entries = []
     for split, samples in (("train", train), ("heldout", heldout)):
@@ -88,7 +90,7 @@ def samples_artifact(directory: Path, heldout: Sequence[Sample], train: Sequence
 
 
 def hf_artifact(directory: Path, hf_dir: Path) -> Artifact:
-    """An export artifact that holds a copy of a model directory."""
+    """Return an export artifact that holds a copy of a model directory."""
     shutil.copytree(hf_dir, directory / "hf")
     files = file_entries(directory, ("hf/*",))
     Manifest(stage="export", version=1, fingerprint="e" * 16, config={}, parents={}, files=files).write(directory)
@@ -98,11 +100,11 @@ def hf_artifact(directory: Path, hf_dir: Path) -> Artifact:
 def answered(
     config: AnswerConfig, inputs: Mapping[str, Artifact], root: Path, resources: StageResources | None = None
 ) -> Artifact:
-    """The answers of a model to the held-out samples; inputs "hf" and "samples"."""
+    """Return the artifact with a model's answers to the held-out samples. The inputs are "hf" and "samples"."""
     return run_stage(ANSWER, config, inputs, root, resources).artifact
 
 
 def evaluated(config: EvaluateConfig, inputs: Mapping[str, Artifact], root: Path) -> Artifact:
-    """`answered`, and its scores."""
+    """Return the artifact with the scores of `answered`."""
     answers = answered(config.answer, inputs, root)
     return run_stage(EVALUATE, config, {"answers": answers, "samples": inputs["samples"]}, root).artifact

@@ -1,8 +1,10 @@
-"""A stand-in for a Kubernetes API server and the cluster behind it: a pod is a process of this machine.
+"""A fake Kubernetes API server with the cluster behind it. A pod is a process of this machine.
 
-It speaks what the launcher asks for, as Kubernetes and Kubeflow's Trainer 2.3 do: TrainJobs (create, get, delete in the
-foreground), pods (list by label, kill), a pod's log (its end, or followed from a second on); the labels of JobSet's
-pods, the PET_* variables of the torch plugin, SIGTERM to the first process of a pod, SIGKILL after its grace.
+It supports the requests of the launcher, as Kubernetes and Kubeflow's Trainer 2.3 do: TrainJobs (create, get, delete in
+the foreground), pods (list by label, kill), and a pod's log (its end, or followed from a given second). It sets the
+labels
+of JobSet's pods and the PET_* variables of the torch plugin. A pod ends by SIGTERM to its first process, and by SIGKILL
+after its grace period.
 """
 
 import json
@@ -29,13 +31,13 @@ def now() -> str:
 
 
 def pod_spec_of(trainjob: dict) -> dict:
-    """The pod's spec in the patch of a TrainJob's runtime."""
+    """Return the pod's spec in the patch of a TrainJob's runtime."""
     patches = trainjob["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]
     return patches["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
 
 
 class Pod:
-    """A process, its state and its log. `process` is None while it has no node."""
+    """A pod: its process, its state and its log. `process` is None while the pod has no node."""
 
     def __init__(self, cluster: "FakeCluster", trainjob: dict, node: int) -> None:
         self.job, self.node = trainjob["metadata"]["name"], node
@@ -75,7 +77,7 @@ class Pod:
         return self.process is None or "terminated" in self.state
 
     def end(self) -> None:
-        """SIGTERM, its grace, SIGKILL."""
+        """End the pod: SIGTERM, the grace period, SIGKILL."""
         if not self.is_over:
             self.process.terminate()
             timer = threading.Timer(self.grace, self.process.kill)
@@ -99,18 +101,18 @@ def _environment(cluster: "FakeCluster", trainjob: dict, node: int) -> dict[str,
 
 @dataclass
 class FakeCluster:
-    """What there is, and how the server shall behave.
+    """The cluster's objects, and settings of the server's behaviour.
 
     Attributes:
         calls: method and path of every request.
-        command: runs in place of `torchrun ... -m trainer`, with the TrainJob's last word.
-        port: where the ranks of a job meet.
-        outage: connections are closed without an answer.
+        command: command that runs instead of `torchrun ... -m trainer`, with the last argument of the TrainJob.
+        port: port of the rendezvous of a job's ranks.
+        outage: whether connections are closed without an answer.
         refusal: (status, message), the answer to a new TrainJob.
-        hold: pods stay without a node.
+        hold: whether pods stay without a node.
         condition: one more condition of every TrainJob.
-        lost: nobody tells pods to end: their node does not answer.
-        breaks: so many log streams still break in the middle of a line.
+        lost: whether pods are never told to end, because their node does not answer.
+        breaks: number of log streams that will still break in the middle of a line.
     """
 
     calls: list[str] = field(default_factory=list)
@@ -127,7 +129,7 @@ class FakeCluster:
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     def count(self, text: str) -> int:
-        """Requests so far that begin with a text."""
+        """Return the number of requests so far that start with a text."""
         return sum(call.startswith(text) for call in self.calls)
 
     def pods_of(self, name: str) -> list[Pod]:
@@ -143,7 +145,7 @@ class FakeCluster:
         return trainjob
 
     def look(self, name: str) -> dict | None:
-        """The TrainJob with its status; what has ended of a deleted one is removed."""
+        """Return the TrainJob with its status. Pods of a deleted TrainJob that have ended are removed."""
         trainjob = self.trainjobs.get(name)
         if trainjob is None:
             return None
@@ -232,7 +234,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif (trainjob := cluster.look(rest[0])) is None:
             self._refuse(404, f'trainjobs.trainer.kubeflow.org "{rest[0]}" not found')
         elif self.command == "DELETE":
-            assert query["propagationPolicy"] == "Foreground"  # else its pods would outlive it
+            assert query["propagationPolicy"] == "Foreground"  # otherwise its pods would outlive it
             cluster.delete(rest[0])
             self._answer(200, trainjob)
         else:
@@ -247,7 +249,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def _refuse(self, status: int, message: str) -> None:
-        is_page = message.startswith("404 page")  # of a path that the server does not know: no Status object
+        is_page = message.startswith("404 page")  # the answer to an unknown path is not a Status object
         self._answer(status, message.encode() if is_page else {"kind": "Status", "code": status, "message": message})
 
     def _send_log(self, name: str, query: dict[str, str]) -> None:
@@ -264,7 +266,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self._follow(pod, query.get("sinceTime", "")[:19].encode())
 
     def _follow(self, pod: Pod, since: bytes) -> None:
-        """Lines from a second on, until the pod is over; read to the end, also when the pod is gone meanwhile."""
+        """Send the log's lines from a given second until the pod has ended. The log is read to its end even if the pod
+        is deleted."""
         self.send_response(200)
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
@@ -292,7 +295,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def fake_cluster(kubeconfig: Path) -> Iterator[FakeCluster]:
-    """A cluster with a kubeconfig that leads to it; its pods are killed at the end."""
+    """Run a cluster with a kubeconfig for it. Its pods are killed at the end."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     server.daemon_threads = True
     server.cluster = FakeCluster()

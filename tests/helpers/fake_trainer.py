@@ -1,7 +1,8 @@
-"""A stand-in for the trainer that keeps its contract: run.json in; metrics.jsonl, checkpoints, result.json, hf/ out.
+"""A fake trainer that keeps the contract: run.json in; metrics.jsonl, checkpoints, result.json, hf/ out.
 
-Run as a script with the path of run.json. FAKE_TRAINER in the environment makes it fail: fail, input, stop, die, or
-wait for SIGTERM; aside: it says that a checkpoint was damaged, and trains.
+Run as a script with the path of run.json. FAKE_TRAINER in the environment makes it fail (fail, input, stop, die) or
+wait
+for SIGTERM. With `aside` it reports that a checkpoint was damaged, and trains.
 """
 
 import json
@@ -33,7 +34,7 @@ from trainer.contract.run import RunConfig
 
 
 class FakeTrainerLauncher(TorchrunLauncher):
-    """The launcher of this host with this script in the trainer's place; starts in a tenth of torchrun's time."""
+    """The launcher of this host with this script instead of the trainer. It starts in a tenth of torchrun's time."""
 
     def __init__(self, cluster: ClusterConfig) -> None:
         super().__init__(cluster)
@@ -43,7 +44,7 @@ class FakeTrainerLauncher(TorchrunLauncher):
 
 
 def metrics_row(step: int, **changes: float) -> MetricsRow:
-    """A plausible line of metrics.jsonl."""
+    """Return a plausible line of metrics.jsonl."""
     values = {name: 0.25 for name, field in MetricsRow.model_fields.items() if field.is_required()}
     values |= {"step": step, "tokens": 100 * step, "loss_tokens": 10 * step, "loss": 1 / step, "lr": 1e-3}
     return MetricsRow(**(values | changes))

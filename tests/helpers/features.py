@@ -1,4 +1,4 @@
-"""Features of the images of a made job, by the stage as a flow runs it; bins in which samples share images."""
+"""Features of the images of a made job, from the same stage that a flow runs; bins in which samples share images."""
 
 import dataclasses
 import itertools
@@ -20,14 +20,14 @@ FLOAT32 = EncodingConfig(dtype="float32", precision="float32", shard_size_mb=0.0
 def encoded(
     hf_dir: Path, tokenized: Path, root: Path, config: EncodingConfig = FLOAT32, processes: int = 1
 ) -> Artifact:
-    """The features of a tokenized artifact's images."""
+    """Return the artifact with the features of a tokenized artifact's images."""
     inputs = {"model": External(hf_dir, "hf_dir", "0" * 16), "tokenized": Artifact.load(tokenized)}
     cluster = ClusterConfig(processes=processes, num_threads=1)
     return run_stage(STAGE, config, inputs, root, StageResources(cluster=cluster)).artifact
 
 
 def share_images(bins: list[list[TokenizedSample]]) -> list[list[TokenizedSample]]:
-    """The bins with the same pixels in every sample of one image of 4 x 6 patches."""
+    """Return the bins with the same pixels in every sample that has one image of 4 x 6 patches."""
     pixels: list[np.ndarray] = []
 
     def shared(sample: TokenizedSample) -> TokenizedSample:
@@ -40,7 +40,7 @@ def share_images(bins: list[list[TokenizedSample]]) -> list[list[TokenizedSample
 
 
 def images_of(bins: list[list[TokenizedSample]]) -> list[tuple[bytes, bytes]]:
-    """Grid and pixels of every image, as often as a sample has it."""
+    """Yield grid and pixels of every image, once per use in a sample."""
     images = []
     for sample in itertools.chain(*bins):
         pieces = np.split(sample.patches, sample.image_grid_thw.prod(1).cumsum())[:-1]

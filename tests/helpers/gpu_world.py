@@ -1,4 +1,5 @@
-"""Several jobs, one after the other, in the processes of one torchrun: GPUs survive no fork, and imports take long."""
+"""Several jobs, one after the other, in the processes of one torchrun, since CUDA does not survive a fork and imports
+are slow."""
 
 import json
 import os
@@ -17,7 +18,7 @@ from trainer.parallel.runtime import prepare_runtime
 
 
 def run_worlds(root: Path, jobs: dict[str, tuple[RunConfig, int]], *, save: bool = False) -> dict[str, World | str]:
-    """Train each job in a world of its size; what came of it, or the end of its log where it failed."""
+    """Train each job in a world of its size. Return its results, or the end of its log if it failed."""
     gpus = max(processes for _, processes in jobs.values())
     for run, _ in jobs.values():
         (run.output_dir / "run.json").write_text(run.model_dump_json())
@@ -26,7 +27,7 @@ def run_worlds(root: Path, jobs: dict[str, tuple[RunConfig, int]], *, save: bool
     env = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     log = root / "worlds.log"
     waiting = list(jobs.values())
-    while waiting:  # a job of several ranks that fails ends the others' processes too
+    while waiting:  # a failing job with several ranks also ends the processes of the other ranks
         (root / "jobs.json").write_text(json.dumps([[str(run.output_dir), n, save] for run, n in waiting]))
         with log.open("w") as file:
             subprocess.run(command, env=env, stdout=file, stderr=subprocess.STDOUT, check=False)
@@ -46,7 +47,7 @@ def _is_whole(run: RunConfig, processes: int) -> bool:
 
 
 def main(plan: Path) -> None:
-    """This rank's part of every job that has a place for it."""
+    """Run this rank's part of every job whose world includes this rank."""
     prepare_runtime()
     rank = distributed.place_in_world()[0]
     for directory, processes, save in json.loads(plan.read_text()):
@@ -56,7 +57,7 @@ def main(plan: Path) -> None:
 
 def _do(directory: Path, rank: int, processes: int, save: bool) -> None:
     def join(rank: int, world: int, backend: str) -> None:
-        # A store of its own: the keys of an earlier process group would be taken for this one's.
+        # Each job has a store of its own. Otherwise keys of an earlier process group would be mistaken for its keys.
         store = dist.FileStore(str(directory / "store"), world)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world)
 
@@ -70,7 +71,7 @@ def _do(directory: Path, rank: int, processes: int, save: bool) -> None:
         except Exception:
             (directory / f"error-{rank}.txt").write_text(traceback.format_exc())
             if processes > 1:
-                raise  # the others wait in a collective; torchrun ends them
+                raise  # the other ranks wait in a collective, and torchrun ends them
 
 
 if __name__ == "__main__":

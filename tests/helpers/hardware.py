@@ -13,12 +13,12 @@ F = TypeVar("F", bound=Callable)
 requires_engine = pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is None, reason="Transformer Engine is not installed"
 )
-# The sets of modules on CUDA, for tests of each.
+# The sets of modules on CUDA, for tests that run with each of them.
 ON_CUDA = [pytest.param("engine", marks=requires_engine), "plain", "portable"]
 
 
 def requires_gpus(count: int) -> Callable[[F], F]:
-    """Skip unless this machine has `count` GPUs; also marks the test `gpu`."""
+    """Skip a test unless this machine has `count` GPUs. Also mark it `gpu`."""
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     skip = pytest.mark.skipif(available < count, reason=f"needs {count} GPUs, this machine has {available}")
     return lambda test: pytest.mark.gpu(skip(test))

@@ -1,10 +1,10 @@
-"""The trainer, whose saves stop at a place until they are told to go on.
+"""The trainer with saves that stop at a given point until they are released.
 
-`python -m tests.helpers.held_writer run.json [PLACE]`: the save of step 3 stops there, says so by the file
+`python -m tests.helpers.held_writer run.json [PLACE]`: the save of step 3 stops at this point, reports that by the file
 `held-step-000003` in the output directory, and waits for the file `write-step-000003`.
 
     copy      before the state is copied; training waits
-    file      in the middle of the file, after some tensors; training goes on
+    file      in the middle of the file, after some tensors; training continues
     publish   after the last byte, before the record is written and the directory renamed; training waits
     delete    after the rename, before a checkpoint that is not kept is deleted; its own step is the one in the names
 """
@@ -24,17 +24,17 @@ PLACES = ("copy", "file", "publish", "delete")
 
 
 def release(run: RunConfig, step: int) -> None:
-    """Let the save of a step go on, now or when it comes."""
+    """Let the save of a step continue, now or as soon as it starts."""
     (run.output_dir / f"write-step-{step:06d}").touch()
 
 
 def is_held(run: RunConfig, step: int) -> bool:
-    """Whether the save of a step waits."""
+    """Whether the save of a step is waiting."""
     return (run.output_dir / f"held-step-{step:06d}").is_file()
 
 
 class HeldSaver(saver.Checkpointer):
-    """A saver that notes which save is running, for the places."""
+    """A saver that records which save is running, for the points at which saves stop."""
 
     newest: "HeldSaver"
 
@@ -72,7 +72,7 @@ def _in_the_middle(write: Callable) -> Callable:
 
 
 def main() -> int:
-    """Run the trainer with its saves held at a place."""
+    """Run the trainer with its saves stopped at a point."""
     place = sys.argv[2] if len(sys.argv) > 2 else "file"
     if place == "file":
         writer._write_item = _in_the_middle(writer._write_item)

@@ -1,4 +1,4 @@
-"""A hub of one dataset on this machine: as much of the Hugging Face API as a download of a snapshot asks for."""
+"""A hub with one dataset on this machine: the part of the Hugging Face API that a snapshot download needs."""
 
 import contextlib
 import hashlib
@@ -14,7 +14,7 @@ COMMIT = "c" * 40
 
 @contextlib.contextmanager
 def hub_server(name: str, directory: Path) -> Iterator[tuple[str, list[str]]]:
-    """Serves the directory as the hub dataset `name`; yields the hub's address and the files that were fetched."""
+    """Serve the directory as the hub dataset `name`. Yield the hub's address and the files that were fetched."""
     fetched: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""Sources of JSON rows in the forms that other tools write, and what a builder makes of a source."""
+"""Sources of JSON rows in the formats that other tools write, and the samples that a builder makes of a source."""
 
 import base64
 import json
@@ -17,7 +17,7 @@ def data_uri(image: bytes, kind: str = "png") -> str:
 
 
 def json_lines(rows: Sequence[Any]) -> bytes:
-    """One row a line; bytes and texts that are lines already stay as they are."""
+    """Return one line per row. Bytes, and texts that are lines already, are unchanged."""
     return b"".join((row if isinstance(row, bytes) else json.dumps(row).encode()) + b"\n" for row in rows)
 
 
@@ -30,7 +30,7 @@ def write_file(path: Path, data: bytes) -> Path:
 def read_source(
     builder: str, source: StorePath, subsets: Sequence[str] = (), rows: Container[int] | None = None, **options: Any
 ) -> list[Sample | SkippedRow]:
-    """All that a builder makes of a source, in order."""
+    """Return all results of a builder for a source, in order."""
     found = get_builder(builder)
     checked = found.options.model_validate(options)
     parts = found.list_parts(source, subsets, checked)
@@ -43,5 +43,5 @@ def turns(item: Sample | SkippedRow) -> list[tuple[str, str]]:
 
 
 def reasons(items: Sequence[Sample | SkippedRow]) -> list[str | None]:
-    """None for a sample."""
+    """Return the skip reason of each result; None for a sample."""
     return [item.reason if isinstance(item, SkippedRow) else None for item in items]

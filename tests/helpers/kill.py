@@ -1,4 +1,4 @@
-"""Kill -9 a stage at every kind of moment, run it again, and see that the artifact is the undisturbed one's.
+"""Kill -9 a stage at every kind of moment, run it again, and compare the artifact with that of an undisturbed run.
 
 Children are forked from a fresh process that has imported everything and started no thread, so that many moments cost
 little. A moment is a call of os.replace, os.rename, os.unlink or ShardWriter.write.
@@ -18,13 +18,13 @@ from tests.helpers.trees import tree_digest
 
 
 def kill_and_rerun(run: Callable[[Path], Path], root: Path, every: int) -> dict[str, object]:
-    """Kill `run(root)` at moments 1, 1 + every, ... until it gets through, and run it again after each kill.
+    """Kill `run(root)` at the moments 1, 1 + every, ... until it finishes, and run it again after each kill.
 
     Args:
-        run: makes an artifact below the root it is given and returns its directory.
+        run: function that makes an artifact below the given root and returns its directory.
 
     Returns:
-        JSON-able: "kills", and "differing": moment -> names of files that are not the undisturbed run's.
+        values for JSON: "kills", and "differing": moment -> names of files that differ from the undisturbed run's.
     """
     expected = tree_digest(run(root / "undisturbed"))
     assert expected
@@ -44,14 +44,15 @@ def kill_and_rerun(run: Callable[[Path], Path], root: Path, every: int) -> dict[
 
 
 def kill_at_random(run: Callable[[Path], Path], root: Path, kills: int, seed: int) -> int:
-    """Kill `run(root)` so many times at random moments, one try after the other in the same root, then let it end.
+    """Kill `run(root)` a number of times at random moments, one try after the other in the same root. Then let it
+    finish.
 
     Returns:
-        kills, counted.
+        the number of kills.
     """
     count_file = root.with_name(f"{root.name}-moments")
     assert not _in_child(functools.partial(_count_moments, run, root.with_name(f"{root.name}-counted"), count_file))
-    # A try goes on where the last one was killed: each kill within its share of the moments comes before the end.
+    # A try resumes where the previous one was killed, so each kill is within its share of the moments before the end.
     share, rng = int(count_file.read_text()) // (kills + 1), random.Random(seed)
     killed = sum(_in_child(functools.partial(_run_until, run, root, rng.randint(1, share))) for _ in range(kills))
     assert not _in_child(functools.partial(run, root)), "the last try was killed"
@@ -63,7 +64,7 @@ def _count_moments(run: Callable[[Path], Path], root: Path, out: Path) -> None:
 
 
 def _run_until(run: Callable[[Path], Path], root: Path, moment: int) -> int:
-    """Run, and be killed at that moment (from 1; 0: never); returns how many moments there were."""
+    """Run, and be killed at the given moment (counted from 1; 0 means never). Return the number of moments."""
     count = 0
 
     def counted(function: Callable[..., object]) -> Callable[..., object]:
@@ -84,7 +85,7 @@ def _run_until(run: Callable[[Path], Path], root: Path, moment: int) -> int:
 
 
 def _in_child(work: Callable[[], object]) -> bool:
-    """Run in a forked child; whether it was killed."""
+    """Run in a forked child, and return whether the child was killed."""
     sys.stdout.flush()
     pid = os.fork()
     if pid == 0:
@@ -103,5 +104,5 @@ def _in_child(work: Callable[[], object]) -> bool:
 
 
 def print_result(result: dict[str, object]) -> None:
-    """The last line of a script's output, for the test that started it."""
+    """Print the last line of a script's output, for the test that started the script."""
     print(json.dumps(result))

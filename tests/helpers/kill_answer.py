@@ -17,21 +17,20 @@ from tests.helpers.kill import kill_and_rerun, print_result
 
 
 def main(directory: Path) -> None:
-    torch.set_num_threads(1)  # a fork copies no threads, so there must be none
+    torch.set_num_threads(1)  # a fork copies no threads, so none may be running
     inputs = {
         "hf": hf_artifact(directory / "export", talkative_hf_dir()),
         "samples": samples_artifact(directory / "samples", mixed_samples(7)),
     }
     stages.answer.transformers_engine.Generator = functools.cache(stages.answer.transformers_engine.Generator)
     hf_dir = inputs["hf"].dir / "hf"
-    stages.answer.transformers_engine.Generator(
-        hf_dir, None, read_prompt_format(hf_dir)
-    )  # loaded once, for all the forks
-    # Small prompts and one thread: what is killed is this stage, not a pool of torch.
+    stages.answer.transformers_engine.Generator(hf_dir, None, read_prompt_format(hf_dir))  # loaded once for all forks
+    # Small prompts and one thread, so that this stage is killed and not a thread pool of torch.
     config = AnswerConfig(max_new_tokens=4, part_size=3, batch_size=2)
 
     def run(root: Path) -> Path:
-        """A directory that holds what must be the same; speed.json and the reports tell the time."""
+        """Return a directory with the files that must be equal. speed.json and the reports are left out, since they
+        hold times."""
         made = answered(config, inputs, root, StageResources(cluster=ClusterConfig(num_threads=1))).dir
         same = made.parent / "same"
         same.mkdir(exist_ok=True)

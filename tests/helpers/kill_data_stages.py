@@ -13,7 +13,7 @@ from tests.helpers.kill import kill_at_random, print_result
 
 
 def main(source: Path, hf_dir: Path, root: Path, seed: int) -> None:
-    torch.set_num_threads(1)  # a fork copies no threads, so there must be none
+    torch.set_num_threads(1)  # a fork copies no threads, so none may be running
     in_convert = kill_at_random(lambda to: run_convert(source, to), root, kills=3, seed=seed)
     (samples,) = (root / "artifacts" / "convert").iterdir()
     in_tokenize = kill_at_random(lambda to: run_tokenize(samples, hf_dir, to), root, kills=3, seed=seed)

@@ -17,7 +17,7 @@ from tests.helpers.tiny_model import tiny_hf_dir
 
 
 def main(directory: Path, every: int) -> None:
-    torch.set_num_threads(1)  # a fork copies no threads, so there must be none
+    torch.set_num_threads(1)  # a fork copies no threads, so none may be running
     shards = {f"train/shard-{i:05d}.tar": [make_sample(4 * i + j) for j in range(4)] for i in range(2)}
     shards["heldout/shard-00000.tar"] = [make_sample(100 + j) for j in range(3)]
     inputs = {

@@ -1,4 +1,4 @@
-"""Tasks for workers of a cluster: ones that die, ones that fail, ones that take their time. Light to import."""
+"""Tasks for workers of a cluster: tasks that kill the worker, tasks that fail, and slow tasks. Quick to import."""
 
 import os
 import signal
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def kill_itself_once(marker: str) -> str:
-    """Kill -9 the process that runs this, unless the marker says that it was done before."""
+    """Kill -9 the process that runs this, unless the marker shows that this was done before."""
     if not Path(marker).exists():
         Path(marker).touch()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -20,7 +20,7 @@ def kill_itself(_: object) -> None:
 
 
 def work_until_released(directory: str) -> None:
-    """Leave `began`, wait for `release`, leave `ended`."""
+    """Write the file `began`, wait for the file `release`, and write the file `ended`."""
     Path(directory, "began").touch()
     while not Path(directory, "release").exists():
         time.sleep(0.02)
@@ -28,7 +28,8 @@ def work_until_released(directory: str) -> None:
 
 
 def slow_or_failing(task: tuple[str, str]) -> None:
-    """("slow", directory): leave `began`, and `ended` a second later. ("fail", directory): fail once that has begun."""
+    """Run a task. ("slow", directory): write `began`, and `ended` a second later. ("fail", directory): fail once
+    `began` exists."""
     kind, directory = task
     if kind == "slow":
         Path(directory, "began").touch()

@@ -1,4 +1,4 @@
-"""HF directories of any size, written as fast as the disk takes them: the numbers of one block again and again."""
+"""HF directories of any size, written as fast as the disk allows, by repeating the numbers of one block."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -11,17 +11,20 @@ import transformers
 from trainer.model.late_import import load
 from trainer.model.registry import get_family
 
-FILE_BYTES = 4 << 30  # of one file, nearly: a reader that maps a file whole has no more of it
+FILE_BYTES = 4 << 30  # approximate size of one file, the most that a reader that maps complete files has in memory
 BLOCK = 1 << 25  # numbers that differ from each other
 _ALIGN = 8
 
 
 def write_large_model(directory: Path, config: Mapping[str, Any]) -> int:
-    """Write config.json and bfloat16 safetensors: norms of one, all else normal numbers of 0.02; returns the
-    parameters.
+    """Write config.json and bfloat16 safetensors. Norms are one; all other weights are normally distributed with
+    deviation 0.02.
 
     Args:
         config: config.json.
+
+    Returns:
+        the number of parameters.
     """
     directory.mkdir(parents=True)
     with torch.device("meta"):
@@ -48,7 +51,7 @@ def write_large_model(directory: Path, config: Mapping[str, Any]) -> int:
 
 
 def _files(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[list[str]]:
-    """The names in each file, in order."""
+    """Return the names of the tensors in each file, in order."""
     names, size = [], 0
     for name, shape in shapes.items():
         names.append(name)
@@ -61,7 +64,7 @@ def _files(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[list[str]]:
 
 
 def _header(shapes: Mapping[str, tuple[int, ...]]) -> bytes:
-    """The head of a safetensors file."""
+    """Return the header of a safetensors file."""
     entries, start = {"__metadata__": {"format": "pt"}}, 0
     for name, shape in shapes.items():
         stop = start + 2 * torch.Size(shape).numel()

@@ -1,7 +1,8 @@
-"""What each rank holds of one packed micro batch, in every parallel layout: the data of draw_layouts.py.
+"""The data that each rank holds of one packed micro batch, in every parallel layout, for draw_layouts.py.
 
-Nothing about it is written down here: megatron-core says which ranks make a group, the trainer's own functions which
-part of the bin each of them gets.
+None of these data are written down here. megatron-core decides which ranks make a group, and the trainer's own
+functions
+decide which part of the bin each rank gets.
 """
 
 import dataclasses
@@ -37,12 +38,12 @@ BINS = [
     [Kind(9, ((1, 4, 6),)), Kind(12, ((1, 6, 4), (1, 4, 4)))],
     [Kind(12), Kind(20, ((1, 4, 4),)), Kind(11)],
 ]
-ANSWER = 4  # learnt tokens at the end of each sample
+ANSWER = 4  # tokens that are trained on, at the end of each sample
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout to draw; `says` is the line under its title."""
+    """A layout to draw. `says` is the line under its title."""
 
     title: str
     says: str
@@ -97,7 +98,7 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Group:
-    """A process group on paper: who is in it, and which of them asks."""
+    """A process group on paper: its members, and the member that is looked at."""
 
     ranks: tuple[int, ...]
     me: int
@@ -111,14 +112,14 @@ class Group:
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank holds of a bin.
+    """The part of a bin that one rank holds.
 
     Attributes:
-        tokens: (t,) places of the bin: those in attention and the matrix products.
-        stream: (s,) places of the bin: those in the residual stream between them.
-        images: numbers of the images it encodes; None is the blank image.
-        chunks: numbers of the language layers of each piece of the model.
-        stages: pipeline ranks that encode for this one's place in tensor and context parallel.
+        tokens: (t,) positions of the bin: those in attention and the matrix products.
+        stream: (s,) positions of the bin: those in the residual stream between them.
+        images: indexes of the images that the rank encodes; None is the blank image.
+        chunks: indexes of the language layers of each piece of the model.
+        stages: pipeline ranks that encode for this rank's coordinates in tensor and context parallel.
         encoders: ranks that gather image tokens from each other.
         users: ranks whose gradients of a gathered image token are summed.
     """
@@ -149,7 +150,7 @@ class Part:
 
 
 def mesh_on_paper(parallel: ParallelConfig, rank: int, ranks: int) -> Mesh:
-    """The mesh that `rank_mesh` would give this rank, without a process group."""
+    """Return the mesh that `rank_mesh` would give this rank, without a process group."""
     order = inspect.signature(parallel_state.initialize_model_parallel).parameters["order"].default
     dp = ranks // parallel.model_size
     generator = parallel_state.RankGenerator(parallel.tp, 1, dp, parallel.pp, parallel.cp, order)
@@ -165,7 +166,7 @@ def mesh_on_paper(parallel: ParallelConfig, rank: int, ranks: int) -> Mesh:
 
 
 def make_bin(number: int) -> list[TokenizedSample]:
-    """The samples of a bin, each with its answer at its end."""
+    """Return the samples of a bin, each with its answer at its end."""
     samples = make_samples(BINS[number], GEOMETRY, range(20, 90), seed=number)
     return [dataclasses.replace(s, loss_mask=_answer(len(s.input_ids))) for s in samples]
 
@@ -175,7 +176,7 @@ def _answer(length: int) -> np.ndarray:
 
 
 def pixels_of(samples: Sequence[TokenizedSample]) -> list[bytes]:
-    """The bytes of each image of a bin: no two are the same."""
+    """Return the bytes of each image of a bin. No two are the same."""
     images = []
     for sample in samples:
         bounds = np.cumsum(sample.image_grid_thw.prod(-1))[:-1]
@@ -184,7 +185,7 @@ def pixels_of(samples: Sequence[TokenizedSample]) -> list[bytes]:
 
 
 def parts_of(parallel: ParallelConfig, ranks: int, samples: Sequence[TokenizedSample]) -> list[Part]:
-    """What each rank of a layout holds of a bin."""
+    """Return the part of a bin that each rank of a layout holds."""
     return [_part(parallel, mesh_on_paper(parallel, rank, ranks), samples) for rank in range(ranks)]
 
 
@@ -211,7 +212,8 @@ def _part(parallel: ParallelConfig, mesh: Mesh, samples: Sequence[TokenizedSampl
 
 
 def joined_images(parts: Mapping[int, Part] | Sequence[Part], part: Part) -> list[tuple[int, int]]:
-    """(image, token of it) of each row that the pipeline ranks of a first one's place have encoded: its own first."""
+    """Return (image, token of it) of each row that the pipeline ranks with a first rank's coordinates have encoded, its
+    own rows first."""
     shares = []
     for stage in (parts[rank] for rank in part.stages.ranks):
         sizes = [patches // GEOMETRY.spatial_merge_size**2 for patches in stage.batch.image_patches]
@@ -221,10 +223,10 @@ def joined_images(parts: Mapping[int, Part] | Sequence[Part], part: Part) -> lis
 
 
 def gathered_images(parts: Mapping[int, Part] | Sequence[Part], part: Part) -> list[tuple[int, int] | None]:
-    """(image, token of it) of each row that a rank has gathered; None is filling.
+    """Return (image, token of it) of each row that a rank has gathered; None is padding.
 
     Args:
-        parts: of all ranks, by their numbers.
+        parts: the parts of all ranks, by rank.
     """
     rows = []
     for place in (parts[rank] for rank in part.encoders.ranks):
@@ -234,7 +236,7 @@ def gathered_images(parts: Mapping[int, Part] | Sequence[Part], part: Part) -> l
 
 
 def planned_bin(samples: Sequence[TokenizedSample]) -> Bin:
-    """What a plan of bins knows of these samples."""
+    """Return the entries of these samples in a plan of bins."""
     return tuple(
         SampleRef(
             s.key, "", 0, 0, len(s.input_ids), int(s.loss_mask[1:].sum()), len(s.patches), len(s.image_grid_thw), 0
@@ -244,6 +246,6 @@ def planned_bin(samples: Sequence[TokenizedSample]) -> Bin:
 
 
 def deal_bins(ranks: int) -> tuple[list[float], list[list[int]]]:
-    """(cost of each bin, bins of each rank): the global batch of all bins, dealt as the trainer deals it."""
+    """Return (cost of each bin, bins of each rank) of a global batch of all bins, dealt as the trainer deals it."""
     costs = [cost_model(QWEN_2B).planned_cost(sum_bin(planned_bin(make_bin(n))), SEQ_LEN) for n in range(len(BINS))]
     return costs, deal(costs, ranks)

@@ -1,4 +1,4 @@
-"""MLflow's own server on loopback, over SQLite, that a test can stop, freeze and start again."""
+"""MLflow's own server on loopback, over SQLite, which a test can stop, freeze and start again."""
 
 import contextlib
 import os
@@ -13,10 +13,10 @@ from pathlib import Path
 
 
 class MlflowServer:
-    """One server at one address, whatever happens to its process.
+    """A server that keeps its address when its process is restarted.
 
     Args:
-        serves_files: over HTTP; else its clients write them into its directory.
+        serves_files: whether files are sent over HTTP; otherwise clients write them into the server's directory.
     """
 
     def __init__(self, directory: Path, serves_files: bool = False) -> None:
@@ -28,7 +28,7 @@ class MlflowServer:
         self.process: subprocess.Popen | None = None
 
     def start(self, seconds: float = 180) -> None:
-        """Start it and wait until it answers."""
+        """Start the server and wait until it answers."""
         options = ["--backend-store-uri", f"sqlite:///{self.directory}/server.db", "--port", str(self.port)]
         files = (self.directory / "artifacts").as_uri()
         if self.serves_files:
@@ -51,7 +51,7 @@ class MlflowServer:
             time.sleep(0.2)
 
     def stop(self) -> None:
-        """Kill it and its workers at once."""
+        """Kill the server and its workers at once."""
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -60,7 +60,8 @@ class MlflowServer:
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
-        """It takes connections and answers nothing; afterwards it does all that it was asked."""
+        """Freeze the server while the block lasts. It accepts connections without answering, and handles all requests
+        afterwards."""
         os.killpg(self.process.pid, signal.SIGSTOP)
         try:
             yield

@@ -1,4 +1,4 @@
-"""An S3 store for tests: moto's server in a process of its own, and a proxy before it that cuts connections."""
+"""An S3 store for tests: moto's server in a process of its own, and a proxy in front of it that cuts connections."""
 
 import contextlib
 import os
@@ -18,9 +18,9 @@ BUCKET = "bucket"
 
 @contextlib.contextmanager
 def moto_server() -> Iterator[str]:
-    """A fresh store; yields its address. The environment names it while the block lasts."""
+    """Run an empty store, and yield its address. The environment names the store while the block lasts."""
     port = free_port()
-    # A program of its own: moto's threaded server in this process would share the lock of the tests' event loop.
+    # A separate program, because moto's threaded server would share the interpreter lock with the tests' event loop.
     code = f"from moto.server import main; main(['-H', '127.0.0.1', '-p', '{port}'])"
     server = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     address = f"http://127.0.0.1:{port}"
@@ -36,7 +36,7 @@ def moto_server() -> Iterator[str]:
 
 @contextlib.contextmanager
 def environment(address: str) -> Iterator[None]:
-    """S3 drivers of this process and its children go to `address`."""
+    """Let the S3 drivers of this process and its children use `address`."""
     new = {**KEYS, "AWS_ENDPOINT_URL": address}
     old = {name: os.environ.get(name) for name in new}
     os.environ.update(new)
@@ -50,7 +50,7 @@ def environment(address: str) -> Iterator[None]:
 
 
 def clear_drivers() -> None:
-    """Forget connections to a store of another address."""
+    """Drop the drivers' connections to a store of another address."""
     import s3fs
 
     s3fs.S3FileSystem.clear_instance_cache()
@@ -72,14 +72,14 @@ def _wait_for(address: str) -> None:
 
 
 class CuttingProxy:
-    """Hands bytes to and from a server, and breaks a connection in the middle where it is told to.
+    """A proxy of a server that breaks connections in the middle when it is told to.
 
     Attributes:
-        cut_down, cut_up: for each of the next big answers (requests): bytes after which its connection is broken.
-        cuts: how many were broken.
+        cut_down, cut_up: for each of the next large answers (requests), the bytes after which its connection is broken.
+        cuts: number of broken connections.
     """
 
-    BIG = 20_000  # bytes: smaller messages are let through, so that a cut is in the middle of content
+    BIG = 20_000  # bytes; smaller messages are let through, so that a cut is always in the middle of content
 
     def __init__(self, address: str) -> None:
         self._server = ("127.0.0.1", int(address.rpartition(":")[2]))
@@ -110,7 +110,7 @@ class CuttingProxy:
         other, cuts = ("down", self.cut_up) if way == "up" else ("up", self.cut_down)
         with contextlib.suppress(OSError):
             while data := source.recv(4096):
-                passed[way], passed[other] = passed[way] + len(data), 0  # an answer ends the request, and the reverse
+                passed[way], passed[other] = passed[way] + len(data), 0  # an answer ends the request, and vice versa
                 if passed[way] > self.BIG and self._cut(cuts, passed[way]):
                     break
                 target.sendall(data)

@@ -1,4 +1,4 @@
-"""A user's own data in the layouts that people have: images of one colour, whose name is the answer."""
+"""A user's own data in common layouts: images of one colour, whose name is the answer."""
 
 import csv
 import io
@@ -29,7 +29,7 @@ class Row:
 
 
 def draw_rows(seed: int, number: int) -> list[Row]:
-    """Rows of squares in one of four colours, of many sizes and places, on grey."""
+    """Draw rows of squares in one of four colours, in many sizes and positions, on grey."""
     rng = random.Random(seed)
     return [_row(rng, f"{i:04}", rng.choice(list(COLOURS))) for i in range(number)]
 
@@ -132,7 +132,7 @@ def parquet_images(d: Path, rows: Sequence[Row]) -> None:
 
 
 def arrow_dataset(d: Path, rows: Sequence[Row]) -> None:
-    """The layout of `datasets.save_to_disk`: an Arrow stream and JSON files about it."""
+    """Write the layout of `datasets.save_to_disk`: an Arrow stream and JSON files about it."""
     folder = d / "train"
     folder.mkdir(parents=True)
     table = pa.table({"image": [_struct(row) for row in rows], "label": [row.answer for row in rows]})
@@ -159,7 +159,7 @@ def split_class_folders(d: Path, rows: Sequence[Row]) -> None:
 
 
 def caption_table(d: Path, rows: Sequence[Row]) -> None:
-    """The layout of `datasets`' ImageFolder: metadata.csv beside the images."""
+    """Write the layout of `datasets`' ImageFolder: metadata.csv in the directory of the images."""
     _images(d, rows)
     _table(d / "metadata.csv", ("file_name", "text"), [(f"{row.name}.png", f"a {row.answer} square") for row in rows])
 
@@ -186,7 +186,7 @@ def text_alone(d: Path, rows: Sequence[Row]) -> None:
     _table(d / "faq.csv", ("Question", "Answer"), cells)
 
 
-# Layout -> (how it is written, the builder that reads it).
+# Layout -> (function that writes it, the builder that reads it).
 LAYOUTS: dict[str, tuple[Callable[[Path, Sequence[Row]], None], str]] = {
     "llava_json": (llava_json, "llava"),
     "llava_parquet": (llava_parquet, "llava"),

@@ -1,4 +1,4 @@
-"""A user's own data with faults, and the line that names each."""
+"""A user's own data with faults, and the line that names each fault."""
 
 import gzip
 import json
@@ -50,7 +50,7 @@ def _lines(rows):
     return [{"image": "x.png", "question": row.question, "answer": row.answer} for row in rows]
 
 
-# Fault -> (how it is written, what one line of stderr or of the anomalies says).
+# Fault -> (function that writes it, text of one line of stderr or of the anomalies).
 FAULTS = {
     "nothing": (lambda d, rows: d.mkdir(), "it holds no file; nearest layout: JSON lines like"),
     "images alone": (

@@ -1,4 +1,4 @@
-"""A page as a browser's parser sees it: elements, attributes, text; to look for what must and must not be there."""
+"""A page as a browser parses it: elements, attributes and text, to check for required and forbidden content."""
 
 import base64
 import hashlib
@@ -11,7 +11,7 @@ _VOID = {"meta", "img", "input", "br", "link"}
 
 @dataclass(eq=False, repr=False)
 class Element:
-    """One element with everything inside it."""
+    """An element with everything inside it."""
 
     tag: str
     attributes: dict[str, str | None]
@@ -21,7 +21,7 @@ class Element:
 
     @property
     def text(self) -> str:
-        """All text inside it, unescaped."""
+        """Return all text inside the element, unescaped."""
         return "".join(self.pieces)
 
     @property
@@ -29,7 +29,7 @@ class Element:
         return (self.attributes.get("class") or "").split()
 
     def find(self, tag: str = "", css: str = "") -> list["Element"]:
-        """Elements below, in order, of this tag and this class."""
+        """Return the elements below this one with this tag and this class, in order."""
         return [e for e in self.inside if tag in ("", e.tag) and (not css or css in e.classes)]
 
 
@@ -61,7 +61,7 @@ class _Parser(HTMLParser):
 
 
 def parse_page(page: str) -> Element:
-    """The whole page; asserts that every element is closed where it should be."""
+    """Parse a page, and assert that every element is closed in the right order."""
     parser = _Parser()
     parser.feed(page)
     parser.close()
@@ -70,12 +70,12 @@ def parse_page(page: str) -> Element:
 
 
 def image_bytes(image: Element) -> bytes:
-    """What an <img> with a data URI holds."""
+    """Return the bytes of an <img> with a data URI."""
     return base64.b64decode(image.attributes["src"].partition(";base64,")[2])
 
 
 def assert_self_contained(page: str) -> None:
-    """Nothing is fetched, and nothing can run but the page's own script."""
+    """Assert that the page loads nothing, and that it contains no script except its own."""
     root = parse_page(page)
     for element in root.inside:
         for name, value in element.attributes.items():

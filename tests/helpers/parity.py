@@ -1,4 +1,4 @@
-"""A packed bin of ours against transformers. A pair has `ours`, `reference`, their `samples` and the `batch`."""
+"""A packed bin of athanor against transformers. A pair has `ours`, `reference`, their `samples` and the `batch`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from trainer.model.rules import Rule
 
 
 def assert_logits_equal(pair: Any) -> None:
-    """The logits of every sample to 1e-4; ours may be on a GPU."""
+    """Assert that the logits of every sample agree to 1e-4. Athanor's model may be on a GPU."""
     ours = (pair.ours.hidden_states(pair.batch)[:, 0] @ pair.ours.language.output_weight.t()).cpu()
     start = 0
     for sample in pair.samples:
@@ -21,7 +21,7 @@ def assert_logits_equal(pair: Any) -> None:
 
 
 def assert_losses_and_gradients_equal(pair: Any, rules: Sequence[Rule]) -> None:
-    """The loss of every token to 1e-4, and the gradient of every parameter to 1e-4 of its length."""
+    """Assert that the loss of every token agrees to 1e-4, and the gradient of every parameter to 1e-4 of its norm."""
     pair.reference.zero_grad()
     theirs = torch.cat([reference_losses(pair.reference, sample) for sample in pair.samples])
     theirs.mean().backward()

@@ -1,4 +1,4 @@
-"""120 images of mixed modes and sizes that are the same on every machine, and what the reference makes of them."""
+"""120 images of mixed modes and sizes that are the same on every machine, and the reference's pixels for them."""
 
 import hashlib
 import io
@@ -17,13 +17,13 @@ _SIZES = ((1, 1), (1, 60), (31, 33), (32, 32), (64, 96), (100, 100), (200, 3), (
 NUM_IMAGES = 120
 
 HALF = (0.5, 0.5, 0.5)
-# Means whose float32 products do not come out even: they show an arithmetic in another order or precision.
+# Means whose float32 products are not exact, so that another order or precision of the arithmetic shows.
 UNEVEN_MEAN, UNEVEN_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
 @dataclass(frozen=True, slots=True)
 class PixelCase:
-    """One image and how it is to be scaled."""
+    """An image and the settings by which it is scaled."""
 
     name: str
     data: bytes
@@ -31,7 +31,7 @@ class PixelCase:
 
 
 def image_config(uneven: bool = False, patch_size: int = 16) -> PixelConfig:
-    """Limits so small that some images are scaled up and some down."""
+    """Return limits that are so small that some images are scaled up and some are scaled down."""
     patch_format = PatchFormat(
         patch_size=patch_size,
         temporal_patch_size=2,
@@ -43,7 +43,7 @@ def image_config(uneven: bool = False, patch_size: int = 16) -> PixelConfig:
 
 
 def pixel_cases() -> Iterator[PixelCase]:
-    """The images, by turns with even and uneven means, every seventh with patches of 14 pixels."""
+    """Return the images, with even and uneven means in rotation. Every seventh image has patches of 14 pixels."""
     for i in range(NUM_IMAGES):
         mode = MODES[i % len(MODES)]
         width, height = _SIZES[i % len(_SIZES)]
@@ -54,7 +54,7 @@ def pixel_cases() -> Iterator[PixelCase]:
 
 
 def reference_digest(pixel_values: np.ndarray, grid: np.ndarray) -> str:
-    """64 hex digits over the grid and the float32 values."""
+    """Return 64 hex digits: the digest of the grid and the float32 values."""
     assert pixel_values.dtype == np.float32
     h = hashlib.sha256(np.asarray(grid, "<i4").tobytes())
     h.update(np.ascontiguousarray(pixel_values, "<f4").tobytes())
@@ -62,7 +62,8 @@ def reference_digest(pixel_values: np.ndarray, grid: np.ndarray) -> str:
 
 
 def _picture(width: int, height: int, seed: int) -> np.ndarray:
-    """(height, width, 4) uint8: slopes, hard edges and noise, by integers alone. RandomState's stream never changes."""
+    """Return (height, width, 4) uint8 with slopes, hard edges and noise, made with integers only. The random stream of
+    RandomState never changes."""
     random = np.random.RandomState(seed)
     rows, columns = np.mgrid[0:height, 0:width]
     slopes = np.stack([rows * 3 + columns, rows + columns * 5, rows * columns // 7, 255 - rows - columns // 2], -1)
@@ -73,7 +74,7 @@ def _picture(width: int, height: int, seed: int) -> np.ndarray:
 
 
 def _encode(picture: np.ndarray, mode: str) -> bytes:
-    """Lossless, and without Pillow's own conversions where those could differ between versions."""
+    """Encode losslessly, without those conversions of Pillow that could differ between versions."""
     grey = picture[..., 0]
     if mode == "I;16":
         image = Image.fromarray(grey.astype(np.uint16) * 256 + picture[..., 1])

@@ -1,4 +1,5 @@
-"""A throw-away Postgres from Debian's binaries, as the user postgres, which initdb wants; on a free loopback port."""
+"""A temporary Postgres from Debian's packages, run as the user postgres, which initdb needs, on a free loopback
+port."""
 
 import contextlib
 import importlib
@@ -23,24 +24,24 @@ USER = "postgres"
 
 @dataclass(frozen=True)
 class PostgresServer:
-    """A running server that asks for a password."""
+    """A running server that requires a password."""
 
     port: int
     password: str = field(repr=False)
 
     @property
     def url(self) -> str:
-        """Of the server, without the password."""
+        """Return the server's URL, without the password."""
         return f"postgresql://{USER}@127.0.0.1:{self.port}/"
 
     def query(self, sql: str, database: str = "postgres") -> list[tuple]:
-        """Rows of one statement."""
+        """Return the rows of one statement."""
         with contextlib.closing(self._connection(database)) as connection, connection.cursor() as cursor:
             cursor.execute(sql)
             return cursor.fetchall()
 
     def create_database(self, name: str) -> None:
-        """A fresh one."""
+        """Create a new database."""
         with contextlib.closing(self._connection("postgres")) as connection, connection.cursor() as cursor:
             cursor.execute(f"CREATE DATABASE {name}")
 
@@ -53,7 +54,7 @@ class PostgresServer:
 
 
 def requires_postgres() -> pytest.MarkDecorator:
-    """Skip where there are no binaries, no drivers, or no user postgres that this one may become."""
+    """Skip a test if there are no binaries or drivers, or if this user cannot become the user postgres."""
     missing = []
     if not (BINARIES / "initdb").exists():
         missing.append("apt-get install postgresql")
@@ -67,7 +68,7 @@ def requires_postgres() -> pytest.MarkDecorator:
 
 @contextlib.contextmanager
 def postgres_server() -> Iterator[PostgresServer]:
-    """A fresh cluster, gone at the end."""
+    """Run a new cluster, which is deleted at the end."""
     folder = Path(tempfile.mkdtemp(prefix="athanor-postgres-"))
     server = PostgresServer(free_port(), secrets.token_hex(16))
     is_root = os.geteuid() == 0

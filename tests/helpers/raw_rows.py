@@ -1,4 +1,4 @@
-"""Raw rows in the_cauldron's schema: sound, odd and broken images, and parquet files of them."""
+"""Raw rows in the_cauldron's schema with intact, unusual and broken images, and parquet files of them."""
 
 import io
 import json
@@ -18,7 +18,7 @@ Row = dict[str, list[dict[str, object]]]
 
 
 def picture(seed: int, width: int = 40, height: int = 32, mode: str = "RGB") -> Image.Image:
-    """A picture of noise in 8 x 8 blocks; another one for every seed."""
+    """Return an image of noise in 8 x 8 blocks. Every seed gives another image."""
     rng = np.random.default_rng(seed)
     blocks = rng.integers(0, 256, (-(-height // 8), -(-width // 8), 3), np.uint8)
     pixels = blocks.repeat(8, 0).repeat(8, 1)[:height, :width]
@@ -36,7 +36,8 @@ def png(seed: int, width: int = 40, height: int = 32) -> bytes:
 
 
 def png_header(width: int, height: int, color_type: int = 2, pixels: bytes = b"\0" * 64) -> bytes:
-    """A PNG of a header and bytes of pixels; as it comes a decompression bomb's beginning, which holds none."""
+    """Return a PNG with a header and a given number of data bytes. By default it is the start of a decompression bomb
+    without data."""
     body = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, color_type, 0, 0, 0)
     chunk = struct.pack(">I", 13) + body + struct.pack(">I", zlib.crc32(body))
     data = b"IDAT" + zlib.compress(pixels)
@@ -46,18 +47,18 @@ def png_header(width: int, height: int, color_type: int = 2, pixels: bytes = b"\
 
 
 def jpeg_with_exif(image: Image.Image, exif: bytes) -> bytes:
-    """A JPEG whose EXIF block is these bytes, whatever they are."""
+    """Return a JPEG whose EXIF block is exactly these bytes."""
     data = encode(image, "JPEG", quality=95, subsampling=0)
     segment = b"Exif\0\0" + exif
     return data[:2] + b"\xff\xe1" + struct.pack(">H", len(segment) + 2) + segment + data[2:]
 
 
 def orientation_exif(orientation: int) -> bytes:
-    """A well-formed TIFF block with the orientation tag alone."""
+    """Return a well-formed TIFF block with only the orientation tag."""
     return b"II*\0" + struct.pack("<IHHHIII", 8, 1, 0x0112, 3, 1, orientation, 0)
 
 
-# Blocks that break parsers: garbage, a directory outside of the block, a rational over zero, text that is no text.
+# Blocks that break parsers: garbage, a directory outside the block, a rational over zero, invalid text.
 BROKEN_EXIF: dict[str, bytes] = {
     "garbage": b"\xde\xad\xbe\xef" * 5,
     "empty": b"",
@@ -70,11 +71,11 @@ BROKEN_EXIF: dict[str, bytes] = {
 
 
 def grey16_png(values: np.ndarray) -> bytes:
-    """(h, w) uint16 -> a 16-bit grey PNG."""
+    """Return a 16-bit grey PNG of (h, w) uint16."""
     return encode(Image.fromarray(values.astype(np.uint16)))
 
 
-# name -> (makes the bytes, why they are refused with limits of 10^6 pixels and 8 pixels a side)
+# name -> (function that makes the bytes, skip reason with limits of 10^6 pixels and 8 pixels a side)
 BAD_IMAGES: dict[str, tuple[Callable[[], bytes], str]] = {
     "no image": (lambda: b"<html>404 Not Found</html>" * 9, "decode_error"),
     "eps": (lambda: encode(picture(1), "EPS"), "decode_error"),
@@ -105,7 +106,7 @@ def row(images: Sequence[bytes], pairs: Sequence[tuple[str | None, str | None]])
 
 
 def plain_rows(count: int, first_seed: int = 0) -> list[Row]:
-    """One picture and one question each; all different."""
+    """Return rows with one image and one question each, all different."""
     return [row([png(first_seed + i)], [(f"What is in picture {i}?", f"noise {i}")]) for i in range(count)]
 
 
@@ -115,7 +116,7 @@ def write_parquet(path: Path, rows: Sequence[Row], group_rows: int = 3, schema: 
 
 
 def write_source(source: Path, subsets: dict[str, Sequence[Row]], file_rows: int = 10**6, group_rows: int = 3) -> Path:
-    """A source directory of these subsets, cut into files of `file_rows` rows; returns it."""
+    """Write a source directory of these subsets, in files of `file_rows` rows, and return it."""
     for subset, rows in subsets.items():
         for number, start in enumerate(range(0, max(1, len(rows)), file_rows)):
             write_parquet(source / subset / f"train-{number}.parquet", rows[start : start + file_rows], group_rows)
@@ -131,13 +132,14 @@ CORD_SCHEMA = pa.schema(
 
 
 def cord_row(image: bytes | None, truth: object, path: str | None = None) -> dict[str, object]:
-    """A row of cord-v2; a truth that is no text is written as JSON."""
+    """Return a row of cord-v2. A ground truth that is not a text is written as JSON."""
     text = truth if isinstance(truth, str | None) else json.dumps(truth)
     return {"image": {"bytes": image, "path": path}, "ground_truth": text}
 
 
 def mixed_rows() -> list[Row]:
-    """Rows of every kind that convert keeps: shared pictures, several pictures, several pairs, none, odd modes."""
+    """Return rows of every kind that convert keeps: shared images, several images or none, several pairs, unusual
+    modes."""
     shared = [png(1000 + i) for i in range(4)]
     rows = plain_rows(24)
     rows += [

@@ -20,7 +20,7 @@ PIXELS = PatchFormat(
 
 @functools.cache
 def random_hf_dir(shape: str) -> Path:
-    """A tiny HF directory none of whose tensors has a special value: norms off one, biases off zero."""
+    """Return a tiny HF directory without tensors of special values: norms are not one, and biases are not zero."""
     directory = Path(tempfile.mkdtemp(prefix="athanor-random-")) / shape
     shutil.copytree(tiny_hf_dir(shape), directory)
     model = load_reference(directory)
@@ -34,7 +34,7 @@ def random_hf_dir(shape: str) -> Path:
 
 
 def load_reference(hf_dir: Path, attention: str = "sdpa") -> PreTrainedModel:
-    """The reference of the directory's family in float32."""
+    """Return the reference model of the directory's family in float32."""
     reference = load(read_model(hf_dir)[0].reference)
     return reference.from_pretrained(hf_dir, dtype=torch.float32, attn_implementation=attention)
 
@@ -62,7 +62,7 @@ def reference_inputs(
 
 
 def reference_logits(model: PreTrainedModel, sample: TokenizedSample) -> torch.Tensor:
-    """(n, vocabulary) logits of one sample by itself."""
+    """Return the (n, vocabulary) logits of one sample alone."""
     inputs = reference_inputs(sample, getattr(model.config, "image_token_id", None))
     if "pixel_values" in inputs:
         inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
@@ -71,7 +71,7 @@ def reference_logits(model: PreTrainedModel, sample: TokenizedSample) -> torch.T
 
 
 def reference_losses(model: PreTrainedModel, sample: TokenizedSample) -> torch.Tensor:
-    """Losses of a sample's loss tokens, in order."""
+    """Return the losses of a sample's loss tokens, in order."""
     logits = reference_logits(model, sample)[:-1]
     ids = torch.from_numpy(sample.input_ids.astype("int64")).to(logits.device)
     learnt = torch.from_numpy(sample.loss_mask.astype(bool))[1:].to(logits.device)

@@ -39,17 +39,19 @@ OPTIM = OptimConfig(lr=3e-3, min_lr_fraction=0.1, warmup_steps=2, weight_decay=0
 
 
 def model_dir(shape: str) -> Path:
-    """Of a shape of the tiny Qwen3-VL, "text-" and one of the tiny Qwen3, or "hybrid-" and one of the tiny Qwen3.5."""
+    """Return the model directory of a shape name: a shape of the tiny Qwen3-VL, "text-" and a shape of the tiny Qwen3,
+    or "hybrid-" and a shape of the tiny Qwen3.5."""
     if shape.startswith("hybrid-"):
         return hybrid_hf_dir(shape.removeprefix("hybrid-"))
     return text_hf_dir(shape.removeprefix("text-")) if shape.startswith("text-") else random_hf_dir(shape)
 
 
 def make_bins(shape: str = "first", kinds: list[list[Kind]] | None = None) -> list[list[TokenizedSample]]:
-    """Samples of every bin, deterministic; for a model of text alone without their images.
+    """Make the same samples of every bin each time; without images for a text model.
 
     Args:
-        kinds: None: those of BIN_KINDS, and of CHUNK_KINDS for a model that takes segments in chunks.
+        kinds: kinds of the samples. None takes BIN_KINDS, and also CHUNK_KINDS for a model that computes segments in
+            chunks.
     """
     geometry = geometry_of(read_model(model_dir(shape))[1])
     if kinds is None:
@@ -71,7 +73,7 @@ def write_job(
     optim: OptimConfig = OPTIM,
     name: str = "run",
 ) -> RunConfig:
-    """Write data and run.json below `root`; the first two bins are held out as well."""
+    """Write data and run.json below `root`. The first two bins are also the held-out bins."""
     bins = bins or make_bins(shape)
     data = root / "data"
     if not data.is_dir():
@@ -104,7 +106,7 @@ def write_job(
 
 
 def changed(run: RunConfig, **changes: object) -> RunConfig:
-    """The job with other fields, those of its execution by their own names."""
+    """Return the job with other fields. Fields of its execution are given by their own names."""
     execution = {name: value for name, value in changes.items() if name in TrainerExecution.model_fields}
     others = {name: value for name, value in changes.items() if name not in execution}
     return run.model_copy(update={**others, "execution": run.execution.model_copy(update=execution)})
@@ -149,9 +151,9 @@ def _row(split: str, name: str, key: str, record, sample: TokenizedSample) -> di
 
 
 def start_trainer(run: RunConfig, processes: int = 1) -> subprocess.Popen | Started:
-    """Start the trainer as users do: by torchrun, with one JSON file; 0 processes: by itself, without torchrun.
+    """Start the trainer as users do, by torchrun with one JSON file. With 0 processes it runs without torchrun.
 
-    Without a GPU a trainer by itself is forked, which saves its imports.
+    Without a GPU, a trainer without torchrun is forked, which saves its imports.
     """
     if not processes and not torch.cuda.is_available():
         return start("trainer", run.output_dir / "run.json", log=run.output_dir / "log.txt")
@@ -165,20 +167,20 @@ def start_trainer(run: RunConfig, processes: int = 1) -> subprocess.Popen | Star
 
 
 def run_trainer(run: RunConfig, processes: int = 1, timeout: float = 240) -> int:
-    """The exit status of a whole run."""
+    """Return the exit status of a complete run."""
     return start_trainer(run, processes).wait(timeout)
 
 
 def metrics_of(run: RunConfig) -> list[MetricsRow]:
-    """All rows written so far."""
+    """Return all rows of metrics written so far."""
     return read_metrics(run.output_dir)
 
 
 def result_of(run: RunConfig) -> TrainResult:
-    """How the run ended."""
+    """Return the result of the run."""
     return TrainResult.model_validate(json.loads((run.output_dir / "result.json").read_text()))
 
 
 def log_of(run: RunConfig) -> str:
-    """What the trainer printed."""
+    """Return the output of the trainer."""
     return (run.output_dir / "log.txt").read_text()

@@ -1,4 +1,4 @@
-"""Seeded samples of every kind, and a samples artifact made of them without running convert."""
+"""Seeded samples of every kind, and a samples artifact made from them without running convert."""
 
 import io
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from stages.pages.dataset_card import DATASET_CARD
 
 
 def make_image(width: int, height: int, seed: int = 0, mode: str = "RGB", image_format: str = "PNG") -> bytes:
-    """An encoded image: smooth shapes with some noise, so that scaling has something to get wrong."""
+    """Return an encoded image of smooth shapes with some noise, so that errors of scaling show."""
     rng = np.random.default_rng((seed, width, height))
     coarse = rng.integers(0, 256, (max(height // 24, 2), max(width // 24, 2), 3), np.uint8)
     smooth = np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC))
@@ -32,12 +32,12 @@ def make_image(width: int, height: int, seed: int = 0, mode: str = "RGB", image_
 
 
 def turns(*texts: str) -> tuple[Message, ...]:
-    """User and assistant texts in turn."""
+    """Return user and assistant messages in rotation."""
     return tuple(Message(role=("user", "assistant")[i % 2], text=text) for i, text in enumerate(texts))
 
 
 def make_sample(number: int) -> Sample:
-    """The `number`-th sample: by turns one image, several questions, two images, text only."""
+    """Return the `number`-th sample, in rotation with one image, several questions, two images, or only text."""
     rng = np.random.default_rng(number)
     width, height = (int(n) for n in rng.integers(33, 160, 2))
     images = tuple(make_image(width + 7 * i, height, seed=number + i) for i in range((1, 1, 2, 0)[number % 4]))
@@ -53,10 +53,10 @@ def make_sample(number: int) -> Sample:
 
 
 def make_samples_artifact(directory: Path, shards: dict[str, Sequence[Sample]]) -> Artifact:
-    """A finished artifact of the convert stage.
+    """Return a finished artifact of the convert stage.
 
     Args:
-        shards: name, `train/shard-00000.tar`, -> its samples; train before heldout.
+        shards: name, for example `train/shard-00000.tar` -> its samples; train before heldout.
     """
     entries = []
     for name, samples in shards.items():

@@ -1,4 +1,4 @@
-"""A running `athanor up` for tests: a process of its own on a throw-away root."""
+"""A running `athanor up` for tests: a process of its own on a temporary root."""
 
 import base64
 import json
@@ -27,13 +27,13 @@ _FOREIGN = ("PREFECT_", "MLFLOW_", "ATHANOR_", "PGPASSWORD")
 
 
 class RunningService:
-    """`athanor up` on a root.
+    """An `athanor up` that runs on a root.
 
     Attributes:
-        root: of the service; its logs are in root/service.
-        record: what it says about itself.
-        process: the one that watches the others.
-        output: file with everything it has printed.
+        root: root of the service; its logs are in root/service.
+        record: the service's record.
+        process: the process that watches the programs.
+        output: file with everything that it has printed.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class RunningService:
                 raise
 
     def wait_ready(self, seconds: float = READY_SECONDS) -> ServiceRecord:
-        """Wait until everything answers."""
+        """Wait until all programs answer."""
         deadline = time.monotonic() + seconds
         while (record := read_service(self.root)) is None or record.pid != self.process.pid:
             assert self.process.poll() is None, f"athanor up ended by itself:\n{self.tell()}"
@@ -75,7 +75,7 @@ class RunningService:
         return record
 
     def env(self) -> dict[str, str]:
-        """Environment for a process that talks to the service's servers."""
+        """Return the environment for a process that calls the service's servers."""
         return {
             **clean_environment(),
             "PREFECT_HOME": str(self.root / "prefect"),
@@ -87,11 +87,11 @@ class RunningService:
 
     @property
     def login(self) -> str:
-        """`user:password`, as our own commands find it."""
+        """Return `user:password`, as athanor's own commands find it."""
         return client_logins(service_dir(self.root), {})[PREFECT_CLIENT_SECRET]
 
     def ask(self, url: str, body: object = None, **headers: str) -> object:
-        """A server's answer, as JSON, to somebody who knows the password."""
+        """Return a server's answer as JSON, with the password in the request."""
         login = base64.b64encode(self.login.encode()).decode()
         data = None if body is None else json.dumps(body).encode()
         sent = {"Content-Type": "application/json", "Authorization": f"Basic {login}", **headers}
@@ -99,11 +99,11 @@ class RunningService:
             return json.load(answer)
 
     def athanor(self, command: str, *arguments: str, **changes: object) -> subprocess.CompletedProcess:
-        """Run an athanor command on the root; a recipe gets the quick settings."""
+        """Run an athanor command on the root. A recipe gets the quick settings."""
         return run_athanor(command, self.root, *arguments, **changes)
 
     def stop(self, signum: int = signal.SIGINT) -> int:
-        """As Ctrl-C does; returns the exit status. May be called again."""
+        """Stop the service as Ctrl-C does, and return the exit status. May be called again."""
         if self.process.poll() is None:
             self.process.send_signal(signum)
             try:
@@ -114,26 +114,26 @@ class RunningService:
         return self.process.returncode
 
     def kill(self) -> None:
-        """kill -9 of the one that watches."""
+        """Kill -9 the process that watches the programs."""
         self.process.kill()
         self.process.wait()
 
     def processes(self) -> list[psutil.Process]:
-        """Everything that carries the service's mark, the one that watches left out."""
+        """Return all processes with the service's mark, except the one that watches."""
         return processes_with(SERVICE_VARIABLE, str(self.root))
 
     def log(self, part: str) -> str:
-        """Of prefect, mlflow, worker or provision."""
+        """Return the log of prefect, mlflow, worker or provision."""
         path = self.root / "service" / f"{part}.log"
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
     def tell(self) -> str:
-        """What it has printed, and the ends of its logs, for a failed assertion."""
+        """Return the output and the ends of the logs, for a failed assertion."""
         logs = {part: self.log(part)[-1500:] for part in ("prefect", "mlflow", "worker", "provision")}
         return "\n".join([self.output.read_text(errors="replace")[-3000:], *(f"== {k}\n{v}" for k, v in logs.items())])
 
     def printed(self) -> list[str]:
-        """Lines that it has printed so far."""
+        """Return the lines that were printed so far."""
         return self.output.read_text(encoding="utf-8").splitlines()
 
 
@@ -141,7 +141,7 @@ class RunningService:
 def running_service(
     root: Path, options: Sequence[str] = (), environment: Mapping[str, str] | None = None
 ) -> Iterator[RunningService]:
-    """A service that is stopped at the end, and must have left nothing."""
+    """Run a service. It is stopped at the end, and no process may be left."""
     running = RunningService(root, options, environment)
     try:
         yield running
@@ -151,7 +151,8 @@ def running_service(
 
 
 def _choose_own_ports(path: Path) -> None:
-    """As if it had run before: others may use the usual ports, and the system gives away those above 32768."""
+    """Record ports as if the service had run before, since the usual ports may be taken, and the system hands out ports
+    above 32768."""
     if path.exists():
         return
     free = [port for port in random.sample(range(20_000, 30_000), 20) if is_free("127.0.0.1", port)]
@@ -160,7 +161,8 @@ def _choose_own_ports(path: Path) -> None:
 
 
 def run_athanor(command: str, root: Path, *arguments: str, **changes: object) -> subprocess.CompletedProcess:
-    """`athanor command` in a process of its own, with text output; changes are dotted, with __ for the dot."""
+    """Run `athanor command` in a process of its own, with text output. Changes are dotted settings, with __ for the
+    dot."""
     sets = {**SMALL, **{key.replace("__", "."): value for key, value in changes.items()}}
     words = [f"--set={key}={value}" for key, value in sets.items()] if command in ("run", "plan", "sweep") else []
     full = [sys.executable, "-m", "flows.cli.main", command, *arguments, "--root", str(root), *words]
@@ -168,7 +170,7 @@ def run_athanor(command: str, root: Path, *arguments: str, **changes: object) ->
 
 
 def nested(changes: Mapping[str, object]) -> dict[str, object]:
-    """{"a.b": 1} -> {"a": {"b": 1}}, as the form of a deployment gives its overrides."""
+    """Return {"a.b": 1} as {"a": {"b": 1}}, the form of a deployment's overrides."""
     whole: dict[str, object] = {}
     for key, value in changes.items():
         *parents, last = key.split(".")
@@ -180,12 +182,12 @@ def nested(changes: Mapping[str, object]) -> dict[str, object]:
 
 
 def clean_environment() -> dict[str, str]:
-    """This process's, without what points at servers of somebody else."""
+    """Return this process's environment without variables that name other servers."""
     return {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
 
 
 def processes_with(variable: str, value: str) -> list[psutil.Process]:
-    """Processes that have it in their environment; zombies left out."""
+    """Return the processes that have a variable in their environment, without zombies."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -197,7 +199,8 @@ def processes_with(variable: str, value: str) -> list[psutil.Process]:
 
 
 def wait_for(condition: Callable[[], object], seconds: float, what: str, about: Callable[[], str] = str) -> object:
-    """The first true answer of `condition`; an AssertionError that says what was awaited when there is none in time."""
+    """Wait for the first true value of `condition` and return it. Raise AssertionError, which names the condition,
+    after the time limit."""
     deadline = time.monotonic() + seconds
     while not (answer := condition()):
         assert time.monotonic() < deadline, f"no {what} within {seconds:.0f} s\n{about()}"

@@ -1,4 +1,4 @@
-"""Qwen3-VL-2B's sizes, and shapes with some numbers changed by the names that messages give them."""
+"""The sizes of Qwen3-VL-2B, and shapes with some sizes changed, by the names that messages use."""
 
 import dataclasses
 
@@ -6,7 +6,7 @@ from trainer.families.qwen3_vl.shape import read_shape
 from trainer.model.layer import Layer
 from trainer.model.shape import ModelShape
 
-# As config.json of Qwen3-VL-2B-Instruct has them.
+# The values of Qwen3-VL-2B-Instruct's config.json.
 CONFIG_2B = {
     "model_type": "qwen3_vl",
     "text_config": {
@@ -40,7 +40,8 @@ QWEN_2B = read_shape(CONFIG_2B)
 
 
 def changed(shape: ModelShape, **sizes: int) -> ModelShape:
-    """Sizes as `named_sizes` names them: vision_num_heads, num_deepstack, and the language model's own."""
+    """Return a shape with changed sizes, named as in `named_sizes`: vision_num_heads, num_deepstack, and the language
+    model's own."""
     vision = {name.removeprefix("vision_"): sizes.pop(name) for name in [*sizes] if name.startswith("vision_")}
     if "num_deepstack" in sizes:
         vision["deepstack_layers"] = tuple(range(sizes.pop("num_deepstack")))
@@ -63,7 +64,7 @@ def changed(shape: ModelShape, **sizes: int) -> ModelShape:
 
 
 def named_sizes(shape: ModelShape) -> dict[str, object]:
-    """Every size by the name that a message gives it."""
+    """Return every size by the name that messages use."""
     vision = {f"vision_{name}": value for name, value in dataclasses.asdict(shape.vision).items()}
     sizes = {**dataclasses.asdict(shape.language), "num_layers": shape.language.num_layers}
     for half in shape.language.layers[0].halves:

@@ -21,7 +21,7 @@ from trainer.parallel.runtime import cpu_runtime
 
 @contextlib.contextmanager
 def single_rank(seed: int = 1) -> Iterator[Mesh]:
-    """A process group of one rank: the GPU where there is one; else the CPU, as it was but for four functions."""
+    """Run a process group of one rank, on the GPU if there is one, else on the CPU with four functions replaced."""
     mode = contextlib.nullcontext()
     if cpu_runtime is not None:
         cpu_runtime.patch_cuda()
@@ -33,10 +33,10 @@ def single_rank(seed: int = 1) -> Iterator[Mesh]:
 def build_tiny(
     hf_dir: Path, mesh: Mesh, seq_len: int = 128, dtype: torch.dtype = torch.float32, *, modules: str = "exact"
 ) -> PackedModel:
-    """Our model with the directory's weights and the tests' pixel normalisation.
+    """Return athanor's model with the directory's weights and the tests' pixel normalisation.
 
     Args:
-        modules: as `execution.modules`, or "exact": those for a CPU, on whatever device.
+        modules: value of `execution.modules`, or "exact" for the CPU modules on any device.
     """
     family, shape = read_model(hf_dir)
     chosen = TorchModules() if modules == "exact" else choose_modules(modules, mesh.device)

@@ -18,8 +18,8 @@ import psutil
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scancel", "scontrol")
 START_SECONDS = 60.0
-KILL_WAIT_SECONDS = 15  # between SIGTERM and SIGKILL of a plain scancel; Slurm's own default is 30
-REQUEUE_SECONDS = 5  # a job that is queued again waits so long; Slurm: "cred_expire", 120 by default
+KILL_WAIT_SECONDS = 15  # seconds between SIGTERM and SIGKILL of a plain scancel; Slurm's default is 30
+REQUEUE_SECONDS = 5  # seconds for which a requeued job waits; Slurm's "cred_expire" is 120 by default
 _CONF = """\
 ClusterName=athanor
 SlurmctldHost={host}(127.0.0.1)
@@ -55,7 +55,7 @@ PartitionName=gpu Nodes=n1,n2 Default=YES MaxTime=60 State=UP OverSubscribe=FORC
 
 
 def why_not() -> str:
-    """Why no cluster can be started here; empty where one can."""
+    """Return why no cluster can be started here; "" if one can be started."""
     missing = [program for program in PROGRAMS if shutil.which(program, path=_path()) is None]
     if missing:
         return f"{', '.join(missing)} not installed (apt-get install slurm-wlm munge)"
@@ -63,7 +63,7 @@ def why_not() -> str:
 
 
 class SlurmCluster:
-    """A running cluster; `conf` is the value of SLURM_CONF for its clients."""
+    """A running cluster. `conf` is the value of SLURM_CONF for its clients."""
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.conf = directory, directory / "slurm.conf"
@@ -99,7 +99,7 @@ class SlurmCluster:
         self._until(lambda: "UP" in self.call("scontrol", "ping"), "slurmctld")
 
     def stop_controller(self) -> None:
-        """End slurmctld: jobs go on, and no client is answered."""
+        """End slurmctld. Jobs continue, and no client gets an answer."""
         self.processes["slurmctld"].terminate()
         self.processes["slurmctld"].wait(30)
 
@@ -107,7 +107,7 @@ class SlurmCluster:
         self._start(node, "-D", "-N", node, "-f", str(self.conf), program="slurmd")
 
     def call(self, *command: str) -> str:
-        """A client's standard output; empty where it failed."""
+        """Return a client's standard output; "" if the client failed."""
         done = subprocess.run(command, env=self.environment(), capture_output=True, text=True, timeout=60)
         return done.stdout if done.returncode == 0 else ""
 
@@ -129,7 +129,7 @@ class SlurmCluster:
             process.wait(5)
 
     def processes_of(self, root: Path) -> list[psutil.Process]:
-        """What still runs of the jobs below `root`: by their environment."""
+        """Return the running processes of the jobs below `root`, found by their environment."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
@@ -161,7 +161,7 @@ class SlurmCluster:
 
 @contextlib.contextmanager
 def slurm_cluster(directory: Path) -> Iterator[SlurmCluster]:
-    """A cluster that lives as long as the block."""
+    """Run a cluster while the block lasts."""
     cluster = SlurmCluster(directory)
     try:
         cluster.start()

@@ -1,4 +1,4 @@
-"""A module that a fork server runs as `python -m` would, and the handle that its starter holds."""
+"""Modules that a fork server runs as `python -m` would, and the handle for the process that asked for it."""
 
 import os
 import resource
@@ -12,25 +12,26 @@ from pathlib import Path
 
 
 class Started:
-    """A process that the fork server started. It is nobody's child here, so its exit status comes by a file.
+    """A process that the fork server started. It is not a child of this process, so its exit status comes from a file.
 
     Attributes:
-        pid: of the process, which leads a session and a process group of its own.
+        pid: pid of the process, which leads a session and a process group of its own.
     """
 
     def __init__(self, pid: int, status: Path) -> None:
         self.pid, self._status = pid, status
 
     def poll(self) -> int | None:
-        """The exit status; minus the signal's number if a signal ended it; None while it runs."""
+        """Return the exit status, or minus the signal's number if a signal ended the process; None while it is
+        running."""
         text = self._status.read_text() if self._status.exists() else ""
         return int(text) if text.endswith("\n") else None
 
     def wait(self, timeout: float = 240) -> int:
-        """The exit status, after the end.
+        """Wait for the end and return the exit status.
 
         Raises:
-            subprocess.TimeoutExpired: it still runs after `timeout` seconds.
+            subprocess.TimeoutExpired: the process is still running after `timeout` seconds.
         """
         stop = time.monotonic() + timeout
         while (code := self.poll()) is None:
@@ -59,10 +60,10 @@ def start_module(
     environment: dict[str, str],
     max_file_bytes: int | None,
 ) -> int:
-    """Fork a process that runs the module, and a keeper that writes its exit status into a file.
+    """Fork a process that runs the module, and a second process that writes its exit status into a file.
 
     Returns:
-        the process's pid.
+        the pid of the first process.
     """
     _KEEPERS[:] = [keeper for keeper in _KEEPERS if os.waitpid(keeper, os.WNOHANG) == (0, 0)]
     read, write = os.pipe()
@@ -87,7 +88,7 @@ def start_module(
 
 
 def _run(module: str, arguments: list[str], log: str, environment: dict[str, str], max_file_bytes: int | None) -> None:
-    """Become the process of the module; never returns."""
+    """Become the process of the module. Never returns."""
     code = 1
     try:
         os.setsid()

@@ -1,4 +1,4 @@
-"""A process that meets a fresh tracking store: makes the schema if it is the first, and logs a run."""
+"""A process that opens a new tracking store, makes the schema if it is the first process, and logs a run."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from flows.tracking.store import connect
 
 
 def connect_and_log(root: str) -> str:
-    """Log one metric of a new run; returns its id."""
+    """Log one metric of a new run, and return the run's id."""
     client = connect(Path(root))
     run = client.create_run("0")
     client.log_metric(run.info.run_id, "loss", 1.0)

@@ -62,14 +62,14 @@ _TEMPLATE = """\
 
 
 def think_template(generation: str) -> str:
-    """The template of one of GENERATIONS."""
+    """Return the template of one of GENERATIONS."""
     text = _TEMPLATE.replace("KEPT", _KEPT.get(generation, "false"))
     effort = _EFFORT if generation == "qwen3_8" else "{%- set effort = '' -%}\n"
     return effort + text.replace("PROMPT", _PROMPTS.get(generation, _LARGE_PROMPT))
 
 
 def think_hf_dir(generation: str, directory: Path) -> Path:
-    """A copy of the tiny model with the template of a generation."""
+    """Return a copy of the tiny model with the template of a generation."""
     hf_dir = Path(shutil.copytree(tiny_hf_dir(), directory / generation))
     (hf_dir / "chat_template.jinja").write_text(think_template(generation))
     return hf_dir

@@ -47,7 +47,7 @@ _VISION: dict[str, Any] = {
     "num_position_embeddings": 256,
     "deepstack_visual_indexes": [],
 }
-_ODD_VISION = {"hidden_size": 144, "num_heads": 2, "intermediate_size": 96}  # a head of 72, as in the large models
+_ODD_VISION = {"hidden_size": 144, "num_heads": 2, "intermediate_size": 96}  # a head size of 72, as in the large models
 # As many value heads as key heads, tied. Three times as many, untied, delta layers first and last. Heads of 128, tied,
 # and the published eps.
 SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
@@ -90,7 +90,7 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
 
 
 def hybrid_config(shape: str = "first") -> dict[str, Any]:
-    """config.json of a shape."""
+    """Return config.json of a shape."""
     text, vision, tied = SHAPES[shape]
     text = {**_TEXT, **text}
     base = json.loads((tiny_hf_dir() / "config.json").read_text())
@@ -102,7 +102,7 @@ def hybrid_config(shape: str = "first") -> dict[str, Any]:
 
 @functools.cache
 def hybrid_hf_dir(shape: str = "first") -> Path:
-    """The directory of a shape, none of whose tensors has a special value; made once a process."""
+    """Return the directory of a shape, none of whose tensors has a special value. It is made once per process."""
     directory = Path(tempfile.mkdtemp(prefix="athanor-hybrid-")) / shape
     shutil.copytree(tiny_hf_dir(), directory)
     config = hybrid_config(shape)
@@ -116,7 +116,7 @@ def hybrid_hf_dir(shape: str = "first") -> Path:
 
 @functools.cache
 def talkative_hybrid_dir() -> Path:
-    """The first shape with weights so large that its answers differ from prompt to prompt."""
+    """Return the first shape with weights so large that its answers differ from prompt to prompt."""
     directory = Path(tempfile.mkdtemp(prefix="athanor-hybrid-")) / "talkative"
     shutil.copytree(hybrid_hf_dir(), directory)
     tensors = load_file(directory / "model.safetensors")
@@ -128,7 +128,7 @@ def talkative_hybrid_dir() -> Path:
 
 
 def randomize_hybrid(model: torch.nn.Module) -> None:
-    """Norms off the values at which they do nothing, decays of a few to a few hundred tokens."""
+    """Give norms values that have an effect, and decays lengths of a few to a few hundred tokens."""
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for name, param in model.named_parameters():

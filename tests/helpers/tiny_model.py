@@ -74,7 +74,8 @@ SHAPES = {"first": FIRST, "second": SECOND, "deep": DEEP, "wide": WIDE, "odd": O
 
 @functools.cache
 def tiny_hf_dir(shape: str = "first") -> Path:
-    """The directory of a shape: made once a process, deleted at its end. Copy it before changing anything in it."""
+    """Return the directory of a shape. It is made once per process and deleted at its end. Copy it before
+    changing it."""
     directory = Path(tempfile.mkdtemp(prefix="athanor-tiny-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     return make_tiny_hf_dir(directory / shape, SHAPES[shape], TEXTS)

@@ -1,4 +1,4 @@
-"""A tiny Qwen3 directory with the tokenizer of the tiny Qwen3-VL: text alone, random weights."""
+"""A tiny Qwen3 directory with the tokenizer of the tiny Qwen3-VL: a text model with random weights."""
 
 import functools
 import json
@@ -26,7 +26,7 @@ _COMMON = {
     "rope_theta": 1_000_000.0,
     "max_position_embeddings": 4096,
 }
-# What Qwen3's own template does with a conversation: texts alone.
+# The template renders a conversation as Qwen3's own template does, but only texts.
 TEMPLATE = (
     "{%- for m in messages -%}{{ '<|im_start|>' ~ m.role ~ '\\n' ~ m.content ~ '<|im_end|>\\n' }}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
@@ -34,20 +34,20 @@ TEMPLATE = (
 
 
 def text_config(shape: str = "first", **changes: object) -> dict[str, Any]:
-    """config.json of a shape."""
+    """Return config.json of a shape."""
     return {**_COMMON, **SHAPES[shape], **changes}
 
 
 @functools.cache
 def text_hf_dir(shape: str = "first") -> Path:
-    """The directory of a shape, none of whose tensors has a special value; made once a process."""
+    """Return the directory of a shape, none of whose tensors has a special value. It is made once per process."""
     directory = Path(tempfile.mkdtemp(prefix="athanor-text-")) / shape
     write_text_model(directory, text_config(shape))
     return directory
 
 
 def write_text_model(directory: Path, config: dict[str, Any]) -> None:
-    """A complete directory: random weights, tokenizer, template, but no preprocessor_config.json."""
+    """Write a complete directory: random weights, tokenizer, template, but no preprocessor_config.json."""
     directory.mkdir(parents=True)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(tiny_hf_dir() / name, directory / name)
@@ -60,7 +60,7 @@ def write_text_model(directory: Path, config: dict[str, Any]) -> None:
 
 
 def randomize(model: torch.nn.Module) -> None:
-    """No tensor keeps a special value: norms off one, biases off zero."""
+    """Remove special values from all tensors: norms become different from one, and biases different from zero."""
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for name, param in model.named_parameters():

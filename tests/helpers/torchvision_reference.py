@@ -26,7 +26,7 @@ _declared: list[torch.library.Library] = []
 
 
 def torchvision_version() -> str | None:
-    """The version of an importable torchvision, or None."""
+    """Return the version of an importable torchvision, or None."""
     if importlib.util.find_spec("torchvision") is None:
         return None
     try:
@@ -39,13 +39,13 @@ def torchvision_version() -> str | None:
 
 
 def reference_pixels(data: bytes, config: PixelConfig) -> tuple[np.ndarray, np.ndarray]:
-    """(pixel_values float32, grid) of an encoded image, by transformers' own processor."""
+    """Return (pixel_values float32, grid) of an encoded image, from transformers' own processor."""
     out = image_processor(config)(images=[open_rgb(data)], return_tensors="pt")
     return out["pixel_values"].numpy(), out["image_grid_thw"][0].numpy()
 
 
 def image_processor(config: PixelConfig) -> Any:
-    """transformers' torchvision-backed image processor with the settings of `config`."""
+    """Return transformers' torchvision-backed image processor with the settings of `config`."""
     module = importlib.import_module("transformers.models.qwen2_vl.image_processing_qwen2_vl")
     patch_format = config.patch_format
     return module.Qwen2VLImageProcessor(
@@ -64,4 +64,4 @@ def _declare_operators() -> None:
     library = torch.library.Library("torchvision", "FRAGMENT")
     for name in sorted(set(re.findall(r'register_(?:meta|fake)\("(?:torchvision::)?(\w+)"\)', source))):
         library.define(f"{name}(Tensor x) -> Tensor")
-    _declared.append(library)  # the declarations live as long as the library object
+    _declared.append(library)  # the declarations exist as long as the library object

@@ -1,4 +1,4 @@
-"""Small artifacts of every stage that tracking knows, and a pipeline run that tells MLflow all of them."""
+"""Small artifacts of every stage that tracking handles, and a pipeline run that logs all of them to MLflow."""
 
 import base64
 from pathlib import Path
@@ -24,7 +24,7 @@ EXPERIMENT, MODEL = "athanor-test", "athanor-test"
 
 
 class Nobody:
-    """In the place of the sending thread: a test delivers by itself."""
+    """A replacement of the sending thread that sends nothing, so that a test publishes by itself."""
 
     problem = "nobody sends"
 
@@ -45,12 +45,13 @@ def make_artifact(root: Path, stage: str, fingerprint: str, **fields: Any) -> Ar
 
 
 def timed_row(step: int):
-    """A row with the time that a trainer would have written."""
+    """Return a row with the time that a trainer would have written."""
     return metrics_row(step, time_ms=FIRST_MS + 1000 * step)
 
 
 def write_live(tracker: Tracker, rows, mode: str = "a") -> None:
-    """Rows of a training that runs, as its trainer writes them and its flow hears of them; mode "w" begins anew."""
+    """Write rows of a running training as its trainer does, and report them as its flow does. Mode "w" replaces the
+    file."""
     path = tracker.root / "scratch" / METRICS_JSONL
     path.parent.mkdir(exist_ok=True)
     with path.open(mode) as file:
@@ -108,7 +109,7 @@ def open_tracker(root: Path, identity: str, name: str = "embedded", samples_host
 
 
 def tell_a_run(root: Path, identity: str, num_steps: int = 12, *, live: range | None = None) -> Tracker:
-    """Everything that a flow says, from its start to its end; the steps of `live` as they come."""
+    """Make all tracking calls of a flow, from its start to its end, with the steps of `live` one by one."""
     tracker = open_tracker(root, identity)
     tracker.log_stage(make_artifact(root, "plan_bins", "b" * 16), False, dataset="training")
     write_live(tracker, [timed_row(step) for step in (live if live is not None else range(1, num_steps + 1))])
@@ -120,7 +121,7 @@ def tell_a_run(root: Path, identity: str, num_steps: int = 12, *, live: range | 
 
 
 def holdings(client: MlflowClient, identity: str) -> dict[str, Any]:
-    """All that MLflow holds of an identity, but what differs from one telling to the next: ids, places, times."""
+    """Return everything that MLflow holds of an identity, except values that differ each time: ids, paths, times."""
     experiment = client.get_experiment_by_name(EXPERIMENT)
     runs = client.search_runs([experiment.experiment_id], f"tags.`athanor.identity` = '{identity}'")
     (run,) = runs

@@ -1,4 +1,4 @@
-"""Two hosts on this machine: network namespaces with addresses and names of their own, joined by one cable."""
+"""Two hosts on this machine: network namespaces with their own addresses and names, joined by one virtual cable."""
 
 import contextlib
 import os
@@ -14,11 +14,11 @@ from stages.launchers.rank_logs import as_rank
 from trainer.contract.run import RunConfig
 
 _LINK = "net0"
-_ADDRESSES = ("10.77.0.1", "10.77.0.2")  # of the two namespaces alone; nothing else can reach them
+_ADDRESSES = ("10.77.0.1", "10.77.0.2")  # addresses of the two namespaces only; nothing else can reach them
 
 
 def why_not() -> str:
-    """Why there can be no namespaces here; empty if there can."""
+    """Return why namespaces cannot be made here; "" if they can."""
     if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("unshare"):
         return "needs root, ip and unshare"
     name = f"athanor-try-{os.getpid()}"
@@ -30,13 +30,13 @@ def why_not() -> str:
 
 @dataclass(frozen=True)
 class Host:
-    """A host by its name, which is that of its network namespace too, and its address."""
+    """A host: its name, which is also the name of its network namespace, and its address."""
 
     name: str
     address: str
 
     def start(self, command: Sequence[str], log: Path, gpus: str = "") -> subprocess.Popen:
-        """Start a command on it, which sees these GPUs; its output goes to the end of the log."""
+        """Start a command on the host, which sees these GPUs. Its output is appended to the log."""
         named = ["unshare", "--uts", "/bin/sh", "-c", 'hostname "$0"; exec "$@"', self.name, *command]
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": _LINK, "NCCL_SOCKET_IFNAME": _LINK, "OMP_NUM_THREADS": "1"}
         environment |= {"CUDA_VISIBLE_DEVICES": gpus, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
@@ -46,19 +46,19 @@ class Host:
             )
 
     def kill(self) -> None:
-        """kill -9 of all of its processes, as if its power had gone."""
+        """Kill -9 all processes of the host, as if it had lost power."""
         for pid in map(int, _ip("netns", "pids", self.name).split()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
     def unplug(self) -> None:
-        """Take its cable out: what it sends is lost, and nothing is closed."""
+        """Disconnect the host: its messages are lost, and no connection is closed."""
         _ip("-n", self.name, "link", "set", _LINK, "down")
 
 
 @contextlib.contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Two hosts that know each other by name, without any other network."""
+    """Make two hosts that know each other by name and have no other network."""
     first, second = (Host(f"athanor-{os.getpid()}-{end}", address) for end, address in zip("ab", _ADDRESSES))
     try:
         for host in (first, second):
@@ -83,10 +83,10 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
 
 
 def start_agents(run: RunConfig, hosts: Sequence[Host], processes: int = 1) -> list[subprocess.Popen]:
-    """Start the trainer over the hosts, with a torchrun agent on each, as the sbatch file does.
+    """Start the trainer on the hosts, with a torchrun agent on each, as the sbatch file does.
 
     Args:
-        processes: of each host.
+        processes: number of processes on each host.
     """
     logs = run.output_dir / "logs"
     logs.mkdir(exist_ok=True)

@@ -17,7 +17,7 @@ WORLD = 3
 
 
 def watch_others(directory: Path, rank: int) -> None:
-    """The life of a rank."""
+    """Run the life of a rank."""
     os.dup2(os.open(directory / f"log-{rank}", os.O_CREAT | os.O_WRONLY), 2)
     watch.KEEPALIVE = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 1}
     watch.FAILED_SECONDS = 2.0
@@ -42,7 +42,7 @@ def _fork(directory: Path, rank: int) -> int:
 
 
 def main() -> None:
-    """Fork the ranks of a directory, wait for their ends, and go on with the next."""
+    """Fork the ranks of a directory, wait until they end, and continue with the next directory."""
     for line in sys.stdin:
         directory = Path(line.strip())
         pids = [_fork(directory, rank) for rank in range(WORLD)]

@@ -45,26 +45,27 @@ from trainer.parallel.vision.worker import VisionWorker
 
 @dataclass(frozen=True)
 class World:
-    """What came of a job.
+    """The results of a job.
 
     Attributes:
-        rows: metrics.jsonl.
+        rows: rows of metrics.jsonl.
         ranks: for each rank: `drift`, the largest difference between copies of a parameter after the last step;
-            `loss_tokens` and `encoded`, of each micro batch it read; `pixels`, whether it got any; `layers`, the
-            numbers of its language layers; `open`, the most micro batches whose dealt images waited for gradients.
+            `loss_tokens` and `encoded` of each micro batch that it read; `pixels`, whether it got any; `layers`, the
+            indexes of its language layers; `open`, the largest number of micro batches whose dealt images waited for
+            gradients.
     """
 
     rows: list[MetricsRow]
     ranks: list[dict[str, object]]
 
 
-STUCK_SECONDS = 200  # a rank that is still there then writes where it stands, and ends
+STUCK_SECONDS = 200  # a rank that is still running then writes its stack, and ends
 
 _SERVER: list[subprocess.Popen] = []
 
 
 def exported(run: RunConfig) -> dict[str, torch.Tensor]:
-    """The weights after the last step, whole, under their HF names."""
+    """Return the complete weights after the last step, under their HF names."""
     return load_file(run.output_dir / HF_EXPORT / "model.safetensors")
 
 
@@ -72,10 +73,10 @@ def run_world(run: RunConfig, processes: int, *, save: bool = False) -> World:
     """Train in a world of `processes` ranks.
 
     Args:
-        save: write the tensors of checkpoints, which takes longer than the training.
+        save: whether to write the tensors of checkpoints, which takes longer than the training.
 
     Raises:
-        AssertionError: a rank failed; with its last lines.
+        AssertionError: a rank failed; the message has its last lines.
     """
     (run.output_dir / "run.json").write_text(run.model_dump_json())
     codes = _ask("run_job", str(run.output_dir), processes, save)
@@ -85,7 +86,7 @@ def run_world(run: RunConfig, processes: int, *, save: bool = False) -> World:
 
 
 def world_of(run: RunConfig, processes: int) -> World:
-    """What a job left behind."""
+    """Return the results that a job has left."""
     ranks = [json.loads((run.output_dir / f"rank-{rank}.json").read_text()) for rank in range(processes)]
     return World(read_metrics(run.output_dir), ranks)
 
@@ -100,9 +101,9 @@ def start(
     """Run a module as `python -m` would, in a session of its own.
 
     Args:
-        log: a file to which its output is appended.
-        environment: variables beside those of the tests.
-        max_file_bytes: a limit on the size of each file that it writes.
+        log: file to which its output is appended.
+        environment: variables in addition to those of the tests.
+        max_file_bytes: limit of the size of each file that it writes.
     """
     status = log.with_name(f"{uuid.uuid4().hex}.status")
     place = [str(log), str(status), dict(environment or {}), max_file_bytes]
@@ -110,7 +111,7 @@ def start(
 
 
 def start_ranks(module: str, processes: int, *arguments: object, log: Path) -> list[Started]:
-    """Run a module in a world of several ranks, which find each other by the variables that torchrun sets."""
+    """Run a module in a world of several ranks, which find each other by torchrun's variables."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -121,7 +122,7 @@ def start_ranks(module: str, processes: int, *arguments: object, log: Path) -> l
 
 
 def _ask(job: str, *arguments: object) -> Any:
-    """The answer of the server, which is started by the first question."""
+    """Return the answer of the server, which the first question starts."""
     if not _SERVER:
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-W", "ignore", "-c", "from tests.helpers import world; world.serve()"]
@@ -134,7 +135,7 @@ def _ask(job: str, *arguments: object) -> Any:
 
 
 def serve() -> None:
-    """Read jobs from standard input and answer each in a line."""
+    """Read jobs from standard input, and answer each in one line."""
     gc.freeze()  # otherwise each collection of each rank visits all imported objects, and so copies their pages
     jobs = {"run_job": _run_job, "start_module": start_module}
     for line in sys.stdin:
@@ -143,7 +144,7 @@ def serve() -> None:
 
 
 def _run_job(directory: str, processes: int, save: bool) -> list[int]:
-    """The exit codes of the ranks of a job."""
+    """Run a job and return the exit codes of its ranks."""
     fork = multiprocessing.get_context("fork")
     # torchrun does the same: the agent holds the store, the ranks are its clients.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -192,7 +193,7 @@ def _rank(directory: Path, rank: int, world: int, port: int, save: bool, all_the
 
 
 def train_rank(directory: Path, rank: int, *, save: bool) -> None:
-    """Do one rank's part of the job in `directory`, and write down what it saw."""
+    """Do one rank's part of the job in `directory`, and write down the values that it saw."""
     run = RunConfig.model_validate_json((directory / "run.json").read_text())
     with contextlib.ExitStack() as stack:
         if not save:
@@ -200,14 +201,14 @@ def train_rank(directory: Path, rank: int, *, save: bool) -> None:
         mesh = stack.enter_context(rank_mesh(run.execution.parallel, run.train.seed))
         if mesh.is_vision:
             served = set_up_vision_rank(run, mesh).serve().model_dump() if run.task == "train" else {}
-            seen = {**served, "drift": 0.0}  # its weights are the owner's of a step ago
+            seen = {**served, "drift": 0.0}  # its weights are the owner's weights of the previous step
         else:
             seen = _train(run, mesh) if run.task == "train" else export(run, mesh).model_dump()
     (directory / f"rank-{rank}.json").write_text(json.dumps(seen))
 
 
 class _NoFile:
-    """What a rank has to write of nothing."""
+    """The file writer of a rank that has nothing to write."""
 
     tensors = ()
 
@@ -246,7 +247,7 @@ def _train(run: RunConfig, mesh: Mesh) -> dict[str, object]:
             stack.enter_context(patch.object(place, name, function))
         loop.train(run, mesh)
     chunks = trainers[0].chunks
-    # Ranks that divide the weights have no copies to compare, and are exported from a checkpoint alone.
+    # Ranks that divide the weights have no copies to compare, and are exported only from a checkpoint.
     divided = run.execution.parallel.sharding == "fsdp"
     if not divided:
         write_weights([chunk.module for chunk in chunks], mesh, run)
@@ -261,7 +262,7 @@ def _train(run: RunConfig, mesh: Mesh) -> dict[str, object]:
 
 
 def drift(chunks, mesh: Mesh) -> float:
-    """The largest difference between this rank's parameters and the copies that other ranks hold."""
+    """Return the largest difference between this rank's parameters and the copies on other ranks."""
     largest = 0.0
     for chunk in chunks:
         for param in chunk.module.parameters():

@@ -1,6 +1,6 @@
-"""`python -m tests.helpers.writers ROOT COUNT POINTS`: so many processes log to one fresh MLflow store at once.
+"""`python -m tests.helpers.writers ROOT COUNT POINTS`: COUNT processes log to one new MLflow store at the same time.
 
-They are forked from one process that has imported everything, wait for each other, and each opens the store by itself.
+They are forked from one process that has imported everything, wait for each other, and each opens the store itself.
 """
 
 import json
@@ -17,7 +17,7 @@ EXPERIMENT = "writers"
 
 
 def main(root: Path, count: int, points: int) -> int:
-    """Print how the writers ended and what the store holds, as JSON."""
+    """Print as JSON how the writers ended and what the store holds."""
     ready_read, ready_write = os.pipe()
     go_read, go_write = os.pipe()
     pids = []

@@ -1,4 +1,4 @@
-"""The header of a bench's result: its versions, and which of them is not the pinned one."""
+"""The header of a benchmark's result: the installed versions, and which of them differ from the pinned ones."""
 
 from tests.bench import host
 

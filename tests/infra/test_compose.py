@@ -1,4 +1,5 @@
-"""compose.yaml: the compose schema, and what a stranger's first start must not do: be open, or have known passwords."""
+"""compose.yaml: it fits the compose schema, and a first start is neither open to the network nor
+has known passwords."""
 
 import subprocess
 import sys

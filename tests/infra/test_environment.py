@@ -15,12 +15,12 @@ PACKAGES = ("dataset_builders", "flows", "stages", "trainer")
 OF_A_LAUNCHER = re.compile(
     r"^(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|SLURM_.*|PREFECT__.*)$"
 )
-# Of the shell, the terminal and the GPU driver, not of athanor.
+# Variables of the shell, the terminal and the GPU driver.
 OF_THE_SYSTEM = {"PATH", "HOME", "USER", "COLUMNS", "NO_COLOR", "TERM", "TMPDIR", "PYTHONPATH", "CUDA_VISIBLE_DEVICES"}
 
 
 def constants_of(tree: ast.Module) -> dict[str, str]:
-    """Names of a module that stand for a text."""
+    """Return the names of a module that are constants with a text as their value."""
     found = {}
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
@@ -29,7 +29,7 @@ def constants_of(tree: ast.Module) -> dict[str, str]:
 
 
 def reads_of(tree: ast.Module, known: dict[str, str]) -> set[str]:
-    """Variables that are read or set through os.environ or os.getenv, by a text or by a constant that is one."""
+    """Return the variables that are read or set through os.environ or os.getenv, by a text or by a text constant."""
     found = set()
     for node in ast.walk(tree):
         key = None
@@ -50,7 +50,7 @@ def reads_of(tree: ast.Module, known: dict[str, str]) -> set[str]:
 
 @functools.cache
 def all_reads() -> dict[str, str]:
-    """Variable -> a file that reads it."""
+    """Return variable -> a file that reads it."""
     trees = {path: ast.parse(path.read_text()) for name in PACKAGES for path in sorted((REPO / name).rglob("*.py"))}
     known: dict[str, str] = {}
     for tree in trees.values():
@@ -74,7 +74,7 @@ def test_every_variable_of_the_code_is_named():
         for name, where in all_reads().items()
         if name not in named and name not in OF_THE_SYSTEM and not OF_A_LAUNCHER.match(name)
     }
-    # Prefect's own logging, whose defaults are stated where they are set
+    # Prefect's own logging variables, whose defaults are in the code
     missing = {name: where for name, where in missing.items() if not name.startswith("PREFECT_LOGGING_")}
     assert not missing, f"infra/env.example has no line for {missing}"
 

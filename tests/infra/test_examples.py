@@ -1,4 +1,5 @@
-"""The examples of infra/ are what the launchers render; `python -m tests.infra.test_examples` writes them anew."""
+"""The examples of infra/ are equal to what the launchers render. `python -m tests.infra.test_examples` writes them
+again."""
 
 from pathlib import Path
 
@@ -48,7 +49,7 @@ EXAMPLES = {
 
 
 def render(name: str) -> str:
-    """The bytes of an example."""
+    """Return the bytes of an example."""
     return make_launcher(ClusterConfig.model_validate(EXAMPLES[name])).plan(JOB)
 
 

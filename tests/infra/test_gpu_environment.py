@@ -1,4 +1,4 @@
-"""`make gpu`: what it asks of the machine, prints and runs; and one GPU stack in all the places that name one."""
+"""`make gpu`: its checks, output and commands. And every file that names the GPU packages names the same versions."""
 
 import os
 import re
@@ -16,7 +16,7 @@ from tests.helpers.compose_file import INFRA
 REPO = INFRA.parent
 PINS = gpu_environment.read_pins(REPO / "constraints-gpu.txt")
 GPU_RESULTS = sorted((REPO / "tests/bench/results").glob("*_h[12]00_*.md"))
-# A package and a version in a text; a line break may be between them.
+# A package and its version in a text, possibly with a line break between them.
 _VERSION = re.compile(r"\b(torch|triton|megatron-core|transformers|transformer[-_ ]engine)\s+(\d+(?:\.\d+)+)", re.I)
 
 
@@ -28,7 +28,7 @@ def add_program(folder: Path, name: str, script: str) -> None:
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """A machine with an NVIDIA GPU and a compiler; its programs are in `bin`, and nothing else is on PATH."""
+    """Make a machine with an NVIDIA GPU and a compiler. Its programs are in `bin`, and PATH has only this directory."""
     programs = tmp_path / "bin"
     add_program(programs, "nvidia-smi", "echo 'NVIDIA H200, 580.159.04'")
     add_program(programs, "c++", "exit 0")
@@ -36,7 +36,7 @@ def machine(tmp_path, monkeypatch):
     (tmp_path / "include" / "Python.h").touch()
     monkeypatch.setenv("PATH", str(programs))
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(gpu_environment.sys, "executable", str(tmp_path / "none"))  # nothing is installed for real
+    monkeypatch.setattr(gpu_environment.sys, "executable", str(tmp_path / "none"))  # no package is really installed
     monkeypatch.setattr(gpu_environment.sysconfig, "get_path", lambda name: str(tmp_path / name))
     monkeypatch.setattr(gpu_environment.shutil, "disk_usage", lambda path: SimpleNamespace(free=1e12))
     return tmp_path
@@ -93,7 +93,7 @@ def test_as_many_compilers_as_cores_and_memory_allow():
 
 
 def fake_environment(root: Path, script: str) -> Path:
-    """An environment whose python runs the script, with the headers that torch brings; returns its folder."""
+    """Make an environment whose python runs the script and which has the headers of torch. Return its directory."""
     add_program(root / "venv" / "bin", "python", script)
     version = gpu_environment.sys.version_info
     site = root / "venv" / "lib" / f"python{version.major}.{version.minor}" / "site-packages"
@@ -144,7 +144,7 @@ def test_the_image_gets_the_same_stack():
     text = (INFRA / "Dockerfile.train").read_text()
     assert "RUN python infra/gpu_environment.py --image --venv /opt/venv" in text
     assert "-c /opt/venv/constraints.txt '.[gpu,s3,dask]'" in text
-    assert not _VERSION.findall(text)  # the versions are those of constraints-gpu.txt alone
+    assert not _VERSION.findall(text)  # the versions are only in constraints-gpu.txt
 
 
 def test_doctor_reads_the_same_pins():

@@ -1,4 +1,4 @@
-"""The image files: hadolint where there is one, what goes into an image, and the versions that it gets."""
+"""The Dockerfiles: hadolint, if it is installed, the files that go into an image, and the versions that it gets."""
 
 import fnmatch
 import shutil

@@ -1,4 +1,5 @@
-"""Every install line of the tree: this project from its checkout in one spelling, other projects by their names."""
+"""Every install line of the repository: athanor is installed from its checkout in one spelling,
+other projects by name."""
 
 import os
 import re
@@ -13,18 +14,18 @@ REPO = Path(__file__).parents[2]
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 _OF_A_STORE = "{_EXTRAS[protocol]}"  # in the message of dataset_builders/storage/store.py
-# What is installed beside this project, by the name of its distribution.
+# Names of the distributions that are installed in addition to athanor.
 OTHERS = {"megatron-energon", "lmms-eval", "decord", "torchvision"}
 NOT_OURS = {".git", ".venv", "athanor-root", "__pycache__", ".pytest_cache", ".ruff_cache", "build", "mlruns"}
 _LINE = re.compile(r"(?:\bpip3? install|\$\(PIP\))\s+(?P<rest>[^\n`|&\\)]+)")
 _OPTION = re.compile(r"(?:--quiet|--no-deps|--no-build-isolation|-[cr] (?:\$\(.*|\S+)|--target \S+|--index-url \S+)\s*")
 _CHECKOUT = re.compile(r"-e (?:\.(?![\w\[])|'\.\[(?P<extras>[^']+)\]')")
-_IN_AN_IMAGE = re.compile(r"'\.\[(?P<extras>[^']+)\]'")  # nobody edits the sources of an image
+_IN_AN_IMAGE = re.compile(r"'\.\[(?P<extras>[^']+)\]'")  # nobody edits the sources in an image
 _NAME = re.compile(r"[\"']?([A-Za-z][\w-]*)")
 
 
 def install_lines() -> list[tuple[str, str]]:
-    """(file and number of the line, what follows `pip install` there) for the whole tree but this file."""
+    """Return (file and line number, the words after `pip install`) for all files except this one."""
     found = []
     for folder, folders, names in os.walk(REPO):
         folders[:] = [name for name in folders if name not in NOT_OURS and not name.endswith(".egg-info")]
@@ -39,7 +40,7 @@ def install_lines() -> list[tuple[str, str]]:
 
 
 def why_wrong(where: str, line: str) -> str | None:
-    """None for an allowed install line."""
+    """Return why an install line is wrong; None for an allowed line."""
     line = _OPTION.sub("", line).strip()
     match = _CHECKOUT.match(line) or (_IN_AN_IMAGE.match(line) if where.startswith("infra/Dockerfile.") else None)
     if match:

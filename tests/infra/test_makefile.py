@@ -1,4 +1,4 @@
-"""What the Makefile installs for which command, as `make --dry-run` prints it."""
+"""The packages that the Makefile installs for each command, as `make --dry-run` prints them."""
 
 import os
 import re
@@ -13,7 +13,7 @@ REPO = Path(__file__).parents[2]
 
 @pytest.fixture
 def checkout(tmp_path):
-    """The files that decide what is installed, and an environment in which nothing is."""
+    """Copy the files that decide what is installed, and make an environment without any packages."""
     for name in ("Makefile", "pyproject.toml", "constraints.txt", "constraints-gpu.txt"):
         shutil.copy(REPO / name, tmp_path)
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
@@ -22,7 +22,7 @@ def checkout(tmp_path):
 
 
 def installs(checkout: Path, target: str) -> list[str]:
-    """The arguments of every installation, in order; `make gpu` is one of them."""
+    """Return the arguments of every installation, in order. `make gpu` counts as one installation."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     command = ["make", "--dry-run", target]
     done = subprocess.run(command, cwd=checkout, env=env, capture_output=True, text=True, check=True)
@@ -43,6 +43,6 @@ def test_nothing_is_installed_twice(checkout):
 
 
 def test_the_stack_of_a_gpu_stays(checkout):
-    (checkout / ".venv" / "constraints.txt").touch()  # as `make gpu` leaves it
+    (checkout / ".venv" / "constraints.txt").touch()  # `make gpu` leaves it in this state
     assert installs(checkout, "run") == ["infra/gpu_environment.py"]
     assert installs(checkout, "test") == ["infra/gpu_environment.py", "-c .venv/constraints.txt -e '.[dev]'"]

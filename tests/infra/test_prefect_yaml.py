@@ -1,4 +1,4 @@
-"""prefect.yaml says what flows/deployments/offers.py registers."""
+"""prefect.yaml has the same deployments that flows/deployments/offers.py registers."""
 
 import yaml
 
@@ -33,7 +33,7 @@ def _as_registered() -> dict[str, dict]:
 
 def test_the_same_deployments():
     project = yaml.safe_load((INFRA / "prefect.yaml").read_text())
-    assert project["pull"] == []  # left out, Prefect has the worker change into the directory of whoever deployed
+    assert project["pull"] == []  # without it, Prefect has the worker change into the directory of whoever deployed
     written = {d.pop("name"): d for d in project["deployments"]}
     described = {name: facts.pop("description") for name, facts in written.items()}
     assert all(described.values())

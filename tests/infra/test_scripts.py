@@ -1,4 +1,4 @@
-"""Scripts and YAML of infra/: shellcheck, yamllint, and Postgres' first start run for real."""
+"""The scripts and YAML files of infra/: shellcheck, yamllint, and a real first start of Postgres."""
 
 import os
 import shutil
@@ -48,8 +48,8 @@ def test_ascii_only():
 
 @pytest.fixture
 def postgres():
-    """An empty Postgres of this machine; the address of its socket."""
-    # Not below pytest's own directory: each pytest that starts shuts it to the user postgres.
+    """Start an empty Postgres on this machine and return the address of its socket."""
+    # Not below pytest's own directory, because each pytest that starts closes that to the user postgres.
     data = Path(tempfile.mkdtemp(prefix="athanor-postgres-"))
     user = {"user": "postgres"} if os.geteuid() == 0 else {}
     if user:

@@ -1,5 +1,5 @@
-"""Both servers with passwords of the environment: nobody gets in without, a run does, and no file or command line shows
-them."""
+"""Both servers with passwords from the environment: nobody gets in without them, a run succeeds, and no file or command
+line shows them."""
 
 import asyncio
 import base64
@@ -35,7 +35,7 @@ OVERRIDES = {**SMALL, "train.num_steps": 3}
 
 @dataclass
 class Guarded:
-    """A service that asks for passwords; `place` holds all that it and its clients write."""
+    """A service that requires passwords. `place` holds all files that it and its clients write."""
 
     place: Path
     record: ServiceRecord
@@ -46,7 +46,7 @@ class Guarded:
         return self.place / "root"
 
     def call(self, url: str, login: str | None, body: object = None) -> tuple[int, bytes]:
-        """(status, answer)"""
+        """Return (status, answer)."""
         headers = {"Content-Type": "application/json"}
         if login is not None:
             headers["Authorization"] = f"Basic {base64.b64encode(login.encode()).decode()}"
@@ -58,7 +58,8 @@ class Guarded:
             return error.code, error.read()
 
     def prefect(self, path: str, body: object = None) -> object:
-        """The server's answer. 503 is its word for a database that is locked, on which its own client asks again."""
+        """Return the server's answer. A 503 means that the database is locked, and Prefect's own client then asks
+        again."""
         for _ in range(30):
             status, answer = self.call(self.record.prefect_api + path, PREFECT, body)
             if status != 503:
@@ -130,7 +131,7 @@ def test_both_answer_with_it(guarded):
 
 
 async def talk(url: str, first: object, subprotocols: list[str] | None) -> str:
-    """What a websocket does with a first message: the answer, or how it was closed."""
+    """Send a first message to a websocket. Return the answer, or the way in which the websocket was closed."""
     try:
         async with websockets.connect(url, subprotocols=subprotocols, open_timeout=30) as socket:
             await socket.send(json.dumps(first))
@@ -154,8 +155,8 @@ async def talk(url: str, first: object, subprotocols: list[str] | None) -> str:
     ],
 )
 def test_prefects_streams_ask_too(guarded, place, first, subprotocols):
-    """PrefectHQ/prefect#17687: they did not in 3.2.14. In 3.8.8 a client of before that protocol (no subprotocol) is
-    refused, and another has to send the password as its first message."""
+    """In 3.2.14 the streams had no password check (PrefectHQ/prefect#17687). In 3.8.8 a client from before that
+    protocol (no subprotocol) is refused, and other clients must send the password as their first message."""
     url = guarded.record.prefect_api.replace("http", "ws", 1) + place
     assert asyncio.run(talk(url, first, subprotocols)) in ("closed 1008", "closed 1002", "refused 403")
 
@@ -176,7 +177,7 @@ def test_everything_listens_on_this_machine_alone(guarded):
 
 
 def test_mlflows_pickle_switch_is_off(guarded):
-    """Of the server and of whatever logs to it."""
+    """This holds for the server and for every process that logs to it."""
     environments = [process.environ() for process in service_processes(guarded.root)]
     servers = [each for each in environments if each.get("ATHANOR_SERVICE_PART") == "mlflow"]
     assert servers and {each.get("MLFLOW_ALLOW_PICKLE_DESERIALIZATION") for each in servers} == {"false"}
@@ -193,7 +194,7 @@ def test_servers_do_not_know_each_others_passwords(guarded):
 
 @pytest.fixture(scope="module")
 def triggered(guarded) -> dict:
-    """A run that the Prefect server was asked for, at its end."""
+    """Start a run through the Prefect server, and return it when it has ended."""
     (deployment,) = guarded.prefect("/deployments/filter", {"deployments": {"name": {"any_": ["vlm-sft"]}}})
     body = {"parameters": {"recipe": "embedded", "overrides": nested(OVERRIDES)}}
     run = guarded.prefect(f"/deployments/{deployment['id']}/create_flow_run", body)
@@ -236,7 +237,7 @@ def test_athanor_run_with_the_passwords_of_the_environment(guarded, triggered):
 
 
 def test_nothing_holds_a_password(guarded, triggered):
-    """Files of servers and worker while they run, databases with their logs, and what `ps` shows."""
+    """Check the files of servers and worker while they run, databases with their journals, and the output of `ps`."""
     assert_nowhere(guarded.place, guarded.seen.copy())
     assert {"mlflow.db", "prefect.db", "service.json", "mlflow.log", "prefect.log", "worker.log"} <= {
         path.name for path in guarded.root.rglob("*")

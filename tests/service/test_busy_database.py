@@ -1,4 +1,4 @@
-"""Submits of the form at load 20 while other programs write into Prefect's database: none is refused."""
+"""The form is submitted at load 20 while other programs write into Prefect's database. No request is refused."""
 
 import os
 import sqlite3
@@ -15,11 +15,11 @@ import pytest
 from tests.helpers.tiers import full
 
 SUBMITS, LOAD = 20, 20
-LATER = "2099-01-01T00:00:00Z"  # the runs are never taken
+LATER = "2099-01-01T00:00:00Z"  # no worker takes the runs
 
 
 def write_on(path, ended: threading.Event) -> None:
-    """Write again and again, as several flow runs do whose logs and states arrive."""
+    """Write repeatedly, like several flow runs that send logs and states."""
     while not ended.is_set():
         with sqlite3.connect(path, timeout=60, isolation_level=None) as database:
             database.execute("BEGIN IMMEDIATE")

@@ -1,4 +1,4 @@
-"""Secrets of the environment are nowhere in what a run leaves: files, databases, logs, jobs of a cluster, `ps`."""
+"""Secrets of the environment are in nothing that a run leaves: files, databases, logs, jobs of a cluster, `ps`."""
 
 import base64
 import bz2
@@ -35,7 +35,7 @@ def athanor(place: Path, command: str, *arguments: str, **more: str) -> subproce
     return subprocess.run(words, cwd=place, env=env, capture_output=True, text=True, timeout=SECONDS, check=False)
 
 
-# The scanner finds what is there: one secret in every kind of file that a run leaves
+# The scanner finds a secret in every kind of file that a run leaves.
 
 
 def _sqlite(path: Path, secret: str) -> None:
@@ -45,7 +45,7 @@ def _sqlite(path: Path, secret: str) -> None:
     database.execute("INSERT INTO t VALUES (?)", ("x" * 5000 + secret + "y" * 5000,))
     database.commit()
     (path.parent / "kept-open").mkdir()
-    for file in path.parent.glob(f"{path.name}*"):  # before closing moves the log into the file
+    for file in path.parent.glob(f"{path.name}*"):  # before closing, which moves the log into the file
         (path.parent / "kept-open" / file.name).write_bytes(file.read_bytes())
     database.close()
 
@@ -141,7 +141,7 @@ def test_command_lines_are_seen(tmp_path):
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess, set[bytes]]:
-    """A whole run with the real trainer, and without a service."""
+    """Run the whole pipeline with the real trainer, without a service."""
     place = tmp_path_factory.mktemp("canary")
     with seen_command_lines() as seen:
         done = athanor(place, "run")
@@ -149,7 +149,7 @@ def ran(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess, set[bytes]
     return place, done, seen
 
 
-TRAINER = b"-m\0trainer"  # of a command line of /proc
+TRAINER = b"-m\0trainer"  # the length of a command line in /proc
 
 
 def test_a_run_leaves_no_secret(ran):
@@ -179,14 +179,14 @@ FAILING = {
 
 @pytest.mark.parametrize("what", FAILING)
 def test_a_run_that_is_refused_shows_no_secret(tmp_path, what):
-    """A secret where none belongs is in this process's own command line and nowhere else; more in test_security.py."""
+    """A secret in a wrong place is only in this process's own command line. See test_security.py for more."""
     done = athanor(tmp_path, "run", *FAILING[what])
     assert done.returncode == 2 and "must not carry a key" in done.stderr
     assert_nowhere(tmp_path, done.stdout, done.stderr)
 
 
 def test_a_tracking_server_that_is_not_there_shows_no_secret(ran):
-    """Its address, with a password where none belongs, is in no message, page or record."""
+    """The server's address, which wrongly holds a password, is in no message, page or record."""
     address = f"http://me:{SECRETS['MLFLOW_TRACKING_PASSWORD']}@127.0.0.1:9"
     done = athanor(ran[0], "run", MLFLOW_TRACKING_URI=address)
     assert_nowhere(ran[0], done.stdout, done.stderr)

@@ -1,5 +1,5 @@
-"""A service as `athanor up` starts it, asked by whoever is no friend: other users, pages of other origins in a browser,
-and somebody who has the password but no right to run commands."""
+"""A service as `athanor up` starts it, called by attackers: other users, pages of other origins in a browser, and
+somebody who has the password but may not run commands."""
 
 import base64
 import http.server
@@ -26,19 +26,19 @@ EVIL = "http://evil.example"
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory) -> Iterator[RunningService]:
-    """A fresh one, on which the tests of this module do harm."""
+    """Run a new service, which the tests of this module may damage."""
     with running_service(tmp_path_factory.mktemp("closed") / "root") as running:
         yield running
 
 
 @pytest.fixture
 def mark(tmp_path) -> Path:
-    """A file that is there if somebody's command was run."""
+    """Return the path of a file that exists only if an attacker's command was run."""
     return tmp_path / "mark"
 
 
 def status(url: str, body: object = None, **headers: str) -> int:
-    """Of the answer to somebody without the password."""
+    """Return the status of the answer to a request without the password."""
     data = None if body is None else json.dumps(body).encode()
     try:
         with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=30) as answer:
@@ -53,7 +53,7 @@ def known(service: RunningService) -> dict[str, str]:
 
 
 def create_run(service: RunningService, name: str = "prepare-data", **body: object) -> str:
-    """Ask for a run of a deployment; returns its id."""
+    """Ask for a run of a deployment, and return its id."""
     api = service.record.prefect_api
     (found,) = service.ask(f"{api}/deployments/filter", {"deployments": {"name": {"any_": [name]}}})
     parameters = {"recipe": "embedded", "overrides": nested(SMALL)}
@@ -95,7 +95,7 @@ def test_prefect_answers_nobody_without_it(service, path):
     assert status(service.record.prefect_api + path) == 401
 
 
-# Pages of others
+# Pages of other origins
 
 
 @pytest.mark.parametrize("headers", [{"Host": "evil.example"}, {"Origin": EVIL}, {"Origin": "http://127.0.0.1:9"}])
@@ -127,7 +127,7 @@ FETCH = """async ([url, options]) => {
 
 @pytest.fixture(scope="module")
 def foreign() -> Iterator[int]:
-    """The port of a server of somebody else on this machine."""
+    """Return the port of another user's server on this machine."""
 
     class Page(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -153,7 +153,7 @@ def test_a_page_of_another_origin_in_a_browser_that_knows_the_password_does_noth
     before = num_runs(service)
     with chromium("--host-resolver-rules=MAP *.example 127.0.0.1") as browser:
         page = logged_in(browser, service).new_page()
-        page.goto(service.record.prefect_ui)  # its own page may
+        page.goto(service.record.prefect_ui)  # the server's own page may call
         ask = {"method": "POST", "headers": known(service), "body": "{}"}
         assert page.evaluate(FETCH, [runs_url, ask]) == ["basic", 200]
         page.goto(mlflow)
@@ -165,10 +165,10 @@ def test_a_page_of_another_origin_in_a_browser_that_knows_the_password_does_noth
                 told = {"method": "POST", "headers": known(service), "body": body}
                 assert page.evaluate(FETCH, [url, told]) == ["failed", 0]
                 simple = {"method": "POST", "mode": "no-cors", "credentials": "include", "body": body}
-                assert page.evaluate(FETCH, [url, simple])[0] in ("opaque", "failed")  # sent, and its answer unseen
+                assert page.evaluate(FETCH, [url, simple])[0] in ("opaque", "failed")  # sent, but the answer is hidden
             for url in (runs_url, search, f"{mlflow}/version", f"{api}/health"):
                 assert page.evaluate(FETCH, [url, {"credentials": "include"}]) == ["failed", 0]
-        for url in (service.record.prefect_ui, mlflow):  # a name that was made to be ours
+        for url in (service.record.prefect_ui, mlflow):  # a foreign name that was pointed at this machine
             port = url.rpartition(":")[2]
             page.goto(f"http://rebound.example:{port}/health")
             assert page.locator("body").inner_text() == "Invalid host header"
@@ -177,7 +177,7 @@ def test_a_page_of_another_origin_in_a_browser_that_knows_the_password_does_noth
     assert "evil" not in {experiment["name"] for experiment in experiments}
 
 
-# Somebody who has the password
+# Somebody with the password
 
 
 @pytest.mark.parametrize("variable", ["command", "env", "working_dir", "image", "env.ATHANOR_DATA_DIRS"])
@@ -219,7 +219,7 @@ def test_a_changed_deployment_or_pool_is_not_run_until_the_worker_starts_again(s
 
 
 def patch(service: RunningService, url: str, body: object) -> None:
-    """Change something; a server whose database is locked at the moment says 503, which asks to try again."""
+    """Send a PATCH request. A server whose database is locked answers 503, and the request is then repeated."""
     request = urllib.request.Request(url, json.dumps(body).encode(), known(service), method="PATCH")
 
     def is_done() -> bool:
@@ -243,7 +243,7 @@ class Touch:
 
 
 def test_a_state_that_names_a_pickle_runs_nothing(service, mark, tmp_path):
-    """The engine of a run whose state somebody has set to Completed reads the result that the state names."""
+    """The engine of a run whose state was set to Completed would read the result that the state names."""
     stored = {"storage_key": str(tmp_path / "record"), "serializer": {"type": "pickle"}, "prefect_version": "3.8.8"}
     result = PickleSerializer().dumps(Touch(mark)).decode()
     (tmp_path / "record").write_text(json.dumps({"metadata": stored, "result": result}))

@@ -1,7 +1,8 @@
-"""MLflow as compose.yaml starts it: logins, Postgres, files in an S3 store; `athanor sync` sends a run there, whole.
+"""MLflow as compose.yaml starts it: logins, Postgres, files in an S3 store. `athanor sync` sends a complete run there.
 
-Its databases are made by infra/postgres/databases.sh, its bucket by infra/make_buckets.py, its server by the command
-and the environment that compose.yaml gives it; only the hosts' names are those of this machine.
+The databases are made by infra/postgres/databases.sh, the bucket by infra/make_buckets.py, and the server has the
+command
+and the environment of compose.yaml. Only the host names are those of this machine.
 """
 
 import os
@@ -35,7 +36,7 @@ VALUES |= {"MLFLOW_ALLOWED_HOSTS": "", "PREFECT_UI_API_URL": ""}
 
 @dataclass(frozen=True)
 class Server:
-    """MLflow's address, and that of the store behind it."""
+    """The addresses of MLflow and of the store behind it."""
 
     url: str
     store: str
@@ -51,7 +52,7 @@ def server(tmp_path_factory) -> Iterator[Server]:
         hosts = {"postgres:5432": f"127.0.0.1:{postgres.port}", "http://s3:7070": store, "/infra/": f"{place}/"}
         (place / "mlflow_auth.ini").write_text(replaced((INFRA / "mlflow_auth.ini").read_text(), hosts))
         environment = {name: replaced(text, hosts) for name, text in services["mlflow"]["environment"].items()}
-        environment |= {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}  # the only ones that moto knows
+        environment |= {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}  # the only keys that moto accepts
         command, port = services["mlflow"]["command"], str(free_port())
         command = [port if word == "5000" else "127.0.0.1" if word == "0.0.0.0" else word for word in command]
         process, log = start(command, environment, place / "server.log"), place / "server.log"
@@ -71,7 +72,7 @@ def make_databases(postgres) -> None:
 
 
 def make_buckets(names: list[str]) -> None:
-    for _ in range(2):  # a second start finds them
+    for _ in range(2):  # a second start finds the buckets
         subprocess.run([sys.executable, str(INFRA / "make_buckets.py"), *names], check=True)
 
 
@@ -107,7 +108,7 @@ def test_without_a_login_nobody_reads(server):
 
 
 def test_a_run_that_waited_is_sent_whole_by_sync(server, tmp_path, monkeypatch, capsys):
-    with monkeypatch.context() as patch:  # told while nobody sends
+    with monkeypatch.context() as patch:  # logged while no thread sends
         patch.setattr(flows.tracking.tracker, "sender_of", lambda root: Nobody())
         tell_a_run(tmp_path / "plain", "one")
         tell_a_run(tmp_path / "guarded", "one")

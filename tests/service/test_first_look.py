@@ -1,4 +1,4 @@
-"""What somebody sees who opens the pages of a service for the first time, and whom the pages ask."""
+"""The first visit of a service's pages: what a user sees, and which servers the pages call."""
 
 import re
 

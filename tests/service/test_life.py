@@ -1,7 +1,7 @@
-"""Must-show 3: whatever is cancelled or killed, the run ends as a person expects, leaves nothing, and a retry goes on.
+"""Must-show 3: a run that is cancelled or killed ends as a user expects, leaves nothing, and a retry resumes it.
 
-One flow run of two trainer processes is disturbed again and again, each time a little further on, and retried as the
-Prefect UI does it. In the end every loss is bit-equal to that of a run which nobody disturbed.
+One flow run with two trainer processes is disturbed several times, each time a few steps later, and retried as the
+Prefect UI does it. In the end every loss is bit-equal to that of an undisturbed run.
 """
 
 import json
@@ -24,8 +24,8 @@ from tests.helpers.service import processes_with, wait_for
 
 pytestmark = pytest.mark.full
 NUM_STEPS = 160
-MORE_STEPS = 6  # that a try makes before it is disturbed
-# Of a line of metrics.jsonl: what a training computes, not how long it took.
+MORE_STEPS = 6  # steps of a try before it is disturbed
+# Fields of metrics.jsonl that the training computes, without durations.
 COMPUTED = ("step", "loss", "heldout_loss", "lr", "epoch", "tokens", "loss_tokens", "padding_fraction")
 NORMS = ("grad_norm", "vision_grad_norm", "merger_grad_norm", "language_grad_norm")
 OVERRIDES = {
@@ -47,7 +47,7 @@ OVERRIDES = {
 
 
 class Life:
-    """A flow run of the service, its processes and its training's metrics."""
+    """A flow run of the service, with its processes and the metrics of its training."""
 
     def __init__(self, service) -> None:
         self.service, self.root = service, service.root
@@ -61,9 +61,9 @@ class Life:
         self.run_id = self.client.create_flow_run_from_deployment(self.deployment.id, parameters=parameters).id
 
     def retry(self) -> None:
-        """As `prefect flow-run retry` and the button of the UI do it.
+        """Retry as `prefect flow-run retry` and the button of the UI do.
 
-        Pressed again where Prefect's worker, which has not settled the try before altogether, crosses it.
+        Retry again if Prefect's worker, which has not completely settled the previous try, undoes the first retry.
         """
 
         def has_begun() -> bool:
@@ -77,12 +77,12 @@ class Life:
         return self.client.read_flow_run(self.run_id)
 
     def step(self) -> int:
-        """The last step that is in metrics.jsonl of the unfinished training."""
+        """Return the last step in metrics.jsonl of the unfinished training."""
         lines = [line for path in self.root.glob("scratch/train-*/metrics.jsonl") for line in path.open()]
         return json.loads(lines[-1])["step"] if lines and lines[-1].endswith("\n") else 0
 
     def train_on(self) -> int:
-        """Wait until the training has gone on for some steps; returns the last one."""
+        """Wait until the training has done some more steps, and return the last step."""
         before, checkpoint = self.step(), self.checkpoint()
 
         def is_there() -> bool:
@@ -98,7 +98,7 @@ class Life:
         return max((int(name.removeprefix("step-")) for name in names), default=0)
 
     def ends(self, *names: str, seconds: float) -> FlowRun:
-        """Wait until the flow run has ended and every process of it is gone; prints how long that took."""
+        """Wait until the flow run and all its processes have ended, and print how long that took."""
         wait_for(lambda: self.read().state.is_final(), seconds, f"end in {names}", self.service.tell)
         to_end = time.monotonic() - self.began
         wait_for(lambda: not self.processes(), seconds, f"end of {self.processes()}", self.service.tell)
@@ -112,7 +112,7 @@ class Life:
         return processes_with("PREFECT__FLOW_RUN_ID", str(self.run_id))
 
     def ranks(self) -> dict[int, psutil.Process]:
-        """The trainer's processes by rank."""
+        """Return the trainer's processes by rank."""
         found = {}
         for process in self.processes():
             try:
@@ -128,13 +128,13 @@ class Life:
         return psutil.Process(record["pid"])
 
     def part(self, name: str) -> psutil.Process:
-        """The worker's or a server's own process."""
+        """Return the process of the worker or of a server."""
         marked = processes_with("ATHANOR_SERVICE_PART", name)
         ours = [process for process in marked if process in self.service.processes()]
         return next((p for p in ours if p.ppid() == self.service.process.pid), self.service.process)
 
     def new_server(self) -> None:
-        """Kill Prefect's server and wait until `athanor up` has put another in its place."""
+        """Kill Prefect's server, and wait until `athanor up` has started a new one."""
         server = self.part("prefect")
         server.kill()
         known = (server.pid, self.service.process.pid)
@@ -150,7 +150,7 @@ class Life:
 
 @contextmanager
 def suspended(*processes: psutil.Process | psutil.Popen) -> Iterator[None]:
-    """They stand still (SIGSTOP), and go on afterwards."""
+    """Stop processes (SIGSTOP) while the block lasts, and let them continue afterwards."""
     for process in processes:
         process.send_signal(signal.SIGSTOP)
     try:
@@ -167,7 +167,7 @@ def losses(root: Path) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def undisturbed(service) -> list[dict]:
-    """What every step of a run is that nobody disturbs; its training is removed again."""
+    """Return the metrics of every step of an undisturbed run. Its training is then deleted."""
     life = Life(service)
     life.start(evaluate={"max_new_tokens": 2, "max_samples_per_subset": 1})  # the same training, another MLflow run
     life.began = time.monotonic()
@@ -179,9 +179,9 @@ def undisturbed(service) -> list[dict]:
     return rows
 
 
-@pytest.mark.usefixtures("undisturbed")  # which has made the stages before the training
+@pytest.mark.usefixtures("undisturbed")  # it has made the stages before the training
 def test_a_training_over_its_deadline_saves_and_says_so(service):
-    late = Life(service)  # a training of its own, which no machine ends in time; what it made is removed again
+    late = Life(service)  # a separate training, too long to end in time; its artifacts are deleted afterwards
     cluster = {**OVERRIDES["execution"]["cluster"], "timeout_seconds": 20}
     late.start(
         train={**OVERRIDES["train"], "num_steps": 20 * NUM_STEPS},
@@ -197,7 +197,7 @@ def test_a_training_over_its_deadline_saves_and_says_so(service):
 
 @pytest.fixture(scope="module")
 def life(service, undisturbed) -> Life:
-    """The flow run that is disturbed."""
+    """Start the flow run that is disturbed."""
     life = Life(service)
     life.start()
     return life
@@ -241,13 +241,13 @@ def test_a_killed_server_disturbs_nothing_and_the_losses_are_those_of_an_undistu
     life.retry()
     life.train_on()
     ranks, tries = life.ranks(), life.read().run_count
-    with suspended(*ranks.values()):  # else a quick machine trains to the end before there is a server again
+    with suspended(*ranks.values()):  # otherwise a fast machine ends the training before the server is back
         life.new_server()
     assert life.ranks() == ranks
-    with suspended(life.service.process):  # which would start another server
+    with suspended(life.service.process):  # it would start another server
         life.part("prefect").kill()
         wait_for(lambda: not life.ranks(), 240, "training's end without a server", life.service.tell)
-    run = life.ends("Completed", seconds=300)  # with the stages after the training, and a server that has just begun
+    run = life.ends("Completed", seconds=300)  # includes the stages after the training, with a new server
     assert run.run_count == tries, "nobody had to try again"
     assert losses(life.root) == undisturbed
     wait_for(lambda: life.mlflow_status() == "FINISHED", 20, "MLflow run FINISHED")

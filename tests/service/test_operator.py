@@ -1,4 +1,4 @@
-"""What happens to machines while `athanor run` runs: nothing is lost, and what is said is one line with the way out."""
+"""Failures of the machine during `athanor run`: nothing is lost, and the message is one line with the way out."""
 
 import contextlib
 import json
@@ -25,11 +25,11 @@ JUMPING_CLOCK = Path(__file__).parents[1] / "helpers/jumping_clock.c"
 
 
 class Run:
-    """`athanor run` in a process of its own.
+    """An `athanor run` in a process of its own.
 
     Attributes:
-        root: of the run.
-        process: of the command.
+        root: root of the run.
+        process: process of the command.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Run:
             )
 
     def end(self, status: int = 0, seconds: float = 400) -> str:
-        """Everything that the run has printed, after it has ended with the status."""
+        """Wait until the run has ended with this status, and return its output."""
         assert self.process.wait(seconds) == status, self.said()
         return self.said()
 
@@ -62,7 +62,7 @@ class Run:
         wait_for(lambda: any(p.stat().st_size for p in self.root.glob("scratch/train-*/metrics.jsonl")), 240, "steps")
 
     def processes(self) -> list[psutil.Process]:
-        """The command, its servers and workers, torchrun and its ranks."""
+        """Return the processes of the run: the command, its servers and workers, torchrun and its ranks."""
         jobs = [p for scratch in self.root.glob("scratch/*") for p in processes_with("ATHANOR_JOB", str(scratch))]
         command = psutil.Process(self.process.pid)
         return list({*jobs, command, *command.children(recursive=True)})
@@ -117,7 +117,7 @@ def test_a_root_that_is_deleted_ends_the_run_in_one_line(tmp_path):
     run.wait_for_steps()
     wait_for(lambda: shutil.rmtree(run.root, ignore_errors=True) or not run.root.exists(), 20, "end of the root")
     said = run.end(1, 120)
-    assert "was deleted while the run went on; the same command begins anew" in last_line(said)
+    assert "was deleted during the run; the same command starts again" in last_line(said)
     assert not [path for path in run.root.rglob("*") if path.is_dir() and "artifacts" in path.parts]
 
 
@@ -146,7 +146,7 @@ def test_a_database_that_is_locked_for_90_seconds_loses_no_metric(tmp_path):
         database.execute("ROLLBACK")
     said = run.end()
     assert "MLflow does not answer" in said and "the pipeline goes on" in said
-    # The training was over before the database was free: what waits is sent by the next command.
+    # If the training ended before the database was free, the next command sends the rest.
     sync = [sys.executable, "-m", "flows.cli.main", "sync", "--root", str(run.root)]
     assert subprocess.run(sync, env=clean_environment(), capture_output=True).returncode == 0
     with contextlib.closing(sqlite3.connect(run.root / "mlflow.db")) as database:
@@ -157,13 +157,13 @@ def test_a_database_that_is_locked_for_90_seconds_loses_no_metric(tmp_path):
 def test_too_few_open_files_are_named_with_the_way_out(tmp_path):
     run = Run(tmp_path / "root", before=["/bin/bash", "-c", 'ulimit -n 64; exec "$@"', "run"])
     line = last_line(run.end(1))
-    assert "ran out of open files: 64 are too few; `ulimit -n 4096`, and the same command goes on" in line
+    assert "ran out of open files: 64 are too few; `ulimit -n 4096`, and the same command resumes" in line
     Run(tmp_path / "root").end()
 
 
 @pytest.fixture
 def small_disk(tmp_path) -> Iterator[Path]:
-    """A file system of 200 MB in memory."""
+    """Make a file system of 200 MB in memory."""
     place = tmp_path / "disk"
     place.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200m", "tmpfs", str(place)], capture_output=True).returncode:
@@ -185,7 +185,7 @@ def test_a_disk_that_fills_costs_the_stage_that_it_filled_in_alone(small_disk, u
         left = shutil.disk_usage(small_disk).free - 300_000
         file.write(bytes(left))
     line = last_line(Run(root).end(1))
-    assert f"the disk of --root {root} is full" in line and "the same command goes on from what is finished" in line
+    assert f"the disk of --root {root} is full" in line and "the same command resumes from the finished work" in line
     ballast.unlink()
     run = Run(root)
     run.end()

@@ -1,4 +1,4 @@
-"""Must-show 4: eight processes that write to MLflow's store at once, a fresh SQLite file or a fresh Postgres."""
+"""Must-show 4: eight processes write to MLflow's store at the same time, to a new SQLite file or a new Postgres."""
 
 import json
 import subprocess

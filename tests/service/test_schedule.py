@@ -1,4 +1,5 @@
-"""Must-show 2 and 4: the nightly deployment, set to every minute, fires by itself; two runs at once are as alone."""
+"""Must-show 2 and 4: the nightly deployment, set to every minute, starts by itself; two parallel runs equal separate
+ones."""
 
 import hashlib
 import json
@@ -20,7 +21,7 @@ from tests.flows.pipeline.test_run import SMALL
 from tests.helpers.service import RunningService, nested, run_athanor, running_service, wait_for
 
 pytestmark = pytest.mark.full
-FIRES_SECONDS = 120  # at most a minute to the next one, and time for server and worker to notice on a loaded machine
+FIRES_SECONDS = 120  # at most a minute to the next start, and time for server and worker to react on a loaded machine
 RUN_SECONDS = 480
 RATES = (0.001, 0.003)
 OVERRIDES = {
@@ -33,7 +34,8 @@ OVERRIDES = {
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory) -> Iterator[RunningService]:
-    """As the shared one, but two may train at once, and its server looks for schedules every five seconds, not 60."""
+    """Run a service like the shared one, but two runs may train at once, and the server checks schedules every 5 s
+    instead of 60 s."""
     often = {"PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS": "5"}
     options = ["--limit", f"{ClusterConfig().limit}=2"]
     with running_service(tmp_path_factory.mktemp("service") / "root", options, often) as running:
@@ -91,7 +93,7 @@ def test_a_schedule_of_every_minute_fires_and_its_run_completes(service, client,
 
 
 def check_that_a_restart_keeps_the_schedule(service: RunningService, client: SyncPrefectClient, nightly) -> None:
-    """`athanor up` registers at every start."""
+    """Check that schedules survive, although `athanor up` registers deployments at every start."""
     command = [sys.executable, "-m", "flows.deployments.offers", "--root", str(service.root)]
     subprocess.run(command, env=service.env(), check=True, timeout=120)
     after = client.read_deployment(nightly.id)
@@ -106,14 +108,14 @@ def test_two_flow_runs_at_once_are_each_as_alone(service, client, tmp_path):
     ids = [client.create_flow_run_from_deployment(deployment.id, parameters={"overrides": o}).id for o in overrides]
     runs = wait_for(lambda: _ended(client, ids), RUN_SECONDS, "end of the flow runs", service.tell)
     assert [run.state.name for run in runs] == ["Completed", "Completed"], service.tell()
-    assert max(run.start_time for run in runs) < min(run.end_time for run in runs)  # they did run at once
+    assert max(run.start_time for run in runs) < min(run.end_time for run in runs)  # they really ran in parallel
 
     for rate in RATES:
         done = run_athanor("run", tmp_path / "alone", train__optim__lr=rate)
         assert done.returncode == 0, done.stderr
     together, apart = _outcomes(service.root, before), _outcomes(tmp_path / "alone", set())
     assert together == apart and len({digest for digest, _ in apart.values()}) == 2
-    with sqlite3.connect(service.root / "mlflow.db") as database:  # it has the curves whole, of the nightly run too
+    with sqlite3.connect(service.root / "mlflow.db") as database:  # MLflow has complete curves, of the nightly run too
         counts = database.execute("SELECT count(*) FROM metrics WHERE key = 'loss' GROUP BY run_uuid").fetchall()
     assert counts == [(SMALL["train.num_steps"],)] * 3
 
@@ -124,7 +126,7 @@ def _ended(client: SyncPrefectClient, ids: list[UUID]) -> list[FlowRun] | None:
 
 
 def _outcomes(root: Path, before: set[str]) -> dict[str, tuple[str, object]]:
-    """fingerprint of each exported model -> (digest of its weights, its scores), without evaluations made before"""
+    """Return fingerprint of each exported model -> (digest of its weights, its scores), without earlier evaluations."""
     found = {}
     for path in (root / "artifacts" / "evaluate").glob("*/manifest.json"):
         manifest = json.loads(path.read_text())

@@ -1,5 +1,5 @@
-"""The files of a root's MLflow over HTTP: a machine that has the address and the password of `athanor up` reads them,
-and the root's own stay what and where they are."""
+"""The files of a root's MLflow over HTTP: a machine with the address and the password of `athanor up` can read them,
+and the root's own files do not change."""
 
 import os
 import subprocess
@@ -23,10 +23,10 @@ from tests.helpers.tracked_run import MODEL, Nobody
 from tests.service.test_closed import known
 
 pytestmark = pytest.mark.full
-BEFORE, BESIDE = "before", "beside"  # two runs of the root
+BEFORE, BESIDE = "before", "beside"  # the number of runs of the root
 MANIFEST, LOG = "stages/convert/manifest.json", "stages/convert/logs/one.log"
 
-# As if the root were on another machine's disk: a client that opens or lists anything in it has failed.
+# Simulates another machine's disk: a client that opens or lists anything in the root fails.
 BLIND = """
 import sys
 root = sys.argv[1]
@@ -45,8 +45,8 @@ for run in client.search_runs([experiment.experiment_id for experiment in client
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory) -> Iterator[RunningService]:
-    """A service on a root that holds two runs with a model each: one published into the root's database, as without a
-    service, and one through the service, as `athanor run` beside it does."""
+    """Run a service on a root with two runs, each with a model: one run was published into the root's database without
+    a service, and one through the service, by an `athanor run` at the same time."""
     root = tmp_path_factory.mktemp("served") / "root"
     nobody = patch.object(flows.tracking.tracker, "sender_of", lambda root: Nobody())
     with patch.dict(os.environ, clean_environment(), clear=True), nobody:
@@ -60,7 +60,8 @@ def service(tmp_path_factory) -> Iterator[RunningService]:
 
 
 def elsewhere(service: RunningService, directory: Path, program: str) -> list[Path]:
-    """The paths that a program prints on a machine that has the address and the password, and nothing of the root."""
+    """Return the paths that a program prints on a machine that has the address and the password, but no access to the
+    root."""
     env = {**service.env(), "TMPDIR": str(directory)}
     del env["PREFECT_HOME"], env["ATHANOR_ROOT"]
     command = [sys.executable, "-c", BLIND + program, str(service.root)]
@@ -81,7 +82,7 @@ def weights_of(service: RunningService) -> Path:
     return service.root / "artifacts" / "export" / ("e" * 16) / "hf" / "model.safetensors"
 
 
-@pytest.mark.parametrize("alias", ["champion", "candidate"])  # the run before the service, the run beside it
+@pytest.mark.parametrize("alias", ["champion", "candidate"])  # the run before the service, and the run during it
 def test_another_machine_downloads_a_registered_model_that_transformers_loads(service, tmp_path, alias):
     (place,) = elsewhere(service, tmp_path, ELSEWHERE.replace("@champion", f"@{alias}"))
     assert (place / "model.safetensors").read_bytes() == weights_of(service).read_bytes()
@@ -115,7 +116,7 @@ def test_the_database_keeps_addresses_that_a_client_without_the_service_follows(
 
 
 def ask(service: RunningService, path: str, method: str = "GET", data: bytes | None = None) -> int:
-    """The status of MLflow's answer about a path of its files, to somebody with the password."""
+    """Return the status of MLflow's answer for a path of its files, with the password in the request."""
     url = f"{service.record.mlflow}/api/2.0/mlflow-artifacts/artifacts{path}"
     request = urllib.request.Request(url, data, known(service), method=method)
     try:

@@ -1,7 +1,7 @@
-"""SLURM for real: two slurmd on this machine, the real trainer, and what clusters do to a job.
+"""A real SLURM: two slurmd on this machine, the real trainer, and the events that interrupt jobs on clusters.
 
-One undisturbed run through the whole flow is the reference; a second training with the same bins is killed, queued
-again, cancelled from outside and by us, and must end with the same numbers, bit for bit.
+One undisturbed run of the whole flow is the reference. A second training with the same bins is killed, requeued, and
+cancelled from outside and by athanor. It must end with the same numbers, bit for bit.
 """
 
 import json
@@ -63,7 +63,7 @@ def cluster(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def flow_root(cluster, tmp_path_factory) -> Path:
-    """The root of a whole flow whose training and export ran on two nodes; beside it what the plan had said."""
+    """Make the root of a whole flow whose training and export ran on two nodes. Also return the output of the plan."""
     root = tmp_path_factory.mktemp("flow")
     sets = [part for override in OVERRIDES for part in ("--set", override)]
     command = [sys.executable, "-m", "flows.cli.main"]
@@ -81,7 +81,7 @@ def _only(root: Path, stage: str) -> Artifact:
 def train_on(
     flow_root: Path, root: Path, on_rows: Callable = lambda rows: None, cluster: ClusterConfig | None = None
 ) -> tuple[Path, list[str]]:
-    """The flow's own training again, in another root; returns its directory and what the launcher said."""
+    """Repeat the flow's training in another root. Return its directory and the launcher's messages."""
     config = load_recipe("embedded", OVERRIDES).config
     inputs = {role: _only(flow_root, stage) for role, stage in (("model", "embedded_model"), ("tokenized", "tokenize"))}
     said: list[str] = []
@@ -131,7 +131,7 @@ def test_two_nodes_give_the_loss_of_one(cluster, flow_root, tmp_path):
 
 
 class Disturber:
-    """Does one thing after another to a training, each once its step has been reached."""
+    """A sequence of disturbances of a training, each at its own step."""
 
     def __init__(self, *actions: tuple[int, Callable[[], object]]) -> None:
         self.actions = list(actions)
@@ -142,7 +142,7 @@ class Disturber:
 
 
 def _start_and_kill_the_flow(flow_root: Path, root: Path) -> None:
-    """The flow's process in a child of its own, killed -9 once its job trains."""
+    """Start the flow in a child process, and kill it with -9 once its job trains."""
     code = "import sys; from pathlib import Path; from tests.service.test_slurm import train_on\n"
     code += "train_on(Path(sys.argv[1]), Path(sys.argv[2]))"
     child = subprocess.Popen([sys.executable, "-c", code, str(flow_root), str(root)], start_new_session=True)
@@ -156,9 +156,9 @@ def _start_and_kill_the_flow(flow_root: Path, root: Path) -> None:
 def test_what_a_cluster_does_to_a_job_changes_no_number(cluster, flow_root, tmp_path):
     root = tmp_path / "disturbed"
     _start_and_kill_the_flow(flow_root, root)
-    (job,) = _jobs(cluster, root)  # it lives on
+    (job,) = _jobs(cluster, root)  # the job continues without the flow
 
-    # Found again by the next flow; told to save by its time limit, and queued again; queued again by somebody.
+    # The next flow finds the job. It is told to save by its time limit and requeued, and then requeued by hand.
     restarts: list[str] = []
 
     def note_restarts() -> None:
@@ -180,7 +180,7 @@ def test_what_a_cluster_does_to_a_job_changes_no_number(cluster, flow_root, tmp_
     assert list((scratch / CHECKPOINTS).glob("step-*"))
     _assert_nothing_left(cluster, root)
 
-    # A new job, which we cancel: it saves, and nothing of it is left within ten seconds.
+    # A new job that athanor cancels: it saves, and all its processes end within ten seconds.
     moments: list[float] = []
 
     def interrupt() -> None:

@@ -1,4 +1,4 @@
-"""Two hosts, one torchrun agent each: the same numbers as on one host, and what happens when one of them is gone."""
+"""Two hosts with one torchrun agent each: the same numbers as on one host, and the loss of one of the hosts."""
 
 import time
 
@@ -44,6 +44,6 @@ def test_a_host_that_is_gone_is_named_and_ends_the_rank_of_the_other(tmp_path, l
             assert time.monotonic() < gone + 30, log.read_text()
             time.sleep(0.2)
         print(f"named after {time.monotonic() - gone:.1f} s")
-        if how == "kill":  # torchrun itself asks an unplugged host for minutes
+        if how == "kill":  # torchrun itself tries for minutes to reach an unplugged host
             assert agents[other].wait(30) != 0
             assert result_of(run).message.startswith(who)

@@ -1,6 +1,6 @@
-"""Must-show 1: the Prefect UI in a browser, as a person uses it: fill the form, be refused, be right, watch, compare.
+"""Must-show 1: the Prefect UI in a browser, as a user uses it: a wrong and a right form, a watched run, a comparison.
 
-Pictures of every page lie in ATHANOR_PICTURES, or in the test's own directory.
+Screenshots of every page are in ATHANOR_PICTURES, or in the test's own directory.
 """
 
 import os
@@ -22,7 +22,8 @@ STEPS = 12
 
 
 def api(service, path: str, body: object = None) -> object:
-    """An answer of Prefect's server; asked again while its database is busy (503), as its own client does."""
+    """Return an answer of Prefect's server. Repeat the request while the database is busy (503), as Prefect's client
+    does."""
     url, deadline = f"{service.record.prefect_api}{path}", time.monotonic() + 60
     while True:
         try:
@@ -44,7 +45,7 @@ def runs_of(service, deployment: str) -> list[dict]:
 
 
 def wait_for_run(service, run_id: str, seconds: float = RUN_SECONDS) -> dict:
-    """The flow run once its state is a last one."""
+    """Wait until the flow run has a final state, and return it."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         run = api(service, f"/flow_runs/{run_id}")
@@ -64,7 +65,7 @@ def pictures(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def browser(service):
-    """Of somebody who has entered the password."""
+    """Return a browser in which the password was entered."""
     with chromium() as browser:
         yield logged_in(browser, service, viewport={"width": WIDTH, "height": HEIGHT})
 
@@ -78,7 +79,7 @@ def page(browser):
 
 
 class Form:
-    """The custom-run form of a deployment, by the dotted names that stand beside its fields."""
+    """The custom-run form of a deployment, whose fields are found by the dotted names in their descriptions."""
 
     def __init__(self, page, service, deployment: str) -> None:
         self.page = page
@@ -102,12 +103,12 @@ class Form:
         section.get_by_text("change", exact=True).first.click()
 
     def submit(self) -> None:
-        self.page.wait_for_timeout(500)  # the page gathers what was typed a little later, slower than a person
+        self.page.wait_for_timeout(500)  # the page processes typed text with a delay
         self.page.get_by_role("button", name="Submit").click()
 
 
 def fill_small(form: Form) -> None:
-    """The least data that the pipeline takes, and a few steps."""
+    """Fill in the smallest data that the pipeline accepts, and a few steps."""
     form.fill("train.num_steps", STEPS)
     form.fill("train.optim.lr", "0.002")
     form.fill("train.optim.warmup_steps", 1)
@@ -122,7 +123,7 @@ def fill_small(form: Form) -> None:
 
 def snap(page, path: Path, height: int = HEIGHT) -> None:
     page.set_viewport_size({"width": WIDTH, "height": height})
-    page.wait_for_timeout(700)  # transitions
+    page.wait_for_timeout(700)  # animations of the page
     page.screenshot(path=str(path))
     page.set_viewport_size({"width": WIDTH, "height": HEIGHT})
     assert path.stat().st_size > 10_000
@@ -138,7 +139,7 @@ SMALL = {
 
 @pytest.fixture(scope="module")
 def form_run(service, browser, pictures) -> dict:
-    """A run that was asked for in the form: refused once, then right; watched to its end."""
+    """Ask for a run in the form, first wrongly and then rightly, and watch the run to its end."""
     deployment = deployment_id(service, "vlm-sft")
     before = {run["id"] for run in runs_of(service, deployment)}
     page = browser.new_page()
@@ -168,7 +169,7 @@ def form_run(service, browser, pictures) -> dict:
 
 def test_the_form_has_what_the_recipe_leaves_open(form_run):
     assert form_run["state_type"] == "COMPLETED", form_run["state"]["message"]
-    asked = without_none(form_run["parameters"]["overrides"])  # a folded section is null: as the recipe says
+    asked = without_none(form_run["parameters"]["overrides"])  # a folded section is null: the recipe's values
     assert asked["train"] == {"num_steps": STEPS, "optim": {"lr": 0.002, "warmup_steps": 1}}
     assert asked["data"] == DATA and asked["convert"] == {"heldout_fraction": 0.3}
     assert asked.keys() == {"train", "data", "convert", "evaluate"} and form_run["parameters"]["recipe"] == "embedded"
@@ -187,7 +188,7 @@ def test_the_run_shows_logs_and_artifacts(service, form_run, pictures):
     page = form_run["page"]
     page.reload()  # the timeline is drawn to the scale of the whole run
     page.get_by_text(re.compile("train (made in|reused)")).first.wait_for(state="attached")
-    page.wait_for_timeout(2000)  # it is drawn on a canvas, which tells nobody when it is done
+    page.wait_for_timeout(2000)  # it is drawn on a canvas, which does not report when it is finished
     snap(page, pictures / "prefect_run.png")
     page.get_by_text("Artifacts", exact=True).click()
     for key in ("stages", "reports", "scores", "mlflow-run"):

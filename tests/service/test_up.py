@@ -1,4 +1,5 @@
-"""`athanor up` as a person has it: everything answers, a run finds it, deaths are mended, nothing is left behind."""
+"""`athanor up` as a user has it: everything answers, a run finds it, dead programs are restarted, nothing is left
+behind."""
 
 import re
 import signal
@@ -23,16 +24,16 @@ AGAIN_SECONDS = 240
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory) -> Iterator[RunningService]:
-    """A fresh one, whose only runs are those of this module."""
+    """Run a new service, whose only runs are those of this module."""
     root = tmp_path_factory.mktemp("service") / "root"
-    link = server_url(root)  # as a run prints it that ends before anything serves its root
+    link = server_url(root)  # an earlier run prints this address before any service serves its root
     with running_service(root) as running:
         running.link = link
         yield running
 
 
 def flow_runs(service: RunningService) -> list[dict]:
-    """Those that a person has started; the flows inside them left out."""
+    """Return the runs that a user has started, without subflow runs."""
     found = service.ask(f"{service.record.prefect_api}/flow_runs/filter", {"sort": "START_TIME_DESC"})
     return [run for run in found if run["parent_task_run_id"] is None]
 
@@ -44,13 +45,13 @@ def mlflow_runs(service: RunningService, experiment: str = "athanor-embedded") -
 
 
 def program(service: RunningService, part: str) -> psutil.Process | None:
-    """The one of a part's processes that `athanor up` has started itself, while it runs."""
+    """Return the process of a part that `athanor up` has started itself, while it is running."""
     started = {process.pid for process in psutil.Process(service.process.pid).children()}
     return next((process for process in service_processes(service.root, part) if process.pid in started), None)
 
 
 def test_it_says_what_it_starts_and_where(service):
-    deadline = time.monotonic() + 30  # the record of the service, for which `service` waits, comes before the line
+    deadline = time.monotonic() + 30  # `service` waits for the record, which is written before the line is printed
     while not (lines := service.printed())[-1].startswith("ready after") and time.monotonic() < deadline:
         time.sleep(0.05)
     for part, address in (("prefect", service.record.prefect_ui), ("mlflow", service.record.mlflow)):
@@ -74,7 +75,7 @@ def test_everything_listens_on_this_machine_alone(service):
         if connection.status == psutil.CONN_LISTEN
     ]
     ports = {int(url.rpartition(":")[2]) for url in (service.record.prefect_ui, service.record.mlflow)}
-    assert {address.port for address in listening} >= ports  # the worker has one for its flow runs
+    assert {address.port for address in listening} >= ports  # the worker has another directory for its flow runs
     assert {address.ip for address in listening} == {"127.0.0.1"}
 
 
@@ -103,7 +104,7 @@ def test_a_run_finds_it_and_shows_up_in_both(service):
     tags = {tag["key"]: tag["value"] for tag in tracked["data"]["tags"]}
     assert tags["prefect.flow_run_id"] == run["id"] and tracked["info"]["status"] == "FINISHED"
     assert service.record.mlflow in done.stdout
-    # Its files lie below the root, where they can be read without the service.
+    # Its files are in the root, where they can be read without the service.
     place = tracked["info"]["artifact_uri"].removeprefix("mlflow-artifacts:/")
     assert list((service.root / "mlflow-artifacts" / place).rglob("manifest.json"))
 
@@ -171,12 +172,12 @@ def _is_new(service: RunningService, part: str, old: int) -> bool:
 def test_killed_itself_the_next_one_cleans_up_on_the_same_ports_and_ctrl_c_leaves_nothing(service):
     before = {process.pid for process in service.processes()}
     service.kill()
-    assert run_athanor("run", service.root).returncode == 0  # the record of the dead one is not believed
+    assert run_athanor("run", service.root).returncode == 0  # the record of a dead service is ignored
     after = RunningService(service.root)
     try:
         assert not before & {process.pid for process in after.processes()}
         assert (after.record.prefect_ui, after.record.mlflow) == (service.record.prefect_ui, service.record.mlflow)
-        assert len(flow_runs(after)) == 2  # the one with and the one without a service
+        assert len(flow_runs(after)) == 2  # one run with a service, and one without
         assert len(mlflow_runs(after)) == 1
         run_id = start_training(after)
         started = {process.pid for process in after.processes()}
@@ -185,7 +186,7 @@ def test_killed_itself_the_next_one_cleans_up_on_the_same_ports_and_ctrl_c_leave
     assert not after.processes() and not any(psutil.pid_exists(pid) for pid in started)
     assert read_record(service.root) is None and not (service.root / "service" / "service.json").exists()
     assert [line.split()[1] for line in after.printed() if line.startswith("worker ")][-1] == "stopped"
-    # What trained has saved, and the flow run does not stay "Running".
+    # The training has saved, and the flow run does not stay "Running".
     assert list(service.root.glob("scratch/train-*/checkpoints/step-*")), after.tell()
     with sqlite3.connect(service.root / "prefect" / "prefect.db") as database:
         (state,) = database.execute("SELECT state_type FROM flow_run WHERE id = ?", (run_id,)).fetchone()
@@ -193,7 +194,7 @@ def test_killed_itself_the_next_one_cleans_up_on_the_same_ports_and_ctrl_c_leave
 
 
 def start_training(service: RunningService) -> str:
-    """Trigger a flow run as the UI does, and wait until it trains; returns its id."""
+    """Start a flow run as the UI does, and wait until it trains. Return its id."""
     api = service.record.prefect_api
     (found,) = service.ask(f"{api}/deployments/filter", {"deployments": {"name": {"any_": ["vlm-sft"]}}})
     overrides = nested({**SMALL, "train.num_steps": 5000})

@@ -131,7 +131,8 @@ def test_a_rank_between_may_be_the_fullest():
 
 
 def test_layers_of_two_kinds_keep_what_each_kind_keeps():
-    """Three delta layers with 2 key heads and 6 value heads of 16, two gated attentions with 6 heads of 32."""
+    """The model has three delta layers with 2 key heads and 6 value heads of 16, and two gated attentions with 6 heads
+    of 32."""
     shape = read_shape(hybrid_config("second"))
     width, logits = 48, 2 * 1024 * 512
     delta, gated = 4 * 32 + 5 * 96 + 6 * 6, 4 * width + 2 * 6 * 32

@@ -24,11 +24,11 @@ from tests.tiers.passed import ROOT, git, read_full_pass
 from tests.tiers.plugin import read_durations
 
 PACKAGES = ("flows", "stages", "dataset_builders", "trainer", "tests")
-# These start the whole product by its command, so every module of it reaches them.
+# These tests start the product by its command, so every module of it reaches them.
 WHOLE = ("tests/e2e/", "tests/service/")
-# These start the trainer through a stage. The stages name it by the word "trainer" alone, which many files contain.
+# These tests start the trainer through a stage, which names it only by the word "trainer", as many files do.
 TRAINER = ("tests/stages/train/", "tests/stages/encode_images/", "tests/stages/export/")
-# A changed file's pattern -> beginnings of the test files that it reaches; the first pattern that fits counts.
+# Pattern of a changed file -> start of the test files that it reaches. The first pattern that fits counts.
 PATHS = {
     "tests/bench/results/*": ("tests/test_documents.py",),
     "tests/gpu/*": ("tests/infra/test_scripts.py", "tests/test_documents.py"),
@@ -56,7 +56,7 @@ _MODULE = re.compile(r"[a-z_][a-z0-9_]*(\.[a-z_][a-z0-9_]*)+(:\w+)?")
 
 @functools.cache
 def modules() -> dict[str, Path]:
-    """Name of each module of the checkout -> its path from the root."""
+    """Return name of each module of the checkout -> its path from the root."""
     found = {}
     for package in PACKAGES:
         for path in (ROOT / package).rglob("*.py"):
@@ -67,7 +67,7 @@ def modules() -> dict[str, Path]:
 
 
 def imported_by(text: str, known: Iterable[str]) -> set[str]:
-    """The known modules that a file's text names, with the packages that they lie in."""
+    """Return the known modules that a file's text names, with the packages that contain them."""
     known, named = set(known), set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
@@ -86,13 +86,13 @@ def _modules_in(text: str, known: set[str]) -> Iterator[str]:
 
 @functools.cache
 def imports() -> dict[str, set[str]]:
-    """Module -> the modules that it imports."""
+    """Return module -> the modules that it imports."""
     known = modules()
     return {name: imported_by((ROOT / path).read_text(), known) - {name} for name, path in known.items()}
 
 
 def reached(changed: set[str]) -> dict[str, str]:
-    """Module that imports one of `changed`, directly or through others -> the module through which it does."""
+    """Return module that imports one of `changed`, directly or indirectly -> the module through which it does so."""
     users: dict[str, set[str]] = {}
     for name, used in imports().items():
         for other in used:
@@ -108,7 +108,7 @@ def reached(changed: set[str]) -> dict[str, str]:
 
 
 def tests_for(paths: Iterable[str]) -> dict[str, str]:
-    """Test file -> why it is taken, for the paths that a change touches."""
+    """Return test file -> the reason why it is taken, for the paths that a change touches."""
     tests = sorted(str(path) for path in modules().values() if path.name.startswith("test_"))
     by_path = {str(path): name for name, path in modules().items()}
     taken: dict[str, str] = {}
@@ -116,7 +116,7 @@ def tests_for(paths: Iterable[str]) -> dict[str, str]:
     for path in paths:
         if path in by_path:
             changed_modules.add(by_path[path])
-            if path.endswith("/conftest.py"):  # pytest loads it; no test imports it
+            if path.endswith("/conftest.py"):  # pytest loads it, and no test imports it
                 taken |= {test: path for test in tests if test.startswith(path.removesuffix("conftest.py"))}
             if not path.startswith("tests/"):
                 starts = WHOLE + TRAINER if path.startswith("trainer/") else WHOLE
@@ -128,14 +128,15 @@ def tests_for(paths: Iterable[str]) -> dict[str, str]:
         test = str(modules()[name])
         if test in tests:
             taken.setdefault(test, "changed" if name == through else f"imports {through}")
-    # These look at the text of every file.
+    # These tests read the text of every file.
     always = [f"tests/test_{name}.py" for name in ("architecture", "security", "documents", "tiers")]
     taken |= {test: "looks at every file" for test in always if test in tests and taken}
     return taken
 
 
 def changed_paths(since: str) -> list[str]:
-    """Paths that differ from a commit: committed, not committed, new, or deleted; all paths if git does not have it."""
+    """Return the paths that differ from a commit: committed, uncommitted, new or deleted. Return all paths if git does
+    not have the commit."""
     if subprocess.run(("git", "cat-file", "-e", f"{since}^{{commit}}"), cwd=ROOT, stderr=subprocess.DEVNULL).returncode:
         print(f"this clone does not have commit {since[:10]}: taking all tests")
         return git("ls-files").splitlines()
@@ -144,7 +145,7 @@ def changed_paths(since: str) -> list[str]:
 
 
 def main(argv: list[str]) -> int:
-    """Print which test files are taken and why, and run them, longest first."""
+    """Print which test files are taken and why, and run them, the longest first."""
     parser = argparse.ArgumentParser(prog="python -m tests.tiers.changed")
     parser.add_argument("--since", help="a commit; default: the newest of which all tests passed")
     parser.add_argument("--budget", type=float, help="seconds after which no further file is begun")

@@ -1,4 +1,4 @@
-"""Write down the commit of which all tests passed: `make test-full` calls this after its last test.
+"""Record the commit at which all tests passed: `make test-full` calls this after its last test.
 
 python -m tests.tiers.passed
 """
@@ -13,16 +13,16 @@ FULL_PASS = ROOT / "tests" / "full_pass.json"
 
 
 def git(*arguments: str) -> str:
-    """What a git command prints.
+    """Return the output of a git command.
 
     Raises:
-        subprocess.CalledProcessError: git failed, or this is no checkout.
+        subprocess.CalledProcessError: git failed, or this is not a checkout.
     """
     return subprocess.run(("git", *arguments), cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def read_full_pass() -> str:
-    """The newest commit of which all tests passed."""
+    """Return the newest commit at which all tests passed."""
     return json.loads(FULL_PASS.read_text())["commit"]
 
 

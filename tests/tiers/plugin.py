@@ -1,7 +1,7 @@
 """Runs the longest files first, reports files that became slow, and stops when a budget of seconds is used up.
 
-`tests/durations.json` holds, for each file and tier, the seconds of its tests when they were last recorded with
-`--record-durations`.
+`tests/durations.json` holds, for each file and tier, the seconds that its tests took when `--record-durations` was last
+used.
 """
 
 import gc
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 DURATIONS = Path(__file__).parents[1] / "durations.json"
-SLOWER, LEAST_SECONDS = 1.5, 10.0  # a file is reported if it took this many times its record, and at least so long
+SLOWER, LEAST_SECONDS = 1.5, 10.0  # a file is reported from this many times its record and this many seconds on
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -27,7 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def read_durations() -> dict[str, dict[str, float]]:
-    """File -> tier -> seconds, as they were recorded."""
+    """Return file -> tier -> recorded seconds."""
     return json.loads(DURATIONS.read_text()) if DURATIONS.is_file() else {}
 
 
@@ -44,15 +44,16 @@ class Tiers:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Longest files first; a file without a record comes before all others, for it may be long."""
+        """Sort the longest files first. A file without a record comes before all others, because it may be long."""
         items.sort(key=lambda item: -self.recorded.get(_file(item.nodeid), float("inf")))
 
     def pytest_collection_finish(self) -> None:
-        """Leave all that the imports made out of later garbage collections, which would visit it again and again."""
+        """Exclude all objects that the imports made from later garbage collections, which would visit them again and
+        again."""
         gc.freeze()
 
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        """Skip the tests of a file that would begin after the budget's end."""
+        """Skip the tests of a file that would start after the budget's end."""
         budget, file = self.config.option.budget, _file(item.nodeid)
         if budget is not None and file not in self.begun and time.monotonic() - self.began > budget:
             pytest.skip(f"out of time: the budget of {budget:.0f} s was used up")
@@ -66,7 +67,7 @@ class Tiers:
             self.left_out.add(file)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Print what did not fit into the budget and which files became slow; write the record if told to."""
+        """Print what did not fit into the budget and which files became slow. Write the record if that is asked for."""
         if self.left_out:
             terminalreporter.write_line(f"did not fit into the budget: {', '.join(sorted(self.left_out))}")
         for line in slower_than_recorded(self.seconds, self.recorded):
@@ -76,10 +77,11 @@ class Tiers:
 
 
 def slower_than_recorded(seconds: dict[str, float], recorded: dict[str, float]) -> list[str]:
-    """One line for each file that takes half as long again as recorded, compared with how fast this machine is.
+    """Return one line for each file that takes half as long again as recorded, relative to this machine's speed.
 
-    The machine's speed is the ratio of the seconds of all files to their recorded seconds: a busy or slow machine does
-    not make every file slow.
+    The machine's speed is the ratio of the seconds of all files to their recorded seconds, so that a busy or slow
+    machine
+    does not make every file slow.
     """
     known = {file: recorded[file] for file in seconds if recorded.get(file)}
     speed = sum(seconds[file] for file in known) / sum(known.values()) if known else 1.0

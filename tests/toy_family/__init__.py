@@ -1,5 +1,5 @@
-"""A family that lives here alone: every other layer has a gate, half of a head is turned, there is no deepstack.
+"""A model family that exists only here: every other layer has a gate, half of a head is rotated, no deepstack.
 
-In: what a family's folder gives. Out: a `Family` that tests register by an entry point.
+In: the parts of a family's folder. Out: a `Family` that tests register by an entry point.
 Read first: `family.py`, then `model.py`.
 """

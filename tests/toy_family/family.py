@@ -1,4 +1,5 @@
-"""The toy in one object, without torch; and the registration of an installed package, as an environment's path."""
+"""The toy family in one object, without torch; and a directory for sys.path that registers it like an installed
+package."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -19,13 +20,13 @@ MODEL_TYPE = "toy_gated_vl"
 
 
 class ToyTextKeys(qwen3_vl.TextKeys):
-    """text_config."""
+    """The keys of text_config."""
 
     rotary_dim: PositiveInt = 8
 
 
 class ToyKeys(qwen3_vl.Qwen3VLKeys):
-    """config.json."""
+    """The keys of config.json."""
 
     model_type: Literal["toy_gated_vl"]
     text_config: ToyTextKeys
@@ -86,7 +87,7 @@ FAMILY = dataclasses.replace(
 
 
 def write_distribution(directory: Path) -> Path:
-    """What installing a package that brings this family leaves behind: a directory for the path."""
+    """Write the files that an installation of a package with this family leaves, into a directory for sys.path."""
     info = directory / "toy_family-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-family\nVersion: 1.0\n")

@@ -1,4 +1,5 @@
-"""transformers' side of the toy: Qwen3-VL's classes with another attention; and a directory with random weights."""
+"""transformers' side of the toy family: Qwen3-VL's classes with another attention, and a directory of random
+weights."""
 
 import copy
 import json
@@ -16,13 +17,13 @@ from tests.toy_family.family import MODEL_TYPE
 
 
 class ToyConfig(transformers.Qwen3VLConfig):
-    """Qwen3-VL's with `text_config.rotary_dim`."""
+    """Qwen3-VL's config with `text_config.rotary_dim`."""
 
     model_type = MODEL_TYPE
 
 
 class ToyAttention(qwen3_vl.Qwen3VLTextAttention):
-    """The first `rotary_dim` numbers of a head are turned; every other layer has a gate."""
+    """Attention that rotates the first `rotary_dim` components of a head. Every other layer has a gate."""
 
     def __init__(self, config, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
@@ -71,7 +72,7 @@ transformers.AutoConfig.register(MODEL_TYPE, ToyConfig, exist_ok=True)
 
 
 def write_toy(directory: Path) -> Path:
-    """A complete directory of the toy, none of whose tensors has a special value."""
+    """Write a complete directory of the toy model, none of whose tensors has a special value."""
     shutil.copytree(tiny_hf_dir(), directory)
     config = json.loads((directory / "config.json").read_text())
     config["model_type"] = MODEL_TYPE

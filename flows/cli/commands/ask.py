@@ -1,4 +1,4 @@
-"""`athanor ask MODEL PICTURE "question"`: an exported model answers, and sees the picture as in training."""
+"""`athanor ask MODEL PICTURE "question"`: an exported model answers; the image is preprocessed as in training."""
 
 import argparse
 from pathlib import Path
@@ -8,7 +8,7 @@ from stages.inputs.hf_directory import resolve_hf_dir
 
 
 def ask_command(args: argparse.Namespace) -> int:
-    """Print the answer."""
+    """Print the model's answer."""
     picture = None if args.picture == Path("-") else args.picture
     print(ask(resolve_hf_dir(args.model), picture, args.question, adapter_dir=args.adapter))
     return 0

@@ -1,4 +1,4 @@
-"""`athanor doctor`: what this machine has, what it lacks and how to get that. Imports none of the heavy packages."""
+"""`athanor doctor`: what this machine has, what it lacks and how to install it. Imports none of the heavy packages."""
 
 import argparse
 import importlib.metadata
@@ -31,7 +31,7 @@ _INSTALL_ON_GPU = "make gpu"
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report; only "missing" makes the machine unfit."""
+    """One line of the report. Only the state "missing" makes the machine unfit for the default recipe."""
 
     what: str
     state: Literal["ok", "note", "missing"]
@@ -40,7 +40,7 @@ class Finding:
 
 
 def doctor_command(args: argparse.Namespace) -> int:
-    """Print the findings; 0 if the default recipe can run here, 1 if something that it needs is missing."""
+    """Print the findings. Return 0 if the default recipe can run here, 1 if something that it needs is missing."""
     gpu_names = ask_driver("name", "memory.total")
     findings = [
         check_python(),
@@ -59,7 +59,7 @@ def doctor_command(args: argparse.Namespace) -> int:
 
 
 def check_python(version: tuple[int, int] = sys.version_info[:2]) -> Finding:
-    """Whether it is 3.11 or 3.12."""
+    """Check that the Python version is 3.11 or 3.12."""
     value = f"{platform.python_version()} at {sys.executable}"
     if version in ((3, 11), (3, 12)):
         return Finding("python", "ok", value)
@@ -67,7 +67,11 @@ def check_python(version: tuple[int, int] = sys.version_info[:2]) -> Finding:
 
 
 def check_packages() -> list[Finding]:
-    """Declared requirements against the installed packages: one finding if all fit, else one per misfit."""
+    """Check the installed packages against the declared requirements.
+
+    Returns:
+        one finding if all fit, else one finding per requirement that is not met.
+    """
     try:
         declared = importlib.metadata.requires("athanor-vlm") or []
     except importlib.metadata.PackageNotFoundError:
@@ -78,7 +82,7 @@ def check_packages() -> list[Finding]:
 
 
 def check_requirement(requirement: Requirement) -> Finding | None:
-    """None if the installed version fits."""
+    """Check one requirement. Return None if the installed version fits."""
     try:
         version = importlib.metadata.version(requirement.name)
     except importlib.metadata.PackageNotFoundError:
@@ -89,7 +93,8 @@ def check_requirement(requirement: Requirement) -> Finding | None:
 
 
 def check_tested_versions(checkout: Path, has_gpu: bool) -> Finding:
-    """Installed versions other than the tested ones: constraints.txt, and constraints-gpu.txt where there is a GPU."""
+    """List installed versions that differ from the tested ones, which are those of constraints.txt and, on a machine
+    with a GPU, of constraints-gpu.txt."""
     files = [checkout / name for name in ("constraints.txt", "constraints-gpu.txt")[: 1 + has_gpu]]
     if not all(file.is_file() for file in files):
         return Finding("tested versions", "note", "no constraints.txt here", "work from a checkout to see them")
@@ -112,14 +117,14 @@ def check_tested_versions(checkout: Path, has_gpu: bool) -> Finding:
 
 
 def _read_pins(constraints: Path) -> dict[str, str]:
-    """Version by normalized name."""
+    """Return normalized package name -> pinned version."""
     lines = (line.split("#")[0] for line in constraints.read_text(encoding="utf-8").splitlines())
     pins = (line.split("==") for line in lines if "==" in line)
     return {canonicalize_name(name.strip()): version.strip() for name, version in pins}
 
 
 def check_machine(root: Path) -> list[Finding]:
-    """Cores, memory, and the disk that the root is on."""
+    """Check the cores, the memory, and the disk that holds the root."""
     memory = psutil.virtual_memory()
     place = next(p for p in (root, *root.parents) if p.exists())
     free = shutil.disk_usage(place).free / 1e9
@@ -140,7 +145,11 @@ def check_machine(root: Path) -> list[Finding]:
 
 
 def check_gpus(names: list[str]) -> list[Finding]:
-    """NVIDIA GPUs as the driver names them, and whether Transformer Engine is installed for them."""
+    """Check for NVIDIA GPUs, and whether Transformer Engine is installed for them.
+
+    Args:
+        names: the GPUs' names from the driver.
+    """
     if not names:
         return [Finding("GPU", "note", "none found", "the default recipe needs none")]
     if importlib.util.find_spec("transformer_engine") is None:
@@ -152,7 +161,7 @@ def check_gpus(names: list[str]) -> list[Finding]:
 
 
 def check_network(url: str = HUB) -> Finding:
-    """Whether the hub answers; needed only for models and datasets by hub name."""
+    """Check that the hub answers. The hub is needed only for models and datasets that are given by hub name."""
     try:
         with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=10):
             return Finding("hub", "ok", f"{url} answers")

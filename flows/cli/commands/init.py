@@ -1,4 +1,4 @@
-"""`athanor init`: look at raw data, say how it can be read, and write a recipe that runs."""
+"""`athanor init`: find out how raw data can be read, and write a recipe that runs."""
 
 import argparse
 from pathlib import Path
@@ -26,14 +26,14 @@ _PAGE_SAMPLES = 12
 
 
 def init_command(args: argparse.Namespace) -> int:
-    """Recognise the data, show samples and what looks wrong, and write the recipe.
+    """Recognise the layout of the data, show samples and anomalies, and write the recipe.
 
     Raises:
-        InputError: the data cannot be read, or the recipe's file is there already.
+        InputError: the data cannot be read, or the recipe's file exists already.
     """
     out = Path(args.out or f"{data_name(args.data)}.yaml")
     if out.exists():
-        raise InputError(f"--out {out} is there already; delete it, or give --out another name")
+        raise InputError(f"--out {out} exists already; delete it, or give --out another name")
     if not out.absolute().parent.is_dir():
         raise InputError(f"--out {out}: {out.parent} is not a directory; make it, or give --out another name")
     memory = args.gpu_memory if args.gpu_memory is not None else gpu_memory_gb()
@@ -63,10 +63,10 @@ def init_command(args: argparse.Namespace) -> int:
 
 
 def _open(data: str) -> tuple[str, StorePath, list[str]]:
-    """The recipe's `data`, the source that is looked at, and what to say about it.
+    """Return the value of `data` for the recipe, the source to inspect, and notes for the user.
 
     Raises:
-        InputError: there is no such directory, file, URL or hub dataset.
+        InputError: no such directory, file, URL or hub dataset exists.
     """
     source = location(data)
     if not is_local(source):
@@ -81,7 +81,7 @@ def _open(data: str) -> tuple[str, StorePath, list[str]]:
 
 
 def _write_page(directory: Path, trial: Trial) -> Path:
-    """A page of samples with their images."""
+    """Write a page of samples with their images, and return its path."""
     directory.mkdir(parents=True, exist_ok=True)
     shown = [sample for sample in trial.samples[:_PAGE_SAMPLES] if sample.images]
     pictures = [(preview_png(list(sample.images), 320), _caption(sample)) for sample in shown]

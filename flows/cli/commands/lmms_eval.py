@@ -1,6 +1,7 @@
-"""`athanor lmms-eval`: a task for lmms-eval, which asks an exported model the questions of our own evaluation.
+"""`athanor lmms-eval`: write a task for lmms-eval that asks an exported model the questions of athanor's evaluation.
 
-Nothing is asked here: lmms-eval has an environment of its own, in which the printed command is typed.
+The command does not run lmms-eval. lmms-eval is installed in an environment of its own, and the user runs the printed
+command there.
 """
 
 import argparse
@@ -35,7 +36,7 @@ from stages.scoring.summary import SCORE
 from stages.scoring.table import get_metric
 
 TASK = "athanor_heldout"
-OTHERWISE = "exact_match"  # the metric in lmms-eval if it lacks our headline metric
+OTHERWISE = "exact_match"  # the metric for subsets whose headline metric lmms-eval lacks
 _COLUMNS = ("key", "turn", "subset", "question", "references", "answer", "metric", "contaminated")
 _HEADS = ("subset", "answers", "metric", "score", "in lmms-eval", "expected there")
 
@@ -43,7 +44,7 @@ Row = Mapping[str, Any]
 
 
 def lmms_eval_command(args: argparse.Namespace) -> int:
-    """Write the task; print our own scores, its metrics, and the command that runs it."""
+    """Write the task. Print athanor's scores, the metrics of the task, and the command that runs it."""
     recipe = load_recipe(args.recipe, args.overrides)
     artifacts = _artifacts(recipe, args)
     evaluated = artifacts["evaluate"]
@@ -76,10 +77,10 @@ def _print_how(written: WrittenTask, directory: Path) -> None:
 
 
 def _artifacts(recipe: Recipe, args: argparse.Namespace) -> dict[str, Artifact]:
-    """Stage -> its artifact in a run with these settings, up to the evaluation.
+    """Return stage -> its artifact in a run with these settings, up to the stage `evaluate`.
 
     Raises:
-        InputError: the evaluation, or a stage before it, is not there.
+        InputError: the evaluation or a stage before it is not made yet.
     """
     planned, _ = plan_stages(recipe.config, args.root)
     artifacts = {}
@@ -87,7 +88,7 @@ def _artifacts(recipe: Recipe, args: argparse.Namespace) -> dict[str, Artifact]:
         if stage.artifact is None:
             sets = [word for override in args.overrides for word in ("--set", override)]
             run = shlex.join(["athanor", "run", args.recipe, *sets, "--root", str(args.root)])
-            raise InputError(f"{stage.name} of recipe {recipe.name} is not there yet ({stage.why}); make it by: {run}")
+            raise InputError(f"{stage.name} of recipe {recipe.name} is not made yet ({stage.why}); make it by: {run}")
         artifacts[stage.name] = stage.artifact
         if stage.name == "evaluate":
             break
@@ -95,10 +96,10 @@ def _artifacts(recipe: Recipe, args: argparse.Namespace) -> dict[str, Artifact]:
 
 
 def _out_dir(option: str | None, default: Path) -> Path:
-    """The directory of `--out`, or the default.
+    """Return the directory of `--out`, or the default.
 
     Raises:
-        InputError: it is not a directory of this machine, or holds files that are not a task's.
+        InputError: `--out` is not a directory of this machine, or it holds files of something other than a task.
     """
     if option is None:
         return default
@@ -115,13 +116,15 @@ def _out_dir(option: str | None, default: Path) -> Path:
 def score_rows(
     rows: Sequence[Row], metrics: Mapping[str, str], scores: Mapping[str, Mapping[str, float]]
 ) -> list[tuple[str, ...]]:
-    """One row per subset, then those of all answers: our scores, and those of lmms-eval for the same answers.
+    """Return the table's rows: one per subset, then the overall score, then one per metric of lmms-eval.
+
+    A row shows athanor's score, and the score that lmms-eval gives to the same answers.
 
     Args:
-        rows: of predictions.parquet.
+        rows: rows of predictions.parquet.
         metrics: subset -> its metric in lmms-eval.
-        scores: of our own evaluation. Its `overall` is the mean over the subsets; lmms-eval's is over a metric's
-            answers.
+        scores: scores of athanor's evaluation. Its `overall` is the mean over the subsets; the overall value of
+            lmms-eval is the mean over all answers of a metric.
     """
     table = []
     for subset, metric in sorted(metrics.items()):
@@ -141,7 +144,7 @@ def _score(metric: str, rows: Iterable[Row]) -> str:
 
 
 def _scored_otherwise(headlines: Mapping[str, str], metrics: Mapping[str, str]) -> str:
-    """The line that names the subsets with another metric there."""
+    """Return the line that names the subsets that lmms-eval scores by another metric."""
     others = [f"{subset} ({name})" for subset, name in sorted(headlines.items()) if metrics[subset] != name]
     if not others:
         return "lmms-eval scores every subset by the same metric."

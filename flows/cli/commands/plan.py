@@ -1,4 +1,7 @@
-"""`athanor plan`: what a run would do, its sizes, its memory, and what a cluster would get. Makes nothing."""
+"""`athanor plan`: the stages that a run would make, its sizes, its memory, and the job that a cluster would get.
+
+The command makes nothing.
+"""
 
 import argparse
 import sys
@@ -38,7 +41,7 @@ from trainer.plan.placement import PlacementJob, at_hand, placements
 UNKNOWN = "known once the data is made"
 UNKNOWN_FINGERPRINT = "FINGERPRINT"
 RULER = "-" * 80
-# Node -> the job that it submits, from its work directory.
+# Node -> function that makes the node's job from its work directory.
 _JOBS: dict[str, Callable[[Path], Job]] = {
     "encode_images": lambda work: trainer_job(work / ENCODE_JOB_DIR),
     "train": trainer_job,
@@ -80,7 +83,7 @@ def _print_rows(
     root: StorePath,
     is_terminal: bool,
 ) -> None:
-    """A table of what the first rows say for each source whose samples are still to be made.
+    """Print a table of estimates from the first rows of each source, unless the samples are made already.
 
     Raises:
         InputError: a run would refuse the rows.
@@ -95,7 +98,7 @@ def _print_rows(
 
 
 def _print_fits(config: PipelineConfig, available: Mapping[str, Input], gigabytes: float, is_terminal: bool) -> None:
-    """A table of the settings with which the model trains on one GPU, and whether each fits."""
+    """Print a table of settings for training on one GPU: the memory that each takes, and whether it fits."""
     room = check_memory(gigabytes)
     rows = [
         (words, bytes_text(size), "yes" if size <= room else "no")
@@ -108,7 +111,7 @@ def _print_fits(config: PipelineConfig, available: Mapping[str, Input], gigabyte
 def print_submission(
     config: PipelineConfig, root: StorePath, planned: list[PlannedStage], available: Mapping[str, Input]
 ) -> None:
-    """Print what the launcher would submit for the next stage that trains or answers, byte for byte between rulers."""
+    """Print the exact text that the launcher would submit for the next stage that trains or answers."""
     cluster = config.execution.cluster
     names = [stage.name for stage in planned if stage.name in _JOBS and stage.artifact is None]
     if not answers_apart(cluster):
@@ -127,7 +130,7 @@ def print_submission(
 
 
 def work_dir_of(name: str, config: PipelineConfig, root: StorePath, available: Mapping[str, Input]) -> Path:
-    """The directory in which a stage will work, as far as its fingerprint is known now."""
+    """Return the directory in which a stage will work. An unknown fingerprint becomes UNKNOWN_FINGERPRINT."""
     (node,) = (node for node in pipeline_nodes(config) if node.name == name)
     stage = node.load()
     if all(source in available for source in node.inputs.values()):
@@ -136,7 +139,7 @@ def work_dir_of(name: str, config: PipelineConfig, root: StorePath, available: M
 
 
 def size_rows(config: PipelineConfig, available: Mapping[str, Input]) -> list[tuple[str, str]]:
-    """(name, value) of samples, bins, steps, epochs, parameters and memory, as far as they are known now."""
+    """Return (name, value) of samples, bins, steps, epochs, parameters and memory, as far as they are known now."""
     bins, job = available.get("plan_bins"), _placement_job(config, available)
     parts = job.shape.parameters
     memory = at_hand(job).memory
@@ -165,7 +168,7 @@ def size_rows(config: PipelineConfig, available: Mapping[str, Input]) -> list[tu
 
 
 def _carried(model: Input | None) -> list[tuple[str, str]]:
-    """A row where the model brings tensors that are not trained."""
+    """Return a row if the model has tensors that are exported without being trained."""
     carried = count_carried(hf_dir_of(model)) if isinstance(model, External) else {}
     names = ", ".join(f"{number} tensors {prefix}*" for prefix, number in carried.items())
     return [("carried", f"{names}: exported as they are, not trained")] if carried else []
@@ -175,7 +178,7 @@ _RUNTIME = "0.5 to 1 GB"
 
 
 def _placement_job(config: PipelineConfig, available: Mapping[str, Input]) -> PlacementJob:
-    """The model, its layout and the mean bin, as the trainer will find them if the bins are made."""
+    """Return the model, its layout and the mean bin. Without bins, the mean bin is an assumption."""
     plan, bins = config.plan_bins, available.get("plan_bins")
     stats = bins.manifest.stats if isinstance(bins, Artifact) else {}
     family, shape = _model(config, available)
@@ -193,7 +196,7 @@ def _placement_job(config: PipelineConfig, available: Mapping[str, Input]) -> Pl
 
 
 def _train(config: PipelineConfig, bins: Input | None) -> TrainConfig:
-    """The training, its steps counted where the bins are known."""
+    """Return the settings of the training, with the number of steps if the bins are known."""
     return (
         config.train.for_bins(bins.manifest.stats["num_bins"]["train"]) if isinstance(bins, Artifact) else config.train
     )
@@ -206,7 +209,7 @@ def _model(config: PipelineConfig, available: Mapping[str, Input]) -> tuple[Fami
 
 
 def _print_adapters(config: PipelineConfig, available: Mapping[str, Input], is_terminal: bool) -> None:
-    """A table of what each target adapts, where there are adapters."""
+    """Print a table of the modules that each target adapts, if adapters are trained."""
     if config.train.adapter is None:
         return
     rows = [
@@ -222,7 +225,7 @@ def _print_adapters(config: PipelineConfig, available: Mapping[str, Input], is_t
 
 
 def _adapters(job: PlacementJob) -> list[tuple[str, str]]:
-    """A row where there are adapters."""
+    """Return a row of trained parameters if adapters are trained."""
     if job.adapters is None:
         return []
     adapter, number, base = job.train.adapter, job.adapters.parameters, sum(job.shape.parameters.values())
@@ -230,7 +233,7 @@ def _adapters(job: PlacementJob) -> list[tuple[str, str]]:
 
 
 def _print_vision(config: PipelineConfig, available: Mapping[str, Input], is_terminal: bool) -> None:
-    """A table where there is something to choose, with its assumptions and the advice."""
+    """Print where images can be encoded, with the assumptions and the advice, if there is a choice."""
     job = _placement_job(config, available)
     if is_worth_showing(job, choices := placements(job)):
         title = f"Vision{_if_full(available.get('plan_bins'))}"
@@ -243,7 +246,7 @@ def _if_full(bins: Input | None) -> str:
 
 
 def _layers(parallel: ParallelConfig, pieces: Sequence[range], bins: Input | None) -> list[tuple[str, str]]:
-    """A row where there is a pipeline."""
+    """Return a row of the layers per rank if there is pipeline parallelism."""
     if parallel.pp == 1:
         return []
     ranks = (" + ".join(str(len(piece)) for piece in pieces[rank :: parallel.pp]) for rank in range(parallel.pp))
@@ -251,7 +254,7 @@ def _layers(parallel: ParallelConfig, pieces: Sequence[range], bins: Input | Non
 
 
 def _features(config: PipelineConfig, shape: ModelShape, available: Mapping[str, Input]) -> list[tuple[str, str]]:
-    """A row where images are encoded once."""
+    """Return a row of the size of the image features if images are encoded once, before the training."""
     if config.encode_images is None:
         return []
     store = FeatureStore(dtype=config.encode_images.dtype, width=shape.feature_width)
@@ -269,7 +272,7 @@ def _features(config: PipelineConfig, shape: ModelShape, available: Mapping[str,
 
 
 def _host_memory(config: PipelineConfig, job: PlacementJob) -> list[tuple[str, str]]:
-    """A row where saves are asynchronous; a training that saves at its end alone keeps no copy."""
+    """Return a row if saves are asynchronous. A training that saves only at its end keeps no copy."""
     execution, train = config.execution, job.train
     saves_late = train.num_steps is not None and execution.checkpoint.save_interval >= train.num_steps
     if not execution.checkpoint.asynchronous or saves_late:
@@ -303,8 +306,8 @@ def _bins(bins: Input | None) -> str:
 
 
 def _seconds(job: PlacementJob) -> list[tuple[str, str]]:
-    """A row where the rate of a GPU is known: of the whole model in bfloat16. With adapters, the placement's FLOPs
-    would count gradients of frozen weights."""
+    """Return a row of the seconds per step if the whole model is trained in bfloat16, for which the rate of a GPU is
+    known. With adapters there is no row, because the FLOPs would count gradients of frozen weights."""
     if job.train.precision != "bfloat16" or job.train.adapter is not None:
         return []
     step = at_hand(job).step

@@ -1,4 +1,4 @@
-"""`athanor preview PATH`: one self-contained HTML file that shows an artifact. Serves nothing."""
+"""`athanor preview PATH`: write one self-contained HTML file that shows an artifact. Starts no server."""
 
 import argparse
 

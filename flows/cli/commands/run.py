@@ -1,4 +1,4 @@
-"""`athanor run`: the flow `vlm-sft` in this process, progress while it runs, and what to do next at its end."""
+"""`athanor run`: run the flow `vlm-sft` in this process, show its progress, and print the next commands at its end."""
 
 import argparse
 import sys
@@ -16,16 +16,16 @@ from flows.service.reconcile import reconcile
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Run a recipe to its end, or raise."""
+    """Run a recipe to its end."""
     recipe = load_recipe(args.recipe, args.overrides)
     is_terminal = sys.stdout.isatty()
     if trains_here(recipe.config):
         print(modules_line(recipe.config), flush=True)
     with shown(is_terminal):
         start_prefect()
-        reconcile(args.root)  # settles what a killed run left on this root
+        reconcile(args.root)  # ends the flow runs of this root whose process was killed
         result = vlm_sft(recipe.config, str(args.root), recipe.name, recipe.differs)
-    seconds = time.time() - psutil.Process().create_time()  # with the imports: the person waited for them too
+    seconds = time.time() - psutil.Process().create_time()  # with the imports, since the user waited for them too
     recipe_words = [] if args.recipe == DEFAULT_RECIPE else [args.recipe]
     arguments = [*recipe_words, *(f"--set={text}" for text in args.overrides)]
     print_closing(result, args.root, recipe, arguments, seconds, is_terminal)

@@ -1,4 +1,4 @@
-"""`athanor status`: the newest runs of a root, what they do now, and what they wait for."""
+"""`athanor status`: list the newest runs of a root, what they are doing, and what they wait for."""
 
 import argparse
 import sys
@@ -21,14 +21,14 @@ from flows.cli.text_table import print_table
 from flows.prefect_server.home import prefect_home
 from flows.prefect_server.service_record import read_service
 
-WAITING = "waiting for "  # how a log line begins that says what a run waits for
+WAITING = "waiting for "  # start of a log line about what a run waits for
 _RUNS = 20
-_READ = 4 * _RUNS  # with the flows inside them
+_READ = 4 * _RUNS  # more than are shown, since the flow runs inside a run are read too
 _NEWEST_LOGS = 5
 
 
 def status_command(args: argparse.Namespace) -> int:
-    """Print a table of the newest runs, the newest first."""
+    """Print a table of the runs, the newest first."""
     service = read_service(args.root)
     serving = f"served by `athanor up` at {service.prefect_ui}" if service else "no `athanor up` serves it"
     print(f"root {args.root}: {serving}")
@@ -47,16 +47,16 @@ def status_command(args: argparse.Namespace) -> int:
 
 
 def _when(run: FlowRun) -> str:
-    """When a run started or will start."""
+    """Return the time at which a run started or will start."""
     start = run.start_time or run.expected_start_time
     return start.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S") if start else "-"
 
 
 def _now(client: SyncPrefectClient, run: FlowRun) -> str:
-    """Say in words which stage of a run works or what the run waits for; its duration, if it has ended."""
+    """Return the stage that runs now, what the run waits for, or the duration of a run that has ended."""
     if run.state.type == StateType.SCHEDULED:
         late = run.expected_start_time is not None and run.expected_start_time < datetime.now(UTC)
-        return "waits for a free worker (`athanor up --max-runs`)" if late else "waits for its time"
+        return "waits for a free worker (`athanor up --max-runs`)" if late else "waits for its scheduled start"
     if run.state.type in (StateType.PENDING, StateType.PAUSED):
         return f"waits: {run.state.message or run.state.name}"
     if run.state.type not in (StateType.RUNNING, StateType.CANCELLING):

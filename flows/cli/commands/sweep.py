@@ -1,4 +1,4 @@
-"""`athanor sweep`: a run for every combination of a grid of values, and at the end a table of all runs."""
+"""`athanor sweep`: run a recipe for every combination of a grid of values, and print a table of all runs."""
 
 import argparse
 import sys
@@ -12,7 +12,7 @@ from trainer.contract.names import EXIT_FAILED
 
 
 def sweep_command(args: argparse.Namespace) -> int:
-    """Check every run of the grid, run them, print the table; 1 if a run failed."""
+    """Check every run of the grid, run them all and print the table. Return 1 if a run failed, else 0."""
     variants = check_grid(args.recipe, args.overrides, args.grid)
     print(f"{len(variants)} runs of recipe {variants[0].recipe.name}:")
     for variant in variants:

@@ -7,12 +7,16 @@ from trainer.contract.names import EXIT_FAILED
 
 
 def sync_command(args: argparse.Namespace) -> int:
-    """Publish every run of which MLflow lacks something, and print one line per run; 1 if something still waits."""
+    """Send every run that is not completely in MLflow, and print one line per run.
+
+    Returns:
+        1 if something could not be sent, else 0.
+    """
     published = publish_waiting(args.root)
     for one in published:
         print(_line(one))
     if not published:
-        print(f"nothing waits in {args.root}")
+        print(f"nothing is left to send in {args.root}")
     return EXIT_FAILED if any(one.problem for one in published) else 0
 
 

@@ -1,4 +1,4 @@
-"""`athanor up`: Prefect, MLflow and a worker on this machine, until Ctrl-C."""
+"""`athanor up`: run Prefect, MLflow and a worker on this machine, until Ctrl-C."""
 
 import argparse
 
@@ -7,5 +7,5 @@ from flows.service.run_service import run_service
 
 
 def up_command(args: argparse.Namespace) -> int:
-    """Run the service until a signal stops it: 0, or 1 if it could not start."""
+    """Run the service until a signal stops it. Return 0, or 1 if the service could not start."""
     return run_service(args.root, args.host, args.max_runs, parse_limits(args.limits))

@@ -1,4 +1,4 @@
-"""The settings of a new recipe: from the trial of the data, the model and the memory of the GPU."""
+"""The choice of a new recipe's settings, from the trial of the data, the model and the memory of the GPU."""
 
 import math
 import re
@@ -16,7 +16,7 @@ from trainer.model.family import Family
 from trainer.model.registry import get_family, get_variant, read_model
 from trainer.model.shape import ModelShape
 
-# Published models that the recipe may name without a download: hub name -> the sizes of `model.variant`.
+# Published models whose sizes are known without a download: hub name -> `model.variant` of the same sizes.
 _HUB = {
     **{f"Qwen/Qwen3-VL-{size}-Instruct": f"qwen3_vl_{size.lower()}" for size in ("2B", "4B", "8B", "32B")},
     **{f"Qwen/Qwen3.5-{size}": f"qwen3_5_{size.lower()}" for size in ("2B", "4B", "9B", "27B")},
@@ -24,12 +24,12 @@ _HUB = {
 _DEFAULTS = tuple(f"Qwen/Qwen3-VL-{size}-Instruct" for size in ("8B", "4B", "2B"))
 _IMAGE_TOKEN = 32 * 32  # pixels
 _MAX_PIXELS = 1_048_576
-_TINY_PIXELS = 65_536  # of the model of random weights, which trains on a CPU
+_TINY_PIXELS = 65_536  # for the model of random weights, which trains on a CPU
 _TINY_BINS = (1024, 2048, 4096, 8192)
-_TINY_STEPS = 500  # half a minute: the tiny model is there to try the whole path
-_STEP_TOKENS = 65_536  # tokens between two updates where there is enough data
+_TINY_STEPS = 500  # half a minute, since the tiny model serves only to try the whole pipeline
+_STEP_TOKENS = 65_536  # tokens between two updates if there is enough data
 _MOST_EPOCHS = 200
-_MOST_PIXEL_BYTES = 100e9  # of scaled pixels, above which the image files are kept instead
+_MOST_PIXEL_BYTES = 100e9  # with more bytes of scaled pixels, the image files are kept instead
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,16 +37,16 @@ class Choice:
     """The settings of a recipe that depend on the data and the machine.
 
     Attributes:
-        model: a directory or hub name; None: the tiny model of random weights.
+        model: directory or hub name of a model; None means the tiny model of random weights.
         fit: adapters and layout; None on a CPU.
-        is_tiny: the model is small enough for a CPU, in float32.
+        is_tiny: whether the training is on a CPU, in float32 and with small shards.
         seq_len: tokens of a bin.
-        max_pixels: of an image.
-        codec: u8 where the scaled pixels of all images take little space, else original.
+        max_pixels: largest area to which an image is scaled, in pixels.
+        codec: "u8" if the scaled pixels of all images take little space, else "original".
         epochs, batch: passes over the data, and bins between two updates.
-        max_new_tokens: of an answer.
-        metrics: of all subsets, the headline first; none: those of the table.
-        words: the model and its settings for the user.
+        max_new_tokens: largest number of tokens of an answer.
+        metrics: metrics of all subsets, the headline metric first; if empty, the default metrics of each subset.
+        words: a description of the model and its settings for the user.
     """
 
     model: str | None
@@ -63,14 +63,14 @@ class Choice:
 
 
 def choose(trial: Trial, model: str | None, gpu_memory: float | None) -> Choice:
-    """Choose the settings.
+    """Choose the settings of a recipe.
 
     Args:
-        model: `--model`; None: one that fits, or the tiny one where there is no GPU.
-        gpu_memory: of the GPU in GB; None: the training is on a CPU.
+        model: `--model`; None chooses a model that fits, or the tiny model if there is no GPU.
+        gpu_memory: memory of the GPU in GB; None means that the training is on a CPU.
 
     Raises:
-        InputError: the model is none, or does not fit the memory.
+        InputError: `model` is not a model, or it does not fit the memory.
     """
     if gpu_memory is None:
         return _on_cpu(trial, model)
@@ -101,7 +101,7 @@ def choose(trial: Trial, model: str | None, gpu_memory: float | None) -> Choice:
 
 
 def data_name(source: str) -> str:
-    """A recipe's name from the data's: letters, digits and dashes."""
+    """Return a recipe's name made from the name of the data: lower-case letters, digits and dashes."""
     last = Path(source.rstrip("/").rpartition("/")[2] or source).name
     stem = last.partition(".")[0] if "." in last.strip(".") else last
     return re.sub("[^a-z0-9]+", "-", stem.lower()).strip("-") or "data"
@@ -131,7 +131,11 @@ def _on_cpu(trial: Trial, model: str | None) -> Choice:
 
 
 def _model(name: str | None, is_roomy: Callable[[Family, ModelShape], bool]) -> tuple[str, Family, ModelShape]:
-    """The named model, or the largest of the default ones that has room for LoRA."""
+    """Return the named model, or the largest default model that is roomy; the smallest if none is.
+
+    Args:
+        is_roomy: whether a model of a family and shape fits in bins of enough tokens, without recomputation or float8.
+    """
     if name is None:
         sizes = [(hub, *_variant(_HUB[hub])) for hub in _DEFAULTS]
         return next((found for found in sizes if is_roomy(*found[1:])), sizes[-1])
@@ -152,13 +156,14 @@ def _is_roomy(family: Family, shape: ModelShape, room: float, longest: int) -> b
 
 
 def _pixels(trial: Trial, most: int) -> int:
-    """Area to which images are scaled down: that of the largest one seen, in whole image tokens, at most `most`."""
+    """Return the area to which images are scaled down, in pixels: the area of the largest image seen, rounded up to
+    whole image tokens, but at most `most`."""
     largest = max((width * height for width, height in trial.sizes), default=_IMAGE_TOKEN)
     return min(most, max(4, -(-largest // _IMAGE_TOKEN)) * _IMAGE_TOKEN)
 
 
 def _epochs(trial: Trial) -> int:
-    """Passes over the data for a model that is trained already."""
+    """Return the number of passes over the data for a pretrained model."""
     return next(epochs for rows, epochs in ((1e3, 5), (1e4, 3), (1e5, 2), (math.inf, 1)) if trial.rows < rows)
 
 
@@ -178,13 +183,13 @@ def _tokens_of(trial: Trial, pixels: int, chars_per_token: float) -> list[float]
 
 
 def _tokens(trial: Trial, pixels: int, chars_per_token: float) -> float:
-    """Mean tokens of a sample."""
+    """Return the mean number of tokens of a sample."""
     lengths = _tokens_of(trial, pixels, chars_per_token)
     return sum(lengths) / len(lengths)
 
 
 def _longest(trial: Trial, pixels: int, chars_per_token: float) -> int:
-    """Tokens that a bin should hold: of the longest sample seen, and a tenth more."""
+    """Return the number of tokens that a bin must hold: a tenth more than the longest sample seen."""
     return math.ceil(1.1 * max(_tokens_of(trial, pixels, chars_per_token)))
 
 
@@ -198,7 +203,8 @@ def _new_tokens(trial: Trial, chars_per_token: float) -> int:
 
 
 def _metrics(trial: Trial) -> tuple[str, ...]:
-    """Metrics for long answers, which are hardly ever equal to the reference; none: the table's."""
+    """Return metrics for long answers, which are hardly ever equal to the reference; () for short answers, which get
+    the default metrics."""
     answers = _answers(trial)
     words = sorted(len(text.split()) for text in answers)[len(answers) // 2]
     return ("rouge_l", "bleu4", "exact_match") if words > 5 else ()

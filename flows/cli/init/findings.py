@@ -1,4 +1,4 @@
-"""Lines that `athanor init` prints: the source, three samples, and everything that looks wrong."""
+"""The lines that `athanor init` prints: the source, three samples, and everything that looks wrong."""
 
 import shutil
 import sys
@@ -14,13 +14,13 @@ from dataset_builders.recognise.recognise import Recognised
 from dataset_builders.recognise.trial import Trial
 
 SHOWN = 3
-_CHARS = 300  # of a text that is shown
+_CHARS = 300  # longest text that is shown
 _SIDE = 36  # columns of an image on the terminal
-_FEW = 5  # names that are listed
+_FEW = 5  # largest number of names in a list
 
 
 def summary(found: Recognised, trial: Trial) -> Iterator[str]:
-    """Lines that say what was recognised, and why."""
+    """Yield the lines that say what was recognised, and why."""
     reading = trial.reading
     options = ", ".join(f"{name}={value!r}" for name, value in reading.options.items())
     yield f"Recognised: builder {reading.builder}{f' with {options}' if options else ''}"
@@ -35,7 +35,7 @@ def summary(found: Recognised, trial: Trial) -> Iterator[str]:
 
 
 def sample_lines(sample: Sample, is_terminal: bool) -> Iterator[str]:
-    """A sample's images, if the terminal has colours, and its texts."""
+    """Yield the lines of a sample: its images, if the terminal has colours, and its texts."""
     yield f"{sample.key}: {_counted(len(sample.images), 'image')}"
     if is_terminal:
         for data in sample.images[:2]:
@@ -46,7 +46,7 @@ def sample_lines(sample: Sample, is_terminal: bool) -> Iterator[str]:
 
 
 def anomalies(found: Survey, trial: Trial) -> Iterator[str]:
-    """A line for everything that a user should look at before a run."""
+    """Yield one line for each thing that a user should check before a run."""
     for reason, number in trial.reasons.most_common():
         yield f"{number} of {trial.tried} rows are left out as {reason}; the first: {trial.details[reason]}"
     if trial.duplicates:
@@ -72,7 +72,7 @@ def is_colourful() -> bool:
 
 
 def _blocks(data: bytes) -> Iterator[str]:
-    """An image in half blocks of 24-bit colour (ECMA-48, SGR 38 and 48): two pixels to a character."""
+    """Yield an image as lines of half blocks in 24-bit colour (ECMA-48, SGR 38 and 48), two pixels per character."""
     pixels = read_rgb(data)
     scale = _SIDE / max(pixels.shape[:2])
     rows, columns = (max(2, round(side * scale)) for side in pixels.shape[:2])

@@ -1,4 +1,4 @@
-"""Settings with which a model trains in the memory of one GPU, by the estimate that `athanor plan` prints."""
+"""The search for settings that fit a training into the memory of one GPU, by the estimate of `athanor plan`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ from trainer.model.targets import adapter_sizes
 from trainer.plan.estimate import estimate_memory
 
 PATCHES = 4  # patches of one image token
-# Bytes of a GPU that a training may take, of 10^9 a GB: CUDA's own and what the estimate may be off stay free.
+# Share of a GPU's memory that a training may take. The rest is for CUDA itself and for the error of the estimate.
 USABLE = 0.92
 ROOMY = 4096
-_BINS = (8192, 6144, 4096, 3072, 2048)  # tokens, the faster first
+_BINS = (8192, 6144, 4096, 3072, 2048)  # tokens; larger bins train faster and come first
 _LORA: Mapping[str, Any] = {"rank": 16, "alpha": 32}
 _RECOMPUTE: Mapping[str, Any] = {"recompute": "full", "recompute_vision": True}
-# Learning rates: full fine-tuning as in Qwen's own recipes (QwenLM/Qwen3-VL, qwen-vl-finetune), and ten times as much
-# for adapters (Schulman et al. 2025, "LoRA Without Regret").
+# Learning rates for full fine-tuning are those of Qwen's own recipes (QwenLM/Qwen3-VL, qwen-vl-finetune). Adapters take
+# ten times that (Schulman et al. 2025, "LoRA Without Regret").
 FULL_RATES = {"lr": "1.0e-5", "vision": "2.0e-6"}
 LORA_RATE = "1.0e-4"
 
@@ -30,11 +30,11 @@ class Fit:
     """Settings of a training that fit a GPU.
 
     Attributes:
-        adapter: `train.adapter`; None: the whole model is trained.
+        adapter: value of `train.adapter`; None trains the whole model.
         parallel: fields of `execution.parallel` that differ from their defaults.
         seq_len: tokens of a bin.
-        memory: bytes by the estimate.
-        words: the choice for the user.
+        memory: estimated bytes.
+        words: a description of the choice for the user.
     """
 
     adapter: Mapping[str, Any] | None
@@ -45,18 +45,21 @@ class Fit:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing is computed again, and no weight is held in float8."""
+        """Whether no activation is recomputed, and no weight is stored in float8."""
         return not self.parallel and (self.adapter is None or "base" not in self.adapter)
 
 
 def fit_model(family: Family, shape: ModelShape, memory: float, longest: int) -> Fit | None:
-    """The first of the settings that fits, from the whole model to adapters beside a recomputed base in float8.
+    """Return the first settings that fit, from training the whole model down to LoRA on a recomputed float8 base.
 
-    Bins of fewer than ROOMY tokens are the last resort: they fill badly.
+    Bins of fewer than ROOMY tokens are tried last, because packing fills them badly.
 
     Args:
         memory: bytes that the training may take.
         longest: tokens of the longest sample, which a bin must hold.
+
+    Returns:
+        None if no settings fit.
     """
     sizes = bin_sizes(longest)
     roomy = [size for size in sizes if size >= ROOMY]
@@ -70,26 +73,26 @@ def fit_model(family: Family, shape: ModelShape, memory: float, longest: int) ->
 
 
 def fit_sizes(family: Family, shape: ModelShape, seq_len: int) -> list[tuple[str, int]]:
-    """(settings in words, bytes on one GPU) of each choice of settings, for bins of `seq_len` tokens."""
+    """Return (settings in words, bytes on one GPU) for each choice of settings, with bins of `seq_len` tokens."""
     return [
         (words, estimate(family, shape, adapter, parallel, seq_len)) for adapter, parallel, words in _choices(shape)
     ]
 
 
 def smallest(family: Family, shape: ModelShape, longest: int) -> int:
-    """Bytes of the settings that take least."""
+    """Return the bytes of the settings that take the least memory."""
     return min(estimate(family, shape, a, p, bin_sizes(longest)[-1]) for a, p, _ in _choices(shape))
 
 
 def bin_sizes(longest: int) -> Sequence[int]:
-    """Tokens of a bin to choose from, the larger first; each holds the longest sample."""
+    """Return the possible bin sizes in tokens, the larger first. Each can hold the longest sample."""
     return [size for size in _BINS if size >= longest] or [-(-longest // 1024) * 1024]
 
 
 def estimate(
     family: Family, shape: ModelShape, adapter: Mapping[str, Any] | None, parallel: Mapping[str, Any], seq_len: int
 ) -> int:
-    """Bytes on one GPU in bfloat16, as `athanor plan` prints them."""
+    """Return the bytes that a training in bfloat16 takes on one GPU, as `athanor plan` prints them."""
     train = TrainConfig.model_validate(
         {
             "seed": 0,
@@ -111,14 +114,18 @@ def estimate(
 
 
 def check_memory(gigabytes: float) -> float:
-    """Bytes that a training may take of a GPU. Raises InputError for a size that is none."""
+    """Return the bytes that a training may take of a GPU with this memory.
+
+    Raises:
+        InputError: `gigabytes` is not a possible memory of a GPU.
+    """
     if not 1 <= gigabytes <= 10_000:
         raise InputError(f"--gpu-memory {gigabytes:g} is no memory of a GPU in GB; give 24 for a GPU of 24 GB")
     return USABLE * gigabytes * 1e9
 
 
 def _choices(shape: ModelShape) -> Iterator[tuple[Mapping[str, Any] | None, Mapping[str, Any], str]]:
-    """(adapter, layout, words), what comes nearest to plain full training first."""
+    """Yield (adapter, layout, words), the choices that are nearest to plain full training first."""
     recompute = dict(_RECOMPUTE) if shape.vision else {"recompute": "full"}
     small = {**_LORA, "base": "float8"}
     yield None, {}, "the whole model"

@@ -1,4 +1,4 @@
-"""The text of a new recipe: every setting that a user may want to change, with a word on it."""
+"""The text of a new recipe: every setting that a user may want to change, with a short comment."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,11 +8,11 @@ from dataset_builders.recognise.trial import Trial
 from flows.cli.init.choice import Choice
 from flows.cli.init.fit import FULL_RATES, LORA_RATE, PATCHES
 
-_MAX_SUBSETS = 20  # whose metrics are written out
+_MAX_SUBSETS = 20  # largest number of subsets whose metrics are written into the recipe
 
 
 def recipe_text(name: str, data: str, trial: Trial, choice: Choice) -> str:
-    """The YAML text of a recipe for the data of a trial."""
+    """Return the YAML text of a recipe for the data of a trial."""
     reading = trial.reading
     splits = "the source says which rows are held out; of the others this share" if trial.splits else "share of images"
     lines = [
@@ -119,7 +119,7 @@ def _heldout(trial: Trial) -> float:
 
 
 def _value(value: str | Sequence[Any] | Mapping[str, Any]) -> str:
-    """A value as YAML on one line: JSON is YAML, but for texts that need no quotes."""
+    """Return a value as one line of YAML: as JSON, which is YAML too, except that a plain name gets no quotes."""
     if (
         isinstance(value, str)
         and value

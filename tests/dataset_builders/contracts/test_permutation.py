@@ -20,7 +20,7 @@ def test_samples_of_a_large_one_are_inside_and_differ(size):
     places = np.unique(np.random.default_rng(0).integers(0, size, 200_000))
     found = KeyedPermutation(size, [1, 2])(places)
     assert found.min() >= 0 and found.max() < size and len(np.unique(found)) == len(places)
-    counts = np.bincount(found // -(-size // 100), minlength=100)  # spread evenly: chi squared of 99 degrees
+    counts = np.bincount(found // -(-size // 100), minlength=100)  # evenly spread, by chi squared with 99 degrees
     assert (np.square(counts - counts.mean()) / counts.mean()).sum() < 160
 
 

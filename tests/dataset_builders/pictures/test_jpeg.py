@@ -1,4 +1,5 @@
-"""JPEG files: healthy and odd ones are read, damaged ones refused with a reason, and none costs more than seconds."""
+"""JPEG files: valid and unusual ones are read, damaged ones are refused with a reason, and none takes more than
+seconds."""
 
 import io
 import struct

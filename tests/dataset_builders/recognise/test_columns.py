@@ -1,4 +1,4 @@
-"""Which columns are the image, the question and the answer."""
+"""Which columns are recognised as the image, the question and the answer."""
 
 import pytest
 

@@ -21,7 +21,7 @@ PIECES = ["a", "7", " ", "<", ">", "/", "s_", "\n", "\u00e9", "<s_", "sep/", "/>
 
 
 def donut(obj):
-    """json2token of clovaai/donut, donut/model.py, written again without its special tokens."""
+    """Convert as json2token of clovaai/donut (donut/model.py) does, reimplemented without its special tokens."""
     if isinstance(obj, dict):
         if list(obj) == ["text_sequence"]:
             return obj["text_sequence"]

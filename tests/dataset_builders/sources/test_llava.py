@@ -1,4 +1,4 @@
-"""LLaVA's and ShareGPT's rows to samples, with the odd rows that such files hold."""
+"""LLaVA's and ShareGPT's rows to samples, with the unusual rows of such files."""
 
 import json
 

@@ -140,7 +140,8 @@ def test_reasoning_of_another_type_and_a_block_alone_are_left_out(tmp_path):
 
 
 def test_the_rows_of_a_public_converter_load_unchanged(tmp_path):
-    """SkyRL's converter of the_cauldron: JPEG data URIs as {"type": "image"} parts before the first question's text."""
+    """SkyRL's converter of the_cauldron writes JPEG data URIs as {"type": "image"} parts before the first question's
+    text."""
     part = {"type": "image", "image": data_uri(ONE, "jpeg")}
     row = {"messages": [message("user", [part, text("Which?")]), message("assistant", "this")]}
     row["messages"] += [message("user", [text("Why?")]), message("assistant", "so")]

@@ -1,4 +1,5 @@
-"""Any table by a column map: kinds of columns and files, templates, splits by a column, and the odd rows by reason."""
+"""Any table by a column map: kinds of columns and files, templates, splits by a column, unusual rows with their
+reasons."""
 
 import datetime
 from decimal import Decimal

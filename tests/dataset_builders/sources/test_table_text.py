@@ -1,4 +1,4 @@
-"""Tables in CSV, TSV and JSON files: the same samples as from parquet, and the odd rows and files of text."""
+"""Tables in CSV, TSV and JSON files: the same samples as from parquet, and unusual rows and files."""
 
 import csv
 import gzip

@@ -281,7 +281,7 @@ def test_a_tar_that_is_cut_anywhere_is_refused(tmp_path):
 
 
 def test_a_spoilt_header_in_the_middle_is_refused(tmp_path):
-    """tarfile itself takes it for the end."""
+    """tarfile itself takes it for the end of the archive."""
     data = bytearray(tar(captions(3)))
     second = data.index(b"000001.png")
     data[second + 100] ^= 0xFF

@@ -1,4 +1,5 @@
-"""Object stores: whole files or none, ranges through a checked and bounded cache, broken connections survived."""
+"""Object stores: files complete or absent, ranges through a checked and bounded cache, recovery from broken
+connections."""
 
 import hashlib
 import json
@@ -90,7 +91,7 @@ def test_a_file_appears_whole_or_not_at_all(place):
 def test_a_listing_sees_what_another_process_wrote(place):
     put(place / "a", b"1")
     assert [f.name for f in walk_files(place)] == [f.name for f in place.iterdir()] == ["a"]
-    other = s3fs.S3FileSystem(skip_instance_cache=True)  # as another process would have
+    other = s3fs.S3FileSystem(skip_instance_cache=True)  # another process could have done this
     other.pipe_file(f"{place.path}/below/b", b"2")
     assert (place / "below" / "b").is_file() and len(list(place.iterdir())) == 2
     assert [f.name for f in walk_files(place)] == ["a", "b"]

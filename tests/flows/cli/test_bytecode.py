@@ -1,4 +1,4 @@
-"""Compiled modules are kept in the user's cache where nothing else keeps them, and nowhere else otherwise."""
+"""The user's cache keeps compiled modules if they are kept nowhere else, and only then."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ WITNESS = "import torch, os; print(os.environ['PYTHONPYCACHEPREFIX'], torch.__ca
 
 @pytest.fixture
 def place(tmp_path):
-    """A package named torch without compiled modules."""
+    """Make a package named torch without compiled modules."""
     package = tmp_path / "site" / "torch"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("number = 1\n")

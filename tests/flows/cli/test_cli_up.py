@@ -1,4 +1,4 @@
-"""What `athanor up` refuses before it starts anything, and how other commands find a service, dead or alive."""
+"""`athanor up`: what it refuses before it starts anything, and how other commands find a running or dead service."""
 
 import os
 import socket
@@ -29,7 +29,7 @@ LOGINS = (
 
 @pytest.fixture(autouse=True)
 def own_environment():
-    """What use_service sets is gone after each test."""
+    """Restore after each test the environment that use_service changes."""
     before = dict(os.environ)
     for name in ("PREFECT_API_URL", "PREFECT_UI_URL", "MLFLOW_TRACKING_URI", *LOGINS):
         os.environ.pop(name, None)
@@ -41,7 +41,7 @@ def own_environment():
 
 @pytest.fixture
 def record(tmp_path) -> ServiceRecord:
-    """Of a service that would be this very process."""
+    """Return the record of a service whose process is the test's own."""
     service_dir(tmp_path).mkdir(parents=True)
     return ServiceRecord(
         pid=os.getpid(),
@@ -95,7 +95,7 @@ def test_who_may_not_read_the_password_gets_one_line(tmp_path, record, capsys, m
             raise PermissionError(13, "Permission denied", str(path))
         return read_text(path, *arguments, **options)
 
-    read_text = Path.read_text  # root may read everything, so that a mode would show nothing
+    read_text = Path.read_text  # root may read every file, so the mode would make no difference
     monkeypatch.setattr(Path, "read_text", unreadable)
     assert main([command, "--root", str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()

@@ -1,4 +1,4 @@
-"""The doctor: what is missing is said with the way out, and only that makes the machine unfit."""
+"""The doctor: it names each missing part with the way out, and only a missing part makes the machine unfit."""
 
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,4 +1,5 @@
-"""Small data of every builder with a third of its rows broken: each is kept, or named and counted on the terminal."""
+"""Small data for every builder with a third of its rows broken: each row is kept, or named and
+counted in the output."""
 
 import csv
 import io
@@ -73,7 +74,7 @@ def write_table(rng: random.Random, rows: Rows, source: Path) -> None:
 
 
 def _write_lines(rng: random.Random, lines: list[Any], source: Path) -> None:
-    """As people's tools write them: with a byte order mark, CRLF and blank lines here and there."""
+    """Write lines as common tools do: with a byte order mark, and with CRLF and blank lines in some places."""
     ends = [rng.choice([b"\n", b"\r\n", b"\n\n", b"\n \t\r\n"]) for _ in lines]
     data = b"".join(json_lines([line]).rstrip(b"\n") + end for line, end in zip(lines, ends))
     write_file(source / "s.jsonl", rng.choice([b"", b"\xef\xbb\xbf", b"\n"]) + data)
@@ -168,7 +169,7 @@ def test_a_third_of_small_data_is_broken_and_all_of_it_is_accounted_for(builder,
     rows = [True] * (count - count // 3) + [False] * (count // 3)
     rng.shuffle(rows)
     BUILDERS[builder][1](rng, rows, tmp_path / "raw")
-    with pytest.raises(InputError) as caught:  # a share of 0.05 and three rows are lost
+    with pytest.raises(InputError) as caught:  # more than a share of 0.05 and three rows are lost
         convert(builder, tmp_path / "raw", tmp_path / "root", 0.05)
     artifact = convert(builder, tmp_path / "raw", tmp_path / "root", 1)
     named = [json.loads(line) for line in (artifact.dir / "quarantine.jsonl").read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""`athanor lmms-eval` as a person types it: the questions of our own evaluation, its scores, and what is missing."""
+"""`athanor lmms-eval` as a user types it: the questions of athanor's evaluation, its scores, and missing artifacts."""
 
 import shlex
 import shutil
@@ -29,12 +29,17 @@ SETTINGS = [f"{name}={value}" for name, value in SMALL.items()] + [
 ]
 
 
-UNREAD = ("tokenize", "plan_bins", "train", "export")  # of these the command reads manifests and the model alone
+UNREAD = (
+    "tokenize",
+    "plan_bins",
+    "train",
+    "export",
+)  # the command reads only the manifests of these stages, and the model
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
-    """A root with the artifacts of a run up to its evaluation; the model is the untrained one."""
+    """Make a root with the artifacts of a run up to its evaluation. The model is the untrained one."""
     root, config, found = tmp_path_factory.mktemp("my root"), load_recipe("embedded", SETTINGS).config, {}
     for node in pipeline_nodes(config):
         inputs, stage = node.read(found), node.load()
@@ -74,7 +79,7 @@ def questions(task: Path) -> list[dict]:
 
 
 def words_of(text: str) -> list[str]:
-    """The printed command, as a shell reads it."""
+    """Return the words of the printed command as a shell splits them."""
     return shlex.split(text[text.index("HF_HUB_OFFLINE") :].replace("\\\n", " "))
 
 
@@ -127,7 +132,7 @@ def test_the_command_names_the_export_and_the_task(root, capsys):
 
 
 def test_what_is_to_be_compared_is_what_lmms_eval_finds_for_the_same_answers():
-    """Subsets alone and all of a metric together, by the functions that lmms-eval calls."""
+    """Check single subsets and all answers of a metric together, with the functions that lmms-eval calls."""
     said = {"a": [("yes", "Yes."), ("No. ", "no."), ("three", "3")], "b": [("b", "B")], "c": [("kitten", "sitting")]}
     headline = {"a": "vqa_em", "b": "exact_match", "c": "anls"}
     rows = [
@@ -154,14 +159,14 @@ def test_where_all_metrics_are_there_it_says_so(root, capsys):
     plain = SETTINGS[:-1]
     assert lmms_eval(root, settings=plain) == 2, "another evaluation, which was not made"
     line = capsys.readouterr().err
-    assert line.startswith("athanor: evaluate of recipe embedded is not there yet (metrics: ")
+    assert line.startswith("athanor: evaluate of recipe embedded is not made yet (metrics: ")
     assert line.endswith(f"; make it by: athanor run embedded {shlex.join(_sets(plain))} --root '{root}'\n")
     config = load_recipe("embedded", plain).config.evaluate
     inputs = {role: artifact(root, stage) for role, stage in _evaluate_inputs(plain)}
     made = run_stage(EVALUATE, config, inputs, root).artifact
     assert lmms_eval(root, settings=plain) == 0
     assert "lmms-eval scores every subset by the same metric.\n" in capsys.readouterr().out
-    shutil.rmtree(made.dir)  # as the other tests find the root
+    shutil.rmtree(made.dir)  # other tests use the same root
 
 
 def _sets(settings: list[str]) -> list[str]:
@@ -171,12 +176,10 @@ def _sets(settings: list[str]) -> list[str]:
 def test_the_first_stage_that_is_missing_is_named(root, tmp_path, capsys):
     assert lmms_eval(root, "--set", "train.seed=5") == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(
-        "athanor: train of recipe embedded is not there yet (seed: 0 -> 5); make it by: athanor run "
-    )
+    assert line.startswith("athanor: train of recipe embedded is not made yet (seed: 0 -> 5); make it by: athanor run ")
     assert lmms_eval(tmp_path / "empty") == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "embedded_data of recipe embedded is not there yet (never made in this root)" in line
+    assert "embedded_data of recipe embedded is not made yet (never made in this root)" in line
     assert not (tmp_path / "empty").exists()
 
 

@@ -1,4 +1,4 @@
-"""`athanor plan --launcher ...` shows what a run then submits, byte for byte."""
+"""`athanor plan --launcher ...`: it shows byte for byte what a run would then submit."""
 
 import argparse
 import sys
@@ -22,7 +22,7 @@ OVERRIDES = [f"{name}={value}" for name, value in SMALL.items()] + ["execution.c
 
 @pytest.fixture(scope="module")
 def with_data(tmp_path_factory) -> tuple[Path, dict]:
-    """A root whose data stages are made, and their artifacts."""
+    """Make a root whose data stages are finished, and return their artifacts."""
     root, config, found = tmp_path_factory.mktemp("root"), load_recipe("embedded", OVERRIDES).config, {}
     for node in pipeline_nodes(config):
         if node.name == "train":
@@ -32,7 +32,7 @@ def with_data(tmp_path_factory) -> tuple[Path, dict]:
 
 
 def shown(capsys, root: Path, launcher: str | None, *overrides: str) -> str:
-    """What the plan prints between its two rulers; empty where there are none."""
+    """Return the text between the two rulers of the plan; "" if there are none."""
     args = argparse.Namespace(
         gpu_memory=None, recipe="embedded", overrides=[*OVERRIDES, *overrides], root=root, launcher=launcher
     )

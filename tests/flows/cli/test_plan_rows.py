@@ -1,4 +1,4 @@
-"""`athanor plan` on rows that are not converted yet: what they are, what a run would refuse, and what fits a GPU."""
+"""`athanor plan` on rows that are not converted yet: their figures, what a run would refuse, and what fits a GPU."""
 
 import re
 
@@ -18,7 +18,7 @@ def chat(number: int, text: str = "What is it?") -> dict:
 
 
 def plan(tmp_path, capsys, rows, *settings: str, more: tuple[str, ...] = ()) -> tuple[int, dict[str, str], str]:
-    """Exit status, the lines of the tables by their first words, and what goes to stderr."""
+    """Return the exit status, the lines of the tables by their first words, and stderr."""
     for number in range(4):
         write_file(tmp_path / f"raw/{number}.png", png(number, 64, 64))
     write_file(tmp_path / "raw/chats.jsonl", json_lines(rows))
@@ -47,7 +47,7 @@ def test_the_first_rows_tell_images_tokens_bins_epochs_and_disk(tmp_path, capsys
 def test_tokens_are_those_of_the_models_tokenizer(tmp_path, capsys):
     _, lines, _ = plan(tmp_path, capsys, [chat(n) for n in range(40)], f"model={tiny_hf_dir()}")
     mean = float(lines["tokens"].split()[1])
-    # An image of 64 x 64 is 4 tokens with 2 around it; 2 turns of 5; the texts of some 10 tokens.
+    # An image of 64 x 64 is 4 tokens and 2 around it. There are 2 turns of 5 tokens, and texts of about 10 tokens.
     assert 6 + 10 + 4 < mean < 6 + 10 + 20
 
 

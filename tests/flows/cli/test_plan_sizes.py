@@ -1,4 +1,4 @@
-"""The plan says what host memory the saves of a training take, and which tensors are carried."""
+"""The plan prints the host memory that the saves of a training take, and the tensors that are carried over."""
 
 from dataset_builders.contracts.manifest import Manifest
 from flows.cli.commands.plan import size_rows
@@ -35,7 +35,7 @@ def test_the_layers_of_a_pipeline_are_those_that_the_trainer_will_deal(tmp_path)
     bins = Artifact(tmp_path, manifest)
     assert rows_of(*PIPELINE, plan_bins=bins)["layers"] == "5, 6 by pipeline rank"
     two = rows_of(*PIPELINE, "execution.parallel.vpp=2", "train.global_batch_size=2", plan_bins=bins)["layers"]
-    assert two == "2 + 3, 3 + 3 by pipeline rank"  # no loss: the last layer costs little
+    assert two == "2 + 3, 3 + 3 by pipeline rank"  # without a loss the last layer costs little
 
 
 def test_host_memory_is_named_where_a_save_comes_before_the_last():

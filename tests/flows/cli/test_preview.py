@@ -1,4 +1,4 @@
-"""`athanor preview` as a person types it: one file, its path on the screen, and one line where there is nothing."""
+"""`athanor preview` as a user types it: it writes one file and prints its path, or one line if there is no artifact."""
 
 import shutil
 from pathlib import Path
@@ -90,7 +90,7 @@ def test_an_artifact_in_a_store_gives_the_same_page(root, tmp_path, stage, monke
     with moto_server():
         store = location(f"s3://{BUCKET}/root")
         for file in (root / "artifacts").rglob("*"):
-            if file.is_file() and file.suffix != ".safetensors":  # the tokenizer alone is fetched
+            if file.is_file() and file.suffix != ".safetensors":  # only the tokenizer is fetched
                 store.fs.put_file(str(file), (store / str(file.relative_to(root))).path)
         assert _preview(store / "artifacts" / stage / directory.name, "--out", remote) == 0
         assert _without_links(remote) == _without_links(local)
@@ -99,7 +99,7 @@ def test_an_artifact_in_a_store_gives_the_same_page(root, tmp_path, stage, monke
 
 
 def _without_links(page: Path) -> str:
-    """A page on this machine links its parents' reports; one of a store does not."""
+    """Return the page without links. A page on this machine links its parents' reports; a page of a store does not."""
     text = page.read_text(encoding="utf-8")
     while '<a href="' in text:
         before, _, after = text.partition('<a href="')

@@ -1,4 +1,4 @@
-"""Commands that answer by themselves: which recipes there are, which version this is."""
+"""Commands that need no root: the list of recipes, and the version."""
 
 import importlib.metadata
 

@@ -1,4 +1,4 @@
-"""A command that is refused is refused at once: before what takes seconds to load is loaded."""
+"""A wrong command is refused at once, before any library that takes seconds to import is imported."""
 
 import json
 import shutil
@@ -71,7 +71,7 @@ def test_a_model_that_cannot_be_asked_is_refused_before_any_stage(spoil, words, 
 
 
 def check_refusal(arguments: list[str], words: str, tmp_path: Path) -> None:
-    """One line that holds these words, and no heavy library loaded."""
+    """Check that the command prints one line with these words and imports no heavy library."""
     code = f"import sys\nfrom flows.cli.main import main\nstatus = main({[*arguments, '--root', str(tmp_path)]})\n"
     code += f"print(status, sorted({HEAVY} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
@@ -88,7 +88,7 @@ CIRCLE = "a symbolic link that leads back to itself"
     ("arguments", "words"),
     [
         (["plan", "deep.yaml"], "deep.yaml is nested too deeply to be read"),
-        (["plan", "twice.yaml"], "twice.yaml is not YAML: name is there twice"),
+        (["plan", "twice.yaml"], "twice.yaml is not YAML: name appears twice"),
         (["plan", "bytes.yaml"], "bytes.yaml cannot be read as text in UTF-8"),
         (["plan", LONG], "File name too long"),
         (["plan", "~nosuchuser/x"], NO_USER),
@@ -98,7 +98,7 @@ CIRCLE = "a symbolic link that leads back to itself"
         (["plan", "--set", f"{LONG}=1"], "unknown key xxx"),
         (["plan", "--set", "train.num_steps=1:30"], "train.num_steps='1:30' should be a valid integer"),
         (["plan", "--set", "train.num_steps=1:30.5"], "train.num_steps='1:30.5' should be a valid integer"),
-        (["plan", "--set", "convert.options={turns: all, turns: first}"], "turns is there twice"),
+        (["plan", "--set", "convert.options={turns: all, turns: first}"], "turns appears twice"),
         (["plan", "--set", "model=~nosuchuser/x"], NO_USER),
         (["plan", "--set", "data=~nosuchuser/x"], NO_USER),
         (["plan", "--set", "model=circle"], "'circle' is not a directory here"),

@@ -1,4 +1,4 @@
-"""`athanor status`: what each state of a run means, and a root without a run."""
+"""`athanor status`: the line for each state of a run, and a root without a run."""
 
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ HOUR = timedelta(hours=1)
 
 
 class Client:
-    """Answers with the task runs and the log lines, the newest first, of one flow run."""
+    """A client that returns the task runs and the log lines of one flow run, the newest first."""
 
     def __init__(self, tasks=(), logs=()):
         self.tasks, self.logs = tasks, logs
@@ -38,7 +38,7 @@ def run(kind: StateType, message: str | None = None, start: timedelta = -HOUR):
     ("of", "client", "text"),
     [
         (run(StateType.SCHEDULED), Client(), "waits for a free worker (`athanor up --max-runs`)"),
-        (run(StateType.SCHEDULED, start=HOUR), Client(), "waits for its time"),
+        (run(StateType.SCHEDULED, start=HOUR), Client(), "waits for its scheduled start"),
         (run(StateType.PENDING, "AwaitingConcurrencySlot"), Client(), "waits: AwaitingConcurrencySlot"),
         (run(StateType.COMPLETED, "all good"), Client(), "took 75 s"),
         (run(StateType.FAILED, "train: loss is nan\nmore"), Client(), "took 75 s: train: loss is nan"),

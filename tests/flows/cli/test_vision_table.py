@@ -1,4 +1,4 @@
-"""What `athanor plan` says of where images are encoded."""
+"""The table and the advice of `athanor plan` about where images are encoded."""
 
 import dataclasses
 import re
@@ -81,7 +81,7 @@ def test_the_advice_is_one_line():
     assert said.startswith("Advice: set execution.parallel.vision=dealt: 1.20 times the tokens/s, and ")
     assert said.endswith(" GB more in the fullest process; not yet run over NCCL, only over gloo.")
     assert advice(placements(job(2, pp=2, seq_len=8192, vision="dealt"))) == (
-        "Advice: keep the layout at hand; nothing that has room gains more than 2%."
+        "Advice: keep the present layout; no layout that fits in memory gains more than 2%."
     )
     still = advice(placements(job(2, pp=2, seq_len=8192, still=("vision", "merger"))))
     assert still.startswith("Advice: set encode_images.dtype=bfloat16: 1.") and "epoch" in still
@@ -89,7 +89,8 @@ def test_the_advice_is_one_line():
 
 
 def test_all_settings_that_the_advice_takes_are_named():
-    """Half a bin's patches are one image, which no two ranks can share; ranks of their own take one bin each."""
+    """Half of a bin's patches are one image, which two ranks cannot share. Vision ranks of their own
+    take one bin each."""
     work = MIX._replace(patches_squared=MIX.patches**2 // 2)
     one = job(8, pp=4, tp=2, vpp=2, first_pipeline_layers=4, seq_len=1024)
     said = advice(placements(dataclasses.replace(one, work=work)))
@@ -109,7 +110,7 @@ def test_all_settings_that_the_advice_takes_are_named():
         ((), False),
         (("execution.cluster.processes=2", "train.global_batch_size=2"), False),  # in float32
         (REAL, False),
-        ((*REAL, "execution.cluster.processes=2"), True),  # vision is 42% of a step
+        ((*REAL, "execution.cluster.processes=2"), True),  # vision takes 42% of a step
         ((*REAL, "train.vision.frozen=true", "train.merger.frozen=true"), False),  # 19%
         (
             (

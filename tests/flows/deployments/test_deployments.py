@@ -1,4 +1,4 @@
-"""Deployments as a worker and a person meet them: registered once, brought up to date, answered in one line."""
+"""Deployments for workers and users: registered once, brought up to date, refused in one line."""
 
 import inspect
 import json
@@ -45,7 +45,7 @@ def test_five_are_offered_and_each_says_what_it_does():
 
 
 def test_an_entrypoint_is_a_module_that_loads_anywhere(tmp_path):
-    """A worker starts a flow run in an empty directory; nothing is downloaded there."""
+    """A worker starts a flow run in an empty directory, and nothing is downloaded into it."""
     entrypoints = sorted({make_deployment(offer, "athanor").entrypoint for offer in OFFERS})
     code = "import sys; from prefect.flows import load_flow_from_entrypoint as load\n"
     code += "print(sorted(load(e).name for e in sys.argv[1:]))"
@@ -82,7 +82,7 @@ def test_registered_again_it_keeps_what_people_have_set(tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize(("tags", "is_ours"), [(["athanor", "more"], True), ([], False)])
 def test_the_sweep_under_its_earlier_name_is_no_longer_offered(tmp_path, caplog, tags, is_ours):
-    """A deployment of the same name that is somebody's own, without our tag, stays."""
+    """A user's own deployment of the same name, which lacks athanor's tag, is kept."""
 
     @flow(name="compare")
     def earlier() -> None: ...

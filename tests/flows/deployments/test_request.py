@@ -1,4 +1,4 @@
-"""A request: the form is the PipelineConfig, every field of it optional, and what it says becomes a checked recipe."""
+"""Requests: the form is PipelineConfig with every field optional, and a filled-in form becomes a checked recipe."""
 
 import json
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ FORM = dict(leaves(form_schema()))
 
 
 def validate(overrides: dict) -> None:
-    """As Prefect's server does, with the same shape of the form's schema."""
+    """Validate a request as Prefect's server does, with the same schema."""
     from prefect.utilities.schema_tools.validation import validate as prefect_validate
 
     whole = {"type": "object", "properties": {"overrides": {**form_schema(), "default": {}}}}

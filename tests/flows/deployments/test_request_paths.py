@@ -1,4 +1,4 @@
-"""A request names nothing outside of the root and the directories that the service was given, by no spelling."""
+"""A request cannot name a path outside the root and the service's directories, however the path is spelled."""
 
 import json
 import os
@@ -72,13 +72,13 @@ def test_below_the_root(root, field):
 
 
 def refusals(root: Path, field: str, texts: list[str]) -> dict[str, str]:
-    """The line that refuses each text; empty for a text that is taken."""
+    """Return the line that refuses each text; "" for a text that is accepted."""
     found = {}
     for text in texts:
         try:
             check_request_paths(config(**{field: text.format(root=root, top=root.parent)}), root)
             found[text] = ""
-        except InputError as error:  # credentials in an address: the configuration itself refuses
+        except InputError as error:  # credentials in an address are refused by the configuration itself
             found[text] = str(error)
     return found
 
@@ -203,7 +203,7 @@ def test_what_is_the_recipes_alone(root, field):
             check_request_paths(changed, root, recipe)
         assert str(caught.value).startswith(f"{field}={CHANGES[field]!r} cannot be set by a request")
     check_request_paths(changed, root, changed)
-    with pytest.raises(InputError, match="cannot be set by a request"):  # back to the default is a change too
+    with pytest.raises(InputError, match="cannot be set by a request"):  # a reset to the default is a change too
         check_request_paths(usual, root, changed)
 
 
@@ -217,7 +217,7 @@ def test_every_rule_is_about_fields_that_there_are():
 
 
 def test_all_that_reaches_a_shell_or_another_machine_is_the_recipes_alone():
-    """A field of this kind that is added later must be under one of the rules."""
+    """A field of this kind that is added later must be covered by one of the rules."""
     kinds = (
         "script",
         "setup",

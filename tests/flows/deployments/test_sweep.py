@@ -1,4 +1,5 @@
-"""`athanor sweep`: every combination of a grid is a run, checked before the first starts, and a row of the table."""
+"""`athanor sweep`: every combination of a grid is a run, is checked before the first run starts,
+and gets a table row."""
 
 import json
 import re
@@ -16,7 +17,7 @@ from tests.helpers.service import nested
 
 __all__ = ["own_log_handlers"]
 GRID = ["train.optim.lr=[1e-3,3e-3]", "train.seed=[0,1]"]
-TWO = ["train.optim.lr=[1e-3,3e-3]", "train.seed=[0]"]  # what the sweeps of this file make, once
+TWO = ["train.optim.lr=[1e-3,3e-3]", "train.seed=[0]"]  # results of the sweeps of this file, which run once
 
 
 def sweep(root, grid, **changes: object) -> int:
@@ -26,13 +27,13 @@ def sweep(root, grid, **changes: object) -> int:
 
 
 def table_of(text: str) -> list[list[str]]:
-    """Rows of the closing table, split where two spaces are."""
+    """Return the rows of the closing table, split at two spaces."""
     lines = text.split("\nSweep\n")[1].split("\n\n")[0].splitlines()
     return [re.split(r" {2,}", line.strip()) for line in lines]
 
 
 def compared(text: str) -> list[str]:
-    """The ids of the runs on MLflow's page that is named in the text."""
+    """Return the ids of the runs on the MLflow page whose address is in the text."""
     (page,) = re.findall(r"compare-runs\?runs=(\S+)&experiments", text)
     return json.loads(unquote(page))
 
@@ -67,7 +68,7 @@ def test_a_grid_is_expanded_in_order():
         (["train.optim.lr=1e-3"], "is not of the form a.b=[v1,v2]"),
         (["train.optim.lr=[1"], "is not YAML: expected ',' or ']'"),
         (["train.seed=[]"], "train.seed=[] is not a list of values to try"),
-        (["train.seed=[0]", "train.seed=[1]"], "train.seed is there twice"),
+        (["train.seed=[0]", "train.seed=[1]"], "train.seed appears twice"),
         (["train.seed=[0,1]", "train.optim.lr=[1e-3,3]"], "train.optim.lr=3 should be less than or equal to 1"),
         (["train.optim.lrr=[1]"], "unknown key train.optim.lrr; did you mean train.optim.lr?"),
         (["tokenize.max_seq_len=[512,4096]"], "tokenize.max_seq_len=4096 is more than a bin holds"),
@@ -82,7 +83,7 @@ def test_a_wrong_grid_is_one_line_and_nothing_runs(tmp_path, capsys, grid, words
     assert not (tmp_path / "artifacts").exists() and not (tmp_path / "mlflow.db").exists()
 
 
-@pytest.mark.full  # in the core: the sweep one of whose runs fails
+@pytest.mark.full  # covered in the core tier by the sweep with a failing run
 def test_data_stages_are_made_once_and_every_run_has_its_own_mlflow_run(root, capsys):
     assert sweep(root, TWO) == 0
     text = capsys.readouterr().out
@@ -101,7 +102,7 @@ def test_data_stages_are_made_once_and_every_run_has_its_own_mlflow_run(root, ca
 
 
 def test_a_run_that_fails_does_not_stop_the_others(root, capsys, monkeypatch):
-    """The first of two has other words than its own to fail with: its export meets a full disk."""
+    """The first of two runs fails in its export with a full disk, which is not an error of athanor's own."""
     from flows.deployments import sweep as module
 
     real, started = module.vlm_sft, []

@@ -1,4 +1,4 @@
-"""Damages to files of a finished root, by a seeded generator, and what sees them."""
+"""Damages to files of a finished root, from a seeded generator, and the check that detects each of them."""
 
 import logging
 import os
@@ -18,7 +18,7 @@ KINDS = ("bit", "cut", "longer", "removed", "swapped", "manifest of another")
 
 
 def files_of(directory: Path) -> list[Path]:
-    """The files of an artifact that a stage or a person's model reads: not pages, reports and logs."""
+    """Return the files of an artifact that a stage or a user's model reads: all except pages, reports and logs."""
     manifest = load_manifest(directory)
     names = ["manifest.json", *(entry.name for entry in (*manifest.files, *manifest.shards))]
     if manifest.stage == "train":
@@ -27,7 +27,7 @@ def files_of(directory: Path) -> list[Path]:
 
 
 def damage(rng: random.Random, kind: str, path: Path, directory: Path) -> Path:
-    """The damaged file. A file of a root may have a second name; only this name's is changed."""
+    """Damage a file and return its path. If the file is hard-linked, only this name gets the damaged content."""
     data = bytearray(path.read_bytes())
     others = [file for file in files_of(directory) if file != path and file.read_bytes() != data]
     path.unlink()
@@ -52,7 +52,7 @@ def damage(rng: random.Random, kind: str, path: Path, directory: Path) -> Path:
 
 
 def seen(directory: Path, caplog) -> str:
-    """The line that tells of the damage, when the artifact is used again, read, or its model is asked; else empty."""
+    """Return the line that reports the damage when the artifact is reused, read or asked; "" if no line does."""
     caplog.clear()
     stage = TRAIN if directory.parent.name == "train" else Stage(directory.parent.name, 1, lambda *_: None)
     try:
@@ -74,7 +74,7 @@ def seen(directory: Path, caplog) -> str:
 
 
 def account(number: int, root: Path, spare: Path, caplog) -> tuple[str, str, str]:
-    """(stage, kind of damage, line) of one damage; the root is as before afterwards."""
+    """Return (stage, kind of damage, line) of one damage, and restore the root."""
     rng = random.Random(f"damage {number}")
     directory = rng.choice(sorted(root.glob("artifacts/*/*")))
     kind, path = KINDS[number % len(KINDS)], rng.choice(files_of(directory))

@@ -1,5 +1,5 @@
-"""`athanor run cauldron`, the recipe for a real model: on drawn rows in the_cauldron's schema and a tiny directory; the
-trainer is a stand-in."""
+"""`athanor run cauldron`, the recipe for a real model, on drawn rows in the_cauldron's schema and a tiny model
+directory. The trainer is a stand-in."""
 
 import json
 import logging
@@ -24,7 +24,7 @@ def own_log_handlers():
 
 @pytest.fixture
 def rows(tmp_path):
-    """A directory of <subset>/*.parquet, more subsets than the recipe asks for."""
+    """Make a directory of <subset>/*.parquet with more subsets than the recipe asks for."""
     return write_suite(tmp_path / "drawn", dict.fromkeys(SUBSETS, 12))
 
 
@@ -42,7 +42,7 @@ def test_a_directory_of_rows_and_one_of_a_model_go_in_place_of_the_hub_s(rows, t
     said = capsys.readouterr().out
     (converted,) = (root / "artifacts" / "convert").glob("*/manifest.json")
     assert set(json.loads(converted.read_text())["stats"]["samples"]) == {"ai2d", "chartqa"}
-    # The stand-in hands back the weights that it was given: no gain.
+    # The stand-in trainer returns the weights that it was given, so there is no gain.
     again = next(line for line in said.splitlines() if " run cauldron " in line)
     assert f"run cauldron --set=data={rows} --set=model={tiny_hf_dir()} " in again and again.endswith(
         "--set train.optim.lr=5e-06"

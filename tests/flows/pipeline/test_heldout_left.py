@@ -1,4 +1,4 @@
-"""Before the training starts: whether the stage contamination leaves held-out samples to score."""
+"""The check before the training that the stage contamination leaves held-out samples to score."""
 
 import logging
 from pathlib import Path
@@ -17,7 +17,7 @@ from tests.helpers.samples import make_samples_artifact, turns
 
 
 def dirs_of(directory: Path, num_copies: int, num_fresh: int) -> dict[str, str]:
-    """Held-out samples, those first whose pictures occur in train as another file."""
+    """Make held-out samples. Images of the first ones occur in train as another file."""
     charts = [*range(num_copies), *range(100, 100 + num_fresh)]
     samples = [
         Sample(key=f"s/{i:08d}", messages=turns("<image>?", str(i)), images=(encoded(chart(number), "BMP"),))
@@ -43,7 +43,7 @@ def test_nothing_left_to_score_ends_before_the_training(tmp_path, caplog):
         InputError, match=r"^2 of 2 held-out samples have a picture .* would be left; see .*report.html"
     ):
         check(dirs, caplog)
-    assert check({"convert": dirs["convert"]}, caplog) == []  # contamination=null: all of them count
+    assert check({"convert": dirs["convert"]}, caplog) == []  # with contamination=null all samples count
 
 
 def test_few_left_to_score_are_a_warning(tmp_path, caplog):

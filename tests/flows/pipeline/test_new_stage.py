@@ -1,4 +1,4 @@
-"""A stage is its folder and one node: `word_count` lies here, and whatever a run does with stages it does with it."""
+"""A new stage needs only a folder and one node: a run treats `word_count`, which is in this folder, like all stages."""
 
 import json
 import re
@@ -75,7 +75,7 @@ def test_it_is_reused_and_planned_as_such(finished, capsys):
 def test_prefect_has_its_task_and_shows_its_artifact_and_report(finished, capsys):
     assert athanor("run", finished) == 0
     with get_client(sync_client=True) as client:
-        # task runs are told to the server by events, which another thread sends
+        # task runs are reported to the server by events, which another thread sends
         wait_for(lambda: "word_count" in {run.name for run in client.read_task_runs()}, 60, "task run")
         artifacts = sorted(client.read_artifacts(), key=lambda artifact: artifact.created)
     newest = {artifact.key: str(artifact.data) for artifact in artifacts}

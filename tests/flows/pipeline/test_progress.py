@@ -1,4 +1,4 @@
-"""What is shown while it runs: lines for a file, bars for a terminal, nothing under a worker."""
+"""The display of progress: lines for a file, bars for a terminal, nothing under a worker."""
 
 import io
 

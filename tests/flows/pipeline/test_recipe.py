@@ -1,4 +1,4 @@
-"""Recipes: what is wrong with one is said in one line that names the field, the value and the way out."""
+"""Recipes: an error in a recipe is one line that names the field, the value and the way out."""
 
 import itertools
 import json
@@ -38,7 +38,7 @@ def test_every_recipe_loads(name):
 
 
 def write_recipes(tmp_path, **texts: str) -> dict[str, str]:
-    """Recipe files; returns name -> path."""
+    """Write recipe files and return name -> path."""
     for name, text in texts.items():
         (tmp_path / f"{name}.yaml").write_text(text)
     return {name: str(tmp_path / f"{name}.yaml") for name in texts}
@@ -146,13 +146,13 @@ def _numbers(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Fi
 
 
 def test_every_number_has_bounds():
-    """Else a request may ask for 100,000 processes, and a slip of the finger for 10^18 steps."""
+    """Otherwise a request could ask for 100,000 processes, or a typing error for 10^18 steps."""
     options = [(f"convert.options of {name}", get_builder(name).options) for name in BUILDERS]
     numbers = [pair for prefix, model in [("", PipelineConfig), *options] for pair in _numbers(model, prefix)]
     assert len(numbers) > 60
     for dotted, field in numbers:
         bounds = {name for limit in field.metadata for name in ("ge", "gt", "le", "lt") if hasattr(limit, name)}
-        is_score = dotted.startswith("execution.registry.gates.")  # of a metric of the user's own scale
+        is_score = dotted.startswith("execution.registry.gates.")  # bounds for a metric on a scale of the user's own
         assert is_score or len(bounds) == 2, f"{dotted} has the bounds {bounds}"
 
 
@@ -246,7 +246,8 @@ def test_overrides_are_what_the_run_is_named_by():
 
 
 def test_which_answers_are_learnt_is_a_word_or_a_mapping():
-    """The word is what identities of before `reasoning` say; the same is learnt, so the same artifact is found."""
+    """Identities from before `reasoning` existed hold the word. The word and the equal mapping name the
+    same artifact."""
     identity = load_recipe().config.identity()["tokenize"]
     assert identity["learn"] == "all"
     for override in ("tokenize.learn=last", "tokenize.learn.answers=last", "tokenize.learn={answers: last}"):

@@ -1,4 +1,4 @@
-"""`athanor` as a person uses it: the whole flow on little data with a stand-in trainer, and ways to get it wrong."""
+"""`athanor` as a user types it: the whole flow on little data with a stand-in trainer, and wrong commands."""
 
 import contextlib
 import io
@@ -33,7 +33,7 @@ SMALL = {
     "evaluate.max_new_tokens": 2,
     "evaluate.max_samples_per_subset": 2,
     "execution.num_workers": 1,
-    "execution.registry.gates": {},  # five steps teach no model to end its answers
+    "execution.registry.gates": {},  # after five steps a model cannot end its answers yet
 }
 
 
@@ -50,7 +50,8 @@ def athanor(command: str, root: Path, *arguments: str, **changes: object) -> int
 
 
 def error_line(capsys) -> str:
-    """The one line that is not a warning: on a loaded machine MLflow may be told late, which is said."""
+    """Return the one line of stderr that is not a warning. On a loaded machine a warning about MLflow
+    may come first."""
     (line,) = [line for line in capsys.readouterr().err.strip().splitlines() if not line.startswith("warning: ")]
     return line
 
@@ -61,7 +62,7 @@ def root(tmp_path_factory) -> Path:
 
 
 def printed(root: Path) -> str:
-    """What a run prints that ends well."""
+    """Return the output of a run that succeeds."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         assert athanor("run", root) == 0
     return out.getvalue()
@@ -69,7 +70,7 @@ def printed(root: Path) -> str:
 
 @pytest.fixture(scope="module")
 def stand_in() -> Iterator[None]:
-    """As tests/flows/conftest.py does for each test, for what the fixtures of this file make."""
+    """Do for the fixtures of this file what tests/flows/conftest.py does for each test."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("PREFECT_API_URL", raising=False)
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -79,19 +80,19 @@ def stand_in() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def first(root, stand_in) -> str:
-    """What the first run in the root printed."""
+    """Return the output of the first run in the root."""
     return printed(root)
 
 
 @pytest.fixture(scope="module")
 def second(root, first) -> str:
-    """What the same run printed when it was made again."""
+    """Return the output of the same run when it was repeated."""
     return printed(root)
 
 
 @pytest.fixture
 def finished(root, first) -> Path:
-    """A root with a finished run in it; made once."""
+    """Make a root with a finished run, once."""
     return root
 
 
@@ -217,7 +218,7 @@ PUSHED = {"execution.registry.push_to": "owner/digits"}
 
 @pytest.fixture
 def pushed(monkeypatch) -> list[tuple[Path, str, bool]]:
-    """What goes to the hub, which is not asked: directory, name, whether it is private."""
+    """Collect what would be pushed to the hub (directory, name, whether it is private). The hub is not called."""
     calls = []
 
     def push(hf_dir: Path, repo_id: str, private: bool) -> str:
@@ -312,7 +313,7 @@ def test_a_full_disk_loses_nothing(finished, capsys, monkeypatch):
 
 
 class _Freer(logging.Handler):
-    """Frees a lock as soon as somebody says that it waits."""
+    """A log handler that releases a lock as soon as a message says that it is waited for."""
 
     def __init__(self, lock: filelock.FileLock) -> None:
         super().__init__()
@@ -374,7 +375,7 @@ def test_sigterm_gives_the_trainer_time_to_save(finished, capsys, monkeypatch):
     finally:
         thread.join()
         signal.signal(signal.SIGTERM, before)
-    assert "stopped; the same command goes on" in error_line(capsys)
+    assert "stopped; the same command resumes" in error_line(capsys)
     assert list((finished / "scratch").glob("train-*/saved"))
     client = connect(finished)
     experiment = client.get_experiment_by_name("athanor-embedded")
@@ -393,7 +394,7 @@ def test_ask_refuses_what_is_no_model(tmp_path, capsys):
 
 
 def test_sixty_damages_of_a_finished_root_are_accounted_for(finished, tmp_path, caplog):
-    """Of data, models before and after training, checkpoints, answers, scores: each is named by file."""
+    """Damage data, models before and after training, checkpoints, answers and scores. Each damaged file is named."""
     told = [account(number, finished, tmp_path, caplog) for number in range(60)]
     assert all(line for _, _, line in told)
     stages, kinds = {stage for stage, _, _ in told}, {kind for _, kind, _ in told}

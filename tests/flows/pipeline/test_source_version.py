@@ -1,4 +1,4 @@
-"""The commit that runs, where there is one."""
+"""The commit of the running code, if it is in a git checkout."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""`athanor run <a recipe by its path>`: every drawn set goes from raw rows to a score; the trainer is a stand-in."""
+"""`athanor run <path of a recipe>`: every drawn set gets from raw rows to a score. The trainer is a stand-in."""
 
 import json
 import logging
@@ -28,7 +28,7 @@ def own_log_handlers():
     logging.getLogger().handlers[:] = before
 
 
-@pytest.mark.full  # in the core: test_cauldron_recipe.py runs two of these sets, and each metric has its own tests
+@pytest.mark.full  # core tier: test_cauldron_recipe.py runs two of these sets, and each metric has tests
 def test_every_set_is_scored(tmp_path, capsys):
     source = write_suite(tmp_path / "raw", dict.fromkeys(SUBSETS, 6))
     sets = [f"--set={key}={value}" for key, value in {**SMALL, "data": source}.items()]

@@ -1,4 +1,4 @@
-"""The trainer's lines in a flow run's log: levels, no flood, and an error always gets through."""
+"""The trainer's lines in a flow run's log: they have levels and a limited rate, and an error is always written."""
 
 import logging
 
@@ -9,7 +9,7 @@ from flows.pipeline.trainer_log import BURST_LINES, LINES_A_SECOND, log_lines
 
 
 class Clock:
-    """A time that stands still until it is moved."""
+    """A clock that stands still until it is moved."""
 
     def __init__(self) -> None:
         self.now = 0.0

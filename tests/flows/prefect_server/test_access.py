@@ -1,4 +1,4 @@
-"""The password of a service: made once, for its user alone; and what a guard lets through."""
+"""The password of a service, which is made once and only for its user, and the requests that the guard lets in."""
 
 import base64
 import os
@@ -97,7 +97,7 @@ def test_names_are_this_machines(tmp_path):
 
 @pytest.fixture
 def client(monkeypatch) -> TestClient:
-    """Of a server at http://localhost:4200 that stands behind a guard."""
+    """Return a client of a server at http://localhost:4200 behind a guard."""
     return client_of(monkeypatch, login="athanor:word")
 
 

@@ -1,4 +1,4 @@
-"""A locked database costs a person who submits the form some time, and no error."""
+"""A locked database makes a user who submits the form wait, but causes no error."""
 
 import pytest
 from starlette.applications import Starlette
@@ -11,11 +11,12 @@ from flows.prefect_server import prefect_app
 
 
 class Locked(Exception):
-    """What SQLite refuses."""
+    """An error like the one that SQLite raises for a locked database."""
 
 
 def client(refusals: int, seen: list[bytes]) -> TestClient:
-    """Of an application as Prefect's: it answers 503 in its handler of errors, after which starlette raises them."""
+    """Return a client of an application like Prefect's: its error handler answers 503, and starlette then raises the
+    error again."""
 
     async def submit(request: Request) -> JSONResponse:
         seen.append(await request.body())

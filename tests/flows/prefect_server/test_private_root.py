@@ -1,4 +1,4 @@
-"""A root is its owner's alone: made so, tightened with one line, and one line where that cannot be."""
+"""A root is private to its owner: made so, closed with one line of output, or reported if it cannot be closed."""
 
 import os
 import subprocess
@@ -61,7 +61,7 @@ def test_a_root_that_cannot_be_written_is_one_line(root, command, capsys):
 
 @pytest.mark.parametrize("module", ["flows", "flows.service.engine"])
 def test_every_process_of_a_flow_makes_private_files(module, tmp_path):
-    """Also where nobody before it had a umask: a worker of Compose, the engine of a flow run, a server."""
+    """This holds even if no earlier process had a umask: in Compose's worker, a flow run's engine and a server."""
     code = f"import os; os.umask(0o022); import {module}; open('file', 'w').close(); os.mkdir('folder')"
     path = {"PYTHONPATH": str(Path(__file__).parents[3])}
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, **path}, check=True)

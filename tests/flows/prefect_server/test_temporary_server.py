@@ -1,4 +1,5 @@
-"""Prefect's server of a run without a service: found by every thread, ended with its process, on a port of its own."""
+"""Prefect's server of a run without a service: every thread finds it, it ends with its process, and it has its own
+port."""
 
 import os
 import signal
@@ -48,7 +49,7 @@ def server() -> TemporaryServer:
 
 
 def started(home: Path, code: str = RUN) -> subprocess.Popen:
-    """Another process with a server of its own, which tells its pid."""
+    """Start another process with a server of its own. The process prints the server's pid."""
     environment = {**clean_environment(), "PREFECT_HOME": str(home)}
     return subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
 
@@ -134,7 +135,7 @@ def test_a_port_that_somebody_took_meanwhile_is_given_up(server, monkeypatch):
             second.end()
 
 
-@pytest.mark.full  # in the core: another has the port all the time, and a server that comes back at its port
+@pytest.mark.full  # covered in the core tier by a port that stays taken, and by a server that restarts at its old port
 def test_a_port_that_was_taken_for_a_moment_is_no_end(tmp_path):
     with socket.socket() as other:
         server = TemporaryServer(tmp_path)
@@ -172,7 +173,7 @@ def test_a_server_that_is_set_is_left_alone(monkeypatch):
 
 @pytest.mark.full
 def test_runs_that_start_on_a_fresh_root_at_once_make_its_tables_one_after_the_other(tmp_path):
-    """And each server ends with its own process, be it by itself or by kill -9."""
+    """Each server ends with its own process, whether the process ends normally or by kill -9."""
     home = tmp_path / "home"
     ending, living = processes = started(home), started(home, RUN + "import time\ntime.sleep(600)\n")
     try:
@@ -196,6 +197,6 @@ def test_a_first_start_that_is_interrupted_leaves_whole_tables(tmp_path, signum)
     process.send_signal(signum)
     process.wait(60)
     wait_for(lambda: not processes_with("PREFECT_HOME", str(home)), 60, "end of the server")
-    if list(home.glob("schema-*")):  # the tables were made before the signal came
+    if list(home.glob("schema-*")):  # the tables were made before the signal arrived
         assert flows_of(home) in ([], [("asked",)])
     assert started(home).wait(120) == 0 and flows_of(home) == [("asked",)]

@@ -1,4 +1,5 @@
-"""execution.dask_address: the same artifacts from a cluster, nothing begun that it cannot do, lost workers replaced."""
+"""execution.dask_address: a cluster makes the same artifacts, impossible work is not started, lost workers are
+replaced."""
 
 import socket
 import subprocess
@@ -40,7 +41,7 @@ SMALL = {
 
 @pytest.fixture(scope="module")
 def address():
-    """The scheduler of two worker processes; a task may take down two workers."""
+    """Start a scheduler with two worker processes and return its address. A task may take down two workers."""
     settings = {"distributed.scheduler.allowed-failures": 1, "distributed.admin.log-format": ""}
     with (
         dask.config.set(settings),
@@ -57,14 +58,14 @@ def spread(function, tasks, execution: ExecutionConfig) -> dict[int, object]:
 
 @flow
 def visit(address: str, root: Path, sources=(), function=len, tasks=()) -> dict[int, object]:
-    """A flow that does nothing but hand tasks to the cluster."""
+    """A flow that only passes tasks to the cluster."""
     execution = ExecutionConfig(dask_address=address)
     with on_cluster(execution, root, list(sources)):
         return spread(function, tasks, execution)
 
 
 class Recorder(progress.Display):
-    """Keeps what it hears."""
+    """A listener that keeps the reports that it gets."""
 
     def __init__(self) -> None:
         self.heard: dict[str, list[tuple[int, int]]] = {}
@@ -126,7 +127,7 @@ def test_no_cluster_is_one_line_before_any_work(tmp_path, capsys, monkeypatch, a
 
 
 def test_a_server_that_is_no_scheduler(tmp_path, monkeypatch):
-    """It takes the connection and says nothing: Dask's own client would wait for ever."""
+    """The server accepts the connection and sends nothing. Dask's own client would wait for ever."""
     monkeypatch.setattr(dask_pool, "_CONNECT_SECONDS", 0.5)
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
@@ -147,7 +148,7 @@ def test_a_scheduler_without_workers(tmp_path, monkeypatch):
 def test_a_worker_that_does_not_see_a_directory(address, tmp_path, monkeypatch):
     with pytest.raises(InputError, match=r"worker tcp://\S+ on \S+ does not see /nowhere/raw; give it the same paths"):
         visit(address, tmp_path, [tmp_path, Path("/nowhere/raw")])
-    # a directory of the root's name that is another one
+    # another directory with the same name as the root
     monkeypatch.setattr(dask_pool, "write_text", lambda path, _: path.write_text("of another machine"))
     with pytest.raises(InputError, match=f"does not see {tmp_path};"):
         visit(address, tmp_path, [tmp_path])
@@ -189,14 +190,14 @@ def test_a_task_that_kills_every_worker_is_one_clear_error(address, tmp_path):
 
 
 def test_after_a_failure_nothing_runs_on(address, tmp_path):
-    """Else it would write in a directory that has gone to the next try."""
+    """Otherwise a task could write into the directory of the next try."""
     with pytest.raises(ValueError, match="failed beside another"):
         visit(address, tmp_path, function=slow_or_failing, tasks=[("slow", str(tmp_path)), ("fail", str(tmp_path))])
     assert (tmp_path / "ended").exists()
 
 
 def test_shards_of_a_killed_run_are_waited_for(address, tmp_path, monkeypatch):
-    """The flow's process is gone; a worker's thread is not, until the next run says that it waits for it."""
+    """The flow's process has died, but a worker's thread runs until the next run reports that it waits for it."""
     monkeypatch.setattr(dask_pool._log, "warning", lambda *_: (tmp_path / "release").touch())
     with Client(address, set_as_default=False) as client:
         dask_pool._ShardExecutor(client).submit(work_until_released, str(tmp_path))

@@ -1,4 +1,5 @@
-"""What this host has to train with, from a driver that answers as the test says, and the line that `plan` prints."""
+"""The GPUs and packages of this host, from a fake driver whose answer the test sets, and the line
+that `plan` prints."""
 
 import os
 from pathlib import Path
@@ -15,7 +16,7 @@ from trainer.contract.machine.modules import Host
 
 @pytest.fixture
 def driver(tmp_path: Path, monkeypatch):
-    """Writes the nvidia-smi of this test; a torch for GPUs, and no word of which are hidden."""
+    """Return a function that writes this test's nvidia-smi. torch is a GPU build, and no GPU is hidden."""
     monkeypatch.setattr(host, "_version", lambda name: {"torch": "2.11.0+cu130"}.get(name, ""))
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

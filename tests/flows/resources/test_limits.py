@@ -1,4 +1,5 @@
-"""Slots of named limits on a real server: waited for, said, renewed, given back, taken over from the dead."""
+"""Slots of named limits on a real server: the wait is reported, leases are renewed, dead holders'
+slots are taken over."""
 
 import contextlib
 import logging
@@ -30,13 +31,13 @@ from tests.helpers.service import wait_for
 
 @pytest.fixture(scope="module")
 def api():
-    """A Prefect server that is not of this process alone."""
+    """Start a Prefect server that is not a temporary server of this process."""
     server = SubprocessASGIServer()
     server.start()
     try:
         yield server.api_url
     finally:
-        EventsWorker.drain_all(at_exit=False)  # later tests talk to another server
+        EventsWorker.drain_all(at_exit=False)  # later tests use another server
         server.stop()
 
 
@@ -49,7 +50,7 @@ def server(api, monkeypatch):
 
 @pytest.fixture
 def name(server) -> str:
-    """A limit that no other test has."""
+    """Return the name of a limit that no other test uses."""
     return f"gpu-{uuid.uuid4().hex[:8]}"
 
 
@@ -59,7 +60,7 @@ def read(name: str):
 
 
 def in_thread(name: str, root: Path, api: str) -> tuple[threading.Thread, threading.Event]:
-    """Somebody else who wants a slot, and whether they have got it."""
+    """Ask for a slot in another thread. Return the thread, and an event that is set when the thread has the slot."""
     got = threading.Event()
 
     def work() -> None:
@@ -172,7 +173,7 @@ def test_a_slot_that_was_lost_is_taken_again_and_the_work_goes_on(name, tmp_path
     monkeypatch.setattr(limits, "RENEW_SECONDS", 0.2)
     with slot_of(name, tmp_path):
         (before,) = read_leases(tmp_path)
-        with get_client(sync_client=True) as client:  # as the server does with a lease that was not renewed in time
+        with get_client(sync_client=True) as client:  # the server does this with a lease that was not renewed in time
             client.release_concurrency_slots_with_lease(uuid.UUID(before.lease_id))
         wait_for(lambda: read(name).active_slots == 1, 30, "slot again")
         (after,) = read_leases(tmp_path)

@@ -1,4 +1,4 @@
-"""A worker takes a deployment's name from Prefect, and nothing that would be run."""
+"""A worker takes only the deployment's name from Prefect, and no code or command."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ def run(**changes: object) -> SimpleNamespace:
 
 
 def deployment(offer=OFFERS[0], **changes: object) -> SimpleNamespace:
-    """As the server gives one that was registered."""
+    """Return a registered deployment as the server sends it."""
     made = make_deployment(offer, POOL)
     same = {"name": offer.name, "entrypoint": made.entrypoint, "job_variables": {}, "pull_steps": None}
     return SimpleNamespace(**{**same, "storage_document_id": None, **changes})
@@ -100,7 +100,8 @@ def test_the_worker_is_found_by_its_type_and_looks_for_hooks_in_our_flows_alone(
 
 @pytest.mark.full
 def test_a_pool_and_deployments_of_before_are_put_right(tmp_path):
-    """As a version without a template of its own has left them, and as somebody with the password may."""
+    """Such deployments were left by a version without a job template of its own, or made by somebody
+    with the password."""
     register(tmp_path)
     open_template = process.ProcessWorker.get_default_base_job_template()
     with get_client(sync_client=True) as client:
@@ -127,7 +128,7 @@ class Bomb:
 
 
 def test_no_stored_result_is_read(tmp_path):
-    """Whoever may call Prefect's API can set a state whose result lies anywhere; it would be a pickle."""
+    """Whoever may call Prefect's API can set a state with a result at any address, which would be unpickled."""
     refuse_stored_results()
     serializer = PickleSerializer()
     metadata = ResultRecordMetadata(storage_key=str(tmp_path / "record"), serializer=serializer)
@@ -139,7 +140,7 @@ def test_no_stored_result_is_read(tmp_path):
         ResultRecord.deserialize_from_result_and_metadata(serializer.dumps(Bomb()), metadata.dump_bytes())
 
 
-# Every module is imported by a fork of a process that has imported Prefect and nothing of ours but its settings.
+# A fork imports each module. Its parent has imported Prefect, but only the settings of athanor.
 IMPORT_EACH = """
 import importlib, os, sys
 import flows
@@ -155,7 +156,7 @@ print(ResultRecord.deserialize.__module__)
 
 
 def test_every_process_that_runs_a_flow_refuses_them():
-    """The engine loads the flow by its module; `athanor run` and `sweep` by theirs."""
+    """The engine imports the flow's module; `athanor run` and `sweep` import their own modules."""
     modules = {make_deployment(offer, POOL).entrypoint.rpartition(".")[0] for offer in OFFERS}
     modules |= {"flows.cli.commands.run", "flows.cli.commands.sweep"}
     command = [sys.executable, "-c", IMPORT_EACH, *sorted(modules)]

@@ -1,4 +1,4 @@
-"""What a flow run of a service prints: it goes into the worker's log without the worker."""
+"""A flow run of a service writes its output into the worker's log itself, without the worker."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ def test_a_flow_run_prints_into_the_workers_log_and_needs_no_reader(tmp_path):
     (tmp_path / "service").mkdir()
     (tmp_path / "service" / "worker.log").write_text("before\n")
     reader, writer = os.pipe()
-    os.close(reader)  # as a killed worker leaves it
+    os.close(reader)  # a killed worker leaves the pipe in this state
     ended = subprocess.run(
         [sys.executable, "-m", "flows.service.engine", "not-an-id"],
         stdout=writer,

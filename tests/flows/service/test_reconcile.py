@@ -1,4 +1,4 @@
-"""What killed processes leave: flow runs that say Running, slots, trainers, servers. All of it is put right."""
+"""Killed processes leave running flow runs, slots, trainers and servers. All of them are cleaned up."""
 
 import contextlib
 import os
@@ -39,7 +39,7 @@ SLEEPS = "import time; time.sleep(600)"
 
 @pytest.fixture
 def dead_pid() -> dict[str, object]:
-    """The fields of a process that has ended."""
+    """Return the fields of a process that has ended."""
     child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
     about = {**this_process(), "pid": child.pid, "pid_started": psutil.Process(child.pid).create_time()}
     child.communicate()
@@ -63,7 +63,7 @@ def outer() -> str:
 
 
 def one_within_another() -> dict[str, str]:
-    """Ids of two finished flow runs, "inner" within "around"."""
+    """Return the ids of two finished flow runs; "inner" is a subflow run of "around"."""
     ids = {}
 
     @flow
@@ -121,7 +121,7 @@ def test_a_pid_that_another_process_has_now_is_dead(tmp_path):
         (Running(), StateType.CRASHED),
         (Cancelling(), StateType.CANCELLED),
         (State(type=StateType.COMPLETED), StateType.COMPLETED),
-        (Pending(), StateType.PENDING),  # of a retry that is on its way
+        (Pending(), StateType.PENDING),  # a retry is about to start
     ],
     ids=["running", "cancelling", "completed", "pending"],
 )
@@ -133,7 +133,7 @@ def test_a_run_whose_process_is_dead_is_settled(tmp_path, dead_pid, before, afte
     state = state_of(flow_run_id)
     assert state.type == after and read_runs(tmp_path) == []
     if before.type != after:
-        assert "goes on from the last checkpoint" in state.message
+        assert "resumes from the last checkpoint" in state.message
 
 
 def test_a_run_of_another_host_is_not_touched(tmp_path, dead_pid):
@@ -148,14 +148,14 @@ def test_tasks_and_flow_runs_within_are_settled_too(tmp_path, dead_pid):
     ids = one_within_another()
     for flow_run_id in ids.values():
         force(flow_run_id, Running())
-    note(tmp_path, ids["inner"], dead_pid)  # it was within when the process died
+    note(tmp_path, ids["inner"], dead_pid)  # the subflow that was running when the process died
     assert put_right(tmp_path) == 2
     assert {state_of(flow_run_id).type for flow_run_id in ids.values()} == {StateType.CRASHED}
 
 
 @pytest.fixture
 def begin_again() -> Iterator[Callable[[str], None]]:
-    """Give a flow run a living process, as a worker does."""
+    """Give a flow run a running process, as a worker does."""
     with contextlib.ExitStack() as living:
 
         def begin(flow_run_id: str) -> None:
@@ -169,7 +169,8 @@ def begin_again() -> Iterator[Callable[[str], None]]:
 
 @pytest.mark.parametrize("is_begun", [True, False], ids=["running again", "about to"])
 def test_what_was_within_a_dead_try_does_not_end_the_next_one(tmp_path, dead_pid, begin_again, is_begun, monkeypatch):
-    """Seen on a loaded machine: a retried run became Crashed while it trained, and a second retry ran beside it."""
+    """This was seen on a loaded machine: a retried run became Crashed while it trained, and a second retry ran in
+    parallel."""
     ids = one_within_another()
     force(ids["inner"], Running())
     force(ids["around"], Running() if is_begun else Pending())
@@ -198,7 +199,7 @@ def test_the_slot_of_a_dead_holder_is_given_back(tmp_path, dead_pid):
 
 @contextlib.contextmanager
 def orphan(**environment: str):
-    """A process whose parent has ended."""
+    """Start a process whose parent has ended."""
     words = [f"{name}={value}" for name, value in environment.items()]
     script = f"{sys.executable} -c '{SLEEPS}' >/dev/null 2>&1 & echo $!"
     command = ["/usr/bin/env", *words, "/bin/sh", "-c", script]
@@ -256,7 +257,7 @@ def test_a_trainer_whose_flow_works_is_no_orphan(tmp_path):
 
 def test_whose_worker_it_was(tmp_path):
     host, mine = reconcile.socket.gethostname(), os.getpid()
-    assert not reconcile._was_ours(f"athanor-{host}-{mine}", tmp_path)  # a living service's, and none is of this root
+    assert not reconcile._was_ours(f"athanor-{host}-{mine}", tmp_path)  # running, but not this root's service
     assert not reconcile._was_ours("athanor-elsewhere-99999999", tmp_path)
     assert not reconcile._was_ours(None, tmp_path)
     assert reconcile._was_ours(f"athanor-{host}-99999999", tmp_path)

@@ -1,4 +1,4 @@
-"""The one that watches, with small programs in the place of servers: started in order, again after a death, ended."""
+"""The supervisor, with small programs instead of servers: it starts them in order, restarts dead ones, and ends all."""
 
 import json
 import os
@@ -33,7 +33,7 @@ LASTING = "import time; print('here', flush=True); time.sleep(600)"
 
 
 class Kept(StatusLines):
-    """Lines in a list."""
+    """Status lines that are kept in a list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def lines() -> Kept:
 
 @pytest.fixture
 def make(tmp_path) -> Callable[..., Program]:
-    """A program from Python text; it answers once it has printed, and while `is_up` says so."""
+    """Make a program from Python text. It counts as answering once it has printed a line and while `is_up` is true."""
 
     def make(name: str, code: str = LASTING, is_up: Callable[[], bool] | None = None) -> Program:
         log = tmp_path / f"{name}.log"
@@ -108,7 +108,7 @@ def test_one_that_dies_again_and_again_is_started_less_and_less_often(make, line
 
 
 def test_one_that_hangs_is_noticed_within_a_minute_and_started_again(make, lines, tmp_path, monkeypatch):
-    """Stopped as by SIGSTOP: its port takes connections, and nobody answers."""
+    """The program is stopped as by SIGSTOP: its port accepts connections, but it does not answer."""
     assert supervised.HEALTH_MISSES * (supervised.HEALTH_SECONDS + programs._ANSWER_SECONDS) < 60
     assert programs._BEATS_MISSED * programs._BEAT_SECONDS + 2 * supervised.HEALTH_SECONDS < 60
     monkeypatch.setattr(supervised, "HEALTH_SECONDS", 0.1)
@@ -134,7 +134,7 @@ def test_one_that_hangs_is_noticed_within_a_minute_and_started_again(make, lines
 
 
 def test_one_that_computes_may_answer_late_for_longer(make, lines, monkeypatch):
-    """At load 20 a server that works needs longer than ten seconds for an answer, and must not be killed for it."""
+    """At load 20 a working server needs more than ten seconds for an answer, and must not be killed for that."""
     monkeypatch.setattr(supervised, "HEALTH_SECONDS", 0.01)
     looks: list[float] = []
 
@@ -143,7 +143,7 @@ def test_one_that_computes_may_answer_late_for_longer(make, lines, monkeypatch):
         if len(looks) > 1:
             process = psutil.Process(watcher.children["prefect"].process.pid)
             used = process.cpu_times().user
-            while process.cpu_times().user == used:  # on a loaded machine it gets the processor late
+            while process.cpu_times().user == used:  # on a loaded machine the thread may run late
                 time.sleep(0.01)
             raise TimeoutError
         return True

@@ -1,4 +1,5 @@
-"""Nothing that we start tells MLflow's or Prefect's makers about its use, and their pages show it as off."""
+"""The programs that athanor starts send no usage data to MLflow's or Prefect's makers, and their
+pages show it as off."""
 
 import os
 import re
@@ -20,7 +21,7 @@ WORDS = ("telemetry", "analytics", "metrics")
 
 
 def switches(settings: Mapping[str, object], path: str = "") -> Iterator[tuple[str, bool]]:
-    """Each switch of Prefect's settings, by its dotted name: its settings page lists them."""
+    """Return Prefect's telemetry settings by dotted name, as its settings page lists them."""
     for name, value in settings.items():
         dotted = f"{path}.{name}"
         if isinstance(value, Mapping):
@@ -49,7 +50,7 @@ def test_a_command_of_ours_sets_them_before_a_library_is_loaded():
 
 
 def test_mlflows_page_finds_its_own_switch_off():
-    """Its switch is a key of the browser's storage with a version, which both may change with a new MLflow."""
+    """The switch is a versioned key of the browser's storage. Key and version may change with a new MLflow."""
     (main,) = Path(mlflow.server.__file__).parent.glob("js/build/static/js/main.*.js")
     script = main.read_text(encoding="utf-8")
     enabled, dismissed = "mlflow.settings.telemetry.enabled", "mlflow.telemetry.info.alert.dismissed"

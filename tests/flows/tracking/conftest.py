@@ -1,4 +1,4 @@
-"""MLflow makes the tables of a fresh SQLite file by some fifty migrations; these tests do that once a process."""
+"""MLflow makes the tables of a new SQLite file by about fifty migrations. These tests do that only once per process."""
 
 import sqlite3
 from contextlib import closing
@@ -14,7 +14,7 @@ import sqlalchemy
 
 @pytest.fixture(autouse=True, scope="session")
 def tables_made_once(tmp_path_factory):
-    """A fresh SQLite file of this process gets a copy of the first one's empty tables."""
+    """Give each new SQLite file of this process a copy of the first file's empty tables."""
     make, template = mlflow.store.db.utils._initialize_tables, tmp_path_factory.mktemp("tables") / "mlflow.db"
 
     def copy(engine: sqlalchemy.Engine) -> None:

@@ -1,4 +1,4 @@
-"""Gates: which scores keep a model out of the registry, and in which words."""
+"""Gates: which scores keep a model out of the registry, and the line that says so."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""A root that was copied or moved: it keeps to itself, and everything that it held goes on there."""
+"""A root that was copied or moved uses only its own files, and its runs continue there."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ def nobody_sends(monkeypatch):
 
 @pytest.fixture
 def root(tmp_path) -> Path:
-    """A root with a finished run; its name has letters that a URL writes otherwise."""
+    """Make a root with a finished run. Its name has letters that a URL escapes."""
     root = tmp_path / "the first r\u00f6ot"
     tell_a_run(root, "one")
     Publication(root, "one").run()
@@ -33,7 +33,7 @@ def root(tmp_path) -> Path:
 
 
 def state_of(root: Path) -> dict[str, tuple[str, int, int]]:
-    """Digest, time and number of links of every file."""
+    """Return the digest, the time and the number of links of every file."""
     files = [path for path in root.rglob("*") if path.is_file()]
     return {
         str(path): (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns, path.stat().st_nlink)
@@ -42,7 +42,7 @@ def state_of(root: Path) -> dict[str, tuple[str, int, int]]:
 
 
 def make_old(root: Path) -> None:
-    """Give the root the places that roots had before: absolute ones, in records and for the model."""
+    """Give the root the absolute paths that older versions stored in records and for the model."""
     path = records_dir(root) / "one.json"
     record = json.loads(path.read_text())
     for entry in record["stages"].values():
@@ -58,7 +58,7 @@ def make_old(root: Path) -> None:
 
 
 def files_that_name(root: Path, path: Path) -> set[str]:
-    """Files of a root that hold a path or its URL."""
+    """Return the files of a root that contain a path or its URL."""
     needles = (str(path).encode(), path.as_uri().encode(), json.dumps(str(path))[1:-1].encode())
     return {file.name for file in root.rglob("*") if file.is_file() and any(n in file.read_bytes() for n in needles)}
 
@@ -91,7 +91,7 @@ def test_no_address_of_the_old_place_is_left(root, tmp_path):
     moved = root.rename(tmp_path / "moved")
     connect(moved)
     with sqlite3.connect(moved / "mlflow.db") as database:
-        database.execute("VACUUM")  # free pages keep what was overwritten
+        database.execute("VACUUM")  # free pages of the database still hold overwritten values
     assert files_that_name(moved, root) == set()
 
 

@@ -1,4 +1,4 @@
-"""MLflow as a listener: what a run holds, that nothing is logged twice, and that an outage stops nothing."""
+"""Tracking in MLflow: the content of a run, that nothing is logged twice, and that an outage stops nothing."""
 
 import multiprocessing
 import time
@@ -47,7 +47,7 @@ def no_server(monkeypatch):
 
 
 def _delivered(tracker: Tracker) -> str:
-    """The id of the MLflow run, once it holds all that was said so far."""
+    """Return the id of the MLflow run, once the run holds everything that was logged so far."""
     assert sender_of(tracker.root).wait(tracker.key, WAIT)
     learnt = load_record(tracker.root, tracker.key).learnt
     assert tracker.problems == [] and learnt.refused == {}
@@ -70,7 +70,7 @@ def test_a_run_holds_everything_and_nothing_twice(root):
         make_evaluated(root, "f" * 16),
     )
     times = []
-    for _ in range(2):  # the second round is a rerun of the same pipeline
+    for _ in range(2):  # the second round repeats the same pipeline
         tracker = open_tracker(root, "whole")
         tracker.log_stage(samples, False, dataset="samples")
         tracker.log_stage(trained, True)
@@ -98,7 +98,7 @@ def test_a_run_holds_everything_and_nothing_twice(root):
     assert run.data.metrics["final_loss"] == pytest.approx(1 / 3) and run.data.metrics["train_seconds"] == 0.75
     assert [m.step for m in client.get_metric_history(run_id, "loss")] == [1, 2, 3]
     pictures = client.list_artifacts(run_id, "table_images/predictions")
-    assert len(pictures) == 2 * 64  # a picture and its thumbnail, for 64 rows
+    assert len(pictures) == 2 * 64  # an image and its thumbnail for each of 64 rows
     note = run.data.tags["mlflow.note.content"]
     assert note.startswith("Held-out: exact_match 0.7500, stop_rate 1.0000. Registered model: exact_match 0.7500 (0.9")
     assert "What it is." in note and "| overall | 0.7500 | 1.0000 |" in note
@@ -181,7 +181,7 @@ def test_many_rows_go_in_batches_that_mlflow_takes(root):
 
 def test_what_live_tracking_missed_is_added_exactly_once(root):
     tracker = open_tracker(root, "replay")
-    for rows in ([metrics_row(1)], [metrics_row(1), metrics_row(3)]):  # the second try has a file of its own
+    for rows in ([metrics_row(1)], [metrics_row(1), metrics_row(3)]):  # the second try writes another file
         write_live(tracker, rows, "w")
         _delivered(tracker)
     trained = make_trained(root, "2" * 16, 5)
@@ -331,9 +331,9 @@ def test_addresses(tmp_path, monkeypatch):
 
 
 def test_the_address_is_that_which_the_roots_service_has_or_will_take(tmp_path):
-    with reserve_ports(tmp_path, "127.0.0.1") as taken:  # as another root's service, which is just starting
+    with reserve_ports(tmp_path, "127.0.0.1") as taken:  # the service of another root that is just starting
         url = server_url(tmp_path / "root")
-    with reserve_ports(tmp_path / "root" / "service", "127.0.0.1") as ports:  # `athanor up` of this root, later
+    with reserve_ports(tmp_path / "root" / "service", "127.0.0.1") as ports:  # a later `athanor up` of this root
         assert url == f"http://127.0.0.1:{ports['mlflow']}" and ports["mlflow"] != taken["mlflow"]
     (tmp_path / "root" / "service" / "ports.json").write_text('{"mlflow": 20123}')
     assert server_url(tmp_path / "root") == "http://127.0.0.1:20123"

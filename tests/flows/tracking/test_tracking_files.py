@@ -1,4 +1,5 @@
-"""The files of a run in MLflow: which ones, over HTTP too, each once; a registered model that loads anywhere."""
+"""The files of a run in MLflow: which files are sent, that each is sent once, also over HTTP; and a model that loads
+anywhere."""
 
 import json
 import os
@@ -39,7 +40,7 @@ from tests.helpers.tracked_run import (
     write_live,
 )
 
-# What a person on another machine types, who has the server's address and nothing else.
+# The code of a user on another machine, who has only the server's address.
 ELSEWHERE = f"""
 import mlflow, sys
 from transformers import AutoModelForImageTextToText, AutoTokenizer
@@ -65,7 +66,7 @@ def nobody_sends(monkeypatch):
 
 
 def make_stage(root: Path) -> Artifact:
-    """A stage with files of every kind."""
+    """Make the artifact of a stage with files of every kind."""
     shard = ShardEntry(name="train/shard-00000.tar", split="train", num_samples=1, size_bytes=5, sha256="a" * 64)
     made = make_artifact(root, "convert", "c" * 16, shards=[shard])
     texts = {
@@ -81,7 +82,7 @@ def make_stage(root: Path) -> Artifact:
 
 
 def tell(root: Path, key: str, level: str = "small") -> Tracker:
-    """A run with a model that transformers loads."""
+    """Log a run with a model that transformers can load."""
     tracker = open_tracker(root, key)
     with changed(root, key) as record:
         record.opening.artifacts = level
@@ -95,7 +96,7 @@ def tell(root: Path, key: str, level: str = "small") -> Tracker:
 
 
 def files_of(client: MlflowClient, run_id: str, folder: str) -> set[str]:
-    """Names below a folder of a run's artifacts."""
+    """Return the names below a folder of a run's artifacts."""
     found = set()
     for item in client.list_artifacts(run_id, folder):
         found |= files_of(client, run_id, item.path) if item.is_dir else {item.path}
@@ -146,7 +147,7 @@ def test_an_upload_that_broke_goes_on_with_the_files_that_lack(server, tmp_path,
     sent = []
 
     class Breaks:
-        """The third file of the model does not arrive."""
+        """A client that fails at the third file of the model."""
 
         def __init__(self, client):
             self.client = client
@@ -177,7 +178,7 @@ def learnt_run(root: Path) -> str:
     return load_record(root, "broken").learnt.run_id
 
 
-@pytest.mark.full  # in the core: the same without a server
+@pytest.mark.full  # covered in the core tier by the same test without a server
 def test_beside_a_server_on_this_disk_the_same_bytes_get_a_second_name(tmp_path, monkeypatch):
     (tmp_path / "server").mkdir()
     server, root = MlflowServer(tmp_path / "server"), tmp_path / "root"
@@ -260,7 +261,8 @@ def test_by_reference_nothing_of_a_model_is_uploaded(server, tmp_path, monkeypat
 
 
 def test_an_adapter_goes_with_its_model(server, tmp_path, monkeypatch):
-    """The registered directory holds it, and so does the run, but for its weights, which references.json names."""
+    """The registered directory holds the adapter. The run holds it too, except its weights, which references.json
+    lists."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.url)
     exported = make_exported(tmp_path, "e" * 16)
     for folder in ("adapter", "hf/adapter"):
@@ -282,7 +284,7 @@ def test_an_adapter_goes_with_its_model(server, tmp_path, monkeypatch):
 
 
 class SlowUploads:
-    """A client to which the weights of a model take their time."""
+    """A client whose uploads of model weights are slow."""
 
     def __init__(self, client: MlflowClient) -> None:
         self.client = client

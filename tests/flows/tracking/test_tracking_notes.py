@@ -1,4 +1,4 @@
-"""What a person reads in MLflow."""
+"""The texts that a user reads in MLflow."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""An MLflow server that goes away in the middle of a run, really, and comes back."""
+"""A real MLflow server that goes away in the middle of a run and comes back."""
 
 import threading
 import time
@@ -27,7 +27,7 @@ def server(tmp_path_factory):
 
 
 class Training:
-    """Writes a row of metrics every quarter of a second, as a trainer does, and hands it on as the flow does."""
+    """A training that writes a row of metrics every quarter of a second, and reports it as the flow does."""
 
     def __init__(self, root: Path, identity: str) -> None:
         self.tracker = open_tracker(root, identity, samples_host=True)
@@ -51,7 +51,7 @@ class Training:
             self.slowest = max(self.slowest, time.monotonic() - started)
 
     def end(self, root: Path) -> str:
-        """Stop; returns the id of the MLflow run, once it holds all."""
+        """Stop the training. Return the id of the MLflow run, once the run holds everything."""
         self._stop.set()
         self._thread.join()
         self.live.close()
@@ -89,10 +89,10 @@ def test_a_server_that_is_down_leaves_no_hole_and_no_double_point(tmp_path, serv
     assert_whole(tmp_path, run_id, training)
 
 
-@pytest.mark.full  # in the core: lost answers of every kind, and a server that is down
+@pytest.mark.full  # covered in the core tier by lost answers of every kind, and by a server that is down
 def test_a_server_that_answers_after_a_while_delays_nothing(tmp_path, server, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.url)
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "3")  # the answer is lost, what was asked is done all the same
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "3")  # the answer is lost, but the request was carried out
     training = Training(tmp_path, "slow")
     wait_for_step(training, 10)
     with server.frozen():

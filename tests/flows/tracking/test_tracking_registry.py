@@ -1,4 +1,4 @@
-"""Aliases of the registered model: who is candidate, who is champion, why, and never twice."""
+"""Aliases of the registered model: which version is candidate or champion, why, and that each is decided only once."""
 
 import re
 from pathlib import Path
@@ -25,7 +25,8 @@ def root(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def make(root, request, monkeypatch):
-    """Registers a version with a score under the test's own name, and gives it its aliases; returns the reason."""
+    """Return a function that registers a version with a score under the test's own name, gives it its aliases, and
+    returns the reason."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     client, name = connect(root), request.node.name
     run_id = client.create_run("0").info.run_id
@@ -68,7 +69,7 @@ def test_what_was_decided_is_not_decided_again(make):
 def test_an_interrupted_promotion_is_finished(make):
     make(0.5)
     reason = make(0.9)
-    make.client.set_registered_model_alias(make.name, "champion", "1")  # the tags were set, the alias not yet
+    make.client.set_registered_model_alias(make.name, "champion", "1")  # the tags were set, but the alias was not
     assert promote(make.client, Path(make.client.tracking_uri[10:]).parent, make.name, "2", CONFIG) == reason
     assert make.aliases()["champion"] == 2
 
@@ -122,7 +123,8 @@ def test_a_champion_of_before_is_asked_what_its_scores_are_of(make, root):
 
 @pytest.fixture
 def judge(make, root):
-    """Registers a version with its answers to thirty questions, one character each: + is right; returns the reason."""
+    """Return a function that registers a version with its answers to thirty questions and returns the reason. Each
+    answer is one character; + is a right answer."""
 
     def judged(answers: str, config: RegistryConfig = CONFIG, subsets: str = "") -> str:
         fingerprint = f"{make.name}{answers}".encode().hex()[-200:]
@@ -162,7 +164,7 @@ def test_the_first_champion_has_a_score_surely_above_zero(judge):
 
 def test_a_lead_that_may_be_chance_makes_no_champion(judge):
     judge("+" * 18 + "-" * 12)
-    reason = judge("-" * 8 + "+" * 22)  # twelve better, eight worse
+    reason = judge("-" * 8 + "+" * 22)  # twelve answers are better, eight are worse
     assert re.search(
         r"0\.7333 \(0\.\d\d to 0\.\d\d\) against 0\.6000 of version 1: candidate only, the lead of 0\.1333 ", reason
     )
@@ -172,13 +174,13 @@ def test_a_lead_that_may_be_chance_makes_no_champion(judge):
 
 def test_a_lead_on_the_same_questions_may_be_smaller_than_the_interval_of_the_score(judge):
     judge("+" * 18 + "-" * 12)
-    reason = judge("+" * 24 + "-" * 6)  # six better, none worse
+    reason = judge("+" * 24 + "-" * 6)  # six answers are better, none is worse
     assert reason.endswith("against 0.6000 of version 1: champion") and judge.aliases()["champion"] == 2
     for evaluation in judge.evaluations:
         (evaluation.dir / PREDICTIONS).unlink()
     reason = judge("+" * 28 + "-" * 2)
     assert re.search(r"candidate only, the lead of 0\.1333 is smaller than the interval of the score, 0\.1[67]", reason)
-    assert judge("+" * 30).endswith("champion")  # no width
+    assert judge("+" * 30).endswith("champion")  # an interval without width
 
 
 def test_the_lead_of_any_score_of_answers_is_judged_and_of_others_the_margin_alone(judge):

@@ -1,4 +1,4 @@
-"""A run is published whole and once, whatever happens to MLflow, to an answer, or to the process."""
+"""A run is published completely and only once, whatever happens to MLflow, to an answer, or to the process."""
 
 import functools
 import multiprocessing
@@ -38,7 +38,7 @@ def no_thread(monkeypatch):
 
 
 class Faulty:
-    """A client whose calls fail by a die: before they reach MLflow, or after, when only the answer is lost."""
+    """A client whose calls fail at random: before they reach MLflow, or afterwards, so that only the answer is lost."""
 
     def __init__(self, client, die: random.Random) -> None:
         self._client, self._die = client, die
@@ -60,7 +60,7 @@ class Faulty:
 
 
 def publish_patiently(root: Path, key: str, most: int = 3000) -> int:
-    """Publish with a fresh process's memory after every failure; returns the number of failures."""
+    """Publish with a new process's memory after every failure, and return the number of failures."""
     for failures in range(most):
         try:
             Publication(root, key).run()
@@ -97,7 +97,7 @@ def test_calls_that_fail_and_answers_that_are_lost_change_nothing(tmp_path, monk
 
 
 class Slow:
-    """A client that takes its time for every answer, as MLflow's server does that checks a password each time."""
+    """A client that is slow with every answer, like an MLflow server that checks a password each time."""
 
     def __init__(self, client) -> None:
         self._client = client
@@ -108,7 +108,7 @@ class Slow:
 
 
 def test_a_slow_server_is_waited_for_as_long_as_it_answers(tmp_path, monkeypatch):
-    connect(tmp_path)  # makes the tables, which is no answer
+    connect(tmp_path)  # makes the tables, and does not count as an answer
     monkeypatch.setattr(flows.tracking.publish, "connect", lambda root: Slow(connect(root)))
     tell_a_run(tmp_path, "slow")
     sender, patience, began = Sender(tmp_path), 2.0, time.monotonic()
@@ -123,7 +123,9 @@ def test_a_resumed_training_gives_one_point_a_step(tmp_path, undisturbed):
     publication = Publication(tmp_path, "one")
     publication.run()
     retrained = [timed_row(step).model_copy(update={"time_ms": 1_800_000_000_000 + step}) for step in range(5, 9)]
-    write_live(tracker, [*map(timed_row, range(1, 5)), *retrained], "w")  # killed at step 8, its checkpoint was of 4
+    write_live(
+        tracker, [*map(timed_row, range(1, 5)), *retrained], "w"
+    )  # killed at step 8, with a checkpoint of step 4
     publication.run()
     tell_a_run(tmp_path, "one")
     publish_patiently(tmp_path, "one")
@@ -158,7 +160,7 @@ def test_a_machines_samples_survive_an_outage_and_are_sent_once(tmp_path):
         time.sleep(0.002)  # so that no two samples have the same time
     for _ in range(2):
         Publication(tmp_path, "one").run()
-        save_learnt(tmp_path, "one", Learnt())  # all that this machine knew is lost
+        save_learnt(tmp_path, "one", Learnt())  # everything that this machine knew is lost
     run_id = _publish_again(tmp_path, tracker)
     points = connect(tmp_path).get_metric_history(run_id, "system/cpu")
     assert [point.value for point in points] == [1.0, 2.0, 3.0] and len({point.timestamp for point in points}) == 3
@@ -201,7 +203,7 @@ def test_a_late_double_of_the_run_is_removed_at_its_end(tmp_path):
     publication.run()
     client, record = connect(tmp_path), load_record(tmp_path, "one")
     marks = {"athanor.identity": "one", "athanor.creation": record.creation}
-    client.create_run(record.learnt.experiment_id, tags=marks)  # arrived after a second one was answered
+    client.create_run(record.learnt.experiment_id, tags=marks)  # arrived after a second request was answered
     tracker.finish("FINISHED")
     publication.run()
     (run,) = client.search_runs([record.learnt.experiment_id])
@@ -211,7 +213,7 @@ def test_a_late_double_of_the_run_is_removed_at_its_end(tmp_path):
 def test_sync_sends_what_waits_in_the_order_of_its_making(tmp_path, monkeypatch, capsys):
     from flows.cli.main import main
 
-    tell_a_run(tmp_path, "two")  # the names do not tell the order
+    tell_a_run(tmp_path, "two")  # the order of the names is not the order of the runs
     tell_a_run(tmp_path, "one")
     with monkeypatch.context() as patch:
         patch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
@@ -223,7 +225,7 @@ def test_sync_sends_what_waits_in_the_order_of_its_making(tmp_path, monkeypatch,
     assert main(["sync", "--root", str(tmp_path)]) == 0
     line = "embedded: 1 recipe, 2 stages, 12 steps, 1 score table, 1 file, 1 model, 1 end sent"
     assert sorted(capsys.readouterr().out.splitlines()) == [line, line]
-    assert main(["sync", "--root", str(tmp_path)]) == 0 and "nothing waits" in capsys.readouterr().out
+    assert main(["sync", "--root", str(tmp_path)]) == 0 and "nothing is left to send" in capsys.readouterr().out
     client = connect(tmp_path)
     runs = client.search_runs([client.get_experiment_by_name(EXPERIMENT).experiment_id], order_by=["start_time"])
     assert [run.data.tags["athanor.identity"] for run in runs] == ["two", "one"]
@@ -262,7 +264,7 @@ def test_a_killed_run_that_was_published_before_gets_its_end_too(tmp_path):
 
 def test_a_running_one_is_left_alone_and_not_ended(tmp_path):
     write_live(open_tracker(tmp_path, "alive"), [timed_row(1)])
-    other = publish_lock(tmp_path, "alive")  # as another process has it
+    other = publish_lock(tmp_path, "alive")  # another process holds it
     other.acquire()
     (one,) = publish_waiting(tmp_path)
     assert one.is_sending and not one.sent and one.problem == ""

@@ -1,7 +1,7 @@
 """A sheet to draw on: lines, shapes and text in Pillow's own font, so that no font file is needed.
 
-Positions are (x, y) pixels from the upper left corner. Every text that is drawn is kept with the box of its ink, which
-is what tests look at: no two overlap, none leaves the sheet. The same calls give the same PNG with the same Pillow.
+Positions are (x, y) pixels from the upper left corner. Every drawn text is kept with the bounding box of its ink. Tests
+check that no two boxes overlap and none leaves the sheet. The same calls give the same PNG with the same Pillow.
 """
 
 import functools
@@ -22,18 +22,18 @@ _ANCHOR_OF = {"left": "lm", "center": "mm", "right": "rm"}
 
 @dataclass(frozen=True, slots=True)
 class PrintedText:
-    """A text on the sheet, and the box of its ink in pixels."""
+    """A text on the sheet, and the bounding box of its ink in pixels."""
 
     text: str
     box: Box
 
 
 class Canvas:
-    """One picture in the making.
+    """An image that is being drawn.
 
     Attributes:
-        width, height: pixels.
-        texts: everything that was printed, in order.
+        width, height: size in pixels.
+        texts: all printed texts, in order.
     """
 
     def __init__(self, width: int, height: int, paper: str = PAPER) -> None:
@@ -43,14 +43,14 @@ class Canvas:
         self._draw = ImageDraw.Draw(self._image)
 
     def text(self, at: Point, text: str, size: int, *, align: str = "left", ink: str = INK, paper: str = "") -> Box:
-        """Print one line whose middle height is at `at`.
+        """Print one line of text whose vertical middle is at `at`.
 
         Args:
             align: which end of the text is at `at`: left, center or right.
-            paper: colour put behind the text; empty: none.
+            paper: background colour of the text; empty for none.
 
         Returns:
-            the box of its ink.
+            the bounding box of the ink.
         """
         font, anchor = _font(size), _ANCHOR_OF[align]
         box = self._draw.textbbox(at, text, font=font, anchor=anchor)
@@ -64,7 +64,7 @@ class Canvas:
         self._draw.line(list(points), fill=ink, width=width, joint="curve")
 
     def box(self, box: Box, fill: str | None = None, outline: str | None = None, *, round_by: int = 0) -> None:
-        """A rectangle; `round_by` pixels are the radius of its corners."""
+        """Draw a rectangle. `round_by` is the radius of its corners in pixels."""
         self._draw.rounded_rectangle(box, round_by, fill=fill, outline=outline)
 
     def ellipse(self, box: Box, fill: str | None = None, outline: str | None = None) -> None:
@@ -74,11 +74,11 @@ class Canvas:
         self._draw.polygon(list(points), fill=fill)
 
     def slice(self, box: Box, start: float, end: float, fill: str) -> None:
-        """A slice of the ellipse in `box`, from `start` to `end` degrees, clockwise from three o'clock."""
+        """Draw a slice of the ellipse in `box`, from `start` to `end` degrees, clockwise from three o'clock."""
         self._draw.pieslice(box, start, end, fill=fill, outline=PAPER, width=2)
 
     def arrow(self, start: Point, end: Point, width: int = 3, ink: str = INK) -> None:
-        """A line with a head at `end`."""
+        """Draw a line with an arrowhead at `end`."""
         length, head = math.dist(start, end), 4 * width
         x, y = (end[0] - start[0]) / length, (end[1] - start[1]) / length
         neck = (end[0] - head * x, end[1] - head * y)
@@ -87,7 +87,7 @@ class Canvas:
         self.polygon([end, (neck[0] - side * y, neck[1] + side * x), (neck[0] + side * y, neck[1] - side * x)], ink)
 
     def png(self) -> bytes:
-        """The sheet as an RGB PNG."""
+        """Return the sheet as an RGB PNG."""
         out = io.BytesIO()
         self._image.save(out, "PNG")
         return out.getvalue()
@@ -95,7 +95,7 @@ class Canvas:
 
 @functools.cache
 def _font(size: int) -> ImageFont.FreeTypeFont:
-    """Pillow's bundled font; its layout engine is the basic one, whatever libraries there are."""
+    """Return Pillow's bundled font. Its basic layout engine is used, whatever libraries are installed."""
     return ImageFont.load_default(size=size)
 
 

@@ -26,19 +26,19 @@ _TOPICS = (
     ("Trees by kind", "kind", ("Oak", "Pine", "Birch", "Maple", "Beech", "Elm", "Ash")),
     ("Sales by shop", "shop", ("North", "South", "East", "West", "Harbour", "Station", "Market")),
 )
-_MIN_SLICE = 8  # per cent: a value still has room inside
+_MIN_SLICE = 8  # per cent; the smallest slice still has room for its value
 _PLOT = (44, 60, 436, 300)  # left, top, right, bottom of the axes
 _SIZE = (460, 340)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chart:
-    """What a chart shows.
+    """The content of a chart.
 
     Attributes:
         noun: what a label is: city, month.
         tenths: the value of each label, in tenths, all different.
-        form: how values are printed.
+        form: the format in which values are printed.
     """
 
     kind: Literal["bar", "line", "pie"]
@@ -49,14 +49,14 @@ class Chart:
     form: Literal["whole", "tenths", "percent"]
 
     def printed(self, tenths: int) -> str:
-        """A value, a sum or a difference as this chart prints it."""
+        """Return a value, a sum or a difference as this chart prints it."""
         if self.form == "tenths":
             return f"{tenths / 10:.1f}"
         return f"{tenths // 10}%" if self.form == "percent" else str(tenths // 10)
 
 
 def iter_chart_rows(seed: int, stream: int) -> Iterator[Row]:
-    """Charts without end, each with one or two questions."""
+    """Yield an endless sequence of charts, each with one or two questions."""
     for rng in row_streams(seed, stream):
         chart = make_chart(rng)
         yield cauldron_row(draw_chart(chart), ask_about_chart(chart, rng), "ChartQA")
@@ -78,7 +78,7 @@ def make_chart(rng: np.random.Generator) -> Chart:
 
 
 def ask_about_chart(chart: Chart, rng: np.random.Generator) -> list[Asked]:
-    """One or two questions, of different kinds."""
+    """Return one or two questions of different kinds."""
     possible = _questions(chart, rng)
     return [
         Asked(question=shortly(q, rng), answer=sentence(a)) for q, a in sample_of(rng, possible, rng.integers(1, 3))
@@ -95,7 +95,7 @@ def draw_chart(chart: Chart) -> Canvas:
     left, top, right, bottom = _PLOT
     canvas.line([(left, top), (left, bottom), (right, bottom)], 2)
     places = [left + (right - left) * (i + 0.5) / len(chart.labels) for i in range(len(chart.labels))]
-    floor = bottom if chart.kind == "bar" else bottom - 28  # below a low point there is room for its value
+    floor = bottom if chart.kind == "bar" else bottom - 28  # there is room for the value below a low point
     heights = [floor - (floor - top - 24) * value / max(chart.tenths) for value in chart.tenths]
     for x, label in zip(places, chart.labels):
         canvas.text((x, bottom + 18), label, 14, align="center")
@@ -105,7 +105,7 @@ def draw_chart(chart: Chart) -> Canvas:
 
 
 def _shares(rng: np.random.Generator, count: int) -> tuple[int, ...]:
-    """Shares in tenths of a per cent that are whole per cent, all different, 100 in all."""
+    """Return shares in tenths of a per cent. They are whole per cents, all different, and their sum is 100."""
     while True:
         cuts = np.sort(rng.permutation(np.arange(1, 100))[: count - 1])
         shares = np.diff([0, *cuts, 100])
@@ -145,7 +145,7 @@ def _draw_line(canvas: Canvas, chart: Chart, places: list[float], heights: list[
     for i, (x, y) in enumerate(zip(places, heights)):
         rises_left = i > 0 and heights[i - 1] < y
         rises_right = i + 1 < len(heights) and heights[i + 1] < y
-        aside = 17 * (rises_left - rises_right)  # where the line leaves room
+        aside = 17 * (rises_left - rises_right)  # on the side where the line leaves room
         below = (rises_left and rises_right) or (i == 0 and rises_right)
         at = (x, y + 16) if below else (x + aside, y - 14)
         canvas.text(at, chart.printed(chart.tenths[i]), 14, align="center", paper=PAPER)

@@ -39,10 +39,10 @@ _EARTHS = ("#c9a87a", "#e3d1a2", "#b7b0a4", "#d9b48f", "#cfc6b8", "#a8927c")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diagram:
-    """What a diagram shows.
+    """The content of a diagram.
 
     Attributes:
-        labels: a chain from the eaten to the eater, a cycle along its arrows, layers from the top down.
+        labels: a chain from the eaten to the eater, a cycle along its arrows, or layers from the top down.
         noun: what a label of a cycle is.
         others: words of the same kind that are not in the diagram.
     """
@@ -55,7 +55,7 @@ class Diagram:
 
 
 def iter_diagram_rows(seed: int, stream: int) -> Iterator[Row]:
-    """Diagrams without end, each with one or two questions."""
+    """Yield an endless sequence of diagrams, each with one or two questions."""
     for rng in row_streams(seed, stream):
         diagram = make_diagram(rng)
         chosen = sample_of(rng, questions_about(diagram), int(rng.integers(1, 3)))
@@ -80,7 +80,7 @@ def make_diagram(rng: np.random.Generator) -> Diagram:
 
 
 def questions_about(diagram: Diagram) -> list[tuple[str, str]]:
-    """Every question with its right answer."""
+    """Return every question with its right answer."""
     labels, noun = diagram.labels, diagram.noun
     pairs = list(itertools.pairwise(labels))
     if diagram.kind == "cycle":
@@ -102,7 +102,7 @@ def draw_diagram(diagram: Diagram) -> Canvas:
 
 
 def _with_choices(question: str, right: str, diagram: Diagram, rng: np.random.Generator) -> Asked:
-    """Labels that the question names are no choice."""
+    """Return a question with its choices. Labels that the question names are not among the choices."""
     wrong = [label for label in diagram.labels if label != right and label not in question.rstrip("?").split()]
     wrong = sample_of(rng, wrong, len(wrong))
     wrong += sample_of(rng, diagram.others, len(diagram.others))
@@ -113,7 +113,7 @@ def _with_choices(question: str, right: str, diagram: Diagram, rng: np.random.Ge
 
 
 def _draw_chain(diagram: Diagram) -> Canvas:
-    """Boxes from left to right, an arrow from the eaten to the eater."""
+    """Draw boxes from left to right, with an arrow from the eaten to the eater."""
     width, step = 72, 104
     canvas = Canvas(step * len(diagram.labels) + 8, 200)
     canvas.text((canvas.width / 2, 32), diagram.title, 20, align="center")
@@ -127,7 +127,7 @@ def _draw_chain(diagram: Diagram) -> Canvas:
 
 
 def _draw_cycle(diagram: Diagram) -> Canvas:
-    """Ovals on a circle, clockwise from the top, an arrow from each to the next."""
+    """Draw ovals on a circle, clockwise from the top, with an arrow from each to the next."""
     canvas = Canvas(420, 390)
     x, y, radius = 210, 215, 128
     canvas.text((x, 28), diagram.title, 20, align="center")
@@ -141,7 +141,7 @@ def _draw_cycle(diagram: Diagram) -> Canvas:
 
 
 def _toward(start: tuple[float, float], end: tuple[float, float]) -> tuple[float, float]:
-    """The point just outside the oval at `start`, on the way to `end`."""
+    """Return the point just outside the oval at `start`, in the direction of `end`."""
     x, y = end[0] - start[0], end[1] - start[1]
     reach = 1 / math.hypot(x / 58, y / 32)
     return start[0] + reach * x, start[1] + reach * y

@@ -14,7 +14,7 @@ import numpy as np
 from tests.helpers.drawn.canvas import Canvas
 from tests.helpers.drawn.rows import Asked, Row, cauldron_row, choose, row_streams, sample_of, sentence, shortly
 
-Question = tuple[str, tuple[str, ...]]  # the question and its right answers, the one to learn first
+Question = tuple[str, tuple[str, ...]]  # a question and its right answers; the first one is trained on
 Page = tuple[Canvas, list[Question]]
 
 COMPANIES = ("Harbour Lamps Ltd", "Berg and Sons", "Northern Paper Co", "Green Valley Tools", "Old Mill Bakery")
@@ -30,7 +30,7 @@ _WIDTH = 440
 
 
 def iter_page_rows(seed: int, stream: int) -> Iterator[Row]:
-    """Pages without end, each with two or three questions."""
+    """Yield an endless sequence of pages, each with two or three questions."""
     for rng in row_streams(seed, stream):
         canvas, questions = make_page(rng)
         asked = [_asked(question, rng) for question in sample_of(rng, questions, int(rng.integers(2, 4)))]
@@ -38,7 +38,7 @@ def iter_page_rows(seed: int, stream: int) -> Iterator[Row]:
 
 
 def make_page(rng: np.random.Generator) -> Page:
-    """A drawn page, and all that can be asked about it."""
+    """Return a drawn page and all questions that can be asked about it."""
     makers: tuple[Callable[[np.random.Generator], Page], ...] = (_invoice, _letter, _staff_table)
     return choose(rng, makers)(rng)
 
@@ -135,7 +135,7 @@ def _staff_table(rng: np.random.Generator) -> Page:
 
 
 def _table(canvas: Canvas, top: int, heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> int:
-    """Three columns, 28 pixels a line; returns where the table ends."""
+    """Draw three columns with 28 pixels per line. Return the y position of the table's end."""
     canvas.box((28, top - 14, 412, top + 14), "#e4e8ee")
     for i, row in enumerate((heads, *rows)):
         y = top + 28 * i

@@ -35,11 +35,11 @@ _LINE = 24
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Item:
-    """A line of the menu; prices are whole rupiah.
+    """A line of the menu. Prices are whole rupiah.
 
     Attributes:
-        option: printed below it, with its price; empty: none.
-        shows_unit: the price of one is printed too.
+        option: an option printed below the item, with its price; empty for none.
+        shows_unit: whether the price of one unit is printed too.
     """
 
     name: str
@@ -56,11 +56,11 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Receipt:
-    """What is printed on a slip; prices are whole rupiah.
+    """The content of a slip. Prices are whole rupiah.
 
     Attributes:
-        separator: between thousands.
-        tax, service, cash: 0 where the slip has no such line.
+        separator: the separator of thousands.
+        tax, service, cash: 0 if the slip has no such line.
     """
 
     shop: str
@@ -85,12 +85,12 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A part of the parse and where it is printed.
+    """A part of the parse and its position on the slip.
 
     Attributes:
-        category: as in CORD's valid_line, "menu.nm".
-        group: which line of the slip it belongs to.
-        key: the word that stands before it, "TOTAL"; None where there is none.
+        category: category as in CORD's valid_line, for example "menu.nm".
+        group: the line of the slip that the field belongs to.
+        key: the word in front of the field, for example "TOTAL"; None if there is none.
     """
 
     category: str
@@ -100,7 +100,8 @@ class Field:
 
 
 def iter_receipt_rows(seed: int, stream: int) -> Iterator[Row]:
-    """Receipts without end in the_cauldron's schema: the parse as JSON, asked for as the cord_v2 builder does."""
+    """Yield an endless sequence of receipts in the_cauldron's schema. The answer is the parse as JSON, and the question
+    is that of the cord_v2 builder."""
     for rng in row_streams(seed, stream):
         receipt = make_receipt(rng)
         asked = Asked(question=PROMPTS["json"], answer=to_json(parse_of(receipt)))
@@ -108,10 +109,10 @@ def iter_receipt_rows(seed: int, stream: int) -> Iterator[Row]:
 
 
 def iter_cord_rows(seed: int, stream: int, split: str) -> Iterator[CordRow]:
-    """The same receipts in CORD-V2's schema.
+    """Yield the same receipts in CORD-V2's schema.
 
     Args:
-        split: what `meta` says of them.
+        split: the split that `meta` names.
     """
     for i, rng in enumerate(row_streams(seed, stream)):
         receipt = make_receipt(rng)
@@ -147,7 +148,7 @@ def make_receipt(rng: np.random.Generator) -> Receipt:
 
 
 def parse_of(receipt: Receipt) -> dict[str, Tree]:
-    """The slip's parse as CORD-V2 writes it."""
+    """Return the slip's parse as CORD-V2 writes it."""
     menu = [_menu_entry(receipt, item) for item in receipt.items]
     sub_total = {"subtotal_price": receipt.printed(receipt.subtotal)}
     sub_total |= {"tax_price": receipt.printed(receipt.tax)} if receipt.tax else {}
@@ -160,7 +161,7 @@ def parse_of(receipt: Receipt) -> dict[str, Tree]:
 
 
 def draw_receipt(receipt: Receipt) -> tuple[Canvas, list[Field]]:
-    """The slip, and where each leaf of its parse is printed."""
+    """Draw the slip. Return the drawing, and the position of each leaf of its parse."""
     canvas = Canvas(_WIDTH, _height(receipt), paper="#fbfaf6")
     canvas.text((_WIDTH / 2, 30), receipt.shop, 22, align="center")
     canvas.text((_WIDTH / 2, 56), f"Bill {receipt.number}", 13, align="center")
@@ -201,7 +202,7 @@ def _menu_entry(receipt: Receipt, item: Item) -> dict[str, Tree]:
 
 
 def _sums(receipt: Receipt) -> list[tuple[str, str, int]]:
-    """(label, category, price) of the lines below the menu."""
+    """Return (label, category, price) of the lines below the menu."""
     lines = [("Subtotal", "sub_total.subtotal_price", receipt.subtotal)]
     lines += [("Tax 10%", "sub_total.tax_price", receipt.tax)] if receipt.tax else []
     lines += [("Service 5%", "sub_total.service_price", receipt.service)] if receipt.service else []
@@ -218,7 +219,7 @@ def _height(receipt: Receipt) -> int:
 
 
 def _draw_item(canvas: Canvas, fields: list[Field], receipt: Receipt, item: Item, group: int, y: int) -> int:
-    """Returns where the next line is."""
+    """Draw an item. Return the y position of the next line."""
 
     def put(category: str, x: float, text: str, size: int = 15, align: str = "left") -> None:
         fields.append(Field(category, group, _print(canvas, (x, y), text, size, align)))
@@ -244,7 +245,7 @@ def _print(canvas: Canvas, at: tuple[float, float], text: str, size: int, align:
 
 
 def _rule(canvas: Canvas, y: int) -> int:
-    """A line across the slip; returns where the line of text after it is."""
+    """Draw a line across the slip. Return the y position of the next line of text."""
     canvas.line([(_LEFT, y), (_RIGHT, y)], 1, "#606060")
     return y + 18
 

@@ -22,11 +22,11 @@ SHORT_ANSWER_LINES = ("Give a very brief answer.", "Answer briefly.", "Short ans
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """A question and what is said to it.
+    """A question and its answer.
 
     Attributes:
-        answer: what is learnt.
-        references: all answers that are right where there is more than one, repeats included.
+        answer: the answer that is trained on.
+        references: all right answers if there is more than one, with repeats.
     """
 
     question: str
@@ -35,7 +35,7 @@ class Asked:
 
 
 def cauldron_row(canvas: Canvas, asked: Sequence[Asked], source: str) -> Row:
-    """One picture with its questions, in the_cauldron's schema and a list of references beside it."""
+    """Return a row with one image and its questions, in the_cauldron's schema with an additional list of references."""
     texts = [
         {"user": a.question, "assistant": a.answer, "source": source, "references": list(a.references) or None}
         for a in asked
@@ -44,26 +44,27 @@ def cauldron_row(canvas: Canvas, asked: Sequence[Asked], source: str) -> Row:
 
 
 def sentence(text: str) -> str:
-    """the_cauldron's form of an answer: capitalised where it begins with a small letter, a full stop at its end."""
+    """Return the_cauldron's form of an answer: its first letter is a capital, and it ends with a full stop."""
     text = text.capitalize() if text[:1].islower() else text
     return text if text.endswith(".") else text + "."
 
 
 def shortly(question: str, rng: np.random.Generator) -> str:
-    """The question with a line that asks for a short answer."""
+    """Return the question with a line that asks for a short answer."""
     return f"{question}\n{choose(rng, SHORT_ANSWER_LINES)}"
 
 
 def choose(rng: np.random.Generator, items: Sequence[T]) -> T:
-    """One of the items."""
+    """Return one of the items."""
     return items[int(rng.integers(len(items)))]
 
 
 def sample_of(rng: np.random.Generator, items: Sequence[T], count: int) -> list[T]:
-    """`count` different ones of the items, in random order."""
+    """Return `count` different items in random order."""
     return [items[i] for i in rng.permutation(len(items))[:count]]
 
 
 def row_streams(seed: int, stream: int) -> Iterator[np.random.Generator]:
-    """Random numbers of its own for each row, without end, so that a row does not depend on how many there are."""
+    """Yield a separate random generator for each row, without end, so that a row does not depend on the number
+    of rows."""
     return (np.random.default_rng([seed, stream, i]) for i in itertools.count())

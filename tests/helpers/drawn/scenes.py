@@ -35,13 +35,13 @@ _HASTY = ("unanswerable", "answering does not require reading text in the image"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scene:
-    """What is drawn.
+    """The content of a scene.
 
     Attributes:
-        board: what the word stands on.
-        colour: of the board; a name in COLOURS.
-        side: on which side of the other things the board stands.
-        things: what stands beside it, and how many.
+        board: the object that the word is written on.
+        colour: colour of the board; a name in COLOURS.
+        side: the side of the other things on which the board is.
+        things: the other things, and their number.
     """
 
     word: str
@@ -55,7 +55,7 @@ class Scene:
 
 
 def iter_caption_rows(seed: int, stream: int) -> Iterator[Row]:
-    """Scenes without end, each with five captions of which the first is learnt."""
+    """Yield an endless sequence of scenes, each with five captions. The first caption is trained on."""
     for rng in row_streams(seed, stream):
         scene = make_scene(rng)
         captions = captions_of(scene)
@@ -64,7 +64,7 @@ def iter_caption_rows(seed: int, stream: int) -> Iterator[Row]:
 
 
 def iter_annotated_rows(seed: int, stream: int) -> Iterator[Row]:
-    """Scenes without end, each with one question and ten annotators' answers."""
+    """Yield an endless sequence of scenes, each with one question and ten annotators' answers."""
     for rng in row_streams(seed, stream):
         scene = make_scene(rng)
         question, right = choose(rng, questions_about(scene))
@@ -88,7 +88,7 @@ def make_scene(rng: np.random.Generator) -> Scene:
 
 
 def captions_of(scene: Scene) -> tuple[str, ...]:
-    """Five ways to say what is drawn."""
+    """Return five captions of a scene."""
     board, word, things = f"{scene.colour} {scene.board}", scene.word, _counted(scene)
     other = "right" if scene.side == "left" else "left"
     verb = "is" if scene.count == 1 else "are"
@@ -102,7 +102,7 @@ def captions_of(scene: Scene) -> tuple[str, ...]:
 
 
 def questions_about(scene: Scene) -> list[tuple[str, tuple[str, ...]]]:
-    """Every question with the ways in which people write its right answer."""
+    """Return every question with the forms in which people write its right answer."""
     number = _NUMBERS[scene.count]
     return [
         (f"What does the {scene.board} say?", (scene.word.lower(), scene.word)),
@@ -123,7 +123,7 @@ def draw_scene(scene: Scene) -> Canvas:
 
 
 def _annotators(right: tuple[str, ...], rng: np.random.Generator) -> tuple[str, ...]:
-    """Ten answers: seven to ten are right, most of them in the first way to write it."""
+    """Return ten answers. Seven to ten of them are right, most of them in the first form."""
     agreeing = int(rng.integers(_MIN_AGREEING, NUM_ANNOTATORS + 1))
     otherwise = int(rng.integers(0, 3))
     answers = [right[0]] * (agreeing - otherwise) + [right[1]] * otherwise
@@ -136,7 +136,7 @@ def _counted(scene: Scene) -> str:
 
 
 def _draw_board(canvas: Canvas, scene: Scene, left: int) -> None:
-    """170 pixels wide; the word is in its middle."""
+    """Draw the board, 170 pixels wide, with the word in its middle."""
     fill, middle = COLOURS[scene.colour], left + 85
     if scene.board == "sign":
         canvas.box((middle - 5, 150, middle + 5, 280), "#5a5a5a")
@@ -158,7 +158,7 @@ def _draw_board(canvas: Canvas, scene: Scene, left: int) -> None:
 
 
 def _draw_thing(canvas: Canvas, thing: str, left: int) -> None:
-    """60 pixels wide, standing at the front of the ground."""
+    """Draw a thing, 60 pixels wide, at the front of the ground."""
     if thing == "house":
         canvas.box((left + 4, 200, left + 56, 268), "#f2ead8", "#505050")
         canvas.polygon([(left, 200), (left + 30, 160), (left + 60, 200)], "#8c4632")

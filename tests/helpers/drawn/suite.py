@@ -1,8 +1,9 @@
-"""The drawn suite: six small sets in the shapes of chartqa, docvqa, ai2d, textcaps, textvqa and CORD-V2.
+"""The drawn suite: six small sets in the formats of chartqa, docvqa, ai2d, textcaps, textvqa and CORD-V2.
 
-Each is for a metric of its own: relaxed accuracy, ANLS, multiple choice, captions, VQA accuracy over ten annotators,
-trees of a receipt. A set's rows depend on the seed and the set alone, and its first rows not on how many there are.
-No two rows of a set show the same picture.
+Each set is for one metric: relaxed accuracy, ANLS, multiple choice, captions, VQA accuracy over ten annotators, trees
+of
+a receipt. A set's rows depend only on the seed and the set, and its first rows do not depend on the number of rows. No
+two rows of a set show the same image.
 """
 
 import itertools
@@ -16,7 +17,7 @@ from tests.helpers.drawn.receipts import CordRow, iter_cord_rows, iter_receipt_r
 from tests.helpers.drawn.rows import Row
 from tests.helpers.drawn.scenes import iter_annotated_rows, iter_caption_rows
 
-# subset -> (seed, stream) -> rows without end; a subset's stream is its place here, so new ones go to the end
+# subset -> (seed, stream) -> endless rows; the index in this table is a subset's stream, so new subsets are appended
 _SETS: dict[str, Callable[[int, int], Iterator[Row]]] = {
     "chartqa": iter_chart_rows,
     "docvqa": iter_page_rows,
@@ -31,10 +32,10 @@ _CORD_STREAM = 100
 
 
 def iter_suite_rows(seed: int, counts: Mapping[str, int]) -> Iterator[tuple[str, Row]]:
-    """(subset, row) in order of SUBSETS, in the_cauldron's schema and a list of references beside it.
+    """Yield (subset, row) in the order of SUBSETS, in the_cauldron's schema with an additional list of references.
 
     Args:
-        counts: rows of each subset; a subset that is not named has none.
+        counts: number of rows of each subset; a subset that is not named has no rows.
     """
     for stream, (subset, rows_of) in enumerate(_SETS.items()):
         rows = _distinct(rows_of(seed, stream))
@@ -42,7 +43,7 @@ def iter_suite_rows(seed: int, counts: Mapping[str, int]) -> Iterator[tuple[str,
 
 
 def iter_cord_splits(seed: int, count: int) -> Iterator[tuple[SourceSplit, CordRow]]:
-    """(split, row) of `count` receipts in CORD-V2's schema: 80 % train, 10 % validation, 10 % test."""
+    """Yield (split, row) of `count` receipts in CORD-V2's schema: 80 % train, 10 % validation, 10 % test."""
     left = count
     for stream, split in enumerate(SPLITS):
         share = round(count * _CORD_SHARES[split]) if split in _CORD_SHARES else left
@@ -53,7 +54,7 @@ def iter_cord_splits(seed: int, count: int) -> Iterator[tuple[SourceSplit, CordR
 
 
 def _distinct(rows: Iterable[Row]) -> Iterator[Row]:
-    """The rows whose picture was not there before."""
+    """Yield the rows whose image did not occur before."""
     seen = set()
     for row in rows:
         picture = row["images"][0]["bytes"]

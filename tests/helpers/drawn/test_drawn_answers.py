@@ -1,4 +1,4 @@
-"""Answers about drawn pictures, found again from what is printed and painted, not from what they were drawn from."""
+"""Answers about drawn images, found again from the printed and painted pixels and not from the drawing's input."""
 
 import io
 import itertools
@@ -46,7 +46,7 @@ def number(text):
 
 
 def printed_values(chart):
-    """Label -> the value printed for it, by where the two are on the sheet."""
+    """Return label -> the value printed for it, by the positions of the two on the sheet."""
     canvas = draw_chart(chart)
     texts = canvas.texts[1:]  # the title comes first
     values = [text for text in texts if re.fullmatch(r"[\d.]+%?", text.text)]
@@ -111,7 +111,7 @@ def test_bars_are_as_high_and_slices_as_large_as_their_values():
 
 
 def order_of(diagram):
-    """Labels as a reader goes: along the arrows, or from the top down."""
+    """Return the labels in reading order: along the arrows, or from the top down."""
     canvas = draw_diagram(diagram)
     labels = canvas.texts[1:]
     if diagram.kind == "chain":
@@ -147,7 +147,7 @@ def test_diagrams():
 
 
 def beside(canvas, label):
-    """The texts on the line of this one."""
+    """Return the texts on the same line as this text."""
     (mark,) = [text for text in canvas.texts if text.text == label]
     line = [t for t in canvas.texts if t is not mark and abs(middle(t)[1] - middle(mark)[1]) < 6]
     return [t.text for t in sorted(line, key=lambda t: t.box[0])]
@@ -186,20 +186,20 @@ def test_pages():
 
 
 def runs_of(line, colour):
-    """How many separate stretches of a line of pixels have this colour."""
+    """Return the number of separate stretches of a line of pixels that have this colour."""
     is_colour = (line == np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)])).all(axis=1)
     return int(is_colour[0]) + int((is_colour[1:] & ~is_colour[:-1]).sum())
 
 
 def seen(scene):
-    """(word, colour, side, thing, how many) from the painted picture."""
+    """Return (word, colour, side, thing, number of things) from the painted image."""
     canvas = draw_scene(scene)
     (word,) = canvas.texts
     picture = pixels(canvas)
     x = middle(word)[0]
     name = {tuple(int(c[i : i + 2], 16) for i in (1, 3, 5)): name for name, c in COLOURS.items()}
     colour = name[tuple(picture[round(word.box[1]) - 4, round(x)])]
-    painted = {  # row of pixels that crosses each thing once, and what it has there
+    painted = {  # a row of pixels that crosses each thing once, and its colour there
         "house": runs_of(picture[220], "#f2ead8"),
         "tree": runs_of(picture[190], "#3f7f45"),
         "ball": runs_of(picture[235], "#e0a030"),
@@ -277,7 +277,7 @@ def test_receipts_add_up():
 
 
 def parse_of_lines(lines):
-    """CORD's parse again, from what its valid_line says alone."""
+    """Return CORD's parse, rebuilt only from its valid_line."""
     groups, parse = {}, {}
     for line in lines:
         top, _, name = line["category"].partition(".")

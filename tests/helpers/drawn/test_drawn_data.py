@@ -1,4 +1,4 @@
-"""The drawn data as files: read by the builders it is for, converted without a skip, the same bytes every time."""
+"""The drawn data as files: their builders read them, convert skips no row, and the bytes are the same every time."""
 
 import json
 from collections import Counter

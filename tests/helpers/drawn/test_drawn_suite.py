@@ -1,4 +1,5 @@
-"""Drawn rows: the same for a seed in any process, no picture twice, and every text whole and by itself."""
+"""Drawn rows: a seed gives the same rows in any process, no image occurs twice, and texts neither overlap nor
+are cut."""
 
 import hashlib
 import itertools

@@ -1,9 +1,9 @@
-"""Drawn rows as parquet files, where a recipe's `data` or a builder finds them; no input, no network.
+"""Drawn rows as parquet files, for a recipe's `data` or a builder. Needs no input and no network.
 
 write_suite     chartqa/train-00000-of-00001.parquet  docvqa/  ai2d/  textcaps/  textvqa/  cord_v2/
                 the_cauldron's schema, and in each pair of texts a list `references`, null where there are none
 write_receipts  data/train-00000-of-00001.parquet  data/validation-...  data/test-...
-                receipts alone, in CORD-V2's schema, for the builder cord_v2
+                only receipts, in CORD-V2's schema, for the builder cord_v2
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ CORD_SCHEMA = pa.schema([("image", _IMAGE), ("ground_truth", pa.string())])
 
 
 def write_suite(directory: Path, counts: Mapping[str, int], seed: int = 0) -> Path:
-    """Rows of every subset in `counts`, one directory each; returns the directory, for `data`."""
+    """Write rows of every subset in `counts`, one directory per subset. Return the directory, for `data`."""
     subsets: dict[str, list] = {}
     for subset, row in iter_suite_rows(seed, counts):
         subsets.setdefault(subset, []).append(row)
@@ -38,7 +38,7 @@ def write_suite(directory: Path, counts: Mapping[str, int], seed: int = 0) -> Pa
 
 
 def write_receipts(directory: Path, count: int, seed: int = 0) -> Path:
-    """`count` receipts in three splits; returns the directory, for `data`."""
+    """Write `count` receipts in three splits. Return the directory, for `data`."""
     splits: dict[str, list] = {}
     for split, row in iter_cord_splits(seed, count):
         splits.setdefault(split, []).append(row)

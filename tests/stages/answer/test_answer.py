@@ -186,7 +186,7 @@ def test_what_comes_next_is_prepared_meanwhile_and_in_order():
         assert list(coming) == list(range(1, 9))
 
 
-@pytest.mark.full  # in the core: a rerun keeps the parts that are there
+@pytest.mark.full  # covered in the core tier by a rerun that keeps existing parts
 def test_killed_at_any_moment_it_gives_the_same_answers(tmp_path):
     command = [sys.executable, "-m", "tests.helpers.kill_answer", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)

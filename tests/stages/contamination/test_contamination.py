@@ -167,7 +167,7 @@ def test_processes_and_kills_change_nothing(tmp_path, monkeypatch):
 
 
 def test_pictures_on_white_paper_are_not_copies_of_each_other(tmp_path):
-    """Blank pages are copies of blank pages, not of pages with a few lines."""
+    """Blank pages are copies of blank pages, but not of pages with a few lines."""
     blank, other_size = (encoded(Image.new("L", size, 255)) for size in ((300, 420), (150, 210)))
     dotted = np.full((420, 300), 255, np.uint8)
     dotted[200:215, 40:260:3] = 0

@@ -123,7 +123,7 @@ def test_no_picture_is_in_both_splits(mixed):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_pictures_shared_in_chains_stay_together(tmp_path, seed):
-    """0-1, 1-2, 2-3 ...: one group, so one split, whatever the seed."""
+    """Samples 0-1, 1-2, 2-3 ... share images. They are one group, so they are in one split, whatever the seed."""
     shared = [png(i) for i in range(12)]
     rows = [row([a, b], [("Which?", "a")]) for a, b in pairwise(shared)] + plain_rows(40, 100)
     artifact = convert(tmp_path / "root", write_source(tmp_path / "raw", {"s": rows}), seed=seed)
@@ -203,7 +203,7 @@ def test_everything_left_out_is_named_with_reason_file_and_row(tmp_path):
 
 
 def test_pictures_of_left_out_samples_do_not_tie_groups(tmp_path):
-    """A left-out sample is in no split, so it joins nothing."""
+    """A left-out sample is in no split, so it joins no groups."""
     pictures = [png(i) for i in range(40)]
     rows = [row([p], [("What?", f"{i}")]) for i, p in enumerate(pictures)]
     rows += [row([a, b], [("Both?", "")]) for a, b in pairwise(pictures)]

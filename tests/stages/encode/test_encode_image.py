@@ -71,7 +71,7 @@ def test_pixel_values_by_hand():
 @pytest.mark.parametrize(
     ("height", "width", "expected"),
     [
-        (1, 1, (64, 64)),  # up to the lower limit
+        (1, 1, (64, 64)),  # scaled up to the lower limit
         (64, 64, (64, 64)),
         (100, 150, (96, 160)),  # the nearest multiples
         (80, 112, (64, 128)),  # halves are rounded to even

@@ -1,4 +1,4 @@
-"""A chat template has limits of time, memory and text, and is never rendered in our own processes."""
+"""A chat template has limits of time, memory and text, and is never rendered in athanor's own processes."""
 
 import json
 import os
@@ -133,7 +133,7 @@ def test_an_encoder_of_a_hostile_template_says_the_same(tmp_path):
 
 
 def test_a_sound_template_is_checked_by_its_files_alone(tmp_path):
-    """The recipe's check loads neither torch nor transformers."""
+    """The recipe's check imports neither torch nor transformers."""
     code = "import sys\nfrom pathlib import Path\nfrom stages.encode.template import check_template\n"
     code += f"check_template(Path({str(tiny_hf_dir())!r}))\n"
     code += "print(sorted({'torch', 'transformers'} & sys.modules.keys()))"

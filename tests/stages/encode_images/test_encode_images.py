@@ -66,7 +66,7 @@ def test_its_figures(made):
     assert stats["features"] == {"format_version": 1, "dtype": "float32", "width": WIDTH}
 
 
-@pytest.mark.full  # in the core: two ranks write what one writes from another codec
+@pytest.mark.full  # core tier: two ranks write the same as one rank does from another codec
 def test_two_ranks_write_the_same_bytes(job, made, tmp_path):
     assert len(made.manifest.shards) > 2
     both = encoded(job.hf_dir, job.tokenized_dir, tmp_path, processes=2)

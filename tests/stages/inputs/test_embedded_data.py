@@ -1,4 +1,4 @@
-"""The embedded data: the_cauldron's schema, read by its builder, the same bytes every time."""
+"""The embedded data: the_cauldron's schema, readable by its builder, the same bytes every time."""
 
 import pyarrow.parquet as pq
 import pytest

@@ -1,4 +1,4 @@
-"""Which rank failed first, from the reports of several hosts' torchrun in one log; and where its lines are."""
+"""Which rank failed first, from the reports of several hosts' torchrun in one log; and where the rank's lines are."""
 
 import subprocess
 

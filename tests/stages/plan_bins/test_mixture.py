@@ -1,4 +1,4 @@
-"""Mixtures: how often each sample appears in each epoch, by hand and by counting."""
+"""Mixtures: how often each sample occurs in each epoch, by hand and by counting."""
 
 import numpy as np
 import pytest
@@ -64,7 +64,7 @@ def test_weights_are_shares_of_tokens_and_the_scarcest_is_used_up():
     tokens = {name: draw.per_epoch * SIZES[name].num_tokens / SIZES[name].num_samples for name, draw in draws.items()}
     assert tokens["ai2d"] == 50_000 and tokens["chartqa"] == pytest.approx(50_000 / 3, rel=0.01)
     assert draws["text"].per_epoch == 80, "no weight: not scaled"
-    # ai2d at most four times: now chartqa is the scarcest
+    # ai2d occurs at most four times, so now chartqa is the scarcest
     draws = make_draws({"ai2d": SubsetMix(weight=3, repeats=4), "chartqa": SubsetMix(weight=1)}, SIZES)
     assert draws["chartqa"].per_epoch == 300 and draws["ai2d"].per_epoch == 180
     draws = make_draws({"ai2d": SubsetMix(weight=3, max_samples=10), "chartqa": SubsetMix(weight=1)}, SIZES)
@@ -121,10 +121,10 @@ def tokens_of(draws, name):
 
 def test_sources_share_an_epochs_tokens_and_their_subsets_share_by_their_own():
     draws = make_draws(with_shares({}, {"mine": 0.25, "web": 0.75}, MIXED), MIXED)
-    assert tokens_of(draws, "mine_a") == 1000 and tokens_of(draws, "mine_b") == 3000  # the scarcest is taken whole
+    assert tokens_of(draws, "mine_a") == 1000 and tokens_of(draws, "mine_b") == 3000  # all of the scarcest source
     assert tokens_of(draws, "web_x") == pytest.approx(12_000, rel=1e-2)
     one = make_draws(with_shares({}, {"web": 1}, MIXED), MIXED)
-    assert [draw.per_epoch for draw in one.values()] == [100, 100, 1000]  # a source without a share is taken whole
+    assert [draw.per_epoch for draw in one.values()] == [100, 100, 1000]  # a source without a share is used completely
 
 
 @pytest.mark.parametrize(

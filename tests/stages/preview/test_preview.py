@@ -357,7 +357,7 @@ def test_targets_by_path_stage_and_fingerprint(made, tmp_path, monkeypatch):
     assert find_target("tokenize", made.root).name == f"tokenize-{name[:8]}"
     shard = find_target(str(tokenized.dir / "train/shard-00001.tar"), made.root)
     assert (shard.artifact.dir, shard.shard) == (tokenized.dir, "train/shard-00001.tar")
-    (tmp_path / "tokenize").mkdir()  # a folder of that name that is no artifact
+    (tmp_path / "tokenize").mkdir()  # a folder of that name that is not an artifact
     monkeypatch.chdir(tmp_path)
     assert find_target("tokenize", made.root).artifact.dir == tokenized.dir
 

@@ -197,7 +197,7 @@ def refusing_hub() -> Iterator[str]:
 
 
 def test_a_hub_that_refuses(hf_dir, refusing_hub, monkeypatch):
-    """The hub's own client against a server."""
+    """Uses the hub's own client against a server."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     write_model_card(hf_dir, facts())
     with pytest.raises(InputError, match=r"the hub refused me/receipts-2b \(403: .*rights to create") as raised:

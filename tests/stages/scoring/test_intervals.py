@@ -189,7 +189,7 @@ def test_nothing_to_score_is_nan_all_through():
 
 
 def test_a_resample_without_a_value_is_left_out():
-    # Only the first row has anything to score: a third of the draws miss it.
+    # Only the first row can be scored, and a third of the draws do not contain it.
     rows = np.array([[1.0, 1.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
     found = interval(Subset(metric=CordFieldF1(), statistics=rows), SMALL)
     assert found.value == found.low == found.high == 1 / 1.5

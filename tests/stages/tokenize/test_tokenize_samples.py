@@ -398,7 +398,7 @@ def test_no_sample_left_is_an_error(tmp_path):
 
 
 def test_a_fault_of_the_encoder_stops_the_stage(samples, tmp_path, monkeypatch):
-    """The check of the stored bytes is not the encoder's own: it must see a mask that lost its end-of-turn token."""
+    """The check of the stored bytes does not use the encoder, so it must see a mask without an end-of-turn token."""
     good = ChatEncoder._mask_answers
 
     def faulty(self, ids, messages):

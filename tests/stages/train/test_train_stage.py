@@ -177,7 +177,7 @@ def test_a_training_that_finished_while_nobody_waited_is_not_launched_again(inpu
     monkeypatch.setitem(LAUNCHERS, "torchrun", "no_such_module:Launcher")
     assert train.run_trainer(run, StageResources(on_rows=rows.extend), "train") == first
     assert [row.step for row in rows] == [1, 2, 3, 4]
-    with pytest.raises(ModuleNotFoundError):  # another run.json is another job
+    with pytest.raises(ModuleNotFoundError):  # another run.json means another job
         train.run_trainer(changed(run, log_interval=2), StageResources(), "train")
 
 

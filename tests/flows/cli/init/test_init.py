@@ -1,4 +1,4 @@
-"""`athanor init`: each common layout of a user's own data is recognised, each fault named, and the recipe runs."""
+"""`athanor init`: it recognises each common layout of a user's data and names each fault, and its recipe runs."""
 
 import os
 import shutil
@@ -23,7 +23,7 @@ REPO = Path(__file__).parents[4]
 
 
 def init(tmp_path, capsys, data, *more: str) -> tuple[int, str, str]:
-    """Exit status, stdout and stderr of `athanor init DATA`, whose recipe is tmp_path/my.yaml."""
+    """Return the exit status, stdout and stderr of `athanor init DATA`, which writes the recipe tmp_path/my.yaml."""
     status = main(["init", str(data), "--out", str(tmp_path / "my.yaml"), "--root", str(tmp_path / "root"), *more])
     return status, *capsys.readouterr()
 
@@ -61,7 +61,7 @@ def test_a_recipe_is_not_overwritten(tmp_path, capsys):
     csv_paths(tmp_path / "data", draw_rows(1, 20))
     (tmp_path / "my.yaml").write_text("mine")
     status, _, err = init(tmp_path, capsys, tmp_path / "data")
-    assert status == 2 and "my.yaml is there already; delete it, or give --out another name" in err
+    assert status == 2 and "my.yaml exists already; delete it, or give --out another name" in err
     assert (tmp_path / "my.yaml").read_text() == "mine"
 
 

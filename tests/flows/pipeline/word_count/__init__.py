@@ -1,4 +1,4 @@
-"""A stage that nobody but `test_new_stage.py` knows: how many words the samples have.
+"""A stage that only `test_new_stage.py` uses: it counts the words of the samples.
 
 In: sample shards. Out: words.json, a report.
 Read first: `stage.py`.

@@ -1,4 +1,4 @@
-"""word_count: sample shards -> words.json, the words of their messages by subset."""
+"""word_count: sample shards -> words.json, the number of words in the messages of each subset."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ VERSION = 1
 
 
 class WordCountConfig(StrictModel):
-    """What is counted."""
+    """The settings of the count."""
 
     role: str = Field(default="assistant", description="whose words")
 

@@ -1,4 +1,5 @@
-"""The Kubernetes launcher: manifests by Kubeflow's own models, jobs with an API server that runs pods as processes."""
+"""The Kubernetes launcher: manifests checked by Kubeflow's own models, and jobs on an API server that runs pods as
+processes."""
 
 import json
 import os
@@ -135,7 +136,7 @@ def test_the_manifest_asks_for_what_the_recipe_says(tmp_path):
     rank = as_rank(job.log_path.parent, ["python", *job.arguments])
     assert trainer["command"][:3] == ["torchrun", "--max-restarts=0", "--no-python"]
     assert [word.replace("$$(", "$(") for word in trainer["command"][3:]] == rank
-    assert "$(" not in " ".join(trainer["command"]).replace("$$(", "")  # Kubernetes would read a variable
+    assert "$(" not in " ".join(trainer["command"]).replace("$$(", "")  # Kubernetes would expand a variable
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 8)
     assert trainer["resourcesPerNode"]["limits"] == {"cpu": "64", "memory": "900Gi", "nvidia.com/gpu": "8"}
     assert manifest["spec"]["activeDeadlineSeconds"] == 3601
@@ -176,7 +177,7 @@ def test_what_has_no_default_is_asked_for(tmp_path, name):
 
 
 def test_a_path_outside_of_the_claim_is_refused_before_anything_starts(tmp_path, fake):
-    run = write_job(tmp_path / "root", num_steps=3)  # its model is elsewhere
+    run = write_job(tmp_path / "root", num_steps=3)  # its model is in another directory
     job = Job(str(run.output_dir), ("-m", "trainer", str(run.output_dir / "run.json")), run.output_dir / "log")
     with pytest.raises(InputError, match=r"hf_dir=/.* lies outside of execution.cluster.kubernetes.mount_path"):
         _launcher(tmp_path).submit(job)
@@ -388,7 +389,7 @@ def test_the_next_try_goes_on_with_a_living_job(tmp_path, fake):
     launcher = _launcher(tmp_path)
     left = launcher.submit(_job(tmp_path, code))
     _poll_until(launcher, left, lambda: "begun" in left.lines)
-    left.log.close()  # as a kill -9 of the flow does
+    left.log.close()  # as after a kill -9 of the flow
     seen = []
     run_job(_launcher(tmp_path), _job(tmp_path, code, on_line=seen.append))
     assert _own_lines(seen) == ["begun", "done"] and any("going on with it" in line for line in seen)
@@ -475,7 +476,7 @@ def test_a_cluster_that_refuses(tmp_path, fake, status, answer, told):
     fake.refusal = (status, answer)
     with pytest.raises(InputError, match=rf"^cannot make the TrainJob: .*{told}.*the manifest is /"):
         _launcher(tmp_path).submit(_job(tmp_path))
-    assert fake.count("POST trainjobs") == 1  # another try would not help
+    assert fake.count("POST trainjobs") == 1  # a second try would not help
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
@@ -506,7 +507,7 @@ def _free_port() -> int:
         return listener.getsockname()[1]
 
 
-@pytest.mark.full  # in the core: the command and variables of a pod, and its life around a small script
+@pytest.mark.full  # core tier: the command and variables of a pod, and its life around a small script
 def test_two_pods_train_and_go_on_after_they_were_cancelled(tmp_path, fake):
     """Uses torchrun's real command line with the variables that the torch plugin sets, two nodes of one process
     each."""

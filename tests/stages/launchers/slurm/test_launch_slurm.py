@@ -56,7 +56,7 @@ COMMANDS = {
 
 
 class Slurm:
-    """Files that the commands read and write."""
+    """The files that the fake commands read and write."""
 
     def __init__(self, directory: Path, run_dir: Path) -> None:
         self.directory, self.run_dir = directory, run_dir
@@ -321,7 +321,7 @@ def test_a_job_that_the_cluster_has_forgotten_left_its_status_on_disk(slurm, run
     while (status := launcher.poll(handle)) is None:
         time.sleep(0.02)
     assert status == 0
-    (run_dir / END_FILE).write_text("6 0\n")  # of an earlier job
+    (run_dir / END_FILE).write_text("6 0\n")  # left by an earlier job
     with pytest.raises(JobFailed, match="is gone without an exit status"):
         run_job(launcher, _job(run_dir))
 
@@ -398,7 +398,7 @@ def _run_script(run_dir: Path, tell: int | None, result: str = "stopped", **vari
     """Run the rendered file by hand, with an srun that gets a signal or ends by itself."""
     path = run_dir / SBATCH_FILE
     path.write_text(render_sbatch(_cluster(), _job(run_dir)))
-    (run_dir / "result.json").write_text('{"status": "stopped"}')  # of an earlier try
+    (run_dir / "result.json").write_text('{"status": "stopped"}')  # left by an earlier try
     fake = Path(os.environ["FAKE"])
     (fake / "result").write_text(f'{{\n "status": "{result}"\n}}\n')
     own = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "n[1-2]", **variables}
@@ -416,7 +416,7 @@ def _run_script(run_dir: Path, tell: int | None, result: str = "stopped", **vari
 
 
 def test_the_signal_before_the_time_limit_saves_and_queues_again(slurm, run_dir):
-    assert _run_script(run_dir, signal.SIGUSR1) != 0  # ended by the requeue itself
+    assert _run_script(run_dir, signal.SIGUSR1) != 0  # the requeue itself ends it
     assert slurm.calls() == ["scancel --quiet --signal=TERM 7", "scontrol requeue 7"]
     assert not (run_dir / END_FILE).exists()
 

@@ -46,7 +46,7 @@ def names_of(text: str, names: tuple[str, ...], **given: object) -> dict[str, An
     module = ast.Module(body=body, type_ignores=[])
     exec(
         compile(module, "reference", "exec", flags=__future__.annotations.compiler_flag), space
-    )  # their typing is not imported
+    )  # the names of their type annotations are not imported
     return space
 
 

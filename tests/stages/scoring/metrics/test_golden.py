@@ -1,4 +1,4 @@
-"""Every metric number by number against its reference; where ours differs, by how much and why."""
+"""Every metric against its reference, number by number. Where athanor differs, the test says by how much and why."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""EvalAI's normal form, and annotators."""
+"""EvalAI's normal form, and several annotators."""
 
 import pytest
 
