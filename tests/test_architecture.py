@@ -412,3 +412,17 @@ def test_the_trainers_command_line_is_one_file():
 def test_top_level_packages_are_the_four():
     found = {path.parent.name for path in ROOT.glob("*/__init__.py")}
     assert found == {*PACKAGES, "tests"}
+
+
+# A docstring that begins so is no sentence, or leaves its subject to the reader.
+HARD_BEGINNINGS = re.compile(r"(Of|As|What|To be|The same|So many)\b")
+
+
+def test_a_docstring_begins_with_what_it_describes():
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    fail_with(
+        f"{at(path, getattr(node, 'lineno', 1))}: the docstring begins with {found[0]!r}; see English in CONTRIBUTING.md"
+        for path in (*MODULES, *TESTS)
+        for node in nodes_of(path)
+        if isinstance(node, documented) and (found := HARD_BEGINNINGS.match(ast.get_docstring(node) or ""))
+    )

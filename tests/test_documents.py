@@ -131,7 +131,7 @@ def test_the_readme_is_one_page():
 
 
 def test_every_decision_has_a_date_and_at_most_twelve_lines():
-    """Of at most 120 characters each; empty lines do not count."""
+    """Each line has at most 120 characters. Empty lines do not count."""
     date = re.compile(r"\*\d{4}-\d\d-\d\d(, \d{4}-\d\d-\d\d)*\*")
     wrong, count = [], 0
     for path in sorted((ROOT / "docs" / "decisions").glob("*.md")):

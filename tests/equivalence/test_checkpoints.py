@@ -372,7 +372,7 @@ def test_a_training_whose_checkpoints_are_all_damaged_begins_anew(undisturbed, t
 
 
 def test_parameters_with_a_bucket_of_their_own_are_saved_where_they_are(tmp_path):
-    """As tied embeddings have on pipeline ranks; here 64 numbers of padding lie before them."""
+    """Tied embeddings have this layout on pipeline ranks: 64 elements of padding precede them here."""
     run = make_run(tmp_path, asynchronous=False)
     with single_rank() as mesh:
         model = build_tiny(run.hf_dir, mesh)

@@ -65,7 +65,7 @@ def test_unseen_shades_are_called_by_their_colour(tmp_path):
 
 
 def test_other_pictures_give_other_losses():
-    """The same words with the pixels turned around: what is said of them is no longer the same."""
+    """Permuted pixels with unchanged text change the losses."""
     model = load_reference(random_hf_dir("first"))
     (sample, *_), *_ = make_bins("first")
     inverted = dataclasses.replace(sample, patches=255 - sample.patches)

@@ -75,7 +75,7 @@ def frozen_parts(frozen: tuple[str, ...]) -> dict[str, PartConfig]:
 
 
 def parameters(run: RunConfig, mesh, *, trained: bool) -> dict[str, torch.Tensor]:
-    """Of the base model, or of the run's last checkpoint."""
+    """Return the weights of the base model, or of the run's last checkpoint."""
     model = build_tiny(run.hf_dir, mesh, run.seq_len)
     if trained:
         checkpoint.load_model([model], list_checkpoints(run.output_dir / "checkpoints")[-1])

@@ -136,7 +136,7 @@ def test_layers_of_two_kinds(shape, parallel, parts, tmp_path):
 
 
 def test_a_model_is_divided_before_it_has_memory(tmp_path, monkeypatch):
-    """What FSDP2 divides has shapes alone; each weight is read once, and one at a time is in memory whole."""
+    """FSDP2 divides parameters that have only shapes. Each weight is read once, one whole weight at a time."""
     run, read, alive = job(tmp_path, FSDP, "empty"), [], []
     divide, read_part = fsdp._divide, hf_read.read_part
 
@@ -159,7 +159,7 @@ def test_a_model_is_divided_before_it_has_memory(tmp_path, monkeypatch):
 
 
 def test_some_rank_sees_text_alone_in_each_step_of_three(one_process):
-    """What the runs above and below would show nothing without: a rank whose vision encoder has no image."""
+    """The other runs prove nothing unless some rank's vision encoder has no image."""
     bins = make_bins()
     for step in range(NUM_STEPS):
         numbers = bins_for_step([len(bins)], seed=one_process.train.seed, step=step, global_batch_size=GLOBAL_BATCH)
@@ -273,7 +273,7 @@ def test_bfloat16_keeps_float32_weights(tmp_path):
 
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_decays_are_float32_in_layers_of_bfloat16(recomputes, monkeypatch):
-    """What the delta rule is given, forward and in the second forward pass, and the gradients that come of it."""
+    """Return the inputs of the delta rule in both forward passes, and the gradients."""
     seen, compute = [], delta_module.gated_delta_net
 
     def looked_at(*args):

@@ -30,7 +30,7 @@ SMOOTH = OPTIM.model_copy(update={"adam_eps": 1e-3})
 
 
 def silent(kind: Kind) -> Kind:
-    """The same sample with nothing to learn."""
+    """Return the sample with an empty loss mask."""
     return dataclasses.replace(kind, learnt=0.0)
 
 
@@ -177,7 +177,7 @@ CORE = (
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a layout made of five steps."""
+    """The result of five steps in a layout."""
 
     world: World
     weights: dict[str, torch.Tensor]

@@ -40,7 +40,7 @@ def run_of(root, name: str, modules: str) -> RunConfig:
 
 @functools.cache
 def delta_yardstick() -> dict[str, float]:
-    """What bf16 costs transformers on the first global batch of the hybrid model, in which its decays stay float32."""
+    """Return transformers' error in bf16 on the first global batch of the hybrid model, whose decays stay float32."""
     samples = [sample for number in range(4) for sample in make_bins("hybrid-third", KINDS)[number]]
     exact, short = (load_reference(model_dir("hybrid-third")).cuda() for _ in range(2))
     return _errors(_losses_and_gradients(exact, samples), _losses_and_gradients(rounded(short), samples))

@@ -108,8 +108,8 @@ HYBRID = {name: LAYOUTS[name] for name in ("alone", "tp2", "pp2", "cp2")} | {"tp
 
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory) -> tuple[RunConfig, World]:
-    """As `saved`, by layers of two kinds with three value heads to a key head: tp2 holds a part of each of six runs of
-    rows."""
+    """Like `saved`, from two kinds of layers with three value heads for each key head: tp2 holds a part of each of six
+    runs of rows."""
     run = job(tmp_path_factory.mktemp("hybrid"), "saved", {**TP2, **SP}, "hybrid-second")
     return run, run_world(run, 2, save=True)
 

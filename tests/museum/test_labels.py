@@ -1,4 +1,4 @@
-"""What is learnt of a conversation: labels, masks and templates."""
+"""Which tokens of a conversation are trained on: labels, masks and templates."""
 
 import dataclasses
 import json

@@ -83,7 +83,7 @@ def test_gives_what_the_products_one_by_one_give(hidden, inner):
 @requires_gpus(1)
 @requires_engine
 def test_gradients_of_the_weights_are_added_to_their_float32_buffers():
-    """As the modules beside it do it, micro batch after micro batch."""
+    """It adds gradients over micro batches, as the other modules do."""
     from trainer.layers.modules.engine import JointMLP
 
     hidden, inner = SHAPES[0]

@@ -34,7 +34,7 @@ def of_ours(model, rules, samples) -> torch.Tensor:
 
 
 def of_peft(model, rules, samples) -> torch.Tensor:
-    """The same, sample by sample."""
+    """Return the losses sample by sample."""
     model.train()
     torch.cat([reference_losses(model, sample).float() for sample in samples]).mean().backward()
     names = [f"base_model.model.{rule.hf[0]}" for rule in rules]

@@ -11,7 +11,7 @@ BOUND = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
 
 
 def distances(fast, exact, inputs: list[torch.Tensor]) -> list[float]:
-    """Of the output and each gradient from those of float64, relative."""
+    """Return the relative errors of the output and of each gradient against float64."""
     doubles = [x.detach().double().requires_grad_() for x in inputs]
     ours, theirs = fast(*inputs), exact(*doubles)
     grad = torch.randn_like(ours)

@@ -63,7 +63,7 @@ def of_reference(model, shape: str) -> tuple[torch.Tensor, dict[str, torch.Tenso
 
 
 def of_ours(model, shape: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The same of a packed bin."""
+    """Return the losses of a packed bin."""
     samples = samples_of(shape)
     batch = make_micro_batch(samples, geometry_of(model.shape), SEQ_LEN).to(model.mesh.device)
     count = sum(len(sample.input_ids) for sample in samples)

@@ -11,7 +11,7 @@ from trainer.parts.attention.module import RotarySelfAttention, spec
 
 
 class GatedAfterAttention(RotarySelfAttention):
-    """What attention gives is multiplied by a gate of the layer's normalised input."""
+    """Attention whose output is multiplied by a gate of the layer's normalised input."""
 
     def __init__(self, config, *args: object, pg_collection=None, **kwargs: object) -> None:
         super().__init__(config, *args, pg_collection=pg_collection, **kwargs)

@@ -143,7 +143,7 @@ def test_a_directory_that_we_wrote_is_gone_on_from(written, mesh, tmp_path):
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_in_bfloat16_the_sum_is_rounded_once(kind, mesh, tmp_path):
-    """As PEFT merges into a bfloat16 model, whose adapters it keeps in float32."""
+    """Merging equals PEFT's into a bfloat16 model, whose adapters PEFT keeps in float32."""
     adapter = adapter_of("second", kind=kind)
     run, model = adapted_model(tmp_path, mesh, "second", adapter)
     run = run.model_copy(update={"train": run.train.model_copy(update={"precision": "bfloat16"})})

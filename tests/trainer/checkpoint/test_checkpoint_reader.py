@@ -242,7 +242,7 @@ def test_plain_data_is_plain(tmp_path):
 
 
 def by_getattr(module: str, kind: str, name: str) -> bytes:
-    """As early versions of Python 3.11 pickle a member of an enumeration."""
+    """A member of an enumeration, pickled as early versions of Python 3.11 do it."""
     return f"cbuiltins\ngetattr\n(c{module}\n{kind}\nV{name}\ntR.".encode()
 
 

@@ -1,4 +1,4 @@
-"""What a save looks at before it begins, and what becomes of it where something is missing."""
+"""The checks before a save, and the outcome where a file is missing."""
 
 import json
 import logging

@@ -89,7 +89,7 @@ def totals_of(shares: list[list[int]], costs: list[float]) -> list[float]:
 
 
 def lockstep_of(shares: list[list[int]], costs: list[float]) -> float:
-    """What ranks that meet at every micro batch need."""
+    """The number of micro batches is equal on ranks that synchronise at every one of them."""
     return sum(max(costs[i] for i in slot) for slot in zip(*shares))
 
 

@@ -166,7 +166,7 @@ def test_every_rank_of_any_bin_has_what_the_reference_says(seed):
 
 
 def check_form(batch: MicroBatch) -> None:
-    """What the model is given: contiguous tensors of these dtypes."""
+    """The model gets contiguous tensors of these dtypes."""
     tensors = batch.tensors()
     assert all(tensor.is_contiguous() for tensor in tensors.values())
     narrow = {"cu_seqlens", "vision_cu_seqlens", "patch_coordinates", "patch_frames"}

@@ -43,7 +43,7 @@ def features(job, tmp_path) -> Path:
 
 
 def bin_reader(job: RunConfig, features: Path | None, part: RankSlice = WHOLE) -> BinReader:
-    """Of the train bins; with None it reads pixels."""
+    """Return a reader of the train bins; with None it reads pixels."""
     geometry = geometry_of(read_model(job.hf_dir)[1])
     reader = None if features is None else FeatureReader(features, WIDTH)
     return BinReader(job.tokenized_dir, job.bins_dir, "train", geometry, SEQ_LEN, part, reader)

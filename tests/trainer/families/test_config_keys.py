@@ -131,7 +131,7 @@ def mutated(model_type: str, rng: random.Random) -> dict[str, Any]:
 
 
 def accepted(config: dict[str, Any]) -> ModelShape | None:
-    """What we read; None where it is refused, in one line that names the file."""
+    """Return the shape that we read, or None where it is refused in one line that names the file."""
     try:
         return get_family(config["model_type"]).read_shape(copy.deepcopy(config))
     except InputError as error:

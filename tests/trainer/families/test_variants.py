@@ -97,6 +97,6 @@ def test_what_a_model_of_random_weights_cannot_be_is_one_line(overrides, words):
     ],
 )
 def test_a_training_that_its_family_cannot_do_is_refused_before_the_first_stage(overrides, words):
-    """As for a directory of the family: not when training begins, after the data has been made."""
+    """A directory of the family is refused before the data are made, not when training begins."""
     with pytest.raises(InputError, match=words):
         check_model(load_recipe(overrides=["model.family=qwen3_5", *overrides]).config)

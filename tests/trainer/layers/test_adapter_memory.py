@@ -1,4 +1,4 @@
-"""What adapters keep for backward is what the memory estimate counts."""
+"""Adapters keep for backward exactly the bytes that the memory estimate counts."""
 
 import functools
 import itertools

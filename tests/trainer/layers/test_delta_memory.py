@@ -1,5 +1,5 @@
-"""What attentions keep for backward is what the memory estimate counts. The autograd functions of the delta rule's
-kernels run here with launches that do nothing: what they save is what they save on a GPU."""
+"""Mixers keep for backward exactly the bytes that the memory estimate counts. The autograd functions of the delta
+rule's kernels run here with launches that do nothing, so they save the tensors that they save on a GPU."""
 
 import dataclasses
 import importlib

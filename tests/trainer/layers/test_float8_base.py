@@ -171,7 +171,7 @@ def test_all_matrices_of_language_layers_are_packed_and_nothing_else(shape, mesh
 
 @pytest.mark.parametrize("shape", FAMILIES)
 def test_one_matrix_is_there_unpacked_while_a_base_is_loaded(shape, mesh, monkeypatch, tmp_path):
-    """Of all that the trainer makes a parameter of, and of all that it reads."""
+    """Record the sizes of all tensors that become parameters or are read."""
     run = write_job(tmp_path, num_steps=3, shape=shape)
     adapter = AdapterConfig(rank=4, alpha=8, base="float8")
     run = run.model_copy(update={"train": run.train.model_copy(update={"adapter": adapter})})

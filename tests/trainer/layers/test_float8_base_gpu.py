@@ -49,7 +49,7 @@ def test_packing_gives_the_bits_of_a_cpu(dtype):
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize("shape", ["first", "second"])
 def test_layers_compute_with_the_rounded_weights(shape, kind, modules):
-    """The same losses to the bit, and gradients but for the order of attention's sums; a weight is unpacked once
+    """Losses are equal to the bit, and gradients up to the order of attention's sums. A weight is unpacked once
     forward and once backward."""
     results = []
     with single_rank() as mesh, pytest.MonkeyPatch.context() as patch:

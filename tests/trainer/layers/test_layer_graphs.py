@@ -83,7 +83,7 @@ def test_the_pieces_make_what_the_layers_make(pair, monkeypatch):
 
 
 class ReplayedHere(torch.autograd.Function):
-    """What a graph's replay does: autograd sees the inputs alone, and the gradients of weights are kept beside it."""
+    """A replayed graph: autograd sees only the inputs, and the gradients of weights are accumulated outside of it."""
 
     @staticmethod
     def forward(ctx, piece, *inputs):
@@ -101,7 +101,7 @@ class ReplayedHere(torch.autograd.Function):
 
 
 def test_pieces_train_where_nothing_before_them_is_trained(pair, monkeypatch):
-    """As with adapters of the language model alone."""
+    """This is the case with adapters in the language model only."""
     monkeypatch.setattr(layer_graphs, "_Replay", ReplayedHere)
     model, decoder = pair.ours, pair.ours.language.decoder
     trained = {name: p for name, p in model.named_parameters() if "layers" in name and "linear_fc1.weight" in name}

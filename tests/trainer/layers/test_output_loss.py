@@ -70,7 +70,7 @@ def ours(count: int, dtype: torch.dtype, fuse: bool, group: dist.ProcessGroup) -
 
 
 def plain(count: int, dtype: torch.dtype, ranks: int = 1) -> dict[str, torch.Tensor]:
-    """The same in the way it is written in books; each rank's part of the hidden states' gradient is rounded."""
+    """Return the textbook result; each rank's part of the hidden states' gradient is rounded."""
     hidden, weight, labels, upstream = draw(count)
     hidden, weight = (x.to(dtype).requires_grad_() for x in (hidden, weight))
     logits = torch.cat([hidden @ part.t() for part in weight.chunk(ranks)], dim=1)
@@ -106,7 +106,7 @@ def _rank(rank: int, directory: str) -> None:
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory) -> list[dict[str, dict[str, torch.Tensor]]]:
-    """What each of two tensor-parallel ranks found, by case."""
+    """Return the results of two tensor-parallel ranks, by case."""
     directory: Path = tmp_path_factory.mktemp("ranks")
     torch.multiprocessing.spawn(_rank, (str(directory),), nprocs=2)
     return [torch.load(directory / f"{rank}.pt") for rank in range(2)]

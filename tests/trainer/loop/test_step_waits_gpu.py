@@ -21,7 +21,7 @@ WAITED = "synchronizing CUDA operation"
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[warnings.WarningMessage]]:
-    """What torch warns of meanwhile, waits for the device among it."""
+    """Collect torch's warnings, which include waits for the device."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
@@ -36,7 +36,7 @@ def places(caught: list[warnings.WarningMessage]) -> list[str]:
 
 
 def places_of_waits(root, global_batch_size: int, steps: int) -> list[tuple[list[str], list[str]]]:
-    """Of each step: where the host waited in its micro batches, and where after them."""
+    """Return for each step where the host waited during its micro batches, and after them."""
     run = write_job(root, num_steps=steps, bins=make_bins("first", KINDS), global_batch_size=global_batch_size)
     run = run.model_copy(update={"train": run.train.model_copy(update={"precision": "bfloat16"})})
     (run.output_dir / "run.json").write_text(run.model_dump_json())

@@ -32,7 +32,7 @@ AROUND = ("world_size", "global_batch_size", "seq_len", "pad_multiple")
 
 
 def refusal(shape: ModelShape | None, settings: dict[str, object]) -> str:
-    """What a layout is refused with; empty when it is accepted. Settings: fields of ParallelConfig, and AROUND."""
+    """Return the message that refuses a layout, or an empty text. Settings: fields of ParallelConfig, and AROUND."""
     around = {name: settings[name] for name in AROUND}
     try:
         parallel = ParallelConfig(**{name: value for name, value in settings.items() if name not in AROUND})
@@ -45,7 +45,7 @@ def refusal(shape: ModelShape | None, settings: dict[str, object]) -> str:
 
 
 def suggestions(message: str) -> list[dict[str, object]]:
-    """What a message says to try: alternatives, each some fields with their values."""
+    """Return the alternatives that a message proposes, each as fields with their values."""
     text = message.rpartition("; try ")[2]
     assert re.fullmatch(r"[\w.]+=\w+((, | or )[\w.]+=\w+)*", text), message
     fixes = []
@@ -366,7 +366,7 @@ def test_following_the_suggestions_ends_at_a_layout_that_works():
 
 
 def test_what_is_accepted_is_what_megatron_core_accepts(monkeypatch):
-    """Of heads and layers megatron-core refuses all that we refuse, but for deepstack and shared key-value heads."""
+    """For heads and layers megatron-core refuses all that we refuse, except deepstack and shared key-value heads."""
     rng, agreed = random.Random(1), {True: 0, False: 0}
     for _ in range(1500):
         shape, settings = draw(rng)

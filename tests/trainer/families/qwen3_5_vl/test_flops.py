@@ -11,7 +11,7 @@ from trainer.parts.delta.rule import plain
 
 
 def counted_rule(tokens: int, key_heads: int, value_heads: int, dim: int) -> int:
-    """What torch counts in the plain rule: every product, but not the solution of the triangular systems."""
+    """Return torch's count for the plain rule: every product, but not the solution of the triangular systems."""
     q, k = (torch.randn(tokens, key_heads, dim) for _ in range(2))
     v = torch.randn(tokens, value_heads, dim)
     g, beta = -torch.rand(tokens, value_heads), torch.rand(tokens, value_heads)

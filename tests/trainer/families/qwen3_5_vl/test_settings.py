@@ -1,4 +1,4 @@
-"""What a Qwen3.5 model cannot do yet is refused in one line before any work; a layout that does not fit it too."""
+"""Settings and layouts that a Qwen3.5 model cannot run are refused in one line before any work."""
 
 import pytest
 
