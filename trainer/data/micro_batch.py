@@ -67,7 +67,7 @@ class MicroBatch:
             if one rank holds the whole bin.
         chunks: the segments of the whole bin in chunks; None if no layer needs chunks.
         loss_index: (N,) int64 indices into the t tokens whose logits are needed.
-        labels: (N,) int64 the token to predict at each of these indices: the next token of the same sample.
+        labels: (N,) int64 the token to predict at each loss_index: the next token of the same sample.
         loss_lengths: number of loss tokens of each sample among the t.
         image_index: (V,) int64 indices of image tokens among the s.
         image_rows: (V,) int64 row of each of these among the image tokens gathered from all ranks that encode.

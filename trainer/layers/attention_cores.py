@@ -30,7 +30,7 @@ class TorchVarlenAttention(torch.nn.Module):
         self.cp_group = pg_collection.cp if config.context_parallel_size > 1 else None
 
     def forward(self, query, key, value, attention_mask=None, *, packed_seq_params: PackedSegments, **_):
-        """(t, h, d), (t, g, d), (t, g, d) -> (t, h * d); t = T / cp."""
+        """Attend: queries (t, h, d), keys and values (t, g, d) -> (t, h * d); t = T / cp."""
         if self.cp_group is None:
             return self._whole(query, key, value, packed_seq_params)
         order = packed_seq_params.cp_order
@@ -66,7 +66,7 @@ class FlashAttention(TorchVarlenAttention):
     """
 
     def forward(self, query, key, value, attention_mask=None, *, packed_seq_params: PackedSegments, **_):
-        """(t, h, d), (t, g, d), (t, g, d) -> (t, h * d); t = T / cp."""
+        """Attend: queries (t, h, d), keys and values (t, g, d) -> (t, h * d); t = T / cp."""
         if query.size(-1) % 8:
             return super().forward(query, key, value, packed_seq_params=packed_seq_params)
         bounds, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q

@@ -192,7 +192,7 @@ class LayerGraphs:
         return hidden, self._layers[-1].attend(*qkv, segments)
 
     def _attended_of(self, piece: Piece) -> list[torch.Tensor]:
-        """Return zeros for the output of the attention before a piece, (T, 1, h * d), or nothing without attention."""
+        """Return zeros for the output of the attention before a piece, (T, 1, h * d), or an empty list."""
         width = piece.after.attended_width if piece.after else 0
         return [self._hidden.new_zeros(len(self.rotation.cos), 1, width)] if piece.after else []
 

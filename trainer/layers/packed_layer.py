@@ -61,11 +61,11 @@ class PackedLayer(TransformerLayer):
         return self.self_attention.attended_width
 
     def modules_before_attention(self) -> list[torch.nn.Module]:
-        """The modules whose parameters `before_attention` uses."""
+        """Return the modules whose parameters `before_attention` uses."""
         return [self.input_layernorm, *self.self_attention.modules_of_prepare()]
 
     def modules_after_attention(self) -> list[torch.nn.Module]:
-        """The modules whose parameters `after_attention` uses."""
+        """Return the modules whose parameters `after_attention` uses."""
         return [self.self_attention.linear_proj, self.pre_mlp_layernorm, self.mlp]
 
     def after_attention(

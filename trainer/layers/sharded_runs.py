@@ -8,7 +8,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 
 
 def in_runs(place: ShardedTensor, rows: Sequence[int], rank: int, ranks: int) -> ShardedTensorFactory:
-    """Return the sharded tensors of a parameter where a rank holds not one run of rows but a part of each of several.
+    """Return the factory of sharded tensors for a parameter with several runs of rows, if a rank holds a part of each.
 
     Args:
         place: the sharded tensor as if the rank held one run; layers are not stacked.

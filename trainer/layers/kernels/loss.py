@@ -57,7 +57,7 @@ def summarize(logits: torch.Tensor, places: torch.Tensor, out: torch.Tensor) -> 
 def differentiate(
     logits: torch.Tensor, places: torch.Tensor, largest: torch.Tensor, total: torch.Tensor, upstream: torch.Tensor
 ) -> None:
-    """Overwrite (n, W) logits with their gradient: softmax minus 1 at the label's index, times upstream.
+    """Overwrite (n, W) logits with their gradient, (softmax - one_hot(label)) * upstream.
 
     Args:
         largest, total: (n,) float32, over the words of all ranks.

@@ -67,7 +67,7 @@ class LinearAdapter(torch.nn.Module):
         self._mark()
 
     def _mark(self) -> None:
-        """Mark the parameters that tensor-parallel ranks divide, and those that sequence parallelism affects."""
+        """Mark the parameters that ranks divide, and those with a partial gradient under sequence parallelism."""
         divided, whole = (self.b, self.a) if self.is_column else (self.a, self.b)
         for param in divided.values() if self.tp.size() > 1 else ():
             param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, int(not self.is_column), 1

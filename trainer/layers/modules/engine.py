@@ -27,7 +27,7 @@ _CUDNN = FusedAttnBackend["F16_arbitrary_seqlen"]
 
 
 class NormColumnLinear(TELayerNormColumnParallelLinear):
-    """A linear layer after a norm that adds its bias in the matrix product.
+    """A fused norm and column-parallel linear layer, with the bias added in the matrix product.
 
     megatron-core's `skip_bias_add` would cost one more pass over memory forward and one backward.
     """

@@ -41,7 +41,7 @@ class PlainSwiglu(TorchSwiglu):
 
 
 class _Product(torch.autograd.Function):
-    """The product x weight^T + bias. If `adds`, the gradient's own product adds it to the weight's `main_grad`."""
+    """The product x weight^T + bias; with `adds`, backward sums the weight's gradient directly into `main_grad`."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, adds):

@@ -46,7 +46,7 @@ class RotarySelfAttention(SelfAttention):
         return out.view(out.size(0), 1, -1)
 
     def modules_of_prepare(self) -> list[torch.nn.Module]:
-        """The modules whose parameters `prepare` uses."""
+        """Return the modules whose parameters `prepare` uses."""
         modules = (self.linear_qkv, self.q_layernorm, self.k_layernorm)
         return [module for module in modules if module is not None]
 

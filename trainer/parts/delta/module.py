@@ -148,7 +148,7 @@ class DeltaAttention(MegatronModule):
         return out[:, None]
 
     def modules_of_prepare(self) -> list[torch.nn.Module]:
-        """The modules whose parameters `prepare` uses; `attend` uses all other parameters."""
+        """Return the modules whose parameters `prepare` uses; `attend` uses all other parameters."""
         return [self.in_proj]
 
     @property

@@ -162,7 +162,7 @@ def _convolve_backward(
             x0, y0, z0, u0, g3, p3, t - 3 < end, w3, w2, w1, w0, a1, a2, a3, s3, s2, s1, s0, factor, eps, normed
         )
         at = d_mixed + t * WIDTH + channel
-        mine = (t < end) & (channel >= 0)  # the first four tokens are after the run
+        mine = (t < end) & (channel >= 0)  # the first four tokens are after the run and not its own
         tl.store(at, d0.to(d_mixed.dtype.element_ty), mask=mine & (t < tokens))
         tl.store(at - WIDTH, d1.to(d_mixed.dtype.element_ty), mask=mine & (t - 1 < tokens))
         tl.store(at - 2 * WIDTH, d2.to(d_mixed.dtype.element_ty), mask=mine & (t - 2 < tokens))
