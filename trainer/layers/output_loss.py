@@ -98,7 +98,7 @@ def _multiply(hidden: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor) 
 
 
 def _over_ranks(own: torch.Tensor, group: ProcessGroup) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Combine each rank's statistics to those of the whole vocabulary.
+    """Combine each rank's statistics to statistics of the whole vocabulary.
 
     Args:
         own: (3, N) float32 of this rank's words: largest logit, sum of exp(logit - largest), the label's logit.

@@ -164,7 +164,7 @@ class LinearAdapter(torch.nn.Module):
         return scaled if bias is None else scaled + bias * (1 - scale)
 
     def _exchanged(self, low: torch.Tensor) -> torch.Tensor:
-        """Combine `low` over the tensor-parallel ranks, each of which holds a part of it."""
+        """Combine the ranks' parts of `low` over the tensor-parallel ranks."""
         if self.is_column and self.sequence_parallel:
             return gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=self.tp)
         if self.is_column:

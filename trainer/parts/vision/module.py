@@ -191,7 +191,7 @@ class VisionEncoder(MegatronModule):
     ) -> ShardedStateDict:
         """Extend megatron-core's method, which treats the modules of a ModuleList as whole on every rank.
 
-        The entries of the deepstack mergers are replaced by those of the mergers' own methods.
+        The mergers' own methods replace the entries of the deepstack mergers.
         """
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         for number, merger in enumerate(self.deepstack_mergers):
