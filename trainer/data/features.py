@@ -1,4 +1,4 @@
-"""An image's features as a tensor, from an artifact that holds them."""
+"""A reader of image features as tensors, from an artifact that holds them."""
 
 from collections.abc import Sequence
 
@@ -11,13 +11,13 @@ from dataset_builders.storage.store import StorePath
 
 
 class FeatureReader:
-    """Reads the features of images. Safe to use from several threads.
+    """A thread-safe reader of the features of images.
 
     Args:
-        width: numbers of an image token that the model takes.
+        width: width of an image token in the model.
 
     Raises:
-        InputError: the directory holds no features, or those of a model of another width.
+        InputError: the directory holds no features, or features of another width.
     """
 
     def __init__(self, directory: StorePath, width: int) -> None:
@@ -30,15 +30,15 @@ class FeatureReader:
         self.dtype = getattr(torch, self._shards.store.dtype)
 
     def of_bin(self, refs: Bin) -> "BinFeatures":
-        """The features of a bin's images; nothing of them is read yet."""
+        """Return the features of a bin's images, without reading them yet."""
         places = [self._shards.places(ref.shard, ref.offset, ref.num_images) for ref in refs]
         return BinFeatures(self, [place for of_sample in places for place in of_sample])
 
     def read(self, places: Sequence[FeaturePlace]) -> torch.Tensor:
-        """(tokens, width) of these images, one after another.
+        """Return the concatenated features of these images, (tokens, width).
 
         Raises:
-            DamagedFile: a record is not the one that was written.
+            DamagedFile: a record differs from the record that was written.
         """
         data = bytearray().join(self._shards.read(place) for place in places)
         empty = torch.empty(0, dtype=self.dtype)
@@ -52,5 +52,5 @@ class BinFeatures:
         self._reader, self._places = reader, places
 
     def __call__(self, images: Sequence[int]) -> torch.Tensor:
-        """(tokens, width) of the images with these numbers in the bin."""
+        """Return the features, (tokens, width), of the images with these indices in the bin."""
         return self._reader.read([self._places[image] for image in images])

@@ -1,10 +1,10 @@
-"""Model FLOPs of a bin: those of the model's arithmetic, forward and backward, without padding.
+"""Model FLOPs of a bin: the FLOPs of the model's arithmetic, forward and backward, without padding.
 
-A matrix product of (n, a) by (a, b) is 2*n*a*b. The gradient of its input is as much, where something before it is
-trained, and so is that of its weight, where that is trained: of a frozen weight nobody computes one. Adapters add their
-own products; DoRA's lengths of rows, which are computed once a bin, are left out. Attention of s tokens: 4*s^2*width,
-half of that if it is causal, and twice as much backward. Logits, and the last layer after its attention, count for the
-loss tokens alone: for other tokens they are not needed. What is computed again in backward is never counted.
+A matrix product of (n, a) by (a, b) is 2*n*a*b FLOPs. The gradient of its input costs the same, if something before the
+product is trained, and so does the gradient of its weight, if the weight is trained. Adapters add their own products;
+DoRA's row lengths, which are computed once per bin, are not counted. Attention of s tokens is 4*s^2*width, half of that
+if causal, and twice as much backward. Logits, and the last layer after its attention, count only for loss tokens,
+because other tokens do not need them. Recomputation in backward is never counted.
 """
 
 import re
@@ -28,8 +28,9 @@ _EMBEDDING, _HEAD = "language.embedding.weight", "language.output_layer.weight"
 
 
 def model_flops(cost: CostModel, batch: MicroBatch) -> dict[str, float]:
-    """FLOPs of one bin, of the language model and of the vision encoder if there is one; none are of an encoder whose
-    features were read.
+    """Return the FLOPs of one bin in the language model, and in the vision encoder if the model has one.
+
+    The encoder counts 0 if the features were read.
 
     Args:
         cost: FLOPs of one unit of each kind of work.
@@ -46,13 +47,15 @@ def model_flops(cost: CostModel, batch: MicroBatch) -> dict[str, float]:
 
 
 def cost_model(shape: ModelShape) -> CostModel:
-    """What bins cost beside each other, whatever is trained: forward, and twice as much backward. Bins are dealt by
-    it."""
+    """Return the costs for comparing bins: forward, and twice as much backward, whatever is trained.
+
+    Bins are assigned to ranks by these costs.
+    """
     return CostModel(**{name: FORWARD_AND_BACKWARD * flops for name, flops in shape.forward_flops.items()})
 
 
 def training_cost(shape: ModelShape, family: Family, train: TrainConfig) -> CostModel:
-    """FLOPs, forward and backward, of one unit of each kind of work in this training."""
+    """Return the FLOPs, forward and backward, of one unit of each kind of work in this training."""
     count = _Count(shape, family, train)
     flows = count.vision() if shape.vision is not None else False
     count.language(flows)
@@ -60,8 +63,10 @@ def training_cost(shape: ModelShape, family: Family, train: TrainConfig) -> Cost
 
 
 class _Count:
-    """The sum over the table of weights, in the order of the forward pass. `flows`: something before is trained, so
-    that a gradient goes through."""
+    """A sum of FLOPs over the table of weights, in the order of the forward pass.
+
+    In all methods `flows` means that something earlier is trained, so that a gradient flows through.
+    """
 
     def __init__(self, shape: ModelShape, family: Family, train: TrainConfig) -> None:
         self.shape, self.family, self.frozen = shape, family, train.frozen
@@ -72,11 +77,11 @@ class _Count:
         self.flops: defaultdict[str, float] = defaultdict(float)
 
     def vision(self) -> bool:
-        """Count the encoder and its mergers; returns whether something of them is trained."""
+        """Count the encoder and its mergers; return whether any part of them is trained."""
         vision, flows = self.shape.vision, False
         forward, block, mergers = vision.forward_flops, vision.spatial_merge_size**2, {}
         attention = forward["per_patch_squared"] / vision.num_layers
-        pixels = forward["per_patch"]  # what the matrices of the table leave: the product with the pixels
+        pixels = forward["per_patch"]  # reduced below by the matrices of the table; the product with the pixels remains
         for rule in (rule for rule in self.rules if not rule.ours.startswith("language.")):
             merger = rule.ours.rsplit(".", 2)[0] if self.family.part_of(rule.ours) == "merger" else None
             before = flows if merger is None else mergers.get(merger, flows)
@@ -117,8 +122,14 @@ class _Count:
         self.flops["per_loss_token"] += logits * (1 + flows + self._trains(head))
 
     def _half(self, rules: Sequence[Rule], forward: int, rows: str, flows: bool) -> bool:
-        """Count a part of a layer that has these forward FLOPs per row; what of them is in no matrix of the table (the
-        delta rule) costs twice as much backward. Returns whether a gradient goes through what comes next."""
+        """Count a part of a layer; return whether a gradient flows through the next part.
+
+        FLOPs that belong to no matrix of the table (the delta rule) cost twice as much backward.
+
+        Args:
+            forward: forward FLOPs of the part per row.
+            rows: the kind of work to count under, "per_token" or "per_loss_token".
+        """
         for rule in rules:
             self.flops[rows] += self._products(rule, flows)
             forward -= 2 * _size(rule)
@@ -127,10 +138,10 @@ class _Count:
         return flows
 
     def _products(self, rule: Rule, flows: bool) -> float:
-        """Of a linear layer's weight and its adapters, per row."""
+        """Return the FLOPs per row of a linear layer's weight and its adapters."""
         flops = 2 * _size(rule) * (1 + flows + self._trains(rule))
         for (out, width), is_chosen in zip(rule.sizes, self._adapted(rule)):
-            if is_chosen:  # forward A and B, backward both weights, what lies between them, and the input
+            if is_chosen:  # forward A and B; backward both weights, the value between them, and the input
                 flops += 2 * self.adapter.rank * ((2 + flows) * width + 3 * out)
         return flops
 
@@ -152,5 +163,5 @@ def _chosen(rules: Sequence[Rule], config: AdapterConfig) -> dict[str, tuple[boo
 
 
 def _size(rule: Rule) -> int:
-    """Numbers of a linear layer's weight."""
+    """Return the number of elements of a linear layer's weight."""
     return sum(out * width for out, width in rule.sizes)

@@ -5,7 +5,7 @@ from trainer.model.shape import ModelShape
 
 
 def geometry_of(shape: ModelShape) -> Geometry:
-    """The geometry of a model's micro batches."""
+    """Return the geometry of a model's micro batches."""
     vision, images, in_chunks = shape.vision, shape.images, shape.language.in_chunks
     if vision is None or images is None:
         return Geometry(in_chunks=in_chunks)

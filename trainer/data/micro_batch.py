@@ -1,5 +1,7 @@
-"""MicroBatch: one rank's part of one bin. The data worker computes padding, positions, label shift and slices here,
-once."""
+"""MicroBatch: one rank's part of one bin.
+
+Padding, positions, label shift and slices are computed here, once, by the data worker.
+"""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -16,22 +18,22 @@ from trainer.data.packed_chunks import PackedChunks
 from trainer.data.patch_grid import patch_coordinates
 from trainer.data.slices import NO_IMAGES, WHOLE, ImageShare, RankSlice, joined_ranges, share_images, zigzag_order
 
-# (tokens of a sample, place of the first token of each image, each image's grid in tokens) -> (3, n) positions
+# (tokens of a sample, start index of each image, each image's grid in tokens) -> (3, n) positions
 Positions = Callable[[int, Sequence[int], Sequence[Sequence[int]]], np.ndarray]
-# numbers of images in the bin -> (tokens, (1 + L) * D) their features, one image after another
+# indices of images in the bin -> (tokens, (1 + L) * D) their concatenated features
 Features = Callable[[Sequence[int]], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The facts of a model that its micro batches need. The default is a model of text alone.
+    """The facts of a model that its micro batches need. The default is a text-only model.
 
     Attributes:
-        image_token_id: the token that stands for an image token in input_ids; None: the model takes no images.
-        spatial_merge_size: patches of this square's side become one image token.
-        patch_bytes: of one patch: 3 * patch_size^2.
+        image_token_id: the id that marks an image token in input_ids; None if the model takes no images.
+        spatial_merge_size: a square of patches with this side becomes one image token.
+        patch_bytes: bytes of one patch: 3 * patch_size^2.
         positions: computes the positions of one sample.
-        in_chunks: some layers take a bin's segments in chunks.
+        in_chunks: whether some layers take a bin's segments in chunks.
     """
 
     image_token_id: int | None = None
@@ -45,43 +47,44 @@ class Geometry:
 class MicroBatch:
     """One rank's part of one bin.
 
-    T = tokens of the bin, t = this rank's after context parallel, s = those after sequence parallel; N = this rank's
-    loss tokens, P = patches and F = frames that this rank encodes, V = image tokens in its s, n = segments.
+    T = tokens of the bin, t = tokens of this rank after context parallelism, s = tokens of this rank after sequence
+    parallelism, N = this rank's loss tokens, P = patches and F = frames that this rank encodes, V = image tokens among
+    the s, n = segments.
 
-    A rank that has no image to encode gets one blank image of merge x merge patches whose token goes nowhere, so that
-    the vision encoder takes part in every step on every rank and its gradients are zero rather than missing. A model of
-    text alone, and a rank that has no vision encoder, get no blank image: all fields about images are empty. A rank
-    that reads features gets those of the images that it would encode; its fields about patches are empty.
+    A rank without images to encode gets one blank image of merge x merge patches, whose token is not used. So the
+    vision encoder takes part in every step on every rank, and its gradients are zero rather than missing. A text-only
+    model, and a rank without a vision encoder, get no blank image: all fields about images are empty. A rank that reads
+    features gets the features of the images that it would encode; its fields about patches are empty.
 
     Attributes:
-        keys: the samples, in order.
+        keys: keys of the samples, in order.
         input_ids: (1, t) int64.
         position_ids: (3, t) int64, from 0 in every sample, 0 in padding.
         cu_seqlens: (n + 1,) int32 cumulative lengths of the segments of the whole bin: each sample with its own padding
             (which comes last, so that with causal attention no real token sees it), then the padding at the end.
-        max_seqlen: the longest segment.
-        cp_order: (T,) int64 places of the bin in the order in which context-parallel ranks hold them; empty if one rank
-            holds it whole.
-        chunks: the segments of the whole bin in chunks; None if no layer takes them so.
-        loss_index: (N,) int64 places in t whose logits are needed.
-        labels: (N,) int64 the token to be predicted there: the next one of the same sample; in the samples' order.
-        loss_lengths: loss tokens of each sample in t.
-        image_index: (V,) int64 places in s of image tokens.
-        image_rows: (V,) int64 their rows among the image tokens gathered from all ranks that encode.
-        encoded_rows: image tokens that this rank encodes, without a blank image's.
-        arriving_rows: image tokens of each other rank that encodes for this rank's place; they follow its own.
-        gathered_rows: rows that each rank contributes to the gathered image tokens.
+        max_seqlen: length of the longest segment.
+        cp_order: (T,) int64 indices of the bin's tokens, in the order in which context-parallel ranks hold them; empty
+            if one rank holds the whole bin.
+        chunks: the segments of the whole bin in chunks; None if no layer needs chunks.
+        loss_index: (N,) int64 indices into the t tokens whose logits are needed.
+        labels: (N,) int64 the token to predict at each loss_index: the next token of the same sample.
+        loss_lengths: number of loss tokens of each sample among the t.
+        image_index: (V,) int64 indices of image tokens among the s.
+        image_rows: (V,) int64 row of each of these among the image tokens gathered from all ranks that encode.
+        encoded_rows: number of image tokens that this rank encodes, without a blank image's.
+        arriving_rows: number of image tokens from each other rank that encodes for this rank; they follow its own.
+        gathered_rows: number of rows that each rank contributes to the gathered image tokens.
         patches: (P, 3 * patch_size^2) uint8.
         patch_coordinates: (P, 2) int32 row and column of each patch in its frame.
-        patch_frames: (P, 2) int32 rows and columns of each patch's frame, in patches.
-        vision_cu_seqlens: (F + 1,) int32 patches of each frame, cumulative.
-        vision_max_seqlen: patches of the largest frame.
-        sample_lengths: tokens of each sample of the bin, without padding.
-        image_patches: patches of each image of the bin.
-        features: (encoded_rows + arriving_rows, (1 + L) * D) the image tokens of this rank's place, each with its
-            features of L deepstack levels, if they were encoded before; None: the model encodes the patches.
-        are_features_read: they were, before the training.
-        num_loss_tokens: loss tokens of the bin, over all ranks.
+        patch_frames: (P, 2) int32 numbers of rows and columns of each patch's frame, in patches.
+        vision_cu_seqlens: (F + 1,) int32 cumulative number of patches of the frames.
+        vision_max_seqlen: number of patches of the largest frame.
+        sample_lengths: number of tokens of each sample of the bin, without padding.
+        image_patches: number of patches of each image of the bin.
+        features: (encoded_rows + arriving_rows, (1 + L) * D) image tokens, each with its features of L deepstack
+            levels, if they are already encoded; None if the model encodes the patches.
+        are_features_read: whether the features were encoded before the training and are read.
+        num_loss_tokens: number of loss tokens of the bin, over all ranks.
         num_slots: T.
     """
 
@@ -117,17 +120,17 @@ class MicroBatch:
         return sum(self.sample_lengths)
 
     def tensors(self) -> dict[str, torch.Tensor | PackedChunks]:
-        """The fields that go to a device, by name."""
+        """Return the fields that are copied to a device, by name."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {name: value for name, value in fields.items() if isinstance(value, torch.Tensor | PackedChunks)}
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """The same batch on `device`, copied asynchronously if pinned."""
+        """Return the same batch on `device`, copied asynchronously if pinned."""
         moved = {name: tensor.to(device, non_blocking=True) for name, tensor in self.tensors().items()}
         return dataclasses.replace(self, **moved)
 
     def pin_memory(self) -> "MicroBatch":
-        """The same batch in page-locked memory."""
+        """Return the same batch in page-locked memory."""
         return dataclasses.replace(self, **{name: tensor.pin_memory() for name, tensor in self.tensors().items()})
 
 
@@ -138,13 +141,13 @@ def make_micro_batch(
     part: RankSlice = WHOLE,
     features: Features | None = None,
 ) -> MicroBatch:
-    """A rank's part of the samples laid end to end in `seq_len` tokens; without samples all of it is padding.
+    """Return a rank's part of the samples, concatenated in `seq_len` tokens; without samples all is padding.
 
     Args:
-        features: reads the features of images; the samples need no patches then.
+        features: reads the features of images; then the samples need no patches.
 
     Raises:
-        ValueError: the samples do not fit, or a sample's image tokens are not those of its grids or of its features.
+        ValueError: the samples do not fit, or a sample's image tokens do not match its grids or its features.
     """
     bounds = _segment_bounds(samples, seq_len, part.pad_multiple)
     whole = _lay_out(samples, geometry, bounds)
@@ -175,8 +178,10 @@ def make_micro_batch(
 
 
 def _segment_bounds(samples: Sequence[TokenizedSample], seq_len: int, pad_multiple: int) -> list[int]:
-    """Where each segment begins, and the end of the last. A segment is a sample with its padding, or the padding at the
-    end."""
+    """Return the start index of each segment, and the end of the last segment.
+
+    A segment is a sample with its padding, or the padding at the end.
+    """
     bounds = [*accumulate([-(-len(s.input_ids) // pad_multiple) * pad_multiple for s in samples], initial=0)]
     if bounds[-1] > seq_len:
         raise ValueError(f"samples of {bounds[-1]} tokens do not fit in seq_len={seq_len}: {[s.key for s in samples]}")
@@ -184,12 +189,12 @@ def _segment_bounds(samples: Sequence[TokenizedSample], seq_len: int, pad_multip
 
 
 class _Bin(NamedTuple):
-    """Whole samples laid end to end.
+    """Concatenated whole samples.
 
     Attributes:
         ids: (T,) int64.
         positions: (3, T) int64.
-        is_loss: (T,) bool: whether the next token of the same sample is to be learnt.
+        is_loss: (T,) bool: whether the next token of the same sample is trained on.
     """
 
     ids: np.ndarray
@@ -203,7 +208,7 @@ def _lay_out(samples: Sequence[TokenizedSample], geometry: Geometry, bounds: Seq
     for sample, begin in zip(samples, bounds):
         end = begin + len(sample.input_ids)
         whole.ids[begin:end] = sample.input_ids
-        # The only shift by one: place i predicts token i + 1 of the same sample, if that token is to be learnt.
+        # The only shift by one: token i predicts token i + 1 of the same sample, if token i + 1 is trained on.
         whole.is_loss[begin : end - 1] = sample.loss_mask[1:]
         grids = (sample.image_grid_thw // (1, merge, merge)).tolist()
         starts = _image_starts(sample, grids, geometry.image_token_id)
@@ -212,10 +217,13 @@ def _lay_out(samples: Sequence[TokenizedSample], geometry: Geometry, bounds: Seq
 
 
 def _image_starts(sample: TokenizedSample, grids: list[list[int]], image_token_id: int | None) -> list[int]:
-    """The place in a sample of the first token of each of its images, whose grids are in tokens.
+    """Return the index in a sample of the first token of each image.
+
+    Args:
+        grids: (t, h, w) of each image, in tokens.
 
     Raises:
-        ValueError: the image tokens are not those of the grids, or other tokens lie between those of an image.
+        ValueError: the image tokens do not match the grids, or other tokens are between the tokens of an image.
     """
     if image_token_id is None and grids:
         raise ValueError(f"{sample.key}: {len(grids)} images, but the model takes text alone; leave the sample out")
@@ -244,13 +252,14 @@ def _vision_fields(
     part: RankSlice,
     features: Features | None,
 ) -> dict[str, torch.Tensor | int | tuple[int, ...] | None]:
-    """The fields about images: those that a rank encodes, or whose features it reads, and where the image tokens of its
-    s come from. All are empty if it has no vision encoder.
+    """Return the fields about images; all are empty if the rank has no vision encoder.
+
+    They describe the images that the rank encodes or whose features it reads, and the source of its image tokens.
 
     Args:
-        grids: (G, 3) of all images of the bin, in patches.
-        ids: (T,) of the bin.
-        places: (t,) of the bin that this rank holds.
+        grids: (G, 3) grids of all images of the bin, in patches.
+        ids: (T,) token ids of the bin.
+        places: (t,) indices of the bin's tokens that this rank holds.
     """
     merge, share = geometry.spatial_merge_size, NO_IMAGES
     image_index = image_rows = np.empty(0, np.int64)
@@ -291,7 +300,7 @@ def _vision_fields(
 def _encoded(
     samples: Sequence[TokenizedSample], grids: np.ndarray, share: ImageShare, geometry: Geometry
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Grids and patches of the images that a rank encodes; those of a blank image if it has none."""
+    """Return grids and patches of the images that a rank encodes, or of a blank image if it encodes none."""
     if not share.images:
         merge = geometry.spatial_merge_size
         return np.array([[1, merge, merge]], np.int32), np.zeros((merge**2, geometry.patch_bytes), np.uint8)

@@ -1,7 +1,7 @@
-"""(step, dp_rank) -> bins -> TokenizedSamples -> MicroBatch, read ahead by threads.
+"""The order of training: which bins each data-parallel rank computes at each step.
 
-The n-th global batch is a pure function of (plan, seed, n): the same on 1 rank or 64, fresh or resumed. No epoch is
-ever in memory: an order of bins is computed place by place, and a plan is read bin by bin.
+The n-th global batch is a pure function of (plan, seed, n): it is the same on 1 rank or 64, fresh or resumed. No epoch
+is ever whole in memory: the order of bins is computed index by index, and a plan is read bin by bin.
 """
 
 import bisect
@@ -16,23 +16,23 @@ from dataset_builders.contracts.permutation import KeyedPermutation
 from trainer.data.balance import deal
 from trainer.data.reader import BinReader
 
-_DEALT_RANKS = 64  # bins are dealt by cost among so many ranks; more ranks form groups, each with its own bins
+_DEALT_RANKS = 64  # most ranks among which bins are assigned by cost; more ranks form groups with their own bins
 
 _SUMMED_BINS = 1 << 18  # bins whose sums are in memory at a time
 
 
 def bins_at(epoch_sizes: Sequence[int], seed: int, places: np.ndarray) -> np.ndarray:
-    """Bins at some places of the order of training, which has no end.
+    """Return the bins at some indices of the order of training.
 
-    The order is one endless list: epoch after epoch, each a permutation of its own, so that every bin is seen once per
-    epoch. After the last planned epoch comes the first again, in another order.
+    The order is one endless list of epochs. Each epoch is its own permutation, so that every bin is seen once per
+    epoch. After the last planned epoch the first one follows again, in another order.
 
     Args:
-        epoch_sizes: bins of each planned epoch; their numbers follow one another.
-        places: (m,) int64.
+        epoch_sizes: number of bins of each planned epoch; bin indices continue from one epoch to the next.
+        places: (m,) int64 indices into the order.
 
     Returns:
-        (m,) int64 bin numbers.
+        (m,) int64 bin indices.
     """
     ends = np.cumsum(epoch_sizes)
     rounds, rest = np.divmod(places, ends[-1])
@@ -48,9 +48,9 @@ def bins_at(epoch_sizes: Sequence[int], seed: int, places: np.ndarray) -> np.nda
 
 
 def bins_for_step(epoch_sizes: Sequence[int], *, seed: int, step: int, global_batch_size: int) -> list[int]:
-    """Numbers of the bins of one global batch: the n-th piece of the order of training at step n.
+    """Return the indices of the bins of one global batch: at step n, the n-th slice of the order of training.
 
-    No bin is left out if the global batch does not divide the epoch; a batch may then have bins of two epochs.
+    No bin is left out if the global batch size does not divide the epoch; then a batch may have bins of two epochs.
     """
     first = step * global_batch_size
     return bins_at(epoch_sizes, seed, np.arange(first, first + global_batch_size)).tolist()
@@ -62,11 +62,11 @@ def _epoch_order(num_bins: int, seed: int, epoch: int) -> KeyedPermutation:
 
 
 class TrainingOrder:
-    """The micro batches of a data-parallel rank, step after step, from any step on.
+    """The sequence of bins of a data-parallel rank, step by step, from any step on.
 
     Args:
-        bin_cost: sums of m bins -> their costs (m,), the same on every rank; the bins of a global batch are dealt so
-            that ranks and micro batches cost alike. None: they are dealt like cards.
+        bin_cost: returns the costs (m,) of m bins, given their sums; must give the same on every rank. The bins of a
+            global batch are assigned so that the costs of ranks and of micro batches are similar. None: round robin.
     """
 
     def __init__(
@@ -87,18 +87,18 @@ class TrainingOrder:
         self._bin_cost = bin_cost
 
     def global_batch(self, step: int) -> list[int]:
-        """Bins of all ranks at `step`."""
+        """Return the bins of all ranks at `step`."""
         return bins_for_step(self._sizes, seed=self._seed, step=step, global_batch_size=self._size)
 
     def epoch(self, step: int) -> float:
-        """Passes over the bins after `step` steps."""
+        """Return the number of passes over the bins after `step` steps."""
         ends = np.cumsum(self._sizes).tolist()
         rounds, rest = divmod(step * self._size, ends[-1])
         number = bisect.bisect_right(ends, rest)
         return rounds * len(ends) + number + (rest - ends[number] + self._sizes[number]) / self._sizes[number]
 
     def tokens_before(self, step: int) -> tuple[int, int]:
-        """(tokens, loss tokens) of the first `step` global batches. Only the bins of the last epoch are summed."""
+        """Return (tokens, loss tokens) of the first `step` global batches; only bins of the last epoch are summed."""
         stop = remaining = step * self._size
         totals = np.zeros(2, np.int64)
         for epoch in itertools.count():
@@ -118,8 +118,10 @@ class TrainingOrder:
             yield from self.share(step)
 
     def share(self, step: int) -> list[int]:
-        """This rank's part of the global batch of a step, in the order to run it. The time that it takes grows neither
-        with ranks beyond _DEALT_RANKS nor with the number of bins."""
+        """Return this rank's bins of the global batch of a step, in the order to run them.
+
+        The time of this method grows neither with ranks beyond _DEALT_RANKS nor with the number of bins.
+        """
         first = step * self._size
         if self._bin_cost is None:
             places = np.arange(first + self._dp_rank, first + self._size, self._dp)
@@ -134,8 +136,11 @@ class TrainingOrder:
 
 
 def heldout_bins(total: int, dp_rank: int, dp: int, multiple: int) -> list[int | None]:
-    """Bins of a rank, then empty ones: the same number on every rank, because ranks that divide the weights meet in
-    each bin, and a multiple of `multiple`, which virtual stages of a pipeline need."""
+    """Return the bins of a rank, then empty bins (None).
+
+    The number is the same on every rank, because ranks that divide the weights synchronise in each bin. It is also a
+    multiple of `multiple`, which virtual stages of a pipeline need.
+    """
     per_rank = -(-total // (dp * multiple)) * multiple
     numbers: list[int | None] = list(range(dp_rank, total, dp))
     return numbers + [None] * (per_rank - len(numbers))

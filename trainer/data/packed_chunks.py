@@ -1,4 +1,4 @@
-"""Where a packed bin's segments lie, cut into chunks for the delta rule: made by the data worker."""
+"""The bounds of a packed bin's segments and of their chunks for the delta rule, computed by the data worker."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,22 +12,26 @@ from trainer.model.shape import DELTA_CHUNK as CHUNK
 
 @dataclass(frozen=True, slots=True)
 class PackedChunks:
-    """T tokens in segments, each cut into chunks of 64 from its own start: only a segment's last chunk is shorter.
+    """The chunks of T tokens in segments: each segment is cut into chunks of 64 tokens, and its last may be shorter.
 
-    Everything that sets a grid or a loop is a Python number, so nothing waits for the device. The tensors are int32 and
-    lie in one, which is copied at once.
+    All sizes of grids and loops are Python integers, so nothing waits for the device. The tensors are int32 views of
+    `table`, which is copied at once.
     """
 
-    bounds: tuple[int, ...]  # of the segments: segment i has tokens bounds[i] to bounds[i + 1]
-    table: torch.Tensor  # (2 N + 4 segments + T,) the others one after another
+    bounds: tuple[int, ...]  # bounds of the segments: segment i has tokens bounds[i] to bounds[i + 1]
+    table: torch.Tensor  # (2 N + 4 segments + T,) all other tensors, concatenated
     starts: torch.Tensor  # (N,) the first token of each chunk
-    rows: torch.Tensor  # (N,) its tokens, 1 to 64
-    spans: torch.Tensor  # (segments, 4) first chunk and the one past the last, and the same of tokens; longest first
-    positions: torch.Tensor  # (T,) of each token in its segment
+    rows: torch.Tensor  # (N,) number of tokens of each chunk, 1 to 64
+    spans: torch.Tensor  # (segments, 4) first and end chunk, first and end token; longest segment first
+    positions: torch.Tensor  # (T,) position of each token in its segment
 
     @classmethod
     def of(cls, bounds: Sequence[int]) -> "PackedChunks":
-        """From cumulated lengths [0, ..., T]. Segments without tokens are left out."""
+        """Build from cumulative lengths [0, ..., T]; segments without tokens are left out.
+
+        Raises:
+            ValueError: the lengths do not rise from 0.
+        """
         lengths = np.diff(bounds)
         if bounds[0] != 0 or (lengths < 0).any():
             raise ValueError(f"bounds must rise from 0, as cumulated lengths do; they are {bounds[:8]}...")
@@ -58,13 +62,13 @@ class PackedChunks:
         return self.bounds[-1]
 
     def lengths(self) -> list[int]:
-        """Tokens of each segment, in the bin's order."""
+        """Return the number of tokens of each segment, in the bin's order."""
         return [b - a for a, b in zip(self.bounds, self.bounds[1:])]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "PackedChunks":
-        """The same on `device`, by one copy."""
+        """Return the same chunks on `device`, with a single copy."""
         return self._with(self.table.to(device, non_blocking=non_blocking), self.bounds, self.chunks)
 
     def pin_memory(self) -> "PackedChunks":
-        """The same in page-locked memory."""
+        """Return the same chunks in page-locked memory."""
         return self._with(self.table.pin_memory(), self.bounds, self.chunks)

@@ -21,10 +21,10 @@ PREFETCH_DEPTH = 4  # micro batches read ahead
 
 
 class BinReader:
-    """Reads a rank's part of the bins of one split as micro batches. Safe to use from several threads.
+    """A thread-safe reader of a rank's part of the bins of one split, as micro batches.
 
     Args:
-        features: reads the images' features, which then take the place of their pixels; None: pixels are read.
+        features: reads the images' features instead of their pixels; None: pixels are read.
     """
 
     def __init__(
@@ -44,11 +44,12 @@ class BinReader:
         self._seq_len, self._part, self._features = seq_len, part, features
 
     def samples(self, number: int) -> list[TokenizedSample]:
-        """The samples of one bin, in order; without their pixels if this rank encodes no images, or reads their
-        features.
+        """Return the samples of one bin, in order.
+
+        The samples have no pixels if this rank encodes no images or reads their features.
 
         Raises:
-            DamagedFile: a record is not the one that was written; the text names the shard and the sample.
+            DamagedFile: a record differs from the record that was written; the text names the shard and the sample.
         """
         has_pixels = self._part.has_pixels and self._features is None
         omitted = () if has_pixels else PIXEL_FIELDS[self.pixels.codec]
@@ -59,11 +60,11 @@ class BinReader:
         return samples
 
     def read(self, number: int | None) -> MicroBatch:
-        """This rank's part of one bin; None: of a bin that is all padding.
+        """Return this rank's part of one bin; for None, of a bin that is all padding.
 
         Raises:
             InputError: the tokenized samples do not form a bin; the text names the directory and the sample.
-            DamagedFile: a record is not the one that was written.
+            DamagedFile: a record differs from the record that was written.
         """
         samples = [] if number is None else self.samples(number)
         refs = () if number is None else self.bins[number]
@@ -76,20 +77,21 @@ class BinReader:
             raise InputError(f"{self._dir}: {error}") from error
 
     def keys(self, numbers: Sequence[int]) -> list[str]:
-        """The sample keys of several bins."""
+        """Return the sample keys of several bins."""
         return [ref.key for number in numbers for ref in self.bins[number]]
 
 
 def prefetch(
     reader: BinReader, numbers: Iterator[int | None], depth: int, pin: bool, num_workers: int = 1
 ) -> Iterator[MicroBatch]:
-    """Micro batches of these bins, in order whatever the number of threads; an error of the reader is raised here, in
-    the place of its micro batch.
+    """Yield the micro batches of these bins, in order whatever the number of threads.
+
+    An error of the reader is raised here when its micro batch would be yielded.
 
     Args:
-        depth: micro batches read ahead, at least one per thread.
-        pin: copy them to memory that a GPU reads from directly.
-        num_workers: threads that read.
+        depth: number of micro batches read ahead, at least one per thread.
+        pin: whether to copy them to page-locked memory, which a GPU reads directly.
+        num_workers: number of threads that read.
     """
     stopping = threading.Event()
 

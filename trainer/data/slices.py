@@ -1,8 +1,8 @@
 """The part of a bin that one rank works on. Pure numpy: no torch, no process group.
 
-T = tokens of the bin, padding included. The sequence is cut twice: context parallel cuts every segment into 2 * cp
-pieces and gives rank r the pieces r and 2 * cp - 1 - r (an early and a late one, so that causal attention costs all
-ranks the same); sequence parallel then cuts a rank's tokens into `sequence_ranks` runs of equal length.
+T = tokens of the bin, padding included. The sequence is cut twice. Context parallelism cuts every segment into 2 * cp
+pieces and gives rank r the pieces r and 2 * cp - 1 - r: one early and one late piece, so that causal attention costs
+all ranks the same. Sequence parallelism then cuts a rank's tokens into `sequence_ranks` runs of equal length.
 """
 
 from collections.abc import Sequence
@@ -19,14 +19,15 @@ class RankSlice:
 
     Attributes:
         pad_multiple: each sample's length is rounded up to a multiple of this.
-        cp, cp_rank: number of context-parallel ranks, and which of them this is.
-        sequence_ranks, sequence_rank: the same for the tensor-parallel ranks that divide the sequence: tp with sequence
-            parallel, else 1.
-        vision_ranks, vision_rank: the same for the places that the image tokens of a bin come to before they are
-            gathered: the ranks that hold its tokens.
-        vision_shares: ranks that share the images of a bin; those of share i come to place i % vision_ranks.
-        vision_share: this rank's; None: it encodes no images, and gets no pixels.
-        has_vision: this rank encodes images or gets their tokens.
+        cp, cp_rank: number of context-parallel ranks, and the index of this rank among them.
+        sequence_ranks, sequence_rank: number and index of the tensor-parallel ranks that divide the sequence: tp with
+            sequence parallelism, else 1.
+        vision_ranks, vision_rank: number and index of the ranks that hold the bin's tokens and receive its image tokens
+            before these are gathered.
+        vision_shares: number of ranks that share the images of a bin; the image tokens of share i go to vision rank
+            i % vision_ranks.
+        vision_share: index of this rank's share; None if this rank encodes no images and gets no pixels.
+        has_vision: whether this rank encodes images or receives image tokens.
     """
 
     pad_multiple: int = 1
@@ -49,13 +50,13 @@ WHOLE = RankSlice()
 
 
 def joined_ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """The numbers from each start upwards, as many as its length says, one range after another."""
+    """Return the concatenated integer ranges with these starts and lengths."""
     ends = lengths.cumsum()
     return np.repeat(starts - (ends - lengths), lengths) + np.arange(lengths.sum())
 
 
 def zigzag_order(bounds: Sequence[int], cp: int) -> np.ndarray:
-    """(T,) int64 places in the bin, those of context-parallel rank 0 first, then rank 1's, and so on.
+    """Return (T,) int64 indices of the bin's tokens: context-parallel rank 0's first, then rank 1's, and so on.
 
     Args:
         bounds: (n + 1) cumulative padded lengths, each a multiple of 2 * cp if cp > 1.
@@ -74,11 +75,13 @@ class ImageShare:
     """The images of a bin, spread over ranks.
 
     Attributes:
-        images: numbers of the images that this rank encodes, ascending.
-        tokens: their image tokens.
-        arriving_tokens: image tokens of each other rank that encodes for this one's place; they follow its own.
-        gathered_rows: rows that each place contributes to the gathered image tokens; that with most has no filling.
-        first_rows: for each image of the bin, the gathered row at which its tokens begin.
+        images: indices of the images that this rank encodes, ascending.
+        tokens: number of image tokens of these images.
+        arriving_tokens: number of image tokens from each other rank that encodes for this vision rank; they follow its
+            own.
+        gathered_rows: number of rows that each vision rank contributes to the gathered image tokens; all are padded to
+            the rank with the most.
+        first_rows: for each image of the bin, the gathered row at which its tokens start.
     """
 
     images: tuple[int, ...]
@@ -92,10 +95,10 @@ NO_IMAGES = ImageShare((), 0, (), 0, ())
 
 
 def share_images(patches: Sequence[int], patches_per_token: int, part: RankSlice) -> ImageShare:
-    """A rank's share of the images of a bin, which are dealt by their patches.
+    """Return a rank's share of the images of a bin; images are assigned by their patches, see `spread_images`.
 
     Args:
-        patches: patches of each image of the bin.
+        patches: number of patches of each image of the bin.
         patches_per_token: spatial_merge_size^2.
     """
     places, mine = part.vision_ranks, part.vision_share

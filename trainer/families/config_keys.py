@@ -1,7 +1,7 @@
-"""config.json, key by key: each is understood, or refused by its name; a missing key has transformers' default.
+"""The keys of config.json: each key is understood, or refused by name; a missing key has transformers' default.
 
-A family has one class per object of its config.json, whose fields are the keys. A key that is not a field is refused:
-it may mean something that we do not compute. A field of type Any changes no number of a training or of an answer.
+A family has one class per object of its config.json, whose fields are the keys. A key that is not a field is refused,
+because it may mean something that we do not compute. A field of type Any affects no result of training or inference.
 """
 
 import json
@@ -26,7 +26,7 @@ from trainer.parts.mlp.part import GatedMLP
 
 
 class Keys(BaseModel):
-    """The keys of one object. Types are those of JSON: 2.0 is not a whole number, "2" is not a number."""
+    """The keys of one object. Types are strict, as in JSON: 2.0 is not an integer, and "2" is not a number."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, protected_namespaces=())
 
@@ -41,8 +41,10 @@ PointedFloat = Annotated[float, BeforeValidator(_refuse_whole)]
 
 
 class CommonKeys(Keys):
-    """The keys that transformers accepts in every config and that no forward pass reads: names, labels, dtypes,
-    settings of `generate`."""
+    """The keys that transformers accepts in every config and that no forward pass reads.
+
+    They are names, labels, dtypes and settings of `generate`.
+    """
 
     architectures: list[str] | None = None
     auto_map: Any = None
@@ -83,15 +85,15 @@ class CommonKeys(Keys):
 
 
 class RotaryKeys(Keys):
-    """rope_parameters, or rope_scaling, its older name: angles without any scaling."""
+    """The keys of rope_parameters, or of rope_scaling, its older name; only angles without scaling are understood."""
 
     rope_type: Literal["default"] = "default"
     type: Literal["default"] = "default"
-    rope_theta: PositiveFloat = None  # missing: the key beside it, then the family's own default
+    rope_theta: PositiveFloat = None  # missing: the config's own rope_theta, then the family's default
 
 
 class DecoderKeys(CommonKeys):
-    """A language model of Qwen's."""
+    """The keys of a Qwen language model."""
 
     vocab_size: PositiveInt = 151_936
     hidden_size: PositiveInt = 4096
@@ -118,10 +120,10 @@ _REFUSED = {"quantization_config": "quantized weights are not trained; take the 
 
 
 def read_keys(keys: type[KeysT], config: Mapping[str, Any], path: Path | str) -> KeysT:
-    """The values of a parsed config.json.
+    """Return the values of a parsed config.json.
 
     Args:
-        path: of the file, for messages.
+        path: path of the file, for messages.
 
     Raises:
         InputError: a key or its value is not understood, or a key without a default is missing.
@@ -145,12 +147,14 @@ RotaryT = TypeVar("RotaryT", bound=RotaryKeys)
 
 
 def rotary_of(keys: Any, missing: RotaryT, default_theta: float) -> tuple[RotaryT, float]:
-    """The rotary settings and their base, from the keys where transformers takes them: rope_scaling, the older name,
-    wins over rope_parameters; if these have no rope_theta, the key rope_theta counts.
+    """Return the rotary settings and their base, from the same keys as transformers.
+
+    rope_scaling, the older name, takes precedence over rope_parameters. If the chosen object has no rope_theta, the key
+    rope_theta of `keys` is used.
 
     Args:
         missing: the settings if config.json has none.
-        default_theta: transformers' own, of this class of configs.
+        default_theta: transformers' default for this class of configs.
     """
     rotaries = (rotary for rotary in (keys.rope_scaling, keys.rope_parameters) if rotary and rotary.model_fields_set)
     rotary = next(rotaries, missing)
@@ -161,10 +165,10 @@ def attention_of(keys: DecoderKeys, where: str, *, gated: bool = False) -> Atten
     """Return the attention of every layer that has one.
 
     Args:
-        where: the file and the object, for messages.
+        where: names the file and the object, for messages.
 
     Raises:
-        InputError: two keys do not go together.
+        InputError: two keys are inconsistent.
     """
     heads, kv_heads = keys.num_attention_heads, keys.num_key_value_heads or keys.num_attention_heads
     if heads % kv_heads:
@@ -187,13 +191,13 @@ def mlp_of(keys: DecoderKeys) -> GatedMLP:
 
 
 def decoder_sizes(keys: DecoderKeys, where: str) -> dict[str, Any]:
-    """Return the sizes that are of no layer, by their names in `DecoderShape`.
+    """Return the sizes that belong to no layer, by their names in `DecoderShape`.
 
     Args:
-        where: the file and the object, for messages.
+        where: names the file and the object, for messages.
 
     Raises:
-        InputError: two keys do not go together.
+        InputError: two keys are inconsistent.
     """
     if (keys.pad_token_id or 0) >= keys.vocab_size:
         raise InputError(

@@ -1,6 +1,6 @@
-"""Attention over a packed bin between queries, keys and values: the cores that are not Transformer Engine's.
+"""Attention cores over a packed bin that do not use Transformer Engine.
 
-T = tokens (or patches) of the bin, t = those of a context-parallel rank, h = query heads, g = key-value heads,
+T = tokens (or patches) of the bin, t = tokens of a context-parallel rank, h = query heads, g = key-value heads,
 d = head dim, n = segments.
 """
 
@@ -11,14 +11,14 @@ from megatron.core.transformer.enums import AttnMaskType
 from trainer.layers.gather import gather_sequence
 from trainer.layers.segments import PackedSegments
 
-CUDNN_HEAD_DIM = 128  # the largest for which cuDNN's gradients are right
+CUDNN_HEAD_DIM = 128  # largest head dim for which cuDNN's gradients are right
 
 
 class TorchVarlenAttention(torch.nn.Module):
     """Core attention by torch's scaled_dot_product_attention, one call per group of segments of similar length.
 
-    With context parallel every rank gathers the keys and values of all ranks and computes the rows of its own queries:
-    as slow as one rank alone, and exact.
+    With context parallelism every rank gathers the keys and values of all ranks and computes the rows of its own
+    queries. This is exact, and as slow as a single rank.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class TorchVarlenAttention(torch.nn.Module):
         self.cp_group = pg_collection.cp if config.context_parallel_size > 1 else None
 
     def forward(self, query, key, value, attention_mask=None, *, packed_seq_params: PackedSegments, **_):
-        """(t, h, d), (t, g, d), (t, g, d) -> (t, h * d); t = T / cp."""
+        """Attend: queries (t, h, d), keys and values (t, g, d) -> (t, h * d); t = T / cp."""
         if self.cp_group is None:
             return self._whole(query, key, value, packed_seq_params)
         order = packed_seq_params.cp_order
@@ -44,7 +44,7 @@ class TorchVarlenAttention(torch.nn.Module):
         out = query.new_zeros(query.shape)
         for places, mask in segments.groups:
             q, k, v = (x[places].transpose(1, 2) for x in (query, key, value))
-            # With a causal mask no real token sees the filling, which comes after it.
+            # With a causal mask no real token sees the padding, which comes after it.
             seen = None if self.causal or bool(mask.all()) else mask[:, None, None]
             o = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=seen, is_causal=self.causal, scale=self.scale, enable_gqa=True
@@ -54,17 +54,19 @@ class TorchVarlenAttention(torch.nn.Module):
 
 
 class FlashAttention(TorchVarlenAttention):
-    """Core attention by torch's flash kernels: of the plain modules, and for heads that Transformer Engine gets wrong:
-    cuDNN's backward pass for heads of more than 128 numbers reads a workspace that it has not written (9.19 on Hopper,
-    Transformer Engine issue 2186). Where that memory held NaN, gradients are NaN. float32, which flash kernels do not
-    have, goes by torch's memory-efficient ones. Heads of a number that is no multiple of 8 go the plain way.
+    """Core attention by torch's flash kernels.
 
-    With context parallel every rank gathers the keys and values of all ranks. It holds two runs of each segment, as
-    Transformer Engine's zigzag deals them, and computes each against the keys up to its end.
+    The plain modules use it, and so do heads that Transformer Engine gets wrong: cuDNN's backward pass for a head dim
+    above 128 reads a workspace that it has not written (9.19 on Hopper, Transformer Engine issue 2186). Where that
+    memory held NaN, gradients are NaN. Flash kernels do not support float32, so float32 uses torch's memory-efficient
+    kernels. A head dim that is not a multiple of 8 uses `TorchVarlenAttention`.
+
+    With context parallelism every rank gathers the keys and values of all ranks. A rank holds two runs of each segment,
+    in Transformer Engine's zigzag order, and computes each run against the keys up to the end of the run.
     """
 
     def forward(self, query, key, value, attention_mask=None, *, packed_seq_params: PackedSegments, **_):
-        """(t, h, d), (t, g, d), (t, g, d) -> (t, h * d); t = T / cp."""
+        """Attend: queries (t, h, d), keys and values (t, g, d) -> (t, h * d); t = T / cp."""
         if query.size(-1) % 8:
             return super().forward(query, key, value, packed_seq_params=packed_seq_params)
         bounds, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
@@ -86,7 +88,10 @@ class FlashAttention(TorchVarlenAttention):
         return out.flatten(1)
 
     def _attend(self, query, key, value, query_bounds, key_bounds, most_queries: int, most_keys: int) -> torch.Tensor:
-        """Of each segment, (h, d) of every query; the last query sees all its segment's keys, each before one fewer."""
+        """Return (queries, h, d).
+
+        With a causal mask the last query of a segment sees all its keys, the query before it one key fewer, and so on.
+        """
         if query.dtype is torch.float32:
             return self._attend_exactly(query, key, value, query_bounds, key_bounds, most_queries, most_keys)
         return torch.ops.aten._flash_attention_forward(
@@ -98,7 +103,7 @@ class FlashAttention(TorchVarlenAttention):
     def _attend_exactly(self, query, key, value, query_bounds, key_bounds, most_queries: int, most_keys: int):
         heads_per_group = query.size(1) // key.size(1)
         key, value = (x.repeat_interleave(heads_per_group, dim=1) for x in (key, value))
-        from_the_end = 2  # the mask that flash kernels have for `causal`
+        from_the_end = 2  # causal mask aligned at the last key, as in the flash kernels
         return torch.ops.aten._efficient_attention_forward(
             *(query[None], key[None], value[None], None, query_bounds, key_bounds, most_queries, most_keys),
             *(0.0, from_the_end if self.causal else 0, True),
@@ -107,7 +112,13 @@ class FlashAttention(TorchVarlenAttention):
 
 
 def _places(bounds: torch.Tensor, starts: torch.Tensor, count: int) -> torch.Tensor:
-    """(count,) int64 places of the tokens whose cumulated lengths are `bounds`, if segment i begins at starts[i]."""
+    """Return (count,) int64 token indices of segments.
+
+    Args:
+        bounds: cumulative lengths of the segments.
+        starts: start index of each segment.
+    """
     lengths = bounds.diff().long()
-    shift = torch.repeat_interleave((starts - bounds)[:-1].long(), lengths, output_size=count)  # no wait for the device
+    # output_size avoids a wait for the device.
+    shift = torch.repeat_interleave((starts - bounds)[:-1].long(), lengths, output_size=count)
     return torch.arange(count, device=bounds.device) + shift

@@ -13,12 +13,12 @@ from torch.distributed import ProcessGroup
 
 @dataclass(frozen=True, slots=True)
 class ChosenRows:
-    """The rows to continue with.
+    """The rows that the rest of the model computes.
 
     Attributes:
-        index: (m,) int64 places in t.
-        sharers: the tensor-parallel ranks, if sequence parallelism divides the tokens among them; each then holds m /
-            tp of the chosen rows. None if every rank holds all tokens.
+        index: (m,) int64 indices into the t tokens.
+        sharers: the tensor-parallel ranks, if sequence parallelism divides the tokens among them. Each rank then holds
+            m / tp of the chosen rows. None if every rank holds all tokens.
     """
 
     index: torch.Tensor
@@ -26,19 +26,21 @@ class ChosenRows:
 
     @classmethod
     def of(cls, index: torch.Tensor, sharers: ProcessGroup | None, multiple: int) -> "ChosenRows":
-        """The rows of `index` (N,), then filling up to a multiple of `multiple` rows on each rank. There is at least
-        one row, because matrix products of no rows are not worth a special case in every module."""
+        """Choose the rows of `index` (N,), padded to a multiple of `multiple` rows on each rank.
+
+        At least one row is chosen, so that no module needs a special case for matrix products of zero rows.
+        """
         multiple *= 1 if sharers is None else sharers.size()
         size = max(1, -(-len(index) // multiple)) * multiple
         return cls(F.pad(index, (0, size - len(index))), sharers)
 
     def of_hidden(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(s, 1, D) -> (m, 1, D), or this rank's (m / tp, 1, D)."""
+        """Select the rows of (s, 1, D): (m, 1, D), or this rank's (m / tp, 1, D) with sequence parallelism."""
         if self.sharers is None:
             return hidden.index_select(0, self.index)
         whole = gather_from_sequence_parallel_region(hidden, group=self.sharers)
         return whole.index_select(0, self.index.chunk(self.sharers.size())[self.sharers.rank()])
 
     def of_attended(self, attended: torch.Tensor) -> torch.Tensor:
-        """(t, 1, width) of this rank's heads -> (m, 1, width)."""
+        """Select the rows of this rank's heads: (t, 1, width) -> (m, 1, width)."""
         return attended.index_select(0, self.index)

@@ -1,21 +1,23 @@
-"""The layers of a decoder as CUDA graphs: everything between two attentions is launched at once.
+"""The layers of a decoder as CUDA graphs: all kernels between two attentions are launched at once.
 
 Every bin has the same number of tokens, so outside its attention a layer runs the same kernels on the same shapes for
-every bin. Launched one by one they keep the host busy, on slow hosts and with tensor parallelism for longer than the
-device. Attention itself, whose shapes depend on the samples of the bin, stays outside the graphs.
+every bin. Launching these kernels one by one can take the host longer than the device needs to run them, above all on
+slow hosts and with tensor parallelism. Attention itself, whose shapes depend on the samples of the bin, stays outside
+the graphs.
 
     piece 0           norm, projection, rotation of layer 0
-    piece 1, 2, ...   the rest of a layer and the beginning of the next, or one of them if something comes between
+    piece 1, 2, ...   the rest of a layer and the beginning of the next, or only one of them if the caller intervenes
 
-After the last attention only tokens with loss are computed, whose number differs between bins: no graph.
+After the last attention only tokens with loss are computed. Their number differs between bins, so that part has no
+graph.
 
-Each piece is one graph for forward and one for backward. They work on tensors at fixed places: the outputs of a piece
-are the inputs of the next, and all share one pool of memory, in which the activations of one micro batch live from its
-forward to its backward pass. Hence one micro batch at a time (no pipeline parallelism), and no recomputation. The
-gradients of the weights are summed into `main_grad` inside the graphs; torch's autograd sees none of them.
+Each piece is one graph for forward and one for backward. The graphs work on tensors at fixed addresses: the outputs of
+a piece are the inputs of the next, and all share one memory pool, which holds the activations of one micro batch from
+its forward to its backward pass. Hence only one micro batch at a time (no pipeline parallelism), and no recomputation.
+The gradients of the weights are summed into `main_grad` inside the graphs; torch's autograd sees none of them.
 
-A layer of the gated delta rule has its rule, which depends on the samples too, in attention's place, and its
-projections in that of q, k, v.
+In a layer of the gated delta rule the rule, which also depends on the samples, replaces attention, and the rule's
+projections replace q, k, v.
 
 T = tokens of the bin on this rank, s = T / tp with sequence parallel, else T; D = hidden size; q, k, v as in
 packed_layer.py.
@@ -38,8 +40,8 @@ class Piece:
 
     Args:
         after: the layer whose attention comes before; None at the beginning of a chain.
-        before: the layer whose attention comes next; None if the caller comes between.
-        rotation: of the whole bin, at the places that `run` reads.
+        before: the layer whose attention comes next; None if the caller intervenes after this piece.
+        rotation: the rotation of the whole bin, in the tensors that `run` reads.
     """
 
     def __init__(self, after: PackedLayer | None, before: PackedLayer | None, rotation: Rotation) -> None:
@@ -51,27 +53,27 @@ class Piece:
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def run(self, hidden: torch.Tensor, *attended: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """(s, 1, D), and the output of the attention before -> (s, 1, D), and q, k, v of the attention that is next."""
+        """Map (s, 1, D) and the previous attention's output to (s, 1, D) and the next attention's q, k, v."""
         if self.after:
             hidden = self.after.after_attention(hidden, *attended)
         qkv = self.before.before_attention(hidden, self.rotation) if self.before else ()
         return hidden, *qkv
 
     def capture_forward(self, pool: tuple[int, int], hidden: torch.Tensor, *attended: torch.Tensor) -> None:
-        """Capture the forward pass on these places; `outputs` then has the outputs' places."""
+        """Capture the forward pass on these input tensors; `outputs` then holds the output tensors."""
         self.inputs = [x.detach().requires_grad_() for x in (hidden, *attended)]
         with self._capturing(pool):
             self.outputs = self.run(*self.inputs)
 
     def capture_backward(self, pool: tuple[int, int], grads: Sequence[torch.Tensor]) -> None:
-        """Capture the backward pass of the captured forward pass, with the outputs' gradients at these places."""
+        """Capture the backward pass of the captured forward pass; it reads the outputs' gradients from `grads`."""
         self.grad_outputs = list(grads)
         with self._capturing(pool):
             self.grad_inputs = self._backward(self.outputs)
         self.outputs = [x.detach() for x in self.outputs]
 
     def warm_up(self, *inputs: torch.Tensor) -> None:
-        """Run forward and backward outside a graph, with gradients of zero: `main_grad` keeps its values."""
+        """Run forward and backward outside a graph. The gradients are zero, so `main_grad` keeps its values."""
         self.inputs = [x.detach().requires_grad_() for x in inputs]
         for _ in range(WARMUPS):
             outputs = self.run(*self.inputs)
@@ -79,13 +81,13 @@ class Piece:
             self._backward(outputs)
 
     def replay_forward(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The outputs for these inputs, in their places."""
+        """Return the outputs for these inputs, in the captured output tensors."""
         _put(self.inputs, inputs)
         self._graphs[0].replay()
         return [x.detach() for x in self.outputs]
 
     def replay_backward(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The gradients of the inputs, in their places; those of the weights are added to `main_grad`."""
+        """Return the gradients of the inputs, in the captured tensors; add the weights' gradients to `main_grad`."""
         _put(self.grad_outputs, grads)
         self._graphs[1].replay()
         return [x.detach() for x in self.grad_inputs]
@@ -106,16 +108,16 @@ class Piece:
             param.grad_added_to_main_grad = False
         grads = torch.autograd.grad(outputs, [*self.inputs, *self.trained], self.grad_outputs)
         for param, grad in zip(self.trained, grads[len(self.inputs) :]):
-            if not param.grad_added_to_main_grad:  # a fused matrix product has added to it and set this
+            if not param.grad_added_to_main_grad:  # True if a fused matrix product has added the gradient
                 param.main_grad.add_(grad)
         return list(grads[: len(self.inputs)])
 
 
 def plan_pieces(layers: Sequence[PackedLayer], num_interrupted: int, rotation: Rotation) -> list[Piece]:
-    """The layers in pieces, up to the last attention.
+    """Divide the layers into pieces, up to the last attention.
 
     Args:
-        num_interrupted: the caller comes between after so many layers, the first ones, never the last.
+        num_interrupted: the caller intervenes after each of the first `num_interrupted` layers, never after the last.
     """
     pieces = [Piece(None, layers[0], rotation)]
     for number, (layer, following) in enumerate(itertools.pairwise(layers)):
@@ -133,7 +135,7 @@ class LayerGraphs:
 
     Args:
         layers: on CUDA; their trained parameters have a `main_grad` of zeros.
-        rotation: of T tokens; from now on its places belong to the graphs.
+        rotation: the rotation of T tokens; its tensors belong to the graphs from now on.
         num_interrupted: see `plan_pieces`.
     """
 
@@ -146,7 +148,7 @@ class LayerGraphs:
         self.pieces: list[Piece] = []
 
     def capture(self) -> None:
-        """Capture every piece; a collective if the layers communicate."""
+        """Capture every piece. This is a collective if the layers communicate."""
         try:
             with _stand_ins(self._layers):
                 self.pieces = plan_pieces(self._layers, self._num_interrupted, self.rotation)
@@ -169,8 +171,9 @@ class LayerGraphs:
         segments: PackedSegments,
         between: Callable[[PackedLayer, torch.Tensor], torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(s, 1, D) -> the last layer's input (s, 1, D) and its attention's output (T, 1, h * d). A backward pass must
-        come before the next forward pass.
+        """Map (s, 1, D) to the last layer's input (s, 1, D) and its attention's output (T, 1, h * d).
+
+        The backward pass must run before the next forward pass.
 
         Args:
             between: called with an interrupted layer and its output; returns the next layer's input.
@@ -178,7 +181,7 @@ class LayerGraphs:
         for place, angles in zip(self.rotation, rotation):
             place.copy_(angles)
         if not hidden.requires_grad and any(piece.trained for piece in self.pieces):
-            # A replay shows autograd its inputs alone: without this the pieces' own parameters would get no gradient.
+            # Autograd sees only a replay's inputs: if none needed a gradient, the weights would get none.
             hidden = hidden.detach().requires_grad_()
         qkv: Sequence[torch.Tensor] = ()
         for piece in self.pieces:
@@ -189,7 +192,7 @@ class LayerGraphs:
         return hidden, self._layers[-1].attend(*qkv, segments)
 
     def _attended_of(self, piece: Piece) -> list[torch.Tensor]:
-        """Zeros in the place of the output of the attention before a piece, (T, 1, h * d); empty if there is none."""
+        """Return zeros for the output of the attention before a piece, (T, 1, h * d), or an empty list."""
         width = piece.after.attended_width if piece.after else 0
         return [self._hidden.new_zeros(len(self.rotation.cos), 1, width)] if piece.after else []
 
@@ -205,12 +208,12 @@ class LayerGraphs:
         pool = torch.cuda.graph_pool_handle()
         hidden = self._hidden
         for piece in self.pieces:
-            # If the caller comes between, its result is copied to a place of its own.
+            # If the caller intervenes, its result is copied to a separate tensor.
             hidden = hidden if piece.after else torch.zeros_like(hidden)
             piece.capture_forward(pool, hidden, *self._attended_of(piece))
             hidden = piece.outputs[0]
         following: Piece | None = None
-        # Gradients of q, k and v are used up before those of the next piece come: layers of a kind share their places.
+        # Gradients of q, k and v are used before the next piece writes its own: layers of one kind share tensors.
         shared: dict[tuple[torch.Size, ...], list[torch.Tensor]] = {}
         for piece in reversed(self.pieces):
             qkv = piece.outputs[1:]
@@ -236,10 +239,10 @@ class _Replay(torch.autograd.Function):
 
 @contextlib.contextmanager
 def _stand_ins(layers: Sequence[PackedLayer]) -> Iterator[None]:
-    """Give the layers other parameters meanwhile, in the same memory and with the same `main_grad`.
+    """Replace the layers' parameters inside the context by others with the same memory and the same `main_grad`.
 
-    Data parallelism holds autograd's nodes of the real ones, which wait for the stream on which they were created; a
-    stream that is being captured may not wait.
+    Data parallelism holds the autograd nodes of the real parameters. These nodes wait for the stream on which they were
+    created, and a stream that is being captured may not wait.
     """
     modules = [module for layer in layers for module in layer.modules()]
     places = [(module._parameters, name, param) for module in modules for name, param in module._parameters.items()]
@@ -255,7 +258,7 @@ def _stand_ins(layers: Sequence[PackedLayer]) -> Iterator[None]:
 
 
 def _put(places: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
-    """Copy each tensor to its place, unless it is there already."""
+    """Copy each tensor into its target, unless both share the same memory."""
     for place, tensor in zip(places, tensors, strict=True):
         if place.data_ptr() != tensor.data_ptr():
             place.detach().copy_(tensor)

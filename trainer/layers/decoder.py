@@ -1,4 +1,4 @@
-"""The language model of every family: a decoder whose caller may come between its first layers.
+"""The language model of every family: a decoder whose caller may intervene after each of its first layers.
 
 t = tokens of this context-parallel rank, s = t / tp with sequence parallel, else t; N = loss tokens among the t,
 D = hidden size.
@@ -27,17 +27,17 @@ from trainer.layers.output_loss import OutputLayer
 from trainer.layers.segments import PackedSegments, Rotation, recomputed
 from trainer.model.shape import DecoderShape
 
-# (number of a layer, from 0 over the whole model; its output (s, 1, D)) -> the next layer's input
+# (index of a layer, from 0 over the whole model; output of that layer (s, 1, D)) -> input of the next layer
 Between = Callable[[int, torch.Tensor], torch.Tensor]
 
 
 def decoder_config(
     shape: DecoderShape, parallel: ParallelConfig, dtype: torch.dtype, pieces: Sequence[range] = ()
 ) -> TransformerConfig:
-    """megatron-core's config of the language model.
+    """Return megatron-core's config of the language model.
 
     Args:
-        pieces: of the pipeline, see `pipeline_pieces`; without a pipeline they are not used.
+        pieces: the pieces of the pipeline, see `pipeline_pieces`; not used without a pipeline.
     """
     settings = {name: value for part in shape.parts for name, value in part.transformer_settings().items()}
     activation = settings.pop("activation")
@@ -48,28 +48,28 @@ def decoder_config(
         layernorm_epsilon=shape.norm_eps,
         layernorm_zero_centered_gamma=shape.zero_centred_norms,
         **settings,
-        # So megatron-core calls the module set's own gate. Other gates are computed step by step.
+        # With True megatron-core calls the module set's own gate. Other gates are computed step by step.
         use_te_activation_func=activation == "silu",
         activation_func=ACTIVATIONS[activation],
         add_bias_linear=False,
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
         virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
-        # With virtual stages two pipeline ranks exchange activations and gradients at once; one batch would match them
-        # by their order and confuse them.
+        # With virtual stages two pipeline ranks exchange activations and gradients at once. A batched exchange matches
+        # messages by order and would confuse the two.
         overlap_p2p_comm=parallel.vpp > 1,
         batch_p2p_comm=parallel.vpp == 1,
         pipeline_model_parallel_layout=_megatron_layout(pieces) if parallel.pp > 1 else None,
         context_parallel_size=parallel.cp,
         sequence_parallel=parallel.sequence_parallel,
-        # The block recomputes whole layers; megatron-core's flag is for the attention cores alone.
+        # The block recomputes whole layers; megatron-core's flag is only for the attention cores.
         recompute_granularity="selective" if parallel.recompute == "selective" else None,
         **shared_config(dtype),
     )
 
 
 def _megatron_layout(pieces: Sequence[range]) -> list[list[str]]:
-    """Of each piece what it holds, in megatron-core's words."""
+    """Return the contents of each pipeline piece, in megatron-core's terms."""
     layout = [["decoder"] * len(piece) for piece in pieces]
     layout[0].insert(0, "embedding")
     layout[-1].append("loss")
@@ -80,14 +80,14 @@ class DecoderBlock(TransformerBlock):
     """A transformer block over a packed bin."""
 
     recompute = False
-    is_random = False  # a layer draws numbers: adapters with dropout
+    is_random = False  # whether a layer draws random numbers: adapters with dropout
     is_uniform = True
     graphs: LayerGraphs | None = None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> ShardedStateDict:
-        """megatron-core's, which stacks parameters of the same name unless told that the layers differ."""
+        """Extend megatron-core's method, which stacks parameters of the same name unless told that layers differ."""
         if not self.is_uniform:
             metadata = {**(metadata or {}), "non_homogeneous_layers": True}
         return super().sharded_state_dict(prefix, sharded_offsets, metadata)
@@ -98,7 +98,7 @@ class DecoderBlock(TransformerBlock):
         Args:
             num_tokens: t, the same for every bin.
             rotary_pairs: angles per token.
-            num_interrupted: `between` comes after so many layers, the first ones.
+            num_interrupted: `between` is called after each of the first `num_interrupted` layers.
         """
         rotation = Rotation.of(torch.zeros(num_tokens, rotary_pairs, device=next(self.parameters()).device))
         self.graphs = LayerGraphs(list(self.layers), rotation, num_interrupted)
@@ -118,10 +118,10 @@ class DecoderBlock(TransformerBlock):
         between: Between | None,
         rows: ChosenRows | None,
     ) -> torch.Tensor:
-        """(s, 1, D) -> (s, 1, D), or of the chosen rows alone, which the last layer chooses.
+        """Map (s, 1, D) to (s, 1, D), or only to the chosen rows, which the last layer selects.
 
         Args:
-            between: None if nothing comes between layers.
+            between: called between layers with each output; None for no call.
         """
         hidden = hidden_states if self.pre_process else self.input_tensor
         hidden = make_viewless_tensor(inp=hidden, requires_grad=True, keep_graph=True)
@@ -191,7 +191,7 @@ class LanguageModel(MegatronModule):
             vp_stage=vp_stage,
         )
         if post_process:
-            # It works on all chosen rows, which are gathered before if sequence parallel has divided them.
+            # The output layer takes all chosen rows: with sequence parallelism they are gathered before it.
             self.output_layer = OutputLayer(
                 shape.hidden_size,
                 shape.vocab_size,
@@ -204,12 +204,14 @@ class LanguageModel(MegatronModule):
             )
 
     def use_float8(self) -> None:
-        """Compute the matrix products of the layers in float8, each tensor scaled by its largest value: E4M3 forward,
-        E5M2 for gradients. Transformer Engine then casts each weight once per step."""
+        """Compute the matrix products of the layers in float8: E4M3 forward, E5M2 for gradients.
+
+        Each tensor is scaled by its largest value. Transformer Engine then casts each weight once per step.
+        """
         self.config.fp8, self.config.fp8_recipe = "hybrid", "tensorwise"
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """(1, t) -> (s, 1, D)."""
+        """Embed token ids: (1, t) -> (s, 1, D)."""
         embedded = self.embedding(input_ids)
         return embedded if self.config.sequence_parallel else embedded.transpose(0, 1).contiguous()
 
@@ -219,15 +221,18 @@ class LanguageModel(MegatronModule):
         return self.embedding.weight if self.shape.tie_word_embeddings else self.output_layer.weight
 
     def loss_rows(self, loss_index: torch.Tensor) -> ChosenRows:
-        """The rows of the tokens with loss, (N,) places in t: after the attention of the last layer the others are not
-        needed."""
+        """Choose the rows of the tokens with loss: after the attention of the last layer no other row is needed.
+
+        Args:
+            loss_index: (N,) indices into the t tokens.
+        """
         sharers = self.groups.tp if self.config.sequence_parallel else None
         return ChosenRows.of(loss_index, sharers, multiple=FLOAT8_ROWS if self.config.fp8 else 1)
 
     def losses(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """(N,) float32 cross entropy of the hidden states of `loss_rows` and the N labels."""
+        """Return the cross entropy (N,) float32 of the hidden states of `loss_rows` against the N labels."""
         if self.config.sequence_parallel:
-            # The output layer gives every rank the whole gradient, and each keeps its rows of it.
+            # The output layer gives every rank the whole gradient; each rank keeps the gradient of its own rows.
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.groups.tp
             )

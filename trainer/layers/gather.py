@@ -1,5 +1,8 @@
-"""Collectives with exact gradients: rows gathered from ranks that hold different numbers of them, whole sequences
-gathered from context-parallel slices, and slices of the sequence turned into slices of the heads."""
+"""Collectives with exact gradients.
+
+They gather rows from ranks that hold different numbers of rows, gather whole sequences from context-parallel slices,
+and exchange slices of the sequence for slices of the heads.
+"""
 
 import torch
 import torch.distributed as dist
@@ -29,13 +32,13 @@ class _GatherRows(torch.autograd.Function):
 
 
 def gather_rows(rows: torch.Tensor, gathered_rows: int, encoders: ProcessGroup, users: ProcessGroup) -> torch.Tensor:
-    """(encoders * gathered_rows, D): the rows of all `encoders`, rank after rank, each filled up to `gathered_rows`.
+    """Gather the rows of all `encoders` as (encoders * gathered_rows, D), each rank's padded to `gathered_rows`.
 
     The gradient of a row is the sum over the ranks that use it for different tokens (`users`). Tensor-parallel ranks
     that hold the same tokens are not users in this sense: each has the whole gradient already.
 
     Args:
-        rows: (n, D), n at most `gathered_rows`; each rank may have another n.
+        rows: (n, D), n at most `gathered_rows`; n may differ between ranks.
     """
     return _GatherRows.apply(rows, gathered_rows, encoders, users)
 
@@ -58,10 +61,10 @@ class _GatherSequence(torch.autograd.Function):
 
 
 def gather_sequence(x: torch.Tensor, order: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """(T / ranks, ...) of each context-parallel rank -> (T, ...) in the bin's order; gradients are summed over ranks.
+    """Gather (T / ranks, ...) of each context-parallel rank to (T, ...) in the bin's order; sum gradients over ranks.
 
     Args:
-        order: (T,) places of the bin in the order in which the ranks hold them.
+        order: (T,) indices of the bin's tokens, in the order in which the ranks hold them.
     """
     return _GatherSequence.apply(x, order, group)
 
@@ -95,15 +98,17 @@ class _Turn(torch.autograd.Function):
 
 
 def to_heads(x: torch.Tensor, order: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """(T / ranks, ranks, width) of this rank's tokens, for each rank its heads' numbers -> (T, width) of all tokens, in
-    the bin's order, this rank's heads.
+    """Exchange tokens for heads: (T / ranks, ranks, width) -> (T, width).
+
+    The input is this rank's tokens with the values of each rank's heads. The output is all tokens in the bin's order,
+    with the values of this rank's heads.
 
     Args:
-        order: as of `gather_sequence`.
+        order: see `gather_sequence`.
     """
     return _Turn.apply(x, order, group, _turn_to_heads, _turn_to_sequence)
 
 
 def to_sequence(x: torch.Tensor, order: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """The way back: (T, width) of this rank's heads -> (T / ranks, ranks, width) of this rank's tokens."""
+    """Invert `to_heads`: (T, width) of this rank's heads -> (T / ranks, ranks, width) of this rank's tokens."""
     return _Turn.apply(x, order, group, _turn_to_sequence, _turn_to_heads)

@@ -1,4 +1,7 @@
-"""Layers from a set of modules, and the exact set, for CPUs. Those for CUDA and the choice are in modules/."""
+"""Layers built from a set of modules, and the exact set, for CPUs.
+
+The sets for CUDA, and the choice between all sets, are in modules/.
+"""
 
 from functools import partial
 from typing import Any
@@ -21,18 +24,20 @@ from trainer.layers.attention_cores import TorchVarlenAttention
 from trainer.layers.output_loss import OutputLayer
 from trainer.layers.packed_layer import PackedLayer
 
-# By transformers' names.
+# The keys are transformers' names.
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
 
-FLOAT8_ROWS = 16  # cuBLAS: both sides of a float8 product are multiples of it
+FLOAT8_ROWS = 16  # cuBLAS needs both dimensions of a float8 product to be multiples of this
 
 # The axis of the weight that tensor-parallel ranks divide; a row-parallel bias is whole on every rank.
 _PARALLEL_AXES = {ColumnParallelLinear: 0, OutputLayer: 0, RowParallelLinear: 1, VocabParallelEmbedding: 0}
 
 
 class TorchNorm(torch.nn.Module):
-    """RMSNorm or LayerNorm in float32, by `config.normalization`, with marks for sequence parallelism. An RMSNorm whose
-    weight is centred at zero multiplies by 1 + weight, in float32 too."""
+    """RMSNorm or LayerNorm in float32, by `config.normalization`, with marks for sequence parallelism.
+
+    An RMSNorm with a zero-centred weight multiplies by 1 + weight, also in float32.
+    """
 
     def __init__(self, config, hidden_size: int, eps: float = 1e-6, **_: object) -> None:
         super().__init__()
@@ -54,7 +59,7 @@ class TorchNorm(torch.nn.Module):
 
 
 class TorchSwiglu:
-    """silu(first half) * second half. It has no state to be saved, so it is not a torch module."""
+    """silu(first half) * second half. It is not a torch module, because it has no state to save."""
 
     def __init__(self, *, config: object) -> None:
         pass
@@ -78,8 +83,10 @@ class TorchModules(LocalSpecProvider):
 
 
 def shared_config(dtype: torch.dtype) -> dict[str, Any]:
-    """The settings that the TransformerConfigs of all parts of a model share. Fusions that need CUDA stay off:
-    Transformer Engine has its own."""
+    """Return the settings that the TransformerConfigs of all parts of a model share.
+
+    Fusions that need CUDA stay off, because Transformer Engine has its own.
+    """
     return {
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
@@ -104,7 +111,7 @@ def check_float8(run: RunConfig) -> None:
     """Check that a job's layout allows the language model's products in float8.
 
     Raises:
-        InputError: it does not.
+        InputError: the layout does not allow it.
     """
     way_out = "set train.precision=bfloat16"
     parallel = run.execution.parallel
@@ -119,7 +126,7 @@ def check_float8(run: RunConfig) -> None:
 
 
 def mark_tensor_parallel(model: torch.nn.Module) -> None:
-    """Mark every parameter that tensor-parallel ranks divide, with the axis along which they do.
+    """Mark every parameter that tensor-parallel ranks divide, with the axis along which they divide it.
 
     megatron-core's modules set these marks only when they also initialise the weight, which we do not; gradient norms
     and the reading of weights depend on them. Transformer Engine's modules set them always.
@@ -135,7 +142,7 @@ def mark_tensor_parallel(model: torch.nn.Module) -> None:
 
 
 def column_after_norm(modules: BackendSpecProvider) -> type:
-    """Return the class of the first linear layer of a half of a layer; a fused set has the norm in it."""
+    """Return the class of the first linear layer of a half of a layer; in a fused set it contains the norm."""
     fused = modules.fuse_layernorm_and_linear()
     return modules.column_parallel_layer_norm_linear() if fused else modules.column_parallel_linear()
 
@@ -146,11 +153,11 @@ def layer_around(
     """Return the spec of a layer with these halves.
 
     Args:
-        first_linears: name of the `column_after_norm` of each half.
+        first_linears: name of the `column_after_norm` layer in each half.
     """
     fused = modules.fuse_layernorm_and_linear()
     norm = IdentityOp if fused else modules.layer_norm()
-    # In checkpoints the norms have the fused modules' names, whichever set wrote them.
+    # Checkpoints always use the fused modules' names of the norms, whichever set wrote them.
     stored = {
         "input_layernorm.": f"self_attention.{first_linears[0]}.layer_norm_",
         "pre_mlp_layernorm.": f"mlp.{first_linears[1]}.layer_norm_",

@@ -1,11 +1,11 @@
-"""Output layer and cross entropy in one, one chunk of loss tokens at a time: the logits of all never exist together.
+"""Output layer and cross entropy in one, computed per chunk of loss tokens, so that all logits never exist at once.
 
 N = loss tokens, D = hidden size, W = words of the vocabulary that this tensor-parallel rank holds. A chunk's logits are
 in the weight's dtype, sums over the vocabulary in float32.
 
 Gradients are computed in backward, where the gradient of each loss is known: the weight's gradient is a sum over
-tokens, so no factor per token could correct it later. So the logits are computed again there, except those of one
-chunk, which stay in memory from forward to backward. Up to CHUNK loss tokens nothing is computed twice.
+tokens, so a factor per token could not correct it later. So backward computes the logits again, except the logits of
+the first chunk, which stay in memory from forward to backward. Up to CHUNK loss tokens nothing is computed twice.
 """
 
 from collections.abc import Iterator
@@ -22,25 +22,25 @@ from trainer.model.shape import LOSS_CHUNK
 if can_import():
     from trainer.layers.kernels.loss import differentiate, summarize
 
-# Loss tokens at a time: 1.24 GB of bf16 logits at 151,936 words. Of a bin of 8,192 tokens some 30% have loss, which is
-# one chunk. Smaller chunks cost time: each reads and writes the whole float32 gradient of the weight, which takes a
-# sixth of the time of the product itself at 4,096 tokens, and two thirds at 1,024.
+# Loss tokens per chunk: 1.24 GB of bf16 logits at 151,936 words. About 30% of a bin of 8,192 tokens have loss, which is
+# one chunk. Smaller chunks cost time, as each chunk reads and writes the whole float32 gradient of the weight. This
+# takes a sixth of the time of the product itself at 4,096 tokens, and two thirds at 1,024.
 CHUNK = LOSS_CHUNK
 
 
 class OutputLayer(ColumnParallelLinear):
-    """megatron-core's output layer with losses in the place of logits, for the rows of the whole sequence."""
+    """megatron-core's output layer, which returns losses instead of logits; it takes the rows of the whole sequence."""
 
-    # True if the weight has a float32 buffer of its gradient, `main_grad`: the gradient is then added there at once.
+    # True if the weight has `main_grad`, a float32 buffer of its gradient; the gradient is then added to it directly.
     fuse_wgrad_accumulation = False
 
     def forward(self, hidden: torch.Tensor, labels: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Cross entropy of each loss token, (N,) float32, the same on all tensor-parallel ranks.
+        """Return the cross entropy of each loss token, (N,) float32, equal on all tensor-parallel ranks.
 
         Args:
             hidden: (N, D).
             labels: (N,) int64.
-            weight: (W, D), its own or the embedding's that it is tied to.
+            weight: (W, D), the layer's own weight or that of the tied embedding.
         """
         places = labels - self.tp_group.rank() * len(weight)
         return _OutputLoss.apply(hidden, weight, places, self.tp_group, self.fuse_wgrad_accumulation)
@@ -51,7 +51,7 @@ class _OutputLoss(torch.autograd.Function):
     def forward(ctx, hidden, weight, places, group, fuse_wgrad_accumulation):
         own = torch.empty(3, len(hidden), dtype=torch.float32, device=hidden.device)
         logits = _new_chunk(hidden, weight)
-        for part in reversed(list(_chunks(len(hidden)))):  # the first comes last, so that a whole chunk is kept
+        for part in reversed(list(_chunks(len(hidden)))):  # the first chunk comes last, so that a full chunk is kept
             _summarize(_multiply(hidden[part], weight, logits), places[part], own[:, part])
         largest, total, chosen = _over_ranks(own, group)
         ctx.save_for_backward(hidden, weight, places, largest, total)
@@ -64,7 +64,7 @@ class _OutputLoss(torch.autograd.Function):
     def backward(ctx, upstream):
         hidden, weight, places, largest, total = ctx.saved_tensors
         upstream = upstream.contiguous()
-        first_logits, ctx.first_logits = ctx.first_logits, None  # written over below
+        first_logits, ctx.first_logits = ctx.first_logits, None  # overwritten below
         logits = _new_chunk(hidden, weight) if first_logits is None else first_logits
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = _gradient_buffer(ctx.main_grad, weight, len(hidden)) if ctx.needs_input_grad[1] else None
@@ -75,7 +75,7 @@ class _OutputLoss(torch.autograd.Function):
             _differentiate(grad, places[part], largest[part], total[part], upstream[part])
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[part])
-                if ctx.group.size() > 1:  # while the product of the weight's gradient runs
+                if ctx.group.size() > 1:  # overlaps the product of the weight's gradient
                     sums.append(dist.all_reduce(grad_hidden[part], group=ctx.group, async_op=True))
             if grad_weight is not None:
                 add_product(grad_weight, grad, hidden[part])
@@ -98,8 +98,14 @@ def _multiply(hidden: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor) 
 
 
 def _over_ranks(own: torch.Tensor, group: ProcessGroup) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """For the whole vocabulary, from the same of each rank's words: largest logit, sum of exp(logit - largest), the
-    label's logit, each (N,) float32."""
+    """Combine each rank's statistics to statistics of the whole vocabulary.
+
+    Args:
+        own: (3, N) float32 of this rank's words: largest logit, sum of exp(logit - largest), the label's logit.
+
+    Returns:
+        The same three over all words, each (N,) float32.
+    """
     if group.size() == 1 or not own.numel():
         return own.unbind()
     ranks = [torch.empty_like(own) for _ in range(group.size())]
@@ -110,16 +116,16 @@ def _over_ranks(own: torch.Tensor, group: ProcessGroup) -> tuple[torch.Tensor, t
 
 
 def _gradient_buffer(main_grad: torch.Tensor | None, weight: torch.Tensor, count: int) -> torch.Tensor:
-    """The buffer that chunks add to: `main_grad`, or zeros in float32; in the weight's dtype for a single chunk."""
+    """Return the buffer that chunks add to: `main_grad`, or float32 zeros (in the weight's dtype for one chunk)."""
     if main_grad is not None:
         return main_grad
     return torch.zeros_like(weight, dtype=torch.float32 if count > CHUNK else weight.dtype)
 
 
 def add_product(buffer: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) -> None:
-    """buffer (W, D) += grad^T (W, n) hidden (n, D), summed in float32."""
+    """Add a product to a buffer: buffer (W, D) += grad^T (W, n) hidden (n, D), summed in float32."""
     if not buffer.is_cuda:
-        # First the product, then one addition: two bins give the same bits on one rank and on two.
+        # First the product, then one addition: so two bins give the same bits on one rank and on two ranks.
         buffer += torch.mm(grad.t().to(buffer.dtype), hidden.to(buffer.dtype))
     elif buffer.dtype == grad.dtype:
         buffer.addmm_(grad.t(), hidden)
@@ -128,7 +134,7 @@ def add_product(buffer: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) 
 
 
 def _summarize(logits: torch.Tensor, places: torch.Tensor, out: torch.Tensor) -> None:
-    """`kernels.loss.summarize`, and where it does not run the same step by step."""
+    """See `kernels.loss.summarize`; where the kernel does not run, compute the same in torch."""
     if kernels_run(logits.device):
         summarize(logits, places, out)
         return
@@ -142,7 +148,7 @@ def _summarize(logits: torch.Tensor, places: torch.Tensor, out: torch.Tensor) ->
 def _differentiate(
     logits: torch.Tensor, places: torch.Tensor, largest: torch.Tensor, total: torch.Tensor, upstream: torch.Tensor
 ) -> None:
-    """`kernels.loss.differentiate`, and where it does not run the same step by step."""
+    """See `kernels.loss.differentiate`; where the kernel does not run, compute the same in torch."""
     if kernels_run(logits.device):
         differentiate(logits, places, largest, total, upstream)
         return

@@ -18,8 +18,10 @@ from trainer.layers.segments import PackedSegments, Rotation
 
 
 class PackedLayer(TransformerLayer):
-    """megatron-core's layer, norms before attention and MLP, without features that packed training never uses (caches,
-    cross attention, dropout). Its halves depend on the number of tokens alone, its attention on the bin's samples.
+    """megatron-core's layer with norms before attention and MLP.
+
+    It has no features that packed training never uses (caches, cross attention, dropout). The two halves around the
+    attention depend only on the number of tokens, the attention itself on the bin's samples.
 
     The module of a mixer has `prepare`, `attend`, `linear_proj`, `modules_of_prepare`, `attended_width` and
     `partial_gradients`.
@@ -41,16 +43,16 @@ class PackedLayer(TransformerLayer):
     def forward(
         self, hidden: torch.Tensor, rotation: Rotation, segments: PackedSegments, rows: ChosenRows | None = None
     ) -> torch.Tensor:
-        """(s, 1, D) -> (s, 1, D), or of the chosen rows alone."""
+        """Map (s, 1, D) to (s, 1, D), or only to the chosen rows."""
         attended = self.attend(*self.before_attention(hidden, rotation), segments)
         return self.after_attention(hidden, attended, rows)
 
     def before_attention(self, hidden: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, ...]:
-        """(s, 1, D) -> queries (T, h, d), keys and values (T, g, d)."""
+        """Map (s, 1, D) to queries (T, h, d) and to keys and values (T, g, d)."""
         return self.self_attention.prepare(self.input_layernorm(hidden), rotation)
 
     def attend(self, *qkv_and_segments: object) -> torch.Tensor:
-        """The values of `before_attention`, and the segments -> (T, 1, h * d)."""
+        """Attend, given the results of `before_attention` and the segments; return (T, 1, h * d)."""
         return self.self_attention.attend(*qkv_and_segments)
 
     @property
@@ -59,17 +61,17 @@ class PackedLayer(TransformerLayer):
         return self.self_attention.attended_width
 
     def modules_before_attention(self) -> list[torch.nn.Module]:
-        """The modules whose parameters `before_attention` uses."""
+        """Return the modules whose parameters `before_attention` uses."""
         return [self.input_layernorm, *self.self_attention.modules_of_prepare()]
 
     def modules_after_attention(self) -> list[torch.nn.Module]:
-        """The modules whose parameters `after_attention` uses."""
+        """Return the modules whose parameters `after_attention` uses."""
         return [self.self_attention.linear_proj, self.pre_mlp_layernorm, self.mlp]
 
     def after_attention(
         self, hidden: torch.Tensor, attended: torch.Tensor, rows: ChosenRows | None = None
     ) -> torch.Tensor:
-        """The layer's input (s, 1, D) and (T, 1, h * d) -> (s, 1, D), or of the chosen rows alone."""
+        """Map the layer's input (s, 1, D) and attention's output (T, 1, h * d) to (s, 1, D), or to the chosen rows."""
         if rows is not None:
             hidden, attended = rows.of_hidden(hidden), rows.of_attended(attended)
         hidden = hidden + _with_bias(*self.self_attention.linear_proj(attended))

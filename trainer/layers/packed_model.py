@@ -1,4 +1,4 @@
-"""One chunk of a model of any family; a forward pass takes one bin.
+"""One chunk of a model of any family. A forward pass takes one bin.
 
 A process holds one chunk, or several with virtual pipeline stages. The first chunk of the first pipeline rank has the
 embedding, and the vision encoder if there is one; the last chunk of the last rank has the output layer and the loss.
@@ -34,17 +34,18 @@ from trainer.parallel.vision.worker import PipelineWorker
 
 
 class PackedModel(MegatronModule):
-    """One chunk of a model, whose weights are unset until they are loaded. This class is a language model alone.
+    """One chunk of a model, whose weights are unset until they are loaded. This class is only a language model.
 
     A family defines how positions rotate a head (`rotation`), and may define other parts of a chunk (`build_parts`) and
-    how tokens are embedded (`embed`). The layers are those of the shape.
+    how tokens are embedded (`embed`). The shape defines the layers.
 
     Args:
-        config: of the language model, see `decoder_config`; every chunk needs one of its own.
+        config: config of the language model, see `decoder_config`; every chunk needs its own.
 
     Attributes:
-        has_graphs: its layers can run as CUDA graphs.
-        exchange: of image tokens, if other ranks encode them than those that use them; None if this rank has no part.
+        has_graphs: whether the layers can run as CUDA graphs.
+        exchange: the exchange of image tokens if the ranks that encode them are not the ranks that use them; None if
+            this rank takes no part.
     """
 
     has_graphs = True
@@ -95,53 +96,61 @@ class PackedModel(MegatronModule):
         """Build the parts of this chunk that come before the language model."""
 
     def layer_spec(self, modules: BackendSpecProvider, number: int) -> ModuleSpec:
-        """Return the spec of a layer, counted from 0 over the whole model: a `PackedLayer`, or a module with its
-        methods."""
+        """Return the spec of a layer: a `PackedLayer`, or a module with its methods.
+
+        Args:
+            number: index of the layer, from 0 over the whole model.
+        """
         mixer, feed_forward = self.shape.language.layers[number].halves
         specs = (load(half.spec)(half, modules) for half in (mixer, feed_forward))
         return layer_around(*specs, modules, first_linears=(mixer.first_linear, feed_forward.first_linear))
 
     def rotation(self, batch: MicroBatch) -> Rotation:
-        """How the positions of the t tokens turn queries and keys."""
+        """Return the rotation of queries and keys by the positions of the t tokens."""
         raise NotImplementedError
 
     def embed(self, batch: MicroBatch) -> tuple[torch.Tensor, Between | None]:
-        """(s, 1, D) on the first chunk, and the function that comes between its first layers; None if there is none."""
+        """Return (s, 1, D) on the first chunk, and the function to call between its first layers, or None."""
         self.clock.switch("language")
         return self.language.embed(batch.input_ids), None
 
     def prepare_pixels(self, patch_format: PatchFormat) -> None:
-        """Set how the data's patches become pixel values."""
+        """Set how the patches of the data are converted to pixel values."""
 
     def partial_gradients(self) -> list[torch.nn.Parameter]:
-        """Parameters that are whole on every tensor-parallel rank, while each rank has only a part of their gradient:
-        the parts must be summed over these ranks."""
+        """Return the parameters whose gradients must be summed over the tensor-parallel ranks.
+
+        Every rank holds such a parameter whole, but only a part of its gradient.
+        """
         layers = [module for module in self.modules() if isinstance(module, PackedLayer)]
         return [param for layer in layers for param in layer.self_attention.partial_gradients()]
 
     def _mark_tied_weight(self) -> None:
-        """Mark for megatron-core the weight that the first and the last pipeline rank both hold."""
+        """Mark the weight that the first and the last pipeline rank both hold, as megatron-core expects."""
         weight = self.shared_embedding_or_output_weight()
         if weight is not None and self.groups.pp.size() > 1:
             weight.shared_embedding = True
             weight.shared = not self.pre_process  # the copy that the gradient norm does not count
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
-        """Losses (N,) float32 of this rank's loss tokens on the last chunk; hidden states (s, 1, D) on earlier ones."""
+        """Return losses (N,) float32 of this rank's loss tokens on the last chunk, else hidden states (s, 1, D)."""
         if not self.post_process:
             return self.hidden_states(batch)
         hidden = self.hidden_states(batch, self.language.loss_rows(batch.loss_index))
         return self.language.losses(hidden, batch.labels)
 
     def hidden_states(self, batch: MicroBatch, rows: ChosenRows | None = None) -> torch.Tensor:
-        """(s, 1, D) after the last layer (and final norm) of this chunk, or only its chosen rows."""
+        """Return (s, 1, D) after the last layer (and final norm) of this chunk, or only the chosen rows."""
         hidden, between = self.embed(batch) if self.pre_process else (None, None)
         segments = PackedSegments.of(batch.cu_seqlens, batch.max_seqlen, self.parallel.cp, batch.cp_order, batch.chunks)
         return self.language.decoder(hidden, self.rotation(batch), segments, between, rows)
 
     def capture_graphs(self) -> None:
-        """Replay the language model's layers as CUDA graphs in training. All ranks must call it, when weights and
-        gradients have their places and the gradients are zero."""
+        """Replay the language model's layers as CUDA graphs in training from now on.
+
+        All ranks must call this method, after the memory of weights and gradients is allocated and while the gradients
+        are zero.
+        """
         pairs = self.shape.language.rotary_dim // 2
         self.language.decoder.capture(self.seq_len // self.parallel.cp, pairs, self.shape.num_deepstack)
 
@@ -150,19 +159,19 @@ class PackedModel(MegatronModule):
         self.language.decoder.release()
 
     def set_input_tensor(self, input_tensor: list[torch.Tensor] | torch.Tensor) -> None:
-        """Called by the pipeline schedule with the hidden states that the rank before has sent."""
+        """Set the hidden states that the previous pipeline rank has sent; the pipeline schedule calls this method."""
         tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
         self.language.decoder.set_input_tensor(tensor)
 
     def shared_embedding_or_output_weight(self) -> torch.Tensor | None:
-        """The weight that the first and the last pipeline rank both hold if embeddings are tied; None elsewhere."""
+        """Return the weight that the first and last pipeline ranks share if embeddings are tied; None elsewhere."""
         has_it = self.share_embeddings_and_output_weights and (self.pre_process or self.post_process)
         return self.language.embedding.weight if has_it else None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> ShardedStateDict:
-        """megatron-core's, with the copy of a tied weight numbered as a copy."""
+        """Extend megatron-core's method: mark the second copy of a tied weight as a replica."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         tied = state.get(f"{prefix}language.embedding.weight")
         if isinstance(tied, ShardedTensor | ShardedObject) and not self.pre_process:

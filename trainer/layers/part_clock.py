@@ -8,12 +8,12 @@ import torch
 
 
 class PartClock:
-    """Splits a step's time into parts that follow each other: data, vision, language, optimizer.
+    """A clock that splits a step's time into consecutive parts: data, vision, language, optimizer.
 
     On CUDA the marks are events on the stream, read once per log interval, so that timing costs no synchronisation.
 
     Attributes:
-        on_switch: called with each part when it begins, or with None when none does, on any thread.
+        on_switch: called on any thread with each part when it begins, or with None if no part begins.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class PartClock:
         self.on_switch: Callable[[str | None], None] | None = None
 
     def switch(self, part: str | None) -> None:
-        """End the running part and begin `part`; None: begin no part."""
+        """End the running part and begin `part`, or no part if None."""
         now = self._now()
         if self._part is not None:
             self._spans.append((self._part, self._mark, now))
@@ -38,7 +38,7 @@ class PartClock:
             tensor.register_hook(lambda _: self.switch(part))
 
     def read(self) -> dict[str, float]:
-        """Seconds by part since the last read."""
+        """Return the seconds of each part since the last read."""
         if self._cuda:
             torch.cuda.synchronize()
         seconds: dict[str, float] = defaultdict(float)

@@ -16,19 +16,19 @@ from trainer.model.shape import DecoderShape
 
 
 def inverse_frequencies(theta: float, dim: int, device: torch.device) -> torch.Tensor:
-    """(dim / 2,) float32: radians per position for each pair of the `dim` numbers that are turned."""
+    """Return (dim / 2,) float32: radians per position for each pair of the `dim` rotated components."""
     return 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim))
 
 
 def rope_angles(positions: torch.Tensor, theta: float, dim: int) -> torch.Tensor:
-    """(t,) positions -> (t, dim / 2) float32, one angle per pair."""
+    """Return the angles of (t,) positions: (t, dim / 2) float32, one angle per pair."""
     return positions[:, None].float() * inverse_frequencies(theta, dim, positions.device)
 
 
 def mrope_angles(position_ids: torch.Tensor, shape: DecoderShape) -> torch.Tensor:
-    """(3, T) positions -> (T, rotary_dim / 2) float32, one angle per pair.
+    """Return the angles of (3, T) positions: (T, rotary_dim / 2) float32, one angle per pair.
 
-    Pairs alternate t, h, w, t, h, w, ... up to the end of each axis' section; the remaining pairs are t's
+    Pairs alternate t, h, w, t, h, w, ... up to the end of each axis' section; the remaining pairs use t
     (transformers 5.23, Qwen3VLTextRotaryEmbedding.recomposition_frequencies).
     """
     inverse = inverse_frequencies(shape.rope_theta, shape.rotary_dim, position_ids.device)
@@ -41,13 +41,14 @@ def mrope_angles(position_ids: torch.Tensor, shape: DecoderShape) -> torch.Tenso
 
 
 class Rotation(NamedTuple):
-    """Rotary embedding: x * cos + (-x2, x1) * sin in float32, back in x's dtype; each angle turns a pair of the halves.
+    """Rotary embedding: x * cos + (-x2, x1) * sin, where x1 and x2 are the halves of x.
 
-    Fewer angles than d / 2 turn the first numbers of a head and leave the others as they are.
+    It is computed in float32 and returned in x's dtype. Each angle rotates a pair with one component from each half.
+    With fewer angles than d / 2 only the leading components of a head are rotated.
 
     Args:
         cos: (T, d / 2) float32.
-        sin: the same.
+        sin: (T, d / 2) float32.
     """
 
     cos: torch.Tensor
@@ -55,11 +56,11 @@ class Rotation(NamedTuple):
 
     @classmethod
     def of(cls, angles: torch.Tensor) -> "Rotation":
-        """(T, d / 2) float32 angles."""
+        """Return the rotation by (T, d / 2) float32 angles."""
         return cls(angles.cos(), angles.sin())
 
     def turn(self, x_Thd: torch.Tensor) -> torch.Tensor:
-        """Queries or keys, each token by its angles."""
+        """Rotate queries or keys, each token by its angles."""
         cos, sin = self.cos[:, None], self.sin[:, None]
         turned, rest = x_Thd.split((2 * cos.size(-1), x_Thd.size(-1) - 2 * cos.size(-1)), dim=-1)
         first, second = turned.float().chunk(2, dim=-1)
@@ -68,23 +69,24 @@ class Rotation(NamedTuple):
 
 
 def recomputed(module: torch.nn.Module, *args: object, is_random: bool = False, **kwargs: object):
-    """The output of `module`, which is computed again in the backward pass: only its inputs are kept.
+    """Return the output of `module`, keeping only its inputs; the backward pass computes `module` again.
 
     Args:
-        is_random: it draws numbers, which have to be the same again.
+        is_random: whether `module` draws random numbers, which must be the same when it is computed again.
     """
     return checkpoint(module, *args, use_reentrant=False, preserve_rng_state=is_random, **kwargs)
 
 
 @dataclass
 class PackedSegments(PackedSeqParams):
-    """PackedSeqParams with what our own cores need: how context-parallel ranks hold the bin, its segments in groups of
-    similar length, and cut into chunks.
+    """PackedSeqParams with the additional data that our own cores need.
+
+    This data is how context-parallel ranks hold the bin, the segments in groups of similar length, and their chunks.
 
     Attributes:
-        cp: context-parallel ranks.
-        cp_order: (T,) places of the bin in the order in which these ranks hold them; None or empty if there is one.
-        chunks: for layers that take the segments in chunks.
+        cp: number of context-parallel ranks.
+        cp_order: (T,) indices of the bin's tokens in the order that these ranks hold them; None or empty if cp is 1.
+        chunks: the segments cut into chunks, for layers that need them.
     """
 
     cp: int = 1
@@ -100,9 +102,9 @@ class PackedSegments(PackedSeqParams):
         cp_order: torch.Tensor | None = None,
         chunks: PackedChunks | None = None,
     ) -> "PackedSegments":
-        """Segments without gaps."""
+        """Return segments without gaps."""
         # If Transformer Engine gets padded and unpadded bounds, it compares them on the host, once per layer. So it
-        # gets both only with context parallelism, which needs them.
+        # gets both only with context parallelism, which needs both.
         padded = None if cp == 1 else cu_seqlens
         return cls(
             qkv_format="thd",
@@ -119,10 +121,10 @@ class PackedSegments(PackedSeqParams):
 
     @cached_property
     def groups(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """For each group of n segments of similar length, m at most: places and mask, both (n, m).
+        """Token indices and mask, both (n, m), of each group of n segments of similar length, at most m tokens.
 
-        A place is the token's number in T, 0 where the mask is False. At most half of a row is filling, because the
-        lengths of a group round up to the same power of two.
+        An index is 0 where the mask is False. At most half of a row is padding, because the lengths of a group round up
+        to the same power of two.
         """
         starts, stops = self.cu_seqlens_q[:-1].long(), self.cu_seqlens_q[1:].long()
         lengths = stops - starts

@@ -1,4 +1,4 @@
-"""Checkpoints of a parameter of which a rank holds a part of each of several runs of rows."""
+"""Checkpoints of a parameter with several runs of rows, where a rank holds a part of each run."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -8,11 +8,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 
 
 def in_runs(place: ShardedTensor, rows: Sequence[int], rank: int, ranks: int) -> ShardedTensorFactory:
-    """The place of a parameter of which a rank holds not one run of rows but a part of each of several runs.
+    """Return the factory of sharded tensors for a parameter with several runs of rows, if a rank holds a part of each.
 
     Args:
-        place: as if it were one run; its layers are not stacked.
-        rows: of this rank, in each run.
+        place: the sharded tensor as if the rank held one run; layers are not stacked.
+        rows: number of this rank's rows in each run.
     """
     whole = place.without_data()
 

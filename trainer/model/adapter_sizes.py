@@ -1,4 +1,4 @@
-"""What adapters add to each place of a model, in numbers: for its estimate of memory. Without torch."""
+"""The sizes of a model's adapters, layer by layer, for the estimate of memory. Without torch."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """Numbers of which tensor-parallel ranks have a part each, and numbers that each of them has."""
+    """Counts of values that tensor-parallel ranks divide, and of values that every rank holds whole."""
 
     divided: int = 0
     whole: int = 0
 
     def on(self, tp: int) -> float:
-        """Numbers on each of `tp` ranks."""
+        """Return the number of values on each of `tp` ranks."""
         return self.divided / tp + self.whole
 
     def plus(self, other: "Shared") -> "Shared":
@@ -21,14 +21,14 @@ class Shared:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlaceSizes:
-    """A layer of the language model, or a part of the vision encoder.
+    """The adapter sizes of a layer of the language model, or of a part of the vision encoder.
 
     Attributes:
-        parameters: of the adapters that are trained.
-        products: numbers of the matrices that the adapters' products keep for backward: a layer's A's one after
-            another, and its B's as blocks of a matrix.
-        per_token: numbers that the adapters keep for backward per token that goes through the place.
-        base: weights of all linear layers that can have adapters.
+        parameters: number of parameters of the trained adapters.
+        products: number of values in the matrices that the adapters' products keep for backward: a layer's concatenated
+            A's, and its B's as blocks of a matrix.
+        per_token: number of values that the adapters keep for backward, per token of the layer or part.
+        base: number of weights of all linear layers that can have adapters.
     """
 
     parameters: Shared = Shared()
@@ -47,12 +47,12 @@ class PlaceSizes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterSizes:
-    """A whole model.
+    """The adapter sizes of a whole model.
 
     Attributes:
-        language: of each layer.
-        vision: of the other parts, "vision" and "merger", by name.
-        has_float8_base: the language layers' weights of `base` are a byte each.
+        language: sizes of each layer.
+        vision: sizes of the other parts, "vision" and "merger", by name.
+        has_float8_base: whether the weights that `base` counts take one byte each in the language layers.
     """
 
     language: tuple[PlaceSizes, ...]
@@ -61,7 +61,7 @@ class AdapterSizes:
 
     @property
     def parameters(self) -> int:
-        """Of all adapters that are trained."""
+        """Number of parameters of all trained adapters."""
         return round(sum(place.parameters.on(1) for place in (*self.language, *self.vision.values())))
 
     def trains(self, part: str) -> bool:
@@ -69,5 +69,5 @@ class AdapterSizes:
         return part in self.vision and self.vision[part].parameters.on(1) > 0
 
     def saved_bytes(self, layers: Iterable[PlaceSizes], size: int) -> int:
-        """Bytes that the weights of these language layers take less than numbers of `size` bytes would."""
+        """Return the bytes that the weights of these language layers save against values of `size` bytes."""
         return (size - 1) * sum(layer.base for layer in layers) if self.has_float8_base else 0

@@ -1,4 +1,4 @@
-"""A family of models: everything that the house needs to know of it, in one object. Loads neither torch nor megatron.
+"""A family of models, described in one object. Loads neither torch nor megatron.
 
 Values of the form "module:name" are imported by `late_import.load`, in the process that needs them.
 """
@@ -16,11 +16,11 @@ from trainer.model.shape import ModelShape
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageProcessor:
-    """The image processors that turn pictures into the same patches as ours.
+    """The image processors that convert images to the same patches as ours.
 
     Attributes:
         types: values of image_processor_type in preprocessor_config.json.
-        reference: "module:class" of transformers, backed by torchvision; samples are compared with it.
+        reference: "module:class" of transformers, backed by torchvision; samples are compared with its output.
     """
 
     types: tuple[str, ...]
@@ -32,22 +32,23 @@ class Family:
     """A family of models.
 
     Attributes:
-        model_type: of config.json.
-        read_shape: the parsed config.json and its path -> the model's sizes; every key is understood or refused.
-        parts: each can be frozen, has its own learning rate and gradient norm, and its parameters are counted.
-        part_of: the name of a parameter of the bare model -> its part; ValueError if it has none.
+        model_type: the model_type in config.json.
+        read_shape: returns the model's sizes, given the parsed config.json and its path; refuses unknown keys.
+        parts: names of the parts. Each can be frozen, and has its own learning rate, gradient norm and parameter count.
+        part_of: returns the part of a parameter, given its name in the bare model; ValueError if it has none.
         model: "module:class" of a chunk of the model, see `trainer.layers.packed_model.PackedModel`.
-        encoder: "module:function", what builds its vision encoder alone; empty for a family of text alone.
-        rules: "module:function", shape -> the table of weights, see `trainer.model.rules.Rule`.
+        encoder: "module:function" that builds only the vision encoder; empty for a text-only family.
+        rules: "module:function" that returns the table of weights of a shape, see `trainer.model.rules.Rule`.
         reference: "module:class" of transformers that generates with a directory of this family.
-        turn_tokens: the tokens that begin and end a turn in its chat template.
-        image_processor: None for a family of text alone.
-        check_settings: what the family cannot do yet, beyond what its shape tells: raises InputError for it.
-        carried: beginnings of the names of tensors that this code does not compute; they are neither trained nor
-            counted, and an export has them as they were.
-        embedded: sizes and ids of tokens -> the configs of a model of random weights, by the names of their files; None
-            where only a directory can be of this family.
-        variants: names of published sizes, and of the smallest for a CPU, "<model_type>_tiny" -> these sizes.
+        turn_tokens: the tokens that begin and end a turn in the family's chat template.
+        image_processor: None for a text-only family.
+        check_settings: raises InputError for settings that the family does not support yet and that its shape does not
+            exclude.
+        carried: prefixes of the names of tensors that this code does not compute; they are neither trained nor counted,
+            and an export contains them unchanged.
+        embedded: returns the configs of a model with random weights by file name, given sizes and token ids; None if
+            the family supports only models from a directory.
+        variants: sizes by name: the published ones, and the smallest for a CPU, "<model_type>_tiny".
     """
 
     model_type: str
@@ -66,5 +67,5 @@ class Family:
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def weight_rules(self, shape: ModelShape) -> Sequence[Any]:
-        """The table of weights, in HF's order of tensors."""
+        """Return the table of weights, in HF's order of tensors."""
         return list(load(self.rules)(shape))

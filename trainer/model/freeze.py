@@ -7,9 +7,10 @@ from trainer.model.family import Family
 
 
 def freeze(module: Any, config: TrainConfig, family: Family) -> None:
-    """Take the parameters of frozen parts out of training.
+    """Exclude the parameters of frozen parts from training.
 
-    Call it before megatron-core's DDP wraps the model: that gives a buffer to every parameter that requires a gradient.
+    Call this before megatron-core's DDP wraps the model, because DDP allocates a buffer for every parameter that
+    requires a gradient.
     """
     for name, param in module.named_parameters():
         if config.part(family.part_of(name)).frozen:

@@ -1,7 +1,7 @@
-"""A layer of a decoder, described without torch: a mixer of tokens, then a feed-forward network.
+"""The description of a decoder layer without torch: a mixer of tokens, then a feed-forward network.
 
 A part (`trainer/parts/`) is a subclass of `Mixer` or `FeedForward`. Memory, FLOPs, layouts, adapters and weights are
-sums over the parts of the layers, so none of these names a kind of part.
+sums over the parts of the layers, so no code for them names a kind of part.
 """
 
 from abc import ABC, abstractmethod
@@ -16,9 +16,9 @@ class LayerFlops(NamedTuple):
     """Forward FLOPs of a layer.
 
     Attributes:
-        before: per token, up to the mixing of tokens and with it.
-        after: per token, after the mixing. In the last layer only loss tokens get so far.
-        squared: per token^2 of a sample.
+        before: FLOPs per token, up to and including the mixing of tokens.
+        after: FLOPs per token, after the mixing. In the last layer only loss tokens are computed there.
+        squared: FLOPs per token^2 of a sample.
     """
 
     before: int
@@ -30,8 +30,8 @@ class Part(ABC):
     """One half of a layer.
 
     Attributes:
-        spec: "module:function" which returns the megatron-core spec of the half: (part, set of modules) -> ModuleSpec.
-        first_linear: name of the module's first linear layer. A fused set of modules has the norm before it inside.
+        spec: "module:function" that returns the megatron-core spec of the half: (part, set of modules) -> ModuleSpec.
+        first_linear: name of the module's first linear layer. In a fused set of modules it contains the norm.
         role: name by which `train.adapter.targets` selects the linear layers of the part.
     """
 
@@ -46,10 +46,10 @@ class Part(ABC):
 
     @abstractmethod
     def kept_numbers(self, *, selective: bool) -> int:
-        """Return how many numbers per token the part keeps for backward beside its input.
+        """Return the number of values per token that the part keeps for backward in addition to its input.
 
         Args:
-            selective: the core of the part is computed again, see `recompute`.
+            selective: whether the core of the part is recomputed in backward, see `recompute`.
         """
 
     @abstractmethod
@@ -57,8 +57,8 @@ class Part(ABC):
         """Yield the table of the part's weights.
 
         Args:
-            ours: beginning of our names: "language.decoder.layers.0.".
-            hf: beginning of Hugging Face's names: "model.language_model.layers.0.".
+            ours: prefix of our names: "language.decoder.layers.0.".
+            hf: prefix of Hugging Face's names: "model.language_model.layers.0.".
         """
 
     def divided_widths(self) -> dict[str, int]:
@@ -75,11 +75,11 @@ class Part(ABC):
 
 
 class Mixer(Part):
-    """The first half of a layer, which mixes the tokens of a segment: attention, or a part in its stead.
+    """The first half of a layer, which mixes the tokens of a segment: attention, or a part that replaces attention.
 
     Attributes:
-        in_chunks: it takes a bin's segments in chunks.
-        check_device: "module:function" which refuses a device on which the part computes wrong numbers: (part, dtype,
+        in_chunks: whether the mixer takes a bin's segments in chunks.
+        check_device: "module:function" that refuses a device on which the part computes wrong results: (part, dtype,
             device) -> None. It runs before any weight is read. Empty: no check.
     """
 
@@ -93,7 +93,7 @@ class Mixer(Part):
 
 
 class FeedForward(Part):
-    """The second half of a layer, which computes every token by itself."""
+    """The second half of a layer, which computes every token independently."""
 
     @property
     @abstractmethod
@@ -129,7 +129,7 @@ class Layer:
         return LayerFlops(before, after + self.feed_forward.flops, squared)
 
     def kept_numbers(self, *, selective: bool) -> int:
-        """Return how many numbers per token both halves keep for backward beside their inputs."""
+        """Return the number of values per token that both halves keep for backward in addition to their inputs."""
         return sum(half.kept_numbers(selective=selective) for half in self.halves)
 
     def rules(self, ours: str, hf: str) -> Iterator[Rule]:
@@ -141,5 +141,5 @@ class Layer:
 
     @property
     def largest_matrix(self) -> int:
-        """Numbers of the largest matrix of the layer."""
+        """Number of elements of the largest matrix of the layer."""
         return max(sum(out * width for out, width in rule.sizes) for rule in self.rules("", ""))

@@ -1,7 +1,7 @@
-"""The families: HF `model_type` -> the module that describes it, imported when it is needed.
+"""The registry of families: HF `model_type` -> the module that describes the family, imported when needed.
 
-Another package adds a family by an entry point of the group "athanor.families", whose name is the model_type and whose
-value is the place of its `Family`: see README.md.
+Another package adds a family by an entry point of the group "athanor.families". Its name is the model_type and its
+value is "module:name" of the `Family`: see README.md.
 """
 
 from collections.abc import Mapping
@@ -20,20 +20,20 @@ FAMILIES = {
     "qwen3_vl": "trainer.families.qwen3_vl.family:FAMILY",
     "qwen3_5": "trainer.families.qwen3_5_vl.family:FAMILY",
 }
-EMBEDDED = "qwen3_vl"  # the family of a model of random weights, if the recipe names none
+EMBEDDED = "qwen3_vl"  # the family of a model with random weights, if the recipe names none
 ENTRY_POINTS = "athanor.families"
 
 
 def get_family(model_type: object, path: Path | str = "config.json") -> Family:
-    """The family of a `model_type`.
+    """Return the family of a `model_type`.
 
     Args:
-        path: the file that has it, for messages.
+        path: the file that contains the `model_type`, for messages.
 
     Raises:
-        InputError: there is none.
+        InputError: no family has this `model_type`.
     """
-    # A search through the installed packages takes a while.
+    # Search the installed packages only if needed: it is slow.
     places = FAMILIES if str(model_type) in FAMILIES else _all_places()
     if not isinstance(model_type, str) or model_type not in places:
         raise InputError(f"{path}: model_type is {shown(model_type)}; supported: {', '.join(sorted(places))}")
@@ -45,10 +45,10 @@ def _all_places() -> dict[str, str]:
 
 
 def get_variant(name: object) -> tuple[str, Mapping[str, Any]]:
-    """The model_type and the sizes of a variant.
+    """Return the model_type and the sizes of a variant.
 
     Raises:
-        InputError: there is none of this name.
+        InputError: no variant has this name.
     """
     known = {}
     for model_type in _all_places():
@@ -59,10 +59,10 @@ def get_variant(name: object) -> tuple[str, Mapping[str, Any]]:
 
 
 def get_variants(model_type: object) -> Mapping[str, Mapping[str, Any]]:
-    """The variants of a family.
+    """Return the variants of a family.
 
     Raises:
-        InputError: there is no such family, or it has none.
+        InputError: the family does not exist, or has no variants.
     """
     families = {name: get_family(name).variants for name in _all_places()}
     having = [name for name, variants in families.items() if variants]
@@ -72,10 +72,10 @@ def get_variants(model_type: object) -> Mapping[str, Mapping[str, Any]]:
 
 
 def read_model(hf_dir: Path) -> tuple[Family, ModelShape]:
-    """The family and the sizes of an HF directory.
+    """Return the family and the sizes of the model in an HF directory.
 
     Raises:
-        InputError: there is no config.json, its family is not supported, or one of its keys is not understood.
+        InputError: config.json does not exist, its family is not supported, or one of its keys is not understood.
     """
     path = hf_dir / "config.json"
     if not path.is_file():

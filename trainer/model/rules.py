@@ -1,9 +1,9 @@
-"""HF safetensors <-> our parameters: how one row of a family's table of weights is computed, in both directions.
+"""The conversion between HF safetensors and our parameters, for one row of a family's table of weights.
 
-megatron-core keeps queries, keys and values of a group of heads together in one matrix, and gate and up of a gated
-MLP one after the other; HF keeps them apart. A family that does otherwise defines a packing of its own.
+megatron-core keeps queries, keys and values of a group of heads together in one matrix, and concatenates gate and up of
+a gated MLP; HF keeps them in separate tensors. A family with another layout defines its own packing.
 
-Importing this file does not load torch: a recipe's check reads the table alone.
+Importing this file does not load torch: a recipe's check reads only the table.
 """
 
 import re
@@ -27,19 +27,21 @@ _NORMS = {"self_attention": "input_layernorm.", "mlp": "pre_mlp_layernorm."}
 
 @dataclass(frozen=True, slots=True)
 class Stacked:
-    """The HF tensors one after the other along their first axis, all of the same size; a single one is copied."""
+    """The packing that concatenates HF tensors of equal size along the first axis; a single tensor is copied."""
 
     def runs(self, count: int) -> Sequence[tuple[int, ...]]:
-        """Of each of `count` HF tensors the relative lengths of its runs of rows; tensor-parallel ranks divide each
-        run."""
+        """Return the relative lengths of the runs of rows of each of `count` HF tensors.
+
+        Tensor-parallel ranks divide each run.
+        """
         return [(1,)] * count
 
     def fuse(self, parts: Sequence[Tensor], tp: int) -> Tensor:
-        """HF tensors -> our parameter; or a rank's slices of them -> its slice, one of `tp`."""
+        """Convert HF tensors to our parameter, or a rank's slices of HF tensors to its slice, one of `tp`."""
         return _cat(parts)
 
     def split(self, ours: Tensor, count: int, tp: int) -> list[Tensor]:
-        """Our parameter, or a rank's slice of it -> `count` HF tensors, or slices of them."""
+        """Convert our parameter, or a rank's slice of it, to `count` HF tensors, or slices of HF tensors."""
         return list(ours.chunk(count))
 
 
@@ -48,10 +50,12 @@ STACKED = Stacked()
 
 @dataclass(frozen=True, slots=True)
 class StackedRuns(Stacked):
-    """The HF tensors one after the other along their first axis. A rank's parts of all runs follow each other in ours.
+    """The packing that concatenates HF tensors along the first axis; each HF tensor has one or more runs of rows.
+
+    In our parameter a rank's parts of all runs are contiguous.
 
     Attributes:
-        rows: of each HF tensor the lengths of its runs.
+        rows: lengths of the runs of each HF tensor.
     """
 
     rows: tuple[tuple[int, ...], ...]
@@ -65,11 +69,11 @@ class StackedRuns(Stacked):
 
 @dataclass(frozen=True, slots=True)
 class GroupedQKV(Stacked):
-    """HF's queries, keys and values apart; ours by groups of heads.
+    """The packing of HF's separate queries, keys and values into our groups of heads.
 
     Attributes:
-        groups: key-value heads.
-        widths: rows of a group's queries, of its key and of its value.
+        groups: number of key-value heads.
+        widths: number of rows of a group's queries, of its key and of its value.
     """
 
     groups: int = 1
@@ -85,11 +89,11 @@ class GroupedQKV(Stacked):
 
 @dataclass(frozen=True, slots=True)
 class GatedGroupedQKV(GroupedQKV):
-    """HF's queries have the gate of each head behind it; ours have the gates of a group behind its queries.
+    """The packing of queries with gates: in HF a head's gate follows its query, in ours a group's gates its queries.
 
     Attributes:
-        widths: the first is the rows of a group's queries and gates.
-        head_dim: rows of a head's query, and of its gate.
+        widths: see `GroupedQKV`; the first counts the rows of a group's queries and gates.
+        head_dim: number of rows of a head's query, and of a head's gate.
     """
 
     head_dim: int = 1
@@ -106,7 +110,7 @@ class GatedGroupedQKV(GroupedQKV):
 
 @dataclass(frozen=True, slots=True)
 class JointQKV(Stacked):
-    """HF's queries of all heads, then their keys, then their values, in one tensor; ours head by head."""
+    """The packing of one HF tensor, which has all queries, then all keys, then all values; ours goes head by head."""
 
     heads: int = 1
 
@@ -122,12 +126,15 @@ class JointQKV(Stacked):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One parameter of ours, its layer counted over the whole model; its HF tensors, and how they are packed.
+    """A row of the table of weights: one parameter of ours, its HF tensors, and their packing.
 
     Attributes:
+        ours: name of our parameter; layers are counted over the whole model.
+        hf: names of the HF tensors.
+        packing: the packing of the HF tensors in our parameter.
         sizes: (out, in) of each HF tensor, if it is the weight of a linear layer that can have adapters.
         role: name by which `train.adapter.targets` selects the layer; empty for weights without `sizes`.
-        axis: of a linear layer's weight, the axis that tensor-parallel ranks divide: 0, its outputs, or 1, its inputs.
+        axis: the axis of a linear layer's weight that tensor-parallel ranks divide: 0, the outputs, or 1, the inputs.
     """
 
     ours: str
@@ -139,7 +146,7 @@ class Rule:
 
 
 def global_names(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter under the name of the table: layers numbered over all pipeline ranks, norms apart."""
+    """Yield every parameter with its name in the table: layers counted over all pipeline ranks, norms unfused."""
     decoder = "language.decoder.layers."
     for name, param in model.named_parameters():
         if name.startswith(decoder):

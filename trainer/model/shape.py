@@ -1,7 +1,7 @@
 """The sizes of a model, read once from its config.json, for memory, layouts, FLOPs and weights.
 
-A family's `shape.py` returns a `ModelShape`; nothing here loads torch. Layers of another kind have parts of their own,
-see `trainer.model.layer`.
+A family's `shape.py` returns a `ModelShape`; nothing here loads torch. Layers of another kind have their own parts, see
+`trainer.model.layer`.
 """
 
 from collections.abc import Iterator
@@ -11,20 +11,20 @@ from typing import NamedTuple
 from trainer.model.layer import Layer, Mixer, Part
 from trainer.model.rules import Rule
 
-# Loss tokens whose logits exist at a time; trainer/layers/output_loss.py gives the reason for the number.
+# Number of loss tokens whose logits exist at a time; for the reason see trainer/layers/output_loss.py.
 LOSS_CHUNK = 4096
-# Tokens of a chunk of the gated delta rule: matrix products inside it, a recurrence from chunk to chunk.
+# Tokens per chunk of the gated delta rule: matrix products inside a chunk, a recurrence from chunk to chunk.
 DELTA_CHUNK = 64
 
 
 class Work(NamedTuple):
-    """The work in a bin, by the kinds that cost differently; or arrays, for many bins.
+    """The work in a bin, by kinds with different costs; or arrays, for many bins.
 
     Attributes:
-        tokens: of the linear layers of the language model.
+        tokens: tokens in the linear layers of the language model.
         loss_tokens: tokens whose logits are computed.
-        tokens_squared: sum over samples of length^2; that only the causal half is computed is in the coefficient.
-        patches: of the vision encoder.
+        tokens_squared: sum over samples of length^2; the cost per unit accounts for the causal half.
+        patches: patches in the vision encoder.
         patches_squared: sum over images of patches^2.
     """
 
@@ -35,7 +35,7 @@ class Work(NamedTuple):
     patches_squared: float
 
     def without_images(self) -> "Work":
-        """The same where the vision encoder has nothing to do."""
+        """Return the same work without the vision encoder's."""
         return self._replace(patches=0, patches_squared=0)
 
 
@@ -44,9 +44,9 @@ class DecoderShape:
     """A language model: an embedding, layers with a norm before each half, a norm and an output projection.
 
     Attributes:
-        rotary_dim: how many leading components of each attention head are rotated.
-        mrope_section: rotary pairs of each of three position axes; None: positions have one axis.
-        zero_centred_norms: RMSNorm multiplies by 1 + weight.
+        rotary_dim: number of leading components of each attention head that are rotated.
+        mrope_section: number of rotary pairs of each of three position axes; None if positions have one axis.
+        zero_centred_norms: whether RMSNorm multiplies by 1 + weight.
     """
 
     vocab_size: int
@@ -90,20 +90,22 @@ class DecoderShape:
 
     @property
     def parameters(self) -> int:
-        """Parameters of embedding, layers, final norm and output projection; a tied weight counts once."""
+        """Number of parameters of embedding, layers, final norm and output projection; a tied weight counts once."""
         layers = sum(layer.parameters for layer in self.layers)
         matrices = 1 if self.tie_word_embeddings else 2
         return layers + self.hidden_size + matrices * self.vocab_size * self.hidden_size
 
     @property
     def largest_matrix(self) -> int:
-        """Numbers of the largest matrix of a layer."""
+        """Number of elements of the largest matrix of a layer."""
         return max(layer.largest_matrix for layer in dict.fromkeys(self.layers))
 
     @property
     def forward_flops(self) -> dict[str, int]:
-        """FLOPs per unit of each kind of work, by the names of `trainer.data.balance.CostModel`. Only loss tokens have
-        logits, and in the last layer a part after the mixing of tokens."""
+        """FLOPs per unit of each kind of work, by the names of `trainer.data.balance.CostModel`.
+
+        Logits, and the part of the last layer after the mixing of tokens, are computed only for loss tokens.
+        """
         layers = [layer.flops for layer in self.layers]
         after = sum(layer.after for layer in layers[:-1])
         return {
@@ -116,7 +118,7 @@ class DecoderShape:
         """Yield the table of weights in Hugging Face's order.
 
         Args:
-            hf: beginning of Hugging Face's names: "model.".
+            hf: prefix of Hugging Face's names: "model.".
         """
         yield Rule("language.embedding.weight", (f"{hf}embed_tokens.weight",))
         for number, layer in enumerate(self.layers):
@@ -128,12 +130,13 @@ class DecoderShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VisionShape:
-    """A vision encoder whose layers have biases and LayerNorms, with a merger that turns patches into image tokens.
+    """A vision encoder whose layers have biases and LayerNorms, with a merger of patches into image tokens.
 
     Attributes:
         out_hidden_size: width of an image token.
-        num_positions: rows of the table of learned positions, a square.
-        deepstack_layers: layers whose output, merged, is added to the language model's first layers; may be empty.
+        num_positions: number of rows of the table of learned positions, a square number.
+        deepstack_layers: indices of layers whose merged output is added after the language model's first layers; may be
+            empty.
     """
 
     num_layers: int
@@ -155,17 +158,19 @@ class VisionShape:
 
     @property
     def position_side(self) -> int:
-        """The side of the square of learned positions."""
+        """Side length of the square of learned positions."""
         return int(self.num_positions**0.5)
 
     def divided_widths(self) -> dict[str, int]:
-        """The widths that tensor-parallel ranks divide with vision_split=tensor_parallel. The merger's width is a
-        multiple of the heads."""
+        """Return the widths that tensor-parallel ranks divide with vision_split=tensor_parallel.
+
+        The merger's width is a multiple of the number of heads, so it needs no entry.
+        """
         return {"vision_num_heads": self.num_heads, "vision_intermediate_size": self.intermediate_size}
 
     @property
     def parameters(self) -> dict[str, int]:
-        """Parameters of the encoder and of its mergers."""
+        """Numbers of parameters of the encoder and of its mergers."""
         width, inner = self.hidden_size, self.intermediate_size
         patch = 3 * self.temporal_patch_size * self.patch_size**2
         attention = (3 * width + 3) * width + (width + 1) * width
@@ -181,7 +186,7 @@ class VisionShape:
         """FLOPs per unit of each kind of work, by the names of `trainer.data.balance.CostModel`."""
         embedding = 2 * 3 * self.patch_size**2 * self.hidden_size
         layer = 2 * self.hidden_size * (4 * self.hidden_size + 2 * self.intermediate_size)
-        # One product per merged block of patches: (merged, merged), then (merged, out); shared by the block's patches.
+        # A merger runs once per block of patches: (merged, merged), then (merged, out). Divided by the block's patches.
         merger = 2 * self.hidden_size * (self.hidden_size * self.spatial_merge_size**2 + self.out_hidden_size)
         return {
             "per_patch": embedding + self.num_layers * layer + (1 + len(self.deepstack_layers)) * merger,
@@ -204,7 +209,7 @@ class ModelShape:
     """A whole model.
 
     Attributes:
-        vision, images: both None for a model of text alone.
+        vision, images: both None for a text-only model.
     """
 
     language: DecoderShape
@@ -213,17 +218,17 @@ class ModelShape:
 
     @property
     def num_deepstack(self) -> int:
-        """The number of first language layers after which a feature of the vision encoder is added."""
+        """Number of language layers, counted from the first, after which a feature of the vision encoder is added."""
         return 0 if self.vision is None else len(self.vision.deepstack_layers)
 
     @property
     def feature_width(self) -> int:
-        """Numbers that the vision encoder gives of an image token: its own, then those of each deepstack level."""
+        """Width of the vision encoder's output per image token: the token, then its feature of each deepstack level."""
         return (1 + self.num_deepstack) * self.language.hidden_size
 
     @property
     def parameters(self) -> dict[str, int]:
-        """Parameters of each part of the model."""
+        """Number of parameters of each part of the model."""
         vision = {} if self.vision is None else self.vision.parameters
         return {**vision, "language": self.language.parameters}
 

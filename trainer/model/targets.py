@@ -1,4 +1,6 @@
-"""Which layers of a model get adapters, and what these add to it in numbers. Without torch, if the family's table is.
+"""The choice of layers that get adapters, and the sizes of these adapters.
+
+This file loads no torch, unless the family's table of weights does.
 
 A module is one of Hugging Face's linear layers; a layer of ours may hold several modules' weights in one matrix.
 """
@@ -25,7 +27,7 @@ class Adapted:
     """A layer of ours that gets adapters.
 
     Attributes:
-        ours: its name in the whole model.
+        ours: name of the layer in the whole model.
         chosen: for each HF tensor of the rule whether its module is adapted.
     """
 
@@ -41,11 +43,11 @@ class Adapted:
 
 @dataclass(frozen=True, slots=True)
 class Matches:
-    """What a target adapts.
+    """The modules that a target adapts.
 
     Attributes:
         modules: names of the HF modules, in the model's order.
-        parameters: of their adapters.
+        parameters: number of parameters of their adapters.
     """
 
     target: str
@@ -55,7 +57,7 @@ class Matches:
 
 @dataclass(frozen=True, slots=True)
 class _Module:
-    """A module that can have an adapter: rule, place in it, name, role."""
+    """A module that can have an adapter: its rule, its index in the rule, its name and its role."""
 
     rule: Rule
     number: int
@@ -67,10 +69,10 @@ class _Module:
 
 
 def adapted_layers(rules: Sequence[Rule], config: AdapterConfig) -> list[Adapted]:
-    """The layers of the whole model with modules that the targets name.
+    """Return the layers of the whole model with modules that the targets name.
 
     Raises:
-        InputError: a regular expression names none, or all targets together.
+        InputError: a regular expression matches no module, or all targets together match none.
     """
     modules = _modules(rules)
     named = {target: [m for m in modules if m.is_named_by(target)] for target in config.targets}
@@ -87,7 +89,7 @@ def adapted_layers(rules: Sequence[Rule], config: AdapterConfig) -> list[Adapted
 
 
 def _modules(rules: Sequence[Rule]) -> list[_Module]:
-    """Every module that can have an adapter, in HF's order."""
+    """Return every module that can have an adapter, in HF's order."""
     return [
         _Module(rule, number, name.removesuffix(_WEIGHT), rule.role)
         for rule in rules
@@ -96,7 +98,7 @@ def _modules(rules: Sequence[Rule]) -> list[_Module]:
 
 
 def _names_nothing(target: str, modules: Sequence[_Module]) -> InputError:
-    """The error with the nearest names: roles, a whole name, or a name's end as an expression."""
+    """Return the error with the nearest targets: roles, a whole name, or the end of a name as a regular expression."""
     roles = ", ".join(dict.fromkeys(module.role for module in modules))
     if target in ROLES:
         return InputError(f"train.adapter.targets: this model has no layers of role {target}; its roles: {roles}")
@@ -120,7 +122,7 @@ def check_targets(train: TrainConfig, family: Family, rules: Sequence[Rule]) -> 
         rules: the model's table of weights.
 
     Raises:
-        InputError: one names none, or frozen ones alone.
+        InputError: a target names no layers, or only frozen ones.
     """
     adapted_layers(rules, train.adapter)
     for target in train.adapter.targets:
@@ -134,7 +136,7 @@ def check_targets(train: TrainConfig, family: Family, rules: Sequence[Rule]) -> 
 
 
 def list_matches(train: TrainConfig, family: Family, shape: ModelShape) -> list[Matches]:
-    """What each target adapts, without what is frozen; a module may be named by several.
+    """Return the modules that each target adapts, without frozen ones; several targets may name the same module.
 
     Raises:
         InputError: see `adapted_layers`.
@@ -151,14 +153,16 @@ def list_matches(train: TrainConfig, family: Family, shape: ModelShape) -> list[
 
 
 def _parameters(size: tuple[int, int], config: AdapterConfig) -> int:
-    """Of the adapter of a module with a weight of (out, in)."""
+    """Return the number of parameters of a module's adapter; the module's weight is (out, in)."""
     out, width = size
     return config.rank * (out + width) + (out if config.kind == "dora" else 0)
 
 
 def adapter_sizes(train: TrainConfig, family: Family, shape: ModelShape) -> AdapterSizes | None:
-    """What the adapters of a training add to each place of the model; None: it has none. Those of frozen parts,
-    which stay as they begin, are not counted."""
+    """Return the sizes of the adapters of a training, or None if it has no adapters.
+
+    Adapters of frozen parts keep their initial values and are not counted.
+    """
     if train.adapter is None:
         return None
     rules = family.weight_rules(shape)
@@ -179,7 +183,7 @@ def adapter_sizes(train: TrainConfig, family: Family, shape: ModelShape) -> Adap
 
 
 def _layer_sizes(rule: Rule, chosen: Sequence[bool], config: AdapterConfig) -> PlaceSizes:
-    """Of a layer of ours whose chosen modules have adapters; see trainer/layers/lora/adapter.py."""
+    """Return the sizes of a layer of ours whose chosen modules have adapters; see trainer/layers/lora/adapter.py."""
     base = sum(out * width for out, width in rule.sizes)
     adapted = [size for size, is_chosen in zip(rule.sizes, chosen) if is_chosen]
     if not adapted:
@@ -187,7 +191,7 @@ def _layer_sizes(rule: Rule, chosen: Sequence[bool], config: AdapterConfig) -> P
     rank, low, width = config.rank, config.rank * len(adapted), rule.sizes[0][1]
     rows, all_rows = sum(out for out, _ in adapted), sum(out for out, _ in rule.sizes)
     lengths, scaled = (rows, all_rows) if config.kind == "dora" else (0, 0)
-    # DoRA keeps the sum that it scales, the scale, and the lengths in it.
+    # DoRA keeps the sum that it scales, the scale, and the row lengths in the scale.
     if rule.axis == 1:
         return PlaceSizes(
             parameters=Shared(rank * width * len(adapted), rank * rows + lengths),

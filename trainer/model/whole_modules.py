@@ -1,4 +1,7 @@
-"""Modules that are trained whole beside adapters, and the check of both. Without torch, if the family's table is."""
+"""Modules that are trained whole in addition to adapters, and the check of both.
+
+This file loads no torch, unless the family's table of weights does.
+"""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -13,10 +16,10 @@ from trainer.model.targets import Adapted, adapted_layers, check_targets
 
 
 def check_adapter(train: TrainConfig, family: Family, shape: ModelShape) -> None:
-    """Check that what is to be adapted or trained whole is in the model, and can be.
+    """Check that the modules to adapt or to train whole exist in the model and can be trained so.
 
     Raises:
-        InputError: it is not, or cannot.
+        InputError: a module does not exist or cannot be trained so.
     """
     if train.adapter is not None:
         rules = family.weight_rules(shape)
@@ -25,15 +28,15 @@ def check_adapter(train: TrainConfig, family: Family, shape: ModelShape) -> None
 
 
 def whole_modules(rules: Sequence[Rule], config: AdapterConfig) -> list[str]:
-    """Names of the modules to save, none of them within another."""
+    """Return the names of the modules to save; none is inside another."""
     return sorted({found for rule in rules for name in rule.hf for found in _module_of(name, config)})
 
 
 def whole_rules(rules: Sequence[Rule], config: AdapterConfig) -> list[Rule]:
-    """The rules of the weights that are trained whole.
+    """Return the rules of the weights that are trained whole.
 
     Raises:
-        InputError: a pattern names nothing, weights that are adapted or tied, or a part of a matrix of ours.
+        InputError: a pattern names nothing, or weights that are adapted or tied, or only a part of a matrix of ours.
     """
     names = [name for rule in rules for name in rule.hf]
     for pattern in config.modules_to_save:
@@ -67,13 +70,13 @@ def _chosen(layer: Adapted) -> Iterator[tuple[str, bool]]:
 
 
 def _within(name: str) -> list[str]:
-    """The modules that a tensor lies in, the largest first."""
+    """Return the names of the modules that contain a tensor, outermost first."""
     parts = name.split(".")[:-1]
     return [".".join(parts[: length + 1]) for length in range(len(parts))]
 
 
 def _module_of(name: str, config: AdapterConfig) -> list[str]:
-    """The largest module to save that a tensor lies in; none if there is no such."""
+    """Return the outermost module to save that contains a tensor, as a list of one name; empty if none does."""
     return [m for m in _within(name) if any(re.fullmatch(p, m) for p in config.modules_to_save)][:1]
 
 

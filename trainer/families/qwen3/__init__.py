@@ -1,5 +1,5 @@
-"""Qwen3: a dense language model, text alone.
+"""Qwen3: a dense, text-only language model.
 
-In: config.json, a MicroBatch. Out: sizes, layers, the loss of each learnt token, the names of its weights.
+In: config.json, a MicroBatch. Out: sizes, layers, the loss of each token trained on, the names of the weights.
 Read first: `family.py`, then `model.py`.
 """

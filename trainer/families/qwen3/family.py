@@ -1,14 +1,14 @@
-"""Qwen3 in one object, without torch."""
+"""The Qwen3 family in one object, without torch."""
 
 from trainer.families.qwen3.shape import read_shape
 from trainer.model.family import Family
 
 
 def part_of(name: str) -> str:
-    """The part a parameter of the bare model belongs to: "language".
+    """Return the part that a parameter of the bare model belongs to: "language".
 
     Raises:
-        ValueError: it belongs to another part.
+        ValueError: the parameter belongs to another part.
     """
     if not name.startswith("language."):
         raise ValueError(f"parameter {name} is not of language")

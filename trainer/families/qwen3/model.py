@@ -1,4 +1,4 @@
-"""Qwen3: the language model alone, its positions on one axis."""
+"""Qwen3: only the language model, with positions on one axis."""
 
 from trainer.data.micro_batch import MicroBatch
 from trainer.layers.packed_model import PackedModel
@@ -9,6 +9,6 @@ class Qwen3Model(PackedModel):
     """One chunk of the model."""
 
     def rotation(self, batch: MicroBatch) -> Rotation:
-        """By the place of each token in its sample: without images the three axes of `position_ids` are equal."""
+        """Rotate by each token's position in its sample: without images the three axes of `position_ids` are equal."""
         shape = self.shape.language
         return Rotation.of(rope_angles(batch.position_ids[0], shape.rope_theta, shape.rotary_dim))

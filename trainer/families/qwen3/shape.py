@@ -1,4 +1,4 @@
-"""config.json of a Qwen3 directory -> its sizes. Without torch. Defaults are transformers' (5.23)."""
+"""The sizes of a Qwen3 model, read from its config.json without torch. Defaults are transformers' (5.23)."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +19,7 @@ from trainer.model.shape import DecoderShape, ModelShape
 
 
 class Qwen3Keys(DecoderKeys):
-    """config.json."""
+    """The keys of config.json."""
 
     model_type: Literal["qwen3"]
     tie_word_embeddings: bool = False
@@ -27,13 +27,13 @@ class Qwen3Keys(DecoderKeys):
 
 
 def read_shape(config: Mapping[str, Any], path: Path | str = "config.json") -> ModelShape:
-    """The sizes of a parsed config.json.
+    """Return the sizes in a parsed config.json.
 
     Args:
-        path: of the file, for messages.
+        path: path of the file, for messages.
 
     Raises:
-        InputError: a key is not understood, or two do not go together.
+        InputError: a key is not understood, or two keys are inconsistent.
     """
     keys = read_keys(Qwen3Keys, config, path)
     if keys.layer_types is not None and len(keys.layer_types) != keys.num_hidden_layers:

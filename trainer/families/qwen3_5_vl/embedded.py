@@ -1,4 +1,4 @@
-"""The configs of a Qwen3.5 of chosen sizes and random weights. Without torch."""
+"""The configs of a Qwen3.5 with chosen sizes and random weights. Without torch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,11 +7,11 @@ from trainer.families.qwen3_vl.embedded import embedded_configs as qwen3_vl_conf
 
 
 def embedded_configs(settings: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, dict[str, Any]]:
-    """config.json and preprocessor_config.json: those of a Qwen3-VL but for the decoder.
+    """Return config.json and preprocessor_config.json; they equal a Qwen3-VL's except for the decoder.
 
     Args:
-        settings: of `EmbeddedModelConfig` in stages/inputs/config.py.
-        ids: of the tokenizer's control tokens.
+        settings: the fields of `EmbeddedModelConfig` in stages/inputs/config.py.
+        ids: ids of the tokenizer's control tokens.
     """
     configs = qwen3_vl_configs(settings, ids)
     config, delta = configs["config.json"], settings["delta"]

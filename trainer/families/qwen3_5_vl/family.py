@@ -1,4 +1,4 @@
-"""Qwen3.5 in one object, without torch."""
+"""The Qwen3.5 family in one object, without torch."""
 
 import dataclasses
 
@@ -12,10 +12,10 @@ from trainer.families.qwen3_vl.family import FAMILY as QWEN3_VL
 
 
 def check_settings(train: TrainConfig, parallel: ParallelConfig) -> None:
-    """Check that a training is one that delta layers have.
+    """Check that delta layers support the settings of a training.
 
     Raises:
-        InputError: it is not.
+        InputError: they do not.
     """
     if train.precision == "float8":
         raise InputError(
@@ -24,14 +24,14 @@ def check_settings(train: TrainConfig, parallel: ParallelConfig) -> None:
         )
 
 
-# Images and tokens are Qwen3-VL's, and so are the parts; there is no deepstack.
+# Images, tokens and parts are the same as in Qwen3-VL; deepstack is absent.
 FAMILY = dataclasses.replace(
     QWEN3_VL,
     model_type="qwen3_5",
     read_shape=read_shape,
     reference="transformers:Qwen3_5ForConditionalGeneration",
     check_settings=check_settings,
-    carried=("mtp.",),  # the layer that predicts a second token, for speculative decoding
+    carried=("mtp.",),  # the layer that predicts a second token, used for speculative decoding
     embedded=embedded_configs,
     variants=VARIANTS,
 )

@@ -1,4 +1,4 @@
-"""config.json of a Qwen3.5 directory -> its sizes. Without torch. Defaults are transformers' (5.23)."""
+"""The sizes of a Qwen3.5 model, read from its config.json without torch. Defaults are transformers' (5.23)."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,14 +17,17 @@ DELTA, ATTENTION = "linear_attention", "full_attention"
 
 
 class TextRotaryKeys(qwen3_vl.TextRotaryKeys):
-    """rope_parameters of text_config."""
+    """The keys of rope_parameters in text_config."""
 
     mrope_section: list[NonNegativeInt] = Field(default=[11, 11, 10], min_length=3, max_length=3)
-    partial_rotary_factor: float = Field(default=None, gt=0, le=1)  # missing: the key beside it
+    partial_rotary_factor: float = Field(default=None, gt=0, le=1)  # missing: text_config's own key
 
 
 class TextKeys(DecoderKeys):
-    """text_config. The keys of the layer that predicts a second token are for servers: it is not computed here."""
+    """The keys of text_config.
+
+    The keys of the layer that predicts a second token (mtp) are for inference servers; the layer is not computed here.
+    """
 
     model_type: Literal["qwen3_5_text"] = "qwen3_5_text"
     vocab_size: PositiveInt = 248_320
@@ -33,7 +36,7 @@ class TextKeys(DecoderKeys):
     num_key_value_heads: PositiveInt = 4
     head_dim: int = Field(default=256, ge=2, multiple_of=2)
     hidden_act: Literal["silu"] = "silu"
-    tie_word_embeddings: bool = False  # transformers ties by the key of the whole model and never looks at this one
+    tie_word_embeddings: bool = False  # transformers reads only the key of the whole model, never this one
     rope_parameters: TextRotaryKeys | None = None
     rope_scaling: TextRotaryKeys | None = None
     partial_rotary_factor: float = Field(default=0.25, gt=0, le=1)
@@ -53,14 +56,14 @@ class TextKeys(DecoderKeys):
 
 
 class VisionKeys(qwen3_vl.VisionKeys):
-    """vision_config."""
+    """The keys of vision_config."""
 
     model_type: Literal["qwen3_5_vision", "qwen3_5"] = "qwen3_5_vision"
     deepstack_visual_indexes: list[int] = Field(default=[], max_length=0)
 
 
 class Qwen35VLKeys(qwen3_vl.Qwen3VLKeys):
-    """config.json."""
+    """The keys of config.json."""
 
     model_type: Literal["qwen3_5"]
     text_config: TextKeys
@@ -69,13 +72,13 @@ class Qwen35VLKeys(qwen3_vl.Qwen3VLKeys):
 
 
 def read_shape(config: Mapping[str, Any], path: Path | str = "config.json") -> ModelShape:
-    """The sizes of a parsed config.json.
+    """Return the sizes in a parsed config.json.
 
     Args:
-        path: of the file, for messages.
+        path: path of the file, for messages.
 
     Raises:
-        InputError: a key is not understood, or two do not go together.
+        InputError: a key is not understood, or two keys are inconsistent.
     """
     keys = read_keys(Qwen35VLKeys, config, path)
     text, where = keys.text_config, f"{path}: text_config."

@@ -1,5 +1,7 @@
-"""The dense models of Qwen3.5, 3.6 and 3.8 by name: 27B is one shape for the three. And one that a CPU trains in
-minutes."""
+"""The dense models of Qwen3.5, 3.6 and 3.8 by name, and a tiny model that a CPU trains in minutes.
+
+The 27B model has the same shape in all three versions.
+"""
 
 from typing import Any
 

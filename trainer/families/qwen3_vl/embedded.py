@@ -1,16 +1,18 @@
-"""The configs of a Qwen3-VL of chosen sizes and random weights, with interleaved mrope, deepstack and grouped-query
-attention as in the published ones. Without torch."""
+"""The configs of a Qwen3-VL with chosen sizes and random weights. Without torch.
+
+They have interleaved mrope, deepstack and grouped-query attention like the published models.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
 
 def embedded_configs(settings: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, dict[str, Any]]:
-    """config.json and preprocessor_config.json.
+    """Return config.json and preprocessor_config.json.
 
     Args:
-        settings: of `EmbeddedModelConfig` in stages/inputs/config.py.
-        ids: of the tokenizer's control tokens.
+        settings: the fields of `EmbeddedModelConfig` in stages/inputs/config.py.
+        ids: ids of the tokenizer's control tokens.
     """
     config = {
         "model_type": "qwen3_vl",

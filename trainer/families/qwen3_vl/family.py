@@ -1,4 +1,4 @@
-"""Qwen3-VL in one object, without torch."""
+"""The Qwen3-VL family in one object, without torch."""
 
 from trainer.families.qwen3_vl.embedded import embedded_configs
 from trainer.families.qwen3_vl.shape import read_shape
@@ -9,10 +9,10 @@ _MERGERS = ("vision.merger.", "vision.deepstack_mergers.")
 
 
 def part_of(name: str) -> str:
-    """The part a parameter of the bare model belongs to: "vision", "merger" or "language".
+    """Return the part that a parameter of the bare model belongs to: "vision", "merger" or "language".
 
     Raises:
-        ValueError: it belongs to none of them.
+        ValueError: the parameter belongs to none of these parts.
     """
     if name.startswith(_MERGERS):
         return "merger"

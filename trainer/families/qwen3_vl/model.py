@@ -1,6 +1,6 @@
 """Qwen3-VL: the vision encoder in front of the language model.
 
-s = tokens of this rank's part of the sequence, V = image tokens among them, D = hidden size, L = deepstack levels.
+s = tokens of this rank's part of the sequence, V = image tokens among the s, D = hidden size, L = deepstack levels.
 """
 
 from functools import partial
@@ -30,14 +30,14 @@ from trainer.parts.vision.module import VisionEncoder, vision_config
 def build_encoder(
     shape: VisionShape, parallel: ParallelConfig, dtype: torch.dtype, modules: BackendSpecProvider, mesh: Mesh
 ) -> VisionEncoder:
-    """The vision encoder of a rank, whose weights are unset until they are loaded."""
+    """Return the vision encoder of a rank; its weights are unset until they are loaded."""
     by_images = parallel.vision_split == "images"
     tp = mesh.alone if by_images else mesh.groups.tp
     groups = ProcessGroupCollection(tp=tp, cp=mesh.alone, pp=mesh.alone)
     config = vision_config(shape, parallel, dtype)
     encoder = VisionEncoder(config, shape, modules, groups, recompute=parallel.recompute_vision)
     if by_images:
-        # Whole on every tensor-parallel rank: the gradient norm must count it once.
+        # The encoder is whole on every tensor-parallel rank, so the gradient norm must count it only once.
         for param in encoder.parameters():
             param.tensor_model_parallel = False
     return encoder
@@ -47,7 +47,7 @@ class Qwen3VLModel(PackedModel):
     """One chunk of the model. Level i of the deepstack features is added to the image tokens after layer i."""
 
     def build_parts(self, dtype: torch.dtype, modules: BackendSpecProvider) -> None:
-        """The vision encoder, on the first chunk; if vision is dealt, a copy on the first one of every other rank."""
+        """Build the vision encoder on the first chunk; with shared images also on every other rank's first chunk."""
         is_dealt = self.parallel.deals_vision and not self.vp_stage
         if not (self.pre_process or is_dealt):
             return
@@ -60,7 +60,7 @@ class Qwen3VLModel(PackedModel):
             self.exchange = self._remote(encoder, self.mesh.bridge)
 
     def _dealt(self, encoder: VisionEncoder, pp: ProcessGroup) -> VisionOwner | PipelineWorker:
-        """The images shared with the other ranks of the pipeline."""
+        """Return the exchange for images that all ranks of the pipeline encode together."""
         encode, window = partial(self.encode, encoder), Window.of(pp.size(), self.parallel.vpp)
         links = pipeline_links(pp)
         if self.pre_process:
@@ -68,7 +68,7 @@ class Qwen3VLModel(PackedModel):
         return PipelineWorker(encoder, encode, links, [0], window)
 
     def _remote(self, encoder: VisionEncoder, bridge: Bridge) -> RemoteOwner:
-        """The images encoded by ranks that do nothing else."""
+        """Return the exchange for images that dedicated vision ranks encode."""
         dp, places = self.mesh.dp, self.groups.tp_cp
         workers, copies = bridge.workers_of(self.mesh.dp_rank, places.rank(), places.size(), dp)
         window = Window(0, sum(Window.of(self.parallel.pp, self.parallel.vpp)))
@@ -76,29 +76,29 @@ class Qwen3VLModel(PackedModel):
 
     @property
     def _encoded_width(self) -> int:
-        """Numbers of an image token with its deepstack features."""
+        """Width of an image token together with its deepstack features."""
         return (1 + self.shape.num_deepstack) * self.shape.language.hidden_size
 
     def rotation(self, batch: MicroBatch) -> Rotation:
-        """By positions of three axes."""
+        """Rotate by positions with three axes."""
         return Rotation.of(mrope_angles(batch.position_ids, self.shape.language))
 
     def prepare_pixels(self, patch_format: PatchFormat) -> None:
-        """Set how the data's patches become pixel values."""
+        """Set how the patches of the data are converted to pixel values."""
         encoders = [self.vision] if self.pre_process else [self.exchange.part["vision"]] if self.exchange else []
         for encoder in encoders:
             encoder.patch_embed.set_normalisation(patch_format.image_mean, patch_format.image_std)
 
     def encode(self, encoder: VisionEncoder, batch: MicroBatch) -> torch.Tensor:
-        """(encoded_rows, (1 + L) * D): this rank's image tokens, each with its deepstack features."""
+        """Return (encoded_rows, (1 + L) * D): this rank's image tokens, each with its deepstack features."""
         self.clock.switch("vision")
-        # A rank without images encodes a blank one, whose token goes nowhere and whose gradient is zero.
+        # A rank without images encodes a blank image, whose token is not used and whose gradient is zero.
         encoded = encoder(batch)[: batch.encoded_rows]
         self.clock.switch_on_gradient(encoded, "vision")
         return encoded
 
     def embed(self, batch: MicroBatch) -> tuple[torch.Tensor, Between]:
-        """Token embeddings (s, 1, D) with the image tokens in their places; features come after the first layers."""
+        """Return token embeddings (s, 1, D) with image tokens inserted, and the function that adds the features."""
         encoded = self.encode(self.vision, batch) if batch.features is None else batch.features
         self.clock.switch("language")
         gathered = gather_rows(encoded, batch.gathered_rows, *self._sharers())
@@ -116,13 +116,13 @@ class Qwen3VLModel(PackedModel):
         return hidden, add_feature
 
     def _sharers(self) -> tuple[ProcessGroup, ProcessGroup]:
-        """The ranks that share the images of a bin, and those that hold different tokens of it."""
+        """Return the ranks that share the images of a bin, and the ranks that hold different tokens of the bin."""
         encoders = self.groups.tp_cp if self.parallel.vision_split == "images" else self.groups.cp
         users = self.groups.tp_cp if self.parallel.sequence_parallel else self.groups.cp
         return encoders, users
 
     def partial_gradients(self) -> list[torch.nn.Parameter]:
-        """Return also the parameters of the vision encoder, if tensor-parallel ranks share the images."""
+        """Extend the base method by the vision encoder's parameters, if tensor-parallel ranks share the images."""
         shared = self.pre_process and self.parallel.vision_split == "images" and self.parallel.tp > 1
         vision = self.vision.parameters() if shared else ()
         return super().partial_gradients() + [param for param in vision if param.requires_grad]
@@ -130,7 +130,7 @@ class Qwen3VLModel(PackedModel):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> ShardedStateDict:
-        """The base class's; the copies of a vision encoder that is whole on every tensor-parallel rank are numbered."""
+        """Extend the base method: mark the replicas of a vision encoder that every tensor-parallel rank holds whole."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         copy = (0, self.groups.tp.rank(), self.groups.dp_cp.rank())
         for name, value in state.items():

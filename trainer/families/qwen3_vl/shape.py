@@ -1,4 +1,4 @@
-"""config.json of a Qwen3-VL directory -> its sizes. Without torch. Defaults are transformers' (5.23)."""
+"""The sizes of a Qwen3-VL model, read from its config.json without torch. Defaults are transformers' (5.23)."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,29 +22,29 @@ from trainer.model.shape import DecoderShape, ImageTokens, ModelShape, VisionSha
 
 
 class TextRotaryKeys(RotaryKeys):
-    """Of text_config."""
+    """The keys of rope_parameters in text_config."""
 
     mrope_section: list[NonNegativeInt] = Field(default=[24, 20, 20], min_length=3, max_length=3)
     mrope_interleaved: Literal[True] = True
 
 
 class TextKeys(DecoderKeys):
-    """text_config."""
+    """The keys of text_config."""
 
     model_type: Literal["qwen3_vl_text"] = "qwen3_vl_text"
-    tie_word_embeddings: bool = False  # transformers ties by the key of the whole model and never looks at this one
+    tie_word_embeddings: bool = False  # transformers reads only the key of the whole model, never this one
     rope_parameters: TextRotaryKeys | None = None
     rope_scaling: TextRotaryKeys | None = None
 
 
 class VisionRotaryKeys(RotaryKeys):
-    """Of vision_config."""
+    """The keys of rope_parameters in vision_config."""
 
     rope_type: Literal["axial", "default"] = "axial"
 
 
 class VisionKeys(CommonKeys):
-    """vision_config."""
+    """The keys of vision_config."""
 
     model_type: Literal["qwen3_vl_vision", "qwen3_vl"] = "qwen3_vl_vision"
     depth: PositiveInt = 27
@@ -65,7 +65,10 @@ class VisionKeys(CommonKeys):
 
 
 class Qwen3VLKeys(CommonKeys):
-    """config.json. transformers has defaults for the ids too, which would be other tokens of this tokenizer."""
+    """The keys of config.json.
+
+    The token ids have no default: transformers' defaults would be the ids of other tokens in this tokenizer.
+    """
 
     model_type: Literal["qwen3_vl"]
     text_config: TextKeys
@@ -78,13 +81,13 @@ class Qwen3VLKeys(CommonKeys):
 
 
 def read_shape(config: Mapping[str, Any], path: Path | str = "config.json") -> ModelShape:
-    """The sizes of a parsed config.json.
+    """Return the sizes in a parsed config.json.
 
     Args:
-        path: of the file, for messages.
+        path: path of the file, for messages.
 
     Raises:
-        InputError: a key is not understood, or two do not go together.
+        InputError: a key is not understood, or two keys are inconsistent.
     """
     keys = read_keys(Qwen3VLKeys, config, path)
     text, where = keys.text_config, f"{path}: text_config."
@@ -102,23 +105,23 @@ def read_shape(config: Mapping[str, Any], path: Path | str = "config.json") -> M
 
 
 def mrope_of(keys: TextKeys, rotary_dim: int, path: Path | str) -> tuple[tuple[int, ...], float]:
-    """Rotary pairs of each axis, and the base.
+    """Return the number of rotary pairs of each axis, and the base.
 
     Args:
-        rotary_dim: how many leading components of a head are rotated.
+        rotary_dim: number of leading components of a head that are rotated.
 
     Raises:
-        InputError: the pairs are not those of a head.
+        InputError: the numbers of pairs do not add up to rotary_dim / 2.
     """
     rotary, theta = rotary_of(keys, TextRotaryKeys(), default_theta=500_000.0)
     return checked_section(rotary.mrope_section, rotary_dim, path), theta
 
 
 def checked_section(section: list[int], rotary_dim: int, path: Path | str) -> tuple[int, ...]:
-    """The rotary pairs of each axis.
+    """Return the number of rotary pairs of each axis.
 
     Raises:
-        InputError: they are not all the pairs of the numbers that are turned.
+        InputError: the numbers of pairs do not add up to rotary_dim / 2.
     """
     if 2 * sum(section) != rotary_dim:
         raise InputError(
@@ -129,10 +132,10 @@ def checked_section(section: list[int], rotary_dim: int, path: Path | str) -> tu
 
 
 def with_vision(language: DecoderShape, keys: Qwen3VLKeys, path: Path | str) -> ModelShape:
-    """The whole model.
+    """Return the shape of the whole model: the language model and its vision encoder.
 
     Raises:
-        InputError: its two halves do not go together.
+        InputError: language model and vision encoder are inconsistent.
     """
     vision = _vision(keys.vision_config, f"{path}: vision_config.")
     if vision.out_hidden_size != language.hidden_size:
@@ -141,7 +144,7 @@ def with_vision(language: DecoderShape, keys: Qwen3VLKeys, path: Path | str) -> 
             f"{language.hidden_size}; image tokens are as wide as the language model: take both from the same model"
         )
     if len(vision.deepstack_layers) >= language.num_layers:
-        # The last layer ends with the loss tokens alone: no feature of image tokens can be added after it.
+        # The last layer ends with only the loss tokens: no feature of image tokens can be added after it.
         raise InputError(
             f"{path}: {len(vision.deepstack_layers)} deepstack levels (vision_config.deepstack_visual_indexes) need "
             f"more layers than text_config.num_hidden_layers={language.num_layers}; take a complete qwen3_vl model"

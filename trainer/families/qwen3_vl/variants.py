@@ -1,6 +1,6 @@
-"""Qwen3-VL's dense models by name: the sizes that they are published with, and one that a CPU trains in a minute.
+"""The dense Qwen3-VL models by name: the published sizes, and a tiny model that a CPU trains in a minute.
 
-The names of the sizes are those of `EmbeddedModelConfig` in stages/inputs/config.py.
+The keys are the fields of `EmbeddedModelConfig` in stages/inputs/config.py.
 """
 
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 _QWEN_PIXELS = {"min_pixels": 256 * 16**2, "max_pixels": 65_536 * 16**2}
 _PUBLISHED = {"initializer_range": 0.02, "position_grid": 48, "dtype": "bfloat16", **_QWEN_PIXELS}
 
-# The two encoders. Qwen3.5 has them too.
+# The two published encoders; Qwen3.5 uses them too.
 VISION_300M: dict[str, Any] = _PUBLISHED | {
     "vision_depth": 24,
     "vision_hidden_size": 1024,
@@ -21,7 +21,7 @@ VISION_400M: dict[str, Any] = _PUBLISHED | {
     "vision_num_heads": 16,
     "vision_intermediate_size": 4304,
 }
-# On the digits, of 8 x 8 points. A wide range of random weights lets a model of this width begin to learn at once.
+# For the digits, images of 8 x 8 points. With a wide range of initial weights a model of this width trains at once.
 VISION_DIGITS: dict[str, Any] = {
     "vision_depth": 3,
     "vision_hidden_size": 64,
@@ -50,7 +50,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "deepstack_indexes": (0, 1),
         "rope_theta": 10_000.0,
     },
-    # Reads a drawn receipt after ten minutes on one GPU: the recipe `receipts`. Vocabulary for one small language.
+    # Reads a drawn receipt after ten minutes on one GPU, see the recipe `receipts`. Vocabulary of one small language.
     "qwen3_vl_100m": {
         "vocab_size": 2048,
         "hidden_size": 768,

@@ -1,5 +1,5 @@
-"""Triton kernels, each beside the plain torch that it is tested against.
+"""Triton kernels; each is tested against plain torch.
 
 In and out: tensors on a GPU.
-Read first: `qkv.py`.
+Read first: `rms_norm.py`.
 """

@@ -1,14 +1,15 @@
-"""float8 numbers (e4m3) to bfloat16 or float32, times one factor per row, in one pass (Triton, CUDA alone): a byte is
-read and two or four are written per number. In torch it takes two passes, of 7 bytes per number of bfloat16.
+"""Unpack float8 (e4m3) to bfloat16 or float32, times one factor per row, in one pass (Triton, CUDA only).
 
-The numbers are taken apart by their bits: Triton has the type itself only for Hopper and Ada.
+Per value one byte is read and two or four are written. torch takes two passes, which move 7 bytes per bfloat16 value.
+
+The kernel decodes the bits itself, because Triton supports the type only on Hopper and Ada.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-_BLOCK, _WARPS = 4096, 8  # numbers at a time
+_BLOCK, _WARPS = 4096, 8  # values per program; warps
 
 
 @triton.jit
@@ -26,10 +27,10 @@ def _unpack(codes, scale, out, width, BLOCK: tl.constexpr):
 
 
 def unpack_rows(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """(rows, width) uint8 codes of e4m3 numbers and (rows,) float32 -> (rows, width) numbers times their row's factor.
+    """Unpack (rows, width) uint8 e4m3 codes to (rows, width) values, times the (rows,) float32 factor of each row.
 
     Args:
-        dtype: of the result. NaN's code is not known here.
+        dtype: dtype of the result. The code of NaN is not supported.
     """
     rows, width = codes.shape
     out = torch.empty(rows, width, dtype=dtype, device=codes.device)

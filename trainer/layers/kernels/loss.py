@@ -1,5 +1,7 @@
-"""Softmax and cross entropy over rows of logits where they lie (Triton, CUDA alone): read once forward, read and
-written once backward, float32 in registers only. The plain way makes a float32 copy and passes over it some ten times.
+"""Softmax and cross entropy over rows of logits, in place (Triton, CUDA only).
+
+The logits are read once forward, and read and written once backward; float32 values exist only in registers. Plain
+torch makes a float32 copy and passes over it about ten times.
 
 n = rows, W = words of the vocabulary that this rank holds.
 """
@@ -8,10 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
-_BLOCK, _WARPS = 4096, 8  # words at a time
+_BLOCK, _WARPS = 4096, 8  # words per step or program; warps
 
 
-# Rows of one tensor lie as its length wills: that they are aligned for some is no reason to compile twice.
+# These are rows of one tensor, aligned or not depending on its length: do not compile once for each case.
 @triton.jit(do_not_specialize_on_alignment=["largest", "total", "chosen"])
 def _summarize(logits, places, largest, total, chosen, W, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -43,10 +45,10 @@ def _differentiate(logits, places, largest, scale, upstream, W, BLOCK: tl.conste
 
 
 def summarize(logits: torch.Tensor, places: torch.Tensor, out: torch.Tensor) -> None:
-    """Of each row of (n, W) logits: the largest, the sum of exp(logit - largest), and the one at its place.
+    """Write to `out`, for each row of (n, W) logits: the largest, the sum of exp(logit - largest), the label's logit.
 
     Args:
-        places: (n,) int64; outside of 0..W-1 the logit counts as 0.
+        places: (n,) int64 index of the label's logit in each row; outside 0..W-1 that logit counts as 0.
         out: (3, n) float32, rows contiguous.
     """
     _summarize[(len(logits),)](logits, places, *out, logits.size(1), BLOCK=_BLOCK, num_warps=_WARPS)
@@ -55,10 +57,11 @@ def summarize(logits: torch.Tensor, places: torch.Tensor, out: torch.Tensor) -> 
 def differentiate(
     logits: torch.Tensor, places: torch.Tensor, largest: torch.Tensor, total: torch.Tensor, upstream: torch.Tensor
 ) -> None:
-    """Put in the place of (n, W) logits their gradient, (softmax - one at the row's place) * upstream.
+    """Overwrite (n, W) logits with their gradient, (softmax - one_hot(label)) * upstream.
 
     Args:
-        largest, total: (n,) float32, of all ranks' words together.
+        largest, total: (n,) float32, over the words of all ranks.
+        places: see `summarize`.
         upstream: (n,) float32.
     """
     words = logits.size(1)

@@ -1,4 +1,4 @@
-"""Whether our Triton kernels run: the one place that decides it. What they need is in trainer/contract/machine."""
+"""The decision whether our Triton kernels run, made only here. Their needs are listed in trainer/contract/machine."""
 
 from functools import cache
 
@@ -11,12 +11,12 @@ _allowed = True
 
 
 def can_import() -> bool:
-    """Whether the kernels' files can be imported, which takes Triton."""
+    """Whether the kernels' modules can be imported, which requires Triton."""
     return torch.cuda.is_available()
 
 
 def allow_kernels(allowed: bool) -> None:
-    """Let this process's models use our kernels from now on, or not."""
+    """Set whether this process's models use our kernels from now on."""
     global _allowed
     _allowed = allowed
 
@@ -27,7 +27,7 @@ def kernels_run(device: torch.device) -> bool:
 
 
 def hopper_kernels_run(device: torch.device) -> bool:
-    """Whether the delta rule's kernels compute on a device: they are proven on Hopper, not on newer GPUs."""
+    """Whether the delta rule's kernels compute on a device: they are tested on Hopper, not on newer GPUs."""
     return kernels_run(device) and _capability(device)[0] == _HOPPER
 
 

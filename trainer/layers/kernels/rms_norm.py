@@ -1,15 +1,17 @@
-"""RMS norm in one kernel a way (Triton, CUDA alone). torch's own takes no weight of another type than its input, so a
-weight that is centred at zero, of which 1 + weight is a float32 number, would take it three passes more.
+"""RMS norm with one kernel forward and one backward (Triton, CUDA only).
 
-D = numbers of a row.
+torch's own needs a weight of its input's dtype. A zero-centred weight, where 1 + weight is float32, would cost three
+more passes.
+
+D = values of a row.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-_NUMBERS = 2048  # of a program at a time, at least one row
-_PROGRAMS = 132 * 2  # of the backward pass: each sums the weight's gradient over its rows
+_NUMBERS = 2048  # values that a program handles at a time, but at least one row
+_PROGRAMS = 132 * 2  # programs of the backward pass; each sums the weight's gradient over its rows
 
 
 @triton.jit
@@ -79,9 +81,9 @@ def _shape(x: torch.Tensor) -> dict[str, int]:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, zero_centred: bool = False) -> torch.Tensor:
-    """(..., D) and (D,) -> (..., D), in float32 from the read to the write.
+    """Normalise (..., D) with the weight (D,), computed in float32 from the read to the write.
 
     Args:
-        zero_centred: multiply by 1 + weight.
+        zero_centred: whether to multiply by 1 + weight.
     """
     return _RmsNorm.apply(x, weight, eps, float(zero_centred))

@@ -1,10 +1,13 @@
-"""silu(first half) * second half in one kernel a way (Triton, CUDA alone): each value is read and written once."""
+"""silu(first half) * second half, with one kernel forward and one backward (Triton, CUDA only).
+
+Each value is read and written once.
+"""
 
 import torch
 import triton
 import triton.language as tl
 
-_BLOCK, _WARPS = 1024, 4  # numbers of a row at a time
+_BLOCK, _WARPS = 1024, 4  # values of a row per program; warps
 
 
 @triton.jit
@@ -55,5 +58,5 @@ def _grid(out: torch.Tensor) -> tuple[int, int]:
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """(..., 2 F) -> (..., F), in float32 from the read to the write."""
+    """Return silu(first half) * second half: (..., 2 F) -> (..., F), in float32 from the read to the write."""
     return _Swiglu.apply(gate_up)

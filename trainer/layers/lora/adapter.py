@@ -1,8 +1,8 @@
-"""The low-rank products beside one linear layer of ours, one for each Hugging Face module whose weight lies in it.
+"""The adapters of one linear layer of ours, one for each Hugging Face module whose weight the layer holds.
 
-A layer of ours may hold several modules' weights in one matrix, in an order of rows of its own. All adapters of a
-layer are two products: with the A's one after another, (k * rank, in), and with the B's as blocks of a matrix (out,
-k * rank), whose rows are put in the layer's order as those of the weights are.
+A layer of ours may hold several modules' weights in one matrix, with its own order of rows. All adapters of a layer are
+computed in two products: with the concatenated A's, (k * rank, in), and with the B's as blocks of a matrix
+(out, k * rank). The rows of that matrix are brought into the layer's order, like the rows of the weights.
 
 k = adapted modules of the layer, T = tokens, s = T / tp with sequence parallel, else T.
 """
@@ -33,9 +33,10 @@ class LinearAdapter(torch.nn.Module):
     """The adapters of one linear layer.
 
     Args:
-        linear: column-parallel (its output is divided) or row-parallel (its input is).
-        rule: of the layer's weight.
+        linear: column-parallel (the output is divided) or row-parallel (the input is divided).
+        rule: the rule of the layer's weight.
         chosen: for each of the rule's HF tensors whether it is adapted.
+        is_column: whether `linear` is column-parallel.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class LinearAdapter(torch.nn.Module):
         self.b = torch.nn.ParameterDict(
             {str(n): torch.nn.Parameter(torch.zeros(self.rows[n], config.rank, **like)) for n in self.chosen}
         )
-        # (out,) float32, of W's rows; made at the first use, since copies of the encoder get W after they are made
+        # (out,) float32 squared lengths of W's rows; computed at first use, since copies of the encoder get W late
         self._squares: torch.Tensor | None = None
         self.magnitude = torch.nn.ParameterDict()
         if config.kind == "dora":
@@ -66,7 +67,7 @@ class LinearAdapter(torch.nn.Module):
         self._mark()
 
     def _mark(self) -> None:
-        """What tensor-parallel ranks divide, and what has only a part of its gradient with sequence parallel."""
+        """Mark the parameters that ranks divide, and those with a partial gradient under sequence parallelism."""
         divided, whole = (self.b, self.a) if self.is_column else (self.a, self.b)
         for param in divided.values() if self.tp.size() > 1 else ():
             param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, int(not self.is_column), 1
@@ -80,11 +81,12 @@ class LinearAdapter(torch.nn.Module):
 
     @torch.no_grad()
     def initialise(self, names: Sequence[str], seed: int) -> None:
-        """PEFT's beginning: A uniform within 1 / sqrt(in) (Kaiming with a = sqrt(5)), B zero. Each module's numbers
-        depend on the seed and its name alone.
+        """Set A as PEFT does: uniform within 1 / sqrt(in) (Kaiming with a = sqrt(5)); B is zero already.
+
+        Each module's values depend only on the seed and the module's name.
 
         Args:
-            names: of the HF modules of the layer.
+            names: names of the HF modules of the layer.
         """
         for number in self.chosen:
             a = self.a[str(number)]
@@ -96,7 +98,7 @@ class LinearAdapter(torch.nn.Module):
 
     @torch.no_grad()
     def measure(self, weight: torch.Tensor) -> None:
-        """DoRA's beginning: the lengths of the rows of the layer's weight."""
+        """Set DoRA's magnitudes to their initial values, the lengths of the rows of the layer's weight."""
         ranks = self.tp.size() if self.is_column else 1
         lengths = self.packing.split(self._row_lengths(weight, None, None), len(self.rows), ranks)
         for number, magnitude in self.magnitude.items():
@@ -105,7 +107,7 @@ class LinearAdapter(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> ShardedStateDict:
-        """Each Hugging Face module's A and B in their places."""
+        """Return the sharded tensors of each Hugging Face module's A, B and magnitude."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         divided = {f"{'b' if self.is_column else 'a'}.{n}": int(not self.is_column) for n in self.chosen}
         if self.is_column:
@@ -127,7 +129,7 @@ class LinearAdapter(torch.nn.Module):
         return state
 
     def _whole_b(self) -> torch.Tensor:
-        """(out, k * rank) in the layer's order of rows."""
+        """Return all B's as one block matrix (out, k * rank), in the layer's order of rows."""
         rank, ranks = self.config.rank, self.tp.size() if self.is_column else 1
         parts = []
         for number, rows in enumerate(self.rows):
@@ -142,15 +144,15 @@ class LinearAdapter(torch.nn.Module):
     def forward(
         self, linear: torch.nn.Module, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The layer's output with its adapters.
+        """Return the layer's output with its adapters applied.
 
         Args:
-            x: the product's input, (s, 1, in) of a column-parallel layer, (T, 1, in / tp) of a row-parallel one.
-            out: its output, (T, 1, out / tp) or (s, 1, out).
-            bias: what of the output is the layer's bias.
+            x: input of the matrix product: (s, 1, in) if column-parallel, (T, 1, in / tp) if row-parallel.
+            out: output of the layer without adapters: (T, 1, out / tp) if column-parallel, (s, 1, out) if row-parallel.
+            bias: the layer's bias, if `out` contains it.
         """
         a, b = torch.cat([*self.a.values()]), self._whole_b()
-        # Scaled here, where a row has `rank` numbers, not where it has those of the output: two passes less each way.
+        # Scale here, where a row has only `rank` values per adapter: this saves two passes over the output each way.
         low = F.linear(F.dropout(x, self.config.dropout, self.training), a) * self.config.scaling
         if self.tp.size() > 1:
             low = self._exchanged(low)
@@ -162,7 +164,7 @@ class LinearAdapter(torch.nn.Module):
         return scaled if bias is None else scaled + bias * (1 - scale)
 
     def _exchanged(self, low: torch.Tensor) -> torch.Tensor:
-        """What all tensor-parallel ranks' inputs make together."""
+        """Combine the ranks' parts of `low` over the tensor-parallel ranks."""
         if self.is_column and self.sequence_parallel:
             return gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=self.tp)
         if self.is_column:
@@ -172,7 +174,7 @@ class LinearAdapter(torch.nn.Module):
         return reduce_from_tensor_model_parallel_region(low, group=self.tp)
 
     def _scale(self, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """(out,) the length of each row over that of the adapted weight's; 1 where no module is adapted."""
+        """Return (out,): each row's magnitude over the row length of the adapted weight; 1 where nothing is adapted."""
         with torch.no_grad():
             lengths = self._row_lengths(weight, a, b)
         ranks, count = self.tp.size() if self.is_column else 1, len(self.rows)
@@ -181,7 +183,10 @@ class LinearAdapter(torch.nn.Module):
         return (self.packing.fuse(wanted, ranks) / lengths[:, None])[:, 0]
 
     def _row_lengths(self, weight: torch.Tensor, a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor:
-        """(out,) lengths of the rows of W + scaling * B A, from products of the rank's size; of W without A and B."""
+        """Return (out,) lengths of the rows of W + scaling * B A, or of W if A and B are None.
+
+        B A is never formed: all products have an inner or outer dimension of the adapters' rank.
+        """
         squares = self._squares if a is not None else None
         if squares is None:
             squares = torch.linalg.vector_norm(weight.detach(), dim=1, dtype=torch.float32).square()

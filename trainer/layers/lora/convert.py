@@ -1,4 +1,4 @@
-"""Adapters for the layers of a chunk whose Hugging Face modules are asked for."""
+"""Adapters for the layers of a chunk that hold the requested Hugging Face modules."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -15,10 +15,10 @@ _WEIGHT = ".weight"
 
 
 def add_adapters(model: torch.nn.Module, layers: Sequence[Adapted], config: AdapterConfig, seed: int) -> None:
-    """Give a chunk's layers their adapters, freshly initialised; nothing else of it is trained then.
+    """Add freshly initialised adapters to a chunk's layers and freeze all other parameters of the chunk.
 
     Args:
-        layers: of the whole model.
+        layers: adapted layers of the whole model.
     """
     for param in model.parameters():
         param.requires_grad = False
@@ -29,7 +29,7 @@ def add_adapters(model: torch.nn.Module, layers: Sequence[Adapted], config: Adap
         adapter = LinearAdapter(linear, layer.rule, layer.chosen, config, is_column=_is_column(linear))
         adapter.initialise(layer.modules, seed)
         linear.adapter = adapter
-        if hasattr(linear, "return_layernorm_output"):  # Transformer Engine's, with the norm in it
+        if hasattr(linear, "return_layernorm_output"):  # a Transformer Engine layer that contains the norm
             linear.return_layernorm_output = True
         linear.__class__ = _with_adapter(type(linear))
 
@@ -41,10 +41,10 @@ def begin_adapters(
     seed: int,
     read: Callable[[Rule, torch.nn.Parameter], torch.Tensor],
 ) -> None:
-    """Give the adapters of a chunk that was divided without memory the numbers of a beginning; B's are zero already.
+    """Set the initial values of the adapters of a chunk that was sharded before it had memory; B is zero already.
 
     Args:
-        read: the weight of a rule, whole, for its parameter.
+        read: returns the whole weight of a rule, given the rule and its parameter.
     """
     for layer, linear in _linears(model, layers):
         linear.adapter.initialise(layer.modules, seed)
@@ -53,7 +53,7 @@ def begin_adapters(
 
 
 def _linears(model: torch.nn.Module, layers: Sequence[Adapted]) -> Iterator[tuple[Adapted, torch.nn.Module]]:
-    """Those of the layers that a chunk has, with their modules."""
+    """Yield each layer that the chunk holds, with its module."""
     ours = zip(model.named_parameters(), global_names(model), strict=True)
     modules = {whole.removesuffix(_WEIGHT): name.removesuffix(_WEIGHT) for (name, _), (whole, _) in ours}
     for layer in layers:
@@ -67,12 +67,12 @@ def _is_column(linear: torch.nn.Module) -> bool:
 
 @functools.cache
 def _with_adapter(kind: type) -> type:
-    """The class of linear layers of this kind that have an adapter."""
+    """Return the subclass of `kind` for linear layers that have an adapter."""
 
     class WithAdapter(kind):
         def forward(self, x: torch.Tensor, *args: object, **kwargs: object):
             out, bias = super().forward(x, *args, **kwargs)
-            if isinstance(out, tuple):  # the adapter's input is the product's, after the norm
+            if isinstance(out, tuple):  # the adapter takes the input of the matrix product, after the norm
                 out, x = out
             return self.adapter(self, x, out, _bias_within(self)), bias
 
@@ -85,20 +85,20 @@ def _with_adapter(kind: type) -> type:
 
 
 def _bias_within(linear: torch.nn.Module) -> torch.Tensor | None:
-    """The bias that the layer has added to its output itself."""
+    """Return the bias that the layer has already added to its output; None if there is none or it is returned."""
     is_returned = linear.te_return_bias if hasattr(linear, "te_return_bias") else linear.skip_bias_add
-    has_none = linear.bias is None or not linear.bias.numel()  # Transformer Engine's is empty then
+    has_none = linear.bias is None or not linear.bias.numel()  # Transformer Engine has an empty bias then
     return None if is_returned or has_none else linear.bias
 
 
 def has_adapters(model: torch.nn.Module) -> bool:
-    """Whether a chunk's adapters alone are trained."""
+    """Whether only the adapters of a chunk are trained."""
     return any(isinstance(module, LinearAdapter) for module in model.modules())
 
 
 @dataclass(frozen=True, slots=True)
 class InRuns(Stacked):
-    """One HF tensor, of which a tensor-parallel rank has a part of each of several runs of rows."""
+    """The packing of one HF tensor whose rows form several runs; a tensor-parallel rank holds a part of each run."""
 
     relative: tuple[int, ...] = (1,)
 
@@ -107,7 +107,7 @@ class InRuns(Stacked):
 
 
 def adapter_rules(layers: Sequence[Adapted], config: AdapterConfig) -> list[Rule]:
-    """The table of the adapters' weights, under PEFT's names of them."""
+    """Return the table of the adapters' weights, with PEFT's names."""
     rules = []
     for layer in layers:
         runs = layer.rule.packing.runs(len(layer.rule.hf))

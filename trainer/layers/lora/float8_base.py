@@ -1,8 +1,8 @@
-"""A frozen base in 8 bits: the weights of the language model's linear layers as float8 numbers, and nowhere else.
+"""A frozen base in 8 bits: the weights of the language model's linear layers are held only as float8.
 
-A number is an e4m3 number times a power of two, one for each row of the weight: so it is a number of bfloat16 too, and
-every device, precision and layout unpacks the same. A layer's weight exists unpacked while its product runs, forward
-and again backward: activations and products are those of the layer without float8.
+A value is an e4m3 number times a power of two, one power for each row of the weight. So every value is exact in
+bfloat16, and unpacks the same on every device, in every precision and layout. A layer's weight exists unpacked only
+while its product runs, once forward and once backward. Activations and products are the same as without float8.
 """
 
 import functools
@@ -20,16 +20,16 @@ from trainer.model.rules import global_names
 if can_import():
     from trainer.layers.kernels.float8 import unpack_rows
 
-LARGEST = 448.0  # of e4m3
-_SMALLEST_EXPONENT = -100  # of a row's factor: what is unpacked is no subnormal number, which devices treat differently
+LARGEST = 448.0  # largest e4m3 number
+_SMALLEST_EXPONENT = -100  # of a row's factor; avoids subnormal values, which devices treat differently
 _LAYERS, _WEIGHT = "language.decoder.layers.", ".weight"
 
 
 def pack(weight: torch.Tensor, sharers: ProcessGroup | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rows, width) numbers -> the same as uint8 codes of e4m3 numbers, and the factor of each row, (rows,) float32.
+    """Pack (rows, width) values to (rows, width) uint8 e4m3 codes and the (rows,) float32 factor of each row.
 
     Args:
-        sharers: tensor-parallel ranks that hold other columns of the same rows; None: these are whole.
+        sharers: tensor-parallel ranks that hold other columns of the same rows; None if the rows are whole.
     """
     largest = weight.abs().amax(1).float()
     if sharers is not None and sharers.size() > 1:
@@ -40,7 +40,7 @@ def pack(weight: torch.Tensor, sharers: ProcessGroup | None = None) -> tuple[tor
 
 
 def unpack(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What `pack` gave -> (rows, width) numbers, exactly."""
+    """Unpack the codes and factors from `pack` to (rows, width) values, exactly."""
     if kernels_run(codes.device):
         return unpack_rows(codes, scale, dtype)
     return codes.view(torch.float8_e4m3fn).to(dtype).mul_(scale[:, None])
@@ -55,10 +55,11 @@ class _Part(NamedTuple):
 
 
 class _Graph:
-    """What autograd keeps of one forward pass of a packed layer: the weight as its place, all else as before.
+    """The hooks for tensors that autograd saves in one forward pass of a packed layer.
 
-    A layer may save its weight several times; in backward it is unpacked once for all of them. Of hooks torch calls
-    the innermost alone, so these pass on what a recomputation is to see.
+    A view of the weight is saved as its size, stride and offset, every other tensor as it is. A layer may save its
+    weight several times; backward unpacks it once for all of them. torch calls only the innermost hooks, so these
+    hooks pass all other tensors on to the outer hooks, which a recomputation needs.
     """
 
     def __init__(self, linear: Any) -> None:
@@ -88,12 +89,12 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _with_float8(kind: type) -> type:
-    """The class of linear layers of this kind whose weight is packed."""
+    """Return the subclass of `kind` for linear layers whose weight is packed."""
 
     class WithFloat8(kind):
         @property
         def weight(self) -> torch.Tensor:
-            """(out, in) unpacked: the same tensor while the layer runs, else a new one."""
+            """The unpacked weight (out, in): the same tensor while the layer runs, otherwise a new one."""
             held = self._parameters["weight"]
             if held.dtype is not torch.uint8:
                 return held
@@ -101,7 +102,7 @@ def _with_float8(kind: type) -> type:
 
         def forward(self, *args: object, **kwargs: object):
             codes, weight, graph = self._parameters["weight"], self.weight, _Graph(self)
-            self._parameters["weight"] = weight  # Transformer Engine looks at the types of all parameters
+            self._parameters["weight"] = weight  # Transformer Engine checks the dtypes of all parameters
             try:
                 with saved_tensors_hooks(graph.save, graph.restore):
                     return super().forward(*args, **kwargs)
@@ -114,8 +115,10 @@ def _with_float8(kind: type) -> type:
 
 
 def pack_layer(linear: Any, device: torch.device) -> None:
-    """Hold a linear layer's weight as float8 on a device from now on: its parameter has the codes. A collective of the
-    tensor-parallel ranks if these divide its input."""
+    """Hold a linear layer's weight as float8 on a device from now on; the layer's parameter then holds the codes.
+
+    This is a collective of the tensor-parallel ranks if they divide the layer's input.
+    """
     whole = linear.weight
     divides_input = getattr(whole, "tensor_model_parallel", False) and whole.partition_dim == 1
     codes, scale = pack(whole.detach().to(device), linear.tp_group if divides_input else None)
@@ -127,11 +130,12 @@ def pack_layer(linear: Any, device: torch.device) -> None:
 
 
 def base_packer(model: torch.nn.Module, device: torch.device, packed: Collection[str]) -> Callable[[str], None]:
-    """A function that packs a chunk's weight on its way to the device, by our name of it in the whole model; it leaves
-    alone what is not a matrix of a language layer.
+    """Return a function that packs a chunk's weight onto the device, given our name of the weight in the whole model.
+
+    The function ignores weights outside the language layers and weights that are not in `packed`.
 
     Args:
-        packed: names of the weights of linear layers that are frozen.
+        packed: names of the weights of frozen linear layers.
     """
     names = zip(global_names(model), model.named_parameters(), strict=True)
     linears = {

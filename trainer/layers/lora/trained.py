@@ -1,4 +1,4 @@
-"""What is trained beside a frozen model: its adapters, and modules that are trained whole."""
+"""The trained parts of a frozen model: its adapters, and modules that are trained whole."""
 
 from collections.abc import Iterator, Sequence
 
@@ -13,19 +13,19 @@ from trainer.model.whole_modules import whole_rules
 
 
 def trained_rules(rules: Sequence[Rule], config: AdapterConfig) -> list[Rule]:
-    """The table of all that is trained, under PEFT's names: adapters first.
+    """Return the table of all trained weights with PEFT's names, adapters first.
 
     Args:
         rules: the model's table of weights.
 
     Raises:
-        InputError: a target or module names nothing, or modules cannot be trained whole.
+        InputError: a target or module matches nothing, or modules cannot be trained whole.
     """
     return [*adapter_rules(adapted_layers(rules, config), config), *whole_rules(rules, config)]
 
 
 def train_whole(model: torch.nn.Module, rules: Sequence[Rule]) -> None:
-    """Have a chunk's parameters of these rules trained."""
+    """Mark the parameters of a chunk that these rules name as trained whole."""
     ours = {rule.ours for rule in rules}
     for name, param in global_names(model):
         if name in ours:
@@ -33,7 +33,7 @@ def train_whole(model: torch.nn.Module, rules: Sequence[Rule]) -> None:
 
 
 def trained_parameters(model: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
-    """A chunk's adapters and what is trained whole of it, frozen or not: all that the base model does not have."""
+    """Yield the parameters of a chunk's adapters and of its modules trained whole, whether or not currently frozen."""
     for module in model.modules():
         if isinstance(module, LinearAdapter):
             yield from module.parameters()

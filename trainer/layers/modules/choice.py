@@ -1,4 +1,4 @@
-"""The choice of a job's modules: the one place for training, features and tests."""
+"""The choice of a job's modules, shared by training, features and tests."""
 
 import importlib.metadata
 import logging
@@ -19,7 +19,7 @@ log = logging.getLogger("athanor.trainer")
 
 
 def host_of(device: torch.device) -> Host:
-    """What this process computes on."""
+    """Return the hardware and the Transformer Engine version that this process computes with."""
     if device.type != "cuda":
         return Host()
     return Host(
@@ -30,11 +30,12 @@ def host_of(device: torch.device) -> Host:
 
 
 def choose_modules(wanted: Wanted, device: torch.device) -> BackendSpecProvider:
-    """The modules of a job on a device, named in its log; from now on our kernels run in this process if they belong
-    to them.
+    """Return the modules of a job on a device, and log the choice.
+
+    Also set whether our kernels run in this process from now on: they do not with the portable modules.
 
     Raises:
-        InputError: they are asked for and cannot be had.
+        InputError: the requested modules are not available.
     """
     host = host_of(device)
     modules = modules_of(wanted, host)

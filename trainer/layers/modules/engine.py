@@ -27,15 +27,20 @@ _CUDNN = FusedAttnBackend["F16_arbitrary_seqlen"]
 
 
 class NormColumnLinear(TELayerNormColumnParallelLinear):
-    """Adds its bias in the matrix product; with megatron-core's `skip_bias_add` that is a pass over memory each way."""
+    """A fused norm and column-parallel linear layer, with the bias added in the matrix product.
+
+    megatron-core's `skip_bias_add` would cost one more pass over memory forward and one backward.
+    """
 
     def __init__(self, *args: object, skip_bias_add: bool = False, **kwargs: object) -> None:
         super().__init__(*args, skip_bias_add=False, **kwargs)
 
 
 class RowLinear(TERowParallelLinear):
-    """The same. Transformer Engine adds a row-parallel bias after the sum over ranks, even on one rank, where there is
-    no sum."""
+    """A row-parallel linear layer that adds its bias in the matrix product on a single rank.
+
+    Transformer Engine adds the bias after the sum over ranks, even on one rank, where there is no sum.
+    """
 
     def __init__(self, *args: object, skip_bias_add: bool = False, **kwargs: object) -> None:
         super().__init__(*args, skip_bias_add=False, **kwargs)
@@ -44,12 +49,12 @@ class RowLinear(TERowParallelLinear):
 
 
 class PackedAttention(TEDotProductAttention):
-    """Transformer Engine's attention over a packed bin, with its own module passed over.
+    """Transformer Engine's attention over a packed bin, which bypasses Transformer Engine's own module.
 
-    In every call that module chooses a back end, looks at layouts and strides and keeps a random state: on the host
-    that takes three times as long as the call itself, and its choice depends on nothing that changes from bin to bin.
-    So only the first call goes through it; if it chose cuDNN, later calls go there directly. The arguments are those of
-    Transformer Engine 2.11 (FusedAttention.forward in its dot_product_attention/backends.py).
+    In every call that module chooses a back end, inspects layouts and strides and keeps a random state. On the host
+    this takes three times as long as the attention call itself, and the choice depends on nothing that changes from
+    bin to bin. So only the first call goes through the module; if it chose cuDNN, later calls go to cuDNN directly.
+    The arguments follow Transformer Engine 2.11 (FusedAttention.forward in its dot_product_attention/backends.py).
     """
 
     _uses_cudnn: bool | None = None  # None until the first call
@@ -57,7 +62,7 @@ class PackedAttention(TEDotProductAttention):
     def forward(
         self, query, key, value, attention_mask=None, *, attn_mask_type: AttnMaskType, packed_seq_params: PackedSegments
     ) -> torch.Tensor:
-        """(T, h, d), (T, g, d), (T, g, d) -> (T, h * d)."""
+        """Attend: queries (T, h, d), keys and values (T, g, d) -> (T, h * d)."""
         if self._uses_cudnn is None:
             out = super().forward(query, key, value, attention_mask, attn_mask_type, None, packed_seq_params)
             chosen = dot_product_attention._attention_backends
@@ -66,7 +71,7 @@ class PackedAttention(TEDotProductAttention):
         if not self._uses_cudnn:
             return super().forward(query, key, value, attention_mask, attn_mask_type, None, packed_seq_params)
         attend = self._over_ranks if packed_seq_params.cp > 1 else self._alone
-        # cuDNN is told of no strides; values that are views of a projection would be read at wrong places.
+        # cuDNN gets no strides: it would read values that are views of a projection at wrong addresses.
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         return attend(query, key, value, _MASKS[attn_mask_type], packed_seq_params).view(len(query), -1)
 
@@ -109,8 +114,10 @@ class _Swiglu(torch.autograd.Function):
 
 
 class Swiglu:
-    """silu(first half) * second half, each value read and written once. It has no state to be saved, so it is not a
-    torch module."""
+    """silu(first half) * second half, where each value is read and written once.
+
+    It is not a torch module, because it has no state to save.
+    """
 
     def __init__(self, *, config: object) -> None:
         pass
@@ -120,12 +127,13 @@ class Swiglu:
 
 
 class JointMLP:
-    """An MLP whose GELU is part of the matrix products beside it: norm, products and GELU by one module of Transformer
-    Engine. The weights stay those of the original MLP, which loads, saves and reduces them; so this is not a torch
-    module, or the model would have them twice.
+    """An MLP that computes norm, matrix products and GELU in one Transformer Engine module, with the GELU fused.
+
+    The original MLP keeps the weights, and loads, saves and reduces them. So this class is not a torch module:
+    otherwise the model would have the weights twice.
 
     Args:
-        mlp: of `NormColumnLinear` and `RowLinear`.
+        mlp: an MLP with the layers `NormColumnLinear` and `RowLinear`.
     """
 
     def __init__(self, mlp: MLP) -> None:
@@ -140,13 +148,13 @@ class JointMLP:
             zero_centered_gamma=config.layernorm_zero_centered_gamma,
             device="meta",
         )
-        self._module.bias_gelu_nvfusion = False  # a kernel between the products, and its first choice
+        self._module.bias_gelu_nvfusion = False  # else the module prefers a separate kernel between the products
 
     def __call__(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """(T, 1, D) before the norm -> (T, 1, D), and None: no bias remains to be added."""
+        """Map (T, 1, D) before the norm to (T, 1, D), and None, as no bias remains to be added."""
         module, fc1, fc2 = self._module, self._fc1, self._fc2
         module.fuse_wgrad_accumulation = fc1.fuse_wgrad_accumulation
-        module._parameters.update(  # in every call, because others may take their place between calls
+        module._parameters.update(  # in every call, because the MLP's parameters may be replaced between calls
             layer_norm_weight=fc1.layer_norm_weight,
             layer_norm_bias=fc1.layer_norm_bias,
             fc1_weight=fc1.weight,
@@ -158,9 +166,12 @@ class JointMLP:
 
 
 def can_join(mlp: MLP) -> bool:
-    """Whether `JointMLP` can compute it. cuBLAS's GELU is the one by tanh, in bfloat16 (float32 is for proofs, and
-    stays step by step) and on rows of whole 16 bytes; with several ranks their sum would come before the second
-    bias."""
+    """Whether `JointMLP` can compute an MLP.
+
+    cuBLAS's GELU is the tanh approximation, and needs rows of a multiple of 16 bytes. Only bfloat16 is joined: float32
+    is for exact comparisons and stays unfused. Several ranks are excluded, because they must sum before the second bias
+    is added.
+    """
     config, gelu = mlp.config, mlp.activation_func
     ours = type(mlp.linear_fc1) is NormColumnLinear and type(mlp.linear_fc2) is RowLinear
     by_tanh = isinstance(gelu, partial) and gelu.func is F.gelu and gelu.keywords == {"approximate": "tanh"}
@@ -170,7 +181,7 @@ def can_join(mlp: MLP) -> bool:
 
 
 class FusedModules(TESpecProvider):
-    """megatron-core's choice of Transformer Engine's modules, some of them replaced by ours."""
+    """megatron-core's set of Transformer Engine modules, with some replaced by ours."""
 
     def column_parallel_layer_norm_linear(self) -> type:
         return NormColumnLinear

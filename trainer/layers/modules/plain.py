@@ -1,4 +1,4 @@
-"""Plain modules on CUDA: torch's products, flash attention and norms, with our kernels where these run.
+"""Plain modules on CUDA: torch's products, flash attention and norms, and our kernels where they run.
 
 D = input features, N = rows of a product (tokens or patches), O = output features of this rank.
 """
@@ -19,10 +19,10 @@ if can_import():
 
 
 class PlainNorm(TorchNorm):
-    """A norm in one pass, rounded once: what is read and written is in the input's dtype, the arithmetic float32."""
+    """A norm in one pass: it reads and writes the input's dtype, computes in float32, and rounds once."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., hidden) -> the same."""
+        """Normalise the last dimension: (..., hidden) -> (..., hidden)."""
         if self.bias is not None:
             return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
         if kernels_run(x.device):
@@ -33,15 +33,15 @@ class PlainNorm(TorchNorm):
 
 
 class PlainSwiglu(TorchSwiglu):
-    """By our kernel where it runs."""
+    """silu(first half) * second half, with our kernel where it runs."""
 
     def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """(..., 2 F) -> (..., F)."""
+        """Return silu(first half) * second half: (..., 2 F) -> (..., F)."""
         return swiglu(gate_up) if kernels_run(gate_up.device) else super().__call__(gate_up)
 
 
 class _Product(torch.autograd.Function):
-    """x weight^T + bias, whose weight's gradient is added to `main_grad` in its own product if it is told so."""
+    """The product x weight^T + bias; with `adds`, backward sums the weight's gradient directly into `main_grad`."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, adds):
@@ -59,16 +59,16 @@ class _Product(torch.autograd.Function):
         if ctx.summed is not None:
             add_product(ctx.summed.main_grad, rows, x.flatten(0, -2))
             ctx.summed.grad_added_to_main_grad = True
-            grad_weight = torch.empty_like(weight)  # nobody reads it, but data parallelism waits for one
+            grad_weight = torch.empty_like(weight)  # never read, but data parallelism waits for a gradient
         elif ctx.needs_input_grad[1]:
             grad_weight = rows.t() @ x.flatten(0, -2)
         return grad_x, grad_weight, rows.sum(0) if ctx.needs_input_grad[2] else None, None
 
 
 class _OneRankProduct:
-    """What both linear layers have in the place of megatron-core's product, where no other rank has a part in it."""
+    """A mixin for both linear layers that replaces megatron-core's product on a single tensor-parallel rank."""
 
-    # True if the weight has a float32 buffer of its gradient, `main_grad`: the gradient is then added there at once.
+    # True if the weight has `main_grad`, a float32 buffer of its gradient; the gradient is then added to it directly.
     fuse_wgrad_accumulation = False
 
     def _forward_impl(self, input, weight, bias=None, **settings):
@@ -78,27 +78,33 @@ class _OneRankProduct:
 
 
 class PlainColumnLinear(_OneRankProduct, ColumnParallelLinear):
-    """megatron-core's. It adds its bias in the product; with `skip_bias_add` that is a pass over memory each way."""
+    """megatron-core's column-parallel layer, with the bias added in the matrix product.
+
+    `skip_bias_add` would cost one more pass over memory forward and one backward.
+    """
 
     def __init__(self, *args: object, skip_bias_add: bool = False, **kwargs: object) -> None:
         super().__init__(*args, skip_bias_add=False, **kwargs)
 
 
 class PlainRowLinear(_OneRankProduct, RowParallelLinear):
-    """megatron-core's, which adds its bias after the sum over ranks. Here: in the product, where there is no sum."""
+    """megatron-core's row-parallel layer, with the bias added in the matrix product on a single rank.
+
+    megatron-core adds the bias after the sum over ranks; on one rank there is no sum.
+    """
 
     def __init__(self, *args: object, skip_bias_add: bool = False, **kwargs: object) -> None:
         super().__init__(*args, skip_bias_add=False, **kwargs)
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """(N, 1, D) -> (N, 1, O), and None: no bias remains to be added."""
+        """Map (N, 1, D) to (N, 1, O), and None, as no bias remains to be added."""
         if self.tp_group.size() > 1 or not self.input_is_parallel:
             return super().forward(input_)
         return self._forward_impl(input_, self.weight, self.bias), None
 
 
 class PlainModules(TorchModules):
-    """megatron-core's choice for torch alone, with its slow parts replaced."""
+    """megatron-core's set of torch modules, with the slow ones replaced."""
 
     def column_parallel_linear(self) -> type:
         return PlainColumnLinear

@@ -1,4 +1,4 @@
-"""Self-attention in the pieces of a PackedLayer: queries, keys and values are rotated by explicit angles.
+"""Self-attention in the pieces of a PackedLayer: queries and keys are rotated by explicit angles.
 
 T = tokens (or patches) of the bin, h = query heads, g = key-value heads, d = head dim, D = hidden size.
 """
@@ -21,17 +21,18 @@ if can_import():
 
 
 class RotarySelfAttention(SelfAttention):
-    """megatron-core's self-attention for packed training, in the pieces of a PackedLayer. It applies the angles itself.
+    """megatron-core's self-attention for packed training, in the pieces of a PackedLayer.
 
-    megatron-core 0.16.1 guesses from a length which of two meanings the angles of a packed sequence have, and its
-    fused rotation uses the first angles for every segment; both are wrong for positions with three axes.
+    This class applies the angles itself. megatron-core 0.16.1 guesses from a length which of two meanings the angles of
+    a packed sequence have, and its fused rotation uses the first angles for every segment. Both are wrong for positions
+    with three axes.
     """
 
     def forward(self, *_: object, **__: object):
         raise NotImplementedError("a PackedLayer calls prepare, attend and linear_proj")
 
     def prepare(self, hidden_states: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, ...]:
-        """(T, 1, D) -> queries (T, h, d), keys and values (T, g, d), turned."""
+        """Map (T, 1, D) to rotated queries (T, h, d), rotated keys (T, g, d) and values (T, g, d)."""
         is_whole = 2 * rotation.cos.size(-1) == self.hidden_size_per_attention_head
         if is_whole and kernels_run(hidden_states.device):
             return self._prepare_fused(hidden_states, rotation)
@@ -39,13 +40,13 @@ class RotarySelfAttention(SelfAttention):
         return rotation.turn(query), rotation.turn(key), value
 
     def attend(self, query, key, value, segments: PackedSegments) -> torch.Tensor:
-        """The values of `prepare` -> (T, 1, h * d)."""
+        """Attend, given the results of `prepare` and the segments; return (T, 1, h * d)."""
         core = partial(recomputed, self.core_attention) if self.checkpoint_core_attention else self.core_attention
         out = core(query, key, value, None, attn_mask_type=self.attn_mask_type, packed_seq_params=segments)
         return out.view(out.size(0), 1, -1)
 
     def modules_of_prepare(self) -> list[torch.nn.Module]:
-        """The modules whose parameters `prepare` uses."""
+        """Return the modules whose parameters `prepare` uses."""
         modules = (self.linear_qkv, self.q_layernorm, self.k_layernorm)
         return [module for module in modules if module is not None]
 
@@ -59,7 +60,7 @@ class RotarySelfAttention(SelfAttention):
         return []
 
     def _prepare_fused(self, hidden_states: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, ...]:
-        """The same as `prepare`, by one kernel after the projection."""
+        """See `prepare`; uses one kernel after the projection."""
         mixed, _ = self.get_query_key_value_tensors(hidden_states, split_qkv=False)
         return split_norm_rotate(
             mixed.reshape(len(mixed), -1),
@@ -73,34 +74,37 @@ class RotarySelfAttention(SelfAttention):
 
 
 class GatedSelfAttention(RotarySelfAttention):
-    """Each head's output is multiplied by the sigmoid of its gate, which `linear_qkv` gives beside the queries."""
+    """Self-attention that multiplies each head's output by the sigmoid of the head's gate.
+
+    `linear_qkv` computes the gates along with the queries.
+    """
 
     def prepare(self, hidden_states: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, ...]:
-        """(T, 1, D) -> queries (T, h, d), keys and values (T, g, d), turned, and gates (T, h, d)."""
+        """Map (T, 1, D) to rotated queries (T, h, d), rotated keys (T, g, d), values (T, g, d), gates (T, h, d)."""
         projected = self.get_query_key_value_tensors(hidden_states, output_gate=True)
         query, key, value, gate = (x.squeeze(1) for x in projected)
         return rotation.turn(query), rotation.turn(key), value, gate
 
     def attend(self, query, key, value, gate, segments: PackedSegments) -> torch.Tensor:
-        """The values of `prepare` -> (T, 1, h * d)."""
+        """Attend, given the results of `prepare` and the segments; return (T, 1, h * d)."""
         return super().attend(query, key, value, segments) * gate.sigmoid().flatten(1)[:, None]
 
 
 def spec(part: Attention, modules: BackendSpecProvider) -> ModuleSpec:
-    """The attention of a decoder layer: causal, with norms of queries and keys."""
+    """Return the spec of a decoder layer's attention: causal, with norms of queries and keys."""
     return attention_spec(modules, head_dim=part.head_dim, causal=True, qk_norm=True, gated=part.gated)
 
 
 def attention_spec(
     modules: BackendSpecProvider, *, head_dim: int, causal: bool, qk_norm: bool, gated: bool = False
 ) -> ModuleSpec:
-    """The attention of a layer, made of this set of modules.
+    """Return the spec of a layer's attention, built from this set of modules.
 
     Args:
-        causal: each token sees itself and the tokens before it in its segment; otherwise the whole segment.
-        qk_norm: normalise queries and keys. `TransformerConfig.qk_layernorm` must be the same, because only if it is
-            true does megatron-core sum the gradients of these norms over the tensor-parallel ranks.
-        gated: each head has a gate. `TransformerConfig.attention_output_gate` must be the same.
+        causal: whether a token sees only itself and the tokens before it in its segment, not the whole segment.
+        qk_norm: whether to normalise queries and keys. `TransformerConfig.qk_layernorm` must have the same value: only
+            if it is true does megatron-core sum the gradients of these norms over the tensor-parallel ranks.
+        gated: whether each head has a gate. `TransformerConfig.attention_output_gate` must have the same value.
     """
     norm = modules.layer_norm() if qk_norm else None
     return ModuleSpec(

@@ -13,7 +13,7 @@ class Attention(Mixer):
     """Attention with norms of queries and keys.
 
     Attributes:
-        gated: the output of each query head is multiplied by the sigmoid of a gate, which is projected with the
+        gated: whether the output of each query head is multiplied by the sigmoid of a gate, which is projected with the
             queries.
     """
 
@@ -33,12 +33,14 @@ class Attention(Mixer):
 
     @property
     def flops(self) -> LayerFlops:
-        """The attention of the causal half: 2 products of 2 FLOPs, halved."""
+        """Forward FLOPs; `squared` is 2 products of 2 FLOPs, halved because only the causal half is computed."""
         return LayerFlops(2 * self._projections, 2 * self._output_projection, 2 * self.num_heads * self.head_dim)
 
     def kept_numbers(self, *, selective: bool) -> int:
-        """Queries, keys, values and output are about four hidden sizes; a gate adds itself and the output that it
-        multiplies."""
+        """Return about four hidden sizes: queries, keys, values and output.
+
+        A gate adds the size of the gate and of the output that it multiplies.
+        """
         return 4 * self.hidden_size + (2 * self.num_heads * self.head_dim if self.gated else 0)
 
     def divided_widths(self) -> dict[str, int]:

@@ -1,20 +1,21 @@
-"""From the mixed projection to queries, keys and values in one kernel (Triton, CUDA alone): cut apart, normalised,
-turned. The plain way moves them through memory six times forward and seven back.
+"""Split the mixed projection into queries, keys and values, normalise and rotate, in one kernel (Triton, CUDA only).
 
-T = tokens or patches, G = groups of heads, R = query heads a group, d = head dim.
+Plain torch moves the values through memory six times forward and seven times backward.
+
+T = tokens or patches, G = groups of heads, R = query heads per group, d = head dim.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-# Of the backward pass with norms: each program sums the gradient of the norms' weights over its tokens.
+# Programs of the backward pass with norms; each sums the gradient of the norms' weights over its tokens.
 _PROGRAMS = 132 * 8
 
 
 @triton.jit
 def _tile(R: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, ROWS_P2: tl.constexpr, HALF_P2: tl.constexpr):
-    """Rows are heads as the projection lays them out, group by group: R queries, a key, a value."""
+    """Return offsets and masks of one token's heads. A row is a head, group by group: R queries, a key, a value."""
     row = tl.arange(0, ROWS_P2)[:, None]
     col = tl.arange(0, HALF_P2)[None, :]
     group, slot = row // (R + 2), row % (R + 2)
@@ -156,15 +157,18 @@ def split_norm_rotate(
     k_weight: torch.Tensor | None = None,
     eps: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Cut the heads apart, normalise queries and keys (where there are weights for it), turn them; in float32 from the
-    read to the write. No shape is a constant of the kernel but those of the heads: new lengths compile nothing.
+    """Split the heads, normalise queries and keys if they have weights, and rotate them.
+
+    All is computed in float32 from the read to the write. Only the sizes of the heads are constants of the kernel, so
+    new lengths need no compilation.
 
     Args:
         mixed: (T, G * (R + 2) * d), group by group R queries, a key, a value.
-        cos: (T, d / 2) float32; each angle turns a pair of the two halves.
-        sin: the same.
+        cos: (T, d / 2) float32; each angle rotates a pair with one component from each half.
+        sin: (T, d / 2) float32.
+        q_weight, k_weight: (d,) weights of the norms; None for no norm.
 
     Returns:
-        (T, G * R, d), (T, G, d), (T, G, d).
+        Queries (T, G * R, d), keys (T, G, d) and values (T, G, d).
     """
     return _SplitNormRotate.apply(mixed, cos, sin, q_weight, k_weight, eps, (groups, head_dim))

@@ -1,5 +1,5 @@
-"""The gated delta net, which mixes the tokens of a segment by a state in place of attention.
+"""The gated delta net, which replaces attention: it mixes the tokens of a segment through a state.
 
-In: sizes; hidden states of a bin. Out: parameters, FLOPs, memory and weights of the part; what the net gives.
+In: sizes; hidden states of a bin. Out: parameters, FLOPs, memory and weights of the part; the net's output.
 Read first: `part.py`, then `module.py`, then `rule/`.
 """

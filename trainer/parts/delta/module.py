@@ -1,4 +1,4 @@
-"""The gated delta net in the place of a layer's attention: its projections and parameters, divided over ranks by heads.
+"""The gated delta net that replaces a layer's attention: projections and parameters, divided over ranks by heads.
 
 T = tokens of the bin on this rank, s = T / tp with sequence parallel, else T; H = value heads of this tensor-parallel
 rank, d = head dim, D = hidden size. A row of the input projection is [q | k | v | z | b | a].
@@ -26,22 +26,22 @@ from trainer.parts.delta.part import DeltaNet
 from trainer.parts.delta.rule.gated_delta_net import DeltaHeads, DeltaParameters, gated_delta_net, kernels_fit
 
 TAPS = 4  # of the convolution
-# Each rank has the channels and the heads of its own; the norm's weight is whole on every rank.
+# Each rank has the parameters of its own channels and heads; the norm's weight is whole on every rank.
 _DIVIDED = ("conv_weight", "decay.a_log", "decay.dt_bias")
 
 
 def heads_of_rank(heads: DeltaHeads, ranks: int) -> DeltaHeads:
-    """The number of heads of each of the ranks that divide them."""
+    """Return the number of heads of each rank, if `ranks` ranks divide the heads."""
     return DeltaHeads(heads.key // ranks, heads.value // ranks, heads.dim)
 
 
 def rows_of(heads: DeltaHeads) -> tuple[int, ...]:
-    """Rows of q, k, v, z, b and a in the input projection."""
+    """Return the number of rows of q, k, v, z, b and a in the input projection."""
     return (*heads.widths, heads.widths[-1], heads.value, heads.value)
 
 
 def _split(projected: torch.Tensor, heads: DeltaHeads) -> tuple[torch.Tensor, ...]:
-    """(T, rows) -> [q | k | v], z, b and a, each (T, ...)."""
+    """Split (T, rows) into [q | k | v], z, b and a, each (T, ...)."""
     rows = rows_of(heads)
     return projected.split((sum(rows[:3]), *rows[3:]), dim=1)
 
@@ -55,10 +55,10 @@ class DeltaSubmodules:
 
 
 class Decay(MegatronModule):
-    """How fast each head forgets: parameters that are float32 whatever the other weights are.
+    """The decay parameters of each head, which are always float32, whatever the dtype of the other weights.
 
-    In bfloat16 steps of training are lost in them. FSDP2 casts the weights of a module when its forward pass begins,
-    so these are a module of their own.
+    In bfloat16, updates of these parameters would be lost to rounding. FSDP2 casts the weights of a module when its
+    forward pass begins, so these parameters are a separate module.
     """
 
     computes_in_float32 = True  # trainer/parallel/fsdp.py reads it
@@ -68,7 +68,7 @@ class Decay(MegatronModule):
         self.a_log, self.dt_bias = (_weight((heads,), torch.float32) for _ in range(2))
 
     def forward(self, rank: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A_log and dt_bias of the heads of one of the context-parallel ranks, (H / ranks,) float32."""
+        """Return A_log and dt_bias of the heads of one context-parallel rank, (H / ranks,) float32."""
         return self.a_log.chunk(ranks)[rank], self.dt_bias.chunk(ranks)[rank]
 
 
@@ -76,7 +76,7 @@ class DeltaAttention(MegatronModule):
     """A gated delta net in the pieces of a PackedLayer.
 
     Args:
-        heads: of the whole model; tensor-parallel ranks divide them.
+        heads: the heads of the whole model; tensor-parallel ranks divide them.
     """
 
     def __init__(
@@ -121,14 +121,19 @@ class DeltaAttention(MegatronModule):
             param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, 0, 1
 
     def prepare(self, hidden_states: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, ...]:
-        """(s, 1, D) -> (T, [q | k | v]), z (T, H * d), b and a (T, H). Nothing is turned: the order of the tokens is in
-        the state."""
+        """Map (s, 1, D) to (T, [q | k | v]), z (T, H * d), b and a (T, H).
+
+        Nothing is rotated, because the state already depends on the order of the tokens.
+        """
         projected, _ = self.in_proj(hidden_states)
         return _split(projected.squeeze(1), self.heads)
 
     def attend(self, mixed, z, b, a, segments: PackedSegments) -> torch.Tensor:
-        """The values of `prepare` -> (T, 1, H * d). A state needs its tokens one after another, so context-parallel
-        ranks turn their slices of the sequence into slices of the heads, and back."""
+        """Compute the delta net, given the results of `prepare` and the segments; return (T, 1, H * d).
+
+        A state needs its tokens in order. So context-parallel ranks exchange their slices of the sequence for slices of
+        the heads, and back.
+        """
         inputs, heads, group, parameters = (mixed, z, b, a), self.heads, self.cp_group, self._of_heads(0, 1)
         ranks = group.size()
         if ranks > 1:
@@ -143,7 +148,7 @@ class DeltaAttention(MegatronModule):
         return out[:, None]
 
     def modules_of_prepare(self) -> list[torch.nn.Module]:
-        """The modules whose parameters `prepare` uses; the others are `attend`'s."""
+        """Return the modules whose parameters `prepare` uses; `attend` uses all other parameters."""
         return [self.in_proj]
 
     @property
@@ -152,11 +157,11 @@ class DeltaAttention(MegatronModule):
         return self.heads.value * self.heads.dim
 
     def partial_gradients(self) -> list[torch.nn.Parameter]:
-        """Return the norm, which is whole on every tensor-parallel rank and used by each for its own heads."""
+        """Return the norm's weight: every tensor-parallel rank holds it whole and uses it for its own heads."""
         return [self.norm_weight] if self.tp_group.size() > 1 and self.norm_weight.requires_grad else []
 
     def _of_heads(self, rank: int, ranks: int) -> DeltaParameters:
-        """Those of the heads of one of the context-parallel ranks."""
+        """Return the parameters of the heads of one context-parallel rank."""
         runs = self.conv_weight.squeeze(1).split(self.heads.widths)
         return DeltaParameters(
             torch.cat([run.chunk(ranks)[rank] for run in runs]), *self.decay(rank, ranks), self.norm_weight
@@ -165,8 +170,10 @@ class DeltaAttention(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> ShardedStateDict:
-        """megatron-core's, with the parameters that tensor-parallel ranks divide in their places, and no word of
-        `decay` in the stored names."""
+        """Extend megatron-core's method by the parameters that tensor-parallel ranks divide.
+
+        The stored names do not contain `decay.`.
+        """
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         state |= make_sharded_tensors_for_checkpoint(
@@ -193,12 +200,12 @@ def _heads(part: DeltaNet) -> DeltaHeads:
 
 
 def spec(part: DeltaNet, modules: BackendSpecProvider) -> ModuleSpec:
-    """The mixer of a decoder layer."""
+    """Return the spec of a decoder layer's mixer."""
     projections = DeltaSubmodules(column_after_norm(modules), modules.row_parallel_linear())
     return ModuleSpec(module=DeltaAttention, params={"heads": _heads(part)}, submodules=projections)
 
 
 def check_device(part: DeltaNet, dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse a compiler that gets the delta rule's kernels wrong, where these would be used."""
+    """Raise RuntimeError if the delta rule's kernels would be used and the compiler gets them wrong."""
     if kernels_fit(torch.empty(0, dtype=dtype, device=device), _heads(part)):
         load("trainer.parts.delta.rule.kernel_check:prove_kernels")(device.index)

@@ -13,7 +13,7 @@ class DeltaNet(Mixer):
     """A gated delta net.
 
     Attributes:
-        key_heads, value_heads: each key head serves equally many value heads.
+        key_heads, value_heads: numbers of heads; each key head serves the same number of value heads.
         head_dim: width of a head's query, key and value.
         taps: width of the convolution, in tokens.
     """
@@ -32,7 +32,7 @@ class DeltaNet(Mixer):
 
     @property
     def channels(self) -> tuple[int, int, int]:
-        """Widths of a token's queries, keys and values."""
+        """Total widths of a token's queries, keys and values."""
         key, value = self.key_heads * self.head_dim, self.value_heads * self.head_dim
         return key, key, value
 
@@ -43,18 +43,23 @@ class DeltaNet(Mixer):
 
     @property
     def flops(self) -> LayerFlops:
-        """The delta rule counts as `before`, because a state needs every token. Per token and value head it is three
-        products inside a chunk of C tokens (6 C d), the solution of a triangular system (2 C d), and three products
-        with the state (6 d^2); nothing grows with the length of a sample."""
+        """Forward FLOPs. The delta rule counts as `before`, because a state needs every token.
+
+        Per token and value head the rule is three products inside a chunk of C tokens (6 C d), the solution of a
+        triangular system (2 C d), and three products with the state (6 d^2). Nothing grows with the length of a sample.
+        """
         width = self.head_dim
         rule = self.value_heads * (8 * DELTA_CHUNK * width + 6 * width**2)
         convolution = 2 * self.taps * sum(self.channels)
         return LayerFlops(2 * self._projections + convolution + rule, 2 * self._output_projection, 0)
 
     def kept_numbers(self, *, selective: bool) -> int:
-        """The numbers that the kernels save: the projected [q | k | v | z | b | a] and the input of the output
-        projection. Unless they are computed again, also q, k and v after the convolution, the rule's output, and decay
-        and beta in float32, which count as two numbers each."""
+        """Return the number of values per token that the kernels save.
+
+        Always saved are the projected [q | k | v | z | b | a] and the input of the output projection. Without selective
+        recomputation q, k and v after the convolution, the rule's output, and decay and beta are saved too. Decay and
+        beta are float32 and count twice.
+        """
         queries, keys, values = self.channels
         inside = queries + keys + values + values + 4 * self.value_heads
         return queries + keys + 3 * values + 2 * self.value_heads + (0 if selective else inside)

@@ -1,4 +1,4 @@
-"""The MLP of a layer: megatron-core's, or one module of Transformer Engine where that computes the same."""
+"""The MLP of a layer: megatron-core's, or one Transformer Engine module where it can compute the same function."""
 
 from functools import cached_property
 
@@ -18,7 +18,7 @@ if HAVE_TE:
 
 
 class PackedMLP(MLP):
-    """megatron-core's MLP, whose GELU is part of its matrix products where Transformer Engine can do that."""
+    """megatron-core's MLP, with the GELU fused into the matrix products where Transformer Engine can do so."""
 
     def __init__(
         self,
@@ -32,21 +32,21 @@ class PackedMLP(MLP):
 
     @cached_property
     def _joint(self) -> "JointMLP | None":
-        # Made at the first call: adapters that the linear layers get before it come between the products.
+        # Built at the first call: if the linear layers have adapters by then, the products cannot be joined.
         return JointMLP(self) if HAVE_TE and can_join(self) else None
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: object) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(T, 1, D) -> (T, 1, D), and a bias that remains to be added, or None."""
+        """Map (T, 1, D) to (T, 1, D), and a bias that remains to be added, or None."""
         return self._joint(hidden_states) if self._joint is not None else super().forward(hidden_states, **kwargs)
 
 
 def spec(part: GatedMLP, modules: BackendSpecProvider) -> ModuleSpec:
-    """The MLP of a decoder layer. Its sizes and its gate are in the TransformerConfig."""
+    """Return the spec of a decoder layer's MLP; its sizes and its gate are in the TransformerConfig."""
     return mlp_spec(modules)
 
 
 def mlp_spec(modules: BackendSpecProvider) -> ModuleSpec:
-    """An MLP of this set of modules."""
+    """Return the spec of an MLP built from this set of modules."""
     return ModuleSpec(
         module=PackedMLP,
         submodules=MLPSubmodules(

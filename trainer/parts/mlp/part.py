@@ -10,7 +10,7 @@ from trainer.model.rules import Rule
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatedMLP(FeedForward):
-    """down(activation(gate(x)) * up(x)).
+    """A gated MLP: down(activation(gate(x)) * up(x)).
 
     Attributes:
         activation: name of the gate's activation in transformers.
@@ -33,7 +33,7 @@ class GatedMLP(FeedForward):
         return 2 * self.parameters
 
     def kept_numbers(self, *, selective: bool) -> int:
-        """Eight hidden sizes (Korthikanti et al. 2022, arXiv:2205.05198, table 2)."""
+        """Return eight hidden sizes (Korthikanti et al. 2022, arXiv:2205.05198, table 2)."""
         return 8 * self.hidden_size
 
     def divided_widths(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""The vision encoder of Qwen3-VL: patches of all images of a bin -> image tokens and deepstack features.
+"""The vision encoder of Qwen3-VL: from the patches of a bin's images to image tokens and deepstack features.
 
 P = patches, V = image tokens = P / merge^2, C = bytes of a patch (3 * patch_size^2), D = language hidden size,
 L = deepstack levels.
@@ -27,8 +27,11 @@ from trainer.parts.mlp.module import mlp_spec
 
 
 def vision_config(shape: VisionShape, parallel: ParallelConfig, dtype: torch.dtype) -> TransformerConfig:
-    """megatron-core's config of the vision encoder: all its layers are on the first pipeline rank, its sequence is
-    never cut, and each matrix is whole unless vision_split=tensor_parallel."""
+    """Return megatron-core's config of the vision encoder.
+
+    All layers of the encoder are on the first pipeline rank, its sequence is never cut, and each matrix is whole unless
+    vision_split=tensor_parallel.
+    """
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -45,15 +48,18 @@ def vision_config(shape: VisionShape, parallel: ParallelConfig, dtype: torch.dty
 
 
 def position_taps(coordinates: torch.Tensor, frames: torch.Tensor, side: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(P, 4) int64 rows of a side x side table of learned positions for each patch, and their (P, 4) float32 weights,
-    which sum to 1: the table is resampled to each frame's grid.
+    """Return the taps that resample a side x side table of learned positions to each frame's grid.
 
-    Bilinear with corners aligned, as in transformers' `get_vision_interpolation_indices_and_weights`. Every operation
-    on floats is a single float32 operation: all devices give the same bits, and nothing waits for a device.
+    The interpolation is bilinear with aligned corners, as in transformers'
+    `get_vision_interpolation_indices_and_weights`. Every operation on floats is a single float32 operation, so all
+    devices give the same bits, and nothing waits for a device.
 
     Args:
         coordinates: (P, 2) int32 row and column of each patch.
-        frames: (P, 2) int32 rows and columns of its frame.
+        frames: (P, 2) int32 numbers of rows and columns of each patch's frame.
+
+    Returns:
+        (P, 4) int64 rows of the table for each patch, and their (P, 4) float32 weights, which sum to 1.
     """
     source = coordinates.float() * (side - 1) / (frames - 1).clamp(min=1)
     low = source.floor()
@@ -66,13 +72,19 @@ def position_taps(coordinates: torch.Tensor, frames: torch.Tensor, side: int) ->
 
 
 def vision_angles(patch_coordinates: torch.Tensor, shape: VisionShape) -> torch.Tensor:
-    """(P, 2) rows and columns -> (P, head_dim / 2) float32: half of the pairs turn by the row, half by the column."""
+    """Return the angles of (P, 2) rows and columns: (P, head_dim / 2) float32.
+
+    Half of the pairs rotate by the row, half by the column.
+    """
     inverse = inverse_frequencies(shape.rope_theta, shape.head_dim // 2, patch_coordinates.device)
     return (patch_coordinates[..., None].float() * inverse).flatten(1)
 
 
 class PatchEmbedding(torch.nn.Module):
-    """Normalises uint8 patches and projects them. The weight has a frame axis; a still image's frames are equal."""
+    """A module that normalises uint8 patches and projects them.
+
+    The weight has a frame axis; the frames of a still image are equal.
+    """
 
     def __init__(self, config: TransformerConfig, shape: VisionShape) -> None:
         super().__init__()
@@ -88,7 +100,7 @@ class PatchEmbedding(torch.nn.Module):
         self.divisor.copy_(torch.tensor(std) * 255)
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
-        """(P, C) uint8 -> (P, hidden). Frames are equal, so one product with the sum of their weights is enough."""
+        """Embed (P, C) uint8 to (P, hidden); as frames are equal, one product with their summed weights suffices."""
         pixels = patches.view(len(patches), 3, -1).float()
         pixels = pixels.sub(self.offset[:, None]).div(self.divisor[:, None]).flatten(1)
         weight = self.weight.sum(dim=2).flatten(1)
@@ -96,7 +108,10 @@ class PatchEmbedding(torch.nn.Module):
 
 
 class PatchMerger(MegatronModule):
-    """merge x merge patches -> one image token. Deepstack's mergers normalise after the patches are joined."""
+    """A module that merges merge x merge patches into one image token.
+
+    Deepstack's mergers normalise after the patches are joined.
+    """
 
     def __init__(self, config, shape: VisionShape, modules: BackendSpecProvider, groups, *, norm_after: bool) -> None:
         super().__init__(config)
@@ -117,7 +132,7 @@ class PatchMerger(MegatronModule):
         self.linear_fc2 = row(self.width, shape.out_hidden_size, input_is_parallel=True, **shared)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(P, 1, hidden) -> (V, D)."""
+        """Merge (P, 1, hidden) to (V, D)."""
         hidden = self.norm(hidden.reshape(-1, self.width)) if self.norm_after else self.norm(hidden)
         hidden, _ = self.linear_fc1(hidden.reshape(-1, 1, self.width))
         hidden, _ = self.linear_fc2(F.gelu(hidden))
@@ -125,12 +140,12 @@ class PatchMerger(MegatronModule):
 
 
 class VisionEncoder(MegatronModule):
-    """Patches -> transformer with full attention inside each image -> merged image tokens.
+    """The vision encoder: patches -> transformer with full attention inside each image -> merged image tokens.
 
-    It encodes the images of its rank alone; the model gathers the image tokens of all ranks.
+    It encodes only the images of its rank; the model gathers the image tokens of all ranks.
     """
 
-    is_random = False  # a layer draws numbers: adapters with dropout
+    is_random = False  # whether a layer draws random numbers: adapters with dropout
 
     def __init__(
         self,
@@ -161,7 +176,7 @@ class VisionEncoder(MegatronModule):
         )
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
-        """(V, (1 + L) * D): each image token, and after it its feature of every deepstack level."""
+        """Return (V, (1 + L) * D): each image token, followed by its feature of every deepstack level."""
         # If nothing before the mergers is trained, only they need a graph.
         before = (self.pos_embed, *self.patch_embed.parameters(), *self.blocks.parameters())
         with torch.set_grad_enabled(torch.is_grad_enabled() and any(param.requires_grad for param in before)):
@@ -174,15 +189,17 @@ class VisionEncoder(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> ShardedStateDict:
-        """megatron-core's, which takes the modules of a ModuleList for whole on every tensor-parallel rank, with these
-        replaced by their own."""
+        """Extend megatron-core's method, which treats the modules of a ModuleList as whole on every rank.
+
+        The mergers' own methods replace the entries of the deepstack mergers.
+        """
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         for number, merger in enumerate(self.deepstack_mergers):
             state |= merger.sharded_state_dict(f"{prefix}deepstack_mergers.{number}.", sharded_offsets, metadata)
         return state
 
     def _hidden_states(self, batch: MicroBatch) -> list[torch.Tensor]:
-        """(P, 1, hidden) after each deepstack layer and after the last."""
+        """Return (P, 1, hidden) after each deepstack layer and after the last layer."""
         side = self.shape.position_side
         taps, weights = position_taps(batch.patch_coordinates, batch.patch_frames, side)
         weights = weights.to(self.pos_embed.dtype)

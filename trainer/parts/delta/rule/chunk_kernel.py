@@ -1,10 +1,10 @@
-"""The delta rule inside a chunk (Triton): all that the recurrence over chunks needs, for every chunk at once.
+"""The delta rule inside a chunk (Triton): the inputs of the recurrence over chunks, for all chunks in parallel.
 
-N = chunks of C = 64 tokens, H = value heads, HK = key heads, D = head dim. With decay G (the cumulated log inside the
-chunk), P_ij = exp(G_i - G_j) for i >= j:
+N = chunks of C = 64 tokens, H = value heads, HK = key heads, D = head dim. With decay G (the cumulative log inside
+the chunk), P_ij = exp(G_i - G_j) for i >= j:
     R = (I + L)^-1 diag(beta),  L_ij = beta_i (k_i k_j) P_ij for i > j      (C, C)
     u = R v,  w = R diag(exp G) k,  A_ij = (q_i k_j) P_ij for i >= j
-Values go on transposed, (D, C): there they are the left factor of a product and stay in registers.
+Values are passed on transposed, (D, C): so they are the left factor of a later product and stay in registers.
 """
 
 import triton
@@ -13,15 +13,22 @@ import triton.language as tl
 
 @triton.jit
 def _merge(inverse, system, corner, PRECISION: tl.constexpr):
-    """The inverse of blocks of twice the size, from that of the diagonal blocks and the corner that joins two."""
+    """Return the inverse of blocks of twice the size.
+
+    Args:
+        inverse: inverse of the diagonal blocks.
+        corner: mask of the corner blocks that join two diagonal blocks.
+    """
     edge = tl.dot(inverse, tl.where(corner, system, 0.0), input_precision=PRECISION)
     return inverse - tl.dot(edge, inverse, input_precision=PRECISION)
 
 
 @triton.jit
 def _invert_small(system, SIZE: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + system)^-1 for strictly lower (blocks, SIZE = 16, SIZE), by blocks of 2, 4, 8, 16: as stable as
-    substitution, in products."""
+    """Return (I + system)^-1 for a strictly lower triangular (blocks, SIZE = 16, SIZE).
+
+    It merges blocks of 2, 4, 8 and 16 with matrix products, and is as stable as substitution.
+    """
     row = tl.arange(0, SIZE)[None, :, None]
     col = tl.arange(0, SIZE)[None, None, :]
     inverse = tl.where(row == col, 1.0, 0.0) - tl.where((row == col + 1) & (row % 2 == 1), system, 0.0)
@@ -32,7 +39,7 @@ def _invert_small(system, SIZE: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def unit_lower_inverse(system, C: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + system)^-1 for a strictly lower (C = 64, C): the diagonal blocks of 16, then of 32, then whole."""
+    """Return (I + system)^-1 for a strictly lower triangular (C = 64, C), by diagonal blocks of 16, 32 and 64."""
     BLOCKS: tl.constexpr = C // 16
     block = tl.arange(0, BLOCKS)
     own = block[:, None, None, None] == block[None, None, :, None]
@@ -47,7 +54,7 @@ def unit_lower_inverse(system, C: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def chunk_decay(decay, C: tl.constexpr):
-    """exp(G_i - G_j) where i >= j, else 0: (C,) -> (C, C)."""
+    """Return exp(G_i - G_j) where i >= j, else 0: (C,) -> (C, C)."""
     row = tl.arange(0, C)[:, None]
     col = tl.arange(0, C)[None, :]
     return tl.where(row >= col, tl.exp(tl.where(row >= col, decay[:, None] - decay[None, :], 0.0)), 0.0)
@@ -59,8 +66,10 @@ def prepare_chunks(
     H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
     PRECISION: tl.constexpr, WRITE_SOLVED: tl.constexpr,
 ):  # fmt: skip
-    """One program a chunk and value head. Writes A and, if asked, R (N, H, C, C), u turned (N, H, D, C) and
-    -w (N, H, C, D)."""
+    """Write A (N, H, C, C), R (N, H, C, C) if WRITE_SOLVED, u transposed (N, H, D, C), and -w (N, H, C, D).
+
+    Each program computes one chunk and value head.
+    """
     head = tl.program_id(0)
     chunk = tl.program_id(1).to(tl.int64)
     start = tl.load(starts + chunk).to(tl.int64)

@@ -1,7 +1,8 @@
-"""Short causal convolution, silu, cut into heads, unit length of queries and keys: one kernel a way (Triton).
+"""Short causal convolution, silu, split into heads, queries and keys at unit length (Triton).
 
-Plainly that is nine passes over memory forward. Taps = 4: the token's own is the last. No tap reaches over a segment's
-start: the token at position p of its segment has taps for the min(p, 3) tokens before it.
+One kernel runs forward and one backward; plain torch takes nine passes over memory forward. The convolution has 4 taps,
+and the last tap is for the token itself. No tap crosses the start of a segment: the token at position p of its segment
+has taps for the min(p, 3) tokens before it.
 """
 
 import torch
@@ -21,7 +22,7 @@ def _convolve_forward(
     mixed, weight, positions, q, k, v, tokens, stride, scale, eps,
     HK: tl.constexpr, H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One program a head and ROWS tokens."""
+    """Write q, k and v of the forward pass; each program computes one head and ROWS tokens."""
     head = tl.program_id(0)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     dim = tl.arange(0, D)
@@ -48,7 +49,7 @@ def _convolve_forward(
 
 @triton.jit
 def _load_row(base, token, tokens, stride, channel):
-    """A token's channels, zeros where the bin has no such token."""
+    """Return a token's channels, or zeros if the bin has no such token."""
     inside = (token >= 0) & (token < tokens) & (channel >= 0)
     return tl.load(base + token * stride + channel, mask=inside, other=0.0)
 
@@ -70,7 +71,7 @@ def _store_taps(at, s0, s1, s2, s3):
 
 @triton.jit
 def _load_positions(positions, t, tokens):
-    """Of four tokens, the last first."""
+    """Return the positions of four tokens, last token first."""
     p0 = tl.load(positions + t, mask=t < tokens, other=0)
     p1 = tl.load(positions + t - 1, mask=t - 1 < tokens, other=0)
     p2 = tl.load(positions + t - 2, mask=t - 2 < tokens, other=0)
@@ -81,8 +82,11 @@ def _load_positions(positions, t, tokens):
 def _backward_step(
     x3, x2, x1, x0, dy, position, own, w3, w2, w1, w0, for_1, for_2, for_3, sum3, sum2, sum1, sum0, factor, eps, normed
 ):  # fmt: skip
-    """One token: its own gradient is whole with what the three after it left; what it gives to the three before is
-    added to theirs. `own`: it is of this program's run, so it counts in the taps' gradients."""
+    """Process one token: complete its gradient, and add its contributions to the gradients of the three before it.
+
+    The three tokens after it have already contributed. `own`: whether the token is in this program's run, so that it
+    counts in the taps' gradients.
+    """
     dy = dy.to(tl.float32) * factor
     x2, w2 = tl.where(position >= 1, x2, 0.0), tl.where(position >= 1, w2, 0.0)
     x1, w1 = tl.where(position >= 2, x1, 0.0), tl.where(position >= 2, w1, 0.0)
@@ -111,10 +115,10 @@ def _convolve_backward(
     mixed, weight, positions, dq, dk, dv, d_mixed, sums, tokens, stride, scale, eps,
     HK: tl.constexpr, H: tl.constexpr, D: tl.constexpr, RUN: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """One program HEADS heads and RUN tokens, from the last to the first, so that each number is read once: what a
-    token's gradient gives to the three tokens before it waits in registers. The tokens after the run are gone through
-    for what they give to it, and are another program's to write. Four tokens at a time, all reads before the first
-    write: a read waits a microsecond, and several in flight wait no longer than one."""
+    """Write the gradients of HEADS heads and RUN tokens per program, last token first, so that each value is read once:
+    a token's contributions to the gradients of the three tokens before it stay in registers. The tokens just after the
+    run are read for their contributions to it; another program writes their gradients. All reads of four tokens come
+    before the first write, because several reads in flight take no longer than one, a microsecond."""
     WIDTH: tl.constexpr = (2 * HK + H) * D
     block = tl.program_id(0)
     begin = tl.program_id(1).to(tl.int64) * RUN
@@ -127,7 +131,7 @@ def _convolve_backward(
     elif block * HEADS < 2 * HK:
         grad, width, factor, normed = dk - HK * D, HK * D, 1.0, True
     zero = tl.zeros((HEADS, D), tl.float32)
-    a1, a2, a3 = zero, zero, zero  # gradients so far of the tokens one, two and three before
+    a1, a2, a3 = zero, zero, zero  # partial gradients of the tokens one, two and three before
     s3, s2, s1, s0 = zero, zero, zero, zero
     top = end + 3
     x3 = _load_row(mixed, top, tokens, stride, channel).to(tl.float32)
@@ -158,7 +162,7 @@ def _convolve_backward(
             x0, y0, z0, u0, g3, p3, t - 3 < end, w3, w2, w1, w0, a1, a2, a3, s3, s2, s1, s0, factor, eps, normed
         )
         at = d_mixed + t * WIDTH + channel
-        mine = (t < end) & (channel >= 0)  # the first four, after the run, are not
+        mine = (t < end) & (channel >= 0)  # the first four tokens are after the run and not its own
         tl.store(at, d0.to(d_mixed.dtype.element_ty), mask=mine & (t < tokens))
         tl.store(at - WIDTH, d1.to(d_mixed.dtype.element_ty), mask=mine & (t - 1 < tokens))
         tl.store(at - 2 * WIDTH, d2.to(d_mixed.dtype.element_ty), mask=mine & (t - 2 < tokens))
@@ -206,7 +210,7 @@ class _Convolution(torch.autograd.Function):
 
 
 def _common(most: int, key_heads: int, value_heads: int) -> int:
-    """The largest power of two up to `most` that divides both."""
+    """Return the largest power of two up to `most` that divides both numbers of heads."""
     while key_heads % most or value_heads % most:
         most //= 2
     return most
@@ -215,10 +219,10 @@ def _common(most: int, key_heads: int, value_heads: int) -> int:
 def convolve_heads(
     mixed: torch.Tensor, weight: torch.Tensor, chunks: PackedChunks, key_heads: int, value_heads: int, head_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """In float32 from the read to the write.
+    """Convolve, apply silu, split into heads and normalise queries and keys, in float32 from the read to the write.
 
     Args:
-        mixed: (T, [q | k | v]), rows may be part of wider ones.
+        mixed: (T, [q | k | v]); rows may be slices of wider rows.
         weight: (channels, 4).
 
     Returns:

@@ -1,4 +1,4 @@
-"""The gated delta net of Qwen3.5 between its projections: in torch everywhere, in Triton kernels on Hopper in bf16.
+"""The gated delta net of Qwen3.5 between its projections, in torch; on Hopper in bf16, in Triton kernels.
 
 T = tokens of a bin, HK = key heads, H = value heads, d = head dim.
 """
@@ -26,18 +26,18 @@ class DeltaHeads:
 
     @property
     def widths(self) -> tuple[int, int, int]:
-        """Channels of q, k and v, as the projection and the convolution have them one after another."""
+        """Channels of q, k and v, in their order in the projection and the convolution."""
         return self.key * self.dim, self.key * self.dim, self.value * self.dim
 
 
 def kernels_fit(mixed: torch.Tensor, heads: DeltaHeads) -> bool:
-    """The kernels are proven on Hopper, in bf16, for heads of 128; everything else goes the plain way."""
+    """Whether to use the kernels: they are tested on Hopper, in bf16, for head dim 128. All else uses plain torch."""
     return mixed.dtype == torch.bfloat16 and heads.dim == 128 and hopper_kernels_run(mixed.device)
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaParameters:
-    conv_weight: torch.Tensor  # (channels, 4); the last tap is the token's own
+    conv_weight: torch.Tensor  # (channels, 4); the last tap is for the token itself
     a_log: torch.Tensor  # (H,)
     dt_bias: torch.Tensor  # (H,)
     norm_weight: torch.Tensor  # (d,), centred at one
@@ -53,13 +53,14 @@ def gated_delta_net(
     chunks: PackedChunks,
     eps: float = 1e-6,
 ) -> torch.Tensor:
-    """From the input projections to what the output projection takes; state and convolution begin anew at each segment.
+    """Compute the input of the output projection; state and convolution restart at each segment.
 
     Args:
-        mixed: (T, [q | k | v]); rows of it, z, b and a may be parts of one projection's rows.
+        mixed: (T, [q | k | v]); rows of mixed, z, b and a may be slices of one projection's rows.
         z: (T, H * d), the gate of the norm.
         b: (T, H), beta before its sigmoid.
         a: (T, H), the decay before dt_bias is added.
+        eps: epsilon of the norm.
 
     Returns:
         (T, H * d).

@@ -1,11 +1,14 @@
-"""RMS norm of each head, then the gate silu(z): one kernel a way (Triton). The weight is centred at one."""
+"""RMS norm of each head, then the gate silu(z), with one kernel forward and one backward (Triton).
+
+The weight is centred at one.
+"""
 
 import torch
 import triton
 import triton.language as tl
 
 ROWS = 16
-_PROGRAMS = 132 * 4  # of the backward pass: each sums the weight's gradient over its rows
+_PROGRAMS = 132 * 4  # programs of the backward pass; each sums the weight's gradient over its rows
 
 
 @triton.jit
@@ -77,6 +80,8 @@ class _GatedNorm(torch.autograd.Function):
 
 
 def gated_norm(o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """(T, H, D) twice and (D,) -> (T, H, D), in float32 from the read to the write. Rows of z may be part of wider
-    ones; its heads lie next to each other."""
+    """Normalise o and gate it with z: (T, H, D) twice and (D,) -> (T, H, D), in float32 from the read to the write.
+
+    Rows of z may be slices of wider rows; heads of z must be contiguous.
+    """
     return _GatedNorm.apply(o, z, weight, eps)

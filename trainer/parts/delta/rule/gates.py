@@ -1,4 +1,4 @@
-"""The delta rule's two gates (Triton), cumulated inside each chunk as its kernels read them.
+"""The delta rule's two gates (Triton), with the decay cumulated inside each chunk, as the rule's kernels read it.
 
 N = chunks of C = 64 tokens, H = value heads:
     g = -exp(A_log) softplus(a + dt_bias), decay = g cumulated inside the chunk;  beta = sigmoid(b)
@@ -14,7 +14,7 @@ from trainer.data.packed_chunks import CHUNK, PackedChunks
 @triton.jit
 def _softplus(x):
     small = tl.exp(-tl.abs(x))
-    # of 1 + small only seven digits are left: below 0.01 the series is exact to them
+    # 1 + small keeps only seven digits; below 0.01 the series is exact to that many
     return tl.maximum(x, 0.0) + tl.where(small > 0.01, tl.log(1.0 + small), small * (1.0 - small * (0.5 - small / 3.0)))
 
 
@@ -96,15 +96,15 @@ class _Gates(torch.autograd.Function):
 def delta_gates(
     a: torch.Tensor, b: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor, chunks: PackedChunks
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """In float32 from the read on.
+    """Compute decay and beta, in float32 from the read on.
 
     Args:
-        a: (T, H), heads next to each other; rows may be part of wider ones.
-        b: the same.
+        a: (T, H), heads contiguous; rows may be slices of wider rows.
+        b: (T, H), laid out like a.
         a_log: (H,).
         dt_bias: (H,).
 
     Returns:
-        decay and beta (N, H, 64) float32; where a chunk has no token, its last decay and 0.
+        Decay and beta (N, H, 64) float32; where a chunk has no token, the chunk's last decay and beta 0.
     """
     return _Gates.apply(a, b, a_log, dt_bias, chunks)

@@ -1,11 +1,12 @@
-"""The gradients of the delta rule (Triton), for every chunk at once, from the states and new values of both passes.
+"""The gradients of the delta rule (Triton), for all chunks in parallel, from states and new values of both passes.
 
-With X = (do n^T) P, dv = R^T dn and M = -(dv n^T) P below the diagonal (all else as in the files beside this one):
+With X = (do n^T) P, dv = R^T dn and M = -(dv n^T) P below the diagonal (other symbols: see chunk_kernel.py,
+state_kernels.py):
     dq = exp(G) do S^T + X k
     dk = k_row + k_col,  k_row = M k - exp(G) dv S^T,  k_col = X^T q + M^T k + E n dS^T
-Key i stands in a row where it reads (with beta_i exp(G_i)) and in a column where it writes (with exp(-G_i)). So the
+Key i is in a row where it reads (with beta_i exp(G_i)) and in a column where it writes (with exp(-G_i)). So the
 gradients of G and of log(beta) need no more products:
-    dG_i = q_i dq_i + k_i k_row_i - k_i k_col_i, and the last G's: what went into the next state
+    dG_i = q_i dq_i + k_i k_row_i - k_i k_col_i; for the last G, add the contribution through the next state
     d log(beta_i) = v_i dv_i + k_i k_row_i
 """
 
@@ -20,9 +21,9 @@ def chunk_gradients(
     q, k, v, do, decay, starts, rows, solved, states, d_states, news, d_news, dq, dk, dv, d_decay, d_log_beta,
     H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, C: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """One program a chunk, value head and PART of the key dims; what is summed over these dims, the gradients of G and
-    log(beta), is left in parts (D / PART, N, H, C). dq and dk are (T, H, D): the caller adds the heads that share a
-    key."""
+    """Write all gradients; each program computes one chunk, value head and PART of the key dims. The gradients of G and
+    log(beta), sums over the key dims, are written as partial sums (D / PART, N, H, C). dq and dk are (T, H, D): the
+    caller sums over the value heads that share a key head."""
     part = tl.program_id(0)
     head = tl.program_id(1)
     chunk = tl.program_id(2).to(tl.int64)

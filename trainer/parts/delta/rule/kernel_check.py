@@ -1,7 +1,8 @@
-"""The delta rule's kernels against the plain rule, on the GPU they run on: a compiler that gets them wrong is refused.
+"""A check of the delta rule's kernels against the plain rule, on the GPU in use; it refuses a wrong compiler.
 
-Triton 3.4 to 3.7.0 compiled flash-linear-attention's gated backward pass to wrong gradients on Hopper, without a word
-(its issue 640). These kernels are others and are right with 3.6.0; what another version makes of them is measured here.
+Triton 3.4 to 3.7.0 silently compiled flash-linear-attention's gated backward pass to wrong gradients on Hopper
+(flash-linear-attention issue 640). Our kernels differ from theirs and are right with 3.6.0; this check measures them
+with any other version.
 """
 
 from functools import cache
@@ -14,17 +15,20 @@ from trainer.parts.delta.rule import plain
 from trainer.parts.delta.rule.gates import delta_gates
 from trainer.parts.delta.rule.kernel_rule import gated_delta_rule
 
-TOLERANCE = 0.03  # of the norm; bf16 operands leave 0.003 to 0.004 here
+TOLERANCE = 0.03  # relative to the norm; bf16 operands give errors of 0.003 to 0.004 here
 _BOUNDS = (0, 1, 64, 128, 193, 320, 700)
 _NAMES = ("o", "dq", "dk", "dv", "da", "db", "dA_log", "ddt_bias")
 
 
 @cache
 def prove_kernels(device: int) -> dict[str, float]:
-    """Once a process and device: |kernels - plain rule in float64| / |plain rule| of the answers and each gradient.
+    """Check the kernels, once per process and device.
+
+    Returns:
+        |kernels - plain rule in float64| / |plain rule| of the outputs and of each gradient.
 
     Raises:
-        RuntimeError: one of them is beyond bf16's rounding.
+        RuntimeError: an error is not below TOLERANCE, so it is larger than bf16's rounding.
     """
     errors = _errors(torch.device("cuda", device))
     wrong = {name: error for name, error in errors.items() if not error < TOLERANCE}

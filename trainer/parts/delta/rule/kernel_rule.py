@@ -1,6 +1,7 @@
-"""The gated delta rule on a GPU, forward and backward, for a packed bin (Triton). Formulas: the files beside this one.
+"""The gated delta rule on a GPU, forward and backward, for a packed bin (Triton). Formulas: see the
+other kernel files of this folder.
 
-The forward pass keeps its inputs and the two small matrices of each chunk; the backward pass computes the states anew.
+The forward pass keeps only its inputs; the backward pass computes the rest again, unless `keep_states`.
 """
 
 from typing import NamedTuple
@@ -13,9 +14,9 @@ from trainer.parts.delta.rule.chunk_kernel import prepare_chunks
 from trainer.parts.delta.rule.gradient_kernel import chunk_gradients
 from trainer.parts.delta.rule.state_kernels import backward_states, forward_states
 
-# How each kernel is launched, by what was fastest on an H200: warps, loads in flight, value dims a program.
+# Launch settings of each kernel, the fastest on an H200: warps, loads in flight, value dims per program.
 PRECISION = "tf32"
-PREPARE = {"num_warps": 4, "maxnreg": 168}  # three programs a multiprocessor for 15 spilt registers
+PREPARE = {"num_warps": 4, "maxnreg": 168}  # three programs per multiprocessor, at the price of 15 spilled registers
 FORWARD = {"PART": 64, "num_warps": 4, "STAGES": 3}
 RECOMPUTE = {"PART": 64, "num_warps": 4, "STAGES": 3}
 BACKWARD = {"PART": 64, "num_warps": 4, "STAGES": 3}
@@ -23,7 +24,7 @@ GRADIENTS = {"PART": 64, "num_warps": 4}
 
 
 class _Problem(NamedTuple):
-    """What the kernels work on: tensors next to each other in memory, heads and dims for the compiler."""
+    """The inputs of the kernels: contiguous tensors, and the sizes that are constants for the compiler."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -37,7 +38,7 @@ class _Problem(NamedTuple):
 
 
 class _Prepared(NamedTuple):
-    """Of every chunk: A, R (None if not asked), u turned and -w."""
+    """A, R (None if not requested), transposed u, and -w of every chunk; see chunk_kernel.py."""
 
     scores: torch.Tensor
     solved: torch.Tensor | None
@@ -45,7 +46,7 @@ class _Prepared(NamedTuple):
     w_negative: torch.Tensor
 
     def room_for_states(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """For the states, and for n in the place of u: a program reads its part of u before it writes its n there."""
+        """Return memory for the states and for n; n overwrites u, as a program reads its part of u before writing n."""
         dim = self.u_turned.shape[2]
         return self.u_turned.new_empty(*self.u_turned.shape[:2], dim, dim), self.u_turned
 
@@ -64,7 +65,7 @@ class _DeltaRule(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do):
-        saved = ctx.saved_tensors  # once: where the rule is computed again, they can be had once
+        saved = ctx.saved_tensors  # read once only: under recomputation a second read fails
         problem, kept = _Problem(*saved[:5], ctx.chunks), saved[5:]
         do = do.contiguous()
         if kept:
@@ -100,7 +101,7 @@ def _prepare(problem: _Problem, solve: bool) -> _Prepared:
 
 
 def _forward(problem: _Problem, prepared: _Prepared, launch: dict[str, int], o, states, news) -> None:
-    """Writes o, or states and news, or all three: what is not None."""
+    """Write o, or states and news, or all three: every argument of these that is not None."""
     sizes, chunks, part = problem.sizes(), problem.chunks, launch["PART"]
     dim = sizes["D"]
     tokens = [_tiles(x, CHUNK, dim) for x in (problem.q, problem.k)]
@@ -115,7 +116,7 @@ def _forward(problem: _Problem, prepared: _Prepared, launch: dict[str, int], o, 
 
 
 def _backward(problem: _Problem, prepared: _Prepared, do: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of the states that the chunks leave, and of n."""
+    """Return the gradients of each chunk's final state and of n."""
     sizes, chunks, part = problem.sizes(), problem.chunks, BACKWARD["PART"]
     dim = sizes["D"]
     d_news = torch.empty_like(prepared.u_turned)
@@ -129,8 +130,11 @@ def _backward(problem: _Problem, prepared: _Prepared, do: torch.Tensor) -> tuple
 
 
 def _gradients(problem: _Problem, solved, do, both_passes: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Of q and k (T, H, D, for each value head), of v, decay and log(beta). `both_passes`: states, d_states, news,
-    d_news."""
+    """Return the gradients of q and k, both (T, H, D) for each value head, and of v, decay and log(beta).
+
+    Args:
+        both_passes: states, d_states, news, d_news.
+    """
     q, k, v, decay, _, chunks = problem
     parts = v.shape[2] // GRADIENTS["PART"]
     dq, dk, dv = (torch.empty_like(v) for _ in range(3))
@@ -144,7 +148,7 @@ def _gradients(problem: _Problem, solved, do, both_passes: tuple[torch.Tensor, .
 
 
 def _tiles(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Tiles of a tensor for Hopper's copy engine: tokens by all heads' dims, or all cells' rows by their columns."""
+    """Describe the tiles of a tensor for Hopper's copy engine: tokens by all heads' dims, or cells' rows by columns."""
     width = x.shape[-1] if x.dim() == 4 else x[0].numel()
     return TensorDescriptor.from_tensor(x.view(-1, width), [rows, columns])
 
@@ -158,16 +162,19 @@ def gated_delta_rule(
     chunks: PackedChunks,
     keep_states: bool = False,
 ) -> torch.Tensor:
-    """Causal, each segment from a state of zeros; states in float32, products of the inputs' type summed in float32.
+    """Apply the causal delta rule; the state of each segment starts at zero.
+
+    States are float32. Products are of the inputs' dtype and are summed in float32.
 
     Args:
-        q: (T, HK, D), scaled; D a power of two, 64 at the least.
-        k: (T, HK, D), of length one.
+        q: (T, HK, D), scaled; D a power of two, at least 64.
+        k: (T, HK, D), of unit length.
         v: (T, H, D), H a multiple of HK.
-        decay: (N, H, 64) float32, the log of the decay cumulated inside each chunk; its last value where it has no
-            token (gates.py makes it).
+        decay: (N, H, 64) float32, the log of the decay cumulated inside each chunk, see gates.py. Where a chunk has no
+            token, the chunk's last value.
         beta: (N, H, 64) float32 above 0; 0 where the chunk has no token.
-        keep_states: the backward pass computes nothing anew; costs 80 KB a chunk and value head until then.
+        keep_states: whether to keep the states, so that the backward pass does not compute them again; until then this
+            costs 80 KB per chunk and value head.
 
     Returns:
         (T, H, D).

@@ -1,8 +1,9 @@
-"""The gated delta rule and what stands around it, in torch: on CPUs, in float32 and float64, with autograd's gradients.
-Also the rule by which the Triton kernels are judged.
+"""The gated delta rule and the operations around it in torch, for CPUs, float32 and float64, with autograd's gradients.
+
+The Triton kernels are tested against this code.
 
 T = tokens of a bin, N = its chunks of C = 64, HK = key heads, H = value heads (a multiple of HK), d = head dim.
-The formulas are those of Gated DeltaNet (Yang, Kautz, Hatamizadeh 2024), in the chunk form of Yang et al. 2024,
+Formulas: Gated DeltaNet (Yang, Kautz, Hatamizadeh 2024), in the chunk form of Yang et al. 2024,
 "Parallelizing linear transformers with the delta rule".
 """
 
@@ -15,11 +16,11 @@ L2_EPS = 1e-6
 
 
 def convolve(mixed: torch.Tensor, weight: torch.Tensor, chunks: PackedChunks) -> torch.Tensor:
-    """Causal depthwise convolution, then silu; no tap reaches over a segment's start.
+    """Apply a causal depthwise convolution, then silu; no tap crosses the start of a segment.
 
     Args:
         mixed: (T, channels).
-        weight: (channels, taps); the last tap is the token's own.
+        weight: (channels, taps); the last tap is for the token itself.
     """
     taps = weight.shape[1]
     total = mixed * weight[:, -1]
@@ -33,7 +34,7 @@ def convolve(mixed: torch.Tensor, weight: torch.Tensor, chunks: PackedChunks) ->
 def split_heads(
     convolved: torch.Tensor, key_heads: int, value_heads: int, head_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(T, [q | k | v]) -> q, k (T, HK, d) of unit length, q times d ** -0.5, and v (T, H, d)."""
+    """Split (T, [q | k | v]) into q, k (T, HK, d) of unit length, q times d ** -0.5, and v (T, H, d)."""
     widths = [key_heads * head_dim, key_heads * head_dim, value_heads * head_dim]
     q, k, v = (x.unflatten(1, (-1, head_dim)) for x in convolved.split(widths, 1))
     q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS) for x in (q, k))
@@ -43,25 +44,26 @@ def split_heads(
 def gates(
     a: torch.Tensor, b: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(T, H) twice -> the log of the decay (<= 0) and beta, (T, H), in float32 at the least."""
+    """Return the log of the decay (<= 0) and beta, both (T, H), at least float32, from a and b, both (T, H)."""
     dtype = torch.promote_types(a.dtype, torch.float32)
     return -a_log.to(dtype).exp() * F.softplus(a.to(dtype) + dt_bias.to(dtype)), b.to(dtype).sigmoid()
 
 
 def gated_norm(o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMS norm over each head, then the gate: (T, H, d) twice and (d,), centred at one -> (T, H, d)."""
+    """Apply an RMS norm to each head of o (T, H, d), then the gate silu(z), z (T, H, d); weight (d,) centred at one."""
     return weight * o * torch.rsqrt(o.square().mean(-1, keepdim=True) + eps) * F.silu(z)
 
 
 def gated_delta_rule(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, chunks: PackedChunks
 ) -> torch.Tensor:
-    """What the state S (d, d) of each value head answers, token by token; S is zero at every segment's start:
-    S <- exp(g) S; S <- S + k (beta (v - k S)); o = q S.
+    """Apply the delta rule: for each token, update the state S (d, d) of each value head and read the output o.
 
-    Every segment is cut into chunks of 64, the last one filled with zeros. What stays inside a chunk is computed for
-    all chunks at once; the states go from chunk to chunk, those of all segments together. So a bin's answers are those
-    of its segments alone.
+    S <- exp(g) S; S <- S + k (beta (v - k S)); o = q S. S is zero at the start of every segment.
+
+    Every segment is cut into chunks of 64 tokens, the last chunk padded with zeros. Computations inside a chunk run for
+    all chunks in parallel; the states advance from chunk to chunk, for all segments in parallel. So the outputs of a
+    bin equal the outputs of its segments computed one by one.
 
     Args:
         q: (T, HK, d), scaled.
@@ -79,7 +81,7 @@ def gated_delta_rule(
     q, k, v, g, beta = (to_chunks(x, cells, chunks.chunks) for x in (q, k, v, g, beta))
     decay = g.cumsum(-1)
     lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
-    # exp of the masked difference: above the diagonal it would overflow, and its gradient with it
+    # Mask before exp: above the diagonal exp and its gradient would overflow.
     between = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).masked_fill(~lower, -torch.inf).exp()
     scores = (q @ k.mT) * between
     system = (k @ k.mT) * between * beta.unsqueeze(-1)
@@ -90,8 +92,8 @@ def gated_delta_rule(
 
 
 def _over_chunks(q, k, decay, scores, u, w, chunks: PackedChunks) -> torch.Tensor:
-    """The recurrence over the chunks of all segments side by side: (N, H, C, .) each -> (N, H, C, d)."""
-    spans = [span[:2] for span in chunks.spans.tolist()]  # the longest first: those still running are the first ones
+    """Run the recurrence over chunks, for all segments in parallel: inputs (N, H, C, ...) -> (N, H, C, d)."""
+    spans = [span[:2] for span in chunks.spans.tolist()]  # longest first, so that unfinished segments are a prefix
     into_end = (decay[..., -1:] - decay).exp().unsqueeze(-1) * k
     from_start = decay.exp().unsqueeze(-1) * q
     through = decay[..., -1].exp()[..., None, None]
@@ -110,7 +112,7 @@ def _over_chunks(q, k, decay, scores, u, w, chunks: PackedChunks) -> torch.Tenso
 
 
 def cells_of(chunks: PackedChunks) -> torch.Tensor:
-    """(T,) the row of each token where every chunk has 64 rows."""
+    """Return (T,) the row of each token if every chunk has 64 rows."""
     positions = torch.cat([torch.arange(n) for n in chunks.lengths()])
     firsts = torch.tensor([-(-n // CHUNK) for n in chunks.lengths()]).cumsum(0).roll(1)
     firsts[0] = 0
@@ -118,6 +120,6 @@ def cells_of(chunks: PackedChunks) -> torch.Tensor:
 
 
 def to_chunks(x: torch.Tensor, cells: torch.Tensor, count: int) -> torch.Tensor:
-    """(T, heads, ...) -> (N, heads, C, ...), zeros where a chunk has no token."""
+    """Arrange (T, heads, ...) as (N, heads, C, ...), with zeros where a chunk has no token."""
     padded = x.new_zeros(count * CHUNK, *x.shape[1:]).index_copy(0, cells, x)
     return padded.unflatten(0, (count, CHUNK)).transpose(1, 2)

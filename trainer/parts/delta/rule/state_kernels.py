@@ -1,8 +1,8 @@
-"""The delta rule from chunk to chunk (Triton): one program a segment, value head and part of the value dims.
+"""The delta rule from chunk to chunk (Triton): one program per segment, value head and part of the value dims.
 
-The state is kept in float32 and turned, (value dims, key dims): so it, and what is newly written, is the left factor
-of each product and never leaves the registers. S = state, n = what a chunk writes (the "new values"), E = exp of the
-decay to the chunk's end; u, w, A, G as chunk_kernel.py names them:
+The state is kept in float32 and transposed, (value dims, key dims). So the state and the new values are the left factor
+of each product and never leave the registers. S = state, n = the values that a chunk writes (the "new values"), E = exp
+of the decay to the chunk's end; u, w, A, G: see chunk_kernel.py.
     n = u - w S;  o = exp(G) q S + A n;  S <- exp(G_last) S + k^T (E n)
 """
 
@@ -16,7 +16,7 @@ def forward_states(
     H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, C: tl.constexpr, PART: tl.constexpr,
     WRITE_O: tl.constexpr, WRITE_STATES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Writes o (T, H, D); or, for the backward pass, each chunk's first state (N, H, D, D) and n (N, H, D, C)."""
+    """Write o (T, H, D); or, for the backward pass, each chunk's initial state (N, H, D, D) and n (N, H, D, C)."""
     part = tl.program_id(0) * PART + tl.arange(0, PART)
     head = tl.program_id(1)
     span = tl.program_id(2)
@@ -26,7 +26,7 @@ def forward_states(
     end = tl.load(spans + span * 4 + 3)
     token = tl.arange(0, C)
     dim = tl.arange(0, D)
-    # scalars move the bases, so the offsets inside a tile are the same 32-bit numbers in every turn of the loop
+    # Scalars move the bases, so the offsets inside a tile are the same 32-bit values in every iteration.
     at_value = token[:, None] * (H * D) + part[None, :]
     turned = part[:, None] * C + token[None, :]
     key_column = (head // (H // HK)) * D
@@ -62,8 +62,9 @@ def backward_states(
     q, k, do, decay, spans, scores, w_negative, d_states, d_news,
     H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, C: tl.constexpr, PART: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """From the last chunk to the first: the gradients of the state that each chunk leaves (N, H, D, D) and of its n
-    (N, H, D, C), both turned:
+    """Write the gradients of each chunk's final state (N, H, D, D) and of its n (N, H, D, C), both transposed.
+
+    The loop runs from the last chunk to the first:
         dn = A^T do + E k dS;  dS <- exp(G_last) dS + q^T (exp(G) do) - w^T dn
     """
     part = tl.program_id(0) * PART + tl.arange(0, PART)
@@ -75,7 +76,7 @@ def backward_states(
     end = tl.load(spans + span * 4 + 3)
     token = tl.arange(0, C)
     dim = tl.arange(0, D)
-    # scalars move the bases, so the offsets inside a tile are the same 32-bit numbers in every turn of the loop
+    # Scalars move the bases, so the offsets inside a tile are the same 32-bit values in every iteration.
     turned = part[:, None] * C + token[None, :]
     key_column = (head // (H // HK)) * D
     d_state = tl.zeros((PART, D), tl.float32)
@@ -97,6 +98,6 @@ def backward_states(
         w = w_negative.load([(chunk * H + head) * C, 0])
         d_state = tl.dot(d_new, w, acc=d_state * tl.exp(g_last))
         queries = q.load([start, key_column])
-        # what follows the segment's end in the bin is read with it, and is another segment's
+        # the tile may include tokens after the segment's end, which belong to another segment
         from_start = (d_out.to(tl.float32) * tl.where(token < end - start, tl.exp(g), 0.0)[None, :]).to(narrow.dtype)
         d_state = tl.dot(from_start, queries, acc=d_state)
