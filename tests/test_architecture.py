@@ -421,7 +421,7 @@ HARD_BEGINNINGS = re.compile(r"(Of|As|What|To be|The same|So many)\b")
 def test_a_docstring_begins_with_what_it_describes():
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     fail_with(
-        f"{at(path, getattr(node, 'lineno', 1))}: the docstring begins with {found[0]!r}; see English in CONTRIBUTING.md"
+        f"{at(path, getattr(node, 'lineno', 1))}: docstring begins with {found[0]!r}; see English in CONTRIBUTING.md"
         for path in (*MODULES, *TESTS)
         for node in nodes_of(path)
         if isinstance(node, documented) and (found := HARD_BEGINNINGS.match(ast.get_docstring(node) or ""))
