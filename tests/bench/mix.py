@@ -1,4 +1,4 @@
-"""What the training benches run on: random weights of published sizes, and a Cauldron-like mix on disk.
+"""The inputs of the training benchmarks: random weights of published sizes, and a Cauldron-like mix on disk.
 
 Samples: image tokens log-normal around 500, one tenth text only, one tenth with several images, a few dozen to a few
 hundred text tokens of which three tenths carry loss. The tiny variants and their smaller samples are for a CPU.

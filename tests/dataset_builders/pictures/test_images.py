@@ -1,4 +1,4 @@
-"""Which images are refused and why, and that every accepted pixel format becomes the RGB that a person would see."""
+"""Refused images and their reasons, and that every accepted pixel format becomes the RGB that a person would see."""
 
 import io
 import subprocess

@@ -1,4 +1,4 @@
-"""Which images a row may name: none on this machine outside the source."""
+"""The images that a row may name: none on this machine outside the source."""
 
 import os
 import urllib.parse

@@ -1,4 +1,4 @@
-"""Fill in what the references say of the golden cases: python -m tests.stages.scoring.metrics.record_golden DIRECTORY
+"""Record the references' scores of the golden cases: python -m tests.stages.scoring.metrics.record_golden DIRECTORY
 
 DIRECTORY holds the references as they are published, each unpacked into a directory of its own:
 

@@ -1,4 +1,4 @@
-"""Which texts count as the same answer."""
+"""The texts that count as the same answer."""
 
 import pytest
 
