@@ -1,4 +1,4 @@
-"""Which models fit which GPU, trained completely or with adapters, by the estimate of `athanor plan`. On a CPU, in
+"""The models that fit each GPU, trained completely or with adapters, by the estimate of `athanor plan`. On a CPU, in
 seconds.
 
     python -m tests.bench.bench_adapter_memory

@@ -1,4 +1,4 @@
-"""Attention in Transformer Engine on one GPU: heads of 256 (Qwen3.5) beside heads of 128 (Qwen3-VL), packed, causal.
+"""Attention in Transformer Engine on one GPU: heads of 256 (Qwen3.5) and heads of 128 (Qwen3-VL), packed, causal.
 
     python -m tests.bench.bench_attention
 

@@ -1,4 +1,4 @@
-"""How evenly the bins of a global batch are dealt to data-parallel ranks, and what it costs to deal them.
+"""The balance of the deal of a global batch's bins to data-parallel ranks, and the cost of the deal.
 
     python -m tests.bench.bench_balance
 

@@ -1,4 +1,4 @@
-"""How fast samples are packed into bins, how full the bins get, and what a whole plan of a million samples costs.
+"""The speed of packing samples into bins, the fill of the bins, and the cost of a whole plan of a million samples.
 
     python -m tests.bench.bench_bins            a million lengths of each kind, packed
     python -m tests.bench.bench_bins --plan     the stage plan_bins over an index of a million rows, with a mixture too

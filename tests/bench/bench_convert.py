@@ -1,4 +1,4 @@
-"""How fast raw rows become sample shards, in one process, and what memory it takes.
+"""The speed and the memory of making sample shards from raw rows, in one process.
 
     rows     rows a second of the whole stage, both passes, with and without a decode of every image, against `datasets`
              (a map to base64 JPEG of Pillow's default quality, then parquet), where it is installed

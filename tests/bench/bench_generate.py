@@ -1,4 +1,5 @@
-r"""Answers a second: the decoder of the answer stage beside a plain loop of transformers, one question after the other.
+r"""Answers per second: the decoder of the answer stage against a plain loop of transformers, one question after the
+other.
 
     python -m tests.bench.bench_generate --model qwen3_vl_2b --questions 1024 --plain 48 --check 16
     python -m tests.bench.bench_generate --tiny            # everything, on a CPU, in a minute

@@ -1,4 +1,4 @@
-r"""Peak memory of trainings on bins of unequal shapes, of the device and of the host, against what `athanor plan` says.
+r"""Peak memory of trainings on bins of unequal shapes, on device and host, against the estimate of `athanor plan`.
 
     python -m tests.bench.bench_plan_memory --dir /dev/shm --out memory.md 4b 8b-lora 27b-lora    # H200, nine minutes
     PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True python -m tests.bench.bench_plan_memory --dir /dev/shm 4b 8b-lora

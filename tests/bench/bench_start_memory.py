@@ -1,4 +1,4 @@
-"""Peak memory of each rank's process while a training by FSDP2 starts, against the same with the whole model first.
+"""Peak memory of each rank's process at the start of a training by FSDP2, against a start with the whole model first.
 
     python -m tests.bench.bench_start_memory [--layers 38]      # two processes of a CPU, or two GPUs; 2.4 GB of disk
 

@@ -1,5 +1,5 @@
-r"""Whole optimizer steps of the real trainer on published sizes: random weights, real loader, shards on disk;
-beside it transformers on the same samples, in the same run.
+r"""Whole optimizer steps of the real trainer on published sizes: random weights, real loader, shards on disk.
+transformers runs on the same samples in the same run.
 
     python -m tests.bench.bench_train_step --model qwen3_vl_2b --peer --peer-micro-batch 3 4 6
     python -m tests.bench.bench_train_step --model qwen3_vl_2b --no-ours --new-shapes 100

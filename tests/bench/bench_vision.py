@@ -1,4 +1,5 @@
-"""Where images should be encoded: the prediction of `athanor plan` against measurements. On a CPU, in seconds.
+"""The choice of the ranks that encode images: the prediction of `athanor plan` against measurements. On a CPU, in
+seconds.
 
     python -m tests.bench.bench_vision
 

@@ -1,4 +1,4 @@
-"""Where the time of traced steps went: every instant of a step belongs to one thing.
+"""The division of the time of traced steps: every moment of a step belongs to one part.
 
 Read from torch.profiler's Chrome trace. What runs on the GPU belongs to the part whose mark came last before the host
 launched it (tests/bench/traced_trainer.py sets the marks). Where things run at once, computation hides communication,

@@ -1,4 +1,4 @@
-"""The trainer as it is, a few of its steps under torch.profiler, for benches.
+"""The unchanged trainer with a few of its steps under torch.profiler, for benchmarks.
 
     torchrun -m tests.bench.traced_trainer run.json FIRST COUNT RANKS
 

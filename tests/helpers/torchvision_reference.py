@@ -1,4 +1,4 @@
-"""The reference for pixels: transformers' torchvision image processor, where torchvision can be had.
+"""The reference for pixels: transformers' torchvision image processor, if torchvision is installed.
 
 The project does not need torchvision. To compare with it, install it beside and not into the environment:
 

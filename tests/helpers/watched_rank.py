@@ -1,4 +1,4 @@
-"""Ranks that only watch each other. Standard input has a directory a line; the answer is the pids of its ranks.
+"""Ranks that only watch each other. Standard input has one directory per line, and the answer is the pids of its ranks.
 
 A rank writes joined-N when it has joined. It leaves in order once the file `leave` is there, or with an error once
 `fail-N` is; told/lost-N has what it is told of others, if there is that folder, log-N its errors, exit-N its status.

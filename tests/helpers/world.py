@@ -149,7 +149,7 @@ def _run_job(directory: str, processes: int, save: bool) -> list[int]:
     # torchrun does the same: the agent holds the store, the ranks are its clients.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     # A rank that is forked while the store's thread serves another one may inherit a lock that nobody will open: so
-    # all are there before the first one speaks to it.
+    # all of them exist before the first one uses it.
     all_there = fork.Event()
     ranks = [
         fork.Process(target=_rank, args=(Path(directory), rank, processes, store.port, save, all_there))

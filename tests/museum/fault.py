@@ -1,4 +1,4 @@
-"""How an exhibit shows that its check would see the fault."""
+"""The check of an exhibit: it must fail when the published fault is put in."""
 
 import contextlib
 from collections.abc import Iterator
@@ -12,8 +12,8 @@ _CHECKS = (Path(__file__).parent, Path(torch.testing.__file__).parent)
 
 @contextlib.contextmanager
 def fault_seen() -> Iterator[None]:
-    """Pass if the check in the block, which is given the published fault, fails; fail if it passes, or if an assertion
-    of other code stops it."""
+    """Pass if the check in the block fails on the published fault. Fail if it passes, or if an assertion of other code
+    stops it."""
     with pytest.raises(AssertionError) as caught:
         yield
     place = Path(caught.traceback[-1].path)

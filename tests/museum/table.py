@@ -1,8 +1,8 @@
 """The table of the museum, made from the docstrings of its tests: `python -m tests.museum.table` writes README.md.
 
 An exhibit is a test function of a module `test_*.py` of this folder. Its docstring is one sentence that tells the
-published fault, an empty line, and the addresses of its reports. It shows that our code does not have the fault and,
-below `with fault_seen():`, that its check fails where the fault is put in.
+published fault, an empty line, and the addresses of its reports. The test shows that athanor does not have the fault
+and, below `with fault_seen():`, that its check fails when the fault is put in.
 """
 
 import ast
@@ -17,18 +17,18 @@ _REPORT = re.compile(r"https://github\.com/([\w.-]+)/([\w.-]+)/(?:pull|issues)/(
 _HEAD = """\
 # A museum of silent bugs
 
-Published faults of trainers and their neighbours that change what is learnt, scored or exported without a word. Each
-has a test that our code does not have the fault, and that the test's check fails where the fault is put in. All run
-in `make test`. `python -m tests.museum.table` makes this page from the tests; a test compares the two.
+Published faults of trainers and related programs that silently change what is trained on, scored or exported. Each has
+a test that athanor does not have the fault, and that the test's check fails when the fault is put in. All tests run in
+`make test`. `python -m tests.museum.table` makes this page from the tests, and a test compares the two.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Exhibit:
-    """One published fault.
+    """A published fault.
 
     Attributes:
-        theme: first sentence of its module.
+        theme: first sentence of its module's docstring.
         told: the fault in one sentence.
         reports: (owner/name, number, address) of each report.
         shows_fault: whether the test puts the fault in.
@@ -43,7 +43,7 @@ class Exhibit:
 
 
 def read_exhibits() -> list[Exhibit]:
-    """All exhibits, in the order of their files and lines."""
+    """Return all exhibits, in the order of their files and lines."""
     return [exhibit for path in sorted(FOLDER.glob("test_*.py")) for exhibit in _read(path)]
 
 
@@ -59,7 +59,7 @@ def _read(path: Path) -> Iterator[Exhibit]:
 
 
 def render(exhibits: list[Exhibit]) -> str:
-    """The page."""
+    """Return the page."""
     lines, theme = [_HEAD], ""
     for number, exhibit in enumerate(exhibits, 1):
         if exhibit.theme != theme:

@@ -1,4 +1,4 @@
-"""Losses, gradients and what the optimizer makes of them."""
+"""Losses, gradients and the updates that the optimizer makes of them."""
 
 import dataclasses
 from collections.abc import Callable
@@ -35,12 +35,12 @@ def mesh():
 
 @pytest.fixture(scope="module")
 def trainer(mesh, tmp_path_factory) -> Trainer:
-    """A text model ready for its first step; its bins have unequal numbers of loss tokens."""
+    """Return a text model that is ready for its first step. Its bins have unequal numbers of loss tokens."""
     return set_up(write_job(tmp_path_factory.mktemp("job"), num_steps=9, shape="text-first"), mesh)
 
 
 def gradients(trainer: Trainer, bins: list[int]) -> torch.Tensor:
-    """The gradients of all parameters for one step over some bins, as the optimizer gets them."""
+    """Return the gradients of all parameters for one step over some bins, as the optimizer gets them."""
     for chunk in trainer.chunks:
         chunk.zero_grad_buffer()
     batches = prefetch(trainer.order.reader, iter(bins), 1, pin=False)
@@ -49,7 +49,8 @@ def gradients(trainer: Trainer, bins: list[int]) -> torch.Tensor:
 
 
 def check_token_mean(trainer: Trainer) -> None:
-    """The gradient of two micro batches is that of the mean loss of all their tokens, however they share these."""
+    """Check that the gradient of two micro batches is that of the mean loss over all their tokens, however the tokens
+    are divided."""
     counts = [trainer.order.reader.read(number).num_loss_tokens for number in (0, 1)]
     assert counts[0] != counts[1]
     each = [gradients(trainer, [number]) for number in (0, 1)]
@@ -58,7 +59,7 @@ def check_token_mean(trainer: Trainer) -> None:
 
 
 def test_gradients_are_a_mean_over_tokens(trainer, monkeypatch):
-    """Each micro batch's gradient was a mean over its own tokens: tokens of short answers counted more than others.
+    """Each micro batch's gradient was a mean over its own tokens, so tokens of short answers counted more than others.
 
     https://github.com/huggingface/transformers/pull/34191 https://github.com/karpathy/nanochat/pull/59
     """
@@ -75,7 +76,7 @@ def test_gradients_are_a_mean_over_tokens(trainer, monkeypatch):
 
 
 def test_ranks_add_sums_and_not_means(trainer, monkeypatch):
-    """Each rank divided by its own number of loss tokens: tokens of a rank that has few of them counted more.
+    """Each rank divided by its own number of loss tokens, so tokens of a rank with few of them counted more.
 
     https://github.com/PrimeIntellect-ai/prime-rl/pull/2562 https://github.com/NVIDIA/Megatron-LM/issues/906
     """
@@ -83,7 +84,7 @@ def test_ranks_add_sums_and_not_means(trainer, monkeypatch):
     monkeypatch.setattr("torch.distributed.ProcessGroup.size", lambda group: 2)
 
     def check(config: TransformerConfig) -> None:
-        """Gradients of two ranks are added as they are; then the sum is divided by the tokens of both."""
+        """Check that the gradients of two ranks are added unchanged, and the sum is divided by the tokens of both."""
         chunk = DistributedDataParallel(config, DistributedDataParallelConfig(), Toy())
         assert {buffer.gradient_scaling_factor for buffer in chunk.buffers} == {1.0}
 
@@ -94,7 +95,7 @@ def test_ranks_add_sums_and_not_means(trainer, monkeypatch):
 
 
 def test_the_loss_is_summed_in_float32(mesh):
-    """The cross entropy of bfloat16 logits was bfloat16 as well: a loss of 36 has steps of a quarter.
+    """The cross entropy of bfloat16 logits was bfloat16 as well, where a loss of 36 has steps of a quarter.
 
     https://github.com/Modalities/modalities/pull/464 https://github.com/google-deepmind/optax/issues/1020
     """
@@ -112,7 +113,7 @@ def test_the_loss_is_summed_in_float32(mesh):
 
 
 def rates(step_of: Callable[[int], int]) -> list[float]:
-    """The rates that the optimizer's groups have at each of the updates."""
+    """Return the learning rates of the optimizer's groups at each of the updates."""
     optimizer = build_optimizer([wrap(Toy())], ALIKE, torch.float32, FAMILY)
     taken = []
     for update in range(NUM_STEPS):
@@ -122,7 +123,8 @@ def rates(step_of: Callable[[int], int]) -> list[float]:
 
 
 def test_the_learning_rate_counts_updates(mesh):
-    """The schedule went on with every micro batch, or once a process, and was over before half of the training.
+    """The learning-rate schedule advanced with every micro batch, or once per process, and ended before half of the
+    training.
 
     https://github.com/huggingface/accelerate/issues/963 https://github.com/huggingface/transformers/pull/24088
     """
@@ -134,11 +136,11 @@ def test_the_learning_rate_counts_updates(mesh):
 
     check(rates(lambda update: update))
     with fault_seen():
-        check(rates(lambda update: 4 * update))  # 4 micro batches a step
+        check(rates(lambda update: 4 * update))  # 4 micro batches per step
 
 
 def test_one_norm_clips_all_groups(mesh):
-    """Gradients were clipped group by group, or by norms of parts: the parts' gradients lost their proportions.
+    """Gradients were clipped group by group, or by norms of parts, so the parts' gradients lost their proportions.
 
     https://github.com/huggingface/transformers/pull/614 https://github.com/NVIDIA-NeMo/Automodel/issues/3816
     """
@@ -159,7 +161,8 @@ def test_one_norm_clips_all_groups(mesh):
 
 
 def moved_by_decay(config: TrainConfig, frozen: tuple[str, ...], *, are_left_out: bool) -> set[str]:
-    """Parameters that some updates without any gradient move; `frozen` parts are left out, or only get no gradient."""
+    """Return the parameters that some updates without any gradient change. `frozen` parts are left out, or only get no
+    gradient."""
     module = Toy()
     parts = {part: PartConfig(frozen=True) for part in frozen} if are_left_out else {}
     config = config.model_copy(update=parts)
@@ -173,7 +176,7 @@ def moved_by_decay(config: TrainConfig, frozen: tuple[str, ...], *, are_left_out
 
 
 def test_frozen_weights_do_not_decay(mesh):
-    """Weights were frozen by gradients of zero, and weight decay went on to shrink them.
+    """Weights were frozen by gradients of zero, but weight decay continued to shrink them.
 
     https://github.com/huggingface/diffusers/issues/1009
     """
@@ -188,7 +191,7 @@ def test_frozen_weights_do_not_decay(mesh):
 
 
 def test_norms_and_biases_do_not_decay(mesh):
-    """Weight decay was kept from norms by the names of their classes, and norms of other classes decayed.
+    """Norms were excluded from weight decay by the names of their classes, so norms of other classes decayed.
 
     https://github.com/huggingface/transformers/pull/35927 https://github.com/ServiceNow/Fast-LLM/issues/542
     """
@@ -207,11 +210,12 @@ def test_norms_and_biases_do_not_decay(mesh):
 
 
 def test_small_updates_of_bfloat16_weights_add_up(mesh):
-    """Weights were bfloat16 without a float32 copy: updates below half a step of their rounding were lost, every one.
+    """Weights were bfloat16 without a float32 copy, so every update below half a step of their rounding was lost.
 
     https://github.com/NVIDIA-NeMo/Automodel/pull/3444 https://github.com/vllm-project/speculators/pull/765
     """
-    steps, rate = 40, 2e-4  # of a norm's weight, which is one: 40 updates make two steps of bfloat16, one is lost
+    # The weight of a norm is one. 40 of these updates make two steps of bfloat16, but a single update is lost.
+    steps, rate = 40, 2e-4
     optim = OptimConfig(lr=rate, min_lr_fraction=1.0, warmup_steps=0, weight_decay=0.0)
     config = ALIKE.model_copy(update={"optim": optim, "precision": "bfloat16"})
 
@@ -238,7 +242,7 @@ def test_small_updates_of_bfloat16_weights_add_up(mesh):
 
 
 def test_the_decay_of_the_delta_rule_stays_float32(mesh):
-    """The decay's logarithm of the gated delta rule was cast to bfloat16, although the models keep it in float32.
+    """The logarithm of the decay in the gated delta rule was cast to bfloat16, although the models keep it in float32.
 
     https://github.com/vllm-project/vllm/pull/37810 https://github.com/sgl-project/sglang/pull/19961
     """

@@ -20,7 +20,7 @@ from tests.helpers.tiny_model import tiny_hf_dir
 from tests.museum.fault import fault_seen
 from trainer.data.micro_batch import Geometry, MicroBatch, make_micro_batch
 
-# The words of the answer stand in the question too, and the picture takes more places than its placeholder.
+# The words of the answer are in the question too, and the image takes more tokens than its placeholder.
 CONVERSATION = turns(f"{IMAGE_SLOT}Is it seven or seven and a half? Answer seven.", "seven", "How many strokes?", "two")
 GRIDS = np.array([[1, 4, 6]], np.int32)
 END = "<|im_end|>"
@@ -34,12 +34,12 @@ def chat() -> ChatEncoder:
 
 @pytest.fixture(scope="module")
 def encoded(chat) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids and loss mask of the conversation."""
+    """Return token ids and loss mask of the conversation."""
     return chat.encode(CONVERSATION, GRIDS)
 
 
 def check_mask(chat: ChatEncoder, ids: np.ndarray, mask: np.ndarray, messages: Sequence[Message] = CONVERSATION):
-    """Learnt are the answers with their ends, each from where its turn's header ends, and nothing else."""
+    """Check that exactly the answers with their ends are trained on, each from the end of its turn's header."""
     starts = np.flatnonzero(np.diff(mask.astype(int), prepend=0) == 1)
     stops = np.flatnonzero(np.diff(mask.astype(int), append=0) == -1) + 1
     answers = [message.text for message in messages if message.role == "assistant"]
@@ -58,13 +58,15 @@ def batch_of(chat: ChatEncoder, ids: np.ndarray, mask: np.ndarray) -> MicroBatch
 
 
 def check_labels(chat: ChatEncoder, batch: MicroBatch) -> None:
-    """The label of each place is the token after it, and together the labels are the answers with their ends."""
+    """Check that the label of each position is the next token, and that the labels together are the answers with their
+    ends."""
     assert torch.equal(batch.labels, batch.input_ids[0, batch.loss_index + 1])
     assert chat.decode(batch.labels.numpy()) == f"seven{END}two{END}"
 
 
 def test_labels_are_shifted_once(chat, encoded):
-    """Labels that the model had shifted were shifted again by the loss: each place learnt the token after the next.
+    """Labels that the model had shifted were shifted again by the loss, so each position was trained on the token after
+    the next.
 
     https://github.com/huggingface/transformers/pull/47395 https://github.com/huggingface/transformers/pull/46898
     """
@@ -75,7 +77,7 @@ def test_labels_are_shifted_once(chat, encoded):
 
 
 def test_the_first_token_of_an_answer_is_learnt(chat, encoded):
-    """The mask was not moved with the labels, so that the first token of every answer was never learnt.
+    """The mask was not shifted with the labels, so that the first token of every answer was never trained on.
 
     https://github.com/verl-project/verl/pull/3287 https://github.com/NVIDIA-NeMo/Speech/pull/6409
     """
@@ -86,7 +88,8 @@ def test_the_first_token_of_an_answer_is_learnt(chat, encoded):
 
 
 def test_the_mask_is_moved_once(chat, encoded):
-    """The mask was moved twice, in the data set and in the trainer: the end of a turn was not learnt, its prompt's was.
+    """The mask was shifted twice, in the data set and in the trainer, so the end of the prompt was trained on instead
+    of the end of the turn.
 
     https://github.com/verl-project/verl/issues/3562 https://github.com/verl-project/verl/pull/5362
     """
@@ -97,7 +100,7 @@ def test_the_mask_is_moved_once(chat, encoded):
 
 
 def test_questions_are_not_learnt(chat, encoded):
-    """The mask was dropped on the way, or is all ones where a template marks no answers: questions are learnt as well.
+    """The mask was lost, or was all ones because the template marked no answers, so questions were trained on as well.
 
     https://github.com/karpathy/nanochat/pull/582 https://github.com/NVIDIA-NeMo/Megatron-Bridge/issues/3359
     """
@@ -108,7 +111,7 @@ def test_questions_are_not_learnt(chat, encoded):
 
 
 def test_the_header_of_an_answer_is_not_learnt(chat, encoded):
-    """The tokens that inference puts before an answer, its turn's header, were learnt as if the model wrote them.
+    """The header of the answer's turn, which inference puts before an answer, was trained on as if the model wrote it.
 
     https://github.com/AI-Hypercomputer/maxtext/pull/3284
     """
@@ -120,7 +123,7 @@ def test_the_header_of_an_answer_is_not_learnt(chat, encoded):
 
 
 def test_the_end_of_a_turn_is_learnt(chat, encoded):
-    """The end of a turn counted as the next message's, so that the model never learnt to stop.
+    """The end of a turn counted as part of the next message, so that the model was never trained to stop.
 
     https://github.com/huggingface/trl/pull/5988 https://github.com/NVIDIA-NeMo/Megatron-Bridge/issues/4265
     """
@@ -131,12 +134,12 @@ def test_the_end_of_a_turn_is_learnt(chat, encoded):
 
 
 def test_padding_is_known_by_its_place(chat, encoded):
-    """Labels equal to the padding's id were masked, which is that of the end of a turn in many tokenizers.
+    """Labels equal to the padding's id were masked, but in many tokenizers this is also the id of the end of a turn.
 
     https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/4660 https://github.com/huggingface/trl/pull/6357
     """
     ids, mask = encoded
-    ids = np.where(ids == chat.end_of_turn_id, 0, ids)  # a bin is filled up with zeros
+    ids = np.where(ids == chat.end_of_turn_id, 0, ids)  # a bin is padded with zeros
     batch = batch_of(chat, ids, mask)
 
     def check(batch: MicroBatch) -> None:
@@ -148,7 +151,7 @@ def test_padding_is_known_by_its_place(chat, encoded):
 
 
 def test_an_answer_is_found_by_its_turn(chat, encoded):
-    """Answers were searched by their text, which the question may hold too: the question's words were learnt.
+    """Answers were searched by their text, which the question may contain too, so the question's words were trained on.
 
     https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/4169
     """
@@ -165,7 +168,7 @@ def test_an_answer_is_found_by_its_turn(chat, encoded):
 
 
 def test_the_mask_grows_with_the_image_tokens(chat, encoded):
-    """A placeholder became many image tokens after the mask was made, so that the mask lay before the answers.
+    """A placeholder became many image tokens after the mask was made, so that the mask was too early for the answers.
 
     https://github.com/huggingface/transformers/pull/48793
     """
@@ -178,7 +181,7 @@ def test_the_mask_grows_with_the_image_tokens(chat, encoded):
 
 
 def test_a_mask_without_a_one_is_refused(chat, encoded):
-    """The processor's mask of answers is all zeros as soon as a conversation has a picture, and nothing is learnt.
+    """The processor's mask of answers was all zeros as soon as a conversation had an image, so nothing was trained on.
 
     https://github.com/huggingface/transformers/issues/46559 https://github.com/huggingface/transformers/issues/34172
     """
@@ -190,7 +193,7 @@ def test_a_mask_without_a_one_is_refused(chat, encoded):
 
 @pytest.mark.parametrize("text", ["seven<|im_end|>\n<|im_start|>assistant\neight", "Say <|image_pad|>."])
 def test_tokens_of_the_chat_in_a_question_make_no_turn(chat, text):
-    """A question that holds the chat's own tokens as text began a turn of the assistant, which was learnt.
+    """A question that contained the chat's own tokens as text started a turn of the assistant, which was trained on.
 
     https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/5166 https://github.com/huggingface/transformers/issues/29279
     """
@@ -213,7 +216,7 @@ def test_tokens_of_the_chat_in_a_question_make_no_turn(chat, text):
 
 
 def test_no_token_begins_a_conversation_twice(chat):
-    """The template's text has a token for its beginning, and the tokenizer put another before it.
+    """The template's text has a token for its start, and the tokenizer put a second one before it.
 
     https://github.com/OpenRLHF/OpenRLHF/issues/393 https://github.com/baidu-baige/LoongForge/pull/170
     """
@@ -233,18 +236,18 @@ def test_no_token_begins_a_conversation_twice(chat):
 
 @pytest.fixture(scope="module")
 def thinking(tmp_path_factory) -> ChatEncoder:
-    """A model whose prompt ends with an empty think block where it shall not think."""
+    """Return a model whose prompt ends with an empty think block if it shall not think."""
     return ChatEncoder(think_hf_dir("qwen3_5", tmp_path_factory.mktemp("think")))
 
 
 def check_prompt(chat: ChatEncoder, ids: np.ndarray, mask: np.ndarray, question: str = "Say yes.") -> None:
-    """Before the learnt tokens stand exactly those that inference gives."""
+    """Check that exactly the tokens of inference come before the tokens that are trained on."""
     prompt = chat.encode_prompt(turns(question), NO_GRIDS)
     assert np.array_equal(ids[: int(mask.argmax())], prompt)
 
 
 def test_an_empty_think_block_is_not_learnt(thinking):
-    """The empty think block, which inference puts before an answer, was learnt: the model forgot how to think.
+    """The empty think block, which inference puts before an answer, was trained on, so the model forgot how to think.
 
     https://github.com/snowflakedb/ArcticTraining/pull/286
     """
@@ -257,7 +260,7 @@ def test_an_empty_think_block_is_not_learnt(thinking):
 
 
 def test_training_has_the_think_block_that_inference_has(thinking, chat):
-    """Training text had no think block where the prompt of inference ends with an empty one.
+    """The training text had no think block, although the prompt of inference ends with an empty one.
 
     https://github.com/hiyouga/LlamaFactory/issues/10326
     """
@@ -267,7 +270,7 @@ def test_training_has_the_think_block_that_inference_has(thinking, chat):
 
 
 def test_the_image_token_is_the_models_own(tmp_path):
-    """The id of the image token was written into the code, and other models have another.
+    """The id of the image token was a constant in the code, but other models have another id.
 
     https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/2367
     """

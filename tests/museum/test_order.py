@@ -1,4 +1,4 @@
-"""Which samples a step sees: over ranks, epochs and resumes."""
+"""The samples that a step sees: over ranks, epochs and resumes."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ def order(rank: int = 0, ranks: int = 1, seed: int = 3) -> TrainingOrder:
 
 
 def undisturbed() -> list[Counter]:
-    """Bins of each step of one process that nothing disturbs."""
+    """Return the bins of each step of an undisturbed training with one process."""
     return [Counter(bins_for_step([BINS], seed=3, step=step, global_batch_size=BATCH)) for step in range(STEPS)]
 
 
 def test_ranks_share_one_order():
-    """Each rank shuffled by a seed of its own before it took its share: some samples came twice, and others never.
+    """Each rank shuffled with a seed of its own before it took its share, so some samples came twice, and others never.
 
     https://github.com/QwenLM/Qwen3-VL/pull/1971 https://github.com/NVlabs/LongLive/issues/71
     """
@@ -37,7 +37,7 @@ def test_ranks_share_one_order():
 
 
 def test_every_epoch_has_an_order_of_its_own():
-    """Nobody told the sampler of a new epoch, so that every epoch had the order of the first.
+    """The sampler was not told of a new epoch, so that every epoch had the order of the first.
 
     https://github.com/pytorch/pytorch/issues/31771 https://github.com/Lightning-AI/pytorch-lightning/issues/224
     """
@@ -52,7 +52,7 @@ def test_every_epoch_has_an_order_of_its_own():
 
 
 def test_a_resumed_training_goes_on_in_the_data():
-    """A resumed training saw its data from the beginning again, and never the end of it.
+    """A resumed training saw its data from the start again, and never the end of it.
 
     https://github.com/hiyouga/EasyR1/issues/57 https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/4521
     """
@@ -69,7 +69,7 @@ def test_a_resumed_training_goes_on_in_the_data():
 
 
 def test_a_resumed_training_skips_whole_batches():
-    """A resumed training skipped as many micro batches as it had made steps: it saw data of the last hours again.
+    """A resumed training skipped as many micro batches as it had done steps, so it saw data of the last hours again.
 
     https://github.com/EleutherAI/gpt-neox/pull/308
     """
@@ -85,11 +85,11 @@ def test_a_resumed_training_skips_whole_batches():
 
 
 def test_a_resume_in_a_later_epoch_has_that_epochs_order():
-    """After a resume in the second epoch the skipped samples were those of the first epoch's order.
+    """After a resume in the second epoch, the skipped samples were those of the first epoch's order.
 
     https://github.com/huggingface/accelerate/issues/2016
     """
-    stopped = 4  # 6 bins of the second epoch are seen
+    stopped = 4  # 6 bins of the second epoch were seen
 
     def check(rest: list[int]) -> None:
         assert rest == list(order()(0, STEPS))[stopped * BATCH :][: len(rest)]
@@ -101,7 +101,8 @@ def test_a_resume_in_a_later_epoch_has_that_epochs_order():
 
 
 def test_another_number_of_ranks_goes_on_with_the_same_data():
-    """A training resumed on fewer ranks took one rank's place in the data, and left out what was the others'.
+    """A training that was resumed on fewer ranks used one rank's position in the data, and left out the samples of the
+    other ranks.
 
     https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/5637
     """
@@ -117,7 +118,8 @@ def test_another_number_of_ranks_goes_on_with_the_same_data():
 
 
 def test_the_end_of_an_epoch_is_learnt():
-    """Batches at the end of an epoch that do not fill a step were left out, or their gradients went to the next one.
+    """Batches at the end of an epoch that do not fill a step were left out, or their gradients were added to the next
+    epoch's.
 
     https://github.com/NVIDIA-NeMo/Automodel/pull/2257 https://github.com/meta-pytorch/torchtune/pull/2745
     """

@@ -1,4 +1,4 @@
-"""Samples side by side in a bin: what each of them sees, and where it believes to be."""
+"""Samples packed into one bin: the tokens that each of them sees, and its positions."""
 
 import dataclasses
 from functools import partial
@@ -26,7 +26,7 @@ KINDS = [Kind(70), *MIXED]
 
 @pytest.fixture(scope="module")
 def packed():
-    """A model with attention and with layers of the delta rule, and a bin of samples of every kind."""
+    """Return a model with attention and with layers of the delta rule, and a bin of samples of every kind."""
     with single_rank() as mesh:
         model = build_tiny(hybrid_hf_dir(), mesh, SEQ_LEN)
         geometry = geometry_of(model.shape)
@@ -35,14 +35,14 @@ def packed():
 
 
 def losses_of(packed, samples: list[TokenizedSample], **changes: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Losses of each sample's loss tokens in one bin; `changes` replaces fields of the micro batch."""
+    """Return the losses of each sample's loss tokens in one bin. `changes` replaces fields of the micro batch."""
     batch = dataclasses.replace(make_micro_batch(samples, packed.geometry, SEQ_LEN), **changes)
     with torch.no_grad():
         return dict(zip(batch.keys, packed.model(batch).split(batch.loss_lengths), strict=True))
 
 
 def check_apart(packed) -> None:
-    """Another first sample of the same length changes no bit of the others' losses."""
+    """Check that another first sample of the same length changes no bit of the other samples' losses."""
     first = packed.samples[0]
     other = dataclasses.replace(
         make_samples(KINDS, packed.geometry, range(20, 300), seed=7)[0], key=first.key, loss_mask=first.loss_mask
@@ -52,7 +52,7 @@ def check_apart(packed) -> None:
 
 
 def check_as_alone(packed, **changes: torch.Tensor) -> None:
-    """Each sample's losses in the bin are those that it has alone."""
+    """Check that each sample's losses in the bin are the losses that it has alone."""
     together = losses_of(packed, packed.samples, **changes)
     for sample in packed.samples:
         assert_close(together[sample.key], losses_of(packed, [sample])[sample.key], atol=1e-5, rtol=1e-5)
@@ -63,7 +63,8 @@ def one_segment(chunks: PackedChunks) -> PackedChunks:
 
 
 def test_attention_ends_with_a_sample(packed, monkeypatch):
-    """A mask of ones beside packed positions turned the block-diagonal mask off: samples attended to those before them.
+    """A mask of ones together with packed positions turned off the block-diagonal mask, so samples attended to earlier
+    samples.
 
     https://github.com/huggingface/transformers/pull/46634 https://github.com/unslothai/unsloth/issues/1207
     """
@@ -75,7 +76,8 @@ def test_attention_ends_with_a_sample(packed, monkeypatch):
 
 
 def test_the_state_of_the_delta_rule_ends_with_a_sample(packed, monkeypatch):
-    """The kernel of the gated delta rule got no bounds of samples, so that its state went from one into the next.
+    """The kernel of the gated delta rule did not get the bounds of samples, so that its state went from one sample into
+    the next.
 
     https://github.com/NVIDIA-NeMo/Automodel/pull/2147 https://github.com/THUDM/slime/pull/1686
     """
@@ -87,7 +89,8 @@ def test_the_state_of_the_delta_rule_ends_with_a_sample(packed, monkeypatch):
 
 
 def test_the_convolution_ends_with_a_sample(packed, monkeypatch):
-    """The short convolution before the delta rule reached over the bounds of samples: three tokens saw their neighbour.
+    """The short convolution before the delta rule crossed the bounds of samples, so three tokens saw the neighbouring
+    sample.
 
     https://github.com/EvolvingLMMs-Lab/lmms-engine/pull/167 https://github.com/modelscope/ms-swift/issues/9618
     """
@@ -99,7 +102,7 @@ def test_the_convolution_ends_with_a_sample(packed, monkeypatch):
 
 
 def test_positions_of_a_packed_image_are_its_own(packed):
-    """A packed row got the positions of plain text, 0 to n, where an image has rows and columns.
+    """A packed row got the positions of plain text, 0 to n, although an image has rows and columns.
 
     https://github.com/NVIDIA-NeMo/Automodel/pull/2172 https://github.com/hiyouga/LlamaFactory/pull/7754
     """
@@ -109,7 +112,8 @@ def test_positions_of_a_packed_image_are_its_own(packed):
 
 
 def mrope_reference() -> tuple[torch.nn.Module, torch.Tensor]:
-    """transformers' rotary embedding, and (3, T) positions of which the three rows differ, some of them far out."""
+    """Return transformers' rotary embedding, and (3, T) positions with three different rows, some of them very
+    large."""
     config = transformers.AutoConfig.for_model(**hybrid_config()).text_config
     generator = torch.Generator().manual_seed(1)
     positions = torch.randint(4000, (3, 64), generator=generator)
@@ -126,7 +130,8 @@ def check_angles(angles_of) -> None:
 
 
 def test_sections_of_mrope_alternate(packed):
-    """The sections of mrope followed one another instead of alternating: the same for text, and wrong for images.
+    """The sections of mrope followed one another instead of alternating, which is the same for text, but wrong for
+    images.
 
     https://github.com/alibaba/MNN/pull/4133 https://github.com/vllm-project/vllm-gaudi/pull/1437
     """
@@ -143,7 +148,7 @@ def test_sections_of_mrope_alternate(packed):
 
 
 def test_angles_are_computed_in_float32(packed):
-    """Angles were computed in bfloat16, which has no odd numbers above 256: far positions fell together.
+    """Angles were computed in bfloat16, which has no odd numbers above 256, so distant positions became equal.
 
     https://github.com/huggingface/transformers/pull/29285 https://github.com/EleutherAI/gpt-neox/issues/1003
     """
@@ -162,7 +167,8 @@ def test_every_row_of_a_bin_is_written(packed):
     assert sum(batch.sample_lengths) < SEQ_LEN
 
     def check(batch: MicroBatch) -> None:
-        """A kernel writes the rows of its segments alone; zero times NaN is NaN in the weight's gradient."""
+        """Check with a kernel that writes only the rows of its segments. Zero times NaN is NaN in the weight's
+        gradient."""
         rows = torch.full((SEQ_LEN, 4), torch.nan)
         for start, stop in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:]):
             rows[start:stop] = 1.0

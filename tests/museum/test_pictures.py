@@ -1,4 +1,4 @@
-"""Pictures on their way from a file to the layers that see them."""
+"""Images on their way from a file to the layers that see them."""
 
 import dataclasses
 import io
@@ -30,13 +30,13 @@ from trainer.data.geometry import geometry_of
 from trainer.data.micro_batch import make_micro_batch
 
 SEQ_LEN = 96
-TWINS = Kind(12, ((1, 4, 4), (1, 4, 4)))  # two pictures of one size, which nothing but their order tells apart
+TWINS = Kind(12, ((1, 4, 4), (1, 4, 4)))  # two images of one size, which only their order distinguishes
 QUESTION = turns(f"{IMAGE_SLOT}Which digit is in the picture?", "7")
 
 
 @pytest.fixture(scope="module")
 def pair():
-    """Ours and transformers' Qwen3-VL with the same weights, and a sample of two pictures of one size."""
+    """Return athanor's and transformers' Qwen3-VL with the same weights, and a sample with two images of one size."""
     with single_rank() as mesh:
         hf_dir = random_hf_dir("first")
         ours = build_tiny(hf_dir, mesh, SEQ_LEN)
@@ -46,14 +46,15 @@ def pair():
 
 
 def check_losses(pair, sample: TokenizedSample | None = None) -> None:
-    """Our losses are transformers' of the same conversation."""
+    """Check that athanor's losses of a conversation are those of transformers."""
     with torch.no_grad():
         ours = pair.ours(make_micro_batch([sample or pair.sample], pair.geometry, SEQ_LEN))
         assert_close(ours, reference_losses(pair.theirs, pair.sample), atol=1e-4, rtol=0)
 
 
 def test_levels_of_deepstack_keep_their_layers(pair, monkeypatch):
-    """Image tokens and deepstack levels were packed in one order and unpacked in another: layers got others' features.
+    """Image tokens and deepstack levels were packed in one order and unpacked in another, so layers got the wrong
+    features.
 
     https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/3869
     """
@@ -66,7 +67,8 @@ def test_levels_of_deepstack_keep_their_layers(pair, monkeypatch):
 
 
 def test_pictures_stand_in_the_order_of_their_places(pair):
-    """Pictures were lined up by their field or kind and not by their places in the text, where others' places got them.
+    """Images were ordered by their field or kind and not by their positions in the text, so they took the positions of
+    other images.
 
     https://github.com/modelscope/evalscope/pull/1754 https://github.com/osaurus-ai/vmlx-swift/pull/404
     """
@@ -77,7 +79,7 @@ def test_pictures_stand_in_the_order_of_their_places(pair):
 
 
 def test_the_training_sees_the_pictures(pair, monkeypatch):
-    """The pictures were lost between rollout and training, which went on with the ids of their tokens alone.
+    """The images were lost between rollout and training, which continued with only the ids of their tokens.
 
     https://github.com/microsoft/agent-lightning/pull/560
     """
@@ -89,7 +91,7 @@ def test_the_training_sees_the_pictures(pair, monkeypatch):
 
 
 def test_a_batch_without_a_picture_gives_the_encoder_gradients(pair, monkeypatch):
-    """A rank whose batch has no picture skipped the encoder, and the others waited for its gradients for ever.
+    """A rank whose batch had no image skipped the encoder, so the other ranks waited for its gradients for ever.
 
     https://github.com/huggingface/transformers/issues/37186 https://github.com/huggingface/trl/issues/6617
     """
@@ -113,7 +115,8 @@ def chat() -> ChatEncoder:
 
 
 def tokenized(chat: ChatEncoder, max_seq_len: int, is_cut: bool) -> TokenizedSample | None:
-    """A sample with a picture under a limit of tokens: ours, or cut at the limit; None if it is left out."""
+    """Return a sample with an image under a limit of tokens: athanor's, or one cut at the limit; None if it is left
+    out."""
     config = load_image_config(tiny_hf_dir())
     sample = Sample(key="a/0", messages=QUESTION, images=(make_image(160, 128),))
     limits = {"max_pixels": None, "max_skip_fraction": 1.0}
@@ -129,7 +132,8 @@ def tokenized(chat: ChatEncoder, max_seq_len: int, is_cut: bool) -> TokenizedSam
 
 
 def test_no_picture_is_cut(pair, chat):
-    """Text was cut at the longest length in the middle of a picture's tokens, while all of its features were kept.
+    """Text was cut at the largest length in the middle of an image's tokens, while all of the image's features were
+    kept.
 
     https://github.com/huggingface/trl/pull/5904 https://github.com/hiyouga/LlamaFactory/issues/6559
     """
@@ -143,7 +147,7 @@ def test_no_picture_is_cut(pair, chat):
     check(is_cut=False)
     with fault_seen():
         check(is_cut=True)
-    with pytest.raises(ValueError, match="image tokens, but its grids"):  # a trainer's last look at damaged data
+    with pytest.raises(ValueError, match="image tokens, but its grids"):  # a trainer's last check of damaged data
         make_micro_batch([tokenized(chat, 20, is_cut=True)], pair.geometry, SEQ_LEN)
 
 
@@ -158,12 +162,12 @@ def as_pillow_opens(data: bytes) -> np.ndarray:
 
 
 def test_a_picture_is_turned_as_its_camera_says():
-    """The orientation in a picture's EXIF block was ignored, so that the model saw photographs lying on their side.
+    """The orientation in an image's EXIF block was ignored, so that the model saw rotated photographs.
 
     https://github.com/kohya-ss/sd-scripts/issues/1316 https://github.com/sgl-project/sglang/issues/33464
     """
     exif = Image.Exif()
-    exif[0x0112] = 6  # a quarter turn clockwise
+    exif[0x0112] = 6  # a rotation by 90 degrees clockwise
     data = saved(Image.new("RGB", (24, 16)), "JPEG", exif=exif)
 
     def check(read) -> None:
@@ -176,7 +180,7 @@ def test_a_picture_is_turned_as_its_camera_says():
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
 def test_what_is_transparent_is_white(mode):
-    """The alpha channel was dropped, so that what is transparent, as around black letters, became black.
+    """The alpha channel was dropped, so that transparent areas, for example around black letters, became black.
 
     https://github.com/QwenLM/Qwen3-VL/pull/661 https://github.com/vllm-project/vllm/pull/18569
     """
@@ -192,7 +196,7 @@ def test_what_is_transparent_is_white(mode):
 
 
 def test_pictures_are_scaled_in_training_as_in_asking(tmp_path):
-    """Training scaled pictures to other sizes than inference, which had its own limits of pixels.
+    """Training scaled images to other sizes than inference, which had its own limits of pixels.
 
     https://github.com/QwenLM/Qwen3-VL/issues/1409
     """
@@ -208,7 +212,7 @@ def test_pictures_are_scaled_in_training_as_in_asking(tmp_path):
 
 
 def test_every_picture_of_a_bin_is_its_samples_own(pair):
-    """Pictures of the last sample of a batch were used for all of its samples.
+    """Images of the last sample of a batch were used for all of its samples.
 
     https://github.com/om-ai-lab/VLM-R1/issues/263
     """

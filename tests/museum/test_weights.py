@@ -37,7 +37,8 @@ def mesh():
 
 @pytest.fixture(scope="module")
 def adapted(mesh, tmp_path_factory):
-    """Qwen3-VL with changed adapters everywhere, its bin of samples, its export, and its base model's directory."""
+    """Return Qwen3-VL with changed adapters everywhere, its bin of samples, its export, and its base model's
+    directory."""
     run, model = adapted_model(tmp_path_factory.mktemp("adapted"), mesh, "first", adapter_of("first", dropout=0.5))
     write_weights([model], mesh, run)
     samples = make_samples(MIXED, geometry_of(model.shape), range(20, 300))
@@ -46,7 +47,7 @@ def adapted(mesh, tmp_path_factory):
 
 
 def without_gradient(adapted) -> list[str]:
-    """Adapters that a step does not reach."""
+    """Return the adapters that get no gradient in a step."""
     adapted.model.train().zero_grad()
     adapted.model(adapted.batch).sum().backward()
     names = {id(param): name for name, param in adapted.model.named_parameters()}
@@ -54,7 +55,8 @@ def without_gradient(adapted) -> list[str]:
 
 
 def test_every_adapter_gets_a_gradient(adapted, monkeypatch):
-    """Adapters of the vision encoder never got a gradient, because its inputs needed none, and stayed as they began.
+    """Adapters of the vision encoder never got a gradient, because its inputs needed none, and kept their initial
+    values.
 
     https://github.com/unslothai/unsloth/issues/5039 https://github.com/2U1/Qwen-VL-Series-Finetune/issues/193
     """
@@ -70,7 +72,7 @@ def test_every_adapter_gets_a_gradient(adapted, monkeypatch):
 
 
 def test_no_dropout_while_losses_are_measured(mesh, tmp_path, monkeypatch):
-    """Dropout went on in evaluation, so that held-out losses were those of a model with holes.
+    """Dropout stayed on in evaluation, so that held-out losses were those of a model with dropped units.
 
     https://github.com/ipolharvard/ethos-ares/issues/20 https://github.com/IBM/pytorch-seq2seq/issues/33
     """
@@ -92,7 +94,8 @@ def test_no_dropout_while_losses_are_measured(mesh, tmp_path, monkeypatch):
 
 
 def check_merged(adapted, scaling: float, directory: Path | None = None) -> None:
-    """The exported weight of an adapted module is the base's with its product of adapters, scaled."""
+    """Check that the exported weight of an adapted module is the base's weight plus the scaled product of its
+    adapters."""
     module = "model.language_model.layers.0.self_attn.o_proj"
     base, merged = (HFTensors(path).get(f"{module}.weight") for path in (adapted.base, directory or adapted.hf))
     saved = load_file(adapted.run.output_dir / "adapter" / "adapter_model.safetensors")
@@ -101,7 +104,8 @@ def check_merged(adapted, scaling: float, directory: Path | None = None) -> None
 
 
 def test_an_adapter_is_scaled_by_alpha_over_its_rank(adapted):
-    """Adapters counted alpha times instead of alpha divided by the rank, in training, merging, or one of the two.
+    """Adapters were scaled by alpha instead of alpha divided by the rank, in training, in merging, or in one of the
+    two.
 
     https://github.com/Blaizzy/mlx-vlm/issues/841 https://github.com/hao-ai-lab/FastVideo/pull/870
     """
@@ -111,7 +115,7 @@ def test_an_adapter_is_scaled_by_alpha_over_its_rank(adapted):
 
 
 def test_a_merged_model_has_its_adapters(adapted):
-    """The merged model was the base model: its adapters were left out without a word.
+    """The merged model was the base model, because its adapters were left out without an error.
 
     https://github.com/huggingface/trl/issues/386
     """
@@ -121,7 +125,8 @@ def test_a_merged_model_has_its_adapters(adapted):
 
 
 def test_rslora_has_its_own_scale():
-    """Adapters that are scaled by the root of their rank were merged with the scale of plain ones, or the other way.
+    """Adapters that are scaled by the root of their rank were merged with the scale of plain ones, or the other way
+    round.
 
     https://github.com/huggingface/peft/pull/3449 https://github.com/NVIDIA/TensorRT-LLM/issues/1668
     """
@@ -136,7 +141,8 @@ def test_rslora_has_its_own_scale():
 
 @pytest.fixture(scope="module")
 def hybrid(mesh, tmp_path_factory):
-    """Qwen3.5, whose files hold a layer that neither we nor transformers compute, exported in several files."""
+    """Return Qwen3.5, whose files hold a layer that neither athanor nor transformers computes, exported in several
+    files."""
     run, model = adapted_model(tmp_path_factory.mktemp("hybrid"), mesh, "hybrid-first", adapter_of("hybrid-first"))
     rules = list(read_model(run.hf_dir)[0].weight_rules(model.shape))
     base = HFTensors(run.hf_dir)
@@ -147,23 +153,23 @@ def hybrid(mesh, tmp_path_factory):
 
 
 def check_names(base: Path, exported: Path) -> None:
-    """An export has the tensors of its base, each once."""
+    """Check that an export has the tensors of its base, each once."""
     assert HFTensors(exported).names() == HFTensors(base).names()
 
 
 def test_weights_that_are_not_computed_are_kept(hybrid, tmp_path):
-    """The layer that predicts a second token was dropped on export, while config.json still promised it.
+    """The layer that predicts a second token was dropped on export, although config.json still named it.
 
     https://github.com/modelscope/ms-swift/issues/9802 https://github.com/unslothai/unsloth/pull/11042
     """
     check_names(hybrid.base, hybrid.out)
-    load_reference(hybrid.base).save_pretrained(tmp_path)  # transformers itself has the fault
+    load_reference(hybrid.base).save_pretrained(tmp_path)  # transformers itself has this fault
     with fault_seen():
         check_names(hybrid.base, tmp_path)
 
 
 def test_no_file_of_an_export_is_left_out(hybrid, tmp_path):
-    """Files that held a tensor that was not exported were left out whole, with layers in them, and of the index too.
+    """Files with a tensor that was not exported were left out completely, with all their layers, and in the index too.
 
     https://github.com/areal-project/AReaL/pull/1403
     """
@@ -200,7 +206,7 @@ def test_tied_embeddings_stay_tied(adapted, tmp_path):
 
 
 def test_dtypes_are_those_of_the_base(hybrid, tmp_path):
-    """Tensors that a base keeps in float32 were exported in bfloat16, and the decay of long texts changed.
+    """Tensors that a base keeps in float32 were exported in bfloat16, which changed the decay over long texts.
 
     https://github.com/vllm-project/vllm/pull/51836
     """

@@ -1,4 +1,4 @@
-"""Which files of a source belong to which subset."""
+"""The assignment of a source's files to subsets."""
 
 import pytest
 

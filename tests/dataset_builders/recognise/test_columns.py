@@ -1,4 +1,4 @@
-"""Which columns are recognised as the image, the question and the answer."""
+"""The recognition of the columns that are the image, the question and the answer."""
 
 import pytest
 

@@ -74,7 +74,7 @@ PUBLISHED = {
     "Qwen/Qwen3.5-4B": "qwen3_5_4b",
     "Qwen/Qwen3.5-9B": "qwen3_5_9b",
 }
-ROOM = {"24gb": 22.6e9, "80gb": 80e9, "8x80gb": 80e9}  # bytes of a GPU beside CUDA's own and some
+ROOM = {"24gb": 22.6e9, "80gb": 80e9, "8x80gb": 80e9}  # bytes of a GPU besides CUDA's own and a reserve
 
 
 @pytest.mark.parametrize("name", [name for name in known_recipes() if name not in whole_recipes()])

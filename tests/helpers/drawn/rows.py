@@ -1,4 +1,4 @@
-"""Raw rows of drawn pictures in the schema and the wording of the_cauldron.
+"""Raw rows of drawn images in the schema and the wording of the_cauldron.
 
 The wording follows build_ds_sft.py, the script that built the_cauldron: a short question ends with a line that asks for
 a short answer; an answer begins with a capital and ends with a full stop, also a number: "14.". So it is on the hub

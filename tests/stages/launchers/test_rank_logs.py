@@ -1,4 +1,5 @@
-"""Which rank failed first, from the reports of several hosts' torchrun in one log; and where the rank's lines are."""
+"""The rank that failed first, found in the reports of several hosts' torchrun in one log, and the lines of this
+rank."""
 
 import subprocess
 
