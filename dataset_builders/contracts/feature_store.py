@@ -14,7 +14,7 @@ ITEM_BYTES: dict[FeatureType, int] = {"bfloat16": 2, "float32": 4}
 
 
 class FeatureStore(StrictModel):
-    """How an artifact stores image features: stats["features"] of its manifest."""
+    """The storage format of an artifact's image features: stats["features"] of its manifest."""
 
     format_version: Literal[1] = 1
     dtype: FeatureType = Field(description="type of the numbers")

@@ -63,7 +63,7 @@ class PatchFormat(StrictModel):
 
 
 class PixelConfig(StrictModel):
-    """How an image is resized and cut into patches, from the model's preprocessor_config.json."""
+    """The settings of resizing an image and cutting it into patches, from the model's preprocessor_config.json."""
 
     min_pixels: int = Field(gt=0, description="images with fewer pixels are scaled up to this area")
     max_pixels: int = Field(gt=0, description="images with more pixels are scaled down to this area")
@@ -79,7 +79,7 @@ Codec = Literal["u8", "u8_zstd", "original"]
 
 
 class PixelStore(StrictModel):
-    """How a tokenized artifact's shards store pixels: stats["pixels"] of its manifest."""
+    """The storage format of pixels in a tokenized artifact's shards: stats["pixels"] of its manifest."""
 
     format_version: Literal[2] = Field(default=2, description="format of records and index; a reader accepts no other")
     codec: Codec = Field(description="u8: patches; u8_zstd: patches compressed; original: the image files themselves")

@@ -87,8 +87,7 @@ def pixel_values(patches: np.ndarray, patch_format: PatchFormat, out: np.ndarray
 
     Args:
         patches: (P, 3 * patch_size^2) uint8.
-        out: (at least P, C) float32, contiguous, written in place of new memory, whose allocation costs more than the
-            arithmetic.
+        out: (at least P, C) float32, contiguous, filled and returned; new memory costs more than the arithmetic.
 
     Returns:
         (P, C) float32, C = 3 * temporal_patch_size * patch_size^2.
@@ -100,7 +99,7 @@ def pixel_values(patches: np.ndarray, patch_format: PatchFormat, out: np.ndarray
         torch.tensor(channels, dtype=torch.float32).mul_(255).repeat_interleave(size)
         for channels in (patch_format.image_mean, patch_format.image_std)
     )
-    # In blocks, so that the numbers stay in the cache. A channel of a frame is one element of the last copy.
+    # Blocks keep the numbers in the cache. One channel of one frame is one element of the last copy.
     work = torch.empty((min(len(patches), _BLOCK), 3 * size))
     frame = f"V{4 * size}"
     for start in range(0, len(patches), _BLOCK):

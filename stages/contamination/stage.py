@@ -46,7 +46,7 @@ CONTAMINATION_SCHEMA = pa.schema(
     ]
 )
 OVERALL = "overall"
-_SAMPLES_PER_WORKER = 500  # about as many seconds of work as a process takes to start
+_SAMPLES_PER_WORKER = 500  # samples that take about as long as the start of a process
 _SHOWN = 24
 _SHOWN_ROWS = 500
 _SCALE = 4  # enlargement of the thumbnails on the page

@@ -40,7 +40,7 @@ from stages.pages.dataset_card import DATASET_CARD
 # 3: references of documents without the_cauldron's full stop; 4: min_heldout, running numbers with any number of digits
 VERSION = 4
 
-_ROWS_PER_WORKER = 2000  # about as many seconds of work as a process takes to start
+_ROWS_PER_WORKER = 2000  # rows that take about as long as the start of a process
 
 
 def _run(

@@ -150,7 +150,7 @@ def plan_partition(task: PlanTask) -> PartitionPlan:
         if not copies.any():
             continue
         bins, samples, together = _pack_copies(rows, np.repeat(np.arange(len(copies)), copies), task.limits)
-        # In a bin, samples are in index order, so that a reader moves forward through each shard.
+        # Samples of a bin are in index order, so that a reader moves forward through each shard.
         order = np.lexsort((samples, bins))
         table = rows.table.take(samples[order])
         partitions.append(write_bin_partition(task.directory, split, epoch, task.number, table, bins[order]))

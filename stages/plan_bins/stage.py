@@ -59,7 +59,7 @@ def _run(
     draws = make_draws(with_shares(config.mixture, config.shares, sizes), sizes)
     tasks = _plan_tasks(config, partitions, work, scans, draws)
     plans = _plan_all(tasks, resources)
-    # By split and epoch, then by partition, so that an epoch's bins have consecutive numbers.
+    # Sorted by split and epoch, then by partition, so that an epoch's bins have consecutive numbers.
     parts = [part for plan in plans for part in plan.partitions]
     write_bins(work, sorted(parts, key=lambda part: (SPLITS.index(part.split), part.epoch)))
     stats = _stats(config, plans, draws)

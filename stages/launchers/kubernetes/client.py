@@ -130,7 +130,7 @@ class Cluster:
         timestamp.
 
         Args:
-            since: time of the first line in seconds, RFC 3339; None: from the beginning.
+            since: timestamp of the first line, RFC 3339, to the second; None: from the beginning.
         """
         query = [("container", container), ("follow", "true"), ("timestamps", "true")]
         if since:

@@ -84,7 +84,7 @@ def normalize_item(text: str) -> str:
 
 
 def _without_citations(text: str) -> str:
-    """Return the text without final footnote marks and "[...]". Initial brackets stay, but not a number in them."""
+    """Return the text without final footnote marks and "[...]". Brackets around all the text stay, except a number."""
     while True:
         shorter = text.rstrip(_FOOTNOTE_MARKS)
         start = _last_group(shorter, "[", "]")
