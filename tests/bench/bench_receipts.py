@@ -6,7 +6,9 @@ optimizer, the same questions and scores.
 
 --train trains and leaves the model and its losses in DIRECTORY; it needs the run's bins alone, and the same --set.
 --score answers and scores it, prints the table and draws both loss curves. transformers: float32 weights under bf16
-autocast, sdpa without cuDNN, samples of like length padded to the longest, torch's AdamW.
+autocast, sdpa without cuDNN, samples of like length padded to the longest, torch's AdamW. On a GPU its vision encoder
+attends all images of a batch in one call, as with flash-attn, by the kernel that torch brings: sdpa would take one call
+per image and layer.
 """
 
 import argparse
@@ -18,6 +20,8 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
+import torch
+from transformers import AttentionInterface
 
 from flows.pipeline.recipe import load_recipe
 from stages.answer.config import AnswerConfig
@@ -34,6 +38,7 @@ from trainer.contract.run import TrainConfig
 
 MICRO_BATCH = 32
 WINDOWS = 10
+FLASH = "flash_of_torch"  # transformers looks for "flash" in the name
 
 
 def artifact(root: Path, stage: str) -> Artifact:
@@ -44,11 +49,40 @@ def artifact(root: Path, stage: str) -> Artifact:
     return Artifact.load(found[0])
 
 
+def attend_images(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    scaling: float,
+    cu_seq_lens_q: torch.Tensor,
+    max_length_q: int,
+    **_: object,
+) -> tuple[torch.Tensor, None]:
+    """Return the attention (1, P, h, d) of the patches of each image among each other.
+
+    Args:
+        query: (1, h, P, d), like key and value.
+        cu_seq_lens_q: (images + 1,) cumulated numbers of patches.
+    """
+    query, key, value = (x[0].transpose(0, 1).bfloat16().contiguous() for x in (query, key, value))
+    bounds = cu_seq_lens_q.int()
+    attended = torch.ops.aten._flash_attention_forward(
+        *(query, key, value, bounds, bounds, max_length_q, max_length_q, 0.0, False, False), scale=scaling
+    )[0]
+    return attended[None], None
+
+
 def train(root: Path, out: Path, config: TrainConfig) -> None:
     """Write DIRECTORY/hf and DIRECTORY/losses.json."""
     source, bins = hf_dir_of(artifact(root, "embedded_model")), artifact(root, "plan_bins")
     reader = bin_reader(artifact(root, "tokenize").dir, bins.dir, source, bins.manifest.config["seq_len"])
-    model, losses, start = load_transformers(source), [], time.perf_counter()
+    model, losses = load_transformers(source), []
+    if torch.cuda.is_available():
+        AttentionInterface.register(FLASH, attend_images)
+        model.model.visual.config._attn_implementation = FLASH
+    start = time.perf_counter()
     for loss in train_transformers(model, reader, config, MICRO_BATCH):
         losses.append(loss)
         if len(losses) % 100 == 0:
