@@ -113,7 +113,7 @@ def state_of_model(model: torch.nn.Module) -> dict[str, Any]:
     other weights are the base model's."""
     if not has_adapters(model):
         return model.sharded_state_dict()
-    state = model.sharded_state_dict(metadata={"non_homogeneous_layers": True})  # layers may differ in what is adapted
+    state = model.sharded_state_dict(metadata={"non_homogeneous_layers": True})  # layers may have different adapters
     trained = {id(param) for param in trained_parameters(model)}
     return {name: place for name, place in state.items() if id(getattr(place, "data", None)) in trained}
 

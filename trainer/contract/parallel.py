@@ -128,12 +128,12 @@ class ParallelConfig(StrictModel):
         return self.vision_ranks // self.vision.tp if isinstance(self.vision, VisionRanks) else 0
 
     def data_parallel(self, processes: int) -> int:
-        """Number of model copies in a world of this size. `check_world` checks that the processes divide evenly."""
+        """Return the model copies in a world of this size. `check_world` checks that the processes divide evenly."""
         return (processes - self.vision_ranks) // self.model_size
 
     def encoders_of_replica(self, dp: int) -> int:
-        """Number of vision encoders that serve one of `dp` copies of the language model. It is 1 where there are fewer
-        encoders than copies, so that each encoder serves several."""
+        """Return the number of vision encoders that serve one of `dp` copies of the language model. It is 1 if there
+        are fewer encoders than copies, so that each encoder serves several."""
         return max(1, self.vision_encoders // dp)
 
     @property

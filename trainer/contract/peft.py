@@ -79,7 +79,7 @@ def peft_config(config: AdapterConfig, modules: Sequence[str], whole: Sequence[s
         "base_model_name_or_path": None,
         "inference_mode": True,
         "r": config.rank,
-        "lora_alpha": int(config.alpha) if config.alpha.is_integer() else config.alpha,  # PEFT's is a whole number
+        "lora_alpha": int(config.alpha) if config.alpha.is_integer() else config.alpha,  # PEFT expects a whole number
         "lora_dropout": config.dropout,
         "use_rslora": config.rslora,
         "use_dora": config.kind == "dora",

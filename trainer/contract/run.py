@@ -160,7 +160,7 @@ class TrainConfig(StrictModel):
 
     @property
     def has_float8_base(self) -> bool:
-        """Whether the frozen weights beside adapters are held in float8."""
+        """Whether the frozen weights of a training with adapters are held in float8."""
         return self.adapter is not None and self.adapter.base == "float8"
 
     @property
@@ -265,7 +265,7 @@ class RunConfig(StrictModel):
         default=None, description="PEFT directory of the adapter that the training starts from; null: none"
     )
     base_digest: str = Field(
-        default="", description="digest of the model in `hf_dir`; adapters' checkpoints of another model are refused"
+        default="", description="digest of the model in `hf_dir`; a checkpoint of adapters for another model is refused"
     )
     output_dir: Path = Field(
         description="gets checkpoints/, metrics.jsonl, result.json; hf/, and adapter/, when exporting"

@@ -133,7 +133,7 @@ def _batches(patches: Sequence[int]) -> Iterator[range]:
 def _write_shard(
     run: EncodeRun, number: int, images: Sequence[dict], encoder: torch.nn.Module, device: torch.device
 ) -> None:
-    """Write a shard's records, its index, and then its entry."""
+    """Write a shard's records and its index, and last the entry that marks the shard as finished."""
     reader = ImageReader(run, images)
     columns: dict[str, list] = {name: [] for name in FEATURE_INDEX.names}
     pin = device.type == "cuda"

@@ -25,7 +25,7 @@ from trainer.parallel.without_engine import patch_clipping
 
 # The key of a parameter group that names its part. megatron-core matches a checkpoint's groups to the optimizer's only
 # by four keys (`param_group_identifier_keys`: wd_mult, lr_mult, is_expert_parallel, is_decoupled_lr). If two groups had
-# equal keys, one would be loaded into both. This key is the only one of the four that is read nowhere else.
+# equal keys, one would be loaded into both. This one of the four keys is read nowhere else.
 PART_KEY = "is_decoupled_lr"
 
 

@@ -239,7 +239,7 @@ def _resume(trainer: Trainer) -> None:
 
 
 def _log_arithmetic(trainer: Trainer) -> None:
-    """Log how the world, the global batch, the bins and the epochs divide."""
+    """Log the division of the world, the global batch, the bins and the epochs."""
     run, mesh, bins = trainer.run, trainer.mesh, trainer.order.reader.bins
     p = run.execution.parallel
     samples = sum(part.num_rows for part in bins.partitions)

@@ -37,7 +37,8 @@ class StepTrace:
     """
 
     def __init__(self, config: ProfileConfig, directory: Path, clock: PartClock, steps: range) -> None:
-        """
+        """Choose the steps to trace; warn if none remains.
+
         Args:
             directory: output directory of the run.
             clock: calls `on_switch` when another part of a step begins.

@@ -120,7 +120,7 @@ def estimate_saved(
 
 
 def vision_in_flight(parallel: ParallelConfig) -> int:
-    """Micro batches whose images a rank has encoded and whose gradients it still awaits, if vision is dealt."""
+    """Return the micro batches whose images a rank has encoded and whose gradients it awaits, if vision is dealt."""
     return (3 if parallel.vpp > 1 else 2) * parallel.pp
 
 
@@ -162,7 +162,7 @@ class _Vision:
 
     @property
     def trained(self) -> float:
-        """Parameters that are trained."""
+        """Number of trained parameters."""
         if self.adapters is not None:
             return sum(place.parameters.on(self.tp) for place in self.adapters.vision.values())
         return self._parameters(self.frozen)
@@ -180,8 +180,8 @@ class _Vision:
         return sum(count for part, count in counts.items() if part not in without) / self.tp
 
     def activations(self, patches: float, in_flight: float) -> float:
-        """Activation bytes of these patches for the micro batches in flight. Frozen layers run without a graph, so that
-        only one layer's activations exist at a time."""
+        """Return the activation bytes of these patches for the micro batches in flight. Frozen layers run without an
+        autograd graph, so that only one layer's activations exist at a time."""
         if self.shape is None:
             return 0
         width, layers = self.shape.hidden_size, self.shape.num_layers
@@ -235,14 +235,14 @@ class _Work:
         return {name: round(value) for name, value in parts.items()}
 
     def _start(self, weights: float, trained: float) -> float:
-        """Peak bytes of a pipeline rank before its first step."""
+        """Return the peak bytes of a pipeline rank before its first step."""
         matrix = 0.0
         if self.adapters is not None and self.adapters.has_float8_base:
             matrix = self.shape.language.largest_matrix / self.parallel.tp
         return max(weights + (self.size + 4) * trained, weights + 3 * self.size * matrix)
 
     def _gathered(self) -> float:
-        """Bytes of the parameters that FSDP2 holds whole in forward and backward; fsdp is only for data parallel."""
+        """Return the bytes that FSDP2 holds whole in forward and backward; fsdp is only for data parallel."""
         decoder, vision = self.shape.language, self.shape.vision
         layer = max(layer.parameters for layer in decoder.layers)
         outside = (1 if decoder.tie_word_embeddings else 2) * decoder.vocab_size * decoder.hidden_size
@@ -251,7 +251,7 @@ class _Work:
         return self.size * (outside + 2 * layer) + (self.size + 4) * max(outside, layer) * (self.adapters is None)
 
     def saved(self, rank: int) -> int:
-        """Bytes that a pipeline rank writes."""
+        """Return the bytes of a checkpoint that a pipeline rank writes."""
         trained = self._trained(rank)
         weights = self._weights(rank) if self.adapters is None else self.size * trained
         ranks, moments = self.dp * self.parallel.cp, 2 * self.moment_size * trained
@@ -266,18 +266,18 @@ class _Work:
         return _Vision(self.shape.vision, self.frozen, self.size, tp, p.recompute_vision, self.adapters)
 
     def _layers(self, rank: int) -> list[int]:
-        """Indices of the language layers of a pipeline rank."""
+        """Return the indices of the language layers of a pipeline rank."""
         return list(chain.from_iterable(self.pieces[rank :: self.parallel.pp]))
 
     def _trained(self, rank: int) -> float:
-        """Parameters of a pipeline rank that are trained."""
+        """Return the number of a pipeline rank's trained parameters."""
         vision = self._vision.trained if rank == 0 else 0
         if self.adapters is not None:
             return sum(place.parameters.on(self.parallel.tp) for place in self._places(rank)) + vision
         return self._language(rank) * ("language" not in self.frozen) + vision
 
     def _weights(self, rank: int) -> float:
-        """Bytes of the weights of a pipeline rank in forward and backward."""
+        """Return the bytes of a pipeline rank's weights in forward and backward."""
         weights, tp = self.size * self._language(rank), self.parallel.tp
         if self.adapters is not None:
             weights -= self.adapters.saved_bytes(self._places(rank), self.size) / tp
@@ -285,11 +285,11 @@ class _Work:
         return weights + (self._vision.weights if rank == 0 else 0)
 
     def _places(self, rank: int) -> list[PlaceSizes]:
-        """Sizes of the adapters in each language layer of a pipeline rank; empty without adapters."""
+        """Return the sizes of the adapters in each language layer of a pipeline rank; empty without adapters."""
         return [] if self.adapters is None else [self.adapters.language[number] for number in self._layers(rank)]
 
     def _language(self, rank: int) -> float:
-        """Parameters of a pipeline rank's part of the language model."""
+        """Return the number of parameters of a pipeline rank's part of the language model."""
         decoder, parallel = self.shape.language, self.parallel
         is_first, is_last = rank == 0, rank == parallel.pp - 1
         embeddings = is_first + is_last if parallel.pp > 1 or not decoder.tie_word_embeddings else 1

@@ -114,17 +114,17 @@ class _Costs(NamedTuple):
     pp: int
 
     def of(self, counts: Sequence[int]) -> tuple[int, int, int]:
-        """Sort key to minimise: costliest rank, then sum of squared rank costs, then sum of squared piece costs."""
+        """Return the sort key to minimise: costliest rank, sum of squared rank costs, sum of squared piece costs."""
         pieces = self.pieces(counts)
         ranks = self.ranks(pieces)
         return max(ranks), sum(cost * cost for cost in ranks), sum(cost * cost for cost in pieces)
 
     def ranks(self, pieces: Sequence[int]) -> list[int]:
-        """Cost of each pipeline rank, given the costs of the pieces."""
+        """Return the cost of each pipeline rank, given the costs of the pieces."""
         return [sum(pieces[rank :: self.pp]) for rank in range(self.pp)]
 
     def pieces(self, counts: Sequence[int]) -> list[int]:
-        """Cost of each piece, given its number of layers."""
+        """Return the cost of each piece, given its number of layers."""
         bounds = [self.before[bound] for bound in accumulate(counts, initial=0)]
         pieces = [stop - start for start, stop in pairwise(bounds)]
         pieces[0] += self.first
