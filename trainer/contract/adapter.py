@@ -22,8 +22,8 @@ class AdapterConfig(StrictModel):
     dropout: float = Field(default=0.0, ge=0, lt=1, description="dropout on an adapter's input, in training")
     base: Literal["train_precision", "float8"] = Field(
         default="train_precision",
-        description="how the frozen weights are held. float8: those of the language layers' matrices in one byte each, "
-        "unpacked for each product; activations and products stay in train.precision",
+        description="storage of the frozen weights. float8: the language layers' matrices take one byte per number and "
+        "are unpacked for each product; activations and products stay in train.precision",
     )
     targets: tuple[str, ...] = Field(
         default=("attention", "mlp", "delta"),
@@ -33,7 +33,7 @@ class AdapterConfig(StrictModel):
     )
     modules_to_save: tuple[str, ...] = Field(
         default=(),
-        description="modules that are trained whole and saved beside the adapters: regular expressions over whole "
+        description="modules that are trained whole and saved with the adapters: regular expressions over whole "
         "Hugging Face names of modules",
     )
 

@@ -43,17 +43,17 @@ class MetricsRow(StrictModel):
     step: int
     time_ms: int | None = Field(default=None, description="time of writing, milliseconds since 1970; None in old files")
     loss: float = Field(description="mean over the loss tokens of the global batches since the last line")
-    heldout_loss: float | None = Field(default=None, description="the same over the held-out bins")
-    grad_norm: float = Field(description="over all ranks, before clipping")
+    heldout_loss: float | None = Field(default=None, description="mean over the loss tokens of the held-out bins")
+    grad_norm: float = Field(description="gradient norm over all ranks, before clipping")
     param_norm: float | None = Field(
-        default=None, description="of all parameters, trained and frozen, after the step; None in old files"
+        default=None, description="norm of all parameters, trained and frozen, after the step; None in old files"
     )
-    lr: float = Field(description="the schedule of optim.lr; a part's own rate is in proportion")
+    lr: float = Field(description="scheduled rate for optim.lr; a part's own rate is in proportion to it")
     epoch: float = Field(description="passes over the bins so far")
     tokens: int = Field(description="tokens trained on so far, without padding")
     loss_tokens: int = Field(description="loss tokens trained on so far")
     padding_fraction: float = Field(description="padding / capacity of the bins since the last line")
-    tokens_per_second: float = Field(description="over all ranks, without padding")
+    tokens_per_second: float = Field(description="tokens over all ranks, without padding")
     step_seconds: float
     data_seconds: float = Field(description="time spent waiting for the loader")
     optimizer_seconds: float = Field(description="gradient reduction and update")

@@ -221,8 +221,8 @@ class CheckpointConfig(StrictModel):
 class ProfileConfig(StrictModel):
     """Execution: the steps that torch.profiler traces. A training that is finished is reused, untraced."""
 
-    first_step: int = Field(default=5, ge=1, le=10**8, description="the first that is traced, counted from 1")
-    num_steps: int = Field(default=2, ge=1, le=20, description="steps that are traced; each may take 100 MB of memory")
+    first_step: int = Field(default=5, ge=1, le=10**8, description="first traced step, counted from 1")
+    num_steps: int = Field(default=2, ge=1, le=20, description="number of traced steps; each may take 100 MB of memory")
     rank: int = Field(default=0, ge=0, le=10**6, description="process that is traced")
 
 
@@ -259,7 +259,7 @@ class RunConfig(StrictModel):
     bins_dir: Location = Field(description="artifact of the plan_bins stage, also in an object store")
     features_dir: Location | None = Field(
         default=None,
-        description="artifact of the encode_images stage: its features are read, and no pixels; null: none",
+        description="artifact of the encode_images stage, whose features are read instead of pixels; null: none",
     )
     adapter_dir: Path | None = Field(
         default=None, description="PEFT directory of the adapter that the training starts from; null: none"
@@ -271,7 +271,7 @@ class RunConfig(StrictModel):
         description="gets checkpoints/, metrics.jsonl, result.json; hf/, and adapter/, when exporting"
     )
     checkpoint_dir: Path | None = Field(default=None, description="when exporting: the checkpoint to export")
-    seq_len: int = Field(gt=0, description="tokens of a bin, from the plan")
+    seq_len: int = Field(gt=0, description="number of tokens of a bin, from the plan")
     train: TrainConfig
     execution: TrainerExecution = TrainerExecution()
     num_threads: int = Field(default=0, ge=0, description="CPU threads per process; 0: the cores are shared evenly")
