@@ -1,10 +1,10 @@
 """The exchange of image tokens between ranks that encode images and ranks that use the tokens.
 
-The pipeline's schedule is unchanged. A first pipeline rank, the owner, owns the vision encoder: its optimizer, its part
-of a checkpoint. Workers encode with copies of the owner's weights, which they get at the beginning of every step, and
-send their gradients at the end. Image tokens go from a worker to the owner with the same index in tensor and context
-parallel, and gradients of image tokens go back. The assignment of images to ranks is a pure function of the bin, so
-that both sides know all sizes without a message.
+The pipeline's schedule is unchanged. A first pipeline rank is the owner of the vision encoder: of its optimizer and its
+part of a checkpoint. Workers encode with copies of the owner's weights, which they get at the beginning of every step,
+and send their gradients at the end. Each worker serves one index in tensor and context parallel: it sends image tokens
+to the owner with this index, and the owner sends their gradients back. The assignment of images to ranks is a pure
+function of the bin, so that both sides know all sizes without a message.
 
 With `parallel.vision=dealt` the workers are the later ranks of the pipeline. Before such a rank runs its layers on
 micro batch i, it encodes its images of micro batch i + `ahead` and runs the backward pass of its images of
