@@ -1,6 +1,6 @@
 """`torchrun -m trainer run.json`: parse one path, build, run, write result.json.
 
-Exit codes: 0 finished, 2 the config or an input is wrong, 75 told to stop and saved, 1 anything else.
+Exit codes: 0 finished, 2 the config or an input is wrong, 75 stopped on request after saving, 1 any other failure.
 """
 
 import argparse
@@ -10,15 +10,15 @@ from pathlib import Path
 
 
 def parse_args(argv: list[str]) -> Path:
-    """The one argument: the path of a run.json."""
+    """Return the only argument: the path of a run.json."""
     parser = argparse.ArgumentParser(prog="torchrun -m trainer")
     parser.add_argument("run_json", type=Path, help="a RunConfig or an EncodeRun, written by a stage")
     return parser.parse_args(argv).run_json
 
 
 if __name__ == "__main__":
-    # Here and not above: a process that is spawned from this one loads this module, and needs none of it.
+    # Imported here, because a process that is spawned from this one loads this module and does not need the job.
     from trainer.loop.job import run_file
 
-    os.umask(0o077)  # on a cluster no flow is the parent; a root is its owner's alone
+    os.umask(0o077)  # only its owner may read a root; set here because on a cluster no flow is the parent process
     sys.exit(run_file(parse_args(sys.argv[1:])))

@@ -1,4 +1,4 @@
-"""What is trained beside a base model as PEFT's directory, in and out, and its sum with the base model's weights.
+"""PEFT directories with trained adapters, read and written, and the merging of adapters into the base model's weights.
 
 adapter_config.json  adapter_model.safetensors   names and keys of PEFT 0.21, which other programs read
 """
@@ -33,7 +33,7 @@ def write_peft_directory(
     """Write adapters so that PEFT loads them.
 
     Args:
-        tensors: of the whole model, by PEFT's names without their common beginning.
+        tensors: the trained tensors of the whole model, by PEFT's names without their common prefix.
         whole: names of the modules that were trained whole.
     """
     directory.mkdir(parents=True, exist_ok=True)
@@ -44,10 +44,10 @@ def write_peft_directory(
 
 
 def load_peft_directory(models: Sequence[MegatronModule], directory: Path, rules: Sequence[Rule]) -> None:
-    """Fill what is trained of this rank's chunks from a directory of PEFT's.
+    """Fill the trained parameters of this rank's chunks from a PEFT directory.
 
     Args:
-        rules: the table of all that is trained of the whole model.
+        rules: the table of the whole model's trained parameters.
 
     Raises:
         InputError: a tensor is missing, is left over or has another shape.
@@ -70,14 +70,15 @@ def load_peft_directory(models: Sequence[MegatronModule], directory: Path, rules
 def with_adapters(
     source: HFTensors, rules: Sequence[Rule], trained: Mapping[str, torch.Tensor], config: AdapterConfig
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The base model's tensors with what was trained in them, in the table's order; the others bit for bit.
+    """Yield the base model's tensors in the table's order, with the adapters merged into the adapted ones. Tensors that
+    were not trained are unchanged, bit for bit.
 
     The arithmetic is that of PEFT's LoraLayer.merge, in float32; the result is rounded once, to the base's dtype.
 
     Args:
         source: the base model.
-        rules: its table of weights.
-        trained: by PEFT's names without their common beginning.
+        rules: the base model's table of weights.
+        trained: the trained tensors by PEFT's names without their common prefix.
     """
     for name in (name for rule in rules for name in rule.hf):
         module = name.removesuffix(".weight")

@@ -1,9 +1,9 @@
-"""The directory of a run's checkpoints: names, records, which are kept, and the room that they take.
+"""The directory of a run's checkpoints: their names and records, the choice of those to keep, and their disk space.
 
-step-000500/athanor.json   what it is, read before anything else; written last
+step-000500/athanor.json   the record of the checkpoint, read before anything else; written last
 step-000500/...            model, optimizer states, main parameters, RNG (dist_checkpointing), digests
-saving-step-000500/        a save that has not ended; deleted at the next start
-deleting-step-000500/      a deletion that has not ended; deleted at the next start
+saving-step-000500/        an unfinished save; deleted at the next start
+deleting-step-000500/      an unfinished deletion; deleted at the next start
 damaged-step-000500/       a checkpoint that was found damaged at a start; kept for a person, never read or deleted
 """
 
@@ -27,13 +27,13 @@ def checkpoint_name(step: int) -> str:
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
-    """Whole checkpoints, oldest first."""
+    """Return the whole checkpoints, oldest first."""
     steps = [(int(m[1]), p) for p in directory.glob("step-*") if (m := _NAME.fullmatch(p.name))]
     return [path for _, path in sorted(steps) if (path / CHECKPOINT_RECORD).is_file()]
 
 
 def newest_path(directory: Path) -> Path | None:
-    """The newest checkpoint, whole or not; None if there is none."""
+    """Return the newest checkpoint, whole or not; None if there is none."""
     steps = [(int(m[1]), path) for path in directory.glob("step-*") if (m := _NAME.fullmatch(path.name))]
     return max(steps)[1] if steps else None
 
@@ -46,7 +46,7 @@ def keep_aside(checkpoint: Path) -> Path:
 
 
 def read_step(checkpoint: Path, run: RunConfig) -> int:
-    """The step of a checkpoint, after a check that it belongs to this run.
+    """Return the step of a checkpoint, after checking that it belongs to this run.
 
     Raises:
         InputError: the checkpoint is damaged, has another format, or belongs to another base model or training config.
@@ -56,7 +56,7 @@ def read_step(checkpoint: Path, run: RunConfig) -> int:
         raise InputError(
             f"{checkpoint}: format_version is {meta['format_version']}, this code reads {FORMAT_VERSION}; delete it"
         )
-    base = meta.get("base")  # of a checkpoint of adapters
+    base = meta.get("base")  # only a checkpoint of adapters has it
     if base is not None and base["digest"] != run.base_digest:
         raise InputError(
             f"{checkpoint} holds adapters of the base model {base['hf_dir']} ({base['digest']}), and this run's is "
@@ -71,17 +71,17 @@ def read_step(checkpoint: Path, run: RunConfig) -> int:
 
 
 def not_kept(directory: Path, config: CheckpointConfig) -> list[Path]:
-    """The checkpoints that may go."""
+    """Return the checkpoints that may be deleted."""
     every = config.keep_every
     return [p for p in list_checkpoints(directory)[: -config.keep_last] if every is None or _step_of(p) % every]
 
 
 def missing_room(run: RunConfig, size: int, step: int) -> str | None:
-    """What to tell if the disk has no room for all checkpoints that will be there at a time; None if it has.
+    """Return a message if the disk has no room for all checkpoints that will exist at a time; None if it has room.
 
     Args:
         size: bytes of a checkpoint.
-        step: at which the run begins.
+        step: step at which the run begins.
     """
     config, num_steps = run.execution.checkpoint, run.train.num_steps
     interval, directory = config.save_interval, run.output_dir / CHECKPOINTS
@@ -92,7 +92,7 @@ def missing_room(run: RunConfig, size: int, step: int) -> str | None:
 
 
 def too_little(directory: Path, wanted: int, what: str) -> str | None:
-    """What to tell if the directory's disk has fewer bytes free than that; None if it has them."""
+    """Return a message if the directory's disk has fewer free bytes than wanted; None if it has enough."""
     free = shutil.disk_usage(directory).free
     if free >= wanted:
         return None
@@ -107,13 +107,13 @@ def _step_of(checkpoint: Path) -> int:
 
 
 def delete(checkpoint: Path) -> None:
-    """Rename first: a deletion that is cut short must leave nothing that looks like a whole checkpoint."""
+    """Rename and delete a checkpoint, so that an interrupted deletion leaves nothing that looks like a whole one."""
     doomed = checkpoint.with_name(f"deleting-{checkpoint.name}")
     checkpoint.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)  # what is left is deleted at the next start
+    shutil.rmtree(doomed, ignore_errors=True)  # remaining files are deleted at the next start
 
 
 def delete_leftovers(directory: Path) -> None:
-    """Delete what saves and deletions that were cut short have left."""
+    """Delete the leftovers of interrupted saves and deletions."""
     for leftover in (*directory.glob("saving-*"), *directory.glob("deleting-*")):
         shutil.rmtree(leftover)

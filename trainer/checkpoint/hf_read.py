@@ -1,6 +1,6 @@
-"""Reading an HF directory's safetensors into a model: each rank the slices it holds, no converted copy.
+"""Reading an HF directory's safetensors into a model. Each rank reads only its slices; no converted copy is made.
 
-A rank holds its pipeline rank's layers and its tensor-parallel slice of each.
+A rank holds its pipeline rank's layers, and its tensor-parallel slice of each layer.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +20,7 @@ INDEX = "model.safetensors.index.json"
 
 
 class HFTensors:
-    """The tensors of an HF directory by name, whichever file they are in."""
+    """The tensors of an HF directory by name, regardless of the file that holds them."""
 
     def __init__(self, hf_dir: Path) -> None:
         self.dir = hf_dir
@@ -39,15 +39,16 @@ class HFTensors:
         return set(self._files)
 
     def get(self, name: str) -> torch.Tensor:
-        """One tensor, on the CPU, in its stored dtype."""
+        """Return one tensor, on the CPU, in its stored dtype."""
         with self._open(name) as file:
             return file.get_tensor(name)
 
     def get_slice(self, name: str, dim: int, rank: int, size: int, runs: Sequence[int] = (1,)) -> torch.Tensor:
-        """The rank-th of `size` equal slices along `dim`, of each of several runs; only these bytes are read.
+        """Return the rank-th of `size` equal slices along `dim`; only its bytes are read. A tensor that is fused from
+        several runs along `dim` is sliced run by run.
 
         Args:
-            runs: their relative lengths.
+            runs: relative lengths of the runs.
         """
         with self._open(name) as file:
             stored = file.get_slice(name)
@@ -58,7 +59,7 @@ class HFTensors:
             return torch.cat([stored[start:stop] if dim == 0 else stored[:, start:stop] for start, stop in bounds], dim)
 
     def dtype_and_bytes(self, name: str) -> tuple[torch.dtype, int]:
-        """The dtype of a stored tensor and its size, from the file's header alone."""
+        """Return the dtype of a stored tensor and its bytes, reading only the file's header."""
         with self._open(name) as file:
             stored = file.get_slice(name)
             dtype = stored[:0].dtype
@@ -84,13 +85,13 @@ def load_hf_weights(
     carried: tuple[str, ...] = (),
     then: Callable[[str], None] | None = None,
 ) -> int:
-    """Fill every parameter of this rank's chunk from `hf_dir`, but adapters; returns how many. One that has no memory
-    gets it when its turn comes, so that of what `then` replaces one at a time is there.
+    """Fill every parameter of this rank's chunk from `hf_dir`, except adapters, and return their number. A parameter
+    without memory gets memory just before it is filled, so that at most one parameter waits to be replaced by `then`.
 
     Args:
         rules: the whole model's table of weights.
-        carried: beginnings of names of tensors that have no place in the model and are not missed there.
-        then: called with the table's name of each parameter that is filled.
+        carried: name prefixes of tensors that the model does not use and that are not an error.
+        then: called with the table's name of each parameter after it is filled.
 
     Raises:
         InputError: a tensor is missing, has another shape, or is left over.
@@ -98,7 +99,7 @@ def load_hf_weights(
     source = HFTensors(hf_dir)
     table = {rule.ours: rule for rule in rules}
     _check_leftovers(source, table, model, carried)
-    # Names alone: an iterator over the parameters would keep those that are replaced.
+    # Only names: an iterator over the parameters would keep replaced ones in memory.
     named = zip(global_names(model), model.named_parameters(), strict=True)
     names = [(name, own) for (name, _), (own, _) in named if ".adapter." not in name]
     for name, own in names:
@@ -110,7 +111,7 @@ def load_hf_weights(
 
 @torch.no_grad()
 def fill(param: torch.nn.Parameter, source: HFTensors, rule: Rule, model: MegatronModule) -> None:
-    """Give a chunk's parameter this rank's slice of its HF tensors; a divided one its rows of that.
+    """Fill a chunk's parameter with this rank's slice of its HF tensors; a divided parameter gets its rows of that.
 
     Raises:
         InputError: a tensor is missing, or has another shape.
@@ -124,7 +125,7 @@ def fill(param: torch.nn.Parameter, source: HFTensors, rule: Rule, model: Megatr
 
 
 def read_part(source: HFTensors, rule: Rule, param: torch.nn.Parameter, model: MegatronModule) -> torch.Tensor:
-    """A tensor-parallel rank's part of a parameter, on the CPU, in the stored dtype."""
+    """Return a tensor-parallel rank's part of a parameter, on the CPU, in the stored dtype."""
     axis, tp = parallel_axis(param), model.groups.tp
     if axis is None or tp.size() == 1:
         return rule.packing.fuse([source.get(name) for name in rule.hf], 1)
@@ -134,13 +135,13 @@ def read_part(source: HFTensors, rule: Rule, param: torch.nn.Parameter, model: M
 
 
 def parallel_axis(param: torch.nn.Parameter) -> int | None:
-    """The axis along which tensor-parallel ranks divide a parameter; None where each has it whole."""
+    """Return the axis along which tensor-parallel ranks divide a parameter; None if each rank has it whole."""
     return param.partition_dim if getattr(param, "tensor_model_parallel", False) else None
 
 
 def left_over(source: HFTensors, rules: Iterable[Rule], *, tied: bool) -> list[str]:
-    """The tensors of a directory that are in no rule, but not the output projection of tied weights: some directories
-    store the tied weight twice."""
+    """Return the names of a directory's tensors that no rule uses, sorted. With tied weights the output projection is
+    not among them, because some directories store the tied weight twice."""
     known = {name for rule in rules for name in rule.hf} | ({"lm_head.weight"} if tied else set())
     return sorted(source.names() - known)
 

@@ -1,7 +1,8 @@
 """Writing a model's weights as an HF directory's safetensors, from any layout, tensor by tensor.
 
-Rank 0 writes. For each tensor of the table, in HF's order, the ranks that hold its slices send them, so that rank 0 has
-the tensors of one file (5 GB at most) at a time and nobody the whole model. The bytes are the same for every layout.
+Rank 0 writes. For each tensor of the table, in HF's order, the ranks that hold its slices send them. So rank 0 holds
+the tensors of one file (5 GB at most) at a time, and no rank holds the whole model. The bytes are the same for every
+layout.
 """
 
 import itertools
@@ -27,7 +28,7 @@ HFStream = Iterator[tuple[str, torch.Tensor | None]]
 
 @dataclass(frozen=True, slots=True)
 class _Slice:
-    """A rank's slice of a parameter, or the whole of it where `axis` is None."""
+    """A rank's slice of a parameter, or the whole parameter if `axis` is None."""
 
     rank: int
     shape: tuple[int, ...]
@@ -46,15 +47,16 @@ def save_hf_weights(
 ) -> list[FileEntry]:
     """Write the weights as safetensors, in the dtypes of `source_dir`; a collective.
 
-    Tensors of `source_dir` that have no place in the model, which were let pass when the model was read, come last, as
-    they are. A file is digested while the tensors of the next one are gathered; its bytes still lie in the page cache.
+    Tensors of `source_dir` that the model does not use, which were skipped when the model was read, are written last
+    and unchanged. A file is digested while the tensors of the next one are gathered; its bytes are still in the page
+    cache.
 
     Args:
         rules: the whole model's table of weights.
-        tensors: the model's, in the table's order; None: those that the chunks hold.
+        tensors: the model's tensors, in the table's order; None: gather the tensors that the chunks hold.
 
     Returns:
-        the entry of each file of weights; on other ranks than the main one none.
+        The entry of each weight file; empty on all ranks except the main one.
     """
     source = HFTensors(source_dir)
     carried = left_over(source, rules, tied=chunks[0].share_embeddings_and_output_weights)
@@ -81,7 +83,7 @@ def save_hf_weights(
 
 
 def _plan_files(sizes: dict[str, int], file_bytes: int) -> dict[str, list[str]]:
-    """File names and their tensors, in order, none larger than `file_bytes` unless one tensor is."""
+    """Return file names with their tensors, in order. No file exceeds `file_bytes` unless a single tensor does."""
     groups: list[list[str]] = [[]]
     room = file_bytes
     for name, size in sizes.items():
@@ -96,7 +98,7 @@ def _plan_files(sizes: dict[str, int], file_bytes: int) -> dict[str, list[str]]:
 
 
 def hf_tensors(chunks: Sequence[MegatronModule], mesh: Mesh, rules: Sequence[Rule]) -> HFStream:
-    """HF tensors in the table's order: whole on rank 0, None elsewhere."""
+    """Yield HF tensors in the table's order: whole on rank 0, None on every other rank."""
     params = dict(_held(chunks, mesh))
     owners = _owners(params, mesh)
     for rule in rules:
@@ -106,7 +108,7 @@ def hf_tensors(chunks: Sequence[MegatronModule], mesh: Mesh, rules: Sequence[Rul
 
 
 def _held(chunks: Sequence[MegatronModule], mesh: Mesh) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """The parameters that this rank is to send: no copy of what another sends."""
+    """Yield the parameters that this rank sends, without copies of parameters that another rank sends."""
     if mesh.groups.dp_cp.rank() > 0:
         return
     for chunk in chunks:
@@ -117,7 +119,7 @@ def _held(chunks: Sequence[MegatronModule], mesh: Mesh) -> Iterator[tuple[str, t
 
 
 def _owners(params: dict[str, torch.nn.Parameter], mesh: Mesh) -> dict[str, list[_Slice]]:
-    """Who holds which slices of every parameter, in the order of the slices."""
+    """Return the ranks that hold the slices of every parameter, in the order of the slices."""
     mine = {n: _Slice(mesh.rank, tuple(p.shape), p.dtype, parallel_axis(p)) for n, p in params.items()}
     everybody: list[dict[str, _Slice]] = [mine]
     if mesh.world_size > 1:
@@ -142,7 +144,7 @@ def _to_main(param: torch.nn.Parameter | None, part: _Slice, mesh: Mesh) -> torc
 
 
 def _join(rule: Rule, slices: list[torch.Tensor], axis: int | None) -> list[torch.Tensor]:
-    """Slices of our parameter -> whole HF tensors."""
+    """Join the slices of one of our parameters into whole HF tensors."""
     parts = [rule.packing.split(part, len(rule.hf), len(slices)) for part in slices]
     if axis is None or len(slices) == 1:
         return parts[0]
@@ -151,7 +153,7 @@ def _join(rule: Rule, slices: list[torch.Tensor], axis: int | None) -> list[torc
 
 
 def _joined(slices: Sequence[torch.Tensor], runs: Sequence[int], axis: int) -> torch.Tensor:
-    """The ranks' slices of an HF tensor -> the whole; each rank has a part of every run."""
+    """Join the ranks' slices of an HF tensor; each rank has a part of every run."""
     sizes = [slices[0].size(axis) * run // sum(runs) for run in runs]
     by_run = zip(*(part.split(sizes, axis) for part in slices))
     return torch.cat([part for run in by_run for part in run], axis)

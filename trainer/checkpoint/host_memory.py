@@ -1,7 +1,8 @@
 """Host memory for the copy of a training's state from which an asynchronous save is written.
 
-It is made once, on a thread beside the first steps, and every save uses it again: making 30 GB of page-locked memory
-takes longer than ten copies into it. For a GPU it is page-locked, so that the copy runs at the bus's rate.
+The memory is allocated once, on a thread during the first steps, and every save reuses it: allocating 30 GB of
+page-locked memory takes longer than ten copies into it. For a GPU the memory is page-locked, so that the copy runs at
+the bus's rate.
 """
 
 import contextlib
@@ -16,13 +17,13 @@ from pathlib import Path
 import psutil
 import torch
 
-_BLOCK = 1 << 30  # bytes that are page-locked at a time: the driver serves nobody else meanwhile
+_BLOCK = 1 << 30  # bytes that are page-locked at a time: the driver serves no other call meanwhile
 _CGROUPS = Path("/sys/fs/cgroup")
 log = logging.getLogger("athanor.trainer")
 
 
 class HostMemory:
-    """Room for tensors of given sizes, in any order.
+    """Host memory for tensors of given sizes, which may come in any order.
 
     Args:
         sizes: bytes of each tensor.
@@ -39,7 +40,7 @@ class HostMemory:
 
     @staticmethod
     def needed(sizes: Iterable[int]) -> int:
-        """Bytes that the memory for such tensors takes."""
+        """Return the bytes of memory that tensors of these sizes take."""
         return sum(map(_in_pages, sizes))
 
     def _make(self) -> None:
@@ -47,7 +48,7 @@ class HostMemory:
         try:
             _use(self._device)
             self._memory = mmap.mmap(-1, self.needed(self._sizes) or mmap.PAGESIZE)
-            with contextlib.suppress(AttributeError, OSError):  # where the system has none
+            with contextlib.suppress(AttributeError, OSError):  # not every system has huge pages
                 self._memory.madvise(mmap.MADV_HUGEPAGE)
             start = end = 0
             for size in self._sizes:
@@ -58,11 +59,11 @@ class HostMemory:
                     start = end
             self._make_block(start, end)
             log.info("%.3f GB of host memory for saves made in %.1f s", end / 1e9, time.perf_counter() - started)
-        except Exception as error:  # raised where the memory is used
+        except Exception as error:  # raised when the memory is used
             self._error = error
 
     def _make_block(self, start: int, end: int) -> None:
-        """Have the pages of a block made, and locked. A tensor lies in one block: copies do not cross their borders."""
+        """Allocate and lock the pages of a block. A tensor is within one block, so that no copy crosses a border."""
         if start == end:
             return
         block = torch.frombuffer(self._memory, dtype=torch.uint8, count=end - start, offset=start)
@@ -77,7 +78,7 @@ class HostMemory:
                 )
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies of the tensors, whole when it returns, in the place of the copies before; each its own storage."""
+        """Return finished copies of the tensors, each with its own storage. They overwrite the previous copies."""
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -94,7 +95,7 @@ class HostMemory:
         return copies
 
     def release(self) -> None:
-        """Unlock the memory; the copies are not used any more."""
+        """Unlock the memory. The copies must no longer be in use."""
         self._thread.join()
         for address in self._locked:
             torch.cuda.cudart().cudaHostUnregister(address)
@@ -102,8 +103,8 @@ class HostMemory:
 
 
 def copied_one_by_one(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The tensors on the CPU, each with a storage of its own; the next is copied while one is used. For a save that
-    blocks: the tensors must not change meanwhile."""
+    """Yield copies of the tensors on the CPU, each with its own storage; the next is copied while one is in use. Only
+    for a save that blocks: the tensors must not change meanwhile."""
     if not tensors:
         return
     with ThreadPoolExecutor(1, initializer=_use, initargs=(tensors[0].device,)) as ahead:
@@ -115,18 +116,19 @@ def copied_one_by_one(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]
 
 
 def _use(device: torch.device) -> None:
-    """A thread begins on the first GPU, where a call would take memory for a context of its own."""
+    """Select this process's GPU on a new thread. It starts on the first GPU, where a call would allocate a context."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def available_memory() -> int:
-    """Bytes that this process may still take: of the machine, and of the control groups it is in."""
+    """Return the bytes that this process may still allocate, by the machine's memory and its control groups' limits."""
     return min([psutil.virtual_memory().available, *_left_in_groups()])
 
 
 def _left_in_groups() -> Iterator[int]:
-    """Of control groups of version 2 with a limit. The page cache counts as used there, and is given back."""
+    """Yield the free bytes of each version 2 control group with a limit. The page cache, which can be reclaimed, counts
+    as free."""
     try:
         own = Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2].lstrip("/")
     except OSError:

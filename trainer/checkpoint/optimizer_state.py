@@ -1,10 +1,10 @@
-"""The optimizer's tensors in a checkpoint: each rank writes what it holds, where it lies in the whole parameter.
+"""The optimizer's tensors in a checkpoint: each rank writes its own numbers as pieces of whole parameters.
 
 megatron-core 0.16.1's `fully_reshardable` format gathers main parameters and moments of all data-parallel ranks on each
-of them, by way of the host (25 to 35 s at 2 billion parameters), and one rank writes them all. The format on disk knows
-rectangles of a tensor. A rank's share of a parameter is a run of consecutive numbers, which is a few rectangles: so no
-rank needs another's numbers, and what is saved are views of the optimizer's own tensors. Any layout loads it, and what
-megatron-core wrote loads as before.
+of them, through the host (25 to 35 s at 2 billion parameters), and one rank writes them all. The format on disk allows
+rectangles of a tensor. A rank's share of a parameter is a run of consecutive numbers, which is a few rectangles. So no
+rank needs another rank's numbers, and a save needs only views of the optimizer's own tensors. Any layout can load the
+result, and checkpoints that megatron-core wrote still load.
 """
 
 import math
@@ -23,7 +23,7 @@ Place = ShardedTensor | ShardedTensorFactory
 
 
 def rectangles(shape: Sequence[int], first: int, last: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(offset, size) of the boxes that the numbers `first` to `last` - 1 of a tensor fill, in their order."""
+    """Yield (offset, size) of the boxes that the numbers `first` to `last` - 1 of a tensor fill, in order."""
     if len(shape) <= 1:
         yield (first,) * len(shape), (last - first,) * len(shape)
         return
@@ -46,7 +46,7 @@ def _in_row(shape: Sequence[int], row: int, first: int, last: int) -> Iterator[t
 
 
 def _pieces(place: Place, key: str, numbers: torch.Tensor, first: int) -> Iterator[ShardedTensor]:
-    """Consecutive numbers of a parameter, the first at place `first`, as parts of the whole model's tensor."""
+    """Yield consecutive numbers of a parameter, from flat index `first` on, as parts of the whole model's tensor."""
     start = 0
     # The two halves of a gated MLP are two parts of the tensor, and follow each other in the parameter.
     for part in place.build() if isinstance(place, ShardedTensorFactory) else [place]:
@@ -64,13 +64,13 @@ def _pieces(place: Place, key: str, numbers: torch.Tensor, first: int) -> Iterat
                 global_shape=part.global_shape,
                 global_offset=tuple(a + b for a, b in zip(part.global_offset, (0,) * stacked + offset, strict=True)),
                 axis_fragmentations=None,  # ranks hold unequal pieces
-                replica_id=(*part.replica_id[:-1], 0),  # data-parallel ranks hold no copies of each other's
+                replica_id=(*part.replica_id[:-1], 0),  # data-parallel ranks hold no copies of each other's pieces
             )
         start += shape.numel()
 
 
 def _whole(place: Place, key: str, dtype: torch.dtype) -> Place:
-    """The request for a whole parameter's tensor; the optimizer takes its share of what is loaded."""
+    """Return the request to load a whole parameter's tensor, from which the optimizer takes its share."""
     data = torch.empty(place.data.shape, dtype=dtype)
     of_data = {} if isinstance(place, ShardedTensorFactory) else {"dtype": dtype}
     return replace(place, key=f"optimizer.state.{key}.{place.key}", data=data, **of_data)
@@ -79,8 +79,8 @@ def _whole(place: Place, key: str, dtype: torch.dtype) -> Place:
 def _param_state(
     optimizer: DistributedOptimizer, model_state: dict[str, Any], is_loading: bool = False, metadata: object = None
 ) -> dict[int, dict[str, object]]:
-    """Parameter number -> name -> its pieces; when loading, the whole tensors that the optimizer asks for. Before the
-    first update, moments are stood for by the parameter, which is of their size."""
+    """Return parameter index -> name -> its pieces; when loading, the whole tensors that the optimizer requests. Before
+    the first update there are no moments, and the parameter, which has the same size, takes their role."""
     places = {place.data: place for place in nested_values(extract_sharded_tensors_and_factories(model_state)[0])}
     moments = getattr(optimizer.optimizer, "moments", torch.float32)
     dtypes = dict.fromkeys(_TENSORS, moments) | {"param": torch.float32}
@@ -89,7 +89,7 @@ def _param_state(
         if is_loading:
             state[number] = {key: _whole(places[param], key, dtypes[key]) for key in _TENSORS}
             continue
-        if param in optimizer.model_param_gbuf_map:  # else all of it is held by other ranks
+        if param in optimizer.model_param_gbuf_map:  # otherwise only other ranks hold it
             first = optimizer._get_model_param_range_map(param)["param"].start
             tensors = optimizer._get_main_param_and_optimizer_states(param)
             numbers = {key: tensors.get(key, tensors["param"]).detach().view(-1) for key in _TENSORS}
@@ -98,5 +98,5 @@ def _param_state(
 
 
 def install() -> None:
-    """Have megatron-core's optimizer answer with `_param_state`, until the process ends."""
+    """Make megatron-core's optimizer use `_param_state`, until the process ends."""
     DistributedOptimizer.sharded_param_state_fully_reshardable = _param_state

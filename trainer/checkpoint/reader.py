@@ -1,4 +1,4 @@
-"""Reads a checkpoint without running any code in it.
+"""A reader of checkpoints that runs no code from them.
 
 Three of the files of megatron-core 0.16.1's format are pickles, which can call any function when they are loaded:
 `.metadata` (torch reads it with `pickle.load`), `common.pt` (`torch.load` with its default, which the environment
@@ -7,8 +7,8 @@ states of modules (`torch.load(weights_only=False)`). Importing this module repl
 the contents of our own checkpoints are read, and any other name in a pickle is refused before it is called. Tensors in
 `*.distcp` are read with `weights_only=True` by torch itself.
 
-Transformer Engine unpickles the extra state of a module once more, by itself. There is nothing in it that a resume
-needs (float8 scales each tensor by its own largest value, without a history), so no module is given one.
+Transformer Engine itself unpickles the extra state of a module once more. A resume needs nothing from this state
+(float8 scales each tensor by its own largest value, without a history), so no module gets any.
 """
 
 import io
@@ -52,11 +52,11 @@ _EXTRA_STATE = "_extra_state"
 
 
 class CheckpointNotTrusted(CheckpointingException):
-    """A file of the checkpoint would call code that no checkpoint of ours calls."""
+    """The error that a file of a checkpoint would call code that our checkpoints never call."""
 
 
 class MetadataReader(CachedMetadataFileSystemReader):
-    """Reads `.metadata`, which says where each tensor lies, as plain records; and each entry, if it is as written."""
+    """A reader of `.metadata` (the tensors' locations) as plain records, and of entries that match their digests."""
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)
@@ -80,7 +80,8 @@ class MetadataReader(CachedMetadataFileSystemReader):
 
 
 class ObjectPlanner(torch_strategy.MCoreLoadPlanner):
-    """Reads the objects among the tensors as plain data: numbers, strings, containers, tensors, numpy arrays."""
+    """A planner that reads the objects among the tensors as plain data: numbers, strings, containers, tensors, numpy
+    arrays."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
@@ -91,7 +92,7 @@ class ObjectPlanner(torch_strategy.MCoreLoadPlanner):
 
 
 class CommonState(TorchCommonLoadStrategy):
-    """Reads common.pt as plain data, whatever the environment says."""
+    """A reader of common.pt as plain data, whatever the environment variables are."""
 
     def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
         try:
@@ -101,19 +102,20 @@ class CommonState(TorchCommonLoadStrategy):
 
 
 def check_metadata(checkpoint: Path) -> None:
-    """Check that `.metadata` can be read. torch itself would go on to look for one per rank, and lose the reason.
+    """Check that `.metadata` can be read. torch itself would next look for one file per rank, and lose the reason.
 
     Raises:
-        CheckpointingException: it cannot; CheckpointNotTrusted if it would call code.
+        CheckpointingException: the file cannot be read.
+        CheckpointNotTrusted: the file would call code.
     """
     MetadataReader(checkpoint).read_metadata()
 
 
 def load_plain(file: Path | io.BytesIO, name: str) -> Any:
-    """The object that `torch.save` wrote, if it is plain data.
+    """Load the object that `torch.save` wrote, if it is plain data.
 
     Raises:
-        CheckpointNotTrusted: it names a function or class that plain data does not need.
+        CheckpointNotTrusted: the file names a function or class that plain data does not need.
     """
     with torch.serialization.safe_globals(_OBJECT_GLOBALS):
         try:
@@ -123,7 +125,7 @@ def load_plain(file: Path | io.BytesIO, name: str) -> Any:
 
 
 def _enum_member(kind: type, name: str) -> Enum:
-    """Stands for `getattr`, by which an early Python 3.11 pickles a member of an enumeration."""
+    """Replace `getattr`, with which early versions of Python 3.11 pickle a member of an enumeration."""
     if not (isinstance(kind, type) and issubclass(kind, Enum)):
         raise CheckpointNotTrusted(f".metadata asks for {name} of {kind!r}, which is not an enumeration")
     return kind[name]
@@ -168,7 +170,7 @@ def _check_places(metadata: Metadata) -> None:
 
 
 def _unsupported(error: pickle.UnpicklingError) -> str:
-    """The line of torch's long advice that names what was refused."""
+    """Return the line of torch's long message that names the refused object."""
     naming = [line for line in str(error).splitlines() if "Unsupported" in line or "GLOBAL" in line]
     return (naming or str(error).splitlines())[0].strip().removeprefix("WeightsUnpickler error: ")
 

@@ -1,9 +1,9 @@
 """The states of the random number generators in a checkpoint.
 
-Nothing in a training step draws a random number today; dropout would, and should then go on where it stopped. The
-states are those of rank 0, so that every layout can load them. Generators that ranks share are restored on every rank.
-Those of divided weights are restored on tensor-parallel rank 0 alone: with rank 0's states, the other ranks would draw
-rank 0's numbers for slices of their own.
+Dropout draws random numbers, and a resumed training should continue its sequence. The states are those of rank 0, so
+that every layout can load them. Generators that ranks share are restored on every rank. Generators of divided weights
+are restored only on tensor-parallel rank 0: with rank 0's states, other ranks would draw rank 0's numbers for their own
+slices.
 """
 
 import random
@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel import random as tensor_parallel_random
 
 
 def capture() -> dict[str, Any]:
-    """The states of this process."""
+    """Return the states of this process."""
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(legacy=False),
@@ -26,7 +26,7 @@ def capture() -> dict[str, Any]:
 
 
 def restore(saved: dict[str, Any], tp_rank: int) -> None:
-    """Set the states that `capture` returned on rank 0 of any layout. A device's state goes to the same kind alone."""
+    """Set the states that `capture` returned on rank 0 of any layout. A device's state only fits the same kind."""
     random.setstate(saved["python"])
     np.random.set_state(saved["numpy"])
     torch.set_rng_state(saved["torch"])

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, in megatron-core's reshardable format, and how it is loaded into any layout."""
+"""The state in a checkpoint, in megatron-core's reshardable format, and its loading into any layout."""
 
 import logging
 import textwrap
@@ -31,11 +31,11 @@ _SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
 def newest_whole(directory: Path, mesh: Mesh) -> Path | None:
-    """Return the newest checkpoint of a directory whose files are all what was written, or None; a collective.
+    """Return the newest undamaged checkpoint of a directory, or None; a collective.
 
-    A newer one that is damaged is renamed, and a line says so. Rank 0 alone lists and renames, and all ranks take its
-    path, so that no two resume from different steps. The ranks read the files with each other's help, each its share,
-    once; loading then finds them in the page cache.
+    A newer, damaged checkpoint is renamed and reported in the log. Only rank 0 lists and renames, and all ranks use its
+    path, so that no two resume from different steps. Each rank reads a share of the files once; loading then finds them
+    in the page cache.
     """
     while path := mesh.from_main(newest_path(directory) if mesh.is_main else None):
         damages = [damage for damage in mesh.gather(_damage_of(path, mesh)) if damage]
@@ -57,7 +57,7 @@ def newest_whole(directory: Path, mesh: Mesh) -> Path | None:
 
 
 def _damage_of(checkpoint: Path, mesh: Mesh) -> str | None:
-    """What is wrong with this rank's share of a checkpoint's files, in one line."""
+    """Return the damage in this rank's share of a checkpoint's files, in one line; None if there is none."""
     try:
         if mesh.is_main:
             read_checkpoint_record(checkpoint)
@@ -87,7 +87,7 @@ def load(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer
 
 
 def _check_sharding(chunk: DistributedDataParallel | FullyShardedModel, checkpoint: Path) -> None:
-    """Refuse a checkpoint of the other sharding: its weights would fit, the state of its optimizer does not."""
+    """Refuse a checkpoint of the other sharding, whose weights would fit but whose optimizer state does not."""
     saved = read_checkpoint_record(checkpoint)["parallel"]["sharding"]
     ours = "fsdp" if isinstance(chunk, FullyShardedModel) else "distributed_optimizer"
     if saved != ours:
@@ -109,23 +109,24 @@ def load_model(models: Sequence[torch.nn.Module], checkpoint: Path) -> None:
 
 
 def state_of_model(model: torch.nn.Module) -> dict[str, Any]:
-    """The places of a chunk's weights; where it has adapters, of these alone: the others are the base model's."""
+    """Return the checkpoint entries of a chunk's weights. With adapters these are only the trained parameters: all
+    other weights are the base model's."""
     if not has_adapters(model):
         return model.sharded_state_dict()
-    state = model.sharded_state_dict(metadata={"non_homogeneous_layers": True})  # layers may differ in what is adapted
+    state = model.sharded_state_dict(metadata={"non_homogeneous_layers": True})  # layers may have different adapters
     trained = {id(param) for param in trained_parameters(model)}
     return {name: place for name, place in state.items() if id(getattr(place, "data", None)) in trained}
 
 
 def _named(models: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Module]]:
-    """The chunks under this rank's own names. On disk, a tensor's name has its layer's number in the whole model."""
+    """Return the chunks with names local to this rank. On disk, a tensor's name has its layer's index in the model."""
     return [(f"model{number}", model) for number, model in enumerate(models)]
 
 
 def state_of(
     chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, *, loading: bool
 ) -> dict[str, Any]:
-    """The sharded state of this rank, for megatron-core to save or to load into. To be saved it holds views."""
+    """Return the sharded state of this rank, for megatron-core to save or to load into. A state to save holds views."""
     _give_adam_its_state(optimizer)
     rank = torch.distributed.get_rank()
     random_state = ShardedObject("rng", rng.capture(), (1,), (0,), replica_id=rank)  # rank 0 writes it, all read it
@@ -154,13 +155,13 @@ def _load(state: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
 
 
 def _reason(error: BaseException) -> str:
-    """The first failure, cut to a line: some messages name every tensor of the checkpoint."""
+    """Return the first failure, shortened to a line, because some messages name every tensor of the checkpoint."""
     first = next((f"rank {rank}: {failure}" for rank, failure in _failures(error).items()), str(error))
     return textwrap.shorten(first, 300)
 
 
 def _failures(error: BaseException) -> dict[int, BaseException]:
-    """Rank -> its error, if megatron-core tells."""
+    """Return rank -> its error, if megatron-core reports the errors of ranks."""
     failures = error.failures if isinstance(error, CheckpointException) else {}
     return {rank: failure for rank, (failure, _) in failures.items()}
 
@@ -174,7 +175,7 @@ def _torch_adams(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
 
 
 def _give_adam_its_state(optimizer: MegatronOptimizer) -> None:
-    """torch's AdamW has no state before its first step, and megatron-core can neither save nor load into none."""
+    """Give torch's AdamW a zero state before its first step, because megatron-core needs one to save or to load."""
     for adam in _torch_adams(optimizer):
         dtype = getattr(adam, "moments", None)  # None: the parameter's
         for group in adam.param_groups:
@@ -185,7 +186,8 @@ def _give_adam_its_state(optimizer: MegatronOptimizer) -> None:
 
 
 def _unshare_adam_step(optimizer: MegatronOptimizer) -> None:
-    """megatron-core 0.16.1 loads one `step` tensor into all parameters: each update would count once per parameter."""
+    """Give each parameter its own `step` tensor. megatron-core 0.16.1 loads one tensor into all parameters, so that
+    each update would count once per parameter."""
     for adam in _torch_adams(optimizer):
         for state in adam.state.values():
             state["step"] = state["step"].clone()

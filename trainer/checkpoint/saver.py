@@ -1,10 +1,9 @@
-"""Saves the training's state while it goes on: a checkpoint appears by one rename, and is never half there.
+"""Saving of the training's state while the training continues. A checkpoint appears whole, by one rename.
 
-A save stops the training for as long as it takes to plan it and to copy this rank's state into host memory that is kept
-for that (trainer/checkpoint/host_memory.py). A thread writes the copy (writer.py); it takes part in no collective. At
-the first step end at which no rank writes any more, all ranks tell each other how it went, and rank 0 writes the
-record and renames the directory. The data position is the step alone (trainer/data/order.py); the learning rate is a
-function of it.
+A save stops the training only while it is planned and this rank's state is copied into reserved host memory
+(trainer/checkpoint/host_memory.py). A thread writes the copy (writer.py); it takes part in no collective. At the end of
+the first step at which no rank still writes, all ranks exchange their results, and rank 0 writes the record and renames
+the directory. The data position is only the step (trainer/data/order.py); the learning rate is a function of the step.
 """
 
 import concurrent.futures
@@ -37,15 +36,16 @@ log = logging.getLogger("athanor.trainer")
 
 
 class Checkpointer:
-    """Saves one state at a time. Its methods are collectives: all ranks call them at the same step. As a context it
-    ends a writing that is not to be finished.
+    """A saver of one state at a time. Its methods are collectives: all ranks call them at the same step. Leaving its
+    context stops an unfinished write.
 
     Args:
-        step: at which the training begins.
+        step: step at which the training begins.
 
     Raises:
-        InputError: when it is made, the disk has no room for the run's checkpoints; on all ranks.
-        RuntimeError: (any method) a save failed, on all ranks; names its directory. Earlier checkpoints are untouched.
+        InputError: (constructor, on all ranks) the disk has no room for the run's checkpoints.
+        RuntimeError: (any method, on all ranks) a save failed; the message names its directory. Earlier checkpoints
+            are untouched.
     """
 
     def __init__(
@@ -81,11 +81,11 @@ class Checkpointer:
 
     @property
     def is_writing(self) -> bool:
-        """Whether this rank's file of the running save is still being written."""
+        """Whether this rank is still writing its file of the current save."""
         return self._writing is not None and not self._writing.done()
 
     def save(self, step: int) -> None:
-        """Save everything that a resume needs, as it is now. An asynchronous save writes its files later."""
+        """Save the current state of everything that a resume needs. An asynchronous save writes its files later."""
         self.finish()
         self._step, self._begun = step, time.perf_counter()
         self._work = self._directory / f"saving-{checkpoint_name(step)}"
@@ -102,7 +102,7 @@ class Checkpointer:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the running save, and publish it."""
+        """Wait for the current save to be written, and publish it."""
         if self._writing is None:
             return
         started = time.perf_counter()
@@ -123,7 +123,8 @@ class Checkpointer:
         log.info("%s; training waited %.2f s", what, self._blocked)
 
     def _make_memory(self, sizes: list[int], step: int) -> HostMemory | None:
-        """Memory for the copies, if saves are asynchronous, one comes before the last, and there is enough."""
+        """Allocate memory for the copies. Return None if saves are synchronous, if only the last step is saved, or if
+        memory is short."""
         config, num_steps = self._run.execution.checkpoint, self._run.train.num_steps
         first = step - step % config.save_interval + config.save_interval
         if not config.asynchronous or first >= num_steps:
@@ -155,17 +156,17 @@ class Checkpointer:
         self._work.mkdir()
 
     def _publish(self) -> None:
-        """Write the record, rename the directory, and have checkpoints deleted that are not kept."""
+        """Write the record, rename the directory, and start the deletion of checkpoints that are not kept."""
         record = {
             "format_version": FORMAT_VERSION,
             "fingerprint": self._run.fingerprint,
             "step": self._step,
             "train": self._run.train.model_dump(mode="json"),
-            # For people, apart from `sharding`: any layout can load a checkpoint.
+            # Only `sharding` is read again, because any layout can load a checkpoint; the rest is for people.
             "parallel": self._run.execution.parallel.model_dump(mode="json"),
             "world_size": self._mesh.world_size,
         }
-        if self._run.train.adapter is not None:  # its weights alone are no model
+        if self._run.train.adapter is not None:  # the adapters' weights are not a whole model
             record["base"] = {"hf_dir": str(self._run.hf_dir), "digest": self._run.base_digest}
         write_checkpoint_record(self._work, record)
         final = self._directory / checkpoint_name(self._step)
@@ -176,10 +177,10 @@ class Checkpointer:
             self._deleting = self._thread.submit(directory.delete, old)
 
     def _on_main(self, work: Callable[[], None]) -> None:
-        """Do it on rank 0, while the others wait.
+        """Do some work on rank 0, while all other ranks wait.
 
         Raises:
-            RuntimeError: it failed; on all ranks.
+            RuntimeError: the work failed; on all ranks.
         """
         problem = None
         if self._mesh.is_main:
@@ -191,7 +192,7 @@ class Checkpointer:
             self._fail(problem)
 
     def _fail(self, problem: str) -> None:
-        """End the training, without what there is of the save: a full disk is wanted for other things."""
+        """Delete the partial save, to free a full disk, and raise the error that ends the training."""
         if self._mesh.is_main:
             shutil.rmtree(self._work, ignore_errors=True)
         raise RuntimeError(
@@ -201,14 +202,14 @@ class Checkpointer:
 
 
 def _first(error: BaseException) -> BaseException:
-    """The first cause: a full disk, not the error of torch's zip writer when it then closes the file."""
+    """Return the first cause of an error: a full disk, not the error of torch's zip writer that follows from it."""
     while before := error.__cause__ or error.__context__:
         error = before
     return error
 
 
 def _sizes(state: dict) -> list[int]:
-    """Bytes of each tensor that this rank writes."""
+    """Return the bytes of each tensor that this rank writes."""
     apply_factories(state)
     tensors = (v for v in nested_values(state) if isinstance(v, ShardedTensor) and is_main_replica(v.replica_id))
     return [tensor.data.nbytes for tensor in tensors]

@@ -1,12 +1,13 @@
-"""Writes a rank's file of a checkpoint, on a thread of its own while training goes on.
+"""The writer of a rank's file of a checkpoint, on a separate thread while training continues.
 
-megatron-core 0.16.1 plans what a rank writes. Its own writing forks a process per file and a manager process, and can
-end a run: they wait without end for a killed one, or die at the SIGTERM that tells a job to stop and save. A thread
-needs none of this. It holds Python's lock for a tenth of a millisecond a tensor; copying to the disk, digests and waits
-for the disk are outside of it.
+megatron-core 0.16.1 plans the contents of a rank's file. Its own writer forks a process per file and a manager process,
+which can end a run: they wait forever for a killed process, or die at the SIGTERM that tells a job to stop and save. A
+thread avoids this. It holds Python's lock for a tenth of a millisecond per tensor; writing to the disk, digests and
+waiting for the disk happen without the lock.
 
-The format's own checksums are left out: torch reads past them, and they take as long as the disk (1.6 GB/s). In their
-place each entry's xxh3 (16 GB/s) goes into `__0_0.distcp.xxh3` beside the file, and is compared when the entry is read.
+The format's own checksums are left out: torch ignores them when it reads, and they take as long as the disk (1.6 GB/s).
+Instead each entry's xxh3 (16 GB/s) goes into `__0_0.distcp.xxh3` in the same directory, and is compared when the entry
+is read.
 """
 
 import os
@@ -30,33 +31,33 @@ from torch.distributed.checkpoint.storage import WriteResult
 from dataset_builders.storage.files import write_json
 from trainer.contract.answer import STATE_DIGESTS
 
-_CHUNK = 64 << 20  # bytes between two looks at whether to go on
+_CHUNK = 64 << 20  # bytes between two checks of whether to stop
 
 torch.serialization.set_crc32_options(False)
 
 
 class WritingEnded(Exception):
-    """The writer was told to end before it had written everything."""
+    """The error that the writer was told to stop before it had written everything."""
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a rank wrote: megatron-core's results, and bytes."""
+    """The outcome of a rank's write: megatron-core's results, and the number of bytes."""
 
     results: list[WriteResult]
     size: int
 
 
 class RankFile(FileSystemWriterAsync):
-    """Plans one file for this rank; `write` writes it.
+    """The plan of this rank's file; `write` writes the file.
 
     Attributes:
-        tensors: that go into the file, where they are: views of the training's own.
-        written: set after `write`, before megatron-core asks for the results.
+        tensors: the tensors of the file, as views of the training's own tensors on their device.
+        written: the outcome; to be set after `write`, before megatron-core asks for the results.
     """
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
-        """Called by megatron-core's planning."""
+        """Take the plan of the file; megatron-core calls this when it plans."""
         self._name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
         data = [(item, planner.resolve_data(item)) for item in plan.items]
         self._objects = [entry for entry in data if entry[0].type == WriteItemType.BYTE_IO]
@@ -65,19 +66,19 @@ class RankFile(FileSystemWriterAsync):
         self.written: Written | None = None
 
     def get_save_function_and_args(self) -> tuple[None, None, list]:
-        """Nothing that megatron-core should call."""
+        """Return no function, so that megatron-core itself writes nothing."""
         return None, None, []
 
     def retrieve_write_results(self) -> list[WriteResult]:
-        """Called by megatron-core's finish."""
+        """Return the results of the write; megatron-core calls this when it finishes a save."""
         return self.written.results
 
     def write(self, tensors: Iterable[torch.Tensor], ended: threading.Event) -> Written:
-        """Write the file with its digests, down to the disk.
+        """Write the file and sync it to the disk, and write the file of its digests.
 
         Args:
-            tensors: copies of `self.tensors` on the CPU, each with a storage of its own.
-            ended: ends the writing when it is set.
+            tensors: copies of `self.tensors` on the CPU, each with its own storage.
+            ended: event that stops the writing when it is set.
 
         Raises:
             WritingEnded, OSError
@@ -104,10 +105,10 @@ class RankFile(FileSystemWriterAsync):
 
 
 class OneFile(TorchDistSaveShardedStrategy):
-    """megatron-core's format, one file per rank.
+    """megatron-core's saving strategy with one file per rank.
 
     Attributes:
-        file: of this rank, after planning.
+        file: this rank's file, after planning.
     """
 
     def __init__(self) -> None:
@@ -120,8 +121,8 @@ class OneFile(TorchDistSaveShardedStrategy):
 
 
 class _DigestingStream:
-    """A file that digests what is written, entry by entry, and begins to bring it to the disk at once: left to the end,
-    that costs a third of the rate (1.29 GB/s against 0.95 with fsync, 6 GB). The page cache keeps nothing of it."""
+    """A file that digests the written bytes entry by entry, and starts their write-back at once. Write-back only at the
+    end costs a third of the rate (1.29 GB/s against 0.95 with fsync, 6 GB). No written page stays in the page cache."""
 
     def __init__(self, file: BinaryIO, ended: threading.Event) -> None:
         self._file, self._ended = file, ended
@@ -151,7 +152,7 @@ class _DigestingStream:
             self._on_its_way = self._size
 
     def take_digest(self) -> str:
-        """Of everything since the last call."""
+        """Return the digest of everything written since the last call."""
         digest, self._digest = self._digest.hexdigest(), xxhash.xxh3_64()
         return digest
 

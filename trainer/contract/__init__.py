@@ -1,4 +1,4 @@
-"""The trainer's input and its output. Loads neither torch nor megatron.
+"""The trainer's input and output. Loads neither torch nor megatron.
 
 In: `RunConfig`, as run.json. Out: `MetricsRow` lines in metrics.jsonl and a `TrainResult`, as result.json.
 Read first: `run.py`, then `answer.py`.

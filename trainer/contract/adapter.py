@@ -1,4 +1,4 @@
-"""Low-rank adapters: what is trained beside a frozen model."""
+"""The settings of low-rank adapters, which are trained in addition to a frozen model."""
 
 import re
 from typing import Literal
@@ -11,19 +11,19 @@ ROLES = ("attention", "mlp", "delta", "merger", "vision")
 
 
 class AdapterConfig(StrictModel):
-    """LoRA (Hu et al. 2021, arXiv:2106.09685) or DoRA (Liu et al. 2024, arXiv:2402.09353) beside a frozen model."""
+    """LoRA (Hu et al. 2021, arXiv:2106.09685) or DoRA (Liu et al. 2024, arXiv:2402.09353) on a frozen model."""
 
     kind: Literal["lora", "dora"] = Field(
-        default="lora", description="dora: also the length of each row of an adapted weight"
+        default="lora", description="dora: also trains the length of each row of an adapted weight"
     )
-    rank: int = Field(ge=1, le=4096, description="numbers between the two products of an adapter")
-    alpha: float = Field(gt=0, le=1e6, description="adapters count alpha / rank")
-    rslora: bool = Field(default=False, description="adapters count alpha / sqrt(rank)")
-    dropout: float = Field(default=0.0, ge=0, lt=1, description="of an adapter's input, in training")
+    rank: int = Field(ge=1, le=4096, description="width between the two matrices of an adapter")
+    alpha: float = Field(gt=0, le=1e6, description="an adapter's output is scaled by alpha / rank")
+    rslora: bool = Field(default=False, description="scale by alpha / sqrt(rank) instead")
+    dropout: float = Field(default=0.0, ge=0, lt=1, description="dropout on an adapter's input, in training")
     base: Literal["train_precision", "float8"] = Field(
         default="train_precision",
-        description="how the frozen weights are held. float8: those of the language layers' matrices in one byte each, "
-        "unpacked for each product; activations and products stay in train.precision",
+        description="storage of the frozen weights. float8: the language layers' matrices take one byte per number and "
+        "are unpacked for each product; activations and products stay in train.precision",
     )
     targets: tuple[str, ...] = Field(
         default=("attention", "mlp", "delta"),
@@ -33,7 +33,7 @@ class AdapterConfig(StrictModel):
     )
     modules_to_save: tuple[str, ...] = Field(
         default=(),
-        description="modules that are trained whole and saved beside the adapters: regular expressions over whole "
+        description="modules that are trained whole and saved with the adapters: regular expressions over whole "
         "Hugging Face names of modules",
     )
 
@@ -49,5 +49,5 @@ class AdapterConfig(StrictModel):
 
     @property
     def scaling(self) -> float:
-        """What the product of an adapter counts."""
+        """Factor by which the output of an adapter is scaled."""
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)

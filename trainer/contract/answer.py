@@ -1,8 +1,8 @@
-"""The trainer's output: MetricsRow lines, held-out losses, TrainResult, a checkpoint's digests; and how they are read.
+"""The trainer's output and its readers: MetricsRow lines, held-out losses, TrainResult, a checkpoint's digests.
 
-athanor.json               a checkpoint's record, with the xxh3 digest of itself and of each small file beside it
+athanor.json               a checkpoint's record, with the xxh3 digests of the record and of each other small file
 __0_0.distcp               the state of a rank, entry by entry
-__0_0.distcp.xxh3          where each entry begins -> its digest; a small file
+__0_0.distcp.xxh3          byte offset of each entry -> its digest; a small file
 """
 
 import contextlib
@@ -22,17 +22,17 @@ from dataset_builders.storage.store import StorePath
 from trainer.contract.names import METRICS_JSONL
 
 CHECKPOINT_RECORD = "athanor.json"
-STATE_FILE, STATE_DIGESTS = ".distcp", ".xxh3"  # the ends of the names
+STATE_FILE, STATE_DIGESTS = ".distcp", ".xxh3"  # suffixes of file names
 KEPT_ASIDE = "is kept aside as"  # in the trainer's line about a damaged checkpoint, which a person should see
 _FILES, _OWN = "digests", "digest"  # keys of the record
 _PIECE = 16 << 20  # bytes
 
 
 class MetricsRow(StrictModel):
-    """One line of metrics.jsonl. Everything but `step` and `time_ms` goes to tracking under its own name and in this
-    order: MLflow's compare page begins with the first.
+    """One line of metrics.jsonl. Tracking records every field except `step` and `time_ms`, under its own name and in
+    this order: MLflow's compare page begins with the first.
 
-    After these come the numbers of each part of the model, which its family names:
+    After these fields come the metrics of each part of the model. The model's family names the parts:
     {part}_grad_norm, before clipping, None if the part is frozen; {part}_seconds, forward and backward;
     {part}_tflops, model TFLOP/s over all ranks, without padding.
     """
@@ -43,17 +43,17 @@ class MetricsRow(StrictModel):
     step: int
     time_ms: int | None = Field(default=None, description="time of writing, milliseconds since 1970; None in old files")
     loss: float = Field(description="mean over the loss tokens of the global batches since the last line")
-    heldout_loss: float | None = Field(default=None, description="the same over the held-out bins")
-    grad_norm: float = Field(description="over all ranks, before clipping")
+    heldout_loss: float | None = Field(default=None, description="mean over the loss tokens of the held-out bins")
+    grad_norm: float = Field(description="gradient norm over all ranks, before clipping")
     param_norm: float | None = Field(
-        default=None, description="of all parameters, trained and frozen, after the step; None in old files"
+        default=None, description="norm of all parameters, trained and frozen, after the step; None in old files"
     )
-    lr: float = Field(description="the schedule of optim.lr; a part's own rate is in proportion")
+    lr: float = Field(description="scheduled rate for optim.lr; a part's own rate is in proportion to it")
     epoch: float = Field(description="passes over the bins so far")
     tokens: int = Field(description="tokens trained on so far, without padding")
     loss_tokens: int = Field(description="loss tokens trained on so far")
     padding_fraction: float = Field(description="padding / capacity of the bins since the last line")
-    tokens_per_second: float = Field(description="over all ranks, without padding")
+    tokens_per_second: float = Field(description="tokens over all ranks, without padding")
     step_seconds: float
     data_seconds: float = Field(description="time spent waiting for the loader")
     optimizer_seconds: float = Field(description="gradient reduction and update")
@@ -71,7 +71,7 @@ class MetricsRow(StrictModel):
 
 
 def parse_metrics(lines: bytes) -> list[MetricsRow]:
-    """The rows of some lines of metrics.jsonl; a line that a crash has cut is skipped."""
+    """Parse lines of metrics.jsonl, without the lines that a crash has cut short."""
     rows = []
     for line in lines.splitlines():
         with contextlib.suppress(ValidationError):
@@ -80,14 +80,14 @@ def parse_metrics(lines: bytes) -> list[MetricsRow]:
 
 
 def read_metrics(directory: StorePath) -> list[MetricsRow]:
-    """The rows of a directory's metrics.jsonl in order, one per step (the last written); empty without a file."""
+    """Return the rows of a directory's metrics.jsonl in order, the last written of each step; empty without a file."""
     path = directory / METRICS_JSONL
     rows = parse_metrics(path.read_bytes()) if path.is_file() else []
     return [row for _, row in sorted({row.step: row for row in rows}.items())]
 
 
 class HeldoutRow(StrictModel):
-    """One line of heldout.jsonl or heldout-base.jsonl: a held-out sample."""
+    """One line of heldout.jsonl or heldout-base.jsonl: the loss of a held-out sample."""
 
     key: str
     loss: float | None = Field(description="mean over its loss tokens; None if it has none")
@@ -95,7 +95,7 @@ class HeldoutRow(StrictModel):
 
 
 def read_heldout(path: StorePath) -> list[HeldoutRow]:
-    """The rows of a heldout.jsonl, in order of their keys; empty without a file."""
+    """Return the rows of a heldout.jsonl, in the order of their keys; empty without a file."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     return [HeldoutRow.model_validate_json(line) for line in lines]
 
@@ -111,23 +111,23 @@ class TrainResult(StrictModel):
     is_input_error: bool = Field(default=False, description="failed because of the config or an input: do not retry")
     loss: float | None = None
     heldout_loss: float | None = None
-    files: list[FileEntry] = Field(default=[], description="of an export: its files of weights")
+    files: list[FileEntry] = Field(default=[], description="the weight files that an export wrote")
 
 
 def digest_of(data: bytes) -> str:
-    """The xxh3 digest of some bytes, as checkpoints have it."""
+    """Return the xxh3 digest of some bytes, in the form that checkpoints store."""
     return xxhash.xxh3_64_hexdigest(data)
 
 
 def write_checkpoint_record(checkpoint: Path, record: dict[str, Any]) -> None:
-    """Write athanor.json, with digests of the small files beside it."""
+    """Write athanor.json, with digests of the checkpoint's other small files."""
     small = (path for path in checkpoint.iterdir() if path.suffix != STATE_FILE and path.name != CHECKPOINT_RECORD)
     record = record | {_FILES: {path.name: digest_of(path.read_bytes()) for path in small}}
     write_json(checkpoint / CHECKPOINT_RECORD, record | {_OWN: _digest_of_record(record)})
 
 
 def read_checkpoint_record(checkpoint: Path) -> dict[str, Any]:
-    """Return the content of athanor.json, after a check of all small files.
+    """Return the content of athanor.json, after checking all small files.
 
     Raises:
         DamagedFile: a file is damaged or missing.
@@ -145,15 +145,15 @@ def read_checkpoint_record(checkpoint: Path) -> dict[str, Any]:
 
 
 def state_files(checkpoint: Path) -> list[Path]:
-    """The files with the states of the ranks that a checkpoint has digests of, by name."""
+    """Return the files with the ranks' states that have digests in the checkpoint, sorted by name."""
     return sorted(path.with_suffix("") for path in checkpoint.glob(f"*{STATE_FILE}{STATE_DIGESTS}"))
 
 
 def check_state_file(path: Path) -> str:
-    """Read a rank's state, compare each entry, and return the digest of their digests.
+    """Compare each entry of a rank's state with its digest, and return the digest of the file of digests.
 
     Raises:
-        DamagedFile: an entry is not what was written, or the file is missing, cut or too long.
+        DamagedFile: an entry differs from its digest, or the file is missing, cut or too long.
     """
     try:
         beside = path.with_name(path.name + STATE_DIGESTS).read_bytes()
@@ -171,13 +171,13 @@ def check_state_file(path: Path) -> str:
 def check_checkpoint(
     checkpoint: Path, digest: Callable[[Path, Callable[[Path], str]], str] = lambda path, read: read(path)
 ) -> None:
-    """Check that every file of a checkpoint is what was written.
+    """Check that every file of a checkpoint has the content that was written.
 
     Args:
-        digest: calls its second argument with its first, unless it knows the answer.
+        digest: calls its second argument with its first, unless it already knows the result.
 
     Raises:
-        DamagedFile: one is not.
+        DamagedFile: the content of a file differs.
     """
     read_checkpoint_record(checkpoint)
     for path in state_files(checkpoint):
@@ -185,7 +185,7 @@ def check_checkpoint(
 
 
 def _digest_of_part(file: BinaryIO, start: int, end: int) -> str:
-    """`digest_of` the bytes from `start` to `end`, read in pieces."""
+    """Return `digest_of` the bytes from `start` to `end`, read in pieces."""
     file.seek(start)
     digest = xxhash.xxh3_64()
     while piece := file.read(min(_PIECE, end - file.tell())):

@@ -12,4 +12,4 @@ PROFILE = "profile"  # the folder of traces
 
 EXIT_FAILED = 1
 EXIT_INPUT = 2
-EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped after saving; started again, it goes on
+EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped after saving; resumes when it is started again

@@ -1,4 +1,4 @@
-"""How the ranks share one model: the layout, its memory savers, and the checks that need nothing else."""
+"""The settings of how ranks share one model: layout, memory savers, and the checks that need only these settings."""
 
 import math
 from typing import Annotated, Literal
@@ -11,7 +11,7 @@ from dataset_builders.contracts.strict import StrictModel
 class VisionRanks(StrictModel):
     """Ranks that encode images and do nothing else."""
 
-    ranks: int = Field(ge=1, le=1024, description="so many of the processes, the last ones")
+    ranks: int = Field(ge=1, le=1024, description="number of processes, taken from the end")
     tp: int = Field(default=1, ge=1, le=1024, description="ranks that together encode an image: tensor parallel size")
 
 
@@ -19,7 +19,7 @@ def _vision_kind(value: object) -> str:
     return "(ranks)" if isinstance(value, dict | VisionRanks) else "(name)"
 
 
-# No field's name has a bracket: messages leave the tags out.
+# Tags have brackets, which no field name has, so that messages can leave the tags out.
 VisionPlace = Annotated[
     Annotated[Literal["first_rank", "dealt"], Tag("(name)")] | Annotated[VisionRanks, Tag("(ranks)")],
     Discriminator(_vision_kind),
@@ -27,7 +27,7 @@ VisionPlace = Annotated[
 
 
 class ParallelConfig(StrictModel):
-    """Execution: how the ranks share one model. The rest of the world is data parallel."""
+    """Execution: how the ranks share one model. Groups of ranks with whole models are data parallel."""
 
     tp: int = Field(default=1, ge=1, le=1024, description="tensor parallel size")
     pp: int = Field(default=1, ge=1, le=1024, description="pipeline parallel size")
@@ -43,13 +43,13 @@ class ParallelConfig(StrictModel):
         default=None,
         ge=1,
         le=1024,
-        description="language layers of the first pipeline rank, which also holds vision; null: so many that no rank "
-        "costs much more than the others",
+        description="language layers of the first pipeline rank, which also holds vision; null: chosen so that no rank "
+        "costs much more than another",
     )
     vision: VisionPlace = Field(
         default="first_rank",
-        description="which ranks encode images: the first of a pipeline alone, all of its ranks, each some of the "
-        "images, or ranks that do nothing else",
+        description="which ranks encode images: only the first of a pipeline, all ranks of a pipeline (each encodes "
+        "some of the images), or ranks that do nothing else",
     )
     vision_split: Literal["images", "tensor_parallel"] = Field(
         default="images",
@@ -59,7 +59,7 @@ class ParallelConfig(StrictModel):
     recompute: Literal["none", "selective", "full"] = Field(
         default="none", description="language activations computed again in backward: none, attention cores, all layers"
     )
-    recompute_vision: bool = Field(default=False, description="the same for every layer of the vision encoder")
+    recompute_vision: bool = Field(default=False, description="recompute every layer of the vision encoder in backward")
     sharding: Literal["distributed_optimizer", "fsdp"] = Field(
         default="distributed_optimizer",
         description="data-parallel ranks divide the optimizer states (megatron-core), or the weights too (torch FSDP2)",
@@ -70,8 +70,8 @@ class ParallelConfig(StrictModel):
 
     @model_validator(mode="after")
     def _fields_fit(self) -> "ParallelConfig":
-        """The checks that need neither a model nor a world, as layout.py's do. `vision_split` may be tensor_parallel
-        with tp=1, and `sharding` fsdp on one rank: there both settings do the same work.
+        """Check what needs neither a model nor a number of processes; layout.py checks the rest. `vision_split` may be
+        tensor_parallel with tp=1, and `sharding` may be fsdp on one rank: the result is the same as with the default.
         """
         if self.sequence_parallel and self.tp == 1:
             raise ValueError(
@@ -128,22 +128,22 @@ class ParallelConfig(StrictModel):
         return self.vision_ranks // self.vision.tp if isinstance(self.vision, VisionRanks) else 0
 
     def data_parallel(self, processes: int) -> int:
-        """Copies of the model in a world of so many processes, which `check_world` has found to divide."""
+        """Return the model copies in a world of this size. `check_world` checks that the processes divide evenly."""
         return (processes - self.vision_ranks) // self.model_size
 
     def encoders_of_replica(self, dp: int) -> int:
-        """Of these copies, those that encode for one of `dp` copies of the language model. Where there are fewer of
-        them, each encodes for several."""
+        """Return the number of vision encoders that serve one of `dp` copies of the language model. It is 1 if there
+        are fewer encoders than copies, so that each encoder serves several."""
         return max(1, self.vision_encoders // dp)
 
     @property
     def pad_multiple(self) -> int:
-        """Each sample's length in a bin is a multiple of it, so that context-parallel ranks' pieces are whole."""
+        """Factor of each sample's length in a bin, so that context-parallel ranks get pieces of whole tokens."""
         return 2 * self.cp if self.cp > 1 else 1
 
     @property
     def bin_multiple(self) -> int:
-        """The length of a bin is a multiple of it: sequence parallel divides a rank's tokens, whatever the samples."""
+        """Factor of a bin's length: sequence parallel divides a rank's tokens regardless of the samples in the bin."""
         return math.lcm(self.pad_multiple, self.cp * (self.tp if self.sequence_parallel else 1))
 
     @property

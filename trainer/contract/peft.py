@@ -1,6 +1,6 @@
-"""adapter_config.json: PEFT 0.21's description of an adapter, as we write it, and which ones a training can go on from.
+"""adapter_config.json of PEFT 0.21: how it is written, and the check of the adapter that a training starts from.
 
-adapter_config.json  adapter_model.safetensors   what lies in a directory of PEFT's
+adapter_config.json  adapter_model.safetensors   the files of a PEFT directory
 """
 
 import re
@@ -13,9 +13,9 @@ from dataset_builders.storage.files import read_object
 from trainer.contract.adapter import AdapterConfig
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."  # of every tensor's name
+PREFIX = "base_model.model."  # every tensor's name begins with it
 LORA_A, LORA_B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"  # after a module's name
-# What decides no number of the adapted model, or is compared elsewhere: modules, by the names of the tensors.
+# Keys that change no number of the adapted model, or that are compared elsewhere (modules, by their tensors' names).
 _UNIMPORTANT = {
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version", "revision"),
     *("exclude_modules", "layers_to_transform", "modules_to_save", "target_modules"),
@@ -37,7 +37,7 @@ def _are_names(value: object) -> bool:
 
 
 def _is_among(value: object, known: Sequence[object]) -> bool:
-    """`value in known`, where 1 is not True and 0 not False."""
+    """Whether `known` contains the value, where 1 differs from True and 0 from False."""
     return any(value == other and type(value) is type(other) for other in known)
 
 
@@ -45,7 +45,7 @@ def _is_switch(value: object) -> bool:
     return isinstance(value, bool)
 
 
-# key -> whether a value can be computed with, and what it is not otherwise
+# key -> test of whether its value is usable, and the expected kind of value for the message
 _WANTED: dict[str, tuple[Callable[[object], bool], str]] = {
     "r": (lambda value: _is_number(value) and isinstance(value, int) and value > 0, "whole number above 0"),
     "lora_alpha": (lambda value: _is_number(value) and 0 < value <= 1e6, "number above 0 and up to a million"),
@@ -61,17 +61,17 @@ _WANTED: dict[str, tuple[Callable[[object], bool], str]] = {
 _REQUIRED = ("r", "lora_alpha")
 _COMPUTED = {"r", "lora_alpha", "use_rslora", "use_dora"}
 _OFF = (None, False, {}, [])
-# The other ways to begin put a part of the base model's weights into the adapter: it belongs to another base then.
+# Every other initialisation moves a part of the base weights into the adapter, which then needs a changed base model.
 _KEEPS_BASE = (True, False, None, "gaussian", "orthogonal", "eva")
 
 
 def peft_config(config: AdapterConfig, modules: Sequence[str], whole: Sequence[str]) -> dict[str, object]:
-    """The content of adapter_config.json; what is left out has PEFT's default. Without the base model's name, which a
-    training does not know.
+    """Return the content of adapter_config.json; keys that are left out have PEFT's defaults. The base model's name is
+    null, because a training does not know it.
 
     Args:
-        modules: names of the adapted ones.
-        whole: names of those that were trained whole.
+        modules: names of the adapted modules.
+        whole: names of the modules that were trained whole.
     """
     return {
         "peft_type": "LORA",
@@ -79,7 +79,7 @@ def peft_config(config: AdapterConfig, modules: Sequence[str], whole: Sequence[s
         "base_model_name_or_path": None,
         "inference_mode": True,
         "r": config.rank,
-        "lora_alpha": int(config.alpha) if config.alpha.is_integer() else config.alpha,  # PEFT's is a whole number
+        "lora_alpha": int(config.alpha) if config.alpha.is_integer() else config.alpha,  # PEFT expects a whole number
         "lora_dropout": config.dropout,
         "use_rslora": config.rslora,
         "use_dora": config.kind == "dora",
@@ -94,13 +94,13 @@ def peft_config(config: AdapterConfig, modules: Sequence[str], whole: Sequence[s
 
 
 def read_peft_config(directory: Path, named: str) -> dict[str, Any]:
-    """adapter_config.json of a directory of PEFT's whose adapter we can compute.
+    """Return the content of adapter_config.json of a PEFT directory, after checking that this adapter is supported.
 
     Args:
-        named: how an error calls the directory.
+        named: the directory's name in error messages.
 
     Raises:
-        InputError: the directory holds no adapter, or one with a feature that we do not compute.
+        InputError: the directory holds no adapter, or an adapter with an unsupported feature.
     """
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (directory / name).is_file():
@@ -127,11 +127,11 @@ def read_peft_config(directory: Path, named: str) -> dict[str, Any]:
 
 
 def adapts(path: Path, config: Mapping[str, Any], module: str) -> bool:
-    """Whether PEFT gives a linear layer an adapter. It leaves out a file's tensors of other layers.
+    """Whether PEFT gives a linear layer an adapter. PEFT ignores a file's tensors of the layers without one.
 
     Args:
         path: adapter_config.json.
-        config: its content.
+        config: the content of adapter_config.json.
         module: the layer's name in the model.
 
     Raises:
@@ -152,7 +152,7 @@ def adapts(path: Path, config: Mapping[str, Any], module: str) -> bool:
 
 
 def _is_named(path: Path, key: str, names: object, module: str) -> bool:
-    """Whether a setting of PEFT's names a module: by a regular expression, or by the end of its name."""
+    """Whether a PEFT setting matches a module: by a regular expression, or by the end of the module's name."""
     if names == "all-linear":
         return True
     if isinstance(names, str):
@@ -166,12 +166,12 @@ def _is_named(path: Path, key: str, names: object, module: str) -> bool:
 
 
 def check_start(directory: Path, config: AdapterConfig | None) -> None:
-    """Check that a training can go on from the adapter in a directory of PEFT's. That it has the same modules is seen
-    when its tensors are read.
+    """Check that a training can start from the adapter in a PEFT directory. Whether the adapter has the same modules is
+    checked when its tensors are read.
 
     Raises:
-        InputError: the directory holds none, it has a feature that we do not compute, or the training's settings are
-            others.
+        InputError: the directory holds no adapter, the adapter has an unsupported feature, or the training's settings
+            differ.
     """
     if config is None:
         raise InputError(

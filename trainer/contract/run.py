@@ -1,7 +1,7 @@
-"""The trainer's input: RunConfig, or EncodeRun where images are encoded, as run.json.
+"""The trainer's input as run.json: RunConfig, or EncodeRun for a job that encodes images.
 
-To add a hyperparameter: a field here with its bounds and one line of description, the code that reads it,
-a value in the recipes if it is a decision. The command line, the form and the tracking follow by themselves.
+To add a hyperparameter, add a field here with its bounds and one line of description, the code that reads the field,
+and a value in the recipes if it is a decision. The command line, the form and the tracking need no change.
 """
 
 import math
@@ -22,8 +22,8 @@ from trainer.contract.adapter import AdapterConfig
 from trainer.contract.machine.modules import Wanted
 from trainer.contract.parallel import ParallelConfig
 
-# bfloat16 rounds to 2^-9 of a number, and a moment moves by 1 - decay of what it is off: from this decay on it stands
-# still where it is off by a tenth.
+# bfloat16 rounds to 2^-9 of a number, and an update moves a moment by (1 - decay) of its error. Above this decay, a
+# moment with an error of a tenth no longer moves.
 LONGEST_DECAY_IN_BFLOAT16 = 1 - 10 * 2**-9
 
 
@@ -49,8 +49,8 @@ class OptimConfig(StrictModel):
     )
     moments: Literal["float32", "bfloat16"] = Field(
         default="float32",
-        description="how both moments are kept between two updates; bfloat16: in 4 bytes a parameter in place of 8, "
-        "decays of at most 0.98",
+        description="type of both moments between two updates; bfloat16 takes 4 bytes a parameter instead of 8 and "
+        "needs decays of at most 0.98",
     )
 
     @model_validator(mode="after")
@@ -117,11 +117,11 @@ class TrainConfig(StrictModel):
     merger: PartConfig = Field(default=PartConfig(), description="the mergers to image tokens, deepstack's included")
     language: PartConfig = Field(default=PartConfig(), description="the language model with its embeddings")
     adapter: AdapterConfig | None = Field(
-        default=None, description="low-rank adapters, which alone are trained; null: the parts are"
+        default=None, description="low-rank adapters, which are then all that is trained; null: the parts are trained"
     )
 
     def for_bins(self, num_bins: int) -> "TrainConfig":
-        """Return this training with its epochs and warmup as numbers of steps, given the number of training bins.
+        """Return this config with its epochs and warmup as numbers of steps, given the number of training bins.
 
         Raises:
             InputError: the warmup leaves no step.
@@ -141,7 +141,7 @@ class TrainConfig(StrictModel):
 
     @property
     def has_float8_base(self) -> bool:
-        """Whether the frozen weights beside adapters are held in float8."""
+        """Whether the frozen weights of a training with adapters are held in float8."""
         return self.adapter is not None and self.adapter.base == "float8"
 
     @property
@@ -150,7 +150,7 @@ class TrainConfig(StrictModel):
         return {"vision": self.vision, "merger": self.merger, "language": self.language}
 
     def part(self, name: str) -> PartConfig:
-        """The settings of a part of the model; a part without settings of its own has the defaults."""
+        """Return the settings of a part of the model; a part without its own settings has the defaults."""
         return self.parts.get(name, PartConfig())
 
     @property
@@ -185,7 +185,7 @@ class TrainConfig(StrictModel):
 
 
 class CheckpointConfig(StrictModel):
-    """Execution: when checkpoints are saved, and which ones are kept."""
+    """Execution: when checkpoints are saved, and which checkpoints are kept."""
 
     save_interval: int = Field(
         default=200, gt=0, le=10**8, description="steps between two checkpoints; the last is always saved"
@@ -195,20 +195,20 @@ class CheckpointConfig(StrictModel):
         default=None, ge=1, le=10**8, description="checkpoints of multiples of this step are kept for good; null: none"
     )
     asynchronous: bool = Field(
-        default=True, description="write the files while training goes on, from a copy of the state in host memory"
+        default=True, description="write the files while training continues, from a copy of the state in host memory"
     )
 
 
 class ProfileConfig(StrictModel):
     """Execution: the steps that torch.profiler traces. A training that is finished is reused, untraced."""
 
-    first_step: int = Field(default=5, ge=1, le=10**8, description="the first that is traced, counted from 1")
-    num_steps: int = Field(default=2, ge=1, le=20, description="steps that are traced; each may take 100 MB of memory")
+    first_step: int = Field(default=5, ge=1, le=10**8, description="first traced step, counted from 1")
+    num_steps: int = Field(default=2, ge=1, le=20, description="number of traced steps; each may take 100 MB of memory")
     rank: int = Field(default=0, ge=0, le=10**6, description="process that is traced")
 
 
 class TrainerExecution(StrictModel):
-    """How a job of the trainer runs, whatever it trains: part of a recipe's `execution`, whole in run.json."""
+    """Execution: how a trainer job runs, whatever it trains. A part of a recipe's `execution`; run.json has it all."""
 
     parallel: ParallelConfig = ParallelConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -230,7 +230,7 @@ class TrainerExecution(StrictModel):
 
 
 class RunConfig(StrictModel):
-    """run.json: one job of the trainer, whole. All paths are absolute."""
+    """The complete description of one trainer job, stored as run.json. All paths are absolute."""
 
     format_version: Literal[2] = 2
     task: Literal["train", "export"] = Field(description="train a model, or write a checkpoint as an HF directory")
@@ -240,19 +240,19 @@ class RunConfig(StrictModel):
     bins_dir: Location = Field(description="artifact of the plan_bins stage, also in an object store")
     features_dir: Location | None = Field(
         default=None,
-        description="artifact of the encode_images stage: its features are read, and no pixels; null: none",
+        description="artifact of the encode_images stage, whose features are read instead of pixels; null: none",
     )
     adapter_dir: Path | None = Field(
-        default=None, description="PEFT's directory of the adapter that the training goes on from; null: none"
+        default=None, description="PEFT directory of the adapter that the training starts from; null: none"
     )
     base_digest: str = Field(
-        default="", description="of the model in `hf_dir`; a checkpoint of adapters of another one is refused"
+        default="", description="digest of the model in `hf_dir`; a checkpoint of adapters for another model is refused"
     )
     output_dir: Path = Field(
         description="gets checkpoints/, metrics.jsonl, result.json; hf/, and adapter/, when exporting"
     )
     checkpoint_dir: Path | None = Field(default=None, description="when exporting: the checkpoint to export")
-    seq_len: int = Field(gt=0, description="tokens of a bin, from the plan")
+    seq_len: int = Field(gt=0, description="number of tokens of a bin, from the plan")
     train: TrainConfig
     execution: TrainerExecution = TrainerExecution()
     num_threads: int = Field(default=0, ge=0, description="CPU threads per process; 0: the cores are shared evenly")
@@ -260,7 +260,7 @@ class RunConfig(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _from_version_1(cls, data: Any) -> Any:
-        """Accept version 1, where the fields of `execution` are beside the others: such trainings can be exported."""
+        """Accept version 1, with the fields of `execution` at the top level, so that old trainings can be exported."""
         if not (isinstance(data, dict) and data.get("format_version") == 1):
             return data
         execution = {name: data[name] for name in TrainerExecution.model_fields if name in data}
@@ -268,18 +268,18 @@ class RunConfig(StrictModel):
         return {**others, "format_version": 2, "execution": execution}
 
     def num_micro_batches(self, dp: int) -> int:
-        """Micro batches per step of each data-parallel rank; layout.py has checked that the ranks get equally many."""
+        """Return the micro batches per step of each data-parallel rank; layout.py checks that the division is exact."""
         return self.train.global_batch_size // dp
 
 
 class EncodeRun(StrictModel):
-    """run.json of a job that encodes images once, for trainings whose vision encoder is frozen. Paths are absolute."""
+    """The run.json of a job that encodes images once, for trainings with a frozen vision encoder; absolute paths."""
 
     format_version: Literal[2] = 2
     task: Literal["encode"] = "encode"
     hf_dir: Path = Field(description="HF directory with config.json and safetensors: where the weights come from")
     tokenized_dir: Location = Field(description="artifact of the tokenize stage, also in an object store")
-    features_dir: Path = Field(description="has images/, which says what to encode; gets features/ and index/")
+    features_dir: Path = Field(description="has images/, which lists the images to encode; gets features/ and index/")
     output_dir: Path = Field(description="gets result.json")
     num_shards: int = Field(gt=0, description="shards to write")
     precision: Literal["float32", "bfloat16"] = Field(description="arithmetic of the encoder")
@@ -289,16 +289,16 @@ class EncodeRun(StrictModel):
 
 
 class _Task(BaseModel):
-    """The one field of a run.json that says of which kind it is."""
+    """The field of a run.json that tells which kind of job it describes."""
 
     task: str = ""
 
 
 def parse_run(text: str) -> RunConfig | EncodeRun:
-    """The job of a run.json.
+    """Parse the job of a run.json.
 
     Raises:
-        ValidationError: it is none.
+        ValidationError: the text is not a valid run.json.
     """
     kind = EncodeRun if _Task.model_validate_json(text).task == "encode" else RunConfig
     return kind.model_validate_json(text)

@@ -1,7 +1,7 @@
 """The features of distinct images: each rank writes some of the shards.
 
-A shard's images are encoded in batches that its table alone decides, so that the numbers do not depend on how many
-ranks there are. A shard that is there is not made again.
+The batches in which a shard's images are encoded depend only on its table, so that the numbers do not depend on the
+number of ranks. A finished shard is not written again.
 """
 
 import logging
@@ -32,14 +32,14 @@ from trainer.model.late_import import load
 from trainer.model.registry import read_model
 from trainer.parallel.mesh import Mesh
 
-BATCH_PATCHES = 16_384  # patches that are encoded at once; an image of more is alone
+BATCH_PATCHES = 16_384  # patches that are encoded at once; a larger image is a batch of its own
 
 log = logging.getLogger("athanor.trainer")
 
 
 def encode(run: EncodeRun, mesh: Mesh) -> TrainResult:
-    """Write the shards that are not there yet, this rank those that it is dealt by their patches."""
-    # Rank 0 says which are left: another rank may look when one of them has ended its first.
+    """Write this rank's share of the unfinished shards; the shards are dealt to the ranks by their patches."""
+    # Only rank 0 lists the unfinished shards: a slower rank could see one that was finished meanwhile, and differ.
     left = mesh.from_main([n for n in range(run.num_shards) if finished_shard(run.features_dir, shard_name(n)) is None])
     tables = [run.features_dir / images_name(number) for number in left]
     patches = [sum(pq.read_table(table, columns=["patches"])["patches"].to_pylist()) for table in tables]
@@ -55,15 +55,15 @@ def encode(run: EncodeRun, mesh: Mesh) -> TrainResult:
 
 
 class ImageEncoder(torch.nn.Module):
-    """A family's vision encoder, whole on this rank, under the names that its weights have in the model."""
+    """A family's vision encoder, whole on this rank. Its weights have the same names as in the model."""
 
     def __init__(self, vision: torch.nn.Module, is_tied: bool, mesh: Mesh) -> None:
         super().__init__()
         self.vision, self.groups = vision, ProcessGroupCollection(tp=mesh.alone)
-        self.share_embeddings_and_output_weights = is_tied  # of the directory's other weights
+        self.share_embeddings_and_output_weights = is_tied  # so that loading accepts a stored tied weight
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
-        """(tokens, (1 + L) * D) of the batch's images."""
+        """Return the features of the batch's images, (tokens, (1 + L) * D)."""
         return self.vision(batch)
 
 
@@ -81,10 +81,10 @@ def _encoder(run: EncodeRun, mesh: Mesh) -> ImageEncoder:
 
 
 class ImageReader:
-    """Reads the images of one shard of features, batch by batch. Safe to use from several threads.
+    """A reader of the images of one shard of features, batch by batch. Safe to use from several threads.
 
     Args:
-        images: the rows of its table. Those of one sample follow each other, and its record is read for all of them.
+        images: the rows of the shard's table. The rows of one sample are consecutive and share one read of its record.
     """
 
     def __init__(self, run: EncodeRun, images: Sequence[dict]) -> None:
@@ -94,7 +94,7 @@ class ImageReader:
         self.batches = list(_batches([image["patches"] for image in images]))
 
     def read(self, number: int) -> MicroBatch:
-        """The images of a batch, as samples of nothing else."""
+        """Return the images of a batch, each as a sample that holds only this image."""
         images, samples = self._images[self.batches[number].start : self.batches[number].stop], []
         for _, of_sample in groupby(images, key=lambda image: (image["shard"], image["offset"])):
             first, *others = of_sample
@@ -120,7 +120,7 @@ class ImageReader:
 
 
 def _batches(patches: Sequence[int]) -> Iterator[range]:
-    """The places of the images of each batch, in order."""
+    """Yield the indices of the images of each batch, in order."""
     first = total = 0
     for place, count in enumerate(patches):
         if place > first and total + count > BATCH_PATCHES:
@@ -133,7 +133,7 @@ def _batches(patches: Sequence[int]) -> Iterator[range]:
 def _write_shard(
     run: EncodeRun, number: int, images: Sequence[dict], encoder: torch.nn.Module, device: torch.device
 ) -> None:
-    """Write a shard's records, its index, and then its entry."""
+    """Write a shard's records and its index, and last the entry that marks the shard as finished."""
     reader = ImageReader(run, images)
     columns: dict[str, list] = {name: [] for name in FEATURE_INDEX.names}
     pin = device.type == "cuda"
@@ -154,12 +154,12 @@ def _write_shard(
 
 
 def _stored(computed: torch.Tensor, dtype: FeatureType) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tokens, width) in the stored type, and (tokens,) the largest error of each token's numbers; on the CPU."""
+    """Return (tokens, width) in the stored type, and (tokens,) the largest rounding error of each token; on the CPU."""
     stored = computed.to(getattr(torch, dtype))
     errors = (stored.to(torch.float32) - computed.to(torch.float32)).abs().amax(dim=1)
     return stored.cpu(), errors.cpu()
 
 
 def _split(images: Sequence[dict]) -> Split:
-    """The split of a shard is that of the samples that its images were first seen in."""
+    """Return the split of a shard: the split of the samples in which its images first occur."""
     return "heldout" if images[0]["shard"].startswith("heldout/") else "train"

@@ -1,4 +1,4 @@
-"""A checkpoint as an HF directory, and its adapters as PEFT's."""
+"""The export of a checkpoint as an HF directory, and of its adapters as a PEFT directory."""
 
 from collections.abc import Sequence
 
@@ -22,7 +22,7 @@ from trainer.parallel.mesh import Mesh
 
 
 def export(run: RunConfig, mesh: Mesh) -> TrainResult:
-    """The result of writing the weights of `run.checkpoint_dir` as `hf/`, any layout to any layout."""
+    """Write the weights of `run.checkpoint_dir`, saved by any layout, as `hf/` and return the result."""
     step = read_step(run.checkpoint_dir, run)
     family, shape = read_model(run.hf_dir)
     chunks = build_chunks(run, family, shape, mesh, weights_dtype(run))
@@ -34,10 +34,10 @@ def export(run: RunConfig, mesh: Mesh) -> TrainResult:
 
 
 def write_weights(chunks: Sequence[torch.nn.Module], mesh: Mesh, run: RunConfig) -> list[FileEntry]:
-    """Write the model's weights as an HF directory; where it has adapters, with them in it, and as PEFT's directory.
+    """Write the model's weights as an HF directory. Adapters are merged into it, and also written as a PEFT directory.
 
-    Adapters are written in the dtype of the training's arithmetic: these are the numbers that were measured, and PEFT
-    computes with them in float32.
+    Adapters are written in the dtype of the training's arithmetic, because these are the numbers that were measured;
+    PEFT computes with them in float32.
     """
     family, shape = read_model(run.hf_dir)
     rules, config, out_dir = family.weight_rules(shape), run.train.adapter, run.output_dir / HF_EXPORT

@@ -1,7 +1,7 @@
-"""Python's garbage collection, between steps and at the same ones on all ranks.
+"""Python's garbage collection, between steps and at the same steps on all ranks.
 
-Left to itself it begins whenever enough objects were made, in the middle of a step, on each rank at another time, and
-the other ranks wait for that one. What was there before the first step is not looked at again.
+By default a collection begins whenever enough objects were made: in the middle of a step, on each rank at a different
+time, while all ranks wait for that rank. Objects that exist before the first step are not examined again.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ INTERVAL = 50  # steps
 
 @contextlib.contextmanager
 def collected_by_steps() -> Iterator[None]:
-    """Meanwhile garbage is collected by `collect_after` alone."""
+    """Disable automatic garbage collection while the context is open; only `collect_after` collects."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -25,6 +25,6 @@ def collected_by_steps() -> Iterator[None]:
 
 
 def collect_after(step: int) -> None:
-    """Collect garbage if it is time."""
+    """Collect garbage if the step is a multiple of INTERVAL."""
     if step % INTERVAL == 0:
         gc.collect()

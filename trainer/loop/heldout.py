@@ -18,12 +18,12 @@ from trainer.parallel.mesh import Mesh
 def heldout_loss(
     chunks: list[Chunk], reader: BinReader, mesh: Mesh, run: RunConfig, name: str = HELDOUT_JSONL
 ) -> float | None:
-    """Mean loss over the loss tokens of all held-out bins; None if there are none. A collective.
+    """Return the mean loss over the loss tokens of all held-out bins; None if there are no bins. A collective.
 
     Rank 0 writes the mean loss of every held-out sample, in order of their keys.
 
     Args:
-        name: of the file that rank 0 writes.
+        name: name of the file that rank 0 writes.
     """
     if not reader.bins:
         return None
@@ -49,7 +49,7 @@ def heldout_loss(
 
 
 def _by_sample(reader: BinReader, numbers: list[int | None], reports: list[dict], mesh: Mesh) -> list[HeldoutRow]:
-    """One row per sample. Context-parallel ranks each have some of its tokens, tensor-parallel ranks all of them."""
+    """Return one row per sample. Context-parallel ranks each have some of its tokens, tensor-parallel ranks all."""
     mine: list[tuple[str, float, int]] = []
     if mesh.groups.tp.rank() == 0:
         for number, report in zip(numbers, reports):  # only the last pipeline rank has reports

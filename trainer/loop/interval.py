@@ -1,4 +1,4 @@
-"""The steps between two lines of metrics.jsonl: their sums, and the line."""
+"""The steps between two lines of metrics.jsonl: their sums, and the line that ends them."""
 
 import math
 import time
@@ -15,7 +15,7 @@ from trainer.objectives.totals import Totals
 
 
 class NotFinite(Exception):
-    """Loss or gradient is not a finite number."""
+    """The error that the loss or a gradient is not a finite number."""
 
     def __init__(self, step: int, grad_norm: float, keys: list[str]) -> None:
         self.step, self.keys = step, keys
@@ -52,7 +52,7 @@ class Interval:
         self.started = time.perf_counter()
 
     def pause(self) -> None:
-        """Stop the clock: the time of a save does not count for a step."""
+        """Stop the clock, so that the time of a save does not count for a step."""
         self.seconds += time.perf_counter() - self.started
 
     def resume(self) -> None:
@@ -60,7 +60,11 @@ class Interval:
         self.started = time.perf_counter()
 
     def add_step(self, batches, per_step: int) -> None:
-        """One optimizer update."""
+        """Run one optimizer update.
+
+        Raises:
+            NotFinite: the gradient norm is not a finite number.
+        """
         trainer = self.trainer
         config = trainer.run.train
         self.lr = set_learning_rate(trainer.optimizer, trainer.step, config.optim, config.num_steps)
@@ -79,7 +83,7 @@ class Interval:
         self.steps += 1
 
     def close(self) -> MetricsRow:
-        """The line of this interval, reduced over ranks. The next interval begins."""
+        """Return the line of this interval, reduced over ranks, and begin the next interval."""
         trainer = self.trainer
         squared_norm = squared_param_norm(trainer.chunks, trainer.optimizer, trainer.mesh)
         self.pause()

@@ -17,7 +17,7 @@ from trainer.contract.names import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED, RESULT
 from trainer.contract.run import EncodeRun, RunConfig, parse_run
 from trainer.plan.checks import check_run
 
-# megatron-core warns at import of all that a machine without CUDA lacks; the module sets handle that.
+# megatron-core warns at import about everything that a machine without CUDA lacks; the module sets handle that.
 warnings.filterwarnings("ignore", module=r"megatron\..*")
 
 from trainer.image_features.encode import encode  # noqa: E402
@@ -32,7 +32,7 @@ log = logging.getLogger("athanor.trainer")
 
 
 def run_job(run: RunConfig | EncodeRun) -> TrainResult:
-    """The result of the job, run in the process group; a failure becomes a result with its reason."""
+    """Run the job in the process group and return its result. A failure becomes a result with its reason."""
     rank, _, world = place_in_world()
 
     def on_lost(line: str) -> None:
@@ -74,7 +74,7 @@ def write_result(run: RunConfig | EncodeRun, result: TrainResult) -> None:
 
 
 def run_file(path: Path) -> int:
-    """The exit code of the process, after it has run the job of a run.json."""
+    """Run the job of a run.json and return the exit code of the process."""
     try:
         run = parse_run(path.read_text())
     except ValidationError as error:

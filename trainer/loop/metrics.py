@@ -11,12 +11,12 @@ from dataset_builders.storage.files import write_text
 from trainer.contract.answer import MetricsRow, read_metrics
 from trainer.contract.names import METRICS_JSONL
 
-# Dense bf16 peaks of NVIDIA's data sheets, FLOP/s.
+# Dense bf16 peaks from NVIDIA's data sheets, FLOP/s.
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "GB200": 2500e12, "B200": 2250e12}
 
 
 def peak_flops() -> float | None:
-    """Dense bf16 peak of this process's device in FLOP/s; None if it is not known."""
+    """Return the dense bf16 peak of this process's device in FLOP/s; None if it is not known."""
     if not torch.cuda.is_available():
         return None
     name = torch.cuda.get_device_name()
@@ -24,9 +24,10 @@ def peak_flops() -> float | None:
 
 
 def peak_memory_gb() -> float:
-    """Peak memory of this process in 1e9 bytes: of the device what torch holds, or resident on a CPU.
+    """Return this process's peak memory in 1e9 bytes: device memory that torch reserves, or resident memory on a CPU.
 
-    What torch calls allocated leaves out the memory of CUDA graphs between their launches: 11 GB of 2B's 83.
+    torch's figure for allocated memory leaves out the memory of CUDA graphs between their launches: 11 GB of 83 for a
+    2B model.
     """
     if torch.cuda.is_available():
         return torch.cuda.max_memory_reserved() / 1e9
@@ -34,7 +35,7 @@ def peak_memory_gb() -> float:
 
 
 class MetricsWriter:
-    """Appends rows to metrics.jsonl; a resumed run first drops the rows after its checkpoint."""
+    """A writer that appends rows to metrics.jsonl. A resumed run first drops the rows after its checkpoint."""
 
     def __init__(self, directory: Path, step: int) -> None:
         self.path = directory / METRICS_JSONL
@@ -42,7 +43,7 @@ class MetricsWriter:
         write_text(self.path, "".join(row.model_dump_json() + "\n" for row in rows))
 
     def write(self, row: MetricsRow) -> None:
-        """Append a row with the time of writing, by which tracking recognises it."""
+        """Append a row with the time of writing, by which tracking recognises the row."""
         row = row.model_copy(update={"time_ms": time.time_ns() // 1_000_000})
         with self.path.open("a", encoding="utf-8") as file:
             file.write(row.model_dump_json() + "\n")

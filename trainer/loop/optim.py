@@ -23,27 +23,27 @@ from trainer.parallel.fsdp import FullyShardedModel
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.without_engine import patch_clipping
 
-# The key of a parameter group that names its part. A checkpoint's groups are matched to the optimizer's by four keys
-# alone (megatron-core's `param_group_identifier_keys`: wd_mult, lr_mult, is_expert_parallel, is_decoupled_lr), and of
-# two groups that agree in them one would be loaded into both. This key of the four is read nowhere else.
+# The key of a parameter group that names its part. megatron-core matches a checkpoint's groups to the optimizer's only
+# by four keys (`param_group_identifier_keys`: wd_mult, lr_mult, is_expert_parallel, is_decoupled_lr). If two groups had
+# equal keys, one would be loaded into both. This one of the four keys is read nowhere else.
 PART_KEY = "is_decoupled_lr"
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-PIECE = 2**28  # numbers: 2 GB of moments in float32 at once
+PIECE = 2**28  # numbers: 2 GB of moments in float32 at a time
 
 
 class PiecewiseAdam(torch.optim.AdamW):
     """torch's fused AdamW, whose moments may be bfloat16 between two updates. The arithmetic is float32.
 
-    Transformer Engine's Adam can keep them so too, but copies the moments of a whole group to float32 for an update,
-    and of the whole model to save or load it: 8 bytes a parameter, where 4 were to be saved. Here an update goes
-    through the parameters piece by piece. Like Transformer Engine's it counts updates by group, so that a checkpoint
-    of either loads into the other.
+    Transformer Engine's Adam can also keep bfloat16 moments. For an update it copies the moments of a whole group to
+    float32, and to save or load it copies those of the whole model: this needs 8 bytes a parameter to save 4. Here an
+    update goes through the parameters piece by piece. Both optimizers count updates by group, so that a checkpoint of
+    either loads into the other.
 
     Args:
-        groups: of the optimizer whose place this one takes; shared with it. "step" counts their updates.
-        moments: dtype between two updates.
+        groups: parameter groups of the optimizer that this one replaces; shared with it. "step" counts their updates.
+        moments: dtype of the moments between two updates.
     """
 
     def __init__(self, groups: list[dict[str, Any]], moments: torch.dtype = torch.bfloat16) -> None:
@@ -84,12 +84,12 @@ class PiecewiseAdam(torch.optim.AdamW):
             beta2=beta2,
             **numbers,
         )
-        if self.moments is not torch.float32:  # else these were updated where they lie
+        if self.moments is not torch.float32:  # otherwise `moments` are the stored tensors, already updated in place
             for shorts, updated in zip(stored, moments, strict=True):
                 torch._foreach_copy_(shorts, updated)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The groups' numbers by torch, which would make moments float32; these are taken as they are."""
+        """Load the groups' numbers with torch, and the moments directly, because torch would make them float32."""
         super().load_state_dict({**state_dict, "state": {}})
         params = [(param, group) for group in self.param_groups for param in group["params"]]
         for number, state in state_dict["state"].items():
@@ -99,7 +99,7 @@ class PiecewiseAdam(torch.optim.AdamW):
 
 
 def _bounded(params: Iterable[torch.Tensor]) -> Iterator[list[tuple[torch.Tensor, slice]]]:
-    """Lists of parts of parameters, as (parameter, its numbers), of at most PIECE numbers each."""
+    """Yield lists of parts of parameters, as (parameter, slice of its flat view), with at most PIECE numbers a list."""
     pieces, room = [], PIECE
     for param in params:
         start = 0
@@ -116,7 +116,7 @@ def _bounded(params: Iterable[torch.Tensor]) -> Iterator[list[tuple[torch.Tensor
 
 
 def learning_rate(step: int, config: OptimConfig, num_steps: int, peak: float | None = None) -> float:
-    """Rate of the update from step `step` to `step` + 1: linear up to the peak, then half a cosine down.
+    """Return the rate of the update from `step` to `step` + 1: linear up to the peak, then half a cosine down.
 
     Args:
         peak: highest rate; None: `config.lr`.
@@ -130,7 +130,7 @@ def learning_rate(step: int, config: OptimConfig, num_steps: int, peak: float | 
 
 
 def set_learning_rate(optimizer: ChainedOptimizer, step: int, config: OptimConfig, num_steps: int) -> float:
-    """The rate of `config.lr` at this step, after each group got the rate of its own peak."""
+    """Set each group's rate at this step from the group's own peak, and return the rate with the peak `config.lr`."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(step, config, num_steps, group["max_lr"])
     return learning_rate(step, config, num_steps)
@@ -139,12 +139,12 @@ def set_learning_rate(optimizer: ChainedOptimizer, step: int, config: OptimConfi
 def build_optimizer(
     model: list[DistributedDataParallel], config: TrainConfig, dtype: torch.dtype, family: Family
 ) -> ChainedOptimizer:
-    """megatron-core's optimizer: the distributed one (float32 main parameters, states divided over the data-parallel
-    ranks) if the chunks' `ddp_config` says so, otherwise the plain one.
+    """Build megatron-core's optimizer. It is the distributed one (float32 main parameters, states divided over the
+    data-parallel ranks) if the chunks' `ddp_config` asks for it, otherwise the plain one.
 
     Args:
-        model: the chunks of this pipeline rank, with the interface of megatron-core's DDP; frozen parts were frozen
-            before the chunks were wrapped.
+        model: the chunks of this pipeline rank, with the interface of megatron-core's DDP. Frozen parts must be frozen
+            before the chunks are wrapped.
     """
     optim = config.optim
     optimizer = get_megatron_optimizer(
@@ -167,7 +167,7 @@ def build_optimizer(
     if is_cuda and not HAVE_TE:
         patch_clipping()
     if optim.moments == "bfloat16" or (is_cuda and not HAVE_TE):
-        if is_cuda:  # on a CPU it is done already
+        if is_cuda:  # on a CPU the runtime shim has already done it
             patch_torch_adam()
         for inner in optimizer.chained_optimizers:
             inner.optimizer = PiecewiseAdam(inner.optimizer.param_groups, getattr(torch, optim.moments))
@@ -175,10 +175,10 @@ def build_optimizer(
 
 
 def _groups(config: TrainConfig, family: Family, dtype: torch.dtype) -> dict[ParamKey, ParamGroupOverride]:
-    """Two groups per trained part: the weights, and the norms and biases, which do not decay.
+    """Return two groups per trained part: the weights, and the norms and biases, which do not decay.
 
-    Parameters of another dtype than the model's are a group apart: in one of both, megatron-core 0.16.1 updates the
-    float32 ones first and finds each one's place in a checkpoint by an order in which they are not.
+    Parameters of another dtype than the model's are a separate group. In a group with both dtypes, megatron-core 0.16.1
+    updates the float32 parameters first, but finds each parameter's entry in a checkpoint by another order.
     """
     other = ParamWithNamePredicate(f"not {dtype}", lambda param, _: param.dtype is not dtype)
     groups = {ParamKey(with_name_predicate=other): {"has_other_dtype": True}}
@@ -207,18 +207,18 @@ def _belongs(param: torch.nn.Parameter, name: str, *, part: str, part_of: Callab
 
 @torch.no_grad()
 def grad_norms_by_part(optimizer: ChainedOptimizer, device: torch.device) -> dict[str, float]:
-    """Gradient norm of each trained part over all ranks; a collective of one reduction.
+    """Return the gradient norm of each trained part over all ranks; a collective of one reduction.
 
     Call it when the gradients are final (reduced, divided by the loss tokens) and before `optimizer.step()`, which
-    scales them in place if it clips. These are the same numbers as in the optimizer's own norm, so the squares of the
-    parts add up to the square of the whole.
+    scales them in place if it clips. The optimizer's own norm uses the same gradients, so the squares of the parts'
+    norms add up to the square of the whole norm.
     """
     optimizer.prepare_grads()  # step() calls it again: without a loss scaler it only takes views of the gradient buffer
-    names = sorted({group[PART_KEY] for group in optimizer.param_groups})  # the same on every rank: groups may be empty
+    names = sorted({group[PART_KEY] for group in optimizer.param_groups})  # equal on all ranks: groups may be empty
     grads: dict[str, list[torch.Tensor]] = {name: [] for name in names}
     for inner in optimizer.chained_optimizers:
         part_of_grad = {id(p.grad): group[PART_KEY] for group in inner.param_groups for p in group["params"]}
-        # Gradients that another rank counts are left out: tensor-parallel duplicates, a tied embedding's second copy.
+        # Leave out gradients that another rank counts: tensor-parallel duplicates, a tied embedding's second copy.
         for grad in inner.get_main_grads_for_grad_norm():
             grads[part_of_grad[id(grad)]].append(grad)
     norms = [torch.nn.utils.get_total_norm(grads[name]).to(device, torch.float64) for name in names]
@@ -231,8 +231,8 @@ def grad_norms_by_part(optimizer: ChainedOptimizer, device: torch.device) -> dic
 def squared_param_norm(
     chunks: Sequence[DistributedDataParallel | FullyShardedModel], optimizer: ChainedOptimizer, mesh: Mesh
 ) -> torch.Tensor:
-    """(1,) float64 on the device: the squared norm of all parameters over all ranks, trained and frozen, each counted
-    once; without a base in float8. A collective that does not wait for the device."""
+    """Return the squared norm of all parameters over all ranks, (1,) float64 on the device. Trained and frozen
+    parameters count once each; a float8 base is left out. A collective that does not wait for the device."""
     device = mesh.device
     counted = [p for inner in optimizer.chained_optimizers for p in inner.get_parameters()]  # divided over the ranks
     if isinstance(chunks[0], FullyShardedModel):
@@ -240,7 +240,7 @@ def squared_param_norm(
     elif mesh.groups.dp_cp.rank() == 0:
         frozen = (p for chunk in chunks for p in chunk.module.parameters() if not p.requires_grad)
         counted += [p for p in frozen if p.is_floating_point()]
-    # As for gradients: copies that tensor-parallel ranks hold, and a tied embedding's second copy, are left out.
+    # Leave out the copies that tensor-parallel ranks hold, and a tied embedding's second copy, as for gradients.
     counted = [p for p in counted if param_is_not_shared(p) and param_is_not_tensor_parallel_duplicate(p)]
     square = torch.nn.utils.get_total_norm(counted).to(device, torch.float64).square().view(1)
     dist.all_reduce(square)

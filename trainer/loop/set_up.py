@@ -1,4 +1,4 @@
-"""Everything before the first step: the model's chunks, the optimizer, the order of bins, the newest checkpoint."""
+"""The set-up before the first step: the model's chunks, the optimizer, the order of bins, the newest checkpoint."""
 
 import contextlib
 import logging
@@ -62,7 +62,7 @@ class Trainer:
     optimizer: MegatronOptimizer
     order: TrainingOrder
     heldout: BinReader
-    cost: CostModel  # FLOPs of what is trained
+    cost: CostModel  # FLOPs of one unit of each kind of work in this training
     step: int = 0
     tokens: int = 0
     loss_tokens: int = 0
@@ -71,16 +71,16 @@ class Trainer:
 
     @property
     def num_devices(self) -> int:
-        """Of the job, those that only encode images too."""
+        """Number of the job's devices, including those that only encode images."""
         return self.mesh.world_size + self.run.execution.parallel.vision_ranks
 
     def is_told_to_stop(self) -> bool:
-        """Whether this rank has got SIGTERM, or one that encodes for it."""
+        """Whether this rank, or a rank that encodes for it, has received SIGTERM."""
         exchange = self.chunks[0].module.exchange
         return self.should_stop or (isinstance(exchange, RemoteOwner) and exchange.should_stop)
 
     def tell_encoders(self, message: Message, number: int = 0) -> None:
-        """Tell the ranks that encode images and do nothing else, if there are any."""
+        """Send a message to the ranks that encode images and do nothing else, if there are any."""
         exchange = self.chunks[0].module.exchange
         if isinstance(exchange, RemoteOwner):
             exchange.tell(message, number)
@@ -89,10 +89,10 @@ class Trainer:
 def build_chunks(
     run: RunConfig, family: Family, shape: ModelShape, mesh: Mesh, dtype: torch.dtype, *, is_empty: bool = False
 ) -> list[torch.nn.Module]:
-    """The chunks of the model that this rank holds, with the weights of `run.hf_dir`, on its device.
+    """Build the chunks of the model that this rank holds, with the weights of `run.hf_dir`, on its device.
 
     Args:
-        is_empty: without memory instead; `share_model` divides and fills them.
+        is_empty: build the chunks without memory; `share_model` then divides and fills them.
     """
     build, rules, parallel = load(family.model), family.weight_rules(shape), run.execution.parallel
     check_precision(run.train.precision, run.execution.modules, host_of(mesh.device))
@@ -131,11 +131,11 @@ def build_chunks(
 def give_adapters(
     models: Sequence[torch.nn.Module], run: RunConfig, rules: Sequence[Rule], start: Path | None = None
 ) -> None:
-    """Give chunks, or copies of a part, adapters and train nothing else, if the training has some.
+    """Add adapters to chunks, or to copies of a part, and train only the adapters; no effect without adapters.
 
     Args:
         rules: the model's table of weights.
-        start: PEFT's directory with the adapters' values; None: they are fresh, or loaded afterwards.
+        start: PEFT directory with the adapters' values; None: the adapters are new, or loaded afterwards.
     """
     config = run.train.adapter
     if config is None:
@@ -149,7 +149,7 @@ def give_adapters(
 
 
 def set_up(run: RunConfig, mesh: Mesh) -> Trainer:
-    """The state before the first step, resumed from the newest checkpoint of this run if there is one."""
+    """Build the state before the first step, resumed from the newest checkpoint of this run if there is one."""
     family, shape = read_model(run.hf_dir)
     parallel = run.execution.parallel
     is_divided = parallel.sharding == "fsdp"
@@ -186,7 +186,7 @@ def set_up(run: RunConfig, mesh: Mesh) -> Trainer:
 
 
 def set_up_vision_rank(run: RunConfig, mesh: Mesh) -> Serving:
-    """The state of a rank that encodes images and does nothing else."""
+    """Build the state of a rank that encodes images and does nothing else."""
     family, shape = read_model(run.hf_dir)
     parallel = run.execution.parallel
     dp = parallel.data_parallel(mesh.bridge.language_ranks + parallel.vision_ranks)
@@ -198,7 +198,7 @@ def set_up_vision_rank(run: RunConfig, mesh: Mesh) -> Serving:
     ]
     places = mesh.bridge.places()
     owners = [places[replica, part.vision_rank] for replica in role.replicas]
-    # Tensor parallel divides this encoder's matrices, where the language model's ranks may share images.
+    # This encoder divides matrices over its tensor-parallel ranks, whatever the language model's ranks share.
     own = parallel.model_copy(update={"tp": parallel.vision.tp, "vision_split": "tensor_parallel"})
     modules = choose_modules(run.execution.modules, mesh.device)
     encoder = load(family.encoder)(shape.vision, own, weights_dtype(run), modules, mesh)
@@ -216,7 +216,7 @@ def set_up_vision_rank(run: RunConfig, mesh: Mesh) -> Serving:
 
 
 def training_order(run: RunConfig, shape: ModelShape, reader: BinReader, dp_rank: int, dp: int) -> TrainingOrder:
-    """The bins of a data-parallel rank."""
+    """Return the order in which a data-parallel rank trains on its bins."""
     model = cost_model(shape) if run.features_dir is None else cost_model(shape).without_vision()
     cost = partial(model.planned_cost, seq_len=run.seq_len) if run.execution.parallel.balance else None
     return TrainingOrder(
@@ -239,7 +239,7 @@ def _resume(trainer: Trainer) -> None:
 
 
 def _log_arithmetic(trainer: Trainer) -> None:
-    """Log how the world, the global batch, the bins and the epochs divide."""
+    """Log the division of the world, the global batch, the bins and the epochs."""
     run, mesh, bins = trainer.run, trainer.mesh, trainer.order.reader.bins
     p = run.execution.parallel
     samples = sum(part.num_rows for part in bins.partitions)

@@ -1,7 +1,7 @@
-"""How data-parallel ranks share the model, by `parallel.sharding`: the only file that knows that there are two ways.
+"""The sharing of the model among data-parallel ranks, by `parallel.sharding`. Only this file knows both ways.
 
-In both, the chunks have the interface of megatron-core's DistributedDataParallel and the optimizer is megatron-core's:
-the rest (schedule, normalisation of gradients, clipping, update) is the same code.
+In both ways, the chunks have the interface of megatron-core's DistributedDataParallel and the optimizer is
+megatron-core's. All other code (schedule, normalisation of gradients, clipping, update) is the same.
 """
 
 from functools import partial
@@ -25,22 +25,22 @@ from trainer.parallel.fsdp import FullyShardedModel
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.vision.main_grads import fuse_gradients
 
-# The dtype of the weights; with float8 the language model's products cast them.
+# The dtype of the weights; with float8 the language model's matrix products cast them.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.bfloat16}
 
 Chunk: TypeAlias = DistributedDataParallel | FullyShardedModel
 
 
 def weights_dtype(run: RunConfig) -> torch.dtype:
-    """The dtype in which the bare model is built: FSDP2 keeps float32 weights and casts them, layer by layer."""
+    """Return the dtype in which the bare model is built. FSDP2 keeps float32 weights and casts them layer by layer."""
     return torch.float32 if run.execution.parallel.sharding == "fsdp" else DTYPES[run.train.precision]
 
 
 def share_model(
     models: list[MegatronModule], run: RunConfig, mesh: Mesh, family: Family
 ) -> tuple[list[Chunk], ChainedOptimizer]:
-    """The wrapped chunks of this rank, whose frozen parts were frozen before, and the optimizer of the other parts.
-    FSDP2 also divides a model without memory; then each rank's slices are filled here."""
+    """Return the wrapped chunks of this rank and the optimizer of their trained parts. Frozen parts must be frozen
+    before. FSDP2 also divides a model without memory; each rank's slices are then filled here."""
     if run.execution.parallel.sharding == "fsdp":
         (model,) = models
         has_memory = not next(model.parameters()).is_meta
@@ -56,7 +56,7 @@ def share_model(
 
 
 def _fill(model: MegatronModule, run: RunConfig, family: Family) -> None:
-    """Give the slices of a divided model the weights of `run.hf_dir`, and its adapters their beginning."""
+    """Fill the slices of a divided model with the weights of `run.hf_dir`, and initialise its adapters."""
     rules, config = family.weight_rules(model.shape), run.train.adapter
     load_hf_weights(model, run.hf_dir, rules, family.carried)
     if config is None:
@@ -69,7 +69,7 @@ def _fill(model: MegatronModule, run: RunConfig, family: Family) -> None:
 
 
 def _data_parallel(models: list[MegatronModule]) -> list[DistributedDataParallel]:
-    """Each chunk in megatron-core's data parallelism; only the first overlaps with the end of backward."""
+    """Wrap each chunk in megatron-core's data parallelism. Only the first reduces gradients in buckets in backward."""
     config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
     for model in models:
         fuse_gradients(model)

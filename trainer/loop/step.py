@@ -32,13 +32,13 @@ def run_micro_batches(
     forward_only: bool = False,
     return_per_token_outputs: bool = False,
 ) -> list[dict[str, torch.Tensor | tuple[int, ...]]]:
-    """The reports of some micro batches, run forward (and backward) through the pipeline's schedule.
+    """Run micro batches forward (and backward) through the pipeline's schedule, and return their reports.
 
-    They exist on the last pipeline rank, and are also added to `totals`.
+    The reports exist on the last pipeline rank, and are also added to `totals`.
 
     Args:
         return_per_token_outputs: also report `losses` (N,) float32, left on the device, and `loss_lengths`, the number
-            of them for each sample. Evaluation needs them, a training step does not.
+            of losses of each sample. Evaluation needs them, a training step does not.
     """
     clock: PartClock = chunks[0].module.clock
 
@@ -49,7 +49,7 @@ def run_micro_batches(
         if chunk is chunks[0]:
             totals.count(batch, {} if totals.cost is None else model_flops(totals.cost, batch))
         output = chunk(batch)
-        clock.switch_on_gradient(output, "language")  # the end of a pipeline's step is backward passes alone
+        clock.switch_on_gradient(output, "language")  # a pipeline's step ends with backward passes only
         return output, partial(loss_of, lengths=batch.loss_lengths if return_per_token_outputs else None)
 
     exchange = chunks[0].module.exchange
@@ -71,8 +71,8 @@ def run_micro_batches(
 
 
 def finalize_gradients(chunks: list[DistributedDataParallel], *args: object, **kwargs: object) -> None:
-    """megatron-core's `finalize_model_grads`; before it what of the backward pass the schedule does not know, after it
-    the sums over tensor-parallel ranks that it does not do."""
+    """Run megatron-core's `finalize_model_grads`. Before it, finish the image exchange's part of the backward pass,
+    which the schedule does not know. After it, sum the partial gradients over tensor-parallel ranks."""
     if chunks[0].module.exchange:
         chunks[0].module.exchange.finish_backward()
     finalize_model_grads(chunks, *args, **kwargs)
@@ -92,10 +92,10 @@ def train_step(
     *,
     by_part: bool,
 ) -> tuple[float, dict[str, float]]:
-    """One update; `accumulate()` runs the micro batches.
+    """Run one update; `accumulate()` runs the micro batches.
 
     Returns:
-        the gradient norm before clipping, and the norm of each trained part; empty unless `by_part`.
+        The gradient norm before clipping, and the norm of each trained part (empty unless `by_part`).
     """
     for chunk in chunks:
         chunk.zero_grad_buffer()

@@ -3,8 +3,8 @@
     profile/rank-0.json.gz   Chrome trace, for chrome://tracing or https://ui.perfetto.dev
     profile/rank-0.md        the operators and kernels that took most time
 
-The profiler changes no number. Each step is a range "step 12"; a mark "athanor-part:vision", on any thread, shows where
-another part of the step (data, vision, language, optimizer) begins.
+The profiler changes no number. Each step is a range such as "step 12". A mark such as "athanor-part:vision", on any
+thread, shows where the next part of the step (data, vision, language, optimizer) begins.
 """
 
 import logging
@@ -30,17 +30,19 @@ log = logging.getLogger("athanor.trainer")
 
 
 class StepTrace:
-    """Traces steps of one rank; the loop calls it before and after each step.
+    """A trace of some steps of one rank; the loop calls it before and after each step.
 
-    The step before the first, if there is one, is watched but not in the trace: the profiler's own start is in it.
+    The profiler starts one step before the first traced step, if possible. That step absorbs the profiler's own start
+    and is not part of the trace.
     """
 
     def __init__(self, config: ProfileConfig, directory: Path, clock: PartClock, steps: range) -> None:
-        """
+        """Choose the steps to trace; warn if none remains.
+
         Args:
             directory: output directory of the run.
             clock: calls `on_switch` when another part of a step begins.
-            steps: of the training that are still to come, counted from 1.
+            steps: the remaining steps of the training, counted from 1.
         """
         self._path, self._clock = directory / PROFILE / f"rank-{config.rank}.json.gz", clock
         chosen = range(config.first_step, config.first_step + config.num_steps)
@@ -56,7 +58,7 @@ class StepTrace:
             )
 
     def before(self, step: int) -> None:
-        """Begin the step; from the step before the first on, watch it."""
+        """Begin a step; the profiler runs from the step before the first traced one."""
         if self._steps and step == self._start:
             self._profile = self._begin()
         if self._profile is not None:
@@ -64,7 +66,7 @@ class StepTrace:
             self._range.__enter__()
 
     def after(self, is_last: bool) -> None:
-        """End the step; after the last one that is traced, or at the end of the training, write the trace."""
+        """End a step; write the trace after the last traced step, or at the end of the training."""
         if self._profile is None:
             return
         self._range.__exit__(None, None, None)
@@ -92,14 +94,14 @@ class StepTrace:
 
 
 def _mark(part: str | None) -> None:
-    """Record a range without length, because the backward pass begins a part on one thread and ends it on another."""
+    """Record a range of no length, because the backward pass begins a part on one thread and ends it on another."""
     with record_function(f"{MARK}{part}"):
         pass
 
 
 def table(title: str, averages: Sequence[FunctionEventAvg]) -> str:
-    """Markdown: the operators and kernels with most time of their own, on the device if there is one. An operator's
-    device time is that of its kernels, which have rows of their own: only kernels count for the sum."""
+    """Return a Markdown table of the operators and kernels with most time of their own, on the device if there is one.
+    An operator's device time is that of its kernels, which have their own rows, so only kernels count for the sum."""
     rows = [row for row in averages if not row.key.startswith((MARK, "ProfilerStep", "step "))]
     device = sum(getattr(row, _DEVICE) for row in rows if row.device_type != DeviceType.CPU)
     host = sum(getattr(row, _HOST) for row in rows)

@@ -24,7 +24,7 @@ from trainer.parallel.vision.exchange import Message
 
 
 def captures(run: RunConfig, device: torch.device) -> bool:
-    """Whether the language layers run as CUDA graphs: if the config says so, and it is possible."""
+    """Whether the language layers run as CUDA graphs: the config asks for it, and it is possible."""
     p = run.execution.parallel
     fits = run.train.precision == "bfloat16" and p.pp == 1 and p.sharding != "fsdp" and p.recompute != "full"
     return run.execution.cuda_graphs and device.type == "cuda" and fits
@@ -32,8 +32,8 @@ def captures(run: RunConfig, device: torch.device) -> bool:
 
 @contextlib.contextmanager
 def _graphs(trainer: Trainer) -> Iterator[None]:
-    """Run the language layers as CUDA graphs meanwhile. The graphs end before the process groups that they use: at the
-    end of a group NCCL waits for every graph that uses it."""
+    """Run the language layers as CUDA graphs while the context is open. The graphs are released before the process
+    groups that they use, because NCCL waits at the end of a group for every graph that uses the group."""
     model = trainer.chunks[0].module
     if not (model.has_graphs and captures(trainer.run, trainer.mesh.device)):
         yield
@@ -46,7 +46,7 @@ def _graphs(trainer: Trainer) -> Iterator[None]:
 
 
 def train(run: RunConfig, mesh: Mesh) -> TrainResult:
-    """The result of a training to `num_steps`, or up to SIGTERM; both save a checkpoint.
+    """Train to `num_steps` or until SIGTERM, save a checkpoint in both cases, and return the result.
 
     Raises:
         NotFinite: the gradient norm is not a finite number.

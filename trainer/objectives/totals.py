@@ -18,10 +18,10 @@ class Totals:
 
     Attributes:
         loss_and_tokens: (2,) float64, the sum of the losses and the number of loss tokens.
-        tokens: without padding.
-        slots: with padding.
-        flops: of each part whose FLOPs are counted apart.
-        cost: FLOPs of one unit of each kind of work; None: they are not counted.
+        tokens: number of tokens without padding.
+        slots: number of tokens with padding.
+        flops: FLOPs of each part of the model that is counted separately.
+        cost: FLOPs of one unit of each kind of work; None: FLOPs are not counted.
     """
 
     loss_and_tokens: torch.Tensor
@@ -41,11 +41,11 @@ class Totals:
         self.flops.update(flops)
 
     def over_ranks(self, mesh: Mesh) -> "Totals":
-        """The sums over all data-parallel ranks; a collective that waits for the device."""
+        """Return the sums over all data-parallel ranks; a collective that waits for the device."""
         counts = torch.tensor([self.tokens, self.slots, *self.flops.values()], dtype=torch.float64, device=mesh.device)
         loss_and_tokens = self.loss_and_tokens.clone()
         if mesh.world_size > 1:
-            # Context-parallel ranks share a bin: each has some of its losses, but each counted the whole bin.
+            # Context-parallel ranks share a bin: each has some of the losses, but each has counted the whole bin.
             dist.all_reduce(loss_and_tokens, group=mesh.groups.dp_cp)
             dist.all_reduce(counts, group=mesh.groups.dp)
             dist.broadcast(loss_and_tokens, mesh.world_size - 1)  # only the last pipeline rank has a loss

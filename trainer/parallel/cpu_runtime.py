@@ -1,8 +1,8 @@
-"""The shim that lets megatron-core 0.16.1 run without CUDA. Without CUDA the trainer installs it.
+"""The shim with which megatron-core 0.16.1 runs without CUDA. The trainer installs it on machines without CUDA.
 
-megatron-core names the CUDA device in some thirty places (buffers of DDP, of pipeline transfers, of sequence
-parallelism, the type test of its optimizers, checkpoint finalisation). Two things make all of them work on a CPU:
-`CpuMode` answers the tensor calls (a public torch mechanism), and `patch_cuda` replaces the few functions of
+megatron-core names the CUDA device at some thirty points (buffers of DDP, of pipeline transfers, of sequence
+parallelism, the type test of its optimizers, checkpoint finalisation). Two mechanisms make all of them work on a CPU:
+`CpuMode` answers the tensor calls (by a public torch mechanism), and `patch_cuda` replaces the few functions of
 `torch.cuda` and of megatron-core's RNG tracker that are plain Python.
 """
 
@@ -25,7 +25,7 @@ def _is_cuda(device: object) -> bool:
 
 
 class CpuMode(TorchFunctionMode):
-    """While active, a tensor that is requested on CUDA is made on the CPU, and reports the CUDA name of its type."""
+    """A torch mode in which tensors requested on CUDA are made on the CPU, and report the CUDA name of their type."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -60,11 +60,12 @@ def patch_cuda() -> None:
 
 
 def patch_torch_adam() -> None:
-    """Mend the distributed optimizer's saving and loading for torch's Adam, on a GPU too where it takes the place of
+    """Patch the distributed optimizer so that it saves and loads torch's Adam; on a GPU too, if torch's Adam replaces
     Transformer Engine's.
 
-    It removes `step` from the saved state of each parameter, and then copies every key there is, `step` included. It
-    also takes the number of updates from a parameter's state, and a pipeline rank of frozen layers alone has none.
+    The unpatched optimizer removes `step` from the saved state of each parameter, and then fails to copy the missing
+    key when it loads. It also reads the number of updates from a parameter's state, and a pipeline rank with only
+    frozen layers has no such state.
     """
     original = DistributedOptimizer._set_main_param_and_optimizer_states
     original_state_dict = DistributedOptimizer.state_dict

@@ -1,13 +1,12 @@
-"""The other way in which data-parallel ranks share a model: torch's FSDP2 divides weights, gradients and moments.
+"""Fully sharded data parallelism: torch's FSDP2 divides weights, gradients and moments over the data-parallel ranks.
 
-`FullyShardedModel` answers the same calls as megatron-core's DistributedDataParallel (`module`, `zero_grad_buffer`,
+`FullyShardedModel` has the interface of megatron-core's DistributedDataParallel (`module`, `zero_grad_buffer`,
 `finish_grad_sync`, `scale_gradients`, `no_sync`, `ddp_config`), so that the schedule, the gradients' normalisation,
-the optimizer and `train_step` need not know which of the two they work on. Each rank keeps a slice of every parameter,
-of its gradient and of its moments, in float32. A layer's whole weights exist, in the precision of the arithmetic, while
-the layer runs.
+the optimizer and `train_step` work on either class. Each rank keeps a float32 slice of every parameter, of its gradient
+and of its moments. A layer's whole weights exist only while the layer runs, in the precision of the arithmetic.
 
-megatron-core 0.16.1 has a wrapper of its own, TorchFullyShardedDataParallel. It keeps no float32 weights under bfloat16
-arithmetic, averages gradients over ranks and ignores `scale_gradients`; so this one takes its place.
+megatron-core 0.16.1 has its own wrapper, TorchFullyShardedDataParallel. That wrapper keeps no float32 weights under
+bfloat16 arithmetic, averages gradients over ranks and ignores `scale_gradients`, so it is not used.
 """
 
 import dataclasses
@@ -36,12 +35,11 @@ class FullyShardedModel(_BaseDataParallel):
     """A model whose weights are divided over a group of ranks.
 
     Args:
-        module: the whole model in float32, the same on every rank, or without memory; it becomes this object's in
-            place.
+        module: the whole model in float32, equal on every rank, or without memory; it is divided in place.
         dtype: arithmetic of forward and backward.
         group: the data-parallel ranks.
-        device: where the slices are; of a model without memory they are zeros.
-        state: the places in a checkpoint of the parameters that it holds.
+        device: device of the slices; the slices of a model without memory are zeros.
+        state: the checkpoint entries of the parameters that a checkpoint holds.
     """
 
     def __init__(
@@ -66,12 +64,12 @@ class FullyShardedModel(_BaseDataParallel):
         }
 
     def zero_grad_buffer(self) -> None:
-        """Forget the gradients of the step before."""
+        """Drop the gradients of the previous step."""
         for weight in self.weights.values():
             weight.grad = None
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Give the slices their gradients, which FSDP summed over the ranks, layer by layer, in backward."""
+        """Set the slices' gradients, which FSDP has summed over the ranks, layer by layer, in backward."""
         for name, piece in self.slices.items():
             if piece.requires_grad:
                 piece.grad = self.weights[name].grad.to_local()
@@ -83,10 +81,10 @@ class FullyShardedModel(_BaseDataParallel):
                 piece.grad.mul_(scaling_factor)
 
     def optimize_slices(self, optimizer: ChainedOptimizer) -> None:
-        """Have an optimizer of the divided weights, before its first step, update this rank's slices of them instead.
+        """Make an optimizer of the divided weights update this rank's slices instead. Call it before the first step.
 
-        Transformer Engine's Adam takes plain tensors, and megatron-core then sums the gradient norm over the group.
-        A slice without elements (a bias shorter than the group is large) is left out.
+        Slices are plain tensors, which Transformer Engine's Adam needs. megatron-core then sums the gradient norm over
+        the group. A slice without elements (of a bias that has fewer numbers than the group has ranks) is left out.
         """
         slices = {self.weights[name]: piece for name, piece in self.slices.items()}
         for group in optimizer.param_groups:
@@ -95,7 +93,7 @@ class FullyShardedModel(_BaseDataParallel):
             chained.grad_stats_parallel_group = self.group
 
     def checkpoint_state(self, optimizer: ChainedOptimizer) -> dict[str, Any]:
-        """The state that dist_checkpointing saves, and loads in place: this rank's slices of weights and moments.
+        """Return the state that dist_checkpointing saves, and loads in place: this rank's slices and their moments.
 
         The weights have the names and shapes of the bare model, so that any layout can load them.
         """
@@ -112,7 +110,7 @@ class FullyShardedModel(_BaseDataParallel):
         return state | {"num_updates": _num_updates(optimizer)}
 
     def load_checkpoint_state(self, state: dict[str, Any], optimizer: ChainedOptimizer) -> None:
-        """Set the number of updates, which alone is not loaded in place."""
+        """Set the number of updates, the only value that is not loaded in place."""
         by_parameter = isinstance(optimizer.optimizer, torch.optim.AdamW)
         for group in optimizer.param_groups:
             group["step"] = state["num_updates"]
@@ -121,10 +119,10 @@ class FullyShardedModel(_BaseDataParallel):
 
 
 def _divide(module: MegatronModule, dtype: torch.dtype, group: ProcessGroup, device: torch.device) -> None:
-    """Put FSDP2 around each transformer layer, vision and language, and around the rest. Gradients are summed.
+    """Apply FSDP2 to each transformer layer, vision and language, and to the rest. Gradients are summed, not averaged.
 
-    A module with `computes_in_float32` is divided by itself. It gives others its weights, who use them after its
-    forward pass; so these stay whole until the gradients have come. They are a few numbers a head.
+    A module with `computes_in_float32` is divided separately. Other modules use its weights after its forward pass, so
+    the weights stay whole until the gradients are ready. They are only a few numbers per head.
     """
     mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("dp",))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -141,8 +139,8 @@ def _divide(module: MegatronModule, dtype: torch.dtype, group: ProcessGroup, dev
 
 
 def _places(state: ShardedStateDict) -> dict[str, ShardedTensor | ShardedObject]:
-    """The place in a checkpoint of each whole parameter of the bare model, without data. The two halves of a gated MLP
-    follow each other there as they do in the parameter."""
+    """Return the checkpoint entry of each whole parameter of the bare model, without data. The two halves of a gated
+    MLP have the same order in the checkpoint as in the parameter."""
     places = {}
     for name, value in state.items():
         if isinstance(value, ShardedTensorFactory):
@@ -152,7 +150,7 @@ def _places(state: ShardedStateDict) -> dict[str, ShardedTensor | ShardedObject]
 
 
 def _stored(prefix: str, place: ShardedTensor, weight: DTensor, piece: torch.Tensor) -> ShardedTensor:
-    """A slice in its place: some rows of a parameter. megatron-core stacks the layers on axes in front."""
+    """Return the checkpoint entry of a slice: some rows of a parameter. megatron-core stacks layers on leading axes."""
     stacked = place.prepend_axis_num
     data = piece.view((1,) * stacked + piece.shape)
     _, (first_row, *_) = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
@@ -170,14 +168,14 @@ def _stored(prefix: str, place: ShardedTensor, weight: DTensor, piece: torch.Ten
 
 
 def _give_moments(adam: torch.optim.Optimizer, piece: torch.nn.Parameter) -> None:
-    """Make zero moments before the first update, so that loading has a place for them."""
+    """Make zero moments before the first update, so that a checkpoint's moments can be loaded into them."""
     for key in _MOMENTS:
         if key not in adam.state[piece]:
             adam.state[piece][key] = torch.zeros_like(piece)
 
 
 def _num_updates(optimizer: ChainedOptimizer) -> int:
-    """The number of Adam's updates. torch counts them per parameter, Transformer Engine per group."""
+    """Return the number of Adam's updates. torch counts them per parameter, Transformer Engine per group."""
     counts = [group["step"] for group in optimizer.param_groups if "step" in group]
     counts += [state["step"] for state in optimizer.optimizer.state.values() if "step" in state]
     return int(max(counts, default=0))

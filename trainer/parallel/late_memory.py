@@ -1,4 +1,4 @@
-"""Models that are built without memory: each parameter gets its own when its numbers come, whole or a rank's rows."""
+"""Models built without memory: each parameter, or a rank's rows of it, gets memory when its numbers are loaded."""
 
 import contextlib
 import ctypes
@@ -14,7 +14,7 @@ _MMAP_THRESHOLD = -3  # glibc's malloc.h
 
 @contextlib.contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Let the parameters of modules that are made meanwhile have shapes and no memory."""
+    """Give the parameters of modules that are built in this context shapes, but no memory."""
 
     def move(module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> torch.nn.Parameter | None:
         return None if param is None or param.is_meta else _like(param, "meta")
@@ -27,7 +27,7 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def with_memory(model: torch.nn.Module, name: str) -> torch.nn.Parameter:
-    """A parameter by its name in the model; one without memory first gets some on the CPU, its numbers unset."""
+    """Return a parameter by its name in the model. One without memory first gets uninitialised memory on the CPU."""
     module, _, own = name.rpartition(".")
     held = model.get_submodule(module)._parameters
     if held[own].is_meta and not isinstance(held[own], DTensor):
@@ -36,7 +36,7 @@ def with_memory(model: torch.nn.Module, name: str) -> torch.nn.Parameter:
 
 
 def all_with_memory(model: torch.nn.Module) -> None:
-    """Give every parameter that has no memory some on the CPU, its numbers unset."""
+    """Give every parameter without memory uninitialised memory on the CPU."""
     for name in [name for name, _ in model.named_parameters()]:
         with_memory(model, name)
 
@@ -48,9 +48,9 @@ def _like(param: torch.nn.Parameter, device: str) -> torch.nn.Parameter:
 
 
 def return_freed_matrices() -> None:
-    """From now on let glibc map what has a megabyte by itself, and unmap it when it is freed. By its own rule, which
-    learns from what is freed, pieces of up to 32 MB stay in its heap between those still held: after many matrices of
-    unlike sizes several times what is held."""
+    """Make glibc map every allocation of a megabyte or more separately, and unmap it when it is freed. By default glibc
+    raises this threshold up to 32 MB as large blocks are freed. Freed blocks below it stay in the heap between blocks
+    in use; after many matrices of unlike sizes the heap is several times as large as the memory in use."""
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:
         set_option(_MMAP_THRESHOLD, 1 << 20)
@@ -58,14 +58,14 @@ def return_freed_matrices() -> None:
 
 @torch.no_grad()
 def give_shares_memory(model: torch.nn.Module, device: torch.device) -> None:
-    """Zeros on the device for a rank's rows of every parameter that FSDP2 has divided without memory; buffers are
-    moved there as they are."""
+    """Allocate zeros on the device for a rank's rows of every parameter that FSDP2 divided without memory. Tensors with
+    memory are moved there unchanged."""
     model._apply(lambda held: torch.zeros_like(held, device=device) if held.is_meta else held.to(device))
 
 
 @torch.no_grad()
 def put(param: torch.Tensor, whole: torch.Tensor) -> None:
-    """Give a parameter its numbers, or a divided one this rank's rows of them."""
+    """Copy a whole tensor into a parameter; into a divided parameter, only this rank's rows."""
     if not isinstance(param, DTensor):
         param.copy_(whole)
         return

@@ -1,4 +1,4 @@
-"""Set-up and end of the process group, megatron-core's rank mesh, seeds. The only reader of torchrun's variables."""
+"""Set-up and end of the process group, megatron-core's rank mesh, seeds. Only this file reads torchrun's variables."""
 
 import contextlib
 import datetime
@@ -27,8 +27,12 @@ TIMEOUT = datetime.timedelta(minutes=30)
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The place of this process among the ranks of its world. `alone` is the group of this rank by itself; `bridge`
-    leads to the ranks that encode images and do nothing else, or from them; None where there are none."""
+    """The position of this process among the ranks of its world.
+
+    Attributes:
+        alone: the process group of only this rank.
+        bridge: connects the language model's ranks and the ranks that only encode images; None without such ranks.
+    """
 
     rank: int
     world_size: int
@@ -40,10 +44,10 @@ class Mesh:
     bridge: Bridge | None = None
 
     def slice_of_bin(self, parallel: ParallelConfig, *, has_vision: bool = True) -> RankSlice:
-        """The part of every bin that this rank works on.
+        """Return the part of every bin that this rank works on.
 
         Args:
-            has_vision: of the model.
+            has_vision: whether the model has a vision encoder.
         """
         tp, cp, pp = self.groups.tp, self.groups.cp, self.groups.pp
         encoders = self.groups.tp_cp if parallel.vision_split == "images" else cp
@@ -75,7 +79,7 @@ class Mesh:
         return self.bridge is not None and self.bridge.is_vision
 
     def any(self, *flags: bool) -> list[bool]:
-        """Of each flag whether it is set on any rank; one collective."""
+        """Return for each flag whether it is set on any rank; one collective."""
         if self.world_size == 1:
             return list(flags)
         tensor = torch.tensor(flags, dtype=torch.int, device=self.device)
@@ -83,14 +87,14 @@ class Mesh:
         return [bool(flag) for flag in tensor.tolist()]
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, by rank, on all of them; a collective."""
+        """Return every rank's value, by rank, on all ranks; a collective."""
         values = [value] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(values, value)
         return values
 
     def from_main(self, value: T) -> T:
-        """Rank 0's value; a collective."""
+        """Return rank 0's value; a collective."""
         values = [value]
         if self.world_size > 1:
             dist.broadcast_object_list(values, src=0)
@@ -98,14 +102,14 @@ class Mesh:
 
 
 def place_in_world() -> tuple[int, int, int]:
-    """(rank, local rank, world size) from torchrun; a process that was started by hand is a world of one."""
+    """Return (rank, local rank, world size) from torchrun; a process started by hand is a world of one."""
     return tuple(
         int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
     )
 
 
 def processes_here() -> int:
-    """Processes of this training on this machine."""
+    """Return the number of this training's processes on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
@@ -116,11 +120,11 @@ def set_threads(num_threads: int) -> None:
 
 @contextlib.contextmanager
 def rank_mesh(parallel: ParallelConfig, seed: int, on_lost: Callable[[str], None] = log.error) -> Iterator[Mesh]:
-    """Join the process group, build megatron-core's groups, and leave them at the end. Ranks that encode images and do
-    nothing else are data-parallel ranks of a world of their own.
+    """Join the process group, build megatron-core's groups, and leave them at the end. Ranks that only encode images
+    are data-parallel ranks of a separate world.
 
     Args:
-        on_lost: called with a line that names them when other ranks are gone; then this process ends.
+        on_lost: called with a line that names the lost ranks when other ranks are gone; then this process ends.
 
     Raises:
         InputError: the world does not divide into model copies.

@@ -1,4 +1,4 @@
-"""Prepares this process for megatron-core: nothing to do with CUDA, the shim without it."""
+"""Preparation of this process for megatron-core: without CUDA it installs the CPU shim, with CUDA it does nothing."""
 
 import torch
 
@@ -9,6 +9,6 @@ else:
 
 
 def prepare_runtime() -> None:
-    """Call once, before the process group is made."""
+    """Prepare this process. Call it once, before the process group is made."""
     if cpu_runtime is not None:
         cpu_runtime.install()

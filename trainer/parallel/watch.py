@@ -1,9 +1,9 @@
-"""The ranks watch each other, so that a job ends at once when one of them is gone, and says which and on which host.
+"""The watch of the ranks over each other: a job ends at once when a rank is gone, and reports the rank and its host.
 
-gloo names a lost peer by its address alone, NCCL ends the process without a name, and neither sees for minutes that a
-cable is out. So every rank keeps a connection to rank 0 on which nothing is said until it leaves. The kernel closes it
-with the process; its keepalive probes find a host that is gone or out of reach. A process that is only stopped is not
-lost: its kernel still answers them.
+gloo names a lost peer only by its address, NCCL ends the process without a name, and neither notices an unplugged cable
+for minutes. So every rank keeps a connection to rank 0 that stays silent until the rank leaves. The kernel closes the
+connection when the process ends, and its keepalive probes detect a host that is gone or out of reach. A process that is
+only stopped is not lost, because its kernel still answers the probes.
 """
 
 import contextlib
@@ -27,11 +27,11 @@ from dataset_builders.errors import one_line
 from trainer.contract.names import EXIT_FAILED
 
 KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # a host out of reach is lost after 20 s
-CONNECT_SECONDS = 5.0  # of one address
-JOIN_SECONDS = 60.0  # of all ranks
-GATHER_SECONDS = 0.5  # a host takes all of its ranks with it, one after the other
-NEWS_SECONDS = 2.0  # between a collective's error and the closed connection of who caused it
-FAILED_SECONDS = 10.0  # for the rank that failed to say why, before this one ends and torchrun stops the others
+CONNECT_SECONDS = 5.0  # for one address
+JOIN_SECONDS = 60.0  # for all ranks
+GATHER_SECONDS = 0.5  # for the other ranks of a lost host, whose connections close one after the other
+NEWS_SECONDS = 2.0  # between a collective's error and the closed connection of the rank that caused it
+FAILED_SECONDS = 10.0  # for the failed rank to report why, before this one ends and torchrun stops all other ranks
 _TOKEN_BYTES = 16
 _LOST = "lost "  # begins the line about ranks that left without a word
 log = logging.getLogger("athanor.trainer")
@@ -39,7 +39,7 @@ log = logging.getLogger("athanor.trainer")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank is: the name and addresses of its host, and how to reach rank 0's watch."""
+    """The location of a rank: the name and addresses of its host; for rank 0 also the port and token of its watch."""
 
     host: str
     addresses: tuple[str, ...]
@@ -47,7 +47,7 @@ class Place:
     token: bytes = b""
 
     def text(self) -> str:
-        """For those who exchange texts."""
+        """Return this location as text, for exchange between processes."""
         return json.dumps([self.host, self.addresses, self.port, self.token.hex()])
 
     @classmethod
@@ -57,11 +57,11 @@ class Place:
 
 
 class Watch:
-    """The connections of this rank to the others: rank 0's to all, another's to rank 0.
+    """The connections of this rank: from rank 0 to every rank, from any other rank to rank 0.
 
     Args:
-        end: called once, in a thread, with a line that says which ranks are gone, or which one failed and why; and
-            whether they are lost, having said nothing themselves.
+        end: called once, in a thread, with a line that tells which ranks are gone, or which rank failed and why; and
+            with whether the ranks are lost, that is, gone without a message.
     """
 
     def __init__(
@@ -80,12 +80,12 @@ class Watch:
         threading.Thread(target=self._listen, name="watch", daemon=True).start()
 
     def leave(self, why: str = "") -> None:
-        """Say goodbye: this rank has done its work, or it failed, and why."""
+        """Tell the peers that this rank leaves: its work is done, or it failed for the given reason."""
         self._leaving = True
         self._tell(why)
 
     def hold_for_news(self) -> None:
-        """After a collective failed: if that is because a rank is gone, this process ends here."""
+        """Wait after a failed collective; if it failed because a rank is gone, this process ends here."""
         if self._has_news.wait(NEWS_SECONDS):
             time.sleep(2 * FAILED_SECONDS)
 
@@ -100,7 +100,8 @@ class Watch:
                 self._finish(f"{_LOST}{name_ranks(lost, self._hosts)}")
 
     def _hear(self, key: selectors.SelectorKey) -> int | None:
-        """The peer's rank if it is lost. A goodbye ends its watch; what another rank failed of ends the process."""
+        """Read a peer's message and return its rank if it is lost. An empty line, its goodbye, only ends the watch over
+        it; the reason of another rank's failure ends this process."""
         try:
             message = key.fileobj.recv(65536).decode(errors="replace")
         except OSError:  # no answer to the probes, or a reset
@@ -123,7 +124,7 @@ class Watch:
 
 
 def name_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """Ranks with their hosts, as people read them: "ranks 2, 3 on node-b"."""
+    """Format ranks with their hosts for a person: "ranks 2, 3 on node-b"."""
     of_host: dict[str, list[int]] = {}
     for rank in sorted(ranks):
         of_host.setdefault(hosts[rank], []).append(rank)
@@ -136,12 +137,12 @@ def name_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
 def watched(
     rank: int, world: int, on_lost: Callable[[str], None], gather: Callable[[Place], list[Place]] | None = None
 ) -> Iterator[None]:
-    """Let the ranks watch each other meanwhile; a collective at the start.
+    """Let the ranks watch each other while the context is open; a collective at the start.
 
     Args:
-        gather: every rank's place, by rank; None: by the process group, which then has all ranks.
+        gather: returns every rank's location, by rank; None: gather by the process group, which then has all ranks.
         on_lost: called in a thread with a line that names the lost ranks and their hosts; then this process ends with
-            status 1. It ends without the call if another rank failed and says why itself.
+            status 1. If another rank failed and reports why itself, this process ends without the call.
     """
     if world == 1:
         yield
@@ -154,7 +155,7 @@ def watched(
             else:
                 print(line, file=sys.stderr, flush=True)
                 time.sleep(FAILED_SECONDS)
-        finally:  # also if nothing can be written: the main thread waits for a rank that is gone
+        finally:  # even if nothing can be written, because the main thread waits for a rank that is gone
             os._exit(EXIT_FAILED)
 
     watch = _join(rank, world, end, gather or _by_process_group)
@@ -175,7 +176,7 @@ def _by_process_group(own: Place) -> list[Place]:
 
 
 def _join(rank: int, world: int, end: Callable[[str, bool], None], gather: Callable[[Place], list[Place]]) -> Watch:
-    """The watch of this rank; without the others, with a warning, if rank 0 cannot be reached."""
+    """Return the watch of this rank; if rank 0 cannot be reached, a watch without peers, with a warning."""
     dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
     server = socket.create_server(("", 0), family=family, dualstack_ipv6=dual, backlog=world) if rank == 0 else None
@@ -199,7 +200,7 @@ def _accept(server: socket.socket, token: bytes, world: int) -> dict[int, socket
     deadline = time.monotonic() + JOIN_SECONDS
     while len(ranks) < world - 1 and (seconds := deadline - time.monotonic()) > 0:
         server.settimeout(seconds)
-        with contextlib.suppress(OSError):  # a stranger that says nothing, or the deadline
+        with contextlib.suppress(OSError):  # a silent stranger, or the deadline
             connection = server.accept()[0]
             connection.settimeout(CONNECT_SECONDS)
             greeting = connection.recv(_TOKEN_BYTES + 4, socket.MSG_WAITALL)
@@ -212,7 +213,7 @@ def _accept(server: socket.socket, token: bytes, world: int) -> dict[int, socket
 
 
 def _call(rank: int, first: Place, is_here: bool) -> socket.socket | None:
-    """A connection to rank 0's watch by the first of its names and addresses that leads there."""
+    """Connect to rank 0's watch by the first of its names and addresses that works; None if none does."""
     addresses = ["127.0.0.1"] if is_here else [first.host, os.environ.get("MASTER_ADDR", ""), *first.addresses]
     for address in filter(None, addresses):
         with contextlib.suppress(OSError):
@@ -225,7 +226,7 @@ def _call(rank: int, first: Place, is_here: bool) -> socket.socket | None:
 
 
 def _own_addresses() -> tuple[str, ...]:
-    """Addresses of this host that another one may reach."""
+    """Return the addresses of this host that another host may reach."""
     entries = [entry for of_link in psutil.net_if_addrs().values() for entry in of_link]
     inet = [entry.address for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)]
     return tuple(address for address in inet if not address.startswith(("127.", "::1", "fe80")))

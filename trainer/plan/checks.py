@@ -1,4 +1,4 @@
-"""Checks that a job fits its model: its layout, and the parts that its settings name. Without torch."""
+"""Checks that a job fits its model: the layout, and the parts that the settings name. Loads no torch."""
 
 from collections.abc import Collection
 
@@ -16,15 +16,16 @@ from trainer.model.whole_modules import check_adapter
 from trainer.plan.layout import check_layout
 from trainer.plan.pieces import mean_work, pipeline_pieces
 
-ENCODING_PARTS = ("vision", "merger")  # what makes image tokens of pixels
+ENCODING_PARTS = ("vision", "merger")  # the parts that turn pixels into image tokens
 
 
 def check_run(run: RunConfig, world_size: int) -> None:
-    """`check_layout`, `check_training` and `check_adapter` for a job whose inputs are on disk.
+    """Run `check_layout`, `check_training` and `check_adapter` for a job whose inputs are on disk.
 
     Raises:
         InputError: something does not fit, `hf_dir` is not a model, `bins_dir` is not an artifact of plan_bins,
-            `features_dir` is not one of encode_images for these samples, or `adapter_dir` holds another adapter.
+            `features_dir` is not an artifact of encode_images for these samples, or `adapter_dir` holds an adapter
+            with other settings.
     """
     plan = load_manifest(run.bins_dir).config
     if "pad_multiple" not in plan:
@@ -48,14 +49,14 @@ def check_run(run: RunConfig, world_size: int) -> None:
 
 
 def check_cached(frozen: Collection[str], parallel: ParallelConfig, family: Family) -> None:
-    """Check that the features of images can be computed once, before the training.
+    """Check that image features can be computed once, before the training.
 
     Args:
         frozen: parts of the model that are not trained.
 
     Raises:
-        InputError: the family has no vision encoder that runs by itself, a part of it is trained, or a layout gives
-            ranks images to encode.
+        InputError: the family has no separate vision encoder, a part of the encoder is trained, or the layout assigns
+            images to other ranks.
     """
     if parallel.vision != "first_rank":
         raise InputError(
@@ -87,7 +88,7 @@ def _check_features(features_dir: StorePath, tokenized_dir: StorePath) -> None:
 
 
 def pieces_of(run: RunConfig, shape: ModelShape) -> tuple[range, ...]:
-    """The language layers of each piece of a job's pipeline, by the plan of its bins."""
+    """Return the language layers of each piece of a job's pipeline, given the plan of its bins."""
     plan = load_manifest(run.bins_dir)
     work = mean_work(run.seq_len, plan.config, plan.stats)
     if run.features_dir is not None:
@@ -96,11 +97,11 @@ def pieces_of(run: RunConfig, shape: ModelShape) -> tuple[range, ...]:
 
 
 def check_training(train: TrainConfig, parallel: ParallelConfig, family: Family) -> None:
-    """Check that a training's settings are what its family can do, that they name parts that the model has, and that
-    one of these is trained.
+    """Check a training's settings: the family supports them, the model has the parts that they name, and at least one
+    part is trained.
 
     Raises:
-        InputError: they are not, do not, or all parts are frozen.
+        InputError: the family does not support a setting, a part does not exist, or all parts are frozen.
     """
     family.check_settings(train, parallel)
     if train.optim.moments == "bfloat16" and parallel.sharding == "fsdp":

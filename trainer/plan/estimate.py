@@ -1,4 +1,4 @@
-"""The memory that a training takes, from the model's shape alone, without torch."""
+"""An estimate of the memory that a training takes, computed only from the model's shape, without torch."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from trainer.contract.run import TrainConfig
 from trainer.model.adapter_sizes import AdapterSizes, PlaceSizes
 from trainer.model.shape import LOSS_CHUNK, ModelShape, VisionShape
 
-# What torch's allocator holds beside the activations, of them.
+# Memory that torch's allocator holds in addition to the activations, as a fraction of them.
 RESERVE = 0.1
 
 
@@ -24,46 +24,47 @@ def estimate_memory(
     max_patches: int,
     adapters: AdapterSizes | None = None,
 ) -> dict[str, int]:
-    """Bytes that the fullest process needs to train: of a pipeline often its first (vision) or its last (logits).
+    """Estimate the bytes that the fullest process needs to train, by purpose. In a pipeline this is often the first
+    process (vision) or the last one (logits).
 
-    Of P parameters on a process, with the distributed optimizer over n = dp x cp ranks: weights 4 P, or in bfloat16
-    2 P and 4 P / n of float32 copies; gradients 4 P; AdamW's two moments 8 P / n, in bfloat16 4 P / n. With fsdp
-    (4 + 4 + 8) P / dp, and gathered: the weights outside of layers and of two layers, and of one of these the gradients
-    before and after their cast to float32. P counts language matrices / tp, and vision
-    whole unless vision_split=tensor_parallel. Frozen parameters are weights alone, without float32 copies. Where vision
-    is dealt, each rank of a pipeline but the first has a copy of it: weights, 4 P or in bfloat16 2 P, and gradients.
-    Without fsdp these are exact.
+    Model state, for P parameters on a process and the distributed optimizer over n = dp x cp ranks: weights 4 P, or in
+    bfloat16 2 P plus 4 P / n for float32 copies; gradients 4 P; AdamW's two moments 8 P / n, or 4 P / n in bfloat16.
+    With fsdp it is (4 + 4 + 8) P / dp plus "gathered": the weights outside of layers, the weights of two layers, and
+    the gradients of one of these units before and after their cast to float32. P counts language matrices / tp, and
+    vision whole unless vision_split=tensor_parallel. Frozen parameters count only as weights, without float32 copies.
+    If vision is dealt, each pipeline rank except the first holds a copy of the encoder: weights (4 P, or 2 P in
+    bfloat16) and gradients. Without fsdp these figures are exact.
 
-    Activations are a rule of thumb for attention that keeps no score matrix (Korthikanti et al. 2022, arXiv:2205.05198,
-    table 2). Bytes per token and layer of width D in half precision are 10 D + (16 D + 2 A) / tp; with sequence
-    parallel all is divided by tp; if recomputed 2 D, and one whole layer more. 8 D are the MLP's `kept_numbers` and A
-    the mixer's: of attention 4 D by the table, with h gates of d, 2 h d more; of a gated delta net with k and v numbers
-    of keys and values and H value heads 4 k + 5 v + 6 H, the numbers that its kernels save (backward takes 2 KB per
-    token and value head for a moment more, of one layer at a time). Tokens are seq_len / cp; patches are max_patches /
-    (tp x cp) if the images are dealt evenly, max_patches / cp with vision_split=tensor_parallel. All this exists for
-    every micro batch in flight. A frozen vision encoder keeps nothing, but for the layer that runs. Where vision is
-    dealt, patches are max_patches / (tp x cp x pp), on every process, for 2 pp micro batches, with vpp > 1 for 3 pp:
-    they are encoded before their turn and wait for their gradient. The last process adds the logits of one chunk of
-    loss tokens, at most 4096 x vocabulary / tp. Qwen3-VL-2B in bins of 8,192 tokens and 25,300 patches: 81 GB by this
-    with its reserve; measured on an H200: 80 GB without CUDA graphs, and about as much with them, of which 11 are the
-    graphs'.
+    Activations follow a rule of thumb for attention that keeps no score matrix (Korthikanti et al. 2022,
+    arXiv:2205.05198, table 2). In half precision a layer of width D takes 10 D + (16 D + 2 A) / tp bytes per token.
+    Sequence parallel divides all of it by tp; recomputation leaves 2 D, and one whole layer. The MLP's `kept_numbers`
+    are 8 D, and A is the mixer's number: 4 D for attention by the table, plus 2 h d with h gates of width d. A gated
+    delta net with k and v numbers of keys and values and H value heads has A = 4 k + 5 v + 6 H, the numbers that its
+    kernels save (backward briefly takes 2 KB more per token and value head, for one layer at a time).
+    Tokens are seq_len / cp. Patches are max_patches / (tp x cp) if the images are dealt evenly, and max_patches / cp
+    with vision_split=tensor_parallel. These activations exist for every micro batch in flight. A frozen vision encoder
+    keeps only the layer that runs. If vision is dealt, every process has max_patches / (tp x cp x pp) patches for 2 pp
+    micro batches (3 pp with vpp > 1), because images are encoded ahead and wait for their gradients. The last process
+    adds the logits of one chunk of loss tokens, at most 4096 x vocabulary / tp. Example: Qwen3-VL-2B in bins of 8,192
+    tokens and 25,300 patches has an estimate of 81 GB with the reserve. Measured on an H200: 80 GB without CUDA graphs,
+    and about as much with them, 11 GB of which are the graphs'.
 
-    Reserve: what torch's allocator holds beside that, because bins of unequal shapes leave pieces that fit no other: a
-    tenth of the activations. Reserved on an H200 and by this: Qwen3.5-2B 84 to 87 GB and 91, Qwen3.5-4B 146 and 148,
-    Qwen3-VL-8B with LoRA 69 and 66.
+    Reserve is a tenth of the activations: the memory that torch's allocator holds in addition, because bins of unequal
+    shapes leave fragments. Measured on an H200 against estimated: Qwen3.5-2B 84 to 87 GB against 91, Qwen3.5-4B 146
+    against 148, Qwen3-VL-8B with LoRA 69 against 66.
 
-    Start: where a training takes more before its first step than ever after, that much more. megatron-core copies the
-    weights that are trained into one buffer, and has both for a moment; a base in float8 is made from one matrix at a
-    time, in three forms; with fsdp no rank ever has more than its part.
+    Start is the memory that a training takes before its first step beyond what it takes later. megatron-core copies the
+    trained weights into one buffer, and briefly holds both; a float8 base is made from one matrix at a time, in three
+    forms; with fsdp no rank ever holds more than its part.
 
-    With adapters, P are theirs alone, and the base model is weights, in float8 a byte for each of the language layers'
-    matrices, of which one at a time is there unpacked. Per token and adapted layer k x rank numbers more are kept (k
-    modules in the layer), with DoRA the layer's output too, and per micro batch the matrices of the adapters' products.
-    A vision encoder without adapters counts as frozen.
+    With adapters, P counts only the adapters' parameters. The base model counts as weights; in float8 the matrices of
+    the language layers take a byte per number, and one matrix at a time is unpacked. Each adapted layer keeps k x rank
+    more numbers per token (k modules in the layer), with DoRA the layer's output too, and per micro batch the matrices
+    of the adapters' products. A vision encoder without adapters counts as frozen.
 
     Args:
-        pieces: of the pipeline, see `pipeline_pieces`.
-        dp: data-parallel ranks.
+        pieces: the language layers of each piece of the pipeline, see `pipeline_pieces`.
+        dp: number of data-parallel ranks.
         adapters: see `trainer.model.targets.adapter_sizes`.
     """
     num_micro_batches = train.global_batch_size // dp
@@ -82,14 +83,14 @@ def estimate_vision_rank(
     in_flight: float,
     adapters: AdapterSizes | None = None,
 ) -> dict[str, int]:
-    """Bytes that a process needs which has a copy of the vision encoder with its mergers and nothing else, by the same
-    rules: weights, and gradients of what is trained.
+    """Estimate the bytes of a process that holds only a copy of the vision encoder with its mergers. The rules are
+    those of `estimate_memory`; the process has weights, gradients of trained parameters, and activations.
 
     Args:
-        tp: processes that divide the matrices.
+        tp: number of processes that divide the matrices.
         recompute: every layer is computed again in backward.
-        patches: that it encodes at a time.
-        in_flight: such times before the first one's gradients have come.
+        patches: number of patches that the process encodes at a time.
+        in_flight: number of encoder passes before the gradients of the first pass arrive.
     """
     vision = _Vision(shape.vision, train.frozen, _sizes(train)[0], tp, recompute, adapters)
     parts = {"weights": vision.weights, "gradients": 4 * vision.trained}
@@ -107,31 +108,35 @@ def estimate_saved(
     dp: int,
     adapters: AdapterSizes | None = None,
 ) -> int:
-    """Bytes of a checkpoint that the fullest process writes, and copies into host memory if saves are asynchronous.
+    """Estimate the bytes of a checkpoint that the fullest process writes. Asynchronous saves copy them to host memory.
 
-    Of P parameters on a process, with the distributed optimizer over n = dp x cp ranks: the weights, 2 P in bfloat16
-    and 4 P in float32, written by one of the n, and 12 P / n of float32 weights and moments, or 8 P / n with moments in
-    bfloat16; of frozen parameters the weights alone, with adapters nothing. With fsdp 12 P / dp.
+    For P parameters on a process, with the distributed optimizer over n = dp x cp ranks: one of the n ranks writes the
+    weights (2 P in bfloat16, 4 P in float32), and each rank writes 12 P / n of float32 weights and moments, or 8 P / n
+    with moments in bfloat16. Frozen parameters add only their weights, and with adapters nothing. With fsdp it is
+    12 P / dp.
     """
     work = _Work(shape, parallel, train.frozen, pieces, dp, 1, 1, 0, *_sizes(train), adapters)
     return max(work.saved(rank) for rank in range(parallel.pp))
 
 
 def vision_in_flight(parallel: ParallelConfig) -> int:
-    """Micro batches whose images a rank has encoded ahead and not yet learnt from, where vision is dealt."""
+    """Return the micro batches whose images a rank has encoded and whose gradients it awaits, if vision is dealt."""
     return (3 if parallel.vpp > 1 else 2) * parallel.pp
 
 
 def _sizes(train: TrainConfig) -> tuple[int, int]:
-    """Bytes of a number in forward and backward, and of one of Adam's moments."""
+    """Return the bytes of a number in forward and backward, and of a number of Adam's moments."""
     return 4 if train.precision == "float32" else 2, 4 if train.optim.moments == "float32" else 2
 
 
 def _layer_bytes(
     width: int, kept: Sequence[int], size: int, in_flight: float, tp: int, is_cut: bool, recompute: bool
 ) -> float:
-    """Bytes per token of layers whose halves keep these numbers beside their inputs, for the micro batches in
-    flight."""
+    """Return the bytes per token of some layers, for the micro batches in flight.
+
+    Args:
+        kept: numbers that each layer keeps per token in addition to the inputs of its halves.
+    """
     whole_width = width / tp if is_cut else width
     layers = [size * (5 * whole_width + numbers / tp) for numbers in kept]
     if recompute:
@@ -140,13 +145,13 @@ def _layer_bytes(
 
 
 def _adapter_bytes(place: PlaceSizes, tokens: float, size: int, tp: int) -> float:
-    """Bytes that the adapters of a place keep for backward."""
+    """Return the bytes that the adapters at one point of the model keep for backward."""
     return size * (tokens * place.per_token.on(tp) + place.products.on(tp))
 
 
 @dataclass(frozen=True, slots=True)
 class _Vision:
-    """The vision encoder with its mergers, on a rank that has it."""
+    """The vision encoder with its mergers, on a rank that holds it."""
 
     shape: VisionShape | None
     frozen: Collection[str]
@@ -157,7 +162,7 @@ class _Vision:
 
     @property
     def trained(self) -> float:
-        """Parameters that are trained."""
+        """Number of trained parameters."""
         if self.adapters is not None:
             return sum(place.parameters.on(self.tp) for place in self.adapters.vision.values())
         return self._parameters(self.frozen)
@@ -175,7 +180,8 @@ class _Vision:
         return sum(count for part, count in counts.items() if part not in without) / self.tp
 
     def activations(self, patches: float, in_flight: float) -> float:
-        """Bytes of these patches for so many micro batches. Frozen layers run without a graph, one after the other."""
+        """Return the activation bytes of these patches for the micro batches in flight. Frozen layers run without an
+        autograd graph, so that only one layer's activations exist at a time."""
         if self.shape is None:
             return 0
         width, layers = self.shape.hidden_size, self.shape.num_layers
@@ -207,7 +213,7 @@ class _Work:
     adapters: AdapterSizes | None
 
     def memory(self, rank: int) -> dict[str, int]:
-        """Bytes of a pipeline rank."""
+        """Estimate the bytes of a pipeline rank, by purpose."""
         weights, trained = self._weights(rank), self._trained(rank)
         ranks = self.dp * self.parallel.cp
         parts = {
@@ -229,14 +235,14 @@ class _Work:
         return {name: round(value) for name, value in parts.items()}
 
     def _start(self, weights: float, trained: float) -> float:
-        """Bytes of a pipeline rank at most before its first step."""
+        """Return the peak bytes of a pipeline rank before its first step."""
         matrix = 0.0
         if self.adapters is not None and self.adapters.has_float8_base:
             matrix = self.shape.language.largest_matrix / self.parallel.tp
         return max(weights + (self.size + 4) * trained, weights + 3 * self.size * matrix)
 
     def _gathered(self) -> float:
-        """Bytes of what FSDP2 holds whole in forward and backward; fsdp is for data parallel alone."""
+        """Return the bytes that FSDP2 holds whole in forward and backward; fsdp is only for data parallel."""
         decoder, vision = self.shape.language, self.shape.vision
         layer = max(layer.parameters for layer in decoder.layers)
         outside = (1 if decoder.tie_word_embeddings else 2) * decoder.vocab_size * decoder.hidden_size
@@ -245,7 +251,7 @@ class _Work:
         return self.size * (outside + 2 * layer) + (self.size + 4) * max(outside, layer) * (self.adapters is None)
 
     def saved(self, rank: int) -> int:
-        """Bytes that a pipeline rank writes."""
+        """Return the bytes of a checkpoint that a pipeline rank writes."""
         trained = self._trained(rank)
         weights = self._weights(rank) if self.adapters is None else self.size * trained
         ranks, moments = self.dp * self.parallel.cp, 2 * self.moment_size * trained
@@ -260,18 +266,18 @@ class _Work:
         return _Vision(self.shape.vision, self.frozen, self.size, tp, p.recompute_vision, self.adapters)
 
     def _layers(self, rank: int) -> list[int]:
-        """The numbers of the language layers of a pipeline rank."""
+        """Return the indices of the language layers of a pipeline rank."""
         return list(chain.from_iterable(self.pieces[rank :: self.parallel.pp]))
 
     def _trained(self, rank: int) -> float:
-        """Parameters of a pipeline rank that are trained."""
+        """Return the number of a pipeline rank's trained parameters."""
         vision = self._vision.trained if rank == 0 else 0
         if self.adapters is not None:
             return sum(place.parameters.on(self.parallel.tp) for place in self._places(rank)) + vision
         return self._language(rank) * ("language" not in self.frozen) + vision
 
     def _weights(self, rank: int) -> float:
-        """Bytes of the weights of a pipeline rank in forward and backward."""
+        """Return the bytes of a pipeline rank's weights in forward and backward."""
         weights, tp = self.size * self._language(rank), self.parallel.tp
         if self.adapters is not None:
             weights -= self.adapters.saved_bytes(self._places(rank), self.size) / tp
@@ -279,11 +285,11 @@ class _Work:
         return weights + (self._vision.weights if rank == 0 else 0)
 
     def _places(self, rank: int) -> list[PlaceSizes]:
-        """What adapters add to each language layer of a pipeline rank; empty without adapters."""
+        """Return the sizes of the adapters in each language layer of a pipeline rank; empty without adapters."""
         return [] if self.adapters is None else [self.adapters.language[number] for number in self._layers(rank)]
 
     def _language(self, rank: int) -> float:
-        """Parameters of a pipeline rank's part of the language model."""
+        """Return the number of parameters of a pipeline rank's part of the language model."""
         decoder, parallel = self.shape.language, self.parallel
         is_first, is_last = rank == 0, rank == parallel.pp - 1
         embeddings = is_first + is_last if parallel.pp > 1 or not decoder.tie_word_embeddings else 1

@@ -1,9 +1,9 @@
-"""Checks, before anything starts, that a layout fits the model, the processes, the global batch and the bins.
+"""Checks, before a training starts, that a layout fits the model, the processes, the global batch and the bins.
 
-They refuse what megatron-core 0.16.1 would assert later, in its own words: transformer_config.py (heads, query
+megatron-core 0.16.1 asserts the same conditions later, with less helpful messages: transformer_config.py (heads, query
 groups), pipeline_parallel_layer_layout.py (layers), tensor_parallel/ (every divided width), parallel_state.py (world
-size), schedules.py (micro batches of the interleaved schedule). Every message is one line that names the fields, their
-values and the nearest value that works.
+size), schedules.py (micro batches of the interleaved schedule). Every message here is one line that names the fields,
+their values and the nearest value that works.
 """
 
 import json
@@ -18,7 +18,7 @@ from trainer.plan.pieces import pipeline_room
 
 
 class FieldNames(NamedTuple):
-    """The fields' names where the reader of a message sets them; by default in run.json and for torchrun."""
+    """The names in messages of the fields that a person can set; the defaults are those of run.json and torchrun."""
 
     parallel: str = "execution.parallel."
     processes: str = "processes"
@@ -40,14 +40,14 @@ def check_layout(
     """Check that a layout fits the model, the processes and the bins.
 
     Args:
-        shape: of the model; None if it is not known yet: then nothing that depends on it is checked.
-        world_size: processes, over all hosts.
+        shape: the model's shape; None if it is not known yet, and then the checks that need it are skipped.
+        world_size: number of processes, over all hosts.
         global_batch_size: bins between two optimizer updates.
         seq_len: tokens of a bin.
-        pad_multiple: the plan of the bins rounds each sample's tokens up to a multiple of it.
+        pad_multiple: number to a multiple of which the plan of the bins rounds up each sample's tokens.
 
     Raises:
-        InputError: it does not fit.
+        InputError: the layout does not fit.
     """
     if shape is not None:
         _check_vision(parallel, shape, names)
@@ -63,7 +63,7 @@ def check_world(parallel: ParallelConfig, world_size: int, names: FieldNames = I
     """Check that the processes divide into copies of the model.
 
     Raises:
-        InputError: they do not.
+        InputError: the processes do not divide evenly.
     """
     size, alone = parallel.model_size, parallel.vision_ranks
     language = world_size - alone
@@ -95,7 +95,7 @@ def _nearest_multiple(value: int, of: int) -> int:
 
 
 def _check_vision(parallel: ParallelConfig, shape: ModelShape, names: FieldNames) -> None:
-    """Check that ranks for images have a model that takes some."""
+    """Check that a layout with ranks for images has a model that takes images."""
     if parallel.vision_ranks and shape.vision is not None:
         _check_vision_tensor_parallel(parallel.vision.tp, shape.vision, names)
     elif parallel.vision_ranks:
@@ -118,8 +118,8 @@ def _check_vision_tensor_parallel(tp: int, shape: VisionShape, names: FieldNames
 
 
 def _check_tensor_parallel(parallel: ParallelConfig, shape: ModelShape, names: FieldNames) -> None:
-    """Check that tp divides every shared width. Fewer key-value heads than ranks are refused: megatron-core would give
-    several ranks the same head, which no test of ours covers.
+    """Check that tp divides every shared width. Fewer key-value heads than ranks are an error: megatron-core would give
+    several ranks the same head, which our tests do not cover.
     """
     has_vision = shape.vision is not None and parallel.vision_split == "tensor_parallel"
     vision = shape.vision.divided_widths() if has_vision else {}
@@ -141,7 +141,7 @@ def _check_tensor_parallel(parallel: ParallelConfig, shape: ModelShape, names: F
 
 
 def _check_context_parallel(parallel: ParallelConfig, shape: ModelShape, names: FieldNames) -> None:
-    """Check that cp divides the heads that are left of tp, where its ranks share heads and not a sequence."""
+    """Check that cp divides each tensor-parallel rank's heads, in layers whose cp ranks share heads and no sequence."""
     for name, size in shape.language.context_divided_widths().items():
         if size // parallel.tp % parallel.cp:
             fitting = [d for d in range(1, size + 1) if size // parallel.tp % d == 0]
@@ -156,7 +156,7 @@ def _check_layers(parallel: ParallelConfig, shape: ModelShape, names: FieldNames
     if problem is None:
         return
     fixes = list(_layer_fixes(parallel, shape))
-    if not fixes:  # no single field mends it: the nearest pipeline of equal ranks in one piece each
+    if not fixes:  # no single field is enough: take the nearest pipeline of equal ranks with one piece each
         even = parallel.model_copy(update={"vpp": 1, "first_pipeline_layers": None})
         pp = _nearest(parallel.pp, _fitting("pp", range(1, shape.language.num_layers + 1), even, shape))
         fixes = [{"pp": pp, "vpp": 1, "first_pipeline_layers": None}]
@@ -165,7 +165,7 @@ def _check_layers(parallel: ParallelConfig, shape: ModelShape, names: FieldNames
 
 
 def _layer_problem(parallel: ParallelConfig, shape: ModelShape) -> str | None:
-    """Why the language layers do not fit the pipeline, beginning with a field of `parallel`; None if they fit."""
+    """Return why the language layers do not fit the pipeline, starting with a field of `parallel`; None if they fit."""
     if parallel.pp == 1:
         return None
     least, groups = pipeline_room(shape, parallel)
@@ -187,7 +187,7 @@ def _layer_problem(parallel: ParallelConfig, shape: ModelShape) -> str | None:
 
 
 def _layer_fixes(parallel: ParallelConfig, shape: ModelShape) -> Iterator[dict[str, int | None]]:
-    """For each field that alone can mend the layers, the nearest value that does."""
+    """Yield, for each field that can make the layers fit by itself, the nearest value that does."""
     layers = range(1, shape.language.num_layers + 1)
     needs_pipeline = parallel.vpp > 1 or parallel.first_pipeline_layers is not None
     for field, candidates, start in (
@@ -205,7 +205,7 @@ def _fitting(field: str, candidates: Iterable[int], parallel: ParallelConfig, sh
 
 
 def _check_global_batch(parallel: ParallelConfig, world_size: int, global_batch_size: int, names: FieldNames) -> None:
-    """Check that all data-parallel ranks get the same number of bins, and with vpp a multiple of pp of them
+    """Check that all data-parallel ranks get the same number of bins, and with vpp a multiple of pp bins
     (schedules.py: micro batches go through a piece of the model in groups, and no group may be smaller than pp).
     """
     dp = parallel.data_parallel(world_size)
@@ -226,8 +226,8 @@ def _language_processes(parallel: ParallelConfig, world_size: int, names: FieldN
 
 
 def _check_bins(parallel: ParallelConfig, seq_len: int, pad_multiple: int) -> None:
-    """Check that slices of bins and of samples are whole. The advice rounds seq_len up, because a longer bin keeps
-    every sample, to a value that the plan's own check of pad_multiple also accepts.
+    """Check that slices of bins and of samples are whole tokens. The advice rounds seq_len up, because a longer bin
+    keeps every sample, to a value that the plan's own check of pad_multiple also accepts.
     """
     whole_sample, whole_bin = parallel.pad_multiple, parallel.bin_multiple
     if seq_len % whole_bin:

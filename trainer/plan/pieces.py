@@ -1,7 +1,7 @@
-"""Which language layers each piece of a pipeline holds: dealt by cost, a pure function that every process computes.
+"""The assignment of language layers to the pieces of a pipeline, by cost: a pure function that every process computes.
 
-Cost is FLOPs by the model's formulas, in whole numbers, so that every host compares the same ones. It depends on the
-model, the layout, the frozen parts and the plan of the bins: every rank finds the same, and so does a resumed run.
+Cost is FLOPs by the model's formulas, in whole numbers, so that every host compares equal values. It depends only on
+the model, the layout, the frozen parts and the plan of the bins: every rank and every resumed run get the same pieces.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -11,16 +11,16 @@ from typing import Any, NamedTuple
 from trainer.contract.parallel import ParallelConfig
 from trainer.model.shape import ModelShape, Work
 
-# Equal pieces are kept where the costliest rank costs at most so much more than it would: no cost model is more exact.
+# Equal pieces are kept if their costliest rank costs at most this factor more: no cost model is more exact.
 EVEN_ENOUGH = 1.02
 
 
 class PipelineRoom(NamedTuple):
-    """What a layout asks of the pieces, in the order of the model; piece i is on pipeline rank i % pp.
+    """The bounds that a layout sets for its pieces, in the order of the model; piece i is on pipeline rank i % pp.
 
     Attributes:
-        least: layers that each piece holds at least.
-        groups: pieces that share a number of layers which is given, and that number.
+        least: minimum number of layers of each piece.
+        groups: groups of pieces, each with the number of layers that its pieces share.
     """
 
     least: list[int]
@@ -28,8 +28,8 @@ class PipelineRoom(NamedTuple):
 
 
 def pipeline_room(shape: ModelShape, parallel: ParallelConfig) -> PipelineRoom:
-    """A layer for each piece, and the first piece one for each deepstack level. With `first_pipeline_layers` the pieces
-    of the first rank are a group, and those of the others."""
+    """Return the bounds: at least one layer per piece, and in the first piece one per deepstack level. With
+    `first_pipeline_layers` the first rank's pieces are one group, and all remaining pieces are another."""
     pieces, layers, first = range(parallel.pp * parallel.vpp), shape.language.num_layers, parallel.first_pipeline_layers
     least = [max(1, shape.num_deepstack), *(1 for _ in pieces[1:])]
     if first is None:
@@ -39,15 +39,15 @@ def pipeline_room(shape: ModelShape, parallel: ParallelConfig) -> PipelineRoom:
 
 
 def mean_work(seq_len: int, plan: Mapping[str, Any], stats: Mapping[str, Any]) -> Work:
-    """The work in a mean training bin, in whole numbers. A sample's length and an image's patches are those of the
-    mean of its subset.
+    """Return the work in a mean training bin, in whole numbers. Every sample and every image is taken to have the mean
+    size of its subset.
 
-    Where a plan's figures are not known, a bin is full: a loss at every token, all the patches that it has room for.
-    The squares, which need the samples, are then left out.
+    If a plan's figures are not known, a bin counts as full: a loss at every token, and all patches that fit. The
+    squares, which need the samples, are then left out.
 
     Args:
         plan: the config of plan_bins.
-        stats: of its manifest; empty before there is one.
+        stats: the statistics in the manifest of plan_bins; empty before it exists.
     """
     epochs = stats.get("epochs", [])
     bins = sum(epoch["num_bins"] for epoch in epochs)
@@ -68,15 +68,15 @@ def mean_work(seq_len: int, plan: Mapping[str, Any], stats: Mapping[str, Any]) -
 def pipeline_pieces(
     shape: ModelShape, parallel: ParallelConfig, work: Work, frozen: Collection[str] = ()
 ) -> tuple[range, ...]:
-    """The numbers of the language layers of each piece, in the order of the model; rank r has pieces[r::pp].
+    """Return the indices of the language layers of each piece, in the order of the model; rank r has pieces[r::pp].
 
-    The costliest rank is as cheap as it can become by moving single layers from one piece to any other; then the other
-    ranks alike, then the pieces. The first piece has the vision encoder too, unless others encode as
-    well or alone (`parallel.vision`), the last one output layer and loss.
-    `check_layout` has found that the layers fit.
+    Single layers move between pieces as long as this makes the costliest rank cheaper; ties are decided by evener
+    ranks, then by evener pieces. The first piece also has the vision encoder, unless other ranks encode images too or
+    instead (`parallel.vision`). The last piece has the output layer and the loss. `check_layout` has checked that the
+    layers fit.
 
     Args:
-        work: of a mean bin.
+        work: the work in a mean bin.
         frozen: parts of the model that are not trained.
     """
     if parallel.pp == 1:
@@ -94,37 +94,37 @@ def pipeline_pieces(
 def language_flops(
     shape: ModelShape, parallel: ParallelConfig, work: Work, frozen: Collection[str], pieces: Sequence[range]
 ) -> list[int]:
-    """FLOPs of the language model on a bin, forward and backward, of each pipeline rank with these pieces."""
+    """Return each pipeline rank's FLOPs of the language model for a bin, forward and backward, with these pieces."""
     costs = _costs(shape, parallel, work.without_images(), frozen)
     return costs.ranks(costs.pieces([len(piece) for piece in pieces]))
 
 
 def vision_flops(shape: ModelShape, parallel: ParallelConfig, work: Work, frozen: Collection[str]) -> int:
-    """FLOPs of the vision encoder on a bin, as often as it is run: forward, backward for its inputs and its weights,
-    and forward again where its layers are computed again."""
+    """Return the FLOPs of the vision encoder for a bin: forward, backward for inputs and for weights, and forward again
+    if its layers are recomputed. A frozen encoder only runs forward."""
     flops = shape.forward_flops
     forward = flops["per_patch"] * work.patches + flops["per_patch_squared"] * work.patches_squared
     return round(forward * (1 if "vision" in frozen else 3 + parallel.recompute_vision))
 
 
 class _Costs(NamedTuple):
-    before: list[int]  # of all layers before a layer
-    first: int  # of what the first piece has beside its layers
-    last: int  # of output layer and loss
+    before: list[int]  # total cost of the layers before each layer
+    first: int  # cost of the first piece in addition to its layers
+    last: int  # cost of output layer and loss
     pp: int
 
     def of(self, counts: Sequence[int]) -> tuple[int, int, int]:
-        """To be made small: the costliest rank, then the squares of all ranks, then those of all pieces."""
+        """Return the sort key to minimise: costliest rank, sum of squared rank costs, sum of squared piece costs."""
         pieces = self.pieces(counts)
         ranks = self.ranks(pieces)
         return max(ranks), sum(cost * cost for cost in ranks), sum(cost * cost for cost in pieces)
 
     def ranks(self, pieces: Sequence[int]) -> list[int]:
-        """Of each pipeline rank, from those of the pieces."""
+        """Return the cost of each pipeline rank, given the costs of the pieces."""
         return [sum(pieces[rank :: self.pp]) for rank in range(self.pp)]
 
     def pieces(self, counts: Sequence[int]) -> list[int]:
-        """Of each piece, where the pieces have so many layers."""
+        """Return the cost of each piece, given its number of layers."""
         bounds = [self.before[bound] for bound in accumulate(counts, initial=0)]
         pieces = [stop - start for start, stop in pairwise(bounds)]
         pieces[0] += self.first
@@ -133,8 +133,8 @@ class _Costs(NamedTuple):
 
 
 def _costs(shape: ModelShape, parallel: ParallelConfig, work: Work, frozen: Collection[str]) -> _Costs:
-    """Passes: one forward, two backward, one of them for the weights, and one more where layers are computed again.
-    Vision that is dealt costs all ranks alike, and that of other ranks these nothing."""
+    """Compute the costs. Passes: one forward, two backward (one of them for the weights), one more if recomputed.
+    Dealt vision is left out because it costs all ranks alike. Vision on other ranks costs the pipeline nothing."""
     decoder = shape.language
     passes = 3 - ("language" in frozen) + (parallel.recompute == "full")
     layers = []
@@ -150,7 +150,7 @@ def _costs(shape: ModelShape, parallel: ParallelConfig, work: Work, frozen: Coll
 
 
 def _even(room: PipelineRoom) -> tuple[int, ...]:
-    """As equal numbers as can be."""
+    """Return numbers of layers that are as equal as the bounds allow."""
     counts = list(room.least)
     for group, layers in room.groups:
         for _ in range(layers - sum(counts[i] for i in group)):
@@ -159,7 +159,7 @@ def _even(room: PipelineRoom) -> tuple[int, ...]:
 
 
 def _moved(counts: tuple[int, ...], room: PipelineRoom) -> Iterator[tuple[int, ...]]:
-    """Every split with one layer moved."""
+    """Yield every split in which one layer has moved to another piece of its group."""
     for group, _ in room.groups:
         for giver in group:
             for taker in group if counts[giver] > room.least[giver] else ():

@@ -1,8 +1,8 @@
-"""Where images are encoded, and what a step of training takes with each choice: predicted, nothing is run for it.
+"""A prediction of the time of a training step for each choice of the ranks that encode images. Nothing is run for it.
 
-A rank's seconds are the FLOPs of its part of a mean bin, by the model's formulas, over a rate. Bins are taken for equal
-and images for equal, and no share of a bin's images is smaller than one image. Left out are communication, data and the
-update: they are much the same for all choices.
+A rank's seconds are the FLOPs of its part of a mean bin, by the model's formulas, divided by a rate. All bins are taken
+to be equal, and all images; no share of a bin's images is smaller than one image. Communication, data and the update
+are left out, because they are much the same for all choices.
 """
 
 import math
@@ -23,25 +23,25 @@ from trainer.plan.pieces import (
 )
 
 # FLOP/s of one H200 in bfloat16, the medians of eight trainings of Qwen3-VL and Qwen3.5, 2B to 8B: vision 310 to 453,
-# language model and loss 499 to 580. tests/bench/results/vision_placement_2026-11-23.md has them all.
+# language model and loss 499 to 580. tests/bench/results/vision_placement_2026-11-23.md lists all of them.
 VISION_RATE = 420e12
 LANGUAGE_RATE = 525e12
-# Bytes of an H200 that are left beside CUDA's own.
+# Bytes of an H200 that CUDA leaves free.
 GPU_MEMORY = 148e9
-MOST_VISION_RANKS = 1024  # that VisionRanks takes
+MOST_VISION_RANKS = 1024  # the bound of VisionRanks.ranks
 
 Name = Literal["first_rank", "dealt", "own_ranks", "cached"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacementJob:
-    """What placement depends on.
+    """The inputs of a prediction.
 
     Attributes:
-        parallel: the layout at hand.
-        work: of a mean bin, with its images, see `mean_work`.
+        parallel: the current layout.
+        work: the work in a mean bin with its images, see `mean_work`.
         is_cached: the images were encoded before the training.
-        adapters: what the training's adapters add to the model; None: it has none.
+        adapters: sizes of the training's adapters; None: no adapters.
     """
 
     shape: ModelShape
@@ -56,7 +56,7 @@ class PlacementJob:
 
     @property
     def pieces(self) -> tuple[range, ...]:
-        """The language layers of the pipeline's pieces in the layout at hand."""
+        """The language layers of the pipeline's pieces in the current layout."""
         work = self.work.without_images() if self.is_cached else self.work
         return pipeline_pieces(self.shape, self.parallel, work, self.train.frozen)
 
@@ -67,28 +67,28 @@ class PlacementJob:
 
     @property
     def vision_share(self) -> float:
-        """The vision encoder's part of the seconds of one GPU for a mean bin."""
+        """The vision encoder's fraction of the seconds of one GPU for a mean bin."""
         alone = ParallelConfig(recompute=self.parallel.recompute)
         return self.vision / (self.vision + sum(self.language(alone, pipeline_pieces(self.shape, alone, self.work))))
 
     @property
     def largest_image(self) -> float:
-        """An image's part of a bin's patches."""
+        """The fraction of a bin's patches that one image has."""
         return self.work.patches_squared / self.work.patches**2 if self.work.patches else 0
 
     def language(self, parallel: ParallelConfig, pieces: Sequence[range]) -> list[float]:
-        """Seconds of the language model for a mean bin, of each pipeline rank."""
+        """Return each pipeline rank's seconds of the language model for a mean bin."""
         flops = language_flops(self.shape, parallel, self.work, self.train.frozen, pieces)
         return [rank / (parallel.tp * parallel.cp) / LANGUAGE_RATE for rank in flops]
 
     def memory(self, parallel: ParallelConfig, pieces: Sequence[range], dp: int, max_patches: int) -> dict[str, int]:
-        """Bytes of the fullest rank that has language layers."""
+        """Return the bytes of the fullest rank that has language layers, by purpose."""
         sizes = {"seq_len": self.seq_len, "max_patches": max_patches, "adapters": self.adapters}
         return estimate_memory(self.shape, parallel, self.train, pieces=pieces, dp=dp, **sizes)
 
 
 class RankSeconds(NamedTuple):
-    """Of one step."""
+    """A rank's seconds of work in one step."""
 
     vision: float
     language: float
@@ -96,16 +96,16 @@ class RankSeconds(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """A choice, and what a step takes with it.
+    """A choice of the ranks that encode images, with the predicted time and memory of a step.
 
     Attributes:
         name: first_rank: the first pipeline rank encodes all images of its bins; dealt: all pipeline ranks do;
-            own_ranks: ranks that do nothing else; cached: nobody, they were encoded before the training.
-        parallel: the layout that says so.
-        ranks: of each pipeline rank; with own_ranks after them a rank that has vision alone.
-        step: seconds.
-        start: those of them that the pipeline takes to fill and to empty.
-        memory: bytes of the fullest process, by what they are for.
+            own_ranks: ranks that do nothing else; cached: no rank, because the images were encoded before the training.
+        parallel: the layout with this choice.
+        ranks: seconds of each pipeline rank; with own_ranks, a rank with only vision follows them.
+        step: seconds of a step.
+        start: seconds of the step that the pipeline takes to fill and to empty.
+        memory: bytes of the fullest process, by purpose.
     """
 
     name: Name
@@ -117,17 +117,17 @@ class Placement:
 
     @property
     def waits(self) -> list[float]:
-        """The part of the step in which each of `ranks` has nothing to do, the pipeline's start and end included."""
+        """The fraction of the step in which each of `ranks` is idle, including the pipeline's start and end."""
         return [1 - (rank.vision + rank.language) / self.step for rank in self.ranks]
 
     @property
     def bytes(self) -> int:
-        """Of the fullest process."""
+        """Bytes of the fullest process."""
         return sum(self.memory.values())
 
 
 def at_hand(job: PlacementJob) -> Placement:
-    """The choice that the layout says."""
+    """Return the choice that the current layout makes."""
     parallel = job.parallel
     if job.is_cached:
         return _in_pipeline(job, "cached")
@@ -137,7 +137,7 @@ def at_hand(job: PlacementJob) -> Placement:
 
 
 def placements(job: PlacementJob) -> list[Placement]:
-    """All choices that the layout leaves; of ranks of their own the fastest number. The layout at hand is the first."""
+    """Return all possible choices, the current one first. For own_ranks, only the fastest number of ranks is listed."""
     now, names = at_hand(job), list[Name]()
     if _divides(job, job.parallel.model_copy(update={"vision": "first_rank"})):
         names += ["first_rank", *(["dealt"] if job.parallel.pp > 1 else [])]
@@ -148,14 +148,14 @@ def placements(job: PlacementJob) -> list[Placement]:
 
 
 def _divides(job: PlacementJob, parallel: ParallelConfig) -> bool:
-    """Whether the processes that have the language model are whole replicas, which divide a global batch."""
+    """Whether the processes with the language model form whole replicas, among which a global batch divides evenly."""
     dp, rest = divmod(job.processes - parallel.vision_ranks, parallel.model_size)
     return rest == 0 and dp > 0 and job.train.global_batch_size % (dp * parallel.pp if parallel.vpp > 1 else dp) == 0
 
 
 def advised(choices: Sequence[Placement]) -> Placement:
-    """The fastest that has room on an H200, where the first, which is at hand, has; the first itself where none gains
-    more than 2%."""
+    """Return the fastest choice that fits an H200, or the first one, which is current, if no choice gains more than 2%.
+    If the current choice itself does not fit, memory is not considered."""
     now = choices[0]
     room = GPU_MEMORY if now.bytes <= GPU_MEMORY else math.inf
     best = min((choice for choice in choices if choice.bytes <= room), key=lambda choice: choice.step)
@@ -163,8 +163,9 @@ def advised(choices: Sequence[Placement]) -> Placement:
 
 
 def own_ranks(job: PlacementJob) -> Iterator[Placement]:
-    """Every number of vision ranks that leaves whole replicas of the language model, which divide the global batch and
-    are divided by them, or the other way round. The pipeline may be shorter than the one at hand."""
+    """Yield a placement for every valid number of vision ranks. It leaves whole replicas of the language model, among
+    which a global batch divides evenly. The number of encoders is a multiple of the number of replicas, or the reverse.
+    The pipeline may be shorter than the current one."""
     tp = job.parallel.vision.tp if isinstance(job.parallel.vision, VisionRanks) else 1
     for pp in range(1, job.parallel.pp + 1 if job.parallel.sharding != "fsdp" else 1):
         changes = {"pp": pp, "first_pipeline_layers": None, "vision_split": "images"}
@@ -179,8 +180,8 @@ def own_ranks(job: PlacementJob) -> Iterator[Placement]:
 
 
 def _own_ranks(job: PlacementJob, parallel: ParallelConfig) -> Placement:
-    """The vision ranks are one more rank of the pipeline: while it runs they work on a later bin of each replica. Their
-    encoders are copies; the first pipeline rank has the optimizer's states."""
+    """Predict a step with ranks that only encode. They act as one more pipeline rank, which works on a later bin of
+    each replica. Their encoders are copies; the first pipeline rank has the optimizer's states."""
     dp = parallel.data_parallel(job.processes)
     each, count = dp / parallel.vision_encoders, job.train.global_batch_size // dp
     pieces = pipeline_pieces(job.shape, parallel, job.work, job.train.frozen)
@@ -215,7 +216,7 @@ def _in_pipeline(job: PlacementJob, name: Name) -> Placement:
     pieces = pipeline_pieces(job.shape, parallel, work, job.train.frozen)
     vision, language = _vision_by_rank(job, parallel, name), job.language(parallel, pieces)
     busy = [sum(seconds) for seconds in zip(vision, language)]
-    # What is dealt all ranks encode at once; the rest of a bin goes through them one after the other.
+    # All ranks encode dealt images at the same time; the rest of a bin passes through the ranks one after the other.
     through = language if name == "dealt" else busy
     dp = parallel.data_parallel(job.processes)
     count, start = job.train.global_batch_size // dp, (sum(through) - max(through)) / parallel.vpp
@@ -230,7 +231,7 @@ def _in_pipeline(job: PlacementJob, name: Name) -> Placement:
 
 
 def _vision_by_rank(job: PlacementJob, parallel: ParallelConfig, name: Name) -> list[float]:
-    """Seconds of vision for a mean bin, of each pipeline rank. The first gets the largest share where they differ."""
+    """Return each pipeline rank's seconds of vision for a mean bin. If the shares differ, the first is the largest."""
     if name == "cached":
         return [0.0] * parallel.pp
     stages = parallel.pp if name == "dealt" else 1

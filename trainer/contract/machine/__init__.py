@@ -1,5 +1,5 @@
-"""What a host has to train with, and which modules follow from it. Loads no torch.
+"""The choice of layer modules for a host, by its GPU and its installed libraries. Loads no torch.
 
-In: a Host, and the settings that ask for modules. Out: the name of the set, a line that says so, or a refusal.
+In: a Host, and the settings that ask for modules. Out: the name of the module set, a line that reports it, or an error.
 Read first: `modules.py`.
 """

@@ -1,9 +1,9 @@
-"""Which modules a job trains with, decided in one place: by the trainer on its GPU, and by `run` and `plan` before the
-first stage where the host is this one.
+"""The choice of the modules that a job trains with. The trainer makes it on its GPU; `run` and `plan` make it before
+the first stage if the training runs on this host.
 
     engine     Transformer Engine's, on CUDA
     plain      torch's and megatron-core's, with our Triton kernels
-    portable   the same without our kernels: for GPUs on which these were never tried
+    portable   the same without our kernels: for GPUs on which the kernels were never tried
     exact      for a CPU
 """
 
@@ -15,21 +15,21 @@ from dataset_builders.errors import InputError
 Wanted = Literal["auto", "engine", "plain", "portable"]
 Modules = Literal["engine", "plain", "portable", "exact"]
 
-# Of our Triton kernels. Most are ordinary Triton and might run on Ampere and Ada (8.0 to 8.9), but only Hopper was
-# there to try them on: below it a job takes the portable modules by itself.
+# Our Triton kernels were only tested on Hopper; most are ordinary Triton and might run on Ampere and Ada (8.0 to 8.9).
+# Below this capability a job takes the portable modules by default.
 KERNEL_CAPABILITY = (9, 0)
 FLOAT8_CAPABILITY = (8, 9)
-ENGINE_GAIN = 1.1  # tokens per second: 25,480 for 22,558 of Qwen3-VL-2B, 25,491 for 22,774 of Qwen3.5-2B (H200)
+ENGINE_GAIN = 1.1  # tokens per second on an H200: Qwen3-VL-2B 25,480 against 22,558, Qwen3.5-2B 25,491 against 22,774
 INSTALL = "make gpu"
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What trains.
+    """The GPU and the library that a training runs on.
 
     Attributes:
         gpu: name of the GPU; "" if there is none that torch can use.
-        capability: its compute capability; None if nobody could tell.
+        capability: the GPU's compute capability; None if it is unknown.
         engine: version of Transformer Engine; "" if it is not installed.
     """
 
@@ -39,15 +39,15 @@ class Host:
 
     @property
     def has_kernels(self) -> bool:
-        """Whether our Triton kernels run on its GPU."""
+        """Whether our Triton kernels run on this GPU."""
         return bool(self.gpu) and (self.capability is None or self.capability >= KERNEL_CAPABILITY)
 
 
 def modules_of(wanted: Wanted, host: Host) -> Modules:
-    """The set of modules for this host.
+    """Return the name of the module set for this host.
 
     Raises:
-        InputError: Transformer Engine is asked for and not there.
+        InputError: Transformer Engine is asked for and is not installed, or there is no GPU.
     """
     if wanted == "engine" and not (host.engine and host.gpu):
         why = f"is not installed ({INSTALL} installs it)" if host.gpu else "needs an NVIDIA GPU, and here is none"
@@ -63,7 +63,7 @@ def check_precision(precision: str, wanted: Wanted, host: Host) -> None:
     """Check that the host can compute in a precision.
 
     Raises:
-        InputError: it cannot.
+        InputError: the host cannot compute in it.
     """
     if precision != "float8":
         return
@@ -80,10 +80,10 @@ def check_precision(precision: str, wanted: Wanted, host: Host) -> None:
 
 
 def describe(wanted: Wanted, host: Host) -> str:
-    """The modules of a job in a line, with what Transformer Engine would gain where it is missing.
+    """Describe the modules of a job in one line, with the speed that Transformer Engine would add if it is missing.
 
     Raises:
-        InputError: as `modules_of`.
+        InputError: see `modules_of`.
     """
     modules = modules_of(wanted, host)
     if modules == "exact":

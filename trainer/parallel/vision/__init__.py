@@ -1,5 +1,5 @@
-"""Images that other ranks encode than those that use their tokens.
+"""The encoding of images on ranks other than those that use the image tokens.
 
 In: micro batches with the pixels of this rank's images. Out: on the ranks that use them, micro batches with features.
-Read first: `exchange.py`, then `owner.py` and `worker.py`; for ranks that do nothing else `world.py`, `serve.py`.
+Read first: `exchange.py`, then `owner.py` and `worker.py`; `world.py` and `serve.py` for ranks that only encode.
 """

@@ -1,4 +1,4 @@
-"""The owner's side of an exchange of image tokens, see exchange.py beside this file."""
+"""The owner's side of an exchange of image tokens, see exchange.py."""
 
 import dataclasses
 import math
@@ -13,7 +13,7 @@ from trainer.parallel.vision.exchange import Encode, ExchangeSide, Links, Messag
 
 
 class _Joined(torch.autograd.Function):
-    """Rows of this rank, and after them those that have arrived, whose gradient is sent back."""
+    """This rank's rows, followed by the received rows, whose gradient is sent back in backward."""
 
     @staticmethod
     def forward(ctx, own, arrived, send_back):
@@ -28,12 +28,12 @@ class _Joined(torch.autograd.Function):
 
 
 class VisionOwner(ExchangeSide):
-    """A first pipeline rank.
+    """A first pipeline rank, which owns the encoder's weights and gets image tokens from workers.
 
     Args:
-        encode: encodes the images of this rank; None: it has none.
+        encode: encodes the images of this rank; None: this rank encodes no images.
         workers: ranks that encode for this one.
-        width: (1 + L) * D.
+        width: numbers of an image token's features, (1 + L) * D.
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class VisionOwner(ExchangeSide):
         self._copies = workers
 
     def prepare(self, device: torch.device) -> None:
-        """As of both sides; connects the two."""
+        """See `ExchangeSide.prepare`; also opens the connections."""
         super().prepare(device)
         meet(self._links, self._workers, device, is_owner=True)
 
     def encoded(self, batches: Iterator[MicroBatch], count: int) -> Iterator[MicroBatch]:
-        """`count` micro batches, in order, with the image tokens of all ranks.
+        """Return `count` micro batches, in order, with the image tokens of all ranks.
 
-        The first ones are encoded at once, before the schedule makes a rank wait for the hidden states of another.
+        The first of them are encoded at once, before the schedule makes a rank wait for another rank's hidden states.
         """
         if moving := self._moving():
             weights = torch._utils._flatten_dense_tensors([param.detach() for param in moving])
@@ -75,7 +75,7 @@ class VisionOwner(ExchangeSide):
         return in_order()
 
     def finish_backward(self) -> None:
-        """Add the gradients of all copies. Called when the schedule has ended, before data-parallel ranks sum."""
+        """Add the gradients of all copies. Called when the schedule has ended, before the data-parallel sum."""
         if self.trained:
             grads = [param.main_grad for param in self.trained]
             arrived = torch.empty(sum(grad.numel() for grad in grads), device=self._device)
@@ -107,14 +107,14 @@ class VisionOwner(ExchangeSide):
 
 
 class RemoteOwner(VisionOwner):
-    """A first pipeline rank for which ranks encode that do nothing else. It tells them what comes next.
+    """A first pipeline rank whose workers do nothing but encode images. It tells them what to do next.
 
     Args:
-        workers: as of its base.
-        copies: those of them that get their weights from this rank and give it their gradients.
+        workers: see `VisionOwner`.
+        copies: workers that get their weights from this rank and send it their gradients.
 
     Attributes:
-        should_stop: one of them was told to stop.
+        should_stop: whether a worker was told to stop.
     """
 
     def __init__(
@@ -130,18 +130,18 @@ class RemoteOwner(VisionOwner):
         self._copies, self.should_stop = copies, False
 
     def tell(self, message: Message, number: int = 0) -> None:
-        """Say what comes next."""
+        """Send the workers a message and its number."""
         words = torch.tensor([message, number], device=self._device)
         for copy in self._copies:
             self._links.to_worker.send([words], copy, 0).wait()
 
     def encoded(self, batches: Iterator[MicroBatch], count: int) -> Iterator[MicroBatch]:
-        """As of its base."""
+        """See `VisionOwner.encoded`; also tells the workers to train or to evaluate."""
         self.tell(Message.TRAIN if torch.is_grad_enabled() else Message.EVALUATE)
         return super().encoded(batches, count)
 
     def finish_backward(self) -> None:
-        """As of its base."""
+        """See `VisionOwner.finish_backward`; also asks the workers whether to stop."""
         super().finish_backward()
         flag = torch.zeros(1, dtype=torch.int64, device=self._device)
         for copy in self._copies:

@@ -1,4 +1,4 @@
-"""The loop of a rank that encodes images and does nothing else: what comes next, the owner of its weights says."""
+"""The loop of a rank that encodes images and does nothing else; the owner of its weights tells it what to do next."""
 
 import signal
 from collections.abc import Iterator
@@ -24,11 +24,11 @@ class Serving:
     """A rank that encodes images until the training ends.
 
     Attributes:
-        replicas: copies of the language model that it encodes for.
-        dp: number of all copies.
-        owners: the rank that gets the image tokens, of each replica.
-        window: micro batches of a replica that are encoded before the gradients of the first are waited for.
-        orders: the bins of each replica.
+        replicas: indices of the language model's replicas for which it encodes.
+        dp: number of all replicas.
+        owners: for each of its replicas, the rank that gets the image tokens.
+        window: micro batches of a replica that are encoded before the rank waits for the gradients of the first.
+        orders: for each of its replicas, the order of the bins.
     """
 
     run: RunConfig
@@ -43,7 +43,7 @@ class Serving:
     should_stop: bool = False
 
     def serve(self) -> TrainResult:
-        """Encode what is asked for; the result says how the training ended."""
+        """Encode on request until the training ends, and return how it ended."""
         signal.signal(signal.SIGTERM, lambda *_: setattr(self, "should_stop", True))
         per_step = self.run.num_micro_batches(self.dp) * len(self.replicas)
         batches: Iterator[MicroBatch] = iter(())
@@ -62,7 +62,7 @@ class Serving:
                     self._encode(self._prefetched(self.heldout, self._heldout_bins()))
 
     def _training_bins(self, step: int) -> Iterator[int]:
-        """From a step to the last, the micro batches of all replicas by turns."""
+        """Yield the bins of all replicas' micro batches, alternating between the replicas, from a step to the last."""
         for number in range(step, self.run.train.num_steps):
             for together in zip(*(order.share(number) for order in self.orders), strict=True):
                 yield from together
@@ -78,7 +78,7 @@ class Serving:
         return prefetch(reader, numbers, PREFETCH_DEPTH, pin, self.run.execution.loader_workers)
 
     def _encode(self, batches: Iterator[MicroBatch]) -> None:
-        """The images of some micro batches, of all replicas by turns."""
+        """Encode the images of some micro batches, which alternate between the replicas."""
         self.worker.get_weights()
         behind, turns = self.window * len(self.owners), len(self.owners)
         for number, batch in enumerate(batches):
@@ -88,7 +88,7 @@ class Serving:
 
 
 def part_of(role: Role, parallel: ParallelConfig, dp: int) -> RankSlice:
-    """What such a rank reads of a bin."""
+    """Return the part of a bin that a rank with this role reads."""
     places = parallel.cp * parallel.tp
     return RankSlice(
         pad_multiple=parallel.pad_multiple,

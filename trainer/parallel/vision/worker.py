@@ -1,4 +1,4 @@
-"""A worker's side of an exchange of image tokens, see exchange.py beside this file."""
+"""The worker's side of an exchange of image tokens, see exchange.py."""
 
 import math
 from collections import deque
@@ -18,17 +18,17 @@ from trainer.parallel.vision.main_grads import add_to_main_grad, fuse_gradients
 class _Open(NamedTuple):
     """Image tokens that wait for their gradient."""
 
-    number: int  # of the micro batch
+    number: int  # index of the micro batch
     encoded: torch.Tensor
     owner: int
 
 
 class VisionWorker(ExchangeSide):
-    """A rank that encodes for others with a copy of the encoder, which is no part of its model.
+    """A rank that encodes for other ranks, with a copy of the encoder that is not part of its own model.
 
     Args:
-        owners: ranks whose places it works for; from the first it gets the weights, and to it go the gradients.
-        tp: ranks that share this copy's matrices, of which the first exchanges for all; None: it has them whole.
+        owners: ranks that use the image tokens. The first of them sends the weights and gets the gradients.
+        tp: ranks that share this copy's matrices, whose first rank exchanges for all; None: this rank has them whole.
     """
 
     def __init__(
@@ -45,13 +45,13 @@ class VisionWorker(ExchangeSide):
         self._open: deque[_Open] = deque()
 
     def prepare(self, device: torch.device) -> None:
-        """As of both sides; gives the copy its place on the device and connects the two."""
+        """See `ExchangeSide.prepare`; also moves the copy to the device and opens the connections."""
         self.part.to(device)
         super().prepare(device)
         fuse_gradients(self.part)
         self._weights = WholeParameters(self._params, self._params[0].dtype, self._tp)
         self._grads = WholeParameters(self.trained, torch.float32, self._tp)
-        if self._tp is None:  # what is exchanged are the parameters and gradients themselves
+        if self._tp is None:  # parameters and gradients are views of the exchanged tensors
             for param, place in zip(self._params, self._weights.own):
                 param.data = place
         for param, place in zip(self.trained, self._grads.own):
@@ -62,7 +62,7 @@ class VisionWorker(ExchangeSide):
             meet(self._links, self._owners, device, is_owner=False)
 
     def get_weights(self) -> None:
-        """The owner's weights, at the beginning of a step."""
+        """Get the owner's weights, at the beginning of a step."""
         if moving := self._moving():
             self._receive(self._weights.numbers[: sum(self._weights.sizes[: len(moving)])], self._owners[0])
             if self._tp is not None:
@@ -85,7 +85,7 @@ class VisionWorker(ExchangeSide):
                 self._open.append(_Open(number, encoded, owner))
 
     def learn(self, last: float) -> None:
-        """The backward pass of this rank's images, up to those of a micro batch."""
+        """Run the backward pass of this rank's images, up to and including those of micro batch `last`."""
         while self._open and self._open[0].number <= last:
             _, encoded, owner = self._open.popleft()
             grad = torch.empty_like(encoded)
@@ -93,14 +93,14 @@ class VisionWorker(ExchangeSide):
             torch.autograd.backward(encoded, grad)
 
     def listen(self) -> tuple[Message, int]:
-        """What comes next, as the owner says."""
+        """Receive the owner's next message and its number."""
         words = torch.zeros(2, dtype=torch.int64, device=self._device)
         self._receive(words, self._owners[0])
         message, number = words.tolist()
         return Message(message), number
 
     def say_whether_to_stop(self, should_stop: bool) -> None:
-        """After a step, whether this rank was told to stop."""
+        """Tell the owner, after a step, whether this rank was told to stop."""
         flag = torch.tensor([int(should_stop)], device=self._device)
         if self._tp is not None:
             dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._tp)
@@ -108,7 +108,7 @@ class VisionWorker(ExchangeSide):
             self._links.to_owner.send([flag], self._owners[0], 0).wait()
 
     def finish_backward(self) -> None:
-        """The rest of the backward pass, and the gradients to the owner. Called when the schedule has ended."""
+        """Run the rest of the backward pass and send the gradients to the owner. Called when the schedule has ended."""
         self.learn(math.inf)
         if not self.trained:
             return
@@ -119,17 +119,17 @@ class VisionWorker(ExchangeSide):
         torch._foreach_zero_([param.main_grad for param in self.trained])
 
     def _join_gradients(self, tp: ProcessGroup) -> None:
-        """Whole gradients, on the first tensor-parallel rank."""
+        """Assemble whole gradients on the first tensor-parallel rank."""
         self._grads.numbers.zero_()
         parts = zip(self.trained, self._grads.own, self._grads.divided)
-        # Of what every tensor-parallel rank has whole, the first one's is taken.
+        # Undivided parameters have a gradient on every tensor-parallel rank; only the first rank's is taken.
         taken = [(param, grad) for param, grad, divided in parts if divided or self._is_first]
         torch._foreach_copy_([grad for _, grad in taken], [param.main_grad for param, _ in taken])
         dist.reduce(self._grads.numbers, group=tp, group_dst=0)
 
 
 class PipelineWorker(VisionWorker):
-    """A later rank of a pipeline, beside its layers."""
+    """A later pipeline rank, which encodes images in addition to running its layers."""
 
     def __init__(
         self, encoder: torch.nn.Module, encode: Encode, links: Links, owners: Sequence[int], window: Window
@@ -138,7 +138,7 @@ class PipelineWorker(VisionWorker):
         self._window = window
 
     def encoded(self, batches: Iterator[MicroBatch], count: int) -> Iterator[MicroBatch]:
-        """`count` micro batches, in order; their images are encoded when it is time."""
+        """Return `count` micro batches, in order; their images are encoded ahead, as the window allows."""
         self.get_weights()
         coming = enumerate(islice(batches, count))
         waiting: deque[MicroBatch] = deque()
@@ -162,17 +162,17 @@ class PipelineWorker(VisionWorker):
 
 
 class WholeParameters:
-    """Room for whole parameters in one tensor, of which this rank may have slices.
+    """One tensor with room for whole parameters, where this rank may hold only slices of some.
 
     Args:
-        params: this rank's, with the marks of `mark_tensor_parallel`.
-        tp: ranks that divide those with marks; None: nothing is divided.
+        params: this rank's parameters, with the marks of `mark_tensor_parallel`.
+        tp: ranks that divide the marked parameters; None: no parameter is divided.
 
     Attributes:
-        numbers: of all parameters, one after another.
-        sizes: of each whole parameter.
-        own: this rank's of each parameter, as views.
-        divided: of each parameter whether this rank has a slice of it.
+        numbers: the numbers of all whole parameters, one parameter after another.
+        sizes: the size of each whole parameter.
+        own: views of this rank's part of each parameter.
+        divided: whether each parameter is divided, so that this rank has a slice of it.
     """
 
     def __init__(self, params: Sequence[torch.nn.Parameter], dtype: torch.dtype, tp: ProcessGroup | None) -> None:

@@ -1,7 +1,8 @@
-"""Ranks that encode images and do nothing else (`parallel.vision={ranks: v}`): a world beside the language model's.
+"""The separate world of ranks that encode images and do nothing else (`parallel.vision={ranks: v}`).
 
-The last v processes of a job are a torch.distributed world of their own, the others are the world of the language
-model, whose code knows nothing of it. Two groups of all processes join them, one for each direction.
+The last v processes of a job are a torch.distributed world of their own. All other processes are the world of the
+language model, whose code does not know about the first. Two groups of all processes join the worlds, one for each
+direction.
 """
 
 import datetime
@@ -19,11 +20,11 @@ _BACKENDS = {"gloo": ProcessGroup.BackendType.GLOO, "nccl": ProcessGroup.Backend
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What a copy of the vision encoder works for.
+    """The work of one copy of the vision encoder.
 
     Attributes:
-        replicas: copies of the language model, by number.
-        share: which share of a bin's images it encodes, if several work for a copy of the language model.
+        replicas: indices of the language model's replicas for which it encodes.
+        share: index of the share of a bin's images that it encodes, if several encoders work for one replica.
     """
 
     replicas: range
@@ -31,7 +32,7 @@ class Role:
 
 
 def roles(encoders: int, dp: int) -> list[Role]:
-    """Of each copy of the vision encoder; one of the two numbers is a multiple of the other."""
+    """Return the role of each copy of the vision encoder. One of the two numbers must be a multiple of the other."""
     if encoders >= dp:
         shares = encoders // dp
         return [Role(range(number // shares, number // shares + 1), number % shares) for number in range(encoders)]
@@ -41,12 +42,13 @@ def roles(encoders: int, dp: int) -> list[Role]:
 
 @dataclass(frozen=True, slots=True)
 class Bridge:
-    """What joins the two worlds.
+    """The connection of the two worlds.
 
     Attributes:
-        rank: of this process in the job, which is its number in the links.
-        language_ranks: processes of the language model.
-        vision_ranks: the others.
+        rank: rank of this process in the whole job, which is also its rank in the links.
+        language_ranks: number of processes of the language model.
+        vision_ranks: number of processes that only encode images.
+        vision_tp: number of processes that share one copy of the encoder.
     """
 
     store: Store
@@ -61,24 +63,37 @@ class Bridge:
         return self.rank >= self.language_ranks
 
     def say_place(self, replica: int, place: int | None) -> None:
-        """Say which place of which copy of the language model this process has; None: it is no first pipeline rank."""
+        """Publish this process's index in tensor and context parallel of its replica of the language model.
+
+        Args:
+            place: the index; None: this process is not a first pipeline rank.
+        """
         self.store.set(f"place/{self.rank}", "" if place is None else f"{replica} {place}")
 
     def places(self) -> dict[tuple[int, int], int]:
-        """(copy of the language model, place in its tensor and context parallel) -> its first pipeline rank."""
+        """Return (replica of the language model, index in tensor and context parallel) -> its first pipeline rank."""
         texts = [self.store.get(f"place/{rank}").decode() for rank in range(self.language_ranks)]
         split = [(rank, text.split()) for rank, text in enumerate(texts) if text]
         return {(int(replica), int(place)): rank for rank, (replica, place) in split}
 
     def gather(self, name: str, value: str) -> list[str]:
-        """Every process's text, by rank; a collective of the job."""
+        """Return every process's text, by rank; a collective of the job."""
         self.store.set(f"{name}/{self.rank}", value)
         everybody = range(self.language_ranks + self.vision_ranks)
         return [self.store.get(f"{name}/{rank}").decode() for rank in everybody]
 
     def workers_of(self, replica: int, place: int, places: int, dp: int) -> tuple[list[int], list[int]]:
-        """Ranks that send image tokens to a place of a copy of the language model, the first of each copy of the
-        encoder, and those of them that get their weights from it and give it their gradients."""
+        """Return the workers of one rank of a replica of the language model, in two lists.
+
+        Args:
+            place: index of the rank in tensor and context parallel of its replica.
+            places: number of such indices in a replica.
+            dp: number of replicas.
+
+        Returns:
+            The ranks that send image tokens to it, the first rank of each copy of the encoder; and the ranks among them
+            that also get their weights from it and send it their gradients.
+        """
         mine = [
             (self.language_ranks + number * self.vision_tp, role)
             for number, role in enumerate(roles(self.vision_ranks // self.vision_tp, dp))
@@ -88,7 +103,7 @@ class Bridge:
 
 
 def join(rank: int, processes: int, vision: VisionRanks, timeout: datetime.timedelta, device: torch.device) -> Bridge:
-    """Join this process's own world, and the groups that join the two; a collective of the job."""
+    """Join this process's own world, and the groups that connect the two worlds; a collective of the job."""
     store, _, _ = next(dist.rendezvous("env://", rank, processes, timeout=timeout))
     language = processes - vision.ranks
     is_vision, backend = rank >= language, "nccl" if device.type == "cuda" else "gloo"
@@ -107,7 +122,7 @@ def join(rank: int, processes: int, vision: VisionRanks, timeout: datetime.timed
 def _group(
     backend: str, store: Store, rank: int, size: int, timeout: datetime.timedelta, device: torch.device
 ) -> ProcessGroup:
-    """A process group that belongs to no world."""
+    """Make a process group that belongs to no torch.distributed world."""
     group = ProcessGroup(store, rank, size)
     if backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
