@@ -13,7 +13,7 @@ from dataset_builders.storage.store import StorePath, local_copy, location, side
 from flows.cli.text_table import print_table
 from flows.pipeline.recipe import Recipe
 from flows.tracking.notes import score_text
-from flows.tracking.record import Learnt
+from flows.tracking.record import MlflowState
 from flows.tracking.store import has_own_database, is_served
 from stages.artifacts.artifact import Artifact
 from stages.artifacts.quarantine import QUARANTINE, reason_words
@@ -73,7 +73,7 @@ def left_out_lines(stages: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def registration(name: str, refusals: Sequence[str], has_record: bool, learnt: Learnt) -> list[str]:
+def registration(name: str, refusals: Sequence[str], has_record: bool, learnt: MlflowState) -> list[str]:
     """Return the lines that say whether the model is registered.
 
     Args:

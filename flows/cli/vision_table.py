@@ -5,7 +5,7 @@ from itertools import groupby
 
 from trainer.contract.parallel import ParallelConfig, VisionRanks
 from trainer.plan.pieces import EVEN_ENOUGH
-from trainer.plan.placement import LANGUAGE_RATE, VISION_RATE, Placement, PlacementJob, advised
+from trainer.plan.placement import LANGUAGE_RATE, VISION_RATE, Placement, PlacementJob, recommended
 
 COLUMNS = ("images are encoded by", "vision", "language", "waiting", "step", "start, end", "memory", "tokens/s")
 _RATES = f"vision at {VISION_RATE / 1e12:.0f} and language at {LANGUAGE_RATE / 1e12:.0f} TFLOP/s per GPU"
@@ -48,7 +48,7 @@ def vision_rows(choices: Sequence[Placement]) -> list[tuple[str, ...]]:
 def advice(choices: Sequence[Placement]) -> str:
     """Return one line: the settings to change, or that no change helps; then the faster choices that need too much
     memory."""
-    now, best = choices[0], advised(choices)
+    now, best = choices[0], recommended(choices)
     gain = f"{now.step / best.step:.2f} times the tokens/s"
     more = best.bytes - now.bytes
     cost = f", and {more / 1e9:.3g} GB more in the fullest process" if more > 0.01 * now.bytes else ""

@@ -34,7 +34,7 @@ def request_name() -> str:
         return run_name(recipe, dotted_changes(overrides))
 
 
-def fulfil(work: Callable[[Recipe, StorePath], Any], recipe: str, overrides: Mapping[str, Any]) -> Any:
+def run_request(work: Callable[[Recipe, StorePath], Any], recipe: str, overrides: Mapping[str, Any]) -> Any:
     """Do the work of a request and return its result. Return a Failed state with the reason if the request is wrong."""
     try:
         root = service_root()
@@ -56,7 +56,7 @@ def vlm_sft_request(recipe: RecipeName = DEFAULT_RECIPE, overrides: Overrides = 
         recipe: the recipe to start from; the settings below show the values of each recipe.
         overrides: settings that differ from the recipe. Leave a field empty to keep the recipe's value.
     """
-    return fulfil(_run_whole, recipe, overrides)
+    return run_request(_run_whole, recipe, overrides)
 
 
 @flow(name="prepare-data", flow_run_name=request_name, persist_result=False)
@@ -67,7 +67,7 @@ def prepare_data_request(recipe: RecipeName = DEFAULT_RECIPE, overrides: Overrid
         recipe: the recipe to start from; the settings below show the values of each recipe.
         overrides: settings that differ from the recipe. Leave a field empty to keep the recipe's value.
     """
-    return fulfil(_prepare, recipe, overrides)
+    return run_request(_prepare, recipe, overrides)
 
 
 @flow(name="evaluate", flow_run_name=request_name, persist_result=False)
@@ -78,7 +78,7 @@ def evaluate_request(recipe: RecipeName = DEFAULT_RECIPE, overrides: Overrides =
         recipe: the recipe to start from; the settings below show the values of each recipe.
         overrides: settings that differ from the recipe. Leave a field empty to keep the recipe's value.
     """
-    return fulfil(_evaluate, recipe, overrides)
+    return run_request(_evaluate, recipe, overrides)
 
 
 def _run_whole(recipe: Recipe, root: StorePath) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from prefect.runtime import flow_run
 from dataset_builders.errors import InputError
 from dataset_builders.storage.store import local_dir, location
 from flows.pipeline.config import PipelineConfig
-from flows.pipeline.graph import EVALUATE, PREPARE_DATA, TRAIN, Node, Place, open_inputs, pipeline_nodes, place_of
+from flows.pipeline.graph import EVALUATE, PREPARE_DATA, TRAIN, ArtifactRef, Node, open_inputs, pipeline_nodes, place_of
 from flows.pipeline.mlflow_run import ends_with_failure, open_tracking
 from flows.pipeline.prefect_pages import publish_mlflow, publish_scores, publish_stages
 from flows.pipeline.tasks import StageRun, register_task, stage_task
@@ -39,7 +39,7 @@ refuse_stored_results()
 
 
 def run_nodes(
-    config: PipelineConfig, root: str, tracking_run: str | None, nodes: Iterable[Node], places: dict[str, Place]
+    config: PipelineConfig, root: str, tracking_run: str | None, nodes: Iterable[Node], places: dict[str, ArtifactRef]
 ) -> Runs:
     """Run stages one after the other. Add the place of each artifact to `places`, for the stages after it.
 
@@ -50,12 +50,14 @@ def run_nodes(
     for node in nodes:
         inputs = {role: places[source] for role, source in node.inputs.items()}
         runs[node.name] = stage_task.with_options(name=node.name)(config, root, tracking_run, node.name, inputs)
-        places[node.name] = Place(dir=runs[node.name]["dir"])
+        places[node.name] = ArtifactRef(dir=runs[node.name]["dir"])
     return runs
 
 
 @flow(name=PREPARE_DATA, flow_run_name="prepare data", persist_result=False)
-def prepare_data(config: PipelineConfig, root: str, tracking_run: str | None = None) -> tuple[Runs, dict[str, Place]]:
+def prepare_data(
+    config: PipelineConfig, root: str, tracking_run: str | None = None
+) -> tuple[Runs, dict[str, ArtifactRef]]:
     """Run the data stages: raw rows -> sample shards -> tokenized shards -> bins.
 
     Returns:
@@ -70,7 +72,7 @@ def prepare_data(config: PipelineConfig, root: str, tracking_run: str | None = N
 
 @flow(name=EVALUATE, flow_run_name="evaluate", persist_result=False)
 def evaluate(
-    config: PipelineConfig, root: str, places: dict[str, Place], tracking_run: str | None = None
+    config: PipelineConfig, root: str, places: dict[str, ArtifactRef], tracking_run: str | None = None
 ) -> tuple[Runs, list[str]]:
     """Score an exported model.
 

@@ -254,7 +254,7 @@ def open_inputs(config: PipelineConfig, root: StorePath) -> dict[str, Input]:
     return externals
 
 
-class Place(StrictModel):
+class ArtifactRef(StrictModel):
     """The reference to an input: plain values, which can be passed to a task.
 
     Attributes:
@@ -268,14 +268,14 @@ class Place(StrictModel):
     digest: str = ""
 
 
-def place_of(item: Input) -> Place:
+def place_of(item: Input) -> ArtifactRef:
     """Return the place of an input."""
     if isinstance(item, Artifact):
-        return Place(dir=str(item.dir))
-    return Place(dir=str(item.dir), external=item.name, digest=item.digest)
+        return ArtifactRef(dir=str(item.dir))
+    return ArtifactRef(dir=str(item.dir), external=item.name, digest=item.digest)
 
 
-def open_place(place: Place, role: str) -> Input:
+def open_place(place: ArtifactRef, role: str) -> Input:
     """Open the input at a place. A directory of a model or adapter is digested again, since it may have changed."""
     path = location(place.dir)
     if place.external == "raw":

@@ -22,7 +22,7 @@ from dataset_builders.contracts.manifest import MANIFEST
 from dataset_builders.errors import InputError
 from dataset_builders.storage.store import StorePath, local_dir, location
 from flows.pipeline.config import PipelineConfig
-from flows.pipeline.graph import Needs, Node, Place, open_place, pipeline_nodes
+from flows.pipeline.graph import ArtifactRef, Needs, Node, open_place, pipeline_nodes
 from flows.pipeline.progress import display, show_rows
 from flows.pipeline.trainer_log import log_lines
 from flows.resources.cancelling import inner_run_cancelled
@@ -70,7 +70,7 @@ _POLICY: dict[str, Any] = {
 
 @task(task_run_name="{name}", **_POLICY)
 def stage_task(
-    config: PipelineConfig, root: str, tracking_run: str | None, name: str, places: Mapping[str, Place]
+    config: PipelineConfig, root: str, tracking_run: str | None, name: str, places: Mapping[str, ArtifactRef]
 ) -> StageRun:
     """Make or reuse the artifact of a node, and publish it to MLflow.
 

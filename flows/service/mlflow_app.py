@@ -31,7 +31,7 @@ from starlette.types import ASGIApp
 
 from flows.prefect_server.access import MLFLOW_PASSWORD, MLFLOW_USER
 from flows.prefect_server.guard import guarded
-from flows.tracking.store import ADDRESSES, settle
+from flows.tracking.store import ADDRESSES, migrate
 
 # A path with one of these segments is answered with 404: an assistant with a shell, calls to other machines, jobs, and
 # an upload that ignores where a run's files are and puts them into EXPERIMENT/RUN/artifacts.
@@ -55,7 +55,7 @@ for (const [key, value] of Object.entries(first)) localStorage.getItem(key) ?? l
 def make_app() -> ASGIApp:
     """Return MLflow's API and pages on the store that the environment names. Make its tables if they are missing."""
     store = os.environ[BACKEND_STORE_URI_ENV_VAR]
-    settle(_own_directory().parent)
+    migrate(_own_directory().parent)
     for table, name in ADDRESSES:
         column = Base.metadata.tables[table].c[name]
         column.type = ServedAddress(column.type.length)

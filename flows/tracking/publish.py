@@ -25,7 +25,7 @@ from dataset_builders.storage.store import StorePath, local_copy, modified
 from flows.tracking.files import REFERENCES, chosen_files, references, send_model, send_stage, sizes_of
 from flows.tracking.notes import NOTE_TAG, experiment_note, run_note
 from flows.tracking.record import (
-    Learnt,
+    MlflowState,
     Registration,
     StageEntry,
     TrackedRun,
@@ -103,7 +103,7 @@ class Publication:
     def _publish(self) -> None:
         record, store = self.record, store_digest(self.root)
         if record.learnt.store != store:
-            record.learnt, self._client = Learnt(store=store), None
+            record.learnt, self._client = MlflowState(store=store), None
         self._client = self._client or _Followed(connect(self.root), self.on_answer)
         self._open(self._find_or_create())
         ids = {"run_id": self._writer.run_id, "experiment_id": self._writer.experiment_id}

@@ -98,7 +98,7 @@ class Registration(_Part):
     refusals: list[str] = []
 
 
-class Learnt(_Part):
+class MlflowState(_Part):
     """The answers of MLflow that are stored in the record.
 
     Attributes:
@@ -151,7 +151,7 @@ class TrackedRun(_Part):
     status: str | None = None
     ended_ms: int | None = None
     revision: int = 0
-    learnt: Learnt = Learnt()
+    learnt: MlflowState = MlflowState()
 
     def is_waiting(self) -> bool:
         """Whether MLflow lacks a known change of the record, or the run's process died without ending the run."""
@@ -253,7 +253,7 @@ def changed(root: StorePath, key: str) -> Iterator[TrackedRun]:
         _write(root, record)
 
 
-def save_learnt(root: StorePath, key: str, learnt: Learnt) -> None:
+def save_learnt(root: StorePath, key: str, learnt: MlflowState) -> None:
     """Store the answers of MLflow in the record, and keep the changes that the pipeline has made in the meantime."""
     with _edit_lock(root, key):
         record = load_record(root, key)

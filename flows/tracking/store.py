@@ -1,7 +1,7 @@
 """MLflow's store: its address, a client for it, its locks, and which of its errors may be temporary.
 
 MLflow stores the addresses of its files as absolute paths. Addresses in a root's own database are updated when the root
-is moved (see `settle`).
+is moved (see `migrate`).
 """
 
 import contextlib
@@ -118,11 +118,11 @@ def connect(root: StorePath) -> MlflowClient:
     with store_lock(root), _schema_lock(uri):
         client = MlflowClient(tracking_uri=uri, registry_uri=uri)
         client.search_experiments(max_results=1)
-        settle(root)
+        migrate(root)
     return client
 
 
-def settle(root: StorePath) -> None:
+def migrate(root: StorePath) -> None:
     """Update the addresses in a root's own database after the root was copied or moved.
 
     Nothing changes in a root that was not moved, or that is reached by another name of the same directory.

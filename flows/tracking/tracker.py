@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dataset_builders.storage.store import StorePath, absolute
 from flows.tracking.record import (
-    Learnt,
+    MlflowState,
     Opening,
     Registration,
     StageEntry,
@@ -155,12 +155,12 @@ class Tracker:
                 self.root,
             )
 
-    def learnt(self) -> Learnt:
+    def learnt(self) -> MlflowState:
         """Return the answers of MLflow; empty if the record cannot be read, since that must not end a run."""
         try:
             return load_record(self.root, self.key).learnt
         except (OSError, ValueError):
-            return Learnt()
+            return MlflowState()
 
     def url(self, patience: float = _URL_SECONDS) -> str | None:
         """Return the address of the run's page on `server_url`; None if there is no such server, or if MLflow does not

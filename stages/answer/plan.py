@@ -55,7 +55,7 @@ class Question:
     detail: str = ""
 
 
-class Place(NamedTuple):
+class StoredQuestion(NamedTuple):
     """The byte range of a sample's record; `checksum` is xxh3_64 of its bytes."""
 
     shard: str
@@ -64,7 +64,7 @@ class Place(NamedTuple):
     checksum: int
 
 
-def heldout_records(samples: Artifact, max_per_subset: int | None = None) -> Iterator[tuple[Sample, Place]]:
+def heldout_records(samples: Artifact, max_per_subset: int | None = None) -> Iterator[tuple[Sample, StoredQuestion]]:
     """Yield the held-out samples of a convert artifact in shard order, at most the first `max_per_subset` of each
     subset.
 
@@ -79,7 +79,7 @@ def heldout_records(samples: Artifact, max_per_subset: int | None = None) -> Ite
             sample = from_fields(place.key, fields)
             if max_per_subset is None or counts[sample.subset] < max_per_subset:
                 counts[sample.subset] += 1
-                yield sample, Place(entry.name, place.offset, place.size, place.checksum)
+                yield sample, StoredQuestion(entry.name, place.offset, place.size, place.checksum)
 
 
 def heldout_samples(samples: Artifact, max_per_subset: int | None = None) -> Iterator[Sample]:

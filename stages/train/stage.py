@@ -28,7 +28,7 @@ from trainer.model.registry import read_model
 from trainer.model.targets import adapter_sizes
 from trainer.plan.checks import check_run
 from trainer.plan.pieces import mean_work
-from trainer.plan.placement import Placement, PlacementJob, at_hand
+from trainer.plan.placement import Placement, PlacementJob, current_placement
 
 VERSION = 2  # 2: heldout-base.jsonl
 
@@ -96,7 +96,7 @@ def predict(run: RunConfig, processes: int) -> Placement | None:
         is_cached=run.features_dir is not None,
         adapters=adapter_sizes(run.train, family, shape),
     )
-    return at_hand(job) if job.vision and run.train.precision != "float32" else None
+    return current_placement(job) if job.vision and run.train.precision != "float32" else None
 
 
 def _check_encoder(inputs: Mapping[str, Input]) -> None:

@@ -34,10 +34,10 @@ from trainer.plan.placement import (
     VISION_RATE,
     Placement,
     PlacementJob,
-    advised,
-    at_hand,
+    current_placement,
     own_ranks,
     placements,
+    recommended,
 )
 
 SEQ_LEN = 8192
@@ -216,8 +216,8 @@ def measured(mix: Mix) -> str:
         shown = "" if waits is None else f"{waits:.0%}"
         rows.append((f"{name}, measured", f"{vision:.2f}", f"{language:.2f}", f"{step:.2f}", shown, f"{ratio:.2f}"))
         for how, work in (("by the plan", mix.planned), ("if it knew every image", mix.work)):
-            one = at_hand(job_of(shape_of("qwen3_vl_2b"), work, 2, **layout))
-            dp = at_hand(job_of(shape_of("qwen3_vl_2b"), work, 2))
+            one = current_placement(job_of(shape_of("qwen3_vl_2b"), work, 2, **layout))
+            dp = current_placement(job_of(shape_of("qwen3_vl_2b"), work, 2))
             waits_said = "" if waits is None else f"{one.waits[1]:.0%}"
             seconds = (f"{value:.2f}" for value in (*one.ranks[0], one.step))
             rows.append((f"{name}, {how}", *seconds, waits_said, f"{dp.step / one.step:.2f}"))
@@ -243,10 +243,10 @@ def shares(mix: Mix) -> str:
 def predicted(title: str, jobs: Sequence[tuple[str, PlacementJob]]) -> str:
     """Return every choice of every layout, and the tokens/s of each relative to the first layout."""
     rows = []
-    base = at_hand(jobs[0][1])
+    base = current_placement(jobs[0][1])
     for name, job in jobs:
         choices = placements(job)
-        best = advised(choices)
+        best = recommended(choices)
         for choice, cells in zip(choices, vision_rows(choices)):
             mark = " (advised)" if choice is best else ""
             rows.append((name, *cells[:-1], f"{base.step / choice.step:.2f}{mark}"))
@@ -255,7 +255,7 @@ def predicted(title: str, jobs: Sequence[tuple[str, PlacementJob]]) -> str:
 
 def every_own(title: str, job: PlacementJob) -> str:
     """Return the choices for every number of vision ranks."""
-    now, choices = at_hand(job), sorted(own_ranks(job), key=lambda choice: choice.parallel.vision_ranks)
+    now, choices = current_placement(job), sorted(own_ranks(job), key=lambda choice: choice.parallel.vision_ranks)
     rows = [(*cells[:-1], relative(now, choice)) for cells, choice in zip(vision_rows([now, *choices])[1:], choices)]
     return table(title, (*COLUMNS[:-1], "tokens/s, all ranks alike = 1"), rows)
 

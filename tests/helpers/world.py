@@ -223,7 +223,7 @@ def _save_nothing(*args: object, sharded_strategy: OneFile, **kwargs: object) ->
 
 def _train(run: RunConfig, mesh: Mesh) -> dict[str, object]:
     trainers, batches, still_open = [], [], [0]
-    set_up, read, learn = loop.set_up, BinReader.read, VisionWorker.learn
+    set_up, read, backward_until = loop.set_up, BinReader.read, VisionWorker.backward_until
 
     def reading(reader, number):
         batch = read(reader, number)
@@ -234,15 +234,15 @@ def _train(run: RunConfig, mesh: Mesh) -> dict[str, object]:
         trainers.append(set_up(*args))
         return trainers[0]
 
-    def learning(worker, last):
+    def going_back(worker, last):
         still_open.append(len(worker._open))
-        learn(worker, last)
+        backward_until(worker, last)
 
     with contextlib.ExitStack() as stack:
         for place, name, function in (
             (loop, "set_up", setting_up),
             (BinReader, "read", reading),
-            (VisionWorker, "learn", learning),
+            (VisionWorker, "backward_until", going_back),
         ):
             stack.enter_context(patch.object(place, name, function))
         loop.train(run, mesh)

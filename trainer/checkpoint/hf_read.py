@@ -83,15 +83,15 @@ def load_hf_weights(
     hf_dir: Path,
     rules: Sequence[Rule],
     carried: tuple[str, ...] = (),
-    then: Callable[[str], None] | None = None,
+    on_loaded: Callable[[str], None] | None = None,
 ) -> int:
     """Fill every parameter of this rank's chunk from `hf_dir`, except adapters, and return their number. A parameter
-    without memory gets memory just before it is filled, so that at most one parameter waits to be replaced by `then`.
+    without memory gets memory just before it is filled, so that at most one waits to be replaced by `on_loaded`.
 
     Args:
         rules: the whole model's table of weights.
         carried: name prefixes of tensors that the model does not use and that are not an error.
-        then: called with the table's name of each parameter after it is filled.
+        on_loaded: called with the table's name of each parameter after it is filled.
 
     Raises:
         InputError: a tensor is missing, has another shape, or is left over.
@@ -104,8 +104,8 @@ def load_hf_weights(
     names = [(name, own) for (name, _), (own, _) in named if ".adapter." not in name]
     for name, own in names:
         fill(with_memory(model, own), source, table[name], model)
-        if then is not None:
-            then(name)
+        if on_loaded is not None:
+            on_loaded(name)
     return len(names)
 
 

@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_f
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 _TENSORS = ("param", "exp_avg", "exp_avg_sq")
-Place = ShardedTensor | ShardedTensorFactory
+Stored = ShardedTensor | ShardedTensorFactory
 
 
 def rectangles(shape: Sequence[int], first: int, last: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -45,7 +45,7 @@ def _in_row(shape: Sequence[int], row: int, first: int, last: int) -> Iterator[t
         yield (row, *offset), (1, *size)
 
 
-def _pieces(place: Place, key: str, numbers: torch.Tensor, first: int) -> Iterator[ShardedTensor]:
+def _pieces(place: Stored, key: str, numbers: torch.Tensor, first: int) -> Iterator[ShardedTensor]:
     """Yield consecutive numbers of a parameter, from flat index `first` on, as parts of the whole model's tensor."""
     start = 0
     # The two halves of a gated MLP are two parts of the tensor, and follow each other in the parameter.
@@ -69,7 +69,7 @@ def _pieces(place: Place, key: str, numbers: torch.Tensor, first: int) -> Iterat
         start += shape.numel()
 
 
-def _whole(place: Place, key: str, dtype: torch.dtype) -> Place:
+def _whole(place: Stored, key: str, dtype: torch.dtype) -> Stored:
     """Return the request to load a whole parameter's tensor, from which the optimizer takes its share."""
     data = torch.empty(place.data.shape, dtype=dtype)
     of_data = {} if isinstance(place, ShardedTensorFactory) else {"dtype": dtype}

@@ -35,7 +35,7 @@ from trainer.layers.segments import PackedSegments, Rotation
 WARMUPS = 2  # before a capture: in their first calls libraries choose kernels and allocate memory
 
 
-class Piece:
+class GraphSection:
     """The computation between two attentions.
 
     Args:
@@ -113,18 +113,18 @@ class Piece:
         return list(grads[: len(self.inputs)])
 
 
-def plan_pieces(layers: Sequence[PackedLayer], num_interrupted: int, rotation: Rotation) -> list[Piece]:
+def plan_pieces(layers: Sequence[PackedLayer], num_interrupted: int, rotation: Rotation) -> list[GraphSection]:
     """Divide the layers into pieces, up to the last attention.
 
     Args:
         num_interrupted: the caller intervenes after each of the first `num_interrupted` layers, never after the last.
     """
-    pieces = [Piece(None, layers[0], rotation)]
+    pieces = [GraphSection(None, layers[0], rotation)]
     for number, (layer, following) in enumerate(itertools.pairwise(layers)):
         if number < num_interrupted:
-            pieces += [Piece(layer, None, rotation), Piece(None, following, rotation)]
+            pieces += [GraphSection(layer, None, rotation), GraphSection(None, following, rotation)]
         else:
-            pieces.append(Piece(layer, following, rotation))
+            pieces.append(GraphSection(layer, following, rotation))
     return pieces
 
 
@@ -145,7 +145,7 @@ class LayerGraphs:
         rows = num_tokens // config.tensor_model_parallel_size if config.sequence_parallel else num_tokens
         self._hidden = rotation.cos.new_zeros(rows, 1, config.hidden_size, dtype=config.params_dtype)
         self._layers, self._num_interrupted = layers, num_interrupted
-        self.pieces: list[Piece] = []
+        self.pieces: list[GraphSection] = []
 
     def capture(self) -> None:
         """Capture every piece. This is a collective if the layers communicate."""
@@ -191,7 +191,7 @@ class LayerGraphs:
                 hidden = between(piece.after, hidden)
         return hidden, self._layers[-1].attend(*qkv, segments)
 
-    def _attended_of(self, piece: Piece) -> list[torch.Tensor]:
+    def _attended_of(self, piece: GraphSection) -> list[torch.Tensor]:
         """Return zeros for the output of the attention before a piece, (T, 1, h * d), or an empty list."""
         width = piece.after.attended_width if piece.after else 0
         return [self._hidden.new_zeros(len(self.rotation.cos), 1, width)] if piece.after else []
@@ -212,7 +212,7 @@ class LayerGraphs:
             hidden = hidden if piece.after else torch.zeros_like(hidden)
             piece.capture_forward(pool, hidden, *self._attended_of(piece))
             hidden = piece.outputs[0]
-        following: Piece | None = None
+        following: GraphSection | None = None
         # Gradients of q, k and v are used before the next piece writes its own: layers of one kind share tensors.
         shared: dict[tuple[torch.Size, ...], list[torch.Tensor]] = {}
         for piece in reversed(self.pieces):

@@ -59,7 +59,7 @@ class Rotation(NamedTuple):
         """Return the rotation by (T, d / 2) float32 angles."""
         return cls(angles.cos(), angles.sin())
 
-    def turn(self, x_Thd: torch.Tensor) -> torch.Tensor:
+    def rotate(self, x_Thd: torch.Tensor) -> torch.Tensor:
         """Rotate queries or keys, each token by its angles."""
         cos, sin = self.cos[:, None], self.sin[:, None]
         turned, rest = x_Thd.split((2 * cos.size(-1), x_Thd.size(-1) - 2 * cos.size(-1)), dim=-1)

@@ -43,9 +43,9 @@ from trainer.parallel.late_memory import all_with_memory, parameters_on_meta, re
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.vision.exchange import Message, Window
 from trainer.parallel.vision.owner import RemoteOwner
-from trainer.parallel.vision.serve import Serving, part_of
+from trainer.parallel.vision.serve import Serving, images_of
 from trainer.parallel.vision.worker import PipelineWorker, VisionWorker
-from trainer.parallel.vision.world import roles
+from trainer.parallel.vision.world import assignments
 from trainer.plan.checks import pieces_of
 
 log = logging.getLogger("athanor.trainer")
@@ -189,15 +189,15 @@ def set_up_vision_rank(run: RunConfig, mesh: Mesh) -> Serving:
     """Build the state of a rank that encodes images and does nothing else."""
     family, shape = read_model(run.hf_dir)
     parallel = run.execution.parallel
-    dp = parallel.data_parallel(mesh.bridge.language_ranks + parallel.vision_ranks)
-    role = roles(parallel.vision_encoders, dp)[mesh.dp_rank]
-    part = part_of(role, parallel, dp)
+    dp = parallel.data_parallel(mesh.vision_world.language_ranks + parallel.vision_ranks)
+    assignment = assignments(parallel.vision_encoders, dp)[mesh.dp_rank]
+    part = images_of(assignment, parallel, dp)
     readers = [
         BinReader(run.tokenized_dir, run.bins_dir, split, geometry_of(shape), run.seq_len, part)
         for split in ("train", "heldout")
     ]
-    places = mesh.bridge.places()
-    owners = [places[replica, part.vision_rank] for replica in role.replicas]
+    places = mesh.vision_world.places()
+    owners = [places[replica, part.vision_rank] for replica in assignment.replicas]
     # This encoder divides matrices over its tensor-parallel ranks, whatever the language model's ranks share.
     own = parallel.model_copy(update={"tp": parallel.vision.tp, "vision_split": "tensor_parallel"})
     modules = choose_modules(run.execution.modules, mesh.device)
@@ -206,13 +206,13 @@ def set_up_vision_rank(run: RunConfig, mesh: Mesh) -> Serving:
     patch_format = readers[0].patch_format
     encoder.patch_embed.set_normalisation(patch_format.image_mean, patch_format.image_std)
     encode, tp = (lambda batch: encoder(batch)[: batch.encoded_rows]), mesh.groups.tp
-    worker = VisionWorker(encoder, encode, mesh.bridge.links, owners, tp if tp.size() > 1 else None)
+    worker = VisionWorker(encoder, encode, mesh.vision_world.links, owners, tp if tp.size() > 1 else None)
     give_adapters([worker.part], run, family.weight_rules(shape))
     freeze(worker.part, run.train, family)
     worker.prepare(mesh.device)
-    orders = [training_order(run, shape, readers[0], replica, dp) for replica in role.replicas]
+    orders = [training_order(run, shape, readers[0], replica, dp) for replica in assignment.replicas]
     window = sum(Window.of(parallel.pp, parallel.vpp))
-    return Serving(run, mesh.device, worker, role.replicas, dp, owners, window, orders, readers[1])
+    return Serving(run, mesh.device, worker, assignment.replicas, dp, owners, window, orders, readers[1])
 
 
 def training_order(run: RunConfig, shape: ModelShape, reader: BinReader, dp_rank: int, dp: int) -> TrainingOrder:

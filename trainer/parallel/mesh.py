@@ -16,8 +16,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from trainer.contract.parallel import ParallelConfig
 from trainer.data.slices import RankSlice
-from trainer.parallel.vision.world import Bridge, join
-from trainer.parallel.watch import Place, watched
+from trainer.parallel.vision.world import VisionWorld, join
+from trainer.parallel.watch import HostPort, watched
 from trainer.plan.layout import check_world
 
 T = TypeVar("T")
@@ -31,7 +31,7 @@ class Mesh:
 
     Attributes:
         alone: the process group of only this rank.
-        bridge: connects the language model's ranks and the ranks that only encode images; None without such ranks.
+        vision_world: connects the language model's ranks with those that only encode images; None without such ranks.
     """
 
     rank: int
@@ -41,7 +41,7 @@ class Mesh:
     device: torch.device
     groups: ProcessGroupCollection
     alone: dist.ProcessGroup
-    bridge: Bridge | None = None
+    vision_world: VisionWorld | None = None
 
     def slice_of_bin(self, parallel: ParallelConfig, *, has_vision: bool = True) -> RankSlice:
         """Return the part of every bin that this rank works on.
@@ -76,7 +76,7 @@ class Mesh:
     @property
     def is_vision(self) -> bool:
         """Whether this rank encodes images and does nothing else."""
-        return self.bridge is not None and self.bridge.is_vision
+        return self.vision_world is not None and self.vision_world.is_vision
 
     def any(self, *flags: bool) -> list[bool]:
         """Return for each flag whether it is set on any rank; one collective."""
@@ -135,14 +135,14 @@ def rank_mesh(parallel: ParallelConfig, seed: int, on_lost: Callable[[str], None
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    bridge = None
+    vision_world = None
     if parallel.vision_ranks:
-        bridge = join(rank, world, parallel.vision, TIMEOUT, device)
-        parallel = ParallelConfig(tp=parallel.vision.tp) if bridge.is_vision else parallel
+        vision_world = join(rank, world, parallel.vision, TIMEOUT, device)
+        parallel = ParallelConfig(tp=parallel.vision.tp) if vision_world.is_vision else parallel
     else:
         _join(rank, world, "nccl" if cuda else "gloo")
     try:
-        with watched(rank, world, on_lost, None if bridge is None else partial(_watch_places, bridge)):
+        with watched(rank, world, on_lost, None if vision_world is None else partial(_watch_places, vision_world)):
             parallel_state.initialize_model_parallel(
                 parallel.tp,
                 parallel.pp,
@@ -154,16 +154,18 @@ def rank_mesh(parallel: ParallelConfig, seed: int, on_lost: Callable[[str], None
             groups = ProcessGroupCollection.use_mpu_process_groups()
             alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
             dp = groups.dp
-            if bridge is not None and not bridge.is_vision:
-                bridge.say_place(dp.rank(), groups.tp_cp.rank() if groups.pp.rank() == 0 else None)
-            yield Mesh(dist.get_rank(), dist.get_world_size(), dp.rank(), dp.size(), device, groups, alone, bridge)
+            if vision_world is not None and not vision_world.is_vision:
+                vision_world.publish_index(dp.rank(), groups.tp_cp.rank() if groups.pp.rank() == 0 else None)
+            yield Mesh(
+                dist.get_rank(), dist.get_world_size(), dp.rank(), dp.size(), device, groups, alone, vision_world
+            )
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
 
 
-def _watch_places(bridge: Bridge, own: Place) -> list[Place]:
-    return [Place.of_text(text) for text in bridge.gather("watch", own.text())]
+def _watch_places(vision_world: VisionWorld, own: HostPort) -> list[HostPort]:
+    return [HostPort.of_text(text) for text in vision_world.gather("watch", own.text())]
 
 
 def _join(rank: int, world: int, backend: str) -> None:

@@ -38,7 +38,7 @@ log = logging.getLogger("athanor.trainer")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class HostPort:
     """The location of a rank: the name and addresses of its host; for rank 0 also the port and token of its watch."""
 
     host: str
@@ -51,7 +51,7 @@ class Place:
         return json.dumps([self.host, self.addresses, self.port, self.token.hex()])
 
     @classmethod
-    def of_text(cls, text: str) -> "Place":
+    def of_text(cls, text: str) -> "HostPort":
         host, addresses, port, token = json.loads(text)
         return cls(host, tuple(addresses), port, bytes.fromhex(token))
 
@@ -135,7 +135,7 @@ def name_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def watched(
-    rank: int, world: int, on_lost: Callable[[str], None], gather: Callable[[Place], list[Place]] | None = None
+    rank: int, world: int, on_lost: Callable[[str], None], gather: Callable[[HostPort], list[HostPort]] | None = None
 ) -> Iterator[None]:
     """Let the ranks watch each other while the context is open; a collective at the start.
 
@@ -169,20 +169,22 @@ def watched(
     watch.leave()
 
 
-def _by_process_group(own: Place) -> list[Place]:
+def _by_process_group(own: HostPort) -> list[HostPort]:
     places = [own] * dist.get_world_size()
     dist.all_gather_object(places, own)
     return places
 
 
-def _join(rank: int, world: int, end: Callable[[str, bool], None], gather: Callable[[Place], list[Place]]) -> Watch:
+def _join(
+    rank: int, world: int, end: Callable[[str, bool], None], gather: Callable[[HostPort], list[HostPort]]
+) -> Watch:
     """Return the watch of this rank; if rank 0 cannot be reached, a watch without peers, with a warning."""
     dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
     server = socket.create_server(("", 0), family=family, dualstack_ipv6=dual, backlog=world) if rank == 0 else None
-    own = Place(platform.node(), _own_addresses())
+    own = HostPort(platform.node(), _own_addresses())
     if server:
-        own = Place(own.host, own.addresses, server.getsockname()[1], secrets.token_bytes(_TOKEN_BYTES))
+        own = HostPort(own.host, own.addresses, server.getsockname()[1], secrets.token_bytes(_TOKEN_BYTES))
     places = gather(own)
     hosts, first = [place.host for place in places], places[0]
     if server:
@@ -212,7 +214,7 @@ def _accept(server: socket.socket, token: bytes, world: int) -> dict[int, socket
     return ranks
 
 
-def _call(rank: int, first: Place, is_here: bool) -> socket.socket | None:
+def _call(rank: int, first: HostPort, is_here: bool) -> socket.socket | None:
     """Connect to rank 0's watch by the first of its names and addresses that works; None if none does."""
     addresses = ["127.0.0.1"] if is_here else [first.host, os.environ.get("MASTER_ADDR", ""), *first.addresses]
     for address in filter(None, addresses):

@@ -69,7 +69,7 @@ def estimate_memory(
     """
     num_micro_batches = train.global_batch_size // dp
     sizes = (seq_len, max_patches, *_sizes(train))
-    work = _Work(shape, parallel, train.frozen, pieces, dp, num_micro_batches, *sizes, adapters)
+    work = _Process(shape, parallel, train.frozen, pieces, dp, num_micro_batches, *sizes, adapters)
     return max((work.memory(rank) for rank in range(parallel.pp)), key=lambda parts: sum(parts.values()))
 
 
@@ -115,7 +115,7 @@ def estimate_saved(
     with moments in bfloat16. Frozen parameters add only their weights, and with adapters nothing. With fsdp it is
     12 P / dp.
     """
-    work = _Work(shape, parallel, train.frozen, pieces, dp, 1, 1, 0, *_sizes(train), adapters)
+    work = _Process(shape, parallel, train.frozen, pieces, dp, 1, 1, 0, *_sizes(train), adapters)
     return max(work.saved(rank) for rank in range(parallel.pp))
 
 
@@ -199,7 +199,7 @@ class _Vision:
 
 
 @dataclass(frozen=True, slots=True)
-class _Work:
+class _Process:
     shape: ModelShape
     parallel: ParallelConfig
     frozen: Collection[str]

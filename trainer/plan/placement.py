@@ -126,7 +126,7 @@ class Placement:
         return sum(self.memory.values())
 
 
-def at_hand(job: PlacementJob) -> Placement:
+def current_placement(job: PlacementJob) -> Placement:
     """Return the choice that the current layout makes."""
     parallel = job.parallel
     if job.is_cached:
@@ -138,7 +138,7 @@ def at_hand(job: PlacementJob) -> Placement:
 
 def placements(job: PlacementJob) -> list[Placement]:
     """Return all possible choices, the current one first. For own_ranks, only the fastest number of ranks is listed."""
-    now, names = at_hand(job), list[Name]()
+    now, names = current_placement(job), list[Name]()
     if _divides(job, job.parallel.model_copy(update={"vision": "first_rank"})):
         names += ["first_rank", *(["dealt"] if job.parallel.pp > 1 else [])]
         names += ["cached"] if {"vision", "merger"} <= job.train.frozen else []
@@ -153,7 +153,7 @@ def _divides(job: PlacementJob, parallel: ParallelConfig) -> bool:
     return rest == 0 and dp > 0 and job.train.global_batch_size % (dp * parallel.pp if parallel.vpp > 1 else dp) == 0
 
 
-def advised(choices: Sequence[Placement]) -> Placement:
+def recommended(choices: Sequence[Placement]) -> Placement:
     """Return the fastest choice that fits an H200, or the first one, which is current, if no choice gains more than 2%.
     If the current choice itself does not fit, memory is not considered."""
     now = choices[0]

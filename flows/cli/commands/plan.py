@@ -36,7 +36,7 @@ from trainer.model.shape import ModelShape
 from trainer.model.targets import adapter_sizes, list_matches
 from trainer.plan.estimate import estimate_saved
 from trainer.plan.pieces import mean_work
-from trainer.plan.placement import PlacementJob, at_hand, placements
+from trainer.plan.placement import PlacementJob, current_placement, placements
 
 UNKNOWN = "known once the data is made"
 UNKNOWN_FINGERPRINT = "FINGERPRINT"
@@ -142,7 +142,7 @@ def size_rows(config: PipelineConfig, available: Mapping[str, Input]) -> list[tu
     """Return (name, value) of samples, bins, steps, epochs, parameters and memory, as far as they are known now."""
     bins, job = available.get("plan_bins"), _placement_job(config, available)
     parts = job.shape.parameters
-    memory = at_hand(job).memory
+    memory = current_placement(job).memory
     return [
         ("samples", _samples(available.get("tokenize"))),
         ("bins", _bins(bins)),
@@ -310,7 +310,7 @@ def _seconds(job: PlacementJob) -> list[tuple[str, str]]:
     known. With adapters there is no row, because the FLOPs would count gradients of frozen weights."""
     if job.train.precision != "bfloat16" or job.train.adapter is not None:
         return []
-    step = at_hand(job).step
+    step = current_placement(job).step
     whole = "" if job.train.num_steps is None else f", {_hours(step * job.train.num_steps)} in all"
     return [("time", f"about {step:.2g} s a step{whole} on an H200; on another GPU in proportion to its bfloat16 rate")]
 

@@ -135,7 +135,7 @@ class KubernetesLauncher:
             self._look(handle)
             handle.last_answer = time.monotonic()
         except ClusterError as error:
-            self._bear(handle, error)
+            self._tolerate_outage(handle, error)
         handle.next_look = time.monotonic() + self.cluster.kubernetes.poll_seconds
         if handle.status is None and time.monotonic() > handle.deadline:
             self.cancel(handle)
@@ -198,7 +198,7 @@ class KubernetesLauncher:
             _say(handle, f"{failed[0][0]} failed first; the end of its log:")
             _log_lines(handle, self.api.last_lines(failed[0][0], CONTAINER, TAIL_LINES))
 
-    def _bear(self, handle: KubernetesHandle, error: ClusterError) -> None:
+    def _tolerate_outage(self, handle: KubernetesHandle, error: ClusterError) -> None:
         """Log that the cluster does not answer; the job continues. After OUTAGE_SECONDS, raise JobFailed."""
         _say(handle, f"{error}; the job goes on, asking again")
         silent = time.monotonic() - handle.last_answer

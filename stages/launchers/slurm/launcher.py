@@ -123,7 +123,7 @@ class SlurmLauncher:
             self._look(handle)
             handle.last_answer = time.monotonic()
         except SlurmAway as error:
-            self._bear(handle, error)
+            self._tolerate_outage(handle, error)
         if handle.status is None and handle.ran_seconds > self.cluster.timeout_seconds:
             self.cancel(handle)
             raise timed_out(self.cluster, handle)
@@ -200,7 +200,7 @@ class SlurmLauncher:
             )
         handle.status = EXIT_STOPPED if own == EXIT_STOPPED else status
 
-    def _bear(self, handle: SlurmHandle, error: SlurmAway) -> None:
+    def _tolerate_outage(self, handle: SlurmHandle, error: SlurmAway) -> None:
         """Log that the queue does not answer; the job continues. After OUTAGE_SECONDS, raise JobFailed."""
         _say(handle, f"{error}; the job goes on, asking again")
         silent = time.monotonic() - handle.last_answer

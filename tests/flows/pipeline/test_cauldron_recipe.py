@@ -9,7 +9,7 @@ import pytest
 from flows.cli.closing import registration
 from flows.cli.main import main
 from flows.pipeline.recipe import load_recipe
-from flows.tracking.record import Learnt
+from flows.tracking.record import MlflowState
 from tests.helpers.drawn.suite import SUBSETS
 from tests.helpers.drawn.write import write_suite
 from tests.helpers.tiny_model import tiny_hf_dir
@@ -51,12 +51,12 @@ def test_a_directory_of_rows_and_one_of_a_model_go_in_place_of_the_hub_s(rows, t
 
 
 def test_what_is_said_of_the_registration():
-    assert registration("m", [], True, Learnt()) == ["Registered as m in MLflow."]
-    answers = Learnt(verdict="no champion before: champion", model_bytes=4_300_000_000)
+    assert registration("m", [], True, MlflowState()) == ["Registered as m in MLflow."]
+    answers = MlflowState(verdict="no champion before: champion", model_bytes=4_300_000_000)
     expected = "Registered as m in MLflow with 4,300.0 MB of files: no champion before: champion."
     assert registration("m", [], True, answers) == [expected]
-    assert registration("m", ["a", "b"], True, Learnt()) == ["Not registered as m: a", "Not registered as m: b"]
-    (line,) = registration("m", [], False, Learnt())
+    assert registration("m", ["a", "b"], True, MlflowState()) == ["Not registered as m: a", "Not registered as m: b"]
+    (line,) = registration("m", [], False, MlflowState())
     assert line.startswith("Not registered as m: the run's record could not be written")
 
 

@@ -15,7 +15,7 @@ import flows.tracking.publish
 import flows.tracking.tracker
 from flows.tracking.publish import Publication
 from flows.tracking.record import (
-    Learnt,
+    MlflowState,
     append_system,
     changed,
     load_record,
@@ -160,7 +160,7 @@ def test_a_machines_samples_survive_an_outage_and_are_sent_once(tmp_path):
         time.sleep(0.002)  # so that no two samples have the same time
     for _ in range(2):
         Publication(tmp_path, "one").run()
-        save_learnt(tmp_path, "one", Learnt())  # everything that this machine knew is lost
+        save_learnt(tmp_path, "one", MlflowState())  # everything that this machine knew is lost
     run_id = _publish_again(tmp_path, tracker)
     points = connect(tmp_path).get_metric_history(run_id, "system/cpu")
     assert [point.value for point in points] == [1.0, 2.0, 3.0] and len({point.timestamp for point in points}) == 3
@@ -174,7 +174,7 @@ def _publish_again(root: Path, tracker: Tracker) -> str:
 def test_lost_knowledge_or_another_store_get_everything_again_and_once(tmp_path, monkeypatch, undisturbed):
     tell_a_run(tmp_path, "one")
     Publication(tmp_path, "one").run()
-    save_learnt(tmp_path, "one", Learnt())
+    save_learnt(tmp_path, "one", MlflowState())
     again = Publication(tmp_path, "one")
     again.run()
     assert not again.sent and holdings(connect(tmp_path), "one") == undisturbed

@@ -116,7 +116,7 @@ def test_a_stranger_does_not_become_a_rank():
         found = {}
         accepting = threading.Thread(target=lambda: found.update(watch._accept(server, token, 3)))
         accepting.start()
-        place = watch.Place("here", (), server.getsockname()[1], token)
+        place = watch.HostPort("here", (), server.getsockname()[1], token)
         stranger = socket.create_connection(server.getsockname())
         stranger.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
         connections = [watch._call(rank, place, True) for rank in (2, 1)]

@@ -16,10 +16,10 @@ from trainer.plan.placement import (
     VISION_RATE,
     Placement,
     PlacementJob,
-    advised,
-    at_hand,
+    current_placement,
     own_ranks,
     placements,
+    recommended,
 )
 
 
@@ -79,31 +79,33 @@ STILL = ("vision", "merger")
 
 def test_one_pipeline_rank_encodes_all_and_the_other_waits(in_flops):
     """Vision 4 x 3 and layers of 3: with four layers each, ranks of 24 and 12."""
-    choice = at_hand(job(pp=2, first_pipeline_layers=4))
+    choice = current_placement(job(pp=2, first_pipeline_layers=4))
     assert choice.name == "first_rank" and choice.ranks == ((48, 48), (0, 48))
     assert (choice.step, choice.start) == (4 * 24 + 12, 12)
     assert choice.waits == [1 - 96 / 108, 1 - 48 / 108]
-    dealt_by_cost = at_hand(job(pp=2))  # two layers and vision, six layers
+    dealt_by_cost = current_placement(job(pp=2))  # two layers and vision, six layers
     assert dealt_by_cost.ranks == ((48, 24), (0, 72)) and dealt_by_cost.step == 4 * 18 + 18
 
 
 def test_dealt_vision_is_the_same_on_all_ranks_and_outside_of_the_pipeline(in_flops):
-    choice = at_hand(job(pp=2, vision="dealt"))
+    choice = current_placement(job(pp=2, vision="dealt"))
     assert choice.name == "dealt" and choice.ranks == ((24, 48), (24, 48))
     assert (choice.step, choice.start) == (4 * 18 + 12, 12)
-    interleaved = at_hand(job(pp=2, vpp=2, vision="dealt"))
+    interleaved = current_placement(job(pp=2, vpp=2, vision="dealt"))
     assert (interleaved.step, interleaved.start) == (4 * 18 + 6, 6)
-    assert at_hand(job(4, pp=2, vision="dealt")).step == 2 * 18 + 12  # two replicas, two micro batches each
-    assert at_hand(job(4, pp=2, tp=2, vision="dealt")).step == 4 * 9 + 6
+    assert current_placement(job(4, pp=2, vision="dealt")).step == 2 * 18 + 12  # two replicas, two micro batches each
+    assert current_placement(job(4, pp=2, tp=2, vision="dealt")).step == 4 * 9 + 6
 
 
 def test_no_share_is_smaller_than_an_image(in_flops):
-    choice = at_hand(job(pp=2, vision="dealt", squares=16))  # one image
+    choice = current_placement(job(pp=2, vision="dealt", squares=16))  # one image
     assert choice.ranks == ((48, 48), (0, 48)) and choice.step == 4 * 24 + 12
-    choice = at_hand(job(4, pp=4, vision="dealt", squares=8))  # two images: half a bin's patches, the rest the others'
+    choice = current_placement(
+        job(4, pp=4, vision="dealt", squares=8)
+    )  # two images: half a bin's patches, the rest the others'
     assert [rank.vision for rank in choice.ranks] == [24, 8, 8, 8]
-    assert at_hand(job(4, tp=4, squares=8)).ranks == ((24, 24),)
-    assert at_hand(job(4, tp=4, squares=8, vision_split="tensor_parallel")).ranks == ((12, 24),)
+    assert current_placement(job(4, tp=4, squares=8)).ranks == ((24, 24),)
+    assert current_placement(job(4, tp=4, squares=8, vision_split="tensor_parallel")).ranks == ((12, 24),)
 
 
 def test_ranks_of_their_own_are_one_more_rank_of_the_pipeline(in_flops):
@@ -124,7 +126,7 @@ def test_ranks_of_their_own_are_one_more_rank_of_the_pipeline(in_flops):
 def test_ranks_of_their_own_may_be_the_layout_at_hand(in_flops):
     """Three processes: two pipeline ranks, and one for images, whose four layers cost 12 each."""
     one = job(3, pp=2, vision={"ranks": 1})
-    assert at_hand(one).ranks == ((0, 48), (0, 48), (48, 0)) and at_hand(one).step == 4 * 12 + 24
+    assert current_placement(one).ranks == ((0, 48), (0, 48), (48, 0)) and current_placement(one).step == 4 * 12 + 24
     assert [len(piece) for piece in one.pieces] == [4, 4]
     choices = placements(one)  # three processes are no whole pipelines of two
     assert [(choice.parallel.vision_ranks, choice.parallel.pp) for choice in choices] == [(1, 2), (1, 1)]
@@ -133,7 +135,7 @@ def test_ranks_of_their_own_may_be_the_layout_at_hand(in_flops):
     assert [choice.parallel.vision_ranks for choice in together] == [2]  # three replicas do not divide four bins
     assert together[0].ranks == ((0, 96), (24, 0)) and together[0].step == 4 * 24 + 6
     two = placements(job(2, vision={"ranks": 1}))
-    assert [choice.name for choice in two] == ["own_ranks", "first_rank"] and two[1] == at_hand(job(2))
+    assert [choice.name for choice in two] == ["own_ranks", "first_rank"] and two[1] == current_placement(job(2))
     assert all(
         choice.parallel == ParallelConfig(**choice.parallel.model_dump()) for choice in (*choices, *together, *two)
     )
@@ -150,9 +152,9 @@ def test_a_cached_encoder_leaves_the_language_model(in_flops):
     assert "cached" not in named(placements(job(pp=2))) and "cached" not in named(placements(job(frozen=("vision",))))
     choice = named(placements(job(pp=2, frozen=STILL)))["cached"]
     assert choice.ranks == ((0, 48), (0, 48)) and choice.step == 4 * 12 + 12
-    assert at_hand(job(frozen=STILL)).ranks == ((8, 48),)  # forward alone
+    assert current_placement(job(frozen=STILL)).ranks == ((8, 48),)  # forward alone
     cached = dataclasses.replace(job(pp=2, frozen=STILL), is_cached=True)
-    assert placements(cached)[0] == at_hand(cached) == choice and advised(placements(cached)) == choice
+    assert placements(cached)[0] == current_placement(cached) == choice and recommended(placements(cached)) == choice
     assert [len(piece) for piece in cached.pieces] == [4, 4]
     assert [len(piece) for piece in job(pp=2, frozen=STILL, patches=12).pieces] == [2, 6]
 
@@ -174,17 +176,17 @@ def test_a_cached_encoder_leaves_the_language_model(in_flops):
     ],
 )
 def test_the_advice(in_flops, changes, name):
-    assert advised(placements(job(**changes))).name == name
+    assert recommended(placements(job(**changes))).name == name
 
 
 def test_what_has_no_room_is_not_advised(in_flops, monkeypatch):
     choices = placements(job(pp=2))
     now, dealt = choices[0], named(choices)["dealt"]
-    assert now.bytes < dealt.bytes and advised(choices) is dealt
+    assert now.bytes < dealt.bytes and recommended(choices) is dealt
     monkeypatch.setattr(placement, "GPU_MEMORY", dealt.bytes - 1)
-    assert advised(choices) is now
+    assert recommended(choices) is now
     monkeypatch.setattr(placement, "GPU_MEMORY", now.bytes - 1)  # then it is another GPU
-    assert advised(choices) is dealt
+    assert recommended(choices) is dealt
 
 
 def test_two_h200_as_they_were_measured():
@@ -194,7 +196,7 @@ def test_two_h200_as_they_were_measured():
     sizes = {"shape": QWEN_2B, "bins": 16}
     pipeline = dataclasses.replace(job(**sizes, pp=2, first_pipeline_layers=14), work=half)
     data_parallel = dataclasses.replace(job(**sizes), work=half)
-    choice, alone = at_hand(pipeline), at_hand(data_parallel)
+    choice, alone = current_placement(pipeline), current_placement(data_parallel)
     assert alone.step / choice.step == pytest.approx(2.646 / 4.140, rel=0.03)
     assert choice.waits[1] == pytest.approx(0.763, abs=0.06)
     assert choice.step == pytest.approx(4.14, rel=0.15)  # the plan's mean bin does not know how unequal images are

@@ -23,7 +23,7 @@ from trainer.parallel.mesh import Mesh
 from trainer.parallel.vision.exchange import Window, pipeline_links
 from trainer.parallel.vision.owner import RemoteOwner, VisionOwner
 from trainer.parallel.vision.worker import PipelineWorker
-from trainer.parallel.vision.world import Bridge
+from trainer.parallel.vision.world import VisionWorld
 from trainer.parts.vision.module import VisionEncoder, vision_config
 
 
@@ -57,7 +57,7 @@ class Qwen3VLModel(PackedModel):
         if is_dealt:
             self.exchange = self._dealt(encoder, self.groups.pp)
         elif self.parallel.vision_ranks:
-            self.exchange = self._remote(encoder, self.mesh.bridge)
+            self.exchange = self._remote(encoder, self.mesh.vision_world)
 
     def _dealt(self, encoder: VisionEncoder, pp: ProcessGroup) -> VisionOwner | PipelineWorker:
         """Return the exchange for images that all ranks of the pipeline encode together."""
@@ -67,12 +67,12 @@ class Qwen3VLModel(PackedModel):
             return VisionOwner(encoder, encode, links, range(1, pp.size()), window, self._encoded_width)
         return PipelineWorker(encoder, encode, links, [0], window)
 
-    def _remote(self, encoder: VisionEncoder, bridge: Bridge) -> RemoteOwner:
+    def _remote(self, encoder: VisionEncoder, vision_world: VisionWorld) -> RemoteOwner:
         """Return the exchange for images that dedicated vision ranks encode."""
         dp, places = self.mesh.dp, self.groups.tp_cp
-        workers, copies = bridge.workers_of(self.mesh.dp_rank, places.rank(), places.size(), dp)
+        workers, copies = vision_world.workers_of(self.mesh.dp_rank, places.rank(), places.size(), dp)
         window = Window(0, sum(Window.of(self.parallel.pp, self.parallel.vpp)))
-        return RemoteOwner(encoder, bridge.links, workers, copies, window, self._encoded_width)
+        return RemoteOwner(encoder, vision_world.links, workers, copies, window, self._encoded_width)
 
     @property
     def _encoded_width(self) -> int:

@@ -110,7 +110,7 @@ def pipeline_links(pp: ProcessGroup) -> Links:
     return Links(*(dist.new_subgroups_by_enumeration(each)[0] for _ in range(2)))
 
 
-def meet(links: Links, others: Sequence[int], device: torch.device, *, is_owner: bool) -> None:
+def warm_up_links(links: Links, others: Sequence[int], device: torch.device, *, is_owner: bool) -> None:
     """Exchange a number in both directions. NCCL connects two ranks at their first message, for which both must wait,
     and during a step they do not send and receive at the same time."""
     number = torch.zeros(1, device=device)

@@ -9,7 +9,7 @@ from itertools import accumulate, islice, pairwise
 import torch
 
 from trainer.data.micro_batch import MicroBatch
-from trainer.parallel.vision.exchange import Encode, ExchangeSide, Links, Message, Window, meet
+from trainer.parallel.vision.exchange import Encode, ExchangeSide, Links, Message, Window, warm_up_links
 
 
 class _Joined(torch.autograd.Function):
@@ -52,7 +52,7 @@ class VisionOwner(ExchangeSide):
     def prepare(self, device: torch.device) -> None:
         """See `ExchangeSide.prepare`; also opens the connections."""
         super().prepare(device)
-        meet(self._links, self._workers, device, is_owner=True)
+        warm_up_links(self._links, self._workers, device, is_owner=True)
 
     def encoded(self, batches: Iterator[MicroBatch], count: int) -> Iterator[MicroBatch]:
         """Return `count` micro batches, in order, with the image tokens of all ranks.

@@ -16,7 +16,7 @@ from trainer.data.reader import PREFETCH_DEPTH, BinReader, prefetch
 from trainer.data.slices import RankSlice
 from trainer.parallel.vision.exchange import Message
 from trainer.parallel.vision.worker import VisionWorker
-from trainer.parallel.vision.world import Role
+from trainer.parallel.vision.world import Assignment
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class Serving:
         per_step = self.run.num_micro_batches(self.dp) * len(self.replicas)
         batches: Iterator[MicroBatch] = iter(())
         while True:
-            message, number = self.worker.listen()
+            message, number = self.worker.receive_command()
             if message is Message.END:
                 return TrainResult(status="stopped" if number else "finished", step=0)
             if message is Message.BEGIN:
@@ -82,19 +82,19 @@ class Serving:
         self.worker.get_weights()
         behind, turns = self.window * len(self.owners), len(self.owners)
         for number, batch in enumerate(batches):
-            self.worker.learn(number - behind)
+            self.worker.backward_until(number - behind)
             self.worker.retire(number - behind)
-            self.worker.give(number, batch.to(self.device), self.owners[number % turns])
+            self.worker.encode_and_send(number, batch.to(self.device), self.owners[number % turns])
 
 
-def part_of(role: Role, parallel: ParallelConfig, dp: int) -> RankSlice:
-    """Return the part of a bin that a rank with this role reads."""
+def images_of(assignment: Assignment, parallel: ParallelConfig, dp: int) -> RankSlice:
+    """Return the part of a bin that a rank with this assignment reads."""
     places = parallel.cp * parallel.tp
     return RankSlice(
         pad_multiple=parallel.pad_multiple,
         cp=parallel.cp,
         vision_ranks=places,
-        vision_rank=role.share % places,
+        vision_rank=assignment.share % places,
         vision_shares=parallel.encoders_of_replica(dp),
-        vision_share=role.share,
+        vision_share=assignment.share,
     )

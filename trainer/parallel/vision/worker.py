@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from trainer.data.micro_batch import MicroBatch
-from trainer.parallel.vision.exchange import Encode, ExchangeSide, Links, Message, Window, meet
+from trainer.parallel.vision.exchange import Encode, ExchangeSide, Links, Message, Window, warm_up_links
 from trainer.parallel.vision.main_grads import add_to_main_grad, fuse_gradients
 
 
@@ -59,7 +59,7 @@ class VisionWorker(ExchangeSide):
             param.grad_added_to_main_grad = False
             param.register_post_accumulate_grad_hook(add_to_main_grad)
         if self._is_first:
-            meet(self._links, self._owners, device, is_owner=False)
+            warm_up_links(self._links, self._owners, device, is_owner=False)
 
     def get_weights(self) -> None:
         """Get the owner's weights, at the beginning of a step."""
@@ -75,7 +75,7 @@ class VisionWorker(ExchangeSide):
         if self._tp is not None:
             dist.broadcast(numbers, group=self._tp, group_src=0)
 
-    def give(self, number: int, batch: MicroBatch, owner: int) -> None:
+    def encode_and_send(self, number: int, batch: MicroBatch, owner: int) -> None:
         """Encode this rank's images of a micro batch, and send their tokens to an owner."""
         if batch.encoded_rows:
             encoded = self._encode(batch)
@@ -84,7 +84,7 @@ class VisionWorker(ExchangeSide):
             if encoded.requires_grad:
                 self._open.append(_Open(number, encoded, owner))
 
-    def learn(self, last: float) -> None:
+    def backward_until(self, last: float) -> None:
         """Run the backward pass of this rank's images, up to and including those of micro batch `last`."""
         while self._open and self._open[0].number <= last:
             _, encoded, owner = self._open.popleft()
@@ -92,7 +92,7 @@ class VisionWorker(ExchangeSide):
             self._receive(grad, owner)
             torch.autograd.backward(encoded, grad)
 
-    def listen(self) -> tuple[Message, int]:
+    def receive_command(self) -> tuple[Message, int]:
         """Receive the owner's next message and its number."""
         words = torch.zeros(2, dtype=torch.int64, device=self._device)
         self._receive(words, self._owners[0])
@@ -109,7 +109,7 @@ class VisionWorker(ExchangeSide):
 
     def finish_backward(self) -> None:
         """Run the rest of the backward pass and send the gradients to the owner. Called when the schedule has ended."""
-        self.learn(math.inf)
+        self.backward_until(math.inf)
         if not self.trained:
             return
         if self._tp is not None:
@@ -145,7 +145,7 @@ class PipelineWorker(VisionWorker):
 
         def encode_next() -> None:
             for number, batch in islice(coming, 1):
-                self.give(number, batch, self._owners[0])
+                self.encode_and_send(number, batch, self._owners[0])
                 waiting.append(batch)
 
         for _ in range(self._window.ahead):
@@ -153,7 +153,7 @@ class PipelineWorker(VisionWorker):
 
         def in_order() -> Iterator[MicroBatch]:
             for number in range(count):
-                self.learn(number - self._window.behind)
+                self.backward_until(number - self._window.behind)
                 encode_next()
                 self.retire(number)
                 yield waiting.popleft()

@@ -19,7 +19,7 @@ _BACKENDS = {"gloo": ProcessGroup.BackendType.GLOO, "nccl": ProcessGroup.Backend
 
 
 @dataclass(frozen=True, slots=True)
-class Role:
+class Assignment:
     """The work of one copy of the vision encoder.
 
     Attributes:
@@ -31,17 +31,19 @@ class Role:
     share: int
 
 
-def roles(encoders: int, dp: int) -> list[Role]:
-    """Return the role of each copy of the vision encoder. One of the two numbers must be a multiple of the other."""
+def assignments(encoders: int, dp: int) -> list[Assignment]:
+    """Return the assignment of each copy of the vision encoder. One of the numbers must be a multiple of the other."""
     if encoders >= dp:
         shares = encoders // dp
-        return [Role(range(number // shares, number // shares + 1), number % shares) for number in range(encoders)]
+        return [
+            Assignment(range(number // shares, number // shares + 1), number % shares) for number in range(encoders)
+        ]
     each = dp // encoders
-    return [Role(range(number * each, (number + 1) * each), 0) for number in range(encoders)]
+    return [Assignment(range(number * each, (number + 1) * each), 0) for number in range(encoders)]
 
 
 @dataclass(frozen=True, slots=True)
-class Bridge:
+class VisionWorld:
     """The connection of the two worlds.
 
     Attributes:
@@ -62,7 +64,7 @@ class Bridge:
     def is_vision(self) -> bool:
         return self.rank >= self.language_ranks
 
-    def say_place(self, replica: int, place: int | None) -> None:
+    def publish_index(self, replica: int, place: int | None) -> None:
         """Publish this process's index in tensor and context parallel of its replica of the language model.
 
         Args:
@@ -95,14 +97,16 @@ class Bridge:
             that also get their weights from it and send it their gradients.
         """
         mine = [
-            (self.language_ranks + number * self.vision_tp, role)
-            for number, role in enumerate(roles(self.vision_ranks // self.vision_tp, dp))
-            if replica in role.replicas and role.share % places == place
+            (self.language_ranks + number * self.vision_tp, assignment)
+            for number, assignment in enumerate(assignments(self.vision_ranks // self.vision_tp, dp))
+            if replica in assignment.replicas and assignment.share % places == place
         ]
-        return [rank for rank, _ in mine], [rank for rank, role in mine if role.replicas[0] == replica]
+        return [rank for rank, _ in mine], [rank for rank, assignment in mine if assignment.replicas[0] == replica]
 
 
-def join(rank: int, processes: int, vision: VisionRanks, timeout: datetime.timedelta, device: torch.device) -> Bridge:
+def join(
+    rank: int, processes: int, vision: VisionRanks, timeout: datetime.timedelta, device: torch.device
+) -> VisionWorld:
     """Join this process's own world, and the groups that connect the two worlds; a collective of the job."""
     store, _, _ = next(dist.rendezvous("env://", rank, processes, timeout=timeout))
     language = processes - vision.ranks
@@ -116,7 +120,7 @@ def join(rank: int, processes: int, vision: VisionRanks, timeout: datetime.timed
     )
     names = ("to owner", "to worker")
     links = Links(*(_group(backend, PrefixStore(name, store), rank, processes, timeout, device) for name in names))
-    return Bridge(PrefixStore("bridge", store), links, rank, language, vision.ranks, vision.tp)
+    return VisionWorld(PrefixStore("bridge", store), links, rank, language, vision.ranks, vision.tp)
 
 
 def _group(

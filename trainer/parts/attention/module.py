@@ -37,7 +37,7 @@ class RotarySelfAttention(SelfAttention):
         if is_whole and kernels_run(hidden_states.device):
             return self._prepare_fused(hidden_states, rotation)
         query, key, value = (x.squeeze(1) for x in self.get_query_key_value_tensors(hidden_states))
-        return rotation.turn(query), rotation.turn(key), value
+        return rotation.rotate(query), rotation.rotate(key), value
 
     def attend(self, query, key, value, segments: PackedSegments) -> torch.Tensor:
         """Attend, given the results of `prepare` and the segments; return (T, 1, h * d)."""
@@ -83,7 +83,7 @@ class GatedSelfAttention(RotarySelfAttention):
         """Map (T, 1, D) to rotated queries (T, h, d), rotated keys (T, g, d), values (T, g, d), gates (T, h, d)."""
         projected = self.get_query_key_value_tensors(hidden_states, output_gate=True)
         query, key, value, gate = (x.squeeze(1) for x in projected)
-        return rotation.turn(query), rotation.turn(key), value, gate
+        return rotation.rotate(query), rotation.rotate(key), value, gate
 
     def attend(self, query, key, value, gate, segments: PackedSegments) -> torch.Tensor:
         """Attend, given the results of `prepare` and the segments; return (T, 1, h * d)."""
