@@ -116,11 +116,12 @@ def _kill_in_convert(cache: Path, source: str) -> None:
     process = subprocess.Popen(
         command(ROOT, source), env=_environment(cache), stdout=subprocess.DEVNULL, start_new_session=True
     )
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline and process.poll() is None:
         if any(f.name.endswith(".tar") for f in walk_files(location(ROOT) / "artifacts" / "convert")):
             break
         time.sleep(0.02)
+    assert process.poll() is None, "the run ended before it could be killed"
     os.killpg(process.pid, 9)
     process.wait()
     (unfinished,) = (location(ROOT) / "artifacts" / "convert").iterdir()

@@ -61,9 +61,7 @@ def test_the_stage_takes_an_adapter_beside_the_model_it_belongs_to(tmp_path):
     before = {"hf": model_input(base), "samples": samples}
     lines = [(answered(config, inputs, root).dir / ANSWERS_JSONL).read_text() for inputs in (beside, merged, before)]
     assert lines[0] == lines[1] != lines[2]
-    with pytest.raises(
-        InputError, match=r"engine=vllm answers with a whole model, and the adapter .* is to stand beside"
-    ):
+    with pytest.raises(InputError, match=r"engine=vllm cannot use the unmerged adapter .*; take engine=transformers"):
         answered(config.model_copy(update={"engine": "vllm"}), beside, root)
     other = {**beside, "hf": model_input(tiny_hf_dir("second"))}
     with pytest.raises(InputError, match="is of another model"):

@@ -75,7 +75,8 @@ def test_the_pieces_of_a_pipeline_leave_no_room_for_vision(job, tmp_path):
     parallel = ParallelConfig(pp=2)
     run = changed(job.model_copy(update={"bins_dir": tmp_path}), parallel=parallel)
     shape = dataclasses.replace(
-        (small := read_model(job.hf_dir)[1]), language=dataclasses.replace(small.language, num_layers=8)
+        (small := read_model(job.hf_dir)[1]),
+        language=dataclasses.replace(small.language, layers=2 * small.language.layers),
     )
     cached, computed = (pieces_of(each, shape) for each in (run, run.model_copy(update={"features_dir": None})))
     assert len(cached[0]) == 4 > len(computed[0])
