@@ -36,8 +36,9 @@ def _kind(value: object) -> str:
 
 
 def _data_kind(value: object) -> str:
-    kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
-    return RECEIPTS if kind == RECEIPTS else _kind(value)
+    # Only drawn receipts have a kind, so a wrong kind is reported as theirs.
+    has_kind = "kind" in value if isinstance(value, dict) else hasattr(value, "kind")
+    return RECEIPTS if has_kind else _kind(value)
 
 
 class DataSource(SourceReading):

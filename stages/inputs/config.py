@@ -18,7 +18,7 @@ class EmbeddedDataConfig(StrictModel):
 
     later_fields = ("num_words",)
 
-    seed: int = Field(ge=0, le=2**32 - 1, description="seed of picture sizes, phrasings and pairs")
+    seed: int = Field(ge=0, le=2**32 - 1, description="seed of the random choices in the data")
     num_scans: int = Field(default=NUM_SCANS, ge=10, le=NUM_SCANS, description="digit scans used, one per row")
     num_multi: int = Field(
         default=400, ge=0, le=10**6, description="rows with several questions about one scan, at most"
@@ -32,7 +32,7 @@ class EmbeddedReceiptsConfig(StrictModel):
     """Identity of the drawn receipts: their numbers and their seed."""
 
     kind: Literal["receipts"] = Field(description="receipts: drawn receipts in place of the digits")
-    seed: int = Field(ge=0, le=2**32 - 1, description="seed of the receipts and of how they are photographed")
+    seed: int = Field(ge=0, le=2**32 - 1, description="seed of the random choices in the data")
     num_train: int = Field(ge=1, le=10**7, description="receipts in the split train")
     num_strips: int = Field(
         ge=0, le=10**7, description="single lines and single fields of other receipts in the split train, as images"

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dataset_builders.embedded.receipts import receipt_row, strip_row
+from dataset_builders.sources.cord_target import to_json
 from dataset_builders.storage.files import atomic_path
 from stages.artifacts.artifact import Stage, StageOutput
 from stages.artifacts.workers import StageResources, run_tasks
@@ -66,11 +67,9 @@ def _write_report(work: Path, config: EmbeddedReceiptsConfig, counts: Mapping[st
     rows += [strip_row(config.seed, i) for i in range(min(_SHOWN, config.num_strips))]
     for row in rows:
         parse = json.loads(row["ground_truth"])["gt_parse"]
-        pictures.append((row["image"]["bytes"], json.dumps(parse, indent=1)))
-    sections = [Table("Splits", ["files", "rows"], list(counts.items())), Pictures("Raw rows", pictures)]
-    write_report(
-        work, title="Drawn receipts as raw rows", summary={"receipts": sum(counts.values())}, sections=sections
-    )
+        pictures.append((row["image"]["bytes"], to_json(parse)))
+    sections = [Table("Files", ["begin with", "rows"], list(counts.items())), Pictures("Raw rows", pictures)]
+    write_report(work, title="Drawn receipts as raw rows", summary={"rows": sum(counts.values())}, sections=sections)
 
 
 STAGE = Stage("embedded_receipts", VERSION, _run, on_disk=True, dataset="raw", digested=("*.parquet",))
