@@ -182,6 +182,33 @@ def folder_imports() -> dict[str, set[str]]:
     return found
 
 
+@cache
+def names_in(path: Path) -> frozenset[str]:
+    """Return every name that a module binds, at whatever depth."""
+    names = set()
+    for node in nodes_of(path):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+    return frozenset(names)
+
+
+def test_an_imported_name_is_there():
+    """Benches and tests for a GPU are not run with the others, so a renamed function would leave them behind."""
+    ours = {name_of(path): path for path in [*MODULES, *TESTS, *(ROOT / "infra").rglob("*.py")]}
+    fail_with(
+        f"{at(path, node.lineno)}: {node.module} has no {alias.name}"
+        for path in ours.values()
+        for node in nodes_of(path)
+        if isinstance(node, ast.ImportFrom) and node.module in ours
+        for alias in node.names
+        if f"{node.module}.{alias.name}" not in ours and alias.name not in names_in(ours[node.module])
+    )
+
+
 def test_no_two_folders_import_each_other():
     found = folder_imports()
     rings = sorted(f"{one} <-> {other}" for one in found for other in found[one] if one in found.get(other, ()))

@@ -26,14 +26,14 @@ import torch
 from dataset_builders.contracts.tokenized import TokenizedSample
 from stages.plan_bins.pack import pack
 from tests.bench.host import version_text
-from tests.bench.mix import IMAGE_TOKEN, MAX_PATCHES_PER_TOKEN, VOCABULARY, draw_kind
+from tests.bench.mix import MAX_PATCHES_PER_TOKEN, VOCABULARY, draw_kind
 from tests.helpers.bins import make_sample
 from trainer.data.micro_batch import Geometry, make_micro_batch
 from trainer.data.slices import RankSlice
 
 SEQ_LEN = 8192
 PATCH_BYTES = 768
-NO_PIXELS = Geometry(IMAGE_TOKEN, 2, 0)
+NO_PIXELS = Geometry(VOCABULARY.stop, 2, 0)  # the image token is no word
 COUNTS = (256, 512, 1024, 2048, 4096)
 MAIN = 1024
 READ = ("input_ids", "loss_mask", "image_grid_thw")

@@ -74,8 +74,8 @@ def attend_images(
     return attended[None], None
 
 
-def train(root: Path, out: Path, config: TrainConfig) -> None:
-    """Write DIRECTORY/hf and DIRECTORY/losses.json."""
+def train(root: Path, out: Path, config: TrainConfig, max_seconds: float) -> None:
+    """Write DIRECTORY/hf and DIRECTORY/losses.json. The training ends early after `max_seconds`."""
     source, bins = hf_dir_of(artifact(root, "embedded_model")), artifact(root, "plan_bins")
     reader = bin_reader(artifact(root, "tokenize").dir, bins.dir, source, bins.manifest.config["seq_len"])
     model, losses = load_transformers(source), []
@@ -90,6 +90,8 @@ def train(root: Path, out: Path, config: TrainConfig) -> None:
                 f"step {len(losses)}: loss {np.mean(losses[-100:]):.4f}, {time.perf_counter() - start:.0f} s",
                 flush=True,
             )
+        if time.perf_counter() - start > max_seconds:
+            break
     seconds = time.perf_counter() - start
     shutil.copytree(source, out / "hf", ignore=shutil.ignore_patterns("*.safetensors"))
     model.save_pretrained(out / "hf")
@@ -113,7 +115,9 @@ def report(root: Path, out: Path, peer: dict[str, Any]) -> None:
     own_seconds = sum(row.step_seconds for row in rows)
     print("| | athanor | transformers |\n| --- | ---: | ---: |")
     print(f"| seconds of training | {own_seconds:.0f} | {told['seconds']:.0f} |")
-    print(f"| useful tokens/s | {rows[-1].tokens / own_seconds:,.0f} | {rows[-1].tokens / told['seconds']:,.0f} |")
+    print(f"| steps | {len(rows)} | {len(theirs)} |")
+    rates = rows[-1].tokens / own_seconds, rows[len(theirs) - 1].tokens / told["seconds"]
+    print(f"| useful tokens/s | {rates[0]:,.0f} | {rates[1]:,.0f} |")
     own = artifact(root, "evaluate").manifest.stats
     for subset, scores in own["scores"].items():
         for name in scores.keys() & peer["scores"][subset].keys():
@@ -122,9 +126,8 @@ def report(root: Path, out: Path, peer: dict[str, Any]) -> None:
     width = max(1, len(ours) // WINDOWS)
     for first in range(0, len(ours), width):
         window = slice(first, first + width)
-        print(
-            f"| loss, steps {first + 1} to {first + width} | {ours[window].mean():.4f} | {theirs[window].mean():.4f} |"
-        )
+        peer_loss = f"{theirs[window].mean():.4f}" if len(theirs) >= first + width else "-"
+        print(f"| loss, steps {first + 1} to {first + width} | {ours[window].mean():.4f} | {peer_loss} |")
     plt.switch_backend("Agg")
     figure, axes = plt.subplots(figsize=(9, 4.5))
     for name, curve in (("athanor", ours), ("transformers", theirs)):
@@ -142,12 +145,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--set", action="append", default=[], dest="overrides", help="as for `athanor run receipts`")
     parser.add_argument("--train", action="store_true")
+    parser.add_argument("--max-seconds", type=float, default=float("inf"), help="end the training of --train early")
     parser.add_argument("--score", action="store_true")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     print(", ".join(describe()), flush=True)
     if args.train:
-        train(args.root, args.out, load_recipe("receipts", args.overrides).config.train)
+        train(args.root, args.out, load_recipe("receipts", args.overrides).config.train, args.max_seconds)
     if args.score:
         report(args.root, args.out, score(args.root, args.out))
 

@@ -23,15 +23,18 @@ TURN = """
 import json, sys
 from pathlib import Path
 from tests.bench.trainer_job import bench_train_config, train_steps
-root, global_batch, precision, seq_len, steps = sys.argv[1:]
-rows = train_steps(Path(root), bench_train_config(int(global_batch), precision), int(seq_len), int(steps))
+from trainer.contract.adapter import AdapterConfig
+root, global_batch, precision, seq_len, steps, adapter = sys.argv[1:]
+adapter = AdapterConfig.model_validate_json(adapter) if adapter else None
+config = bench_train_config(int(global_batch), precision, adapter=adapter)
+rows = train_steps(Path(root), config, int(seq_len), int(steps))
 print(json.dumps([row.model_dump() for row in rows]))
 """
 
 
 def run_turn(checkout: Path, root: Path, args: argparse.Namespace) -> list[dict[str, float]]:
     """Return the rows of metrics.jsonl of one job of a checkout's trainer."""
-    settings = [root, args.global_batch, args.precision, args.seq_len, args.warmup + args.steps]
+    settings = [root, args.global_batch, args.precision, args.seq_len, args.warmup + args.steps, args.adapter]
     path = os.pathsep.join([str(checkout), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     command = [sys.executable, "-c", TURN, *map(str, settings)]
     done = subprocess.run(command, cwd=checkout, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
@@ -61,6 +64,7 @@ def main() -> None:
     parser.add_argument("before", type=Path, help="another checkout")
     parser.add_argument("--model", choices=MODELS, default="qwen3_vl_2b")
     parser.add_argument("--precision", default="bfloat16")
+    parser.add_argument("--adapter", default="", help='as JSON, {"rank": 16, "alpha": 32}')
     parser.add_argument("--seq-len", type=int, default=16384)
     parser.add_argument("--global-batch", type=int, default=4, help="bins a step")
     parser.add_argument("--bins", type=int, default=48)

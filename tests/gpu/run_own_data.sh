@@ -5,15 +5,15 @@
 #   PYTHONPATH=... bash tests/gpu/run_own_data.sh DIRECTORY PART...
 #
 # DIRECTORY gets models, data, roots and logs: 60 GB. Parts: 24gb, 80gb, receipts, peer (which waits for the bins of
-# receipts), score (which waits for both trainings). LR, STEPS and STRIPS change the settings of receipts; LIMIT is the
-# longest time of a run in seconds.
+# receipts), score (which waits for both trainings). SET changes settings of receipts, separated by spaces; LIMIT is the
+# longest time of a run in seconds, and of the peer's training.
 set -uo pipefail
 
 readonly directory=$1
 shift
 mkdir -p "$directory"
-declare -a receipts=(--set "train.optim.lr=${LR:-6.0e-4}" --set "train.num_steps=${STEPS:-5000}"
-  --set "data.num_strips=${STRIPS:-80000}")
+declare -a receipts=()
+for setting in ${SET:-}; do receipts+=(--set "$setting"); done
 
 athanor() { python3 -m flows.cli.main "$@"; }
 
@@ -66,7 +66,7 @@ for part in "$@"; do
     peer)
       until ls "$directory"/receipts-root/artifacts/plan_bins/*/manifest.json >/dev/null 2>&1; do sleep 1; done
       python3 -W ignore -m tests.bench.bench_receipts --root "$directory/receipts-root" --out "$directory/peer" --train \
-        "${receipts[@]}" >"$directory/peer.txt" 2>&1
+        --max-seconds "${LIMIT:-560}" "${receipts[@]}" >"$directory/peer.txt" 2>&1
       tail -n 2 "$directory/peer.txt"
       ;;
     score)

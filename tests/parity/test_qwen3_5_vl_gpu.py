@@ -28,7 +28,8 @@ from trainer.layers.module_set import TorchModules
 from trainer.model.registry import read_model
 from trainer.model.rules import global_names
 from trainer.model.shape import VisionShape
-from trainer.parts.delta.rule.gated_delta_net import kernels_fit
+from trainer.parts.delta.part import DeltaNet
+from trainer.parts.delta.rule.gated_delta_net import DeltaHeads, kernels_fit
 
 EXACT = ("A_log", "dt_bias")
 # transformers' merger of the large encoders in a model of width 3584. megatron-core's examples/multimodal_dev found
@@ -113,7 +114,9 @@ def test_a_set_of_modules_in_bf16(shape, modules):
         model = build_tiny(hybrid_hf_dir(shape), mesh, SEQ_LEN, torch.bfloat16, modules=modules)
         like = torch.empty(0, dtype=torch.bfloat16, device=mesh.device)
         is_hopper = torch.cuda.get_device_capability()[0] == 9
-        assert kernels_fit(like, model._delta_heads()) is (shape == "third" and is_hopper and modules != "portable")
+        delta = next(part for part in model.shape.language.mixers if isinstance(part, DeltaNet))
+        heads = DeltaHeads(delta.key_heads, delta.value_heads, delta.head_dim)
+        assert kernels_fit(like, heads) is (shape == "third" and is_hopper and modules != "portable")
         return model
 
     check_bf16(shape, build)
