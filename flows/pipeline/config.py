@@ -140,6 +140,11 @@ class PipelineConfig(StrictModel):
         self._check_lengths()
         self._check_profile()
         self._check_adapter()
+        if self.train.experts.force_balance:
+            raise ValueError(
+                "train.experts.force_balance=true deals tokens to experts without regard to the router, which is for "
+                "measurements of speed, and a recipe registers its model; remove it"
+            )
         self.check_parallel(self.model.shape if isinstance(self.model, EmbeddedModelConfig) else None)
         builders = [get_builder(reading.builder) for reading in self.convert_config.readings.values()]
         if self.convert.heldout_fraction == 0 and not all(builder.has_splits for builder in builders):

@@ -35,7 +35,7 @@ from trainer.model.family import Family
 from trainer.model.registry import get_family, read_model
 from trainer.model.shape import ModelShape
 from trainer.model.whole_modules import check_adapter
-from trainer.plan.checks import check_cached, check_training
+from trainer.plan.checks import check_cached, check_experts, check_training
 
 RAW_DIGESTS = "raw-digests.json"
 
@@ -213,6 +213,7 @@ def _check_family(config: PipelineConfig, family: Family, shape: ModelShape) -> 
         check_cached(config.train.frozen, config.execution.parallel, family)
     check_training(config.train, config.execution.parallel, family)
     check_adapter(config.train, family, shape)
+    check_experts(config.train, config.execution.parallel, shape)
     if trains_here(config):
         check_precision(config.train.precision, config.execution.modules, this_host())
         modules_line(config)

@@ -57,6 +57,24 @@ class DeltaSizes(StrictModel):
         return self
 
 
+class ExpertSizes(StrictModel):
+    """The experts of a decoder's layers."""
+
+    count: int = Field(gt=0, le=4096, description="experts of a layer")
+    top_k: int = Field(gt=0, le=4096, description="experts of a token, at most count")
+    width: int = Field(gt=0, le=2**18, description="width of an expert's gated MLP")
+    shared_width: int = Field(default=0, ge=0, le=2**18, description="width of the shared expert, of qwen3_5_moe")
+    dense_layers: tuple[int, ...] = Field(
+        default=(), description="layers with an MLP in place of experts, of qwen3_vl_moe"
+    )
+
+    @model_validator(mode="after")
+    def _experts_suffice(self) -> "ExpertSizes":
+        if self.top_k > self.count:
+            raise ValueError(f"top_k={self.top_k} is more than count={self.count}")
+        return self
+
+
 class EmbeddedModelConfig(StrictModel):
     """Identity of a model with random weights: its sizes, its tokenizer's size and the seed.
 
@@ -64,7 +82,7 @@ class EmbeddedModelConfig(StrictModel):
     its sizes written out make the same artifact.
     """
 
-    later_fields = ("family", "dtype", "rotary_fraction", "delta")
+    later_fields = ("family", "dtype", "rotary_fraction", "delta", "experts")
 
     kind: Literal["random"] = Field(default="random", description="random weights: the only kind")
     family: str = Field(default=EMBEDDED, description="qwen3_vl or qwen3_5; null variant: its smallest")
@@ -99,6 +117,7 @@ class EmbeddedModelConfig(StrictModel):
     dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="of the weights in the directory")
     rotary_fraction: float = Field(default=1.0, gt=0, le=1, description="share of a language head that is rotated")
     delta: DeltaSizes | None = Field(default=None, description="gated delta nets, of qwen3_5; null: there are none")
+    experts: ExpertSizes | None = Field(default=None, description="experts, of the families with moe; null: none")
 
     @model_validator(mode="before")
     @classmethod
@@ -112,9 +131,10 @@ class EmbeddedModelConfig(StrictModel):
             family, sizes = get_variant(given["variant"])
             if given.get("family", family) != family:
                 raise ValueError(f"variant={given['variant']} is of {family}, not of family={shown(given['family'])}")
-        if isinstance(given.get("delta"), Mapping) and "delta" in sizes:
-            sizes = sizes | {"delta": sizes["delta"] | given["delta"]}
-            given = {key: value for key, value in given.items() if key != "delta"}
+        for name in ("delta", "experts"):
+            if isinstance(given.get(name), Mapping) and name in sizes:
+                sizes = sizes | {name: sizes[name] | given[name]}
+                given = {key: value for key, value in given.items() if key != name}
         return sizes | given | {"family": family}
 
     @model_serializer(mode="wrap")
@@ -126,7 +146,11 @@ class EmbeddedModelConfig(StrictModel):
 
     @model_validator(mode="after")
     def _family_fits(self) -> "EmbeddedModelConfig":
-        is_hybrid = "delta" in get_variants(self.family)[f"{self.family}_tiny"]
+        own = get_variants(self.family)[f"{self.family}_tiny"]
+        if ("experts" in own) != (self.experts is not None):
+            needs = "needs experts" if "experts" in own else "has no experts; try family=qwen3_vl_moe"
+            raise ValueError(f"family={self.family} {needs}")
+        is_hybrid = "delta" in own
         if is_hybrid and (self.delta is None or self.deepstack_indexes):
             raise ValueError(
                 f"family={self.family} needs delta and has no deepstack; leave out delta or deepstack_indexes"

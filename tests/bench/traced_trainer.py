@@ -18,8 +18,8 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from tests.bench.trace_parts import MARK, STEP_BEGINS, STEP_ENDS
 from trainer.layers.decoder import LanguageModel
+from trainer.layers.measures.part_clock import PartClock
 from trainer.layers.packed_model import PackedModel
-from trainer.layers.part_clock import PartClock
 from trainer.loop import interval, job, set_up
 from trainer.parallel.mesh import place_in_world
 

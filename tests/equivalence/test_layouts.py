@@ -17,6 +17,7 @@ from tests.helpers.run_dir import OPTIM, make_bins, model_dir, write_job
 from tests.helpers.tiers import full, tiered
 from tests.helpers.world import World, exported, run_world
 from trainer.contract.answer import HeldoutRow, read_heldout
+from trainer.contract.experts import ExpertsConfig
 from trainer.contract.names import HELDOUT_BASE_JSONL, HELDOUT_JSONL
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import PartConfig
@@ -159,6 +160,18 @@ LAYOUTS = {
     "hybrid-cp4": ({"cp": 4}, 4, "hybrid-deep"),
     "hybrid-tp2-cp2": ({"tp": 2, "cp": 2}, 4, "hybrid-deep"),
     "hybrid-tp2-sp-cp2": ({"tp": 2, "cp": 2, **SP, **FULL}, 4, "hybrid-deep"),
+    "experts-full": (FULL, 1, "experts-listed"),
+    "experts-dp2": ({}, 2, "experts-shared"),
+    "experts-tp2": ({"tp": 2}, 2, "experts-shared"),
+    "experts-tp2-sp": ({"tp": 2, **SP}, 2, "experts-listed"),
+    "experts-tp2-sp-full": ({"tp": 2, **SP, **FULL}, 2, "experts-shared"),
+    "experts-pp2": ({"pp": 2}, 2, "experts-sparse"),
+    "experts-pp2-vpp2-full": ({"pp": 2, "vpp": 2, **FULL}, 2, "experts-shared"),
+    "experts-pp2-dealt": ({"pp": 2, **DEALT}, 2, "experts-listed"),
+    "experts-own-1+2-tp2-sp": ({"tp": 2, **SP, **own(1)}, 3, "experts-listed"),
+    "experts-cp2": ({"cp": 2}, 2, "experts-many"),
+    "experts-tp2-sp-cp2": ({"tp": 2, "cp": 2, **SP}, 4, "experts-shared"),
+    "experts-tp2-pp2": ({"tp": 2, "pp": 2}, 4, "experts-shared"),
     "fourfold": (FOURFOLD, 16, "first"),
     "fourfold-dealt": ({**FOURFOLD, **DEALT}, 16, "first"),
     "fourfold-full": ({**FOURFOLD, **FULL}, 16, "first"),
@@ -171,7 +184,7 @@ HERE = [name for name in LAYOUTS if name not in ELSEWHERE]
 # Each axis by itself, three pairs, one of all four; for the family that stresses it most.
 CORE = (
     *("dp2", "tp2-sp", "pp2", "cp2", "tp2-sp-cp2-vision", "text-tp2-sp"),
-    "hybrid-tp2-sp-full",
+    *("hybrid-tp2-sp-full", "experts-tp2-sp-cp2"),
 )
 
 
@@ -208,6 +221,8 @@ def outcome(tmp_path_factory):
             name="-".join((name, "frozen", *frozen)),
         )
         train = run.train.model_copy(update={part: PartConfig(frozen=True) for part in frozen})
+        if shape.startswith("experts-"):
+            train = train.model_copy(update={"experts": ExpertsConfig(auxiliary_loss="layer", coefficient=0.1)})
         run = run.model_copy(update={"seq_len": SEQ_LEN, "train": train})
         world = run_world(run, processes)
         heldout, before = (read_heldout(run.output_dir / name) for name in (HELDOUT_JSONL, HELDOUT_BASE_JSONL))
@@ -274,6 +289,8 @@ def compare_steps(ours: Outcome, alone: Outcome) -> None:
             expected = getattr(b, norm)
             wanted = None if expected is None else pytest.approx(expected, rel=1e-4)  # a frozen part has none
             assert getattr(a, norm) == wanted, f"step {a.step}: {norm}"
+        reported = {name: value for name, value in b.model_extra.items() if name.startswith("layers_")}
+        assert {name: a.model_extra[name] for name in reported} == pytest.approx(reported, rel=1e-5), f"step {a.step}"
         assert a.param_norm == pytest.approx(b.param_norm, rel=1e-6), f"step {a.step}"
         assert (a.tokens, a.loss_tokens) == (b.tokens, b.loss_tokens)
         if b.heldout_loss is not None:

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from dataset_builders.errors import InputError, one_line
 from dataset_builders.storage.files import read_object
-from trainer.model.rules import Rule, global_names
+from trainer.model.rules import Rule, global_names, stored_rules
 from trainer.parallel.late_memory import put, with_memory
 
 INDEX = "model.safetensors.index.json"
@@ -58,12 +58,11 @@ class HFTensors:
             bounds = [(start + rank * share, start + (rank + 1) * share) for start, share in zip(starts, shares)]
             return torch.cat([stored[start:stop] if dim == 0 else stored[:, start:stop] for start, stop in bounds], dim)
 
-    def dtype_and_bytes(self, name: str) -> tuple[torch.dtype, int]:
-        """Return the dtype of a stored tensor and its bytes, reading only the file's header."""
+    def header(self, name: str) -> tuple[torch.dtype, torch.Size]:
+        """Return the dtype and the shape of a stored tensor, reading only the file's header."""
         with self._open(name) as file:
             stored = file.get_slice(name)
-            dtype = stored[:0].dtype
-        return dtype, torch.Size(stored.get_shape()).numel() * dtype.itemsize
+            return stored[:0].dtype, torch.Size(stored.get_shape())
 
     def _open(self, name: str):
         if name not in self._files:
@@ -97,7 +96,7 @@ def load_hf_weights(
         InputError: a tensor is missing, has another shape, or is left over.
     """
     source = HFTensors(hf_dir)
-    table = {rule.ours: rule for rule in rules}
+    table = {rule.ours: rule for rule in stored_rules(rules, source.names())}
     _check_leftovers(source, table, model, carried)
     # Only names: an iterator over the parameters would keep replaced ones in memory.
     named = zip(global_names(model), model.named_parameters(), strict=True)

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from dataset_builders.contracts.manifest import FileEntry, file_entry
 from dataset_builders.storage.files import write_json
 from trainer.checkpoint.hf_read import INDEX, HFTensors, left_over, parallel_axis
-from trainer.model.rules import Rule, global_names
+from trainer.model.rules import Rule, global_names, stored_rules
 from trainer.parallel.mesh import Mesh
 
 FILE_BYTES = 5_000_000_000
@@ -59,10 +59,12 @@ def save_hf_weights(
         The entry of each weight file; empty on all ranks except the main one.
     """
     source = HFTensors(source_dir)
+    rules = stored_rules(rules, source.names())
     carried = left_over(source, rules, tied=chunks[0].share_embeddings_and_output_weights)
     names_of_table = (name for rule in rules for name in rule.hf)
-    stored = {name: source.dtype_and_bytes(name) for name in (*names_of_table, *carried)}
-    files = _plan_files({name: size for name, (_, size) in stored.items()}, file_bytes)
+    stored = {name: source.header(name) for name in (*names_of_table, *carried)}
+    sizes = {name: shape.numel() * dtype.itemsize for name, (dtype, shape) in stored.items()}
+    files = _plan_files(sizes, file_bytes)
     if mesh.is_main:
         out_dir.mkdir(parents=True, exist_ok=True)
     unchanged = ((name, source.get(name) if mesh.is_main else None) for name in carried)
@@ -72,14 +74,19 @@ def save_hf_weights(
         for file, names in files.items():
             of_file = dict(itertools.islice(stream, len(names)))
             if mesh.is_main:
-                ready = {name: tensor.to("cpu", stored[name][0]).contiguous() for name, tensor in of_file.items()}
+                ready = {name: _as_stored(tensor, *stored[name]) for name, tensor in of_file.items()}
                 save_file(ready, out_dir / file, metadata={"format": "pt"})
                 entries.append(pool.submit(file_entry, out_dir, file))
-    total = sum(size for _, size in stored.values())
+    total = sum(sizes.values())
     if mesh.is_main and len(files) > 1:
         weight_map = {name: file for file, names in files.items() for name in names}
         write_json(out_dir / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     return [entry.result() for entry in entries]
+
+
+def _as_stored(tensor: torch.Tensor, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    """Return a tensor as its directory stores it; an expert's matrices may be transposed there, see `EitherWay`."""
+    return (tensor if tensor.shape == shape else tensor.transpose(1, 2)).to("cpu", dtype).contiguous()
 
 
 def _plan_files(sizes: dict[str, int], file_bytes: int) -> dict[str, list[str]]:

@@ -34,7 +34,8 @@ class MetricsRow(StrictModel):
 
     After these fields come the metrics of each part of the model. The model's family names the parts:
     {part}_grad_norm, before clipping, None if the part is frozen; {part}_seconds, forward and backward;
-    {part}_tflops, model TFLOP/s over all ranks, without padding.
+    {part}_tflops, model TFLOP/s over all ranks, without padding. Then come the numbers that layers report:
+    layers_{name}, as the loads of experts (trainer/parts/experts/part.py).
     """
 
     model_config = ConfigDict(frozen=True, extra="allow")
@@ -64,9 +65,10 @@ class MetricsRow(StrictModel):
 
     @model_validator(mode="after")
     def _others_are_of_parts(self) -> "MetricsRow":
-        unknown = [name for name in self.model_extra if not name.endswith(("_grad_norm", "_seconds", "_tflops"))]
+        of_parts = ("_grad_norm", "_seconds", "_tflops")
+        unknown = [name for name in self.model_extra if not name.endswith(of_parts) and not name.startswith("layers_")]
         if unknown:
-            raise ValueError(f"{unknown[0]} is neither a field nor a number of a part")
+            raise ValueError(f"{unknown[0]} is neither a field nor a number of a part or of layers")
         return self
 
 

@@ -19,6 +19,7 @@ from dataset_builders.contracts.strict import StrictModel
 from dataset_builders.errors import InputError
 from dataset_builders.storage.store import Location
 from trainer.contract.adapter import AdapterConfig
+from trainer.contract.experts import ExpertsConfig
 from trainer.contract.machine.modules import Wanted
 from trainer.contract.parallel import ParallelConfig
 
@@ -94,7 +95,7 @@ class PartConfig(StrictModel):
 class TrainConfig(StrictModel):
     """Identity: everything that changes the trained weights or the recorded metrics."""
 
-    later_fields = ("adapter", "num_epochs")
+    later_fields = ("adapter", "num_epochs", "experts")
 
     seed: int = Field(ge=0, le=2**32 - 1, description="order of the bins")
     num_steps: int | None = Field(default=None, gt=0, le=10**8, description="optimizer updates; null: num_epochs")
@@ -119,6 +120,7 @@ class TrainConfig(StrictModel):
     adapter: AdapterConfig | None = Field(
         default=None, description="low-rank adapters, which are then all that is trained; null: the parts are trained"
     )
+    experts: ExpertsConfig = Field(default=ExpertsConfig(), description="the router of a model with experts")
 
     def for_bins(self, num_bins: int) -> "TrainConfig":
         """Return this config with its epochs and warmup as numbers of steps, given the number of training bins.

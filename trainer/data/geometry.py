@@ -6,8 +6,8 @@ from trainer.model.shape import ModelShape
 
 def geometry_of(shape: ModelShape) -> Geometry:
     """Return the geometry of a model's micro batches."""
-    vision, images, in_chunks = shape.vision, shape.images, shape.language.in_chunks
+    vision, images = shape.vision, shape.images
+    of_layers = {"in_chunks": shape.language.in_chunks, "marks_padding": shape.language.routes_tokens}
     if vision is None or images is None:
-        return Geometry(in_chunks=in_chunks)
-    patch_bytes = 3 * vision.patch_size**2
-    return Geometry(images.image_token_id, vision.spatial_merge_size, patch_bytes, in_chunks=in_chunks)
+        return Geometry(**of_layers)
+    return Geometry(images.image_token_id, vision.spatial_merge_size, 3 * vision.patch_size**2, **of_layers)

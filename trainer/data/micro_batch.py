@@ -34,6 +34,7 @@ class Geometry:
         patch_bytes: bytes of one patch: 3 * patch_size^2.
         positions: computes the positions of one sample.
         in_chunks: whether some layers take a bin's segments in chunks.
+        marks_padding: whether some layers must know which tokens are padding.
     """
 
     image_token_id: int | None = None
@@ -41,6 +42,7 @@ class Geometry:
     patch_bytes: int = 0
     positions: Positions = mrope_positions
     in_chunks: bool = False
+    marks_padding: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -66,6 +68,7 @@ class MicroBatch:
         cp_order: (T,) int64 indices of the bin's tokens, in the order in which context-parallel ranks hold them; empty
             if one rank holds the whole bin.
         chunks: the segments of the whole bin in chunks; None if no layer needs chunks.
+        is_token: (t,) bool: whether a place holds a token of a sample and not padding; empty if no layer needs it.
         loss_index: (N,) int64 indices into the t tokens whose logits are needed.
         labels: (N,) int64 the token to predict at each loss_index: the next token of the same sample.
         loss_lengths: number of loss tokens of each sample among the t.
@@ -95,6 +98,7 @@ class MicroBatch:
     max_seqlen: int
     cp_order: torch.Tensor
     chunks: PackedChunks | None
+    is_token: torch.Tensor
     loss_index: torch.Tensor
     labels: torch.Tensor
     loss_lengths: tuple[int, ...]
@@ -165,6 +169,7 @@ def make_micro_batch(
         max_seqlen=int(np.diff(bounds).max()),
         cp_order=torch.from_numpy(order if part.cp > 1 else order[:0]),
         chunks=PackedChunks.of(bounds) if geometry.in_chunks else None,
+        is_token=torch.from_numpy(whole.is_token[places if geometry.marks_padding else places[:0]]),
         loss_index=torch.from_numpy(loss_index),
         labels=torch.from_numpy(whole.ids[places[loss_index] + 1]),
         loss_lengths=tuple(np.diff(loss_bounds).tolist()),
@@ -195,19 +200,21 @@ class _Bin(NamedTuple):
         ids: (T,) int64.
         positions: (3, T) int64.
         is_loss: (T,) bool: whether the next token of the same sample is trained on.
+        is_token: (T,) bool: whether the place is not padding.
     """
 
     ids: np.ndarray
     positions: np.ndarray
     is_loss: np.ndarray
+    is_token: np.ndarray
 
 
 def _lay_out(samples: Sequence[TokenizedSample], geometry: Geometry, bounds: Sequence[int]) -> _Bin:
     size, merge = bounds[-1], geometry.spatial_merge_size
-    whole = _Bin(np.zeros(size, np.int64), np.zeros((3, size), np.int64), np.zeros(size, bool))
+    whole = _Bin(np.zeros(size, np.int64), np.zeros((3, size), np.int64), np.zeros(size, bool), np.zeros(size, bool))
     for sample, begin in zip(samples, bounds):
         end = begin + len(sample.input_ids)
-        whole.ids[begin:end] = sample.input_ids
+        whole.ids[begin:end], whole.is_token[begin:end] = sample.input_ids, True
         # The only shift by one: token i predicts token i + 1 of the same sample, if token i + 1 is trained on.
         whole.is_loss[begin : end - 1] = sample.loss_mask[1:]
         grids = (sample.image_grid_thw // (1, merge, merge)).tolist()

@@ -22,6 +22,7 @@ from pydantic import (
 
 from dataset_builders.errors import InputError, in_ascii
 from trainer.parts.attention.part import Attention
+from trainer.parts.experts.part import Experts
 from trainer.parts.mlp.part import GatedMLP
 
 
@@ -92,12 +93,11 @@ class RotaryKeys(Keys):
     rope_theta: PositiveFloat = None  # missing: the config's own rope_theta, then the family's default
 
 
-class DecoderKeys(CommonKeys):
-    """The keys of a Qwen language model."""
+class BackboneKeys(CommonKeys):
+    """The keys of a Qwen language model, without those of its feed-forward layers."""
 
     vocab_size: PositiveInt = 151_936
     hidden_size: PositiveInt = 4096
-    intermediate_size: PositiveInt = 22_016
     num_hidden_layers: PositiveInt = 32
     num_attention_heads: PositiveInt = 32
     num_key_value_heads: PositiveInt | None = 32
@@ -113,6 +113,26 @@ class DecoderKeys(CommonKeys):
     rope_theta: PositiveFloat = None
     rope_parameters: RotaryKeys | None = None
     rope_scaling: RotaryKeys | None = None
+
+
+class DecoderKeys(BackboneKeys):
+    """The keys of a Qwen language model whose layers have MLPs."""
+
+    intermediate_size: PositiveInt = 22_016
+
+
+class ExpertKeys(Keys):
+    """The keys of layers with experts.
+
+    The keys of the auxiliary loss are for training with transformers; the trainer has `train.experts` instead.
+    """
+
+    num_experts: PositiveInt | None = None
+    num_experts_per_tok: PositiveInt = 8
+    moe_intermediate_size: PositiveInt
+    norm_topk_prob: Literal[True] = True
+    output_router_logits: Any = None
+    router_aux_loss_coef: Any = None
 
 
 KeysT = TypeVar("KeysT", bound=Keys)
@@ -161,7 +181,7 @@ def rotary_of(keys: Any, missing: RotaryT, default_theta: float) -> tuple[Rotary
     return rotary, float(rotary.rope_theta or keys.rope_theta or default_theta)
 
 
-def attention_of(keys: DecoderKeys, where: str, *, gated: bool = False) -> Attention:
+def attention_of(keys: BackboneKeys, where: str, *, gated: bool = False) -> Attention:
     """Return the attention of every layer that has one.
 
     Args:
@@ -190,7 +210,34 @@ def mlp_of(keys: DecoderKeys) -> GatedMLP:
     return GatedMLP(hidden_size=keys.hidden_size, intermediate_size=keys.intermediate_size, activation=keys.hidden_act)
 
 
-def decoder_sizes(keys: DecoderKeys, where: str) -> dict[str, Any]:
+def experts_of(keys: Any, count: int, where: str, *, may_be_transposed: bool = False, shared_size: int = 0) -> Experts:
+    """Return the experts of every layer that has them.
+
+    Args:
+        keys: the keys of the language model; they include `ExpertKeys`.
+        count: number of experts.
+        where: names the file and the object, for messages.
+
+    Raises:
+        InputError: two keys are inconsistent.
+    """
+    if keys.num_experts_per_tok > count:
+        raise InputError(
+            f"{where}num_experts_per_tok is {keys.num_experts_per_tok}, and num_experts {count}; take both from "
+            "the same model"
+        )
+    return Experts(
+        hidden_size=keys.hidden_size,
+        num_experts=count,
+        top_k=keys.num_experts_per_tok,
+        intermediate_size=keys.moe_intermediate_size,
+        activation=keys.hidden_act,
+        shared_size=shared_size,
+        may_be_transposed=may_be_transposed,
+    )
+
+
+def decoder_sizes(keys: BackboneKeys, where: str) -> dict[str, Any]:
     """Return the sizes that belong to no layer, by their names in `DecoderShape`.
 
     Args:

@@ -1,14 +1,18 @@
-"""The tokens of a bin that later layers still need.
+"""The tokens of a bin that later layers still need, and the tokens that layers route.
 
 t = tokens of this context-parallel rank, s = t / tp with sequence parallel, else t; D = hidden size.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch.distributed import ProcessGroup
+
+from trainer.data.micro_batch import MicroBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +48,40 @@ class ChosenRows:
     def of_attended(self, attended: torch.Tensor) -> torch.Tensor:
         """Select the rows of this rank's heads: (t, 1, width) -> (m, 1, width)."""
         return attended.index_select(0, self.index)
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedTokens:
+    """The tokens of a bin that layers route.
+
+    s = tokens of this rank, after context and sequence parallelism.
+
+    Attributes:
+        is_token: (s,) bool, False for padding.
+        num_tokens: number of tokens of the bin, over all ranks.
+        num_loss_tokens: number of loss tokens of the bin, over all ranks.
+        sharers: the groups of ranks that hold different tokens of the bin.
+    """
+
+    is_token: torch.Tensor
+    num_tokens: int
+    num_loss_tokens: int
+    sharers: Sequence[ProcessGroup]
+
+    @classmethod
+    def of(cls, batch: MicroBatch, cp: ProcessGroup, tp: ProcessGroup | None) -> "RoutedTokens":
+        """Return the tokens of a batch.
+
+        Args:
+            tp: the tensor-parallel ranks if sequence parallelism divides the tokens among them, else None.
+        """
+        is_token, groups = batch.is_token, [group for group in (cp, tp) if group is not None and group.size() > 1]
+        if tp is not None:
+            is_token = is_token.chunk(tp.size())[tp.rank()]
+        return cls(is_token, batch.num_tokens, batch.num_loss_tokens, groups)
+
+    def summed(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a tensor without gradient, summed over all ranks that hold different tokens of the bin."""
+        for group in self.sharers:
+            dist.all_reduce(x, group=group)
+        return x

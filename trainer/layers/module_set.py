@@ -153,21 +153,19 @@ def layer_around(
     """Return the spec of a layer with these halves.
 
     Args:
-        first_linears: name of the `column_after_norm` layer in each half.
+        first_linears: name of the `column_after_norm` layer in each half; empty: the half has none.
     """
     fused = modules.fuse_layernorm_and_linear()
-    norm = IdentityOp if fused else modules.layer_norm()
+    norms = [IdentityOp if fused and linear else modules.layer_norm() for linear in first_linears]
     # Checkpoints always use the fused modules' names of the norms, whichever set wrote them.
-    stored = {
-        "input_layernorm.": f"self_attention.{first_linears[0]}.layer_norm_",
-        "pre_mlp_layernorm.": f"mlp.{first_linears[1]}.layer_norm_",
-    }
+    halves = zip(("input_layernorm.", "pre_mlp_layernorm."), ("self_attention", "mlp"), first_linears)
+    stored = {norm: f"{half}.{linear}.layer_norm_" for norm, half, linear in halves if linear}
     return ModuleSpec(
         module=PackedLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=norm,
+            input_layernorm=norms[0],
             self_attention=mixer,
-            pre_mlp_layernorm=norm,
+            pre_mlp_layernorm=norms[1],
             mlp=feed_forward,
             sharded_state_dict_keys_map={} if fused else stored,
         ),

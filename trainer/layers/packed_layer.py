@@ -13,7 +13,7 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from trainer.layers.chosen_rows import ChosenRows
+from trainer.layers.chosen_rows import ChosenRows, RoutedTokens
 from trainer.layers.segments import PackedSegments, Rotation
 
 
@@ -24,7 +24,8 @@ class PackedLayer(TransformerLayer):
     attention depend only on the number of tokens, the attention itself on the bin's samples.
 
     The module of a mixer has `prepare`, `attend`, `linear_proj`, `modules_of_prepare`, `attended_width` and
-    `partial_gradients`.
+    `partial_gradients`. The module of a feed-forward part maps (s, 1, D) to its output, and a bias or None. If the part
+    routes tokens, the module also takes the chosen rows and the tokens of the bin, and returns only its output.
     """
 
     def __init__(
@@ -39,13 +40,14 @@ class PackedLayer(TransformerLayer):
         without = dataclasses.replace(submodules, mlp=IdentityOp)
         super().__init__(config, without, *args, pg_collection=pg_collection, **kwargs)
         self.mlp = build_module(submodules.mlp, config=self.config, pg_collection=pg_collection)
+        self.routes_tokens = hasattr(self.mlp, "prepare_training")
 
     def forward(
         self, hidden: torch.Tensor, rotation: Rotation, segments: PackedSegments, rows: ChosenRows | None = None
     ) -> torch.Tensor:
         """Map (s, 1, D) to (s, 1, D), or only to the chosen rows."""
         attended = self.attend(*self.before_attention(hidden, rotation), segments)
-        return self.after_attention(hidden, attended, rows)
+        return self.after_attention(hidden, attended, rows, segments.routed)
 
     def before_attention(self, hidden: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, ...]:
         """Map (s, 1, D) to queries (T, h, d) and to keys and values (T, g, d)."""
@@ -69,9 +71,21 @@ class PackedLayer(TransformerLayer):
         return [self.self_attention.linear_proj, self.pre_mlp_layernorm, self.mlp]
 
     def after_attention(
-        self, hidden: torch.Tensor, attended: torch.Tensor, rows: ChosenRows | None = None
+        self,
+        hidden: torch.Tensor,
+        attended: torch.Tensor,
+        rows: ChosenRows | None = None,
+        routed: RoutedTokens | None = None,
     ) -> torch.Tensor:
-        """Map the layer's input (s, 1, D) and attention's output (T, 1, h * d) to (s, 1, D), or to the chosen rows."""
+        """Map the layer's input (s, 1, D) and attention's output (T, 1, h * d) to (s, 1, D), or to the chosen rows.
+
+        Args:
+            routed: the tokens of the bin, for a feed-forward part that routes them.
+        """
+        if routed is not None and self.routes_tokens:
+            hidden = hidden + _with_bias(*self.self_attention.linear_proj(attended))
+            out = self.mlp(self.pre_mlp_layernorm(hidden), rows, routed)
+            return (hidden if rows is None else rows.of_hidden(hidden)) + out
         if rows is not None:
             hidden, attended = rows.of_hidden(hidden), rows.of_attended(attended)
         hidden = hidden + _with_bias(*self.self_attention.linear_proj(attended))

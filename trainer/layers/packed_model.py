@@ -19,12 +19,14 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from dataset_builders.contracts.tokenized import PatchFormat
 from trainer.contract.parallel import ParallelConfig
+from trainer.contract.run import TrainConfig
 from trainer.data.micro_batch import MicroBatch
-from trainer.layers.chosen_rows import ChosenRows
+from trainer.layers.chosen_rows import ChosenRows, RoutedTokens
 from trainer.layers.decoder import Between, LanguageModel
+from trainer.layers.measures.part_clock import PartClock
+from trainer.layers.measures.reports import Reports
 from trainer.layers.module_set import layer_around, mark_tensor_parallel
 from trainer.layers.packed_layer import PackedLayer
-from trainer.layers.part_clock import PartClock
 from trainer.layers.segments import PackedSegments, Rotation
 from trainer.model.late_import import load
 from trainer.model.shape import ModelShape
@@ -43,7 +45,8 @@ class PackedModel(MegatronModule):
         config: config of the language model, see `decoder_config`; every chunk needs its own.
 
     Attributes:
-        has_graphs: whether the layers can run as CUDA graphs.
+        has_graphs: whether the layers can run as CUDA graphs. Layers that route tokens cannot yet.
+        reports: the numbers that modules report during training steps.
         exchange: the exchange of image tokens if the ranks that encode them are not the ranks that use them; None if
             this rank takes no part.
     """
@@ -70,6 +73,8 @@ class PackedModel(MegatronModule):
         self.share_embeddings_and_output_weights = shape.language.tie_word_embeddings
         self.seq_len = seq_len
         self.clock = PartClock()
+        self.reports = Reports()
+        self.has_graphs = self.has_graphs and not shape.language.routes_tokens
         self.exchange: VisionOwner | PipelineWorker | None = None
         for mixer in shape.language.mixers:
             if mixer.check_device:
@@ -114,6 +119,17 @@ class PackedModel(MegatronModule):
         self.clock.switch("language")
         return self.language.embed(batch.input_ids), None
 
+    def prepare_training(self, train: TrainConfig) -> None:
+        """Tell the layers that route tokens how they are trained, and where they report."""
+        for layer in self.language.decoder.layers:
+            if layer.routes_tokens:
+                layer.mlp.prepare_training(train, layer.layer_number - 1, self.reports)
+
+    def reported_metrics(self) -> dict[str, float]:
+        """Return the metrics of the layers' reports since the last call; a collective if some layers route tokens."""
+        reported = self.reports.read() if self.shape.language.routes_tokens else {}
+        return {f"layers_{name}": value for name, value in reported.items()}
+
     def prepare_pixels(self, patch_format: PatchFormat) -> None:
         """Set how the patches of the data are converted to pixel values."""
 
@@ -142,7 +158,11 @@ class PackedModel(MegatronModule):
     def hidden_states(self, batch: MicroBatch, rows: ChosenRows | None = None) -> torch.Tensor:
         """Return (s, 1, D) after the last layer (and final norm) of this chunk, or only the chosen rows."""
         hidden, between = self.embed(batch) if self.pre_process else (None, None)
-        segments = PackedSegments.of(batch.cu_seqlens, batch.max_seqlen, self.parallel.cp, batch.cp_order, batch.chunks)
+        routed = None
+        if self.shape.language.routes_tokens:
+            routed = RoutedTokens.of(batch, self.groups.cp, self.groups.tp if self.config.sequence_parallel else None)
+        cp = self.parallel.cp
+        segments = PackedSegments.of(batch.cu_seqlens, batch.max_seqlen, cp, batch.cp_order, batch.chunks, routed)
         return self.language.decoder(hidden, self.rotation(batch), segments, between, rows)
 
     def capture_graphs(self) -> None:

@@ -12,6 +12,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch.utils.checkpoint import checkpoint
 
 from trainer.data.packed_chunks import PackedChunks
+from trainer.layers.chosen_rows import RoutedTokens
 from trainer.model.shape import DecoderShape
 
 
@@ -87,11 +88,13 @@ class PackedSegments(PackedSeqParams):
         cp: number of context-parallel ranks.
         cp_order: (T,) indices of the bin's tokens in the order that these ranks hold them; None or empty if cp is 1.
         chunks: the segments cut into chunks, for layers that need them.
+        routed: the tokens of the bin, for layers that route them.
     """
 
     cp: int = 1
     cp_order: torch.Tensor | None = None
     chunks: PackedChunks | None = None
+    routed: RoutedTokens | None = None
 
     @classmethod
     def of(
@@ -101,6 +104,7 @@ class PackedSegments(PackedSeqParams):
         cp: int = 1,
         cp_order: torch.Tensor | None = None,
         chunks: PackedChunks | None = None,
+        routed: RoutedTokens | None = None,
     ) -> "PackedSegments":
         """Return segments without gaps."""
         # If Transformer Engine gets padded and unpadded bounds, it compares them on the host, once per layer. So it
@@ -117,6 +121,7 @@ class PackedSegments(PackedSeqParams):
             cp=cp,
             cp_order=cp_order,
             chunks=chunks,
+            routed=routed,
         )
 
     @cached_property

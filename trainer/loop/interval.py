@@ -115,6 +115,7 @@ class Interval:
             step_seconds=seconds / self.steps,
             **{f"{part}_seconds": spent for part, spent in parts.items()},
             **{f"{part}_tflops": flops / seconds / 1e12 for part, flops in totals.flops.items()},
+            **trainer.chunks[0].module.reported_metrics(),
             mfu=totals.flops.total() / seconds / (peak * trainer.num_devices) if peak else None,
             memory_gb=peak_memory_gb(),
         )

@@ -107,7 +107,8 @@ def build_chunks(
             config = decoder_config(shape.language, parallel, dtype, pieces)
             chunks.append(build(shape, parallel, config, modules, mesh, run.seq_len, stage))
     for chunk in chunks:
-        chunk.clock = chunks[0].clock
+        chunk.clock, chunk.reports = chunks[0].clock, chunks[0].reports
+        chunk.prepare_training(run.train)
     if is_empty:
         log.info("weights: %s (each rank its share, %s)", run.hf_dir, dtype)
         return chunks

@@ -12,7 +12,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from trainer.data.flops import model_flops
 from trainer.data.micro_batch import MicroBatch
-from trainer.layers.part_clock import PartClock
+from trainer.layers.measures.part_clock import PartClock
 from trainer.loop.optim import grad_norms_by_part
 from trainer.objectives.sft import loss_of
 from trainer.objectives.totals import Totals

@@ -31,7 +31,8 @@ class Part(ABC):
 
     Attributes:
         spec: "module:function" that returns the megatron-core spec of the half: (part, set of modules) -> ModuleSpec.
-        first_linear: name of the module's first linear layer. In a fused set of modules it contains the norm.
+        first_linear: name of the module's first linear layer. In a fused set of modules it contains the norm. Empty:
+            the norm is always a module of its own.
         role: name by which `train.adapter.targets` selects the linear layers of the part.
     """
 
@@ -93,7 +94,14 @@ class Mixer(Part):
 
 
 class FeedForward(Part):
-    """The second half of a layer, which computes every token independently."""
+    """The second half of a layer, which computes every token independently.
+
+    Attributes:
+        routes_tokens: whether the part must know which tokens are padding, and routes all tokens also in the last
+            layer, where only the tokens trained on are computed.
+    """
+
+    routes_tokens: ClassVar[bool] = False
 
     @property
     @abstractmethod

@@ -18,7 +18,9 @@ from trainer.model.shape import ModelShape
 FAMILIES = {
     "qwen3": "trainer.families.qwen3.family:FAMILY",
     "qwen3_vl": "trainer.families.qwen3_vl.family:FAMILY",
+    "qwen3_vl_moe": "trainer.families.qwen3_vl_moe.family:FAMILY",
     "qwen3_5": "trainer.families.qwen3_5_vl.family:FAMILY",
+    "qwen3_5_moe": "trainer.families.qwen3_5_moe.family:FAMILY",
 }
 EMBEDDED = "qwen3_vl"  # the family of a model with random weights, if the recipe names none
 ENTRY_POINTS = "athanor.families"

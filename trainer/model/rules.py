@@ -7,7 +7,7 @@ Importing this file does not load torch: a recipe's check reads only the table.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,40 @@ class Stacked:
 
 
 STACKED = Stacked()
+
+
+@dataclass(frozen=True, slots=True)
+class EitherWay(Stacked):
+    """The packing of one HF tensor of many matrices that files store as ours or transposed.
+
+    The shape decides, as in transformers (5.23, core_model_loading.Transpose with check_dims); square matrices are
+    taken as ours. An export stores the matrices as the directory that was read.
+
+    Attributes:
+        matrix: (out, in) of one matrix.
+    """
+
+    matrix: tuple[int, int] = (1, 1)
+
+    def fuse(self, parts: Sequence[Tensor], tp: int) -> Tensor:
+        return parts[0] if tuple(parts[0].shape[1:]) == self.matrix else parts[0].transpose(1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class OneByOne(Stacked):
+    """The packing of HF's matrices, one or more for each expert, into (experts, out, in); an expert's are concatenated.
+
+    Attributes:
+        experts: number of experts.
+    """
+
+    experts: int = 1
+
+    def fuse(self, parts: Sequence[Tensor], tp: int) -> Tensor:
+        return _cat(parts).unflatten(0, (self.experts, -1))
+
+    def split(self, ours: Tensor, count: int, tp: int) -> list[Tensor]:
+        return list(ours.flatten(0, 1).chunk(count))
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +169,8 @@ class Rule:
         sizes: (out, in) of each HF tensor, if it is the weight of a linear layer that can have adapters.
         role: name by which `train.adapter.targets` selects the layer; empty for weights without `sizes`.
         axis: the axis of a linear layer's weight that tensor-parallel ranks divide: 0, the outputs, or 1, the inputs.
+        one_by_one: the rule of the same parameter for directories that store its matrices one by one; None: there is
+            no such directory.
     """
 
     ours: str
@@ -143,6 +179,16 @@ class Rule:
     sizes: tuple[tuple[int, int], ...] = ()
     role: str = ""
     axis: int = 0
+    one_by_one: "Rule | None" = None
+
+
+def stored_rules(rules: Iterable[Rule], names: Collection[str]) -> list[Rule]:
+    """Return the rules in the form in which a directory stores each parameter, given the names of its tensors."""
+
+    def is_one_by_one(rule: Rule) -> bool:
+        return rule.one_by_one is not None and rule.hf[0] not in names and rule.one_by_one.hf[0] in names
+
+    return [rule.one_by_one if is_one_by_one(rule) else rule for rule in rules]
 
 
 def global_names(model: Any) -> Iterator[tuple[str, Tensor]]:

@@ -78,6 +78,11 @@ class DecoderShape:
         """Whether some layers take a bin's segments in chunks."""
         return any(mixer.in_chunks for mixer in self.mixers)
 
+    @property
+    def routes_tokens(self) -> bool:
+        """Whether a feed-forward part of some layer routes tokens."""
+        return any(layer.feed_forward.routes_tokens for layer in self.layers)
+
     def divided_widths(self) -> dict[str, int]:
         """Return the widths that tensor-parallel ranks divide, by their names in messages."""
         widths = {name: size for part in self.parts for name, size in part.divided_widths().items()}

@@ -38,6 +38,7 @@ def check_run(run: RunConfig, world_size: int) -> None:
     if run.adapter_dir is not None:
         check_start(run.adapter_dir, run.train.adapter)
     check_adapter(run.train, family, shape)
+    check_experts(run.train, run.execution.parallel, shape)
     check_layout(
         run.execution.parallel,
         shape,
@@ -122,6 +123,32 @@ def check_training(train: TrainConfig, parallel: ParallelConfig, family: Family)
     if all(train.part(name).frozen for name in family.parts):
         names = ", ".join(f"train.{name}.frozen" for name in family.parts)
         raise InputError(f"{names}: nothing is left to train in a {family.model_type} model; make one of them false")
+
+
+def check_experts(train: TrainConfig, parallel: ParallelConfig, shape: ModelShape) -> None:
+    """Check the settings of a training of a model with experts, and that no other model has any.
+
+    Raises:
+        InputError: a setting is not supported.
+    """
+    settings = train.experts.model_dump(exclude_defaults=True)
+    if not shape.language.routes_tokens:
+        if settings:
+            name, value = next(iter(settings.items()))
+            raise InputError(f"train.experts.{name} is {value}, and the model has no experts; remove it")
+        return
+    if train.precision == "float8":
+        raise InputError("train.precision is float8, which is not supported with experts; set train.precision=bfloat16")
+    if parallel.sharding == "fsdp":
+        raise InputError(
+            "execution.parallel.sharding is fsdp, which is not supported with experts; set "
+            "execution.parallel.sharding=distributed_optimizer"
+        )
+    if train.experts.coefficient and train.experts.auxiliary_loss == "pooled" and parallel.pp > 1:
+        raise InputError(
+            f"train.experts.auxiliary_loss is pooled over all layers, which pp={parallel.pp} divides; set "
+            "train.experts.auxiliary_loss=layer"
+        )
 
 
 def _check_float8_base(train: TrainConfig, parallel: ParallelConfig) -> None:

@@ -82,6 +82,8 @@ def check(batch: MicroBatch, samples: list[TokenizedSample], geometry: Geometry,
     mine = held[part.cp_rank]
     assert batch.cu_seqlens.tolist() == bounds and batch.max_seqlen == max(np.diff(bounds))
     assert batch.cp_order.tolist() == (list(chain(*held)) if part.cp > 1 else [])
+    taken = {begin + i for length, begin in zip(lengths, bounds) for i in range(length)}
+    assert batch.is_token.tolist() == ([place in taken for place in mine] if geometry.marks_padding else [])
     assert batch.input_ids[0].tolist() == [table[place][0] for place in mine]
     assert batch.position_ids.T.tolist() == [list(table[place][1]) for place in mine]
     learnt = [(i, table[place][2], place) for i, place in enumerate(mine) if table[place][2] is not None]
@@ -140,7 +142,7 @@ def check_vision(
 @pytest.mark.parametrize("seed", range(60))
 def test_every_rank_of_any_bin_has_what_the_reference_says(seed):
     rng = np.random.default_rng(seed)
-    geometry = Geometry(IMAGE, int(rng.choice([2, 2, 3])), 12)
+    geometry = Geometry(IMAGE, int(rng.choice([2, 2, 3])), 12, marks_padding=bool(seed % 2))
     samples = [draw_sample(rng, geometry) for _ in range(int(rng.integers(0, 8)))]
     cp, tp = int(rng.integers(1, 5)), int(rng.choice([1, 1, 2, 3]))
     pad = (2 * cp if cp > 1 else 1) * tp * int(rng.choice([1, 2]))
@@ -171,6 +173,7 @@ def check_form(batch: MicroBatch) -> None:
     assert all(tensor.is_contiguous() for tensor in tensors.values())
     narrow = {"cu_seqlens", "vision_cu_seqlens", "patch_coordinates", "patch_frames"}
     wanted = dict.fromkeys(tensors, torch.int64) | dict.fromkeys(narrow, torch.int32) | {"patches": torch.uint8}
+    wanted |= {"is_token": torch.bool}
     assert {name: tensor.dtype for name, tensor in tensors.items()} == wanted
 
 
@@ -201,6 +204,7 @@ MUTATIONS = {
     },
     "a segment too long": lambda b: {"cu_seqlens": b.cu_seqlens + torch.tensor([0, 1, 0, 0], dtype=torch.int32)},
     "tokens one place late": lambda b: {"input_ids": b.input_ids.roll(1, 1)},
+    "padding one place early": lambda b: {"is_token": b.is_token.roll(-1)},
     "image tokens one place early": lambda b: {"image_index": b.image_index - 1},
     "rows of another image token": lambda b: {"image_rows": b.image_rows.roll(1)},
     "patches of another image": lambda b: {"patches": b.patches.roll(4, 0)},
@@ -212,7 +216,7 @@ MUTATIONS = {
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_batch_that_is_off_by_one_fails_the_check(name):
-    geometry = Geometry(IMAGE, 2, 12)
+    geometry = Geometry(IMAGE, 2, 12, marks_padding=True)
     kinds = [Kind(9, ((1, 4, 6), (1, 2, 4)), learnt=0.9), Kind(6, learnt=0.9)]
     samples = [make_sample(kind, geometry, range(20, 90), seed) for seed, kind in enumerate(kinds)]
     seq_len = sum(len(s.input_ids) for s in samples) + 3

@@ -25,6 +25,12 @@ PARAMETERS = {
     "qwen3_5_4b": (4205.8, 333.5),
     "qwen3_5_9b": (8953.8, 456.0),
     "qwen3_5_27b": (26896.0, 460.7),
+    "qwen3_vl_30b_a3b": (30532.1, 538.6),
+    "qwen3_vl_235b_a22b": (235093.6, 576.4),
+    "qwen3_5_moe_proxy": (3349.1, 456.0),
+    "qwen3_5_35b_a3b": (34660.6, 446.6),
+    "qwen3_5_122b_a10b": (122111.5, 451.3),
+    "qwen3_5_397b_a17b": (396346.4, 456.0),
 }
 NAMES = [name for model_type in FAMILIES for name in get_family(model_type).variants]
 # Pictures that the bins of the embedded recipe hold, whatever the published limits are.
@@ -60,7 +66,7 @@ def test_a_name_stands_for_its_sizes():
 def test_the_embedded_recipes_model_is_that_of_before_there_were_variants():
     """Its fingerprint, and that of all that follows, is unchanged: sizes of other families are not among its fields."""
     sizes = load_recipe().config.identity()["model"]
-    assert {"family", "dtype", "rotary_fraction", "delta"}.isdisjoint(sizes)
+    assert {"family", "dtype", "rotary_fraction", "delta", "experts"}.isdisjoint(sizes)
     assert (sizes["hidden_size"], sizes["num_layers"], sizes["deepstack_indexes"]) == (64, 3, [0, 1])
     shown = load_recipe().config.model_dump(context=EVERY_FIELD)["model"]
     assert shown["family"] == "qwen3_vl" and shown["delta"] is None
@@ -71,7 +77,7 @@ def test_the_embedded_recipes_model_is_that_of_before_there_were_variants():
     [
         (["model.variant=qwen3_5_3b"], "model: variant='qwen3_5_3b' is not known; known: qwen3_vl_tiny, qwen3_vl_100m"),
         (["model.variant=[1]"], "model: variant=[1] is not known"),
-        (["model.family=qwen3"], "model: family='qwen3' has no random weights; try qwen3_vl or qwen3_5"),
+        (["model.family=qwen3"], "model: family='qwen3' has no random weights; try qwen3_vl or qwen3_vl_moe"),
         (["model.family=[1]"], "model: family=[1] has no random weights"),
         (["model.family=qwen3_5", "model.variant=qwen3_vl_2b"], "variant=qwen3_vl_2b is of qwen3_vl, not of family="),
         (["model.family=qwen3_5", "model.deepstack_indexes=[0]"], "family=qwen3_5 needs delta and has no deepstack"),

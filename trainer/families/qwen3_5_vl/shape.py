@@ -7,9 +7,9 @@ from typing import Any, Literal
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from dataset_builders.errors import InputError
-from trainer.families.config_keys import DecoderKeys, attention_of, decoder_sizes, mlp_of, read_keys, rotary_of
+from trainer.families.config_keys import BackboneKeys, attention_of, decoder_sizes, mlp_of, read_keys, rotary_of
 from trainer.families.qwen3_vl import shape as qwen3_vl
-from trainer.model.layer import Layer
+from trainer.model.layer import FeedForward, Layer
 from trainer.model.shape import DecoderShape, ModelShape
 from trainer.parts.delta.part import DeltaNet
 
@@ -23,15 +23,13 @@ class TextRotaryKeys(qwen3_vl.TextRotaryKeys):
     partial_rotary_factor: float = Field(default=None, gt=0, le=1)  # missing: text_config's own key
 
 
-class TextKeys(DecoderKeys):
-    """The keys of text_config.
+class HybridKeys(BackboneKeys):
+    """The keys of text_config, without those of the feed-forward layers.
 
     The keys of the layer that predicts a second token (mtp) are for inference servers; the layer is not computed here.
     """
 
-    model_type: Literal["qwen3_5_text"] = "qwen3_5_text"
     vocab_size: PositiveInt = 248_320
-    intermediate_size: PositiveInt = 12_288
     num_attention_heads: PositiveInt = 16
     num_key_value_heads: PositiveInt = 4
     head_dim: int = Field(default=256, ge=2, multiple_of=2)
@@ -53,6 +51,13 @@ class TextKeys(DecoderKeys):
     mlp_only_layers: list[int] = Field(default=[], max_length=0)
     mtp_num_hidden_layers: Any = None
     mtp_use_dedicated_embeddings: Any = None
+
+
+class TextKeys(HybridKeys):
+    """The keys of text_config."""
+
+    model_type: Literal["qwen3_5_text"] = "qwen3_5_text"
+    intermediate_size: PositiveInt = 12_288
 
 
 class VisionKeys(qwen3_vl.VisionKeys):
@@ -81,14 +86,23 @@ def read_shape(config: Mapping[str, Any], path: Path | str = "config.json") -> M
         InputError: a key is not understood, or two keys are inconsistent.
     """
     keys = read_keys(Qwen35VLKeys, config, path)
+    return shape_with(keys, mlp_of(keys.text_config), path)
+
+
+def shape_with(keys: Qwen35VLKeys, feed_forward: FeedForward, path: Path | str) -> ModelShape:
+    """Return the shape of a model whose layers all have this feed-forward part.
+
+    Raises:
+        InputError: two keys are inconsistent.
+    """
     text, where = keys.text_config, f"{path}: text_config."
     rotary, theta = rotary_of(text, TextRotaryKeys(), default_theta=10_000.0)
     rotary_dim = int(text.head_dim * (rotary.partial_rotary_factor or text.partial_rotary_factor))
     sizes, types = decoder_sizes(text, where), _layer_types(text, path)
-    mixers, mlp = {ATTENTION: attention_of(text, where, gated=True), DELTA: _delta_net(text, path)}, mlp_of(text)
+    mixers = {ATTENTION: attention_of(text, where, gated=True), DELTA: _delta_net(text, path)}
     language = DecoderShape(
         **sizes,
-        layers=tuple(Layer(text.hidden_size, mixers[kind], mlp) for kind in types),
+        layers=tuple(Layer(text.hidden_size, mixers[kind], feed_forward) for kind in types),
         rope_theta=theta,
         rotary_dim=rotary_dim,
         mrope_section=qwen3_vl.checked_section(rotary.mrope_section, rotary_dim, path),
@@ -98,7 +112,7 @@ def read_shape(config: Mapping[str, Any], path: Path | str = "config.json") -> M
     return qwen3_vl.with_vision(language, keys, path)
 
 
-def _layer_types(keys: TextKeys, path: Path | str) -> tuple[str, ...]:
+def _layer_types(keys: HybridKeys, path: Path | str) -> tuple[str, ...]:
     layers, interval = keys.num_hidden_layers, keys.full_attention_interval
     if keys.layer_types is None:
         return tuple(DELTA if (number + 1) % interval else ATTENTION for number in range(layers))
@@ -110,7 +124,7 @@ def _layer_types(keys: TextKeys, path: Path | str) -> tuple[str, ...]:
     return tuple(keys.layer_types)
 
 
-def _delta_net(keys: TextKeys, path: Path | str) -> DeltaNet:
+def _delta_net(keys: HybridKeys, path: Path | str) -> DeltaNet:
     key_heads, value_heads = keys.linear_num_key_heads, keys.linear_num_value_heads
     if value_heads % key_heads:
         raise InputError(

@@ -1,6 +1,6 @@
 """The sizes of a Qwen3-VL model, read from its config.json without torch. Defaults are transformers' (5.23)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from trainer.families.config_keys import (
     read_keys,
     rotary_of,
 )
-from trainer.model.layer import Layer
+from trainer.model.layer import FeedForward, Layer
 from trainer.model.shape import DecoderShape, ImageTokens, ModelShape, VisionShape
 
 
@@ -90,12 +90,21 @@ def read_shape(config: Mapping[str, Any], path: Path | str = "config.json") -> M
         InputError: a key is not understood, or two keys are inconsistent.
     """
     keys = read_keys(Qwen3VLKeys, config, path)
+    return shape_with(keys, (mlp_of(keys.text_config),) * keys.text_config.num_hidden_layers, path)
+
+
+def shape_with(keys: Qwen3VLKeys, feed_forwards: Sequence[FeedForward], path: Path | str) -> ModelShape:
+    """Return the shape of a model whose layers have these feed-forward parts.
+
+    Raises:
+        InputError: two keys are inconsistent.
+    """
     text, where = keys.text_config, f"{path}: text_config."
-    layer, sizes = Layer(text.hidden_size, attention_of(text, where), mlp_of(text)), decoder_sizes(text, where)
+    attention, sizes = attention_of(text, where), decoder_sizes(text, where)
     section, theta = mrope_of(text, text.head_dim, path)
     language = DecoderShape(
         **sizes,
-        layers=(layer,) * text.num_hidden_layers,
+        layers=tuple(Layer(text.hidden_size, attention, feed_forward) for feed_forward in feed_forwards),
         rope_theta=theta,
         rotary_dim=text.head_dim,
         mrope_section=section,

@@ -1,0 +1,73 @@
+"""Tiny directories of models with experts for tests: random weights, the tokenizer of the tiny Qwen3-VL."""
+
+import functools
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from tests.helpers.tiny_hybrid_model import hybrid_config, randomize_hybrid
+from tests.helpers.tiny_model import tiny_hf_dir
+
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+_HEADS = {"num_key_value_heads": 4, "linear_num_key_heads": 4, "linear_num_value_heads": 8}  # enough for tp2 cp2
+# Of Qwen3-VL: the second layer has an MLP; every second layer has experts, whose matrices are square, so that a
+# transposition does not show in a shape. Of Qwen3.5: a shared expert; three of many experts.
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "listed": ("qwen3_vl_moe", {**_EXPERTS, "mlp_only_layers": [1]}),
+    "sparse": ("qwen3_vl_moe", {**_EXPERTS, "moe_intermediate_size": 64, "decoder_sparse_step": 2}),
+    "shared": ("qwen3_5_moe", {**_EXPERTS, **_HEADS, "shared_expert_intermediate_size": 80}),
+    "many": (
+        "qwen3_5_moe",
+        {
+            "num_experts": 24,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 48,
+        },
+    ),
+}
+
+
+def experts_config(shape: str) -> dict[str, Any]:
+    """Return config.json of a shape."""
+    model_type, experts = SHAPES[shape]
+    if model_type == "qwen3_vl_moe":
+        config = json.loads((tiny_hf_dir() / "config.json").read_text())
+        for name in ("text_config", "vision_config"):
+            config[name].pop("model_type", None)
+    else:
+        config = hybrid_config("first")
+        del config["text_config"]["intermediate_size"]
+    config = {key: value for key, value in config.items() if key != "architectures"}
+    return config | {"model_type": model_type, "text_config": config["text_config"] | experts}
+
+
+@functools.cache
+def experts_hf_dir(shape: str) -> Path:
+    """Return the directory of a shape, none of whose tensors has a special value. It is made once per process."""
+    directory = Path(tempfile.mkdtemp(prefix="athanor-experts-")) / shape
+    shutil.copytree(tiny_hf_dir(), directory)
+    model = transformers.AutoModelForImageTextToText.from_config(
+        transformers.AutoConfig.for_model(**experts_config(shape))
+    )
+    if SHAPES[shape][0] == "qwen3_5_moe":
+        randomize_hybrid(model)
+    else:
+        randomize(model)
+    model.generation_config = transformers.GenerationConfig.from_pretrained(tiny_hf_dir())
+    model.save_pretrained(directory)
+    return directory
+
+
+def randomize(model: torch.nn.Module) -> None:
+    """Give every parameter values that have an effect."""
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            noise = torch.randn(param.shape, generator=generator)
+            param.copy_(1 + 0.2 * noise if "norm" in name and name.endswith("weight") else 0.08 * noise)

@@ -1,0 +1,143 @@
+"""Our models with experts against transformers': float32, CPU, random weights, every kind of sample."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.testing import assert_close
+from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancing_loss_func
+
+from tests.helpers.bins import MIXED, Kind, make_samples
+from tests.helpers.parity import assert_logits_equal, assert_losses_and_gradients_equal
+from tests.helpers.reference import load_reference, reference_inputs, reference_losses
+from tests.helpers.single_rank import build_tiny, single_rank
+from tests.helpers.tiny_experts_model import SHAPES, experts_hf_dir
+from trainer.checkpoint.hf_write import save_hf_weights
+from trainer.contract.experts import ExpertsConfig
+from trainer.data.geometry import geometry_of
+from trainer.data.micro_batch import make_micro_batch
+from trainer.families.qwen3_vl.weights import rules
+
+SEQ_LEN = 349  # the last 11 places are padding
+KINDS = [*MIXED, Kind(63), Kind(1), Kind(64), Kind(65), Kind(90, ((1, 4, 6),)), Kind(2)]
+
+
+class Pair:
+    """Ours and the reference with the same weights, and one bin of mixed samples."""
+
+    def __init__(self, shape: str, mesh) -> None:
+        self.mesh, self.hf_dir = mesh, experts_hf_dir(shape)
+        self.reference = load_reference(self.hf_dir)
+        self.ours = build_tiny(self.hf_dir, mesh, SEQ_LEN)
+        self.geometry = geometry_of(self.ours.shape)
+        self.samples = make_samples(KINDS, self.geometry, range(20, 300))
+        self.batch = make_micro_batch(self.samples, self.geometry, SEQ_LEN)
+        assert not self.batch.is_token.all()
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def pair(request):
+    with single_rank() as mesh:
+        yield Pair(request.param, mesh)
+
+
+def prepare(model, **settings) -> None:
+    """Set the training of the routers."""
+    model.reports.__init__()
+    model.prepare_training(SimpleNamespace(experts=ExpertsConfig(**settings)))
+
+
+def routers(model) -> list[torch.nn.Module]:
+    return [layer.mlp for layer in model.language.decoder.layers if layer.routes_tokens]
+
+
+def test_logits_of_a_packed_bin(pair):
+    assert_logits_equal(pair)
+
+
+def test_loss_and_the_gradient_of_every_parameter(pair):
+    prepare(pair.ours)
+    assert_losses_and_gradients_equal(pair, list(rules(pair.ours.shape)))
+
+
+def test_weights_in_and_out_are_bit_equal(pair, tmp_path):
+    save_hf_weights([pair.ours], pair.mesh, list(rules(pair.ours.shape)), pair.hf_dir, tmp_path / "out")
+    before, after = (load_file(path / "model.safetensors") for path in (pair.hf_dir, tmp_path / "out"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def reference_routers(pair) -> list[torch.Tensor]:
+    """Return the (tokens, E) router logits of each layer with experts, for all samples in order."""
+    logits, hooks = {}, []
+    for name, module in pair.reference.named_modules():
+        if name.endswith("mlp.gate"):
+            own = logits.setdefault(name, [])
+            hooks.append(module.register_forward_hook(lambda _, __, out, own=own: own.append(out[0])))
+    for sample in pair.samples:
+        inputs = reference_inputs(sample, pair.reference.config.image_token_id)
+        pair.reference(**inputs, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return [torch.cat(parts) for parts in logits.values()]
+
+
+def test_loads_count_every_token_of_every_layer_and_no_padding(pair):
+    """Also the last layer, which continues with the rows of the loss tokens only."""
+    prepare(pair.ours)
+    pair.ours.train()
+    pair.ours(pair.batch)
+    top_k = routers(pair.ours)[0].part.top_k
+    chosen = [logits.topk(top_k).indices.flatten() for logits in reference_routers(pair)]
+    wanted = [layer.bincount(minlength=routers(pair.ours)[0].part.num_experts) for layer in chosen]
+    counts = [values for (reduce, _), values in sorted(pair.ours.reports._sums.items())]
+    assert [c.tolist() for c in counts] == [w.tolist() for w in wanted]
+    loads = [max(c) * len(c) / sum(c) for c in (w.tolist() for w in wanted)]
+    row = pair.ours.reported_metrics()
+    assert row["layers_expert_load_max"] == max(loads)
+    assert row["layers_expert_load"] == pytest.approx(sum(loads) / len(loads))
+    assert pair.ours.reported_metrics() == {}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("kind", ["pooled", "layer"])
+def test_the_auxiliary_loss_and_its_gradient(pair, kind, recompute):
+    """Pooled is transformers' own function; per layer it is the same function of one layer, divided by k."""
+    prepare(pair.ours, auxiliary_loss=kind, coefficient=0.3)
+    pair.ours.train()
+    pair.ours.language.decoder.recompute = recompute
+    pair.ours.zero_grad()
+    pair.ours(pair.batch).sum().backward()
+    pair.ours.language.decoder.recompute = False
+    pair.reference.zero_grad()
+    part = routers(pair.ours)[0].part
+    logits = reference_routers(pair)
+    groups = [tuple(logits)] if kind == "pooled" else [(one,) for one in logits]
+    auxiliary = [load_balancing_loss_func(group, part.num_experts, part.top_k) for group in groups]
+    if kind == "layer":
+        auxiliary = [loss / part.top_k for loss in auxiliary]
+    losses = torch.cat([reference_losses(pair.reference, sample) for sample in pair.samples])
+    (losses.sum() + 0.3 * len(losses) * sum(auxiliary)).backward()
+    reported = pair.ours.reported_metrics()["layers_auxiliary_loss"]
+    assert reported == pytest.approx(float(sum(auxiliary).detach()) / len(auxiliary), rel=1e-5)
+    theirs = [param.grad for name, param in pair.reference.named_parameters() if name.endswith("mlp.gate.weight")]
+    for router, wanted in zip(routers(pair.ours), theirs, strict=True):
+        assert_close(router.router.grad, wanted, atol=1e-5 * float(wanted.norm()), rtol=1e-4)
+
+
+def test_a_bin_with_nothing_to_learn_gives_gradients_of_zero(pair):
+    prepare(pair.ours, coefficient=0.3)
+    pair.ours.train()
+    pair.ours.zero_grad()
+    pair.ours(make_micro_batch([], pair.geometry, SEQ_LEN)).sum().backward()
+    for name, param in pair.ours.named_parameters():
+        assert param.grad is not None and not param.grad.any(), name
+
+
+def test_padding_changes_no_bit_of_the_tokens(pair):
+    """Padding follows the last expert's rows; the loss of every token is the same with more of it."""
+    with torch.no_grad():
+        short = pair.ours(pair.batch)
+        longer = pair.ours(make_micro_batch(pair.samples, pair.geometry, SEQ_LEN + 40))
+    assert_close(short, longer, atol=1e-6, rtol=0)

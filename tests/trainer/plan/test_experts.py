@@ -1,0 +1,55 @@
+"""Settings of a model with experts that are refused in one line, before anything runs."""
+
+import pytest
+
+from dataset_builders.errors import InputError
+from flows.pipeline.graph import check_model
+from flows.pipeline.recipe import load_recipe
+from tests.helpers.run_dir import OPTIM
+from tests.helpers.tiny_experts_model import experts_config
+from trainer.contract.experts import ExpertsConfig
+from trainer.contract.parallel import ParallelConfig
+from trainer.contract.run import TrainConfig
+from trainer.families.qwen3_vl_moe.shape import read_shape
+from trainer.plan.checks import check_experts
+
+
+def train(**changes) -> TrainConfig:
+    settings = {"seed": 0, "num_steps": 9, "global_batch_size": 1, "heldout_interval": 9, "optim": OPTIM}
+    return TrainConfig(**settings, **{"precision": "bfloat16", **changes})
+
+
+POOLED = ExpertsConfig(coefficient=0.1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "parallel", "message"),
+    [
+        ({"precision": "float8"}, {}, "precision is float8, which is not supported with experts"),
+        ({}, {"sharding": "fsdp"}, "sharding is fsdp, which is not supported with experts"),
+        ({"experts": POOLED}, {"pp": 2}, "pooled over all layers, which pp=2 divides; set .*=layer"),
+    ],
+)
+def test_what_experts_do_not_support(changes, parallel, message):
+    shape = read_shape(experts_config("listed"))
+    check_experts(train(), ParallelConfig(), shape)
+    check_experts(train(experts=POOLED), ParallelConfig(tp=2), shape)
+    with pytest.raises(InputError, match=message):
+        check_experts(train(**changes), ParallelConfig(**parallel), shape)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["train.experts.coefficient=0.1"], "train.experts.coefficient is 0.1, and the model has no experts"),
+        (
+            ["model.variant=qwen3_vl_moe_tiny", "train.experts.force_balance=true"],
+            "force_balance=true deals tokens .* remove it",
+        ),
+        (["model.family=qwen3_vl_moe", "model.experts.top_k=9"], "top_k=9 is more than count=8"),
+        (["model={kind: random, seed: 0, experts: {count: 4, top_k: 2, width: 8}}"], "qwen3_vl has no experts"),
+    ],
+)
+def test_what_a_recipe_refuses(settings, message):
+    with pytest.raises(InputError, match=message):
+        check_model(load_recipe("embedded", settings).config)

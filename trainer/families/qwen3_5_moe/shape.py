@@ -1,0 +1,54 @@
+"""The sizes of a Qwen3.5 with experts, read from its config.json without torch. Defaults are transformers' (5.23)."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import PositiveInt
+
+from trainer.families.config_keys import ExpertKeys, experts_of, read_keys
+from trainer.families.qwen3_5_vl import shape as qwen3_5
+from trainer.model.shape import ModelShape
+
+NUM_EXPERTS = 256  # transformers' default
+
+
+class TextKeys(ExpertKeys, qwen3_5.HybridKeys):
+    """The keys of text_config."""
+
+    model_type: Literal["qwen3_5_moe_text"] = "qwen3_5_moe_text"
+    hidden_size: PositiveInt = 2048
+    num_hidden_layers: PositiveInt = 40
+    num_key_value_heads: PositiveInt | None = 2
+    intermediate_size: Any = None  # no layer has an MLP
+    moe_intermediate_size: PositiveInt = 512
+    shared_expert_intermediate_size: PositiveInt = 512
+
+
+class VisionKeys(qwen3_5.VisionKeys):
+    """The keys of vision_config."""
+
+    model_type: Literal["qwen3_5_moe_vision", "qwen3_5_moe"] = "qwen3_5_moe_vision"
+
+
+class Qwen35MoeKeys(qwen3_5.Qwen35VLKeys):
+    """The keys of config.json."""
+
+    model_type: Literal["qwen3_5_moe"]
+    text_config: TextKeys
+    vision_config: VisionKeys
+
+
+def read_shape(config: Mapping[str, Any], path: Path | str = "config.json") -> ModelShape:
+    """Return the sizes in a parsed config.json.
+
+    Args:
+        path: path of the file, for messages.
+
+    Raises:
+        InputError: a key is not understood, or two keys are inconsistent.
+    """
+    keys = read_keys(Qwen35MoeKeys, config, path)
+    text, where = keys.text_config, f"{path}: text_config."
+    shared = text.shared_expert_intermediate_size
+    return qwen3_5.shape_with(keys, experts_of(text, text.num_experts or NUM_EXPERTS, where, shared_size=shared), path)

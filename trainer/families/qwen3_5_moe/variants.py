@@ -1,0 +1,82 @@
+"""The models of Qwen3.5 and 3.6 with experts by name, a proxy of 4 layers, and a tiny model for a CPU.
+
+Qwen3.6-35B-A3B has the shape of Qwen3.5-35B-A3B.
+"""
+
+from typing import Any
+
+from trainer.families.qwen3_vl.variants import VISION_400M, VISION_DIGITS
+
+_LARGE = VISION_400M | {
+    "vocab_size": 248_320,
+    "num_kv_heads": 2,
+    "head_dim": 256,
+    "rotary_fraction": 0.25,
+    "rope_theta": 1e7,
+    "deepstack_indexes": (),
+    "tie_word_embeddings": False,
+}
+
+
+def _delta(value_heads: int) -> dict[str, int]:
+    return {"key_heads": 16, "value_heads": value_heads, "head_dim": 128, "attention_interval": 4}
+
+
+def _experts(count: int, top_k: int, width: int) -> dict[str, int]:
+    return {"count": count, "top_k": top_k, "width": width, "shared_width": width}
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "qwen3_5_moe_tiny": {
+        **VISION_DIGITS,
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_layers": 4,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 32,
+        "tie_word_embeddings": True,
+        "deepstack_indexes": (),
+        "rope_theta": 10_000.0,
+        "rotary_fraction": 0.5,
+        "delta": {"key_heads": 2, "value_heads": 4, "head_dim": 16, "attention_interval": 4},
+        "experts": {"count": 8, "top_k": 2, "width": 64, "shared_width": 64},
+    },
+    "qwen3_5_moe_proxy": {
+        **_LARGE,
+        "hidden_size": 4096,
+        "intermediate_size": 1024,
+        "num_layers": 4,
+        "num_heads": 32,
+        "delta": _delta(64),
+        "experts": _experts(16, 2, 1024),
+    },
+    "qwen3_5_35b_a3b": {
+        **_LARGE,
+        "hidden_size": 2048,
+        "intermediate_size": 512,
+        "num_layers": 40,
+        "num_heads": 16,
+        "delta": _delta(32),
+        "experts": _experts(256, 8, 512),
+    },
+    "qwen3_5_122b_a10b": {
+        **_LARGE,
+        "hidden_size": 3072,
+        "intermediate_size": 1024,
+        "num_layers": 48,
+        "num_heads": 32,
+        "delta": _delta(64),
+        "experts": _experts(256, 8, 1024),
+    },
+    "qwen3_5_397b_a17b": {
+        **_LARGE,
+        "hidden_size": 4096,
+        "intermediate_size": 1024,
+        "num_layers": 60,
+        "num_heads": 32,
+        "delta": _delta(64),
+        "experts": _experts(512, 10, 1024),
+    },
+}

@@ -1,0 +1,26 @@
+"""The configs of a Qwen3-VL with experts, with chosen sizes and random weights. Without torch."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from trainer.families.qwen3_vl.embedded import embedded_configs as qwen3_vl_configs
+
+
+def embedded_configs(settings: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, dict[str, Any]]:
+    """Return config.json and preprocessor_config.json.
+
+    Args:
+        settings: the fields of `EmbeddedModelConfig` in stages/inputs/config.py.
+        ids: ids of the tokenizer's control tokens.
+    """
+    configs = qwen3_vl_configs(settings, ids)
+    config, experts = configs["config.json"], settings["experts"]
+    config["model_type"] = "qwen3_vl_moe"
+    config["text_config"] |= {
+        "num_experts": experts["count"],
+        "num_experts_per_tok": experts["top_k"],
+        "moe_intermediate_size": experts["width"],
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": list(experts["dense_layers"]),
+    }
+    return configs

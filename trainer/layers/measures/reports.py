@@ -1,0 +1,51 @@
+"""Numbers that modules report during training steps, summed until a line of metrics.jsonl takes them."""
+
+from collections import defaultdict
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from trainer.model.late_import import load
+
+T = TypeVar("T")
+
+
+class Reports:
+    """The reported sums of a rank's chunks. They stay on the device until `read`."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[str, int], torch.Tensor] = {}
+        self._shared: dict[type, Any] = {}
+
+    def shared(self, kind: type[T]) -> T:
+        """Return the one object of a class that all modules with these reports share."""
+        return self._shared.setdefault(kind, kind())
+
+    def report(self, reduce: str, layer: int, values: torch.Tensor) -> None:
+        """Add a vector of numbers that a layer reports.
+
+        A forward pass without gradient reports nothing: it is an evaluation, or the first of two passes through a layer
+        that is recomputed.
+
+        Args:
+            reduce: "module:function" of the metrics: {layer: sums over steps and ranks} -> {name: number}.
+            layer: index of the layer, from 0 over the whole model.
+        """
+        if torch.is_grad_enabled():
+            values, key = values.detach().double(), (reduce, layer)
+            self._sums[key] = self._sums[key].add_(values) if key in self._sums else values.clone()
+
+    def read(self) -> dict[str, float]:
+        """Return the metrics of all ranks' reports, and forget the reports; a collective that waits for the device."""
+        mine = {key: values.tolist() for key, values in self._sums.items()}
+        self._sums.clear()
+        everybody: list[dict[tuple[str, int], list[float]]] = [mine]
+        if dist.get_world_size() > 1:
+            everybody = [{} for _ in range(dist.get_world_size())]
+            dist.all_gather_object(everybody, mine)
+        sums: dict[str, dict[int, list[float]]] = defaultdict(dict)
+        for (reduce, layer), values in (item for ranks in everybody for item in sorted(ranks.items())):
+            before = sums[reduce].get(layer, [0.0] * len(values))
+            sums[reduce][layer] = [a + b for a, b in zip(before, values, strict=True)]
+        return {name: value for reduce, layers in sums.items() for name, value in load(reduce)(layers).items()}

@@ -1,0 +1,157 @@
+"""Experts behind a router, as the second half of a layer.
+
+s = tokens of this rank, after context and sequence parallelism; m = those that the rest of the model needs; D = hidden
+size, E = experts, k = experts per token, I = width of an expert.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from trainer.contract.experts import ExpertsConfig
+from trainer.contract.run import TrainConfig
+from trainer.layers.chosen_rows import ChosenRows, RoutedTokens
+from trainer.layers.measures.reports import Reports
+from trainer.layers.module_set import ACTIVATIONS
+from trainer.parts.experts.part import Experts
+from trainer.parts.experts.products import Order, grouped_product
+from trainer.parts.experts.routing import LoadPool, Routing, WithAuxiliaryLoss, route, tokens_of_experts
+
+_LOADS = "trainer.parts.experts.part:loads"
+_LOSS = "trainer.parts.experts.part:mean_auxiliary_loss"
+
+
+@dataclass
+class ExpertsSubmodules:
+    """The linear layers of the shared expert."""
+
+    shared: MLPSubmodules
+
+
+class RoutedExperts(MegatronModule):
+    """Experts behind a router. Every rank has all experts; tensor-parallel ranks divide only the shared expert."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: ExpertsSubmodules,
+        *,
+        part: Experts,
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
+        super().__init__(config)
+        self.part, self.activation = part, ACTIVATIONS[part.activation]
+        self.settings, self.layer, self.reports = ExpertsConfig(), 0, Reports()
+        count, width, inner = part.num_experts, part.hidden_size, part.intermediate_size
+        self.router = _weight(config, count, width)
+        self.gate_up = _weight(config, count, 2 * inner, width)
+        self.down = _weight(config, count, width, inner)
+        if part.shared_size:
+            own = dataclasses.replace(config, ffn_hidden_size=part.shared_size)
+            self.shared = MLP(own, submodules.shared, tp_group=pg_collection.tp)
+            self.shared_gate = _weight(config, 1, width)
+
+    def prepare_training(self, train: TrainConfig, layer: int, reports: Reports) -> None:
+        """Set how the router is trained, and where the loads are reported.
+
+        Args:
+            layer: index of the layer, from 0 over the whole model.
+        """
+        self.settings, self.layer, self.reports = train.experts, layer, reports
+        reports.shared(LoadPool).layers.add(layer)
+
+    def forward(self, hidden: torch.Tensor, rows: ChosenRows | None, tokens: RoutedTokens) -> torch.Tensor:
+        """Map (s, 1, D) to (s, 1, D), or only to the chosen rows (m, 1, D).
+
+        All tokens are routed, so that loads and auxiliary loss cover them. Padding is counted nowhere. Its rows have
+        the weight 0 and are the last of the last expert, so that every row belongs to an expert.
+        """
+        is_trained = torch.is_grad_enabled() and (rows is None or self.settings.coefficient > 0)
+        routing = self._choose(hidden[:, 0]) if is_trained else self._choose(hidden[:, 0].detach())
+        counts = tokens_of_experts(routing.chosen, tokens.is_token, self.part.num_experts)
+        if self.training:
+            self.reports.report(_LOADS, self.layer, counts)
+        if self.training and self.settings.coefficient:
+            hidden = self._with_auxiliary_loss(hidden, routing.probabilities, counts, tokens)
+        if rows is None:
+            chosen = routing.chosen.masked_fill(~tokens.is_token[:, None], self.part.num_experts - 1)
+            weights = routing.weights * tokens.is_token[:, None]
+        else:
+            hidden = rows.of_hidden(hidden)
+            _, weights, chosen = self._choose(hidden[:, 0])
+        out = self._mix(hidden[:, 0], weights, chosen)[:, None]
+        if self.part.shared_size:
+            shared, _ = self.shared(hidden)
+            out = out + (hidden @ self.shared_gate.t()).sigmoid() * shared
+        return out
+
+    def _choose(self, hidden: torch.Tensor) -> Routing:
+        """Route (s, D), or deal the tokens to the experts in turn if the settings force a balance."""
+        routing = route(hidden, self.router, self.part.top_k)
+        if not self.settings.force_balance:
+            return routing
+        turns = torch.arange(routing.chosen.numel(), device=hidden.device) % self.part.num_experts
+        chosen = turns.view_as(routing.chosen)
+        weights = routing.probabilities.gather(1, chosen)
+        return Routing(routing.probabilities, (weights / weights.sum(-1, keepdim=True)).to(hidden.dtype), chosen)
+
+    def _with_auxiliary_loss(
+        self, hidden: torch.Tensor, probabilities: torch.Tensor, counts: torch.Tensor, tokens: RoutedTokens
+    ) -> torch.Tensor:
+        """Return `hidden`, whose backward pass adds the gradient of the auxiliary loss to the probabilities.
+
+        A bin's auxiliary loss is weighted by its loss tokens, because the sum of all losses is divided by the loss
+        tokens of the global batch.
+        """
+        experts, count = self.part.num_experts, max(1, tokens.num_tokens)
+        mine = (probabilities.detach().double() * tokens.is_token[:, None]).sum(0)
+        load_and_probability = tokens.summed(torch.stack([counts, mine])) / count
+        scale = self.settings.coefficient * tokens.num_loss_tokens * experts / count
+        if self.settings.auxiliary_loss == "layer":
+            top_k, load = self.part.top_k, load_and_probability[0]
+            self._report_loss(load_and_probability / top_k**0.5)
+            return WithAuxiliaryLoss.apply(hidden, probabilities, tokens.is_token, scale / top_k, lambda: load)
+        pool = self.reports.shared(LoadPool)
+        pool.put(tokens, self.layer, load_and_probability)
+        if pool.is_whole:
+            self._report_loss(pool.mean())
+        return WithAuxiliaryLoss.apply(hidden, probabilities, tokens.is_token, scale / len(pool.layers), pool.load)
+
+    def _report_loss(self, load_and_probability: torch.Tensor) -> None:
+        loss = self.part.num_experts * load_and_probability.prod(0).sum()
+        self.reports.report(_LOSS, self.layer, torch.stack([loss, torch.ones_like(loss)]))
+
+    def _mix(self, hidden: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """Return (s, D): the sum of each token's experts, by their weights (s, k)."""
+        order = Order(chosen, self.part.num_experts)
+        gate, up = grouped_product(order.dispatch(hidden), self.gate_up, order.ends).chunk(2, -1)
+        rows = grouped_product(self.activation(gate) * up, self.down, order.ends)
+        return (order.collect(rows) * weights[..., None]).sum(1)
+
+
+def _weight(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
+    """Return an unset parameter that every tensor-parallel rank has whole.
+
+    With sequence parallelism each of these ranks has the gradient of its own tokens, and the mark makes megatron-core
+    sum them.
+    """
+    weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
+    weight.sequence_parallel = config.sequence_parallel
+    return weight
+
+
+def spec(part: Experts, modules: BackendSpecProvider) -> ModuleSpec:
+    """Return the spec of a decoder layer's experts."""
+    shared = MLPSubmodules(
+        linear_fc1=modules.column_parallel_linear(),
+        linear_fc2=modules.row_parallel_linear(),
+        activation_func=modules.activation_func(),
+    )
+    return ModuleSpec(module=RoutedExperts, params={"part": part}, submodules=ExpertsSubmodules(shared))

@@ -1,0 +1,125 @@
+"""Experts behind a router, described without torch."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.model.layer import FeedForward
+from trainer.model.rules import STACKED, EitherWay, OneByOne, Rule
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Experts(FeedForward):
+    """Gated MLPs of which each token uses `top_k`, and optionally a gated MLP that every token uses.
+
+    Attributes:
+        num_experts: number of experts of the layer.
+        top_k: number of experts of a token.
+        intermediate_size: width of one expert.
+        activation: name of the gates' activation in transformers.
+        shared_size: width of the shared expert, whose output is multiplied by a sigmoid gate; 0: there is none.
+        may_be_transposed: whether files may store an expert's matrices as (in, out), as the published Qwen3-VL does.
+    """
+
+    spec = "trainer.parts.experts.module:spec"
+    first_linear = ""
+    role = "mlp"
+    routes_tokens = True
+
+    hidden_size: int
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    activation: str
+    shared_size: int = 0
+    may_be_transposed: bool = False
+
+    @property
+    def parameters(self) -> int:
+        shared = 3 * self.hidden_size * self.shared_size + self.hidden_size * bool(self.shared_size)
+        return self._router + self.num_experts * self._expert + shared
+
+    @property
+    def flops(self) -> int:
+        """Forward FLOPs per token: router, chosen experts and shared expert."""
+        return 2 * (self._router + self.top_k * self._expert + 3 * self.hidden_size * self.shared_size)
+
+    @property
+    def _router(self) -> int:
+        return self.num_experts * self.hidden_size
+
+    @property
+    def _expert(self) -> int:
+        return 3 * self.hidden_size * self.intermediate_size
+
+    def kept_numbers(self, *, selective: bool) -> int:
+        """Return the kept numbers per token.
+
+        Per chosen expert: its input row, gate and up, their product, and its output row. The router keeps its
+        probabilities in float32. The shared expert keeps what a dense MLP keeps, see `GatedMLP.kept_numbers`.
+        """
+        per_expert = 2 * self.hidden_size + 3 * self.intermediate_size
+        return self.top_k * per_expert + 2 * self.num_experts + 8 * self.hidden_size * bool(self.shared_size)
+
+    def divided_widths(self) -> dict[str, int]:
+        return {"shared_expert_intermediate_size": self.shared_size} if self.shared_size else {}
+
+    def transformer_settings(self) -> Mapping[str, Any]:
+        return {"gated_linear_unit": True, "activation": self.activation}
+
+    def rules(self, ours: str, hf: str) -> Iterator[Rule]:
+        ours, hf = f"{ours}mlp.", f"{hf}mlp."
+        width, inner = self.hidden_size, self.intermediate_size
+        yield Rule(ours + "router", (hf + "gate.weight",))
+        experts, one_by_one = hf + "experts.", OneByOne(experts=self.num_experts)
+        for name, matrix, own in (
+            ("gate_up", (2 * inner, width), ("gate_proj", "up_proj")),
+            ("down", (width, inner), ("down_proj",)),
+        ):
+            packing = EitherWay(matrix=matrix) if self.may_be_transposed else STACKED
+            each = tuple(f"{experts}{number}.{part}.weight" for number in range(self.num_experts) for part in own)
+            yield Rule(ours + name, (f"{experts}{name}_proj",), packing, one_by_one=Rule(ours + name, each, one_by_one))
+        if not self.shared_size:
+            return
+        inner, shared = self.shared_size, hf + "shared_expert."
+        gate_and_up = (shared + "gate_proj.weight", shared + "up_proj.weight")
+        sizes = ((inner, width), (inner, width))
+        yield Rule(ours + "shared.linear_fc1.weight", gate_and_up, sizes=sizes, role=self.role)
+        yield Rule(
+            ours + "shared.linear_fc2.weight",
+            (shared + "down_proj.weight",),
+            sizes=((width, inner),),
+            role=self.role,
+            axis=1,
+        )
+        yield Rule(ours + "shared_gate", (hf + "shared_expert_gate.weight",))
+
+
+def loads(counts: Mapping[int, list[float]]) -> dict[str, float]:
+    """Return the metrics of the experts' loads.
+
+    Args:
+        counts: number of tokens of each expert, by layer.
+
+    Returns:
+        expert_load_max: tokens of the busiest expert per expert's mean, of the most uneven layer.
+        expert_load: the same, as the mean of all layers.
+        experts_idle: share of experts without a token.
+    """
+    uneven = [max(layer) * len(layer) / max(1.0, sum(layer)) for layer in counts.values()]
+    idle = sum(layer.count(0.0) for layer in counts.values())
+    return {
+        "expert_load_max": max(uneven),
+        "expert_load": sum(uneven) / len(uneven),
+        "experts_idle": idle / sum(map(len, counts.values())),
+    }
+
+
+def mean_auxiliary_loss(sums: Mapping[int, list[float]]) -> dict[str, float]:
+    """Return the auxiliary loss.
+
+    Args:
+        sums: the sum of a layer's auxiliary losses and their number, by layer.
+    """
+    values = [total / count for total, count in sums.values() if count]
+    return {"auxiliary_loss": sum(values) / len(values)} if values else {}
