@@ -53,6 +53,7 @@ def here(tmp_path, monkeypatch):
     csv_paths(tmp_path / "DATA", draw_rows(seed=0, number=40))
     (recipe,) = re.findall(r"^```yaml title=\"my\.yaml\"\n(.*?)^```", OWN_DATA.read_text(), re.MULTILINE | re.DOTALL)
     (tmp_path / "my.yaml").write_text(recipe)
+    (tmp_path / "infra").symlink_to(ROOT / "infra")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

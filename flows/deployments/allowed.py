@@ -27,10 +27,9 @@ DATA_DIRS_VARIABLE = "ATHANOR_DATA_DIRS"
 DATA_STORES_VARIABLE = "ATHANOR_DATA_STORES"
 # Dotted settings that a request cannot change, each with everything below it; the form leaves them out.
 RECIPE_ONLY = (
-    "execution.cluster.kubernetes",  # images, mounts and accounts of pods
+    "execution.cluster.job_file",  # lines of a shell script, or images, mounts and accounts of pods
     "execution.cluster.launcher",  # decides whose machines are used
     "execution.cluster.nodes",
-    "execution.cluster.slurm",  # lines of a shell script
     "execution.dask_address",  # the process unpickles the data that the scheduler sends
     "execution.model_code_sha256",  # accepts a model directory with code in it
     "execution.registry.other_heldout",  # makes a version the champion without a comparison

@@ -18,7 +18,6 @@ from flows.pipeline.source_version import source_version
 from flows.tracking.notes import run_name
 from flows.tracking.tracker import Opening, Tracker, open_run
 from stages.artifacts.artifact import External, Input
-from stages.launchers.job import LAUNCHERS
 
 
 @contextlib.contextmanager
@@ -76,11 +75,9 @@ def open_tracking(
 
 
 def execution_tags(config: PipelineConfig) -> dict[str, str]:
-    """Return the dotted settings of execution, without unset ones and without the settings of other launchers."""
-    values = config.execution.model_dump(mode="json")
-    for launcher in LAUNCHERS.keys() - {config.execution.cluster.launcher}:
-        values["cluster"].pop(launcher, None)
-    return {key: str(value) for key, value in flatten({"execution": values}).items() if value is not None}
+    """Return the dotted settings of execution, without unset ones."""
+    values = {"execution": config.execution.model_dump(mode="json")}
+    return {key: str(value) for key, value in flatten(values).items() if value is not None}
 
 
 def reproducing_command(config: PipelineConfig, recipe: str) -> str | None:

@@ -8,9 +8,9 @@ for orphans often.
 import contextlib
 import logging
 import signal
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import filelock
@@ -29,48 +29,32 @@ log = logging.getLogger("athanor.service")
 Marked = dict[int, tuple[psutil.Process, Mapping[str, str]]]
 
 
-@dataclass(slots=True)
-class OrphanWatch:
-    """A watch that looks for orphans of a root and ends them in threads, so that the caller does not wait."""
+def end_orphans(root: StorePath) -> int:
+    """End all orphans of a root and return their number. Takes as long as trainers take to save.
 
-    root: StorePath
-    _ending: dict[str, threading.Thread] = field(default_factory=dict)
+    One process at a time, because a second SIGTERM would interrupt a flow run while its trainer saves.
+    """
+    path, ended = service_dir(root) / "ending.lock", set()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(path), ThreadPoolExecutor() as pool:
+        # A trainer becomes an orphan by the end of its flow.
+        while orphans := {name: end for name, end in find_orphans(root) if name not in ended}:
+            log.warning("ending %s, whose parents are gone", ", ".join(orphans))
+            list(pool.map(lambda end: end(), orphans.values()))
+            ended |= orphans.keys()
+    return len(ended)
 
-    def poll(self) -> list[str]:
-        """Look once and begin to end new orphans. Return the names of all orphans that are being ended."""
-        self._ending = {name: thread for name, thread in self._ending.items() if thread.is_alive()}
-        for name, end in self._orphans():
-            if name not in self._ending:
-                log.warning("ending %s, whose parent is gone", name)
-                self._ending[name] = threading.Thread(target=end, name=f"end {name}", daemon=True)
-                self._ending[name].start()
-        return list(self._ending)
 
-    def end_all(self) -> int:
-        """End all orphans, wait until none is left and return their number. Takes as long as trainers take to save."""
-        ended: set[str] = set()
-        while ending := self.poll():
-            ended.update(ending)
-            for thread in self._ending.values():
-                thread.join()
-        return len(ended)
-
-    def _orphans(self) -> Iterator[tuple[str, Callable[[], None]]]:
-        side, marked = side_dir(self.root), marked_processes()
-        for flow_run_id, tops in orphaned_flow_runs(side, marked).items():
-            yield f"flow run {flow_run_id}", lambda tops=tops: self._stop_once(tops)
-        for job in sorted(trainer_jobs(side, marked)):
-            if _is_free(_lock_of(job)):
-                yield f"trainer {Path(job).name}", lambda job=job: _end_trainer(job)
-        for server in orphaned_servers(side, marked):
-            yield f"temporary Prefect server {server.pid}", lambda server=server: _stop([server], SERVER_SECONDS)
-
-    def _stop_once(self, tops: list[psutil.Process]) -> None:
-        """Stop a flow run, under a lock. A second SIGTERM would interrupt the run while its trainer saves."""
-        path = service_dir(self.root) / "ending.lock"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with filelock.FileLock(path):
-            _stop([process for process in tops if runs(process)], SAVE_SECONDS)
+def find_orphans(root: StorePath) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Yield the name of each orphan of a root, and the function that ends it."""
+    side, marked = side_dir(root), marked_processes()
+    for flow_run_id, tops in orphaned_flow_runs(side, marked).items():
+        yield f"flow run {flow_run_id}", partial(_stop, tops, SAVE_SECONDS)
+    for job in sorted(trainer_jobs(side, marked)):
+        if _is_free(_lock_of(job)):
+            yield f"trainer {Path(job).name}", partial(_end_trainer, job)
+    for server in orphaned_servers(side, marked):
+        yield f"temporary Prefect server {server.pid}", partial(_stop, [server], SERVER_SECONDS)
 
 
 def marked_processes() -> Marked:

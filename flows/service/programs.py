@@ -5,7 +5,6 @@ import json
 import os
 import socket
 import sys
-import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,7 +38,6 @@ _NOT_INHERITED = (
     *("MLFLOW_SERVER_DISABLE_SECURITY_MIDDLEWARE", "PREFECT_SERVER_CORS_ALLOWED_ORIGINS"),
 )
 _ANSWER_SECONDS = 10.0
-_BEAT_SECONDS, _BEATS_MISSED = 7, 3  # time between two heartbeats of a worker; missed heartbeats of one that hangs
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy on the way to this machine
 
 
@@ -50,7 +48,6 @@ class Program:
     Attributes:
         is_up: function of the time of the start, in seconds since 1970, that returns whether the program answers. May
             raise OSError.
-        is_alive: the same function for a program that has answered before; None means `is_up`.
         address: text that is shown to people.
         shares_session: whether processes that must outlive the program share its session, such as the flow runs of a
             killed worker, which save.
@@ -63,7 +60,6 @@ class Program:
     is_up: Callable[[float], bool]
     address: str
     shares_session: bool = False
-    is_alive: Callable[[float], bool] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,14 +171,13 @@ def worker(plan: Plan) -> Program:
         command=[sys.executable, "-m", "flows.service.work", "--name", name, "--max-runs", str(plan.max_runs), *limits],
         environment={
             "PREFECT_WORKER_QUERY_SECONDS": "3",
-            "PREFECT_WORKER_HEARTBEAT_SECONDS": str(_BEAT_SECONDS),
+            "PREFECT_WORKER_HEARTBEAT_SECONDS": "7",
             **client_environment(plan, "worker"),
         },
         log_path=plan.log_path("worker"),
         is_up=lambda started: _worker_is_online(plan, name, started),
         address=f"up to {plan.max_runs} flow runs at a time",
         shares_session=True,
-        is_alive=lambda started: _worker_beats(plan, name, started),
     )
 
 
@@ -239,14 +234,6 @@ def _answers(url: str) -> bool:
     """Whether a server reports that it is healthy."""
     with _OPENER.open(url, timeout=_ANSWER_SECONDS) as answer:
         return answer.status == 200
-
-
-def _worker_beats(plan: Plan, name: str, started: float) -> bool:
-    """Whether the worker has sent the server a heartbeat lately. True if the server itself does not answer."""
-    try:
-        return _worker_is_online(plan, name, max(started, time.time() - _BEATS_MISSED * _BEAT_SECONDS))
-    except OSError:
-        return True
 
 
 def _worker_is_online(plan: Plan, name: str, started: float) -> bool:

@@ -27,7 +27,7 @@ from flows.prefect_server.home import SCHEMA_LOCK, prefect_home
 from flows.prefect_server.ports import reserve_ports
 from flows.prefect_server.processes import end_leftovers, end_marked, flow_run_processes, send, start_process
 from flows.prefect_server.service_record import ServiceRecord, read_record, remove_record, service_dir, write_record
-from flows.service.orphans import OrphanWatch
+from flows.service.orphans import find_orphans
 from flows.service.programs import Plan, client_environment, mlflow_server, prefect_server, worker
 from flows.service.supervisor import TURN_SECONDS, StartFailed, StatusLines, Supervisor
 from stages.launchers.owner import Owner
@@ -132,23 +132,21 @@ def _turn_until(supervisor: Supervisor, is_enough: Callable[[], bool], stop: Sto
 
 
 def _watch(supervisor: Supervisor, plan: Plan, stop: StopSignal) -> None:
-    """Keep the programs running and end orphans until a signal arrives. Settle flow runs after a crash of Prefect's
-    server.
+    """Keep the programs running until a signal arrives. After a crash of Prefect's server, and where a killed process
+    has left orphans, another process ends them and settles their flow runs.
 
-    A worker that was killed settles flow runs itself when it starts again.
+    A worker that was killed does both itself when it starts again.
     """
-    orphans, shown = OrphanWatch(plan.root), set()
     settling: subprocess.Popen | None = None
     while not stop.times:
-        ending = set(orphans.poll())
-        for name in sorted(ending - shown):
-            supervisor.lines.say(f"ending {name}: its parent was killed")
-        shown = ending
-        is_settling = settling is not None and settling.poll() is None
-        if "prefect" in supervisor.revived and not is_settling:
-            supervisor.revived.clear()
-            command = [sys.executable, "-m", "flows.service.provision", "--reconcile-only"]
-            settling = start_process(command, client_environment(plan, "provision"), plan.log_path("provision"))
+        if supervisor.answers("worker") and (settling is None or settling.poll() is not None):
+            orphans = [name for name, _ in find_orphans(plan.root)]
+            if orphans:
+                supervisor.lines.say(f"ending {', '.join(orphans)}: a parent was killed")
+            if orphans or "prefect" in supervisor.revived:
+                supervisor.revived.clear()
+                command = [sys.executable, "-m", "flows.service.provision", "--reconcile-only"]
+                settling = start_process(command, client_environment(plan, "provision"), plan.log_path("provision"))
         next_look = time.monotonic() + ORPHAN_SECONDS
         _turn_until(supervisor, lambda until=next_look: time.monotonic() > until, stop)
 

@@ -1,4 +1,4 @@
-"""Starts programs, checks that they answer, restarts programs that die or hang, and ends all of them.
+"""Starts programs, checks that they answer, restarts programs that die, and ends all of them.
 
 One thread starts and ends the programs, in a loop with a period of a quarter of a second, because Linux ends a child
 together with the thread that started it.
@@ -8,12 +8,9 @@ import contextlib
 import http.client
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import psutil
 
 from flows.prefect_server.processes import begin_log, end_process, log_tail, start_process, trim_log
 from flows.service.programs import Program
@@ -24,9 +21,8 @@ FIRST_TRIES = 2  # number of deaths after which a program that never answered is
 STEADY_SECONDS = 60.0  # after answering for this long, a program's next death counts as its first
 MAX_BACKOFF_SECONDS = 30.0
 STOP_SECONDS = 15.0
-HEALTH_SECONDS = 10.0  # between two health checks of a program that has answered
-HEALTH_MISSES = 2  # failed checks in a row after which a program hangs: at most 40 s, as a check takes up to 10 s
-_BUSY_MISS = 1 / 3  # weight of a failed check if the program used the CPU, since a loaded machine answers late
+HEALTH_SECONDS = 10.0  # between two health checks of a server that has answered
+HANG_SECONDS = 120.0  # silence after which a server hangs; on a machine at load 20 single answers take over ten seconds
 
 
 class StartFailed(Exception):
@@ -53,18 +49,16 @@ class StatusLines:
 
 @dataclass(slots=True)
 class Child:
-    """A program and its process.
+    """A program and its process. Times are from time.monotonic(), except `started`.
 
     Attributes:
         process: None while the program waits for its restart.
         started: time of the process's start, in seconds since 1970.
-        since: time of the process's start or, once it has answered, of its first answer; time.monotonic().
-        start_at: earliest time of the next start; time.monotonic().
+        since: time of the process's start or, once it has answered, of its first answer.
+        answered: time of its last answer.
+        next_at: earliest time of the next start or of the next health check.
         deaths: number of deaths in a row.
         starts: number of starts in all.
-        look: the health check that is running.
-        look_at: earliest time of the next health check; time.monotonic().
-        misses: weighted number of failed health checks in a row; see `Look.weight`.
     """
 
     program: Program
@@ -73,40 +67,16 @@ class Child:
     was_ready: bool = False
     started: float = 0.0
     since: float = 0.0
-    start_at: float = 0.0
+    answered: float = 0.0
+    next_at: float = 0.0
     deaths: int = 0
     starts: int = 0
-    look: "Look | None" = None
-    look_at: float = 0.0
-    misses: float = 0.0
 
-
-class Look(threading.Thread):
-    """A health check of a program, in a thread of its own because an answer may take seconds.
-
-    Attributes:
-        answers: whether the program answers; set at the end of the check.
-        weight: weight of a failed check; smaller if the process used the CPU during the check.
-    """
-
-    def __init__(self, program: Program, started: float, pid: int) -> None:
-        super().__init__(name=f"look at {program.name}", daemon=True)
-        self._pid, self.weight = pid, 1.0
-        self._is_alive, self._since, self.answers = program.is_alive or program.is_up, started, False
-        self.start()
-
-    def run(self) -> None:
-        before = self._used()
+    def answers(self) -> bool:
+        """Whether the program answers now."""
         with contextlib.suppress(OSError, http.client.HTTPException, ValueError, KeyError):
-            self.answers = self._is_alive(self._since)
-        if self._used() != before:
-            self.weight = _BUSY_MISS
-
-    def _used(self) -> float:
-        """Return the CPU time that the process has used, in seconds."""
-        with contextlib.suppress(psutil.Error):
-            return sum(psutil.Process(self._pid).cpu_times()[:2])
-        return 0.0
+            return self.program.is_up(self.started)
+        return False
 
 
 class Supervisor:
@@ -135,13 +105,13 @@ class Supervisor:
         """
         for child in self.children.values():
             if child.process is None:
-                if time.monotonic() >= child.start_at:
+                if time.monotonic() >= child.next_at:
                     self._start(child)
             elif (status := child.process.poll()) is not None:
                 self._died(child, f"died (signal {-status})" if status < 0 else f"died (status {status})")
             elif child.is_ready:
                 trim_log(child.program.log_path)
-                self._look(child)
+                self._check(child)
             else:
                 self._ask(child)
 
@@ -152,18 +122,20 @@ class Supervisor:
         child.starts += 1
         self.lines.show(program.name, "starting", program.address)
 
-    def _look(self, child: Child) -> None:
-        """Check from time to time whether a program still answers, and kill it if it hangs."""
-        if child.look is None:
-            if time.monotonic() >= child.look_at:
-                child.look = Look(child.program, child.started, child.process.pid)
-        elif not child.look.is_alive():
-            child.misses = 0.0 if child.look.answers else child.misses + child.look.weight
-            child.look, child.look_at = None, time.monotonic() + HEALTH_SECONDS
-            if child.misses > HEALTH_MISSES - 0.01:
-                child.process.kill()
-                child.process.wait()
-                self._died(child, "hangs: it did not answer")
+    def _check(self, child: Child) -> None:
+        """Kill a server that has not answered for HANG_SECONDS; `turn` starts it again.
+
+        A worker is never killed for its silence, because its flow runs would end with it.
+        """
+        if child.program.shares_session or time.monotonic() < child.next_at:
+            return
+        if child.answers():
+            child.answered = time.monotonic()
+        elif time.monotonic() - child.answered > HANG_SECONDS:
+            self.lines.show(child.program.name, "hangs", f"no answer for {HANG_SECONDS:.0f} s")
+            child.process.kill()
+            child.process.wait()
+        child.next_at = time.monotonic() + HEALTH_SECONDS
 
     def _died(self, child: Child, how: str) -> None:
         program = child.program
@@ -171,24 +143,22 @@ class Supervisor:
             end_process(child.process, 0)  # ends the rest of its session
         was_steady = child.is_ready and time.monotonic() - child.since > STEADY_SECONDS
         child.deaths = 1 if was_steady else child.deaths + 1
-        child.process, child.is_ready, child.look, child.misses = None, False, None, 0.0
+        child.process, child.is_ready = None, False
         if not child.was_ready and child.deaths >= FIRST_TRIES:
             raise StartFailed(_last_words(program, f"{how}, {child.deaths} times"))
         delay = min(MAX_BACKOFF_SECONDS, 2.0 ** (child.deaths - 1) - 1)
-        child.start_at = time.monotonic() + delay
+        child.next_at = time.monotonic() + delay
         when = f" in {delay:.0f} s" if delay else ""
         self.lines.show(program.name, "waiting", f"{how}; starts again{when}")
 
     def _ask(self, child: Child) -> None:
         """Check whether a starting program answers now."""
-        program, is_up = child.program, False
-        with contextlib.suppress(OSError, http.client.HTTPException, ValueError, KeyError):
-            is_up = program.is_up(child.started)
-        if is_up:
+        program = child.program
+        if child.answers():
             if child.was_ready:
                 self.revived.add(program.name)
             child.is_ready, child.was_ready, child.since = True, True, time.monotonic()
-            child.look_at = child.since + HEALTH_SECONDS
+            child.answered = child.next_at = child.since
             note = "  started again" if child.starts > 1 else ""
             note += f", {child.starts - 1} times in all" if child.starts > 2 else ""
             self.lines.show(program.name, "ready", program.address + note)

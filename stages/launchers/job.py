@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from dataset_builders.errors import InputError, one_line
 from dataset_builders.storage.files import GrowingFile
-from stages.launchers.config import ClusterConfig
+from dataset_builders.storage.store import home_expanded
+from stages.launchers.config import JOB_FILES, ClusterConfig
 from stages.launchers.processes import JOB_VARIABLE
 from stages.launchers.rank_logs import first_failure, last_lines, log_of_rank
 
@@ -83,7 +85,8 @@ class Handle:
 class Launcher(Protocol):
     """The interface of a launcher.
 
-    `check` raises InputError if the launcher's programs are not installed. `plan` shows what `submit` would run, even
+    `check` raises InputError if the launcher's programs are not installed or the job file cannot be used. `plan` shows
+    what `submit` would run, even
     if `check` fails. `poll` returns None while the job runs, then its exit status. It calls `on_line` with new lines of
     the log, and raises JobFailed (status 124) after the job's deadline. `cancel` lets the job save, ends it, and
     returns when no process of it is left; it does nothing to an ended job.
@@ -144,11 +147,26 @@ def make_launcher(cluster: ClusterConfig) -> Launcher:
     return getattr(importlib.import_module(module), name)(cluster)
 
 
+def read_job_file(cluster: ClusterConfig) -> str:
+    """Return the text of the user's job file.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    try:
+        return home_expanded(str(cluster.job_file)).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(
+            f"execution.cluster.job_file={cluster.job_file} cannot be read ({one_line(error)}); give the path of "
+            f"{JOB_FILES[cluster.launcher]}"
+        ) from error
+
+
 def check_launcher(cluster: ClusterConfig) -> None:
     """Check, before work starts, that jobs can be launched from this machine.
 
     Raises:
-        InputError: they cannot be launched; the text names the missing program or setting.
+        InputError: they cannot be launched; the text names the missing program, or the wrong line of the job file.
     """
     make_launcher(cluster).check()
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from flows.resources.run_record import read_runs
-from flows.service.orphans import OrphanWatch
+from flows.service.orphans import end_orphans
 from tests.flows.pipeline.test_run import SMALL
 from tests.helpers.service import clean_environment, processes_with, wait_for
 
@@ -39,7 +39,7 @@ def servers(root: Path) -> list[psutil.Process]:
 @pytest.fixture
 def root(tmp_path) -> Iterator[Path]:
     yield tmp_path / "root"
-    OrphanWatch(tmp_path / "root").end_all()
+    end_orphans(tmp_path / "root")
 
 
 @pytest.mark.full

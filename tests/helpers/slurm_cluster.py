@@ -1,7 +1,7 @@
 """A SLURM of two nodes on this machine, from Debian's packages slurm-wlm and munge: for tests, as root.
 
 Two slurmd with names of their own share the loopback address, so a job's nodes cannot be reached by their names: the
-launcher needs `rendezvous_address: 127.0.0.1`. There is no accounting, and jobs are found by process (linuxproc), not
+header needs `address=127.0.0.1`. There is no accounting, and jobs are found by process (linuxproc), not
 by cgroup.
 """
 

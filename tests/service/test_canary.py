@@ -21,6 +21,7 @@ from PIL import Image, PngImagePlugin
 from tests.flows.pipeline.test_run import SMALL
 from tests.helpers.canary import CANARIES, SECRETS, assert_nowhere, environment, find, scan, spellings
 from tests.helpers.command_lines import seen_command_lines
+from tests.helpers.compose_file import INFRA
 
 pytestmark = pytest.mark.full
 
@@ -163,8 +164,8 @@ def test_a_run_leaves_no_secret(ran):
 
 @pytest.mark.parametrize("launcher", ["slurm", "kubernetes"])
 def test_what_would_be_submitted_holds_no_secret(ran, launcher):
-    sets = {"slurm": [], "kubernetes": ["execution.cluster.kubernetes.image=i", "execution.cluster.kubernetes.claim=c"]}
-    words = [f"--set={each}" for each in [f"execution.cluster.launcher={launcher}", *sets[launcher]]]
+    job_file = {"slurm": "slurm/header.sbatch", "kubernetes": "kubernetes/trainjob.yaml"}[launcher]
+    words = [f"--set=execution.cluster.{each}" for each in (f"launcher={launcher}", f"job_file={INFRA / job_file}")]
     done = athanor(ran[0], "plan", *words)
     assert done.returncode == 0, done.stderr
     assert_nowhere(ran[0], done.stdout, done.stderr)

@@ -41,9 +41,7 @@ SETTINGS = {
     "execution.cluster.nodes": 2,
     "execution.cluster.processes": 2,
     "execution.cluster.launcher": "slurm",
-    "execution.cluster.slurm.gpus_per_node": 0,
-    "execution.cluster.slurm.rendezvous_address": "127.0.0.1",
-    "execution.cluster.slurm.poll_seconds": 0.5,
+    "execution.cluster.job_file": str(Path(__file__).parents[1] / "helpers" / "cpu.sbatch"),
     "execution.checkpoint.save_interval": 1000,
 }
 OVERRIDES = [f"{name}={value}" for name, value in SETTINGS.items()]

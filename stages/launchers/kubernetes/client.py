@@ -12,7 +12,6 @@ from typing import Any
 import urllib3
 
 from dataset_builders.errors import InputError
-from stages.launchers.config import KubernetesConfig
 
 try:
     import kubernetes
@@ -42,8 +41,8 @@ class ClusterError(RuntimeError):
 class Cluster:
     """Client of one namespace of a cluster. Its methods raise ClusterError, and InputError if `connect` does."""
 
-    def __init__(self, config: KubernetesConfig) -> None:
-        self._config = config
+    def __init__(self, namespace: str) -> None:
+        self.namespace = namespace
         self._client: Any = None
 
     def connect(self) -> Any:
@@ -67,17 +66,15 @@ class Cluster:
         """Return the kubeconfig's configuration; in a pod, the service account's, unless a kubeconfig is named."""
         configuration = kubernetes.client.Configuration()
         path = os.environ.get("KUBECONFIG")  # the package reads this variable only once, at its import
-        context = self._config.context
-        if not (path or context):
+        if not path:
             with contextlib.suppress(kubernetes.config.ConfigException):  # not in a pod
                 kubernetes.config.load_incluster_config(client_configuration=configuration)
                 return configuration
         try:
-            kubernetes.config.load_kube_config(path, context=context, client_configuration=configuration)
+            kubernetes.config.load_kube_config(path, client_configuration=configuration)
         except kubernetes.config.ConfigException as error:
-            chosen = f" and context {context}" if context else ""
             raise InputError(
-                f"launcher=kubernetes finds no cluster by KUBECONFIG={path or '~/.kube/config'}{chosen}: {error}"
+                f"launcher=kubernetes finds no cluster by KUBECONFIG={path or '~/.kube/config'}: {error}"
             ) from error
         return configuration
 
@@ -139,7 +136,7 @@ class Cluster:
             return api.api_client.call_api(
                 "/api/v1/namespaces/{namespace}/pods/{pod}/log",
                 "GET",
-                {"namespace": self._config.namespace, "pod": pod},
+                {"namespace": self.namespace, "pod": pod},
                 query,
                 auth_settings=["BearerToken"],
                 _preload_content=False,
@@ -158,7 +155,7 @@ class Cluster:
             raise ClusterError(f"cannot {what}: the API server does not answer ({error})", True) from error
 
     def _request(self) -> dict[str, Any]:
-        return {"namespace": self._config.namespace, "_request_timeout": REQUEST_SECONDS}
+        return {"namespace": self.namespace, "_request_timeout": REQUEST_SECONDS}
 
     def _trainjobs(self) -> dict[str, Any]:
         return {**_TRAINJOBS, **self._request()}

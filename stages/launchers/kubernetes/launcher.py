@@ -34,13 +34,14 @@ from stages.launchers.kubernetes.state import (
 from stages.launchers.kubernetes.trainjob import (
     CONTAINER,
     LEFTOVER_SECONDS,
-    check_cluster,
     make_trainjob,
+    read_trainjob,
     render_trainjob,
 )
 from stages.launchers.rank_logs import remove_rank_logs
 
 TRAINJOB_YAML = "trainjob.yaml"
+LOOK_SECONDS = 5.0  # between two looks at the TrainJob
 OUTAGE_SECONDS = 1800.0  # if a cluster does not answer for this time, the job counts as lost
 SUBMIT_SECONDS = 60.0  # waiting time for a cluster that does not answer, before the job exists
 DELETE_SECONDS = 60.0  # time for the cluster to remove an ended job
@@ -72,9 +73,8 @@ class KubernetesLauncher:
     """The launcher of TrainJobs. A TrainJob is never restarted; a new run resumes from the checkpoint."""
 
     def __init__(self, cluster: ClusterConfig) -> None:
-        check_cluster(cluster)
         self.cluster = cluster
-        self.api = Cluster(cluster.kubernetes)
+        self.api = Cluster(read_trainjob(cluster)["metadata"]["namespace"])
 
     def check(self) -> None:
         """Check that the package `kubernetes` and a kubeconfig exist.
@@ -92,7 +92,8 @@ class KubernetesLauncher:
         """Create the TrainJob, or continue a live one with the same content. Its manifest is stored next to run.json.
 
         Raises:
-            InputError: a path is outside of the claim, the cluster cannot be reached, or it refuses the job.
+            InputError: the job file cannot be used, a path is in none of its volumes, the cluster cannot be reached, or
+                it refuses the job.
         """
         manifest = make_trainjob(self.cluster, job)
         path = Path(job.arguments[-1]).parent / TRAINJOB_YAML
@@ -118,7 +119,7 @@ class KubernetesLauncher:
                 if not error.is_passing or time.monotonic() > until:
                     raise InputError(f"{error}; the manifest is {path}") from error
                 _say(handle, f"{error}; trying again")
-                time.sleep(min(2.0, self.cluster.kubernetes.poll_seconds))
+                time.sleep(min(2.0, LOOK_SECONDS))
 
     def poll(self, handle: KubernetesHandle) -> int | None:
         """Return the exit status, None while the job waits or runs; pass on new lines of the first pod's log.
@@ -136,7 +137,7 @@ class KubernetesLauncher:
             handle.last_answer = time.monotonic()
         except ClusterError as error:
             self._tolerate_outage(handle, error)
-        handle.next_look = time.monotonic() + self.cluster.kubernetes.poll_seconds
+        handle.next_look = time.monotonic() + LOOK_SECONDS
         if handle.status is None and time.monotonic() > handle.deadline:
             self.cancel(handle)
             raise timed_out(self.cluster, handle)
@@ -159,7 +160,7 @@ class KubernetesLauncher:
             self._end(handle)
         remove_rank_logs(handle.job.log_path)
         self.api.make_trainjob(manifest)
-        _say(handle, f"TrainJob {handle.name} made in namespace {self.cluster.kubernetes.namespace}")
+        _say(handle, f"TrainJob {handle.name} made in namespace {self.api.namespace}")
 
     def _look(self, handle: KubernetesHandle) -> None:
         """Query the cluster once: the state, the first pod's log, and the reasons why pods wait."""
@@ -171,7 +172,7 @@ class KubernetesLauncher:
         pods = self.api.pods(handle.name)
         if handle.log is None and (first := first_running(pods)):
             follow = partial(self.api.follow_log, first, CONTAINER)
-            handle.log = LogFollower(follow, self.cluster.kubernetes.poll_seconds)
+            handle.log = LogFollower(follow, LOOK_SECONDS)
         for text in waits_of(trainjob, pods):
             _say(handle, text)
         if lives(trainjob):
@@ -225,9 +226,9 @@ class KubernetesLauncher:
                 _say(handle, f"{error}; trying again to delete TrainJob {handle.name}")
             if handle.log is not None:
                 _log_lines(handle, handle.log.lines())
-            time.sleep(min(0.5, self.cluster.kubernetes.poll_seconds))
+            time.sleep(min(0.5, LOOK_SECONDS))
         else:
-            text = f"not seen to end: kubectl delete trainjob {handle.name} -n {self.cluster.kubernetes.namespace}"
+            text = f"not seen to end: kubectl delete trainjob {handle.name} -n {self.api.namespace}"
             _say(handle, text)
             log.error("%s", text)
         if handle.log is not None:

@@ -1,5 +1,7 @@
 """The TrainJob of Kubeflow's Trainer v2 that runs the trainer on Kubernetes.
 
+It is the user's own, execution.cluster.job_file, with the name, the command, the size and the times of this job.
+
 Format: trainer.kubeflow.org/v1alpha1 as of Trainer 2.3. Its torch plugin sets the variables PET_NNODES,
 PET_NPROC_PER_NODE, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT in the container named `node`. torchrun reads
 them as its options, so the command names none of them. Settings that a TrainJob cannot have (restarts, for example) are
@@ -15,19 +17,23 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from dataset_builders.errors import InputError
+from dataset_builders.errors import InputError, one_line, shown
 from dataset_builders.storage.store import is_local
-from stages.launchers.config import ClusterConfig
-from stages.launchers.job import Job, rank_environment
+from stages.launchers.config import JOB_FILES, ClusterConfig
+from stages.launchers.job import Job, rank_environment, read_job_file
 from stages.launchers.rank_logs import as_rank
 from trainer.contract.run import parse_run
 
 API_VERSION = "trainer.kubeflow.org/v1alpha1"
 CONTAINER = "node"  # the trainer's container, and its job in the JobSet
-OWN = "athanor/"  # prefix of our labels and annotations
+OWN = "athanor/"  # prefix of our annotations
 CONTENT = f"{OWN}content"  # annotation: digest of the content, which identifies a live job
 MANAGED_BY = {"app.kubernetes.io/managed-by": "athanor"}
 LEFTOVER_SECONDS = 10  # for torchrun to end, after the workers have saved
+LIMITS = "spec.trainer.resourcesPerNode.limits"
+POD = "spec.runtimePatches[0].trainingRuntimeSpec.template.spec.replicatedJobs[node].template.spec.template.spec"
+MOUNTS = f"{POD}.containers[node].volumeMounts"
+_GPU = re.compile(r"/gpu$|gpu\.|/mig-")  # nvidia.com/gpu, amd.com/gpu, gpu.intel.com/xe, nvidia.com/mig-1g.10gb
 
 
 def trainjob_name(job: Job) -> str:
@@ -41,35 +47,45 @@ def make_trainjob(cluster: ClusterConfig, job: Job) -> dict[str, Any]:
     """Return the manifest. It contains names of secrets, never their values.
 
     Raises:
-        InputError: the cluster's image or claim is missing, or a path of the run is outside of the claim.
+        InputError: the job file cannot be used (see `read_trainjob`), or the pods would not see a path of the run.
     """
-    check_paths(cluster, job)
-    config = cluster.kubernetes
-    spec = {
-        "runtimeRef": {"apiGroup": API_VERSION.split("/")[0], "kind": config.runtime_kind, "name": config.runtime},
-        "activeDeadlineSeconds": math.ceil(cluster.timeout_seconds),
-        "trainer": {
-            "image": config.image,
-            "command": _command(job),
-            "numNodes": cluster.nodes,
-            "numProcPerNode": cluster.processes // cluster.nodes,
-            "resourcesPerNode": _resources(cluster),
-            "env": _environment(cluster, job),
-        },
-        "runtimePatches": [{"manager": f"{OWN}launcher", "trainingRuntimeSpec": _patch(cluster)}],
-    }
-    manifest = {
-        "apiVersion": API_VERSION,
-        "kind": "TrainJob",
-        "metadata": {
-            "name": trainjob_name(job),
-            "namespace": config.namespace,
-            "labels": {**config.labels, **MANAGED_BY},
-            "annotations": {f"{OWN}directory": job.name},
-        },
-        "spec": spec,
-    }
-    manifest["metadata"]["annotations"][CONTENT] = _content(manifest, job)
+    manifest = read_trainjob(cluster)
+    _check_paths(cluster, manifest, job)
+    _put(cluster, manifest, "metadata", {"name": trainjob_name(job)})
+    metadata, trainer = manifest["metadata"], manifest["spec"]["trainer"]
+    _put(cluster, manifest, "spec.trainer", {"command": _command(job)})
+    trainer["env"] = [*_environment(cluster, manifest, job), *(trainer.get("env") or [])]
+    metadata["labels"] = {**(metadata.get("labels") or {}), **MANAGED_BY}
+    metadata["annotations"] = {**(metadata.get("annotations") or {}), f"{OWN}directory": job.name}
+    metadata["annotations"][CONTENT] = _content(manifest, job)
+    return manifest
+
+
+def read_trainjob(cluster: ClusterConfig) -> dict[str, Any]:
+    """Read the user's TrainJob, check that it fits the run, and set the run's size and times in it.
+
+    Raises:
+        InputError: the file is not a TrainJob, or a part of it is missing or contradicts the run; the text names it.
+    """
+    file, need = cluster.job_file, cluster.per_node
+    try:
+        manifest = yaml.safe_load(read_job_file(cluster))
+    except yaml.YAMLError as error:
+        raise InputError(f"{file} is not YAML: {one_line(error)}") from error
+    for path in ("metadata.namespace", "spec.runtimeRef.name", "spec.trainer.image", MOUNTS):
+        _part(cluster, manifest, path)
+    _put(cluster, manifest, "", {"apiVersion": API_VERSION, "kind": "TrainJob"})
+    _put(cluster, manifest, "spec", {"activeDeadlineSeconds": math.ceil(cluster.timeout_seconds)})
+    _put(cluster, manifest, "spec.trainer", {"numNodes": cluster.nodes, "numProcPerNode": need})
+    grace = math.ceil(cluster.stop_grace_seconds) + LEFTOVER_SECONDS
+    _put(cluster, manifest, POD, {"terminationGracePeriodSeconds": grace})
+    limits = _part(cluster, manifest, LIMITS)
+    gpus = [int(number) for name, number in limits.items() if _GPU.search(name) and str(number).isdigit()]
+    if not gpus or 0 < sum(gpus) < need:
+        raise InputError(
+            f"{file}: {LIMITS} gives a node {sum(gpus) or 'no'} GPUs, but execution.cluster.processes="
+            f"{cluster.processes} on nodes={cluster.nodes} need {need}; write nvidia.com/gpu: {need}, or 0 on CPU"
+        )
     return manifest
 
 
@@ -78,33 +94,40 @@ def render_trainjob(manifest: dict[str, Any]) -> str:
     return yaml.safe_dump(manifest, sort_keys=False, width=1000)
 
 
-def check_cluster(cluster: ClusterConfig) -> None:
-    """Check the settings that have no default.
+def _part(cluster: ClusterConfig, manifest: Any, path: str) -> Any:
+    """Return a part of a manifest. `a.b[node]` is the entry of the list b that is called node."""
+    part = manifest
+    for key, entry in re.findall(r"(\w+)(?:\[(\w+)\])?", path):
+        part = part.get(key) if isinstance(part, dict) else None
+        if entry:
+            named = enumerate(part if isinstance(part, list) else [])
+            part = next((each for i, each in named if entry == str(i) or each == {**each, "name": entry}), None)
+    if part is None:
+        raise InputError(f"{cluster.job_file}: {path} is missing; the file is {JOB_FILES['kubernetes']}")
+    return part
 
-    Raises:
-        InputError: a setting is missing.
-    """
-    for name in ("image", "claim"):
-        if getattr(cluster.kubernetes, name) is None:
+
+def _put(cluster: ClusterConfig, manifest: dict[str, Any], path: str, values: dict[str, Any]) -> None:
+    """Set values that athanor decides. Another value in the file is refused."""
+    part = _part(cluster, manifest, path)
+    for key, value in values.items():
+        if part.setdefault(key, value) != value:
             raise InputError(
-                f"execution.cluster.kubernetes.{name} is not set, and launcher=kubernetes needs it; "
-                f"try --set execution.cluster.kubernetes.{name}=..."
+                f"{cluster.job_file}: {path or 'the file'} has {key}={shown(part[key])}, but this run needs "
+                f"{shown(value)}; remove it from the file, or change execution.cluster"
             )
 
 
-def check_paths(cluster: ClusterConfig, job: Job) -> None:
-    """Check that the pods see every path of the run: below the claim, at the same path.
-
-    Raises:
-        InputError: a path is outside of the claim, or the claim or the image is not set.
-    """
-    check_cluster(cluster)
-    mount = Path(cluster.kubernetes.mount_path)
+def _check_paths(cluster: ClusterConfig, manifest: dict[str, Any], job: Job) -> None:
+    """Check that the pods see every path of the run in a volume that outlives them, at the same path."""
+    volumes, mounts = _part(cluster, manifest, f"{POD}.volumes"), _part(cluster, manifest, MOUNTS)
+    lost = {volume.get("name") for volume in volumes if "emptyDir" in volume}
+    kept = [mount["mountPath"] for mount in mounts if mount.get("name") not in lost and "mountPath" in mount]
     for name, path in _paths(job).items():
-        if not path.is_relative_to(mount):
+        if not any(path.is_relative_to(mount) for mount in kept):
             raise InputError(
-                f"{name}={path} lies outside of execution.cluster.kubernetes.mount_path={mount}, and pods see nothing "
-                f"else; put it there (--root {mount}/...), or mount the claim where it is"
+                f"{name}={path} lies outside of the volumes that {cluster.job_file} mounts ({', '.join(kept)}), and "
+                "pods see nothing else; put it there (--root), or mount its volume at the same path"
             )
 
 
@@ -129,51 +152,14 @@ def _command(job: Job) -> list[str]:
     return ["torchrun", "--max-restarts=0", "--no-python", *escaped]
 
 
-def _resources(cluster: ClusterConfig) -> dict[str, Any]:
-    """Return requests, and equal limits, so that no pod is evicted for using what it requested."""
-    config = cluster.kubernetes
-    gpus = cluster.processes // cluster.nodes if config.gpus_per_node is None else config.gpus_per_node
-    settings = {
-        "cpu": config.cpus_per_node and str(config.cpus_per_node),
-        "memory": config.memory_per_node,
-        config.gpu_resource: str(gpus) if gpus else None,
-    }
-    amounts = {name: amount for name, amount in settings.items() if amount}
-    return {"requests": amounts, "limits": dict(amounts)}
-
-
-def _environment(cluster: ClusterConfig, job: Job) -> list[dict[str, Any]]:
-    config = cluster.kubernetes
+def _environment(cluster: ClusterConfig, manifest: dict[str, Any], job: Job) -> list[dict[str, Any]]:
+    """Return the variables that the file does not set itself."""
     values = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **rank_environment(cluster, job.name)}
-    threads = cluster.num_threads or (config.cpus_per_node or 0) * cluster.nodes // cluster.processes
-    if threads:
+    cpus = str(_part(cluster, manifest, LIMITS).get("cpu", ""))
+    if threads := cluster.num_threads or (int(cpus) // cluster.per_node if cpus.isdigit() else 0):
         values["OMP_NUM_THREADS"] = str(threads)
-    variables: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in values.items()]
-    for name in config.secret_variables if config.secret else ():
-        source = {"name": config.secret, "key": name, "optional": True}
-        variables.append({"name": name, "valueFrom": {"secretKeyRef": source}})
-    return variables
-
-
-def _patch(cluster: ClusterConfig) -> dict[str, Any]:
-    """Return changes to the runtime's pods beyond the trainer's fields: the root, shared memory, time to save."""
-    config = cluster.kubernetes
-    volumes: list[dict[str, Any]] = [{"name": "root", "persistentVolumeClaim": {"claimName": config.claim}}]
-    mounts = [{"name": "root", "mountPath": config.mount_path}]
-    if config.shared_memory:
-        volumes.append({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": config.shared_memory}})
-        mounts.append({"name": "shm", "mountPath": "/dev/shm"})
-    user = config.run_as_user
-    spec = {
-        "terminationGracePeriodSeconds": math.ceil(cluster.stop_grace_seconds) + LEFTOVER_SECONDS,
-        "serviceAccountName": config.service_account,
-        "nodeSelector": dict(config.node_selector) or None,
-        "securityContext": None if user is None else {"runAsUser": user, "runAsGroup": user, "fsGroup": user},
-        "volumes": volumes,
-        "containers": [{"name": CONTAINER, "volumeMounts": mounts}],
-    }
-    pod = {"spec": {name: value for name, value in spec.items() if value is not None}}
-    return {"template": {"spec": {"replicatedJobs": [{"name": CONTAINER, "template": {"spec": {"template": pod}}}]}}}
+    theirs = {entry.get("name") for entry in manifest["spec"]["trainer"].get("env") or []}
+    return [{"name": name, "value": value} for name, value in values.items() if name not in theirs]
 
 
 def _content(manifest: dict[str, Any], job: Job) -> str:

@@ -28,10 +28,10 @@ WORDS = {
     "PREEMPTED": "had to make room for another job",
     "NODE_FAIL": "lost a node",
     "BOOT_FAIL": "got a node that did not boot",
-    "TIMEOUT": "reached its time limit before it had saved; raise execution.cluster.slurm.time_limit or signal_seconds",
+    "TIMEOUT": "reached its time limit before it had saved; raise --time, or --signal's seconds, in the job file",
     "DEADLINE": "reached its deadline",
     "CANCELLED": "was cancelled (scancel)",
-    "OUT_OF_MEMORY": "ran out of memory; raise execution.cluster.slurm.memory, or lower plan_bins.seq_len",
+    "OUT_OF_MEMORY": "ran out of memory; raise --mem in the job file, or lower plan_bins.seq_len",
     "FAILED": "failed",
     "COMPLETED": "has ended",
 }

@@ -24,10 +24,12 @@ from stages.launchers.job import Handle, Job, JobFailed, timed_out
 from stages.launchers.rank_logs import remove_rank_logs
 from stages.launchers.slurm import client as slurm
 from stages.launchers.slurm.client import JobState, SlurmAway
+from stages.launchers.slurm.header import read_header
 from stages.launchers.slurm.script import END_FILE, SBATCH_FILE, job_name, render_sbatch, run_dir_of
 from trainer.contract.names import EXIT_STOPPED
 
 SLURM_JSON = "slurm.json"
+LOOK_SECONDS = 5.0  # between two looks at the queue
 OUTAGE_SECONDS = 3600.0  # if the queue does not answer for this time, the job counts as lost
 SUBMIT_SECONDS = 120.0  # waiting time for a slurmctld that does not answer, before the job exists
 CANCEL_SECONDS = 90.0  # time for Slurm's own SIGTERM and SIGKILL, after the time to save
@@ -68,12 +70,13 @@ class SlurmLauncher:
         self.cluster = cluster
 
     def check(self) -> None:
-        """Check that Slurm is installed.
+        """Check that Slurm is installed and that the header fits the run.
 
         Raises:
-            InputError: a command of Slurm is missing.
+            InputError: a command of Slurm is missing, or a line of the header is wrong.
         """
         slurm.check_installed()
+        read_header(self.cluster)
 
     def plan(self, job: Job) -> str:
         """Return the sbatch file that `submit` would submit."""
@@ -118,7 +121,7 @@ class SlurmLauncher:
         handle.pass_on_new(handle.log)
         if handle.status is not None or time.monotonic() < handle.next_look:
             return handle.status
-        handle.next_look = time.monotonic() + self.cluster.slurm.poll_seconds
+        handle.next_look = time.monotonic() + LOOK_SECONDS
         try:
             self._look(handle)
             handle.last_answer = time.monotonic()
@@ -149,7 +152,7 @@ class SlurmLauncher:
                 _say(handle, f"{error}; trying again to cancel job {handle.job_id}")
             handle.pass_on_new(handle.log)
             if handle.status is None:
-                time.sleep(min(0.5, self.cluster.slurm.poll_seconds))
+                time.sleep(min(0.5, LOOK_SECONDS))
         if handle.status is None:
             log.error("SLURM job %d was not seen to end; end it with: scancel %d", handle.job_id, handle.job_id)
 
@@ -242,7 +245,7 @@ def _sbatch(script: Path) -> int:
     reason = slurm.last_line(result.stderr)
     if re.search(r"contact slurm controller|timed out|temporarily|try again|Socket", reason, re.IGNORECASE):
         raise SlurmAway(f"sbatch: {reason}")
-    raise InputError(f"sbatch refuses {script}: {reason}; see execution.cluster.slurm and `sinfo`")
+    raise InputError(f"sbatch refuses {script}: {reason}; see execution.cluster.job_file and `sinfo`")
 
 
 def _environment() -> Mapping[str, str]:

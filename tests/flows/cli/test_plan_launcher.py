@@ -16,8 +16,10 @@ from stages.launchers.job import LAUNCHERS, JobFailed
 from stages.launchers.slurm.script import SBATCH_FILE
 from stages.train import stage as train
 from tests.flows.pipeline.test_run import SMALL
+from tests.helpers.compose_file import INFRA
 
-OVERRIDES = [f"{name}={value}" for name, value in SMALL.items()] + ["execution.cluster.slurm.poll_seconds=0.1"]
+OVERRIDES = [f"{name}={value}" for name, value in SMALL.items()]
+HEADER = f"execution.cluster.job_file={INFRA}/slurm/header.sbatch"
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +45,7 @@ def shown(capsys, root: Path, launcher: str | None, *overrides: str) -> str:
 
 def test_what_is_shown_for_slurm_is_what_sbatch_gets(with_data, capsys, tmp_path, monkeypatch):
     root, found = with_data
-    text = shown(capsys, root, "slurm", "execution.cluster.slurm.partition=gpu")
+    text = shown(capsys, root, "slurm", HEADER)
     submitted = tmp_path / "submitted"
     (tmp_path / "sbatch").write_text(f'#!/bin/sh\ncp "$2" {submitted}; echo 7\n')
     (tmp_path / "squeue").write_text("#!/bin/sh\necho 'Invalid job id specified' >&2; exit 1\n")
@@ -53,8 +55,8 @@ def test_what_is_shown_for_slurm_is_what_sbatch_gets(with_data, capsys, tmp_path
         path.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr("stages.launchers.slurm.launcher.VISIBLE_SECONDS", 0.1)
-    chosen = ["execution.cluster.slurm.partition=gpu", "execution.cluster.launcher=slurm"]
-    config = load_recipe("embedded", [*OVERRIDES, *chosen]).config
+    monkeypatch.setattr("stages.launchers.slurm.launcher.LOOK_SECONDS", 0.1)
+    config = load_recipe("embedded", [*OVERRIDES, HEADER, "execution.cluster.launcher=slurm"]).config
     inputs = {"model": found["embedded_model"], "tokenized": found["tokenize"], "bins": found["plan_bins"]}
     with pytest.raises(JobFailed, match="SLURM job 7 is gone"):
         run_stage(train.STAGE, config.train, inputs, root, StageResources(cluster=config.execution.cluster))
@@ -73,21 +75,30 @@ def test_torchrun_is_a_command_and_shown_when_asked_for(with_data, capsys, monke
     assert shown(capsys, root, None) == ""
 
 
-def test_kubernetes_shows_the_manifest(with_data, capsys):
+def test_kubernetes_shows_the_manifest(with_data, capsys, tmp_path):
     root, _ = with_data
-    claim = ["kubernetes.image=a/b:1", "kubernetes.claim=data", f"kubernetes.mount_path={root}"]
-    text = shown(capsys, root, "kubernetes", *(f"execution.cluster.{setting}" for setting in claim))
+    text = (INFRA / "kubernetes" / "trainjob.yaml").read_text()
+    (tmp_path / "job.yaml").write_text(text.replace("mountPath: /athanor", f"mountPath: {root}"))
+    text = shown(capsys, root, "kubernetes", f"execution.cluster.job_file={tmp_path}/job.yaml")
     assert "kind: TrainJob" in text and f"{root}/scratch/train-" in text
 
 
+def test_without_a_header_the_least_one_is_told(tmp_path, capsys):
+    with pytest.raises(
+        InputError, match=r"launcher=slurm needs job_file.*at least the lines `#SBATCH --partition=NAME`"
+    ):
+        shown(capsys, tmp_path, "slurm")
+
+
 def test_before_the_data_is_made_the_unknown_part_of_a_path_is_named(capsys, tmp_path):
-    text = shown(capsys, tmp_path, "slurm")
+    text = shown(capsys, tmp_path, "slurm", HEADER)
     assert f"readonly run_dir={tmp_path}/scratch/train-FINGERPRINT\n" in text
     assert not list(tmp_path.iterdir())
 
 
 def test_the_other_jobs_are_named(tmp_path, capsys):
-    args = argparse.Namespace(gpu_memory=None, recipe="embedded", overrides=OVERRIDES, root=tmp_path, launcher="slurm")
+    overrides = [*OVERRIDES, HEADER]
+    args = argparse.Namespace(gpu_memory=None, recipe="embedded", overrides=overrides, root=tmp_path, launcher="slurm")
     assert plan.plan_command(args) == 0
     others = capsys.readouterr().out.split(plan.RULER + "\n")[2].splitlines()
     answering = f"the same, with -m stages.answer.worker {tmp_path}/scratch/answer-FINGERPRINT/job/job.json"

@@ -185,8 +185,7 @@ CHANGES = {
     "execution.model_code_sha256": "0" * 64,
     "execution.cluster.launcher": "slurm",
     "execution.cluster.nodes": 2,
-    "execution.cluster.slurm.partition": "other",
-    "execution.cluster.kubernetes.namespace": "other",
+    "execution.cluster.job_file": "other.sbatch",
     "execution.registry.push_to": "other/model",
     "execution.registry.push_private": False,
     "execution.registry.other_heldout": "champion",
@@ -195,8 +194,10 @@ CHANGES = {
 
 @pytest.mark.parametrize("field", CHANGES)
 def test_what_is_the_recipes_alone(root, field):
+    header = {"execution.cluster.job_file": "gpu.sbatch"}
     on_slurm = {"execution.cluster.launcher": "slurm", "execution.cluster.processes": 2, "train.global_batch_size": 2}
-    beside = {name.replace(".", "__"): value for name, value in on_slurm.items()} if "nodes" in field else {}
+    needs = {"execution.cluster.launcher": header, "execution.cluster.nodes": {**header, **on_slurm}}
+    beside = {name.replace(".", "__"): value for name, value in needs.get(field, {}).items()}
     usual, changed = config(**beside), config(**beside, **{field.replace(".", "__"): CHANGES[field]})
     for recipe in [usual] if beside else [usual, None]:
         with pytest.raises(InputError) as caught:
@@ -220,7 +221,7 @@ def test_all_that_reaches_a_shell_or_another_machine_is_the_recipes_alone():
     """A field of this kind that is added later must be covered by one of the rules."""
     kinds = (
         "script",
-        "setup",
+        "file",
         "command",
         "extra",
         "image",

@@ -36,7 +36,7 @@ def test_the_registry_enters_no_fingerprint():
 def test_tags_name_the_launcher_in_use_and_what_is_set():
     plain = execution_tags(load_recipe("embedded").config)
     assert plain["execution.cluster.launcher"] == "torchrun" and plain["execution.num_workers"]
-    assert not any(key.startswith(("execution.cluster.slurm", "execution.cluster.kubernetes")) for key in plain)
+    assert "execution.cluster.job_file" not in plain
     assert "None" not in plain.values()
-    slurm = load_recipe("embedded", ["execution.cluster.launcher=slurm", "execution.cluster.slurm.partition=h200"])
-    assert execution_tags(slurm.config)["execution.cluster.slurm.partition"] == "h200"
+    slurm = load_recipe("embedded", ["execution.cluster.launcher=slurm", "execution.cluster.job_file=h200.sbatch"])
+    assert execution_tags(slurm.config)["execution.cluster.job_file"] == "h200.sbatch"

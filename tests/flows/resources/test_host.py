@@ -61,7 +61,7 @@ def test_where_another_host_trains_this_one_is_not_asked(driver):
     settings = ["train.precision=float8"]
     with pytest.raises(InputError, match="float8 needs a GPU"):
         check_model(load_recipe(overrides=settings).config)
-    cluster = "execution.cluster={launcher: slurm, slurm: {partition: gpu}}"
+    cluster = "execution.cluster={launcher: slurm, job_file: gpu.sbatch}"
     check_model(load_recipe(overrides=[*settings, cluster]).config)
 
 

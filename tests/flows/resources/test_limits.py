@@ -200,4 +200,4 @@ def test_a_server_that_is_away_does_not_end_the_work(name, tmp_path, monkeypatch
 
 def test_where_a_job_runs_names_its_limit():
     assert ClusterConfig().limit == HOST_LIMIT == "gpu-host"
-    assert ClusterConfig(launcher="slurm", slurm={"partition": "long"}).limit == "slurm:long"
+    assert ClusterConfig(launcher="slurm", job_file="jobs/long.sbatch").limit == "slurm:long"

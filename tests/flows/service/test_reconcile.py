@@ -30,7 +30,7 @@ from flows.resources.run_record import (
     this_process,
 )
 from flows.service import orphans, reconcile
-from flows.service.orphans import OrphanWatch
+from flows.service.orphans import end_orphans, find_orphans
 from flows.service.reconcile import reconcile as put_right
 from tests.helpers.service import wait_for
 
@@ -231,7 +231,7 @@ def test_an_orphan_of_this_root_is_ended_and_no_other(tmp_path, kind):
     (root / "scratch").mkdir(parents=True)
     with orphan(**marks(root)[kind]) as ours, orphan(**marks(other)[kind]) as theirs:
         wait_for(lambda: ours.environ() and theirs.environ(), 10, "environment")
-        assert OrphanWatch(root).end_all() == 1
+        assert end_orphans(root) == 1
         assert is_gone(ours) and not is_gone(theirs)
 
 
@@ -245,10 +245,10 @@ def test_a_trainer_whose_flow_works_is_no_orphan(tmp_path):
     try:
         assert holder.stdout.readline() == "held\n"
         with orphan(**marks(tmp_path)["trainer"]) as trainer:
-            assert OrphanWatch(tmp_path).poll() == [] and not is_gone(trainer)
+            assert list(find_orphans(tmp_path)) == [] and not is_gone(trainer)
             holder.kill()
             holder.wait()
-            assert OrphanWatch(tmp_path).end_all() == 1 and is_gone(trainer)
+            assert end_orphans(tmp_path) == 1 and is_gone(trainer)
     finally:
         holder.kill()
         holder.wait()

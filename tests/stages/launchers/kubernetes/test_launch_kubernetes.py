@@ -3,6 +3,7 @@ processes."""
 
 import json
 import os
+import re
 import shutil
 import socket
 import sys
@@ -35,6 +36,7 @@ REPO = Path(__file__).parents[4]
 def fake(tmp_path, monkeypatch) -> Iterator[FakeCluster]:
     """Yield a cluster that the kubeconfig points to, and remove everything of it afterwards."""
     (tmp_path / "root").mkdir()
+    monkeypatch.setattr("stages.launchers.kubernetes.launcher.LOOK_SECONDS", 0.1)
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     with fake_cluster(tmp_path / "kubeconfig") as cluster:
@@ -54,15 +56,17 @@ def _belongs(process: psutil.Process, text: str) -> bool:
         return False
 
 
-def _cluster(tmp_path: Path, **changes) -> ClusterConfig:
-    kubernetes = {
-        "image": "registry.example/athanor-train:1",
-        "claim": "athanor-root",
-        "mount_path": str(tmp_path),
-        "poll_seconds": 0.1,
-        **changes.pop("kubernetes", {}),
-    }
-    return ClusterConfig(**{"launcher": "kubernetes", "stop_grace_seconds": 5, "kubernetes": kubernetes, **changes})
+def _trainjob(tmp_path: Path) -> dict:
+    """Return the example of a job file, with the root at `tmp_path`."""
+    trainjob = yaml.safe_load((REPO / "infra" / "kubernetes" / "trainjob.yaml").read_text())
+    pod_spec_of(trainjob)["containers"][0]["volumeMounts"][0]["mountPath"] = str(tmp_path)
+    return trainjob
+
+
+def _cluster(tmp_path: Path, trainjob: dict | None = None, **changes) -> ClusterConfig:
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(trainjob or _trainjob(tmp_path)))
+    return ClusterConfig(**{"launcher": "kubernetes", "stop_grace_seconds": 5, "job_file": path, **changes})
 
 
 def _launcher(tmp_path: Path, **changes) -> KubernetesLauncher:
@@ -106,18 +110,7 @@ SAVES = """
 
 
 def _full(tmp_path: Path) -> ClusterConfig:
-    kubernetes = {
-        "namespace": "team",
-        "context": "prod",
-        "cpus_per_node": 64,
-        "memory_per_node": "900Gi",
-        "secret": "athanor-s3",
-        "service_account": "trainer",
-        "run_as_user": 1000,
-        "node_selector": {"nvidia.com/gpu.product": "NVIDIA-H200"},
-        "labels": {"kueue.x-k8s.io/queue-name": "team"},
-    }
-    return _cluster(tmp_path, nodes=2, processes=16, timeout_seconds=3600.5, kubernetes=kubernetes)
+    return _cluster(tmp_path, nodes=2, processes=16, timeout_seconds=3600.5)
 
 
 def test_the_manifest_is_what_kubeflows_models_know(tmp_path):
@@ -129,8 +122,8 @@ def test_the_manifest_is_what_kubeflows_models_know(tmp_path):
     assert TrainerV1alpha1TrainJob.from_dict(wrong).to_dict() != wrong
 
 
-def test_the_manifest_asks_for_what_the_recipe_says(tmp_path):
-    job = _job(tmp_path)
+def test_the_manifest_is_the_users_with_this_job(tmp_path):
+    job, own = _job(tmp_path), _trainjob(tmp_path)
     manifest = make_trainjob(_full(tmp_path), job)
     trainer = manifest["spec"]["trainer"]
     rank = as_rank(job.log_path.parent, ["python", *job.arguments])
@@ -138,27 +131,31 @@ def test_the_manifest_asks_for_what_the_recipe_says(tmp_path):
     assert [word.replace("$$(", "$(") for word in trainer["command"][3:]] == rank
     assert "$(" not in " ".join(trainer["command"]).replace("$$(", "")  # Kubernetes would expand a variable
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 8)
-    assert trainer["resourcesPerNode"]["limits"] == {"cpu": "64", "memory": "900Gi", "nvidia.com/gpu": "8"}
     assert manifest["spec"]["activeDeadlineSeconds"] == 3601
     values = {variable["name"]: variable for variable in trainer["env"]}
     assert values["OMP_NUM_THREADS"]["value"] == "8"
-    assert values["AWS_SECRET_ACCESS_KEY"]["valueFrom"]["secretKeyRef"]["name"] == "athanor-s3"
     assert not [name for name in values if name.startswith("PET_")]  # Trainer refuses its own variables
     pod = pod_spec_of(manifest)
-    assert pod["terminationGracePeriodSeconds"] == 15 and pod["securityContext"]["fsGroup"] == 1000
-    assert {"name": "root", "mountPath": str(tmp_path)} in pod["containers"][0]["volumeMounts"]
+    assert pod["terminationGracePeriodSeconds"] == 15
     assert "env" not in pod["containers"][0]  # Trainer refuses it in a patch of this container
+    # All that the file says is there as it was.
+    assert manifest["metadata"]["labels"].items() > own["metadata"]["labels"].items()
+    assert trainer["env"][-2:] == own["spec"]["trainer"]["env"]
+    assert trainer["resourcesPerNode"] == own["spec"]["trainer"]["resourcesPerNode"]
+    assert pod == {**pod_spec_of(own), "terminationGracePeriodSeconds": 15}
+    own["spec"]["trainer"]["env"] = [{"name": "OMP_NUM_THREADS", "value": "1"}]
+    (threads,) = [
+        variable["value"]
+        for variable in make_trainjob(_cluster(tmp_path, own), job)["spec"]["trainer"]["env"]
+        if variable["name"] == "OMP_NUM_THREADS"
+    ]
+    assert threads == "1"
 
 
 def test_no_secret_is_in_the_plan(tmp_path, monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "canary-4711")
-    plan = _launcher(tmp_path, kubernetes={"secret": "athanor-s3"}).plan(_job(tmp_path))
+    plan = _launcher(tmp_path).plan(_job(tmp_path))
     assert "canary" not in plan and yaml.safe_load(plan)["kind"] == "TrainJob"
-
-
-def test_a_run_on_cpu_asks_for_no_gpu(tmp_path):
-    manifest = make_trainjob(_cluster(tmp_path, processes=2, kubernetes={"gpus_per_node": 0}), _job(tmp_path))
-    assert manifest["spec"]["trainer"]["resourcesPerNode"] == {"requests": {}, "limits": {}}
 
 
 def test_the_name_is_the_works(tmp_path):
@@ -170,37 +167,75 @@ def test_the_name_is_the_works(tmp_path):
         assert len(name) <= 50 and name.replace("-", "").isalnum() and name == name.lower()
 
 
-@pytest.mark.parametrize("name", ["image", "claim"])
-def test_what_has_no_default_is_asked_for(tmp_path, name):
-    with pytest.raises(InputError, match=f"execution.cluster.kubernetes.{name} is not set"):
-        _launcher(tmp_path, kubernetes={name: None})
+def _without(path: str):
+    """Return a change that removes a part of a TrainJob."""
+
+    def change(trainjob: dict) -> None:
+        *parents, last = path.split(".")
+        for key in parents:
+            trainjob = trainjob[key]
+        del trainjob[last]
+
+    return change
 
 
-def test_a_path_outside_of_the_claim_is_refused_before_anything_starts(tmp_path, fake):
+REFUSED = {
+    "metadata.namespace is missing; the file is your TrainJob in YAML; start from infra": _without(
+        "metadata.namespace"
+    ),
+    "spec.runtimeRef.name is missing": _without("spec.runtimeRef"),
+    "spec.trainer.image is missing": _without("spec.trainer.image"),
+    "spec.trainer.resourcesPerNode.limits is missing": _without("spec.trainer.resourcesPerNode"),
+    "spec.runtimePatches[0].trainingRuntimeSpec.template": _without("spec.runtimePatches"),
+    "containers[node].volumeMounts is missing": lambda job: pod_spec_of(job)["containers"].clear(),
+    "has kind='Pod', but this run needs 'TrainJob'": lambda job: job.update(kind="Pod"),
+    "metadata has name='mine', but this run needs 'athanor-train-1-": lambda job: job["metadata"].update(name="mine"),
+    "spec.trainer has numNodes=4, but this run needs 2": lambda job: job["spec"]["trainer"].update(numNodes=4),
+    "spec.trainer has command=['sh']": lambda job: job["spec"]["trainer"].update(command=["sh"]),
+    "spec has activeDeadlineSeconds=9": lambda job: job["spec"].update(activeDeadlineSeconds=9),
+    "has terminationGracePeriodSeconds=30": lambda job: pod_spec_of(job).update(terminationGracePeriodSeconds=30),
+    "limits gives a node no GPUs, but execution.cluster.processes=16 on nodes=2 need 8; write nvidia.com/gpu: 8": (
+        lambda job: _limits(job).pop("nvidia.com/gpu")
+    ),
+    "limits gives a node 4 GPUs": lambda job: _limits(job).update({"nvidia.com/gpu": 4}),
+    "run.json=/": lambda job: pod_spec_of(job)["volumes"][0].update(emptyDir={}),
+}
+
+
+def _limits(trainjob: dict) -> dict:
+    return trainjob["spec"]["trainer"]["resourcesPerNode"]["limits"]
+
+
+@pytest.mark.parametrize("told", REFUSED)
+def test_a_file_that_does_not_fit_is_refused_in_one_line(tmp_path, told):
+    trainjob = _trainjob(tmp_path)
+    REFUSED[told](trainjob)
+    with pytest.raises(InputError, match=re.escape(told)) as caught:
+        _launcher(tmp_path, trainjob=trainjob, nodes=2, processes=16).plan(_job(tmp_path))
+    assert str(tmp_path / "job.yaml") in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["a: [", "- a list", "text", ""])
+def test_a_file_that_is_no_trainjob_is_refused_in_one_line(tmp_path, text):
+    cluster = _cluster(tmp_path)
+    (tmp_path / "job.yaml").write_text(text)
+    with pytest.raises(InputError, match=r"job.yaml(: metadata.namespace is missing| is not YAML)") as caught:
+        make_launcher(cluster)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_run_on_cpu_has_0_gpus(tmp_path):
+    trainjob = _trainjob(tmp_path)
+    _limits(trainjob)["nvidia.com/gpu"] = "0"
+    assert _launcher(tmp_path, trainjob=trainjob, processes=2).plan(_job(tmp_path))
+
+
+def test_a_path_outside_of_the_volumes_is_refused_before_anything_starts(tmp_path, fake):
     run = write_job(tmp_path / "root", num_steps=3)  # its model is in another directory
     job = Job(str(run.output_dir), ("-m", "trainer", str(run.output_dir / "run.json")), run.output_dir / "log")
-    with pytest.raises(InputError, match=r"hf_dir=/.* lies outside of execution.cluster.kubernetes.mount_path"):
-        _launcher(tmp_path).submit(job)
-    with pytest.raises(InputError, match=r"run.json=/.* lies outside"):
-        _launcher(tmp_path, kubernetes={"mount_path": "/elsewhere"}).plan(job)
+    with pytest.raises(InputError, match=r"hf_dir=/.* lies outside of the volumes that /.*job.yaml mounts \(/"):
+        _launcher(tmp_path, trainjob=_trainjob(tmp_path / "root")).submit(job)
     assert not fake.calls
-
-
-@pytest.mark.parametrize(
-    "field, value",
-    [
-        ("mount_path", "athanor"),
-        ("mount_path", "/athanor/"),
-        ("memory_per_node", "512"),
-        ("namespace", "Team A"),
-        ("secret_variables", ["key=value"]),
-        ("gpus_per_node", -1),
-        ("image", "athanor train"),
-    ],
-)
-def test_bounds(tmp_path, field, value):
-    with pytest.raises(ValueError, match=field):
-        _cluster(tmp_path, kubernetes={field: value})
 
 
 def test_the_runtime_restarts_nothing():
@@ -210,7 +245,7 @@ def test_the_runtime_restarts_nothing():
     assert [job["name"] for job in jobs] == ["node"] and runtime["spec"]["mlPolicy"]["torch"] == {}
     assert jobs[0]["template"]["spec"]["backoffLimit"] == 0
     assert jobs[0]["template"]["spec"]["template"]["spec"]["restartPolicy"] == "Never"
-    assert runtime["metadata"]["name"] == ClusterConfig().kubernetes.runtime
+    assert runtime["metadata"]["name"] == _trainjob(REPO)["spec"]["runtimeRef"]["name"]
 
 
 # --- jobs
@@ -455,12 +490,11 @@ def test_without_the_package_the_manifest_is_there_all_the_same(tmp_path, fake, 
         check_launcher(_cluster(tmp_path))  # before any stage runs
 
 
-@pytest.mark.parametrize("context", [None, "nowhere"])
-def test_without_a_kubeconfig_the_file_is_named(tmp_path, fake, monkeypatch, context):
-    path = tmp_path / ("kubeconfig" if context else "none")
+def test_without_a_kubeconfig_the_file_is_named(tmp_path, fake, monkeypatch):
+    path = tmp_path / "none"
     monkeypatch.setenv("KUBECONFIG", str(path))
     with pytest.raises(InputError, match=f"finds no cluster by KUBECONFIG={path}") as caught:
-        check_launcher(_cluster(tmp_path, kubernetes={"context": context}))
+        check_launcher(_cluster(tmp_path))
     assert "\n" not in str(caught.value)
 
 
@@ -515,7 +549,7 @@ def test_two_pods_train_and_go_on_after_they_were_cancelled(tmp_path, fake):
     run = write_job(tmp_path / "root", num_steps=60, save_interval=20)  # enough steps to be cancelled while it runs
     run = run.model_copy(update={"hf_dir": shutil.copytree(run.hf_dir, tmp_path / "root" / "hf")})
     (run.output_dir / "run.json").write_text(run.model_dump_json())
-    launcher = _launcher(tmp_path, nodes=2, processes=2, stop_grace_seconds=120, kubernetes={"gpus_per_node": 0})
+    launcher = _launcher(tmp_path, nodes=2, processes=2, stop_grace_seconds=120)
     job = Job(str(run.output_dir), ("-m", "trainer", str(run.output_dir / "run.json")), run.output_dir / "logs" / "log")
     handle = launcher.submit(job)
     _poll_until(launcher, handle, lambda: len(metrics_of(run)) >= 2)

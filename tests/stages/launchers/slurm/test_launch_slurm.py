@@ -7,16 +7,17 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 
 from dataset_builders.errors import InputError
-from stages.launchers.config import ClusterConfig, SlurmConfig
+from stages.launchers.config import ClusterConfig
 from stages.launchers.job import Job, JobFailed, check_launcher, make_launcher, run_job
 from stages.launchers.slurm import launcher as launch_slurm
 from stages.launchers.slurm.client import seconds_of
+from stages.launchers.slurm.header import read_header
 from stages.launchers.slurm.launcher import SlurmLauncher
 from stages.launchers.slurm.script import END_FILE, SBATCH_FILE, job_name, render_sbatch
 
@@ -100,12 +101,23 @@ def slurm(tmp_path, run_dir, monkeypatch) -> Slurm:
     monkeypatch.setenv("FAKE", str(directory))
     monkeypatch.setenv("PATH", f"{directory}:{os.environ['PATH']}")
     monkeypatch.setattr(launch_slurm, "VISIBLE_SECONDS", 0.3)
+    monkeypatch.setattr(launch_slurm, "LOOK_SECONDS", 0.1)
     return Slurm(directory, run_dir)
 
 
-def _cluster(**changes) -> ClusterConfig:
-    slurm = SlurmConfig(**{"poll_seconds": 0.1, "rendezvous_address": "127.0.0.1", **changes.pop("slurm", {})})
-    return ClusterConfig(**{"launcher": "slurm", "nodes": 2, "processes": 4, "slurm": slurm, **changes})
+HEADER = "#SBATCH --gpus-per-node=2\naddress=127.0.0.1\n"
+
+
+@pytest.fixture
+def cluster(tmp_path) -> Callable[..., ClusterConfig]:
+    """Make a config whose job file has the given header."""
+
+    def make(header: str = HEADER, **changes) -> ClusterConfig:
+        (tmp_path / "gpu.sbatch").write_text(header)
+        own = {"launcher": "slurm", "job_file": tmp_path / "gpu.sbatch", "nodes": 2, "processes": 4}
+        return ClusterConfig(**{**own, **changes})
+
+    return make
 
 
 def _poll_until(launcher: SlurmLauncher, handle, condition) -> None:
@@ -115,113 +127,115 @@ def _poll_until(launcher: SlurmLauncher, handle, condition) -> None:
         time.sleep(0.02)
 
 
-EVERYTHING = {
-    "partition": "gpu,gpu-long",
-    "account": "team-a",
-    "qos": "high",
-    "constraint": "h100&ib|[a*2]",
-    "reservation": "r_1",
-    "nodelist": "n[1-2]",
-    "exclude": "n9",
-    "time_limit": "2-00:30:00",
-    "gpu_type": "h100",
-    "cpus_per_task": 16,
-    "memory": "900G",
-    "exclusive": True,
-    "extra": ("--switches=1@00:10:00", "--hint=nomultithread"),
-    "setup": ("module load cuda/12.8", "ulimit -l unlimited"),
-    "container_mounts": ("/data:/data:ro", "/root-dir"),
-    "rendezvous_address": None,
-}
+EVERYTHING = """#!/bin/bash -l
+#SBATCH -p gpu,gpu-long -A team-a -N 2  # two nodes
+#SBATCH --time=2-00:30:00 --gres=nvme:1,gpu:h100:2
+module load cuda/12.8
+#SBATCH --signal B:USR1@600
+#SBATCH --export=PATH,HOME,WANDB_MODE
+container=(apptainer exec --nv --bind=/data "/images/a b.sif")
+python=python
+"""
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        EVERYTHING,
-        {**EVERYTHING, "container_image": "nvcr.io#nvidia/pytorch:26.10-py3"},
-        {**EVERYTHING, "container_image": "/images/train.sif", "container_runtime": "apptainer"},
-    ],
-)
+@pytest.mark.parametrize("header", [HEADER, EVERYTHING])
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="no shellcheck here")
-def test_the_script_is_sound_shell(run_dir, tmp_path, changes):
+def test_the_script_is_sound_shell(cluster, run_dir, tmp_path, header):
     path = tmp_path / "job.sh"
-    path.write_text(render_sbatch(_cluster(slurm=changes), _job(run_dir)))
+    path.write_text(render_sbatch(cluster(header), _job(run_dir)))
     done = subprocess.run(["shellcheck", str(path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 
-def test_the_script_asks_for_what_the_recipe_says(run_dir):
-    text = render_sbatch(_cluster(slurm=EVERYTHING), _job(run_dir))
-    asked = re.findall(r"^#SBATCH (.*)$", text, re.M)
+def test_the_script_asks_for_what_the_header_and_the_recipe_say(cluster, run_dir):
+    text = render_sbatch(cluster(EVERYTHING), _job(run_dir))
+    options, _, commands = text.partition("\nset -u\n")
+    asked = re.findall(r"^#SBATCH (.*)$", options, re.M)
+    assert asked[:2] == ["-p gpu,gpu-long -A team-a -N 2  # two nodes", "--time=2-00:30:00 --gres=nvme:1,gpu:h100:2"]
     for option in (
-        *("--nodes=2", "--ntasks-per-node=1", "--partition=gpu,gpu-long", "--account=team-a", "--qos=high"),
-        *("--constraint=h100&ib|[a*2]", "--reservation=r_1", "--nodelist=n[1-2]", "--exclude=n9", "--mem=900G"),
-        *("--time=2-00:30:00", "--gpus-per-node=h100:2", "--cpus-per-task=16", "--exclusive", "--requeue"),
-        *("--open-mode=append", "--signal=B:USR1@300", "--switches=1@00:10:00", f"--output={run_dir}/logs/trainer.log"),
+        *("--nodes=2", "--ntasks-per-node=1", "--requeue", "--open-mode=append", "--signal=B:USR1@600"),
+        *(f"--chdir={run_dir}", f"--output={run_dir}/logs/trainer.log", "--export=PATH,HOME,WANDB_MODE"),
     ):
         assert option in asked
     assert "--nnodes=2 --nproc-per-node=2" in text and "--max-restarts=0" in text
-    assert text.index("module load cuda/12.8\n") < text.index("\nsrun ")
-    assert "scontrol show hostnames" in text and "address=127.0.0.1" not in text
-    assert "--gpus" not in render_sbatch(_cluster(slurm={"gpus_per_node": 0}), _job(run_dir))
-
-
-def test_containers_come_between_srun_and_the_command(run_dir):
-    image = {"container_image": "a/b.sif", "container_mounts": ("/data",)}
-    text = render_sbatch(_cluster(slurm=image), _job(run_dir))
-    assert "--container-image=a/b.sif --container-mounts=/data \\\n  /bin/sh -c" in text
-    assert "athanor / " in text and "python -m torch.distributed.run" in text
-    text = render_sbatch(_cluster(slurm={**image, "container_runtime": "apptainer"}), _job(run_dir))
-    assert "apptainer exec --nv --bind=/data a/b.sif \\\n  /bin/sh -c" in text
+    assert "#SBATCH" not in commands  # sbatch reads none behind the first command
+    assert commands.index("\npython=/") < commands.index("module load cuda/12.8\n") < commands.index("\nsrun ")
+    assert "--signal=B:USR1@300\n" in render_sbatch(cluster(), _job(run_dir))
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
+    "line",
     [
-        *((name, "gpu\n#SBATCH --uid=0") for name in ("partition", "account", "qos", "constraint", "reservation")),
-        *((name, "a b") for name in ("partition", "nodelist", "exclude", "python", "workdir", "container_image")),
-        *((name, "$(id)") for name in ("partition", "time_limit", "memory", "rendezvous_address", "gpu_type")),
-        *((name, "a`id`") for name in ("account", "container_image")),
-        ("partition", "gpu\n"),
-        ("time_limit", "tomorrow"),
-        ("extra", ["--wrap=x"]),
-        ("extra", ["--output=/etc/passwd"]),
-        ("extra", ["--comment=a b"]),
-        ("extra", ["-p gpu"]),
-        ("setup", ["a\nb"]),
-        ("variables", ["AWS_SECRET=1"]),
-        ("container_mounts", ["/a /b"]),
-        ("signal_seconds", 0),
-        ("gpus_per_node", -1),
+        *("--gpus-per-node=h100:2", "--gpus-per-node 4", "-G4", "-G 4", "--gpus=4", "--gres=gpu:2"),
+        *("--gpus-per-task=2", "--gres=gpu:h100:2,nvme:1", "--gpus-per-node=0", "--gres=gres/gpu:2"),
+        "--gpus-per-node=2 -n2 -N2",
     ],
 )
-def test_a_value_that_could_leave_its_place_is_refused(field, value):
-    with pytest.raises(ValidationError) as caught:
-        SlurmConfig(**{field: value})
-    assert caught.value.errors()[0]["loc"][0] == field
+def test_a_header_with_enough_gpus_passes(cluster, line):
+    read_header(cluster(f"#SBATCH {line}\n"))
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("-p gpu", "a node gets no GPUs, but execution.cluster.processes=4 on nodes=2 need 2; write #SBATCH --gpus"),
+        ("-p gpu", "`#SBATCH --partition=NAME` and `#SBATCH --gpus-per-node=NUMBER`"),
+        ("--gres=gpu", "a node gets 1 GPUs"),
+        ("--gres=gpu:h100", "a node gets 1 GPUs"),
+        ("--gpus=2", "a node gets 1 GPUs"),
+        ("-N 4", "--nodes=4, but execution.cluster.nodes=2 with one task each need 2; change one"),
+        ("--nodes=2-4", "--nodes=2-4, but"),
+        ("--ntasks-per-node=8", "--ntasks-per-node=8, but"),
+        ("-n 16", "--ntasks=16, but"),
+        ("--signal=TERM@60", "--signal=TERM@60, but the job saves at USR1; write --signal=B:USR1@300"),
+        ("--output=slurm-%j.out", "athanor itself decides what --output sets; remove that option"),
+        ("-J mine", "what --job-name sets"),
+        ("-a 1-9", "what --array sets"),
+        ("--no-requeue", "what --no-requeue sets"),
+    ],
+)
+def test_a_header_that_does_not_fit_is_refused_before_work_starts(slurm, cluster, line, told):
+    more = "" if "gpu" in line else " --gpus-per-node=2"
+    with pytest.raises(InputError, match=rf"^/.*gpu\.sbatch: .*{re.escape(told)}") as caught:
+        check_launcher(cluster(f"#SBATCH {line}{more}\n"))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_header_that_is_not_there_is_told_with_the_least_one(slurm, cluster, tmp_path):
+    least = "your sbatch header, at least the lines `#SBATCH --partition=NAME` and `#SBATCH --gpus-per-node=NUMBER`"
+    with pytest.raises(ValueError, match=f"launcher=slurm needs job_file, the path of {least}"):
+        cluster(job_file=None)
+    with pytest.raises(InputError, match=rf"job_file=/.*/none cannot be read .*; give the path of {least}"):
+        check_launcher(cluster(job_file=tmp_path / "none"))
+
+
+def test_a_container_comes_between_srun_and_the_command(slurm, cluster, run_dir):
+    header = "#SBATCH -G4\naddress=x\ncontainer=(apptainer exec 'a b.sif')\npython=python\n"
+    assert _run_script(cluster(header), run_dir, None, SRUN_TENTHS="1", SLURM_CPUS_PER_TASK="16") == 0
+    words = (slurm.directory / "srun").read_text()
+    assert "--cpus-per-task=16 --cpu-bind=quiet,none apptainer exec a b.sif /bin/sh -c" in words
+    assert "run.json python -m torch.distributed.run" in words and "--rdzv-endpoint=x:20007" in words
 
 
 @pytest.mark.parametrize("name", ["a b", "a'b", "a%j", "a\nb", "a$HOME"])
-def test_a_path_that_sbatch_would_read_otherwise_is_refused(tmp_path, name):
+def test_a_path_that_sbatch_would_read_otherwise_is_refused(cluster, tmp_path, name):
     with pytest.raises(InputError, match="use a --root of letters, digits"):
-        render_sbatch(_cluster(), _job(tmp_path / name / "train-0"))
+        render_sbatch(cluster(), _job(tmp_path / name / "train-0"))
 
 
-def test_what_is_shown_is_what_is_submitted_and_kept(slurm, run_dir):
-    launcher, job = make_launcher(_cluster()), _job(run_dir)
+def test_what_is_shown_is_what_is_submitted_and_kept(slurm, cluster, run_dir):
+    launcher, job = make_launcher(cluster()), _job(run_dir)
     shown = launcher.plan(job).encode()
     launcher.submit(job)
     assert (slurm.directory / "submitted").read_bytes() == shown == (run_dir / SBATCH_FILE).read_bytes()
 
 
-def test_secrets_go_by_name_and_nothing_else_goes_at_all(slurm, run_dir, monkeypatch):
+def test_secrets_go_by_name_and_nothing_else_goes_at_all(slurm, cluster, run_dir, monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "canary-value")
     monkeypatch.setenv("SBATCH_PARTITION", "somewhere-else")
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
-    make_launcher(_cluster()).submit(_job(run_dir))
+    make_launcher(cluster()).submit(_job(run_dir))
     text = (run_dir / SBATCH_FILE).read_text()
     (exported,) = re.findall(r"^#SBATCH --export=(.*)$", text, re.M)
     assert "AWS_SECRET_ACCESS_KEY" in exported.split(",") and "ALL" not in exported.split(",")
@@ -231,9 +245,9 @@ def test_secrets_go_by_name_and_nothing_else_goes_at_all(slurm, run_dir, monkeyp
     assert not any(line.startswith(("SBATCH_", "SLURM_JOB_ID")) for line in seen)
 
 
-def test_states_are_told_once_and_the_end_is_the_jobs_own(slurm, run_dir):
+def test_states_are_told_once_and_the_end_is_the_jobs_own(slurm, cluster, run_dir):
     said: list[str] = []
-    launcher = SlurmLauncher(_cluster())
+    launcher = SlurmLauncher(cluster())
     handle = launcher.submit(_job(run_dir, on_line=said.append))
     for state, reason in (
         ("PENDING", "Priority"),
@@ -260,33 +274,33 @@ def test_states_are_told_once_and_the_end_is_the_jobs_own(slurm, run_dir):
     ("state", "code", "status", "words"),
     [
         ("FAILED", "3:0", 3, "exit status 3"),
-        ("TIMEOUT", "0:15", 143, "is TIMEOUT: it reached its time limit before it had saved; raise execution"),
-        ("OUT_OF_MEMORY", "0:125", 253, "is OUT_OF_MEMORY: it ran out of memory; raise execution.cluster.slurm.memory"),
+        ("TIMEOUT", "0:15", 143, "is TIMEOUT: it reached its time limit before it had saved; raise --time"),
+        ("OUT_OF_MEMORY", "0:125", 253, "is OUT_OF_MEMORY: it ran out of memory; raise --mem in"),
         ("CANCELLED", "0:0", 143, "is CANCELLED: it was cancelled (scancel)"),
         ("NODE_FAIL", "1:0", 1, "is NODE_FAIL: it lost a node"),
         ("PREEMPTED", "0:0", 1, "is PREEMPTED: it had to make room"),
     ],
 )
-def test_how_a_job_ends_badly(slurm, run_dir, monkeypatch, state, code, status, words):
+def test_how_a_job_ends_badly(slurm, cluster, run_dir, monkeypatch, state, code, status, words):
     monkeypatch.setattr(launch_slurm, "RETURN_SECONDS", 0.3)
     slurm.ended(state, code)
     job = _job(run_dir, on_line=lambda line: None)
     job.log_path.parent.mkdir()
-    launcher = SlurmLauncher(_cluster())
+    launcher = SlurmLauncher(cluster())
     with pytest.raises(JobFailed) as caught:
         run_job(launcher, job, lambda: job.log_path.write_text("a line\n"))
     assert caught.value.exit_status == status and words in str(caught.value)
 
 
-def test_a_failure_without_a_line_names_the_shared_file_system(slurm, run_dir):
+def test_a_failure_without_a_line_names_the_shared_file_system(slurm, cluster, run_dir):
     slurm.ended("FAILED", "0:53")
     with pytest.raises(JobFailed, match="It must lie on a file system that all nodes share"):
-        run_job(SlurmLauncher(_cluster()), _job(run_dir))
+        run_job(SlurmLauncher(cluster()), _job(run_dir))
 
 
-def test_a_lost_node_is_no_end_while_the_job_may_be_queued_again(slurm, run_dir):
+def test_a_lost_node_is_no_end_while_the_job_may_be_queued_again(slurm, cluster, run_dir):
     said: list[str] = []
-    launcher = SlurmLauncher(_cluster())
+    launcher = SlurmLauncher(cluster())
     handle = launcher.submit(_job(run_dir, on_line=said.append))
     slurm.ended("NODE_FAIL", "0:1")
     until = time.monotonic() + 1  # longer than the wait for the files of an ended job
@@ -296,9 +310,9 @@ def test_a_lost_node_is_no_end_while_the_job_may_be_queued_again(slurm, run_dir)
     assert handle.ended_at is None
 
 
-def test_a_controller_that_is_away_ends_nothing(slurm, run_dir, monkeypatch):
+def test_a_controller_that_is_away_ends_nothing(slurm, cluster, run_dir, monkeypatch):
     said: list[str] = []
-    launcher = SlurmLauncher(_cluster())
+    launcher = SlurmLauncher(cluster())
     slurm.say("RUNNING")
     handle = launcher.submit(_job(run_dir, on_line=said.append))
     (slurm.directory / "down").touch()
@@ -312,9 +326,9 @@ def test_a_controller_that_is_away_ends_nothing(slurm, run_dir, monkeypatch):
         _poll_until(launcher, handle, lambda: False)
 
 
-def test_a_job_that_the_cluster_has_forgotten_left_its_status_on_disk(slurm, run_dir):
+def test_a_job_that_the_cluster_has_forgotten_left_its_status_on_disk(slurm, cluster, run_dir):
     slurm.say("RUNNING")
-    launcher = SlurmLauncher(_cluster())
+    launcher = SlurmLauncher(cluster())
     handle = launcher.submit(_job(run_dir))
     (slurm.directory / "queue").unlink()
     (run_dir / END_FILE).write_text(f"{JOB_ID} 0\n")
@@ -326,31 +340,31 @@ def test_a_job_that_the_cluster_has_forgotten_left_its_status_on_disk(slurm, run
         run_job(launcher, _job(run_dir))
 
 
-def test_a_living_job_that_was_asked_for_the_same_is_not_submitted_twice(slurm, run_dir):
+def test_a_living_job_that_was_asked_for_the_same_is_not_submitted_twice(slurm, cluster, run_dir):
     said: list[str] = []
-    SlurmLauncher(_cluster()).submit(_job(run_dir))
+    SlurmLauncher(cluster()).submit(_job(run_dir))
     slurm.say("RUNNING", "10:00")
     slurm.say("RUNNING", "10:00", file="living")
-    handle = SlurmLauncher(_cluster()).submit(_job(run_dir, on_line=said.append))
+    handle = SlurmLauncher(cluster()).submit(_job(run_dir, on_line=said.append))
     assert handle.job_id == JOB_ID and handle.ran_seconds == 600
     assert said == ["slurm: job 7 is there already (RUNNING); waiting for it"]
     assert len([call for call in slurm.calls() if "--parsable" in call]) == 1
 
 
-def test_a_living_job_that_was_asked_for_something_else_saves_and_ends_first(slurm, run_dir):
-    SlurmLauncher(_cluster()).submit(_job(run_dir))
+def test_a_living_job_that_was_asked_for_something_else_saves_and_ends_first(slurm, cluster, run_dir):
+    SlurmLauncher(cluster()).submit(_job(run_dir))
     slurm.say("RUNNING")
     slurm.say("RUNNING", file="living")
     slurm.say("CANCELLED", "1:00", file="cancelled")
     (run_dir / "run.json").write_text('{"changed": 1}')
-    SlurmLauncher(_cluster()).submit(_job(run_dir))
+    SlurmLauncher(cluster()).submit(_job(run_dir))
     kinds = [shlex.split(call)[0] for call in slurm.calls()]
     assert kinds == ["--parsable", "scancel", "--parsable"]
     assert "--batch --signal=TERM 7" in slurm.calls()[1]
 
 
-def test_the_deadline_counts_the_time_that_it_runs(slurm, run_dir):
-    launcher = SlurmLauncher(_cluster(timeout_seconds=0.4))
+def test_the_deadline_counts_the_time_that_it_runs(slurm, cluster, run_dir):
+    launcher = SlurmLauncher(cluster(timeout_seconds=0.4))
     slurm.say("PENDING")
     slurm.say("CANCELLED", "1:00", file="cancelled")
     handle = launcher.submit(_job(run_dir))
@@ -362,8 +376,8 @@ def test_the_deadline_counts_the_time_that_it_runs(slurm, run_dir):
     assert caught.value.exit_status == 124 and "--batch --signal=TERM" in slurm.calls()[-1]
 
 
-def test_who_does_not_end_after_its_grace_is_cancelled_by_force(slurm, run_dir):
-    launcher = SlurmLauncher(_cluster(stop_grace_seconds=0.3))
+def test_who_does_not_end_after_its_grace_is_cancelled_by_force(slurm, cluster, run_dir):
+    launcher = SlurmLauncher(cluster(stop_grace_seconds=0.3))
     handle = launcher.submit(_job(run_dir))
     slurm.say("PENDING")
     launcher.poll(handle)
@@ -374,19 +388,19 @@ def test_who_does_not_end_after_its_grace_is_cancelled_by_force(slurm, run_dir):
     assert sum("scancel" in call for call in slurm.calls()) == 1
 
 
-def test_without_slurm_the_way_out_is_named_before_work_starts(tmp_path, monkeypatch):
+def test_without_slurm_the_way_out_is_named_before_work_starts(cluster, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(InputError, match=r"needs sbatch, squeue, scancel, scontrol on PATH: run it on a login node"):
-        check_launcher(_cluster())
-    assert "#SBATCH" in make_launcher(_cluster()).plan(_job(tmp_path / "train-0"))
+        check_launcher(cluster())
+    assert "#SBATCH" in make_launcher(cluster()).plan(_job(tmp_path / "train-0"))
 
 
-def test_what_sbatch_refuses_is_the_users_to_mend(slurm, run_dir):
+def test_what_sbatch_refuses_is_the_users_to_mend(slurm, cluster, run_dir):
     (slurm.directory / "refusal").write_text("sbatch: error: Batch job submission failed: Invalid partition name\n")
     with pytest.raises(
         InputError, match=r"Batch job submission failed: Invalid partition name; see execution\.cluster"
     ):
-        SlurmLauncher(_cluster()).submit(_job(run_dir))
+        SlurmLauncher(cluster()).submit(_job(run_dir))
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("0:05", 5), ("1:00:00", 3600), ("2-03:04:05", 183845), ("INVALID", 0)])
@@ -394,10 +408,12 @@ def test_times_of_the_queue(text, seconds):
     assert seconds_of(text) == seconds
 
 
-def _run_script(run_dir: Path, tell: int | None, result: str = "stopped", **variables: str) -> int:
+def _run_script(
+    cluster: ClusterConfig, run_dir: Path, tell: int | None, result: str = "stopped", **variables: str
+) -> int:
     """Run the rendered file by hand, with an srun that gets a signal or ends by itself."""
     path = run_dir / SBATCH_FILE
-    path.write_text(render_sbatch(_cluster(), _job(run_dir)))
+    path.write_text(render_sbatch(cluster, _job(run_dir)))
     (run_dir / "result.json").write_text('{"status": "stopped"}')  # left by an earlier try
     fake = Path(os.environ["FAKE"])
     (fake / "result").write_text(f'{{\n "status": "{result}"\n}}\n')
@@ -415,34 +431,34 @@ def _run_script(run_dir: Path, tell: int | None, result: str = "stopped", **vari
         process.poll() is None and os.killpg(process.pid, signal.SIGKILL)
 
 
-def test_the_signal_before_the_time_limit_saves_and_queues_again(slurm, run_dir):
-    assert _run_script(run_dir, signal.SIGUSR1) != 0  # the requeue itself ends it
+def test_the_signal_before_the_time_limit_saves_and_queues_again(slurm, cluster, run_dir):
+    assert _run_script(cluster(), run_dir, signal.SIGUSR1) != 0  # the requeue itself ends it
     assert slurm.calls() == ["scancel --quiet --signal=TERM 7", "scontrol requeue 7"]
     assert not (run_dir / END_FILE).exists()
 
 
-def test_a_cancelled_job_saves_and_is_not_queued_again(slurm, run_dir):
-    assert _run_script(run_dir, signal.SIGTERM) == 75
+def test_a_cancelled_job_saves_and_is_not_queued_again(slurm, cluster, run_dir):
+    assert _run_script(cluster(), run_dir, signal.SIGTERM) == 75
     assert slurm.calls() == ["scancel --quiet --signal=TERM 7"]
     assert (run_dir / END_FILE).read_text() == "7 75\n"
 
 
-def test_a_job_that_did_not_save_is_not_queued_again(slurm, run_dir):
-    assert _run_script(run_dir, signal.SIGUSR1, result="failed") == 1
+def test_a_job_that_did_not_save_is_not_queued_again(slurm, cluster, run_dir):
+    assert _run_script(cluster(), run_dir, signal.SIGUSR1, result="failed") == 1
     assert slurm.calls() == ["scancel --quiet --signal=TERM 7"]
 
 
 @pytest.mark.parametrize("status", ["0", "2"])
-def test_a_job_that_ends_by_itself_hands_on_its_status(slurm, run_dir, status):
-    assert _run_script(run_dir, None, SRUN_STATUS=status, SRUN_TENTHS="1") == int(status)
+def test_a_job_that_ends_by_itself_hands_on_its_status(slurm, cluster, run_dir, status):
+    assert _run_script(cluster(), run_dir, None, SRUN_STATUS=status, SRUN_TENTHS="1") == int(status)
     assert (run_dir / END_FILE).read_text() == f"7 {status}\n" and not (run_dir / "result.json").exists()
     assert "--rdzv-endpoint=127.0.0.1:20007" in (slurm.directory / "srun").read_text()
 
 
-def test_a_node_that_does_not_see_the_root_says_so(run_dir, capfd):
-    text = render_sbatch(_cluster(), _job(run_dir))
+def test_a_node_that_does_not_see_the_root_says_so(cluster, run_dir, capfd):
+    text = render_sbatch(cluster(), _job(run_dir))
     (on_node,) = re.findall(r"^readonly on_node='\n(.*?)'$", text, re.M | re.S)
-    done = subprocess.run(["/bin/sh", "-c", on_node, "athanor", "/", "/no/run.json", "true"], capture_output=True)
+    done = subprocess.run(["/bin/sh", "-c", on_node, "athanor", "/no/run.json", "true"], capture_output=True)
     assert done.returncode == 2 and b"does not see /no/run.json; the root must lie on" in done.stderr
     run_json = str(run_dir / "run.json")
-    assert subprocess.run(["/bin/sh", "-c", on_node, "athanor", "/", run_json, "true"]).returncode == 0
+    assert subprocess.run(["/bin/sh", "-c", on_node, "athanor", run_json, "true"]).returncode == 0
