@@ -1,6 +1,7 @@
 """A real MLflow server that goes away in the middle of a run and comes back."""
 
 import contextlib
+import itertools
 import threading
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from flows.tracking.record import load_record
 from flows.tracking.sender import sender_of
 from flows.tracking.store import connect
+from flows.tracking.system import INTERVAL_SECONDS
 from tests.helpers.mlflow_server import MlflowServer
 from tests.helpers.tracked_run import make_trained, open_tracker
 from trainer.contract.names import METRICS_JSONL
@@ -67,7 +69,9 @@ def assert_whole(root: Path, run_id: str, training: Training) -> None:
         steps = [metric.step for metric in client.get_metric_history(run_id, name)]
         assert steps == list(range(1, training.step + 1)), name
     system = client.get_metric_history(run_id, "system/cpu_utilization_percentage")
-    assert len({metric.timestamp for metric in system}) == len(system) > 0
+    moments = [metric.timestamp / 1e3 for metric in system]
+    assert len({*moments}) == len(moments) > 0
+    assert all(later - before < 3 * INTERVAL_SECONDS for before, later in itertools.pairwise(moments))
     assert client.get_run(run_id).info.status == "FINISHED"
     assert training.tracker.problems == []
 
