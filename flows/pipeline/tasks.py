@@ -112,23 +112,18 @@ def _resources(
         if Needs.WORKERS in node.needs:
             resources = stack.enter_context(with_cluster(resources, execution))
         if Needs.METRICS in node.needs:
-            to_mlflow = stack.enter_context(contextlib.closing(tracker.follow(work_dir / METRICS_JSONL)))
+            stack.enter_context(tracker.follow(work_dir / METRICS_JSONL))
             train = config.train.for_bins(inputs["bins"].manifest.stats["num_bins"]["train"])
-            on_rows = _listener(node.name, train.num_steps, to_mlflow)
-            resources = dataclasses.replace(resources, on_rows=on_rows)
+            resources = dataclasses.replace(resources, on_rows=_listener(node.name, train.num_steps))
         yield resources
 
 
-def _listener(
-    name: str, num_steps: int, to_mlflow: Callable[[list[MetricsRow]], None]
-) -> Callable[[list[MetricsRow]], None]:
-    """Return a listener that passes rows to MLflow and the display, and the newest row to the Prefect log every
-    _LOG_SECONDS."""
+def _listener(name: str, num_steps: int) -> Callable[[list[MetricsRow]], None]:
+    """Return a listener that passes rows to the display, and the newest row to the Prefect log every _LOG_SECONDS."""
     logger, last = get_run_logger(), -_LOG_SECONDS
 
     def on_rows(rows: list[MetricsRow]) -> None:
         nonlocal last
-        to_mlflow(rows)
         show_rows(name, rows, num_steps)
         if time.monotonic() - last >= _LOG_SECONDS:
             last = time.monotonic()

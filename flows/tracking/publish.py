@@ -4,13 +4,11 @@ A stage, a model and scores are marked by a tag once they are complete. The time
 So publishing again adds exactly the missing content, whatever failed before.
 """
 
-import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from flows.tracking.store import connect, experiment_of, may_pass, store_digest, tracking_uri
 
@@ -34,11 +32,12 @@ from flows.tracking.record import (
     live_path,
     load_record,
     now_ms,
+    samples_path,
     save_learnt,
-    system_path,
 )
 from flows.tracking.registry import MODEL_TAG, REASON_TAG, log_model, register_model, standing
 from flows.tracking.run_writer import RunWriter
+from flows.tracking.system import CPU_METRIC, parse_samples
 from flows.tracking.tables import (
     COMPARISON_TABLE,
     MAX_ANSWERS,
@@ -56,6 +55,7 @@ from trainer.contract.answer import parse_metrics, read_metrics
 from trainer.contract.names import METRICS_JSONL
 
 IDENTITY_TAG, _CREATION_TAG = "athanor.identity", "athanor.creation"
+_LOSS = "loss"  # a metric of every row of a training
 RECIPE_YAML = "recipe.yaml"
 COMPARED_RUNS = 8
 log = logging.getLogger("athanor.tracking")
@@ -65,21 +65,21 @@ class Publication:
     """The publication of one run. `run` may be called again and again. The owner must hold the run's `publish_lock`.
 
     Args:
-        on_answer: function that is called whenever MLflow has answered or a part is complete. Its argument is the
-            number of seconds by which the next answer may be late because of an upload.
+        announce: function that is called before an upload with the seconds that the upload may take, and with 0
+            whenever a part of the run is complete.
 
     Attributes:
         sent: kind of content that was added -> number.
     """
 
-    def __init__(self, root: StorePath, key: str, on_answer: Callable[[float], None] = lambda seconds: None) -> None:
-        self.root, self.key, self.on_answer = root, key, on_answer
+    def __init__(self, root: StorePath, key: str, announce: Callable[[float], None] = lambda seconds: None) -> None:
+        self.root, self.key, self.announce = root, key, announce
         self.sent: Counter[str] = Counter()
         self.record: TrackedRun | None = None
         self._client: MlflowClient | None = None
         self._writer: RunWriter | None = None
         self._live: GrowingFile | None = None
-        self._system: GrowingFile | None = None
+        self._samples = GrowingFile(samples_path(root, key))
         self._files: dict[str, list[str]] = {}  # stage -> names of the files that the run holds
 
     def run(self) -> None:
@@ -93,7 +93,6 @@ class Publication:
             is_open = record.learnt.store == store_digest(self.root) and self._writer is not None
             if is_open and record.learnt.published == record.revision:
                 self._live_rows()
-                self._system_samples()
             else:
                 self._publish()
         except Exception:
@@ -104,14 +103,13 @@ class Publication:
         record, store = self.record, store_digest(self.root)
         if record.learnt.store != store:
             record.learnt, self._client = MlflowState(store=store), None
-        self._client = self._client or _Followed(connect(self.root), self.on_answer)
+        self._client = self._client or connect(self.root)
         self._open(self._find_or_create())
         ids = {"run_id": self._writer.run_id, "experiment_id": self._writer.experiment_id}
         record.learnt = record.learnt.model_copy(update=ids)
         save_learnt(self.root, self.key, record.learnt)  # other processes can now link to the run's page
         refused = self._publish_parts()
-        state = {"refused": refused, "published": record.revision, "system_bytes": self._system.taken}
-        record.learnt = record.learnt.model_copy(update=state)
+        record.learnt = record.learnt.model_copy(update={"refused": refused, "published": record.revision})
         save_learnt(self.root, self.key, record.learnt)
 
     def _open(self, run: Run) -> None:
@@ -119,10 +117,8 @@ class Publication:
         if before is not None and before.run_id == self._writer.run_id:
             self._writer.steps = before.steps
         else:
-            self._files = {}
-            learnt, self._live = self.record.learnt, None  # all lines are read again and compared with the run's
-            sent_bytes = learnt.system_bytes if learnt.run_id == run.info.run_id else 0
-            self._system = GrowingFile(system_path(self.root, self.key), sent_bytes)
+            self._files, self._live = {}, None  # all lines are read again and compared with the run's
+            self._samples = GrowingFile(samples_path(self.root, self.key))
 
     def _publish_parts(self) -> dict[str, str]:
         """Publish every part of the run. Return name -> reason for the parts that MLflow will never take."""
@@ -130,7 +126,7 @@ class Publication:
         for name, part in self._parts():
             try:
                 part()
-                self.on_answer(0)
+                self.announce(0)
             except Exception as error:
                 if may_pass(error):
                     raise
@@ -144,7 +140,6 @@ class Publication:
         for name, entry in self.record.stages.items():
             yield f"stage {name}", partial(self._stage, name, entry)
         yield "metrics", self._live_rows
-        yield "system metrics", self._system_samples
         if (registration := self.record.registration) is not None:
             yield "the model", partial(self._model, registration)
             yield "scores", partial(self._scores, registration)
@@ -264,7 +259,7 @@ class Publication:
     def _training(self, training: Artifact) -> None:
         """Add the rows that the live metrics have missed, and the headline figures of the complete training."""
         rows = read_metrics(training.dir)
-        self._count("step", self._writer.log_rows(rows, _made_ms(training)))
+        self._count("step", self._writer.log_rows(rows, _made_ms(training), _LOSS))
         if not rows:
             return
         steps = [b.step - a for a, b in zip([0, *(row.step for row in rows)], rows)]
@@ -299,16 +294,16 @@ class Publication:
         artifact, folder = Artifact.load(find_place(self.root, entry.dir)), f"stages/{name}"
         sizes = sizes_of(artifact.dir)
         chosen = chosen_files(artifact, level, sizes)
-        self._count("file", send_stage(writer, artifact, folder, chosen, self._announce))
+        self._count("file", send_stage(writer, artifact, folder, chosen, self._before_upload))
         if len(chosen) < len(sizes):
             text = references(artifact, entry.dir, sizes, chosen)
             writer.client.log_text(writer.run_id, text, f"{folder}/{REFERENCES}")
         writer.mark(f"files.{name}", mark)
 
-    def _announce(self, seconds: float) -> None:
-        """Prepare for an upload: add the newest training metrics, and report how long MLflow may not answer."""
+    def _before_upload(self, seconds: float) -> None:
+        """Add the newest training metrics, and announce how long the upload may take."""
         self._live_rows()
-        self.on_answer(seconds)
+        self.announce(seconds)
 
     def _register(self, registration: Registration) -> None:
         """Give the model its files, and then register it, so that a version always has complete files."""
@@ -316,7 +311,7 @@ class Publication:
         model_id, hf_dir = writer.tags[MODEL_TAG], find_place(self.root, registration.hf_dir)
         mark = f"{hf_dir.parent.name} {opening.artifacts}"
         if not registration.refusals and not writer.is_marked("model_files", mark):
-            sent = send_model(writer.client, model_id, hf_dir, opening.artifacts, self._announce)
+            sent = send_model(writer.client, model_id, hf_dir, opening.artifacts, self._before_upload)
             if sent is not None:
                 writer.mark("model_files", mark)
                 learnt.model_bytes += sent
@@ -344,39 +339,19 @@ class Publication:
         self._count("score table")
 
     def _live_rows(self) -> None:
-        if (path := live_path(self.root, self.record)) is None:
+        """Add the new lines of the running training's metrics.jsonl, and the new samples of its machine."""
+        writer, default_ms, path = self._writer, self.record.changed_ms, live_path(self.root, self.record)
+        if path is None:
             return
         if self._live is None or self._live.path != path:
             self._live = GrowingFile(path)
-        if rows := parse_metrics(self._live.new_lines()):
-            self._count("step", self._writer.log_rows(rows, self.record.changed_ms))
+        self._count("step", writer.log_rows(parse_metrics(self._live.new_lines()), default_ms, _LOSS))
         self._live.take()
-
-    def _system_samples(self) -> None:
-        samples = [json.loads(line) for line in self._system.new_lines().splitlines()]
-        if samples:
-            timed = [(sample["time_ms"], sample["values"]) for sample in samples]
-            self._writer.log_samples(timed, self.record.first_ms)
-            self._count("machine sample", len(samples))
-        self._system.take()
+        samples = parse_samples(self._samples.new_lines())
+        self._count("machine sample", writer.log_rows(samples, default_ms, CPU_METRIC))
+        self._samples.take()
 
 
 def _made_ms(artifact: Artifact) -> int:
     """Return the time at which an artifact was made, in milliseconds since 1970. Used for metrics without a time."""
     return int(modified(artifact.dir / MANIFEST) * 1000)
-
-
-class _Followed:
-    """An MlflowClient that reports each answer, so that a slow server is not mistaken for a dead one."""
-
-    def __init__(self, client: MlflowClient, on_answer: Callable[[float], None]) -> None:
-        self._client, self._on_answer = client, on_answer
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            answer = method(*args, **kwargs)
-            self._on_answer(0)
-            return answer
-
-        method = getattr(self._client, name)
-        return call

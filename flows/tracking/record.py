@@ -1,7 +1,7 @@
 """The run record, which decides the content of a pipeline run in MLflow together with the artifacts that it names.
 
     <side_dir(root)>/tracking/<identity>.json           the record, written atomically by a rename
-    <side_dir(root)>/tracking/<identity>.system.jsonl   system metrics of the trainer's machine, one line per sample
+    <side_dir(root)>/tracking/<identity>.system.jsonl   samples of the machine, one `HostSample` per line
     <side_dir(root)>/tracking/<identity>.edit.lock      held while the record is read, changed and written
     <side_dir(root)>/tracking/<identity>.publish.lock   held by the process that publishes the run
 
@@ -10,12 +10,10 @@ are stored relative to the root, so that a record stays valid if the root is cop
 """
 
 import contextlib
-import json
 import logging
-import os
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +103,6 @@ class MlflowState(_Part):
         store: digest of the address of the tracking store that gave the answers.
         published: the newest revision of the record that is completely in MLflow.
         compare: ids of the other runs on MLflow's compare page.
-        system_bytes: bytes of the system metrics file that were sent.
         refused: part of the run -> reason why MLflow will never take it.
         verdict: why the run's model is champion, or why not.
         decided_ms: time of that decision, in milliseconds since 1970.
@@ -117,7 +114,6 @@ class MlflowState(_Part):
     run_id: str | None = None
     experiment_id: str | None = None
     compare: list[str] = []
-    system_bytes: int = 0
     refused: dict[str, str] = {}
     verdict: str = ""
     decided_ms: int = 0
@@ -194,8 +190,8 @@ def live_path(root: StorePath, record: "TrackedRun") -> Path | None:
     return None if record.live is None else find_place(side_dir(root), record.live)
 
 
-def system_path(root: StorePath, key: str) -> Path:
-    """Return the path of the file with the system metrics of the trainer's machine."""
+def samples_path(root: StorePath, key: str) -> Path:
+    """Return the path of the file with the samples of the trainer's machine."""
     return records_dir(root) / f"{key}.system.jsonl"
 
 
@@ -260,14 +256,6 @@ def save_learnt(root: StorePath, key: str, learnt: MlflowState) -> None:
         if record.learnt != learnt:
             record.learnt = learnt
             _write(root, record)
-
-
-def append_system(root: StorePath, key: str, values: Mapping[str, float]) -> None:
-    """Append a sample of the machine's system metrics to the file."""
-    with system_path(root, key).open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"time_ms": now_ms(), "values": dict(values)}) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
 
 
 _settled: dict[Path, int] = {}  # path of a record that is completely in MLflow -> its modification time in ns

@@ -12,8 +12,7 @@ from flows.tracking.store import connect  # noqa: F401  before mlflow: sets vari
 # isort: split
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, Run, RunTag
-
-from trainer.contract.answer import MetricsRow
+from pydantic import BaseModel
 
 METRICS_PER_BATCH, ENTITIES_PER_BATCH = 1000, 100  # MLflow's limits
 _MAX_PARAM, _MAX_TAG = 6000, 8000  # characters
@@ -25,7 +24,7 @@ class RunWriter:
     Attributes:
         tags: tags of the run.
         status, end_ms: status and end of the run at the time when it was read.
-        steps: training steps whose metrics the run holds; None until they are read.
+        steps: name of a metric -> steps at which the run holds it, as far as they were read.
     """
 
     def __init__(self, client: MlflowClient, run: Run) -> None:
@@ -33,7 +32,7 @@ class RunWriter:
         self.run_id, self.experiment_id = run.info.run_id, run.info.experiment_id
         self.artifact_uri = run.info.artifact_uri
         self.name, self.status, self.end_ms = run.info.run_name, run.info.status, run.info.end_time
-        self.steps: set[int] | None = None
+        self.steps: dict[str, set[int]] = {}
 
     def is_marked(self, what: str, fingerprint: str) -> bool:
         """Whether `mark` was called with the same arguments."""
@@ -62,46 +61,31 @@ class RunWriter:
         for start in range(0, len(metrics), METRICS_PER_BATCH):
             self.client.log_batch(self.run_id, metrics=metrics[start : start + METRICS_PER_BATCH])
 
-    def log_rows(self, rows: Sequence[MetricsRow], default_ms: int) -> int:
-        """Add the rows of training metrics whose steps the run does not hold.
+    def log_rows(self, rows: Sequence[BaseModel], default_ms: int, metric: str) -> int:
+        """Add the rows whose steps the run does not hold. Each row is sent in one call, so it arrives completely or
+        not at all.
 
         Args:
+            rows: models with the fields `step` and `time_ms`, and metrics as all other fields.
             default_ms: time for rows without a time, in milliseconds since 1970.
+            metric: a metric of every row, whose steps in the run show which rows it holds.
 
         Returns:
             the number of rows that were added.
         """
-        if self.steps is None:
-            self.steps = {point.step for point in self.client.get_metric_history(self.run_id, "loss")}
-        missing = {row.step: row for row in rows if row.step not in self.steps}
+        if not rows:
+            return 0
+        if metric not in self.steps:
+            self.steps[metric] = {point.step for point in self.client.get_metric_history(self.run_id, metric)}
+        missing = {row.step: row for row in rows if row.step not in self.steps[metric]}
         groups = []
         for row in missing.values():
             values = row.model_dump(exclude={"step", "time_ms"}, exclude_none=True)
             moment = row.time_ms or default_ms
             groups.append([Metric(name, float(value), moment, row.step) for name, value in values.items()])
-        self._log_whole(groups)
-        self.steps |= missing.keys()
-        return len(missing)
-
-    def log_samples(self, samples: Sequence[tuple[int, Mapping[str, float]]], first_ms: int) -> None:
-        """Add samples of a machine's system metrics. Their steps are seconds since `first_ms`.
-
-        Args:
-            samples: pairs of a time in milliseconds since 1970 and metric -> value.
-        """
-        groups = []
-        for moment, values in samples:
-            step = (moment - first_ms) // 1000
-            groups.append([Metric(name, value, moment, step) for name, value in values.items()])
-        self._log_whole(groups)
-
-    def _log_whole(self, groups: Sequence[Sequence[Metric]]) -> None:
-        """Send groups of points. A group is sent in one call, so that it arrives completely or not at all."""
-        batch: list[Metric] = []
-        for group in groups:
-            if len(batch) + len(group) > METRICS_PER_BATCH:
-                self.client.log_batch(self.run_id, metrics=batch)
-                batch = []
-            batch += group
-        if batch:
+        rows_per_batch = METRICS_PER_BATCH // max(map(len, groups), default=1)
+        for start in range(0, len(groups), rows_per_batch):
+            batch = [point for group in groups[start : start + rows_per_batch] for point in group]
             self.client.log_batch(self.run_id, metrics=batch)
+        self.steps[metric] |= missing.keys()
+        return len(missing)

@@ -1,12 +1,12 @@
 """The sending to MLflow: by one thread of a process that runs a pipeline, and for runs that could not be sent earlier.
 
-After an error that may be temporary (MLflow is down, slow or full), the thread tries again, less and less often.
+The thread looks at the files of its runs every half second. What MLflow did not take is sent at a later look.
 """
 
+import contextlib
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,15 +22,14 @@ from flows.tracking.record import (
     live_path,
     load_record,
     publish_lock,
-    system_path,
+    samples_path,
     waiting_records,
 )
 
-PATIENCE_SECONDS = 10.0  # longest wait without an answer
-LONGEST_WAIT_SECONDS = 60.0
-_FAILED_ROUNDS = 3
-_FIRST_RETRY, _LAST_RETRY = 1.0, 30.0
-_BUSY_SECONDS = 1.0  # between two looks at a run that another process publishes
+WAIT_SECONDS = 60.0  # longest wait at the end of a run for one part of it, beside an upload
+KILLED_SECONDS = 10.0  # longest wait of a cancelled flow, which has to end
+_FAILED_ROUNDS = 6  # rounds without MLflow after which nobody waits any more
+_POLL_SECONDS = 0.5  # a look at the files of a run takes 0.1 ms
 _OTHERS_SECONDS = 60.0  # between two looks at the runs of other processes
 log = logging.getLogger("athanor.tracking")
 
@@ -41,113 +40,81 @@ class Sender:
     def __init__(self, root: StorePath) -> None:
         self.root = root
         self.problem = ""  # error of the last round; empty if everything was sent
-        self._submitted: Counter[str] = Counter()  # run -> number of its submissions
-        self._sent: Counter[str] = Counter()  # run -> number of its submissions when it was last sent
-        self._publications: dict[str, tuple[Publication, filelock.BaseFileLock]] = {}
-        self._changed = threading.Condition()
-        self._waiters = self._failed_rounds = 0
-        self._others_at = 0.0
-        self._answered = self._uploaded = 0.0  # times of the last answer, and of the last answer to an upload
-        self._busy_until = 0.0  # latest time at which the running upload should end
+        self._runs: dict[str, tuple[Publication, filelock.BaseFileLock]] = {}
+        self._mutex = threading.Lock()  # held while `_runs` changes
+        self._failed_rounds = 0
+        self._others_at: float | None = None  # time of the last look at the runs of other processes
+        self._busy_until = 0.0  # time until which the part that is now sent may take
         self._thread: threading.Thread | None = None
 
-    def submit(self, key: str) -> None:
-        """Let the thread send the new content of a run's record and metrics."""
-        with self._changed:
-            self._submitted[key] += 1
+    def follow(self, key: str) -> None:
+        """Let the thread send a run's record and metrics whenever they change, until the run has ended."""
+        with self._mutex:
+            if key not in self._runs:
+                self._runs[key] = Publication(self.root, key, self._announce), publish_lock(self.root, key)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="tracking-sender", daemon=True)
                 self._thread.start()
-            self._changed.notify_all()
 
-    def wait(self, key: str, patience: float = PATIENCE_SECONDS, ends_uploads: bool = False) -> bool:
-        """Wait until the present content of a run, and the rest of earlier runs, are completely in MLflow.
+    def wait(self, key: str, is_cancelled: bool = False) -> bool:
+        """Wait until the present record of a run is completely in MLflow and the rest of earlier runs was tried.
 
-        The wait ends after `patience` seconds without an answer, after several failures of MLflow, or after
-        LONGEST_WAIT_SECONDS without an upload.
+        The wait ends after several failures of MLflow, or if no part of the run is completed for WAIT_SECONDS longer
+        than its upload should take.
 
         Args:
-            patience: longest time without an answer of MLflow, in seconds.
-            ends_uploads: whether the wait may end during an upload too.
+            is_cancelled: whether the wait ends after KILLED_SECONDS in any case.
 
         Returns:
             whether the run is completely in MLflow.
         """
-        with self._changed:
-            number, failed, start = self._submitted[key], self._failed_rounds, time.monotonic()
-            self._waiters += 1
-            self._changed.notify_all()
-            try:
-                while self._sent[key] < number or self._others_at == 0:
-                    now = time.monotonic()
-                    is_stuck = now - max(start, self._answered) > patience
-                    is_stuck |= now - (start if ends_uploads else max(start, self._uploaded)) > LONGEST_WAIT_SECONDS
-                    is_uploading = now < self._busy_until and not ends_uploads
-                    if (is_stuck and not is_uploading) or self._failed_rounds - failed >= _FAILED_ROUNDS:
-                        break
-                    self._changed.wait(0.1)
-                return self._sent[key] >= number
-            finally:
-                self._waiters -= 1
+        start, failed = time.monotonic(), self._failed_rounds
+        while (is_waiting := load_record(self.root, key).is_waiting()) or self._others_at is None:
+            end = start + KILLED_SECONDS if is_cancelled else max(start + WAIT_SECONDS, self._busy_until)
+            if time.monotonic() > end or self._failed_rounds >= failed + _FAILED_ROUNDS:
+                break
+            time.sleep(0.1)
+        return not is_waiting
 
     def _work(self) -> None:
-        retry = _FIRST_RETRY
         while True:
-            with self._changed:
-                submitted = Counter(self._submitted)
-            self._round(submitted)
-            with self._changed:
-                self._failed_rounds += bool(self.problem)
-                self._changed.notify_all()
-                if self.problem:
-                    self._changed.wait_for(lambda: self._waiters, timeout=retry)
-                    retry = min(2 * retry, _LAST_RETRY)
-                else:
-                    retry = _FIRST_RETRY
-                    pause = _OTHERS_SECONDS if self._sent >= submitted else _BUSY_SECONDS
-                    self._changed.wait_for(lambda before=submitted: self._submitted != before, timeout=pause)
-            if self.problem and self._waiters:
-                time.sleep(_FIRST_RETRY)
-                retry = _FIRST_RETRY
+            problems = []
+            for key, (publication, lock) in list(self._runs.items()):
+                try:
+                    if not lock.is_locked:
+                        lock.acquire(timeout=0)
+                    publication.run()
+                except filelock.Timeout:  # another process publishes the run
+                    pass
+                except Exception as error:
+                    problems.append(error_line(error))
+                self._forget_if_ended(key)
+            self._end_round(problems)
+            time.sleep(_POLL_SECONDS)
 
-    def _round(self, submitted: Mapping[str, int]) -> None:
-        """Send the submitted runs and, from time to time, the runs of other processes. Keep the first problem."""
-        problems = []
-        for key, number in submitted.items():
+    def _end_round(self, problems: list[str]) -> None:
+        """Publish the runs of other processes from time to time, and keep the first problem of the round."""
+        if not problems and (self._others_at is None or time.monotonic() - self._others_at > _OTHERS_SECONDS):
             try:
-                if self._sent[key] < number and self._send(key):
-                    self._sent[key] = number
-            except Exception as error:
+                others = publish_waiting(self.root, tuple(self._runs), self._announce)
+                problems += [other.problem for other in others if other.problem]
+            except OSError as error:  # the records cannot be listed now
                 problems.append(error_line(error))
-        if not problems and (self._others_at == 0 or time.monotonic() - self._others_at > _OTHERS_SECONDS):
-            others = publish_waiting(self.root, tuple(submitted), self._advance)
-            problems += [other.problem for other in others if other.problem]
             self._others_at = time.monotonic()
         if problems and problems[0] != self.problem:
             log.warning("tracking: MLflow does not answer (%s); the pipeline goes on, runs wait", problems[0])
         self.problem = problems[0] if problems else ""
+        self._failed_rounds += bool(problems)
 
-    def _send(self, key: str) -> bool:
-        """Publish a run of this process. Return whether it is in MLflow now, even if another process has sent it."""
-        if key not in self._publications:
-            lock = publish_lock(self.root, key)
-            try:
-                lock.acquire(timeout=0)
-            except filelock.Timeout:
-                return not load_record(self.root, key).is_waiting()
-            self._publications[key] = Publication(self.root, key, self._advance), lock
-        publication, lock = self._publications[key]
-        publication.run()
-        if publication.record.status is not None:
-            del self._publications[key]
-            lock.release()
-        return True
+    def _forget_if_ended(self, key: str) -> None:
+        with self._mutex, contextlib.suppress(OSError, ValueError):
+            record = load_record(self.root, key)
+            if record.status is not None and not record.is_waiting():
+                _, lock = self._runs.pop(key)
+                lock.release()
 
-    def _advance(self, seconds: float) -> None:
-        self._answered = now = time.monotonic()
-        if now < self._busy_until:
-            self._uploaded = now
-        self._busy_until = now + seconds
+    def _announce(self, seconds: float) -> None:
+        self._busy_until = time.monotonic() + seconds + WAIT_SECONDS
 
 
 _senders: dict[Path, Sender] = {}
@@ -178,26 +145,29 @@ class Published:
 
 
 def publish_waiting(
-    root: StorePath, but: Sequence[str] = (), on_answer: Callable[[float], None] = lambda seconds: None
+    root: StorePath, but: Sequence[str] = (), announce: Callable[[float], None] = lambda seconds: None
 ) -> list[Published]:
-    """Publish the rest of earlier runs of this root, the oldest run first. Never raises.
+    """Publish the rest of earlier runs of this root, the oldest run first. An error of MLflow is part of the outcome.
 
     A run whose process was killed is ended.
 
     Args:
         but: keys of runs to leave out.
-        on_answer: see `Publication`.
+        announce: see `Publication`.
+
+    Raises:
+        OSError: the records cannot be listed.
     """
-    return [_publish(root, key, record, on_answer) for key, record in waiting_records(root) if key not in but]
+    return [_publish(root, key, record, announce) for key, record in waiting_records(root) if key not in but]
 
 
-def _publish(root: StorePath, key: str, record: TrackedRun, on_answer: Callable[[float], None]) -> Published:
+def _publish(root: StorePath, key: str, record: TrackedRun, announce: Callable[[float], None]) -> Published:
     lock, name = publish_lock(root, key), record.opening.name
     try:
         lock.acquire(timeout=0)
     except filelock.Timeout:
         return Published(name, is_sending=True)
-    publication, problem = Publication(root, key, on_answer), ""
+    publication, problem = Publication(root, key, announce), ""
     try:
         if record.status is None and record.owner.is_dead():
             end_killed_run(root, key)
@@ -214,7 +184,7 @@ def end_killed_run(root: StorePath, key: str) -> None:
     with changed(root, key) as record:
         if record.status is None and record.owner.is_dead():
             signs_ms = [record.changed_ms]
-            for path in (live_path(root, record), system_path(root, key)):
+            for path in (live_path(root, record), samples_path(root, key)):
                 if path is not None and path.is_file():
                     signs_ms.append(int(path.stat().st_mtime * 1000))
             record.end("KILLED", max(signs_ms))

@@ -1,9 +1,17 @@
-"""System metrics of this machine, from MLflow's own monitors (psutil, pynvml)."""
+"""Samples of the trainer's machine (CPU, memory, disk, network, GPU), taken by MLflow's own monitors (psutil, pynvml).
 
+MLflow's SystemMetricsMonitor is not used: it stops for ever at the first error of MLflow.
+"""
+
+import contextlib
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from flows.tracking.record import now_ms
 from flows.tracking.store import connect  # noqa: F401  before mlflow: sets variables that mlflow reads at its import
 
 # isort: split
@@ -13,51 +21,77 @@ from mlflow.system_metrics.metrics.disk_monitor import DiskMonitor
 from mlflow.system_metrics.metrics.gpu_monitor import GPUMonitor
 from mlflow.system_metrics.metrics.network_monitor import NetworkMonitor
 
-PREFIX = "system/"  # MLflow's page of system metrics shows metrics with this prefix
+CPU_METRIC = "system/cpu_utilization_percentage"  # in every sample
 INTERVAL_SECONDS = 10.0
+_PREFIX = "system/"  # MLflow's page of system metrics shows metrics with this prefix
 _MONITORS = (CPUMonitor, DiskMonitor, NetworkMonitor, GPUMonitor)
 log = logging.getLogger("athanor.tracking")
 
 
-class SystemSampler:
-    """A thread that takes samples until `close` is called. It never raises.
+class HostSample(BaseModel):
+    """One line of a file of samples. The other fields are metrics, as "system/cpu_utilization_percentage": 12.5.
 
-    Args:
-        write: function that gets {"system/cpu_utilization_percentage": 12.5, ...} once per interval and at the end.
-        interval: seconds between two samples.
+    Attributes:
+        step: seconds since the run was first opened.
     """
 
-    def __init__(self, write: Callable[[Mapping[str, float]], None], interval: float = INTERVAL_SECONDS) -> None:
-        self._write, self._interval = write, interval
-        self._monitors = [monitor for kind in _MONITORS if (monitor := _make(kind)) is not None]
-        self.sample()  # the first sample starts the measurement of the CPU
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="system-metrics", daemon=True)
-        self._thread.start()
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, float]
+    step: int
+    time_ms: int
 
-    def _work(self) -> None:
-        is_closed = False
-        while not is_closed:
-            is_closed = self._closed.wait(self._interval)
-            if values := self.sample():
-                self._write(values)
 
-    def sample(self) -> dict[str, float]:
-        """Return all system metrics that can be read now."""
-        values: dict[str, float] = {}
-        for monitor in self._monitors:
+def parse_samples(lines: bytes) -> list[HostSample]:
+    """Parse lines of a file of samples, without the lines that a crash has cut short."""
+    samples = []
+    for line in lines.splitlines():
+        with contextlib.suppress(ValidationError):
+            samples.append(HostSample.model_validate_json(line))
+    return samples
+
+
+@contextlib.contextmanager
+def sampled_host(path: Path, first_ms: int) -> Iterator[None]:
+    """Append a sample to a file once per interval while the block lasts, and one at its end.
+
+    Args:
+        first_ms: time of the run's first opening, in milliseconds since 1970.
+    """
+    monitors, ended = [monitor for kind in _MONITORS if (monitor := _make(kind)) is not None], threading.Event()
+    _measure(monitors)  # the first call starts the measurement of the CPU
+
+    def work() -> None:
+        is_last = False
+        while not is_last:
+            is_last = ended.wait(INTERVAL_SECONDS)
+            moment = now_ms()
+            sample = HostSample(step=(moment - first_ms) // 1000, time_ms=moment, **_measure(monitors))
             try:
-                monitor.collect_metrics()
-                values |= {f"{PREFIX}{name}": float(value) for name, value in monitor.aggregate_metrics().items()}
-                monitor.clear_metrics()
-            except Exception as error:  # for example a device that was removed
-                log.debug("no figures of %s (%s)", type(monitor).__name__, error)
-        return values
+                with path.open("a", encoding="utf-8") as file:
+                    file.write(sample.model_dump_json() + "\n")
+            except OSError as error:
+                log.warning("tracking: a sample of this machine is lost (%s); the pipeline goes on", error)
 
-    def close(self) -> None:
-        """Take a last sample and end the thread."""
-        self._closed.set()
-        self._thread.join(5)
+    thread = threading.Thread(target=work, name="host-samples", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(5)
+
+
+def _measure(monitors: Sequence[BaseMetricsMonitor]) -> dict[str, float]:
+    """Return all metrics that can be read now."""
+    values: dict[str, float] = {}
+    for monitor in monitors:
+        try:
+            monitor.collect_metrics()
+            values |= {f"{_PREFIX}{name}": float(value) for name, value in monitor.aggregate_metrics().items()}
+            monitor.clear_metrics()
+        except Exception as error:  # for example a device that was removed
+            log.debug("no figures of %s (%s)", type(monitor).__name__, error)
+    return values
 
 
 def _make(kind: type[BaseMetricsMonitor]) -> BaseMetricsMonitor | None:

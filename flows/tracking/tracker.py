@@ -5,9 +5,10 @@ Every call changes the run's record on this machine's disk and returns. A thread
 If a change cannot be written, the error is logged and added to `Tracker.problems`, and the pipeline continues.
 """
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dataset_builders.storage.store import StorePath, absolute
@@ -17,21 +18,18 @@ from flows.tracking.record import (
     Registration,
     StageEntry,
     TrackedRun,
-    append_system,
     changed,
     load_record,
     now_ms,
     open_record,
     place_in,
+    samples_path,
 )
-from flows.tracking.sender import PATIENCE_SECONDS, sender_of
-from flows.tracking.store import compare_url, server_url, store_digest, tracking_uri
-from flows.tracking.system import SystemSampler
+from flows.tracking.sender import sender_of
+from flows.tracking.store import compare_url, server_url, store_digest
+from flows.tracking.system import sampled_host
 from stages.artifacts.artifact import Artifact
-from trainer.contract.answer import MetricsRow
 
-LOCAL_PATIENCE_SECONDS = 60.0  # long, since a database file on this machine is at worst slow
-KILLED_PATIENCE_SECONDS = 5.0  # short, since a cancelled flow has to end
 _URL_SECONDS = 5.0
 log = logging.getLogger("athanor.tracking")
 
@@ -47,7 +45,7 @@ def open_run(root: StorePath, opening: Opening) -> str | None:
     except Exception as error:
         log.warning("tracking: no run record below %s (%s); the pipeline goes on without", root, error)
         return None
-    sender_of(root).submit(opening.identity)
+    sender_of(root).follow(opening.identity)
     return opening.identity
 
 
@@ -69,7 +67,7 @@ class Tracker:
         try:
             with changed(self.root, self.key) as record:
                 edit(record)
-            sender_of(self.root).submit(self.key)
+            sender_of(self.root).follow(self.key)
             return record
         except Exception as error:
             self._fail(what, error)
@@ -95,22 +93,19 @@ class Tracker:
         )
         self._change(f"log_stage of {name}", lambda record: record.stages.update({name: entry}))
 
-    def follow(self, metrics: Path) -> "LiveMetrics":
-        """Send the lines of a training's metrics.jsonl while they are written.
+    def follow(self, metrics: Path) -> contextlib.AbstractContextManager[None]:
+        """Have the lines of a training's metrics.jsonl sent while they are written.
 
         Args:
             metrics: path of the file, which may not exist yet.
+
+        Returns:
+            a context that samples this machine, if the trainer runs on it.
         """
         record = self._change("follow", lambda record: setattr(record, "live", self._place(metrics)))
-        samples_host = record is not None and record.opening.samples_host
-        return LiveMetrics(self, SystemSampler(self._keep_sample) if samples_host else None)
-
-    def _keep_sample(self, values: Mapping[str, float]) -> None:
-        try:
-            append_system(self.root, self.key, values)
-            sender_of(self.root).submit(self.key)
-        except Exception as error:
-            self._fail("system metrics", error)
+        if record is None or not record.opening.samples_host:
+            return contextlib.nullcontext()
+        return sampled_host(samples_path(self.root, self.key), record.first_ms)
 
     def register(
         self, exported: Artifact, evaluated: Artifact, hf_dir: StorePath, name: str, refusals: Sequence[str] = ()
@@ -137,14 +132,10 @@ class Tracker:
 
         Wait a limited time until the run is completely in MLflow. The rest is sent later.
         """
-        if self.key is None:
+        if self._change("finish", lambda record: record.end(status, now_ms())) is None:
             return
-        self._change("finish", lambda record: record.end(status, now_ms()))
         try:
-            patience = PATIENCE_SECONDS if tracking_uri(self.root).startswith("http") else LOCAL_PATIENCE_SECONDS
-            if status == "KILLED":
-                patience = KILLED_PATIENCE_SECONDS
-            is_whole = sender_of(self.root).wait(self.key, patience, ends_uploads=status == "KILLED")
+            is_whole = sender_of(self.root).wait(self.key, is_cancelled=status == "KILLED")
         except Exception as error:
             self._fail("finish", error)
             return
@@ -198,25 +189,3 @@ def compare_page(root: StorePath, keys: Sequence[str | None]) -> str | None:
     ids = [answer.run_id for answer in in_mlflow]
     base = server_url(root)
     return compare_url(ids, in_mlflow[0].experiment_id, base) if len(ids) > 1 and base else None
-
-
-class LiveMetrics:
-    """A listener to a training's metrics, which wakes the thread that sends them.
-
-    Args:
-        sampler: sampler of the trainer's machine; None if the trainer runs on another machine.
-    """
-
-    def __init__(self, tracker: Tracker, sampler: SystemSampler | None) -> None:
-        self._tracker, self._sampler = tracker, sampler
-
-    def __call__(self, _rows: Sequence[MetricsRow]) -> None:
-        """Report that the file has new lines. Returns at once."""
-        if self._tracker.key is not None:
-            sender_of(self._tracker.root).submit(self._tracker.key)
-
-    def close(self) -> None:
-        """Stop the sampling of the machine, because the training has ended."""
-        if self._sampler is not None:
-            self._sampler.close()
-            self._sampler = None

@@ -7,6 +7,7 @@ follower and the sending thread are in this process, as in a flow. Prints a mark
 """
 
 import argparse
+import contextlib
 import multiprocessing
 import statistics
 import tempfile
@@ -37,36 +38,28 @@ def write_rows(directory: Path, steps: int, step_ms: float, answer) -> None:
     answer.put(steps / (time.perf_counter() - started))
 
 
-def measure(how: str, steps: int, step_ms: float) -> tuple[float, list[float]]:
-    """Return the writer's steps/s, and the seconds that each call of the tracker took."""
-    with tempfile.TemporaryDirectory() as folder:
-        root, seconds = Path(folder), []
+def measure(how: str, steps: int, step_ms: float) -> float:
+    """Return the writer's steps/s."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        root = Path(folder)
         tracker = None
         if how == "tracked":
             key = open_run(root, Opening(experiment="bench", name="bench", identity="b" * 16, params={}, tags={}))
             tracker = Tracker(root, key)
-            sender_of(root).wait(key, 120)  # the schema is made only once per root
-        live = tracker.follow(root / METRICS_JSONL) if tracker else lambda rows: None
-
-        def on_rows(rows) -> None:
-            started = time.perf_counter()
-            live(rows)
-            seconds.append(time.perf_counter() - started)
-
+            sender_of(root).wait(key)  # the schema is made only once per root
+            stack.enter_context(tracker.follow(root / METRICS_JSONL))
         context = multiprocessing.get_context("spawn")
         answer = context.Queue()
         writer = context.Process(target=write_rows, args=(root, steps, step_ms, answer))
-        follower = MetricsFollower(root / METRICS_JSONL, on_rows)
+        follower = MetricsFollower(root / METRICS_JSONL, lambda rows: None)
         writer.start()
         while writer.is_alive():
             if how != "alone":
                 follower.poll()
             time.sleep(POLL_SECONDS)
-        follower.poll()
         if tracker:
-            live.close()
             tracker.finish("FINISHED")
-        return answer.get(), seconds
+        return answer.get()
 
 
 def main() -> None:
@@ -76,22 +69,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     speeds: dict[str, list[float]] = {"alone": [], "followed": [], "tracked": []}
-    calls: list[float] = []
     for _ in range(args.rounds):  # in rotation, so that a drift of the machine affects all
-        for how in speeds:
-            speed, seconds = measure(how, args.steps, args.step_ms)
-            speeds[how].append(speed)
-            calls += seconds if how == "tracked" else []
+        for how, found in speeds.items():
+            found.append(measure(how, args.steps, args.step_ms))
     print(f"{args.steps} steps of {args.step_ms:g} ms, {args.rounds} rounds, medians\n")
     print("| | steps/s | against alone |\n| --- | ---: | ---: |")
     alone = statistics.median(speeds["alone"])
     for how, found in speeds.items():
         speed = statistics.median(found)
         print(f"| {how} | {speed:.2f} | {speed / alone - 1:+.2%} |")
-    print(
-        f"\nA call of the tracker takes {1e3 * statistics.median(calls):.2f} ms (median), {1e3 * max(calls):.1f} ms at "
-        "most."
-    )
 
 
 if __name__ == "__main__":

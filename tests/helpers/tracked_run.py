@@ -28,8 +28,8 @@ class Nobody:
 
     problem = "nobody sends"
 
-    def submit(self, key) -> None: ...
-    def wait(self, key, patience=0, ends_uploads=False) -> bool:
+    def follow(self, key) -> None: ...
+    def wait(self, key, is_cancelled=False) -> bool:
         return True
 
 
@@ -50,7 +50,7 @@ def timed_row(step: int):
 
 
 def write_live(tracker: Tracker, rows, mode: str = "a") -> None:
-    """Write rows of a running training as its trainer does, and report them as its flow does. Mode "w" replaces the
+    """Write rows of a running training as its trainer does, and name the file as its flow does. Mode "w" replaces the
     file."""
     path = tracker.root / "scratch" / METRICS_JSONL
     path.parent.mkdir(exist_ok=True)

@@ -305,20 +305,21 @@ def slow_uploads(monkeypatch):
 
 def test_an_upload_is_waited_for_as_long_as_its_bytes_may_take(tmp_path, monkeypatch, slow_uploads):
     monkeypatch.setattr(flows.tracking.files, "_SLOWEST", 1.0)
-    monkeypatch.setattr(flows.tracking.sender, "LONGEST_WAIT_SECONDS", 3.0)
+    monkeypatch.setattr(flows.tracking.sender, "WAIT_SECONDS", 3.0)
+    monkeypatch.setattr(flows.tracking.sender, "KILLED_SECONDS", 0.1)
     tell(tmp_path, "slow")
     sender = Sender(tmp_path)
-    sender.submit("slow")
+    sender.follow("slow")
     while load_record(tmp_path, "slow").learnt.run_id is None or sender._busy_until < time.monotonic() + 60:
         time.sleep(0.05)
-    assert not sender.wait("slow", patience=0.1, ends_uploads=True), "a cancelled flow has to end"
-    assert sender.wait("slow", patience=3.0)
+    assert not sender.wait("slow", is_cancelled=True), "a cancelled flow has to end"
+    assert sender.wait("slow")
     assert load_record(tmp_path, "slow").learnt.verdict.endswith("champion")
 
 
 def test_what_a_training_writes_goes_on_between_the_files_of_an_upload(tmp_path, monkeypatch, slow_uploads):
     tracker, rows = tell(tmp_path, "live"), []
-    monkeypatch.setattr(RunWriter, "log_rows", lambda self, new, moment: rows.extend(new) or 0)
+    monkeypatch.setattr(RunWriter, "log_rows", lambda self, new, *_: rows.extend(new) or 0)
     monkeypatch.setattr(
         SlowUploads, "log_model_artifact", lambda self, *arguments: write_live(tracker, [timed_row(10 + len(rows))])
     )

@@ -1,5 +1,7 @@
 """A real MLflow server that goes away in the middle of a run and comes back."""
 
+import contextlib
+import itertools
 import threading
 import time
 from pathlib import Path
@@ -9,9 +11,9 @@ import pytest
 from flows.tracking.record import load_record
 from flows.tracking.sender import sender_of
 from flows.tracking.store import connect
+from flows.tracking.system import INTERVAL_SECONDS
 from tests.helpers.mlflow_server import MlflowServer
 from tests.helpers.tracked_run import make_trained, open_tracker
-from trainer.contract.answer import read_metrics
 from trainer.contract.names import METRICS_JSONL
 from trainer.loop.metrics import MetricsWriter
 
@@ -27,14 +29,15 @@ def server(tmp_path_factory):
 
 
 class Training:
-    """A training that writes a row of metrics every quarter of a second, and reports it as the flow does."""
+    """A training that writes a row of metrics every quarter of a second, and is followed as by the flow."""
 
     def __init__(self, root: Path, identity: str) -> None:
         self.tracker = open_tracker(root, identity, samples_host=True)
         self.directory = root / "scratch"
         self.directory.mkdir(exist_ok=True)
-        self.live = self.tracker.follow(self.directory / METRICS_JSONL)
-        self.step, self.slowest = 0, 0.0
+        self.followed = contextlib.ExitStack()
+        self.followed.enter_context(self.tracker.follow(self.directory / METRICS_JSONL))
+        self.step = 0
         self._writer = MetricsWriter(self.directory, 0)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work)
@@ -46,20 +49,17 @@ class Training:
         while not self._stop.wait(ROW_SECONDS):
             self.step += 1
             self._writer.write(metrics_row(self.step))
-            started = time.monotonic()
-            self.live(read_metrics(self.directory)[-1:])
-            self.slowest = max(self.slowest, time.monotonic() - started)
 
     def end(self, root: Path) -> str:
         """Stop the training. Return the id of the MLflow run, once the run holds everything."""
         self._stop.set()
         self._thread.join()
-        self.live.close()
+        self.followed.close()
         trained = make_trained(root, "d" * 16, self.step)
         (trained.dir / METRICS_JSONL).write_bytes((self.directory / METRICS_JSONL).read_bytes())
         self.tracker.log_stage(trained, False)
         self.tracker.finish("FINISHED")
-        assert sender_of(root).wait(self.tracker.key, 60)
+        assert sender_of(root).wait(self.tracker.key)
         return load_record(root, self.tracker.key).learnt.run_id
 
 
@@ -69,9 +69,11 @@ def assert_whole(root: Path, run_id: str, training: Training) -> None:
         steps = [metric.step for metric in client.get_metric_history(run_id, name)]
         assert steps == list(range(1, training.step + 1)), name
     system = client.get_metric_history(run_id, "system/cpu_utilization_percentage")
-    assert len({metric.timestamp for metric in system}) == len(system) > 0
+    moments = [metric.timestamp / 1e3 for metric in system]
+    assert len({*moments}) == len(moments) > 0
+    assert all(later - before < 3 * INTERVAL_SECONDS for before, later in itertools.pairwise(moments))
     assert client.get_run(run_id).info.status == "FINISHED"
-    assert training.tracker.problems == [] and training.slowest < 5
+    assert training.tracker.problems == []
 
 
 @pytest.mark.parametrize("seconds", [5, pytest.param(60, marks=pytest.mark.full)])

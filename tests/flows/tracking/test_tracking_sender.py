@@ -12,29 +12,46 @@ import pytest
 from mlflow.exceptions import MlflowException
 
 import flows.tracking.publish
+import flows.tracking.sender
 import flows.tracking.tracker
 from flows.tracking.publish import Publication
 from flows.tracking.record import (
     MlflowState,
-    append_system,
     changed,
     load_record,
     publish_lock,
     records_dir,
+    samples_path,
     save_learnt,
-    system_path,
     waiting_records,
 )
 from flows.tracking.sender import Sender, publish_waiting
 from flows.tracking.store import connect
+from flows.tracking.system import CPU_METRIC, HostSample
 from flows.tracking.tracker import Tracker
-from tests.helpers.tracked_run import EXPERIMENT, Nobody, holdings, open_tracker, tell_a_run, timed_row, write_live
+from tests.helpers.tracked_run import (
+    EXPERIMENT,
+    FIRST_MS,
+    Nobody,
+    holdings,
+    open_tracker,
+    tell_a_run,
+    timed_row,
+    write_live,
+)
 
 
 @pytest.fixture(autouse=True)
 def no_thread(monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setattr(flows.tracking.tracker, "sender_of", lambda root: Nobody())
+
+
+def write_sample(root: Path, key: str, second: int) -> None:
+    """Write a sample of the trainer's machine as its thread does."""
+    sample = HostSample(step=second, time_ms=FIRST_MS + 1000 * second, **{CPU_METRIC: second / 100})
+    with samples_path(root, key).open("a") as file:
+        file.write(sample.model_dump_json() + "\n")
 
 
 class Faulty:
@@ -111,10 +128,11 @@ def test_a_slow_server_is_waited_for_as_long_as_it_answers(tmp_path, monkeypatch
     connect(tmp_path)  # makes the tables, and does not count as an answer
     monkeypatch.setattr(flows.tracking.publish, "connect", lambda root: Slow(connect(root)))
     tell_a_run(tmp_path, "slow")
-    sender, patience, began = Sender(tmp_path), 2.0, time.monotonic()
-    sender.submit("slow")
-    assert sender.wait("slow", patience)
-    assert time.monotonic() - began > 2 * patience, "no test of patience"
+    monkeypatch.setattr(flows.tracking.sender, "WAIT_SECONDS", 2.0)
+    sender, began = Sender(tmp_path), time.monotonic()
+    sender.follow("slow")
+    assert sender.wait("slow")
+    assert time.monotonic() - began > 4, "no test of the wait"
 
 
 def test_a_resumed_training_gives_one_point_a_step(tmp_path, undisturbed):
@@ -148,22 +166,24 @@ def test_only_new_lines_are_read_and_asked_for(tmp_path, monkeypatch):
     monkeypatch.setattr(publication, "_publish", lambda: calls.append("everything"))
     with (tmp_path / "scratch" / "metrics.jsonl").open("a") as file:
         file.write(timed_row(2).model_dump_json() + "\n")
-    append_system(tmp_path, "one", {"system/cpu": 5.0})
+    write_sample(tmp_path, "one", 10)
     publication.run()
     assert calls == [] and publication.sent == {"recipe": 1, "step": 2, "machine sample": 1}
 
 
 def test_a_machines_samples_survive_an_outage_and_are_sent_once(tmp_path):
     tracker = open_tracker(tmp_path, "one")
-    for value in (1.0, 2.0, 3.0):
-        append_system(tmp_path, "one", {"system/cpu": value, "system/memory": 2 * value})
-        time.sleep(0.002)  # so that no two samples have the same time
+    write_live(tracker, [])
+    for second in (10, 20, 30):
+        write_sample(tmp_path, "one", second)
     for _ in range(2):
         Publication(tmp_path, "one").run()
         save_learnt(tmp_path, "one", MlflowState())  # everything that this machine knew is lost
     run_id = _publish_again(tmp_path, tracker)
-    points = connect(tmp_path).get_metric_history(run_id, "system/cpu")
-    assert [point.value for point in points] == [1.0, 2.0, 3.0] and len({point.timestamp for point in points}) == 3
+    points = connect(tmp_path).get_metric_history(run_id, CPU_METRIC)
+    assert [(point.step, point.value, point.timestamp) for point in points] == [
+        (second, second / 100, FIRST_MS + 1000 * second) for second in (10, 20, 30)
+    ]
 
 
 def _publish_again(root: Path, tracker: Tracker) -> str:
@@ -278,8 +298,8 @@ def test_a_running_one_is_left_alone_and_not_ended(tmp_path):
 def test_what_a_crash_left_in_part_is_passed_over(tmp_path, caplog):
     tracker = open_tracker(tmp_path, "cut")
     write_live(tracker, [timed_row(1)])
-    append_system(tmp_path, "cut", {"system/cpu": 1.0})
-    for path in (tmp_path / "scratch" / "metrics.jsonl", system_path(tmp_path, "cut")):
+    write_sample(tmp_path, "cut", 10)
+    for path in (tmp_path / "scratch" / "metrics.jsonl", samples_path(tmp_path, "cut")):
         with path.open("a") as file:
             file.write('{"step": 2, "time_ms": 1')
     (records_dir(tmp_path) / "spoilt.json").write_text("{")
