@@ -1,13 +1,22 @@
-"""A comparison of the private parts of a library with the record of what our code was written for."""
+"""A comparison of the private parts of a library with the record of what our code was written for.
+
+`python -m tests.helpers.private_parts MODULE` prints what the function `changes` of a test module yields. The tests run
+it in a process of their own, because other tests replace the parts that are compared.
+"""
 
 import importlib.metadata
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 
 import pytest
 
+from tests.test_architecture import ROOT
+
+_MARK = "changed: "
 Parameters = Sequence[str] | None  # as written in a signature: "x", "y=None", "*"; None: only the name counts
 
 
@@ -37,9 +46,21 @@ def differing(name: str, found: Iterable[str], recorded: Iterable[str]) -> Itera
         yield f"{name} {' and '.join(changes)}"
 
 
-def report(package: str, *changes: Iterable[str]) -> None:
-    """Fail with one line if anything changed."""
-    if found := [phrase for phrases in changes for phrase in phrases]:
+def unmentioned(function: Callable, *names: str) -> Iterator[str]:
+    """Yield a phrase if the code of a Python function does not use these names, attributes and strings."""
+    code = function.__code__
+    used = {*code.co_names, *(value for value in code.co_consts if isinstance(value, str))}
+    yield from differing(f"{function.__module__}:{function.__qualname__}", used & {*names}, names)
+
+
+def fail_if_changed(package: str, module: str) -> None:
+    """Fail with one line if `changes` of a test module yields anything, or fails."""
+    command = [sys.executable, "-m", "tests.helpers.private_parts", module]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    found = [line.removeprefix(_MARK) for line in done.stdout.splitlines() if line.startswith(_MARK)]
+    if done.returncode:
+        found.append(done.stderr.strip().splitlines()[-1])
+    if found:
         pytest.fail(f"{package} {importlib.metadata.version(package)}: {'; '.join(found)}", pytrace=False)
 
 
@@ -67,3 +88,8 @@ def _difference(recorded: list[str], found: list[str], may_gain: bool) -> str:
     if not changes and [text for text in found if text in recorded] != recorded:
         changes = [f"has its parameters in the order {', '.join(found)}"]
     return " and ".join(changes)
+
+
+if __name__ == "__main__":
+    for phrase in importlib.import_module(sys.argv[1]).changes():
+        print(_MARK, phrase, sep="")

@@ -1,19 +1,12 @@
 """MLflow's private parts are as `flows/libraries/mlflow_private.py` and `flows/service/mlflow_app.py` expect them."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import FunctionType
 
 from flows.libraries.mlflow_private import ADDRESSES, TEXTS, server_variables
-from flows.tracking.store import connect  # noqa: F401  before mlflow: sets variables that mlflow reads at its import
-
-# isort: split
-import mlflow.server
-from mlflow.environment_variables import _MLFLOW_SGI_NAME
-from mlflow.server import constants, handlers
-from mlflow.store.db.base_sql_model import Base
-
-from tests.helpers.private_parts import changed, differing, report
+from tests.helpers.private_parts import changed, differing, fail_if_changed
 
 RECORDED = {
     "mlflow.data.meta_dataset:MetaDataset._to_mlflow_entity": ["self"],
@@ -34,34 +27,29 @@ OPENER = "get_artifact_repository"  # the name that is replaced
 OPENING = {"_get_artifact_repo_mlflow_artifacts", "_get_trace_repo_from_uri", "_get_artifact_repository_for_uri"}
 
 
-def names_of(places: tuple[tuple[str, str], ...]) -> set[str]:
-    return {f"{table}.{column}" for table, column in places}
+def changes() -> Iterator[str]:
+    yield from changed(RECORDED)
+    import mlflow.server
+    from mlflow.environment_variables import _MLFLOW_SGI_NAME
+    from mlflow.server import constants, handlers
+    from mlflow.store.db.base_sql_model import Base
 
-
-def test_mlflows_columns():
     columns = {f"{table.name}.{column.name}" for table in Base.metadata.tables.values() for column in table.c}
     like_addresses = {name for name in columns if re.search(r"\..*(uri|url|location|source|_root)$", name)}
-    addresses = names_of(ADDRESSES) | OTHER_ADDRESSES | {"datasets.dataset_source"}
-    texts = names_of(TEXTS)
-    report(
-        "mlflow",
-        differing("the columns of addresses", like_addresses, addresses),
-        differing("the columns of texts", columns & texts, texts),
-    )
-
-
-def test_mlflows_server_and_client():
-    own = {name: f for name, f in vars(handlers).items() if isinstance(f, FunctionType)}
-    own = {name: f for name, f in own.items() if f.__module__ == handlers.__name__}
-    opening = {name for name, function in own.items() if OPENER in function.__code__.co_names}
+    addresses, texts = ({f"{table}.{column}" for table, column in places} for places in (ADDRESSES, TEXTS))
+    recorded = addresses | OTHER_ADDRESSES | {"datasets.dataset_source"}
+    yield from differing("the columns of addresses", like_addresses, recorded)
+    yield from differing("the columns of texts", columns & texts, texts)
+    own = [f for f in vars(handlers).values() if isinstance(f, FunctionType) and f.__module__ == handlers.__name__]
+    opening = {function.__name__ for function in own if OPENER in function.__code__.co_names}
+    yield from differing("the functions of mlflow.server.handlers that open files", opening, OPENING)
     files = {path.name for path in Path(mlflow.server.__path__[0]).rglob("*.py") if OPENER in path.read_text()}
+    yield from differing("the files of mlflow.server that open files", files, {"handlers.py"})
     variables = {value for value in vars(constants).values() if isinstance(value, str)} | {_MLFLOW_SGI_NAME.name}
     needed = server_variables("", "").keys()
-    report(
-        "mlflow",
-        changed(RECORDED),
-        differing("the functions of mlflow.server.handlers that open files", opening, OPENING),
-        differing("the files of mlflow.server that open files", files, {"handlers.py"}),
-        differing("the server's variables", variables & needed, needed),
-        differing("the server's pages", mlflow.server.app.view_functions.keys() & {"serve"}, {"serve"}),
-    )
+    yield from differing("the variables of the server", variables & needed, needed)
+    yield from differing("the pages of the server", mlflow.server.app.view_functions.keys() & {"serve"}, {"serve"})
+
+
+def test_mlflows_private_parts():
+    fail_if_changed("mlflow", __name__)
