@@ -24,7 +24,7 @@ ALLOWED = {
     "dataset_builders": (),
     "trainer": (
         *(CONTRACTS, "dataset_builders.errors", "dataset_builders.storage"),
-        "dataset_builders.pictures.pixel_codecs",
+        *("dataset_builders.known_version", "dataset_builders.pictures.pixel_codecs"),
     ),
     "stages": ("dataset_builders", *TRAINER_FACE),
     "flows": ("stages", "dataset_builders", *TRAINER_FACE),
@@ -41,7 +41,8 @@ IMPORTERS = {
         "flows.service.mlflow_app",  # the server's own process
     ),
     "megatron": ("trainer.",),
-    "transformer_engine": ("trainer.",),
+    "transformer_engine": ("trainer.layers.modules.engine",),
+    "transformer_engine_torch": ("trainer.layers.modules.engine",),
     "transformers": ("stages.",),
     "webdataset": ("dataset_builders.contracts.shard_io",),
     "PIL": (
@@ -50,6 +51,9 @@ IMPORTERS = {
     ),
     "simplejpeg": ("dataset_builders.pictures.jpeg",),
 }
+# The modules that may use private parts of libraries, or replace parts; each checks the version of its library.
+PRIVATE_PARTS = ("flows.libraries", "flows.service.mlflow_app", "trainer.libraries", "trainer.layers.modules.engine")
+PUBLIC_DESPITE_THEIR_NAMES = {"_asdict", "_exit", "_fields", "_make", "_replace"}
 NO_MEGATRON = (*TRAINER_FACE, "trainer.data", "trainer.loop.metrics")
 RANK_NAMES = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}
 RANK_READERS = (
@@ -264,6 +268,45 @@ def importer_offences(path: Path) -> Iterator[str]:
 
 def test_a_heavy_package_has_its_one_importer():
     fail_with(offence for path in MODULES for offence in importer_offences(path))
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name not in PUBLIC_DESPITE_THEIR_NAMES
+
+
+@cache
+def own_names() -> set[str]:
+    """Return the names that our packages define, and the attributes that they set."""
+    nodes = [node for path in MODULES for node in nodes_of(path)]
+    defined = {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    stored = [n for n in nodes if isinstance(n, ast.Name | ast.Attribute) and isinstance(n.ctx, ast.Store)]
+    variables = {node.id for node in stored if isinstance(node, ast.Name)}
+    own = {n.attr for n in stored if isinstance(n, ast.Attribute) and ast.unparse(n.value) in ("self", "cls")}
+    return defined | variables | own
+
+
+def private_offences(path: Path) -> Iterator[str]:
+    foreign = set()
+    for node in nodes_of(path):
+        if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] not in (*PACKAGES, *STANDARD):
+            names = [alias.name for alias in node.names]
+            private = [name for name in (*node.module.split("."), *names) if is_private(name)]
+            yield from (f"{at(path, node.lineno)}: imports {name} of {node.module}" for name in private)
+            foreign |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            foreign |= {alias.asname or alias.name.split(".")[0] for alias in node.names} - STANDARD
+        elif isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in own_names():
+            yield f"{at(path, node.lineno)}: uses {ast.unparse(node)}"
+    for node in nodes_of(path):
+        is_stored = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        if is_stored and ast.unparse(node).split(".")[0] in foreign:
+            yield f"{at(path, node.lineno)}: replaces {ast.unparse(node)}"
+
+
+def test_private_parts_of_libraries_are_used_in_their_one_file():
+    homes = [path for path in MODULES if any(is_within(name_of(path), home) for home in PRIVATE_PARTS)]
+    fail_with(offence for path in MODULES if path not in homes for offence in private_offences(path))
+    assert len([offence for path in homes for offence in private_offences(path)]) > 20
 
 
 def test_no_import_inside_a_function():

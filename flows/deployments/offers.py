@@ -35,6 +35,7 @@ from dataset_builders.errors import InputError
 from dataset_builders.storage.store import StorePath, absolute, location
 from flows.deployments.flows import evaluate_request, prepare_data_request, vlm_sft_request
 from flows.deployments.sweep import sweep_request
+from flows.libraries.prefect_private import parameter_schema
 from flows.prefect_server.service_record import DEFAULT_ROOT, POOL
 
 TAG = "athanor"
@@ -182,7 +183,7 @@ def _register(client: SyncPrefectClient, offer: Offer, pool: str) -> str:
         "version": deployment.version,
         "description": deployment.description,
         "entrypoint": deployment.entrypoint,
-        "parameter_openapi_schema": deployment._parameter_openapi_schema.model_dump(),
+        "parameter_openapi_schema": parameter_schema(deployment),
         "enforce_parameter_schema": True,
         "work_pool_name": pool,
         "job_variables": {},

@@ -7,9 +7,8 @@ run would unpickle that result at its end, and so run any code in it. Athanor it
 
 from typing import Any, NoReturn
 
-from prefect.results import ResultRecord
-
 from dataset_builders.errors import InputError
+from flows.libraries.prefect_private import replace_result_readers
 
 
 def _refuse(*_args: Any, **_values: Any) -> NoReturn:
@@ -19,6 +18,5 @@ def _refuse(*_args: Any, **_values: Any) -> NoReturn:
 
 
 def refuse_stored_results() -> None:
-    """Make Prefect refuse stored results in this process, in the two methods that turn bytes into objects."""
-    ResultRecord.deserialize = _refuse
-    ResultRecord.deserialize_from_result_and_metadata = _refuse
+    """Make Prefect refuse stored results in this process."""
+    replace_result_readers(_refuse)

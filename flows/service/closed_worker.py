@@ -17,10 +17,10 @@ from prefect.workers import process
 
 from dataset_builders.errors import InputError
 from flows.deployments.offers import JOB_TEMPLATE, OFFERS
+from flows.libraries.prefect_private import ENTRYPOINT_VARIABLE, replace_flow_loader
 from flows.prefect_server.processes import SERVICE_VARIABLE
 
 TYPE = "athanor"  # for `prefect worker start --type`; the pool's own type is `process`
-_ENTRYPOINT = "PREFECT__FLOW_ENTRYPOINT"  # Prefect's engine loads this flow instead of the deployment's
 _WAY_OUT = "restart athanor's worker, which registers everything again"
 
 
@@ -53,7 +53,7 @@ class ClosedWorker(process.ProcessWorker):
         deployment = None
         if flow_run.deployment_id:
             deployment = await self.client.read_deployment(flow_run.deployment_id)
-        configuration.env[_ENTRYPOINT] = entrypoint_to_run(flow_run, deployment, self.work_pool)
+        configuration.env[ENTRYPOINT_VARIABLE] = entrypoint_to_run(flow_run, deployment, self.work_pool)
         return await super().run(flow_run, configuration, task_status)
 
 
@@ -86,4 +86,4 @@ async def _without_hooks(_flow_run: FlowRun) -> Flow:
 
 # At the end of a run, Prefect's worker would import the flow that the deployment names at that time, and run its hooks.
 # Athanor's flows have no hooks.
-process.load_flow_from_flow_run = _without_hooks
+replace_flow_loader(process, _without_hooks)

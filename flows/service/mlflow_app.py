@@ -8,7 +8,9 @@ of this server see the same files under `mlflow-artifacts:`, and read and write 
 
 Whoever may call MLflow's API may set any directory for the files of an experiment, and read and write in it. This
 application serves only files in the root's own directory, and deletes none. Endpoints that make the server run a
-model's commands or call other machines are closed.
+model's commands or call other machines are closed. Parts of MLflow 3.17.2 are replaced for this: the types of the
+columns of addresses, `handlers.get_artifact_repository` and the first page. They are compared with the installed MLflow
+in `tests/flows/libraries/test_mlflow_private.py`.
 """
 
 import os
@@ -29,9 +31,13 @@ from mlflow.utils.uri import is_local_uri
 from sqlalchemy import Dialect, String, TypeDecorator
 from starlette.types import ASGIApp
 
+from dataset_builders.known_version import check_version
+from flows.libraries.mlflow_private import ADDRESSES, KNOWN
 from flows.prefect_server.access import MLFLOW_PASSWORD, MLFLOW_USER
 from flows.prefect_server.guard import guarded
-from flows.tracking.store import ADDRESSES, migrate
+from flows.tracking.store import migrate
+
+check_version("mlflow", KNOWN, __name__, "the server could give out or change any file of this machine", refuses=True)
 
 # A path with one of these segments is answered with 404: an assistant with a shell, calls to other machines, jobs, and
 # an upload that ignores where a run's files are and puts them into EXPERIMENT/RUN/artifacts.

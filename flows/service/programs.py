@@ -14,6 +14,7 @@ from pathlib import Path
 from dataset_builders.errors import InputError
 from dataset_builders.storage.store import StorePath, side_dir
 from flows import NO_TELEMETRY
+from flows.libraries.mlflow_private import server_variables
 from flows.prefect_server.access import (
     MLFLOW_PASSWORD,
     MLFLOW_USER,
@@ -133,12 +134,7 @@ def mlflow_server(plan: Plan) -> Program:
         **service_environment(plan.root, "mlflow"),
         "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false",
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # jobs are for judges of generated text, and need more processes
-        # `mlflow server` sets these variables for its application
-        "_MLFLOW_SERVER_FILE_STORE": f"sqlite:///{files.with_name('mlflow.db')}",
-        "_MLFLOW_SERVER_ARTIFACT_ROOT": files.as_uri(),
-        "_MLFLOW_SERVER_ARTIFACT_DESTINATION": files.as_uri(),
-        "_MLFLOW_SERVER_SERVE_ARTIFACTS": "true",
-        "_MLFLOW_SGI_NAME": "uvicorn",
+        **server_variables(f"sqlite:///{files.with_name('mlflow.db')}", files.as_uri()),
         "MLFLOW_SERVER_ALLOWED_HOSTS": "*",  # the guard in front of the server checks the host names
         "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS": plan.access.url(plan.ports["mlflow"]),
         NAMES_VARIABLE: ",".join(plan.access.names()),

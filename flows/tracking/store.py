@@ -9,10 +9,8 @@ import hashlib
 import json
 import logging
 import os
-import sqlite3
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from urllib.parse import quote, unquote, urlparse
+from urllib.parse import quote
 
 os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 os.environ.setdefault("MLFLOW_ALLOW_PICKLE_DESERIALIZATION", "false")
@@ -28,6 +26,7 @@ from mlflow.exceptions import MlflowException
 
 from dataset_builders.errors import InputError
 from dataset_builders.storage.store import StorePath, side_dir, without_userinfo
+from flows.libraries.mlflow_private import update_addresses
 from flows.prefect_server.ports import kept_ports
 from flows.prefect_server.service_record import mlflow_files, read_service, service_dir
 
@@ -44,15 +43,6 @@ _SCHEMA_LOCK = 0x617468616E6F72  # number of an advisory lock of Postgres: the b
 _LOCK_SECONDS = 120
 log = logging.getLogger("athanor.tracking")
 DATABASE, FILES = "mlflow.db", "mlflow-artifacts"  # in the root
-# Columns of MLflow's database that hold addresses of files (ADDRESSES), or texts with paths in them (_TEXTS).
-ADDRESSES = (
-    *(("experiments", "artifact_location"), ("runs", "artifact_uri"), ("logged_models", "artifact_location")),
-    *(("model_versions", "source"), ("model_versions", "storage_location")),
-)
-_TEXTS = (
-    *(("tags", "value"), ("logged_model_tags", "tag_value"), ("model_version_tags", "value")),
-    ("datasets", "dataset_source"),
-)
 _KIND_TAG = "mlflow.experimentKind"  # without this tag MLflow first shows its pages for generated text
 
 
@@ -128,46 +118,8 @@ def migrate(root: StorePath) -> None:
     Nothing changes in a root that was not moved, or that is reached by another name of the same directory.
     """
     database = (side_dir(root) / DATABASE).resolve()
-    if not database.is_file():
-        return
-    with contextlib.closing(sqlite3.connect(database, timeout=_LOCK_SECONDS)) as connection, connection:
-        tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-        if "experiments" not in tables:
-            return
-        query = "SELECT DISTINCT artifact_location FROM experiments WHERE artifact_location LIKE ?"
-        addresses = [f"{address}/" for (address,) in connection.execute(query, (f"file:///%/{FILES}%",))]
-        places = {address.rpartition(f"/{FILES}/")[0] for address in addresses} - {"", database.parent.as_uri()}
-        for before in places:
-            if not _is_same_file(Path(_path_of(before)) / DATABASE, database):
-                log.info("the root was at %s; MLflow's addresses follow it", before)
-                _replace(connection, tables, before, database.parent.as_uri())
-
-
-def _replace(connection: sqlite3.Connection, tables: set[str], before: str, now: str) -> None:
-    """Replace a directory by another one in MLflow's tables. Both directories are given as URLs."""
-    for table, column in (place for place in ADDRESSES if place[0] in tables):
-        command = f"UPDATE {table} SET {column} = ? || substr({column}, ?) WHERE substr({column}, 1, ?) = ?"
-        connection.execute(command, (now, len(before) + 1, len(before) + 1, f"{before}/"))
-    old, new = _path_of(before), _path_of(now)
-    for table, column in (place for place in _TEXTS if place[0] in tables):
-        command = (
-            f"UPDATE {table} SET {column} = ? || substr({column}, ?) WHERE {column} = ? OR substr({column}, 1, ?) = ?"
-        )
-        connection.execute(command, (new, len(old) + 1, old, len(old) + 1, f"{old}/"))
-        in_json = (json.dumps(f"{old}/")[:-1], json.dumps(f"{new}/")[:-1])
-        for replacement in ((f"`{old}/", f"`{new}/"), in_json):  # in Markdown texts, and in JSON texts
-            connection.execute(f"UPDATE {table} SET {column} = replace({column}, ?, ?)", replacement)
-
-
-def _path_of(uri: str) -> str:
-    return unquote(urlparse(uri).path)
-
-
-def _is_same_file(path: Path, other: Path) -> bool:
-    try:
-        return path.samefile(other)
-    except OSError:
-        return False
+    if database.is_file():
+        update_addresses(database, FILES, _LOCK_SECONDS)
 
 
 def store_lock(root: StorePath) -> filelock.BaseFileLock:

@@ -19,6 +19,7 @@ from mlflow.data.sources import LocalArtifactDatasetSource
 from mlflow.entities import DatasetInput, InputTag
 
 from dataset_builders.storage.store import StorePath, absolute, is_local, local_copy
+from flows.libraries.mlflow_private import entity_of
 from stages.artifacts.artifact import Artifact
 from stages.evaluate.predictions import COMPARISON, PREDICTIONS
 from stages.scoring.names import OVERALL
@@ -43,7 +44,7 @@ def dataset_input(artifact: Artifact, context: str) -> DatasetInput:
     dataset = MetaDataset(source, name=manifest.stage, digest=manifest.fingerprint)  # a digest has at most 36 chars
     tags = {"mlflow.data.context": context, "num_samples": str(manifest.num_samples)}
     tags |= {"shards_sha256": ",".join(shard.sha256[:12] for shard in manifest.shards)[:500]}
-    return DatasetInput(dataset._to_mlflow_entity(), [InputTag(key, value) for key, value in tags.items() if value])
+    return DatasetInput(entity_of(dataset), [InputTag(key, value) for key, value in tags.items() if value])
 
 
 def gain_metrics(subsets: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from dataset_builders.errors import InputError
 from tests.helpers.reference import random_hf_dir
@@ -53,9 +54,8 @@ def mesh():
     handler = signal.getsignal(signal.SIGTERM)
     with pytest.MonkeyPatch.context() as patch, single_rank() as mesh:
         if cpu_runtime is not None:
-            adam = cpu_runtime.DistributedOptimizer
             for name in ("_set_main_param_and_optimizer_states", "state_dict"):
-                patch.setattr(adam, name, getattr(adam, name))
+                patch.setattr(DistributedOptimizer, name, getattr(DistributedOptimizer, name))
             cpu_runtime.patch_torch_adam()
         yield mesh
     signal.signal(signal.SIGTERM, handler)

@@ -75,7 +75,7 @@ def main() -> int:
     """Run the trainer with its saves stopped at a point."""
     place = sys.argv[2] if len(sys.argv) > 2 else "file"
     if place == "file":
-        writer._write_item = _in_the_middle(writer._write_item)
+        writer.write_entry = _in_the_middle(writer.write_entry)
     else:
         owners = {
             "copy": (host_memory.HostMemory, "copy"),

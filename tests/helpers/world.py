@@ -30,11 +30,12 @@ from safetensors.torch import load_file
 
 from tests.helpers.started import Started, start_module
 from trainer.checkpoint import saver
-from trainer.checkpoint.writer import OneFile, Written
+from trainer.checkpoint.writer import Written
 from trainer.contract.answer import MetricsRow, read_metrics
 from trainer.contract.names import HF_EXPORT
 from trainer.contract.run import RunConfig
 from trainer.data.reader import BinReader
+from trainer.libraries.megatron_private import OneFile
 from trainer.loop import train as loop
 from trainer.loop.export import export, write_weights
 from trainer.loop.set_up import set_up_vision_rank

@@ -18,6 +18,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from trainer.libraries.megatron_private import first_held, held_tensors, replace_param_state
+
 _TENSORS = ("param", "exp_avg", "exp_avg_sq")
 Stored = ShardedTensor | ShardedTensorFactory
 
@@ -90,8 +92,8 @@ def _param_state(
             state[number] = {key: _whole(places[param], key, dtypes[key]) for key in _TENSORS}
             continue
         if param in optimizer.model_param_gbuf_map:  # otherwise only other ranks hold it
-            first = optimizer._get_model_param_range_map(param)["param"].start
-            tensors = optimizer._get_main_param_and_optimizer_states(param)
+            first = first_held(optimizer, param)
+            tensors = held_tensors(optimizer, param)
             numbers = {key: tensors.get(key, tensors["param"]).detach().view(-1) for key in _TENSORS}
             state[number] = {key: list(_pieces(places[param], key, numbers[key], first)) for key in _TENSORS}
     return state
@@ -99,4 +101,4 @@ def _param_state(
 
 def install() -> None:
     """Make megatron-core's optimizer use `_param_state`, until the process ends."""
-    DistributedOptimizer.sharded_param_state_fully_reshardable = _param_state
+    replace_param_state(_param_state)

@@ -21,16 +21,15 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
-from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME, TorchCommonLoadStrategy
+from megatron.core.dist_checkpointing.strategies.torch import MCoreLoadPlanner
 from torch.distributed.checkpoint import Metadata
-from torch.distributed.checkpoint._nested_dict import set_element
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
 from trainer.contract.answer import STATE_DIGESTS, digest_of
+from trainer.libraries.megatron_private import replace_readers
+from trainer.libraries.torch_private import EntryReader, set_in_nested
 
 # Plain records and enumerations of torch, and constructors without side effects.
 _METADATA_GLOBALS = {
@@ -55,31 +54,31 @@ class CheckpointNotTrusted(CheckpointingException):
     """The error that a file of a checkpoint would call code that our checkpoints never call."""
 
 
-class MetadataReader(CachedMetadataFileSystemReader):
+class MetadataReader(EntryReader):
     """A reader of `.metadata` (the tensors' locations) as plain records, and of entries that match their digests."""
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)
+        self._metadata: Metadata | None = None
         self._digests: dict[str, dict[str, str]] = {}
 
     def read_metadata(self, *_args: Any, **_options: Any) -> Metadata:
-        if self._cached_metadata is None:
-            self._cached_metadata = _read_metadata(Path(self.path) / ".metadata")
-            self._cached_metadata.storage_meta.load_id = self.load_id
-        return self._cached_metadata
+        if self._metadata is None:
+            self._metadata = _read_metadata(Path(self.path) / ".metadata")
+            self._metadata.storage_meta.load_id = self.load_id
+        return self._metadata
 
-    def _slice_file(self, file: BinaryIO, sinfo: _StorageInfo) -> BinaryIO:
-        name = sinfo.relative_path
+    def read_entry(self, file: BinaryIO, name: str, start: int, length: int) -> bytes:
         if name not in self._digests:
             self._digests[name] = _read_digests(Path(self.path) / (name + STATE_DIGESTS))
-        file.seek(sinfo.offset)
-        data = file.read(sinfo.length)
-        if digest_of(data) != self._digests[name].get(str(sinfo.offset)):
-            raise CheckpointingException(f"{name}: the {sinfo.length} bytes at {sinfo.offset} are not what was written")
-        return io.BytesIO(data)
+        file.seek(start)
+        data = file.read(length)
+        if digest_of(data) != self._digests[name].get(str(start)):
+            raise CheckpointingException(f"{name}: the {length} bytes at {start} are not what was written")
+        return data
 
 
-class ObjectPlanner(torch_strategy.MCoreLoadPlanner):
+class ObjectPlanner(MCoreLoadPlanner):
     """A planner that reads the objects among the tensors as plain data: numbers, strings, containers, tensors, numpy
     arrays."""
 
@@ -88,7 +87,7 @@ class ObjectPlanner(torch_strategy.MCoreLoadPlanner):
         plain = load_plain(value, name)
         if _EXTRA_STATE in name:  # see the top of this file
             plain = [None] * len(plain)
-        set_element(self.original_state_dict, self.mappings[name], plain)
+        set_in_nested(self.original_state_dict, self.mappings[name], plain)
 
 
 class CommonState(TorchCommonLoadStrategy):
@@ -175,5 +174,4 @@ def _unsupported(error: pickle.UnpicklingError) -> str:
     return (naming or str(error).splitlines())[0].strip().removeprefix("WeightsUnpickler error: ")
 
 
-torch_strategy.MCoreLoadPlanner = ObjectPlanner
-torch_strategy._get_filesystem_reader = lambda checkpoint_dir, cache_metadata=False: MetadataReader(checkpoint_dir)
+replace_readers(ObjectPlanner, MetadataReader)

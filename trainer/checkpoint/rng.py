@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from megatron.core.tensor_parallel import random as tensor_parallel_random
 
+from trainer.libraries.megatron_private import set_device_rng_state
+
 
 def capture() -> dict[str, Any]:
     """Return the states of this process."""
@@ -32,7 +34,7 @@ def restore(saved: dict[str, Any], tp_rank: int) -> None:
     torch.set_rng_state(saved["torch"])
     if saved["device"].shape != torch.cuda.get_rng_state().shape:  # a CPU's generator is not a GPU's
         return
-    tensor_parallel_random._set_cuda_rng_state(saved["device"])
+    set_device_rng_state(saved["device"])
     tracker = tensor_parallel_random.get_cuda_rng_tracker()
     shared = tensor_parallel_random.get_data_parallel_rng_tracker_name()
     states = saved["tracker"] if tp_rank == 0 else {shared: saved["tracker"][shared]}

@@ -19,17 +19,16 @@ from typing import Any, BinaryIO
 
 import torch
 import xxhash
-from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint import SavePlan, SavePlanner
-from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, SerializationFormat, _write_item
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, SerializationFormat
 from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dataset_builders.storage.files import write_json
 from trainer.contract.answer import STATE_DIGESTS
+from trainer.libraries.megatron_private import replace_writer
+from trainer.libraries.torch_private import write_entry
 
 _CHUNK = 64 << 20  # bytes between two checks of whether to stop
 
@@ -94,7 +93,7 @@ class RankFile(FileSystemWriterAsync):
             for item, data in entries:
                 place = stream.tell()
                 data = next(on_cpu) if data is None else data
-                result = _write_item(self.transforms, stream, data, item, self._name, SerializationFormat.TORCH_SAVE)
+                result = write_entry(self.transforms, stream, data, item, self._name, SerializationFormat.TORCH_SAVE)
                 results.append(result)
                 digests[str(place)] = stream.take_digest()
             size = stream.tell()
@@ -102,22 +101,6 @@ class RankFile(FileSystemWriterAsync):
             os.fsync(file.fileno())
         write_json(path.with_name(path.name + STATE_DIGESTS), digests)
         return Written(results, size)
-
-
-class OneFile(TorchDistSaveShardedStrategy):
-    """megatron-core's saving strategy with one file per rank.
-
-    Attributes:
-        file: this rank's file, after planning.
-    """
-
-    def __init__(self) -> None:
-        super().__init__("torch_dist", 1, thread_count=1)
-        self.file: RankFile | None = None
-
-    def _get_save_and_finalize_callbacks(self, writer: RankFile, save_state_dict_ret: Any) -> AsyncRequest:
-        self.file = writer
-        return super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret)
 
 
 class _DigestingStream:
@@ -157,4 +140,4 @@ class _DigestingStream:
         return digest
 
 
-torch_strategy.FileSystemWriterAsync = RankFile
+replace_writer(RankFile)

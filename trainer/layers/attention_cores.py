@@ -10,6 +10,7 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from trainer.layers.gather import gather_sequence
 from trainer.layers.segments import PackedSegments
+from trainer.libraries.torch_private import efficient_attention, flash_attention
 
 CUDNN_HEAD_DIM = 128  # largest head dim for which cuDNN's gradients are right
 
@@ -94,7 +95,7 @@ class FlashAttention(TorchVarlenAttention):
         """
         if query.dtype is torch.float32:
             return self._attend_exactly(query, key, value, query_bounds, key_bounds, most_queries, most_keys)
-        return torch.ops.aten._flash_attention_forward(
+        return flash_attention(
             *(query.contiguous(), key.contiguous(), value.contiguous(), query_bounds, key_bounds),
             *(most_queries, most_keys, 0.0, self.causal, False),
             scale=self.scale,
@@ -104,7 +105,7 @@ class FlashAttention(TorchVarlenAttention):
         heads_per_group = query.size(1) // key.size(1)
         key, value = (x.repeat_interleave(heads_per_group, dim=1) for x in (key, value))
         from_the_end = 2  # causal mask aligned at the last key, as in the flash kernels
-        return torch.ops.aten._efficient_attention_forward(
+        return efficient_attention(
             *(query[None], key[None], value[None], None, query_bounds, key_bounds, most_queries, most_keys),
             *(0.0, from_the_end if self.causal else 0, True),
             scale=self.scale,

@@ -31,6 +31,7 @@ import torch
 
 from trainer.layers.packed_layer import PackedLayer
 from trainer.layers.segments import PackedSegments, Rotation
+from trainer.libraries.torch_private import parameters_of
 
 WARMUPS = 2  # before a capture: in their first calls libraries choose kernels and allocate memory
 
@@ -245,7 +246,8 @@ def _stand_ins(layers: Sequence[PackedLayer]) -> Iterator[None]:
     created, and a stream that is being captured may not wait.
     """
     modules = [module for layer in layers for module in layer.modules()]
-    places = [(module._parameters, name, param) for module in modules for name, param in module._parameters.items()]
+    held = [parameters_of(module) for module in modules]
+    places = [(parameters, name, param) for parameters in held for name, param in parameters.items()]
     places = [(parameters, name, param) for parameters, name, param in places if param is not None]
     for parameters, name, param in places:
         parameters[name] = torch.nn.Parameter(param.detach(), requires_grad=param.requires_grad)

@@ -17,11 +17,11 @@ from megatron.core.transformer.module import param_is_not_shared
 from torch.optim.adamw import adamw
 
 from trainer.contract.run import OptimConfig, TrainConfig
+from trainer.libraries.megatron_private import patch_clipping, patch_torch_adam
+from trainer.libraries.torch_private import foreach_copy
 from trainer.model.family import Family
-from trainer.parallel.cpu_runtime import patch_torch_adam
 from trainer.parallel.fsdp import FullyShardedModel
 from trainer.parallel.mesh import Mesh
-from trainer.parallel.without_engine import patch_clipping
 
 # The key of a parameter group that names its part. megatron-core matches a checkpoint's groups to the optimizer's only
 # by four keys (`param_group_identifier_keys`: wd_mult, lr_mult, is_expert_parallel, is_decoupled_lr). If two groups had
@@ -86,7 +86,7 @@ class PiecewiseAdam(torch.optim.AdamW):
         )
         if self.moments is not torch.float32:  # otherwise `moments` are the stored tensors, already updated in place
             for shorts, updated in zip(stored, moments, strict=True):
-                torch._foreach_copy_(shorts, updated)
+                foreach_copy(shorts, updated)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the groups' numbers with torch, and the moments directly, because torch would make them float32."""

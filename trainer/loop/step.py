@@ -13,6 +13,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from trainer.data.flops import model_flops
 from trainer.data.micro_batch import MicroBatch
 from trainer.layers.measures.part_clock import PartClock
+from trainer.libraries.torch_private import flatten_together, views_of_flat
 from trainer.loop.optim import grad_norms_by_part
 from trainer.objectives.sft import loss_of
 from trainer.objectives.totals import Totals
@@ -79,9 +80,9 @@ def finalize_gradients(chunks: list[DistributedDataParallel], *args: object, **k
     for chunk in chunks:
         grads = [param.main_grad for param in chunk.module.partial_gradients()]
         if grads:
-            flat = torch._utils._flatten_dense_tensors(grads)
+            flat = flatten_together(grads)
             dist.all_reduce(flat, group=chunk.module.groups.tp)
-            for grad, total in zip(grads, torch._utils._unflatten_dense_tensors(flat, grads)):
+            for grad, total in zip(grads, views_of_flat(flat, grads)):
                 grad.copy_(total)
 
 

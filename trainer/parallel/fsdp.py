@@ -16,7 +16,6 @@ import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensorFactory
 from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -24,14 +23,15 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from trainer.libraries.megatron_private import DataParallelBase
+from trainer.libraries.torch_private import first_row
 from trainer.parallel.late_memory import give_shares_memory
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class FullyShardedModel(_BaseDataParallel):
+class FullyShardedModel(DataParallelBase):
     """A model whose weights are divided over a group of ranks.
 
     Args:
@@ -153,9 +153,8 @@ def _stored(prefix: str, place: ShardedTensor, weight: DTensor, piece: torch.Ten
     """Return the checkpoint entry of a slice: some rows of a parameter. megatron-core stacks layers on leading axes."""
     stacked = place.prepend_axis_num
     data = piece.view((1,) * stacked + piece.shape)
-    _, (first_row, *_) = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
     offset = list(place.global_offset)
-    offset[stacked] += first_row
+    offset[stacked] += first_row(weight)
     return ShardedTensor(
         key=prefix + place.key,
         data=data,

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from trainer.libraries.torch_private import first_row, parameters_of, replace_tensors
 
 _MMAP_THRESHOLD = -3  # glibc's malloc.h
 
@@ -29,7 +30,7 @@ def parameters_on_meta() -> Iterator[None]:
 def with_memory(model: torch.nn.Module, name: str) -> torch.nn.Parameter:
     """Return a parameter by its name in the model. One without memory first gets uninitialised memory on the CPU."""
     module, _, own = name.rpartition(".")
-    held = model.get_submodule(module)._parameters
+    held = parameters_of(model.get_submodule(module))
     if held[own].is_meta and not isinstance(held[own], DTensor):
         held[own] = _like(held[own], "cpu")
     return held[own]
@@ -60,7 +61,7 @@ def return_freed_matrices() -> None:
 def give_shares_memory(model: torch.nn.Module, device: torch.device) -> None:
     """Allocate zeros on the device for a rank's rows of every parameter that FSDP2 divided without memory. Tensors with
     memory are moved there unchanged."""
-    model._apply(lambda held: torch.zeros_like(held, device=device) if held.is_meta else held.to(device))
+    replace_tensors(model, lambda held: torch.zeros_like(held, device=device) if held.is_meta else held.to(device))
 
 
 @torch.no_grad()
@@ -70,5 +71,5 @@ def put(param: torch.Tensor, whole: torch.Tensor) -> None:
         param.copy_(whole)
         return
     rows = param.to_local()
-    _, (first, *_) = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+    first = first_row(param)
     rows.copy_(whole[first : first + len(rows)])

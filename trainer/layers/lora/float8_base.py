@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ProcessGroup
 
 from trainer.layers.kernels.permission import can_import, kernels_run
+from trainer.libraries.torch_private import innermost_hooks, parameters_of
 from trainer.model.rules import global_names
 
 if can_import():
@@ -65,7 +66,7 @@ class _Graph:
     def __init__(self, linear: Any) -> None:
         self._linear, self._unpacked = linear, None
         self._saved = self._taken = 0
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        outer = innermost_hooks()
         self._keep, self._give = outer or (_itself, _itself)
 
     def save(self, tensor: torch.Tensor) -> object:
@@ -95,19 +96,19 @@ def _with_float8(kind: type) -> type:
         @property
         def weight(self) -> torch.Tensor:
             """The unpacked weight (out, in): the same tensor while the layer runs, otherwise a new one."""
-            held = self._parameters["weight"]
+            held = parameters_of(self)["weight"]
             if held.dtype is not torch.uint8:
                 return held
             return unpack(held.detach(), self.row_scale, self.config.params_dtype)
 
         def forward(self, *args: object, **kwargs: object):
-            codes, weight, graph = self._parameters["weight"], self.weight, _Graph(self)
-            self._parameters["weight"] = weight  # Transformer Engine checks the dtypes of all parameters
+            codes, weight, graph = parameters_of(self)["weight"], self.weight, _Graph(self)
+            parameters_of(self)["weight"] = weight  # Transformer Engine checks the dtypes of all parameters
             try:
                 with saved_tensors_hooks(graph.save, graph.restore):
                     return super().forward(*args, **kwargs)
             finally:
-                self._parameters["weight"] = codes
+                parameters_of(self)["weight"] = codes
                 weight.untyped_storage().resize_(0)  # Transformer Engine 2.11 keeps a reference that it does not use
 
     WithFloat8.__name__ = f"{kind.__name__}WithFloat8"
@@ -124,7 +125,7 @@ def pack_layer(linear: Any, device: torch.device) -> None:
     codes, scale = pack(whole.detach().to(device), linear.tp_group if divides_input else None)
     param = torch.nn.Parameter(codes, requires_grad=False)
     param.__dict__.update(whole.__dict__)
-    linear._parameters["weight"] = param
+    parameters_of(linear)["weight"] = param
     linear.register_buffer("row_scale", scale, persistent=False)
     linear.__class__ = _with_float8(type(linear))
 

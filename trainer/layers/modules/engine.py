@@ -1,4 +1,15 @@
-"""Transformer Engine's modules as this trainer uses them. Imported only if Transformer Engine is installed."""
+"""Transformer Engine's modules as this trainer uses them. Imported only if Transformer Engine is installed.
+
+Private parts, as they are in Transformer Engine 2.11.0:
+
+- `FusedAttnFunc`, whose 32 arguments have no names, and `attn_forward_func_with_cp` with the same attention over ranks
+- `_attention_backends`, in which the attention module notes its choice
+- `swiglu` and `dswiglu` of the C++ extension
+- attributes of its modules, among them `gemm_bias_unfused_add` and `bias_gelu_nvfusion`; `trainer/layers/lora/` uses
+  `return_layernorm_output` and `te_return_bias`
+
+`tests/trainer/layers/test_engine_private_gpu.py` compares them with the installed Transformer Engine.
+"""
 
 from functools import partial
 
@@ -19,8 +30,13 @@ from transformer_engine.pytorch.attention.dot_product_attention.backends import 
 from transformer_engine.pytorch.attention.dot_product_attention.context_parallel import attn_forward_func_with_cp
 from transformer_engine.pytorch.cpp_extensions.fused_attn import FusedAttnBackend
 
+from dataset_builders.known_version import check_version
 from trainer.layers.attention_cores import CUDNN_HEAD_DIM, FlashAttention
 from trainer.layers.segments import PackedSegments
+from trainer.libraries.torch_private import parameters_of
+
+KNOWN = "==2.11.0"
+check_version("transformer-engine", KNOWN, __name__, "attention may be wrong", refuses=True)
 
 _MASKS = {AttnMaskType.causal: "padding_causal", AttnMaskType.no_mask: "padding"}  # inside each segment
 _CUDNN = FusedAttnBackend["F16_arbitrary_seqlen"]
@@ -54,7 +70,7 @@ class PackedAttention(TEDotProductAttention):
     In every call that module chooses a back end, inspects layouts and strides and keeps a random state. On the host
     this takes three times as long as the attention call itself, and the choice depends on nothing that changes from
     bin to bin. So only the first call goes through the module; if it chose cuDNN, later calls go to cuDNN directly.
-    The arguments follow Transformer Engine 2.11 (FusedAttention.forward in its dot_product_attention/backends.py).
+    The arguments follow FusedAttention.forward in Transformer Engine's dot_product_attention/backends.py.
     """
 
     _uses_cudnn: bool | None = None  # None until the first call
@@ -154,7 +170,7 @@ class JointMLP:
         """Map (T, 1, D) before the norm to (T, 1, D), and None, as no bias remains to be added."""
         module, fc1, fc2 = self._module, self._fc1, self._fc2
         module.fuse_wgrad_accumulation = fc1.fuse_wgrad_accumulation
-        module._parameters.update(  # in every call, because the MLP's parameters may be replaced between calls
+        parameters_of(module).update(  # in every call, because the MLP's parameters may be replaced between calls
             layer_norm_weight=fc1.layer_norm_weight,
             layer_norm_bias=fc1.layer_norm_bias,
             fc1_weight=fc1.weight,

@@ -12,6 +12,7 @@ from trainer.layers.attention_cores import FlashAttention
 from trainer.layers.kernels.permission import can_import, kernels_run
 from trainer.layers.module_set import TorchModules, TorchNorm, TorchSwiglu
 from trainer.layers.output_loss import add_product
+from trainer.libraries.megatron_private import OneRankProduct
 
 if can_import():
     from trainer.layers.kernels.rms_norm import rms_norm
@@ -65,19 +66,17 @@ class _Product(torch.autograd.Function):
         return grad_x, grad_weight, rows.sum(0) if ctx.needs_input_grad[2] else None, None
 
 
-class _OneRankProduct:
-    """A mixin for both linear layers that replaces megatron-core's product on a single tensor-parallel rank."""
+class _OurProduct(OneRankProduct):
+    """A mixin for both linear layers, with our product on a single tensor-parallel rank."""
 
     # True if the weight has `main_grad`, a float32 buffer of its gradient; the gradient is then added to it directly.
     fuse_wgrad_accumulation = False
 
-    def _forward_impl(self, input, weight, bias=None, **settings):
-        if self.tp_group.size() > 1:
-            return super()._forward_impl(input=input, weight=weight, bias=bias, **settings)
-        return _Product.apply(input, weight, bias, self.fuse_wgrad_accumulation)
+    def product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return _Product.apply(x, weight, bias, self.fuse_wgrad_accumulation)
 
 
-class PlainColumnLinear(_OneRankProduct, ColumnParallelLinear):
+class PlainColumnLinear(_OurProduct, ColumnParallelLinear):
     """megatron-core's column-parallel layer, with the bias added in the matrix product.
 
     `skip_bias_add` would cost one more pass over memory forward and one backward.
@@ -87,7 +86,7 @@ class PlainColumnLinear(_OneRankProduct, ColumnParallelLinear):
         super().__init__(*args, skip_bias_add=False, **kwargs)
 
 
-class PlainRowLinear(_OneRankProduct, RowParallelLinear):
+class PlainRowLinear(_OurProduct, RowParallelLinear):
     """megatron-core's row-parallel layer, with the bias added in the matrix product on a single rank.
 
     megatron-core adds the bias after the sum over ranks; on one rank there is no sum.
@@ -100,7 +99,7 @@ class PlainRowLinear(_OneRankProduct, RowParallelLinear):
         """Map (N, 1, D) to (N, 1, O), and None, as no bias remains to be added."""
         if self.tp_group.size() > 1 or not self.input_is_parallel:
             return super().forward(input_)
-        return self._forward_impl(input_, self.weight, self.bias), None
+        return self.product(input_, self.weight, self.bias), None
 
 
 class PlainModules(TorchModules):

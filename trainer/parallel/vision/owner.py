@@ -9,6 +9,7 @@ from itertools import accumulate, islice, pairwise
 import torch
 
 from trainer.data.micro_batch import MicroBatch
+from trainer.libraries.torch_private import flatten_together, foreach_add, views_of_flat
 from trainer.parallel.vision.exchange import Encode, ExchangeSide, Links, Message, Window, warm_up_links
 
 
@@ -60,7 +61,7 @@ class VisionOwner(ExchangeSide):
         The first of them are encoded at once, before the schedule makes a rank wait for another rank's hidden states.
         """
         if moving := self._moving():
-            weights = torch._utils._flatten_dense_tensors([param.detach() for param in moving])
+            weights = flatten_together([param.detach() for param in moving])
             for work in [self._links.to_worker.send([weights], copy, 0) for copy in self._copies]:
                 work.wait()
         self.retire(math.inf)
@@ -81,7 +82,7 @@ class VisionOwner(ExchangeSide):
             arrived = torch.empty(sum(grad.numel() for grad in grads), device=self._device)
             for copy in self._copies:
                 self._links.to_owner.recv([arrived], copy, 0).wait()
-                torch._foreach_add_(grads, torch._utils._unflatten_dense_tensors(arrived, grads))
+                foreach_add(grads, views_of_flat(arrived, grads))
 
     def _with_own(self, batch: MicroBatch) -> MicroBatch:
         if self._encode:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from trainer.data.micro_batch import MicroBatch
+from trainer.libraries.torch_private import foreach_copy, foreach_zero
 from trainer.parallel.vision.exchange import Encode, ExchangeSide, Links, Message, Window, warm_up_links
 from trainer.parallel.vision.main_grads import add_to_main_grad, fuse_gradients
 
@@ -66,7 +67,7 @@ class VisionWorker(ExchangeSide):
         if moving := self._moving():
             self._receive(self._weights.numbers[: sum(self._weights.sizes[: len(moving)])], self._owners[0])
             if self._tp is not None:
-                torch._foreach_copy_([param.detach() for param in moving], self._weights.own[: len(moving)])
+                foreach_copy([param.detach() for param in moving], self._weights.own[: len(moving)])
         self.retire(math.inf)
 
     def _receive(self, numbers: torch.Tensor, owner: int) -> None:
@@ -116,7 +117,7 @@ class VisionWorker(ExchangeSide):
             self._join_gradients(self._tp)
         if self._is_first:
             self._links.to_owner.send([self._grads.numbers], self._owners[0], 0).wait()
-        torch._foreach_zero_([param.main_grad for param in self.trained])
+        foreach_zero([param.main_grad for param in self.trained])
 
     def _join_gradients(self, tp: ProcessGroup) -> None:
         """Assemble whole gradients on the first tensor-parallel rank."""
@@ -124,7 +125,7 @@ class VisionWorker(ExchangeSide):
         parts = zip(self.trained, self._grads.own, self._grads.divided)
         # Undivided parameters have a gradient on every tensor-parallel rank; only the first rank's is taken.
         taken = [(param, grad) for param, grad, divided in parts if divided or self._is_first]
-        torch._foreach_copy_([grad for _, grad in taken], [param.main_grad for param, _ in taken])
+        foreach_copy([grad for _, grad in taken], [param.main_grad for param, _ in taken])
         dist.reduce(self._grads.numbers, group=tp, group_dst=0)
 
 

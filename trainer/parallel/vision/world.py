@@ -10,12 +10,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, ProcessGroup, Store
+from torch.distributed import PrefixStore, Store
 
 from trainer.contract.parallel import VisionRanks
+from trainer.libraries.torch_private import separate_group
 from trainer.parallel.vision.exchange import Links
-
-_BACKENDS = {"gloo": ProcessGroup.BackendType.GLOO, "nccl": ProcessGroup.BackendType.NCCL}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,22 +117,6 @@ def join(
         world_size=vision.ranks if is_vision else language,
         timeout=timeout,
     )
-    names = ("to owner", "to worker")
-    links = Links(*(_group(backend, PrefixStore(name, store), rank, processes, timeout, device) for name in names))
+    stores = [PrefixStore(name, store) for name in ("to owner", "to worker")]
+    links = Links(*(separate_group(backend, each, rank, processes, timeout, device) for each in stores))
     return VisionWorld(PrefixStore("bridge", store), links, rank, language, vision.ranks, vision.tp)
-
-
-def _group(
-    backend: str, store: Store, rank: int, size: int, timeout: datetime.timedelta, device: torch.device
-) -> ProcessGroup:
-    """Make a process group that belongs to no torch.distributed world."""
-    group = ProcessGroup(store, rank, size)
-    if backend == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        messages = dist.ProcessGroupNCCL(store, rank, size, options)
-    else:
-        messages = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
-    group._register_backend(torch.device(device.type), _BACKENDS[backend], messages)
-    group._set_default_backend(_BACKENDS[backend])
-    return group

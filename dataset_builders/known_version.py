@@ -1,0 +1,35 @@
+"""The check that a library has a version for which our use of its private parts was written."""
+
+import importlib.metadata
+import logging
+
+from packaging.specifiers import SpecifierSet
+
+from dataset_builders.errors import InputError
+
+log = logging.getLogger("athanor")
+
+
+def check_version(package: str, known: str, module: str, risk: str, *, refuses: bool) -> None:
+    """Check the installed version of a library. The module that uses the library's private parts calls this at its
+    import.
+
+    Args:
+        package: name of the installed package.
+        known: the versions that the module was written for, such as "==3.8.8".
+        module: name of the module, which the message names.
+        risk: what another version could do unnoticed.
+        refuses: whether another version is an error, because results could be wrong or a server open; otherwise it is
+            a warning.
+
+    Raises:
+        InputError: another version is installed, and `refuses`.
+    """
+    installed = importlib.metadata.version(package)
+    if SpecifierSet(known).contains(installed, prereleases=True):
+        return
+    text = f"{package} {installed}: {module} was written for {known}; with another version {risk}"
+    line = f"{text}; pip install '{package}{known}', or run the module's tests and change its KNOWN"
+    if refuses:
+        raise InputError(line)
+    log.warning(line)

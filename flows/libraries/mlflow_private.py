@@ -1,0 +1,101 @@
+"""The private parts of MLflow that athanor uses outside MLflow's server, as they are in MLflow 3.17.2.
+
+- Columns of MLflow's tables hold absolute addresses of files, which follow a root that was copied or moved.
+- The application of `mlflow server` gets its settings from private environment variables.
+- Only the client's own methods turn a dataset into the entity that MlflowClient wants.
+
+The replaced functions of the server itself are in `flows/service/mlflow_app.py`.
+`tests/flows/libraries/test_mlflow_private.py` compares all of them with the installed MLflow.
+"""
+
+import contextlib
+import json
+import logging
+import sqlite3
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlparse
+
+from dataset_builders.known_version import check_version
+
+KNOWN = "==3.17.2"
+check_version("mlflow", KNOWN, __name__, "addresses of files may be stale after a root was moved", refuses=False)
+
+# Columns of MLflow's database that hold addresses of files (ADDRESSES), or texts with paths in them (TEXTS).
+ADDRESSES = (
+    *(("experiments", "artifact_location"), ("runs", "artifact_uri"), ("logged_models", "artifact_location")),
+    *(("model_versions", "source"), ("model_versions", "storage_location")),
+)
+TEXTS = (
+    *(("tags", "value"), ("logged_model_tags", "tag_value"), ("model_version_tags", "value")),
+    ("datasets", "dataset_source"),
+)
+log = logging.getLogger("athanor.tracking")
+
+
+def update_addresses(database: Path, files: str, seconds: float) -> None:
+    """Update the addresses in a root's SQLite database if the root is no longer where they say.
+
+    Args:
+        files: name of the directory of MLflow's files, which is beside the database.
+        seconds: longest wait for other writers of the database.
+    """
+    with contextlib.closing(sqlite3.connect(database, timeout=seconds)) as connection, connection:
+        tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        if "experiments" not in tables:
+            return
+        query = "SELECT DISTINCT artifact_location FROM experiments WHERE artifact_location LIKE ?"
+        addresses = [f"{address}/" for (address,) in connection.execute(query, (f"file:///%/{files}%",))]
+        places = {address.rpartition(f"/{files}/")[0] for address in addresses} - {"", database.parent.as_uri()}
+        for before in places:
+            if not _is_same_file(Path(_path_of(before)) / database.name, database):
+                log.info("the root was at %s; MLflow's addresses follow it", before)
+                _replace(connection, tables, before, database.parent.as_uri())
+
+
+def _replace(connection: sqlite3.Connection, tables: set[str], before: str, now: str) -> None:
+    """Replace a directory by another one in MLflow's tables. Both directories are given as URLs."""
+    for table, column in (place for place in ADDRESSES if place[0] in tables):
+        command = f"UPDATE {table} SET {column} = ? || substr({column}, ?) WHERE substr({column}, 1, ?) = ?"
+        connection.execute(command, (now, len(before) + 1, len(before) + 1, f"{before}/"))
+    old, new = _path_of(before), _path_of(now)
+    for table, column in (place for place in TEXTS if place[0] in tables):
+        command = (
+            f"UPDATE {table} SET {column} = ? || substr({column}, ?) WHERE {column} = ? OR substr({column}, 1, ?) = ?"
+        )
+        connection.execute(command, (new, len(old) + 1, old, len(old) + 1, f"{old}/"))
+        in_json = (json.dumps(f"{old}/")[:-1], json.dumps(f"{new}/")[:-1])
+        for replacement in ((f"`{old}/", f"`{new}/"), in_json):  # in Markdown texts, and in JSON texts
+            connection.execute(f"UPDATE {table} SET {column} = replace({column}, ?, ?)", replacement)
+
+
+def _path_of(uri: str) -> str:
+    return unquote(urlparse(uri).path)
+
+
+def _is_same_file(path: Path, other: Path) -> bool:
+    try:
+        return path.samefile(other)
+    except OSError:
+        return False
+
+
+def server_variables(store: str, files: str) -> dict[str, str]:
+    """Return the environment variables that `mlflow server` sets for its application.
+
+    Args:
+        store: address of the database.
+        files: address of the directory of the files.
+    """
+    return {
+        "_MLFLOW_SERVER_FILE_STORE": store,
+        "_MLFLOW_SERVER_ARTIFACT_ROOT": files,
+        "_MLFLOW_SERVER_ARTIFACT_DESTINATION": files,
+        "_MLFLOW_SERVER_SERVE_ARTIFACTS": "true",
+        "_MLFLOW_SGI_NAME": "uvicorn",
+    }
+
+
+def entity_of(dataset: Any) -> Any:
+    """Return the entity of an mlflow.data.Dataset."""
+    return dataset._to_mlflow_entity()

@@ -1,0 +1,44 @@
+"""The private parts of Prefect that athanor uses, as they are in Prefect 3.8.8.
+
+- `ResultRecord.deserialize` and `deserialize_from_result_and_metadata` are replaced: only these two methods turn the
+  bytes of a stored result into an object.
+- `load_flow_from_flow_run` is replaced in the module of the process worker, which calls it for the hooks of a run.
+- The engine reads the entrypoint of its flow from an environment variable.
+- A RunnerDeployment holds the schema of its parameters.
+
+`tests/flows/libraries/test_prefect_private.py` compares them with the installed Prefect.
+"""
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from prefect.results import ResultRecord
+
+from dataset_builders.known_version import check_version
+
+KNOWN = "==3.8.8"
+check_version("prefect", KNOWN, __name__, "a stored result or a deployment's hook could run any code", refuses=True)
+
+# Prefect's engine loads the flow of this variable instead of the deployment's.
+ENTRYPOINT_VARIABLE = "PREFECT__FLOW_ENTRYPOINT"
+
+
+def replace_result_readers(read: Callable[..., Any]) -> None:
+    """Make Prefect call `read` in this process where it would turn the bytes of a stored result into an object."""
+    ResultRecord.deserialize = read
+    ResultRecord.deserialize_from_result_and_metadata = read
+
+
+def replace_flow_loader(worker_module: ModuleType, load: Callable[..., Any]) -> None:
+    """Make the process worker get the flow of an ended run, for its hooks, from `load`.
+
+    Args:
+        worker_module: prefect.workers.process; a parameter, because processes of flows have no need to import it.
+    """
+    worker_module.load_flow_from_flow_run = load
+
+
+def parameter_schema(deployment: Any) -> dict[str, Any]:
+    """Return the schema of the parameters of a RunnerDeployment."""
+    return deployment._parameter_openapi_schema.model_dump()

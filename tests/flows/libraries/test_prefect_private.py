@@ -1,0 +1,42 @@
+"""Prefect's private parts are as `flows/libraries/prefect_private.py` expects them."""
+
+import ast
+import inspect
+from collections.abc import Iterator
+
+from tests.helpers.private_parts import changed, differing, fail_if_changed, unmentioned
+
+RECORDED = {
+    "prefect.results:ResultRecord.deserialize": ["data", "backup_serializer=None"],
+    "prefect.results:ResultRecord.deserialize_from_result_and_metadata": ["result", "metadata"],
+    "prefect.workers.process:load_flow_from_flow_run": [
+        *("client", "flow_run", "ignore_storage=False", "storage_base_path=None", "use_placeholder_flow=True"),
+    ],
+    "prefect.workers.process:ProcessWorker.run": ["self", "flow_run", "configuration", "task_status=None"],
+    "prefect.workers.process:ProcessJobConfiguration.from_template_and_values": [
+        *("base_job_template", "values", "client=None"),
+    ],
+}
+SCHEMA = {"_parameter_openapi_schema"}
+UNPICKLING = {"deserialize", "deserialize_from_result_and_metadata"}  # the methods that are replaced
+
+
+def changes() -> Iterator[str]:
+    yield from changed(RECORDED)
+    from prefect._internal import result_records
+    from prefect.deployments.runner import RunnerDeployment
+    from prefect.flow_engine import load_flow
+    from prefect.workers.process import ProcessWorker
+
+    from flows.libraries.prefect_private import ENTRYPOINT_VARIABLE
+
+    functions = [n for n in ast.walk(ast.parse(inspect.getsource(result_records))) if isinstance(n, ast.FunctionDef)]
+    unpickling = {function.name for function in functions if ".loads(" in ast.unparse(function)}
+    yield from differing("the unpickling of stored results", unpickling, UNPICKLING)
+    yield from differing("RunnerDeployment", RunnerDeployment.__private_attributes__.keys() & SCHEMA, SCHEMA)
+    yield from unmentioned(ProcessWorker.run, "load_flow_from_flow_run")
+    yield from unmentioned(load_flow, ENTRYPOINT_VARIABLE)
+
+
+def test_prefects_private_parts():
+    fail_if_changed("prefect", __name__)

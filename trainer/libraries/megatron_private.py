@@ -1,0 +1,149 @@
+"""The private parts of megatron-core that the trainer calls or replaces, as they are in megatron-core 0.16.1.
+
+    on a CPU            functions of torch.cuda that megatron-core calls, and those of its RNG tracker
+    the optimizer       state_dict and the states of a parameter, for torch's Adam; the states in a checkpoint
+    gradient clipping   the two functions that need Transformer Engine or apex to be fast
+    checkpoints         the reader, the planner and the writer of files, and a step of saving
+    linear layers       the product of a layer, without bias and communication
+
+`tests/trainer/libraries/test_megatron_private.py` compares them with the installed megatron-core.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+from megatron.core.optimizer import clip_grads
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.tensor_parallel import random as tensor_parallel_random
+
+from dataset_builders.known_version import check_version
+from trainer.libraries.torch_private import foreach_copy, foreach_multiply
+
+KNOWN = "==0.16.1"
+check_version("megatron-core", KNOWN, __name__, "gradients and checkpoints may be wrong", refuses=True)
+
+DataParallelBase = _BaseDataParallel
+
+
+def patch_cuda() -> None:
+    """Replace the CUDA functions that megatron-core calls as plain Python by those of the CPU."""
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    torch.cuda.synchronize = lambda *args, **kwargs: None
+    torch.cuda.get_rng_state = lambda *args, **kwargs: torch.random.get_rng_state()
+    torch.cuda.manual_seed = lambda seed: torch.manual_seed(seed)
+    tensor_parallel_random._get_cuda_rng_state = lambda *args, **kwargs: torch.random.get_rng_state()
+    tensor_parallel_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.random.set_rng_state(state)
+
+
+def set_device_rng_state(state: torch.Tensor) -> None:
+    """Set the state of the device's random number generator."""
+    tensor_parallel_random._set_cuda_rng_state(state)
+
+
+def patch_torch_adam() -> None:
+    """Patch the distributed optimizer so that it saves and loads torch's Adam; on a GPU too, if torch's Adam replaces
+    Transformer Engine's.
+
+    The unpatched optimizer removes `step` from the saved state of each parameter, and then fails to copy the missing
+    key when it loads. It also reads the number of updates from a parameter's state, and a pipeline rank with only
+    frozen layers has no such state.
+    """
+    original = DistributedOptimizer._set_main_param_and_optimizer_states
+    original_state_dict = DistributedOptimizer.state_dict
+
+    def with_step(self, model_param, tensors):
+        group, order = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        if "step" in state and "step" not in tensors:
+            tensors = {**tensors, "step": state["step"]}
+        return original(self, model_param, tensors)
+
+    def without_parameters(self):
+        if self.get_parameters():
+            return original_state_dict(self)
+        # Rank 0, which always has parameters, writes the saved copy.
+        groups = [{**group, "step": 0.0} for group in self.optimizer.state_dict()["param_groups"]]
+        return {"optimizer": {"param_groups": [{k: v for k, v in g.items() if k != "params"} for g in groups]}}
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = with_step
+    DistributedOptimizer.state_dict = without_parameters
+
+
+def replace_param_state(state_of: Callable[..., dict[int, dict[str, object]]]) -> None:
+    """Make the distributed optimizer write and request the tensors of its checkpoint by `state_of`."""
+    DistributedOptimizer.sharded_param_state_fully_reshardable = state_of
+
+
+def first_held(optimizer: DistributedOptimizer, param: torch.Tensor) -> int:
+    """Return the flat index of the first number of a parameter that this data-parallel rank updates."""
+    return optimizer._get_model_param_range_map(param)["param"].start
+
+
+def held_tensors(optimizer: DistributedOptimizer, param: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return this rank's numbers of a parameter ("param") and, after the first update, of its moments."""
+    return optimizer._get_main_param_and_optimizer_states(param)
+
+
+def patch_clipping() -> None:
+    """Make megatron-core clip gradients without waiting, until the process ends. This is for a GPU without Transformer
+    Engine and apex, where its gradient norm waits for the GPU once per tensor, and its scaling copies each gradient."""
+    clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl = _norm, _scale
+
+
+def _norm(chunk_size: int, flag: torch.Tensor, lists: list, per_tensor: bool) -> tuple[torch.Tensor, None]:
+    """Return the norm of all tensors of the first list, (1,) float32."""
+    return torch.nn.utils.get_total_norm(lists[0]).float().view(1), None
+
+
+def _scale(chunk_size: int, flag: torch.Tensor, lists: list, scale: float | torch.Tensor) -> None:
+    """Set the second list to the first list * scale; megatron-core passes the same list twice."""
+    source, target = lists
+    if source is not target:
+        foreach_copy(target, source)
+    foreach_multiply(target, scale)
+
+
+def replace_readers(planner: type, make_reader: Callable[[Any], object]) -> None:
+    """Make megatron-core read checkpoints by a planner of ours, and by the reader of a checkpoint's directory."""
+    torch_strategy.MCoreLoadPlanner = planner
+    torch_strategy._get_filesystem_reader = lambda checkpoint_dir, cache_metadata=False: make_reader(checkpoint_dir)
+
+
+def replace_writer(writer: type[FileSystemWriterAsync]) -> None:
+    """Make megatron-core write the files of a checkpoint by this class."""
+    torch_strategy.FileSystemWriterAsync = writer
+
+
+class OneFile(TorchDistSaveShardedStrategy):
+    """megatron-core's saving strategy with one file per rank.
+
+    Attributes:
+        file: the writer of this rank's file, after planning.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("torch_dist", 1, thread_count=1)
+        self.file: FileSystemWriterAsync | None = None
+
+    def _get_save_and_finalize_callbacks(self, writer: FileSystemWriterAsync, save_state_dict_ret: Any) -> AsyncRequest:
+        self.file = writer
+        return super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret)
+
+
+class OneRankProduct:
+    """A mixin for linear layers that replaces megatron-core's product on a single tensor-parallel rank by `product`."""
+
+    def product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return x weight^T + bias."""
+        raise NotImplementedError
+
+    def _forward_impl(self, input, weight, bias=None, **settings):
+        if self.tp_group.size() > 1:
+            return super()._forward_impl(input=input, weight=weight, bias=bias, **settings)
+        return self.product(input, weight, bias)
