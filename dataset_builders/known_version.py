@@ -29,7 +29,7 @@ def check_version(package: str, known: str, module: str, risk: str, *, refuses: 
     if SpecifierSet(known).contains(installed, prereleases=True):
         return
     text = f"{package} {installed}: {module} was written for {known}; with another version {risk}"
-    line = f"{text}; pip install '{package}{known}', or run the module's tests and change its KNOWN"
+    line = f"{text}; install {package}{known}, or run the module's tests and change its KNOWN"
     if refuses:
         raise InputError(line)
     log.warning(line)

@@ -34,6 +34,8 @@ def end_orphans(root: StorePath) -> int:
 
     One process at a time, because a second SIGTERM would interrupt a flow run while its trainer saves.
     """
+    if next(find_orphans(root), None) is None:
+        return 0  # nothing is written into a root where nothing is to be ended
     path, ended = service_dir(root) / "ending.lock", set()
     path.parent.mkdir(parents=True, exist_ok=True)
     with filelock.FileLock(path), ThreadPoolExecutor() as pool:

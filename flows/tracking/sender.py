@@ -90,6 +90,10 @@ class Sender:
                     problems.append(error_line(error))
                 self._forget_if_ended(key)
             self._end_round(problems)
+            with self._mutex:
+                if not self._runs:
+                    self._thread = None
+                    return
             time.sleep(_POLL_SECONDS)
 
     def _end_round(self, problems: list[str]) -> None:

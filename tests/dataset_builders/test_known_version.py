@@ -15,7 +15,7 @@ from tests.test_architecture import MODULES, ROOT
 
 KNOWN = re.compile(r'^KNOWN = "(.+)"$', re.MULTILINE)
 CHECKED = re.compile(r'^check_version\(\s*"(.+?)"', re.MULTILINE)
-LINE = "pytest {version}: a.b was written for {known}; with another version all is lost; pip install 'pytest{known}', "
+LINE = "pytest {version}: a.b was written for {known}; with another version all is lost; install pytest{known}, "
 LINE += "or run the module's tests and change its KNOWN"
 
 

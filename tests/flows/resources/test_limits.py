@@ -8,6 +8,7 @@ import sys
 import threading
 import uuid
 from pathlib import Path
+from types import SimpleNamespace
 
 import flows  # noqa: F401  sets what Prefect reads at its import
 
@@ -88,7 +89,7 @@ def refused(status: int) -> PrefectHTTPStatusError:
 def test_a_server_that_is_busy_writing_is_asked_again_at_once(times, is_given_up, monkeypatch):
     """Prefect's client would wait two seconds between two tries."""
     slept, answers = [], iter([refused(503)] * times)
-    monkeypatch.setattr(limits.time, "sleep", slept.append)
+    monkeypatch.setattr(limits, "time", SimpleNamespace(sleep=slept.append))
 
     def call() -> None:
         assert PREFECT_CLIENT_MAX_RETRIES.value() == 0
@@ -102,7 +103,7 @@ def test_a_server_that_is_busy_writing_is_asked_again_at_once(times, is_given_up
 
 
 def test_another_answer_is_not_asked_for_again(monkeypatch):
-    monkeypatch.setattr(limits.time, "sleep", lambda _: pytest.fail("waited"))
+    monkeypatch.setattr(limits, "time", SimpleNamespace(sleep=lambda _: pytest.fail("waited")))
     answers = iter([refused(423)])
     with pytest.raises(PrefectHTTPStatusError):
         limits._promptly(lambda: (_ for _ in ()).throw(next(answers)))
