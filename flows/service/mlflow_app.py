@@ -9,8 +9,8 @@ of this server see the same files under `mlflow-artifacts:`, and read and write 
 Whoever may call MLflow's API may set any directory for the files of an experiment, and read and write in it. This
 application serves only files in the root's own directory, and deletes none. Endpoints that make the server run a
 model's commands or call other machines are closed. Parts of MLflow 3.17.2 are replaced for this: the types of the
-columns of addresses, `handlers.get_artifact_repository` and the first page. They are compared with the installed MLflow
-in `tests/flows/libraries/test_mlflow_private.py`.
+columns of addresses, the opener of every file, and the first page. They are compared with the installed MLflow in
+`tests/flows/libraries/test_mlflow_private.py`.
 """
 
 import os
@@ -23,6 +23,7 @@ from mlflow.server import app as flask_app
 from mlflow.server import handlers
 from mlflow.server.constants import ARTIFACT_ROOT_ENV_VAR, BACKEND_STORE_URI_ENV_VAR
 from mlflow.server.fastapi_app import app
+from mlflow.store.artifact import artifact_repository_registry
 from mlflow.store.artifact.artifact_repo import ArtifactRepository
 from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
 from mlflow.store.db.base_sql_model import Base
@@ -65,7 +66,8 @@ def make_app() -> ASGIApp:
     for table, name in ADDRESSES:
         column = Base.metadata.tables[table].c[name]
         column.type = ServedAddress(column.type.length)
-    handlers.get_artifact_repository = own_files
+    # MLflow's handlers, its store and its pages for prompts open files by it.
+    artifact_repository_registry._artifact_repository_registry.get_artifact_repository = own_files
     page = Path(flask_app.static_folder, "index.html").read_text(encoding="utf-8")
     flask_app.view_functions["serve"] = lambda: page.replace("<head>", _FIRST_VISIT, 1)
     handlers.initialize_backend_stores(store, store, os.environ[ARTIFACT_ROOT_ENV_VAR])

@@ -273,6 +273,10 @@ def test_mlflow_writes_and_reads_nothing_beside_its_files(service, tmp_path):
         with pytest.raises(urllib.error.HTTPError, match="403") as refused:
             service.ask(page)
         assert re.search(r"files at .* are not served", refused.value.read().decode())
+    prompt = {"prompt_template": "{x}", "prompt_parameters": [{"key": "x", "value": "1"}], "model_route": "m"}
+    prompt |= {"model_input": "1", "mlflow_version": "3", **made}
+    run = service.ask(f"{service.record.mlflow}/ajax-api/2.0/mlflow/runs/create-promptlab-run", prompt)["run"]
+    assert run["info"]["status"] == "FAILED" and [path.name for path in tmp_path.iterdir()] == ["own_keys"]
 
 
 @pytest.mark.parametrize(
