@@ -166,28 +166,44 @@ def test_the_toys_losses_are_its_references(toy):
     torch.testing.assert_close(ours, wanted, atol=1e-4, rtol=0)
 
 
+TP2 = {"execution.cluster.processes": 2, "execution.parallel.tp": 2}
+PP2 = {"execution.cluster.processes": 2, "execution.parallel.pp": 2}
+ADAPTED = {"train.adapter.rank": 4, "train.adapter.alpha": 8}
+
+
 @pytest.mark.full
-def test_a_toy_family_registered_here_is_tokenized_trained_in_two_layouts_exported_and_answered(toy, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("settings", "layouts", "trained"),
+    [({}, (TP2, PP2), ("g_proj", "mlp.gate", "mlp.blend")), (ADAPTED, (TP2,), ("g_proj",))],
+    ids=["full", "adapters"],
+)
+def test_a_toy_family_registered_here_goes_through_the_flow_in_every_layout(
+    toy, tmp_path, capsys, settings, layouts, trained
+):
     losses, weights = [], []
-    for number, layout in enumerate(({}, {"execution.cluster.processes": 2, "execution.parallel.tp": 2})):
+    for number, layout in enumerate(({}, *layouts)):
         root = tmp_path / f"root-{number}"
-        assert run(root, {**DIGITS, "model": toy, **layout}) == 0
-        (tokenized,), (trained,), (exported,) = (made(root, stage) for stage in ("tokenize", "train", "export"))
-        assert tokenized.manifest.stats["total"]["num_images"] > 0
-        rows = read_metrics(trained.dir)
-        assert {"vision_grad_norm", "merger_grad_norm", "language_grad_norm"} <= rows[-1].model_extra.keys()
+        assert run(root, {**DIGITS, "model": toy, **settings, **layout}) == 0
+        assert made(root, "tokenize")[0].manifest.stats["total"]["num_images"] > 0
+        rows = read_metrics(made(root, "train")[0].dir)
         losses.append([row.loss for row in rows])
-        weights.append(load_file(exported.dir / "hf" / "model.safetensors"))
-        answers = (made(root, "answer")[0].dir / "answers.jsonl").read_text().splitlines()
-        assert len(answers) > 3
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4) and losses[0][-1] < losses[0][0]
+        weights.append(load_file(made(root, "export")[0].dir / "hf" / "model.safetensors"))
+        assert len((made(root, "answer")[0].dir / "answers.jsonl").read_text().splitlines()) > 3
     before = load_file(toy / "model.safetensors")
-    gates = [name for name in before if "g_proj" in name]
-    assert gates and weights[0].keys() == before.keys()
-    assert all((before[name] != weights[0][name]).any() for name in gates)
-    for name, weight in weights[0].items():
-        torch.testing.assert_close(weight, weights[1][name], rtol=0, atol=1e-4)
+    changed = {name for name in before if (before[name] != weights[0][name]).any()}
+    assert weights[0].keys() == before.keys() and losses[0][-1] < losses[0][0]
+    for part in trained:
+        of_part = {name for name in before if part in name}
+        assert of_part and of_part <= changed, part
+    for other_losses, other_weights in zip(losses[1:], weights[1:], strict=True):
+        assert losses[0] == pytest.approx(other_losses, rel=1e-4)
+        for name, weight in weights[0].items():
+            torch.testing.assert_close(weight, other_weights[name], rtol=0, atol=1e-4)
     capsys.readouterr()
+    arguments = [f"--set={key}={value}" for key, value in {**DIGITS, "model": toy, **settings}.items()]
+    assert main(["plan", "--root", str(tmp_path / "root-0"), *arguments]) == 0
+    planned = capsys.readouterr().out
+    assert "activations" in planned and "0 of" in planned and "stages would be made" in planned
 
 
 def test_settings_of_a_part_that_a_model_lacks_are_refused(tmp_path, capsys):

@@ -11,7 +11,7 @@ from pydantic import PositiveInt
 from trainer.families.config_keys import attention_of, decoder_sizes, mlp_of, read_keys
 from trainer.families.qwen3_vl import shape as qwen3_vl
 from trainer.families.qwen3_vl.family import FAMILY as QWEN3_VL
-from trainer.model.layer import Layer, LayerFlops
+from trainer.model.layer import FeedForward, Layer, LayerFlops
 from trainer.model.rules import Rule
 from trainer.model.shape import DecoderShape, ModelShape
 from trainer.parts.attention.part import Attention
@@ -23,6 +23,7 @@ class ToyTextKeys(qwen3_vl.TextKeys):
     """The keys of text_config."""
 
     rotary_dim: PositiveInt = 8
+    num_blended: PositiveInt = 3
 
 
 class ToyKeys(qwen3_vl.Qwen3VLKeys):
@@ -58,17 +59,56 @@ class GateAfterAttention(Attention):
         return self.hidden_size * self.num_heads * self.head_dim
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class BlendedMLPs(FeedForward):
+    """Gated MLPs that compute every token; a softmax of the token weights their outputs. No linear layer has adapters.
+
+    On disk and in the model, each of the three matrices of all MLPs is one tensor.
+    """
+
+    spec = "tests.toy_family.model:blended_spec"
+    first_linear = ""
+    role = "mlp"
+
+    hidden_size: int
+    intermediate_size: int
+    count: int
+
+    @property
+    def parameters(self) -> int:
+        return self.count * self.hidden_size * (3 * self.intermediate_size + 1)
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.parameters
+
+    def kept_numbers(self, *, selective: bool) -> int:
+        return self.count * (3 * self.intermediate_size + self.hidden_size + 1)
+
+    def divided_widths(self) -> dict[str, int]:
+        return {"intermediate_size": self.intermediate_size}
+
+    def rules(self, ours: str, hf: str) -> Iterator[Rule]:
+        yield Rule(f"{ours}mlp.router", (f"{hf}mlp.gate.weight",))
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            yield Rule(f"{ours}mlp.{name}", (f"{hf}mlp.blend.{name}",))
+
+
 def read_shape(config: Mapping[str, Any], path: Path | str = "config.json") -> ModelShape:
-    """Return Qwen3-VL's sizes with `text_config.rotary_dim`, and a gate in every other layer."""
+    """Return Qwen3-VL's sizes with `text_config.rotary_dim`. Odd layers have a gate, even layers blended MLPs."""
     keys = read_keys(ToyKeys, config, path)
     text, where = keys.text_config, f"{path}: text_config."
     section, theta = qwen3_vl.mrope_of(text, text.rotary_dim, path)
     attention = attention_of(text, where)
     sizes = {field.name: getattr(attention, field.name) for field in dataclasses.fields(attention)}
     mixers = (attention, GateAfterAttention(**sizes))
+    mlp = mlp_of(text)
+    blend = BlendedMLPs(hidden_size=mlp.hidden_size, intermediate_size=mlp.intermediate_size, count=text.num_blended)
     language = DecoderShape(
         **decoder_sizes(text, where),
-        layers=tuple(Layer(text.hidden_size, mixers[n % 2], mlp_of(text)) for n in range(text.num_hidden_layers)),
+        layers=tuple(
+            Layer(text.hidden_size, mixers[n % 2], (blend, mlp)[n % 2]) for n in range(text.num_hidden_layers)
+        ),
         rope_theta=theta,
         rotary_dim=text.rotary_dim,
         mrope_section=section,

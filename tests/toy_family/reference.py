@@ -1,5 +1,4 @@
-"""transformers' side of the toy family: Qwen3-VL's classes with another attention, and a directory of random
-weights."""
+"""transformers' side of the toy family: Qwen3-VL's classes with other layers, and a directory of random weights."""
 
 import copy
 import json
@@ -7,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 import transformers
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl
@@ -52,6 +52,34 @@ class ToyAttention(qwen3_vl.Qwen3VLTextAttention):
         return self.o_proj(out), weights
 
 
+class ToyBlend(torch.nn.Module):
+    """The matrices of all MLPs, one tensor for each kind."""
+
+    def __init__(self, config) -> None:
+        super().__init__()
+        count, width, inner = config.num_blended, config.hidden_size, config.intermediate_size
+        self.gate_proj = torch.nn.Parameter(torch.zeros(count, inner, width))
+        self.up_proj = torch.nn.Parameter(torch.zeros(count, inner, width))
+        self.down_proj = torch.nn.Parameter(torch.zeros(count, width, inner))
+
+
+class ToyFeedForward(torch.nn.Module):
+    """MLPs whose outputs are weighted by a softmax of the token."""
+
+    def __init__(self, config) -> None:
+        super().__init__()
+        self.gate = torch.nn.Linear(config.hidden_size, config.num_blended, bias=False)
+        self.blend = ToyBlend(config)
+
+    def forward(self, hidden):
+        out, weights = torch.zeros_like(hidden), self.gate(hidden).softmax(-1)
+        for number, matrices in enumerate(zip(self.blend.gate_proj, self.blend.up_proj, self.blend.down_proj)):
+            gate, up, down = matrices
+            inner = F.silu(hidden @ gate.t()) * (hidden @ up.t())
+            out = out + weights[..., number : number + 1] * (inner @ down.t())
+        return out
+
+
 class ToyForConditionalGeneration(transformers.Qwen3VLForConditionalGeneration):
     """The whole model."""
 
@@ -62,6 +90,8 @@ class ToyForConditionalGeneration(transformers.Qwen3VLForConditionalGeneration):
         text = self.model.language_model
         for number, layer in enumerate(text.layers):
             layer.self_attn = ToyAttention(text.config, number)
+            if number % 2 == 0:
+                layer.mlp = ToyFeedForward(text.config)
         narrow = copy.deepcopy(text.config)
         narrow.head_dim = narrow.rotary_dim
         text.rotary_emb = qwen3_vl.Qwen3VLTextRotaryEmbedding(narrow)
@@ -77,7 +107,7 @@ def write_toy(directory: Path) -> Path:
     config = json.loads((directory / "config.json").read_text())
     config["model_type"] = MODEL_TYPE
     config["vision_config"]["deepstack_visual_indexes"] = []
-    config["text_config"]["rotary_dim"] = 8
+    config["text_config"] |= {"rotary_dim": 8, "num_blended": 3}
     config["text_config"]["rope_parameters"]["mrope_section"] = [2, 1, 1]
     model = ToyForConditionalGeneration(ToyConfig(**config))
     randomize(model)

@@ -56,7 +56,8 @@ class HFTensors:
             starts = accumulate((unit * run for run in runs), initial=0)
             shares = [unit * run // size for run in runs]
             bounds = [(start + rank * share, start + (rank + 1) * share) for start, share in zip(starts, shares)]
-            return torch.cat([stored[start:stop] if dim == 0 else stored[:, start:stop] for start, stop in bounds], dim)
+            before = (slice(None),) * dim
+            return torch.cat([stored[(*before, slice(start, stop))] for start, stop in bounds], dim)
 
     def header(self, name: str) -> tuple[torch.dtype, torch.Size]:
         """Return the dtype and the shape of a stored tensor, reading only the file's header."""
