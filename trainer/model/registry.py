@@ -5,6 +5,7 @@ value is "module:name" of the `Family`: see README.md.
 """
 
 from collections.abc import Mapping
+from functools import lru_cache
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ def get_variants(model_type: object) -> Mapping[str, Mapping[str, Any]]:
 
 
 def read_model(hf_dir: Path) -> tuple[Family, ModelShape]:
-    """Return the family and the sizes of the model in an HF directory.
+    """Return the family and the sizes of the model in an HF directory. A process reads a file once until it changes.
 
     Raises:
         InputError: config.json does not exist, its family is not supported, or one of its keys is not understood.
@@ -82,6 +83,13 @@ def read_model(hf_dir: Path) -> tuple[Family, ModelShape]:
     path = hf_dir / "config.json"
     if not path.is_file():
         raise InputError(f"{path} does not exist; give the HF directory of a model")
+    state = path.stat()
+    return _read_config(path, (state.st_ino, state.st_size, state.st_mtime_ns))
+
+
+@lru_cache(maxsize=8)
+def _read_config(path: Path, _: tuple[int, ...]) -> tuple[Family, ModelShape]:
+    """Return the family and the sizes of a config.json. The second argument changes when the file does."""
     config = read_object(path, "copy the model's own file again")
     family = get_family(config.get("model_type"), path)
     return family, family.read_shape(config, path)
