@@ -9,7 +9,7 @@ from pydantic import Field, SerializationInfo, SerializerFunctionWrapHandler, mo
 from dataset_builders.contracts.strict import EVERY_FIELD, StrictModel
 from dataset_builders.embedded.digits import NUM_SCANS
 from dataset_builders.errors import shown
-from trainer.model.registry import EMBEDDED, get_family, get_variant, get_variants
+from trainer.model.registry import EMBEDDED, FAMILIES, get_family, get_variant, get_variants
 from trainer.model.shape import ModelShape
 
 
@@ -40,52 +40,13 @@ class EmbeddedReceiptsConfig(StrictModel):
     num_heldout: int = Field(ge=1, le=10**6, description="receipts in the split validation")
 
 
-class DeltaSizes(StrictModel):
-    """The gated delta nets of a hybrid decoder."""
-
-    key_heads: int = Field(gt=0, le=1024, description="key heads of a gated delta net")
-    value_heads: int = Field(gt=0, le=1024, description="value heads, a multiple of key_heads")
-    head_dim: int = Field(ge=8, le=1024, multiple_of=8, description="width of a key and of a value head")
-    attention_interval: int = Field(
-        gt=0, le=1024, description="interval of attention layers: 4 means every fourth layer"
-    )
-
-    @model_validator(mode="after")
-    def _heads_fit(self) -> "DeltaSizes":
-        if self.value_heads % self.key_heads:
-            raise ValueError(f"value_heads={self.value_heads} is not a multiple of key_heads={self.key_heads}")
-        return self
-
-
-class ExpertSizes(StrictModel):
-    """The experts of a decoder's layers."""
-
-    count: int = Field(gt=0, le=4096, description="experts of a layer")
-    top_k: int = Field(gt=0, le=4096, description="experts of a token, at most count")
-    width: int = Field(gt=0, le=2**18, description="width of an expert's gated MLP")
-    shared_width: int = Field(default=0, ge=0, le=2**18, description="width of the shared expert, of qwen3_5_moe")
-    dense_layers: tuple[int, ...] = Field(
-        default=(), description="layers with an MLP in place of experts, of qwen3_vl_moe"
-    )
-
-    @model_validator(mode="after")
-    def _experts_suffice(self) -> "ExpertSizes":
-        if self.top_k > self.count:
-            raise ValueError(f"top_k={self.top_k} is more than count={self.count}")
-        return self
-
-
-class EmbeddedModelConfig(StrictModel):
-    """Identity of a model with random weights: its sizes, its tokenizer's size and the seed.
-
-    Sizes that are not given come from the variant; the default is the family's smallest variant. A variant's name and
-    its sizes written out make the same artifact.
-    """
-
-    later_fields = ("family", "dtype", "rotary_fraction", "delta", "experts")
+class _CommonSizes(StrictModel):
+    """The sizes that all families have."""
 
     kind: Literal["random"] = Field(default="random", description="random weights: the only kind")
-    family: str = Field(default=EMBEDDED, description="qwen3_vl or qwen3_5; null variant: its smallest")
+    family: str = Field(
+        default=EMBEDDED, description="qwen3_vl, qwen3_5, qwen3_vl_moe or qwen3_5_moe; without a variant, its smallest"
+    )
     variant: str | None = Field(
         default=None, description="published sizes by name, as qwen3_vl_2b or qwen3_5_4b; null: tiny"
     )
@@ -114,10 +75,24 @@ class EmbeddedModelConfig(StrictModel):
     special_tokens: Literal["last", "first"] = Field(
         default="last", description="ids of the special tokens: after the text tokens as in Qwen, or before"
     )
-    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="of the weights in the directory")
-    rotary_fraction: float = Field(default=1.0, gt=0, le=1, description="share of a language head that is rotated")
-    delta: DeltaSizes | None = Field(default=None, description="gated delta nets, of qwen3_5; null: there are none")
-    experts: ExpertSizes | None = Field(default=None, description="experts, of the families with moe; null: none")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="dtype of the weights in the directory"
+    )
+
+
+_OF_FAMILIES = tuple(dict.fromkeys(sizes for name in FAMILIES for sizes in get_family(name).sizes))
+
+
+class EmbeddedModelConfig(*_OF_FAMILIES, _CommonSizes):
+    """Identity of a model with random weights: its sizes, its tokenizer's size and the seed.
+
+    The classes of sizes that only some families have are in the folders of the parts, see `Family.sizes`.
+
+    Sizes that are not given come from the variant; the default is the family's smallest variant. A variant's name and
+    its sizes written out make the same artifact.
+    """
+
+    later_fields = ("family", "dtype", *(name for sizes in _OF_FAMILIES for name in sizes.later_fields))
 
     @model_validator(mode="before")
     @classmethod
@@ -131,11 +106,8 @@ class EmbeddedModelConfig(StrictModel):
             family, sizes = get_variant(given["variant"])
             if given.get("family", family) != family:
                 raise ValueError(f"variant={given['variant']} is of {family}, not of family={shown(given['family'])}")
-        for name in ("delta", "experts"):
-            if isinstance(given.get(name), Mapping) and name in sizes:
-                sizes = sizes | {name: sizes[name] | given[name]}
-                given = {key: value for key, value in given.items() if key != name}
-        return sizes | given | {"family": family}
+        nested = {name: size | given[name] for name, size in sizes.items() if _are_mappings(size, given.get(name))}
+        return sizes | given | nested | {"family": family}
 
     @model_serializer(mode="wrap")
     def dumped(self, whole: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
@@ -146,19 +118,17 @@ class EmbeddedModelConfig(StrictModel):
 
     @model_validator(mode="after")
     def _family_fits(self) -> "EmbeddedModelConfig":
-        own = get_variants(self.family)[f"{self.family}_tiny"]
-        if ("experts" in own) != (self.experts is not None):
-            needs = "needs experts" if "experts" in own else "has no experts; try family=qwen3_vl_moe"
-            raise ValueError(f"family={self.family} {needs}")
-        is_hybrid = "delta" in own
-        if is_hybrid and (self.delta is None or self.deepstack_indexes):
-            raise ValueError(
-                f"family={self.family} needs delta and has no deepstack; leave out delta or deepstack_indexes"
-            )
-        if not is_hybrid and (self.delta is not None or self.rotary_fraction != 1):
-            raise ValueError(f"family={self.family} has neither delta nor rotary_fraction; try family=qwen3_5")
-        if (rotated := self.head_dim * self.rotary_fraction) % 2 or not rotated:
-            raise ValueError(f"head_dim={self.head_dim} x rotary_fraction={self.rotary_fraction} is no even number")
+        own = get_family(self.family).sizes
+        for sizes in _OF_FAMILIES:
+            for name, field in sizes.model_fields.items():
+                value = getattr(self, name)
+                if sizes not in own and value != field.default:
+                    others = " or ".join(other for other in FAMILIES if sizes in get_family(other).sizes)
+                    raise ValueError(f"family={self.family} has no {name}; leave it out, or try family={others}")
+                if sizes in own and value is None:
+                    raise ValueError(f"family={self.family} needs {name}, which is null; leave it out")
+        if self.deepstack_indexes and not get_variants(self.family)[f"{self.family}_tiny"]["deepstack_indexes"]:
+            raise ValueError(f"family={self.family} has no deepstack; leave out deepstack_indexes")
         return self
 
     @model_validator(mode="after")
@@ -191,3 +161,7 @@ class EmbeddedModelConfig(StrictModel):
     def shape(self) -> ModelShape:
         """The model's sizes, known before the model is made."""
         return get_family(self.family).read_shape(self.hf_configs(defaultdict(int))["config.json"], "model")
+
+
+def _are_mappings(*values: object) -> bool:
+    return all(isinstance(value, Mapping) for value in values)

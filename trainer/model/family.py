@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dataset_builders.contracts.strict import StrictModel
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import TrainConfig
 from trainer.model.late_import import load
@@ -48,6 +49,7 @@ class Family:
             and an export contains them unchanged.
         embedded: returns the configs of a model with random weights by file name, given sizes and token ids; None if
             the family supports only models from a directory.
+        sizes: classes of the fields of `EmbeddedModelConfig` that only some families have, and this family has.
         variants: sizes by name: the published ones, and the smallest for a CPU, "<model_type>_tiny".
     """
 
@@ -64,6 +66,7 @@ class Family:
     check_settings: Callable[[TrainConfig, ParallelConfig], None] = lambda train, parallel: None
     carried: tuple[str, ...] = ()
     embedded: Callable[[Mapping[str, Any], Mapping[str, int]], dict[str, dict[str, Any]]] | None = None
+    sizes: tuple[type[StrictModel], ...] = ()
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def weight_rules(self, shape: ModelShape) -> Sequence[Any]:

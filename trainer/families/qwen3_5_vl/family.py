@@ -9,6 +9,8 @@ from trainer.families.qwen3_5_vl.embedded import embedded_configs
 from trainer.families.qwen3_5_vl.shape import read_shape
 from trainer.families.qwen3_5_vl.variants import VARIANTS
 from trainer.families.qwen3_vl.family import FAMILY as QWEN3_VL
+from trainer.parts.attention.sizes import WithPartialRotation
+from trainer.parts.delta.sizes import WithDelta
 
 
 def check_settings(train: TrainConfig, parallel: ParallelConfig) -> None:
@@ -33,5 +35,6 @@ FAMILY = dataclasses.replace(
     check_settings=check_settings,
     carried=("mtp.",),  # the layer that predicts a second token, used for speculative decoding
     embedded=embedded_configs,
+    sizes=(WithPartialRotation, WithDelta),
     variants=VARIANTS,
 )
