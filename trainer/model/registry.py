@@ -23,6 +23,10 @@ FAMILIES = {
     "qwen3_5": "trainer.families.qwen3_5_vl.family:FAMILY",
     "qwen3_5_moe": "trainer.families.qwen3_5_moe.family:FAMILY",
 }
+# Model types that a user of our families may have, and why they are not supported.
+_UNSUPPORTED = {
+    "qwen4_exp": ", whose sparse attention, gated residual streams and n-gram embeddings are not implemented",
+}
 EMBEDDED = "qwen3_vl"  # the family of a model with random weights, if the recipe names none
 ENTRY_POINTS = "athanor.families"
 
@@ -39,7 +43,8 @@ def get_family(model_type: object, path: Path | str = "config.json") -> Family:
     # Search the installed packages only if needed: it is slow.
     places = FAMILIES if str(model_type) in FAMILIES else _all_places()
     if not isinstance(model_type, str) or model_type not in places:
-        raise InputError(f"{path}: model_type is {shown(model_type)}; supported: {', '.join(sorted(places))}")
+        why = _UNSUPPORTED.get(model_type, "") if isinstance(model_type, str) else ""
+        raise InputError(f"{path}: model_type is {shown(model_type)}{why}; supported: {', '.join(sorted(places))}")
     return load(places[model_type])
 
 

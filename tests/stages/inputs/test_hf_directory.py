@@ -80,6 +80,8 @@ def test_a_missing_directory_is_named(tmp_path):
 def test_another_architecture_is_refused_with_the_list(hf_dir):
     _edit(hf_dir / "config.json", model_type="llava")
     assert "'llava'; supported: qwen3, qwen3_5, qwen3_5_moe, qwen3_vl, qwen3_vl_moe" in _refusal(hf_dir)
+    _edit(hf_dir / "config.json", model_type="qwen4_exp")
+    assert "'qwen4_exp', whose sparse attention, gated residual streams and" in _refusal(hf_dir)
 
 
 def test_a_broken_json_is_named(hf_dir):

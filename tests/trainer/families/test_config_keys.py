@@ -25,8 +25,10 @@ from trainer.data.geometry import geometry_of
 from trainer.data.micro_batch import make_micro_batch
 from trainer.families import config_keys
 from trainer.families.qwen3 import shape as qwen3
+from trainer.families.qwen3_5_moe import shape as qwen3_5_moe
 from trainer.families.qwen3_5_vl import shape as qwen3_5_vl
 from trainer.families.qwen3_vl import shape as qwen3_vl
+from trainer.families.qwen3_vl_moe import shape as qwen3_vl_moe
 from trainer.model.late_import import load
 from trainer.model.registry import FAMILIES, get_family, read_model
 from trainer.model.shape import ModelShape
@@ -270,5 +272,7 @@ def test_the_readme_has_every_key():
     classes = [qwen3.Qwen3Keys]
     for family, whole in ((qwen3_vl, qwen3_vl.Qwen3VLKeys), (qwen3_5_vl, qwen3_5_vl.Qwen35VLKeys)):
         classes += [whole, family.TextKeys, family.TextRotaryKeys, family.VisionKeys]
+    for family, whole in ((qwen3_vl_moe, qwen3_vl_moe.Qwen3VLMoeKeys), (qwen3_5_moe, qwen3_5_moe.Qwen35MoeKeys)):
+        classes += [whole, family.TextKeys, family.VisionKeys]
     keys = {field.alias or name for cls in classes for name, field in cls.model_fields.items()}
     assert not {key for key in keys if f"`{key}`" not in text}
