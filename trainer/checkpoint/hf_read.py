@@ -125,18 +125,27 @@ def fill(param: torch.nn.Parameter, source: HFTensors, rule: Rule, model: Megatr
 
 
 def read_part(source: HFTensors, rule: Rule, param: torch.nn.Parameter, model: MegatronModule) -> torch.Tensor:
-    """Return a tensor-parallel rank's part of a parameter, on the CPU, in the stored dtype."""
-    axis, tp = parallel_axis(param), model.groups.tp
-    if axis is None or tp.size() == 1:
-        return rule.packing.fuse([source.get(name) for name in rule.hf], 1)
-    runs = rule.packing.runs(len(rule.hf))
-    parts = [source.get_slice(name, axis, tp.rank(), tp.size(), runs[i]) for i, name in enumerate(rule.hf)]
-    return rule.packing.fuse(parts, tp.size())
+    """Return this rank's part of a parameter, on the CPU, in the stored dtype."""
+    axis, packing, group = parallel_axis(param), rule.packing, getattr(model.groups, rule.group)
+    rank, size = group.rank(), group.size()
+    if axis is None or size == 1:
+        return packing.fuse([source.get(name) for name in rule.hf], 1)
+    if packing.divides_names:
+        share = len(rule.hf) // size
+        return packing.fuse([source.get(name) for name in rule.hf[rank * share : (rank + 1) * share]], size)
+    runs = packing.runs(len(rule.hf))
+    parts = [source.get_slice(name, axis, rank, size, runs[i]) for i, name in enumerate(rule.hf)]
+    return packing.fuse(parts, size)
 
 
 def parallel_axis(param: torch.nn.Parameter) -> int | None:
-    """Return the axis along which tensor-parallel ranks divide a parameter; None if each rank has it whole."""
+    """Return the axis along which ranks divide a parameter; None if each rank has it whole."""
     return param.partition_dim if getattr(param, "tensor_model_parallel", False) else None
+
+
+def is_of_experts(param: torch.nn.Parameter) -> bool:
+    """Whether expert-parallel ranks divide a parameter. megatron-core reads the same mark."""
+    return not getattr(param, "allreduce", True)
 
 
 def left_over(source: HFTensors, rules: Iterable[Rule], *, tied: bool) -> list[str]:

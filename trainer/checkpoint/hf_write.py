@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from dataset_builders.contracts.manifest import FileEntry, file_entry
 from dataset_builders.storage.files import write_json
-from trainer.checkpoint.hf_read import INDEX, HFTensors, left_over, parallel_axis
+from trainer.checkpoint.hf_read import INDEX, HFTensors, is_of_experts, left_over, parallel_axis
 from trainer.model.rules import Rule, global_names, stored_rules
 from trainer.parallel.mesh import Mesh
 
@@ -116,11 +116,13 @@ def hf_tensors(chunks: Sequence[MegatronModule], mesh: Mesh, rules: Sequence[Rul
 
 def _held(chunks: Sequence[MegatronModule], mesh: Mesh) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Yield the parameters that this rank sends, without copies of parameters that another rank sends."""
-    if mesh.groups.dp_cp.rank() > 0:
-        return
+    groups = mesh.groups
     for chunk in chunks:
         for name, param in global_names(chunk):
-            is_copy = parallel_axis(param) is None and mesh.groups.tp.rank() > 0
+            if is_of_experts(param):
+                is_copy = groups.expt_dp.rank() > 0
+            else:
+                is_copy = groups.dp_cp.rank() > 0 or (parallel_axis(param) is None and groups.tp.rank() > 0)
             if not is_copy and not getattr(param, "shared", False):
                 yield name, param
 
@@ -152,6 +154,9 @@ def _to_main(param: torch.nn.Parameter | None, part: _Slice, mesh: Mesh) -> torc
 
 def _join(rule: Rule, slices: list[torch.Tensor], axis: int | None) -> list[torch.Tensor]:
     """Join the slices of one of our parameters into whole HF tensors."""
+    if rule.packing.divides_names:
+        share = len(rule.hf) // len(slices)
+        return [tensor for part in slices for tensor in rule.packing.split(part, share, len(slices))]
     parts = [rule.packing.split(part, len(rule.hf), len(slices)) for part in slices]
     if axis is None or len(slices) == 1:
         return parts[0]

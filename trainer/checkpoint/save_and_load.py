@@ -27,7 +27,7 @@ from trainer.parallel.mesh import Mesh
 log = logging.getLogger("athanor.trainer")
 
 # The only kind of optimizer checkpoint that any other layout can read.
-_SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
+_SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 
 def newest_whole(directory: Path, mesh: Mesh) -> Path | None:

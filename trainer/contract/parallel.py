@@ -32,6 +32,12 @@ class ParallelConfig(StrictModel):
     tp: int = Field(default=1, ge=1, le=1024, description="tensor parallel size")
     pp: int = Field(default=1, ge=1, le=1024, description="pipeline parallel size")
     cp: int = Field(default=1, ge=1, le=1024, description="context parallel size")
+    ep: int = Field(
+        default=1,
+        ge=1,
+        le=1024,
+        description="expert parallel size: ranks of the same pipeline rank that divide the experts of each layer",
+    )
     vpp: int = Field(
         default=1,
         ge=1,

@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_du
 from megatron.core.transformer.module import param_is_not_shared
 from torch.optim.adamw import adamw
 
+from trainer.checkpoint.hf_read import is_of_experts
 from trainer.contract.run import OptimConfig, TrainConfig
 from trainer.libraries.megatron_private import patch_clipping, patch_torch_adam
 from trainer.libraries.torch_private import foreach_copy
@@ -237,9 +238,11 @@ def squared_param_norm(
     counted = [p for inner in optimizer.chained_optimizers for p in inner.get_parameters()]  # divided over the ranks
     if isinstance(chunks[0], FullyShardedModel):
         counted += [piece for piece in chunks[0].slices.values() if not piece.requires_grad]
-    elif mesh.groups.dp_cp.rank() == 0:
+    else:
         frozen = (p for chunk in chunks for p in chunk.module.parameters() if not p.requires_grad)
-        counted += [p for p in frozen if p.is_floating_point()]
+        for param in (p for p in frozen if p.is_floating_point()):
+            copies = mesh.groups.expt_dp if is_of_experts(param) else mesh.groups.dp_cp
+            counted += [param] * (copies.rank() == 0)
     # Leave out the copies that tensor-parallel ranks hold, and a tied embedding's second copy, as for gradients.
     counted = [p for p in counted if param_is_not_shared(p) and param_is_not_tensor_parallel_duplicate(p)]
     square = torch.nn.utils.get_total_norm(counted).to(device, torch.float64).square().view(1)

@@ -70,6 +70,10 @@ class Part(ABC):
         """Return the widths that context-parallel ranks divide, after the tensor-parallel ranks."""
         return {}
 
+    def expert_divided_widths(self) -> dict[str, int]:
+        """Return the widths that expert-parallel ranks divide."""
+        return {}
+
     def transformer_settings(self) -> Mapping[str, Any]:
         """Return the fields of megatron-core's TransformerConfig that the part sets; `activation` is by name."""
         return {}
@@ -102,6 +106,11 @@ class FeedForward(Part):
     """
 
     routes_tokens: ClassVar[bool] = False
+
+    @property
+    def divided_by_experts(self) -> int:
+        """Number of the parameters that expert-parallel ranks divide. Tensor-parallel ranks do not divide them."""
+        return 0
 
     @property
     @abstractmethod

@@ -9,7 +9,7 @@ Importing this file does not load torch: a recipe's check reads only the table.
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from trainer.model.late_import import load
 
@@ -27,7 +27,13 @@ _NORMS = {"self_attention": "input_layernorm.", "mlp": "pre_mlp_layernorm."}
 
 @dataclass(frozen=True, slots=True)
 class Stacked:
-    """The packing that concatenates HF tensors of equal size along the first axis; a single tensor is copied."""
+    """The packing that concatenates HF tensors of equal size along the first axis; a single tensor is copied.
+
+    Attributes:
+        divides_names: whether each rank has whole HF tensors, a share of their names, instead of slices of all of them.
+    """
+
+    divides_names: ClassVar[bool] = False
 
     def runs(self, count: int) -> Sequence[tuple[int, ...]]:
         """Return the relative lengths of the runs of rows of each of `count` HF tensors.
@@ -73,10 +79,12 @@ class OneByOne(Stacked):
         experts: number of experts.
     """
 
+    divides_names = True
+
     experts: int = 1
 
     def fuse(self, parts: Sequence[Tensor], tp: int) -> Tensor:
-        return _cat(parts).unflatten(0, (self.experts, -1))
+        return _cat(parts).unflatten(0, (self.experts // tp, -1))
 
     def split(self, ours: Tensor, count: int, tp: int) -> list[Tensor]:
         return list(ours.flatten(0, 1).chunk(count))
@@ -169,6 +177,7 @@ class Rule:
         sizes: (out, in) of each HF tensor, if it is the weight of a linear layer that can have adapters.
         role: name by which `train.adapter.targets` selects the layer; empty for weights without `sizes`.
         axis: the axis of a linear layer's weight that tensor-parallel ranks divide: 0, the outputs, or 1, the inputs.
+        group: the ranks that divide the parameter: "tp", tensor-parallel ranks, or "ep", expert-parallel ranks.
         one_by_one: the rule of the same parameter for directories that store its matrices one by one; None: there is
             no such directory.
     """
@@ -179,6 +188,7 @@ class Rule:
     sizes: tuple[tuple[int, int], ...] = ()
     role: str = ""
     axis: int = 0
+    group: Literal["tp", "ep"] = "tp"
     one_by_one: "Rule | None" = None
 
 

@@ -93,6 +93,10 @@ class DecoderShape:
         """Return the widths that context-parallel ranks divide, after the tensor-parallel ranks."""
         return {name: size for part in self.parts for name, size in part.context_divided_widths().items()}
 
+    def expert_divided_widths(self) -> dict[str, int]:
+        """Return the widths that expert-parallel ranks divide."""
+        return {name: size for part in self.parts for name, size in part.expert_divided_widths().items()}
+
     @property
     def parameters(self) -> int:
         """Number of parameters of embedding, layers, final norm and output projection; a tied weight counts once."""

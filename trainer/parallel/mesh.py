@@ -148,6 +148,8 @@ def rank_mesh(parallel: ParallelConfig, seed: int, on_lost: Callable[[str], None
                 parallel.pp,
                 virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
                 context_parallel_size=parallel.cp,
+                expert_model_parallel_size=parallel.ep,
+                expert_tensor_parallel_size=1,
                 create_gloo_process_groups=True,
             )
             tensor_parallel.model_parallel_cuda_manual_seed(seed)

@@ -136,7 +136,14 @@ def check_experts(train: TrainConfig, parallel: ParallelConfig, shape: ModelShap
         if settings:
             name, value = next(iter(settings.items()))
             raise InputError(f"train.experts.{name} is {value}, and the model has no experts; remove it")
+        if parallel.ep > 1:
+            raise InputError(f"execution.parallel.ep is {parallel.ep}, and the model has no experts; set it to 1")
         return
+    if parallel.tp > 1 and not parallel.sequence_parallel:
+        raise InputError(
+            f"execution.parallel.tp is {parallel.tp}, and each of these ranks would compute every token's experts; "
+            "set execution.parallel.sequence_parallel=true"
+        )
     if train.precision == "float8":
         raise InputError("train.precision is float8, which is not supported with experts; set train.precision=bfloat16")
     if parallel.sharding == "fsdp":

@@ -33,7 +33,8 @@ def estimate_memory(
     the gradients of one of these units before and after their cast to float32. P counts language matrices / tp, and
     vision whole unless vision_split=tensor_parallel. Frozen parameters count only as weights, without float32 copies.
     If vision is dealt, each pipeline rank except the first holds a copy of the encoder: weights (4 P, or 2 P in
-    bfloat16) and gradients. Without fsdp these figures are exact.
+    bfloat16) and gradients. Without fsdp these figures are exact. Experts count / ep, and not / tp; their n is
+    dp x cp x tp / ep.
 
     Activations follow a rule of thumb for attention that keeps no score matrix (Korthikanti et al. 2022,
     arXiv:2205.05198, table 2). In half precision a layer of width D takes 10 D + (16 D + 2 A) / tp bytes per token.
@@ -214,12 +215,12 @@ class _Process:
 
     def memory(self, rank: int) -> dict[str, int]:
         """Estimate the bytes of a pipeline rank, by purpose."""
-        weights, trained = self._weights(rank), self._trained(rank)
+        weights, trained, share = self._weights(rank), self._trained(rank), self._optimizer_share(rank)
         ranks = self.dp * self.parallel.cp
         parts = {
-            "weights": weights + (4 * trained / ranks if self.size == 2 else 0),
+            "weights": weights + (4 * share if self.size == 2 else 0),
             "gradients": 4 * trained,
-            "optimizer": 2 * self.moment_size * trained / ranks,
+            "optimizer": 2 * self.moment_size * share,
         }
         if self.parallel.sharding == "fsdp":
             parts |= {"weights": 4 * weights / self.size / ranks, "gradients": 4 * trained / ranks}
@@ -254,10 +255,9 @@ class _Process:
         """Return the bytes of a checkpoint that a pipeline rank writes."""
         trained = self._trained(rank)
         weights = self._weights(rank) if self.adapters is None else self.size * trained
-        ranks, moments = self.dp * self.parallel.cp, 2 * self.moment_size * trained
         if self.parallel.sharding == "fsdp":
-            return round((4 * weights / self.size + moments) / ranks)
-        return round(weights + (4 * trained + moments) / ranks)
+            return round((4 * weights / self.size + 2 * self.moment_size * trained) / (self.dp * self.parallel.cp))
+        return round(weights + (4 + 2 * self.moment_size) * self._optimizer_share(rank))
 
     @property
     def _vision(self) -> _Vision:
@@ -275,6 +275,14 @@ class _Process:
         if self.adapters is not None:
             return sum(place.parameters.on(self.parallel.tp) for place in self._places(rank)) + vision
         return self._language(rank) * ("language" not in self.frozen) + vision
+
+    def _optimizer_share(self, rank: int) -> float:
+        """Return the number of trained parameters whose float32 copies and moments are on one rank."""
+        p, trained = self.parallel, self._trained(rank)
+        is_trained = self.adapters is None and "language" not in self.frozen
+        of_experts = self._of_experts(rank) / p.ep if is_trained else 0
+        ranks = self.dp * p.cp
+        return (trained - of_experts) / ranks + of_experts / (ranks * p.tp / p.ep)
 
     def _weights(self, rank: int) -> float:
         """Return the bytes of a pipeline rank's weights in forward and backward."""
@@ -295,7 +303,14 @@ class _Process:
         embeddings = is_first + is_last if parallel.pp > 1 or not decoder.tie_word_embeddings else 1
         layers = (decoder.layers[number] for number in self._layers(rank))
         language = sum(layer.parameters for layer in layers) + decoder.hidden_size * is_last
-        return (language + embeddings * decoder.vocab_size * decoder.hidden_size) / parallel.tp
+        language += embeddings * decoder.vocab_size * decoder.hidden_size
+        of_experts = self._of_experts(rank)
+        return (language - of_experts) / parallel.tp + of_experts / parallel.ep
+
+    def _of_experts(self, rank: int) -> int:
+        """Return the number of parameters of all experts of a pipeline rank's layers."""
+        layers = (self.shape.language.layers[number] for number in self._layers(rank))
+        return sum(layer.feed_forward.divided_by_experts for layer in layers)
 
     def _activations(self, rank: int) -> float:
         decoder, p = self.shape.language, self.parallel

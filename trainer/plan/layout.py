@@ -55,6 +55,7 @@ def check_layout(
         _check_context_parallel(parallel, shape, names)
         _check_layers(parallel, shape, names)
     check_world(parallel, world_size, names)
+    _check_experts(parallel, shape, world_size, names)
     _check_global_batch(parallel, world_size, global_batch_size, names)
     _check_bins(parallel, seq_len, pad_multiple)
 
@@ -82,6 +83,19 @@ def check_world(parallel: ParallelConfig, world_size: int, names: FieldNames = I
             f"{names.parallel}vision.ranks={alone} with vision.tp={tp} encode for dp={dp} copies of the language "
             "model, and neither number of copies is a multiple of the other; "
             f"try {names.parallel}vision.ranks={nearest}, {names.processes}={language + nearest}"
+        )
+
+
+def _check_experts(parallel: ParallelConfig, shape: ModelShape | None, world_size: int, names: FieldNames) -> None:
+    """Check that the ranks of a pipeline rank, and the experts of each layer, divide evenly by ep."""
+    ranks = (world_size - parallel.vision_ranks) // parallel.pp
+    sizes = {"dp x cp x tp": ranks} | ({} if shape is None else shape.language.expert_divided_widths())
+    wrong = next((name for name in sizes if sizes[name] % parallel.ep), None)
+    if wrong is not None:
+        common = math.gcd(*sizes.values())
+        nearest = _nearest(parallel.ep, [d for d in range(1, common + 1) if common % d == 0])
+        raise InputError(
+            f"{names.parallel}ep={parallel.ep} does not divide {wrong}={sizes[wrong]}; try {names.parallel}ep={nearest}"
         )
 
 

@@ -27,13 +27,14 @@ POOLED = ExpertsConfig(coefficient=0.1)
     [
         ({"precision": "float8"}, {}, "precision is float8, which is not supported with experts"),
         ({}, {"sharding": "fsdp"}, "sharding is fsdp, which is not supported with experts"),
+        ({}, {"tp": 2}, "tp is 2, and each of these ranks would compute every token's .* set .*sequence_parallel=true"),
         ({"experts": POOLED}, {"pp": 2}, "pooled over all layers, which pp=2 divides; set .*=layer"),
     ],
 )
 def test_what_experts_do_not_support(changes, parallel, message):
     shape = read_shape(experts_config("listed"))
     check_experts(train(), ParallelConfig(), shape)
-    check_experts(train(experts=POOLED), ParallelConfig(tp=2), shape)
+    check_experts(train(experts=POOLED), ParallelConfig(tp=2, sequence_parallel=True), shape)
     with pytest.raises(InputError, match=message):
         check_experts(train(**changes), ParallelConfig(**parallel), shape)
 

@@ -8,22 +8,26 @@ import dataclasses
 from dataclasses import dataclass
 
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from trainer.contract.experts import ExpertsConfig
 from trainer.contract.run import TrainConfig
 from trainer.layers.chosen_rows import ChosenRows, RoutedTokens
 from trainer.layers.measures.reports import Reports
 from trainer.layers.module_set import ACTIVATIONS
+from trainer.parts.experts.exchange import compute_on_ranks
 from trainer.parts.experts.part import Experts
 from trainer.parts.experts.products import Order, grouped_product
 from trainer.parts.experts.routing import LoadPool, Routing, WithAuxiliaryLoss, route, tokens_of_experts
 
+_OF_EXPERTS = ("gate_up", "down")
 _LOADS = "trainer.parts.experts.part:loads"
 _LOSS = "trainer.parts.experts.part:mean_auxiliary_loss"
 
@@ -36,7 +40,9 @@ class ExpertsSubmodules:
 
 
 class RoutedExperts(MegatronModule):
-    """Experts behind a router. Every rank has all experts; tensor-parallel ranks divide only the shared expert."""
+    """Experts behind a router. Expert-parallel ranks divide the experts; tensor-parallel ranks divide only the shared
+    expert.
+    """
 
     def __init__(
         self,
@@ -50,12 +56,14 @@ class RoutedExperts(MegatronModule):
         self.part, self.activation = part, ACTIVATIONS[part.activation]
         self.settings, self.layer, self.reports = ExpertsConfig(), 0, Reports()
         count, width, inner = part.num_experts, part.hidden_size, part.intermediate_size
+        self.groups = pg_collection
         self.router = _weight(config, count, width)
-        self.gate_up = _weight(config, count, 2 * inner, width)
-        self.down = _weight(config, count, width, inner)
+        own = count // pg_collection.ep.size()
+        self.gate_up = _weight_of_experts(config, own, 2 * inner, width)
+        self.down = _weight_of_experts(config, own, width, inner)
         if part.shared_size:
-            own = dataclasses.replace(config, ffn_hidden_size=part.shared_size)
-            self.shared = MLP(own, submodules.shared, tp_group=pg_collection.tp)
+            shared_config = dataclasses.replace(config, ffn_hidden_size=part.shared_size)
+            self.shared = MLP(shared_config, submodules.shared, tp_group=pg_collection.tp)
             self.shared_gate = _weight(config, 1, width)
 
     def prepare_training(self, train: TrainConfig, layer: int, reports: Reports) -> None:
@@ -70,8 +78,9 @@ class RoutedExperts(MegatronModule):
     def forward(self, hidden: torch.Tensor, rows: ChosenRows | None, tokens: RoutedTokens) -> torch.Tensor:
         """Map (s, 1, D) to (s, 1, D), or only to the chosen rows (m, 1, D).
 
-        All tokens are routed, so that loads and auxiliary loss cover them. Padding is counted nowhere. Its rows have
-        the weight 0 and are the last of the last expert, so that every row belongs to an expert.
+        All tokens are routed, so that loads and auxiliary loss cover them. Padding is counted nowhere, and its rows
+        have the weight 0. On ranks that divide the experts they belong to none. Otherwise they are the last of the last
+        expert, so that every row belongs to an expert, and the number of rows does not depend on the tokens.
         """
         is_trained = torch.is_grad_enabled() and (rows is None or self.settings.coefficient > 0)
         routing = self._choose(hidden[:, 0]) if is_trained else self._choose(hidden[:, 0].detach())
@@ -81,7 +90,8 @@ class RoutedExperts(MegatronModule):
         if self.training and self.settings.coefficient:
             hidden = self._with_auxiliary_loss(hidden, routing.probabilities, counts, tokens)
         if rows is None:
-            chosen = routing.chosen.masked_fill(~tokens.is_token[:, None], self.part.num_experts - 1)
+            of_padding = self.part.num_experts - (self.groups.ep.size() == 1)
+            chosen = routing.chosen.masked_fill(~tokens.is_token[:, None], of_padding)
             weights = routing.weights * tokens.is_token[:, None]
         else:
             hidden = rows.of_hidden(hidden)
@@ -130,10 +140,31 @@ class RoutedExperts(MegatronModule):
 
     def _mix(self, hidden: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """Return (s, D): the sum of each token's experts, by their weights (s, k)."""
-        order = Order(chosen, self.part.num_experts)
-        gate, up = grouped_product(order.dispatch(hidden), self.gate_up, order.ends).chunk(2, -1)
-        rows = grouped_product(self.activation(gate) * up, self.down, order.ends)
-        return (order.collect(rows) * weights[..., None]).sum(1)
+        order, group = Order(chosen, self.part.num_experts), self.groups.ep
+        if group.size() > 1:
+            outputs = compute_on_ranks(hidden, order, self._compute, group)
+        else:
+            outputs = order.collect(self._compute(order.dispatch(hidden), order.ends))
+        return (outputs * weights[..., None]).sum(1)
+
+    def _compute(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """Map rows (R, D), sorted by this rank's experts, to (R, D)."""
+        gate, up = grouped_product(rows, self.gate_up, ends).chunk(2, -1)
+        return grouped_product(self.activation(gate) * up, self.down, ends)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> ShardedStateDict:
+        """Extend megatron-core's method by the parameters that expert-parallel ranks divide."""
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        return state | make_sharded_tensors_for_checkpoint(
+            {name: self.get_parameter(name) for name in _OF_EXPERTS},
+            prefix,
+            dict.fromkeys(_OF_EXPERTS, 0),
+            sharded_offsets,
+            tp_group=self.groups.ep,
+            dp_cp_group=self.groups.expt_dp,
+        )
 
 
 def _weight(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
@@ -144,6 +175,18 @@ def _weight(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
     """
     weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
     weight.sequence_parallel = config.sequence_parallel
+    return weight
+
+
+def _weight_of_experts(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
+    """Return an unset parameter whose first axis expert-parallel ranks divide.
+
+    The mark `allreduce` makes megatron-core sum its gradient over the ranks that hold the same experts, and the other
+    marks make it count in norms on every rank that holds a part.
+    """
+    weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
+    weight.allreduce = False
+    weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = True, 0, 1
     return weight
 
 

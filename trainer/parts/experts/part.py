@@ -37,7 +37,11 @@ class Experts(FeedForward):
     @property
     def parameters(self) -> int:
         shared = 3 * self.hidden_size * self.shared_size + self.hidden_size * bool(self.shared_size)
-        return self._router + self.num_experts * self._expert + shared
+        return self._router + self.divided_by_experts + shared
+
+    @property
+    def divided_by_experts(self) -> int:
+        return self.num_experts * self._expert
 
     @property
     def flops(self) -> int:
@@ -64,6 +68,9 @@ class Experts(FeedForward):
     def divided_widths(self) -> dict[str, int]:
         return {"shared_expert_intermediate_size": self.shared_size} if self.shared_size else {}
 
+    def expert_divided_widths(self) -> dict[str, int]:
+        return {"num_experts": self.num_experts}
+
     def transformer_settings(self) -> Mapping[str, Any]:
         return {"gated_linear_unit": True, "activation": self.activation}
 
@@ -78,7 +85,8 @@ class Experts(FeedForward):
         ):
             packing = EitherWay(matrix=matrix) if self.may_be_transposed else STACKED
             each = tuple(f"{experts}{number}.{part}.weight" for number in range(self.num_experts) for part in own)
-            yield Rule(ours + name, (f"{experts}{name}_proj",), packing, one_by_one=Rule(ours + name, each, one_by_one))
+            stored_by_expert = Rule(ours + name, each, one_by_one, group="ep")
+            yield Rule(ours + name, (f"{experts}{name}_proj",), packing, group="ep", one_by_one=stored_by_expert)
         if not self.shared_size:
             return
         inner, shared = self.shared_size, hf + "shared_expert."
