@@ -1,0 +1,153 @@
+"""Ranks that divide the experts: checkpoints and exports of other layouts, stacked matrices on disk, uneven loads.
+
+The layouts themselves are among those of `test_layouts.py`.
+"""
+
+import functools
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.equivalence.test_layouts import SP
+from tests.equivalence.test_resharding import SAVED_AT, STEPS, checkpoint_of, job
+from tests.helpers.run_dir import changed
+from tests.helpers.tiers import tiered
+from tests.helpers.tiny_experts_model import experts_hf_dir
+from tests.helpers.world import World, run_world
+from trainer.contract.adapter import AdapterConfig
+from trainer.contract.experts import ExpertsConfig
+from trainer.contract.names import HF_EXPORT
+from trainer.contract.run import PartConfig, RunConfig
+
+SHAPE = "experts-shared"
+EP2 = {"ep": 2}
+LAYOUTS = {
+    "alone": ({}, 1),
+    "ep2": (EP2, 2),
+    "dp2": ({}, 2),
+    "tp2-sp": ({"tp": 2, **SP}, 2),
+    "ep4-tp2-sp": ({"ep": 4, "tp": 2, **SP}, 4),
+    "ep2-pp2": ({**EP2, "pp": 2}, 4),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> tuple[RunConfig, World]:
+    """Six steps on two ranks that divide the experts, saved after three, uninterrupted."""
+    run = job(tmp_path_factory.mktemp("experts"), "saved", EP2, SHAPE)
+    return run, run_world(run, 2, save=True)
+
+
+@pytest.mark.parametrize("name", tiered(LAYOUTS, ("alone", "ep4-tp2-sp")))
+def test_saved_on_ep2_and_resumed(name, saved):
+    run, whole = saved
+    layout, processes = LAYOUTS[name]
+    resumed = job(run.output_dir.parent, f"resumed-{name}", layout, SHAPE)
+    shutil.copytree(checkpoint_of(run, SAVED_AT), checkpoint_of(resumed, SAVED_AT))
+    expected = [row for row in whole.rows if row.step > SAVED_AT]
+    for ours, theirs in zip(run_world(resumed, processes).rows, expected, strict=True):
+        if name == "ep2":  # as it was saved
+            assert (ours.loss, ours.grad_norm) == (theirs.loss, theirs.grad_norm)
+        assert ours.loss == pytest.approx(theirs.loss, rel=1e-6)
+        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def exported(saved):
+    """Returns the exported file of the trained checkpoint, by the layout that exports it."""
+
+    @functools.cache
+    def export(name: str) -> bytes:
+        layout, processes = LAYOUTS[name]
+        run = job(saved[0].output_dir.parent, f"export-{name}", layout, SHAPE)
+        run = run.model_copy(update={"task": "export", "checkpoint_dir": checkpoint_of(saved[0], STEPS)})
+        run_world(run, processes)
+        return (run.output_dir / HF_EXPORT / "model.safetensors").read_bytes()
+
+    return export
+
+
+@pytest.mark.parametrize("name", tiered([name for name in LAYOUTS if name != "alone"], ("ep2",)))
+def test_export_is_the_same_bytes_from_any_layout(name, exported):
+    assert exported(name) == exported("alone")
+
+
+def write_stacked(directory: Path) -> Path:
+    """Write the model with one tensor for the matrices of all experts of a layer, as the published models have it.
+
+    transformers writes one tensor for each matrix.
+    """
+    shutil.copytree(experts_hf_dir("shared"), directory)
+    tensors = load_file(directory / "model.safetensors")
+    single = [name for name in tensors if ".mlp.experts." in name]
+    for layer in sorted({name.partition("experts.")[0] for name in single}):
+        experts = range(sum(name.startswith(layer) and name.endswith("down_proj.weight") for name in single))
+        for stacked, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+            matrices = [
+                torch.cat([tensors.pop(f"{layer}experts.{number}.{part}.weight") for part in parts])
+                for number in experts
+            ]
+            tensors[f"{layer}experts.{stacked}"] = torch.stack(matrices)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def test_stacked_matrices_are_read_and_written_by_ranks_that_divide_the_experts(tmp_path, saved):
+    run = changed(job(tmp_path, "stacked", EP2, SHAPE), hf_dir=write_stacked(tmp_path / "hf"))
+    world = run_world(run, 2, save=True)
+    assert [row.loss for row in world.rows] == [row.loss for row in saved[1].rows]
+    export = job(tmp_path, "export", EP2, SHAPE)
+    export = export.model_copy(
+        update={"task": "export", "checkpoint_dir": checkpoint_of(run, STEPS), "hf_dir": run.hf_dir}
+    )
+    run_world(export, 2)
+    before, after = (load_file(path / "model.safetensors") for path in (run.hf_dir, export.output_dir / HF_EXPORT))
+    assert {name: tensor.shape for name, tensor in before.items()} == {n: t.shape for n, t in after.items()}
+    experts = [name for name in before if ".mlp.experts." in name]
+    assert experts and all((before[name] != after[name]).any() for name in experts)
+
+
+def write_uneven(directory: Path) -> Path:
+    """Write the model with routers that send every token to the first two experts."""
+    shutil.copytree(experts_hf_dir("shared"), directory)
+    tensors = load_file(directory / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("mlp.gate.weight")]:
+        tensors[name] = torch.zeros_like(tensors[name])  # of equal probabilities, torch.topk takes the first
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def test_a_rank_without_a_token_for_its_experts(tmp_path):
+    """The other rank computes all tokens."""
+    hf_dir = write_uneven(tmp_path / "hf")
+    rows = {}
+    for name, layout, processes in (("alone", {}, 1), ("ep2", EP2, 2)):
+        run = changed(job(tmp_path, name, layout, SHAPE), hf_dir=hf_dir)
+        rows[name] = run_world(run, processes).rows
+    assert rows["alone"][0].model_extra["layers_experts_idle"] >= 0.5
+    for ours, theirs in zip(rows["ep2"], rows["alone"], strict=True):
+        assert ours.loss == pytest.approx(theirs.loss, rel=1e-5)
+        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-4)
+
+
+TRAININGS = {
+    "adapters": {"adapter": AdapterConfig(kind="lora", rank=4, alpha=8)},
+    "language frozen": {"language": PartConfig(frozen=True)},
+    "vision frozen": {"vision": PartConfig(frozen=True), "experts": ExpertsConfig(coefficient=0.1)},
+}
+
+
+@pytest.mark.parametrize("training", tiered(TRAININGS, ("adapters",)))
+def test_other_trainings_on_ep2_are_those_of_one_process(training, tmp_path):
+    rows = {}
+    for name, layout, processes in (("alone", {}, 1), ("ep2", EP2, 2)):
+        run = job(tmp_path, name, layout, SHAPE)
+        run = changed(run, train=run.train.model_copy(update=TRAININGS[training]))
+        rows[name] = run_world(run, processes, save=True).rows
+    for ours, theirs in zip(rows["ep2"], rows["alone"], strict=True):
+        assert ours.loss == pytest.approx(theirs.loss, rel=1e-5)
+        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-4)
+        assert ours.param_norm == pytest.approx(theirs.param_norm, rel=1e-6)
