@@ -140,6 +140,11 @@ class Layer:
         return self.mixer.parameters + self.feed_forward.parameters + 2 * self.width
 
     @property
+    def divided_by_experts(self) -> int:
+        """Number of the parameters that expert-parallel ranks divide."""
+        return self.feed_forward.divided_by_experts
+
+    @property
     def flops(self) -> LayerFlops:
         """Forward FLOPs of both halves."""
         before, after, squared = self.mixer.flops

@@ -310,7 +310,7 @@ class _Process:
     def _of_experts(self, rank: int) -> int:
         """Return the number of parameters of all experts of a pipeline rank's layers."""
         layers = (self.shape.language.layers[number] for number in self._layers(rank))
-        return sum(layer.feed_forward.divided_by_experts for layer in layers)
+        return sum(layer.divided_by_experts for layer in layers)
 
     def _activations(self, rank: int) -> float:
         decoder, p = self.shape.language, self.parallel

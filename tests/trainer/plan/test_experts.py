@@ -12,10 +12,12 @@ from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import TrainConfig
 from trainer.families.qwen3_vl_moe.shape import read_shape
 from trainer.plan.checks import check_experts
+from trainer.plan.estimate import estimate_memory
+from trainer.plan.layout import check_layout
 
 
 def train(**changes) -> TrainConfig:
-    settings = {"seed": 0, "num_steps": 9, "global_batch_size": 1, "heldout_interval": 9, "optim": OPTIM}
+    settings = {"seed": 0, "num_steps": 9, "global_batch_size": 2, "heldout_interval": 9, "optim": OPTIM}
     return TrainConfig(**settings, **{"precision": "bfloat16", **changes})
 
 
@@ -54,3 +56,41 @@ def test_what_experts_do_not_support(changes, parallel, message):
 def test_what_a_recipe_refuses(settings, message):
     with pytest.raises(InputError, match=message):
         check_model(load_recipe("embedded", settings).config)
+
+
+@pytest.mark.parametrize(
+    ("layout", "processes", "message"),
+    [
+        ({"ep": 3}, 3, "ep=3 does not divide num_experts=8; try .*ep=1"),
+        ({"ep": 4}, 2, "ep=4 does not divide dp x cp x tp=2; try .*ep=2"),
+        ({"ep": 4, "pp": 2}, 4, "ep=4 does not divide dp x cp x tp=2; try .*ep=2"),
+    ],
+)
+def test_experts_and_ranks_divide_evenly(layout, processes, message):
+    shape = read_shape(experts_config("listed"))
+    sizes = {"world_size": processes, "global_batch_size": 12, "seq_len": 128, "pad_multiple": 1}
+    with pytest.raises(InputError, match=message):
+        check_layout(ParallelConfig(**layout), shape, **sizes)
+    check_layout(ParallelConfig(ep=2, pp=2), shape, **{**sizes, "world_size": 4})
+
+
+def test_a_dense_model_has_nothing_to_divide():
+    with pytest.raises(InputError, match="ep is 2, and the model has no experts; set it to 1"):
+        check_model(
+            load_recipe(
+                "embedded", ["execution.parallel.ep=2", "execution.cluster.processes=2", "train.global_batch_size=2"]
+            ).config
+        )
+
+
+def test_the_estimate_divides_experts_by_ep_and_not_by_tp():
+    shape = read_shape(experts_config("listed"))
+    experts = sum(layer.divided_by_experts for layer in shape.language.layers)
+    assert experts == 3 * 8 * 3 * 64 * 48
+    pieces = (range(shape.language.num_layers),)
+    sizes = {"pieces": pieces, "dp": 2, "seq_len": 128, "max_patches": 64}
+    whole, halved = (
+        estimate_memory(shape, ParallelConfig(ep=ep), train(precision="float32"), **sizes) for ep in (1, 2)
+    )
+    assert whole["weights"] - halved["weights"] == whole["gradients"] - halved["gradients"] == 4 * experts / 2
+    assert whole["optimizer"] == halved["optimizer"], "more ranks hold the same experts, and share their moments"

@@ -28,7 +28,7 @@ class Priced:
     """A layer that costs this much for a bin of one token."""
 
     price: int
-    parameters = 11
+    parameters, divided_by_experts = 11, 0
 
     @property
     def flops(self) -> LayerFlops:
