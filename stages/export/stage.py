@@ -31,6 +31,7 @@ from trainer.contract.adapter import AdapterConfig
 from trainer.contract.names import ADAPTER_EXPORT, HF_EXPORT, RUN_JSON
 from trainer.contract.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from trainer.contract.run import RunConfig, TrainConfig
+from trainer.model.registry import read_model
 
 VERSION = 2
 JOB_DIR = "job"  # output directory of the trainer's run, in the work directory
@@ -57,6 +58,7 @@ def export(config: ExportConfig, inputs: Mapping[str, Input], work_dir: Path, re
     stats = {
         "dtype": written_dtype(hf_dir),
         "parameters": count_parameters(hf_dir),
+        "active_parameters": read_model(hf_dir)[1].active_parameters,
         "carried": count_carried(hf_dir),
         "steps": trained["steps"],
         "checkpoint": trained["checkpoint"],

@@ -83,7 +83,10 @@ def training_facts(trained: Artifact, exported: Artifact) -> dict[str, int | flo
     stats = trained.manifest.stats
     values = {title: stats[name] for name, title in names.items() if stats.get(name) is not None}
     figures = {title: value if isinstance(value, int) else round(value, 4) for title, value in values.items()}
-    parts = {f"parameters, {part}": count for part, count in exported.manifest.stats["parameters"].items()}
+    counts, active = exported.manifest.stats["parameters"], exported.manifest.stats["active_parameters"]
+    parts = {f"parameters, {part}": count for part, count in counts.items()}
+    if active < sum(counts.values()):
+        parts["parameters, for a token"] = active
     return {**figures, **parts, "weights": exported.manifest.stats["dtype"]}
 
 

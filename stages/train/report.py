@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from dataset_builders.contracts.fingerprint import flatten
 from stages.pages.report import Table, Text, write_report
-from trainer.contract.answer import MetricsRow
+from trainer.contract.answer import LAYERS, MetricsRow
 from trainer.contract.run import TrainConfig
 from trainer.plan.placement import Placement
 
@@ -42,7 +42,9 @@ def write_train_report(
     summary = {name: value for name, value in stats.items() if value is not None}
     if rows:
         summary["tokens_per_second"] = round(statistics.median(row.tokens_per_second for row in rows), 1)
-    curves = [Text(title, curve_svg(rows, fields, log)) for title, (fields, log) in _CURVES.items() if rows]
+    reported = tuple(name for name in rows[-1].model_extra if name.startswith(LAYERS)) if rows else ()
+    shown = _CURVES | ({"Figures of the layers": (reported, False)} if reported else {})
+    curves = [Text(title, curve_svg(rows, fields, log)) for title, (fields, log) in shown.items() if rows]
     settings = Table("Settings", ("field", "value"), list(flatten(config.model_dump(mode="json")).items()))
     times = [*_time_table(rows), *(_prediction_table(rows, prediction) if prediction else [])]
     write_report(directory, title="train", summary=summary, sections=[*curves, *times, settings])
@@ -54,7 +56,7 @@ def curve_svg(rows: Sequence[MetricsRow], fields: Sequence[str], is_log: bool) -
         figure = Figure(figsize=(7, 2.6), layout="constrained")
         axes = figure.add_subplot()
         for name in fields:
-            points = [(row.step, value) for row in rows if (value := getattr(row, name)) is not None]
+            points = [(row.step, value) for row in rows if (value := getattr(row, name, None)) is not None]
             if points:
                 marker = "o" if len(points) < 30 else None
                 axes.plot(*zip(*points), label=name, marker=marker, markersize=3, linewidth=1.2)

@@ -85,7 +85,7 @@ def make_evaluated(root: Path, fingerprint: str, num_answers: int = 100, num_wro
 
 
 def make_exported(root: Path, fingerprint: str) -> Artifact:
-    stats = {"dtype": "float32", "parameters": {"language": 5}, "steps": 3, "files": {"a": "b"}}
+    stats = {"dtype": "float32", "parameters": {"language": 5}, "active_parameters": 5, "steps": 3, "files": {"a": "b"}}
     artifact = make_artifact(root, "export", fingerprint, stats=stats)
     (artifact.dir / "hf").mkdir(exist_ok=True)
     (artifact.dir / "hf" / "config.json").write_text("{}")

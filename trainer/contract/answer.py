@@ -26,6 +26,7 @@ STATE_FILE, STATE_DIGESTS = ".distcp", ".xxh3"  # suffixes of file names
 KEPT_ASIDE = "is kept aside as"  # in the trainer's line about a damaged checkpoint, which a person should see
 _FILES, _OWN = "digests", "digest"  # keys of the record
 _PIECE = 16 << 20  # bytes
+LAYERS = "layers_"  # prefix of the metrics that layers report
 
 
 class MetricsRow(StrictModel):
@@ -66,7 +67,7 @@ class MetricsRow(StrictModel):
     @model_validator(mode="after")
     def _others_are_of_parts(self) -> "MetricsRow":
         of_parts = ("_grad_norm", "_seconds", "_tflops")
-        unknown = [name for name in self.model_extra if not name.endswith(of_parts) and not name.startswith("layers_")]
+        unknown = [name for name in self.model_extra if not name.endswith(of_parts) and not name.startswith(LAYERS)]
         if unknown:
             raise ValueError(f"{unknown[0]} is neither a field nor a number of a part or of layers")
         return self

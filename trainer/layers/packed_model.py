@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from dataset_builders.contracts.tokenized import PatchFormat
+from trainer.contract.answer import LAYERS
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import TrainConfig
 from trainer.data.micro_batch import MicroBatch
@@ -128,7 +129,7 @@ class PackedModel(MegatronModule):
     def reported_metrics(self) -> dict[str, float]:
         """Return the metrics of the layers' reports since the last call; a collective if some layers route tokens."""
         reported = self.reports.read() if self.shape.language.routes_tokens else {}
-        return {f"layers_{name}": value for name, value in reported.items()}
+        return {f"{LAYERS}{name}": value for name, value in reported.items()}
 
     def prepare_pixels(self, patch_format: PatchFormat) -> None:
         """Set how the patches of the data are converted to pixel values."""

@@ -113,6 +113,11 @@ class FeedForward(Part):
         return 0
 
     @property
+    def idle_parameters(self) -> int:
+        """Number of the parameters that a token does not use."""
+        return 0
+
+    @property
     @abstractmethod
     def flops(self) -> int:
         """Forward FLOPs per token."""

@@ -236,6 +236,11 @@ class ModelShape:
         return (1 + self.num_deepstack) * self.language.hidden_size
 
     @property
+    def active_parameters(self) -> int:
+        """Number of parameters that compute a token, those of the vision encoder included."""
+        return sum(self.parameters.values()) - sum(layer.feed_forward.idle_parameters for layer in self.language.layers)
+
+    @property
     def parameters(self) -> dict[str, int]:
         """Number of parameters of each part of the model."""
         vision = {} if self.vision is None else self.vision.parameters

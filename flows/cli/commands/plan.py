@@ -143,6 +143,8 @@ def size_rows(config: PipelineConfig, available: Mapping[str, Input]) -> list[tu
     bins, job = available.get("plan_bins"), _placement_job(config, available)
     parts = job.shape.parameters
     memory = current_placement(job).memory
+    active = job.shape.active_parameters
+    active = f", {active:,} of them for a token" if active < sum(parts.values()) else ""
     return [
         ("samples", _samples(available.get("tokenize"))),
         ("bins", _bins(bins)),
@@ -151,7 +153,7 @@ def size_rows(config: PipelineConfig, available: Mapping[str, Input]) -> list[tu
         *_seconds(job),
         (
             "parameters",
-            f"{sum(parts.values()):,} ({', '.join(f'{name} {n:,}' for name, n in parts.items())})",
+            f"{sum(parts.values()):,} ({', '.join(f'{name} {n:,}' for name, n in parts.items())}){active}",
         ),
         *_adapters(job),
         *_layers(job.parallel, job.pieces, bins),

@@ -112,3 +112,9 @@ def test_adapters_are_counted_by_target_and_in_all(capsys, tmp_path):
     assert sizes["trained"] == "13,824 beside these (2.189%): lora of rank 4"
     assert sizes["  gradients"] == "55.3 kB" and sizes["  optimizer"] == "111 kB"
     assert "trained" not in rows_of() and "Adapters" not in said.partition("Adapters")[2]
+
+
+def test_the_parameters_that_a_token_uses_are_told_for_experts():
+    assert "for a token" not in rows_of()["parameters"]
+    row = rows_of("model={variant: qwen3_vl_30b_a3b, seed: 0}", "tokenize.max_pixels=262144")["parameters"]
+    assert row.startswith("31,070,754,032 (") and row.endswith(", 3,891,664,112 of them for a token"), row

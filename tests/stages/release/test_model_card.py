@@ -105,10 +105,10 @@ def artifact(stage: str, **stats: object) -> Artifact:
 
 def test_facts_come_from_the_manifests():
     trained = artifact("train", steps=10, epochs=1.23456, tokens=1000, loss_tokens=50, loss=0.5, heldout_loss=None)
-    exported = artifact("export", dtype="bfloat16", parameters={"vision": 3, "language": 4})
+    exported = artifact("export", dtype="bfloat16", parameters={"vision": 3, "language": 4}, active_parameters=6)
     assert training_facts(trained, exported) == {
         **{"steps": 10, "epochs": 1.2346, "tokens": 1000, "learnt tokens": 50, "last training loss": 0.5},
-        **{"parameters, vision": 3, "parameters, language": 4, "weights": "bfloat16"},
+        **{"parameters, vision": 3, "parameters, language": 4, "parameters, for a token": 6, "weights": "bfloat16"},
     }
 
 

@@ -45,7 +45,7 @@ def inputs(tmp_path) -> Iterator[dict[str, Artifact]]:
         return Artifact.load(directory)
 
     exported = hf_artifact(tmp_path / "export", tiny_hf_dir())
-    facts = {"dtype": "float32", "parameters": {"vision": 3}}
+    facts = {"dtype": "float32", "parameters": {"vision": 3}, "active_parameters": 3}
     exported = Artifact(exported.dir, exported.manifest.model_copy(update={"stats": facts}))
     yield {
         "export": exported,

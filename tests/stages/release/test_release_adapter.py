@@ -45,7 +45,7 @@ def inputs(tmp_path) -> dict[str, Artifact]:
         (tmp_path / "export" / "hf" / name).write_bytes((tiny_hf_dir() / name).read_bytes())
     return {
         "base": run.hf_dir,
-        "export": made("export", dtype="float32", parameters={"vision": 3}, adapter=FACTS),
+        "export": made("export", dtype="float32", parameters={"vision": 3}, active_parameters=3, adapter=FACTS),
         "train": made("train", steps=3, loss=0.5),
         "samples": made("convert", samples={"digits": {"train": 20, "heldout": 8}}),
         "evaluate": made("evaluate", **EVALUATED),

@@ -85,3 +85,11 @@ def test_a_training_is_predicted_from_its_plan_of_bins(tmp_path, config, patches
 def test_rank_0_of_a_world_with_vision_ranks_encodes_nothing(tmp_path):
     found = predict(run_of(tmp_path, HALF, 4096, ParallelConfig(vision={"ranks": 1})), 2)
     assert found.name == "own_ranks" and found.ranks[0].vision == 0 < found.ranks[0].language
+
+
+def test_what_layers_report_is_a_curve(tmp_path):
+    rows = [metrics_row(step, layers_expert_load=1.5 + step, layers_experts_idle=0.1) for step in (1, 2)]
+    write_train_report(tmp_path, CONFIG, rows, {})
+    sections = json.loads((tmp_path / REPORT_JSON).read_text())["sections"]
+    (curve,) = [section for section in sections if section["title"] == "Figures of the layers"]
+    assert "<svg" in str(curve) and "layers_experts_idle" in str(curve)

@@ -44,6 +44,10 @@ class Experts(FeedForward):
         return self.num_experts * self._expert
 
     @property
+    def idle_parameters(self) -> int:
+        return (self.num_experts - self.top_k) * self._expert
+
+    @property
     def flops(self) -> int:
         """Forward FLOPs per token: router, chosen experts and shared expert."""
         return 2 * (self._router + self.top_k * self._expert + 3 * self.hidden_size * self.shared_size)
