@@ -12,8 +12,11 @@ from tests.helpers.hardware import requires_gpus
 from tests.helpers.parity import assert_logits_equal, assert_losses_and_gradients_equal
 from tests.helpers.reference import random_hf_dir
 from tests.helpers.single_rank import build_tiny, single_rank
+from tests.helpers.tiny_experts_model import experts_hf_dir
 from tests.helpers.tiny_hybrid_model import hybrid_hf_dir
 from tests.helpers.tiny_text_model import text_hf_dir
+from tests.parity.test_experts import KINDS as EXPERT_KINDS
+from tests.parity.test_experts import SEQ_LEN as EXPERT_SEQ_LEN
 from tests.parity.test_qwen3_5_vl import KINDS
 from tests.parity.test_qwen3_5_vl import SEQ_LEN as HYBRID_SEQ_LEN
 from tests.trainer.layers.test_attention_gpu import in_float32
@@ -28,6 +31,8 @@ TEXT = [TEXT_ONLY, Kind(60), TEXT_ONLY, Kind(21)]
 MODELS = {
     "qwen3_vl": (random_hf_dir, ("first", "second"), MIXED, 128),
     "qwen3_5": (hybrid_hf_dir, ("first", "second", "third"), KINDS, HYBRID_SEQ_LEN),
+    "qwen3_vl_moe": (experts_hf_dir, ("listed", "sparse"), EXPERT_KINDS, EXPERT_SEQ_LEN),
+    "qwen3_5_moe": (experts_hf_dir, ("shared", "many"), EXPERT_KINDS, EXPERT_SEQ_LEN),
     "qwen3": (text_hf_dir, ("first", "second"), TEXT, 128),
 }
 CASES = [(name, shape) for name, (_, shapes, *_) in MODELS.items() for shape in shapes]

@@ -1,0 +1,68 @@
+"""The products of experts on a GPU in bf16, at even and uneven loads, with every gradient.
+
+The yardstick is the error of the same module on a CPU in bf16, which computes expert by expert. Both are compared with
+float32.
+"""
+
+import pytest
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from tests.helpers.hardware import requires_gpus
+from tests.helpers.single_rank import single_rank
+from trainer.parts.experts.module import ExpertsSubmodules, RoutedExperts
+from trainer.parts.experts.part import Experts
+
+TOKENS = 1000
+PARTS = [
+    Experts(hidden_size=512, num_experts=16, top_k=4, intermediate_size=256, activation="silu"),
+    Experts(hidden_size=256, num_experts=40, top_k=3, intermediate_size=192, activation="silu"),
+]
+
+
+def chosen_experts(part: Experts, loads: str) -> torch.Tensor:
+    """Return (TOKENS, k): equal loads; or expert 0 with all tokens, expert 1 with none, and expert 2 with one."""
+    generator = torch.Generator().manual_seed(1)
+    scores = torch.rand(TOKENS, part.num_experts, generator=generator)
+    if loads == "uneven":
+        scores[:, 0], scores[:, 1:3] = 2, -1
+        scores[7, 2] = 2
+    return scores.topk(part.top_k).indices
+
+
+def outcome(part: Experts, loads: str, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+    """Return the output, and the gradients of tokens, routing weights and matrices, float64 on the CPU."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        values = (scale * torch.randn(*shape, generator=generator)).bfloat16()
+        return values.to(device, dtype).requires_grad_()
+
+    with single_rank() as mesh:
+        config = TransformerConfig(
+            num_layers=1, hidden_size=part.hidden_size, num_attention_heads=4, params_dtype=dtype
+        )
+        module = RoutedExperts(config, ExpertsSubmodules(None), part=part, pg_collection=mesh.groups).to(device)
+        with torch.no_grad():
+            module.gate_up.copy_(drawn(*module.gate_up.shape, scale=part.hidden_size**-0.5))
+            module.down.copy_(drawn(*module.down.shape, scale=part.intermediate_size**-0.5))
+        hidden, weights = drawn(TOKENS, part.hidden_size), drawn(TOKENS, part.top_k, scale=0.3)
+        out = module._mix(hidden, weights, chosen_experts(part, loads).to(device))
+        out.backward(drawn(*out.shape).detach())
+        found = (out, hidden.grad, weights.grad, module.gate_up.grad, module.down.grad)
+        return [tensor.detach().double().cpu() for tensor in found]
+
+
+@requires_gpus(1)
+@pytest.mark.parametrize("loads", ["even", "uneven"])
+@pytest.mark.parametrize("part", PARTS, ids=["16x256", "40x192"])
+def test_products_in_bf16(part, loads):
+    truth = outcome(part, loads, torch.float32, "cpu")
+    yardstick = outcome(part, loads, torch.bfloat16, "cpu")
+    ours = outcome(part, loads, torch.bfloat16, "cuda")
+    for name, mine, theirs, exact in zip(("out", "x", "router", "gate and up", "down"), ours, yardstick, truth):
+        error, allowed = ((found - exact).norm() / exact.norm() for found in (mine, theirs))
+        print(f"\n{name}: {error:.2e}, expert by expert on a CPU {allowed:.2e}")
+        assert error <= 1.3 * allowed, name
+    if loads == "uneven":
+        assert not ours[3][1].any() and not ours[4][1].any(), "an expert without tokens has a gradient"
