@@ -10,10 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancing_loss_func
 
 from tests.helpers.reference import load_reference, reference_losses
 from tests.helpers.run_dir import (
     OPTIM,
+    changed,
     log_of,
     make_bins,
     metrics_of,
@@ -24,7 +26,8 @@ from tests.helpers.run_dir import (
     write_job,
 )
 from tests.helpers.tiers import full
-from trainer.contract.names import EXIT_STOPPED
+from trainer.contract.experts import ExpertsConfig
+from trainer.contract.names import EXIT_STOPPED, RUN_JSON
 from trainer.contract.run import OptimConfig, RunConfig
 from trainer.data.order import bins_at, bins_for_step
 
@@ -63,12 +66,33 @@ def test_thirty_steps_equal_transformers_with_torch_adamw(shape, tmp_path):
     assert rows[-1].loss < 0.5 * rows[0].loss
 
 
+@pytest.mark.parametrize(("shape", "coefficient"), [full("experts-shared", 0.0), ("experts-listed", 0.1)])
+def test_thirty_steps_of_experts_equal_transformers(shape, coefficient, tmp_path):
+    """With transformers' own auxiliary loss, which pools the tokens of all layers, of each bin."""
+    run = write_job(tmp_path, num_steps=30, shape=shape)
+    run = changed(run, train=run.train.model_copy(update={"experts": ExpertsConfig(coefficient=coefficient)}))
+    (run.output_dir / RUN_JSON).write_text(run.model_dump_json())
+    run_alone(run)
+    expected = reference_training(load_reference(model_dir(shape)), shape, num_steps=30, coefficient=coefficient)
+    for row, (loss, grad_norm, _) in zip(metrics_of(run), expected, strict=True):
+        assert row.loss == pytest.approx(loss, rel=1e-4), row.step
+        assert row.grad_norm == pytest.approx(grad_norm, rel=1e-3), row.step
+
+
 def reference_training(
-    model: torch.nn.Module, shape: str, num_steps: int, optim: OptimConfig = OPTIM
+    model: torch.nn.Module, shape: str, num_steps: int, optim: OptimConfig = OPTIM, coefficient: float = 0.0
 ) -> list[tuple[float, float, float]]:
     """(loss, gradient norm, learning rate) of each step, by transformers, one sample at a time. A step without an image
-    has gradients of zero for the vision encoder, as on ranks that share a step: weights decay, moments go on."""
+    has gradients of zero for the vision encoder, as on ranks that share a step: weights decay, moments go on.
+
+    Args:
+        coefficient: factor of the experts' auxiliary loss, which is not part of the loss that is returned.
+    """
     bins = make_bins(shape)
+    routed: list[torch.Tensor] = []  # (tokens, E) router logits, of each layer of a sample
+    for name, module in model.named_modules() if coefficient else ():
+        if name.endswith("mlp.gate"):
+            module.register_forward_hook(lambda _, __, out: routed.append(out[0]))
     trained = [p for p in model.parameters() if p.requires_grad]
     decayed, others = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim == 1]
     groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -87,8 +111,16 @@ def reference_training(
             group["lr"] = lr
         adam.zero_grad(set_to_none=False)
         chosen = [bins[number] for number in order[step * GLOBAL_BATCH : (step + 1) * GLOBAL_BATCH]]
-        losses = torch.cat([reference_losses(model, sample) for samples in chosen for sample in samples])
-        losses.mean().backward()
+        of_bins, auxiliary = [], 0.0
+        for samples in chosen:
+            routed.clear()
+            of_bins.append(torch.cat([reference_losses(model, sample) for sample in samples]))
+            if coefficient:  # layers have equal weights, so the order of the rows does not matter
+                text = model.config.text_config
+                pooled = load_balancing_loss_func((torch.cat(routed),), text.num_experts, text.num_experts_per_tok)
+                auxiliary = auxiliary + coefficient * len(of_bins[-1]) * pooled
+        losses = torch.cat(of_bins)
+        (losses.mean() + auxiliary / len(losses)).backward()
         norm = torch.nn.utils.clip_grad_norm_(trained, optim.clip_grad_norm)
         adam.step()
         rows.append((losses.mean().item(), float(norm), lr))
