@@ -128,7 +128,7 @@ def test_a_slow_server_is_waited_for_as_long_as_it_answers(tmp_path, monkeypatch
     connect(tmp_path)  # makes the tables, and does not count as an answer
     monkeypatch.setattr(flows.tracking.publish, "connect", lambda root: Slow(connect(root)))
     tell_a_run(tmp_path, "slow")
-    monkeypatch.setattr(flows.tracking.sender, "WAIT_SECONDS", 2.0)
+    monkeypatch.setattr(flows.tracking.sender, "WAIT_SECONDS", 3.0)
     sender, began = Sender(tmp_path), time.monotonic()
     sender.follow("slow")
     assert sender.wait("slow")
