@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import numpy as np
 
 _ROUNDS = 8  # four rounds suffice for few queries (Luby and Rackoff); small halves need more
-_FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-_MOST = 1 << 62  # the largest size for which a * b fits into 64 bits
+_FIRST_FACTOR, _SECOND_FACTOR = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_MAX_SIZE = 1 << 62  # the largest size for which a * b fits into 64 bits
 
 
 class KeyedPermutation:
@@ -31,8 +31,8 @@ class KeyedPermutation:
     """
 
     def __init__(self, size: int, key: Sequence[int | str]) -> None:
-        if not 1 <= size <= _MOST:
-            raise ValueError(f"a permutation of {size} values; it must be 1 to {_MOST}")
+        if not 1 <= size <= _MAX_SIZE:
+            raise ValueError(f"a permutation of {size} values; it must be 1 to {_MAX_SIZE}")
         self.size = size
         left = math.isqrt(size - 1) + 1  # square root, rounded up
         self._left, self._right = np.uint64(left), np.uint64(-(-size // left))
@@ -56,8 +56,8 @@ class KeyedPermutation:
 
     def _network(self, values: np.ndarray) -> np.ndarray:
         left, right = values // self._right, values % self._right
-        for number, key in enumerate(self._keys):
-            if number % 2:
+        for round_number, key in enumerate(self._keys):
+            if round_number % 2:
                 right = (right + _mix(left + key) % self._right) % self._right
             else:
                 left = (left + _mix(right + key) % self._left) % self._left
@@ -65,6 +65,6 @@ class KeyedPermutation:
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
-    values = (values ^ (values >> np.uint64(30))) * _FIRST
-    values = (values ^ (values >> np.uint64(27))) * _SECOND
+    values = (values ^ (values >> np.uint64(30))) * _FIRST_FACTOR
+    values = (values ^ (values >> np.uint64(27))) * _SECOND_FACTOR
     return values ^ (values >> np.uint64(31))

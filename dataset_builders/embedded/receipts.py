@@ -363,16 +363,18 @@ def _print_rule(slip: Slip, y: int, rule: str, font: str, size: int) -> None:
 
 def _valid_lines(slip: Slip, lines: list[_PrintedLine], tilt: float) -> list[dict[str, object]]:
     """Return CORD's list of fields with the box of each word."""
-    found: dict[tuple[str, int], dict[str, object]] = {}
+    fields: dict[tuple[str, int], dict[str, object]] = {}
     for row_id, (cells, group) in enumerate(lines):
         for cell, quad in cells:
             corners = slip.tilted(quad, tilt)
-            places = {f"{axis}{n}": corners[n - 1][i] for n in range(1, 5) for i, axis in enumerate("xy")}
-            line = found.setdefault(
+            corner_places = {f"{axis}{n}": corners[n - 1][i] for n in range(1, 5) for i, axis in enumerate("xy")}
+            field = fields.setdefault(
                 (cell.category, group), {"words": [], "category": cell.category, "group_id": group, "sub_group_id": 0}
             )
-            line["words"].append({"quad": places, "is_key": int(cell.is_key), "row_id": row_id, "text": cell.text})
-    return list(found.values())
+            field["words"].append(
+                {"quad": corner_places, "is_key": int(cell.is_key), "row_id": row_id, "text": cell.text}
+            )
+    return list(fields.values())
 
 
 def _cased(text: str, upper: bool) -> str:

@@ -22,7 +22,7 @@ _SYSTEMS = ("system", "system_prompt")
 _SPLITS = ("split", "subset", "partition", "part", "set")
 _TRAIN, _HELDOUT = ("train", "training"), ("validation", "valid", "val", "test", "testing", "dev", "eval")
 _NO_ANSWERS = ("id", "key", "index", "url", "source", "license", "width", "height")
-_MOST_RUNS = 8  # most runs of equal values that a split column may have in the first rows
+_MAX_RUNS = 8  # most runs of equal values that a split column may have in the first rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,49 +47,50 @@ def find_columns(rows: Sequence[Mapping[str, Any]]) -> Columns | str:
         rows: the first rows, as name -> value.
     """
     names = list(dict.fromkeys(name for row in rows for name in row))
-    if any(_shows(name) for name in names):
+    if any(_is_image_value(name) for name in names):
         example = "image,question,answer"
         return f"its first line is a row and no header; write the columns' names above it, for example {example}"
     values = {name: [row[name] for row in rows if row.get(name) not in (None, "")] for name in names}
     images = [name for name in names if _is_image(values[name])]
     texts = [name for name in names if name not in images and _is_text(values[name])]
-    image = _first(_IMAGES, images) or (images[0] if images else None)
+    image = _first_of(_IMAGES, images) or (images[0] if images else None)
     answer, question = _answer_and_question(texts, values)
     if answer is None:
         return f"no column looks like an answer among: {', '.join(names)}"
     if question is None and image is None:
         return f"no column looks like a question, and none holds images, among: {', '.join(names)}"
-    options: dict[str, Any] = {"image": image, "question": question or f"<image>{_asked(answer)}", "answer": answer}
+    asked = _question_for(answer)
+    options: dict[str, Any] = {"image": image, "question": question or f"<image>{asked}", "answer": answer}
     if any(isinstance(value, list) and len(value) > 1 for value in values[answer]):
         options["references"] = answer
-    if (system := _first(_SYSTEMS, texts)) is not None and system not in (question, answer):
+    if (system := _first_of(_SYSTEMS, texts)) is not None and system not in (question, answer):
         options["system"] = system
-    if (split := _first(_SPLITS, texts)) is not None and _is_split(values[split]):
+    if (split := _first_of(_SPLITS, texts)) is not None and _is_split(values[split]):
         options |= _splits(split, values[split])
     if image is not None and any(row.get(image) in (None, "") for row in rows):
         options["null_image"] = "absent"
     used = {options.get(name) for name in ("image", "question", "answer", "system", "split")}
-    asked = f"column {question!r} is the question" if question else f"each question is {_asked(answer)!r}"
-    pictured = f"column {image!r} is the image" if image else "there is no image"
-    why = f"{pictured}, {asked}, column {answer!r} is the answer"
+    question_text = f"column {question!r} is the question" if question else f"each question is {asked!r}"
+    image_text = f"column {image!r} is the image" if image else "there is no image"
+    why = f"{image_text}, {question_text}, column {answer!r} is the answer"
     return Columns(options, why, tuple(name for name in names if name not in used))
 
 
 def _answer_and_question(texts: Sequence[str], values: Mapping[str, list[Any]]) -> tuple[str | None, str | None]:
-    question = _first(_QUESTIONS, texts) or next((name for name in texts if _asks(values[name])), None)
+    question = _first_of(_QUESTIONS, texts) or next((name for name in texts if _are_questions(values[name])), None)
     others = [name for name in texts if name != question]
-    answer = _first((*_ANSWERS, *_CAPTIONS, *_TRANSCRIPTS, *_LABELS), others)
+    answer = _first_of((*_ANSWERS, *_CAPTIONS, *_TRANSCRIPTS, *_LABELS), others)
     if answer is None:
-        plain = [name for name in others if _plain(name) not in (*_NO_ANSWERS, *_SPLITS, *_SYSTEMS)]
-        answer = plain[0] if len(plain) == 1 else None
+        candidates = [name for name in others if _normalized(name) not in (*_NO_ANSWERS, *_SPLITS, *_SYSTEMS)]
+        answer = candidates[0] if len(candidates) == 1 else None
     return answer, question
 
 
-def _asked(answer: str) -> str:
+def _question_for(answer: str) -> str:
     """Return the question for an answer column without a question column."""
-    if _plain(answer) in _LABELS:
+    if _normalized(answer) in _LABELS:
         return CLASSIFY
-    return READ if _plain(answer) in _TRANSCRIPTS else DESCRIBE
+    return READ if _normalized(answer) in _TRANSCRIPTS else DESCRIBE
 
 
 def _splits(name: str, values: Iterable[Any]) -> dict[str, Any]:
@@ -107,28 +108,28 @@ def _splits(name: str, values: Iterable[Any]) -> dict[str, Any]:
 def _is_split(values: Sequence[Any]) -> bool:
     words = [str(value).lower() for value in values]
     runs = 1 + sum(a != b for a, b in pairwise(words))
-    return bool(words) and set(words) <= {*_TRAIN, *_HELDOUT} and runs <= _MOST_RUNS
+    return bool(words) and set(words) <= {*_TRAIN, *_HELDOUT} and runs <= _MAX_RUNS
 
 
-def _first(wanted: Sequence[str], names: Iterable[str]) -> str | None:
+def _first_of(wanted: Sequence[str], names: Iterable[str]) -> str | None:
     """Return the name that is first in `wanted`, without regard to case."""
-    plain = {_plain(name): name for name in reversed(list(names))}
-    return next((plain[name] for name in wanted if name in plain), None)
+    candidates = {_normalized(name): name for name in reversed(list(names))}
+    return next((candidates[name] for name in wanted if name in candidates), None)
 
 
-def _plain(name: str) -> str:
+def _normalized(name: str) -> str:
     return name.strip().lower().replace(" ", "_").replace("-", "_")
 
 
 def _is_image(values: Sequence[Any]) -> bool:
     items = [item for value in values for item in (value if isinstance(value, list) else [value])]
-    return bool(items) and sum(map(_shows, items)) > 0.5 * len(items)
+    return bool(items) and sum(map(_is_image_value, items)) > 0.5 * len(items)
 
 
-def _shows(value: Any) -> bool:
+def _is_image_value(value: Any) -> bool:
     """Whether a value is an image, or the name of one."""
     if isinstance(value, dict):
-        return isinstance(value.get("bytes"), bytes) or _shows(value.get("path"))
+        return isinstance(value.get("bytes"), bytes) or _is_image_value(value.get("path"))
     if isinstance(value, str):
         text = value.strip().lower()
         return text.startswith("data:image/") or text.rpartition(".")[2] in IMAGE_SUFFIXES
@@ -140,6 +141,6 @@ def _is_text(values: Sequence[Any]) -> bool:
     return bool(items) and all(isinstance(item, str | int | float | bool) for item in items)
 
 
-def _asks(values: Sequence[Any]) -> bool:
+def _are_questions(values: Sequence[Any]) -> bool:
     """Whether most of the values are questions."""
     return sum(isinstance(value, str) and value.strip().endswith("?") for value in values) > 0.5 * len(values)

@@ -79,15 +79,15 @@ def make_access(host: str, directory: Path, environment: Mapping[str, str] = os.
     Raises:
         InputError: only half of a login is set, or other users may read the password's file or own it.
     """
-    user, word = environment.get(MLFLOW_USER), environment.get(MLFLOW_PASSWORD)
-    if bool(user) != bool(word):
+    user, password = environment.get(MLFLOW_USER), environment.get(MLFLOW_PASSWORD)
+    if bool(user) != bool(password):
         raise InputError(f"{MLFLOW_USER} and {MLFLOW_PASSWORD} go together; set both or neither")
-    prefect, mlflow = environment.get(PREFECT_SECRET), f"{user}:{word}" if word else None
+    prefect, mlflow = environment.get(PREFECT_SECRET), f"{user}:{password}" if password else None
     if prefect and mlflow:
         return Access(host, prefect, mlflow)
     path = directory / PASSWORD_FILE
-    made = _own_password(path)
-    return Access(host, prefect or made, mlflow or made, path)
+    login = _own_password(path)
+    return Access(host, prefect or login, mlflow or login, path)
 
 
 def check_host(host: str) -> None:
@@ -114,10 +114,10 @@ def client_logins(directory: Path, environment: Mapping[str, str] = os.environ) 
     logins = {PREFECT_CLIENT_SECRET: environment.get(PREFECT_CLIENT_SECRET) or environment.get(PREFECT_SECRET)}
     logins |= {name: environment.get(name) for name in (MLFLOW_USER, MLFLOW_PASSWORD)}
     path = directory / PASSWORD_FILE
-    if not all(logins.values()) and (made := _read_password(path)):
-        logins[PREFECT_CLIENT_SECRET] = logins[PREFECT_CLIENT_SECRET] or made
+    if not all(logins.values()) and (login := _read_password(path)):
+        logins[PREFECT_CLIENT_SECRET] = logins[PREFECT_CLIENT_SECRET] or login
         if not logins[MLFLOW_PASSWORD]:
-            logins |= mlflow_login(made)
+            logins |= mlflow_login(login)
     return {name: value for name, value in logins.items() if value and not environment.get(name)}
 
 
@@ -132,18 +132,18 @@ def mlflow_login(login: str) -> dict[str, str]:
 
 
 def _own_password(path: Path) -> str:
-    if (made := _read_password(path)) is None:
-        made = f"{USER}:{secrets.token_urlsafe(24)}"
+    if (login := _read_password(path)) is None:
+        login = f"{USER}:{secrets.token_urlsafe(24)}"
         path.unlink(missing_ok=True)
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-            file.write(made + "\n")
+            file.write(login + "\n")
     status = path.lstat()
     if status.st_uid != os.getuid() or not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077:
         raise InputError(
             f"{path} can be read or was written by others (mode {stat.S_IMODE(status.st_mode):o}, "
             f"user {status.st_uid}); delete it, and a new password is made"
         )
-    return made
+    return login
 
 
 def _read_password(path: Path) -> str | None:
@@ -161,7 +161,7 @@ def _read_password(path: Path) -> str | None:
 
 
 def _own_addresses() -> set[str]:
-    addresses = (address for of_one in psutil.net_if_addrs().values() for address in of_one)
+    addresses = (address for of_interface in psutil.net_if_addrs().values() for address in of_interface)
     return {a.address for a in addresses if a.family in (socket.AF_INET, socket.AF_INET6) and "%" not in a.address}
 
 

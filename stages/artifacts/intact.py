@@ -84,17 +84,17 @@ def check_written(directory: StorePath) -> None:
     Raises:
         DamagedFile: a file is missing or was changed.
     """
-    made = directory.parent
-    if directory.name == ADAPTER_EXPORT and made.name == HF_EXPORT:
-        made = made.parent
+    owner = directory.parent
+    if directory.name == ADAPTER_EXPORT and owner.name == HF_EXPORT:
+        owner = owner.parent
     elif directory.name not in (HF_EXPORT, ADAPTER_EXPORT):
         return
-    if not (made / MANIFEST).is_file():
+    if not (owner / MANIFEST).is_file():
         return
-    artifact, below = Artifact.load(made), f"{str(directory)[len(str(made)) + 1 :]}/"
-    files = [entry for entry in artifact.manifest.files if entry.name.startswith(below)]
-    check_sizes(Artifact(made, artifact.manifest.model_copy(update={"files": files, "shards": []})))
-    _check_digests(made, files, digest_once)
+    artifact, prefix = Artifact.load(owner), f"{str(directory)[len(str(owner)) + 1 :]}/"
+    files = [entry for entry in artifact.manifest.files if entry.name.startswith(prefix)]
+    check_sizes(Artifact(owner, artifact.manifest.model_copy(update={"files": files, "shards": []})))
+    _check_digests(owner, files, digest_once)
 
 
 def _check_digests(directory: StorePath, files: Sequence[FileEntry], digest: Callable[[Path], str]) -> None:
@@ -107,10 +107,10 @@ def _check_file(directory: StorePath, entry: FileEntry, digest: Callable[[Path],
     if not is_local(directory) and folder != HF_EXPORT:
         local_copy(directory / entry.name, entry.sha256)
         return
-    here = directory / entry.name if is_local(directory) else local_dir(directory / folder) / name  # the copy in use
-    if (found := digest(here)) != entry.sha256:
-        what = f"is damaged: its SHA-256 is {found[:12]}..., and {entry.sha256[:12]}... was written"
-        raise damaged(directory / entry.name, f"{what} (to change it, copy its directory elsewhere)")
+    path = directory / entry.name if is_local(directory) else local_dir(directory / folder) / name  # the copy in use
+    if (digest_found := digest(path)) != entry.sha256:
+        reason = f"is damaged: its SHA-256 is {digest_found[:12]}..., and {entry.sha256[:12]}... was written"
+        raise damaged(directory / entry.name, f"{reason} (to change it, copy its directory elsewhere)")
 
 
 def _sizes(directory: StorePath, names: Sequence[str]) -> list[int | None]:

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.equivalence.test_layouts import SP
-from tests.equivalence.test_resharding import SAVED_AT, STEPS, checkpoint_of, job
+from tests.equivalence.test_resharding import job
+from tests.helpers.goes_on import assert_goes_on, exported_file
 from tests.helpers.run_dir import changed
 from tests.helpers.tiers import tiered
 from tests.helpers.tiny_experts_model import experts_hf_dir
@@ -43,16 +44,9 @@ def saved(tmp_path_factory) -> tuple[RunConfig, World]:
 
 @pytest.mark.parametrize("name", tiered(LAYOUTS, ("alone", "ep4-tp2-sp")))
 def test_saved_on_ep2_and_resumed(name, saved):
-    run, whole = saved
     layout, processes = LAYOUTS[name]
-    resumed = job(run.output_dir.parent, f"resumed-{name}", layout, SHAPE)
-    shutil.copytree(checkpoint_of(run, SAVED_AT), checkpoint_of(resumed, SAVED_AT))
-    expected = [row for row in whole.rows if row.step > SAVED_AT]
-    for ours, theirs in zip(run_world(resumed, processes).rows, expected, strict=True):
-        if name == "ep2":  # as it was saved
-            assert (ours.loss, ours.grad_norm) == (theirs.loss, theirs.grad_norm)
-        assert ours.loss == pytest.approx(theirs.loss, rel=1e-6)
-        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5)
+    resumed = job(saved[0].output_dir.parent, f"resumed-{name}", layout, SHAPE)
+    assert_goes_on(saved, resumed, processes, exact=name == "ep2")
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +57,7 @@ def exported(saved):
     def export(name: str) -> bytes:
         layout, processes = LAYOUTS[name]
         run = job(saved[0].output_dir.parent, f"export-{name}", layout, SHAPE)
-        run = run.model_copy(update={"task": "export", "checkpoint_dir": checkpoint_of(saved[0], STEPS)})
-        run_world(run, processes)
-        return (run.output_dir / HF_EXPORT / "model.safetensors").read_bytes()
+        return exported_file(saved[0], run, processes)
 
     return export
 
@@ -99,11 +91,8 @@ def test_stacked_matrices_are_read_and_written_by_ranks_that_divide_the_experts(
     run = changed(job(tmp_path, "stacked", EP2, SHAPE), hf_dir=write_stacked(tmp_path / "hf"))
     world = run_world(run, 2, save=True)
     assert [row.loss for row in world.rows] == [row.loss for row in saved[1].rows]
-    export = job(tmp_path, "export", EP2, SHAPE)
-    export = export.model_copy(
-        update={"task": "export", "checkpoint_dir": checkpoint_of(run, STEPS), "hf_dir": run.hf_dir}
-    )
-    run_world(export, 2)
+    export = changed(job(tmp_path, "export", EP2, SHAPE), hf_dir=run.hf_dir)
+    exported_file(run, export, 2)
     before, after = (load_file(path / "model.safetensors") for path in (run.hf_dir, export.output_dir / HF_EXPORT))
     assert {name: tensor.shape for name, tensor in before.items()} == {n: t.shape for n, t in after.items()}
     experts = [name for name in before if ".mlp.experts." in name]

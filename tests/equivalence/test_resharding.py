@@ -6,14 +6,13 @@ import shutil
 import pytest
 
 from tests.equivalence.test_layouts import CUT_VISION, FOURFOLD, SEQ_LEN, SMOOTH, SP, kinds_of
+from tests.helpers.goes_on import SAVED_AT, STEPS, assert_goes_on, checkpoint_of, exported_file
 from tests.helpers.run_dir import changed, make_bins, write_job
 from tests.helpers.tiers import full, tiered
 from tests.helpers.world import World, run_world
-from trainer.contract.names import HF_EXPORT
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import CheckpointConfig, RunConfig
 
-STEPS, SAVED_AT = 6, 3
 TP2 = {"tp": 2}
 LAYOUTS = {
     "alone": ({}, 1),
@@ -56,51 +55,23 @@ def saved(root) -> tuple[RunConfig, World]:
     return run, run_world(run, 2, save=True)
 
 
-def checkpoint_of(run: RunConfig, step: int):
-    return run.output_dir / f"checkpoints/step-{step:06d}"
-
-
 @pytest.mark.parametrize("name", tiered(LAYOUTS, ("alone", "tp2", "own-1+2-pp2", "cp2")))
 def test_saved_on_tp2_and_resumed(name, root, saved):
-    run, whole = saved
     layout, processes = LAYOUTS[name]
-    resumed = job(root, f"resumed-{name}", layout)
-    shutil.copytree(checkpoint_of(run, SAVED_AT), checkpoint_of(resumed, SAVED_AT))
-    rows = run_world(resumed, processes).rows
-    expected = [row for row in whole.rows if row.step > SAVED_AT]
-    assert [row.step for row in rows] == [row.step for row in expected] == [4, 5, 6]
-    for ours, theirs in zip(rows, expected):
-        if name == "tp2":  # the same sums in the same order
-            assert (ours.loss, ours.grad_norm, ours.heldout_loss) == (
-                theirs.loss,
-                theirs.grad_norm,
-                theirs.heldout_loss,
-            )
-        assert ours.loss == pytest.approx(theirs.loss, rel=1e-6)
-        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5)
-        assert ours.tokens == theirs.tokens
+    assert_goes_on(saved, job(root, f"resumed-{name}", layout), processes, exact=name == "tp2")
 
 
 @pytest.mark.full
 def test_saved_on_sixteen_ranks_and_resumed_on_one(root, saved):
     run = job(root, "sixteen", FOURFOLD)
     run_world(run, 16, save=True)
-    resumed = job(root, "sixteen-to-one", {})
-    shutil.copytree(checkpoint_of(run, SAVED_AT), checkpoint_of(resumed, SAVED_AT))
-    for ours, theirs in zip(run_world(resumed, 1).rows, [r for r in saved[1].rows if r.step > SAVED_AT], strict=True):
-        assert ours.loss == pytest.approx(theirs.loss, rel=1e-6)
+    assert_goes_on((run, saved[1]), job(root, "sixteen-to-one", {}), 1)
 
 
 @pytest.mark.parametrize("shape", ["first", full("hybrid-first")])
 def test_saved_beside_ranks_of_images_and_resumed_without_them(shape, tmp_path):
     run = job(tmp_path, "own", {"vision": {"ranks": 2}}, shape)
-    whole = run_world(run, 3, save=True)
-    resumed = job(tmp_path, "own-to-one", {}, shape)
-    shutil.copytree(checkpoint_of(run, SAVED_AT), checkpoint_of(resumed, SAVED_AT))
-    expected = [row for row in whole.rows if row.step > SAVED_AT]
-    for ours, theirs in zip(run_world(resumed, 1).rows, expected, strict=True):
-        assert ours.loss == pytest.approx(theirs.loss, rel=1e-6)
-        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5)
+    assert_goes_on((run, run_world(run, 3, save=True)), job(tmp_path, "own-to-one", {}, shape), 1)
 
 
 HYBRID = {name: LAYOUTS[name] for name in ("alone", "tp2", "pp2", "cp2")} | {"tp2-sp": ({**TP2, **SP}, 2)}
@@ -116,27 +87,16 @@ def hybrid(tmp_path_factory) -> tuple[RunConfig, World]:
 
 @pytest.mark.parametrize("name", tiered(HYBRID, ("alone", "tp2-sp")))
 def test_layers_of_two_kinds_saved_on_tp2_and_resumed(name, hybrid):
-    run, whole = hybrid
     layout, processes = HYBRID[name]
-    resumed = job(run.output_dir.parent, f"resumed-{name}", layout, "hybrid-second")
-    shutil.copytree(checkpoint_of(run, SAVED_AT), checkpoint_of(resumed, SAVED_AT))
-    expected = [row for row in whole.rows if row.step > SAVED_AT]
-    for ours, theirs in zip(run_world(resumed, processes).rows, expected, strict=True):
-        if name == "tp2-sp":  # as it was saved
-            assert (ours.loss, ours.grad_norm) == (theirs.loss, theirs.grad_norm)
-        assert ours.loss == pytest.approx(theirs.loss, rel=1e-6)
-        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5)
+    resumed = job(hybrid[0].output_dir.parent, f"resumed-{name}", layout, "hybrid-second")
+    assert_goes_on(hybrid, resumed, processes, exact=name == "tp2-sp")
 
 
 @pytest.mark.full
 def test_layers_of_two_kinds_saved_on_one_rank_and_resumed_on_tp2(hybrid):
     run = job(hybrid[0].output_dir.parent, "one", {}, "hybrid-second")
     run_world(run, 1, save=True)
-    resumed = job(run.output_dir.parent, "one-to-tp2", TP2, "hybrid-second")
-    shutil.copytree(checkpoint_of(run, SAVED_AT), checkpoint_of(resumed, SAVED_AT))
-    expected = [row for row in hybrid[1].rows if row.step > SAVED_AT]
-    for ours, theirs in zip(run_world(resumed, 2).rows, expected, strict=True):
-        assert ours.loss == pytest.approx(theirs.loss, rel=1e-6)
+    assert_goes_on((run, hybrid[1]), job(run.output_dir.parent, "one-to-tp2", TP2, "hybrid-second"), 2)
 
 
 EVEN, UNEVEN, DEALT = {"pp": 2}, {"pp": 2, "first_pipeline_layers": 3}, {"pp": 2, "vision": "dealt"}
@@ -156,14 +116,8 @@ PIPELINES = [
 def test_pipelines_of_other_pieces_go_on(shape, before, after, tmp_path):
     run = job(tmp_path, "saved", before, shape)
     whole = run_world(run, before["pp"], save=True)
-    resumed = job(tmp_path, "resumed", after, shape)
-    shutil.copytree(checkpoint_of(run, SAVED_AT), checkpoint_of(resumed, SAVED_AT))
-    world = run_world(resumed, after["pp"])
+    world = assert_goes_on((run, whole), job(tmp_path, "resumed", after, shape), after["pp"])
     assert [rank["layers"] for rank in world.ranks] != [rank["layers"] for rank in whole.ranks]
-    expected = [row for row in whole.rows if row.step > SAVED_AT]
-    for ours, theirs in zip(world.rows, expected, strict=True):
-        assert ours.loss == pytest.approx(theirs.loss, rel=1e-6)
-        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["alone", full("tp2"), full("tp2-sp")])
@@ -195,12 +149,7 @@ def exported(root, saved):
     @functools.cache
     def export(name: str) -> bytes:
         layout, processes = LAYOUTS[name]
-        run = job(root, f"export-{name}", layout)
-        run = run.model_copy(update={"task": "export", "checkpoint_dir": checkpoint_of(saved[0], STEPS)})
-        run_world(run, processes)
-        files = sorted((run.output_dir / HF_EXPORT).iterdir())
-        assert [file.name for file in files] == ["model.safetensors"]
-        return files[0].read_bytes()
+        return exported_file(saved[0], job(root, f"export-{name}", layout), processes)
 
     return export
 

@@ -267,7 +267,7 @@ def drift(chunks, mesh: Mesh) -> float:
     largest = 0.0
     for chunk in chunks:
         for param in chunk.module.parameters():
-            # megatron-core marks the weights of experts that ranks divide: only ranks with the same experts hold copies.
+            # megatron-core's mark of experts that ranks divide: only ranks with the same ones hold copies.
             groups = [mesh.groups.dp_cp if getattr(param, "allreduce", True) else mesh.groups.expt_dp]
             if not getattr(param, "tensor_model_parallel", False):
                 groups.append(mesh.groups.tp)
