@@ -59,8 +59,8 @@ def find_columns(rows: Sequence[Mapping[str, Any]]) -> Columns | str:
         return f"no column looks like an answer among: {', '.join(names)}"
     if question is None and image is None:
         return f"no column looks like a question, and none holds images, among: {', '.join(names)}"
-    asked = _question_for(answer)
-    options: dict[str, Any] = {"image": image, "question": question or f"<image>{asked}", "answer": answer}
+    fallback = _question_for(answer)
+    options: dict[str, Any] = {"image": image, "question": question or f"<image>{fallback}", "answer": answer}
     if any(isinstance(value, list) and len(value) > 1 for value in values[answer]):
         options["references"] = answer
     if (system := _first_of(_SYSTEMS, texts)) is not None and system not in (question, answer):
@@ -70,7 +70,7 @@ def find_columns(rows: Sequence[Mapping[str, Any]]) -> Columns | str:
     if image is not None and any(row.get(image) in (None, "") for row in rows):
         options["null_image"] = "absent"
     used = {options.get(name) for name in ("image", "question", "answer", "system", "split")}
-    question_text = f"column {question!r} is the question" if question else f"each question is {asked!r}"
+    question_text = f"column {question!r} is the question" if question else f"each question is {fallback!r}"
     image_text = f"column {image!r} is the image" if image else "there is no image"
     why = f"{image_text}, {question_text}, column {answer!r} is the answer"
     return Columns(options, why, tuple(name for name in names if name not in used))
@@ -94,9 +94,9 @@ def _question_for(answer: str) -> str:
 
 
 def _splits(name: str, values: Iterable[Any]) -> dict[str, Any]:
-    found = dict.fromkeys(str(value) for value in values)
-    train = [value for value in found if value.lower() in _TRAIN]
-    heldout = [value for value in found if value.lower() in _HELDOUT]
+    names = dict.fromkeys(str(value) for value in values)
+    train = [value for value in names if value.lower() in _TRAIN]
+    heldout = [value for value in names if value.lower() in _HELDOUT]
     options: dict[str, Any] = {"split": name}
     if set(train) - {"train"}:
         options["train_splits"] = train

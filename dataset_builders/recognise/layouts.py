@@ -18,7 +18,7 @@ _TAR = 'members 1.jpg with 1.txt, or with 1.json as {"question": "How many cats 
 
 def nearest_layout(source: StorePath, found: Recognised) -> str:
     """Return one line: what was found, why it is not enough, and the nearest layout with an example."""
-    why = _why(found)
+    why = _why(found).removeprefix(f"{source.name}: ")  # a single file names itself
     names = found.survey.rows
     if any(name.endswith(JSON_SUFFIXES) for name in names):
         layout = f"JSON lines like {_JSON}"

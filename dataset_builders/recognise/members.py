@@ -18,8 +18,8 @@ def tar_options(groups: Sequence[Mapping[str, bytes]]) -> dict[str, Any] | str:
     options: dict[str, Any] = {}
     if not all(any(field.rpartition(".")[2] in IMAGE_SUFFIXES for field in group) for group in groups):
         options["text_only"] = True
-    if "json" in fields and (found := _of_json(groups)) is not None:
-        return options | found
+    if "json" in fields and (json_options := _of_json(groups)) is not None:
+        return options | json_options
     text = next((field for field in _TEXTS if field in fields), None)
     if text is None:
         return f"no member with text (json, {', '.join(_TEXTS)}) among: {', '.join(fields)}"
@@ -37,8 +37,9 @@ def _of_json(groups: Sequence[Mapping[str, bytes]]) -> dict[str, Any] | None:
     if isinstance(columns, str):
         return None
     question = columns.options["question"]
-    asked = f"json:{question}" if not question.startswith("<image>") else f"constant:{question.removeprefix('<image>')}"
-    return {"question": asked, "answer": f"json:{columns.options['answer']}"}
+    is_fixed = question.startswith("<image>")
+    source = f"constant:{question.removeprefix('<image>')}" if is_fixed else f"json:{question}"
+    return {"question": source, "answer": f"json:{columns.options['answer']}"}
 
 
 def _record(group: Mapping[str, bytes]) -> Any:

@@ -101,9 +101,9 @@ def use_service(root: StorePath) -> ServiceRecord | None:
         os.environ.setdefault("MLFLOW_TRACKING_URI", service.mlflow)
         os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
         os.environ.update(past_the_proxy())
-        asked = {PREFECT_CLIENT_SECRET} if os.environ["PREFECT_API_URL"] == service.prefect_api else set()
+        needed = {PREFECT_CLIENT_SECRET} if os.environ["PREFECT_API_URL"] == service.prefect_api else set()
         if os.environ["MLFLOW_TRACKING_URI"] == service.mlflow:
-            asked |= {MLFLOW_USER, MLFLOW_PASSWORD}
+            needed |= {MLFLOW_USER, MLFLOW_PASSWORD}
             os.environ[FILES_VARIABLE] = str(mlflow_files(root))
-        os.environ.update({name: value for name, value in logins.items() if name in asked})
+        os.environ.update({name: value for name, value in logins.items() if name in needed})
     return service

@@ -12,7 +12,7 @@ from safetensors.torch import load, load_file
 from dataset_builders.errors import InputError
 from tests.equivalence.test_layouts import SEQ_LEN, SMOOTH, SP, kinds_of
 from tests.helpers.adapters import adapter_of, job_with
-from tests.helpers.goes_on import SAVED_AT, STEPS, assert_goes_on, checkpoint_of
+from tests.helpers.resuming import SAVED_AT, STEPS, assert_resumes, checkpoint_of
 from tests.helpers.run_dir import changed, log_of, make_bins, start_trainer, write_job
 from tests.helpers.single_rank import single_rank
 from tests.helpers.started import Started
@@ -76,7 +76,7 @@ def test_saved_on_tp2_and_resumed(name, saved):
     shape, run, whole = saved
     layout, processes = LAYOUTS[name]
     resumed = job(run.output_dir.parent, f"resumed-{name}", layout, shape)
-    assert_goes_on((run, whole), resumed, processes, exact=name == "tp2-sp")
+    assert_resumes((run, whole), resumed, processes, exact=name == "tp2-sp")
     ours, theirs = adapters_of(resumed), adapters_of(run)
     assert ours.keys() == theirs.keys()
     if name == "tp2-sp":
@@ -87,7 +87,7 @@ def test_saved_on_tp2_and_resumed(name, saved):
 def test_an_output_projection_trained_whole_moves_to_the_last_rank(tmp_path):
     run = job(tmp_path, "saved", {}, "second")
     whole = run_world(run, 1, save=True)
-    assert_goes_on((run, whole), job(tmp_path, "resumed", {"pp": 2}, "second"), 2)
+    assert_resumes((run, whole), job(tmp_path, "resumed", {"pp": 2}, "second"), 2)
     assert "base_model.model.lm_head.weight" in adapters_of(run)
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.equivalence.test_layouts import SP
 from tests.equivalence.test_resharding import job
-from tests.helpers.goes_on import assert_goes_on, exported_file
+from tests.helpers.resuming import assert_resumes, exported_file
 from tests.helpers.run_dir import changed
 from tests.helpers.tiers import tiered
 from tests.helpers.tiny_experts_model import experts_hf_dir
@@ -46,7 +46,7 @@ def saved(tmp_path_factory) -> tuple[RunConfig, World]:
 def test_saved_on_ep2_and_resumed(name, saved):
     layout, processes = LAYOUTS[name]
     resumed = job(saved[0].output_dir.parent, f"resumed-{name}", layout, SHAPE)
-    assert_goes_on(saved, resumed, processes, exact=name == "ep2")
+    assert_resumes(saved, resumed, processes, exact=name == "ep2")
 
 
 @pytest.fixture(scope="module")

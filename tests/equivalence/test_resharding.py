@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from tests.equivalence.test_layouts import CUT_VISION, FOURFOLD, SEQ_LEN, SMOOTH, SP, kinds_of
-from tests.helpers.goes_on import SAVED_AT, STEPS, assert_goes_on, checkpoint_of, exported_file
+from tests.helpers.resuming import SAVED_AT, STEPS, assert_resumes, checkpoint_of, exported_file
 from tests.helpers.run_dir import changed, make_bins, write_job
 from tests.helpers.tiers import full, tiered
 from tests.helpers.world import World, run_world
@@ -58,20 +58,20 @@ def saved(root) -> tuple[RunConfig, World]:
 @pytest.mark.parametrize("name", tiered(LAYOUTS, ("alone", "tp2", "own-1+2-pp2", "cp2")))
 def test_saved_on_tp2_and_resumed(name, root, saved):
     layout, processes = LAYOUTS[name]
-    assert_goes_on(saved, job(root, f"resumed-{name}", layout), processes, exact=name == "tp2")
+    assert_resumes(saved, job(root, f"resumed-{name}", layout), processes, exact=name == "tp2")
 
 
 @pytest.mark.full
 def test_saved_on_sixteen_ranks_and_resumed_on_one(root, saved):
     run = job(root, "sixteen", FOURFOLD)
     run_world(run, 16, save=True)
-    assert_goes_on((run, saved[1]), job(root, "sixteen-to-one", {}), 1)
+    assert_resumes((run, saved[1]), job(root, "sixteen-to-one", {}), 1)
 
 
 @pytest.mark.parametrize("shape", ["first", full("hybrid-first")])
 def test_saved_beside_ranks_of_images_and_resumed_without_them(shape, tmp_path):
     run = job(tmp_path, "own", {"vision": {"ranks": 2}}, shape)
-    assert_goes_on((run, run_world(run, 3, save=True)), job(tmp_path, "own-to-one", {}, shape), 1)
+    assert_resumes((run, run_world(run, 3, save=True)), job(tmp_path, "own-to-one", {}, shape), 1)
 
 
 HYBRID = {name: LAYOUTS[name] for name in ("alone", "tp2", "pp2", "cp2")} | {"tp2-sp": ({**TP2, **SP}, 2)}
@@ -89,14 +89,14 @@ def hybrid(tmp_path_factory) -> tuple[RunConfig, World]:
 def test_layers_of_two_kinds_saved_on_tp2_and_resumed(name, hybrid):
     layout, processes = HYBRID[name]
     resumed = job(hybrid[0].output_dir.parent, f"resumed-{name}", layout, "hybrid-second")
-    assert_goes_on(hybrid, resumed, processes, exact=name == "tp2-sp")
+    assert_resumes(hybrid, resumed, processes, exact=name == "tp2-sp")
 
 
 @pytest.mark.full
 def test_layers_of_two_kinds_saved_on_one_rank_and_resumed_on_tp2(hybrid):
     run = job(hybrid[0].output_dir.parent, "one", {}, "hybrid-second")
     run_world(run, 1, save=True)
-    assert_goes_on((run, hybrid[1]), job(run.output_dir.parent, "one-to-tp2", TP2, "hybrid-second"), 2)
+    assert_resumes((run, hybrid[1]), job(run.output_dir.parent, "one-to-tp2", TP2, "hybrid-second"), 2)
 
 
 EVEN, UNEVEN, DEALT = {"pp": 2}, {"pp": 2, "first_pipeline_layers": 3}, {"pp": 2, "vision": "dealt"}
@@ -116,7 +116,7 @@ PIPELINES = [
 def test_pipelines_of_other_pieces_go_on(shape, before, after, tmp_path):
     run = job(tmp_path, "saved", before, shape)
     whole = run_world(run, before["pp"], save=True)
-    world = assert_goes_on((run, whole), job(tmp_path, "resumed", after, shape), after["pp"])
+    world = assert_resumes((run, whole), job(tmp_path, "resumed", after, shape), after["pp"])
     assert [rank["layers"] for rank in world.ranks] != [rank["layers"] for rank in whole.ranks]
 
 

@@ -30,6 +30,7 @@ from safetensors.torch import load_file
 
 from tests.helpers.started import Started, start_module
 from trainer.checkpoint import saver
+from trainer.checkpoint.hf_read import is_of_experts
 from trainer.checkpoint.writer import Written
 from trainer.contract.answer import MetricsRow, read_metrics
 from trainer.contract.names import HF_EXPORT
@@ -267,8 +268,7 @@ def drift(chunks, mesh: Mesh) -> float:
     largest = 0.0
     for chunk in chunks:
         for param in chunk.module.parameters():
-            # megatron-core's mark of experts that ranks divide: only ranks with the same ones hold copies.
-            groups = [mesh.groups.dp_cp if getattr(param, "allreduce", True) else mesh.groups.expt_dp]
+            groups = [mesh.groups.expt_dp if is_of_experts(param) else mesh.groups.dp_cp]
             if not getattr(param, "tensor_model_parallel", False):
                 groups.append(mesh.groups.tp)
             if getattr(param, "shared_embedding", False):

@@ -57,6 +57,12 @@ def test_each_fault_is_named_in_one_line(tmp_path, capsys, fault):
     assert (tmp_path / "my.yaml").exists() == (status == 0)
 
 
+def test_a_single_file_is_named_once(tmp_path, capsys):
+    (tmp_path / "a.csv").write_text("id,url\n1,x\n")
+    status, _, err = init(tmp_path, capsys, tmp_path / "a.csv")
+    assert status == 2 and err.count("a.csv") == 1 and "no column looks like an answer among: id, url" in err
+
+
 def test_a_recipe_is_not_overwritten(tmp_path, capsys):
     csv_paths(tmp_path / "data", draw_rows(1, 20))
     (tmp_path / "my.yaml").write_text("mine")

@@ -16,11 +16,11 @@ def checkpoint_of(run: RunConfig, step: int) -> Path:
     return run.output_dir / f"checkpoints/step-{step:06d}"
 
 
-def assert_goes_on(saved: tuple[RunConfig, World], resumed: RunConfig, processes: int, *, exact: bool = False) -> World:
-    """Resume a run that was saved at SAVED_AT in another layout, and compare the steps that follow.
+def assert_resumes(saved: tuple[RunConfig, World], resumed: RunConfig, processes: int, *, exact: bool = False) -> World:
+    """Resume, in another layout, a run that was saved at SAVED_AT, and compare the steps that follow.
 
     Args:
-        saved: the saved run, and its world without an interruption.
+        saved: the saved run, and what it gave without an interruption.
         resumed: the run that goes on, of as many processes as its layout needs.
         exact: whether the sums are taken in the same order, so that every bit must agree.
     """
