@@ -1,6 +1,6 @@
 """Drawn till receipts as raw rows in the schema of naver-clova-ix/cord-v2, in any number and offline.
 
-    image         a grey JPEG of a slip 320 pixels wide: one of eight fonts and three layouts, tilted by up to two
+    image         a grey JPEG of a slip 480 pixels wide: one of eight fonts and three layouts, tilted by up to two
                   degrees, shaded, blurred and noisy
     ground_truth  {"gt_parse": {"menu": [{"nm": "NASI GORENG", "cnt": "2", "price": "30.000"}, ...],
                                 "sub_total": {"subtotal_price": "90.000", "tax_price": "9.000"},
@@ -33,13 +33,13 @@ from dataset_builders.sources.cord_target import Tree
 T = TypeVar("T")
 CordRow = dict[str, object]
 
-WIDTH = 320  # pixels
-_MARGIN = 16
+WIDTH = 480  # pixels
+_MARGIN = 24
 _MAX_TILT = 2.0  # degrees
-_SIZES = (18, 17, 16, 15, 14, 13)  # font sizes in pixels: the largest one at which every line fits is used
+_SIZES = (27, 26, 24, 22, 21, 20)  # font sizes in pixels: the largest one at which every line fits is used
 _MIN_SIDE = 32  # smallest side of a strip, in pixels
 _CELL_SHARE = 0.5  # share of strips that show only one field
-_GAP = 10  # smallest gap between two columns, in pixels
+_GAP = 15  # smallest gap between two columns, in pixels
 _ITEM_SHARES = (0.20, 0.24, 0.20, 0.16, 0.12, 0.08)  # shares of slips with 1, 2, ... items
 
 _DISHES = (
@@ -175,7 +175,7 @@ def strip_row(seed: int, index: int) -> CordRow:
     width, height = WIDTH, max(_MIN_SIDE, round(size * rng.uniform(1.5, 2.2)))
     if rng.random() < _CELL_SHARE or not _fits(cells, font, size):
         cell = _choose(rng, [cell for cell in cells if not cell.is_key])
-        left, right = rng.integers(4, 24, 2).tolist()
+        left, right = rng.integers(6, 36, 2).tolist()
         width = max(_MIN_SIDE, round(text_width(cell.text, font, size)) + left + right)
         cells = [dataclasses.replace(cell, x=left, align="left")]
     slip = Slip(width, height, paper=int(rng.integers(225, 256)), ink=int(rng.integers(0, 70)))
@@ -313,17 +313,17 @@ def _item_lines(receipt: Receipt, item: Item) -> list[list[_Cell]]:
     price = _Cell(receipt.printed(item.price), right, "right", "menu.price")
     if receipt.layout == "columns":
         lines = [
-            [_Cell(str(item.count), left, "left", "menu.cnt"), _Cell(item.name, left + 30, "left", "menu.nm"), price]
+            [_Cell(str(item.count), left, "left", "menu.cnt"), _Cell(item.name, left + 45, "left", "menu.nm"), price]
         ]
     elif receipt.layout == "times":
-        lines = [[name, _Cell(f"x{item.count}", right - 78, "right", "menu.cnt", value=str(item.count)), price]]
+        lines = [[name, _Cell(f"x{item.count}", right - 117, "right", "menu.cnt", value=str(item.count)), price]]
     else:
-        unit = _Cell(receipt.printed(item.unit_price), left + 60, "left", "menu.unitprice")
-        count = _Cell(f"{item.count} x", left + 50, "right", "menu.cnt", value=str(item.count))
+        unit = _Cell(receipt.printed(item.unit_price), left + 90, "left", "menu.unitprice")
+        count = _Cell(f"{item.count} x", left + 75, "right", "menu.cnt", value=str(item.count))
         lines = [[name], [count, unit, price]]
     if item.option:
         option_price = _Cell(receipt.printed(item.option_price), right, "right", "menu.sub_price")
-        lines.append([_Cell(item.option, left + 40, "left", "menu.sub_nm"), option_price])
+        lines.append([_Cell(item.option, left + 60, "left", "menu.sub_nm"), option_price])
     return lines
 
 

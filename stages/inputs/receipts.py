@@ -1,6 +1,6 @@
 """embedded_receipts: drawn receipts as parquet files in the schema of CORD-V2; no input, no network.
 
-train-00000-of-00080.parquet ...   train-strips-00000-of-00160.parquet ...   validation-00000-of-00001.parquet
+train-00000-of-00120.parquet ...   train-strips-00000-of-00480.parquet ...   validation-00000-of-00001.parquet
 """
 
 import json
@@ -19,7 +19,7 @@ from stages.artifacts.workers import StageResources, run_tasks
 from stages.inputs.config import EmbeddedReceiptsConfig
 from stages.pages.report import Pictures, Table, write_report
 
-VERSION = 1
+VERSION = 2  # 2: slips are 480 pixels wide
 
 ROW_SCHEMA = pa.schema(
     [
