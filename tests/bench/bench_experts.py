@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.bench.bench_delta_rule import both, median_us
 from tests.bench.host import Host
 from tests.helpers.single_rank import single_rank
+from trainer.layers.kernels.permission import allow_kernels
 from trainer.parts.experts import module as experts_module
 from trainer.parts.experts.module import ExpertsSubmodules, RoutedExperts
 from trainer.parts.experts.part import Experts
@@ -112,8 +113,11 @@ def main() -> None:
 
                 inputs, own = [block.hidden, block.weights], [module.gate_up, module.down]
                 rows = {"athanor": times(mixed, inputs + own, block.grad)}
+                allow_kernels(False)
+                rows["grouped_mm alone"] = times(mixed, inputs + own, block.grad)
                 with mock.patch.object(experts_module, "grouped_product", looped_product):
                     rows["loop"] = times(mixed, inputs + own, block.grad)
+                allow_kernels(True)
                 compute, weights = of_transformer_engine(part, block)
                 rows["Transformer Engine"] = times(compute, inputs + weights, block.grad)
                 for products, (forward, whole) in rows.items():

@@ -204,7 +204,7 @@ def name_of(gpus: int, parallel: ParallelConfig) -> str:
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=MODELS, default="qwen3_vl_2b")
+    parser.add_argument("--model", default="qwen3_vl_2b", help="a variant; NAME:4 has only four decoder layers")
     parser.add_argument("--tiny", action="store_true", help="other defaults, for a CPU")
     parser.add_argument("--dir", type=Path, help="where model, shards and runs are written; deleted at the end")
     parser.add_argument("--out", type=Path, help="the report, Markdown; written anew after each part")
@@ -237,6 +237,8 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     if "--tiny" in argv:
         parser.set_defaults(**TINY, **TINY_PEER)
     args = parser.parse_args(argv)
+    if args.model.partition(":")[0] not in MODELS:
+        parser.error(f"--model {args.model}: known are {', '.join(MODELS)}")
     if args.global_batch % args.gpus or args.warmup < 1:
         parser.error("--global-batch must be a multiple of --gpus, --warmup at least 1")
     return args

@@ -60,8 +60,10 @@ def is_tiny(name: str) -> bool:
 
 
 def random_model(name: str) -> EmbeddedModelConfig:
-    """Return a variant by its name."""
-    return EmbeddedModelConfig(seed=0, variant=name)
+    """Return a variant by its name; "NAME:4" has four decoder layers."""
+    variant, _, layers = name.partition(":")
+    model = EmbeddedModelConfig(seed=0, variant=variant)
+    return model.model_copy(update={"num_layers": int(layers)}) if layers else model
 
 
 def image_token(name: str) -> int:

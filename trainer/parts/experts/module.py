@@ -20,12 +20,16 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from trainer.contract.experts import ExpertsConfig
 from trainer.contract.run import TrainConfig
 from trainer.layers.chosen_rows import ChosenRows, RoutedTokens
+from trainer.layers.kernels.permission import can_import, kernels_run
 from trainer.layers.measures.reports import Reports
 from trainer.layers.module_set import ACTIVATIONS
 from trainer.parts.experts.exchange import compute_on_ranks
 from trainer.parts.experts.part import Experts
-from trainer.parts.experts.products import Order, grouped_product
+from trainer.parts.experts.products import Order, grouped_product, is_grouped
 from trainer.parts.experts.routing import LoadPool, Routing, WithAuxiliaryLoss, route, tokens_of_experts
+
+if can_import():
+    from trainer.parts.experts.kernels import mixed_experts
 
 _OF_EXPERTS = ("gate_up", "down")
 _LOADS = "trainer.parts.experts.part:loads"
@@ -141,6 +145,8 @@ class RoutedExperts(MegatronModule):
     def _mix(self, hidden: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """Return (s, D): the sum of each token's experts, by their weights (s, k)."""
         order, group = Order(chosen, self.part.num_experts), self.groups.ep
+        if group.size() == 1 and self.part.activation == "silu" and is_grouped(hidden) and kernels_run(hidden.device):
+            return mixed_experts(hidden, weights, order, self.gate_up, self.down)
         if group.size() > 1:
             outputs = compute_on_ranks(hidden, order, self._compute, group)
         else:

@@ -69,6 +69,11 @@ class Order:
         return Collect.apply(rows, self.order, self.inverse)
 
 
+def is_grouped(rows: torch.Tensor) -> bool:
+    """Whether torch's grouped product computes with these rows."""
+    return rows.is_cuda and rows.dtype is torch.bfloat16
+
+
 def grouped_product(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Return the product of each expert's rows with its matrix.
 
@@ -83,7 +88,7 @@ def grouped_product(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tenso
     Returns:
         (R, out).
     """
-    if rows.is_cuda and rows.dtype is torch.bfloat16:
+    if is_grouped(rows):
         return F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
     lengths = ends.diff(prepend=ends.new_zeros(1)).tolist()
     return torch.cat([F.linear(part, weight) for part, weight in zip(rows.split(lengths), weights)])
