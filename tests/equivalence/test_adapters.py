@@ -57,6 +57,9 @@ LAYOUTS = {
     "hybrid-pp2-dealt": ({"pp": 2, **DEALT}, 2, "hybrid-first", "dora"),
     "hybrid-cp2": ({"cp": 2}, 2, "hybrid-first", "lora"),
     "hybrid-tp2-sp-cp2": ({"tp": 2, "cp": 2, **SP, **FULL}, 4, "hybrid-deep", "dora"),
+    "experts-ep2-dp2": ({"ep": 2}, 2, "experts-shared", "lora"),
+    "experts-ep2-pp2": ({"ep": 2, "pp": 2}, 4, "experts-listed", "lora"),
+    "experts-ep2-tp2-sp-dp2": ({"ep": 2, "tp": 2, **SP, **FULL}, 4, "experts-shared", "lora"),
     "fourfold": (FOURFOLD, 16, "first", "dora"),
 }
 
@@ -64,6 +67,7 @@ LAYOUTS = {
 def targets_of(shape: str) -> tuple[str, ...]:
     """Every role that the model has."""
     absent = {"merger", "vision"} if shape.startswith("text-") else set()
+    absent |= set() if shape.startswith("experts-") else {"experts"}
     return tuple(role for role in ROLES if role not in absent and (role != "delta" or shape.startswith("hybrid-")))
 
 
@@ -89,7 +93,8 @@ def trained(tmp_path_factory):
             optim=SMOOTH.model_copy(update={"lr": 1e-2}),
             name=f"{name}-{kind}-{dropout}",
         )
-        adapter = AdapterConfig(kind=kind, rank=4, alpha=8, dropout=dropout, targets=targets_of(shape))
+        rank = 8 if shape.startswith("experts-") else 4
+        adapter = AdapterConfig(kind=kind, rank=rank, alpha=2 * rank, dropout=dropout, targets=targets_of(shape))
         train = run.train.model_copy(update={"adapter": adapter})
         run = run.model_copy(update={"seq_len": SEQ_LEN, "train": train})
         world = run_world(run, processes)
@@ -100,8 +105,8 @@ def trained(tmp_path_factory):
     return run_layout
 
 
-# What is the adapters' own: divided inputs and outputs (DoRA's lengths too), images elsewhere, delta layers.
-CORE = ("pp2-dealt", "own-1+1", "hybrid-cp2")
+# What is the adapters' own: divided inputs and outputs (DoRA's lengths too), images elsewhere, delta layers, experts.
+CORE = ("pp2-dealt", "own-1+1", "hybrid-cp2", "experts-ep2-dp2")
 
 
 @pytest.mark.parametrize("name", tiered(LAYOUTS, CORE))

@@ -140,3 +140,23 @@ def test_other_trainings_on_ep2_are_those_of_one_process(training, tmp_path):
         assert ours.loss == pytest.approx(theirs.loss, rel=1e-5)
         assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-4)
         assert ours.param_norm == pytest.approx(theirs.param_norm, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", tiered(["alone", "ep4-tp2-sp", "ep2-pp2"], ("alone",)))
+def test_adapters_of_experts_resume_and_are_exported_in_other_layouts(name, tmp_path):
+    adapter = AdapterConfig(rank=8, alpha=16, targets=("attention", "experts"))
+    (layout, processes), given = LAYOUTS[name], {"adapter": adapter}
+
+    def with_adapters(called: str, layout: dict) -> RunConfig:
+        run = job(tmp_path, called, layout, SHAPE)
+        return changed(run, train=run.train.model_copy(update=given), base_digest="hf_dir@1234")
+
+    run = with_adapters("saved", EP2)
+    saved = run, run_world(run, 2, save=True)
+    assert_resumes(saved, with_adapters(f"resumed-{name}", layout), processes)
+    assert_resumes(saved, with_adapters("resumed-ep2", EP2), 2, exact=True)
+    files = {
+        called: exported_file(run, with_adapters(f"export-{called}", layout), processes)
+        for called, (layout, processes) in ((name, LAYOUTS[name]), ("ep2", LAYOUTS["ep2"]))
+    }
+    assert files[name] == files["ep2"]

@@ -32,6 +32,7 @@ from trainer.contract.peft import ADAPTER_WEIGHTS
 from trainer.contract.run import RunConfig
 from trainer.layers.lora.float8_base import pack, unpack
 from trainer.model.registry import read_model
+from trainer.model.rules import stored_rules
 
 # name -> (layout, processes, shape, kind)
 LAYOUTS = {
@@ -51,6 +52,7 @@ LAYOUTS = {
     "hybrid-tp2-sp": ({"tp": 2, **SP}, 2, "hybrid-second", "dora"),
     "hybrid-pp2": ({"pp": 2}, 2, "hybrid-first", "lora"),
     "hybrid-cp2": ({"cp": 2}, 2, "hybrid-first", "lora"),
+    "experts-ep2-dp2": ({"ep": 2}, 2, "experts-shared", "lora"),
 }
 
 
@@ -70,7 +72,8 @@ def job(directory, name: str, shape: str, kind: str, base: str = "float8", **cha
         name=name,
         **changes,
     )
-    adapter = AdapterConfig(kind=kind, rank=4, alpha=8, base=base, targets=TARGETS)
+    rank = 8 if shape.startswith("experts-") else 4
+    adapter = AdapterConfig(kind=kind, rank=rank, alpha=2 * rank, base=base, targets=TARGETS)
     train = run.train.model_copy(update={"adapter": adapter})
     return run.model_copy(update={"seq_len": SEQ_LEN, "train": train})
 
@@ -114,15 +117,18 @@ def test_a_layout_trains_as_one_process_does(name, trained):
     assert all(rank["drift"] == 0.0 for rank in ours.world.ranks)
 
 
-@pytest.mark.parametrize(("shape", "kind"), [full("first", "lora"), ("hybrid-first", "dora")])
+@pytest.mark.parametrize(
+    ("shape", "kind"), [full("first", "lora"), ("hybrid-first", "dora"), ("experts-shared", "lora")]
+)
 def test_it_is_the_training_beside_the_rounded_weights(shape, kind, tmp_path):
     """Bit for bit: the rounding is all that float8 changes. And it changes something."""
     rounded = tmp_path / "rounded"
     shutil.copytree(model_dir(shape), rounded)
     weights = load_file(rounded / "model.safetensors")
     family, read = read_model(rounded)
-    for rule in family.weight_rules(read):
-        if rule.ours.startswith("language.") and rule.sizes:
+    linear = {rule.ours for rule in family.weight_rules(read) if rule.sizes}
+    for rule in stored_rules(family.weight_rules(read), weights):
+        if rule.ours.startswith("language.") and rule.ours in linear:
             weights |= {name: unpack(*pack(weights[name]), weights[name].dtype) for name in rule.hf}
     save_file(weights, rounded / "model.safetensors", metadata={"format": "pt"})
     runs = {

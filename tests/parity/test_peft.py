@@ -19,6 +19,7 @@ from trainer.contract.peft import ADAPTER_WEIGHTS
 from trainer.layers.lora.trained import trained_rules
 from trainer.loop.set_up import give_adapters
 from trainer.model.registry import read_model
+from trainer.model.targets import adapted_layers
 
 STEPS = 20
 # A gradient that is nothing but rounding would move a weight by a whole step; with this eps it moves it by rounding.
@@ -27,10 +28,13 @@ EVERYWHERE = {
     "first": tuple(role for role in ROLES if role != "delta"),
     "second": tuple(role for role in ROLES if role != "delta"),
     "hybrid-first": ROLES,
+    "experts-listed": ROLES,
+    "experts-shared": ROLES,
 }
+RANKS = {"experts-listed": 8, "experts-shared": 8}  # of the others 4
 
 
-CORE = (("first", "lora"), ("hybrid-first", "dora"))
+CORE = (("first", "lora"), ("hybrid-first", "dora"), ("experts-shared", "lora"))
 
 
 @pytest.mark.parametrize(
@@ -39,10 +43,12 @@ CORE = (("first", "lora"), ("hybrid-first", "dora"))
         pytest.param(shape, kind, marks=[] if (shape, kind) in CORE else pytest.mark.full)
         for shape in EVERYWHERE
         for kind in ("lora", "dora")
+        if kind == "lora" or "experts" not in shape  # PEFT has no DoRA of stacked matrices
     ],
 )
 def test_twenty_steps_equal_peft_with_torch_adamw(shape, kind, tmp_path):
-    adapter = AdapterConfig(kind=kind, rank=4, alpha=8, rslora=shape == "second", targets=EVERYWHERE[shape])
+    rank = RANKS.get(shape, 4)
+    adapter = AdapterConfig(kind=kind, rank=rank, alpha=2 * rank, rslora=shape == "second", targets=EVERYWHERE[shape])
     run = job_with(write_job(tmp_path, num_steps=STEPS, shape=shape, optim=OPTIM_20), adapter)
     family, read = read_model(run.hf_dir)
     rules = family.weight_rules(read)
@@ -50,7 +56,7 @@ def test_twenty_steps_equal_peft_with_torch_adamw(shape, kind, tmp_path):
         model = build_tiny(run.hf_dir, mesh)
         give_adapters([model], run, rules)
         tensors = dict(hf_tensors([model], mesh, trained_rules(rules, adapter)))
-        write_peft_directory(tmp_path / "start", tensors, adapter, [])
+        write_peft_directory(tmp_path / "start", tensors, adapted_layers(rules, adapter), adapter, [])
     peft = PeftModel.from_pretrained(load_reference(model_dir(shape)), tmp_path / "start", is_trainable=True)
     expected = reference_training(peft, shape, STEPS, OPTIM_20)
     for row, (loss, grad_norm, _) in zip(run_world(run, 1).rows, expected, strict=True):

@@ -55,7 +55,7 @@ def test_gradients_in_bf16_are_as_near_to_float32_as_peft_s(shape, kind, modules
     samples = make_samples(MIXED, geometry_of(read), range(20, 300))
     with single_rank() as mesh:
         run, model = adapted_model(tmp_path, mesh, shape, adapter)
-        write_peft_directory(tmp_path / "start", dict(hf_tensors([model], mesh, rules)), adapter, [])
+        write_peft_directory(tmp_path / "start", dict(hf_tensors([model], mesh, rules)), [], adapter, [])
         model = build_tiny(run.hf_dir, mesh, SEQ_LEN, torch.bfloat16, modules=modules)
         give_adapters([model], run, table, tmp_path / "start")
         ours = of_ours(model.cuda(), rules, samples)

@@ -25,22 +25,31 @@ from trainer.contract.peft import (
     peft_config,
 )
 from trainer.model.rules import Rule, global_names
+from trainer.model.targets import Adapted
+from trainer.parts.experts.adapter import ExpertsFirst, ExpertsLast
 
 
 def write_peft_directory(
-    directory: Path, tensors: Mapping[str, torch.Tensor], config: AdapterConfig, whole: Sequence[str]
+    directory: Path,
+    tensors: Mapping[str, torch.Tensor],
+    layers: Sequence[Adapted],
+    config: AdapterConfig,
+    whole: Sequence[str],
 ) -> None:
     """Write adapters so that PEFT loads them.
 
     Args:
         tensors: the trained tensors of the whole model, by PEFT's names without their common prefix.
+        layers: the adapted layers of the whole model.
         whole: names of the modules that were trained whole.
     """
     directory.mkdir(parents=True, exist_ok=True)
     named = {PREFIX + name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(named, directory / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    stacks = {layer.peft[0]: layer.modules[0] for layer in layers if layer.rule.matrices}
     modules = [name.removesuffix(LORA_A) for name in tensors if name.endswith(LORA_A)]
-    write_json(directory / ADAPTER_CONFIG, peft_config(config, modules, whole))
+    linear = [module for module in modules if module not in stacks]
+    write_json(directory / ADAPTER_CONFIG, peft_config(config, linear, whole, [*stacks.values()]))
 
 
 def load_peft_directory(models: Sequence[MegatronModule], directory: Path, rules: Sequence[Rule]) -> None:
@@ -68,7 +77,11 @@ def load_peft_directory(models: Sequence[MegatronModule], directory: Path, rules
 
 
 def with_adapters(
-    source: HFTensors, rules: Sequence[Rule], trained: Mapping[str, torch.Tensor], config: AdapterConfig
+    source: HFTensors,
+    rules: Sequence[Rule],
+    layers: Sequence[Adapted],
+    trained: Mapping[str, torch.Tensor],
+    config: AdapterConfig,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the base model's tensors in the table's order, with the adapters merged into the adapted ones. Tensors that
     were not trained are unchanged, bit for bit.
@@ -77,17 +90,35 @@ def with_adapters(
 
     Args:
         source: the base model.
-        rules: the base model's table of weights.
+        rules: the base model's table of weights, in the form in which `source` stores them.
+        layers: the adapted layers of the whole model.
         trained: the trained tensors by PEFT's names without their common prefix.
     """
-    for name in (name for rule in rules for name in rule.hf):
-        module = name.removesuffix(".weight")
-        if module + LORA_A not in trained:
-            yield name, trained[name] if name in trained else source.get(name)
+    stacks = {layer.rule.ours: layer for layer in layers if layer.rule.matrices}
+    for rule in rules:
+        if rule.ours in stacks:
+            yield from _with_stack(source, rule, stacks[rule.ours], trained, config)
             continue
+        for name in rule.hf:
+            stored, module = source.get(name), name.removesuffix(".weight")
+            if module + LORA_A not in trained:
+                yield name, trained.get(name, stored)
+                continue
+            weight, a, b = (tensor.float() for tensor in (stored, trained[module + LORA_A], trained[module + LORA_B]))
+            weight += b @ a * config.scaling
+            if (magnitude := trained.get(module + MAGNITUDE)) is not None:
+                weight = (magnitude.float() / torch.linalg.norm(weight, dim=1)).view(-1, 1) * weight
+            yield name, weight.to(stored.dtype)
+
+
+def _with_stack(
+    source: HFTensors, rule: Rule, layer: Adapted, trained: Mapping[str, torch.Tensor], config: AdapterConfig
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of stacked matrices, which may be stored one by one or transposed, with the adapters merged."""
+    (module,), experts = layer.peft, layer.rule.matrices
+    a = ExpertsFirst(experts=experts).fuse([trained[module + LORA_A].float()], 1)
+    b = ExpertsLast(experts=experts).fuse([trained[module + LORA_B].float()], 1)
+    for name, change in zip(rule.hf, rule.packing.split(b @ a * config.scaling, len(rule.hf), 1)):
         stored = source.get(name)
-        weight, a, b = (tensor.float() for tensor in (stored, trained[module + LORA_A], trained[module + LORA_B]))
-        weight += b @ a * config.scaling
-        if (magnitude := trained.get(module + MAGNITUDE)) is not None:
-            weight = (magnitude.float() / torch.linalg.norm(weight, dim=1)).view(-1, 1) * weight
-        yield name, weight.to(stored.dtype)
+        change = change if change.shape == stored.shape else change.transpose(1, 2)
+        yield name, (stored.float() + change).to(stored.dtype)

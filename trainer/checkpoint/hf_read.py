@@ -133,6 +133,8 @@ def read_part(source: HFTensors, rule: Rule, param: torch.nn.Parameter, model: M
     if packing.divides_names:
         share = len(rule.hf) // size
         return packing.fuse([source.get(name) for name in rule.hf[rank * share : (rank + 1) * share]], size)
+    if packing.mixes_ranks:
+        return packing.fuse([source.get(name) for name in rule.hf], 1).chunk(size, axis)[rank]
     runs = packing.runs(len(rule.hf))
     parts = [source.get_slice(name, axis, rank, size, runs[i]) for i, name in enumerate(rule.hf)]
     return packing.fuse(parts, size)

@@ -157,6 +157,8 @@ def _join(rule: Rule, slices: list[torch.Tensor], axis: int | None) -> list[torc
     if rule.packing.divides_names:
         share = len(rule.hf) // len(slices)
         return [tensor for part in slices for tensor in rule.packing.split(part, share, len(slices))]
+    if rule.packing.mixes_ranks:
+        return rule.packing.split(torch.cat(slices, axis or 0), len(rule.hf), 1)
     parts = [rule.packing.split(part, len(rule.hf), len(slices)) for part in slices]
     if axis is None or len(slices) == 1:
         return parts[0]

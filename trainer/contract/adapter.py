@@ -7,7 +7,7 @@ from pydantic import Field, field_validator
 
 from dataset_builders.contracts.strict import StrictModel
 
-ROLES = ("attention", "mlp", "delta", "merger", "vision")
+ROLES = ("attention", "mlp", "experts", "delta", "merger", "vision")
 
 
 class AdapterConfig(StrictModel):
@@ -28,8 +28,8 @@ class AdapterConfig(StrictModel):
     targets: tuple[str, ...] = Field(
         default=("attention", "mlp", "delta"),
         min_length=1,
-        description="adapted layers: roles (attention, mlp, delta, merger, vision), or regular expressions over whole "
-        "Hugging Face names of modules",
+        description="adapted layers: roles (attention, mlp, experts, delta, merger, vision), or regular "
+        "expressions over whole Hugging Face names of modules",
     )
     modules_to_save: tuple[str, ...] = Field(
         default=(),

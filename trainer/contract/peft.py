@@ -18,7 +18,7 @@ LORA_A, LORA_B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude
 # Keys that change no number of the adapted model, or that are compared elsewhere (modules, by their tensors' names).
 _UNIMPORTANT = {
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version", "revision"),
-    *("exclude_modules", "layers_to_transform", "modules_to_save", "target_modules"),
+    *("exclude_modules", "layers_to_transform", "modules_to_save", "target_modules", "target_parameters"),
     *("init_lora_weights", "lora_dropout", "megatron_config", "megatron_core", "qalora_group_size"),
     *("ephemeral_gpu_offload", "runtime_config", "task_type"),
 }
@@ -65,13 +65,16 @@ _OFF = (None, False, {}, [])
 _KEEPS_BASE = (True, False, None, "gaussian", "orthogonal", "eva")
 
 
-def peft_config(config: AdapterConfig, modules: Sequence[str], whole: Sequence[str]) -> dict[str, object]:
+def peft_config(
+    config: AdapterConfig, modules: Sequence[str], whole: Sequence[str], stacks: Sequence[str] = ()
+) -> dict[str, object]:
     """Return the content of adapter_config.json; keys that are left out have PEFT's defaults. The base model's name is
     null, because a training does not know it.
 
     Args:
         modules: names of the adapted modules.
         whole: names of the modules that were trained whole.
+        stacks: names of the adapted parameters that hold one matrix per expert.
     """
     return {
         "peft_type": "LORA",
@@ -84,6 +87,7 @@ def peft_config(config: AdapterConfig, modules: Sequence[str], whole: Sequence[s
         "use_rslora": config.rslora,
         "use_dora": config.kind == "dora",
         "target_modules": list(modules),
+        "target_parameters": list(stacks) or None,
         "modules_to_save": list(whole) or None,
         "bias": "none",
         "fan_in_fan_out": False,

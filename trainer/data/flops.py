@@ -142,7 +142,7 @@ class _Count:
         flops = 2 * _size(rule) * (1 + flows + self._trains(rule))
         for (out, width), is_chosen in zip(rule.sizes, self._adapted(rule)):
             if is_chosen:  # forward A and B; backward both weights, the value between them, and the input
-                flops += 2 * self.adapter.rank * ((2 + flows) * width + 3 * out)
+                flops += 2 * rule.used * self.adapter.rank * ((2 + flows) * width + 3 * out)
         return flops
 
     def _trains(self, rule: Rule) -> bool:
@@ -163,5 +163,5 @@ def _chosen(rules: Sequence[Rule], config: AdapterConfig) -> dict[str, tuple[boo
 
 
 def _size(rule: Rule) -> int:
-    """Return the number of elements of a linear layer's weight."""
-    return sum(out * width for out, width in rule.sizes)
+    """Return the number of elements of a linear layer's weight that a row is multiplied with."""
+    return rule.used * sum(out * width for out, width in rule.sizes)

@@ -18,6 +18,7 @@ from trainer.loop.set_up import build_chunks, give_adapters, log
 from trainer.loop.share_model import DTYPES, weights_dtype
 from trainer.model.registry import read_model
 from trainer.model.rules import stored_rules
+from trainer.model.targets import adapted_layers
 from trainer.model.whole_modules import whole_modules
 from trainer.parallel.mesh import Mesh
 
@@ -48,7 +49,7 @@ def write_weights(chunks: Sequence[torch.nn.Module], mesh: Mesh, run: RunConfig)
     if not mesh.is_main:
         return []
     trained = {name: tensor.to("cpu", DTYPES[run.train.precision]) for name, tensor in trained.items()}
-    write_peft_directory(run.output_dir / ADAPTER_EXPORT, trained, config, whole_modules(rules, config))
-    source = HFTensors(run.hf_dir)
-    merged = with_adapters(source, stored_rules(rules, source.names()), trained, config)
+    layers, source = adapted_layers(rules, config), HFTensors(run.hf_dir)
+    write_peft_directory(run.output_dir / ADAPTER_EXPORT, trained, layers, config, whole_modules(rules, config))
+    merged = with_adapters(source, stored_rules(rules, source.names()), layers, trained, config)
     return save_hf_weights(chunks, mesh, rules, run.hf_dir, out_dir, tensors=merged)

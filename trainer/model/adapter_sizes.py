@@ -28,13 +28,17 @@ class PlaceSizes:
         products: number of values in the matrices that the adapters' products keep for backward: a layer's concatenated
             A's, and its B's as blocks of a matrix.
         per_token: number of values that the adapters keep for backward, per token of the layer or part.
-        base: number of weights of all linear layers that can have adapters.
+        base: number of weights of all linear layers that can have adapters, without experts.
+        experts_parameters: number of parameters of the trained adapters of experts.
+        experts_base: number of weights of the experts that can have adapters.
     """
 
     parameters: Shared = Shared()
     products: Shared = Shared()
     per_token: Shared = Shared()
     base: int = 0
+    experts_parameters: int = 0
+    experts_base: int = 0
 
     def plus(self, other: "PlaceSizes") -> "PlaceSizes":
         return PlaceSizes(
@@ -42,6 +46,8 @@ class PlaceSizes:
             products=self.products.plus(other.products),
             per_token=self.per_token.plus(other.per_token),
             base=self.base + other.base,
+            experts_parameters=self.experts_parameters + other.experts_parameters,
+            experts_base=self.experts_base + other.experts_base,
         )
 
 
@@ -62,12 +68,14 @@ class AdapterSizes:
     @property
     def parameters(self) -> int:
         """Number of parameters of all trained adapters."""
-        return round(sum(place.parameters.on(1) for place in (*self.language, *self.vision.values())))
+        places = (*self.language, *self.vision.values())
+        return round(sum(place.parameters.on(1) + place.experts_parameters for place in places))
 
     def trains(self, part: str) -> bool:
         """Whether a part other than the language model has adapters that are trained."""
         return part in self.vision and self.vision[part].parameters.on(1) > 0
 
-    def saved_bytes(self, layers: Iterable[PlaceSizes], size: int) -> int:
-        """Return the bytes that the weights of these language layers save against values of `size` bytes."""
-        return (size - 1) * sum(layer.base for layer in layers) if self.has_float8_base else 0
+    def saved_bytes(self, layers: Iterable[PlaceSizes], size: int, tp: int, ep: int) -> float:
+        """Return the bytes that a rank's weights of these language layers save against values of `size` bytes."""
+        is_saved = self.has_float8_base
+        return is_saved * (size - 1) * sum(layer.base / tp + layer.experts_base / ep for layer in layers)

@@ -169,4 +169,4 @@ class Layer:
     @property
     def largest_matrix(self) -> int:
         """Number of elements of the largest matrix of the layer."""
-        return max(sum(out * width for out, width in rule.sizes) for rule in self.rules("", ""))
+        return max(rule.numbers for rule in self.rules("", ""))

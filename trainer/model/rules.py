@@ -31,9 +31,11 @@ class Stacked:
 
     Attributes:
         divides_names: whether each rank has whole HF tensors, a share of their names, instead of slices of all of them.
+        mixes_ranks: whether a rank's part of ours is no slice of the HF tensors, so that each rank reads them whole.
     """
 
     divides_names: ClassVar[bool] = False
+    mixes_ranks: ClassVar[bool] = False
 
     def runs(self, count: int) -> Sequence[tuple[int, ...]]:
         """Return the relative lengths of the runs of rows of each of `count` HF tensors.
@@ -174,7 +176,10 @@ class Rule:
         ours: name of our parameter; layers are counted over the whole model.
         hf: names of the HF tensors.
         packing: the packing of the HF tensors in our parameter.
-        sizes: (out, in) of each HF tensor, if it is the weight of a linear layer that can have adapters.
+        sizes: (out, in) of each HF tensor, if it is the weight of a linear layer that can have adapters. If the tensor
+            holds several matrices, this is the size of one.
+        matrices: number of matrices that the HF tensor holds, stacked along its first axis; 0: it is one matrix.
+        used: number of these matrices with which a token is multiplied.
         role: name by which `train.adapter.targets` selects the layer; empty for weights without `sizes`.
         axis: the axis of a linear layer's weight that tensor-parallel ranks divide: 0, the outputs, or 1, the inputs.
         group: the ranks that divide the parameter: "tp", tensor-parallel ranks, or "ep", expert-parallel ranks.
@@ -186,10 +191,17 @@ class Rule:
     hf: tuple[str, ...]
     packing: Stacked = STACKED
     sizes: tuple[tuple[int, int], ...] = ()
+    matrices: int = 0
+    used: int = 1
     role: str = ""
     axis: int = 0
     group: Literal["tp", "ep"] = "tp"
     one_by_one: "Rule | None" = None
+
+    @property
+    def numbers(self) -> int:
+        """Number of weights of the linear layers that can have adapters."""
+        return max(1, self.matrices) * sum(out * width for out, width in self.sizes)
 
 
 def stored_rules(rules: Iterable[Rule], names: Collection[str]) -> list[Rule]:

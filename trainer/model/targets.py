@@ -19,6 +19,7 @@ from trainer.model.rules import Rule
 from trainer.model.shape import ModelShape
 
 _WEIGHT = ".weight"
+_RANK_STEP = 8  # torch's grouped product needs rows of a multiple of 16 bytes
 _OF_LAYER = re.compile(r"language\.decoder\.layers\.(\d+)\.")
 
 
@@ -29,11 +30,14 @@ class Adapted:
     Attributes:
         ours: name of the layer in the whole model.
         chosen: for each HF tensor of the rule whether its module is adapted.
+        peft: the name of each HF tensor's module in PEFT. PEFT wraps a module once for each adapted parameter of it, so
+            the names of all but the last have a ".base_layer" for each parameter that follows.
     """
 
     ours: str
     rule: Rule
     chosen: tuple[bool, ...]
+    peft: tuple[str, ...]
 
     @property
     def modules(self) -> list[str]:
@@ -80,12 +84,22 @@ def adapted_layers(rules: Sequence[Rule], config: AdapterConfig) -> list[Adapted
         if not found and (target not in ROLES or not any(named.values())):
             raise _names_nothing(target, modules)
     chosen = {(m.rule.ours, m.number) for found in named.values() for m in found}
+    stacks = [rule for rule in rules if rule.matrices and (rule.ours, 0) in chosen]
     layers = []
     for rule in rules:
         wanted = tuple((rule.ours, number) in chosen for number in range(len(rule.hf)))
         if any(wanted):
-            layers.append(Adapted(rule.ours.removesuffix(_WEIGHT), rule, wanted))
+            layers.append(Adapted(rule.ours.removesuffix(_WEIGHT), rule, wanted, _peft_names(rule, stacks)))
     return layers
+
+
+def _peft_names(rule: Rule, stacks: Sequence[Rule]) -> tuple[str, ...]:
+    """Return the names of a rule's modules in PEFT, given the adapted rules of stacked matrices; see `Adapted`."""
+    if not rule.matrices:
+        return tuple(name.removesuffix(_WEIGHT) for name in rule.hf)
+    module = rule.hf[0].rpartition(".")[0]
+    later = [other for other in stacks[stacks.index(rule) + 1 :] if other.hf[0].rpartition(".")[0] == module]
+    return (module + ".base_layer" * len(later),)
 
 
 def _modules(rules: Sequence[Rule]) -> list[_Module]:
@@ -124,7 +138,9 @@ def check_targets(train: TrainConfig, family: Family, rules: Sequence[Rule]) -> 
     Raises:
         InputError: a target names no layers, or only frozen ones.
     """
-    adapted_layers(rules, train.adapter)
+    layers = adapted_layers(rules, train.adapter)
+    if stacks := [layer.modules[0] for layer in layers if layer.rule.matrices]:
+        _check_stacks(train.adapter, stacks[0])
     for target in train.adapter.targets:
         parts = {family.part_of(m.rule.ours) for m in _modules(rules) if m.is_named_by(target)}
         if parts and parts <= train.frozen:
@@ -132,6 +148,20 @@ def check_targets(train: TrainConfig, family: Family, rules: Sequence[Rule]) -> 
             raise InputError(
                 f"train.adapter.targets: {shown(target)} names layers of {part} alone, and train.{part}.frozen=true; "
                 f"leave it out, or set train.{part}.frozen=false"
+            )
+
+
+def _check_stacks(config: AdapterConfig, name: str) -> None:
+    """Check that an adapter of stacked matrices has only what PEFT computes with them (0.21, ParamWrapper)."""
+    for field, value, is_possible, way_out in (
+        ("kind", config.kind, config.kind == "lora", "set lora"),
+        ("dropout", config.dropout, config.dropout == 0, "set 0"),
+        ("rank", config.rank, config.rank % _RANK_STEP == 0, f"set a multiple of {_RANK_STEP}, which GPUs need"),
+    ):
+        if not is_possible:
+            raise InputError(
+                f"train.adapter.{field}={value} is not possible for {name}, whose experts' matrices are one tensor; "
+                f"{way_out}, or leave experts out of train.adapter.targets"
             )
 
 
@@ -147,7 +177,7 @@ def list_matches(train: TrainConfig, family: Family, shape: ModelShape) -> list[
     for target in config.targets:
         named = [m for m in _modules(rules) if m.is_named_by(target)]
         trained = [m for m in named if family.part_of(m.rule.ours) not in train.frozen]
-        parameters = sum(_parameters(m.rule.sizes[m.number], config) for m in trained)
+        parameters = sum(max(1, m.rule.matrices) * _parameters(m.rule.sizes[m.number], config) for m in trained)
         matches.append(Matches(target, tuple(m.name for m in trained), parameters))
     return matches
 
@@ -184,7 +214,9 @@ def adapter_sizes(train: TrainConfig, family: Family, shape: ModelShape) -> Adap
 
 def _layer_sizes(rule: Rule, chosen: Sequence[bool], config: AdapterConfig) -> PlaceSizes:
     """Return the sizes of a layer of ours whose chosen modules have adapters; see trainer/layers/lora/adapter.py."""
-    base = sum(out * width for out, width in rule.sizes)
+    base = rule.numbers
+    if rule.matrices:
+        return _stack_sizes(rule, any(chosen), config)
     adapted = [size for size, is_chosen in zip(rule.sizes, chosen) if is_chosen]
     if not adapted:
         return PlaceSizes(base=base)
@@ -204,4 +236,14 @@ def _layer_sizes(rule: Rule, chosen: Sequence[bool], config: AdapterConfig) -> P
         products=Shared(low * all_rows + 2 * scaled, low * width),
         per_token=Shared(scaled, low),
         base=base,
+    )
+
+
+def _stack_sizes(rule: Rule, is_adapted: bool, config: AdapterConfig) -> PlaceSizes:
+    """Return the sizes of stacked matrices that expert-parallel ranks divide."""
+    if not is_adapted:
+        return PlaceSizes(experts_base=rule.numbers)
+    parameters = rule.matrices * sum(_parameters(size, config) for size in rule.sizes)
+    return PlaceSizes(
+        experts_parameters=parameters, per_token=Shared(whole=rule.used * config.rank), experts_base=rule.numbers
     )

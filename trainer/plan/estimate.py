@@ -273,23 +273,29 @@ class _Process:
         """Return the number of a pipeline rank's trained parameters."""
         vision = self._vision.trained if rank == 0 else 0
         if self.adapters is not None:
-            return sum(place.parameters.on(self.parallel.tp) for place in self._places(rank)) + vision
+            places = sum(place.parameters.on(self.parallel.tp) for place in self._places(rank))
+            return places + self._trained_experts(rank) + vision
         return self._language(rank) * ("language" not in self.frozen) + vision
 
     def _optimizer_share(self, rank: int) -> float:
         """Return the number of trained parameters whose float32 copies and moments are on one rank."""
-        p, trained = self.parallel, self._trained(rank)
-        is_trained = self.adapters is None and "language" not in self.frozen
-        of_experts = self._of_experts(rank) / p.ep if is_trained else 0
+        p, trained, of_experts = self.parallel, self._trained(rank), self._trained_experts(rank)
         ranks = self.dp * p.cp
         return (trained - of_experts) / ranks + of_experts / (ranks * p.tp / p.ep)
+
+    def _trained_experts(self, rank: int) -> float:
+        """Return the number of a pipeline rank's trained parameters that expert-parallel ranks divide."""
+        if self.adapters is not None:
+            return sum(place.experts_parameters for place in self._places(rank)) / self.parallel.ep
+        return self._of_experts(rank) / self.parallel.ep * ("language" not in self.frozen)
 
     def _weights(self, rank: int) -> float:
         """Return the bytes of a pipeline rank's weights in forward and backward."""
         weights, tp = self.size * self._language(rank), self.parallel.tp
         if self.adapters is not None:
-            weights -= self.adapters.saved_bytes(self._places(rank), self.size) / tp
+            weights -= self.adapters.saved_bytes(self._places(rank), self.size, tp, self.parallel.ep)
             weights += self.size * sum(place.parameters.on(tp) for place in self._places(rank))
+            weights += self.size * self._trained_experts(rank)
         return weights + (self._vision.weights if rank == 0 else 0)
 
     def _places(self, rank: int) -> list[PlaceSizes]:

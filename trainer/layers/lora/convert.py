@@ -10,8 +10,9 @@ from trainer.contract.adapter import AdapterConfig
 from trainer.layers.lora.adapter import LinearAdapter
 from trainer.model.rules import Rule, Stacked, global_names
 from trainer.model.targets import Adapted
+from trainer.parts.experts.adapter import ExpertsAdapter, ExpertsFirst, ExpertsLast
 
-_WEIGHT = ".weight"
+ADAPTERS = (LinearAdapter, ExpertsAdapter)
 
 
 def add_adapters(model: torch.nn.Module, layers: Sequence[Adapted], config: AdapterConfig, seed: int) -> None:
@@ -25,7 +26,10 @@ def add_adapters(model: torch.nn.Module, layers: Sequence[Adapted], config: Adap
     for module in model.modules() if config.dropout else ():
         if hasattr(module, "is_random"):
             module.is_random = True
-    for layer, linear in _linears(model, layers):
+    for layer, linear in _modules(model, layers):
+        if layer.rule.matrices:
+            linear.adapt(_parameter_of(layer), config).initialise(layer.modules, seed)
+            continue
         adapter = LinearAdapter(linear, layer.rule, layer.chosen, config, is_column=_is_column(linear))
         adapter.initialise(layer.modules, seed)
         linear.adapter = adapter
@@ -46,19 +50,25 @@ def begin_adapters(
     Args:
         read: returns the whole weight of a rule, given the rule and its parameter.
     """
-    for layer, linear in _linears(model, layers):
-        linear.adapter.initialise(layer.modules, seed)
+    for layer, linear in _modules(model, layers):
+        adapter = linear.adapter[_parameter_of(layer)] if layer.rule.matrices else linear.adapter
+        adapter.initialise(layer.modules, seed)
         if config.kind == "dora":
-            linear.adapter.measure(read(layer.rule, linear.weight).to(linear.weight.dtype))
+            adapter.measure(read(layer.rule, linear.weight).to(linear.weight.dtype))
 
 
-def _linears(model: torch.nn.Module, layers: Sequence[Adapted]) -> Iterator[tuple[Adapted, torch.nn.Module]]:
-    """Yield each layer that the chunk holds, with its module."""
+def _modules(model: torch.nn.Module, layers: Sequence[Adapted]) -> Iterator[tuple[Adapted, torch.nn.Module]]:
+    """Yield each layer that the chunk holds, with the module that holds its weight."""
     ours = zip(model.named_parameters(), global_names(model), strict=True)
-    modules = {whole.removesuffix(_WEIGHT): name.removesuffix(_WEIGHT) for (name, _), (whole, _) in ours}
+    modules = {whole: name.rpartition(".")[0] for (name, _), (whole, _) in ours}
     for layer in layers:
-        if layer.ours in modules:
-            yield layer, model.get_submodule(modules[layer.ours])
+        if layer.rule.ours in modules:
+            yield layer, model.get_submodule(modules[layer.rule.ours])
+
+
+def _parameter_of(layer: Adapted) -> str:
+    """Return the name of a layer's weight in its module."""
+    return layer.ours.rpartition(".")[2]
 
 
 def _is_column(linear: torch.nn.Module) -> bool:
@@ -93,7 +103,7 @@ def _bias_within(linear: torch.nn.Module) -> torch.Tensor | None:
 
 def has_adapters(model: torch.nn.Module) -> bool:
     """Whether only the adapters of a chunk are trained."""
-    return any(isinstance(module, LinearAdapter) for module in model.modules())
+    return any(isinstance(module, ADAPTERS) for module in model.modules())
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +120,14 @@ def adapter_rules(layers: Sequence[Adapted], config: AdapterConfig) -> list[Rule
     """Return the table of the adapters' weights, with PEFT's names."""
     rules = []
     for layer in layers:
+        if experts := layer.rule.matrices:
+            module, _, name = layer.ours.rpartition(".")
+            ours, (peft,) = f"{module}.adapter.{name}", layer.peft
+            rules.append(Rule(f"{ours}.a", (f"{peft}.lora_A.weight",), ExpertsFirst(experts=experts), group="ep"))
+            rules.append(Rule(f"{ours}.b", (f"{peft}.lora_B.weight",), ExpertsLast(experts=experts), group="ep"))
+            continue
         runs = layer.rule.packing.runs(len(layer.rule.hf))
-        for number, module in enumerate(layer.modules):
+        for number, module in enumerate(layer.peft):
             if not layer.chosen[number]:
                 continue
             ours, packing = f"{layer.ours}.adapter", InRuns(relative=runs[number])

@@ -23,7 +23,7 @@ if can_import():
 
 LARGEST = 448.0  # largest e4m3 number
 _SMALLEST_EXPONENT = -100  # of a row's factor; avoids subnormal values, which devices treat differently
-_LAYERS, _WEIGHT = "language.decoder.layers.", ".weight"
+_LAYERS = "language.decoder.layers."
 
 
 def pack(weight: torch.Tensor, sharers: ProcessGroup | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -139,14 +139,17 @@ def base_packer(model: torch.nn.Module, device: torch.device, packed: Collection
         packed: names of the weights of frozen linear layers.
     """
     names = zip(global_names(model), model.named_parameters(), strict=True)
-    linears = {
-        ours: model.get_submodule(name.removesuffix(_WEIGHT))
-        for (ours, _), (name, _) in names
-        if ours.startswith(_LAYERS) and ours in packed
+    places = {
+        ours: name.rpartition(".") for (ours, _), (name, _) in names if ours.startswith(_LAYERS) and ours in packed
     }
 
     def pack_weight(ours: str) -> None:
-        if ours in linears:
-            pack_layer(linears[ours], device)
+        if ours not in places:
+            return
+        module, _, name = places[ours]
+        if name == "weight":
+            pack_layer(model.get_submodule(module), device)
+        else:
+            model.get_submodule(module).pack(name, device)
 
     return pack_weight

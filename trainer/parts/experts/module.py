@@ -17,15 +17,19 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
+from trainer.contract.adapter import AdapterConfig
 from trainer.contract.experts import ExpertsConfig
 from trainer.contract.run import TrainConfig
 from trainer.layers.chosen_rows import ChosenRows, RoutedTokens
 from trainer.layers.kernels.permission import can_import, kernels_run
+from trainer.layers.lora.float8_base import pack
 from trainer.layers.measures.reports import Reports
 from trainer.layers.module_set import ACTIVATIONS
+from trainer.libraries.torch_private import parameters_of
+from trainer.parts.experts.adapter import ExpertsAdapter, mark_of_experts
 from trainer.parts.experts.exchange import compute_on_ranks
 from trainer.parts.experts.part import Experts
-from trainer.parts.experts.products import Order, grouped_product, is_grouped
+from trainer.parts.experts.products import Order, PackedProduct, grouped_product, is_grouped
 from trainer.parts.experts.routing import LoadPool, Routing, WithAuxiliaryLoss, route, tokens_of_experts
 
 if can_import():
@@ -60,7 +64,7 @@ class RoutedExperts(MegatronModule):
         self.part, self.activation = part, ACTIVATIONS[part.activation]
         self.settings, self.layer, self.reports = ExpertsConfig(), 0, Reports()
         count, width, inner = part.num_experts, part.hidden_size, part.intermediate_size
-        self.groups = pg_collection
+        self.groups, self.adapter = pg_collection, torch.nn.ModuleDict()
         self.router = _weight(config, count, width)
         own = count // pg_collection.ep.size()
         self.gate_up = _weight_of_experts(config, own, 2 * inner, width)
@@ -78,6 +82,20 @@ class RoutedExperts(MegatronModule):
         """
         self.settings, self.layer, self.reports = train.experts, layer, reports
         reports.shared(LoadPool).layers.add(layer)
+
+    def adapt(self, name: str, config: AdapterConfig) -> ExpertsAdapter:
+        """Add and return the adapters of a parameter of the experts."""
+        self.adapter[name] = ExpertsAdapter(self.get_parameter(name), config, self.groups, self.config.params_dtype)
+        return self.adapter[name]
+
+    def pack(self, name: str, device: torch.device) -> None:
+        """Hold a parameter of the experts as float8 on a device from now on; see `float8_base.pack_layer`."""
+        whole = self.get_parameter(name)
+        codes, scale = pack(whole.detach().to(device).flatten(0, 1))
+        param = torch.nn.Parameter(codes.view(whole.shape), requires_grad=False)
+        param.__dict__.update(whole.__dict__)
+        parameters_of(self)[name] = param
+        self.register_buffer(f"{name}_scale", scale, persistent=False)
 
     def forward(self, hidden: torch.Tensor, rows: ChosenRows | None, tokens: RoutedTokens) -> torch.Tensor:
         """Map (s, 1, D) to (s, 1, D), or only to the chosen rows (m, 1, D).
@@ -145,7 +163,8 @@ class RoutedExperts(MegatronModule):
     def _mix(self, hidden: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """Return (s, D): the sum of each token's experts, by their weights (s, k)."""
         order, group = Order(chosen, self.part.num_experts), self.groups.ep
-        if group.size() == 1 and self.part.activation == "silu" and is_grouped(hidden) and kernels_run(hidden.device):
+        is_plain = not self.adapter and self.gate_up.dtype is hidden.dtype
+        if group.size() == 1 and is_plain and self._kernels_run(hidden):
             return mixed_experts(hidden, weights, order, self.gate_up, self.down)
         if group.size() > 1:
             outputs = compute_on_ranks(hidden, order, self._compute, group)
@@ -155,14 +174,28 @@ class RoutedExperts(MegatronModule):
 
     def _compute(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """Map rows (R, D), sorted by this rank's experts, to (R, D)."""
-        gate, up = grouped_product(rows, self.gate_up, ends).chunk(2, -1)
-        return grouped_product(self.activation(gate) * up, self.down, ends)
+        gate, up = self._product(rows, "gate_up", ends).chunk(2, -1)
+        return self._product(self.activation(gate) * up, "down", ends)
+
+    def _product(self, rows: torch.Tensor, name: str, ends: torch.Tensor) -> torch.Tensor:
+        """Return the products of the rows with a parameter's matrices and their adapters."""
+        weight = self.get_parameter(name)
+        if weight.dtype is torch.uint8:
+            out = PackedProduct.apply(rows, weight, self.get_buffer(f"{name}_scale"), ends)
+        else:
+            out = grouped_product(rows, weight, ends)
+        return out + self.adapter[name](rows, ends) if name in self.adapter else out
+
+    def _kernels_run(self, hidden: torch.Tensor) -> bool:
+        return self.part.activation == "silu" and is_grouped(hidden) and kernels_run(hidden.device)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> ShardedStateDict:
         """Extend megatron-core's method by the parameters that expert-parallel ranks divide."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        for name, adapter in self.adapter.items():
+            state |= adapter.sharded_state_dict(f"{prefix}adapter.{name}.", sharded_offsets, metadata)
         return state | make_sharded_tensors_for_checkpoint(
             {name: self.get_parameter(name) for name in _OF_EXPERTS},
             prefix,
@@ -185,14 +218,9 @@ def _weight(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
 
 
 def _weight_of_experts(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
-    """Return an unset parameter whose first axis expert-parallel ranks divide.
-
-    The mark `allreduce` makes megatron-core sum its gradient over the ranks that hold the same experts, and the other
-    marks make it count in norms on every rank that holds a part.
-    """
+    """Return an unset parameter whose first axis expert-parallel ranks divide."""
     weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
-    weight.allreduce = False
-    weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = True, 0, 1
+    mark_of_experts(weight)
     return weight
 
 

@@ -90,7 +90,17 @@ class Experts(FeedForward):
             packing = EitherWay(matrix=matrix) if self.may_be_transposed else STACKED
             each = tuple(f"{experts}{number}.{part}.weight" for number in range(self.num_experts) for part in own)
             stored_by_expert = Rule(ours + name, each, one_by_one, group="ep")
-            yield Rule(ours + name, (f"{experts}{name}_proj",), packing, group="ep", one_by_one=stored_by_expert)
+            yield Rule(
+                ours + name,
+                (f"{experts}{name}_proj",),
+                packing,
+                sizes=(matrix,),
+                matrices=self.num_experts,
+                used=self.top_k,
+                role="experts",
+                group="ep",
+                one_by_one=stored_by_expert,
+            )
         if not self.shared_size:
             return
         inner, shared = self.shared_size, hf + "shared_expert."

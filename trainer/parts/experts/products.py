@@ -5,6 +5,9 @@ R = rows: a row for each token and each of its experts, E = experts, D = hidden 
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from trainer.layers.lora.float8_base import unpack
 
 
 class Dispatch(torch.autograd.Function):
@@ -67,6 +70,29 @@ class Order:
     def collect(self, rows: torch.Tensor) -> torch.Tensor:
         """Return (s, k, D), given the rows (R, D)."""
         return Collect.apply(rows, self.order, self.inverse)
+
+
+class PackedProduct(torch.autograd.Function):
+    """The product of each expert's rows with its frozen matrix in float8. The matrices exist unpacked only while a
+    product runs, once forward and once backward.
+    """
+
+    @staticmethod
+    def forward(ctx, rows, codes, scale, ends):
+        """Args: codes: (E, out, in) uint8; scale: (E * out,) float32; see `grouped_product` for the others."""
+        ctx.save_for_backward(codes, scale, ends)
+        return grouped_product(rows, _unpacked(codes, scale, rows.dtype), ends)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        codes, scale, ends = ctx.saved_tensors
+        matrices = _unpacked(codes, scale, grad.dtype).transpose(1, 2)
+        return grouped_product(grad.contiguous(), matrices, ends), None, None, None
+
+
+def _unpacked(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return unpack(codes.flatten(0, 1), scale, dtype).view(codes.shape)
 
 
 def is_grouped(rows: torch.Tensor) -> bool:

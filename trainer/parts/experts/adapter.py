@@ -1,0 +1,105 @@
+"""Low-rank adapters of the experts' matrices, as PEFT computes them for stacked matrices (0.21, ParamWrapper).
+
+E = experts of this rank, r = rank of the adapters, R = rows sorted by expert.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+from trainer.contract.adapter import AdapterConfig
+from trainer.model.rules import Stacked
+from trainer.parallel.late_memory import put
+from trainer.parts.experts.products import grouped_product
+
+
+class ExpertsAdapter(torch.nn.Module):
+    """The adapters of a parameter that holds one matrix per expert; expert-parallel ranks divide both alike.
+
+    Args:
+        weight: (E, out, in).
+        dtype: dtype of the adapters.
+    """
+
+    def __init__(
+        self, weight: torch.nn.Parameter, config: AdapterConfig, groups: ProcessGroupCollection, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.scaling, self.groups = config.scaling, groups
+        (experts, out, width), like = weight.shape, {"dtype": dtype, "device": weight.device}
+        self.a = torch.nn.Parameter(torch.empty(experts, config.rank, width, **like))
+        self.b = torch.nn.Parameter(torch.zeros(experts, out, config.rank, **like))
+        for param in (self.a, self.b):
+            mark_of_experts(param)
+
+    @torch.no_grad()
+    def initialise(self, names: Sequence[str], seed: int) -> None:
+        """Set A as PEFT does: uniform within 1 / sqrt(in); B is zero already. The values depend on seed and name only.
+
+        Args:
+            names: the name of the HF tensor.
+        """
+        (name,), group = names, self.groups.ep
+        key = hashlib.sha256(f"{seed} {name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(key[:8]))
+        whole = torch.empty(len(self.a) * group.size(), *self.a.shape[1:]).uniform_(-1, 1, generator=generator)
+        put(self.a, (whole / math.sqrt(whole.size(2))).chunk(group.size())[group.rank()])
+
+    def forward(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """Return what the adapters add to the products of rows (R, in): (R, out)."""
+        return grouped_product(grouped_product(rows, self.a, ends) * self.scaling, self.b, ends)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> ShardedStateDict:
+        """Return the sharded tensors of A and B."""
+        groups = {"tp_group": self.groups.ep, "dp_cp_group": self.groups.expt_dp}
+        state = self.state_dict(keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, dict.fromkeys(state, 0), sharded_offsets, **groups)
+
+
+def mark_of_experts(weight: torch.nn.Parameter) -> None:
+    """Mark a parameter whose first axis expert-parallel ranks divide.
+
+    The mark `allreduce` makes megatron-core sum its gradient over the ranks that hold the same experts, and the other
+    marks make it count in norms on every rank that holds a part.
+    """
+    weight.allreduce = False
+    weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = True, 0, 1
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsFirst(Stacked):
+    """The packing of PEFT's A (experts * r, in) into (experts, r, in).
+
+    Attributes:
+        experts: number of experts of the whole model.
+    """
+
+    experts: int = 1
+
+    def fuse(self, parts: Sequence[Any], tp: int) -> Any:
+        return parts[0].unflatten(0, (self.experts // tp, -1))
+
+    def split(self, ours: Any, count: int, tp: int) -> list[Any]:
+        return [ours.flatten(0, 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsLast(ExpertsFirst):
+    """The packing of PEFT's B (out, r * experts), with an expert's columns apart, into (experts, out, r)."""
+
+    mixes_ranks = True
+
+    def fuse(self, parts: Sequence[Any], tp: int) -> Any:
+        return parts[0].unflatten(1, (-1, self.experts)).permute(2, 0, 1)
+
+    def split(self, ours: Any, count: int, tp: int) -> list[Any]:
+        return [ours.permute(1, 2, 0).flatten(1)]
