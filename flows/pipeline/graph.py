@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from dataset_builders.contracts.manifest import MANIFEST
 from dataset_builders.contracts.strict import StrictModel
+from dataset_builders.errors import InputError
 from dataset_builders.storage.store import StorePath, location, side_dir
 from flows.pipeline.config import PipelineConfig
 from flows.resources.host import this_host
@@ -34,6 +35,7 @@ from trainer.contract.run import TrainConfig
 from trainer.model.family import Family
 from trainer.model.registry import get_family, read_model
 from trainer.model.shape import ModelShape
+from trainer.model.targets import adapted_layers
 from trainer.model.whole_modules import check_adapter
 from trainer.plan.checks import check_cached, check_experts, check_training
 
@@ -213,10 +215,29 @@ def _check_family(config: PipelineConfig, family: Family, shape: ModelShape) -> 
         check_cached(config.train.frozen, config.execution.parallel, family)
     check_training(config.train, config.execution.parallel, family)
     check_adapter(config.train, family, shape)
+    _check_beside(config, family, shape)
     check_experts(config.train, config.execution.parallel, shape)
     if trains_here(config):
         check_precision(config.train.precision, config.execution.modules, this_host())
         modules_line(config)
+
+
+def _check_beside(config: PipelineConfig, family: Family, shape: ModelShape) -> None:
+    """Check that answers with an unmerged adapter are not asked of one that has experts.
+
+    Raises:
+        InputError: they are.
+    """
+    if config.evaluate.adapter == "merged" or config.train.adapter is None:
+        return
+    stacks = [
+        layer for layer in adapted_layers(family.weight_rules(shape), config.train.adapter) if layer.rule.matrices
+    ]
+    if stacks:
+        raise InputError(
+            f"evaluate.adapter=beside, and train.adapter.targets names {stacks[0].modules[0]}: adapters of experts do "
+            "not answer unmerged; set evaluate.adapter=merged, or leave experts out of the targets"
+        )
 
 
 def trains_here(config: PipelineConfig) -> bool:

@@ -55,10 +55,16 @@ def read_adapter_dir(path: Path, hf_dir: Path) -> AdapterDirectory:
     """Read a PEFT directory, and check it against the model of `hf_dir`.
 
     Raises:
-        InputError: a file is missing, the adapter's kind is not supported, or it belongs to another model.
+        InputError: a file is missing, the adapter's kind is not supported (experts have one), or it belongs to another
+            model.
     """
     config = read_peft_config(path, f"adapter {path}")
     header = _read_header(path, config)
+    if stacks := config.get("target_parameters"):
+        raise InputError(
+            f"{path / ADAPTER_CONFIG}: target_parameters names {stacks[0]}, and adapters of experts do not answer "
+            "unmerged here; merge the adapter into its model with PEFT's merge_and_unload, and give that model"
+        )
     family, model = read_model(hf_dir)
     weights = {name for rule in family.weight_rules(model) if rule.sizes for name in rule.hf}
     linear = {name.removesuffix(".weight") for name in weights}

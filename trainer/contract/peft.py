@@ -55,7 +55,9 @@ _WANTED: dict[str, tuple[Callable[[object], bool], str]] = {
     "inference_mode": (_is_switch, "true or false"),
     **dict.fromkeys(("rank_pattern", "alpha_pattern"), (lambda value: isinstance(value, dict), "object")),
     "exclude_modules": (lambda value: _is_text(value) or _are_names(value), "list of names"),
-    "modules_to_save": (lambda value: value is None or _are_names(value), "list of names"),
+    **dict.fromkeys(
+        ("modules_to_save", "target_parameters"), (lambda value: value is None or _are_names(value), "list of names")
+    ),
     **dict.fromkeys(("base_model_name_or_path", "peft_version", "revision", "task_type"), (_is_text, "text")),
 }
 _REQUIRED = ("r", "lora_alpha")
@@ -131,16 +133,19 @@ def read_peft_config(directory: Path, named: str) -> dict[str, Any]:
 
 
 def adapts(path: Path, config: Mapping[str, Any], module: str) -> bool:
-    """Whether PEFT gives a linear layer an adapter. PEFT ignores a file's tensors of the layers without one.
+    """Whether PEFT gives a module an adapter. PEFT ignores a file's tensors of the modules without one.
 
     Args:
         path: adapter_config.json.
         config: the content of adapter_config.json.
-        module: the layer's name in the model.
+        module: the name in PEFT of a linear layer, or of a module that holds one matrix per expert.
 
     Raises:
         InputError: a setting cannot be read.
     """
+    holders = [name.rpartition(".")[0] for name in config.get("target_parameters") or ()]
+    if holders and _is_named(path, "target_parameters", holders, module.removesuffix(".base_layer")):
+        return True
     layers, excluded = config.get("layers_to_transform"), config.get("exclude_modules")
     if not _is_named(path, "target_modules", config.get("target_modules"), module):
         return False

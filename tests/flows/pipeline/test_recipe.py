@@ -15,7 +15,7 @@ from dataset_builders.sources.registry import BUILDERS, get_builder
 from flows.cli.commands.plan import size_rows
 from flows.pipeline.config import EMBEDDED_RECIPES, PipelineConfig
 from flows.pipeline.explain import submodels
-from flows.pipeline.graph import open_inputs, open_place, pipeline_nodes, place_of, release_config
+from flows.pipeline.graph import check_model, open_inputs, open_place, pipeline_nodes, place_of, release_config
 from flows.pipeline.recipe import RECIPES, known_recipes, load_recipe, whole_recipes
 from tests.helpers.tiny_model import tiny_hf_dir
 from tests.helpers.tiny_text_model import text_hf_dir
@@ -400,6 +400,13 @@ def test_an_adapter_beside_the_base_needs_an_adapter_and_our_decoder():
     assert "and train.adapter is null; try evaluate.adapter=merged" in _error("evaluate.adapter=beside")
     refused = _error("evaluate.adapter=beside", *ADAPTED, "evaluate.engine=vllm")
     assert "evaluate.adapter=beside is not for evaluate.engine=vllm" in refused
+
+
+def test_adapters_of_experts_do_not_answer_beside_the_base():
+    targets = ["train.adapter.targets=[experts]", "train.adapter.rank=8"]
+    experts = ["model.family=qwen3_vl_moe", *ADAPTED, *targets, "evaluate.adapter=beside"]
+    with pytest.raises(InputError, match=r"evaluate.adapter=beside, and .* set evaluate.adapter=merged"):
+        check_model(load_recipe(overrides=experts).config)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 
 from dataset_builders.errors import InputError
+from stages.inputs.adapter_directory import adapter_input, read_adapter_dir
 from tests.helpers.adapters import adapted_model, in_peft
 from tests.helpers.reference import load_reference
 from tests.helpers.single_rank import single_rank
@@ -98,6 +99,7 @@ def test_directories_of_peft_and_of_ours_are_gone_on_from(written, mesh, tmp_pat
             param += 0.05 * torch.randn(param.shape, generator=generator)
     theirs.save_pretrained(tmp_path / "theirs")
     check_start(tmp_path / "theirs", written.config)
+    assert adapter_input(tmp_path / "theirs").digest != adapter_input(start).digest
     _, ours = adapted_model(tmp_path, mesh, written.shape, written.config, tmp_path / "theirs")
     assert_logits_equal(ours, theirs)
     run, ours = adapted_model(tmp_path / "again", mesh, written.shape, written.config, start)
@@ -109,7 +111,7 @@ def test_directories_of_peft_and_of_ours_are_gone_on_from(written, mesh, tmp_pat
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"kind": "dora"}, "train.adapter.kind=dora is not possible for .*experts.gate_up_proj.*set lora"),
+        ({"kind": "dora"}, r"train.adapter.kind=dora is not possible for .*experts.gate_up_proj.*set lora"),
         ({"dropout": 0.1}, "train.adapter.dropout=0.1 is not possible"),
         ({"rank": 12}, "train.adapter.rank=12 is not possible .* set a multiple of 8"),
     ],
@@ -119,3 +121,8 @@ def test_what_peft_does_not_compute_is_refused(written, changes, words):
     train = written.run.train.model_copy(update={"adapter": settings(BOTH, **changes)})
     with pytest.raises(InputError, match=words):
         check_targets(train, family, written.rules)
+
+
+def test_an_unmerged_adapter_of_experts_does_not_answer(written):
+    with pytest.raises(InputError, match=r"target_parameters names .*experts.*merge_and_unload"):
+        read_adapter_dir(written.run.output_dir / ADAPTER_EXPORT, written.run.hf_dir)
