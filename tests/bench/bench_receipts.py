@@ -36,7 +36,7 @@ from tests.bench.host import describe
 from trainer.contract.answer import read_metrics
 from trainer.contract.run import TrainConfig
 
-MICRO_BATCH = 32
+MICRO_BATCH = 128
 WINDOWS = 10
 FLASH = "flash_of_torch"  # transformers looks for "flash" in the name
 
