@@ -55,7 +55,7 @@ def run_nodes(
     config: PipelineConfig, root: str, tracking_run: str | None, flow_name: str, places: dict[str, ArtifactRef]
 ) -> Runs:
     """Run the stages of a flow that have no place yet, one after the other, and beside them the stages that may run at
-    the same time, also those of later flows. If one of them ends with an error, the others are ended.
+    the same time, also those of later flows. If a stage ends with an error, the stages beside it are stopped.
 
     Args:
         flow_name: a name in `NODES`.
