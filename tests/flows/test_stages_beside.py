@@ -21,7 +21,7 @@ ended: list[str] = []
 
 
 class Settings(StrictModel):
-    """What a stage of this file does: "meet" the other stage, then "fail" or "go on" until it is stopped."""
+    """The work of a stage of this file: "meet" the other stage, then "fail" or "go on" until it is stopped."""
 
     name: str
     then: str = ""
