@@ -32,7 +32,6 @@ ALLOWED = {
 # heavy package -> the modules that may import it
 IMPORTERS = {
     "prefect": ("flows.",),
-    "prefect_dask": ("flows.resources.dask_pool",),
     "distributed": ("flows.resources.dask_pool",),
     "dask": ("flows.resources.dask_pool",),
     "mlflow": (

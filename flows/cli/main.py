@@ -62,8 +62,6 @@ WRITE = ("init", "preview", "run", "sweep", "up")  # commands that create the ro
 
 SERVED = ("run", "sweep", "sync", "status")  # commands that talk to the servers of a running `athanor up`
 
-RENAMED = {"compare": "sweep"}  # name of a command in earlier versions -> its present name
-
 
 _SPACE_LEFT = 2_000_000  # bytes; with less free space the disk counts as full
 
@@ -79,11 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         the exit status: 0 success, 1 failed, 2 wrong input, 75 stopped and saved, 128 + the number of a signal.
     """
     keep_bytecode()
-    words = list(sys.argv[1:] if argv is None else argv)
-    if words and words[0] in RENAMED:
-        _say_error(f"the command is now `athanor {RENAMED[words[0]]}`, with the same arguments", False)
-        return EXIT_INPUT
-    args = make_parser().parse_args(words)
+    args = make_parser().parse_args(argv)
     try:
         args.root = absolute(location(args.root))
         if args.command != "doctor":

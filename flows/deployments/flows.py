@@ -16,7 +16,7 @@ from dataset_builders.errors import InputError
 from dataset_builders.storage.store import StorePath
 from flows.deployments.request import Overrides, RecipeName, resolve_request, service_root
 from flows.pipeline.flow import evaluate, prepare_data, publish_results, run_nodes, tracked, vlm_sft
-from flows.pipeline.graph import PREPARE_DATA, pipeline_nodes, place_of, plan_stages
+from flows.pipeline.graph import EVALUATE, PREPARE_DATA, pipeline_nodes, place_of, plan_stages
 from flows.pipeline.prefect_pages import publish_mlflow, publish_stages
 from flows.pipeline.recipe import DEFAULT_RECIPE, Recipe, dotted_changes
 from flows.tracking.notes import run_name
@@ -100,11 +100,11 @@ def _evaluate(recipe: Recipe, root: StorePath) -> dict[str, Any]:
             "run the deployment vlm-sft with the same values first"
         )
     check_push(recipe.config.execution.registry.push_to)
-    places = {name: place_of(item) for name, item in available.items()}
-    # The export does not depend on some stages, such as contamination, which may not have run with these settings.
-    missing_nodes = [node for node in pipeline_nodes(recipe.config, [PREPARE_DATA]) if node.name not in places]
+    scoring = {node.name for node in pipeline_nodes(recipe.config, [EVALUATE])}
+    places = {name: place_of(item) for name, item in available.items() if name not in scoring}
     with tracked(recipe.config, str(root), available, recipe.name, recipe.differs) as tracker:
-        run_nodes(recipe.config, str(root), tracker.key, missing_nodes, places)
+        # The export does not depend on some stages, such as contamination, which may not have run with these settings.
+        run_nodes(recipe.config, str(root), tracker.key, PREPARE_DATA, places)
         runs, _ = evaluate.fn(recipe.config, str(root), places, tracker.key)
         stats = publish_results(runs)
     publish_mlflow(tracker.url())

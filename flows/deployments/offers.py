@@ -45,7 +45,6 @@ JOB_TEMPLATE = {
     "job_configuration": {"env": {}, "labels": {}, "stream_output": True},
     "variables": {"type": "object", "properties": {}, "additionalProperties": False},
 }
-RENAMED = {"compare/compare": "sweep/sweep"}  # name of a deployment in earlier versions -> its present name
 _LINE_BREAK = re.compile(r"(?<!\n)\n(?!\n)")  # replaced, since the page makes a paragraph of each line
 log = logging.getLogger("athanor.deployments")
 
@@ -136,7 +135,6 @@ def register(root: StorePath, pool: str = POOL, *, max_runs: int | None = None) 
         limit = {} if max_runs is None else {"concurrency_limit": max_runs}
         client.update_work_pool(pool, WorkPoolUpdate(base_job_template=JOB_TEMPLATE, **limit))
         names = [_register(client, offer, pool) for offer in OFFERS]
-        _delete_renamed(client)
     return names
 
 
@@ -158,16 +156,6 @@ def make_deployment(offer: Offer, pool: str) -> RunnerDeployment:
         work_pool_name=pool,
         entrypoint_type=EntrypointType.MODULE_PATH,
     )
-
-
-def _delete_renamed(client: SyncPrefectClient) -> None:
-    """Delete deployments that have a new name now. They could not run, since their entrypoint no longer exists."""
-    for older, current in RENAMED.items():
-        with contextlib.suppress(ObjectNotFound):
-            deployment = client.read_deployment_by_name(older)
-            if TAG in deployment.tags:
-                client.delete_deployment(deployment.id)
-                log.warning("deployment %s is deleted, with its schedules; it is %s now", older, current)
 
 
 def _register(client: SyncPrefectClient, offer: Offer, pool: str) -> str:

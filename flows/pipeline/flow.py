@@ -6,20 +6,33 @@ Each flow is a loop over its nodes of the graph. The deployed flows have the sam
 import contextlib
 import importlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from prefect import flow
+from prefect import Task, flow
+from prefect.futures import wait
 from prefect.runtime import flow_run
 
 from dataset_builders.errors import InputError
 from dataset_builders.storage.store import local_dir, location
 from flows.pipeline.config import PipelineConfig
-from flows.pipeline.graph import EVALUATE, PREPARE_DATA, TRAIN, ArtifactRef, Node, open_inputs, pipeline_nodes, place_of
+from flows.pipeline.graph import (
+    EVALUATE,
+    PREPARE_DATA,
+    TRAIN,
+    ArtifactRef,
+    Needs,
+    Node,
+    open_inputs,
+    pipeline_nodes,
+    place_of,
+)
 from flows.pipeline.mlflow_run import ends_with_failure, open_tracking
 from flows.pipeline.prefect_pages import publish_mlflow, publish_scores, publish_stages
 from flows.pipeline.tasks import StageRun, register_task, stage_task
 from flows.prefect_server.stored_results import refuse_stored_results
+from flows.resources.cancelling import inner_run_cancelled
 from flows.resources.dask_pool import check_cluster, on_cluster
 from flows.resources.limits import has_server
 from flows.tracking.notes import run_name
@@ -39,19 +52,53 @@ refuse_stored_results()
 
 
 def run_nodes(
-    config: PipelineConfig, root: str, tracking_run: str | None, nodes: Iterable[Node], places: dict[str, ArtifactRef]
+    config: PipelineConfig, root: str, tracking_run: str | None, flow_name: str, places: dict[str, ArtifactRef]
 ) -> Runs:
-    """Run stages one after the other. Add the place of each artifact to `places`, for the stages after it.
+    """Run the stages of a flow that have no place yet, one after the other, and beside them the stages that may run at
+    the same time, also those of later flows. If a stage ends with an error, the stages beside it are stopped.
 
     Args:
-        places: name of a node, or of an external input -> its place.
+        flow_name: a name in `NODES`.
+        places: name of a node, or of an external input -> its place. The place of each new artifact is added.
     """
-    runs = Runs()
-    for node in nodes:
+    nodes = [node for node in pipeline_nodes(config, [flow_name]) if node.name not in places]
+    names = {node.name for node in nodes}
+    beside = [node for node in pipeline_nodes(config) if node.beside in names and may_run_beside(node)]
+    runs, futures, stop = Runs(), {}, threading.Event()
+
+    def work(node: Node) -> tuple[Task, tuple[Any, ...]]:
         inputs = {role: places[source] for role, source in node.inputs.items()}
-        runs[node.name] = stage_task.with_options(name=node.name)(config, root, tracking_run, node.name, inputs)
-        places[node.name] = ArtifactRef(dir=runs[node.name]["dir"])
-    return runs
+        return stage_task.with_options(name=node.name), (config, root, tracking_run, node, inputs)
+
+    def keep(name: str, run: StageRun) -> None:
+        runs[name], places[name] = run, ArtifactRef(dir=run["dir"])
+
+    with inner_run_cancelled():
+        try:
+            for node in (node for node in nodes if node not in beside):
+                for other in (other for other in beside if other.beside == node.name):
+                    task, arguments = work(other)
+                    futures[other.name] = task.submit(*arguments, stop)
+                task, arguments = work(node)
+                keep(node.name, task(*arguments))
+            for name, future in futures.items():
+                keep(name, future.result())
+        except BaseException:
+            stop.set()
+            wait(list(futures.values()))
+            raise
+    return in_order(config, runs)
+
+
+def in_order(config: PipelineConfig, runs: Runs) -> Runs:
+    """Return the runs in the order of the graph."""
+    return {node.name: runs[node.name] for node in pipeline_nodes(config) if node.name in runs}
+
+
+def may_run_beside(node: Node) -> bool:
+    """Whether a stage gets the resources to run beside another. If a server shares out the slots of this machine, a
+    stage that needs a slot waits for its turn."""
+    return Needs.SLOT not in node.needs or not has_server()
 
 
 @flow(name=PREPARE_DATA, flow_run_name="prepare data", persist_result=False)
@@ -66,7 +113,7 @@ def prepare_data(
     externals = open_inputs(config, location(root))
     places = {name: place_of(item) for name, item in externals.items()}
     with on_cluster(config.execution, location(root), [item.dir for item in externals.values()]):
-        runs = run_nodes(config, root, tracking_run, pipeline_nodes(config, [PREPARE_DATA]), places)
+        runs = run_nodes(config, root, tracking_run, PREPARE_DATA, places)
     return runs, places
 
 
@@ -85,7 +132,7 @@ def evaluate(
     Returns:
         the stages' runs by name, and one line per gate that failed.
     """
-    runs = run_nodes(config, root, tracking_run, pipeline_nodes(config, [EVALUATE]), places)
+    runs = run_nodes(config, root, tracking_run, EVALUATE, places)
     dirs = {name: places[name].dir for name in ("export", "evaluate", "compare", "release") if name in places}
     return runs, register_task(config, root, tracking_run, dirs)
 
@@ -124,9 +171,9 @@ def vlm_sft(
         check_heldout({name: run["dir"] for name, run in runs.items()}, config)
         mlflow_url = tracker.url(_LINK_SECONDS if has_server() else 0)  # for people who watch the training
         publish_mlflow(mlflow_url)
-        runs |= run_nodes(config, root, tracker.key, pipeline_nodes(config, [TRAIN]), places)
+        runs |= run_nodes(config, root, tracker.key, TRAIN, places)
         evaluation_runs, refusals = evaluate(config, root, places, tracker.key)
-        runs |= evaluation_runs
+        runs = in_order(config, runs | evaluation_runs)
         stats = publish_results(runs)
     if mlflow_url is None:
         publish_mlflow(mlflow_url := tracker.url())

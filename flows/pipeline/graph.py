@@ -61,6 +61,8 @@ class Node:
         stage: "module:STAGE", imported when it is needed.
         config: the stage's identity config.
         inputs: role of an input -> name of the node or external input that is read in this role.
+        beside: name of a node that may run at the same time, which begins when this one's inputs are there; empty: this
+            node runs alone.
     """
 
     name: str
@@ -68,6 +70,7 @@ class Node:
     config: BaseModel
     inputs: Mapping[str, str]
     needs: Needs = Needs.NOTHING
+    beside: str = ""
 
     def load(self) -> Stage:
         """Return the stage. This imports its libraries."""
@@ -95,7 +98,8 @@ def data_nodes(config: PipelineConfig) -> Iterator[Node]:
     if isinstance(config.model, BaseModel):
         yield Node("embedded_model", "stages.inputs.tiny_model:STAGE", config.model, samples, workers)
     if config.contamination is not None:
-        yield Node("contamination", "stages.contamination.stage:STAGE", config.contamination, samples, workers)
+        stage = "stages.contamination.stage:STAGE"
+        yield Node("contamination", stage, config.contamination, samples, workers, beside="tokenize")
     processor = "processor" if isinstance(config.model, str) else "embedded_model"
     tokenized = samples | {"processor": processor}
     yield Node("tokenize", "stages.tokenize.stage:STAGE", config.tokenize, tokenized, workers)
@@ -128,7 +132,8 @@ def scoring_nodes(config: PipelineConfig) -> Iterator[Node]:
     yield Node("evaluate", evaluate, config.evaluate.scoring, {"answers": "answer", **scored, "made_by": "train"})
     released = {"export": "export", "train": "train", "evaluate": "evaluate", **scored}
     if config.compare is not None:
-        yield Node("answer_base", answer, config.evaluate.answer, before, Needs.SLOT)
+        beside = "train" if trains_here(config) and not this_host().gpu else ""  # a GPU has no room for both
+        yield Node("answer_base", answer, config.evaluate.answer, before, Needs.SLOT, beside)
         of_base = {"answers": "answer_base", **scored, "start_of": "train"}
         yield Node("evaluate_base", evaluate, config.evaluate.scoring, of_base)
         both = {"base": "evaluate_base", "tuned": "evaluate", **questions}

@@ -11,6 +11,7 @@ then gives the trainer time to save, and ends it.
 import contextlib
 import dataclasses
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypedDict
@@ -22,10 +23,9 @@ from dataset_builders.contracts.manifest import MANIFEST
 from dataset_builders.errors import InputError
 from dataset_builders.storage.store import StorePath, local_dir, location
 from flows.pipeline.config import PipelineConfig
-from flows.pipeline.graph import ArtifactRef, Needs, Node, open_place, pipeline_nodes
+from flows.pipeline.graph import ArtifactRef, Needs, Node, open_place
 from flows.pipeline.progress import display, show_rows
 from flows.pipeline.trainer_log import log_lines
-from flows.resources.cancelling import inner_run_cancelled
 from flows.resources.dask_pool import with_cluster
 from flows.resources.limits import slot_of, wait_for_server
 from flows.resources.run_record import record_run
@@ -52,6 +52,10 @@ class StageRun(TypedDict):
     seconds: float
 
 
+class StoppedBeside(RuntimeError):
+    """A stage was stopped because a stage that ran beside it failed, or because the run was cancelled."""
+
+
 def _may_pass(_task: object, _task_run: object, state: Any) -> bool:
     """Whether a second try may succeed, as after an error of a network file system. An error that the user must fix is
     not retried."""
@@ -68,32 +72,57 @@ _POLICY: dict[str, Any] = {
 }
 
 
-@task(task_run_name="{name}", **_POLICY)
+@task(task_run_name="{node.name}", **_POLICY)
 def stage_task(
-    config: PipelineConfig, root: str, tracking_run: str | None, name: str, places: Mapping[str, ArtifactRef]
+    config: PipelineConfig,
+    root: str,
+    tracking_run: str | None,
+    node: Node,
+    places: Mapping[str, ArtifactRef],
+    stop: threading.Event | None = None,
 ) -> StageRun:
     """Make or reuse the artifact of a node, and publish it to MLflow.
 
     Args:
-        name: name of the node.
         places: role -> place of the input.
+        stop: when it is set, the work ends with an error at its next progress.
     """
-    (node,) = (each for each in pipeline_nodes(config) if each.name == name)
     inputs = {role: open_place(place, role) for role, place in places.items()}
     tracker = Tracker(location(root), tracking_run)
     record_run(location(root), tracking_run)
     stage = node.load()
-    work_dir = scratch_dir(location(root), stage, stage_identity(stage, node.config, inputs))
-    with _resources(node, config, inputs, tracker, work_dir) as resources:
-        result = _run(node, inputs, location(root), resources)
-    tracker.log_stage(result.artifact, result.reused, name, stage.dataset)
+    identity = stage_identity(stage, node.config, inputs)
+    is_finished = (artifact_dir(location(root), stage, identity) / MANIFEST).is_file()
+    work_dir = scratch_dir(location(root), stage, identity)
+    with _resources(node, config, inputs, tracker, work_dir, stop or threading.Event()) as resources:
+        needs_slot = Needs.SLOT in node.needs and not is_finished
+        with slot_of(resources.cluster.limit, location(root)) if needs_slot else contextlib.nullcontext():
+            display().started(node.name)
+            result = run_stage(stage, node.config, inputs, location(root), resources)
+        wait_for_server()
+        _report(node.name, result)
+    tracker.log_stage(result.artifact, result.reused, node.name, stage.dataset)
     directory, seconds = str(result.artifact.dir), round(result.seconds, 2)
-    return StageRun(stage=name, dir=directory, reused=result.reused, seconds=seconds)
+    return StageRun(stage=node.name, dir=directory, reused=result.reused, seconds=seconds)
+
+
+def _report(name: str, result: StageResult) -> None:
+    """Show and log how a stage ended."""
+    display().ended(name, result.reused, result.seconds)
+    how = "reused" if result.reused else f"made in {result.seconds:.1f} s:"
+    skips = result.artifact.manifest.skips
+    left_out = f"; left out: {reason_words(skips)}" if skips else ""
+    get_run_logger().info("%s %s %s%s", name, how, result.artifact.dir, left_out)
 
 
 @contextlib.contextmanager
 def _resources(
-    node: Node, config: PipelineConfig, inputs: Mapping[str, Input], tracker: Tracker, work_dir: StorePath
+    node: Node,
+    config: PipelineConfig,
+    inputs: Mapping[str, Input],
+    tracker: Tracker,
+    work_dir: StorePath,
+    stop: threading.Event,
 ) -> Iterator[StageResources]:
     """Provide the stage's workers and listeners while the block lasts.
 
@@ -101,11 +130,17 @@ def _resources(
         work_dir: work directory of the stage, in which a trainer writes its metrics.
     """
     execution = config.execution
+
+    def on_progress(finished: int, total: int) -> None:
+        if stop.is_set():
+            raise StoppedBeside(f"{node.name} was stopped, since a stage beside it ended the run")
+        display().progressed(node.name, finished, total)
+
     resources = StageResources(
         num_workers=execution.num_workers or os.cpu_count() or 1,
         cluster=execution.cluster,
         trainer=execution.trainer,
-        on_progress=lambda finished, total: display().progressed(node.name, finished, total),
+        on_progress=on_progress,
         on_line=log_lines(),
     )
     with contextlib.ExitStack() as stack:
@@ -130,22 +165,6 @@ def _listener(name: str, num_steps: int) -> Callable[[list[MetricsRow]], None]:
             logger.info("step %d of %d: loss %.4f, lr %.3g", rows[-1].step, num_steps, rows[-1].loss, rows[-1].lr)
 
     return on_rows
-
-
-def _run(node: Node, inputs: Mapping[str, Input], root: StorePath, resources: StageResources) -> StageResult:
-    display().started(node.name)
-    stage = node.load()
-    is_finished = (artifact_dir(root, stage, stage_identity(stage, node.config, inputs)) / MANIFEST).is_file()
-    needs_slot = Needs.SLOT in node.needs and not is_finished
-    with inner_run_cancelled(), slot_of(resources.cluster.limit, root) if needs_slot else contextlib.nullcontext():
-        result = run_stage(stage, node.config, inputs, root, resources)
-    wait_for_server()
-    display().ended(node.name, result.reused, result.seconds)
-    how = "reused" if result.reused else f"made in {result.seconds:.1f} s:"
-    skips = result.artifact.manifest.skips
-    left_out = f"; left out: {reason_words(skips)}" if skips else ""
-    get_run_logger().info("%s %s %s%s", node.name, how, result.artifact.dir, left_out)
-    return result
 
 
 @task(name="register", **_POLICY)

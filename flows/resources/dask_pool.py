@@ -12,7 +12,7 @@ shard that takes down one worker after another is an InputError. Files are writt
 bytes depend only on the input, so a shard that is made twice does no harm. A thread of a worker cannot be stopped. So
 before a run writes to the directory of an interrupted run, it waits for the tasks that are still running there.
 
-prefect_dask and distributed are imported on use, so that they need not be installed if no address is set.
+distributed is imported on use, so that it need not be installed if no address is set.
 """
 
 import asyncio
@@ -26,8 +26,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor
 from types import ModuleType
 from typing import Any
-
-from prefect.context import FlowRunContext
 
 from dataset_builders.errors import InputError, one_line
 from dataset_builders.storage.files import write_text
@@ -45,7 +43,7 @@ _log = logging.getLogger("athanor")
 
 @contextlib.contextmanager
 def on_cluster(execution: ExecutionConfig, root: StorePath, sources: Sequence[StorePath]) -> Iterator[None]:
-    """Run the block with Prefect's DaskTaskRunner if there is a `dask_address`; change nothing if there is none.
+    """Connect the process to the scheduler while the block lasts, if there is a `dask_address`.
 
     Args:
         root, sources: directories that every worker must see.
@@ -57,17 +55,11 @@ def on_cluster(execution: ExecutionConfig, root: StorePath, sources: Sequence[St
     if execution.dask_address is None:
         yield
         return
-    prefect_dask = _load("prefect_dask", execution)
+    distributed = _load("distributed", execution)
     _knock(execution)
-    # Tasks in the flow's process get the default client from get_dask_client.
-    settings = {"set_as_default": True, "timeout": _CONNECT_SECONDS}
-    runner = prefect_dask.DaskTaskRunner(address=execution.dask_address, client_kwargs=settings)
-    flow_context = FlowRunContext.get()
-    assert flow_context is not None, "outside of a flow"
-    with runner:
-        _check_workers(runner.client, execution, root, sources)
-        with flow_context.model_copy(update={"task_runner": runner}):
-            yield
+    with distributed.Client(execution.dask_address, set_as_default=True, timeout=_CONNECT_SECONDS) as client:
+        _check_workers(client, execution, root, sources)
+        yield
 
 
 def check_cluster(execution: ExecutionConfig, root: StorePath, sources: Sequence[StorePath]) -> None:
@@ -88,25 +80,25 @@ def with_cluster(resources: StageResources, execution: ExecutionConfig) -> Itera
         yield resources
         return
     distributed = _load("distributed", execution)
-    with _load("prefect_dask", execution).get_dask_client(timeout=_CONNECT_SECONDS) as client:
-        _wait_while_busy(client, execution, lambda _, is_unwanted: is_unwanted)
-        executor = _ShardExecutor(client)
-        try:
-            yield dataclasses.replace(resources, executor=executor, num_workers=len(client.nthreads()))
-        except CancelledError as error:
+    client = distributed.default_client()
+    _wait_while_busy(client, execution, lambda _, is_unwanted: is_unwanted)
+    executor = _ShardExecutor(client)
+    try:
+        yield dataclasses.replace(resources, executor=executor, num_workers=len(client.nthreads()))
+    except CancelledError as error:
+        raise InputError(
+            f"{_field(execution)}: the connection to the scheduler was lost; finished shards are kept: run the "
+            "same command again once it answers"
+        ) from error
+    except BaseException as error:
+        _wait_while_busy(client, execution, lambda key, _: key.startswith(executor.key_prefix))
+        if isinstance(error, distributed.KilledWorker):
             raise InputError(
-                f"{_field(execution)}: the connection to the scheduler was lost; finished shards are kept: run the "
-                "same command again once it answers"
+                f"{_field(execution)}: a shard was given up after {error.allowed_failures + 1} workers died over "
+                f"it, the last {error.last_worker.address}; look at that worker's log (is its memory too small?), "
+                "then run the same command again: finished shards are kept"
             ) from error
-        except BaseException as error:
-            _wait_while_busy(client, execution, lambda key, _: key.startswith(executor.key_prefix))
-            if isinstance(error, distributed.KilledWorker):
-                raise InputError(
-                    f"{_field(execution)}: a shard was given up after {error.allowed_failures + 1} workers died over "
-                    f"it, the last {error.last_worker.address}; look at that worker's log (is its memory too small?), "
-                    "then run the same command again: finished shards are kept"
-                ) from error
-            raise
+        raise
 
 
 def _knock(execution: ExecutionConfig) -> None:

@@ -178,10 +178,6 @@ def find_place(root: StorePath, place: str) -> StorePath:
     """Return the path of an artifact's directory from the form that a record stores."""
     if "://" not in place and not Path(place).is_absolute():
         return absolute(root) / place
-    for folder in ("artifacts", "scratch"):  # older records have absolute paths, and their root may have been moved
-        _, is_below, rest = place.rpartition(f"/{folder}/")
-        if is_below and (moved := absolute(root) / folder / rest).exists():
-            return moved
     return location(place)
 
 

@@ -27,7 +27,6 @@ HEAVY = {"torch", "prefect", "mlflow", "transformers", "tokenizers", "scipy", "m
         (["plan", "--set", "train.adapter={rank: 8, alpha: 8, targets: [q_proj]}"], r"nearest: .*\.q_proj"),
         (["lmms-eval", "--set", "train.lr=1"], "unknown key train.lr"),
         (["sweep", "--grid", "train.optim.lr=[7]"], "train.optim.lr=7 should be less than or equal to 1"),
-        (["compare", "--grid", "train.seed=[0,1]"], "the command is now `athanor sweep`, with the same arguments"),
         (["ask", "/nowhere", "-", "Which digit?"], "model '/nowhere' is not a directory here"),
         (
             ["ask", str(tiny_hf_dir()), "-", "Which digit?", "--adapter", "/nowhere"],

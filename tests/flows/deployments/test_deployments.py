@@ -6,11 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from prefect import flow
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName
 from prefect.client.schemas.schedules import CronSchedule
-from prefect.deployments.runner import EntrypointType
 from prefect.flows import load_flow_from_entrypoint
 
 from flows.deployments.flows import evaluate_request, prepare_data_request, vlm_sft_request
@@ -77,25 +74,6 @@ def test_registered_again_it_keeps_what_people_have_set(tmp_path):
         assert kept.active and kept.schedule.cron == "0 6 * * *" and kept.id == schedule.id
         assert after.parameters == own["parameters"] and after.paused and after.version != "old"
         assert after.id == nightly.id and len(client.read_deployments()) >= len(OFFERS)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("tags", "is_ours"), [(["athanor", "more"], True), ([], False)])
-def test_the_sweep_under_its_earlier_name_is_no_longer_offered(tmp_path, caplog, tags, is_ours):
-    """A user's own deployment of the same name, which lacks athanor's tag, is kept."""
-
-    @flow(name="compare")
-    def earlier() -> None: ...
-
-    earlier.to_deployment(name="compare", tags=tags, entrypoint_type=EntrypointType.MODULE_PATH).apply()
-    assert "sweep/sweep" in register(tmp_path)
-    with get_client(sync_client=True) as client:
-        name = DeploymentFilter(name=DeploymentFilterName(any_=["compare"]))
-        others = client.read_deployments(deployment_filter=name)
-        for deployment in others:
-            client.delete_deployment(deployment.id)
-    assert (others == []) == is_ours
-    assert ("compare/compare is deleted, with its schedules; it is sweep/sweep now" in caplog.text) == is_ours
 
 
 def test_parameters_that_no_longer_fit_are_told_and_kept(tmp_path, caplog):

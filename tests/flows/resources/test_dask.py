@@ -111,8 +111,8 @@ def test_prepare_data_makes_the_same_artifacts(address, tmp_path, monkeypatch):
         ("nonsense://nowhere", None, "no Dask scheduler answers there"),
         (
             "tcp://127.0.0.1:1",
-            "prefect_dask",
-            "needs prefect_dask, which is not installed: pip install -e '.[dask]'",
+            "distributed",
+            "needs distributed, which is not installed: pip install -e '.[dask]'",
         ),
     ],
 )
@@ -228,6 +228,6 @@ def test_a_worker_of_many_threads_does_one_task_at_a_time():
 
 
 def test_nothing_of_dask_is_needed_without_an_address():
-    code = "import sys\nfor name in ('dask', 'distributed', 'prefect_dask'): sys.modules[name] = None\n"
+    code = "import sys\nfor name in ('dask', 'distributed'): sys.modules[name] = None\n"
     code += "import flows.resources.dask_pool\n"
     subprocess.run([sys.executable, "-c", code], cwd=REPO, check=True, timeout=120)
