@@ -24,9 +24,8 @@ from trainer.contract.peft import (
     PREFIX,
     peft_config,
 )
-from trainer.model.rules import Rule, global_names
+from trainer.model.rules import ExpertsFirst, ExpertsLast, Rule, global_names
 from trainer.model.targets import Adapted
-from trainer.parts.experts.adapter import ExpertsFirst, ExpertsLast
 
 
 def write_peft_directory(

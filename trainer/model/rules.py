@@ -93,6 +93,36 @@ class OneByOne(Stacked):
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsFirst(Stacked):
+    """The packing of PEFT's A (experts * r, in) into (experts, r, in).
+
+    Attributes:
+        experts: number of experts of the whole model.
+    """
+
+    experts: int = 1
+
+    def fuse(self, parts: Sequence[Tensor], tp: int) -> Tensor:
+        return parts[0].unflatten(0, (self.experts // tp, -1))
+
+    def split(self, ours: Tensor, count: int, tp: int) -> list[Tensor]:
+        return [ours.flatten(0, 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsLast(ExpertsFirst):
+    """The packing of PEFT's B (out, r * experts), with an expert's columns apart, into (experts, out, r)."""
+
+    mixes_ranks = True
+
+    def fuse(self, parts: Sequence[Tensor], tp: int) -> Tensor:
+        return parts[0].unflatten(1, (-1, self.experts)).permute(2, 0, 1)
+
+    def split(self, ours: Tensor, count: int, tp: int) -> list[Tensor]:
+        return [ours.permute(1, 2, 0).flatten(1)]
+
+
+@dataclass(frozen=True, slots=True)
 class StackedRuns(Stacked):
     """The packing that concatenates HF tensors along the first axis; each HF tensor has one or more runs of rows.
 

@@ -66,7 +66,7 @@ def test_the_merged_model_gives_our_logits(written, tmp_path):
 
 
 def test_experts_that_are_stored_one_by_one_get_the_same_numbers(written, tmp_path):
-    """As in the directories of Qwen3.5: gate_proj, up_proj and down_proj of each expert."""
+    """The directories of Qwen3.5 have gate_proj, up_proj and down_proj of each expert."""
     base, whole = load_file(written.run.hf_dir / "model.safetensors"), {}
     packed = {rule.hf[0]: rule for rule in written.rules if rule.one_by_one is not None}
     merged = load_file(written.run.output_dir / HF_EXPORT / "model.safetensors")

@@ -29,7 +29,11 @@ from trainer.parallel.late_memory import put
 from trainer.parts.delta.module import in_runs
 
 
-class LinearAdapter(torch.nn.Module):
+class Adapter(torch.nn.Module):
+    """The adapters of one parameter of ours; all of its parameters are trained."""
+
+
+class LinearAdapter(Adapter):
     """The adapters of one linear layer.
 
     Args:

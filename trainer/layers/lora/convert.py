@@ -7,12 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from trainer.contract.adapter import AdapterConfig
-from trainer.layers.lora.adapter import LinearAdapter
-from trainer.model.rules import Rule, Stacked, global_names
+from trainer.layers.lora.adapter import Adapter, LinearAdapter
+from trainer.model.rules import ExpertsFirst, ExpertsLast, Rule, Stacked, global_names
 from trainer.model.targets import Adapted
-from trainer.parts.experts.adapter import ExpertsAdapter, ExpertsFirst, ExpertsLast
-
-ADAPTERS = (LinearAdapter, ExpertsAdapter)
 
 
 def add_adapters(model: torch.nn.Module, layers: Sequence[Adapted], config: AdapterConfig, seed: int) -> None:
@@ -103,7 +100,7 @@ def _bias_within(linear: torch.nn.Module) -> torch.Tensor | None:
 
 def has_adapters(model: torch.nn.Module) -> bool:
     """Whether only the adapters of a chunk are trained."""
-    return any(isinstance(module, ADAPTERS) for module in model.modules())
+    return any(isinstance(module, Adapter) for module in model.modules())
 
 
 @dataclass(frozen=True, slots=True)

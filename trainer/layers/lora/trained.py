@@ -5,7 +5,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from trainer.contract.adapter import AdapterConfig
-from trainer.layers.lora.convert import ADAPTERS, adapter_rules
+from trainer.layers.lora.adapter import Adapter
+from trainer.layers.lora.convert import adapter_rules
 from trainer.model.rules import Rule, global_names
 from trainer.model.targets import adapted_layers
 from trainer.model.whole_modules import whole_rules
@@ -34,6 +35,6 @@ def train_whole(model: torch.nn.Module, rules: Sequence[Rule]) -> None:
 def trained_parameters(model: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
     """Yield the parameters of a chunk's adapters and of its modules trained whole, whether or not currently frozen."""
     for module in model.modules():
-        if isinstance(module, ADAPTERS):
+        if isinstance(module, Adapter):
             yield from module.parameters()
     yield from (param for param in model.parameters() if getattr(param, "trained_whole", False))

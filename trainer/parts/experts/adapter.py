@@ -6,8 +6,6 @@ E = experts of this rank, r = rank of the adapters, R = rows sorted by expert.
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
@@ -15,12 +13,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from trainer.contract.adapter import AdapterConfig
-from trainer.model.rules import Stacked
+from trainer.layers.lora.adapter import Adapter
 from trainer.parallel.late_memory import put
 from trainer.parts.experts.products import grouped_product
 
 
-class ExpertsAdapter(torch.nn.Module):
+class ExpertsAdapter(Adapter):
     """The adapters of a parameter that holds one matrix per expert; expert-parallel ranks divide both alike.
 
     Args:
@@ -73,33 +71,3 @@ def mark_of_experts(weight: torch.nn.Parameter) -> None:
     """
     weight.allreduce = False
     weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = True, 0, 1
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertsFirst(Stacked):
-    """The packing of PEFT's A (experts * r, in) into (experts, r, in).
-
-    Attributes:
-        experts: number of experts of the whole model.
-    """
-
-    experts: int = 1
-
-    def fuse(self, parts: Sequence[Any], tp: int) -> Any:
-        return parts[0].unflatten(0, (self.experts // tp, -1))
-
-    def split(self, ours: Any, count: int, tp: int) -> list[Any]:
-        return [ours.flatten(0, 1)]
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertsLast(ExpertsFirst):
-    """The packing of PEFT's B (out, r * experts), with an expert's columns apart, into (experts, out, r)."""
-
-    mixes_ranks = True
-
-    def fuse(self, parts: Sequence[Any], tp: int) -> Any:
-        return parts[0].unflatten(1, (-1, self.experts)).permute(2, 0, 1)
-
-    def split(self, ours: Any, count: int, tp: int) -> list[Any]:
-        return [ours.permute(1, 2, 0).flatten(1)]
