@@ -63,9 +63,9 @@ class Experts(FeedForward):
     def kept_numbers(self, *, selective: bool) -> int:
         """Return the kept numbers per token.
 
-        Per chosen expert: its input row, gate and up, their product, and its output row. (The kernels of a GPU keep only
-        gate and up where experts have no adapters and no float8 base; the estimate is that much too high.) The router keeps its
-        probabilities in float32. The shared expert keeps what a dense MLP keeps, see `GatedMLP.kept_numbers`.
+        Per chosen expert: its input row, gate and up, their product, and its output row. The kernels of a GPU keep only
+        gate and up if no expert has an adapter or a float8 base, so the estimate is too high there. The router keeps
+        its probabilities in float32. The shared expert keeps what a dense MLP keeps, see `GatedMLP.kept_numbers`.
         """
         per_expert = 2 * self.hidden_size + 3 * self.intermediate_size
         return self.top_k * per_expert + 2 * self.num_experts + 8 * self.hidden_size * bool(self.shared_size)
