@@ -81,7 +81,7 @@ def _facts(config: ReleaseConfig, inputs: Mapping[str, Artifact]) -> CardFacts:
         recipe=config.recipe,
         training=training_facts(inputs["train"], inputs["export"]),
         adapter=inputs["export"].manifest.stats.get("adapter"),
-        carried=inputs["export"].manifest.stats["carried"],
+        carried=inputs["export"].manifest.stats.get("carried", {}),
         scores=_scores(inputs["evaluate"].manifest.stats, _before(inputs)),
         score_note=_note(inputs["evaluate"].manifest.stats),
         contamination=contaminated,
