@@ -73,6 +73,8 @@ PUBLISHED = {
     "Qwen/Qwen3.5-2B": "qwen3_5_2b",
     "Qwen/Qwen3.5-4B": "qwen3_5_4b",
     "Qwen/Qwen3.5-9B": "qwen3_5_9b",
+    "Qwen/Qwen3-VL-30B-A3B-Instruct": "qwen3_vl_30b_a3b",
+    "Qwen/Qwen3.5-35B-A3B": "qwen3_5_35b_a3b",
 }
 ROOM = {"24gb": 22.6e9, "80gb": 80e9, "8x80gb": 80e9}  # bytes of a GPU besides CUDA's own and a reserve
 
