@@ -63,7 +63,8 @@ def run_nodes(
     """
     nodes = [node for node in pipeline_nodes(config, [flow_name]) if node.name not in places]
     names = {node.name for node in nodes}
-    beside = [node for node in pipeline_nodes(config) if node.beside in names and may_run_beside(node)]
+    others = [node for node in pipeline_nodes(config) if node.beside in names and node.name not in places]
+    beside = [node for node in others if may_run_beside(node)]
     runs, futures, stop = Runs(), {}, threading.Event()
 
     def work(node: Node) -> tuple[Task, tuple[Any, ...]]:

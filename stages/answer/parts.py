@@ -66,12 +66,14 @@ def answer_parts(
     num_workers: int = 1,
     device: int | None = None,
     on_part: Callable[[int], None] = lambda answered: None,
+    on_answer: Callable[[int], None] = lambda answered: None,
 ) -> None:
     """Answer the plan's parts worker, worker + num_workers, ... if their file is missing.
 
     Args:
         device: number of the GPU on this host.
         on_part: called after each part, with the number of its questions.
+        on_answer: called after each answer, with the number of answers in its part so far; its error ends the work.
 
     Raises:
         InputError: the model cannot be loaded.
@@ -91,7 +93,7 @@ def answer_parts(
         try:
             for number in mine:
                 start = time.perf_counter()
-                lines = _answer(engine, itertools.islice(coming, len(groups[number])), questions)
+                lines = _answer(engine, itertools.islice(coming, len(groups[number])), questions, on_answer)
                 _write_part(part_path(job.work_dir, number), lines, time.perf_counter() - start)
                 on_part(len(parts[number]))
         finally:
@@ -133,7 +135,9 @@ def _prepare(job: AnswerJob, engine: Engine, questions: Sequence[Question], grou
     return engine.prepare(requests)
 
 
-def _answer(engine: Engine, groups: Iterable[Prepared], questions: Sequence[Question]) -> list[tuple[int, Line]]:
+def _answer(
+    engine: Engine, groups: Iterable[Prepared], questions: Sequence[Question], on_answer: Callable[[int], None]
+) -> list[tuple[int, Line]]:
     lines: list[tuple[int, Line]] = []
 
     def noted() -> Iterator[Prepared]:
@@ -152,6 +156,7 @@ def _answer(engine: Engine, groups: Iterable[Prepared], questions: Sequence[Ques
             num_tokens=answer.num_tokens,
         )
         lines.append((number, line))
+        on_answer(len(lines))
     return sorted(lines, key=lambda item: item[0])
 
 

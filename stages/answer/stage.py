@@ -113,15 +113,16 @@ def _generate(job: AnswerJob, questions: Sequence[Question], resources: StageRes
     parts = cut_parts(questions, job.config.part_size)
     (job.work_dir / PARTS).mkdir(exist_ok=True)
 
-    def look(_: object = None) -> None:
+    def look(answered: int = 0) -> None:
+        """Report the questions of the parts on disk, and those answered in the part that is being answered."""
         missing = sum(len(part) for n, part in enumerate(parts) if not part_path(job.work_dir, n).is_file())
-        resources.report(len(questions) - missing, len(questions))
+        resources.report(len(questions) - missing + answered, len(questions))
 
     if all(part_path(job.work_dir, n).is_file() for n in range(len(parts))):
         return look()
     if answers_apart(resources.cluster):
         return run_workers(job, resources.cluster, resources.on_line, look)
-    return answer_parts(job, on_part=look)
+    return answer_parts(job, on_part=lambda _: look(), on_answer=look)
 
 
 def answers_apart(cluster: ClusterConfig) -> bool:

@@ -21,7 +21,7 @@ from tests.bench.bench_delta_rule import both, median_us
 from tests.bench.host import Host
 from tests.helpers.single_rank import single_rank
 from trainer.layers.kernels.permission import allow_kernels
-from trainer.parts.experts import module as experts_module
+from trainer.parts.experts import products as products_module
 from trainer.parts.experts.module import ExpertsSubmodules, RoutedExperts
 from trainer.parts.experts.part import Experts
 from trainer.parts.experts.products import Order
@@ -55,12 +55,6 @@ def drawn(part: Experts, load: str) -> Block:
     hidden, grad = (torch.randn(TOKENS, part.hidden_size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     weights = (weights / weights.sum(-1, keepdim=True)).bfloat16()
     return Block(hidden.requires_grad_(), weights.requires_grad_(), chosen, grad)
-
-
-def looped_product(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Return the same as `grouped_product`, by one product per expert."""
-    lengths = ends.diff(prepend=ends.new_zeros(1)).tolist()
-    return torch.cat([F.linear(part, weight) for part, weight in zip(rows.split(lengths), weights)])
 
 
 def of_transformer_engine(part: Experts, block: Block) -> tuple[Callable[[], torch.Tensor], list[torch.Tensor]]:
@@ -115,7 +109,7 @@ def main() -> None:
                 rows = {"athanor": times(mixed, inputs + own, block.grad)}
                 allow_kernels(False)
                 rows["grouped_mm alone"] = times(mixed, inputs + own, block.grad)
-                with mock.patch.object(experts_module, "grouped_product", looped_product):
+                with mock.patch.object(products_module, "is_grouped", lambda rows: False):
                     rows["loop"] = times(mixed, inputs + own, block.grad)
                 allow_kernels(True)
                 compute, weights = of_transformer_engine(part, block)

@@ -5,10 +5,9 @@ optimizer, the same questions and scores.
     python -m tests.bench.bench_receipts --root ROOT --train --score --out DIRECTORY
 
 --train trains and leaves the model and its losses in DIRECTORY; it needs the run's bins alone, and the same --set.
---score answers and scores it, prints the table and draws both loss curves. transformers: float32 weights under bf16
-autocast, sdpa without cuDNN, samples of like length padded to the longest, torch's AdamW. On a GPU its vision encoder
-attends all images of a batch in one call, as with flash-attn, by the kernel that torch brings: sdpa would take one call
-per image and layer.
+--score answers and scores it, and prints the table. transformers: float32 weights under bf16 autocast, sdpa without
+cuDNN, samples of like length padded to the longest, torch's AdamW. On a GPU its vision encoder attends all images of a
+batch in one call, as with flash-attn, by the kernel that torch brings: sdpa would take one call per image and layer.
 """
 
 import argparse
@@ -18,7 +17,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from transformers import AttentionInterface
@@ -109,7 +107,7 @@ def score(root: Path, out: Path) -> dict[str, Any]:
 
 
 def report(root: Path, out: Path, peer: dict[str, Any]) -> None:
-    """Print the table of scores and losses, and draw the curves."""
+    """Print the table of scores and losses."""
     rows, told = read_metrics(artifact(root, "train").dir), json.loads((out / "losses.json").read_text())
     ours, theirs = np.array([row.loss for row in rows]), np.array(told["losses"])
     own_seconds = sum(row.step_seconds for row in rows)
@@ -128,15 +126,6 @@ def report(root: Path, out: Path, peer: dict[str, Any]) -> None:
         window = slice(first, first + width)
         peer_loss = f"{theirs[window].mean():.4f}" if len(theirs) >= first + width else "-"
         print(f"| loss, steps {first + 1} to {first + width} | {ours[window].mean():.4f} | {peer_loss} |")
-    plt.switch_backend("Agg")
-    figure, axes = plt.subplots(figsize=(9, 4.5))
-    for name, curve in (("athanor", ours), ("transformers", theirs)):
-        smooth = np.convolve(curve, np.ones(25) / 25, "valid")
-        axes.plot(np.arange(len(smooth)) + 25, smooth, label=name, linewidth=1)
-    axes.set(xlabel="step", ylabel="loss, mean of 25 steps", yscale="log")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(out / "curves.png", dpi=110)
 
 
 def main() -> None:

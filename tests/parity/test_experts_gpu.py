@@ -66,3 +66,35 @@ def test_products_in_bf16(part, loads):
         assert error <= 1.3 * allowed, name
     if loads == "uneven":
         assert not ours[3][1].any() and not ours[4][1].any(), "an expert without tokens has a gradient"
+
+
+@requires_gpus(1)
+def test_in_a_cuda_graph_and_again_the_same_bits():
+    part, like = PARTS[0], {"device": "cuda", "dtype": torch.bfloat16}
+    with single_rank() as mesh:
+        config = TransformerConfig(
+            num_layers=1, hidden_size=part.hidden_size, num_attention_heads=4, params_dtype=torch.bfloat16
+        )
+        module = RoutedExperts(config, ExpertsSubmodules(None), part=part, pg_collection=mesh.groups).cuda()
+        for weight in module.parameters():
+            torch.nn.init.normal_(weight, std=0.05)
+        hidden, weights = torch.randn(TOKENS, part.hidden_size, **like), torch.rand(TOKENS, part.top_k, **like)
+        inputs = [hidden.requires_grad_(), weights.requires_grad_(), module.gate_up, module.down]
+        chosen, grad = chosen_experts(part, "uneven").cuda(), torch.randn(TOKENS, part.hidden_size, **like)
+
+        def passes() -> list[torch.Tensor]:
+            out = module._mix(hidden, weights, chosen)
+            return [out, *torch.autograd.grad(out, inputs, grad)]
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            first, second = passes(), passes()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            replayed = passes()
+        graph.replay()
+        torch.cuda.synchronize()
+    for one, again, in_graph in zip(first, second, replayed, strict=True):
+        assert torch.equal(one, again) and torch.equal(one, in_graph)
