@@ -73,7 +73,7 @@ def answer_parts(
     Args:
         device: number of the GPU on this host.
         on_part: called after each part, with the number of its questions.
-        on_answer: called after each answer, with the number of answers in its part so far; its error ends the work.
+        on_answer: called at each answer, with the number of answers in its part before it; its error ends the work.
 
     Raises:
         InputError: the model cannot be loaded.
@@ -155,8 +155,8 @@ def _answer(
             stopped=answer.stopped,
             num_tokens=answer.num_tokens,
         )
-        lines.append((number, line))
         on_answer(len(lines))
+        lines.append((number, line))
     return sorted(lines, key=lambda item: item[0])
 
 
