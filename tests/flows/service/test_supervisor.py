@@ -110,7 +110,6 @@ def test_one_that_dies_again_and_again_is_started_less_and_less_often(make, line
 def test_a_server_that_hangs_is_killed_and_started_again(make, lines, monkeypatch):
     """The program is stopped as by SIGSTOP: its port accepts connections, but it does not answer."""
     monkeypatch.setattr(supervised, "HEALTH_SECONDS", 0.05)
-    monkeypatch.setattr(supervised, "HANG_SECONDS", 0.5)
     answers = iter([True, *[False, True] * 3])  # one miss is no hang
 
     def is_up() -> bool:
@@ -123,6 +122,7 @@ def test_a_server_that_hangs_is_killed_and_started_again(make, lines, monkeypatc
     old = watcher.children["prefect"].process
     assert watcher.children["prefect"].starts == 1, "one that answers is left alone"
     old.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr(supervised, "HANG_SECONDS", 0.5)  # not before: two answers can be as far apart
     run(watcher, lambda: watcher.revived == {"prefect"})
     told = [line for line in lines.said if line.startswith("prefect")][2:]
     assert told[0] == "prefect hangs no answer for 0 s" and old.returncode == -signal.SIGKILL
