@@ -214,9 +214,9 @@ def adapter_sizes(train: TrainConfig, family: Family, shape: ModelShape) -> Adap
 
 def _layer_sizes(rule: Rule, chosen: Sequence[bool], config: AdapterConfig) -> PlaceSizes:
     """Return the sizes of a layer of ours whose chosen modules have adapters; see trainer/layers/lora/adapter.py."""
-    base = rule.numbers
     if rule.matrices:
         return _stack_sizes(rule, any(chosen), config)
+    base = rule.numbers
     adapted = [size for size, is_chosen in zip(rule.sizes, chosen) if is_chosen]
     if not adapted:
         return PlaceSizes(base=base)
