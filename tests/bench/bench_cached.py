@@ -1,6 +1,6 @@
 """A training with a frozen vision encoder: features computed at every use, and read.
 
-    python -m tests.bench.bench_cached --model qwen3_vl_2b      # one GPU
+    python -m tests.bench.bench_cached --model qwen3_vl_2b --gpus 1
     python -m tests.bench.bench_cached --tiny                   # on a CPU: shows that it works, no more
 
 Random weights of a published size, the mix of bench_train_step, the trainer as it is. Between the two trainings the
@@ -22,7 +22,7 @@ from stages.encode_images.config import EncodingConfig
 from stages.encode_images.stage import STAGE
 from tests.bench.host import apart
 from tests.bench.mix import MODELS, write_data, write_model_and_look
-from tests.bench.trainer_job import bench_train_config, train_steps
+from tests.bench.trainer_job import Execution, bench_train_config, train_steps
 from trainer.contract.answer import MetricsRow
 from trainer.contract.run import PartConfig
 
@@ -55,10 +55,11 @@ def report(root: Path, args: argparse.Namespace) -> str:
     mix = apart(partial(write_data, model=args.model), root / "data", args.bins, args.seq_len)
     frozen = {"vision": PartConfig(frozen=True), "merger": PartConfig(frozen=True)}
     train = bench_train_config(args.global_batch, args.precision).model_copy(update=frozen)
-    computed = train_steps(root, train, args.seq_len, WARMUP + args.steps)
+    execution = Execution(gpus=args.gpus)
+    computed = train_steps(root, train, args.seq_len, WARMUP + args.steps, execution)
     features, seconds = encode(root, args.precision)
     stats = features.manifest.stats
-    read = train_steps(root, train, args.seq_len, WARMUP + args.steps, features_dir=features.dir)
+    read = train_steps(root, train, args.seq_len, WARMUP + args.steps, execution, features.dir)
     lines = [
         f"{args.model}, {args.precision}, {host.device}; {host.versions}",
         f"{mix.samples:,} samples with {mix.images:,} images in {args.bins} bins of {args.seq_len:,} tokens",
@@ -77,6 +78,7 @@ def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="qwen3_vl_2b")
     parser.add_argument("--tiny", action="store_true", help="other defaults, for a CPU")
+    parser.add_argument("--gpus", type=int, default=1, help="the images are encoded by one of them")
     parser.add_argument("--precision", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--seq-len", type=int, default=8192)
     parser.add_argument("--global-batch", type=int, default=8)

@@ -155,16 +155,18 @@ class Bench:
             seq_len=args.seq_len,
             dtype=DTYPES[args.precision],
             adapter=args.adapter,
-            adapted=self.adapted_modules(),
+            adapted=self.adapted_names(stacks=False),
+            adapted_stacks=self.adapted_names(stacks=True),
         )
         self.measured.peer = apart(measure_peer, self.root, plan)
 
-    def adapted_modules(self) -> tuple[str, ...]:
-        """Return the names of transformers' modules that get adapters."""
+    def adapted_names(self, *, stacks: bool) -> tuple[str, ...]:
+        """Return the names of transformers' modules that get adapters, or of its stacks of experts' matrices."""
         if self.args.adapter is None:
             return ()
         family, shape = read_model(self.root / "hf")
         layers = adapted_layers(family.weight_rules(shape), self.args.adapter)
+        layers = [layer for layer in layers if bool(layer.rule.matrices) == stacks]
         return tuple(name for layer in layers for name, chosen in zip(layer.modules, layer.chosen) if chosen)
 
 

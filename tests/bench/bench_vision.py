@@ -18,16 +18,14 @@ import numpy as np
 from flows.cli.vision_table import COLUMNS, vision_rows
 from stages.plan_bins.pack import pack
 from tests.bench.bench_train_step import MAX_PATCHES_PER_TOKEN, draw_kind
+from tests.bench.mix import HEAVY as VISION_HEAVY
 from tests.bench.mix import random_model
 from tests.bench.trainer_job import bench_train_config
 from trainer.contract.parallel import ParallelConfig
 from trainer.contract.run import PartConfig, TrainConfig
 from trainer.data.balance import spread_images
 from trainer.data.flops import cost_model
-from trainer.model.layer import Layer
-from trainer.model.shape import DecoderShape, ModelShape, VisionShape, Work
-from trainer.parts.attention.part import Attention
-from trainer.parts.mlp.part import GatedMLP
+from trainer.model.shape import ModelShape, Work
 from trainer.plan.pieces import mean_work
 from trainer.plan.placement import (
     LANGUAGE_RATE,
@@ -70,39 +68,7 @@ TRAININGS = [
     Timed("qwen3_5_h200_2026-11-23.md", "qwen3_5_2b", 8, 3, 1.232, 1.107),
 ]
 
-# Qwen3-VL's encoder, sized as in another project's vision-heavy test, with Qwen3-0.6B: 8 images of 768 x 768 a sample.
-HEAVY = ModelShape(
-    language=DecoderShape(
-        vocab_size=151_936,
-        hidden_size=1024,
-        layers=28
-        * (
-            Layer(
-                1024,
-                Attention(hidden_size=1024, num_heads=16, num_kv_heads=8, head_dim=128),
-                GatedMLP(hidden_size=1024, intermediate_size=3072, activation="silu"),
-            ),
-        ),
-        norm_eps=1e-6,
-        rope_theta=5e6,
-        rotary_dim=128,
-        tie_word_embeddings=True,
-    ),
-    vision=VisionShape(
-        num_layers=45,
-        hidden_size=1536,
-        intermediate_size=8960,
-        num_heads=16,
-        out_hidden_size=1024,
-        patch_size=16,
-        temporal_patch_size=2,
-        spatial_merge_size=2,
-        num_positions=2304,
-        deepstack_layers=(),
-        rope_theta=1e4,
-        activation="gelu",
-    ),
-)
+HEAVY = random_model(VISION_HEAVY).shape
 # A bin is one sample: 8 x 576 image tokens and 192 text tokens, 60 of which are trained on.
 HEAVY_SEQ_LEN, HEAVY_IMAGES, HEAVY_PATCHES = 4800, 8, 2304
 HEAVY_WORK = Work(4800, 60, 4800**2, HEAVY_IMAGES * HEAVY_PATCHES, HEAVY_IMAGES * HEAVY_PATCHES**2)

@@ -21,6 +21,7 @@ from stages.inputs.config import EmbeddedModelConfig
 from stages.plan_bins.pack import pack
 from tests.bench.host import Host
 from tests.helpers.bins import Kind, make_sample, write_plan
+from tests.helpers.large_model import write_large_model
 from tests.helpers.reference import PIXELS
 from trainer.data.balance import Work
 from trainer.data.micro_batch import Geometry
@@ -29,7 +30,12 @@ from trainer.model.registry import FAMILIES, get_family
 
 MAX_PATCHES_PER_TOKEN = 4
 PAD_MULTIPLE = 4
-MODELS = [name for model_type in FAMILIES for name in get_family(model_type).variants]
+# Qwen3-VL's encoder, sized as in another project's vision-heavy test, with Qwen3-0.6B; see `draw_heavy`.
+HEAVY = "vision_heavy"
+_HEAVY_SIZES = {"num_layers": 28, "hidden_size": 1024, "intermediate_size": 3072, "num_heads": 16, "num_kv_heads": 8}
+_HEAVY_SIZES |= {"vision_depth": 45, "vision_hidden_size": 1536, "vision_intermediate_size": 8960}
+_HEAVY_SIZES |= {"vision_num_heads": 16, "deepstack_indexes": ()}
+MODELS = [*(name for model_type in FAMILIES for name in get_family(model_type).variants), HEAVY]
 CONTROL_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|im_end|>", "<|endoftext|>")
 VOCABULARY = range(1000, 150000)
 
@@ -60,7 +66,9 @@ def is_tiny(name: str) -> bool:
 
 
 def random_model(name: str) -> EmbeddedModelConfig:
-    """Return a variant by its name; "NAME:4" has four decoder layers."""
+    """Return a variant by its name, or `HEAVY`; "NAME:4" has four decoder layers."""
+    if name == HEAVY:
+        return EmbeddedModelConfig(seed=0, variant="qwen3_vl_2b", **_HEAVY_SIZES)
     variant, _, layers = name.partition(":")
     model = EmbeddedModelConfig(seed=0, variant=variant)
     return model.model_copy(update={"num_layers": int(layers)}) if layers else model
@@ -78,14 +86,13 @@ def config_of(name: str) -> dict[str, Any]:
 
 
 def write_model(directory: Path, name: str) -> None:
-    """Write a directory of random weights; a tiny variant in float32, the others in bf16."""
+    """Write a directory of random weights: a tiny variant in float32, the others in bf16 as fast as the disk allows."""
     config = config_of(name)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = load(get_family(config["model_type"]).reference)(transformers.AutoConfig.for_model(**config))
-    # A file's tensors are in the host's memory together, where the directory may be too.
-    model.to(getattr(torch, config["dtype"])).save_pretrained(directory, max_shard_size="4GB")
-    del model
-    torch.cuda.empty_cache()
+    if not is_tiny(name):
+        write_large_model(directory, config)
+        return
+    model = load(get_family(config["model_type"]).reference)(transformers.AutoConfig.for_model(**config))
+    model.to(getattr(torch, config["dtype"])).save_pretrained(directory)
 
 
 def write_model_and_look(directory: Path, model: str) -> Host:
@@ -112,6 +119,11 @@ def draw_kind(rng: np.random.Generator, image_tokens: int = 500, text: tuple[int
     return Kind(int(rng.integers(*text)), tuple(grids), learnt=0.3)
 
 
+def draw_heavy(rng: np.random.Generator) -> Kind:
+    """Draw a sample of the vision-heavy mix: eight images of 768 x 768 pixels."""
+    return Kind(int(rng.integers(40, 300)), 8 * ((1, 48, 48),), learnt=0.3)
+
+
 def write_data(
     directory: Path, num_bins: int, seq_len: int, vocabulary: range = VOCABULARY, *, model: str = "qwen3_vl_2b"
 ) -> Mix:
@@ -131,7 +143,8 @@ def write_data(
     with ShardWriter(directory, name) as writer:
         while total < num_bins * seq_len:
             key = f"mix/{len(rows):08d}"
-            sample = make_sample(draw_kind(rng, **small), geometry, vocabulary, len(rows), key)
+            kind = draw_heavy(rng) if model == HEAVY else draw_kind(rng, **small)
+            sample = make_sample(kind, geometry, vocabulary, len(rows), key)
             if len(sample.input_ids) > seq_len:
                 continue
             record = writer.write(key, encode_sample(sample, "u8", {}))

@@ -43,6 +43,7 @@ class PeerPlan:
         global_batch: samples between two updates.
         adapter: PEFT's settings, in the type of the weights; None trains the whole model.
         adapted: modules that have adapters.
+        adapted_stacks: parameters of one matrix per expert that have adapters.
     """
 
     micro_batches: tuple[int, ...]
@@ -53,6 +54,7 @@ class PeerPlan:
     dtype: torch.dtype = torch.bfloat16
     adapter: AdapterConfig | None = None
     adapted: tuple[str, ...] = ()
+    adapted_stacks: tuple[str, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -183,6 +185,7 @@ def _with_adapters(model, plan: PeerPlan):
         use_rslora=plan.adapter.rslora,
         use_dora=plan.adapter.kind == "dora",
         target_modules=list(plan.adapted),
+        target_parameters=list(plan.adapted_stacks) or None,
     )
     return get_peft_model(model, config, autocast_adapter_dtype=False)
 

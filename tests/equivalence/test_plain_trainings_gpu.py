@@ -1,20 +1,14 @@
 """Trainings on one GPU with the plain modules: each way to train them within bf16's error of the same training with
 the modules of older GPUs, which use no kernel of ours, and of Transformer Engine's where it is installed."""
 
-import functools
-
-from tests.equivalence import test_layouts_gpu
-from tests.equivalence.test_layouts_gpu import KINDS, YARDSTICKS, _errors, _losses_and_gradients, distance, job
+from tests.equivalence.test_layouts_gpu import YARDSTICKS, distance, job, yardstick_of
 from tests.helpers.gpu_world import run_worlds
 from tests.helpers.hardware import requires_engine, requires_gpus
-from tests.helpers.reference import load_reference
-from tests.helpers.run_dir import OPTIM, changed, make_bins, model_dir
+from tests.helpers.run_dir import OPTIM, changed
 from tests.helpers.world import World
-from tests.parity.test_qwen3_5_vl_gpu import rounded
 from trainer.contract.adapter import AdapterConfig
 from trainer.contract.run import RunConfig
 
-yardstick = test_layouts_gpu.yardstick
 LORA = {"adapter": AdapterConfig(rank=4, alpha=8)}
 FLOAT8 = {"adapter": AdapterConfig(rank=4, alpha=8, base="float8")}
 DORA = {"adapter": AdapterConfig(kind="dora", rank=4, alpha=8)}
@@ -38,15 +32,7 @@ def run_of(root, name: str, modules: str) -> RunConfig:
     return changed(run, train=run.train.model_copy(update=train), modules=modules)
 
 
-@functools.cache
-def delta_yardstick() -> dict[str, float]:
-    """Return transformers' error in bf16 on the first global batch of the hybrid model, whose decays stay float32."""
-    samples = [sample for number in range(4) for sample in make_bins("hybrid-third", KINDS)[number]]
-    exact, short = (load_reference(model_dir("hybrid-third")).cuda() for _ in range(2))
-    return _errors(_losses_and_gradients(exact, samples), _losses_and_gradients(rounded(short), samples))
-
-
-def check(first: str, second: str, root, yardstick: dict[str, float], names: list[str]) -> None:
+def check(first: str, second: str, root, names: list[str]) -> None:
     """The losses of both trainings within bf16's error, and the norms of what is trained without adapters."""
     jobs = {(name, modules): (run_of(root, name, modules), 1) for name in names for modules in (first, second)}
     worlds = run_worlds(root, jobs)
@@ -56,28 +42,28 @@ def check(first: str, second: str, root, yardstick: dict[str, float], names: lis
         assert isinstance(ours, World) and isinstance(theirs, World), (name, ours, theirs)
         found = {key: value for key, value in distance(ours, theirs).items() if key == "loss" or not CASES[name][2]}
         print(f"\n{name}, {first} and {second}, relative distance: {found}")
-        costs = delta_yardstick() if name.startswith("delta") else yardstick
+        costs = yardstick_of(CASES[name][1])
         far |= {(name, key): value for key, value in found.items() if value > YARDSTICKS * costs[key]}
     assert not far
 
 
 @requires_gpus(1)
-def test_without_our_kernels_a_training_is_the_same(tmp_path, yardstick):
-    check("plain", "portable", tmp_path, yardstick, list(CASES))
+def test_without_our_kernels_a_training_is_the_same(tmp_path):
+    check("plain", "portable", tmp_path, list(CASES))
 
 
 @requires_gpus(1)
 @requires_engine
-def test_with_transformer_engine_a_training_is_the_same(tmp_path, yardstick):
-    check("plain", "engine", tmp_path, yardstick, ["all", "fsdp", "lora", "delta"])
+def test_with_transformer_engine_a_training_is_the_same(tmp_path):
+    check("plain", "engine", tmp_path, ["all", "fsdp", "lora", "delta"])
 
 
 @requires_gpus(1)
-def test_moments_in_bfloat16(tmp_path, yardstick):
+def test_moments_in_bfloat16(tmp_path):
     short = OPTIM.model_copy(update={"moments": "bfloat16"})
     runs = [run_of(tmp_path, "all", "plain"), run_of(tmp_path, "recompute", "plain")]
     runs[1] = changed(runs[1], train=runs[1].train.model_copy(update={"optim": short}))
     runs[0] = changed(runs[0], train=runs[0].train.model_copy(update={"optim": OPTIM}))
     worlds = run_worlds(tmp_path, {"float32": (runs[0], 1), "bfloat16": (runs[1], 1)})
     assert all(isinstance(world, World) for world in worlds.values()), worlds
-    assert distance(worlds["bfloat16"], worlds["float32"])["loss"] <= YARDSTICKS * yardstick["loss"]
+    assert distance(worlds["bfloat16"], worlds["float32"])["loss"] <= YARDSTICKS * yardstick_of("first")["loss"]
