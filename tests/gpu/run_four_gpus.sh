@@ -26,7 +26,7 @@ pair() {
 # Runs the default recipe on four ranks. Arguments: a layout, then further ones of `athanor run`.
 flow() {
   python3 -m flows.cli.main run embedded --root "$directory/flow" --set train.global_batch_size=4 --set train.num_steps=250 \
-    --set plan_bins.pad_multiple=8 --set execution.cluster.processes=4 --set execution.checkpoint.save_interval=60 \
+    --set plan_bins.pad_multiple=8 --set execution.cluster.processes=4 --set execution.checkpoint.save_interval=40 \
     --set "execution.parallel=$1" "${@:2}"
 }
 
@@ -34,10 +34,10 @@ flow_resumed() {
   local run
   flow '{pp: 2}' >"$directory/flow-first.txt" 2>&1 &
   run=$!
-  until ls -d "$directory"/flow/*/train/*/checkpoints/step-* >/dev/null 2>&1 || ! kill -0 $run 2>/dev/null; do sleep 0.2; done
-  kill -INT $run
+  until ls -d "$directory"/flow/scratch/train-*/checkpoints/step-* >/dev/null 2>&1 || ! kill -0 $run 2>/dev/null; do sleep 0.2; done
+  pkill -TERM -f "run embedded --root $directory/flow"
   wait $run
-  printf 'stopped with exit %s; saved: %s\n' $? "$(basename "$(ls -d "$directory"/flow/*/train/*/checkpoints/step-* | tail -n 1)")"
+  printf 'stopped with exit %s\n' $?
   flow '{tp: 2, sequence_parallel: true}' >"$directory/flow-second.txt" 2>&1
   printf 'resumed: exit %s\n' $?
   grep -hE '^  [a-z_]+ +(made|reused) |stages made|rror' "$directory/flow-second.txt" | cut -c 1-200
