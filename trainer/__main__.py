@@ -4,6 +4,7 @@ Exit codes: 0 finished, 2 the config or an input is wrong, 75 stopped on request
 """
 
 import argparse
+import faulthandler
 import os
 import sys
 from pathlib import Path
@@ -20,5 +21,6 @@ if __name__ == "__main__":
     # Imported here, because a process that is spawned from this one loads this module and does not need the job.
     from trainer.loop.job import run_file
 
+    faulthandler.enable()  # where each thread was, if a rank is aborted: by NCCL's watchdog after a hang, or by hand
     os.umask(0o077)  # only its owner may read a root; set here because on a cluster no flow is the parent process
     sys.exit(run_file(parse_args(sys.argv[1:])))

@@ -29,22 +29,22 @@ for part in "$@"; do
       ;;
     hosts) timeout 300 python3 -m tests.gpu.run_two_hosts "$directory" | tail -n 40 ;;
     steps)
-      bench qwen3_vl_2b --model qwen3_vl_2b --seq-len 4096 --global-batch 32 --bins 96 --steps 6 --warmup 3 \
+      bench qwen3_vl_2b --model qwen3_vl_2b --global-batch 16 --bins 48 --steps 6 --warmup 3 \
         --parallel '{}' --parallel '{"pp": 2}' --parallel '{"pp": 2, "vision": "dealt"}' --parallel '{"vision": {"ranks": 1}}'
       ;;
     cached)
-      timeout 400 python3 -m tests.bench.bench_cached --model qwen3_vl_2b --gpus 2 --seq-len 4096 --global-batch 32 \
-        --bins 96 --steps 6 2>&1 | tail -n 8
+      timeout 400 python3 -m tests.bench.bench_cached --model qwen3_vl_2b --gpus 2 --global-batch 16 \
+        --bins 48 --steps 6 2>&1 | tail -n 8
       ;;
     heavy)
-      bench qwen3_vl_4b --model qwen3_vl_4b --seq-len 4096 --global-batch 16 --bins 48 --steps 4 --warmup 2 \
-        --parallel '{"recompute_vision": true}' --parallel '{"pp": 2, "vision": "dealt", "recompute_vision": true}' \
-        --parallel '{"vision": {"ranks": 1}, "recompute_vision": true}'
+      bench qwen3_vl_4b --model qwen3_vl_4b --global-batch 16 --bins 32 --steps 4 --warmup 2 \
+        --parallel '{}' --parallel '{"pp": 2, "vision": "dealt"}' \
+        --parallel '{"vision": {"ranks": 1}}'
       ;;
     vision)
       bench vision_heavy --model vision_heavy --seq-len 5120 --global-batch 16 --bins 40 --steps 3 --warmup 2 \
-        --parallel '{"recompute_vision": true}' --parallel '{"pp": 2, "vision": "dealt", "recompute_vision": true}' \
-        --parallel '{"vision": {"ranks": 1}, "recompute_vision": true}'
+        --parallel '{}' --parallel '{"pp": 2, "vision": "dealt"}' \
+        --parallel '{"vision": {"ranks": 1}}'
       ;;
     experts)
       bench experts --model qwen3_vl_30b_a3b:4 --seq-len 4096 --global-batch 16 --bins 48 --steps 4 --warmup 2 --trace-steps 1 \

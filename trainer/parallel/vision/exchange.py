@@ -33,10 +33,15 @@ Encode = Callable[[MicroBatch], torch.Tensor]  # -> (encoded_rows, (1 + L) * D)
 @dataclass(frozen=True, slots=True)
 class Links:
     """Two groups of the same ranks, one for each direction, because messages in a group are ordered and the two
-    directions have independent orders. Ranks are numbered within the groups."""
+    directions have independent orders. Ranks are numbered within the groups.
+
+    Attributes:
+        pipeline: the group of the pipeline's own messages, if these ranks are a pipeline.
+    """
 
     to_owner: ProcessGroup
     to_worker: ProcessGroup
+    pipeline: ProcessGroup | None = None
 
 
 class Window(NamedTuple):
@@ -107,13 +112,29 @@ def pipeline_links(pp: ProcessGroup) -> Links:
     pipelines = [None] * dist.get_world_size()
     dist.all_gather_object(pipelines, dist.get_process_group_ranks(pp))
     each = [list(ranks) for ranks in sorted(set(map(tuple, pipelines)))]
-    return Links(*(dist.new_subgroups_by_enumeration(each)[0] for _ in range(2)))
+    return Links(*(dist.new_subgroups_by_enumeration(each)[0] for _ in range(2)), pp)
 
 
 def warm_up_links(links: Links, others: Sequence[int], device: torch.device, *, is_owner: bool) -> None:
-    """Exchange a number in both directions. NCCL connects two ranks at their first message, for which both must wait,
-    and during a step they do not send and receive at the same time."""
+    """Exchange a number in both directions, and between neighbours of the pipeline.
+
+    NCCL connects two ranks at their first message, for which both must wait, and during a step they do not send and
+    receive at the same time. The pipeline's first message would be sent while image tokens are on their way.
+    """
     number = torch.zeros(1, device=device)
     for other in others:
         for group, sends in ((links.to_owner, not is_owner), (links.to_worker, is_owner)):
             (group.send if sends else group.recv)([number], other, 0).wait()
+    if links.pipeline is not None:
+        _exchange_with_neighbours(links.pipeline, number)
+
+
+def _exchange_with_neighbours(pipeline: ProcessGroup, number: torch.Tensor) -> None:
+    """Send a number to the next and to the previous rank, as megatron-core's schedule sends: in batches."""
+    ranks, here = dist.get_process_group_ranks(pipeline), pipeline.rank()
+    for step in (1, -1):
+        after, before = (ranks[(here + way) % len(ranks)] for way in (step, -step))
+        send = dist.P2POp(dist.isend, number, after, pipeline)
+        receive = dist.P2POp(dist.irecv, torch.empty_like(number), before, pipeline)
+        for work in dist.batch_isend_irecv([send, receive]):
+            work.wait()
