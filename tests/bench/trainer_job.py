@@ -5,6 +5,7 @@ All files are in one directory: `hf` and `data` as tests/bench/mix.py writes the
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ from trainer.contract.run import CheckpointConfig, OptimConfig, RunConfig, Train
 LOG = "trainer.log"
 NEVER = 10**6
 WAIT_SECONDS = 0.5
+STUCK_SECONDS = 240  # without a step; starts of the largest models take about half of it
 
 
 class TrainerEnded(RuntimeError):
@@ -93,16 +95,30 @@ def stop(job: subprocess.Popen) -> None:
     job.wait()
 
 
+def _abort(out: Path, job: subprocess.Popen) -> str:
+    """Abort each rank, and return the places in the code where its threads were, which it writes to its log."""
+    for process in psutil.Process(job.pid).children(recursive=True):
+        process.send_signal(signal.SIGABRT)
+    job.wait(60)
+    lines = (out / LOG).read_text(errors="replace").splitlines()
+    return "\n".join(line for line in lines if line.lstrip().startswith(("File ", "Thread ", "Current thread")))
+
+
 def await_steps(out: Path, job: subprocess.Popen, steps: int, files: Sequence[str] = ()) -> list[MetricsRow]:
     """Return the metrics of a job's first steps once they are done and `files` exist, and stop the job. If a file is
     missing afterwards, the job has ended by itself after these steps.
 
     Raises:
-        TrainerEnded: the job ended by itself before.
+        TrainerEnded: the job ended by itself before, or made no step for `STUCK_SECONDS`.
     """
+    done, since = 0, time.monotonic()
     try:
         while _runs(job) and (len(read_metrics(out)) < steps or not all((out / name).exists() for name in files)):
             time.sleep(WAIT_SECONDS)
+            if len(read_metrics(out)) > done:
+                done, since = len(read_metrics(out)), time.monotonic()
+            if time.monotonic() - since > STUCK_SECONDS:
+                raise TrainerEnded(f"no step for {STUCK_SECONDS} s after {done} of {steps}: {_abort(out, job)}")
     finally:
         stop(job)
     rows = read_metrics(out)[:steps]
