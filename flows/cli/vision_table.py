@@ -45,6 +45,13 @@ def vision_rows(choices: Sequence[Placement]) -> list[tuple[str, ...]]:
     ]
 
 
+# What is known from GPUs: tests/bench/results/two_gpus_h200_2026-11-26.md.
+_ON_GPUS = {
+    "dealt": "; on GPUs 2B has run (0.86 of data parallel), and 4B hung in its first step: try a few steps first",
+    "own_ranks": "; on GPUs only 2B has run (0.86 of data parallel)",
+}
+
+
 def advice(choices: Sequence[Placement]) -> str:
     """Return one line: the settings to change, or that no change helps; then the faster choices that need too much
     memory."""
@@ -57,8 +64,8 @@ def advice(choices: Sequence[Placement]) -> str:
     elif best.name == "cached":
         text = f"set encode_images.dtype=bfloat16: {gain} where images are read in more than one epoch or run."
     else:
-        untried = "; not yet run over NCCL, only over gloo" if best.name in ("dealt", "own_ranks") else ""
-        text = f"set {', '.join(_settings(now.parallel, best.parallel))}: {gain}{cost}{untried}."
+        tried = _ON_GPUS.get(best.name, "")
+        text = f"set {', '.join(_settings(now.parallel, best.parallel))}: {gain}{cost}{tried}."
     return " ".join([f"Advice: {text}", *_without_room(choices, best)])
 
 

@@ -73,19 +73,19 @@ def test_equal_ranks_are_counted():
 
 def test_the_advice_is_one_line():
     assert advice(placements(job(2, pp=2))) == (
-        "Advice: set execution.parallel.vision={ranks: 1}, execution.parallel.pp=1: 1.07 times the tokens/s; not yet "
-        "run over NCCL, only over gloo. With all pipeline ranks (vision=dealt) it would be 1.12 times as fast as that, "
-        "but 181 GB are more than an H200 has; recompute_vision saves some."
+        "Advice: set execution.parallel.vision={ranks: 1}, execution.parallel.pp=1: 1.07 times the tokens/s; on GPUs "
+        "only 2B has run (0.86 of data parallel). With all pipeline ranks (vision=dealt) it would be 1.12 times as "
+        "fast as that, but 181 GB are more than an H200 has; recompute_vision saves some."
     )
     said = advice(placements(job(2, pp=2, seq_len=8192)))
     assert said.startswith("Advice: set execution.parallel.vision=dealt: 1.20 times the tokens/s, and ")
-    assert said.endswith(" GB more in the fullest process; not yet run over NCCL, only over gloo.")
+    assert " GB more in the fullest process; on GPUs 2B has run" in said and said.endswith("try a few steps first.")
     assert advice(placements(job(2, pp=2, seq_len=8192, vision="dealt"))) == (
         "Advice: keep the present layout; no layout that fits in memory gains more than 2%."
     )
     still = advice(placements(job(2, pp=2, seq_len=8192, still=("vision", "merger"))))
     assert still.startswith("Advice: set encode_images.dtype=bfloat16: 1.") and "epoch" in still
-    assert "NCCL" not in still
+    assert "GPUs" not in still
 
 
 def test_all_settings_that_the_advice_takes_are_named():
