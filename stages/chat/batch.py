@@ -126,9 +126,10 @@ class Batch:
                 self._waiting.popleft()
             if not self._waiting:
                 return None
-            sizes = [asked.most_tokens for asked in (self._waiting[0], *self._running) if not asked.row.ended]
+            running = [asked for asked in self._running if not asked.row.ended]
+            sizes = [asked.most_tokens for asked in (self._waiting[0], *running)]
             has_room = len(sizes) <= self._limits.rows and len(sizes) * max(sizes) <= self._limits.tokens
-            return self._waiting.popleft() if has_room or len(sizes) == 1 else None
+            return self._waiting.popleft() if has_room or not running else None
 
     def _read(self, asked: Asked) -> Pool | None:
         """Return a pool with this answer only, one token longer; None if that fails."""
