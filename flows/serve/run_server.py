@@ -9,6 +9,7 @@ from pathlib import Path
 
 import uvicorn
 
+from dataset_builders.errors import MANIFEST
 from flows.prefect_server.access import SERVE_KEY, Address, serve_login
 from flows.serve.application import make_app
 from flows.serve.served_model import LocalModel, ServedModel
@@ -16,7 +17,6 @@ from flows.serve.vllm_model import start_vllm
 from flows.serve.votes import Votes
 from stages.answer.greedy_decoder import PoolLimits
 from stages.inputs.hf_directory import resolve_hf_dir
-from trainer.contract.names import HF_EXPORT
 
 _STOP_SECONDS = 3  # for answers that are being generated when the server is stopped
 
@@ -72,7 +72,7 @@ def sources_of(models: Sequence[str], adapter_dir: Path | None) -> list[ModelSou
 
 def served_name(model: str, hf_dir: Path) -> str:
     """Return a model's name: the hub's, the stage and fingerprint of an artifact, or else the directory's."""
-    if hf_dir.name == HF_EXPORT:
+    if (hf_dir.parent / MANIFEST).is_file():
         return f"{hf_dir.parent.parent.name}-{hf_dir.parent.name[:8]}"
     return model if not Path(model).is_dir() and "://" not in model else hf_dir.name
 

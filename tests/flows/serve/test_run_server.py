@@ -9,6 +9,7 @@ def test_names_are_those_of_hub_artifact_or_directory_and_differ(tmp_path):
     artifact, plain, adapter = tmp_path / "release" / "0123456789abcdef" / "hf", tmp_path / "mine", tmp_path / "lora"
     for directory in (artifact, plain, adapter):
         directory.mkdir(parents=True)
+    (artifact.parent / "manifest.json").write_text("{}")
     assert [source.name for source in sources_of([str(artifact), str(plain)], None)] == ["release-01234567", "mine"]
     both = sources_of([str(plain), str(plain)], adapter)
     assert [(source.name, source.adapter_dir) for source in both] == [("mine", None), ("mine+lora", adapter)]
